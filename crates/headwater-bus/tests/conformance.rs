@@ -1,4 +1,4 @@
-//! The suite on every bus there is.
+//! The conformance suite on every bus.
 #![cfg(feature = "conformance")]
 #![allow(clippy::unwrap_used, reason = "a test that meets an error has failed")]
 

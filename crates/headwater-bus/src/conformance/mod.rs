@@ -1,7 +1,7 @@
 //! The public conformance suite: one test per guarantee of a bus.
 //!
-//! Pass [`bus_suite!`](crate::bus_suite) an expression that creates a [`BusTestEnv`]; the macro generates one `#[test]` for
-//! each case:
+//! Pass [`bus_suite!`](crate::bus_suite) an expression that creates a [`BusTestEnv`]; the macro generates one
+//! `#[test]` for each case:
 //!
 //! ```ignore
 //! mod my_bus {

@@ -1,6 +1,6 @@
-//! Where the tests of this crate run: on one of three backends, or on a local bus, with keys that no other test uses.
+//! The environments of the tests: three backends, or a local bus, with a key prefix unique to the test.
 //!
-//! Each test binary has a `fixture::Fixture` around it, with the buses that take part in its scenarios.
+//! Each test binary has its own `fixture::Fixture` with the buses of its scenarios.
 
 #![allow(dead_code, reason = "each test binary uses what it needs")]
 
@@ -14,7 +14,7 @@ use headwater_stream::{
 };
 use headwater_testkit::{Cluster, Redis, unique};
 
-/// One module of tests: each scenario, in a place of one kind, in a runtime of this flavor.
+/// Generates one module of tests: each scenario with one fixture and runtime flavor.
 macro_rules! tests_in {
     ($module:ident, $fixture:expr, $runtime:tt, $($scenario:ident),* $(,)?) => {
         mod $module {
@@ -26,7 +26,7 @@ macro_rules! tests_in {
     };
 }
 
-/// Writes each scenario once and runs it on all three backends.
+/// Runs each scenario on all three backends.
 macro_rules! on_streams {
     ($($scenario:ident),* $(,)?) => {
         on_streams!((flavor = "multi_thread", worker_threads = 2): $($scenario),*);
@@ -38,7 +38,7 @@ macro_rules! on_streams {
     };
 }
 
-/// The same on a local bus: for scenarios that do not look into a backend.
+/// Runs each scenario on a local bus; for scenarios that do not access a backend.
 #[allow(unused_macros, reason = "each test binary uses what it needs")]
 macro_rules! on_local_bus {
     ($($scenario:ident),* $(,)?) => {
@@ -49,7 +49,7 @@ macro_rules! on_local_bus {
     };
 }
 
-/// Writes each scenario once and runs it on a backend of each kind that can be taken outage.
+/// Runs each scenario on a backend of each kind that can be made unavailable.
 #[allow(unused_macros, reason = "each test binary uses what it needs")]
 macro_rules! with_outage {
     ($($scenario:ident),* $(,)?) => {
@@ -61,7 +61,7 @@ macro_rules! with_outage {
     };
 }
 
-/// The same for scenarios that need a server.
+/// Runs each scenario on a server that can be made unavailable.
 #[allow(unused_macros, reason = "each test binary uses what it needs")]
 macro_rules! with_server_outage {
     ($($scenario:ident),* $(,)?) => {
@@ -76,12 +76,12 @@ macro_rules! with_server_outage {
 pub(crate) mod server;
 pub(crate) mod telemetry;
 
-/// What buses work on.
+/// The backend of the buses.
 #[derive(Clone)]
 pub(crate) enum Target {
-    /// There is one bus, and one process.
+    /// One bus in one process.
     Local(Arc<dyn EventBus>),
-    /// All buses share the one backend there is.
+    /// All buses share one backend.
     Shared(Arc<dyn Backend>),
     /// Each bus has its own connections.
     Url(String),
@@ -100,7 +100,7 @@ impl Target {
         Self::Url(Cluster::shared().unwrap().url())
     }
 
-    /// A backend, as another process would have it.
+    /// A backend, as another process would open it.
     pub(crate) async fn connect(&self, options: &Options) -> Arc<dyn Backend> {
         match self {
             Self::Local(_) => panic!("a local bus has no backend to look into"),
@@ -110,7 +110,7 @@ impl Target {
     }
 }
 
-/// A prefix of keys that no other test uses.
+/// A key prefix unique to the test.
 pub(crate) fn new_prefix() -> String {
     unique("w").chars().take(32).collect()
 }
@@ -127,7 +127,7 @@ pub(crate) async fn entries(backend: &dyn Backend, stream: &StreamName) -> Vec<E
     }
 }
 
-/// Whoever dies is soon known to be dead. So may be those that are only slow.
+/// Short leases: a crash is detected soon, but a slow process may also be considered dead.
 pub(crate) fn quick_lease() -> KeeperConfig {
     KeeperConfig {
         ttl: Duration::from_secs(4),

@@ -1,6 +1,6 @@
-//! A backend that can be taken away from those who work with it, and the place that they work in.
+//! A fixture whose backend can be made unavailable.
 //!
-//! Part of the test binaries whose `Fixture` can stand on a backend of its own; each adds what its scenarios ask.
+//! Part of the test binaries whose `Fixture` supports its own backend; each adds what its scenarios need.
 
 use super::Fixture;
 use crate::backends::server::Server;
@@ -27,17 +27,17 @@ impl OutageFixture {
         Self { fixture: Fixture::on(server.target()), server }
     }
 
-    /// Takes the backend outage, as far as the place's session is concerned.
+    /// Makes the backend of the fixture's session unavailable.
     pub(crate) async fn begin(&self) {
         self.server.stop_node_of(&self.fixture.stream()).await;
     }
 
-    /// Brings it back, with all it had.
+    /// Makes it available again, with all its data.
     pub(crate) async fn end(&self) {
         self.server.restart().await;
     }
 
-    /// Removes everything from every server.
+    /// Deletes all data of every server.
     pub(crate) fn flush(&self) {
         for node in self.server.primaries() {
             node.command(&["FLUSHALL"]).unwrap().ok().unwrap();

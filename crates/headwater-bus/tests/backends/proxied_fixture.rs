@@ -1,6 +1,6 @@
-//! Servers that are reached through proxies alone, which can stall and lose what passes.
+//! Servers that are only reachable through proxies, which can stall and drop traffic.
 //!
-//! Part of the test binaries whose `Fixture` can stand on a server of its own.
+//! Part of the test binaries whose `Fixture` supports its own server.
 
 use std::any::Any;
 use std::time::Duration;
@@ -9,14 +9,14 @@ use headwater_testkit::{Cluster, Proxy, Redis};
 
 use crate::fixture::Fixture;
 
-/// A cluster needs no longer to agree on its addresses.
+/// Timeout for a cluster to agree on its addresses.
 const LIMIT: Duration = Duration::from_secs(90);
 
 pub(crate) struct ProxiedFixture {
     pub(crate) proxies: Vec<Proxy>,
-    /// What goes through the proxies.
+    /// The fixture that connects through the proxies.
     pub(crate) fixture: Fixture,
-    /// They live as long as the proxies do.
+    /// Kept alive as long as the proxies.
     _servers: Box<dyn Any + Send>,
 }
 
@@ -28,7 +28,7 @@ impl ProxiedFixture {
         Self { proxies: vec![proxy], fixture, _servers: Box::new(redis) }
     }
 
-    /// Its nodes tell clients, and each other, to come by the proxies.
+    /// Its nodes announce the addresses of the proxies.
     pub(crate) async fn cluster() -> Self {
         let cluster = Cluster::start().unwrap();
         let set = |node: &Redis, name: &str, value: &str| {
@@ -58,7 +58,7 @@ impl ProxiedFixture {
         Self { proxies, fixture, _servers: Box::new(cluster) }
     }
 
-    /// Nothing passes any more, and no connection is closed.
+    /// Stops all traffic without closing connections.
     #[allow(dead_code, reason = "each test binary uses what it needs")]
     pub(crate) fn stall(&self) {
         self.proxies.iter().for_each(|proxy| proxy.stall().unwrap());

@@ -1,6 +1,6 @@
-//! Those who watch a bus: a recorder of metrics and a subscriber to spans.
+//! A metrics recorder and a span subscriber for tests.
 //!
-//! A recorder is that of one thread. Whoever has one runs on one thread, so that it hears its own tasks and no others.
+//! A recorder is thread-local: a test that uses one runs on a single thread, so that it records only its own tasks.
 
 use std::collections::BTreeMap;
 use std::fmt::Debug;
@@ -16,18 +16,18 @@ use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Subscriber};
 
-/// Nothing that should be counted takes longer.
+/// Timeout for a metric to reach its value.
 const LIMIT: Duration = Duration::from_secs(90);
 
-/// All spans there were, with their fields.
+/// All recorded spans with their fields.
 #[derive(Clone, Default)]
 pub(crate) struct Spans(Arc<Mutex<Vec<Span>>>);
 
-/// Its name and its fields.
+/// Name and fields.
 pub(crate) type Span = (String, BTreeMap<String, String>);
 
 impl Spans {
-    /// One for the whole process: of subscribers that come and go while other tests run, some spans are missed.
+    /// One for the whole process: with subscribers per test, some spans would be missed.
     pub(crate) fn of_all() -> Self {
         static SPANS: OnceLock<Spans> = OnceLock::new();
         let spans = SPANS.get_or_init(|| {
@@ -75,12 +75,12 @@ impl Subscriber for Spans {
     fn exit(&self, _: &Id) {}
 }
 
-/// What was counted, set or recorded, by name and labels.
+/// Values of counters, gauges and histograms, by name and labels.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Counts(Arc<Mutex<BTreeMap<String, i64>>>);
 
 impl Counts {
-    /// ProxiedFixture the prefix of this crate.
+    /// The value of a metric, given without the prefix of this crate.
     pub(crate) fn of(&self, name: &str) -> Option<i64> {
         self.0.lock().unwrap().get(&format!("headwater_bus_{name}")).copied()
     }
@@ -89,7 +89,7 @@ impl Counts {
         self.0.lock().unwrap().keys().cloned().collect()
     }
 
-    /// What a handler did is counted a moment after it did so.
+    /// Waits, because a metric is updated a moment after the handler ran.
     pub(crate) async fn come_to(&self, expected: &[(&str, i64)]) {
         let all = || expected.iter().all(|(name, count)| self.of(name) == Some(*count));
         let deadline = Instant::now() + LIMIT;

@@ -1,4 +1,4 @@
-//! Requests and outputs that make no sense: typed failures, and a worker that lives.
+//! Invalid requests and outputs cause typed failures, and the worker continues.
 
 use std::time::Duration;
 
@@ -118,7 +118,7 @@ async fn a_reply_that_cannot_be_stored_is_not_retried_forever(fixture: Fixture) 
     let main_loop = Loop::default();
     let worker = fixture.worker(&main_loop).await;
     let client = fixture.client("desk").await;
-    // A key of another kind lies where the replies of two other requesters are to go.
+    // The keys of the reply streams of two other requesters have another type.
     let backend = fixture.backend().await;
     for requester in ["shop", "store"] {
         let taken = MapName::new(fixture.replies(requester).as_str()).unwrap();
@@ -128,7 +128,7 @@ async fn a_reply_that_cannot_be_stored_is_not_retried_forever(fixture: Fixture) 
     let submit = Submission::new(Ask::Echo("a".to_owned())).id(RequestId::new("r1").unwrap());
     client.submit::<_, String>(submit).await.unwrap();
     let bus = fixture.streamed().await;
-    // One that has a reply elsewhere, and one that is carried out for nobody else.
+    // One request has a reply to another requester; the other one is executed.
     for (request_id, requester) in [("r1", "shop"), ("r2", "store")] {
         let request = MainLoopRequest {
             request_id: request_id.to_owned(),
@@ -146,7 +146,7 @@ async fn a_reply_that_cannot_be_stored_is_not_retried_forever(fixture: Fixture) 
 
 async fn a_reply_ttl_shorter_than_the_call_deadline_is_rejected_without_effect(fixture: Fixture) {
     let calls_take = fixture.backend().await.call_deadline();
-    // Calls to an embedded backend are neither given up nor repeated.
+    // Calls to an embedded backend neither time out nor are retried.
     let keep = calls_take.map_or(Duration::from_millis(1), |most| most - Duration::from_millis(1));
     let replies = ReplyConfig { ttl: keep, ..Default::default() };
     let config = MainLoopConfig { replies, ..fast_config() };
@@ -160,7 +160,7 @@ async fn a_reply_ttl_shorter_than_the_call_deadline_is_rejected_without_effect(f
         assert_eq!(is_refused, calls_take.is_some(), "{refused:?}");
     }
     if calls_take.is_some() {
-        // Nobody is on the list of those who have replies, and there is no group of workers.
+        // No requester is registered, and there is no group of workers.
         let set = SetName::new(format!("{}:requesters", fixture.control())).unwrap();
         assert!(fixture.backend().await.set_members(&set).await.unwrap().is_empty());
         assert!(fixture.backend().await.stats(&fixture.control()).await.unwrap().is_none());
@@ -176,7 +176,7 @@ async fn an_output_larger_than_a_mebibyte_fails_the_request(fixture: Fixture) {
     let failed = client.submit::<_, String>(submit(PAYLOAD_BYTES_MAX + 1)).await.unwrap_err();
     assert_eq!(failed.failure(), Some(RequestFailure::TooLarge), "{failed}");
     assert_eq!(main_loop.log.lines().len(), 1, "it is not tried again");
-    // The largest that fits, with what surrounds it.
+    // The largest request that fits, including its other fields.
     let fits = Submission::new(Ask::Big(PAYLOAD_BYTES_MAX - 1000));
     let done = client.submit::<_, String>(fits).await.unwrap();
     assert_eq!(done.output.len(), PAYLOAD_BYTES_MAX - 1000);

@@ -1,4 +1,4 @@
-//! Requests that nobody wants any more.
+//! Cancelled requests.
 
 use std::sync::Arc;
 
@@ -17,7 +17,7 @@ everywhere![
     a_request_cancelled_before_it_is_submitted_is_not_executed,
 ];
 
-/// The same where others can watch: on streams.
+/// On streams, where other processes can watch.
 mod watched {
     use super::a_cancellation_not_published_by_its_requester_is_published_by_the_worker;
 
@@ -35,7 +35,7 @@ async fn a_running_request_is_stopped_when_it_is_cancelled(fixture: Fixture) {
     let submit = Submission::new(Ask::Wait(String::new())).id(id("r1"));
     let (failed, ()) = tokio::join!(client.submit::<_, Value>(submit), async {
         main_loop.begun.notified().await;
-        // Any process of the requester can.
+        // Any process of the requester can cancel.
         assert_eq!(other.cancel(&id("r1")).await.unwrap(), CancelOutcome::Cancelled);
     });
     assert_eq!(failed.unwrap_err().failure(), Some(RequestFailure::Cancelled));
@@ -59,7 +59,7 @@ async fn a_waiting_request_is_not_started_when_it_is_cancelled(fixture: Fixture)
         main_loop.begun.notified().await;
         let submit = Submission::new(Ask::Echo("b".to_owned())).id(id("second"));
         let (failed, cancelled) = tokio::join!(client.submit::<_, String>(submit), async {
-            // Whichever comes first, the request or its cancellation.
+            // In either order of request and cancellation.
             client.cancel(&id("second")).await
         });
         assert_eq!(cancelled.unwrap(), CancelOutcome::Cancelled);
@@ -111,11 +111,11 @@ async fn a_cancellation_not_published_by_its_requester_is_published_by_the_worke
     let submit = Submission::new(Ask::Wait("a".to_owned())).id(id("r1"));
     let (failed, ()) = tokio::join!(client.submit::<_, Value>(submit), async {
         main_loop.begun.notified().await;
-        // It is kept. Nobody but the requester can know of it.
+        // It is stored; only the requester can know of it.
         assert!(cancel_after.cancel(&id("r1")).await.unwrap_err().is_transient());
     });
     assert_eq!(failed.unwrap_err().failure(), Some(RequestFailure::Cancelled));
-    // The worker finds it where its own reply was to go.
+    // The worker finds it when it looks for a reply.
     main_loop.open_gate();
     fixture.control_settles_at(MainLoopFailed::TYPE, 1).await;
     fixture.requests_settle().await;

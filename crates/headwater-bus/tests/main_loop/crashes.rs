@@ -1,4 +1,4 @@
-//! Workers that are killed, that die over a request, and that come back when nobody expects them.
+//! Workers that are killed, that crash during a request, and that resume after they were replaced.
 
 use std::env;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use tokio::task::JoinHandle;
 
 use crate::fixture::{Ask, Fixture, LIMIT, Loop, Mute, begun, fast_config, quick_lease};
 
-/// Writes each scenario once and runs it where processes can share something.
+/// Runs each scenario where processes can share a backend.
 macro_rules! between_processes {
     ($($scenario:ident),* $(,)?) => {
         mod redis {
@@ -51,7 +51,7 @@ fn spawn(fixture: &Fixture, url: &str, role: &str) -> Child {
     child
 }
 
-/// A worker in a process of its own.
+/// A worker in its own process.
 #[test]
 #[ignore = "a role that other tests of this file start as a process of its own"]
 fn worker() {
@@ -104,7 +104,7 @@ fn worker() {
     });
 }
 
-/// Asks in a task of its own, so that the test can wait for children meanwhile.
+/// Submits in its own task, so that the test can wait for children meanwhile.
 fn ask(client: &Arc<MainLoopClient>, submit: Submission<Ask>) -> JoinHandle<Asked> {
     let client = Arc::clone(client);
     tokio::spawn(async move { client.submit(submit).await })
@@ -135,7 +135,7 @@ async fn a_request_completes_once_if_one_of_two_workers_is_killed(url: String) {
     second.kill9().unwrap();
 }
 
-/// The same where one process at a time has the backend: the next start takes the request over.
+/// On a backend that one process at a time can open: the next start takes the request over.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn pending_events_of_a_killed_process_are_handled_after_restart_embedded() {
     let directory = tempfile::tempdir().unwrap();
@@ -171,7 +171,7 @@ async fn a_request_is_not_executed_again_if_its_worker_crashes_after_the_reply(u
 
     let main_loop = Loop::default();
     let worker = fixture.worker(&main_loop).await;
-    // When the dead one's request is settled, all that was asked is.
+    // When the request of the crashed worker is acknowledged, all requests are.
     fixture.requests_settle().await;
     assert!(main_loop.log.lines().is_empty(), "{:?}", main_loop.log.lines());
     fixture.control_settles_at(MainLoopCompleted::TYPE, 1).await;
@@ -184,7 +184,7 @@ async fn another_worker_publishes_the_copy_of_a_reply_if_its_worker_is_killed(ur
     let client = Arc::new(fixture.client("desk").await);
     let first = spawn(&fixture, &url, "stays at the copy");
     let submit = Submission::new(Ask::Echo("a".to_owned())).id(id("r1"));
-    // The requester has it, whatever becomes of the copy.
+    // The requester has the reply, whether or not the copy is published.
     let done = client.submit::<_, String>(submit).await.unwrap();
     assert_eq!(done.output, "a");
     tokio::task::block_in_place(|| {
@@ -242,8 +242,7 @@ async fn a_worker_resumed_after_it_was_replaced_has_no_effect(url: String) {
     assert_eq!(asking.await.unwrap().unwrap().output, "a");
     assert_eq!(begun(&main_loop, "r1"), 1);
     first.resume().unwrap();
-    // It takes part again, and has forgotten what it had: it is asked until it answers, which it does with its gate
-    // shut.
+    // It takes part again without its old requests: submit until it answers, which it does while its gate is closed.
     worker.stop().await.unwrap();
     let next = Submission::new(Ask::Echo("b".to_owned())).id(id("r2"));
     let done = client.submit::<_, String>(next).await.unwrap();

@@ -1,7 +1,7 @@
-//! A caller is answered at the deadline of its request, or when its own time is up, whatever the servers do.
+//! A caller gets an answer at the deadline of its request or at its timeout, whatever the servers do.
 //!
-//! Calls of the backend may take a minute here, and the proxies stay stalled: whoever waits for one of those calls is
-//! not answered within [`ANSWERED`].
+//! Backend calls may take a minute here, and the proxies stay stalled: a caller that waited for one of those calls
+//! would not be answered within [`ANSWERED`].
 
 use std::time::Duration;
 
@@ -12,7 +12,7 @@ use tokio::time::timeout;
 use crate::fixture::{Ask, Loop};
 use crate::proxied_fixture::ProxiedFixture;
 
-/// Far more than a deadline of these tests, far less than a call of the backend may take.
+/// Far more than any deadline in these tests, far less than a backend call may take.
 const ANSWERED: Duration = Duration::from_secs(30);
 
 tests_in!(
@@ -48,7 +48,7 @@ async fn a_request_that_cannot_be_submitted_fails_at_its_deadline(proxied: Proxi
         let asked = client.submit::<_, Value>(submit);
         deadline_passed(timeout(ANSWERED, asked).await.expect("answered at its deadline"));
     }
-    // Without a deadline, the caller's own time ends it.
+    // Without a deadline, the caller's timeout ends it.
     let asked = client.submit::<_, Value>(submit().timeout(Duration::from_millis(300)));
     let error = timeout(ANSWERED, asked).await.expect("answered in time").unwrap_err();
     assert!(matches!(error, MainLoopError::NotSubmitted { .. }), "{error}");
@@ -56,7 +56,7 @@ async fn a_request_that_cannot_be_submitted_fails_at_its_deadline(proxied: Proxi
 }
 
 async fn a_request_whose_reply_cannot_be_read_fails_at_its_deadline(proxied: ProxiedFixture) {
-    // The worker goes through the proxies, too: it cannot answer any more.
+    // The worker connects through the proxies, too: it cannot reply any more.
     let main_loop = Loop::default();
     let worker = proxied.fixture.worker(&main_loop).await;
     let client = proxied.fixture.client("desk").await;
@@ -71,7 +71,7 @@ async fn a_request_whose_reply_cannot_be_read_fails_at_its_deadline(proxied: Pro
         .await
         .expect("answered at its deadline");
     deadline_passed(asked);
-    // The run was ended at its deadline, and its reply is there when the servers are back.
+    // The run was ended at its deadline, and its reply is available when the servers are.
     proxied.heal();
     let reply = client.wait::<Value>(&id, ANSWERED * 2).await;
     deadline_passed(reply);

@@ -1,4 +1,4 @@
-//! Where a scenario runs, and the main loop that all of them ask.
+//! The fixture of the scenarios, and the main loop they use.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -19,7 +19,7 @@ use tokio::sync::{Notify, Semaphore};
 pub(crate) use crate::backends::quick_lease;
 use crate::backends::{Target, new_prefix, quick_queue};
 
-/// Writes each scenario once and runs it on a local bus and on all three backends.
+/// Runs each scenario on a local bus and on all three backends.
 macro_rules! on_every_bus {
     ($($scenario:ident),* $(,)?) => {
         on_local_bus!($($scenario),*);
@@ -29,12 +29,12 @@ macro_rules! on_every_bus {
 
 pub(crate) const LIMIT: Duration = Duration::from_secs(60);
 
-/// A bus or a backend, and keys that no other test uses.
+/// A bus or a backend, with a unique key prefix.
 pub(crate) struct Fixture {
     target: Target,
     pub(crate) prefix: String,
     lease: KeeperConfig,
-    /// How long buses wait for an answer.
+    /// Call deadline of the buses.
     patience: Duration,
 }
 
@@ -47,7 +47,7 @@ impl Fixture {
         Self::new(Target::embedded().await)
     }
 
-    /// An embedded backend in a directory, which one process at a time has.
+    /// An embedded backend in a directory, which one process at a time can open.
     pub(crate) async fn in_directory(url: &str, prefix: String) -> Self {
         let backend = connect(url, &Options::default()).await.unwrap();
         Self { prefix, ..Self::new(Target::Shared(backend)) }
@@ -73,28 +73,28 @@ impl Fixture {
         Self { prefix, ..Self::at(url) }
     }
 
-    /// Those who die here are soon known to be dead. So may be those that are only slow.
+    /// With short leases: a crash is detected soon, but a slow process may also be considered dead.
     pub(crate) fn with_short_leases(self) -> Self {
         Self { lease: quick_lease(), ..self }
     }
 
-    /// Calls take so long here at most.
+    /// With this call deadline.
     pub(crate) fn with_calls_of(self, patience: Duration) -> Self {
         Self { patience, ..self }
     }
 
-    /// The same fixture, for a thread of its own.
+    /// The same fixture, for another thread.
     pub(crate) fn again(&self) -> Self {
         Self { target: self.target.clone(), prefix: self.prefix.clone(), ..*self }
     }
 
     pub(crate) async fn backend(&self) -> Arc<dyn Backend> {
-        // A server that is only slow is not outage.
+        // A server that is only slow must not count as unavailable.
         let options = Options { call_deadline: self.patience, ..Default::default() };
         self.target.connect(&options).await
     }
 
-    /// A bus as another process would have it.
+    /// A bus, as another process would open it.
     pub(crate) async fn bus(&self) -> Arc<dyn EventBus> {
         match &self.target {
             Target::Local(bus) => Arc::clone(bus),
@@ -116,7 +116,7 @@ impl Fixture {
         sessions(self.bus().await).await
     }
 
-    /// A worker on a bus of its own.
+    /// A worker on its own bus.
     pub(crate) async fn worker(&self, main_loop: &Loop) -> MainLoopWorker {
         self.worker_with(main_loop, fast_config()).await
     }
@@ -130,7 +130,7 @@ impl Fixture {
         MainLoopWorker::start(sessions, main_loop.clone(), config).await.unwrap()
     }
 
-    /// A client on a bus of its own.
+    /// A client on its own bus.
     pub(crate) async fn client(&self, requester: &str) -> MainLoopClient {
         self.client_with(requester, client_config()).await
     }
@@ -157,7 +157,7 @@ impl Fixture {
         self.backend().await.range(stream, Range::first(1000)).await.unwrap()
     }
 
-    /// Waits until the group of workers is done with all that was asked.
+    /// Waits until the group of workers has acknowledged all requests.
     pub(crate) async fn requests_settle(&self) {
         let backend = self.backend().await;
         let deadline = tokio::time::Instant::now() + LIMIT;
@@ -172,7 +172,7 @@ impl Fixture {
         }
     }
 
-    /// Waits until there are so many events of a type on the control stream, and sees that no more follow.
+    /// Waits until the control stream has `count` events of a type, and asserts that no more follow.
     pub(crate) async fn control_settles_at(&self, event_type: &str, count: usize) {
         let backend = self.backend().await;
         let deadline = tokio::time::Instant::now() + LIMIT;
@@ -190,7 +190,7 @@ impl Fixture {
     }
 }
 
-/// A bus that publishes nothing: it says so and never answers, or refuses.
+/// A bus that publishes nothing: it prints a line and never returns, or fails.
 pub(crate) struct Mute {
     pub(crate) bus: Arc<dyn EventBus>,
     pub(crate) refuses: bool,
@@ -247,7 +247,7 @@ pub(crate) fn registry() -> EventRegistry {
     EventRegistry::builtin().with::<Noted>().unwrap()
 }
 
-/// Settings that make no test wait.
+/// Settings without long waits.
 pub(crate) fn fast_config() -> MainLoopConfig {
     MainLoopConfig {
         backoff: Backoff::Fixed(Duration::from_millis(5)),
@@ -260,36 +260,36 @@ fn client_config() -> MainLoopClientConfig {
     MainLoopClientConfig { timeout: LIMIT, ..Default::default() }
 }
 
-/// What the main loop of the tests is asked for.
+/// Requests of the test main loop.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) enum Ask {
-    /// Say it back.
+    /// Return the text.
     Echo(String),
-    /// Block the thread it runs on for so many milliseconds, then wait for ever.
+    /// Block the thread for this many milliseconds, then wait forever.
     Block(u64),
-    /// Say it back when the gate is open.
+    /// Return the text when the gate is open.
     Wait(String),
-    /// Fail so many times, then say how often it was tried.
+    /// Fail this many times, then return the attempt number.
     FailTimes(u32),
-    /// Say that it can never work.
+    /// Fail permanently.
     GiveUp,
     /// Panic.
     Panic,
-    /// Use this much, in so many charges. A stubborn one does not heed that it is too much.
+    /// Charge `tokens`, `charges` times. A stubborn request ignores the error.
     Spend { tokens: u64, charges: u64, is_stubborn: bool },
-    /// Answer with so many characters.
+    /// Return this many characters.
     Big(usize),
-    /// Note this in the session, then say what is there.
+    /// Publish the number in the session, then return all numbers.
     Note(u64),
-    /// Use some tokens, then ask the same of another request and say what it was given.
+    /// Charge tokens, then submit a sub-request and return its limits.
     Delegate { tokens: u64 },
-    /// Say what there is to use.
+    /// Return the limits.
     Limits,
-    /// Die, if that is allowed here.
+    /// Abort the process, if `dies` is set.
     Die,
 }
 
-/// What a request was given.
+/// The limits of a request.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Given {
     pub(crate) budget: Budget,
@@ -297,7 +297,7 @@ pub(crate) struct Given {
     pub(crate) resources: serde_json::Value,
 }
 
-/// A main loop that writes down what it does. Clones are the same.
+/// A main loop that logs what it does. Clones share it.
 #[derive(Clone)]
 pub(crate) struct Loop {
     pub(crate) log: HandlerLog,
@@ -319,7 +319,7 @@ impl Default for Loop {
     }
 }
 
-/// Writes down that a run was dropped before its end.
+/// Logs that a run was dropped before its end.
 struct Unfinished(HandlerLog, String);
 
 impl Drop for Unfinished {
@@ -331,7 +331,7 @@ impl Drop for Unfinished {
 }
 
 impl Loop {
-    /// Lets everybody pass who waits at the gate, now and later.
+    /// Opens the gate permanently.
     pub(crate) fn open_gate(&self) {
         self.gate.add_permits(10_000);
     }
@@ -417,7 +417,7 @@ impl MainLoop for Loop {
     }
 }
 
-/// How often a request was begun.
+/// How often a request was started.
 pub(crate) fn begun(main_loop: &Loop, request: &str) -> usize {
     let line = format!("begun {request}");
     main_loop.log.lines().iter().filter(|other| **other == line).count()

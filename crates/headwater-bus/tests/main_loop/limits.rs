@@ -1,4 +1,4 @@
-//! Budgets and deadlines: enforced, and passed along.
+//! Budgets and deadlines are enforced and passed on.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -24,17 +24,17 @@ mod on_backends {
     on_streams![a_request_that_blocks_its_worker_beyond_the_lease_fails_at_the_crash_limit];
 }
 
-/// Whoever carries it out is cut off by it, lives, and gets it again.
+/// Each worker loses its lock, survives, and gets the request again.
 async fn a_request_that_blocks_its_worker_beyond_the_lease_fails_at_the_crash_limit(
     fixture: Fixture,
 ) {
-    // It is not taken for dead by its group, which would count that: only its lock is lost.
+    // The group must not consider the process dead, which it would count: only the lock is lost.
     let main_loop = Loop::default();
     let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
     let worker = std::thread::spawn({
         let (fixture, main_loop) = (fixture.again(), main_loop.clone());
         move || {
-            // One thread: what blocks it blocks the renewal of its lock, too.
+            // One thread: a blocked thread blocks the renewal of the lock, too.
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
             runtime.unwrap().block_on(async {
                 let config =
@@ -52,7 +52,7 @@ async fn a_request_that_blocks_its_worker_beyond_the_lease_fails_at_the_crash_li
     let failed = client.submit::<_, Value>(submit).await.unwrap_err();
     assert_eq!(failed.failure(), Some(RequestFailure::Crashed), "{failed}");
     assert_eq!(begun(&main_loop, "blocks"), 2);
-    // The worker is none the worse for it.
+    // The worker continues.
     let fine =
         client.submit::<_, String>(Submission::new(Ask::Echo("a".to_owned()))).await.unwrap();
     assert_eq!(fine.output, "a");
@@ -69,7 +69,7 @@ async fn a_request_over_its_budget_ends_even_if_it_ignores_the_error(fixture: Fi
     let worker = fixture.worker(&main_loop).await;
     let client = fixture.client("desk").await;
     for is_stubborn in [false, true] {
-        // A stubborn one would go on for ever.
+        // A stubborn request would otherwise run forever.
         let charges = if is_stubborn { u64::MAX } else { 11 };
         let ask = Ask::Spend { tokens: 10, charges, is_stubborn };
         let id = RequestId::new(format!("stubborn {is_stubborn}")).unwrap();
@@ -87,7 +87,7 @@ async fn each_budget_limit_ends_a_request(fixture: Fixture) {
     let main_loop = Loop::default();
     let worker = fixture.worker(&main_loop).await;
     let client = fixture.client("desk").await;
-    // Each charge is one call with ten tokens in that costs a millionth.
+    // Each charge is one call with ten input tokens that costs one millionth.
     for (budget, what, charges) in [
         (tokens(40), "50 tokens in and out of 40", 5),
         (Budget { max_input_tokens: Some(40), ..Budget::default() }, "50 input tokens of 40", 5),
@@ -133,7 +133,7 @@ async fn a_request_ends_at_its_deadline_and_at_the_run_timeout(fixture: Fixture)
         let failed = failed.unwrap_err();
         assert_eq!(failed.failure(), Some(RequestFailure::DeadlinePassed), "{failed}");
     }
-    // On a slow machine, the time of the first may be up before it is begun.
+    // On a slow machine, the first may time out before it starts.
     let begun = [begun(&main_loop, "own"), begun(&main_loop, "any"), begun(&main_loop, "none")];
     assert!(begun == [1, 1, 1] || begun == [0, 1, 1], "{begun:?}");
     let dropped = main_loop.log.lines().iter().filter(|line| line.starts_with("dropped")).count();
@@ -142,7 +142,7 @@ async fn a_request_ends_at_its_deadline_and_at_the_run_timeout(fixture: Fixture)
 }
 
 async fn a_request_whose_deadline_passed_while_waiting_is_not_started(fixture: Fixture) {
-    // All places of the worker are taken, so the request waits.
+    // The worker is at its concurrency limit, so the request waits.
     let main_loop = Loop::default();
     let config = MainLoopConfig { concurrency: 1, ..fast_config() };
     let worker = fixture.worker_with(&main_loop, config).await;

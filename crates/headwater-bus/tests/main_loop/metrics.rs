@@ -1,4 +1,4 @@
-//! What a main loop tells those who watch it: metrics and spans.
+//! Metrics and spans of a main loop.
 
 use std::time::Duration;
 
@@ -12,7 +12,7 @@ fn id(text: &str) -> RequestId {
     RequestId::new(text).unwrap()
 }
 
-// One thread, so that it and all tasks have the recorder of the test.
+// One thread, so that all tasks use the recorder of the test.
 on_local_bus!((): request_metrics_are_counted, client_and_worker_have_a_span_for_each_request);
 on_streams!((): request_metrics_are_counted, client_and_worker_have_a_span_for_each_request);
 
@@ -41,9 +41,9 @@ async fn request_metrics_are_counted(fixture: Fixture) {
     };
     tokio::time::timeout(LIMIT, only_the_waiting_request_runs).await.unwrap();
     assert_eq!(client.cancel(&id("wait")).await.unwrap(), CancelOutcome::Cancelled);
-    // It has stopped when the worker has.
+    // The run has ended when the worker has stopped.
     worker.stop().await.unwrap();
-    // One that comes again is known.
+    // A repeated request is recognized.
     let worker = fixture.worker(&main_loop).await;
     let other = fixture.client("shop").await;
     other.submit::<_, String>(echo()).await.unwrap();
@@ -88,7 +88,7 @@ async fn client_and_worker_have_a_span_for_each_request(fixture: Fixture) {
     assert_eq!(submit.1["requester"], "desk");
     let run = spans.iter().find(|span| is_of(span, "main_loop")).unwrap();
     assert_eq!(run.1["session"], session.to_string());
-    // What is published for it belongs to it.
+    // Events published during a request belong to its trace.
     let is_refresh = |span: &&Span| span.0 == "refresh" && span.1["session"] == session.to_string();
     assert!(spans.iter().any(|span| is_refresh(&span)), "{spans:?}");
 }

@@ -1,4 +1,4 @@
-//! Replies: late ones, many of them, and their end.
+//! Late replies, many replies, and the retention of replies.
 
 use std::time::Duration;
 
@@ -48,7 +48,7 @@ async fn a_late_reply_can_be_fetched_by_any_process_of_the_requester(fixture: Fi
         main_loop.open_gate();
     });
     assert_eq!(waited.unwrap().output, "late");
-    // A process that was not there when it came.
+    // A process that was not running when the reply arrived.
     let third = fixture.client("desk").await;
     assert_eq!(third.reply::<String>(&id("r1")).await.unwrap().unwrap().output, "late");
     assert_eq!(third.wait::<String>(&id("r1"), LIMIT).await.unwrap().output, "late");
@@ -58,7 +58,7 @@ async fn a_late_reply_can_be_fetched_by_any_process_of_the_requester(fixture: Fi
 }
 
 async fn a_waiter_gets_the_reply_whenever_it_started_to_wait(fixture: Fixture) {
-    // Replies come while others begin to wait: nobody may miss one.
+    // Replies arrive while others start to wait; none may be missed.
     let main_loop = Loop::default();
     let worker = fixture.worker(&main_loop).await;
     let client = fixture.client("desk").await;
@@ -105,7 +105,7 @@ mod bounds {
         let config = MainLoopConfig { replies, concurrency: 32, ..fast_config() };
         let worker = fixture.worker_with(&main_loop, config).await;
         let client = fixture.client("desk").await;
-        // Fewer at once than are kept, or a reply might go before it is read.
+        // Fewer at once than are kept, or a reply might be trimmed before it is read.
         for first in (0..REPLIES).step_by(8) {
             let asking = (first..first + 8).map(|number| {
                 let submit =
@@ -128,7 +128,7 @@ mod bounds {
     }
 
     pub(super) async fn replies_whose_time_is_up_go_and_so_do_their_streams(fixture: Fixture) {
-        // Long enough for a busy machine to look at it in time, and no shorter than a call.
+        // Long enough for a busy machine to read it in time, and at least the call deadline.
         let keep = Duration::from_secs(8);
         let fixture = fixture.with_calls_of(keep);
         let replies = ReplyConfig { ttl: keep, ..Default::default() };
@@ -157,7 +157,7 @@ mod bounds {
         }
         assert!(backend.set_members(&set).await.unwrap().is_empty());
         assert_eq!(client.reply::<String>(&id("r1")).await.unwrap(), None);
-        // A client that outlives its stream goes on.
+        // A client whose stream was deleted continues.
         let submit = Submission::new(Ask::Echo("b".to_owned())).id(id("r2"));
         assert_eq!(client.submit::<_, String>(submit).await.unwrap().output, "b");
         worker.stop().await.unwrap();

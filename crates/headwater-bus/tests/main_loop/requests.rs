@@ -1,4 +1,4 @@
-//! Requests and what comes of them.
+//! Requests and their replies.
 
 use std::collections::BTreeSet;
 
@@ -72,7 +72,7 @@ async fn a_request_submitted_twice_is_executed_once_and_both_callers_get_the_rep
     let ask = |text: &str| Submission::new(Ask::Wait(text.to_owned())).id(id("r1"));
     let open = async {
         main_loop.begun.notified().await;
-        // Long enough for the second one to meet the first; if it does not, it meets its reply.
+        // Long enough for the second one to overlap with the first; otherwise it finds the reply.
         tokio::time::sleep(std::time::Duration::from_millis(100)).await;
         main_loop.open_gate();
     };
@@ -199,7 +199,7 @@ async fn no_request_waits_while_a_worker_is_idle(fixture: Fixture) {
             client.submit::<_, String>(Submission::new(Ask::Wait(number.to_string())))
         });
         let (done, ()) = tokio::join!(futures_util::future::join_all(asking), async {
-            // All three run at once, or this waits in vain.
+            // All three run at once, or this times out.
             main_loop.log.wait_for(round * 3).await;
             main_loop.gate.add_permits(3);
         });

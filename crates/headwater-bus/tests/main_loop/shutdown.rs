@@ -1,4 +1,4 @@
-//! Workers that stop: what runs is finished or given back.
+//! Stopping workers: running requests are finished or released.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -43,7 +43,7 @@ async fn a_stopping_worker_finishes_running_requests(fixture: Fixture) {
     worker.stop().await.unwrap();
 }
 
-/// Lets one worker begin, ends it somehow, and sees that another one does the work.
+/// Starts a request on one worker, ends that worker with `end`, and asserts that another one completes the request.
 async fn reclaimed<F>(fixture: &Fixture, first: &Loop, end: F)
 where
     F: Future<Output = ()>,
@@ -54,7 +54,7 @@ where
     let (done, worker) = tokio::join!(client.submit::<_, String>(ask()), async {
         first.begun.notified().await;
         end.await;
-        // One try only: what was given back is not counted.
+        // One attempt only: a released request is not counted.
         let config = MainLoopConfig { max_crashes: 1, max_attempts: 1, ..fast_config() };
         fixture.worker_with(&second, config).await
     });

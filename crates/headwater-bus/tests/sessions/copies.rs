@@ -34,7 +34,7 @@ on_every_bus!(
     an_interrupted_import_can_be_repeated_at_once,
 );
 
-/// On a server: each step of a fork takes a while, so that it can be cut off in the middle.
+/// On disk: each step of a fork takes a while, so that it can be interrupted in the middle.
 mod on_a_server {
     tests_in!(
         redis,
@@ -88,7 +88,7 @@ async fn a_fork_has_the_events_of_its_parent_and_continues_independently(fixture
     let origin = info.parent.unwrap();
     assert_eq!((origin.session, origin.entry_id), (fixture.session.clone(), ids[9]));
     assert_eq!(info.stage, SessionStage::Open);
-    // Times are those of the parent, also in a fork of the fork.
+    // Entries keep the times of the parent, also in a fork of the fork.
     let again = SessionId::random();
     sessions.fork(&fork, ReplayUntil::End, &again).await.unwrap();
     let time = Timestamp::from_millis(ids[4].ms);
@@ -96,10 +96,10 @@ async fn a_fork_has_the_events_of_its_parent_and_continues_independently(fixture
     let state = sessions.state_at(&again, ReplayUntil::Time(time)).await.unwrap();
     assert_eq!(*state.get::<Sum>().unwrap(), Sum::of(0..expected));
 
-    // Whatever becomes of the parent.
+    // The fork is independent of the parent.
     sessions.delete(&fixture.session).await.unwrap();
     assert_eq!(sum(&sessions.recover(&fork).await.unwrap()).count, 11);
-    // A fork at the end has the snapshot, too; an empty session has an empty fork.
+    // A fork at the end copies the snapshot, too; an empty session has an empty fork.
     let empty = sessions.create(&SessionId::random()).await.unwrap();
     let fork = sessions.fork(empty.id(), ReplayUntil::End, &SessionId::random()).await.unwrap();
     assert_eq!(sum(&fork), Sum::default());
@@ -120,7 +120,7 @@ async fn a_fork_of_a_compacted_session_is_complete(fixture: Fixture) {
     child.publish(noted(25)).await.unwrap();
     child.compact().await.unwrap();
     assert_eq!(sum(&sessions.recover(&fork).await.unwrap()), Sum::of(0..26));
-    // Other folds learn that they have nothing to begin with.
+    // Other folds report that the beginning is missing.
     let other = fixture.sessions_with(headwater_bus::Folds::none().latest::<Noted>(), by_hand());
     let error = other.await.recover(&fork).await.unwrap_err();
     let SessionError::Incomplete { missing, .. } = error else { panic!("{error}") };
@@ -187,7 +187,7 @@ async fn an_unfinished_session_is_not_a_session_and_is_swept(fixture: Fixture) {
     assert_eq!(sessions.info(&id).await.unwrap().unwrap().stage, SessionStage::Copying);
     let error = sessions.fork(&fixture.session, ReplayUntil::End, &id).await.unwrap_err();
     assert!(matches!(error, SessionError::Exists { .. }), "{error}");
-    // Somebody may still work on it.
+    // Its copier may still be working on it.
     assert_eq!(sessions.sweep().await.unwrap().abandoned, 0);
 
     let abandoned_after = std::time::Duration::from_millis(1);
@@ -196,7 +196,7 @@ async fn an_unfinished_session_is_not_a_session_and_is_swept(fixture: Fixture) {
     tokio::time::sleep(std::time::Duration::from_millis(20)).await;
     assert_eq!(impatient.sweep().await.unwrap().abandoned, 1);
     assert_eq!(sessions.info(&id).await.unwrap(), None);
-    // Whoever was taken for dead cannot finish it.
+    // An evicted copier cannot finish it.
     let mut went_on = Ok(());
     for line in &lines[900..] {
         went_on = import.line(line).await;
@@ -219,7 +219,7 @@ async fn an_evicted_copier_does_not_affect_a_new_session(fixture: Fixture) {
     for line in &lines[..900] {
         import.line(line).await.unwrap();
     }
-    // It is removed, and somebody makes a session of this name.
+    // It is removed, and a session of this name is created.
     assert!(sessions.delete(&id).await.unwrap());
     let other = sessions.create(&id).await.unwrap();
     publish(&other, 0..5).await;
@@ -250,8 +250,8 @@ async fn entries_of_an_evicted_copier_do_not_count(fixture: Fixture) {
     let copies: Vec<Fields> =
         fixture.entries(&id).await.into_iter().map(|entry| entry.fields).collect();
     assert!(!copies.is_empty());
-    // It is removed, and somebody makes a session of this name. Only then the last append of the import arrives: it had
-    // looked whether it may go on, and slept.
+    // It is removed, and a session of this name is created. Only then the last append of the import arrives: it was
+    // delayed after its check.
     assert!(sessions.delete(&id).await.unwrap());
     let other = sessions.create(&id).await.unwrap();
     publish(&other, 0..5).await;
@@ -262,7 +262,7 @@ async fn entries_of_an_evicted_copier_do_not_count(fixture: Fixture) {
     assert_eq!(sum(&sessions.recover(&id).await.unwrap()), Sum::of(0..8));
     let state = sessions.state_at(&id, ReplayUntil::Entry(other.position())).await.unwrap();
     assert_eq!(*state.get::<Sum>().unwrap(), Sum::of(0..8));
-    // Nor in what is made of it.
+    // Nor in copies of it.
     let fork = sessions.fork(&id, ReplayUntil::End, &SessionId::random()).await.unwrap();
     assert_eq!(sum(&fork), Sum::of(0..8));
     assert_eq!(fixture.entries(fork.id()).await.len(), 8);
@@ -270,7 +270,7 @@ async fn entries_of_an_evicted_copier_do_not_count(fixture: Fixture) {
     assert_eq!(exported.len(), 10);
     let imported = import_all(sessions.import(&SessionId::random()), &exported).await.unwrap();
     assert_eq!(sum(&imported), Sum::of(0..8));
-    // The same copies do not count in a fork, either, though that one is made of copies.
+    // These entries do not count in a fork, either, although a fork consists of copies.
     let stream = fixture.stream_of(fork.id());
     backend.append(&stream, &copies, &Retention::KEEP_ALL).await.unwrap();
     fork.publish(noted(8)).await.unwrap();
@@ -287,7 +287,7 @@ async fn the_state_of_a_fork_refers_to_its_own_entries(fixture: Fixture) {
     let fork = sessions.fork(&fixture.session, ReplayUntil::Entry(last), &id).await.unwrap();
     let ids: Vec<EntryId> = fixture.entries(&id).await.iter().map(|entry| entry.id).collect();
     let again = sessions.recover(&id).await.unwrap();
-    // It has a snapshot, as its parent had, and one of its own.
+    // It has the snapshot of its parent, and can take its own.
     assert_eq!(again.recovery().from_snapshot, Some(ids[24]));
     for session in [&fork, &again] {
         let latest = session.latest::<Noted>().unwrap().envelope.entry_id.unwrap();
@@ -326,17 +326,17 @@ async fn an_export_ends_at_the_last_entry_of_its_start(fixture: Fixture) {
     let session = sessions.create(&fixture.session).await.unwrap();
     publish(&session, 0..600).await;
     let mut export = sessions.export(&fixture.session).await.unwrap();
-    // The head, and one of the entries that were read with it.
+    // The header, and one of the entries read with it.
     export.next_line().await.unwrap().unwrap();
     export.next_line().await.unwrap().unwrap();
-    // However many come meanwhile: it would never end if it went after them.
+    // Events published meanwhile are not exported, or the export might never end.
     publish(&session, 600..5000).await;
     assert_eq!(lines_of(export).await.len(), 600);
 }
 
 async fn the_remains_of_a_copy_are_not_a_session(fixture: Fixture) {
     let sessions = fixture.sessions().await;
-    // The last step of somebody who slept while the session was swept.
+    // The last append of a copier that was delayed while the session was swept.
     let payload = r#"{"session_id":null,"number":7,"text":""}"#;
     let copy = [
         ("type", "conformance.Noted"),
@@ -362,7 +362,7 @@ pub(crate) async fn import_all(
     import.finish().await
 }
 
-/// The fields of all entries, without the note of where they come from.
+/// The fields of all entries, without those added by the copy.
 async fn fields_of(fixture: &Fixture, session: &SessionId) -> Vec<Fields> {
     let plain = |fields: &Fields| {
         let ours = |name: &[u8]| name == b"original_entry_id" || name == b"copied_by";
@@ -375,7 +375,7 @@ async fn an_imported_export_is_identical(fixture: Fixture) {
     let sessions = fixture.sessions().await;
     let session = sessions.create(&fixture.session).await.unwrap();
     publish(&session, 0..700).await;
-    // Also what is odd: bytes that are no text, lines in a payload, fields of others.
+    // Including bytes that are not UTF-8, line breaks in a payload, and foreign fields.
     let odd = Fields::new([
         (&b"type"[..], &b"conformance.Noted"[..]),
         (b"payload", b"{\n \"number\": 700,\n \"text\": \"a\\nb\" }"),
@@ -393,7 +393,7 @@ async fn an_imported_export_is_identical(fixture: Fixture) {
     assert_eq!(fields_of(&fixture, &id).await, fields_of(&fixture, &fixture.session).await);
     imported.publish(noted(705)).await.unwrap();
     assert_eq!(sum(&sessions.recover(&id).await.unwrap()), Sum::of(0..706));
-    // Into another program, on another bus.
+    // Import on another bus.
     let elsewhere = local().await;
     let imported = import_all(elsewhere.import(&fixture.session), &lines).await.unwrap();
     assert_eq!(sum(&imported), Sum::of(0..705));
@@ -412,11 +412,11 @@ async fn an_imported_session_can_be_continued(fixture: Fixture) {
     publish(&imported, 700..710).await;
     assert_eq!(sum(&sessions.recover(&id).await.unwrap()), Sum::of(0..710));
     assert_eq!(sum(&sessions.recover(&fixture.session).await.unwrap()), Sum::of(0..700));
-    // Once more, now with copies in it.
+    // Again, now with copied entries.
     let lines = lines_of(sessions.export(&id).await.unwrap()).await;
     let again = import_all(sessions.import(&SessionId::random()), &lines).await.unwrap();
     assert_eq!(sum(&again), Sum::of(0..710));
-    // And over a session it is refused.
+    // An import over a session is rejected.
     let error = import_all(sessions.import(&fixture.session), &lines).await.unwrap_err();
     assert!(matches!(error, SessionError::Exists { .. }), "{error}");
 }
@@ -431,7 +431,7 @@ async fn a_compacted_session_is_exported_with_its_snapshots(fixture: Fixture) {
     let id = SessionId::random();
     let imported = import_all(sessions.import(&id), &lines).await.unwrap();
     assert_eq!((sum(&imported), imported.recovery().replayed), (Sum::of(0..60), 10));
-    // Without its snapshot it is not whole.
+    // Without its snapshot it is incomplete.
     let without: Vec<String> =
         lines.iter().filter(|line| !line.starts_with("{\"snapshot\"")).cloned().collect();
     assert_eq!(without.len(), lines.len() - 1);
@@ -512,7 +512,7 @@ async fn an_import_over_a_session_is_rejected(fixture: Fixture) {
     let error = import_all(sessions.import(&fixture.session), &lines).await.unwrap_err();
     assert!(matches!(error, SessionError::Exists { .. }), "{error}");
     assert_eq!(sum(&sessions.recover(&fixture.session).await.unwrap()), Sum::of(0..3));
-    // Nor over what another program keeps under this name.
+    // Nor over a stream of another program.
     let id = SessionId::random();
     let map = MapName::new(format!("{}:session:{id}:meta", fixture.prefix)).unwrap();
     let theirs = RegistryMap::from([("theirs".to_owned(), "1".into())]);
@@ -527,7 +527,7 @@ async fn a_fork_during_compactions_is_complete(fixture: Fixture) {
     let session = sessions.create(&fixture.session).await.unwrap();
     publish(&session, 0..1500).await;
     let is_over = AtomicBool::new(false);
-    // More than a page between two compactions, so that they come while a fork reads.
+    // More than a page between two compactions, so that they happen while a fork reads.
     let compacting = async {
         let (mut number, mut compactions) = (1500, 0);
         while !is_over.load(Ordering::Relaxed) {
@@ -556,7 +556,7 @@ async fn a_fork_during_compactions_is_complete(fixture: Fixture) {
     assert!(compactions > 0);
 }
 
-/// The lines of a session of 1200 events, and an import of it that stored most of them.
+/// The lines of a session of 1200 events, and an import that has stored most of them.
 async fn half_imported(fixture: &Fixture, id: &SessionId) -> (Vec<String>, Import) {
     let sessions = fixture.sessions().await;
     let original = sessions.create(&fixture.session).await.unwrap();
@@ -571,7 +571,7 @@ async fn half_imported(fixture: &Fixture, id: &SessionId) -> (Vec<String>, Impor
 
 async fn an_interrupted_import_can_be_repeated_at_once(fixture: Fixture) {
     let id = SessionId::random();
-    // As after `kill -9`: nobody removes what it stored.
+    // As after `kill -9`: the remains are not removed.
     let (lines, mut cancel_after) = half_imported(&fixture, &id).await;
     let sessions = fixture.sessions().await;
     let error = sessions.create(&id).await.unwrap_err();
@@ -581,7 +581,7 @@ async fn an_interrupted_import_can_be_repeated_at_once(fixture: Fixture) {
     let again = fixture.sessions().await.recover(&id).await.unwrap();
     assert_eq!((sum(&again), again.recovery().missing), (Sum::of(0..1200), None));
 
-    // The first one turns out to be alive. It can neither go on nor take away what the second made.
+    // The first import is still running. It can neither continue nor remove what the second created.
     let mut went_on = Ok(());
     for line in &lines[900..] {
         went_on = cancel_after.line(line).await;
@@ -593,7 +593,7 @@ async fn an_interrupted_import_can_be_repeated_at_once(fixture: Fixture) {
     assert!(!cancel_after.abandon().await.unwrap());
     assert_eq!(sum(&sessions.recover(&id).await.unwrap()), Sum::of(0..1200));
 
-    // What is whole is not replaced.
+    // A complete session is not replaced.
     let error = import_all(sessions.import(&id), &lines).await.unwrap_err();
     assert!(matches!(error, SessionError::Exists { .. }), "{error}");
 }
@@ -606,7 +606,7 @@ async fn an_interrupted_fork_can_be_repeated_at_once(fixture: Fixture) {
     {
         let forking = sessions.fork(&fixture.session, ReplayUntil::End, &id);
         tokio::pin!(forking);
-        // Until it has begun.
+        // Until it has started.
         loop {
             tokio::select! {
                 forked = &mut forking => panic!("it was too quick: {forked:?}"),

@@ -1,7 +1,7 @@
-//! Processes that die in the middle of a snapshot, a compaction, a fork, an import.
+//! Crashes in the middle of a snapshot, a compaction, a fork, an import or an expiry.
 //!
-//! Once step by step: what was begun is dropped at each of its await points in turn, which is what a backend sees of a
-//! process that dies there. And once with real processes, killed at random.
+//! First step by step: the future is dropped at each of its await points in turn, which looks to a backend like a
+//! process that crashes there. Then with real processes, killed at random.
 
 use std::env;
 use std::future::{Future, poll_fn};
@@ -28,11 +28,11 @@ on_every_bus!(
     an_expiry_cancelled_at_any_poll_is_still_reported,
 );
 
-/// How often something must have come to its end before it counts as tried: an answer that is there at once spares a
-/// poll, and so a place to be cut off at.
+/// How often the work must complete before the loop ends: a reply that is ready at once saves a poll, and so a point of
+/// cancellation.
 const ENDS: usize = 3;
 
-/// Runs something for so many polls. Returns whether it came to its end.
+/// Polls the work this many times. Returns its output if it completed.
 async fn cancel_after<F: Future>(polls: usize, work: F) -> Option<F::Output> {
     let mut work = pin!(work);
     let mut left = polls;
@@ -46,7 +46,7 @@ async fn cancel_after<F: Future>(polls: usize, work: F) -> Option<F::Output> {
     .await
 }
 
-/// Cuts something off one poll later each time, until it came to its end often enough.
+/// Cancels the work one poll later each time, until it has completed often enough.
 async fn cancel_at_every_poll(mut is_done_after: impl AsyncFnMut(usize) -> bool) {
     let mut ends = 0;
     for polls in 0.. {
@@ -59,7 +59,7 @@ async fn cancel_at_every_poll(mut is_done_after: impl AsyncFnMut(usize) -> bool)
     }
 }
 
-/// What was under way may still take effect.
+/// Calls in flight may still take effect.
 async fn settle() {
     tokio::time::sleep(Duration::from_millis(2)).await;
 }
@@ -78,7 +78,7 @@ async fn a_snapshot_cancelled_at_any_poll_leaves_the_session_complete(fixture: F
         assert_eq!(again.recovery().snapshot_problem, None, "after {polls} polls");
         assert!(matches!(again.recovery().replayed, 0 | 10), "after {polls} polls");
         assert_eq!(sum(&again), Sum::of(0..40), "after {polls} polls");
-        // And it can be compacted, whatever its meta says of the snapshot.
+        // It can be compacted, whatever the metadata says about the snapshot.
         again.compact().await.unwrap();
         assert_eq!(sum(&sessions.recover(session.id()).await.unwrap()), Sum::of(0..40));
         taken.is_some()
@@ -105,7 +105,7 @@ async fn a_compaction_cancelled_at_any_poll_leaves_the_session_complete(fixture:
     .await;
 }
 
-/// What was cut off is a whole session or none, and can be removed.
+/// The copy is a complete session or not a session, and can be removed.
 async fn assert_complete_or_missing(sessions: &Sessions, id: &SessionId, expected: &Sum) {
     match sessions.recover(id).await {
         Ok(session) => assert_eq!(sum(&session), *expected),
@@ -172,7 +172,7 @@ async fn an_import_with_a_cancelled_call_has_failed(fixture: Fixture) {
     for cut in [1, 500, last] {
         let (mut ends, mut cuts) = (0, 0);
         for round in 0.. {
-            // Answers may be there at once, whenever the machine is busy: some rounds are not cut off.
+            // On a busy machine replies may be ready at once: some rounds are not cancelled.
             assert!(round < 1000, "line {cut} was not cut off anywhere");
             let polls = 1 + round % 12;
             let id = SessionId::random();
@@ -182,7 +182,7 @@ async fn an_import_with_a_cancelled_call_has_failed(fixture: Fixture) {
             for (index, line) in lines.iter().enumerate() {
                 let polls = if index == cut { polls } else { usize::MAX };
                 match cancel_after(polls, import.line(line)).await {
-                    // The caller goes on as if nothing had happened.
+                    // The caller continues as if nothing had happened.
                     None => was_cut = true,
                     Some(Ok(())) => {}
                     Some(Err(error)) => {
@@ -217,7 +217,7 @@ async fn an_expiry_cancelled_at_any_poll_is_still_reported(fixture: Fixture) {
     let (ttl, abandoned_after) = (Some(moment), moment);
     let config = headwater_bus::SessionsConfig { ttl, abandoned_after, ..by_hand() };
     cancel_at_every_poll(async |polls| {
-        // Each has a list of its own, so that a sweep meets one session.
+        // Each has its own list, so that a sweep finds one session.
         let fixture = fixture.another();
         let sessions = fixture.sessions_with(folds(), config).await;
         let session = sessions.create(&fixture.session).await.unwrap();
@@ -240,7 +240,7 @@ async fn an_expiry_cancelled_at_any_poll_is_still_reported(fixture: Fixture) {
     .await;
 }
 
-/// Random numbers that a seed tells.
+/// Seeded random numbers.
 struct Dice(u64);
 
 impl Dice {
@@ -328,7 +328,7 @@ async fn killed_processes_leave_only_complete_sessions(url: String, rounds: u64)
                 Ok(session) => {
                     let count = sum(&session).count;
                     assert_eq!(sum(&session), Sum::of(0..count));
-                    // A copy is made of all there was, and that was a multiple of 50.
+                    // A copy has all events of its source, a multiple of 50.
                     assert!(info.session == fixture.session || count.is_multiple_of(50), "{count}");
                     if info.session != fixture.session {
                         sessions.delete(&info.session).await.unwrap();
@@ -344,9 +344,9 @@ async fn killed_processes_leave_only_complete_sessions(url: String, rounds: u64)
         }
         session.publish(noted(count)).await.unwrap();
         assert_eq!(sum(&session), Sum::of(0..=count));
-        // The next process goes on with a multiple of 50.
+        // The next process continues at a multiple of 50.
         publish(&session, count + 1..(count + 1).next_multiple_of(50)).await;
-        // One process at a time has an embedded backend.
+        // One process at a time can open an embedded backend.
         sessions.bus().close().await.unwrap();
         backend.close().await.unwrap();
     }

@@ -1,4 +1,4 @@
-//! What was stored and confirmed is gone from the backend: whoever holds or recovers the session is told.
+//! Stored and confirmed events that the backend lost are reported to open and recovered sessions.
 
 use headwater_bus::conformance::Noted;
 use headwater_bus::{
@@ -32,7 +32,7 @@ fn is_lost(error: SessionError) {
     }
 }
 
-/// What a server that lost its data leaves of a session: nothing.
+/// Deletes everything of a session, like a server that lost its data.
 async fn lose_all(fixture: &Fixture) {
     let backend = fixture.backend().await;
     let list = StreamName::new(format!("{}:sessions", fixture.prefix)).unwrap();
@@ -41,19 +41,19 @@ async fn lose_all(fixture: &Fixture) {
     assert!(backend.delete_stream(&fixture.stream()).await.unwrap());
     assert!(backend.delete_stream(&list).await.unwrap());
     assert!(backend.map_delete(&meta).await.unwrap());
-    // What comes next does not get the ids that were lost, as it may within the same millisecond.
+    // New entries must not get the lost ids, which is possible within the same millisecond.
     let now = backend.now().await.unwrap();
     while backend.now().await.unwrap() <= now {
         tokio::time::sleep(std::time::Duration::from_millis(1)).await;
     }
 }
 
-/// Publishes into what is left, and finds that what it knew is still known and never hidden.
+/// Publishes to what remains, and asserts that the known state is kept.
 async fn assert_state_is_kept(session: &Session, numbers: std::ops::Range<u64>) {
     let (known, position) = (sum(session), session.position());
     is_lost(session.refresh().await.unwrap_err());
     for number in numbers {
-        // It is stored all the same.
+        // It is stored anyway.
         assert!(matches!(
             session.publish(noted(number)).await.unwrap().stored,
             StoreOutcome::Entry(_)
@@ -73,11 +73,11 @@ async fn an_open_session_survives_a_backend_that_lost_its_data(fixture: Fixture)
     assert_state_is_kept(&session, 5..12).await;
     assert_state_is_kept(&recovered, 12..13).await;
     assert!(session.snapshot().await.is_err());
-    // Whoever recovers it takes over a stream of which nobody knows how it began.
+    // A recovery takes over the stream, whose beginning is unknown.
     let anew = fixture.sessions().await.recover(&fixture.session).await.unwrap();
     assert_eq!(anew.recovery().missing.unwrap().reason, MissingReason::Unknown);
     assert_eq!(sum(&anew), Sum::of(5..13));
-    // That is another session, also for those who held the old one.
+    // That is another session, also for handles of the old one.
     assert_state_is_kept(&session, 13..14).await;
     assert!(session.snapshot().await.is_err());
     let again = fixture.sessions().await.recover(&fixture.session).await.unwrap();
@@ -89,7 +89,7 @@ async fn an_open_session_is_not_replaced_by_another_of_the_same_name(fixture: Fi
     let session = sessions.create(&fixture.session).await.unwrap();
     publish(&session, 0..5).await;
     lose_all(&fixture).await;
-    // Somebody else makes it again, with more events than it had, a snapshot and all.
+    // Another process creates it again, with more events and a snapshot.
     let other = fixture.sessions().await.ensure(&fixture.session).await.unwrap();
     publish(&other, 100..120).await;
     assert!(other.snapshot().await.unwrap());
@@ -122,7 +122,7 @@ async fn entries_lost_before_a_snapshot_are_reported(fixture: Fixture) {
     publish(&session, 0..20).await;
     assert!(session.snapshot().await.unwrap());
     let ids: Vec<EntryId> = fixture.entries(&fixture.session).await.iter().map(|e| e.id).collect();
-    // A failover to a server that did not have the last ones yet; the snapshot lay elsewhere.
+    // As after a failover to a lagging replica; the snapshot was on another server.
     let backend = fixture.backend().await;
     assert_eq!(backend.delete_entries(&fixture.stream(), &ids[15..]).await.unwrap(), 5);
     let missing = |error: SessionError| match error {
@@ -132,7 +132,7 @@ async fn entries_lost_before_a_snapshot_are_reported(fixture: Fixture) {
     let lost = missing(sessions.recover(&fixture.session).await.unwrap_err());
     assert_eq!((lost.after, lost.before), (ids[14], EntryId::MAX));
     assert_eq!((lost.count, lost.reason), (Some(5), MissingReason::Lost));
-    // Also when others have gone on, with more events than were lost.
+    // Also if other processes continued, with more events than were lost.
     for number in 20..30 {
         let session_id = Some(fixture.session.to_string());
         let event = Noted { session_id, ..noted(number) };
@@ -141,13 +141,13 @@ async fn entries_lost_before_a_snapshot_are_reported(fixture: Fixture) {
     let next = fixture.entries(&fixture.session).await[15].id;
     let lost = missing(sessions.recover(&fixture.session).await.unwrap_err());
     assert_eq!((lost.after, lost.before), (ids[14], next));
-    // Whoever can do without them gets what is left, each once.
+    // An incomplete recovery yields what remains, each event once.
     let rest = sessions.recover_incomplete(&fixture.session).await.unwrap();
     assert_eq!(sum(&rest), Sum::of((0..15).chain(20..30)));
     assert_eq!(rest.recovery().missing, Some(lost));
     assert_eq!(rest.recovery().replayed, 25);
     assert!(rest.snapshot().await.is_err());
-    // What was before them is as it was.
+    // Earlier states are unchanged.
     let until = ReplayUntil::Entry(ids[9]);
     let state = sessions.state_at(&fixture.session, until).await.unwrap();
     assert_eq!(*state.get::<Sum>().unwrap(), Sum::of(0..10));
@@ -201,7 +201,7 @@ async fn a_snapshot_of_a_deleted_session_is_ignored(fixture: Fixture) {
     let session = sessions.create(&fixture.session).await.unwrap();
     publish(&session, 0..5).await;
     assert!(session.snapshot().await.unwrap());
-    // Whoever took it did not notice that the session was removed.
+    // The process that took it did not notice that the session was deleted.
     lose_all(&fixture).await;
     let anew = sessions.create(&fixture.session).await.unwrap();
     assert_eq!(sum(&sessions.recover(&fixture.session).await.unwrap()), Sum::default());
@@ -238,7 +238,7 @@ async fn delete(fixture: &Fixture, ids: &[EntryId]) {
     assert_eq!(deleted, ids.len());
 }
 
-/// How many entries a backend knows to be missing: only Redis counts what it added.
+/// Number of missing entries, if the backend can tell: only Redis counts added entries.
 async fn counted(fixture: &Fixture, count: u64) -> Option<u64> {
     let stats = fixture.backend().await.stats(&fixture.stream()).await.unwrap().unwrap();
     stats.entries_added.map(|_| count)
@@ -256,7 +256,7 @@ async fn a_session_whose_newest_entries_were_deleted_is_incomplete(fixture: Fixt
     assert_eq!(missing.reason, MissingReason::Deleted);
     assert_eq!(missing.count, counted(&fixture, 3).await);
 
-    // Nothing is made of it that would pass for whole.
+    // No copy of it can be created that would look complete.
     let copy = SessionId::random();
     let error = sessions.fork(&fixture.session, ReplayUntil::End, &copy).await.unwrap_err();
     assert_eq!(incomplete(error), missing);
@@ -272,7 +272,7 @@ async fn a_session_whose_newest_entries_were_deleted_is_incomplete(fixture: Fixt
     let error = sessions.state_at(&fixture.session, ReplayUntil::Entry(ids[7])).await.unwrap_err();
     assert_eq!(incomplete(error), missing);
 
-    // What is left can be had, and what was before is as it was.
+    // What remains can be read, and earlier states are unchanged.
     let rest = sessions.recover_incomplete(&fixture.session).await.unwrap();
     assert_eq!(sum(&rest), Sum::of(0..5));
     assert_eq!(rest.recovery().missing, Some(missing));
@@ -338,7 +338,7 @@ async fn a_session_created_on_an_emptied_stream_is_complete(fixture: Fixture) {
     assert_eq!((sum(&fork), fork.recovery().missing), (Sum::of(0..5), None));
 }
 
-/// Redis counts the entries it added, so deletions are found wherever they were.
+/// Redis counts added entries, so deletions are detected anywhere.
 mod counted_by_redis {
     use crate::fixture::Fixture;
 
@@ -358,7 +358,7 @@ async fn entries_deleted_before_later_ones_are_reported(fixture: Fixture) {
     let session = sessions.create(&fixture.session).await.unwrap();
     publish(&session, 0..8).await;
     let ids = ids_of(&fixture).await;
-    // The newest three go, and another process goes on behind them.
+    // The newest three are deleted, and another process continues.
     delete(&fixture, &ids[5..]).await;
     publish_without_session(&fixture, 8..10).await;
     let missing = incomplete(sessions.recover(&fixture.session).await.unwrap_err());
@@ -367,7 +367,7 @@ async fn entries_deleted_before_later_ones_are_reported(fixture: Fixture) {
     let rest = sessions.recover_incomplete(&fixture.session).await.unwrap();
     assert_eq!(sum(&rest), Sum::of((0..5).chain(8..10)));
 
-    // An entry that a snapshot includes may go; only a copy of all entries misses it.
+    // An entry that a snapshot includes may be deleted; only a full copy reports it.
     let other = fixture.another();
     let session = other.sessions().await.create(&other.session).await.unwrap();
     publish(&session, 0..8).await;

@@ -1,4 +1,4 @@
-//! Sessions whose time is up.
+//! Expiry of sessions.
 
 use std::pin::Pin;
 use std::task::Poll;
@@ -58,19 +58,19 @@ async fn an_expired_session_is_distinguished_from_a_missing_one(fixture: Fixture
     assert!(matches!(taken, SessionError::Exists { .. }), "{taken}");
     let info = sessions.info(&fixture.session).await.unwrap().unwrap();
     assert_eq!((info.stage, info.length, info.removed), (SessionStage::Expired, 0, 15));
-    // Once is enough, and a late event does not bring it back.
+    // Expiry happens once, and a late event does not revert it.
     expired(session.publish(noted(15)).await.unwrap_err());
     assert_eq!(sessions.sweep().await.unwrap().expired, 0);
     expired(sessions.recover(&fixture.session).await.unwrap_err());
     assert_eq!(fixture.entries(&fixture.session).await.len(), 1);
-    // What was snapshotted is gone, too; nobody is left to take one.
+    // The snapshot is deleted, too, and no new one can be taken.
     assert!(session.snapshot().await.is_err());
 
     assert!(sessions.delete(&fixture.session).await.unwrap());
     let error = sessions.recover(&fixture.session).await.unwrap_err();
     assert!(matches!(error, SessionError::NotFound { .. }), "{error}");
     assert_eq!(sum(&sessions.recover(for_ever.id()).await.unwrap()), Sum::of([0]));
-    // Whoever still holds it makes no session of what it publishes.
+    // A handle of it does not create a session by publishing.
     let error = session.publish(noted(16)).await.unwrap_err();
     assert!(matches!(error, SessionError::NotFound { .. }), "{error}");
     assert_eq!(sessions.info(&fixture.session).await.unwrap(), None);
@@ -85,7 +85,7 @@ async fn a_session_in_use_does_not_expire(fixture: Fixture) {
     assert_eq!(sum(&sessions.recover(&fixture.session).await.unwrap()), Sum::of(0..3));
 }
 
-/// Somebody publishes between any two steps of whoever ends the session, who then goes on or dies.
+/// Publishes between any two steps of the expiry, which then continues or crashes.
 async fn an_event_confirmed_during_expiry_is_not_lost(fixture: Fixture) {
     let fixture = fixture.on_disk().await;
     let moment = Duration::from_millis(1);
@@ -108,7 +108,7 @@ async fn an_event_confirmed_during_expiry_is_not_lost(fixture: Fixture) {
                 false => drop(sweep.await.unwrap()),
             }
             ends += usize::from(is_over && dies);
-            // Its time may be up again, now with the event.
+            // It may expire again, now with the event.
             tokio::time::sleep(Duration::from_millis(5)).await;
             for _ in 0..2 {
                 sessions.sweep().await.unwrap();
@@ -126,7 +126,7 @@ async fn an_event_confirmed_during_expiry_is_not_lost(fixture: Fixture) {
     assert!(polls > 3, "nobody came in between");
 }
 
-/// Polls something so many times; returns whether it is over.
+/// Polls the work this many times; returns whether it completed.
 async fn poll_times<F: Future + Unpin>(mut times: usize, work: &mut F) -> bool {
     std::future::poll_fn(|context| {
         if times == 0 {
@@ -142,7 +142,7 @@ async fn events_pending_for_a_group_prevent_expiry(fixture: Fixture) {
     let bus = fixture.bus().await;
     let sessions = Sessions::new(bus.clone(), folds(), short_lived()).await.unwrap();
     let session = sessions.create(&fixture.session).await.unwrap();
-    // A group that is not there just now.
+    // A group without members.
     let subscribe = || SubscribeOptions::durable("workers").session(fixture.session.clone());
     let gone = bus.subscribe::<Noted>(subscribe(), |_| async {}).await.unwrap();
     assert!(bus.unsubscribe(gone).await.unwrap());

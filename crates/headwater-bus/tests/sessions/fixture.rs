@@ -1,4 +1,4 @@
-//! Where a scenario runs, and the sessions that take part in it.
+//! The fixture of the scenarios, with its sessions.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,14 +14,14 @@ use tempfile::TempDir;
 
 use crate::backends::{Target, entries, new_prefix};
 
-/// Writes each scenario once and runs it on all three backends.
+/// Runs each scenario on all three backends.
 macro_rules! on_every_bus {
     ($($scenario:ident),* $(,)?) => {
         on_streams!($($scenario),*);
     };
 }
 
-/// A bus or a backend, and keys that no other test uses.
+/// A bus or a backend, with a unique key prefix.
 pub(crate) struct Fixture {
     target: Target,
     pub(crate) prefix: String,
@@ -29,12 +29,12 @@ pub(crate) struct Fixture {
     _directory: Option<TempDir>,
 }
 
-/// Adds numbers up, and keeps the order they came in.
+/// Sums up numbers, sensitive to their order.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Sum {
     pub(crate) total: u64,
     pub(crate) count: u64,
-    /// Depends on the order: a checksum of all numbers.
+    /// A checksum that depends on the order of all numbers.
     pub(crate) order: u64,
 }
 
@@ -66,7 +66,7 @@ pub(crate) fn folds() -> Folds {
     Folds::none().latest::<Noted>().all::<Noted>(10).with::<Sum>()
 }
 
-/// No snapshots but those that a test takes.
+/// Without automatic snapshots.
 pub(crate) fn by_hand() -> SessionsConfig {
     SessionsConfig { snapshot_every: None, ..Default::default() }
 }
@@ -100,7 +100,7 @@ impl Fixture {
         Self { target, prefix: new_prefix(), session: SessionId::random(), _directory: None }
     }
 
-    /// The same, but with an embedded backend on the disk: every change of it takes a while.
+    /// With an embedded backend on disk: every change takes a while.
     pub(crate) async fn on_disk(self) -> Self {
         if !matches!(self.target, Target::Shared(_)) {
             return self;
@@ -111,7 +111,7 @@ impl Fixture {
         Self { target: Target::Shared(backend), _directory: Some(directory), ..self }
     }
 
-    /// The same backend, and other keys.
+    /// The same backend with another key prefix.
     pub(crate) fn another(&self) -> Self {
         Self::new(self.target.clone())
     }
@@ -129,7 +129,7 @@ impl Fixture {
         Arc::new(StreamedBus::open(self.backend().await, registry, config).await.unwrap())
     }
 
-    /// The sessions as another process would see them.
+    /// Sessions, as another process would open them.
     pub(crate) async fn sessions(&self) -> Sessions {
         self.sessions_with(folds(), by_hand()).await
     }
@@ -165,7 +165,7 @@ impl Fixture {
 }
 
 impl Fixture {
-    /// The entries of a session as it is exported; none if there is no such session.
+    /// The entries of a session as exported; empty if there is no such session.
     async fn exported(&self, session: &SessionId) -> Vec<Entry> {
         let sessions = self.sessions().await;
         let Ok(mut export) = sessions.export(session).await else { return Vec::new() };
@@ -180,7 +180,7 @@ impl Fixture {
     }
 }
 
-/// Sessions of a bus that nothing outlives.
+/// Sessions of a local bus.
 pub(crate) async fn local() -> Sessions {
     let bus: Arc<dyn EventBus> = Arc::new(LocalBus::new(registry()));
     Sessions::new(bus, folds(), by_hand()).await.unwrap()
@@ -218,7 +218,7 @@ pub(crate) fn sum(session: &Session) -> Sum {
 
 pub(crate) const LIMIT: Duration = Duration::from_secs(60);
 
-/// A server that is only slow is not outage.
+/// A server that is only slow must not count as unavailable.
 fn long_deadline() -> Options {
     Options { call_deadline: LIMIT, ..Default::default() }
 }

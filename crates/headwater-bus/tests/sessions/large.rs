@@ -9,15 +9,15 @@ use crate::fixture::{Fixture, Sum, publish, sum};
 
 const EVENTS: u64 = 100_000;
 
-/// Events that come after the snapshot.
+/// Events after the snapshot.
 const AFTER: u64 = 100;
 
-/// How much of the time of a full replay a recovery from a snapshot may take.
+/// Largest share of the full replay's time that a recovery from a snapshot may take.
 const SHARE: f64 = 0.05;
 
 on_every_bus!(a_session_of_100_000_events_is_recovered_from_its_snapshot_in_a_fraction_of_the_time);
 
-/// The quickest of some recoveries: others work on this machine, too.
+/// The fastest of several recoveries, because the machine is shared.
 async fn quickest(
     tries: usize,
     sessions: &Sessions,
@@ -49,9 +49,9 @@ async fn a_session_of_100_000_events_is_recovered_from_its_snapshot_in_a_fractio
     let session = sessions.create(&fixture.session).await.unwrap();
     let before = EVENTS - AFTER;
     publish(&session, 0..before).await;
-    // All of them but the last hundred, which would only make it longer.
+    // Without the last hundred, which would only take longer.
     let all = Expected { sum: Sum::of(0..before), from: None, replayed: before };
-    // Once: one that was held up takes longer, and then the snapshot is asked for less, not for more.
+    // Once is enough: a delay makes the full replay slower, which only relaxes the assertion.
     let replay = quickest(1, &sessions, &fixture, all).await;
 
     assert!(session.snapshot().await.unwrap());

@@ -1,4 +1,4 @@
-//! Sessions: recovered, kept in snapshots, compacted, forked, exported; on every bus there is.
+//! Sessions: recovery, snapshots, compaction, forks, exports; on every bus.
 #![cfg(all(feature = "conformance", feature = "redis"))]
 #![allow(clippy::unwrap_used, reason = "a test that meets an error has failed")]
 

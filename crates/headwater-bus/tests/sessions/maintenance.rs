@@ -1,4 +1,4 @@
-//! The upkeep: what a server does for all sessions now and then.
+//! Periodic maintenance of sessions.
 
 use std::time::Duration;
 
@@ -24,7 +24,7 @@ on_every_bus!(
 
 const MOMENT: Duration = Duration::from_millis(1);
 
-/// Whoever takes everybody for dead at once, and forgets sessions as soon as they expired.
+/// Considers copies abandoned at once, and deletes tombstones at once.
 fn expire_at_once() -> SessionsConfig {
     SessionsConfig { tombstone_ttl: MOMENT, abandoned_after: MOMENT, ..by_hand() }
 }
@@ -49,7 +49,7 @@ async fn maintenance_expires_and_deletes_sessions_until_shutdown(fixture: Fixtur
     let for_ever = fixture.sessions().await.create(&SessionId::random()).await.unwrap();
     publish(&for_ever, 0..30).await;
     assert!(for_ever.snapshot().await.unwrap());
-    // Made before it begins: whoever takes everybody for dead at once takes one that is just being made for abandoned.
+    // Created before maintenance starts, which would consider a session being created abandoned.
     let ids = [SessionId::random(), SessionId::random()];
     for id in &ids {
         sessions.create(id).await.unwrap();
@@ -62,7 +62,7 @@ async fn maintenance_expires_and_deletes_sessions_until_shutdown(fixture: Fixtur
             sessions.run(Duration::from_millis(5), shutdown).await
         }
     });
-    // One run ends them, and a later one forgets them: it goes on.
+    // One run expires them, and a later one deletes them: maintenance continues.
     for id in &ids {
         until(async || sessions.info(id).await.unwrap().is_none()).await;
         let error = sessions.recover(id).await.unwrap_err();
@@ -70,7 +70,7 @@ async fn maintenance_expires_and_deletes_sessions_until_shutdown(fixture: Fixtur
         let stream = fixture.stream_of(id);
         assert!(fixture.backend().await.stats(&stream).await.unwrap().is_none());
     }
-    // The list is the last to know.
+    // The list entry is removed last.
     let is_listed = async || {
         let listed = sessions.list(EntryId::MIN, 10).await.unwrap();
         listed.iter().map(|info| &info.session).collect::<Vec<_>>() == [for_ever.id()]
@@ -107,7 +107,7 @@ async fn a_long_session_is_compacted_and_a_short_one_is_not(fixture: Fixture) {
     assert_eq!(fixture.entries(unknown.id()).await.len(), 50);
     assert_eq!(sum(&sessions.recover(long.id()).await.unwrap()), Sum::of(0..30));
 
-    // Only what came since counts.
+    // Only entries since the last compaction count.
     assert_eq!(sessions.run_once().await.unwrap().compacted, 0);
     publish(&long, 30..41).await;
     assert!(long.snapshot().await.unwrap());
@@ -153,7 +153,7 @@ async fn a_tombstone_is_kept_for_its_ttl_and_while_a_group_needs_later_events(fi
     let error = patient.recover(&fixture.session).await.unwrap_err();
     assert!(matches!(error, SessionError::Expired { entries: 3, .. }), "{error}");
 
-    // An event that came too late, and a group that is to have it.
+    // A late event, and a group that has not read it.
     let bus = fixture.bus().await;
     let subscribe = SubscribeOptions::durable("workers").session(fixture.session.clone());
     let workers = bus.subscribe::<Noted>(subscribe, |_| async {}).await.unwrap();
@@ -170,7 +170,7 @@ async fn a_tombstone_is_kept_for_its_ttl_and_while_a_group_needs_later_events(fi
     assert!(backend.remove_group(&fixture.stream(), &group.unwrap()).await.unwrap());
     assert_eq!(expire_at_once.sweep().await.unwrap().deleted, 1);
     assert_eq!(expire_at_once.sweep().await.unwrap(), Default::default());
-    // The name is free again, and nothing of the old session is left.
+    // The name is free again, and nothing of the old session remains.
     let anew = patient.create(&fixture.session).await.unwrap();
     publish(&anew, 7..8).await;
     assert_eq!(sum(&anew), Sum::of([7]));
@@ -182,7 +182,7 @@ async fn a_crash_during_deletion_is_swept_later(fixture: Fixture) {
     sessions.create(&fixture.session).await.unwrap();
     pause().await;
     assert_eq!(sessions.sweep().await.unwrap().expired, 1);
-    // As it is after the first step: nobody may take it up, and nobody may take the name.
+    // The state after the first step: the session cannot be opened, and its name is not free.
     let going = [("stage", "filling"), ("filler", "somebody"), ("filling", "an expired session,")];
     change_meta(&fixture, &going.map(|(name, value)| (name, value.to_owned()))).await;
     let error = sessions.recover(&fixture.session).await.unwrap_err();
@@ -211,7 +211,7 @@ async fn a_session_whose_stream_is_deleted_expires_once(fixture: Fixture) {
     assert_eq!(info.stage, SessionStage::Expired);
 }
 
-/// Changes what is known of the place's session.
+/// Changes the metadata of the fixture's session.
 async fn change_meta(fixture: &Fixture, fields: &[(&str, String)]) {
     let meta = format!("{}:session:{}:meta", fixture.prefix, fixture.session);
     let fields = fields.iter().map(|(name, value)| (name.to_string(), value.clone().into()));
@@ -225,11 +225,11 @@ async fn the_ttl_counts_from_the_last_event_even_if_only_a_snapshot_has_it(fixtu
     let sessions = fixture.sessions_with(folds(), config).await;
     let session = sessions.create(&fixture.session).await.unwrap();
     publish(&session, 0..3).await;
-    // It was made long ago, and used just now.
+    // Created long ago, and used just now.
     change_meta(&fixture, &[("created_at", "2020-01-01T00:00:00Z".to_owned())]).await;
     assert_eq!(sessions.sweep().await.unwrap().expired, 0);
     assert!(session.snapshot().await.unwrap());
-    // Its stream is lost; the snapshot says when it was last used.
+    // Its stream is lost; the snapshot has the time of its last use.
     assert!(fixture.backend().await.delete_stream(&fixture.stream()).await.unwrap());
     assert_eq!(sessions.sweep().await.unwrap().expired, 0);
     assert_eq!(sessions.info(&fixture.session).await.unwrap().unwrap().stage, SessionStage::Open);
@@ -248,7 +248,7 @@ async fn a_recent_expiry_is_left_to_the_process_that_started_it(fixture: Fixture
     let impatient = fixture.sessions_with(folds(), expire_at_once()).await;
     let session = patient.create(&fixture.session).await.unwrap();
     publish(&session, 0..3).await;
-    // Somebody ended it, an event came, and it is yet to be seen that it is in use after all.
+    // It was marked as expired, an event arrived, and the process has yet to reopen it.
     let backend = fixture.backend().await;
     let ended = [
         ("stage", "expired".to_owned()),
@@ -266,11 +266,12 @@ async fn a_recent_expiry_is_left_to_the_process_that_started_it(fixture: Fixture
         (stage().await, fixture.entries(&fixture.session).await.len()),
         (Some(SessionStage::Expired), 4)
     );
-    // Whoever was at it is dead.
+    // The process that marked it is dead.
     impatient.sweep().await.unwrap();
     assert_eq!(stage().await, Some(SessionStage::Open));
     assert_eq!(sum(&patient.recover(&fixture.session).await.unwrap()), Sum::of(0..4));
-    // It ends, and is not forgotten while somebody may be about to remove its events, however soon notes go.
+    // It expires, and is not deleted while a process may be about to remove its events, however short the tombstone
+    // TTL.
     pause().await;
     assert_eq!(patient.sweep().await.unwrap().expired, 1);
     pause().await;
@@ -302,7 +303,7 @@ async fn concurrent_maintenance_expires_each_of_many_sessions_once(fixture: Fixt
     for _ in 0..MANY {
         sessions.create(&SessionId::random()).await.unwrap();
     }
-    // One that is damaged, and one of another kind in the list.
+    // A damaged session, and a foreign entry in the list.
     sessions.create(&fixture.session).await.unwrap();
     change_meta(&fixture, &[("stage", "{odd}".to_owned())]).await;
     let backend = fixture.backend().await;

@@ -1,4 +1,4 @@
-//! A backend that can be taken away from sessions that are in use.
+//! A fixture with sessions whose backend can be made unavailable.
 
 #[path = "../backends/outage_fixture.rs"]
 mod shared;
@@ -15,7 +15,7 @@ pub(crate) use self::shared::OutageFixture;
 use crate::fixture::{Fixture, by_hand, folds};
 
 impl OutageFixture {
-    /// Sessions that notice soon that the backend is outage.
+    /// Sessions that detect an outage soon.
     pub(crate) async fn sessions(&self, on_failure: FailurePolicy) -> Sessions {
         let options = Options { call_deadline: Duration::from_secs(5), ..Default::default() };
         let backend = self.server.target().connect(&options).await;
@@ -35,7 +35,7 @@ impl OutageFixture {
         self.server.node_of(stream)
     }
 
-    /// How often the servers were asked for a range of a stream.
+    /// Number of range reads that the servers executed.
     pub(crate) fn ranges_read(&self) -> u64 {
         let of_node = |node: &Redis| {
             let text = node.command(&["INFO", "commandstats"]).unwrap().text();

@@ -1,4 +1,4 @@
-//! Sessions while the backend is outage.
+//! Sessions while the backend is unavailable.
 
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ use crate::outage_fixture::OutageFixture;
 
 with_outage!(spooled_events_are_part_of_the_state_once_they_are_in_the_stream);
 
-// An embedded backend that is full can still be read, and nobody counts how often it is.
+// A full embedded backend can still be read, and does not count its reads.
 mod server {
     use super::*;
 
@@ -25,7 +25,7 @@ mod server {
     );
 }
 
-/// Publishes an event under one id until somebody says that it is stored.
+/// Publishes an event under one id until it is confirmed.
 async fn publish_until_stored(session: &Session, number: u64) {
     let (id, deadline) = (EventId::random(), Instant::now() + LIMIT);
     loop {
@@ -39,7 +39,7 @@ async fn publish_until_stored(session: &Session, number: u64) {
 }
 
 async fn an_outage_is_an_error_and_the_session_continues_afterwards(mut outage: OutageFixture) {
-    // Whoever has the stream of the session has the list of all sessions, too, and what is known of this one.
+    // The node of the session's stream must also have the list of sessions and the metadata.
     let is_whole = |outage: &OutageFixture| {
         let Fixture { prefix, session, .. } = &outage.fixture;
         let others = [format!("{prefix}:sessions"), format!("{prefix}:session:{session}:meta")];
@@ -63,7 +63,7 @@ async fn an_outage_is_an_error_and_the_session_continues_afterwards(mut outage: 
     ] {
         assert!(error.is_transient(), "{error}");
     }
-    // What it knew, it knows.
+    // The state is kept.
     assert_eq!(sum(&session), Sum::of(0..5));
     outage.end().await;
     publish_until_stored(&session, 6).await;
@@ -100,7 +100,7 @@ async fn a_read_ends_at_the_end_of_the_stream_although_others_keep_writing(outag
     let session = sessions.create(&fixture.session).await.unwrap();
     publish(&session, 0..10).await;
     let reads = || outage.ranges_read();
-    // A page that is not full is the last one: whoever asked again would never come to an end while others publish.
+    // A page that is not full is the last one: reading on might never end while others publish.
     let before = reads();
     session.publish(noted(10)).await.unwrap();
     assert_eq!(reads() - before, 1);
@@ -121,7 +121,7 @@ async fn an_import_interrupted_by_an_outage_reports_its_remains_and_can_be_repea
     let original = sessions.create(&fixture.session).await.unwrap();
     publish(&original, 0..1200).await;
     let lines = lines_of(sessions.export(&fixture.session).await.unwrap()).await;
-    // On the server that is about to go outage, with all that is known of it.
+    // On the server that will be unavailable, with all its metadata.
     let node = |key: String| outage.node_of(&StreamName::new(key).unwrap()).port();
     let port = outage.node_of(&fixture.stream()).port();
     let is_there = |id: &SessionId| {
@@ -145,7 +145,7 @@ async fn an_import_interrupted_by_an_outage_reports_its_remains_and_can_be_repea
         }
     }
     assert!(went_on.unwrap_err().is_transient());
-    // It cannot be removed now, and it does not say that it was.
+    // It cannot be removed now, and does not claim that it was.
     assert!(import.abandon().await.unwrap_err().is_transient());
     outage.end().await;
     let deadline = Instant::now() + LIMIT;
@@ -157,7 +157,7 @@ async fn an_import_interrupted_by_an_outage_reports_its_remains_and_can_be_repea
         sleep(Duration::from_millis(50)).await;
     };
     assert_eq!(sum(&imported), Sum::of(0..1200));
-    // The first one has nothing to remove any more, and does not remove what the second made.
+    // The first import has nothing left to remove, and does not remove what the second created.
     assert!(!import.abandon().await.unwrap());
     assert_eq!(sum(&sessions.recover(&id).await.unwrap()), Sum::of(0..1200));
 }

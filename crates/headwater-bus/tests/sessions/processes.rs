@@ -1,4 +1,4 @@
-//! A session in process 1 is state in process 2.
+//! A session of process 1 is recovered in process 2.
 
 use std::env;
 use std::sync::Arc;
@@ -69,7 +69,7 @@ async fn a_session_in_process_1_is_state_in_process_2_on_a_cluster() {
     a_session_in_process_1_is_state_in_process_2(Cluster::shared().unwrap().url()).await;
 }
 
-/// Two processes cannot share an embedded backend at the same time; one after the other they can.
+/// Two processes cannot open an embedded backend at the same time, but one after the other.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_session_in_process_1_is_state_in_process_2_embedded() {
     let directory = tempfile::tempdir().unwrap();

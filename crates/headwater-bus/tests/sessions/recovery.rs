@@ -1,4 +1,4 @@
-//! Sessions are made, published to and recovered; what is missing is told.
+//! Creating, publishing to and recovering sessions; missing events are reported.
 
 use headwater_bus::conformance::{Announced, Noted, registry};
 use headwater_bus::{
@@ -94,7 +94,7 @@ async fn each_process_sees_events_of_other_processes(fixture: Fixture) {
     one.refresh().await.unwrap();
     assert_eq!(sum(&one), sum(&other));
 
-    // At the same time, through the same object and another one.
+    // Concurrently, through the same handle and another one.
     let publishes = (3..40).map(|number| {
         let session = if number % 3 == 0 { &other } else { &one };
         async move { session.publish(noted(number)).await.unwrap() }
@@ -162,7 +162,7 @@ async fn an_event_that_is_stored_twice_counts_once(fixture: Fixture) {
     let session = sessions.create(&fixture.session).await.unwrap();
     let outgoing = OutgoingEvent::new(noted(5)).unwrap().with_id(EventId::random());
     session.publish_all(vec![outgoing.clone()]).await.unwrap();
-    // Long after its id was forgotten by the backend, it is stored again.
+    // It is stored again after its dedup window.
     let entry = fixture.entries(&fixture.session).await.remove(0);
     let backend = fixture.backend().await;
     backend.append(&fixture.stream(), &[entry.fields], &Retention::KEEP_ALL).await.unwrap();
@@ -225,7 +225,7 @@ async fn a_trimmed_session_reports_what_is_missing(fixture: Fixture) {
     let session = sessions.create(&fixture.session).await.unwrap();
     publish(&session, 0..20).await;
     let backend = fixture.backend().await;
-    // Nothing of ours does so: even a bus that is told to keep little does not take what no snapshot stands for.
+    // This library never does so: no retention setting removes entries that no snapshot includes.
     let kept = Retention::max_len(5);
     let safe = backend.trim(&fixture.stream(), &kept, TrimGuard::Safe).await.unwrap();
     assert_eq!((safe.removed, safe.held_back), (0, true));
@@ -241,7 +241,7 @@ async fn a_trimmed_session_reports_what_is_missing(fixture: Fixture) {
     assert_eq!(rest.recovery().missing.as_ref(), Some(missing));
     // It would hide what is missing.
     assert!(matches!(rest.snapshot().await, Err(SessionError::Snapshot { .. })));
-    // Whoever had read all of it needs nothing of what is gone.
+    // A handle that had read all of it does not need what is gone.
     session.publish(noted(20)).await.unwrap();
     assert_eq!(sum(&session), Sum::of(0..21));
 }
@@ -258,7 +258,7 @@ async fn a_lost_stream_is_detected_even_if_it_is_created_again(fixture: Fixture)
     };
     lost(sessions.recover(&fixture.session).await.unwrap_err());
     lost(session.refresh().await.unwrap_err());
-    // An event is stored all the same, in a stream that begins anew.
+    // An event is stored anyway, in a new stream.
     assert!(matches!(session.publish(noted(3)).await.unwrap().stored, StoreOutcome::Entry(_)));
     lost(sessions.recover(&fixture.session).await.unwrap_err());
     lost(session.refresh().await.unwrap_err());
@@ -295,7 +295,7 @@ async fn damaged_metadata_is_reported(fixture: Fixture) {
         backend.map_update(&meta, None, &odd).await.unwrap();
         let error = sessions.recover(&fixture.session).await.unwrap_err();
         assert!(matches!(error, SessionError::Damaged { .. }), "{field}: {error}");
-        // Others are none the worse for it.
+        // Other sessions are not affected.
         let listed = sessions.list(EntryId::MIN, 10).await.unwrap();
         assert_eq!(listed.len(), 1, "{field}");
         assert_eq!(listed[0].session, *fine.id());
@@ -306,7 +306,7 @@ async fn damaged_metadata_is_reported(fixture: Fixture) {
     }
     sessions.recover(&fixture.session).await.unwrap();
 
-    // A key of another kind in its fixture, where kinds share names.
+    // A key of another type in its place, if types share names.
     backend.map_delete(&meta).await.unwrap();
     let taken = headwater_stream::StreamName::new(meta.as_str()).unwrap();
     let odd = headwater_stream::Fields::new([("odd", "entry")]);
@@ -318,7 +318,7 @@ async fn damaged_metadata_is_reported(fixture: Fixture) {
     assert_eq!((swept.checked, swept.failed), (1, u64::from(share_names)));
 }
 
-/// `Noted` as a later version of the application knows it.
+/// `Noted` in a later version of the application.
 #[derive(Clone, Debug, Default, Serialize, Deserialize, JsonSchema)]
 struct NotedLater {
     number: u64,
@@ -349,15 +349,15 @@ async fn an_older_version_in_a_snapshot_is_upcast(fixture: Fixture) {
     assert_eq!((latest.number, latest.importance), (4, 3));
     assert!(session.recovery().from_snapshot.is_some());
 
-    // The older one cannot read a snapshot with a newer event. It replays what there is.
+    // The older version cannot decode a snapshot with a newer event. It replays all events.
     session.publish(NotedLater { number: 5, importance: 9 }).await.unwrap();
     session.snapshot().await.unwrap();
-    let behind = old.recover(&fixture.session).await.unwrap();
-    assert_eq!((behind.latest::<Noted>().unwrap().number, behind.state().unreadable()), (4, 1));
-    assert!(behind.recovery().snapshot_problem.is_some());
+    let stale = old.recover(&fixture.session).await.unwrap();
+    assert_eq!((stale.latest::<Noted>().unwrap().number, stale.state().unreadable()), (4, 1));
+    assert!(stale.recovery().snapshot_problem.is_some());
 }
 
-/// `Sum`, after somebody changed their mind.
+/// `Sum` with another version.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 struct Doubled(u64);
 
@@ -387,7 +387,7 @@ async fn an_entry_that_panics_the_decoder_is_only_undecodable(fixture: Fixture) 
     }
 }
 
-/// A fold whose state cannot be read back.
+/// A fold whose state cannot be decoded.
 #[derive(Clone, Debug, Default, Serialize)]
 struct Forgetful(u64);
 
@@ -425,7 +425,7 @@ async fn a_fold_of_another_version_starts_from_scratch(fixture: Fixture) {
     let again = two.recover(&fixture.session).await.unwrap();
     assert_eq!((again.get::<Doubled>().unwrap().0, again.recovery().replayed), (20, 5));
     again.snapshot().await.unwrap();
-    // Each has its own.
+    // Each has its own snapshot.
     assert_eq!(one.recover(&fixture.session).await.unwrap().recovery().replayed, 0);
     assert_eq!(two.recover(&fixture.session).await.unwrap().recovery().replayed, 0);
 }
@@ -451,7 +451,7 @@ async fn a_state_can_be_read_at_an_entry_or_time(fixture: Fixture) {
     let expected = ids.iter().filter(|id| id.ms <= ids[5].ms).count() as u64;
     assert_eq!(sum_of(at(ReplayUntil::Time(time)).await.unwrap()), Sum::of(0..expected));
 
-    // A snapshot of a later entry does not get in the way.
+    // A snapshot of a later entry does not interfere.
     assert!(session.snapshot().await.unwrap());
     assert_eq!(sum_of(at(ReplayUntil::Entry(ids[3])).await.unwrap()), Sum::of(0..4));
     assert_eq!(sum_of(at(ReplayUntil::Time(long_ago)).await.unwrap()), Sum::default());
@@ -509,7 +509,7 @@ async fn a_panicking_fold_is_an_error_of_its_session_only(fixture: Fixture) {
     let touchy = fixture.sessions_with(Folds::none().with::<Touchy>(), by_hand()).await;
     let session = touchy.create(&fixture.session).await.unwrap();
     session.publish(noted(1)).await.unwrap();
-    // Stored all the same.
+    // It is stored anyway.
     assert!(matches!(session.publish(noted(13)).await.unwrap().stored, StoreOutcome::Entry(_)));
     let is_fold = |error: SessionError| match error {
         SessionError::Fold { fold, reason, .. } => {
@@ -523,7 +523,7 @@ async fn a_panicking_fold_is_an_error_of_its_session_only(fixture: Fixture) {
     let calm = fixture.sessions().await.recover(&fixture.session).await.unwrap();
     assert_eq!(sum(&calm), Sum::of([1, 13]));
 
-    // Whoever goes on reading the state finds what was before the event, of all folds, and can ask why.
+    // The state is that before the event, for all folds, and the error can be read.
     let both = Folds::none().latest::<Noted>().with::<Sum>().with::<Touchy>();
     let other = fixture.sessions_with(both, by_hand()).await;
     for numbers in [&[13][..], &[1, 2, 13, 4]] {
@@ -546,7 +546,7 @@ async fn sessions_work_on_a_local_bus() {
     let sessions = local().await;
     let session = sessions.create(&SessionId::new("s").unwrap()).await.unwrap();
     publish(&session, 0..3000).await;
-    // Also what is published past the session.
+    // Including events published without the session handle.
     let direct = Noted { session_id: Some("s".to_owned()), ..noted(3000) };
     let bus = sessions.bus();
     assert!(matches!(bus.publish(direct).await.unwrap().stored, StoreOutcome::Entry(_)));

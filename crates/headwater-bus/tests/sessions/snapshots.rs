@@ -1,4 +1,4 @@
-//! Snapshots, and what is trimmed below them.
+//! Snapshots and compaction.
 
 use std::sync::Arc;
 
@@ -78,7 +78,7 @@ async fn a_snapshot_and_later_events_yield_the_same_state_as_all_events(fixture:
     for (one, two) in one.events.iter().zip(&two.events) {
         assert_eq!((&one.event, &one.envelope), (&two.event, &two.envelope));
     }
-    // What the snapshot knows is known: the first of these was there before it.
+    // Event ids in the snapshot are known: the first of these was seen before it.
     let first = fixture.entries(&fixture.session).await.remove(199);
     let backend = fixture.backend().await;
     let keep = headwater_stream::Retention::KEEP_ALL;
@@ -101,11 +101,11 @@ async fn snapshots_are_taken_automatically(fixture: Fixture) {
 async fn an_older_snapshot_never_replaces_a_newer_one(fixture: Fixture) {
     let session = fixture.sessions().await.create(&fixture.session).await.unwrap();
     publish(&session, 0..10).await;
-    let behind = fixture.sessions().await.recover(&fixture.session).await.unwrap();
+    let stale = fixture.sessions().await.recover(&fixture.session).await.unwrap();
     publish(&session, 10..20).await;
     assert!(session.snapshot().await.unwrap());
     assert!(!session.snapshot().await.unwrap());
-    assert!(!behind.snapshot().await.unwrap());
+    assert!(!stale.snapshot().await.unwrap());
     let again = fixture.sessions().await.recover(&fixture.session).await.unwrap();
     assert_eq!((sum(&again), again.recovery().replayed), (Sum::of(0..20), 0));
 }
@@ -147,7 +147,7 @@ async fn a_snapshot_of_other_folds_is_not_used(fixture: Fixture) {
     assert!(again.all::<Noted>().is_none());
 }
 
-/// The map of the snapshot there is.
+/// The map of the existing snapshot.
 async fn snapshot_of(fixture: &Fixture) -> MapName {
     let meta =
         MapName::new(format!("{}:session:{}:meta", fixture.prefix, fixture.session)).unwrap();
@@ -181,7 +181,7 @@ async fn an_unusable_snapshot_is_an_error_only_if_events_are_missing(fixture: Fi
         backend.map_update(&map, None, &whole).await.unwrap();
     }
 
-    // Not trimmed below a snapshot that does not hold either.
+    // No compaction with an invalid snapshot, either.
     backend.map_update(&map, None, &spoilt("format", "2")).await.unwrap();
     let refused = fixture.sessions().await.compact(&fixture.session, UnreadableEntries::Keep).await;
     assert!(matches!(refused, Err(SessionError::Compaction { .. })), "{refused:?}");
@@ -200,7 +200,7 @@ async fn a_compacted_session_is_recovered_completely(fixture: Fixture) {
     let compacted = session.compact().await.unwrap();
     assert_eq!((compacted.removed, compacted.held_back), (299, false));
     assert_eq!(compacted.before, session.position());
-    // The entry of the snapshot stays, as a witness.
+    // The entry of the snapshot is kept.
     assert_eq!(fixture.entries(&fixture.session).await.len(), 1);
     publish(&session, 300..310).await;
     let again = fixture.sessions().await.recover(&fixture.session).await.unwrap();
@@ -208,7 +208,7 @@ async fn a_compacted_session_is_recovered_completely(fixture: Fixture) {
     let info = sessions.info(&fixture.session).await.unwrap().unwrap();
     assert_eq!((info.length, info.removed), (11, 299));
 
-    // Whoever has no snapshot is told what is missing.
+    // Folds without a snapshot report what is missing.
     let other = fixture.sessions_with(others(), by_hand()).await;
     let error = other.recover(&fixture.session).await.unwrap_err();
     let SessionError::Incomplete { missing, .. } = error else { panic!("{error}") };
@@ -225,7 +225,7 @@ async fn compaction_keeps_entries_that_groups_have_not_handled(fixture: Fixture)
     let sessions = Sessions::new(bus.clone(), folds(), by_hand()).await.unwrap();
     let session = sessions.create(&fixture.session).await.unwrap();
     publish(&session, 0..40).await;
-    // The first 10 are handled, the next one is in hand, the others are not read.
+    // The first 10 are handled, the next one is in flight, the others are not read.
     let (log, gate) = (HandlerLog::default(), Arc::new(tokio::sync::Semaphore::new(10)));
     let handler = {
         let (log, gate) = (log.clone(), Arc::clone(&gate));
@@ -272,7 +272,7 @@ async fn compaction_keeps_entries_needed_by_snapshots_of_other_folds(fixture: Fi
     assert_eq!(session.compact().await.unwrap().removed, 9);
     assert_eq!(other.recover(&fixture.session).await.unwrap().recovery().replayed, 10);
 
-    // Nobody uses those folds any more.
+    // These folds are no longer used.
     let map = MapName::new(format!("{}:session:{}:meta", fixture.prefix, fixture.session)).unwrap();
     let meta = fixture.backend().await.map_get(&map).await.unwrap().unwrap();
     let set = meta
@@ -289,15 +289,15 @@ async fn compaction_keeps_entries_needed_by_snapshots_of_other_folds(fixture: Fi
 async fn a_process_behind_a_compaction_catches_up(fixture: Fixture) {
     let session = fixture.sessions().await.create(&fixture.session).await.unwrap();
     publish(&session, 0..10).await;
-    let behind = fixture.sessions().await.recover(&fixture.session).await.unwrap();
+    let stale = fixture.sessions().await.recover(&fixture.session).await.unwrap();
     let empty = fixture.sessions().await;
     publish(&session, 10..30).await;
     session.compact().await.unwrap();
     publish(&session, 30..35).await;
-    behind.refresh().await.unwrap();
-    assert_eq!(sum(&behind), Sum::of(0..35));
-    behind.publish(noted(35)).await.unwrap();
-    assert_eq!(sum(&behind), Sum::of(0..36));
+    stale.refresh().await.unwrap();
+    assert_eq!(sum(&stale), Sum::of(0..35));
+    stale.publish(noted(35)).await.unwrap();
+    assert_eq!(sum(&stale), Sum::of(0..36));
     assert_eq!(sum(&empty.recover(&fixture.session).await.unwrap()), Sum::of(0..36));
 }
 
@@ -325,7 +325,7 @@ async fn nothing_is_compacted_while_entries_are_undecodable(fixture: Fixture) {
     assert_eq!((sum(&again), again.state().unreadable()), (Sum::of(0..20), 1));
 }
 
-/// A type that comes with a later version of the application.
+/// An event type of a later version of the application.
 #[derive(Clone, Debug, Default, Serialize, Deserialize, JsonSchema)]
 struct Later {}
 
@@ -392,7 +392,7 @@ async fn retained_events_fit_into_a_snapshot(fixture: Fixture) {
     let folds = Folds::none().all::<Noted>(many).latest::<Noted>();
     let sessions = fixture.sessions_with(folds, by_hand()).await;
     let session = sessions.create(&fixture.session).await.unwrap();
-    // Quotes take twice their room in a snapshot; and one event is larger than what all may keep in it.
+    // Quotes take twice their size in a snapshot; and one event is larger than the limit of all.
     let texts = (0..200).map(|_| "\"".repeat(40_000)).chain(["\"".repeat(500_000)]);
     for (number, text) in (0..).zip(texts) {
         session.publish(Noted { session_id: None, number, text }).await.unwrap();

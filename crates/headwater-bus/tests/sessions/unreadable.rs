@@ -1,4 +1,4 @@
-//! Entries that nobody can read, or nobody yet.
+//! Undecodable entries, some of which can be decoded later.
 
 use headwater_bus::conformance::{Noted, registry};
 use headwater_bus::limits::UNREADABLE_MAX;
@@ -21,7 +21,7 @@ on_every_bus!(
     entries_that_cannot_be_parked_are_not_skipped,
 );
 
-/// A type that comes with a later version of the application.
+/// An event type of a later version of the application.
 #[derive(Clone, Debug, Default, Serialize, Deserialize, JsonSchema)]
 struct Later {}
 
@@ -30,7 +30,7 @@ impl Event for Later {
     const SCOPE: Scope = Scope::Session;
 }
 
-/// `Noted` as somebody understands it who takes more.
+/// `Noted` with a more permissive decoder.
 #[derive(Clone, Debug, Default, Serialize, Deserialize, JsonSchema)]
 struct Lenient {
     #[serde(default)]
@@ -57,7 +57,7 @@ fn counting() -> Folds {
     Folds::none().with::<Count>()
 }
 
-/// Where entries are parked.
+/// The stream of parked entries.
 fn unknown(fixture: &Fixture) -> StreamName {
     StreamName::new(format!("{}:events:unknown", fixture.prefix)).unwrap()
 }
@@ -101,7 +101,7 @@ async fn invalid_payloads_are_retried_and_above_a_limit_all_events_are_replayed(
     let all = lenient.recover(&fixture.session).await.unwrap();
     assert_eq!(all.get::<Count>().unwrap().0, 13);
 
-    // More than are remembered: nobody can tell whether they can be read now.
+    // More than are remembered: it is unknown whether they can be decoded now.
     append_many(&fixture, Noted::TYPE, "nonsense", UNREADABLE_MAX).await;
     session.refresh().await.unwrap();
     assert!(session.snapshot().await.unwrap());
@@ -120,12 +120,12 @@ async fn trimmed_undecodable_entries_do_not_invalidate_a_snapshot(fixture: Fixtu
     assert!(session.snapshot().await.unwrap());
     let compacted = sessions.compact(&fixture.session, UnreadableEntries::GiveUp).await.unwrap();
     assert_eq!(compacted.removed, 14);
-    // Its type is known now, and its events are gone: what is left is the snapshot.
+    // Its type is registered now, but its events are gone: only the snapshot remains.
     let bus = fixture.bus_for(registry().with::<Later>().unwrap()).await;
     let newer = Sessions::new(bus, counting(), by_hand()).await.unwrap();
     let again = newer.recover(&fixture.session).await.unwrap();
     assert_eq!(again.get::<Count>().unwrap().0, 11);
-    // And it can be forked, without those that are gone.
+    // It can be forked, without the missing entries.
     let fork = headwater_bus::SessionId::random();
     let fork = newer.fork(&fixture.session, ReplayUntil::End, &fork).await.unwrap();
     assert_eq!(fork.get::<Count>().unwrap().0, 11);
@@ -134,7 +134,7 @@ async fn trimmed_undecodable_entries_do_not_invalidate_a_snapshot(fixture: Fixtu
 async fn a_read_only_access_parks_nothing_and_adopts_nothing(fixture: Fixture) {
     let bus = fixture.bus().await;
     let sessions = Sessions::new(bus.clone(), folds(), by_hand()).await.unwrap();
-    // The stream of another program, of which nobody knows yet.
+    // A stream of another program that is not a session yet.
     bus.publish(Noted { session_id: Some(fixture.session.to_string()), ..noted(1) }).await.unwrap();
     append_many(&fixture, "tests.Never", "{}", 3).await;
     let state = sessions.state_at(&fixture.session, ReplayUntil::End).await.unwrap();
@@ -155,14 +155,14 @@ async fn a_read_only_access_parks_nothing_and_adopts_nothing(fixture: Fixture) {
     assert_eq!(bus.parked(EntryId::MIN, 10).await.unwrap().len(), 4);
 }
 
-// An embedded backend forgets nothing before its time.
+// An embedded backend does not lose its dedup marks early.
 mod forgotten {
     use super::parked_entries_are_not_parked_again_by_every_recovery;
 
     with_server_outage!(parked_entries_are_not_parked_again_by_every_recovery);
 }
 
-/// What a server remembers of parked entries is over after an hour; here it is removed.
+/// The dedup marks of parked entries expire after an hour; here they are deleted.
 async fn parked_entries_are_not_parked_again_by_every_recovery(outage: OutageFixture) {
     let fixture = &outage.fixture;
     let bus = fixture.bus().await;
@@ -171,7 +171,7 @@ async fn parked_entries_are_not_parked_again_by_every_recovery(outage: OutageFix
     append_many(fixture, "tests.Never", "{}", 3).await;
     sessions.recover(&fixture.session).await.unwrap();
     assert_eq!(bus.parked(EntryId::MIN, 10).await.unwrap().len(), 3);
-    // The stream, and the marks that keep its entries from being there twice.
+    // The stream and its dedup marks.
     let node = outage.node_of(&unknown(fixture));
     let keys = node.command(&["KEYS", &format!("*{}*", unknown(fixture))]).unwrap();
     assert!(keys.items().len() > 1, "{keys:?}");
@@ -194,7 +194,7 @@ async fn entries_that_cannot_be_parked_are_not_skipped(fixture: Fixture) {
     let session = sessions.create(&fixture.session).await.unwrap();
     session.publish(noted(1)).await.unwrap();
     let position = session.position();
-    // A key of another kind where entries are parked, where kinds share names.
+    // A key of another type in place of the stream of parked entries, if types share names.
     let backend = fixture.backend().await;
     let taken = MapName::new(format!("{}:events:unknown", fixture.prefix)).unwrap();
     let odd = RegistryMap::from([("odd".to_owned(), "map".into())]);

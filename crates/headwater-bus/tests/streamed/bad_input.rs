@@ -1,9 +1,8 @@
-//! What others may put in the way of a bus: keys that are no streams, servers that lost everything, payloads that do
-//! not fit.
+//! Invalid data of other programs: keys of another type, servers that lost their data.
 //!
-//! An embedded backend keeps each kind of value under names of its own and loses nothing while its process lives, so
-//! these need a server. What every bus refuses by itself is in the conformance suite, unreadable entries in `parked`,
-//! damaged spools in `damaged`.
+//! An embedded backend separates the names of different types and loses nothing while its process runs, so these
+//! tests need a server. Input that every bus rejects is tested in the conformance suite, undecodable entries in
+//! `parked`, corrupt spools in `corrupt_spool`.
 
 use std::time::Duration;
 
@@ -94,7 +93,7 @@ async fn a_key_of_another_type_does_not_block_live_subscriptions_to_other_stream
         ada.publish(noted(&good, number)).await.unwrap().into_result().unwrap();
     }
     assert_eq!(log.settles_at(5).await, numbers(0..5));
-    // Somebody removes the key, and after a while its events are seen again.
+    // The key is removed, and after a while new events are received.
     outage.command_at(&bad, &["DEL", stream.as_str()]);
     ada.publish(noted(&bad, 5)).await.unwrap().into_result().unwrap();
     assert_eq!(log.settles_at(6).await, numbers(0..6));
@@ -116,7 +115,7 @@ async fn subscriptions_continue_after_the_server_lost_all_data(outage: OutageFix
     ada.publish(fixture.noted(0)).await.unwrap().into_result().unwrap();
     live.wait_for(1).await;
     durable.wait_for(1).await;
-    // Nothing is left of the stream, its groups, and who is a member of them.
+    // Nothing remains of the stream, its groups and their members.
     until(|| async {
         let group = &bob.health().await.streams[fixture.stream().as_str()].groups;
         group.values().all(|group| group.pending == 0)

@@ -13,7 +13,7 @@ use crate::outage_fixture::{OutageFixture, open_breaker, until};
 
 with_outage!(the_breaker_opens_after_failures_and_closes_when_the_backend_is_available);
 
-// An embedded backend answers at once, so nobody can ask while a probe of it is under way.
+// An embedded backend answers at once, so no call can overlap with its probe.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn half_open_admits_exactly_one_probe_redis() {
     half_open_admits_exactly_one_probe(OutageFixture::redis()).await;
@@ -39,7 +39,7 @@ async fn the_breaker_opens_after_failures_and_closes_when_the_backend_is_availab
     }
     assert_ne!(bus.health().await.breaker, BreakerState::Closed);
     open_breaker(&bus, fixture).await;
-    // It stays so while the backend is outage, however often it is probed.
+    // It stays open during the outage, however often it is probed.
     tokio::time::sleep(quick_breaker().recovery).await;
     assert_eq!(bus.health().await.breaker, BreakerState::HalfOpen);
     let error = bus.publish(fixture.noted(2)).await.unwrap_err();
@@ -55,7 +55,7 @@ async fn the_breaker_opens_after_failures_and_closes_when_the_backend_is_availab
 async fn half_open_admits_exactly_one_probe(outage: OutageFixture) {
     const MANY: u64 = 32;
     let (fixture, node) = (&outage.fixture, outage.node());
-    // A call waits for as long as this test may take.
+    // A call may take as long as this test.
     let options = Options { call_deadline: Duration::from_secs(100), ..Default::default() };
     let backend = connect(fixture.url(), &options).await.unwrap();
     let bus = StreamedBus::open(backend, registry(), fixture.config()).await.unwrap();
@@ -63,10 +63,10 @@ async fn half_open_admits_exactly_one_probe(outage: OutageFixture) {
     let log = watch(&bus).await;
     bus.publish(fixture.noted(0)).await.unwrap().into_result().unwrap();
 
-    // The server says at once that it cannot.
+    // The server rejects connections at once.
     node.command(&["CONFIG", "SET", "maxmemory", "1"]).unwrap().ok().unwrap();
     open_breaker(&bus, fixture).await;
-    // Then it says nothing at all, and the time comes when one may ask.
+    // Then it stops responding, and the recovery time passes.
     node.command(&["CONFIG", "SET", "maxmemory", "0"]).unwrap().ok().unwrap();
     node.pause().unwrap();
     tokio::time::sleep(quick_breaker().recovery).await;
@@ -79,7 +79,7 @@ async fn half_open_admits_exactly_one_probe(outage: OutageFixture) {
         let (_, answer) = asking.join_next().await.unwrap().unwrap();
         assert!(matches!(answer, Err(BusError::BreakerOpen { .. })), "{answer:?}");
     }
-    // All others are back, and the one is still under way.
+    // All others have returned, and the probe is still in flight.
     node.resume().unwrap();
     let (number, answer) = asking.join_next().await.unwrap().unwrap();
     assert!(matches!(answer.unwrap().stored, StoreOutcome::Entry(_)));

@@ -1,4 +1,4 @@
-//! How long closing takes. Where no server is asked, on a clock that goes as fast as nothing happens.
+//! Duration of closing. Without a server, on a paused clock.
 
 use std::time::Duration;
 
@@ -18,7 +18,7 @@ tests_in!(redis, crate::fixture::Fixture::redis(), (), closing_takes_at_most_one
 tests_in!(cluster, crate::fixture::Fixture::cluster(), (), closing_takes_at_most_one_drain_timeout);
 
 async fn closing_takes_at_most_one_drain_timeout(fixture: Fixture) {
-    // So long that a busy machine does not make two of one.
+    // Long enough that a busy machine does not turn one timeout into two.
     const DRAIN: Duration = Duration::from_secs(8);
     let config = StreamedBusConfig { drain: DRAIN, ..fixture.config() };
     let bus = std::sync::Arc::new(fixture.bus_with(registry(), config).await);
@@ -37,7 +37,7 @@ async fn closing_takes_at_most_one_drain_timeout(fixture: Fixture) {
         SubscribeOptions { handler_timeout: for_ever, ..SubscribeOptions::durable("all") };
     bus.subscribe::<Noted>(live, hanging("live")).await.unwrap();
     bus.subscribe::<Noted>(durable, hanging("durable")).await.unwrap();
-    // A handler of what another bus published hangs, one of what is published here, and one of a group for each.
+    // Hanging handlers: one of an event of another bus, one of an event published here, and one of a group for each.
     other.publish(fixture.noted(1)).await.unwrap().into_result().unwrap();
     let (here, event) = (bus.clone(), fixture.noted(2));
     let publishing = tokio::spawn(async move { here.publish(event).await });
@@ -50,7 +50,7 @@ async fn closing_takes_at_most_one_drain_timeout(fixture: Fixture) {
     let took = began.elapsed();
     assert!(took >= DRAIN && took < DRAIN * 2, "{took:?}");
     publishing.abort();
-    // What the group did not get done is there for others.
+    // Unfinished events of the group are available to others.
     let stats = fixture.connect().await.stats(&fixture.stream()).await.unwrap().unwrap();
     assert_eq!((stats.length, stats.groups.len()), (2, 1));
 }

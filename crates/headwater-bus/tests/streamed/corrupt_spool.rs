@@ -1,4 +1,4 @@
-//! Spools that are torn, damaged, full, of another bus, or cannot be made: typed errors, nothing lost, the bus alive.
+//! Spools that are torn, corrupt, full, of another bus, or cannot be created: typed errors, nothing lost.
 
 use std::fs;
 use std::path::Path;
@@ -35,7 +35,7 @@ async fn a_torn_spool_is_drained_up_to_the_torn_record(outage: OutageFixture) {
     }
     bus.close().await.unwrap();
     drop(bus);
-    // The machine went down while it wrote the last event.
+    // The machine crashed while it wrote the last event.
     let file = directory.path().join("spool");
     let whole = fs::read(&file).unwrap();
     fs::write(&file, &whole[..whole.len() - 7]).unwrap();
@@ -77,7 +77,7 @@ async fn a_corrupt_or_foreign_spool_fails_opening_the_bus_and_is_unchanged(outag
         assert!(matches!(error, SpoolError::Corrupt { .. }), "{error}");
         assert_eq!(fs::read(&file).unwrap(), content);
     }
-    // Mended, it loses nothing.
+    // Once repaired, nothing is lost.
     fs::write(&file, &whole).unwrap();
     let bus = fixture.bus_with(registry(), config()).await;
     wait_until_empty(&bus, LIMIT).await;
@@ -102,7 +102,7 @@ async fn a_full_spool_is_an_error_until_the_backend_is_available_again(outage: O
     };
     assert!(matches!(error, BusError::Spool(SpoolError::Full { .. })), "{error}");
     assert!(error.is_transient() && accepted > 5, "{accepted}");
-    // What was refused was handled by nobody.
+    // Rejected events were not handled.
     assert_eq!(log.lines(), numbers(0..accepted));
     outage.end().await;
     wait_until_empty(&bus, LIMIT).await;

@@ -1,4 +1,4 @@
-//! Processes that are killed: while they spool, while they replay, while they handle.
+//! Processes killed while they spool, drain or handle events.
 
 use std::env;
 use std::path::Path;
@@ -16,7 +16,7 @@ use crate::fixture::{Fixture, open_with_short_leases, quick_breaker, stored, wri
 use crate::outage_fixture::{LIMIT, OutageFixture};
 use crate::spool::{spooling, wait_until_empty};
 
-// Two processes cannot share an embedded backend, so none of this can happen to one.
+// Two processes cannot share an embedded backend, so this does not apply to it.
 with_server_outage!(
     spooled_events_of_a_killed_process_are_stored_by_the_next_in_order_and_once,
     a_process_killed_while_draining_the_spool_neither_duplicates_nor_loses_events,
@@ -76,7 +76,7 @@ async fn spooled_events_of_a_killed_process_are_stored_by_the_next_in_order_and_
     let child = spawn("crashes::publisher", fixture, Some(&spool));
     child.line_after("PUBLISHED 50 ", LIMIT).unwrap();
     outage.begin().await;
-    // It goes on for a while without its server, then dies in the middle of something.
+    // It continues without its server for a while and is then killed.
     let last = loop {
         let line = child.line_after("PUBLISHED ", LIMIT).unwrap();
         let (number, way) = line.split_once(' ').unwrap();
@@ -200,7 +200,7 @@ fn holder() {
     });
 }
 
-/// Runs a child's part; without its environment it was not started as one.
+/// Runs the child's part; without its environment variables this is not a child.
 fn in_child(part: impl Future<Output = ()>) {
     if env::var("URL").is_err() {
         return;

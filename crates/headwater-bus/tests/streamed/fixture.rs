@@ -1,4 +1,4 @@
-//! Where a scenario runs, and the buses that take part in it.
+//! The fixture of the scenarios, with its buses.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,10 +14,10 @@ pub(crate) use crate::backends::entries;
 use crate::backends::{Target, new_prefix};
 use crate::outage_fixture::LIMIT;
 
-/// A backend, and keys that no other test uses.
+/// A backend, with a unique key prefix.
 pub(crate) struct Fixture {
     target: Target,
-    /// How long buses wait for an answer.
+    /// Call deadline of the buses.
     patience: Duration,
     pub(crate) prefix: String,
     pub(crate) session: SessionId,
@@ -36,12 +36,12 @@ impl Fixture {
         Self::new(Target::cluster())
     }
 
-    /// At a server that will be outage: buses notice it soon.
+    /// On a server that will be unavailable: buses detect it soon.
     pub(crate) fn at(url: String) -> Self {
         Self::on(Target::Url(url))
     }
 
-    /// On something that will be outage: buses notice it soon.
+    /// On a backend that will be unavailable: buses detect it soon.
     pub(crate) fn on(target: Target) -> Self {
         Self { patience: NOTICES_AFTER, ..Self::new(target) }
     }
@@ -58,7 +58,7 @@ impl Fixture {
         }
     }
 
-    /// A backend to look at what is there, however long it takes.
+    /// A backend with a long call deadline, for assertions.
     pub(crate) async fn connect(&self) -> Arc<dyn Backend> {
         self.target.connect(&waits(LIMIT)).await
     }
@@ -86,7 +86,7 @@ impl Fixture {
         StreamedBus::open(backend, registry, config).await.unwrap()
     }
 
-    /// The stream of the place's session.
+    /// The stream of the fixture's session.
     pub(crate) fn stream(&self) -> StreamName {
         self.stream_of(self.session.as_str())
     }
@@ -106,24 +106,24 @@ impl Fixture {
     }
 }
 
-/// An event of a session.
+/// A session event.
 pub(crate) fn noted(session: &SessionId, number: u64) -> Noted {
     Noted { session_id: Some(session.to_string()), number, text: String::new() }
 }
 
-/// When a bus takes a server that is to be away for outage: long enough for one that is only slow.
+/// Call deadline of a bus whose server will be unavailable: long enough for a slow server.
 pub(crate) const NOTICES_AFTER: Duration = Duration::from_secs(4);
 
 fn is_waiting(call_deadline: Duration) -> Options {
     Options { call_deadline, ..Default::default() }
 }
 
-/// A backend to look at what is there, however long it takes.
+/// A backend with a long call deadline, for assertions.
 pub(crate) async fn open(url: &str) -> Arc<dyn Backend> {
     connect(url, &waits(LIMIT)).await.unwrap()
 }
 
-/// A backend for a bus whose server will be outage.
+/// A backend for a bus whose server will be unavailable.
 pub(crate) async fn open_with_short_leases(url: &str) -> Arc<dyn Backend> {
     connect(url, &waits(NOTICES_AFTER)).await.unwrap()
 }
@@ -132,7 +132,7 @@ pub(crate) fn quick_breaker() -> BreakerConfig {
     BreakerConfig { failure_threshold: 3, recovery: Duration::from_millis(300) }
 }
 
-/// Writes the numbers of events into a log.
+/// Logs the numbers of events.
 pub(crate) fn writes(
     log: &HandlerLog,
 ) -> impl Fn(ReceivedEvent<Noted>) -> std::future::Ready<()> + use<> {
@@ -143,7 +143,7 @@ pub(crate) fn writes(
     }
 }
 
-/// A log of what a live subscription of the bus sees.
+/// A log of the events that a live subscription of the bus receives.
 pub(crate) async fn watch(bus: &StreamedBus) -> HandlerLog {
     let log = HandlerLog::default();
     bus.subscribe::<Noted>(SubscribeOptions::live(), writes(&log)).await.unwrap();

@@ -1,4 +1,4 @@
-//! Durable subscriptions over several processes and restarts.
+//! Durable subscriptions across processes and restarts.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -145,7 +145,7 @@ async fn an_event_released_at_closing_is_handled_by_another_bus(fixture: Fixture
 async fn a_dropped_subscribe_call_leaves_its_group_free(fixture: Fixture) {
     let bus = fixture.bus().await;
     let log = HandlerLog::default();
-    // Dropped after its first step, whatever that is, and after later ones.
+    // Dropped after its first poll, and after later ones.
     for steps in 0..20 {
         let mut subscribing = Box::pin(bus.subscribe::<Noted>(group("fickle"), writes(&log)));
         let mut step = futures_util::poll!(&mut subscribing);
@@ -161,7 +161,7 @@ async fn a_dropped_subscribe_call_leaves_its_group_free(fixture: Fixture) {
             bus.unsubscribe(id).await.unwrap();
         }
     }
-    // The queue may take a moment to notice that nobody wants the last one.
+    // The queue may take a moment to notice that the last one was dropped.
     let mut subscribed = bus.subscribe::<Noted>(group("fickle"), writes(&log)).await;
     for _ in 0..9000 {
         if subscribed.is_ok() {
@@ -181,7 +181,7 @@ async fn pending_events_of_a_foreign_consumer_are_reclaimed(fixture: Fixture) {
     for number in 0..3 {
         bus.publish(fixture.noted(number)).await.unwrap().into_result().unwrap();
     }
-    // Given a consumer that sends no signs of life and has two of three events.
+    // Given a consumer without heartbeats that has two of three events pending.
     let backend = fixture.connect().await;
     let name =
         GroupName::new(format!("{}:cg:{}:workers", fixture.prefix, fixture.session)).unwrap();
@@ -221,14 +221,14 @@ async fn pending_events_of_a_dropped_bus_are_reclaimed(fixture: Fixture) {
     stays.close().await.unwrap();
 }
 
-/// What was handled: at least once, for whoever is in a hurry may take the slow for dead.
+/// Events handled at least once: with short leases, a slow member may be considered dead.
 fn distinct(log: &HandlerLog) -> Vec<String> {
     let mut lines = sorted(log.lines());
     lines.dedup();
     lines
 }
 
-/// Settings of a bus that soon knows who is dead.
+/// Settings of a bus that detects crashed members soon.
 fn with_short_timeouts(fixture: &Fixture) -> StreamedBusConfig {
     StreamedBusConfig { queue: quick_queue(quick_lease()), ..fixture.config() }
 }

@@ -1,4 +1,4 @@
-//! What a bus says of its health, to the number.
+//! Exact values of the health check.
 
 use std::sync::Arc;
 
@@ -27,13 +27,13 @@ async fn health_reports_exact_lengths_pending_lag_and_time(fixture: Fixture) {
     let control_group = format!("{}:cg:tests:news", fixture.prefix);
     let control = format!("{}:control:tests", fixture.prefix);
 
-    // Of a stream that nobody wrote to or reads from there is nothing to say.
+    // A stream that was never written or read is not reported.
     assert_eq!(bus.last_health(), None);
     let health = bus.health().await;
     assert!(health.connected && health.latency.is_some() && health.streams.is_empty());
     assert_eq!((health.parked, health.spool, health.last_check), (0, None, now));
 
-    // Given a group that holds one event and has read none ahead, one that is done, and one of the namespace.
+    // Given a group with one pending event and no read-ahead, one that is done, and one of the namespace.
     let (gate, begun) = (Arc::new(Semaphore::new(0)), HandlerLog::default());
     let (opened, seen) = (gate.clone(), begun.clone());
     let hold = move |event: ReceivedEvent<Noted>| {
@@ -61,7 +61,7 @@ async fn health_reports_exact_lengths_pending_lag_and_time(fixture: Fixture) {
     }
     begun.wait_for(1).await;
 
-    // Then the health is just that, as soon as the quick ones are done.
+    // Then the health has exactly these values, as soon as the fast groups are done.
     let at = |pending, lag| GroupHealth { pending, lag: Some(lag) };
     let expected = |pending, lag| {
         let groups = [(group("quick"), at(0, 0)), (group("slow"), at(pending, lag))];
@@ -79,7 +79,7 @@ async fn health_reports_exact_lengths_pending_lag_and_time(fixture: Fixture) {
     let health = bus.health().await;
     assert_eq!(bus.last_health(), Some(health));
 
-    // What is parked is counted, and streams that are only followed are told of.
+    // Parked entries are counted, and streams that are only followed are reported.
     let other = headwater_bus::SessionId::random();
     let follow = SubscribeOptions::live().session(other.clone());
     bus.subscribe::<Noted>(follow, |_: ReceivedEvent<Noted>| async {}).await.unwrap();

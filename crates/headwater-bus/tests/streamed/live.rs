@@ -1,4 +1,4 @@
-//! Live subscriptions whose handlers are slow.
+//! Live subscriptions with slow handlers.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -18,7 +18,7 @@ on_streams!(
     a_late_reader_that_finds_all_entries_reports_nothing,
 );
 
-/// A live subscription that writes down what it gets and waits for a permit each time.
+/// A live subscription that logs each event and waits for a permit.
 async fn slow(bus: &StreamedBus, session: &SessionId) -> (HandlerLog, Arc<Semaphore>) {
     let (log, gate) = (HandlerLog::default(), Arc::new(Semaphore::new(0)));
     let (seen, opened) = (log.clone(), gate.clone());
@@ -49,7 +49,7 @@ async fn a_hanging_handler_blocks_only_its_own_session(fixture: Fixture) {
         ada.publish(noted(&held, number + 1)).await.unwrap().into_result().unwrap();
     }
     assert_eq!(going_on.settles_at(5).await, numbers(0..5));
-    // Its own events wait for it, and keep their order.
+    // Its own events wait and keep their order.
     assert_eq!(hanging.lines(), ["0"]);
     gate.add_permits(6);
     assert_eq!(hanging.settles_at(6).await, numbers(0..6));
@@ -63,7 +63,7 @@ pub(crate) async fn a_reader_too_late_for_an_entry_reports_it(fixture: Fixture) 
     let (log, gate) = slow(&bob, &fixture.session).await;
     ada.publish(fixture.noted(0)).await.unwrap().into_result().unwrap();
     log.wait_for(1).await;
-    // While bob is busy, and for longer than a moment, others come and go.
+    // While bob is busy, events of others are handled.
     tokio::time::sleep(Duration::from_millis(100)).await;
     for number in 1..20 {
         ada.publish(fixture.noted(number)).await.unwrap().into_result().unwrap();

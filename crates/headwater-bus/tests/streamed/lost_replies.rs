@@ -1,4 +1,4 @@
-//! What becomes of events whose answers are lost on the way back.
+//! Events whose replies from the backend are lost.
 
 use std::time::Duration;
 
@@ -31,7 +31,7 @@ tests_in!(
     with_local_only_no_other_process_receives_a_local_event,
 );
 
-/// A bus with a connection that works, and a log of what it handles.
+/// A bus with a working connection, and a log of its handled events.
 async fn open(fixture: &Fixture, on_failure: FailurePolicy) -> (StreamedBus, HandlerLog) {
     let config = StreamedBusConfig { on_failure, ..fixture.config() };
     let bus = fixture.bus_with(registry(), config).await;
@@ -40,14 +40,14 @@ async fn open(fixture: &Fixture, on_failure: FailurePolicy) -> (StreamedBus, Han
     (bus, log)
 }
 
-/// Publishes with lost answers, and checks that every event is stored once and handled here once.
-async fn lose_replies(behind: &ProxiedFixture, policy: FailurePolicy) {
-    // Only who fails needs ids of the caller's, to be able to repeat.
+/// Publishes with lost replies, and asserts that every event is stored and handled once.
+async fn lose_replies(proxied: &ProxiedFixture, policy: FailurePolicy) {
+    // Only the policy `Fail` needs ids of the caller, to be able to retry.
     let gives_ids = policy == FailurePolicy::Fail;
-    let ProxiedFixture { proxies, fixture, .. } = behind;
+    let ProxiedFixture { proxies, fixture, .. } = proxied;
     let (bus, log) = open(fixture, policy).await;
     for number in 1..20 {
-        // The live reader waits on a connection of its own, and it may be its answer that is lost.
+        // The live reader has its own connection, whose reply may be lost instead.
         proxies.iter().for_each(|proxy| proxy.drop_reply().unwrap());
         let id = EventId::random();
         for _ in 0..100 {
@@ -68,7 +68,7 @@ async fn lose_replies(behind: &ProxiedFixture, policy: FailurePolicy) {
     let mut lines = log.settles_at(20).await;
     lines.sort_by_key(|line| line.parse::<u64>().unwrap());
     assert_eq!(lines, numbers(0..20));
-    // What waited in a spool is there by now, or soon.
+    // Spooled events are stored by now, or soon.
     let backend = fixture.connect().await;
     until(|| async { stored(&*backend, &fixture.stream()).await.len() >= 20 }).await;
     assert_eq!(stored(&*backend, &fixture.stream()).await, (0..20).collect::<Vec<u64>>());
@@ -78,7 +78,7 @@ async fn lose_replies(behind: &ProxiedFixture, policy: FailurePolicy) {
 async fn with_fail_an_event_whose_reply_was_lost_is_stored_and_handled_once(
     proxied: ProxiedFixture,
 ) {
-    lose_replies(&behind, FailurePolicy::Fail).await;
+    lose_replies(&proxied, FailurePolicy::Fail).await;
 }
 
 async fn with_a_spool_an_event_whose_reply_was_lost_is_stored_and_handled_once(
@@ -86,7 +86,7 @@ async fn with_a_spool_an_event_whose_reply_was_lost_is_stored_and_handled_once(
 ) {
     let directory = tempfile::tempdir().unwrap();
     let spool = SpoolConfig::new(directory.path().join("spool"));
-    lose_replies(&behind, FailurePolicy::Spool(spool)).await;
+    lose_replies(&proxied, FailurePolicy::Spool(spool)).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -94,7 +94,7 @@ async fn with_fail_an_unconfirmed_event_that_is_stored_is_handled_here() {
     wait_for_unconfirmed_events(FailurePolicy::Fail).await;
 }
 
-/// An event that is too large for the spool, or comes to a disk that fails.
+/// An event too large for the spool, or a failing disk.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn with_a_full_spool_an_unconfirmed_event_that_is_stored_is_handled_here() {
     let directory = tempfile::tempdir().unwrap();
@@ -102,12 +102,12 @@ async fn with_a_full_spool_an_unconfirmed_event_that_is_stored_is_handled_here()
     wait_for_unconfirmed_events(FailurePolicy::Spool(small)).await;
 }
 
-/// Without an id of the caller's nobody can repeat an event, so its fate must be found out.
+/// Without an id of the caller the event cannot be retried, so its fate must be found out.
 async fn wait_for_unconfirmed_events(policy: FailurePolicy) {
     let redis = Redis::builder().persistence(Persistence::Always).start().unwrap();
     let fixture = Fixture::at(redis.url());
     let (bus, log) = open(&fixture, policy).await;
-    // The answer stays away until the call has given up; the event arrives, late.
+    // The reply is held back until the call has timed out; the event arrives late.
     let backend = fixture.connect().await;
     let mut unconfirmed = Vec::new();
     for number in 1..4 {
@@ -117,7 +117,7 @@ async fn wait_for_unconfirmed_events(policy: FailurePolicy) {
             unconfirmed.push(number);
         }
         redis.resume().unwrap();
-        // Until the breaker lets the next one through.
+        // Until the breaker admits the next call.
         tokio::time::sleep(Duration::from_millis(400)).await;
     }
     let all = || async { stored(&*backend, &fixture.stream()).await };
@@ -129,15 +129,15 @@ async fn wait_for_unconfirmed_events(policy: FailurePolicy) {
         handled == lines
     };
     until(is_handled).await;
-    // What is stored is handled here, once, and nothing else is.
+    // Stored events are handled here once, and no others.
     log.settles_at(all().await.len()).await;
     assert!(is_handled().await, "{:?} of {:?}", log.lines(), all().await);
     bus.close().await.unwrap();
 }
 
-/// The result tells events that stay in this process from those that other processes may see.
+/// The result distinguishes events that stay in this process from those that other processes may see.
 async fn with_local_only_no_other_process_receives_a_local_event(proxied: ProxiedFixture) {
-    let ProxiedFixture { proxies, fixture, .. } = &behind;
+    let ProxiedFixture { proxies, fixture, .. } = &proxied;
     let (bus, log) = open(fixture, FailurePolicy::LocalOnly).await;
     let (mut local, mut unconfirmed) = (Vec::new(), Vec::new());
     for number in 1..40 {
@@ -150,7 +150,7 @@ async fn with_local_only_no_other_process_receives_a_local_event(proxied: Proxie
             _ => {}
         }
         if result.entry_id().is_none() {
-            // Until the breaker lets the next one through.
+            // Until the breaker admits the next call.
             tokio::time::sleep(Duration::from_millis(100)).await;
         }
     }
@@ -158,13 +158,13 @@ async fn with_local_only_no_other_process_receives_a_local_event(proxied: Proxie
     let faults: u64 = proxies.iter().map(Proxy::faults).sum();
     println!("{faults} replies lost; local {local:?}; unconfirmed {unconfirmed:?}");
 
-    // What a process sees that begins to read now.
+    // What a process receives that starts to read now.
     let seen = stored(&*fixture.connect().await, &fixture.stream()).await;
     let is_seen = |number: &&u64| seen.contains(number);
     let shown: Vec<&u64> = local.iter().filter(is_seen).collect();
     assert!(shown.is_empty(), "other processes see {shown:?}");
     assert!(unconfirmed.iter().any(|number| is_seen(&number)), "no reply of an append was lost");
-    // Here each was handled once, also those that are stored after all.
+    // Here each was handled once, including those that turned out to be stored.
     let mut lines = log.settles_at(40).await;
     lines.sort_by_key(|line| line.parse::<u64>().unwrap());
     assert_eq!(lines, numbers(0..40));

@@ -1,4 +1,4 @@
-//! What is counted, by a recorder of the program's own.
+//! Metrics of a bus on streams.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,14 +14,14 @@ use crate::fixture::{Fixture, noted, watch};
 use crate::outage_fixture::{LIMIT, OutageFixture, until};
 use crate::spool::{spooling, wait_until_empty};
 
-// On one thread, so that the recorder of a test hears its bus and no others.
+// On one thread, so that the recorder of a test sees only its own bus.
 on_streams!((): event_metrics_are_counted,
     possibly_missed_entries_of_live_subscriptions_are_counted,
     the_pending_gauge_sums_all_sessions_and_is_reset_with_its_group,
     session_metrics_are_counted,
 );
 
-mod away {
+mod outage {
     use super::failure_metrics_are_counted;
 
     with_outage!((): failure_metrics_are_counted);
@@ -57,7 +57,7 @@ async fn event_metrics_are_counted(fixture: Fixture) {
         ("parked_total", 1),
     ];
     counts.come_to(&counted).await;
-    // What was handled is acknowledged a moment later, and somebody must look.
+    // Events are acknowledged a moment later, and the gauge is set by a health check.
     until(|| async {
         bus.health().await;
         counts.of("pending{stream=session}{group=telemetry}") == Some(0)
@@ -67,7 +67,7 @@ async fn event_metrics_are_counted(fixture: Fixture) {
     bus.close().await.unwrap();
 }
 
-/// The names of the metrics that the first design of the bus lists, and ours for them.
+/// The metric names of the wire format, and ours.
 #[test]
 fn every_metric_of_the_wire_format_exists_with_our_prefix() {
     let ours = headwater_bus::metrics::PUBLISHED;
@@ -114,11 +114,11 @@ async fn failure_metrics_are_counted(outage: OutageFixture) {
     ] {
         assert_eq!(counts.of(&name), Some(expected), "{name} in {counts:?}");
     }
-    // Three failures open a breaker, and all three buses had them, one of them for its spool, too.
+    // Three failures open a breaker, on all three buses, and once more for the spool.
     assert!(counts.of("breaker_opened_total").is_some_and(|count| count >= 2), "{counts:?}");
     outage.end().await;
     wait_until_empty(&spools, LIMIT).await;
-    // It is empty a moment before that is counted.
+    // The spool is empty a moment before that is counted.
     until(|| async { (counts.of("spooled"), counts.of("replayed_total")) == (Some(0), Some(3)) })
         .await;
     for bus in [fails, spools, stays] {
@@ -133,7 +133,7 @@ async fn possibly_missed_entries_of_live_subscriptions_are_counted(fixture: Fixt
     assert_eq!(counts.of("live_missed_total"), Some(1));
 }
 
-/// One series for all sessions, however many there are, and none that stands still when nobody looks any more.
+/// One series for all sessions, reset when the bus is closed.
 async fn the_pending_gauge_sums_all_sessions_and_is_reset_with_its_group(fixture: Fixture) {
     let counts = Counts::default();
     let _guard = metrics::set_default_local_recorder(&counts);
@@ -198,7 +198,7 @@ async fn session_metrics_are_counted(fixture: Fixture) {
     assert!(!session.snapshot().await.unwrap());
     sessions.recover(&fixture.session).await.unwrap();
     sessions.fork(&fixture.session, ReplayUntil::End, &SessionId::random()).await.unwrap();
-    // The guard of a session is no group that anybody waits for.
+    // The guard of a session is not reported as a group.
     assert!(bus.health().await.streams.values().all(|stream| stream.groups.is_empty()));
     tokio::time::sleep(Duration::from_millis(20)).await;
     assert_eq!(sessions.sweep().await.unwrap().expired, 2);

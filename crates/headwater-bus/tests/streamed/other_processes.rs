@@ -1,4 +1,4 @@
-//! What a process sees of the events of others.
+//! Events of other processes.
 
 use std::sync::Arc;
 
@@ -43,7 +43,7 @@ async fn a_live_subscription_starts_at_the_end_of_the_stream(fixture: Fixture) {
     for number in 0..3 {
         ada.publish(fixture.noted(number)).await.unwrap().into_result().unwrap();
     }
-    // The first handler is stuck at its first event, so the bus has yet to read what follows ...
+    // The first handler blocks at its first event, so the bus has yet to read the following ones ...
     let (first, gate) = (HandlerLog::default(), Arc::new(Semaphore::new(0)));
     let (seen, opened) = (first.clone(), gate.clone());
     let slow = move |event: ReceivedEvent<Noted>| {
@@ -58,7 +58,7 @@ async fn a_live_subscription_starts_at_the_end_of_the_stream(fixture: Fixture) {
         ada.publish(fixture.noted(number)).await.unwrap().into_result().unwrap();
     }
     first.wait_for(1).await;
-    // ... when the second begins.
+    // ... when the second subscription starts.
     let second = watch(&bob).await;
     ada.publish(fixture.noted(5)).await.unwrap().into_result().unwrap();
     gate.add_permits(3);

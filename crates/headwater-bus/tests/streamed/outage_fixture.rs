@@ -1,4 +1,4 @@
-//! A backend that can be taken away from a bus that works with it.
+//! A fixture with a bus whose backend can be made unavailable.
 
 #[path = "../backends/outage_fixture.rs"]
 mod shared;
@@ -16,19 +16,19 @@ pub(crate) use crate::backends::server::LIMIT;
 use crate::fixture::{Fixture, noted};
 
 impl OutageFixture {
-    /// The server that has the place's session.
+    /// The server of the fixture's session.
     pub(crate) fn node(&self) -> &Redis {
         self.server.node_of(&self.fixture.stream())
     }
 
-    /// Sessions on nodes of a cluster that stay.
+    /// Sessions on cluster nodes that stay available.
     pub(crate) fn elsewhere(&self) -> impl Iterator<Item = SessionId> {
         let leaves = self.node().port();
         let stays = move |session: &SessionId| self.node_of(session).port() != leaves;
         std::iter::repeat_with(SessionId::random).filter(stays)
     }
 
-    /// Carries out a command at the node that has this session.
+    /// Executes a command on the node of this session.
     pub(crate) fn command_at(&self, session: &SessionId, words: &[&str]) {
         self.node_of(session).command(words).unwrap().ok().unwrap();
     }
@@ -56,7 +56,7 @@ pub(crate) async fn publish_until_stored(bus: &StreamedBus, session: &SessionId,
     .await;
 }
 
-/// Waits until something is so.
+/// Waits until the condition is true.
 pub(crate) async fn until<F: Future<Output = bool>>(mut is_so: impl FnMut() -> F) {
     let deadline = Instant::now() + LIMIT;
     while !is_so().await {

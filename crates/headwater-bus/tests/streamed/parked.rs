@@ -1,4 +1,4 @@
-//! Entries that nobody can read.
+//! Undecodable entries.
 
 use headwater_bus::conformance::{HandlerLog, Noted, registry};
 use headwater_bus::{
@@ -39,7 +39,7 @@ async fn wait_for_parked(bus: &headwater_bus::StreamedBus, count: usize) -> Vec<
 }
 
 async fn undecodable_entries_are_parked_once_and_block_no_other(fixture: Fixture) {
-    // Given two live readers and a group, who all meet the same entries.
+    // Given two live readers and a group that all read the same entries.
     let (ada, bob) = (fixture.bus().await, fixture.bus().await);
     let (first, second, durable) = (watch(&ada).await, watch(&bob).await, HandlerLog::default());
     ada.subscribe::<Noted>(SubscribeOptions::durable("all"), writes(&durable)).await.unwrap();
@@ -58,7 +58,7 @@ async fn undecodable_entries_are_parked_once_and_block_no_other(fixture: Fixture
     }
     ada.publish(fixture.noted(7)).await.unwrap().into_result().unwrap();
 
-    // Then the event behind them is handled by all, and each of them is parked once, as it is.
+    // Then the event behind them is handled by all, and each entry is parked once, unchanged.
     for log in [&first, &second, &durable] {
         assert_eq!(log.settles_at(1).await, ["7"]);
     }
@@ -75,7 +75,7 @@ async fn undecodable_entries_are_parked_once_and_block_no_other(fixture: Fixture
     assert!(bob.delete_parked(parked[0].id).await.unwrap());
     assert!(!bob.delete_parked(parked[0].id).await.unwrap());
     assert_eq!(ada.health().await.parked, 5);
-    // Nothing of them is pending in the group.
+    // None of them is pending in the group.
     ada.close().await.unwrap();
     let stats = fixture.connect().await.stats(&fixture.stream()).await.unwrap().unwrap();
     assert_eq!(stats.groups[0].pending, 0);
@@ -105,7 +105,7 @@ async fn a_parked_entry_is_handled_once_its_type_is_registered(fixture: Fixture)
         async {}
     };
     new.subscribe::<Novel>(SubscribeOptions::durable("readers"), write).await.unwrap();
-    // The new group begins at the beginning and meets the entry by itself.
+    // The new group starts at the beginning and reads the entry, too.
     assert_eq!(log.settles_at(1).await, ["durable Emma"]);
     assert_eq!(new.retry_parked(parked.id).await.unwrap(), RetryParkedOutcome::Handled(2));
     assert_eq!(log.settles_at(3).await, ["durable Emma", "live Emma", "durable Emma"]);
@@ -114,7 +114,7 @@ async fn a_parked_entry_is_handled_once_its_type_is_registered(fixture: Fixture)
     new.close().await.unwrap();
 }
 
-/// `Noted` as a later version of the application knows it.
+/// `Noted` in a later version of the application.
 #[derive(Serialize, Deserialize, JsonSchema)]
 struct NotedLater {
     number: u64,
@@ -127,7 +127,7 @@ impl Event for NotedLater {
 }
 
 async fn an_entry_that_panics_the_decoder_is_parked_and_readers_continue(fixture: Fixture) {
-    // Given an upcaster that trusts what others wrote, a live reader and a group.
+    // Given an upcaster that panics on unexpected payloads, a live reader and a group.
     let careless = |old: serde_json::Value| {
         Ok(serde_json::json!({ "number": old["number"].as_u64().unwrap() }))
     };
@@ -145,7 +145,7 @@ async fn an_entry_that_panics_the_decoder_is_parked_and_readers_continue(fixture
         };
         bus.subscribe::<NotedLater>(subscribe, write).await.unwrap();
     }
-    // When an entry comes that it panics on, and one that it reads.
+    // When an entry arrives that it panics on, and one that it can convert.
     let bad = fixture.append(&[("type", Noted::TYPE), ("payload", "{}")]).await;
     fixture.append(&[("type", Noted::TYPE), ("payload", "{\"number\":7}")]).await;
     // Then the second is handled by both, and the first is parked.

@@ -1,4 +1,4 @@
-//! What becomes of events while the backend is outage.
+//! Failure policies while the backend is unavailable.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -22,7 +22,7 @@ with_outage!(
 
 async fn with_fail_an_outage_is_an_error_and_no_handler_runs(outage: OutageFixture) {
     let fixture = &outage.fixture;
-    // Longer than this test may be held up between two of its steps.
+    // Longer than this test may be delayed between two of its steps.
     let breaker = BreakerConfig { failure_threshold: 3, recovery: Duration::from_secs(8) };
     let config = StreamedBusConfig { breaker, ..fixture.config() };
     let bus = fixture.bus_with(registry(), config).await;
@@ -116,10 +116,10 @@ async fn with_local_only_handlers_run_and_the_result_tells_whether_other_process
     bus.close().await.unwrap();
 }
 
-/// One node of three is outage. What the others have goes on as ever, whatever becomes of the rest.
+/// One node of three is unavailable. Sessions on the others continue.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn other_cluster_nodes_continue_during_the_outage_of_one() {
-    let away = OutageFixture::cluster();
+    let outage = OutageFixture::cluster();
     let fixture = &outage.fixture;
     let stays = outage.elsewhere().next().unwrap();
     let (bus, backend) = (fixture.bus().await, fixture.connect().await);
@@ -131,7 +131,7 @@ async fn other_cluster_nodes_continue_during_the_outage_of_one() {
         let result = bus.publish(noted(&stays, 100 + number)).await.unwrap();
         assert!(matches!(result.stored, StoreOutcome::Entry(_)), "{result:?}");
     }
-    // Failures with successes between them are no reason to leave the backend alone.
+    // Failures with successes between them do not open the breaker.
     let health = bus.health().await;
     assert_eq!(health.breaker, BreakerState::Closed);
     assert!(health.problem.is_some(), "{health:?}");
@@ -169,7 +169,7 @@ async fn publishes_dropped_before_their_permit_have_no_effect(fixture: Fixture) 
         }
     };
     bus.subscribe::<Noted>(SubscribeOptions::live(), handler).await.unwrap();
-    // One takes all the room there is, and others do not wait for long.
+    // One publish takes all permits; the others wait only briefly.
     let first = bus.publish(fixture.noted(1));
     let others = async {
         began.notified().await;

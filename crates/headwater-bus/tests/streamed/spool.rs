@@ -1,4 +1,4 @@
-//! The spool of a bus: order, bounds, and what its streams refuse.
+//! The spool of a bus: order, limits, and rejected events.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -21,7 +21,7 @@ with_outage!(
     continuous_publishing_does_not_keep_the_spool_in_use,
 );
 
-// An embedded backend keeps each kind of value under names of its own: no stream of it refuses an event for good.
+// An embedded backend separates the names of different types: its streams never permanently reject an event.
 mod refused {
     use super::permanently_rejected_events_are_set_aside_and_block_no_other;
 
@@ -44,15 +44,15 @@ pub(crate) async fn wait_until_empty(bus: &StreamedBus, limit: Duration) {
 const SESSIONS: u64 = 10;
 const EVENTS_PER_SECOND: u64 = 1000;
 
-/// What one session was offered: how many events, how many of them went to the spool, and until when.
+/// Load on one session: number of events, number of spooled ones, and the end.
 struct Offered {
     events: u64,
     spooled: u64,
     until: Duration,
 }
 
-/// Publishes as many events as the clock demands, however late it is, for 15 s and until events go straight to their
-/// stream again, though nobody stops publishing for it.
+/// Publishes at the target rate, catching up if late, for 15 s and until events go directly to their stream again
+/// without a pause in publishing.
 async fn offer(bus: Arc<StreamedBus>, session: SessionId, began: Instant) -> Offered {
     let mut ticks = tokio::time::interval(Duration::from_millis(10));
     let mut offered = Offered { events: 0, spooled: 0, until: Duration::ZERO };
@@ -73,7 +73,7 @@ async fn offer(bus: Arc<StreamedBus>, session: SessionId, began: Instant) -> Off
     offered
 }
 
-/// 1,000 events a second in ten sessions; the backend of one of them, or of all, is away for ten seconds after two.
+/// 1,000 events per second in ten sessions; the backend of one or all of them is unavailable for ten seconds after two.
 async fn a_10_s_outage_under_1000_events_per_second_loses_and_duplicates_nothing_and_keeps_order(
     outage: OutageFixture,
 ) {
@@ -113,7 +113,7 @@ async fn a_10_s_outage_under_1000_events_per_second_loses_and_duplicates_nothing
         let numbers = stored(&*backend, &fixture.stream_of(session.as_str())).await;
         assert_eq!(numbers, (0..*count).collect::<Vec<u64>>(), "session {session}");
     }
-    // Handlers here ran at once, and not again when the events went to their streams.
+    // Handlers here ran at once, and not again when the events were moved to their streams.
     let handled = log.settles_at(total as usize).await;
     assert_eq!(handled.len() as u64, total);
     let health = bus.health().await;
@@ -133,7 +133,7 @@ async fn spooled_events_are_stored_after_restart_before_new_ones(outage: OutageF
     bus.close().await.unwrap();
     drop(bus);
 
-    // Somebody watches before the next start can store anything.
+    // Subscribe before the next start can store anything.
     outage.end().await;
     let other = fixture.bus().await;
     let there = watch(&other).await;
@@ -145,8 +145,8 @@ async fn spooled_events_are_stored_after_restart_before_new_ones(outage: OutageF
     bus.publish(fixture.noted(21)).await.unwrap().into_result().unwrap();
     let all = stored(&*fixture.connect().await, &fixture.stream()).await;
     assert_eq!(all, (0..22).collect::<Vec<u64>>());
-    // Another process sees each event once and in order, and so does this start: to it, the events of the last one are
-    // those of another process. What was stored before it began to watch passes it by.
+    // Another process receives each event once and in order, and so does this start: to it, events of the previous
+    // start are those of another process. Events stored before it subscribed are not delivered.
     assert_eq!(there.settles_at(22).await, numbers(0..22));
     let seen: Vec<u64> = here.lines().iter().map(|line| line.parse().unwrap()).collect();
     let (mine, before): (Vec<u64>, Vec<u64>) = seen.iter().partition(|number| **number >= 20);
@@ -182,28 +182,27 @@ async fn permanently_rejected_events_are_set_aside_and_block_no_other(outage: Ou
     assert!(holds("\"number\":0") && holds("\"number\":1"));
     bus.close().await.unwrap();
     drop(bus);
-    // They are not forgotten when the bus is opened again.
+    // They are kept when the bus is opened again.
     let bus = fixture.bus_with(registry(), spooling(fixture, &directory)).await;
     assert_eq!(bus.health().await.spool.unwrap().rejected, 2);
     assert_eq!(bus.rejected(10).await.unwrap(), listed);
     bus.close().await.unwrap();
 }
 
-/// The backend forgot the id by the time the event is sent again, so the stream is searched.
+/// The dedup window is over when the event is sent again, so the stream is searched.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_outage_longer_than_the_dedup_window_duplicates_nothing() {
     let redis = Redis::builder().persistence(Persistence::Always).start().unwrap();
     let directory = tempfile::tempdir().unwrap();
     let proxy = Proxy::start(redis.addr()).unwrap();
     let fixture = Fixture::at(redis.url_at(proxy.addr()));
-    // Three times as long as a call may take: whoever repeats one does so within that time.
+    // Three times the call deadline: retries happen within that time.
     let dedup_window = Some(3 * NOTICES_AFTER);
     let config = StreamedBusConfig { dedup_window, ..spooling(&fixture, &directory) };
     let bus = fixture.bus_with(registry(), config).await;
     bus.publish(fixture.noted(0)).await.unwrap().into_result().unwrap();
 
-    // The event is stored, but nobody hears of it: the server stops after it has read the request, and answers into
-    // the void.
+    // The event is stored, but not confirmed: the server stops after it has read the request, and its reply is lost.
     redis.pause().unwrap();
     let result = bus.publish(fixture.noted(1)).await.unwrap();
     assert_eq!(result.stored, StoreOutcome::Spooled);
@@ -215,7 +214,7 @@ async fn an_outage_longer_than_the_dedup_window_duplicates_nothing() {
     }
     let backend = open(&redis.url()).await;
     until(|| async { stored(&*backend, &fixture.stream()).await == [0, 1] }).await;
-    // Nothing but the stream is left.
+    // Only the stream has it.
     until(|| async { redis.command(&["DBSIZE"]).unwrap().int() == Some(1) }).await;
     assert_eq!(stored(&*backend, &fixture.stream()).await, [0, 1]);
     proxy.heal().unwrap();
@@ -228,7 +227,7 @@ async fn continuous_publishing_does_not_keep_the_spool_in_use(outage: OutageFixt
     let (fixture, directory) = (&outage.fixture, tempfile::tempdir().unwrap());
     let bus = Arc::new(fixture.bus_with(registry(), spooling(fixture, &directory)).await);
     outage.begin().await;
-    // From now on all events wait behind this one, also those for nodes that are there.
+    // From now on all events are spooled behind this one, also those for available nodes.
     assert_eq!(bus.publish(fixture.noted(0)).await.unwrap().stored, StoreOutcome::Spooled);
     let deadline = Instant::now() + 2 * LIMIT;
     let is_back = Arc::new(AtomicBool::new(false));
@@ -238,7 +237,7 @@ async fn continuous_publishing_does_not_keep_the_spool_in_use(outage: OutageFixt
             tokio::spawn(async move {
                 // At every moment some of them are about to be added to the spool.
                 for number in 0.. {
-                    // A cluster takes its time to come back; the spool must have room until then.
+                    // A cluster takes a while to recover; the spool must have enough space until then.
                     if !is_back.load(Ordering::Relaxed) {
                         tokio::time::sleep(Duration::from_millis(10)).await;
                     }

@@ -1,4 +1,4 @@
-//! The replay of a spool while one node of a cluster is outage.
+//! Draining a spool while one node of a cluster is unavailable.
 
 use headwater_bus::conformance::registry;
 use headwater_bus::{EventBus, EventBusExt, StoreOutcome};
@@ -9,7 +9,7 @@ use crate::spool::{spooling, wait_until_empty};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn on_a_cluster_spooled_events_for_available_nodes_do_not_wait_for_an_unavailable_one() {
-    let away = OutageFixture::cluster();
+    let outage = OutageFixture::cluster();
     let (fixture, directory) = (&outage.fixture, tempfile::tempdir().unwrap());
     let bus = fixture.bus_with(registry(), spooling(fixture, &directory)).await;
     let backend = fixture.connect().await;
@@ -27,10 +27,10 @@ async fn on_a_cluster_spooled_events_for_available_nodes_do_not_wait_for_an_unav
 
     outage.begin().await;
     for number in 1..20 {
-        // Whatever comes behind an event that waits, waits too.
+        // Events behind a spooled one are spooled, too.
         assert_eq!(publish(number).await, [StoreOutcome::Spooled; 2]);
     }
-    // It arrives where it can.
+    // It is stored where its node is available.
     let all: Vec<u64> = (0..20).collect();
     until(|| async { stored(&*backend, &fixture.stream_of(stays.as_str())).await == all }).await;
     assert_eq!(bus.health().await.spool.unwrap().events, 38);
@@ -47,14 +47,14 @@ async fn on_a_cluster_spooled_events_for_available_nodes_do_not_wait_for_an_unav
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn on_a_cluster_rejected_events_are_set_aside_once_during_a_node_outage() {
-    let away = OutageFixture::cluster();
+    let outage = OutageFixture::cluster();
     let (fixture, directory) = (&outage.fixture, tempfile::tempdir().unwrap());
     let bus = fixture.bus_with(registry(), spooling(fixture, &directory)).await;
     let backend = fixture.connect().await;
     let refused = outage.elsewhere().next().unwrap();
     let good = outage.elsewhere().next().unwrap();
 
-    // Given events for one that will refuse them, behind them events for the one that is outage, and others.
+    // Given events for a stream that will reject them, behind them events for the unavailable node, and others.
     let room = |bytes: &str| outage.command_at(&refused, &["CONFIG", "SET", "maxmemory", bytes]);
     room("1");
     for (number, session) in [(0, &refused), (1, &refused), (2, &refused), (0, &fixture.session)] {
@@ -67,17 +67,17 @@ async fn on_a_cluster_rejected_events_are_set_aside_once_during_a_node_outage() 
         assert_eq!(result.stored, StoreOutcome::Spooled);
     }
     room("0");
-    // Some of them may be in their stream already, for the replay tries again and again.
+    // Some of them may be in their stream already, because the drain retries.
     let stream = fixture.stream_of(refused.as_str());
     outage.command_at(&refused, &["SET", stream.as_str(), "no stream"]);
     bus.publish(noted(&refused, 3)).await.unwrap();
-    // Several tries later ...
+    // Several retries later ...
     for number in 3..6 {
         bus.publish(noted(&good, number)).await.unwrap();
         let all: Vec<u64> = (0..=number).collect();
         until(|| async { stored(&*backend, &fixture.stream_of(good.as_str())).await == all }).await;
     }
-    // ... nothing is given up while the rest of what was tried with it waits.
+    // ... nothing is rejected while the rest of its batch cannot be stored.
     assert_eq!(bus.health().await.spool.unwrap().rejected, 0);
 
     outage.end().await;

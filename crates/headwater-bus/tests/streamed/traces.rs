@@ -1,4 +1,4 @@
-//! Traces: who published what while handling what.
+//! Traces across handlers that publish.
 
 use std::sync::Arc;
 
@@ -40,7 +40,7 @@ async fn a_trace_continues_across_processes_and_groups(fixture: Fixture) {
     ada.publish_outgoing(event).await.unwrap().into_result().unwrap();
     log.settles_at(2).await;
 
-    // All entries are of one trace, each with a span of its own: what ada was doing, and what bob made of it, twice.
+    // All entries share one trace, each with its own span: ada's event, and the two that bob published for it.
     let backend = fixture.connect().await;
     let control = headwater_stream::StreamName::new(format!("{}:control:tests", fixture.prefix));
     let mut all = entries(&*backend, &fixture.stream()).await;
