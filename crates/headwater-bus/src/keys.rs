@@ -26,8 +26,8 @@ fn valid_key<T>(name: headwater_stream::Result<T>) -> T {
 impl Keys {
     /// Checks the prefix.
     pub(crate) fn new(prefix: &str) -> Result<Self> {
-        let odd = |c: char| c.is_control() || c.is_whitespace() || matches!(c, '{' | '}');
-        if prefix.is_empty() || prefix.len() > PREFIX_BYTES_MAX || prefix.contains(odd) {
+        let invalid = |c: char| c.is_control() || c.is_whitespace() || matches!(c, '{' | '}');
+        if prefix.is_empty() || prefix.len() > PREFIX_BYTES_MAX || prefix.contains(invalid) {
             let problem = format!(
                 "`{prefix}`; 1 to {PREFIX_BYTES_MAX} bytes without spaces, braces and control \
                  characters"

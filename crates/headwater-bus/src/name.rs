@@ -119,14 +119,14 @@ impl fmt::Display for SubscriptionId {
 pub(crate) const UNKNOWN: &str = "unknown";
 
 fn check_part(what: &str, name: &str) -> Result<()> {
-    let odd = |c: &char| c.is_control() || c.is_whitespace() || matches!(c, '{' | '}' | ':');
+    let invalid = |c: &char| c.is_control() || c.is_whitespace() || matches!(c, '{' | '}' | ':');
     let problem = if name.is_empty() {
         "it is empty".to_owned()
     } else if name.len() > SESSION_BYTES_MAX {
         format!("{} bytes; the limit is {SESSION_BYTES_MAX}", name.len())
-    } else if let Some(odd) = name.chars().find(odd) {
+    } else if let Some(invalid) = name.chars().find(invalid) {
         format!(
-            "it contains {odd:?}; whitespace, control characters, braces and colons are not allowed"
+            "it contains {invalid:?}; whitespace, control characters, braces and colons are not allowed"
         )
     } else if name == UNKNOWN {
         format!("`{UNKNOWN}` is reserved for parked entries")

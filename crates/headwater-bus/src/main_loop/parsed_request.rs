@@ -129,13 +129,13 @@ mod tests {
         assert!(ParsedRequest::read(&namespace(), &received(request(""))).is_err());
         let plain = ParsedRequest::read(&namespace(), &received(request("r"))).unwrap();
         assert_eq!((plain.problem, plain.deliveries), (None, 2));
-        for odd in [
+        for invalid in [
             MainLoopRequest { deadline: Some("soon".to_owned()), ..request("r") },
             MainLoopRequest { reply_to: Some("a:b".to_owned()), ..request("r") },
         ] {
-            let task = ParsedRequest::read(&namespace(), &received(odd)).unwrap();
-            assert!(task.problem.is_some());
-            assert_eq!(task.requester, Requester::anonymous());
+            let request = ParsedRequest::read(&namespace(), &received(invalid)).unwrap();
+            assert!(request.problem.is_some());
+            assert_eq!(request.requester, Requester::anonymous());
         }
     }
 }

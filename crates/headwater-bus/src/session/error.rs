@@ -13,7 +13,7 @@ use crate::name::SessionId;
 #[non_exhaustive]
 pub enum SessionError {
     /// The session does not exist.
-    #[error("session `{session}` does not exist")]
+    #[error("no session `{session}` exists")]
     NotFound {
         /// The session.
         session: SessionId,

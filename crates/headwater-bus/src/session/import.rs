@@ -234,8 +234,8 @@ impl Import {
         }
         let mut fields = Vec::with_capacity(saved.fields.len());
         for (name, value) in saved.fields {
-            let odd = || self.line_error("invalid bytes");
-            fields.push((name.read().ok_or_else(odd)?, value.read().ok_or_else(odd)?));
+            let invalid = || self.line_error("invalid bytes");
+            fields.push((name.read().ok_or_else(invalid)?, value.read().ok_or_else(invalid)?));
         }
         let fields = Fields::new(fields);
         self.last = id;

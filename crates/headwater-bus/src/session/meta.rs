@@ -176,14 +176,14 @@ impl SessionMeta {
                 std::str::from_utf8(value).map_err(|_| format!("field `{name}` is not valid UTF-8"))
             }
         };
-        let odd = |name: &str| format!("field `{name}` is invalid");
+        let invalid = |name: &str| format!("field `{name}` is invalid");
         if !fields.contains_key(STAGE) {
             return Ok(None);
         }
-        let stage = read_stage(text(STAGE)?).ok_or_else(|| odd(STAGE))?;
-        let entry_id = |name: &str| text(name)?.parse::<EntryId>().map_err(|_| odd(name));
-        let time = |name: &str| Timestamp::from_rfc3339(text(name)?).ok_or_else(|| odd(name));
-        let number = |name: &str| text(name)?.parse::<u64>().map_err(|_| odd(name));
+        let stage = read_stage(text(STAGE)?).ok_or_else(|| invalid(STAGE))?;
+        let entry_id = |name: &str| text(name)?.parse::<EntryId>().map_err(|_| invalid(name));
+        let time = |name: &str| Timestamp::from_rfc3339(text(name)?).ok_or_else(|| invalid(name));
+        let number = |name: &str| text(name)?.parse::<u64>().map_err(|_| invalid(name));
         let point = |id: &str, count: &str| match text(id)? {
             "" => Ok(None),
             _ => Ok::<_, String>(Some(SessionPoint {
@@ -198,7 +198,7 @@ impl SessionMeta {
         let parent = match text(PARENT)? {
             "" => None,
             parent => Some(Parent {
-                session: SessionId::new(parent).map_err(|_| odd(PARENT))?,
+                session: SessionId::new(parent).map_err(|_| invalid(PARENT))?,
                 entry_id: entry_id(PARENT_ENTRY)?,
             }),
         };
@@ -206,7 +206,7 @@ impl SessionMeta {
             stage,
             index: entry_id(INDEX)?,
             created_at: time(CREATED_AT)?,
-            first: read_first(text(FIRST)?).ok_or_else(|| odd(FIRST))?,
+            first: read_first(text(FIRST)?).ok_or_else(|| invalid(FIRST))?,
             ttl,
             parent,
             compacted: point(COMPACTED_BEFORE, COMPACTED_ENTRIES)?,

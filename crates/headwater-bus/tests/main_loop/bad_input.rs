@@ -43,8 +43,8 @@ async fn an_undecodable_request_fails_at_once(fixture: Fixture) {
     let main_loop = Loop::default();
     let worker = fixture.worker(&main_loop).await;
     let client = fixture.client("desk").await;
-    for odd in [json!(7), json!({ "Fly": "to the moon" }), Value::Null] {
-        let failed = client.submit::<_, Value>(Submission::new(odd)).await.unwrap_err();
+    for invalid in [json!(7), json!({ "Fly": "to the moon" }), Value::Null] {
+        let failed = client.submit::<_, Value>(Submission::new(invalid)).await.unwrap_err();
         assert_eq!(failed.failure(), Some(RequestFailure::Malformed), "{failed}");
     }
     assert!(main_loop.log.lines().is_empty());
@@ -70,14 +70,14 @@ async fn invalid_requests_of_other_programs_fail_visibly(fixture: Fixture) {
         request: json!({ "Echo": "a" }),
         ..Default::default()
     };
-    let odd = [
+    let invalid = [
         request(""),
         request("a\nb"),
         MainLoopRequest { reply_to: Some("a:b".to_owned()), ..request("reply_to") },
         MainLoopRequest { deadline: Some("soon".to_owned()), ..request("deadline") },
     ];
     let mut seen = 0;
-    for event in odd {
+    for event in invalid {
         bus.publish(event).await.unwrap();
         seen += 1;
         watched.wait_for(seen).await;
@@ -122,8 +122,8 @@ async fn a_reply_that_cannot_be_stored_is_not_retried_forever(fixture: Fixture) 
     let backend = fixture.backend().await;
     for requester in ["shop", "store"] {
         let taken = MapName::new(fixture.replies(requester).as_str()).unwrap();
-        let odd = RegistryMap::from([("odd".to_owned(), "map".into())]);
-        assert!(backend.map_create(&taken, &odd).await.unwrap());
+        let invalid = RegistryMap::from([("odd".to_owned(), "map".into())]);
+        assert!(backend.map_create(&taken, &invalid).await.unwrap());
     }
     let submit = Submission::new(Ask::Echo("a".to_owned())).id(RequestId::new("r1").unwrap());
     client.submit::<_, String>(submit).await.unwrap();
@@ -156,7 +156,7 @@ async fn a_reply_ttl_shorter_than_the_call_deadline_is_rejected_without_effect(f
     let opened = MainLoopClient::open(fixture.bus().await, requester, config).await;
     let refused = [started.err().map(|e| e.to_string()), opened.err().map(|e| e.to_string())];
     for error in &refused {
-        let is_refused = error.as_ref().is_some_and(|error| error.starts_with("keep is invalid"));
+        let is_refused = error.as_ref().is_some_and(|error| error.starts_with("ttl is invalid"));
         assert_eq!(is_refused, calls_take.is_some(), "{refused:?}");
     }
     if calls_take.is_some() {

@@ -202,7 +202,7 @@ async fn another_worker_publishes_the_copy_of_a_reply_if_its_worker_is_killed(ur
     let main_loop = Loop::default();
     let worker = fixture.worker(&main_loop).await;
     fixture.control_settles_at(MainLoopCompleted::TYPE, 1).await;
-    assert!(main_loop.log.lines().is_empty(), "it is not carried out again");
+    assert!(main_loop.log.lines().is_empty(), "it must not be executed again");
     assert_eq!(fixture.entries(&fixture.replies("desk")).await.len(), 1);
     worker.stop().await.unwrap();
 }

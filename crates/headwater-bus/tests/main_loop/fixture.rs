@@ -35,7 +35,7 @@ pub(crate) struct Fixture {
     pub(crate) prefix: String,
     lease: KeeperConfig,
     /// Call deadline of the buses.
-    patience: Duration,
+    call_deadline: Duration,
 }
 
 impl Fixture {
@@ -66,7 +66,7 @@ impl Fixture {
     }
 
     fn new(target: Target) -> Self {
-        Self { target, prefix: new_prefix(), lease: KeeperConfig::default(), patience: LIMIT }
+        Self { target, prefix: new_prefix(), lease: KeeperConfig::default(), call_deadline: LIMIT }
     }
 
     pub(crate) fn with_prefix(url: String, prefix: String) -> Self {
@@ -79,8 +79,8 @@ impl Fixture {
     }
 
     /// With this call deadline.
-    pub(crate) fn with_calls_of(self, patience: Duration) -> Self {
-        Self { patience, ..self }
+    pub(crate) fn with_call_deadline(self, call_deadline: Duration) -> Self {
+        Self { call_deadline, ..self }
     }
 
     /// The same fixture, for another thread.
@@ -90,7 +90,7 @@ impl Fixture {
 
     pub(crate) async fn backend(&self) -> Arc<dyn Backend> {
         // A server that is only slow must not count as unavailable.
-        let options = Options { call_deadline: self.patience, ..Default::default() };
+        let options = Options { call_deadline: self.call_deadline, ..Default::default() };
         self.target.connect(&options).await
     }
 

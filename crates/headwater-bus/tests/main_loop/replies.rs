@@ -130,7 +130,7 @@ mod bounds {
     pub(super) async fn replies_whose_time_is_up_go_and_so_do_their_streams(fixture: Fixture) {
         // Long enough for a busy machine to read it in time, and at least the call deadline.
         let keep = Duration::from_secs(8);
-        let fixture = fixture.with_calls_of(keep);
+        let fixture = fixture.with_call_deadline(keep);
         let replies = ReplyConfig { ttl: keep, ..Default::default() };
         let main_loop = Loop::default();
         let worker =

@@ -376,13 +376,13 @@ async fn an_imported_export_is_identical(fixture: Fixture) {
     let session = sessions.create(&fixture.session).await.unwrap();
     publish(&session, 0..700).await;
     // Including bytes that are not UTF-8, line breaks in a payload, and foreign fields.
-    let odd = Fields::new([
+    let invalid = Fields::new([
         (&b"type"[..], &b"conformance.Noted"[..]),
         (b"payload", b"{\n \"number\": 700,\n \"text\": \"a\\nb\" }"),
         (b"\xff\x00", b"\x01\xfe\n"),
     ]);
     let backend = fixture.backend().await;
-    backend.append(&fixture.stream(), &[odd], &Retention::KEEP_ALL).await.unwrap();
+    backend.append(&fixture.stream(), &[invalid], &Retention::KEEP_ALL).await.unwrap();
     publish(&session, 701..705).await;
     let lines = lines_of(sessions.export(&fixture.session).await.unwrap()).await;
     assert_eq!(lines.len(), 707);

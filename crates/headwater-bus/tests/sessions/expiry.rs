@@ -123,7 +123,7 @@ async fn an_event_confirmed_during_expiry_is_not_lost(fixture: Fixture) {
         }
         polls += 1;
     }
-    assert!(polls > 3, "nobody came in between");
+    assert!(polls > 3, "no event was published in between");
 }
 
 /// Polls the work this many times; returns whether it completed.

@@ -127,16 +127,16 @@ async fn a_long_session_is_compacted_and_a_short_one_is_not(fixture: Fixture) {
 async fn a_session_that_cannot_be_compacted_blocks_no_other(fixture: Fixture) {
     let config = SessionsConfig { compact_min_entries: Some(1), ..by_hand() };
     let sessions = fixture.sessions_with(folds(), config).await;
-    let odd = sessions.create(&fixture.session).await.unwrap();
-    publish(&odd, 0..5).await;
+    let invalid = sessions.create(&fixture.session).await.unwrap();
+    publish(&invalid, 0..5).await;
     fixture.append(&[("type", "tests.Unheard"), ("payload", "{}")]).await;
-    odd.refresh().await.unwrap();
+    invalid.refresh().await.unwrap();
     let fine = sessions.create(&SessionId::random()).await.unwrap();
     publish(&fine, 0..5).await;
-    assert!(odd.snapshot().await.unwrap() && fine.snapshot().await.unwrap());
+    assert!(invalid.snapshot().await.unwrap() && fine.snapshot().await.unwrap());
     let done = sessions.run_once().await.unwrap();
     assert_eq!((done.compacted, done.refused, done.swept.failed), (1, 1, 0));
-    assert_eq!(fixture.entries(odd.id()).await.len(), 6);
+    assert_eq!(fixture.entries(invalid.id()).await.len(), 6);
     assert_eq!(fixture.entries(fine.id()).await.len(), 1);
 }
 
@@ -189,7 +189,7 @@ async fn a_crash_during_deletion_is_swept_later(fixture: Fixture) {
     assert!(matches!(error, SessionError::Unfinished { .. }), "{error}");
     let error = sessions.create(&fixture.session).await.unwrap_err();
     assert!(matches!(error, SessionError::Exists { .. }), "{error}");
-    assert_eq!(sessions.sweep().await.unwrap().abandoned, 0, "somebody may be at it");
+    assert_eq!(sessions.sweep().await.unwrap().abandoned, 0, "its copier may still be working");
 
     let impatient = fixture.sessions_with(folds(), expire_at_once()).await;
     pause().await;

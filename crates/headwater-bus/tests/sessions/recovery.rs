@@ -291,8 +291,8 @@ async fn damaged_metadata_is_reported(fixture: Fixture) {
     let whole = backend.map_get(&meta).await.unwrap().unwrap();
     for field in ["stage", "index", "created_at", "first_entry", "progress_at", "ttl_ms", "parent"]
     {
-        let odd = RegistryMap::from([(field.to_owned(), "{odd}".into())]);
-        backend.map_update(&meta, None, &odd).await.unwrap();
+        let invalid = RegistryMap::from([(field.to_owned(), "{odd}".into())]);
+        backend.map_update(&meta, None, &invalid).await.unwrap();
         let error = sessions.recover(&fixture.session).await.unwrap_err();
         assert!(matches!(error, SessionError::Damaged { .. }), "{field}: {error}");
         // Other sessions are not affected.
@@ -309,8 +309,8 @@ async fn damaged_metadata_is_reported(fixture: Fixture) {
     // A key of another type in its place, if types share names.
     backend.map_delete(&meta).await.unwrap();
     let taken = headwater_stream::StreamName::new(meta.as_str()).unwrap();
-    let odd = headwater_stream::Fields::new([("odd", "entry")]);
-    backend.append(&taken, &[odd], &Retention::KEEP_ALL).await.unwrap();
+    let invalid = headwater_stream::Fields::new([("odd", "entry")]);
+    backend.append(&taken, &[invalid], &Retention::KEEP_ALL).await.unwrap();
     let listed = sessions.list(EntryId::MIN, 10).await.unwrap();
     assert_eq!(listed.iter().map(|info| &info.session).collect::<Vec<_>>(), [fine.id()]);
     let swept = sessions.sweep().await.unwrap();

@@ -197,8 +197,8 @@ async fn entries_that_cannot_be_parked_are_not_skipped(fixture: Fixture) {
     // A key of another type in place of the stream of parked entries, if types share names.
     let backend = fixture.backend().await;
     let taken = MapName::new(format!("{}:events:unknown", fixture.prefix)).unwrap();
-    let odd = RegistryMap::from([("odd".to_owned(), "map".into())]);
-    assert!(backend.map_create(&taken, &odd).await.unwrap());
+    let invalid = RegistryMap::from([("odd".to_owned(), "map".into())]);
+    assert!(backend.map_create(&taken, &invalid).await.unwrap());
     append_many(&fixture, "tests.Never", "{}", 1).await;
     let share_names = backend.stats(&unknown(&fixture)).await.is_err();
     assert_eq!(session.refresh().await.is_err(), share_names);

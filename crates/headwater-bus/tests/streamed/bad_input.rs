@@ -13,7 +13,9 @@ use headwater_bus::{
 };
 
 use crate::backends::{quick_lease, quick_queue};
-use crate::fixture::{NOTICES_AFTER, noted, numbers, open_with_short_leases, stored, writes};
+use crate::fixture::{
+    OUTAGE_CALL_DEADLINE, noted, numbers, open_with_short_leases, stored, writes,
+};
 use crate::outage_fixture::{OutageFixture, publish_until_stored, until};
 use crate::spool::spooling;
 
@@ -34,11 +36,11 @@ async fn a_dedup_window_shorter_than_the_call_deadline_is_rejected_without_effec
         let backend = open_with_short_leases(fixture.url()).await;
         StreamedBus::open(backend, registry(), config).await
     };
-    let error = open(NOTICES_AFTER - Duration::from_millis(1)).await.unwrap_err();
+    let error = open(OUTAGE_CALL_DEADLINE - Duration::from_millis(1)).await.unwrap_err();
     assert!(matches!(&error, BusError::Invalid { what, .. } if what == "dedup_window"), "{error}");
     assert!(error.to_string().contains("4s"), "{error}");
     assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0);
-    open(NOTICES_AFTER).await.unwrap().close().await.unwrap();
+    open(OUTAGE_CALL_DEADLINE).await.unwrap().close().await.unwrap();
 }
 
 async fn a_key_of_another_type_is_an_error_under_every_policy_and_the_bus_keeps_working(

@@ -18,7 +18,7 @@ use crate::outage_fixture::LIMIT;
 pub(crate) struct Fixture {
     target: Target,
     /// Call deadline of the buses.
-    patience: Duration,
+    call_deadline: Duration,
     pub(crate) prefix: String,
     pub(crate) session: SessionId,
 }
@@ -43,12 +43,12 @@ impl Fixture {
 
     /// On a backend that will be unavailable: buses detect it soon.
     pub(crate) fn on(target: Target) -> Self {
-        Self { patience: NOTICES_AFTER, ..Self::new(target) }
+        Self { call_deadline: OUTAGE_CALL_DEADLINE, ..Self::new(target) }
     }
 
     fn new(target: Target) -> Self {
         let (prefix, session) = (new_prefix(), SessionId::random());
-        Self { target, patience: LIMIT, prefix, session }
+        Self { target, call_deadline: LIMIT, prefix, session }
     }
 
     pub(crate) fn url(&self) -> &str {
@@ -82,7 +82,7 @@ impl Fixture {
         registry: EventRegistry,
         config: StreamedBusConfig,
     ) -> StreamedBus {
-        let backend = self.target.connect(&waits(self.patience)).await;
+        let backend = self.target.connect(&waits(self.call_deadline)).await;
         StreamedBus::open(backend, registry, config).await.unwrap()
     }
 
@@ -112,7 +112,7 @@ pub(crate) fn noted(session: &SessionId, number: u64) -> Noted {
 }
 
 /// Call deadline of a bus whose server will be unavailable: long enough for a slow server.
-pub(crate) const NOTICES_AFTER: Duration = Duration::from_secs(4);
+pub(crate) const OUTAGE_CALL_DEADLINE: Duration = Duration::from_secs(4);
 
 fn is_waiting(call_deadline: Duration) -> Options {
     Options { call_deadline, ..Default::default() }
@@ -125,7 +125,7 @@ pub(crate) async fn open(url: &str) -> Arc<dyn Backend> {
 
 /// A backend for a bus whose server will be unavailable.
 pub(crate) async fn open_with_short_leases(url: &str) -> Arc<dyn Backend> {
-    connect(url, &waits(NOTICES_AFTER)).await.unwrap()
+    connect(url, &waits(OUTAGE_CALL_DEADLINE)).await.unwrap()
 }
 
 pub(crate) fn quick_breaker() -> BreakerConfig {

@@ -47,8 +47,8 @@ async fn undecodable_entries_are_parked_once_and_block_no_other(fixture: Fixture
     let unreadable: [(&[(&str, &str)], &str); 6] = [
         (&[("type", "tests.Novel"), ("payload", "{\"title\":\"x\"}")], "is not registered"),
         (&[("type", noted), ("payload", "{}"), ("version", "9")], "version 9"),
-        (&[("type", noted), ("payload", "{\"number\":\"one\"}")], "does not fit"),
-        (&[("type", noted), ("payload", "not json")], "does not fit"),
+        (&[("type", noted), ("payload", "{\"number\":\"one\"}")], "invalid payload"),
+        (&[("type", noted), ("payload", "not json")], "invalid payload"),
         (&[("type", noted)], "`payload` is missing"),
         (&[("something", "else")], "`type` is missing"),
     ];

@@ -12,7 +12,7 @@ use headwater_bus::{
 use headwater_testkit::{Persistence, Proxy, Redis};
 use tempfile::TempDir;
 
-use crate::fixture::{Fixture, NOTICES_AFTER, noted, numbers, open, stored, watch};
+use crate::fixture::{Fixture, OUTAGE_CALL_DEADLINE, noted, numbers, open, stored, watch};
 use crate::outage_fixture::{LIMIT, OutageFixture, until};
 
 with_outage!(
@@ -197,7 +197,7 @@ async fn an_outage_longer_than_the_dedup_window_duplicates_nothing() {
     let proxy = Proxy::start(redis.addr()).unwrap();
     let fixture = Fixture::at(redis.url_at(proxy.addr()));
     // Three times the call deadline: retries happen within that time.
-    let dedup_window = Some(3 * NOTICES_AFTER);
+    let dedup_window = Some(3 * OUTAGE_CALL_DEADLINE);
     let config = StreamedBusConfig { dedup_window, ..spooling(&fixture, &directory) };
     let bus = fixture.bus_with(registry(), config).await;
     bus.publish(fixture.noted(0)).await.unwrap().into_result().unwrap();
