@@ -60,7 +60,7 @@ pub struct LocalBus {
 struct Inner {
     registry: EventRegistry,
     live: LiveSubscriptions,
-    durable: Mutex<HashMap<SubscriptionId, LocalGroup>>,
+    groups: Mutex<HashMap<SubscriptionId, LocalGroup>>,
     dead_letters: Arc<Mutex<VecDeque<LocalDeadLetter>>>,
     next_id: AtomicU64,
     closing: CloseSignal,
@@ -100,7 +100,7 @@ impl LocalBus {
         let inner = Inner {
             registry,
             live: LiveSubscriptions::default(),
-            durable: Mutex::default(),
+            groups: Mutex::default(),
             dead_letters: Arc::default(),
             next_id: AtomicU64::new(1),
             closing,
@@ -128,7 +128,7 @@ impl fmt::Debug for LocalBus {
 impl Drop for LocalBus {
     fn drop(&mut self) {
         self.inner.live.clear();
-        lock(&self.inner.durable).drain().for_each(|(_, durable)| durable.task.abort());
+        lock(&self.inner.groups).drain().for_each(|(_, group)| group.task.abort());
     }
 }
 
@@ -167,9 +167,9 @@ impl EventBus for LocalBus {
         if self.inner.live.remove(subscription).is_some() {
             return Ok(true);
         }
-        let durable = lock(&self.inner.durable).remove(&subscription);
-        let Some(durable) = durable else { return Ok(false) };
-        durable.stop(subscription, Instant::now() + DRAIN_TIMEOUT).await;
+        let group = lock(&self.inner.groups).remove(&subscription);
+        let Some(group) = group else { return Ok(false) };
+        group.stop(subscription, Instant::now() + DRAIN_TIMEOUT).await;
         Ok(true)
     }
 
@@ -185,10 +185,10 @@ impl EventBus for LocalBus {
         let permit = match handler::is_in_handler() {
             true => None,
             false => {
-                let room = Arc::clone(&inner.in_flight).acquire_owned().await;
-                let room = room.map_err(|_| BusError::Closed)?;
+                let permit = Arc::clone(&inner.in_flight).acquire_owned().await;
+                let permit = permit.map_err(|_| BusError::Closed)?;
                 inner.check_open()?;
-                Some(room)
+                Some(permit)
             }
         };
         // Runs in its own task, so that handlers finish even if the caller is dropped.
@@ -210,14 +210,14 @@ impl EventBus for LocalBus {
 
     async fn health(&self) -> BusHealth {
         let mut streams: BTreeMap<String, StreamHealth> = BTreeMap::new();
-        for durable in lock(&self.inner.durable).values() {
-            let waiting = (durable.sender.max_capacity() - durable.sender.capacity()) as u64;
-            let pending = durable.in_flight_count.load(Ordering::SeqCst);
-            let key = durable.key.1.as_ref().map_or("namespace", SessionId::as_str);
+        for group in lock(&self.inner.groups).values() {
+            let waiting = (group.sender.max_capacity() - group.sender.capacity()) as u64;
+            let pending = group.in_flight_count.load(Ordering::SeqCst);
+            let key = group.key.1.as_ref().map_or("namespace", SessionId::as_str);
             let stream = streams.entry(key.to_owned()).or_default();
             stream.length = stream.length.max(waiting + pending);
             let health = GroupHealth { pending, lag: Some(waiting) };
-            stream.groups.insert(durable.key.2.clone(), health);
+            stream.groups.insert(group.key.2.clone(), health);
         }
         BusHealth {
             connected: !self.inner.closing.is_set(),
@@ -239,8 +239,8 @@ impl EventBus for LocalBus {
         if matches!(ended, Ok(Ok(_))) {
             self.inner.in_flight.close();
         }
-        let all: Vec<_> = lock(&self.inner.durable).drain().collect();
-        join_all(all.into_iter().map(|(id, durable)| durable.stop(id, until))).await;
+        let all: Vec<_> = lock(&self.inner.groups).drain().collect();
+        join_all(all.into_iter().map(|(id, group)| group.stop(id, until))).await;
         self.inner.live.clear();
         Ok(())
     }
@@ -275,8 +275,8 @@ impl Inner {
             closing: self.closing.clone(),
         };
         let (sender, receiver) = mpsc::channel(LOCAL_QUEUE_MAX);
-        let mut durable = lock(&self.durable);
-        if durable.values().any(|other| other.key == key) {
+        let mut groups = lock(&self.groups);
+        if groups.values().any(|other| other.key == key) {
             let problem = format!(
                 "`{group}` is already subscribed on this bus; pass all handlers in one call"
             );
@@ -284,15 +284,14 @@ impl Inner {
         }
         let in_flight_count = Arc::<AtomicU64>::default();
         let dead_letters = Arc::clone(&self.dead_letters);
-        let work = GroupWorker {
+        let worker = GroupWorker {
             delivery,
             group,
             in_flight_count: Arc::clone(&in_flight_count),
             dead_letters,
         };
-        let task = tokio::spawn(work.run(receiver, subscribe.concurrency));
-        durable
-            .insert(id, LocalGroup { key, handlers: event_types, sender, in_flight_count, task });
+        let task = tokio::spawn(worker.run(receiver, subscribe.concurrency));
+        groups.insert(id, LocalGroup { key, handlers: event_types, sender, in_flight_count, task });
         Ok(())
     }
 
@@ -313,10 +312,10 @@ impl Inner {
         }
         // Frees the ids of failed events, so that they can be published again, perhaps by a handler below.
         drop(batch);
-        for (room, durable) in reserved.into_iter().zip(&matching_groups) {
+        for (permits, group) in reserved.into_iter().zip(&matching_groups) {
             let is_new = |index: &&usize| matches!(&stored[**index], Ok(stored) if stored.is_new());
-            let indexes = durable.indexes.iter().filter(is_new).map(|index| &prepared[*index]);
-            room.zip(indexes).for_each(|(key, event)| key.send(event.delivered.clone()));
+            let events = group.indexes.iter().filter(is_new).map(|index| &prepared[*index]);
+            permits.zip(events).for_each(|(permit, event)| permit.send(event.delivered.clone()));
         }
         let mut results = Vec::with_capacity(prepared.len());
         for (event, stored) in prepared.into_iter().zip(stored) {
@@ -391,13 +390,13 @@ impl Inner {
         events: &[PendingEvent],
         duplicates: &[Option<StoreOutcome>],
     ) -> Vec<GroupBatch> {
-        let durable = lock(&self.durable);
-        let matching_groups = durable.values().map(|durable| {
+        let groups = lock(&self.groups);
+        let matching_groups = groups.values().map(|group| {
             let accepts =
-                |index: &usize| duplicates[*index].is_none() && durable.accepts(&events[*index]);
+                |index: &usize| duplicates[*index].is_none() && group.accepts(&events[*index]);
             GroupBatch {
-                group: durable.key.2.clone(),
-                sender: durable.sender.clone(),
+                group: group.key.2.clone(),
+                sender: group.sender.clone(),
                 indexes: (0..events.len()).filter(accepts).collect(),
             }
         });
@@ -482,9 +481,9 @@ fn reserve_queues(
 ) -> Result<Vec<mpsc::PermitIterator<'_, DeliveredEvent>>> {
     let mut reserved = Vec::with_capacity(matching_groups.len());
     for GroupBatch { group, sender, indexes } in matching_groups {
-        let room = sender.try_reserve_many(indexes.len());
+        let permits = sender.try_reserve_many(indexes.len());
         let full = |_| BusError::QueueFull { group: group.clone(), limit: LOCAL_QUEUE_MAX };
-        reserved.push(room.map_err(full)?);
+        reserved.push(permits.map_err(full)?);
     }
     Ok(reserved)
 }

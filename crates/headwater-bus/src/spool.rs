@@ -136,23 +136,23 @@ impl Spool {
     /// Adds events in order, all or none. They are on disk when it returns.
     pub(crate) async fn add(&self, events: Vec<SpooledEvent>) -> Result<(), SpoolError> {
         let bytes = events.iter().map(|event| event.fields.bytes()).sum();
-        let gone = || SpoolError::Disk {
+        let writer_ended = || SpoolError::Disk {
             file: self.shared.config.file.clone(),
             problem: "the writer task ended".to_owned(),
         };
         let events = PendingWrite::new(&self.shared, events);
         let written = self.writes.call_weighing(events, bytes).await;
         metrics::spooled(self.shared.pending());
-        written.unwrap_or_else(|_| Err(gone()))
+        written.unwrap_or_else(|_| Err(writer_ended()))
     }
 
     /// Waits for the drain before newer events are added. Otherwise a busy publisher could stay ahead of the drain
     /// forever. Returns at once if the drain is stalled. Cancel-safe.
     pub(crate) async fn throttle(&self) {
         let mut throttle_state = self.shared.throttle_state.subscribe();
-        let begun = throttle_state.borrow_and_update().steps;
+        let start = throttle_state.borrow_and_update().steps;
         let may_go_on = |throttle_state: &ThrottleState| {
-            let gets_on = throttle_state.is_draining && throttle_state.steps == begun;
+            let gets_on = throttle_state.is_draining && throttle_state.steps == start;
             !throttle_state.is_almost_drained && !gets_on
         };
         // The sender lives as long as the spool.

@@ -61,18 +61,20 @@ impl UnknownEvents {
         decode_error: &DecodeError,
         now: Timestamp,
     ) -> Result<(), StreamError> {
-        let ours = [
+        let parked_fields = [
             (STREAM, stream.to_string()),
             (ENTRY_ID, entry_id.to_string()),
             (REASON, decode_error.to_string()),
             (AT, now.to_rfc3339()),
         ]
         .map(|(name, value)| (Bytes::from_static(name.as_bytes()), Bytes::from(value)));
-        let whole = Fields::new(fields.iter().cloned().chain(ours.clone()));
+        let all = Fields::new(fields.iter().cloned().chain(parked_fields.clone()));
         let id = format!("{stream}/{entry_id}");
-        let appended = match self.append(&id, whole).await {
+        let appended = match self.append(&id, all).await {
             // The original is already at the limit of bytes or fields.
-            Err(StreamError::Invalid { .. }) => self.append(&id, Fields::new(ours)).await?,
+            Err(StreamError::Invalid { .. }) => {
+                self.append(&id, Fields::new(parked_fields)).await?
+            }
             other => other?,
         };
         if !appended {
@@ -119,13 +121,13 @@ fn read(entry: Entry) -> Option<ParkedEntry> {
     let Entry { id, fields } = entry;
     let text = |name: &str| fields.get(name).and_then(|value| std::str::from_utf8(value).ok());
     let stream = StreamName::new(text(STREAM).unwrap_or("?")).ok()?;
-    let ours = |name: &Bytes| PARKED_FIELDS.iter().any(|our| our.as_bytes() == name);
+    let is_parked_field = |name: &Bytes| PARKED_FIELDS.iter().any(|our| our.as_bytes() == name);
     Some(ParkedEntry {
         id,
         stream,
         entry_id: text(ENTRY_ID).and_then(|id| id.parse().ok()).unwrap_or(id),
         reason: text(REASON).unwrap_or("appended by another program").to_owned(),
         parked_at: text(AT).and_then(Timestamp::from_rfc3339),
-        fields: Fields::new(fields.iter().filter(|(name, _)| !ours(name)).cloned()),
+        fields: Fields::new(fields.iter().filter(|(name, _)| !is_parked_field(name)).cloned()),
     })
 }

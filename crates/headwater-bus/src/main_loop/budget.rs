@@ -138,23 +138,23 @@ impl Meter {
         }))
     }
 
-    /// Leases a part of the remaining budget to another request: the amount asked for, or what remains if that is less.
-    /// Resources that `asked` does not limit get all that remains.
-    pub fn lease(&self, asked: Budget) -> Result<BudgetLease, OverBudget> {
+    /// Leases a part of the remaining budget to another request: the amount requested for, or what remains if that is less.
+    /// Resources that `requested` does not limit get all that remains.
+    pub fn lease(&self, requested: Budget) -> Result<BudgetLease, OverBudget> {
         let mut state = self.state();
         self.check_limits(&state)?;
         let used = LimitAmounts::from(state.used).plus(state.leased);
-        let (mine, asked) = (limits(&self.inner.budget), limits(&asked));
+        let (own, requested) = (limits(&self.inner.budget), limits(&requested));
         let leased: [Option<u64>; 5] = std::array::from_fn(|index| {
-            let left = mine[index].map(|limit| limit.saturating_sub(used.0[index]));
-            match (left, asked[index]) {
-                (Some(left), Some(asked)) => Some(left.min(asked)),
-                (left, asked) => left.or(asked),
+            let left = own[index].map(|limit| limit.saturating_sub(used.0[index]));
+            match (left, requested[index]) {
+                (Some(left), Some(requested)) => Some(left.min(requested)),
+                (left, requested) => left.or(requested),
             }
         });
         // Resources without a limit here need no accounting.
         let amounts = LimitAmounts(std::array::from_fn(|index| {
-            mine[index].and(leased[index]).unwrap_or_default()
+            own[index].and(leased[index]).unwrap_or_default()
         }));
         state.leased = state.leased.plus(amounts);
         Ok(BudgetLease { meter: self.clone(), budget: from_limits(leased), amounts })

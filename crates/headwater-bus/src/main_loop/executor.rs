@@ -123,7 +123,7 @@ impl RequestExecutor {
     pub(super) async fn handle(&self, event: ReceivedEvent<MainLoopRequest>) -> Outcome {
         let request = match ParsedRequest::read(&self.reply_store.storage.namespace, &event) {
             Ok(request) => request,
-            Err(error) => return self.refuse(&event, &error).await,
+            Err(error) => return self.reject(&event, &error).await,
         };
         let span =
             tracing::info_span!("main_loop", request_id = %request.id, session = %request.session);
@@ -138,7 +138,7 @@ impl RequestExecutor {
     }
 
     /// Rejects a request without a valid id. It cannot have a reply; subscribers are notified.
-    async fn refuse(&self, event: &ReceivedEvent<MainLoopRequest>, error: &BusError) -> Outcome {
+    async fn reject(&self, event: &ReceivedEvent<MainLoopRequest>, error: &BusError) -> Outcome {
         warn!(event_id = %event.envelope.event_id, %error, "request without a valid id rejected");
         let failed = MainLoopFailed {
             request_id: event.request_id.clone(),

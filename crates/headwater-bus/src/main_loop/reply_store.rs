@@ -85,9 +85,9 @@ impl ReplyStore {
         request: &RequestId,
     ) -> Result<Option<StoredReply>> {
         let scope = self.storage.keys.replied(&self.storage.namespace);
-        let begun =
+        let marks =
             self.storage.backend.dedup_begin(&scope, &[request.as_str()], PROBE_MARK_TTL).await?;
-        let Some(Begin::Done(other)) = begun.into_iter().next() else { return Ok(None) };
+        let Some(Begin::Done(other)) = marks.into_iter().next() else { return Ok(None) };
         let other = std::str::from_utf8(&other).ok().and_then(|name| Requester::new(name).ok());
         match other {
             Some(other) if other != *requester => self.find(&other, request).await,

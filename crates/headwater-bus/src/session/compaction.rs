@@ -51,30 +51,30 @@ impl Sessions {
         session: &SessionId,
         unreadable: UnreadableEntries,
     ) -> Result<CompactionReport> {
-        let refuse =
+        let failed =
             |problem: String| SessionError::Compaction { session: session.clone(), problem };
         let meta = self.open_meta(session).await?;
         if meta.snapshots.is_empty() {
-            return Err(refuse("there is no snapshot".to_owned()));
+            return Err(failed("there is no snapshot".to_owned()));
         }
         // The metadata lists snapshots that existed once; check that they still exist.
         let mut before: Option<SessionPoint> = None;
         for set in meta.snapshots.keys() {
             let map = self.storage().keys.session_snapshot(session, set);
             let Some(fields) = self.storage().backend.map_get(&map).await? else {
-                return Err(refuse(format!("the snapshot of fold set `{set}` does not exist")));
+                return Err(failed(format!("the snapshot of fold set `{set}` does not exist")));
             };
             let point = snapshot::verify(&fields).map_err(|problem| {
-                refuse(format!("the snapshot of fold set `{set}` cannot be used: {problem}"))
+                failed(format!("the snapshot of fold set `{set}` cannot be used: {problem}"))
             })?;
             if unreadable == UnreadableEntries::Keep && snapshot::has_unreadable(&fields) {
                 let problem = "entries could not be read when its snapshot was taken; register \
                                their types, or give them up";
-                return Err(refuse(problem.to_owned()));
+                return Err(failed(problem.to_owned()));
             }
             before = Some(before.map_or(point, |other| earlier(other, point)));
         }
-        let Some(before) = before else { return Err(refuse("there is no snapshot".to_owned())) };
+        let Some(before) = before else { return Err(failed("there is no snapshot".to_owned())) };
         self.trim_before(session, &meta, before).await
     }
 

@@ -309,8 +309,8 @@ impl Session {
         };
         let LoadedSession { index, state, recovery, .. } = loaded;
         let snapshot_entries = state.entries.saturating_sub(recovery.replayed);
-        let went_past = recovery.from_snapshot.is_some_and(|position| position >= after);
-        if index != self.index || !went_past || snapshot_entries < entries {
+        let is_past_position = recovery.from_snapshot.is_some_and(|position| position >= after);
+        if index != self.index || !is_past_position || snapshot_entries < entries {
             return Err(lost());
         }
         let mut cached = self.cached();
@@ -322,7 +322,7 @@ impl Session {
 
     /// Takes a snapshot of the current state. Returns `false` if there is already one of this or a later entry.
     pub async fn snapshot(&self) -> Result<bool> {
-        let refuse = |problem: &str| SessionError::Snapshot {
+        let failed = |problem: &str| SessionError::Snapshot {
             session: self.id.clone(),
             problem: problem.to_owned(),
         };
@@ -331,10 +331,10 @@ impl Session {
             let cached = self.cached();
             cached.broken.clone().map_or(Ok(()), Err)?;
             if cached.is_incomplete() {
-                return Err(refuse("events are missing, and a snapshot would hide that"));
+                return Err(failed("events are missing, and a snapshot would hide that"));
             }
             if cached.state.position == EntryId::MIN {
-                return Err(refuse("it has no events"));
+                return Err(failed("it has no events"));
             }
             (snapshot::encode(&cached.state, now)?, cached.state.entries)
         };

@@ -52,12 +52,12 @@ pub struct SessionMaintenanceReport {
     /// Entries removed by compaction.
     pub removed: u64,
     /// Long sessions that cannot be compacted, for example because of undecodable entries.
-    pub refused: u64,
+    pub uncompactable: u64,
 }
 
 impl SessionMaintenanceReport {
     fn add(&mut self, other: Self) {
-        let Self { swept, compacted, removed, refused } = other;
+        let Self { swept, compacted, removed, uncompactable } = other;
         self.swept.checked += swept.checked;
         self.swept.expired += swept.expired;
         self.swept.held_back += swept.held_back;
@@ -66,7 +66,7 @@ impl SessionMaintenanceReport {
         self.swept.failed += swept.failed;
         self.compacted += compacted;
         self.removed += removed;
-        self.refused += refused;
+        self.uncompactable += uncompactable;
     }
 }
 
@@ -331,7 +331,7 @@ impl Sessions {
             }
             Ok(_) => {}
             Err(error @ SessionError::Compaction { .. }) => {
-                done.refused = 1;
+                done.uncompactable = 1;
                 debug!(%session, %error, "long session cannot be compacted");
             }
             Err(error) => {

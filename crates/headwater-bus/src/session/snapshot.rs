@@ -116,12 +116,12 @@ pub(crate) fn translate(
 
 /// Encodes a state.
 pub(crate) fn encode(state: &SessionState, now: Timestamp) -> Result<RegistryMap, SessionError> {
-    let refuse =
+    let failed =
         |problem: String| SessionError::Snapshot { session: state.session.clone(), problem };
     let mut folds = Vec::new();
     for fold in state.folds.iter() {
         let saved = fold.save();
-        let saved = saved.map_err(|error| refuse(format!("fold `{}`: {error}", fold.name())))?;
+        let saved = saved.map_err(|error| failed(format!("fold `{}`: {error}", fold.name())))?;
         folds.push(SavedFold {
             name: fold.name().to_owned(),
             version: fold.version(),
@@ -130,15 +130,15 @@ pub(crate) fn encode(state: &SessionState, now: Timestamp) -> Result<RegistryMap
     }
     let seen = state.seen.order.iter().map(ToString::to_string).collect();
     let body = serde_json::to_vec(&SnapshotBody { folds, seen });
-    let body = Bytes::from(body.map_err(|error| refuse(error.to_string()))?);
+    let body = Bytes::from(body.map_err(|error| failed(error.to_string()))?);
     if body.len() > SNAPSHOT_BYTES_MAX {
         let problem = format!("it has {} bytes; the limit is {SNAPSHOT_BYTES_MAX}", body.len());
-        return Err(refuse(problem));
+        return Err(failed(problem));
     }
     let UnreadableIndex { unknown_types, invalid_payloads, is_truncated, count } =
         &state.unreadable;
     let unknown_types =
-        serde_json::to_string(unknown_types).map_err(|error| refuse(error.to_string()))?;
+        serde_json::to_string(unknown_types).map_err(|error| failed(error.to_string()))?;
     let mut fields: RegistryMap = [
         (FORMAT_FIELD, FORMAT.to_owned()),
         (POSITION, state.position.to_string()),
@@ -249,17 +249,17 @@ pub(crate) async fn save(
     set: &str,
     fields: &RegistryMap,
 ) -> Result<SaveOutcome, SessionError> {
-    let refuse = |problem: String| SessionError::Snapshot { session: session.clone(), problem };
-    let point = point_of(fields).ok_or_else(|| refuse("invalid position".to_owned()))?;
+    let failed = |problem: String| SessionError::Snapshot { session: session.clone(), problem };
+    let point = point_of(fields).ok_or_else(|| failed("invalid position".to_owned()))?;
     let map = storage.keys.session_snapshot(session, set);
     let backend = &storage.backend;
     let is_known = super::read_meta(storage, session).await?;
     match is_known {
         Some(meta) if meta.index != index => {
-            return Err(refuse("another session of this name was created meanwhile".to_owned()));
+            return Err(failed("another session of this name was created meanwhile".to_owned()));
         }
         Some(meta) if meta.stage == SessionStage::Expired => {
-            return Err(refuse("the session has expired".to_owned()));
+            return Err(failed("the session has expired".to_owned()));
         }
         Some(meta)
             if !meta.snapshots.contains_key(set) && meta.snapshots.len() >= SNAPSHOT_SETS_MAX =>
@@ -268,7 +268,7 @@ pub(crate) async fn save(
                 "the limit of {SNAPSHOT_SETS_MAX} fold sets with snapshots is reached; delete unused ones \
                  with `Sessions::delete_snapshots`"
             );
-            return Err(refuse(problem));
+            return Err(failed(problem));
         }
         Some(_) => {}
         None => return Err(SessionError::NotFound { session: session.clone() }),
@@ -295,7 +295,7 @@ pub(crate) async fn save(
             return Ok(SaveOutcome::SaveOutcome);
         }
     }
-    Err(refuse(format!("it was replaced {SAVE_ATTEMPTS} times meanwhile")))
+    Err(failed(format!("it was replaced {SAVE_ATTEMPTS} times meanwhile")))
 }
 
 fn field<'a>(fields: &'a RegistryMap, name: &str) -> Result<&'a str, String> {

@@ -70,11 +70,11 @@ fn a_torn_write_is_truncated_at_any_offset() {
     let kept = file.bytes() as usize;
     file.append(&events(2..3)).unwrap();
     drop(file);
-    let whole = fs::read(&path).unwrap();
+    let original = fs::read(&path).unwrap();
 
-    for end in kept..whole.len() {
+    for end in kept..original.len() {
         for zeros in [0, 50] {
-            let mut torn = whole[..end].to_vec();
+            let mut torn = original[..end].to_vec();
             torn.extend(vec![0; zeros]);
             fs::write(&path, &torn).unwrap();
             let mut file = open(&directory, MIB).unwrap();
@@ -110,9 +110,9 @@ fn corruption_before_the_end_is_an_error_with_its_offset_and_changes_nothing() {
     let second = file.bytes() as usize;
     file.append(&events(1..3)).unwrap();
     drop(file);
-    let whole = fs::read(&path).unwrap();
+    let original = fs::read(&path).unwrap();
     for at in 0..second {
-        let mut damaged = whole.clone();
+        let mut damaged = original.clone();
         damaged[at] ^= 0x41;
         fs::write(&path, &damaged).unwrap();
         match open(&directory, MIB) {
@@ -243,13 +243,13 @@ async fn newer_events_are_throttled_while_the_drain_makes_progress_and_only_then
     waiting.await.unwrap();
 
     // The drain stalls or is dropped: callers stop waiting.
-    for goes_away in [false, true] {
+    for is_dropped in [false, true] {
         spool.add(events(0..1)).await.unwrap();
         let throttle = spool.drain_throttle();
         throttle.advanced(5);
         let mut waiting = throttled(&spool);
         assert!(!is_done(&mut waiting).await);
-        if goes_away {
+        if is_dropped {
             drop(throttle);
         } else {
             throttle.stalled();
@@ -311,8 +311,8 @@ async fn a_disk_error_while_the_spool_is_emptied_blocks_no_caller() {
         assert!(!spool.has_pending());
         assert_eq!(spool.peek(100, MIB).await.unwrap(), []);
         if faults.len() > 1 {
-            let refused = spool.add(events(20..22)).await;
-            assert!(matches!(refused, Err(SpoolError::Disk { .. })));
+            let rejected = spool.add(events(20..22)).await;
+            assert!(matches!(rejected, Err(SpoolError::Disk { .. })));
             assert!(!spool.has_pending());
         }
         // The spool works again as soon as the disk does.
@@ -359,8 +359,8 @@ fn a_disk_error_during_a_rewrite_loses_nothing() {
     }
     file.acknowledge(added / 2);
     file.faults.inject(&[Operation::SyncDirectory]);
-    let refused = file.append(&events(added..added + 3)).unwrap_err();
-    assert!(matches!(refused, SpoolError::Disk { .. }), "{refused}");
+    let rejected = file.append(&events(added..added + 3)).unwrap_err();
+    assert!(matches!(rejected, SpoolError::Disk { .. }), "{rejected}");
     // The new file has the name, and it is locked.
     assert!(matches!(open(&directory, 4096), Err(SpoolError::InUse { .. })));
     file.append(&events(added..added + 3)).unwrap();

@@ -292,8 +292,8 @@ impl EventBus for StreamedBus {
         let permit = match handler::is_in_handler() {
             true => None,
             false => {
-                let room = Arc::clone(&inner.in_flight).acquire_owned().await;
-                Some(room.map_err(|_| BusError::Closed)?)
+                let permit = Arc::clone(&inner.in_flight).acquire_owned().await;
+                Some(permit.map_err(|_| BusError::Closed)?)
             }
         };
         if permit.is_some() && inner.closing.is_set() {

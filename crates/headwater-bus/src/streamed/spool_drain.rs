@@ -101,7 +101,7 @@ enum DrainStep {
 }
 
 /// Events that a stream permanently rejects, and the first error.
-struct RefusedEvents {
+struct RejectedBatch {
     events: Vec<SpooledEvent>,
     error: StreamError,
 }
@@ -163,8 +163,8 @@ impl Inner {
             Ok(moved) => moved,
             Err(error) => return Ok(Err(error)),
         };
-        for ((stream, _), refused) in streams.iter().zip(moved) {
-            let Some(RefusedEvents { events, error }) = refused else { continue };
+        for ((stream, _), rejected) in streams.iter().zip(moved) {
+            let Some(RejectedBatch { events, error }) = rejected else { continue };
             let count = events.len();
             error!(%stream, %error, events = count, "spooled events permanently rejected by their stream");
             spool.reject(events).await?;
@@ -177,7 +177,7 @@ impl Inner {
         &self,
         stream: &StreamName,
         events: &[(SpooledEvent, bool)],
-    ) -> Result<Option<RefusedEvents>, StreamError> {
+    ) -> Result<Option<RejectedBatch>, StreamError> {
         let moving = async {
             let found = self.find_stored(stream, events).await?;
             let is_missing = |event: &&SpooledEvent| !found.contains(event.event_id.as_str());
@@ -193,7 +193,7 @@ impl Inner {
         match moving.await {
             Err(error @ (StreamError::Invalid { .. } | StreamError::WrongType { .. })) => {
                 let events = events.iter().map(|(event, _)| event.clone()).collect();
-                Ok(Some(RefusedEvents { events, error }))
+                Ok(Some(RejectedBatch { events, error }))
             }
             answer => answer,
         }
@@ -204,20 +204,20 @@ impl Inner {
         &self,
         stream: &StreamName,
         waiting: &[&SpooledEvent],
-    ) -> Result<Option<RefusedEvents>, StreamError> {
-        let mut refused: Option<RefusedEvents> = None;
+    ) -> Result<Option<RejectedBatch>, StreamError> {
+        let mut rejected: Option<RejectedBatch> = None;
         for event in waiting {
             match self.append_spooled(stream, &[event]).await {
                 Ok(()) => {}
                 Err(error @ StreamError::Invalid { .. }) => {
-                    let refused =
-                        refused.get_or_insert(RefusedEvents { events: Vec::new(), error });
-                    refused.events.push((*event).clone());
+                    let rejected =
+                        rejected.get_or_insert(RejectedBatch { events: Vec::new(), error });
+                    rejected.events.push((*event).clone());
                 }
                 Err(error) => return Err(error),
             }
         }
-        Ok(refused)
+        Ok(rejected)
     }
 
     async fn append_spooled(

@@ -100,7 +100,7 @@ async fn a_long_session_is_compacted_and_a_short_one_is_not(fixture: Fixture) {
     assert_eq!(sessions.sweep().await.unwrap().checked, 3);
     assert_eq!(fixture.entries(long.id()).await.len(), 30, "a sweep compacts nothing");
     let done = sessions.run_once().await.unwrap();
-    assert_eq!((done.compacted, done.removed, done.refused), (1, 20, 0));
+    assert_eq!((done.compacted, done.removed, done.uncompactable), (1, 20, 0));
     assert_eq!((done.swept.checked, done.swept.failed), (3, 0));
     assert_eq!(fixture.entries(long.id()).await.len(), 10);
     assert_eq!(fixture.entries(short.id()).await.len(), 20);
@@ -135,7 +135,7 @@ async fn a_session_that_cannot_be_compacted_blocks_no_other(fixture: Fixture) {
     publish(&fine, 0..5).await;
     assert!(invalid.snapshot().await.unwrap() && fine.snapshot().await.unwrap());
     let done = sessions.run_once().await.unwrap();
-    assert_eq!((done.compacted, done.refused, done.swept.failed), (1, 1, 0));
+    assert_eq!((done.compacted, done.uncompactable, done.swept.failed), (1, 1, 0));
     assert_eq!(fixture.entries(invalid.id()).await.len(), 6);
     assert_eq!(fixture.entries(fine.id()).await.len(), 1);
 }
