@@ -27,8 +27,9 @@ mod live;
 mod local;
 
 mod spool;
-mod streamed;
 mod unknown_events;
+
+mod streamed;
 
 mod fold;
 mod session;

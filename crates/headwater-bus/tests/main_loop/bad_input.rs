@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 
 use crate::fixture::{Ask, Fixture, Loop, fast_config};
 
-everywhere![
+on_every_bus![
     an_undecodable_request_fails_at_once,
     invalid_requests_of_other_programs_fail_visibly,
     an_output_larger_than_a_mebibyte_fails_the_request,
@@ -31,7 +31,7 @@ mod on_backends {
     ];
 }
 
-async fn is_running(fixture: &Fixture, main_loop: &Loop) {
+async fn assert_worker_is_running(fixture: &Fixture, main_loop: &Loop) {
     let client = fixture.client("alive").await;
     let before = main_loop.log.lines().len();
     let done =
@@ -48,7 +48,7 @@ async fn an_undecodable_request_fails_at_once(fixture: Fixture) {
         assert_eq!(failed.failure(), Some(RequestFailure::Malformed), "{failed}");
     }
     assert!(main_loop.log.lines().is_empty());
-    lives(&fixture, &main_loop).await;
+    assert_worker_is_running(&fixture, &main_loop).await;
     worker.stop().await.unwrap();
 }
 
@@ -90,7 +90,7 @@ async fn invalid_requests_of_other_programs_fail_visibly(fixture: Fixture) {
     ];
     assert_eq!(watched.lines(), expected);
     assert!(main_loop.log.lines().is_empty());
-    lives(&fixture, &main_loop).await;
+    assert_worker_is_running(&fixture, &main_loop).await;
     worker.stop().await.unwrap();
 }
 
@@ -104,7 +104,7 @@ async fn an_undecodable_request_entry_is_parked_and_blocks_no_other(fixture: Fix
         Fields::new([("odd", "entry")]),
     ];
     backend.append(&fixture.control(), &fields, &Retention::KEEP_ALL).await.unwrap();
-    lives(&fixture, &main_loop).await;
+    assert_worker_is_running(&fixture, &main_loop).await;
     let bus = fixture.streamed().await;
     let deadline = tokio::time::Instant::now() + crate::fixture::LIMIT;
     while bus.parked(EntryId::MIN, 10).await.unwrap().len() < 3 {
@@ -140,7 +140,7 @@ async fn a_reply_that_cannot_be_stored_is_not_retried_forever(fixture: Fixture) 
     }
     fixture.requests_settle().await;
     assert_eq!(main_loop.log.lines(), ["begun r1", "begun r2"]);
-    lives(&fixture, &main_loop).await;
+    assert_worker_is_running(&fixture, &main_loop).await;
     worker.stop().await.unwrap();
 }
 
@@ -190,7 +190,7 @@ async fn a_request_larger_than_a_mebibyte_is_rejected_without_effect(fixture: Fi
     let big = Ask::Echo("x".repeat(PAYLOAD_BYTES_MAX + 1));
     let error = client.submit::<_, String>(Submission::new(big)).await.unwrap_err();
     assert!(matches!(error, MainLoopError::Bus(BusError::TooLarge { .. })), "{error}");
-    lives(&fixture, &main_loop).await;
+    assert_worker_is_running(&fixture, &main_loop).await;
     worker.stop().await.unwrap();
 }
 

@@ -7,7 +7,7 @@ use headwater_bus::{Event, EventBus, MainLoopCompleted, MainLoopConfig, RequestI
 
 use crate::fixture::{Ask, Fixture, Loop, Mute, begun, fast_config, sessions};
 
-everywhere![a_stopping_worker_finishes_running_requests];
+on_every_bus![a_stopping_worker_finishes_running_requests];
 
 mod on_backends {
     use super::*;

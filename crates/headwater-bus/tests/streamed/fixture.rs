@@ -60,7 +60,7 @@ impl Fixture {
 
     /// A backend with a long call deadline, for assertions.
     pub(crate) async fn connect(&self) -> Arc<dyn Backend> {
-        self.target.connect(&waits(LIMIT)).await
+        self.target.connect(&with_call_deadline(LIMIT)).await
     }
 
     pub(crate) fn config(&self) -> StreamedBusConfig {
@@ -82,7 +82,7 @@ impl Fixture {
         registry: EventRegistry,
         config: StreamedBusConfig,
     ) -> StreamedBus {
-        let backend = self.target.connect(&waits(self.call_deadline)).await;
+        let backend = self.target.connect(&with_call_deadline(self.call_deadline)).await;
         StreamedBus::open(backend, registry, config).await.unwrap()
     }
 
@@ -114,18 +114,18 @@ pub(crate) fn noted(session: &SessionId, number: u64) -> Noted {
 /// Call deadline of a bus whose server will be unavailable: long enough for a slow server.
 pub(crate) const OUTAGE_CALL_DEADLINE: Duration = Duration::from_secs(4);
 
-fn is_waiting(call_deadline: Duration) -> Options {
+fn with_call_deadline(call_deadline: Duration) -> Options {
     Options { call_deadline, ..Default::default() }
 }
 
 /// A backend with a long call deadline, for assertions.
 pub(crate) async fn open(url: &str) -> Arc<dyn Backend> {
-    connect(url, &waits(LIMIT)).await.unwrap()
+    connect(url, &with_call_deadline(LIMIT)).await.unwrap()
 }
 
 /// A backend for a bus whose server will be unavailable.
 pub(crate) async fn open_with_short_leases(url: &str) -> Arc<dyn Backend> {
-    connect(url, &waits(OUTAGE_CALL_DEADLINE)).await.unwrap()
+    connect(url, &with_call_deadline(OUTAGE_CALL_DEADLINE)).await.unwrap()
 }
 
 pub(crate) fn quick_breaker() -> BreakerConfig {
