@@ -118,8 +118,8 @@ impl BusError {
         match call_deadline {
             Some(deadline) if time < deadline => {
                 let problem = format!(
-                    "{time:?}; a call of the backend may take {deadline:?}, and what it repeats \
-                     would count twice; take several times that, or a shorter `call_deadline`"
+                    "{time:?}; a backend call may be retried for {deadline:?}, and a retry after the window \
+                     stores a duplicate; use several times that, or a shorter `call_deadline`"
                 );
                 Err(Self::invalid(name, problem))
             }

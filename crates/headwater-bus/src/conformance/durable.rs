@@ -73,10 +73,10 @@ pub async fn every_group_receives_every_event(env: BusTestEnv) {
 }
 
 pub async fn a_failed_event_is_retried(env: BusTestEnv) {
-    let (log, tries) = (HandlerLog::default(), Arc::new(AtomicUsize::new(0)));
+    let (log, attempts) = (HandlerLog::default(), Arc::new(AtomicUsize::new(0)));
     let seen = log.clone();
     let third_time = move |event: ReceivedEvent<Announced>| {
-        let attempt = tries.fetch_add(1, Ordering::SeqCst) + 1;
+        let attempt = attempts.fetch_add(1, Ordering::SeqCst) + 1;
         seen.add(format_args!("{} at {attempt}", event.number));
         async move { if attempt < 3 { Err("not yet") } else { Ok(()) } }
     };
@@ -86,10 +86,10 @@ pub async fn a_failed_event_is_retried(env: BusTestEnv) {
 }
 
 pub async fn a_panicked_event_is_retried(env: BusTestEnv) {
-    let (log, tries) = (HandlerLog::default(), Arc::new(AtomicUsize::new(0)));
+    let (log, attempts) = (HandlerLog::default(), Arc::new(AtomicUsize::new(0)));
     let seen = log.clone();
     let second_time = move |event: ReceivedEvent<Announced>| {
-        if tries.fetch_add(1, Ordering::SeqCst) == 0 {
+        if attempts.fetch_add(1, Ordering::SeqCst) == 0 {
             panic!("the first time");
         }
         seen.add(event.number);
@@ -101,10 +101,10 @@ pub async fn a_panicked_event_is_retried(env: BusTestEnv) {
 }
 
 pub async fn only_the_failed_handlers_of_an_event_are_retried(env: BusTestEnv) {
-    let (log, tries) = (HandlerLog::default(), Arc::new(AtomicUsize::new(0)));
+    let (log, attempts) = (HandlerLog::default(), Arc::new(AtomicUsize::new(0)));
     let seen = log.clone();
     let second_time = move |_: ReceivedEvent<Noted>| {
-        let attempt = tries.fetch_add(1, Ordering::SeqCst) + 1;
+        let attempt = attempts.fetch_add(1, Ordering::SeqCst) + 1;
         seen.add(format_args!("flaky {attempt}"));
         async move { if attempt < 2 { Err("not yet") } else { Ok(()) } }
     };

@@ -86,14 +86,14 @@ impl Sessions {
 
     /// Reads what is needed to copy a session.
     pub(super) async fn copy_source(&self, session: &SessionId) -> Result<CopySource> {
-        let mut tries = 0;
+        let mut attempts = 0;
         loop {
             let (meta, sourced) = self.try_copy_source(session).await?;
-            tries += 1;
+            attempts += 1;
             match sourced {
                 // A compaction records what it is about to remove. If it did so meanwhile, read again.
                 Err(_)
-                    if tries < COMPACTION_RETRIES_MAX
+                    if attempts < COMPACTION_RETRIES_MAX
                         && self.open_meta(session).await?.compacted != meta.compacted => {}
                 Err(missing) => {
                     return Err(SessionError::Incomplete { session: session.clone(), missing });
