@@ -1,6 +1,6 @@
-//! Two workers share the requests of a namespace; a requester asks, within a budget, and gets its replies.
+//! Two workers share the requests of a namespace; a requester submits requests with a budget and gets the replies.
 //!
-//! `cargo run -p headwater-bus --example distributed_main_loop`, or with the URL of a Redis behind `--` and
+//! `cargo run -p headwater-bus --example distributed_main_loop`, or with a Redis URL after `--` and
 //! `--features redis`: then workers and requesters may be processes on different machines.
 
 use std::sync::Arc;
@@ -8,9 +8,10 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use headwater_bus::{
-    Budget, EventBus, ExecuteError, Folds, MainLoop, MainLoopClient, MainLoopClientConfig,
-    MainLoopConfig, MainLoopWorker, PromptExecuted, Registry, RequestFailure, RequestId, Requester,
-    Run, Session, Sessions, SessionsConfig, StreamedBus, StreamedBusConfig, Submit,
+    Budget, EventBus, EventRegistry, ExecuteError, Folds, MainLoop, MainLoopClient,
+    MainLoopClientConfig, MainLoopConfig, MainLoopWorker, PromptExecuted, RequestContext,
+    RequestFailure, RequestId, Requester, Session, Sessions, SessionsConfig, StreamedBus,
+    StreamedBusConfig, Submission,
 };
 use headwater_stream::{Backend, Options, connect};
 use serde::{Deserialize, Serialize};
@@ -27,7 +28,7 @@ struct Opinion {
     words: String,
 }
 
-/// Stands for a model that reads code, 10 tokens a line.
+/// A stand-in for a model that reviews code, at 10 tokens per line.
 struct Reviewer;
 
 #[async_trait]
@@ -39,14 +40,14 @@ impl MainLoop for Reviewer {
         &self,
         request: Review,
         session: &Session,
-        run: &Run,
+        context: &RequestContext,
     ) -> Result<Opinion, ExecuteError> {
-        // What another worker got from the model before it died need not be asked again.
+        // Reuse the result if an earlier worker got it from the model before it crashed.
         if let Some(before) = session.latest::<PromptExecuted>() {
             let words = before.result.to_string();
             return Ok(Opinion { file: request.file, words });
         }
-        run.meter().charge_model(request.lines * 10, 5, 0)?;
+        context.meter().charge_model(request.lines * 10, 5, 0)?;
         let words = format!("{} lines, all fine", request.lines);
         session
             .publish(PromptExecuted { result: words.as_str().into(), ..Default::default() })
@@ -63,10 +64,10 @@ async fn main() -> Result {
     run(url.as_deref().unwrap_or("embedded:memory")).await.map(drop)
 }
 
-/// Each process has a bus of its own.
+/// Each process has its own bus.
 async fn bus(backend: &Arc<dyn Backend>) -> Result<Arc<dyn EventBus>> {
     let config = StreamedBusConfig::default();
-    Ok(Arc::new(StreamedBus::open(Arc::clone(backend), Registry::builtin(), config).await?))
+    Ok(Arc::new(StreamedBus::open(Arc::clone(backend), EventRegistry::builtin(), config).await?))
 }
 
 async fn worker(backend: &Arc<dyn Backend>) -> Result<MainLoopWorker> {
@@ -85,26 +86,26 @@ async fn run(url: &str) -> Result<Vec<String>> {
     for (file, lines) in [("main.rs", 12), ("lib.rs", 40)] {
         let review = Review { file: file.to_owned(), lines };
         let budget = Budget { max_total_tokens: Some(1000), ..Default::default() };
-        let submit = Submit::new(review).budget(budget).within(Duration::from_secs(30));
+        let submit = Submission::new(review).budget(budget).within(Duration::from_secs(30));
         let done = desk.submit::<_, Opinion>(submit).await?;
         println!("{}: {} ({:?})", done.output.file, done.output.words, done.usage);
         said.push(done.output.words);
     }
 
-    // The same request again counts once, whoever asks.
+    // Submitting the same request again is idempotent, also for other requesters.
     let again = || {
         let review = Review { file: "build.rs".to_owned(), lines: 3 };
-        Submit::new(review).id(RequestId::new("build").expect("it is a valid id"))
+        Submission::new(review).id(RequestId::new("build").expect("it is a valid id"))
     };
     let (one, other) =
         tokio::join!(desk.submit::<_, Opinion>(again()), desk.submit::<_, Opinion>(again()));
     assert_eq!(one?.output, other?.output);
 
-    // Too much for its budget: it ends there and then.
+    // Exceeds its budget: the run ends at once.
     let huge = Review { file: "generated.rs".to_owned(), lines: 1_000_000 };
     let budget = Budget { max_total_tokens: Some(1000), ..Default::default() };
-    let failed = desk.submit::<_, Opinion>(Submit::new(huge).budget(budget)).await;
-    let failed = failed.expect_err("it costs too much");
+    let failed = desk.submit::<_, Opinion>(Submission::new(huge).budget(budget)).await;
+    let failed = failed.expect_err("it exceeds its budget");
     assert_eq!(failed.failure(), Some(RequestFailure::OverBudget));
     println!("{failed}");
 

@@ -1,9 +1,10 @@
-//! Publishes typed events; one handler sees them at once, a group handles them for good.
+//! Publishes typed events; a live handler receives them at once, a durable group handles them at least once.
 //!
-//! `cargo run -p headwater-bus --example hello_bus`, or with the URL of a Redis behind `--` and `--features redis`.
+//! `cargo run -p headwater-bus --example hello_bus`, or with a Redis URL after `--` and `--features redis`.
 
 use headwater_bus::{
-    Event, EventBus, EventBusExt, Received, Registry, StreamedBus, StreamedBusConfig, Subscribe,
+    Event, EventBus, EventBusExt, EventRegistry, ReceivedEvent, StreamedBus, StreamedBusConfig,
+    SubscribeOptions,
 };
 use headwater_stream::{Options, connect};
 use schemars::JsonSchema;
@@ -29,24 +30,25 @@ async fn main() -> Result {
 
 async fn run(url: &str) -> Result<Vec<String>> {
     let backend = connect(url, &Options::default()).await?;
-    let registry = Registry::builtin().with::<Greeted>()?;
+    let registry = EventRegistry::builtin().with::<Greeted>()?;
     let bus = StreamedBus::open(backend, registry, StreamedBusConfig::default()).await?;
 
-    // Every process that is subscribed sees every event ...
-    let live = |event: Received<Greeted>| async move { println!("{} was greeted", event.name) };
-    bus.subscribe::<Greeted>(Subscribe::live(), live).await?;
+    // Every subscribed process receives every event ...
+    let live =
+        |event: ReceivedEvent<Greeted>| async move { println!("{} was greeted", event.name) };
+    bus.subscribe::<Greeted>(SubscribeOptions::live(), live).await?;
 
-    // ... and one process of the group handles it, again and again until it works.
+    // ... and one process of the group handles it, with retries.
     let (letters, mut sent) = mpsc::channel(10);
-    let durable = move |event: Received<Greeted>| {
+    let durable = move |event: ReceivedEvent<Greeted>| {
         let letters = letters.clone();
         async move { letters.send(format!("Dear {}", event.name)).await }
     };
-    bus.subscribe::<Greeted>(Subscribe::durable("letters"), durable).await?;
+    bus.subscribe::<Greeted>(SubscribeOptions::durable("letters"), durable).await?;
 
     let mut lines = Vec::new();
     for name in ["Ada", "Grace"] {
-        let result = bus.publish(Greeted { name: name.to_owned() }).await?.raise()?;
+        let result = bus.publish(Greeted { name: name.to_owned() }).await?.into_result()?;
         println!("stored as {:?} for {} live handler", result.stored, result.handlers_invoked);
         lines.extend(sent.recv().await);
     }

@@ -1,20 +1,19 @@
-//! A conversation is a session: one process leads it, another one goes on where that stopped, and a third tries another
-//! end.
+//! A conversation as a session: one process starts it, a second one recovers it, and a third one forks it.
 //!
-//! `cargo run -p headwater-bus --example recover_a_session`, or with the URL of a Redis behind `--` and
+//! `cargo run -p headwater-bus --example recover_a_session`, or with a Redis URL after `--` and
 //! `--features redis`.
 
 use std::sync::Arc;
 
 use headwater_bus::{
-    Event, Fold, Folds, Registry, Scope, SessionEvent, SessionId, Sessions, SessionsConfig,
-    StreamedBus, StreamedBusConfig, Until,
+    Event, EventRegistry, Fold, Folds, ReplayUntil, Scope, SessionEvent, SessionId, Sessions,
+    SessionsConfig, StreamedBus, StreamedBusConfig,
 };
 use headwater_stream::{Backend, Options, connect};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// Somebody said something.
+/// A statement in a conversation.
 #[derive(Serialize, Deserialize, JsonSchema)]
 struct Said {
     who: String,
@@ -26,7 +25,7 @@ impl Event for Said {
     const SCOPE: Scope = Scope::Session;
 }
 
-/// How often each one spoke: a state of our own, made of events.
+/// Number of statements per speaker: a custom fold.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 struct Turns(std::collections::BTreeMap<String, u64>);
 
@@ -48,9 +47,9 @@ async fn main() -> Result {
     run(url.as_deref().unwrap_or("embedded:memory")).await.map(drop)
 }
 
-/// What every process that works with conversations opens.
+/// Opens the sessions; the same in every process.
 async fn open(backend: Arc<dyn Backend>) -> Result<Sessions> {
-    let registry = Registry::empty().with::<Said>()?;
+    let registry = EventRegistry::empty().with::<Said>()?;
     let bus = StreamedBus::open(backend, registry, StreamedBusConfig::default()).await?;
     let folds = Folds::none().latest::<Said>().all::<Said>(100).with::<Turns>();
     Ok(Sessions::new(Arc::new(bus), folds, SessionsConfig::default()).await?)
@@ -64,23 +63,23 @@ async fn run(url: &str) -> Result<Vec<String>> {
     let backend = connect(url, &Options::default()).await?;
     let id = SessionId::random();
 
-    // One process leads a conversation, and then it is gone.
+    // The first process starts a conversation and ends.
     let session = open(Arc::clone(&backend)).await?.create(&id).await?;
     session.publish(said("Ada", "Can it compose music?")).await?;
     let question = session.publish(said("Charles", "If you give it notes.")).await?.entry_id();
     session.publish(said("Ada", "Then it is no mere calculator.")).await?;
     drop(session);
 
-    // Another one knows all of it. The snapshot spares the next one the replay.
+    // A second process recovers it. The snapshot saves the next one a full replay.
     let sessions = open(Arc::clone(&backend)).await?;
     let session = sessions.recover(&id).await?;
-    let last = session.latest::<Said>().ok_or("nobody said anything")?;
+    let last = session.latest::<Said>().ok_or("the session has no events")?;
     println!("{} said last: {}", last.who, last.words);
     println!("turns: {:?}", session.get::<Turns>());
     session.snapshot().await?;
 
-    // A third one wonders what else could have been said.
-    let until = question.map_or(Until::End, Until::Entry);
+    // A third process forks it at an earlier entry.
+    let until = question.map_or(ReplayUntil::End, ReplayUntil::Entry);
     let fork = sessions.fork(&id, until, &SessionId::random()).await?;
     fork.publish(said("Ada", "And if nobody does?")).await?;
     let words = |session: &headwater_bus::Session| -> Vec<String> {
@@ -89,8 +88,8 @@ async fn run(url: &str) -> Result<Vec<String>> {
     };
     println!("first:\n  {}\nfork:\n  {}", words(&session).join("\n  "), words(&fork).join("\n  "));
     let both = [words(&sessions.recover(&id).await?), words(&fork)].concat();
-    sessions.forget(&id).await?;
-    sessions.forget(fork.id()).await?;
+    sessions.delete(&id).await?;
+    sessions.delete(fork.id()).await?;
     Ok(both)
 }
 

@@ -1,8 +1,9 @@
-//! A circuit breaker: after too many failures in a row, the backend is left alone for a while.
+//! Circuit breaker: after a number of consecutive failures it rejects calls for a recovery period.
 //!
-//! Upstream: a bus asks before each call and says afterwards how it went. Downstream: nothing; time is passed in.
-//! Promises: half-open admits exactly one probe at a time, however many ask at once; a probe whose caller went away
-//! makes room for the next; the verdict of a call that began before the breaker last changed does not move it.
+//! Upstream: a bus asks for a permit before each call and reports the result. Downstream: nothing; the clock is
+//! injected.
+//! Promises: half-open admits exactly one probe at a time; a probe that is dropped without a result frees the slot; the
+//! result of a call that started before the last state change is ignored.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -10,12 +11,12 @@ use std::time::{Duration, Instant};
 
 use crate::error::{BusError, Result};
 
-/// When a breaker opens, and for how long.
+/// Settings of a [`Breaker`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BreakerConfig {
-    /// Failures in a row that open it. Default: 5.
+    /// Consecutive failures that open the breaker. Default: 5.
     pub failure_threshold: u32,
-    /// How long it stays open before one call may try again. Default: 5 s.
+    /// Time the breaker stays open before it admits a probe. Default: 5 s.
     pub recovery: Duration,
 }
 
@@ -28,30 +29,30 @@ impl Default for BreakerConfig {
 impl BreakerConfig {
     pub(crate) fn validate(&self) -> Result<()> {
         if self.failure_threshold == 0 {
-            return Err(BusError::invalid("failure_threshold", "it is 0; at least 1"));
+            return Err(BusError::invalid("failure_threshold", "0; must be at least 1"));
         }
         if self.recovery.is_zero() {
-            return Err(BusError::invalid("recovery", "it is zero"));
+            return Err(BusError::invalid("recovery", "must be greater than zero"));
         }
         Ok(())
     }
 }
 
-/// What a breaker does with calls.
+/// State of a breaker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BreakerState {
-    /// It lets them through.
+    /// Calls are admitted.
     Closed,
-    /// It refuses them.
+    /// Calls are rejected.
     Open,
-    /// It lets one through, to see how it goes.
+    /// One probe call is admitted.
     HalfOpen,
 }
 
-/// Time since some fixed moment, never going back.
-pub(crate) type Monotonic = Arc<dyn Fn() -> Duration + Send + Sync>;
+/// Monotonic time since a fixed moment.
+pub(crate) type MonotonicClock = Arc<dyn Fn() -> Duration + Send + Sync>;
 
-/// A circuit breaker. Clones are the same one.
+/// A circuit breaker. Clones share the same state.
 #[derive(Clone)]
 pub struct Breaker {
     inner: Arc<Inner>,
@@ -59,87 +60,89 @@ pub struct Breaker {
 
 struct Inner {
     config: BreakerConfig,
-    time: Monotonic,
-    state: Mutex<State>,
+    time: MonotonicClock,
+    state: Mutex<BreakerData>,
 }
 
-struct State {
-    phase: Phase,
-    /// Grows when the phase changes: verdicts from before say nothing about now.
+struct BreakerData {
+    phase: BreakerPhase,
+    /// Incremented on every phase change; results with an older generation are ignored.
     generation: u64,
 }
 
-enum Phase {
+enum BreakerPhase {
     Closed { failures: u32 },
     Open { since: Duration },
     HalfOpen { probing: bool },
 }
 
 impl Breaker {
-    /// A closed breaker on the clock of the machine.
+    /// Creates a closed breaker on the system's monotonic clock.
     pub fn new(config: BreakerConfig) -> Result<Self> {
         let start = Instant::now();
         Self::with_time(config, move || start.elapsed())
     }
 
-    /// A closed breaker that takes the time from `time`, which never goes back.
+    /// Creates a closed breaker with the monotonic clock `time`.
     pub fn with_time(
         config: BreakerConfig,
         time: impl Fn() -> Duration + Send + Sync + 'static,
     ) -> Result<Self> {
         config.validate()?;
-        let state = State { phase: Phase::Closed { failures: 0 }, generation: 0 };
+        let state = BreakerData { phase: BreakerPhase::Closed { failures: 0 }, generation: 0 };
         let inner = Inner { config, time: Arc::new(time), state: Mutex::new(state) };
         Ok(Self { inner: Arc::new(inner) })
     }
 
-    /// What it would do with a call now.
+    /// The current state.
     pub fn state(&self) -> BreakerState {
         let now = (self.inner.time)();
         match self.lock().phase {
-            Phase::Closed { .. } => BreakerState::Closed,
-            Phase::Open { since } if now < since + self.inner.config.recovery => BreakerState::Open,
-            Phase::Open { .. } | Phase::HalfOpen { .. } => BreakerState::HalfOpen,
+            BreakerPhase::Closed { .. } => BreakerState::Closed,
+            BreakerPhase::Open { since } if now < since + self.inner.config.recovery => {
+                BreakerState::Open
+            }
+            BreakerPhase::Open { .. } | BreakerPhase::HalfOpen { .. } => BreakerState::HalfOpen,
         }
     }
 
-    /// Lets a call through or refuses it, with the time after which it is worth asking again.
-    pub fn admit(&self) -> std::result::Result<Permit, Duration> {
+    /// Admits a call, or returns the time after which to try again.
+    pub fn admit(&self) -> std::result::Result<BreakerPermit, Duration> {
         let recovery = self.inner.config.recovery;
         let now = (self.inner.time)();
         let mut state = self.lock();
         let is_probe = match &mut state.phase {
-            Phase::Closed { .. } => false,
-            Phase::Open { since } => {
+            BreakerPhase::Closed { .. } => false,
+            BreakerPhase::Open { since } => {
                 let until = *since + recovery;
                 if now < until {
                     return Err(until - now);
                 }
-                state.change(Phase::HalfOpen { probing: true });
+                state.change(BreakerPhase::HalfOpen { probing: true });
                 true
             }
-            // Its verdict may come at any moment.
-            Phase::HalfOpen { probing: true } => return Err(recovery.min(PROBE_WAIT)),
-            Phase::HalfOpen { probing } => {
+            // The running probe may finish at any moment.
+            BreakerPhase::HalfOpen { probing: true } => return Err(recovery.min(PROBE_RETRY_AFTER)),
+            BreakerPhase::HalfOpen { probing } => {
                 *probing = true;
                 true
             }
         };
         let generation = state.generation;
         drop(state);
-        Ok(Permit { breaker: self.clone(), generation, is_probe, is_decided: false })
+        Ok(BreakerPermit { breaker: self.clone(), generation, is_probe, is_decided: false })
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, BreakerData> {
         self.inner.state.lock().expect("no code panics while it holds this lock")
     }
 }
 
-/// How long to wait for somebody else's probe.
-const PROBE_WAIT: Duration = Duration::from_millis(100);
+/// Longest time a caller is told to wait for a running probe.
+const PROBE_RETRY_AFTER: Duration = Duration::from_millis(100);
 
-impl State {
-    fn change(&mut self, phase: Phase) {
+impl BreakerData {
+    fn change(&mut self, phase: BreakerPhase) {
         self.phase = phase;
         self.generation += 1;
     }
@@ -151,30 +154,31 @@ impl fmt::Debug for Breaker {
     }
 }
 
-/// A call that was let through. Say how it went; dropping it says nothing, and a dropped probe makes room for another.
+/// Permission for one call. Report the result with `succeeded` or `failed`. Dropping the permit reports nothing; a
+/// dropped probe frees the slot for another one.
 #[derive(Debug)]
-#[must_use = "say how the call went"]
-pub struct Permit {
+#[must_use = "report the result of the call"]
+pub struct BreakerPermit {
     breaker: Breaker,
     generation: u64,
     is_probe: bool,
     is_decided: bool,
 }
 
-impl Permit {
-    /// The backend answered.
+impl BreakerPermit {
+    /// Reports that the backend answered.
     pub fn succeeded(mut self) {
         self.is_decided = true;
         let mut state = self.breaker.lock();
         if state.generation == self.generation {
             match &mut state.phase {
-                Phase::Closed { failures } => *failures = 0,
-                _ => state.change(Phase::Closed { failures: 0 }),
+                BreakerPhase::Closed { failures } => *failures = 0,
+                _ => state.change(BreakerPhase::Closed { failures: 0 }),
             }
         }
     }
 
-    /// The backend did not answer, or could not do what it was asked to. Returns whether this opened the breaker.
+    /// Reports that the backend did not answer or could not execute the call. Returns whether this opened the breaker.
     pub fn failed(mut self) -> bool {
         self.is_decided = true;
         let now = (self.breaker.inner.time)();
@@ -184,25 +188,25 @@ impl Permit {
             return false;
         }
         let opens = match &mut state.phase {
-            Phase::Closed { failures } => {
+            BreakerPhase::Closed { failures } => {
                 *failures += 1;
                 *failures >= threshold
             }
             _ => true,
         };
         if opens {
-            state.change(Phase::Open { since: now });
+            state.change(BreakerPhase::Open { since: now });
         }
         opens
     }
 }
 
-impl Drop for Permit {
+impl Drop for BreakerPermit {
     fn drop(&mut self) {
         if self.is_probe && !self.is_decided {
             let mut state = self.breaker.lock();
             if state.generation == self.generation {
-                state.phase = Phase::HalfOpen { probing: false };
+                state.phase = BreakerPhase::HalfOpen { probing: false };
             }
         }
     }
@@ -236,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn failures_in_a_row_open_it_and_a_success_between_them_does_not() {
+    fn consecutive_failures_open_the_breaker_unless_a_success_comes_between() {
         let (breaker, _) = breaker();
         for _ in 0..10 {
             assert!(!breaker.admit().unwrap().failed());
@@ -250,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn half_open_admits_exactly_one_probe_of_32_that_ask_at_once() {
+    fn half_open_admits_exactly_one_of_32_concurrent_calls() {
         for _ in 0..50 {
             let (breaker, clock) = breaker();
             open(&breaker);
@@ -263,7 +267,7 @@ mod tests {
                         start.wait();
                         let permit = breaker.admit();
                         admitted.fetch_add(usize::from(permit.is_ok()), Ordering::SeqCst);
-                        // Nobody gives the probe back before all have asked.
+                        // No task releases the probe before all tasks have asked.
                         end.wait();
                     });
                 }
@@ -284,12 +288,12 @@ mod tests {
         assert_eq!(breaker.state(), BreakerState::HalfOpen);
         breaker.admit().unwrap().succeeded();
         assert_eq!(breaker.state(), BreakerState::Closed);
-        // It counts from zero again.
+        // The failure count starts at zero again.
         assert!(!breaker.admit().unwrap().failed());
     }
 
     #[test]
-    fn a_probe_whose_caller_went_away_makes_room_for_the_next() {
+    fn a_dropped_probe_frees_the_slot_for_the_next() {
         let (breaker, clock) = breaker();
         open(&breaker);
         clock.store(5, Ordering::SeqCst);
@@ -301,7 +305,7 @@ mod tests {
     }
 
     #[test]
-    fn verdicts_of_calls_from_before_do_not_move_it() {
+    fn results_of_calls_from_before_a_state_change_are_ignored() {
         let (breaker, clock) = breaker();
         let late = [(); 4].map(|()| breaker.admit().unwrap());
         let [success, failure, probe_time, dropped] = late;
@@ -309,13 +313,13 @@ mod tests {
         success.succeeded();
         assert_eq!(breaker.state(), BreakerState::Open);
         clock.store(4, Ordering::SeqCst);
-        // It would otherwise open anew, for longer.
+        // Otherwise this would restart the recovery period.
         failure.failed();
         clock.store(5, Ordering::SeqCst);
         let probe = breaker.admit().unwrap();
         probe_time.succeeded();
         drop(dropped);
-        assert!(breaker.admit().is_err(), "the probe is still under way");
+        assert!(breaker.admit().is_err(), "the probe is still in flight");
         probe.succeeded();
     }
 }

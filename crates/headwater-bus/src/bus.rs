@@ -1,7 +1,7 @@
-//! The one trait of all buses: subscribe, publish, look, close.
+//! The trait of all buses: subscribe, publish, check health, close.
 //!
-//! Upstream: applications, which do not care which bus they have. Downstream: `local` and `streamed`.
-//! Promises: the suite in `conformance` states them one by one; every bus passes it.
+//! Upstream: applications. Downstream: `local` and `streamed` implement it.
+//! Promises: stated one by one in the conformance suite, which every bus passes.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -13,75 +13,75 @@ use headwater_stream::clock::Timestamp;
 
 use crate::breaker::BreakerState;
 use crate::error::{BusError, HandlerFailure, Result};
-use crate::event::{Event, Outgoing};
+use crate::event::{Event, OutgoingEvent};
 use crate::handler::{EventHandler, Handlers};
-use crate::journal::Journal;
 use crate::name::{EventId, SessionId, SubscriptionId};
-use crate::registry::Registry;
+use crate::registry::EventRegistry;
+use crate::session_backend::SessionBackend;
 
-/// Where events are published and handled. [`EventBusExt`] has the typed calls.
+/// An event bus. [`EventBusExt`] has the typed calls.
 #[async_trait]
 pub trait EventBus: Send + Sync {
-    /// The event types it allows.
-    fn registry(&self) -> &Registry;
+    /// The event types that the bus accepts.
+    fn registry(&self) -> &EventRegistry;
 
-    /// Handles events from now on. When it returns, nothing that is published later is missed.
+    /// Subscribes handlers. Every event published after this call returns is delivered.
     ///
-    /// A bus has one durable subscription per stream and group: give it all handlers in one call, so that no event
-    /// comes before its handler is there. Events of types without a handler are none of the group's business.
+    /// A bus has one durable subscription per stream and group: pass all handlers in one call, so that no event arrives
+    /// before its handler is registered. Events without a registered handler are acknowledged and skipped.
     async fn subscribe_handlers(
         &self,
-        subscribe: Subscribe,
+        subscribe: SubscribeOptions,
         handlers: Handlers,
     ) -> Result<SubscriptionId>;
 
-    /// Ends a subscription. Returns whether there was one. A handler that runs is finished by whoever runs it; a durable
-    /// one is waited for.
+    /// Ends a subscription. Returns whether it existed. Running live handlers are not interrupted; the call waits for
+    /// running durable handlers.
     async fn unsubscribe(&self, subscription: SubscriptionId) -> Result<bool>;
 
-    /// Publishes events in order, and in as few steps as there are streams. An error means that none was published; else
-    /// there is a result for each event: events of different sessions lie in different streams, and one may take them
-    /// when another does not.
+    /// Publishes events in order, with one append per stream. `Err` means that no event was published. Otherwise
+    /// there is one result per event: events of different sessions are in different streams, and one append may fail
+    /// while another succeeds.
     ///
-    /// An event is stored first. Then the live handlers of this process run, in the order of their subscriptions, each
-    /// once; one that fails does not keep the others from running. Durable subscriptions get it from the stream.
+    /// Each event is stored first. Then the live handlers of this process run once each, in subscription order; a
+    /// failed handler does not stop the others. Durable subscriptions read the event from the stream.
     ///
-    /// The work goes on to its end if the call is dropped.
-    async fn publish_all(&self, events: Vec<Outgoing>) -> Result<Vec<Result<PublishResult>>>;
+    /// The work continues if the call is dropped.
+    async fn publish_all(&self, events: Vec<OutgoingEvent>) -> Result<Vec<Result<PublishResult>>>;
 
-    /// Where the sessions of this bus lie. From the first call on, a bus that stores nothing else stores their events.
-    async fn journal(&self) -> Result<Journal>;
+    /// The storage of this bus's sessions. A local bus stores session events from the first call on.
+    async fn session_backend(&self) -> Result<SessionBackend>;
 
-    /// How the bus is now.
-    async fn health(&self) -> Health;
+    /// Checks and returns the current health.
+    async fn health(&self) -> BusHealth;
 
-    /// Takes no more events, waits until what was begun has ended, handlers included, and stops. Closing twice is fine.
-    /// Must not be awaited by a handler of the same bus: it would wait for itself until its time is up.
+    /// Rejects new events, waits for publishes and handlers in flight, and stops. Idempotent. A handler of the same
+    /// bus must not await it: it would wait for itself until the drain timeout.
     async fn close(&self) -> Result<()>;
 }
 
-/// The typed calls of every bus.
+/// Typed calls for every [`EventBus`].
 pub trait EventBusExt: EventBus {
-    /// Handles events of one type.
+    /// Subscribes a handler for one event type.
     fn subscribe<E: Event>(
         &self,
-        subscribe: Subscribe,
+        subscribe: SubscribeOptions,
         handler: impl EventHandler<E>,
     ) -> impl Future<Output = Result<SubscriptionId>> + Send {
         let handlers = Handlers::new().on::<E>(handler);
         async move { self.subscribe_handlers(subscribe, handlers).await }
     }
 
-    /// Publishes an event. See [`EventBus::publish_all`].
+    /// Publishes one event. See [`EventBus::publish_all`].
     fn publish<E: Event>(&self, event: E) -> impl Future<Output = Result<PublishResult>> + Send {
-        let outgoing = Outgoing::new(event);
+        let outgoing = OutgoingEvent::new(event);
         async move { self.publish_outgoing(outgoing?).await }
     }
 
-    /// Publishes an event that has an id or a trace of its own.
+    /// Publishes one event with its own id or trace.
     fn publish_outgoing(
         &self,
-        event: Outgoing,
+        event: OutgoingEvent,
     ) -> impl Future<Output = Result<PublishResult>> + Send {
         async move {
             let mut results = self.publish_all(vec![event]).await?;
@@ -94,48 +94,49 @@ pub trait EventBusExt: EventBus {
         &self,
         events: Vec<E>,
     ) -> impl Future<Output = Result<Vec<Result<PublishResult>>>> + Send {
-        let outgoing: Result<Vec<Outgoing>> = events.into_iter().map(Outgoing::new).collect();
+        let outgoing: Result<Vec<OutgoingEvent>> =
+            events.into_iter().map(OutgoingEvent::new).collect();
         async move { self.publish_all(outgoing?).await }
     }
 }
 
 impl<B: EventBus + ?Sized> EventBusExt for B {}
 
-/// How to subscribe.
+/// Options of a subscription.
 #[derive(Clone, Debug)]
-pub struct Subscribe {
-    /// Who gets an event.
+pub struct SubscribeOptions {
+    /// Live or durable.
     pub kind: SubscriptionKind,
-    /// For events of sessions, which session; `None` (default) is the one the bus was opened for.
+    /// Session of session-scoped events; `None` (default): the session that the bus was opened for.
     ///
-    /// A live subscription without either sees the events of all sessions that are published through this very bus.
+    /// If both are `None`, a live subscription receives the events of all sessions that are published through this bus.
     pub session: Option<SessionId>,
-    /// How long a handler may take; then it has failed. Default: 30 s, durable ones 5 min.
+    /// Timeout of a handler. Default: 30 s (live), 5 min (durable).
     pub handler_timeout: Duration,
-    /// Durable: when and how often a failed event is tried again. Default: 5 tries, 1 s doubling up to 60 s, with jitter.
+    /// Durable: retry policy of failed events. Default: 5 attempts, backoff 1 s doubling up to 60 s, with jitter.
     pub retry: RetryPolicy,
-    /// Durable: events in the hands of this process at once. Default: 64. There is no order between them above 1.
+    /// Durable: events handled at once by this process. Default: 64. Above 1, events are not ordered.
     pub concurrency: usize,
-    /// Durable: events read ahead, so that nobody waits for a round trip. They are kept from other processes. `None`
-    /// (default): as many as `concurrency`.
+    /// Durable: events prefetched by this process; other processes cannot get them. `None` (default): same as
+    /// `concurrency`.
     pub read_ahead: Option<usize>,
-    /// Durable, on streams: events that another program took for the group and left without a sign for this long are taken
-    /// over. Those of our own processes that died are taken over as soon as that is known. Default: 5 min.
+    /// Durable, on streams: idle time after which events pending for a foreign consumer of the group are reclaimed.
+    /// Events of crashed processes of this library are reclaimed as soon as the crash is detected. Default: 5 min.
     pub reclaim_idle: Duration,
 }
 
-/// Who gets an event.
+/// Who receives an event.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum SubscriptionKind {
-    /// Every process that is subscribed, once. What is published while a process is not there passes it by.
+    /// Every subscribed process, once. Events published while a process is not subscribed are not delivered to it.
     Live,
-    /// One process of this group, at least once, also if it is published while none is there. An event whose handler
-    /// fails is not acknowledged but tried again, and at last becomes a dead letter.
+    /// One process of this group, at least once, also if it is published while no process is subscribed. An event whose
+    /// handler fails stays unacknowledged and is retried; after the last attempt it becomes a dead letter.
     Durable(String),
 }
 
-impl Subscribe {
-    /// Every process gets every event.
+impl SubscribeOptions {
+    /// A live subscription: every process receives every event.
     pub fn live() -> Self {
         Self {
             kind: SubscriptionKind::Live,
@@ -148,8 +149,8 @@ impl Subscribe {
         }
     }
 
-    /// One process of the group gets an event. On the stream, the group `label` of the session or namespace `place` is
-    /// called `wink:cg:PLACE:LABEL`.
+    /// A durable subscription: one process of the group receives each event. The consumer group is named
+    /// `wink:cg:PLACE:LABEL`, where `PLACE` is the session or namespace.
     pub fn durable(label: impl Into<String>) -> Self {
         Self {
             kind: SubscriptionKind::Durable(label.into()),
@@ -158,7 +159,7 @@ impl Subscribe {
         }
     }
 
-    /// Listens to this session.
+    /// Selects the session.
     pub fn session(mut self, session: SessionId) -> Self {
         self.session = Some(session);
         self
@@ -166,10 +167,10 @@ impl Subscribe {
 
     pub(crate) fn validate(&self) -> Result<()> {
         if self.handler_timeout.is_zero() {
-            return Err(BusError::invalid("handler_timeout", "it is zero"));
+            return Err(BusError::invalid("handler_timeout", "must be greater than zero"));
         }
         if self.reclaim_idle.is_zero() {
-            return Err(BusError::invalid("reclaim_idle", "it is zero"));
+            return Err(BusError::invalid("reclaim_idle", "must be greater than zero"));
         }
         if self.concurrency == 0 || self.concurrency > CONCURRENCY_MAX {
             let problem = format!("{}; 1 to {CONCURRENCY_MAX}", self.concurrency);
@@ -185,43 +186,43 @@ impl Subscribe {
     }
 }
 
-/// Events of one durable subscription in the hands of one process.
+/// Largest `concurrency` and `read_ahead` of one durable subscription.
 const CONCURRENCY_MAX: usize = 10_000;
 
-/// What came of publishing an event.
+/// Result of publishing one event.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PublishResult {
-    /// What the event is known by.
+    /// Id of the event.
     pub event_id: EventId,
-    /// Where it is now.
-    pub stored: Stored,
-    /// How many live handlers of this process ran.
+    /// Where the event is stored.
+    pub stored: StoreOutcome,
+    /// Number of live handlers of this process that ran.
     pub handlers_invoked: usize,
-    /// Those of them that failed.
+    /// Handlers that failed.
     pub failures: Vec<HandlerFailure>,
 }
 
-/// Where a published event is.
+/// Where a published event is stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Stored {
-    /// In its stream, for everybody.
+pub enum StoreOutcome {
+    /// In its stream, at this entry.
     Entry(EntryId),
-    /// In the stream before: an event with its id was published already. No handler ran. On a local bus, which may store
-    /// nothing, the entry may be `EntryId::MIN`, which is none.
+    /// Already in its stream, at this entry: an event with the same id was published before. No handler ran.
+    /// `EntryId::MIN` if a local bus did not store it.
     Duplicate(EntryId),
-    /// In the spool of this process, on its way to the stream. The backend is away.
+    /// In the spool of this process, because the backend is unavailable. It is moved to its stream later.
     Spooled,
-    /// Only in this process: the bus is local, or the backend was unavailable and the event was not sent
-    /// ([`FailurePolicy::LocalOnly`](crate::FailurePolicy::LocalOnly)). No other process ever sees it.
+    /// Only in this process: the bus is local, or the backend is unavailable and the event was not sent
+    /// ([`FailurePolicy::LocalOnly`](crate::FailurePolicy::LocalOnly)). No other process receives it.
     LocalOnly,
-    /// In this process, and perhaps in its stream: it was sent and the backend did not confirm it
-    /// ([`FailurePolicy::LocalOnly`](crate::FailurePolicy::LocalOnly)). Other processes may see it.
-    /// Published again under the same id, it counts once.
+    /// In this process, and possibly in its stream: it was sent, and the backend did not confirm it
+    /// ([`FailurePolicy::LocalOnly`](crate::FailurePolicy::LocalOnly)). Other processes may receive it.
+    /// Publishing it again under the same id is idempotent.
     Unconfirmed,
 }
 
-impl Stored {
-    /// Its entry, if it is in its stream.
+impl StoreOutcome {
+    /// The entry id, if the event is in its stream.
     pub fn entry_id(self) -> Option<EntryId> {
         match self {
             Self::Duplicate(EntryId::MIN) => None,
@@ -230,12 +231,12 @@ impl Stored {
         }
     }
 
-    /// Whether it was not published before.
+    /// Whether the event was not published before.
     pub(crate) fn is_new(self) -> bool {
         !matches!(self, Self::Duplicate(_))
     }
 
-    /// How metrics call it.
+    /// Label in metrics.
     pub(crate) fn label(self) -> &'static str {
         match self {
             Self::Entry(_) => "stored",
@@ -248,77 +249,77 @@ impl Stored {
 }
 
 impl PublishResult {
-    /// Whether no handler failed.
+    /// Whether all handlers succeeded.
     pub fn ok(&self) -> bool {
         self.failures.is_empty()
     }
 
-    /// Makes an error of failed handlers.
-    pub fn raise(self) -> Result<Self> {
+    /// Returns [`BusError::Handlers`] if a handler failed.
+    pub fn into_result(self) -> Result<Self> {
         if self.ok() {
             return Ok(self);
         }
         Err(BusError::Handlers { event_id: self.event_id, failures: self.failures })
     }
 
-    /// Its entry, if it is in its stream.
+    /// The entry id, if the event is in its stream.
     pub fn entry_id(&self) -> Option<EntryId> {
         self.stored.entry_id()
     }
 }
 
-/// How a bus is.
+/// Health of a bus.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Health {
+pub struct BusHealth {
     /// Whether the backend answers.
     pub connected: bool,
-    /// How long it took to.
+    /// Round-trip time of the check.
     pub latency: Option<Duration>,
-    /// The streams the bus works with, by name.
+    /// The streams of the bus, by name.
     pub streams: BTreeMap<String, StreamHealth>,
-    /// What the breaker does with calls.
+    /// State of the circuit breaker.
     pub breaker: BreakerState,
-    /// The spool, if there is one.
+    /// The spool, if the bus has one.
     pub spool: Option<SpoolHealth>,
-    /// How many entries of unknown or unfit types are parked.
+    /// Number of parked entries (unknown type, unknown version or invalid payload).
     pub parked: u64,
-    /// How often, since the bus was opened, its live subscriptions came so late that entries may have been trimmed before
-    /// they read them. Read in larger batches, handle more quickly, or keep more.
+    /// How often, since the bus was opened, live subscriptions fell so far behind that entries may have been trimmed
+    /// before they were read. Use larger batches, faster handlers or a longer retention.
     pub missed: u64,
-    /// When this was found out, by the clock of the bus.
+    /// Time of the check, by the clock of the bus.
     pub last_check: Timestamp,
-    /// What went wrong, if something did.
+    /// Error of the check, if it failed.
     pub problem: Option<String>,
 }
 
-/// How a stream is.
+/// Health of a stream.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct StreamHealth {
-    /// How many entries it holds.
+    /// Number of entries.
     pub length: u64,
-    /// Its groups, by name.
+    /// Consumer groups, by name.
     pub groups: BTreeMap<String, GroupHealth>,
 }
 
-/// How far a group is.
+/// Health of a consumer group.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct GroupHealth {
-    /// Entries delivered and not settled.
+    /// Entries delivered and not acknowledged.
     pub pending: u64,
-    /// Entries not delivered yet, where the server can tell.
+    /// Entries not delivered yet, if the server reports it.
     pub lag: Option<u64>,
 }
 
-/// How full a spool is.
+/// Fill level of a spool.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SpoolHealth {
-    /// Events that wait in it.
+    /// Events in the spool.
     pub events: usize,
-    /// Bytes of its file.
+    /// Size of the spool file in bytes.
     pub bytes: u64,
-    /// Bytes it may have.
+    /// Limit of the spool file in bytes.
     pub max_bytes: u64,
-    /// Events that their streams refused for good, now or in an earlier life of the bus; they lie in a file beside it,
-    /// until somebody removes that file.
+    /// Events permanently rejected by their streams, now or before a restart. They are in the `.rejected` file beside
+    /// the spool until an operator removes that file.
     pub rejected: u64,
 }

@@ -1,4 +1,4 @@
-//! What can go wrong on a bus, split by what the caller does next.
+//! Errors of a bus, split by what the caller does next.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -9,109 +9,108 @@ use headwater_stream::StreamError;
 
 use crate::name::{EventId, SubscriptionId};
 
-/// A result of this crate.
+/// Result alias of this crate.
 pub type Result<T, E = BusError> = std::result::Result<T, E>;
 
 /// Why a call to a bus failed.
 #[derive(Clone, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum BusError {
-    /// The caller asked for something the bus does not do. Mend the call; nothing happened.
+    /// Invalid argument. Fix the call; it had no effect.
     #[error("{what} is invalid: {problem}")]
     Invalid {
-        /// Which argument.
+        /// The argument.
         what: String,
-        /// What is wrong with it, and what is allowed.
+        /// What is wrong, and what is allowed.
         problem: String,
     },
 
-    /// The payload is larger than an event may be. Store it elsewhere and publish where it is; nothing happened.
-    #[error("an event `{event_type}` of {bytes} bytes is too large; the limit is {limit}")]
+    /// The payload exceeds the limit. Store the data elsewhere and publish a reference; the call had no effect.
+    #[error("event `{event_type}` has {bytes} bytes of payload; the limit is {limit}")]
     TooLarge {
         /// The type of the event.
         event_type: String,
-        /// How large its payload is.
+        /// Size of its payload.
         bytes: usize,
-        /// How large it may be.
+        /// The limit.
         limit: usize,
     },
 
-    /// The registry of this bus does not allow the type. Register it; nothing happened.
-    #[error("the event type `{event_type}` is not registered on this bus: {problem}")]
+    /// The event type is not registered on this bus. Register it; the call had no effect.
+    #[error("event type `{event_type}` is not registered on this bus: {problem}")]
     NotRegistered {
-        /// The type's name.
+        /// The event type.
         event_type: String,
-        /// Whether it is missing or somebody else's.
+        /// Whether it is missing or registered by another Rust type.
         problem: String,
     },
 
-    /// An entry is no event that this bus knows.
+    /// An entry could not be decoded.
     #[error(transparent)]
-    Misfit(#[from] Misfit),
+    Decode(#[from] DecodeError),
 
-    /// The backend did not confirm the event: it may be stored or not. Publish it again under the same id, with a bus
-    /// that remembers ids, and it counts once.
-    #[error("event {event_id} was not confirmed, it may be stored or not: {source}")]
+    /// The backend did not confirm the event: it may or may not be stored. With an id of the caller's, publishing it
+    /// again is idempotent.
+    #[error("event `{event_id}` was not confirmed and may or may not be stored: {source}")]
     Unconfirmed {
         /// The event.
         event_id: EventId,
-        /// What the backend said.
+        /// Error of the backend.
         source: Arc<StreamError>,
     },
 
-    /// The backend failed so often that it is left alone for a while. Nothing happened.
-    #[error("the backend is left alone after failures; try again in {retry_after:?}")]
+    /// The circuit breaker is open after repeated backend failures. The call had no effect.
+    #[error("circuit breaker is open after repeated backend failures; retry in {retry_after:?}")]
     BreakerOpen {
-        /// When the next attempt is made.
+        /// Time until the next call is admitted.
         retry_after: Duration,
     },
 
-    /// The event could not be kept in the spool, and is not stored. After an attempt to store it that was not confirmed, it is
+    /// The event could not be spooled and is not stored. If an earlier attempt was not confirmed, the error is
     /// [`Unconfirmed`](Self::Unconfirmed) instead.
     #[error(transparent)]
     Spool(#[from] SpoolError),
 
-    /// A durable subscription of a local bus does not keep up. Publish again later; nothing happened.
-    #[error("the group `{group}` has {limit} events waiting, which is the limit")]
-    Backlogged {
+    /// The queue of a durable subscription of a local bus is full. Retry later; the call had no effect.
+    #[error("queue of group `{group}` is full: {limit} events are waiting")]
+    QueueFull {
         /// The group.
         group: String,
-        /// How many may wait.
+        /// Capacity of the queue.
         limit: usize,
     },
 
-    /// The bus was closed.
+    /// The bus is closed.
     #[error("the bus is closed")]
     Closed,
 
-    /// Handlers of this process failed; the event is stored all the same.
-    #[error("{} of the handlers of event {event_id} failed, the first with: {}", failures.len(),
+    /// Handlers of this process failed. The event is stored.
+    #[error("{} handlers of event `{event_id}` failed, the first with: {}", failures.len(),
         failures.first().map_or("", |failure| failure.reason.as_str()))]
     Handlers {
         /// The event.
         event_id: EventId,
-        /// Which ones, and why.
+        /// The failed handlers.
         failures: Vec<HandlerFailure>,
     },
 
-    /// The backend refused. [`StreamError`] says whether the same call may succeed later.
+    /// The backend returned an error. [`StreamError`] tells whether a retry may succeed.
     #[error(transparent)]
     Backend(Arc<StreamError>),
 
-    /// A durable subscription could not be made.
+    /// A durable subscription could not be created.
     #[error(transparent)]
     Queue(Arc<QueueError>),
 }
 
 impl BusError {
-    /// An invalid argument: which one, and what is wrong with it.
+    /// An invalid argument and what is wrong with it.
     pub(crate) fn invalid(what: impl Into<String>, problem: impl Into<String>) -> Self {
         Self::Invalid { what: what.into(), problem: problem.into() }
     }
 
-    /// Refuses to remember ids for less time than a call of the backend may take, in which it may be repeated: the same thing
-    /// would count twice.
-    pub(crate) fn check_remembered(
+    /// Rejects a dedup window shorter than a backend call may take: a retried call could be stored twice.
+    pub(crate) fn check_dedup_window(
         name: &str,
         time: Duration,
         call_deadline: Option<Duration>,
@@ -119,8 +118,8 @@ impl BusError {
         match call_deadline {
             Some(deadline) if time < deadline => {
                 let problem = format!(
-                    "{time:?}; a call of the backend may take {deadline:?}, and what it repeats \
-                     would count twice; take several times that, or a shorter `call_deadline`"
+                    "{time:?}; a backend call may be retried for {deadline:?}, and a retry after the window \
+                     stores a duplicate; use several times that, or a shorter `call_deadline`"
                 );
                 Err(Self::invalid(name, problem))
             }
@@ -128,10 +127,10 @@ impl BusError {
         }
     }
 
-    /// Whether the same call may succeed later without anybody mending anything.
+    /// Whether a retry of the same call may succeed.
     pub fn is_transient(&self) -> bool {
         match self {
-            Self::Unconfirmed { .. } | Self::BreakerOpen { .. } | Self::Backlogged { .. } => true,
+            Self::Unconfirmed { .. } | Self::BreakerOpen { .. } | Self::QueueFull { .. } => true,
             Self::Spool(error) => matches!(error, SpoolError::Full { .. }),
             Self::Backend(error) => error.is_transient(),
             Self::Queue(error) => error.is_transient(),
@@ -155,115 +154,115 @@ impl From<QueueError> for BusError {
     }
 }
 
-/// Why an entry is not an event that a registry knows. It is parked, with its bytes as they are.
+/// Why an entry could not be decoded. Such an entry is parked unchanged.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
-pub enum Misfit {
-    /// A field that every event has is missing or is no text.
-    #[error("the field `{field}` {problem}")]
+pub enum DecodeError {
+    /// A required field is missing or is not valid text.
+    #[error("field `{field}` {problem}")]
     Malformed {
-        /// Which field.
+        /// The field.
         field: &'static str,
         /// What is wrong with it.
         problem: String,
     },
-    /// Nobody registered the type.
-    #[error("the type `{event_type}` is not registered")]
+    /// The type is not registered.
+    #[error("event type `{event_type}` is not registered")]
     UnknownType {
-        /// Its name.
+        /// The event type.
         event_type: String,
     },
-    /// The version is newer than what is registered, or older without a way up.
-    #[error("version {version} of `{event_type}` cannot be read; {problem}")]
+    /// The version is newer than the registered one, or older without an upcaster.
+    #[error("version {version} of `{event_type}` cannot be decoded; {problem}")]
     UnknownVersion {
-        /// The type's name.
+        /// The event type.
         event_type: String,
         /// The version of the entry.
         version: u32,
-        /// What is registered.
+        /// The registered versions.
         problem: String,
     },
-    /// The payload does not fit the type.
-    #[error("the payload does not fit version {version} of `{event_type}`: {problem}")]
+    /// The payload does not match the type.
+    #[error("invalid payload for version {version} of `{event_type}`: {problem}")]
     Payload {
-        /// The type's name.
+        /// The event type.
         event_type: String,
         /// The version of the entry.
         version: u32,
-        /// What does not fit, and where.
+        /// The decoding error.
         problem: String,
     },
 }
 
-/// What is wrong with a spool.
+/// Errors of a spool.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum SpoolError {
-    /// It holds as much as it may. Wait until it is replayed, or raise the limit; nothing was added.
-    #[error("the spool `{}` is full: {bytes} of {limit} bytes", file.display())]
+    /// The spool is full. Wait until it is drained or raise the limit; nothing was added.
+    #[error("spool `{}` is full: {bytes} of {limit} bytes", file.display())]
     Full {
         /// The file.
         file: PathBuf,
-        /// What it holds.
+        /// Its size.
         bytes: u64,
-        /// What it may hold.
+        /// Its limit.
         limit: u64,
     },
-    /// It belongs to another bus. Use another file, or open it with that bus; nothing was changed.
-    #[error("the spool `{}` belongs to the bus `{owner}`, not to `{bus}`", file.display())]
-    Foreign {
+    /// The file belongs to another bus. Use another file or open it with that bus; nothing was changed.
+    #[error("spool `{}` belongs to bus `{owner}`, not to `{bus}`", file.display())]
+    WrongOwner {
         /// The file.
         file: PathBuf,
-        /// Whose it is.
+        /// The bus it belongs to.
         owner: String,
-        /// Who wanted it.
+        /// The bus that tried to open it.
         bus: String,
     },
-    /// Another process, or another bus of this one, has it open.
-    #[error("the spool `{}` is in use", file.display())]
+    /// Another process, or another bus of this process, has the file open.
+    #[error("spool `{}` is in use by another process or bus", file.display())]
     InUse {
         /// The file.
         file: PathBuf,
     },
-    /// It is damaged before its end. Move it aside and see what can be saved; nothing was changed.
-    #[error("the spool `{}` is damaged at byte {offset}: {problem}", file.display())]
+    /// The file is corrupt before its end. Move it away and recover what can be read; nothing was changed.
+    #[error("spool `{}` is corrupt at byte {offset}: {problem}", file.display())]
     Corrupt {
         /// The file.
         file: PathBuf,
-        /// Where the first unreadable record begins.
+        /// Offset of the first unreadable record.
         offset: u64,
-        /// What does not fit.
+        /// The decoding error.
         problem: String,
     },
-    /// The operating system refused. Mend the disk or the permissions.
-    #[error("the spool `{}` cannot be used: {problem}", file.display())]
+    /// An I/O error. Fix the disk or the permissions.
+    #[error("spool `{}` cannot be used: {problem}", file.display())]
     Disk {
         /// The file.
         file: PathBuf,
-        /// Its own words.
+        /// The operating system's message.
         problem: String,
     },
 }
 
-/// A handler that failed, and why.
+/// A failed handler.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("subscription {subscription}: {reason}")]
 pub struct HandlerFailure {
-    /// Whose handler it is.
+    /// The subscription.
     pub subscription: SubscriptionId,
     /// How it failed.
     pub kind: FailureKind,
-    /// Why, in its own words where it has some.
+    /// Error message of the handler, if it has one.
     pub reason: String,
 }
 
 /// How a handler failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FailureKind {
-    /// It said so.
+    /// It returned an error.
     Failed,
     /// It panicked.
     Panicked,
-    /// It took longer than it may.
+    /// It exceeded its timeout.
     TimedOut,
 }

@@ -1,9 +1,8 @@
-//! Events: typed facts, what surrounds them, and how both lie in an entry.
+//! Events: typed facts, their envelope, and how both are encoded in a stream entry.
 //!
-//! Upstream: applications. Downstream: entries of `headwater-stream`, with the field names of WIRE.
-//! Promises: payload bytes are never re-encoded on their way; an entry of another program needs only `type` and
-//! `payload`.
-//! Not here: which types are allowed and how old versions are lifted (see `registry`).
+//! Upstream: applications. Downstream: entries of `headwater-stream`, with the field names of the wire format.
+//! Promises: payload bytes are never re-encoded; an entry of another program needs only `type` and `payload`.
+//! Not here: which types are allowed, and upcasting of old versions (see `registry`).
 
 use std::any::Any;
 use std::fmt;
@@ -18,7 +17,7 @@ use schemars::JsonSchema;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use crate::error::{BusError, Misfit, Result};
+use crate::error::{BusError, DecodeError, Result};
 use crate::limits::PAYLOAD_BYTES_MAX;
 use crate::name::{EventId, SessionId};
 use crate::trace;
@@ -31,7 +30,7 @@ const VERSION: &str = "version";
 const ORIGIN: &str = "origin";
 const TRACE_ID: &str = "trace_id";
 const SPAN_ID: &str = "span_id";
-/// Written by consumers of `headwater-queue` that put a message aside and bring it back.
+/// Written by consumers of `headwater-queue` when they re-append a delayed message.
 const ORIGINAL_MESSAGE_ID: &str = "originalMessageId";
 
 /// A fact with a stable name and a version, as JSON.
@@ -56,16 +55,16 @@ const ORIGINAL_MESSAGE_ID: &str = "originalMessageId";
 /// }
 /// ```
 pub trait Event: Serialize + DeserializeOwned + JsonSchema + Send + Sync + 'static {
-    /// The name by which every program knows the type. It never changes, whatever the Rust type is called.
+    /// The stable name of the type, shared by all programs. Renaming the Rust type does not change it.
     const TYPE: &'static str;
 
-    /// Counts the changes that older readers would not understand, from 1.
+    /// Version of the payload, from 1. Increment it for changes that older readers cannot decode.
     const VERSION: u32 = 1;
 
     /// Where events of this type are stored.
     const SCOPE: Scope = Scope::Namespace;
 
-    /// The session it belongs to, for [`Scope::Session`]; `None` leaves it to the bus.
+    /// The session of the event, for [`Scope::Session`]; `None`: the session of the bus.
     fn session(&self) -> Option<&str> {
         None
     }
@@ -74,33 +73,34 @@ pub trait Event: Serialize + DeserializeOwned + JsonSchema + Send + Sync + 'stat
 /// Where events of a type are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Scope {
-    /// In the stream of a session: the event's own, or else that of the bus.
+    /// In the stream of a session: the event's, otherwise that of the bus.
     Session,
     /// In the control stream of the bus's namespace.
     Namespace,
 }
 
-/// An event on its way to a bus.
+/// An event to be published.
 #[derive(Clone)]
-pub struct Outgoing {
+pub struct OutgoingEvent {
     pub(crate) event_type: &'static str,
     pub(crate) version: u32,
     pub(crate) scope: Scope,
     pub(crate) session: Option<SessionId>,
     pub(crate) payload: Bytes,
-    pub(crate) value: Value,
+    pub(crate) value: EventValue,
     pub(crate) event_id: Option<EventId>,
     pub(crate) trace: Option<TraceContext>,
 }
 
-/// An event of a type that only its registration knows.
-pub(crate) type Value = Arc<dyn Any + Send + Sync>;
+/// A decoded event with its type erased.
+pub(crate) type EventValue = Arc<dyn Any + Send + Sync>;
 
-impl Outgoing {
-    /// Writes the event as JSON and checks what can be checked without a bus.
+impl OutgoingEvent {
+    /// Encodes the event as JSON and checks its size and session.
     pub fn new<E: Event>(event: E) -> Result<Self> {
         let payload = serde_json::to_vec(&event).map_err(|error| {
-            BusError::invalid(format!("an event `{}`", E::TYPE), format!("no JSON: {error}"))
+            let problem = format!("it cannot be encoded as JSON: {error}");
+            BusError::invalid(format!("event `{}`", E::TYPE), problem)
         })?;
         if payload.len() > PAYLOAD_BYTES_MAX {
             return Err(BusError::TooLarge {
@@ -111,8 +111,8 @@ impl Outgoing {
         }
         let session = event.session().map(SessionId::new).transpose()?;
         if session.is_some() && E::SCOPE == Scope::Namespace {
-            let problem = "it names a session, but its `SCOPE` is `Namespace`";
-            return Err(BusError::invalid(format!("the event type `{}`", E::TYPE), problem));
+            let problem = "it has a session, but its `SCOPE` is `Namespace`";
+            return Err(BusError::invalid(format!("event type `{}`", E::TYPE), problem));
         }
         Ok(Self {
             event_type: E::TYPE,
@@ -126,30 +126,29 @@ impl Outgoing {
         })
     }
 
-    /// Gives it an id of the caller's: published again under this id within the time a bus remembers ids, it counts
-    /// once.
+    /// Sets the event id. Publishing again under the same id within the dedup window of the bus is idempotent.
     pub fn with_id(mut self, event_id: EventId) -> Self {
         self.event_id = Some(event_id);
         self
     }
 
-    /// Makes it part of a trace. Without this it joins the trace of the event being handled, or begins one.
+    /// Sets the trace. Default: the trace of the event being handled, otherwise a new one.
     pub fn with_trace(mut self, trace: TraceContext) -> Self {
         self.trace = Some(trace);
         self
     }
 }
 
-impl Outgoing {
-    /// Makes it part of the current trace, unless it has one.
+impl OutgoingEvent {
+    /// Joins the current trace, unless a trace is set.
     pub(crate) fn join_trace(&mut self) {
         self.trace.get_or_insert_with(trace::next_span);
     }
 }
 
-impl fmt::Debug for Outgoing {
+impl fmt::Debug for OutgoingEvent {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Outgoing")
+        f.debug_struct("OutgoingEvent")
             .field("event_type", &self.event_type)
             .field("version", &self.version)
             .field("session", &self.session)
@@ -158,39 +157,39 @@ impl fmt::Debug for Outgoing {
     }
 }
 
-/// What surrounds an event.
+/// Metadata and payload of an event.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Envelope {
-    /// What the event is known by. An entry of another program without one is known by where it lies.
+    /// Id of the event. An entry of another program without one is identified by its stream and entry id.
     pub event_id: EventId,
-    /// The registered name of its type.
+    /// The registered name of the event type.
     pub event_type: String,
-    /// The version it was written in; 1 if the entry does not say.
+    /// Version of the payload; 1 if the entry has no version.
     pub version: u32,
-    /// When it was published, if the entry says so.
+    /// Time of publication, if the entry has one.
     pub timestamp: Option<Timestamp>,
-    /// The bus that published it, new with every start.
+    /// The bus that published it; different after every restart.
     pub origin: Option<String>,
-    /// The trace it belongs to.
+    /// Id of the trace.
     pub trace_id: Option<String>,
-    /// Its span in that trace.
+    /// Id of the span.
     pub span_id: Option<String>,
-    /// The event as JSON, as it was written.
+    /// The payload as JSON, unchanged.
     pub payload: Bytes,
-    /// The stream it lies in; `None` if it is only here.
+    /// Its stream; `None` if it is not stored.
     pub stream: Option<StreamName>,
-    /// Its entry there; `None` while it is not stored.
+    /// Its entry; `None` if it is not stored.
     pub entry_id: Option<EntryId>,
-    /// The entry that this one repeats for a group that failed on it. Who reads the whole stream skips such entries.
+    /// The entry that this one repeats for a consumer group that failed on it. Readers of the whole stream skip it.
     pub copy_of: Option<EntryId>,
-    /// How often it was delivered to a group, deliveries to processes that died included; 1 where there is no group.
+    /// Number of deliveries to the group, including those to crashed processes; 1 without a group.
     pub deliveries: u64,
 }
 
 impl Envelope {
-    /// What surrounds an event that is about to be published.
+    /// The envelope of an event to be published.
     pub(crate) fn outgoing(
-        event: &Outgoing,
+        event: &OutgoingEvent,
         event_id: EventId,
         origin: &str,
         trace: TraceContext,
@@ -213,7 +212,7 @@ impl Envelope {
         }
     }
 
-    /// The fields of its entry.
+    /// Encodes it as entry fields.
     pub fn to_fields(&self) -> Fields {
         let mut pairs: Vec<(Bytes, Bytes)> = Vec::with_capacity(8);
         let mut put = |name: &'static str, value: Bytes| {
@@ -236,25 +235,25 @@ impl Envelope {
         Fields::new(pairs)
     }
 
-    /// Reads an entry. What only a bus of ours writes may be missing or odd; `type` and `payload` may not.
+    /// Decodes an entry. Fields written only by this library may be missing or invalid; `type` and `payload` may not.
     pub fn from_entry(
         stream: &StreamName,
         entry_id: EntryId,
         fields: &Fields,
-    ) -> Result<Self, Misfit> {
+    ) -> Result<Self, DecodeError> {
         let text = |name: &str| fields.get(name).and_then(|value| std::str::from_utf8(value).ok());
         let event_type = match fields.get(TYPE) {
             None => return Err(malformed(TYPE, "is missing")),
-            Some(value) => {
-                std::str::from_utf8(value).map_err(|_| malformed(TYPE, "is no text"))?.to_owned()
-            }
+            Some(value) => std::str::from_utf8(value)
+                .map_err(|_| malformed(TYPE, "is not valid UTF-8"))?
+                .to_owned(),
         };
         let payload = fields.get(PAYLOAD).ok_or_else(|| malformed(PAYLOAD, "is missing"))?.clone();
         let version = match fields.get(VERSION) {
             None => 1,
             Some(_) => text(VERSION)
                 .and_then(|number| number.parse().ok())
-                .ok_or_else(|| malformed(VERSION, "is no number"))?,
+                .ok_or_else(|| malformed(VERSION, "is not a number"))?,
         };
         let event_id = text(EVENT_ID).and_then(|id| EventId::new(id).ok());
         Ok(Self {
@@ -273,17 +272,17 @@ impl Envelope {
         })
     }
 
-    /// Its place in a trace, if the entry names a valid one.
+    /// Its trace context, if the ids are valid.
     pub fn trace(&self) -> Option<TraceContext> {
         trace::from_ids(self.trace_id.as_deref()?, self.span_id.as_deref()?)
     }
 }
 
-fn malformed(field: &'static str, problem: &str) -> Misfit {
-    Misfit::Malformed { field, problem: problem.to_owned() }
+fn malformed(field: &'static str, problem: &str) -> DecodeError {
+    DecodeError::Malformed { field, problem: problem.to_owned() }
 }
 
-/// An id for an entry that has none. Streams of foreign programs may have longer names than ours.
+/// The id of an entry without a valid one: stream and entry id, or the entry id if the stream's name is too long.
 fn id_by_place(stream: &StreamName, entry_id: EntryId) -> EventId {
     let place = format!("{stream}/{entry_id}");
     EventId::new(&place)
@@ -291,21 +290,21 @@ fn id_by_place(stream: &StreamName, entry_id: EntryId) -> EventId {
         .expect("an entry id is a valid event id")
 }
 
-/// An event as a handler sees it. Clones are the same event.
-pub struct Received<E> {
-    /// The event; also reached by dereferencing.
+/// An event as a handler receives it. Clones share the event.
+pub struct ReceivedEvent<E> {
+    /// The event; also available by dereferencing.
     pub event: Arc<E>,
-    /// What surrounds it.
+    /// Its envelope.
     pub envelope: Arc<Envelope>,
 }
 
-impl<E> Clone for Received<E> {
+impl<E> Clone for ReceivedEvent<E> {
     fn clone(&self) -> Self {
         Self { event: Arc::clone(&self.event), envelope: Arc::clone(&self.envelope) }
     }
 }
 
-impl<E> Deref for Received<E> {
+impl<E> Deref for ReceivedEvent<E> {
     type Target = E;
 
     fn deref(&self) -> &E {
@@ -313,16 +312,16 @@ impl<E> Deref for Received<E> {
     }
 }
 
-impl<E: fmt::Debug> fmt::Debug for Received<E> {
+impl<E: fmt::Debug> fmt::Debug for ReceivedEvent<E> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Received")
+        f.debug_struct("ReceivedEvent")
             .field("event", &self.event)
             .field("envelope", &self.envelope)
             .finish()
     }
 }
 
-/// The span in which events are published, with the ids that the first of them carries on.
+/// The span of a publish, with the ids of the first event.
 pub(crate) fn publish_span(first: Option<&Envelope>, events: usize) -> tracing::Span {
     tracing::debug_span!(
         "publish",
@@ -343,7 +342,7 @@ mod tests {
     }
 
     #[test]
-    fn an_envelope_survives_its_entry() {
+    fn an_envelope_survives_encoding_and_decoding() {
         let trace = TraceContext::root();
         let (trace_id, span_id) = trace::to_ids(trace);
         let envelope = Envelope {
@@ -374,7 +373,7 @@ mod tests {
     }
 
     #[test]
-    fn an_entry_without_them_says_which_field_is_wrong() {
+    fn an_invalid_entry_names_the_wrong_field() {
         for (fields, wrong) in [
             (Fields::new([("payload", "{}")]), TYPE),
             (Fields::new([("type", "a.B")]), PAYLOAD),
@@ -382,7 +381,10 @@ mod tests {
             (Fields::new([("type", "a.B"), ("payload", "{}"), ("version", "new")]), VERSION),
         ] {
             let error = Envelope::from_entry(&stream(), EntryId::new(5, 1), &fields).unwrap_err();
-            assert!(matches!(error, Misfit::Malformed { field, .. } if field == wrong), "{error}");
+            assert!(
+                matches!(error, DecodeError::Malformed { field, .. } if field == wrong),
+                "{error}"
+            );
         }
     }
 }

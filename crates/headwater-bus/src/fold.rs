@@ -1,12 +1,12 @@
-//! Folds: what is known after a number of events, made of them one by one.
+//! Folds: state computed from the events of a session, one event at a time.
 //!
-//! Upstream: `session` gives each fold every event of a session, in the order of its stream. Downstream: applications
-//! read the result; `snapshot` keeps it.
-//! Promises: folds are named and versioned, so that what was kept under one set of folds is never taken for another's.
-//! A fold that panics is an error of its session and hurts nobody else.
+//! Upstream: `session` applies every event of a session to each fold, in stream order. Downstream: applications read
+//! the state; `snapshot` saves it.
+//! Promises: folds have a name and a version, so a snapshot is only used for the folds it was taken of. A fold that
+//! panics fails its session and nothing else.
 //! Not here: which entries of a stream count (see `session/state`).
 
-mod kept;
+mod retained_events;
 
 use std::any::Any;
 use std::fmt;
@@ -16,22 +16,22 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::value::RawValue;
 
-use self::kept::Kept;
+use self::retained_events::RetainedEvents;
 
 use crate::error::{BusError, Result};
-use crate::event::{Envelope, Event, Received};
-use crate::handler::Delivered;
-use crate::limits::{FOLD_NAME_BYTES_MAX, FOLDED_BYTES_MAX, FOLDS_MAX};
-use crate::registry::Registry;
+use crate::event::{Envelope, Event, ReceivedEvent};
+use crate::handler::DeliveredEvent;
+use crate::limits::{FOLD_NAME_BYTES_MAX, FOLDS_MAX, RETAINED_BYTES_MAX};
+use crate::registry::EventRegistry;
 
-/// How the names of the built-in folds begin.
+/// Name prefixes of the built-in folds.
 const LATEST: &str = "latest:";
 const ALL: &str = "all:";
 
-/// A state that is made of events, one after the other.
+/// State computed from events, one at a time.
 ///
-/// `apply` must depend on nothing but the state and the event: no clock, no randomness, no I/O. Then every process that
-/// folds the same events has the same state. It is kept in snapshots as JSON.
+/// `apply` must depend only on the state and the event: no clock, no randomness, no I/O. Then every process computes
+/// the same state from the same events. Snapshots store the state as JSON.
 ///
 /// ```
 /// use headwater_bus::{Fold, PromptExecuted, SessionEvent};
@@ -50,28 +50,28 @@ const ALL: &str = "all:";
 /// }
 /// ```
 pub trait Fold: Clone + Default + Serialize + DeserializeOwned + Send + Sync + 'static {
-    /// What the fold is known by in snapshots: unique among the folds of an application.
+    /// Name of the fold in snapshots; unique within an application.
     const NAME: &'static str;
 
-    /// Counts the changes of `apply` and of the state. After a change, snapshots of other versions are not used.
+    /// Version of `apply` and of the state. Increment it on every change; snapshots of other versions are not used.
     const VERSION: u32 = 1;
 
-    /// Takes one more event into account. It is called for every event whose type the bus allows.
+    /// Applies one event. Called for every event of a registered type.
     fn apply(&mut self, event: &SessionEvent);
 }
 
-/// An event of a session as a fold sees it.
+/// An event of a session, as passed to a fold.
 #[derive(Clone)]
-pub struct SessionEvent(pub(crate) Delivered);
+pub struct SessionEvent(pub(crate) DeliveredEvent);
 
 impl SessionEvent {
     /// The event, if it is of this type.
-    pub fn get<E: Event>(&self) -> Option<Received<E>> {
+    pub fn get<E: Event>(&self) -> Option<ReceivedEvent<E>> {
         let event = Arc::clone(&self.0.value).downcast::<E>().ok()?;
-        Some(Received { event, envelope: Arc::clone(&self.0.envelope) })
+        Some(ReceivedEvent { event, envelope: Arc::clone(&self.0.envelope) })
     }
 
-    /// What surrounds it.
+    /// Its envelope.
     pub fn envelope(&self) -> &Envelope {
         &self.0.envelope
     }
@@ -87,11 +87,11 @@ impl fmt::Debug for SessionEvent {
 #[derive(Clone, Default)]
 pub struct Folds {
     list: Vec<Box<dyn AnyFold>>,
-    checks: Vec<fn(&Registry) -> Result<()>>,
+    checks: Vec<fn(&EventRegistry) -> Result<()>>,
 }
 
 impl Folds {
-    /// None: for whoever only publishes, or looks after sessions.
+    /// No folds: for publishing only, or for maintenance.
     pub fn none() -> Self {
         Self::default()
     }
@@ -99,17 +99,17 @@ impl Folds {
     /// Keeps the newest event of type `E`.
     pub fn latest<E: Event>(mut self) -> Self {
         self.checks.push(|registry| registry.check::<E>());
-        self.add(Kept::<E>::new(format!("{LATEST}{}", E::TYPE), 1))
+        self.add(RetainedEvents::<E>::new(format!("{LATEST}{}", E::TYPE), 1))
     }
 
-    /// Keeps the newest `max` events of type `E`, and counts those that had to go. All folds that keep events share
-    /// [`FOLDED_BYTES_MAX`](crate::limits::FOLDED_BYTES_MAX), so that snapshots can hold them: fewer than `max` may stay.
+    /// Keeps the newest `max` events of type `E` and counts the dropped ones. All event-keeping folds share
+    /// [`RETAINED_BYTES_MAX`](crate::limits::RETAINED_BYTES_MAX), so fewer than `max` may be kept.
     pub fn all<E: Event>(mut self, max: usize) -> Self {
         self.checks.push(|registry| registry.check::<E>());
-        self.add(Kept::<E>::new(format!("{ALL}{}:{max}", E::TYPE), max))
+        self.add(RetainedEvents::<E>::new(format!("{ALL}{}:{max}", E::TYPE), max))
     }
 
-    /// Keeps a state of the application's own.
+    /// Adds a custom fold.
     pub fn with<F: Fold>(self) -> Self {
         self.add(Custom(F::default()))
     }
@@ -119,10 +119,10 @@ impl Folds {
         self
     }
 
-    /// Checks names and limits, and that the types are allowed.
-    pub(crate) fn check(&self, registry: &Registry) -> Result<()> {
+    /// Checks names, limits and event types.
+    pub(crate) fn check(&self, registry: &EventRegistry) -> Result<()> {
         if self.list.len() > FOLDS_MAX {
-            let problem = format!("{}; at most {FOLDS_MAX}", self.list.len());
+            let problem = format!("{} folds; the limit is {FOLDS_MAX}", self.list.len());
             return Err(BusError::invalid("folds", problem));
         }
         for (index, fold) in self.list.iter().enumerate() {
@@ -131,21 +131,23 @@ impl Folds {
                 || name.len() > FOLD_NAME_BYTES_MAX
                 || name.chars().any(char::is_control)
             {
-                let problem = format!("1 to {FOLD_NAME_BYTES_MAX} bytes, no control characters");
-                return Err(BusError::invalid(format!("the fold `{name}`"), problem));
+                let problem = format!(
+                    "the name must have 1 to {FOLD_NAME_BYTES_MAX} bytes and no control characters"
+                );
+                return Err(BusError::invalid(format!("fold `{name}`"), problem));
             }
             if self.list[..index].iter().any(|other| other.name() == name) {
-                return Err(BusError::invalid(format!("the fold `{name}`"), "it is there twice"));
+                return Err(BusError::invalid(format!("fold `{name}`"), "it is listed twice"));
             }
             fold.check()?;
         }
         self.checks.iter().try_for_each(|check| check(registry))
     }
 
-    /// The same folds, each with its share of what all may keep.
+    /// The same folds, each with an equal share of `RETAINED_BYTES_MAX`.
     pub(crate) fn limited(mut self) -> Self {
         let keep = self.iter().filter(|fold| fold.keeps_events()).count();
-        if let Some(share) = FOLDED_BYTES_MAX.checked_div(keep) {
+        if let Some(share) = RETAINED_BYTES_MAX.checked_div(keep) {
             self.iter_mut().for_each(|fold| fold.limit(share));
         }
         self
@@ -155,7 +157,7 @@ impl Folds {
         self.list.is_empty()
     }
 
-    /// Names and versions, sorted: what a snapshot says it is of.
+    /// Names and versions, sorted: the identity of a snapshot.
     pub(crate) fn names(&self) -> Vec<(String, u32)> {
         let mut names: Vec<(String, u32)> =
             self.list.iter().map(|fold| (fold.name().to_owned(), fold.version())).collect();
@@ -171,8 +173,8 @@ impl Folds {
         self.list.iter_mut()
     }
 
-    /// The newest event of type `E`, if [`latest`](Self::latest) or [`all`](Self::all) keep it.
-    pub(crate) fn get_latest<E: Event>(&self) -> Option<Received<E>> {
+    /// The newest event of type `E`, if [`latest`](Self::latest) or [`all`](Self::all) keeps it.
+    pub(crate) fn get_latest<E: Event>(&self) -> Option<ReceivedEvent<E>> {
         self.kept::<E>(LATEST).or_else(|| self.kept::<E>(ALL))?.events.back().cloned()
     }
 
@@ -187,9 +189,9 @@ impl Folds {
         found.map(|custom| &custom.0)
     }
 
-    fn kept<E: Event>(&self, kind: &str) -> Option<&Kept<E>> {
+    fn kept<E: Event>(&self, kind: &str) -> Option<&RetainedEvents<E>> {
         self.iter()
-            .filter_map(|fold| fold.as_any().downcast_ref::<Kept<E>>())
+            .filter_map(|fold| fold.as_any().downcast_ref::<RetainedEvents<E>>())
             .find(|kept| kept.name.starts_with(kind))
     }
 }
@@ -200,30 +202,30 @@ impl fmt::Debug for Folds {
     }
 }
 
-/// The events that [`Folds::all`] keeps.
+/// The events kept by [`Folds::all`].
 #[derive(Clone, Debug)]
 pub struct AllEvents<E> {
-    /// The newest ones, oldest first.
-    pub events: Vec<Received<E>>,
-    /// How many older ones had to go.
+    /// The newest events, oldest first.
+    pub events: Vec<ReceivedEvent<E>>,
+    /// Number of older events that were dropped.
     pub dropped: u64,
 }
 
-/// A fold that forgot its type.
+/// A fold with its type erased.
 pub(crate) trait AnyFold: Send + Sync + 'static {
     fn name(&self) -> &str;
     fn version(&self) -> u32;
     fn check(&self) -> Result<()>;
-    /// Whether it keeps events as they are.
+    /// Whether it keeps whole events.
     fn keeps_events(&self) -> bool {
         false
     }
-    /// About how many bytes the events that it keeps may have in a snapshot.
+    /// Sets the approximate number of snapshot bytes that its events may use.
     fn limit(&mut self, _bytes: usize) {}
     fn apply(&mut self, event: &SessionEvent);
     fn save(&self) -> serde_json::Result<Box<RawValue>>;
-    /// Replaces the state by one that was saved; an error says why it does not fit.
-    fn load(&mut self, saved: &RawValue, registry: &Registry) -> Result<(), String>;
+    /// Replaces the state with a saved one; `Err` tells why that is not possible.
+    fn load(&mut self, saved: &RawValue, registry: &EventRegistry) -> Result<(), String>;
     fn as_any(&self) -> &dyn Any;
     fn boxed(&self) -> Box<dyn AnyFold>;
 }
@@ -234,7 +236,7 @@ impl Clone for Box<dyn AnyFold> {
     }
 }
 
-/// A fold of the application's.
+/// A fold of the application.
 #[derive(Clone)]
 struct Custom<F>(F);
 
@@ -249,8 +251,8 @@ impl<F: Fold> AnyFold for Custom<F> {
 
     fn check(&self) -> Result<()> {
         if F::NAME.starts_with(LATEST) || F::NAME.starts_with(ALL) {
-            let problem = "names that begin with `latest:` or `all:` are taken";
-            return Err(BusError::invalid(format!("the fold `{}`", F::NAME), problem));
+            let problem = "names starting with `latest:` or `all:` are reserved";
+            return Err(BusError::invalid(format!("fold `{}`", F::NAME), problem));
         }
         Ok(())
     }
@@ -263,7 +265,7 @@ impl<F: Fold> AnyFold for Custom<F> {
         serde_json::value::to_raw_value(&self.0)
     }
 
-    fn load(&mut self, saved: &RawValue, _: &Registry) -> Result<(), String> {
+    fn load(&mut self, saved: &RawValue, _: &EventRegistry) -> Result<(), String> {
         self.0 = serde_json::from_str(saved.get()).map_err(|error| error.to_string())?;
         Ok(())
     }

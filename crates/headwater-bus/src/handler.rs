@@ -1,7 +1,8 @@
-//! Handlers: what a subscription does with events, and how one is run so that it can hurt nobody.
+//! Event handlers, and how they are run in isolation.
 //!
-//! Upstream: applications. Downstream: `live` and the durable subscriptions run them.
-//! Promises: a handler that panics, fails or takes too long is a failure with a reason, and nothing else.
+//! Upstream: applications. Downstream: `live` and durable subscriptions run them.
+//! Promises: an error, a panic or a timeout of a handler is reported as a failure with a reason and affects nothing
+//! else.
 
 use std::any::Any;
 use std::fmt;
@@ -16,37 +17,37 @@ use tokio::time::timeout;
 use tracing::Instrument;
 
 use crate::error::{BusError, FailureKind, Result};
-use crate::event::{Envelope, Event, Received, Scope, Value};
+use crate::event::{Envelope, Event, EventValue, ReceivedEvent, Scope};
 use crate::metrics;
-use crate::registry::Registry;
+use crate::registry::EventRegistry;
 use crate::trace;
 
 tokio::task_local! {
     static HANDLING: ();
 }
 
-/// Whether the code that runs now is a handler.
-pub(crate) fn is_handling() -> bool {
+/// Whether the current task is running a handler.
+pub(crate) fn is_in_handler() -> bool {
     HANDLING.try_with(|()| ()).is_ok()
 }
 
-/// Handles events of one type. Any `Fn(Received<E>) -> impl Future` whose output is an [`Outcome`], `()`, or a `Result`
-/// of one of them is one.
+/// Handles events of one type. Implemented by every `Fn(ReceivedEvent<E>) -> impl Future` whose output is an
+/// [`Outcome`], `()`, or a `Result` of one of them.
 #[async_trait]
 pub trait EventHandler<E: Event>: Send + Sync + 'static {
     /// Handles one event.
-    async fn handle(&self, event: Received<E>) -> Outcome;
+    async fn handle(&self, event: ReceivedEvent<E>) -> Outcome;
 }
 
 #[async_trait]
 impl<E, F, Fut> EventHandler<E> for F
 where
     E: Event,
-    F: Fn(Received<E>) -> Fut + Send + Sync + 'static,
+    F: Fn(ReceivedEvent<E>) -> Fut + Send + Sync + 'static,
     Fut: Future + Send,
     Fut::Output: Into<Outcome>,
 {
-    async fn handle(&self, event: Received<E>) -> Outcome {
+    async fn handle(&self, event: ReceivedEvent<E>) -> Outcome {
         self(event).await.into()
     }
 }
@@ -58,31 +59,32 @@ pub struct Handlers {
 }
 
 impl Handlers {
-    /// None yet.
+    /// Creates an empty list.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Handles events of type `E` with this.
+    /// Adds a handler for events of type `E`.
     pub fn on<E: Event>(mut self, handler: impl EventHandler<E>) -> Self {
         self.list.push(TypedHandler::new(handler));
         self
     }
 
-    /// Checks that there are any, and that all their types are allowed.
-    pub(crate) fn check(&self, registry: &Registry) -> Result<()> {
+    /// Checks that there is at least one handler and that all types are registered.
+    pub(crate) fn check(&self, registry: &EventRegistry) -> Result<()> {
         if self.list.is_empty() {
-            return Err(BusError::invalid("handlers", "there are none"));
+            return Err(BusError::invalid("handlers", "the list is empty"));
         }
         self.list.iter().try_for_each(|handler| (handler.check)(registry))
     }
 
-    /// The scope that all of them share; an error if they do not.
-    pub(crate) fn one_scope(&self) -> Result<Scope> {
+    /// The scope shared by all handlers; an error if they differ.
+    pub(crate) fn common_scope(&self) -> Result<Scope> {
         let mut scopes = self.list.iter().map(|handler| handler.scope);
-        let first = scopes.next().ok_or_else(|| BusError::invalid("handlers", "there are none"))?;
+        let first =
+            scopes.next().ok_or_else(|| BusError::invalid("handlers", "the list is empty"))?;
         if scopes.any(|scope| scope != first) {
-            let problem = "some are of a session and some of a namespace; a group reads one stream";
+            let problem = "session and namespace scopes are mixed; a group reads one stream";
             return Err(BusError::invalid("handlers of a durable subscription", problem));
         }
         Ok(first)
@@ -95,45 +97,45 @@ impl fmt::Debug for Handlers {
     }
 }
 
-/// A handler that forgot its type, but not the type's name.
+/// A handler with its event type erased.
 #[derive(Clone)]
 pub(crate) struct TypedHandler {
     pub(crate) event_type: &'static str,
     pub(crate) scope: Scope,
-    check: fn(&Registry) -> Result<()>,
-    run: Arc<dyn Fn(Delivered) -> BoxFuture<'static, Outcome> + Send + Sync>,
+    check: fn(&EventRegistry) -> Result<()>,
+    run: Arc<dyn Fn(DeliveredEvent) -> BoxFuture<'static, Outcome> + Send + Sync>,
 }
 
-/// An event on its way to handlers.
+/// A decoded event to be passed to handlers.
 #[derive(Clone)]
-pub(crate) struct Delivered {
-    pub(crate) value: Value,
+pub(crate) struct DeliveredEvent {
+    pub(crate) value: EventValue,
     pub(crate) envelope: Arc<Envelope>,
 }
 
-/// What became of one run of a handler.
+/// Result of one run of a handler.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Handled {
+pub(crate) enum HandlerResult {
     Done,
-    /// It did not work. `after` and `gives_up` are the handler's own wishes.
+    /// It failed. `after` and `is_permanent` are set by the handler.
     Failed {
         kind: FailureKind,
         reason: String,
         after: Option<Duration>,
-        gives_up: bool,
+        is_permanent: bool,
     },
-    /// The handler wants somebody else to do it.
+    /// The handler releases the event for another process.
     Release,
 }
 
 impl TypedHandler {
     fn new<E: Event>(handler: impl EventHandler<E>) -> Self {
         let handler = Arc::new(handler);
-        let run = move |delivered: Delivered| -> BoxFuture<'static, Outcome> {
+        let run = move |delivered: DeliveredEvent| -> BoxFuture<'static, Outcome> {
             let handler = Arc::clone(&handler);
             let event = delivered.value.downcast::<E>();
             let event = event.expect("the registry allows one Rust type for each name");
-            let received = Received { event, envelope: delivered.envelope };
+            let received = ReceivedEvent { event, envelope: delivered.envelope };
             Box::pin(async move { handler.handle(received).await })
         };
         Self {
@@ -144,13 +146,13 @@ impl TypedHandler {
         }
     }
 
-    /// Runs the handler in the trace of the event. Cancel-safe as far as the handler is.
+    /// Runs the handler in the trace of the event. Cancel-safe if the handler is.
     pub(crate) async fn run(
         &self,
-        delivered: Delivered,
+        delivered: DeliveredEvent,
         kind: &'static str,
         limit: Duration,
-    ) -> Handled {
+    ) -> HandlerResult {
         let began = Instant::now();
         let envelope = Arc::clone(&delivered.envelope);
         let span = tracing::debug_span!(
@@ -161,43 +163,43 @@ impl TypedHandler {
             trace_id = envelope.trace_id.as_deref(),
             parent_span_id = envelope.span_id.as_deref(),
         );
-        // Both making the future and polling it are foreign code.
+        // Both creating and polling the future is application code that may panic.
         let running = AssertUnwindSafe(async { (self.run)(delivered).await }).catch_unwind();
         let limited = timeout(limit, running).instrument(span);
         let answer = HANDLING.scope((), trace::within(envelope.trace(), limited)).await;
         let handled = match answer {
-            Ok(Ok(outcome)) => Handled::from(outcome),
+            Ok(Ok(outcome)) => HandlerResult::from(outcome),
             Ok(Err(panic)) => {
                 let reason = format!("the handler panicked: {}", panic_text(&*panic));
-                Handled::failed(FailureKind::Panicked, reason)
+                HandlerResult::failed(FailureKind::Panicked, reason)
             }
             Err(_) => {
-                let reason = format!("the handler took longer than {limit:?}");
-                Handled::failed(FailureKind::TimedOut, reason)
+                let reason = format!("the handler exceeded its timeout of {limit:?}");
+                HandlerResult::failed(FailureKind::TimedOut, reason)
             }
         };
-        let failed = matches!(handled, Handled::Failed { .. });
+        let failed = matches!(handled, HandlerResult::Failed { .. });
         metrics::consumed(self.event_type, kind, began.elapsed(), failed);
         handled
     }
 }
 
-impl Handled {
+impl HandlerResult {
     fn failed(kind: FailureKind, reason: String) -> Self {
-        Self::Failed { kind, reason, after: None, gives_up: false }
+        Self::Failed { kind, reason, after: None, is_permanent: false }
     }
 }
 
-impl From<Outcome> for Handled {
+impl From<Outcome> for HandlerResult {
     fn from(outcome: Outcome) -> Self {
         match outcome {
             Outcome::Done => Self::Done,
             Outcome::Release => Self::Release,
             Outcome::Retry { after, reason } => {
-                Self::Failed { kind: FailureKind::Failed, reason, after, gives_up: false }
+                Self::Failed { kind: FailureKind::Failed, reason, after, is_permanent: false }
             }
             Outcome::DeadLetter { reason } => {
-                Self::Failed { kind: FailureKind::Failed, reason, after: None, gives_up: true }
+                Self::Failed { kind: FailureKind::Failed, reason, after: None, is_permanent: true }
             }
         }
     }
@@ -208,5 +210,5 @@ pub(crate) fn panic_text(panic: &(dyn Any + Send)) -> &str {
         .downcast_ref::<&str>()
         .copied()
         .or_else(|| panic.downcast_ref::<String>().map(String::as_str))
-        .unwrap_or("it did not say why")
+        .unwrap_or("no panic message")
 }

@@ -1,8 +1,7 @@
-//! Every key of the bus is spelled here, and nowhere else.
+//! All keys of the bus. No other module builds key names.
 //!
-//! Upstream: everybody who touches the backend. Promises: the names of the wire format, behind a prefix; two names never
-//! make one key. On a Redis Cluster each stream has a slot of its own, and what one atomic step touches beside it is
-//! derived from its name by the layers below.
+//! Promises: the names of the wire format, behind a prefix; two different names never produce the same key. On a Redis
+//! Cluster each stream has its own slot; the layers below derive related keys of an atomic step from its name.
 
 use headwater_queue::limits::{GROUP_BYTES_MAX, TOPIC_BYTES_MAX};
 use headwater_stream::{DedupScope, GroupName, LeaseName, MapName, SetName, StreamName};
@@ -11,100 +10,100 @@ use crate::error::{BusError, Result};
 use crate::limits::{PREFIX_BYTES_MAX, SESSION_BYTES_MAX};
 use crate::name::{Namespace, Requester, SessionId, UNKNOWN};
 
-/// The prefix that other programs use.
+/// Default prefix, shared with other programs.
 pub(crate) const PREFIX: &str = "wink";
 
-/// Spells keys behind one prefix.
+/// Builds keys with one prefix.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Keys {
     prefix: String,
 }
 
-fn fits<T>(name: headwater_stream::Result<T>) -> T {
-    name.expect("prefix, session and namespace are checked, and their limits let keys fit")
+fn valid_key<T>(name: headwater_stream::Result<T>) -> T {
+    name.expect("prefix, session and namespace are checked, so the key is within its limit")
 }
 
 impl Keys {
     /// Checks the prefix.
     pub(crate) fn new(prefix: &str) -> Result<Self> {
-        let odd = |c: char| c.is_control() || c.is_whitespace() || matches!(c, '{' | '}');
-        if prefix.is_empty() || prefix.len() > PREFIX_BYTES_MAX || prefix.contains(odd) {
+        let invalid = |c: char| c.is_control() || c.is_whitespace() || matches!(c, '{' | '}');
+        if prefix.is_empty() || prefix.len() > PREFIX_BYTES_MAX || prefix.contains(invalid) {
             let problem = format!(
                 "`{prefix}`; 1 to {PREFIX_BYTES_MAX} bytes without spaces, braces and control \
                  characters"
             );
-            return Err(BusError::invalid("the prefix", problem));
+            return Err(BusError::invalid("key prefix", problem));
         }
         Ok(Self { prefix: prefix.to_owned() })
     }
 
-    /// The prefix itself.
+    /// The prefix.
     pub(crate) fn prefix(&self) -> &str {
         &self.prefix
     }
 
-    /// The events of a session.
+    /// Stream of a session's events.
     pub(crate) fn session(&self, session: &SessionId) -> StreamName {
-        fits(StreamName::new(format!("{}:events:{session}", self.prefix)))
+        valid_key(StreamName::new(format!("{}:events:{session}", self.prefix)))
     }
 
-    /// The events of a namespace.
+    /// Control stream of a namespace.
     pub(crate) fn control(&self, namespace: &Namespace) -> StreamName {
-        fits(StreamName::new(format!("{}:control:{namespace}", self.prefix)))
+        valid_key(StreamName::new(format!("{}:control:{namespace}", self.prefix)))
     }
 
-    /// The replies of main loops to a requester.
+    /// Stream of the replies to a requester.
     pub(crate) fn replies(&self, namespace: &Namespace, requester: &Requester) -> StreamName {
-        fits(StreamName::new(format!("{}:reply:{requester}", self.control(namespace))))
+        valid_key(StreamName::new(format!("{}:reply:{requester}", self.control(namespace))))
     }
 
-    /// Those who have replies.
+    /// Set of the requesters that have replies.
     pub(crate) fn requesters(&self, namespace: &Namespace) -> SetName {
-        fits(SetName::new(format!("{}:requesters", self.control(namespace))))
+        valid_key(SetName::new(format!("{}:requesters", self.control(namespace))))
     }
 
-    /// Which requester has the reply to a request.
+    /// Dedup scope that maps a request to the requester that has its reply.
     pub(crate) fn replied(&self, namespace: &Namespace) -> DedupScope {
-        fits(DedupScope::new(format!("{}:replied", self.control(namespace))))
+        valid_key(DedupScope::new(format!("{}:replied", self.control(namespace))))
     }
 
-    /// The right to carry out a request, known by its session.
+    /// Lease on the execution of a request, named by the request's session.
     pub(crate) fn request_lock(&self, session: &SessionId) -> LeaseName {
-        fits(LeaseName::new(format!("{}:lock:{session}", self.prefix)))
+        valid_key(LeaseName::new(format!("{}:lock:{session}", self.prefix)))
     }
 
-    /// Entries that nobody can read.
+    /// Stream of parked entries.
     pub(crate) fn unknown(&self) -> StreamName {
-        fits(StreamName::new(format!("{}:events:{UNKNOWN}", self.prefix)))
+        valid_key(StreamName::new(format!("{}:events:{UNKNOWN}", self.prefix)))
     }
 
-    /// What is known of a session.
+    /// Metadata of a session.
     pub(crate) fn session_meta(&self, session: &SessionId) -> MapName {
-        fits(MapName::new(format!("{}:session:{session}:meta", self.prefix)))
+        valid_key(MapName::new(format!("{}:session:{session}:meta", self.prefix)))
     }
 
-    /// The newest snapshot of a session for one set of folds.
+    /// Newest snapshot of a session for one set of folds.
     pub(crate) fn session_snapshot(&self, session: &SessionId, set: &str) -> MapName {
-        fits(MapName::new(format!("{}:session:{session}:snapshot:{set}", self.prefix)))
+        valid_key(MapName::new(format!("{}:session:{session}:snapshot:{set}", self.prefix)))
     }
 
-    /// The group on a session's stream that keeps what no snapshot stands for from being trimmed. It never reads.
+    /// Group that protects a session's entries from being trimmed before a snapshot includes them. It never reads.
     pub(crate) fn session_guard(&self, session: &SessionId) -> GroupName {
-        fits(GroupName::new(format!("{}:session:{session}:guard", self.prefix)))
+        valid_key(GroupName::new(format!("{}:session:{session}:guard", self.prefix)))
     }
 
-    /// Whether a group is the guard of some session.
+    /// Whether a group is the guard of a session.
     pub(crate) fn is_guard(&self, group: &GroupName) -> bool {
         let rest = group.as_str().strip_prefix(self.prefix.as_str());
         rest.is_some_and(|rest| rest.starts_with(":session:") && rest.ends_with(":guard"))
     }
 
-    /// The list of sessions, in the order they were made.
+    /// Stream that lists all sessions in creation order.
     pub(crate) fn sessions(&self) -> StreamName {
-        fits(StreamName::new(format!("{}:sessions", self.prefix)))
+        valid_key(StreamName::new(format!("{}:sessions", self.prefix)))
     }
 
-    /// A group on the stream of a session or a namespace.
+    /// Consumer group on the stream of a session or namespace.
     pub(crate) fn group(&self, place: &str, label: &str) -> Result<GroupName> {
         let name = format!("{}:cg:{place}:{label}", self.prefix);
         if label.is_empty() || label.contains([':', '{', '}']) || name.len() > GROUP_BYTES_MAX {
@@ -112,7 +111,7 @@ impl Keys {
                 "`{label}` makes the group `{name}`; at most {GROUP_BYTES_MAX} bytes in all, \
                  without colons and braces in the label"
             );
-            return Err(BusError::invalid("a group", problem));
+            return Err(BusError::invalid("group", problem));
         }
         Ok(GroupName::new(name)?)
     }
@@ -148,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn odd_prefixes_and_groups_are_refused() {
+    fn invalid_prefixes_and_groups_are_rejected() {
         for bad in ["", "a b", "a{b}", &"x".repeat(33)] {
             assert!(Keys::new(bad).is_err(), "{bad:?}");
         }

@@ -1,8 +1,8 @@
 #![doc = include_str!("../README.md")]
 
-// In the order in which an event passes them: each module uses only those above it. (Errors name things, and names
-// are checked with errors: those two know each other.)
-mod background;
+// In dependency order, along the path of an event: each module uses only those above it. (`error` and `name` use each
+// other: errors contain names, and invalid names are errors.)
+mod abort_on_drop;
 mod error;
 pub mod limits;
 pub mod metrics;
@@ -12,22 +12,23 @@ mod trace;
 mod event;
 mod registry;
 
-mod builtin;
+mod builtin_events;
 mod keys;
 
-mod journal;
+mod session_backend;
 
 mod breaker;
 mod handler;
 
 mod bus;
-mod durable;
+mod delivery;
 mod live;
 
 mod local;
 
-mod parked;
 mod spool;
+mod unknown_events;
+
 mod streamed;
 
 mod fold;
@@ -38,35 +39,37 @@ mod main_loop;
 #[cfg(feature = "conformance")]
 pub mod conformance;
 
-pub use breaker::{Breaker, BreakerConfig, BreakerState, Permit};
-pub use builtin::{
+pub use breaker::{Breaker, BreakerConfig, BreakerPermit, BreakerState};
+pub use builtin_events::{
     Budget, MainLoopCompleted, MainLoopFailed, MainLoopRequest, PromptExecuted, PromptRendered,
-    RequestFailure, ToolInvoked, ToolResult, Usage,
+    RequestFailure, RequestUsage, ToolInvoked, ToolResult,
 };
 pub use bus::{
-    EventBus, EventBusExt, GroupHealth, Health, PublishResult, SpoolHealth, Stored, StreamHealth,
-    Subscribe, SubscriptionKind,
+    BusHealth, EventBus, EventBusExt, GroupHealth, PublishResult, SpoolHealth, StoreOutcome,
+    StreamHealth, SubscribeOptions, SubscriptionKind,
 };
-pub use error::{BusError, FailureKind, HandlerFailure, Misfit, Result, SpoolError};
-pub use event::{Envelope, Event, Outgoing, Received, Scope};
+pub use error::{BusError, DecodeError, FailureKind, HandlerFailure, Result, SpoolError};
+pub use event::{Envelope, Event, OutgoingEvent, ReceivedEvent, Scope};
 pub use fold::{AllEvents, Fold, Folds, SessionEvent};
 pub use handler::{EventHandler, Handlers};
 pub use headwater_queue::{Backoff, Outcome, RetryPolicy, TraceContext};
-pub use journal::Journal;
 pub use local::{LocalBus, LocalDeadLetter};
 pub use main_loop::{
-    Cancelled, Completed, ExecuteError, FailedRequest, Loan, MainLoop, MainLoopClient,
-    MainLoopClientConfig, MainLoopConfig, MainLoopError, MainLoopWorker, Meter, OverBudget,
-    ReplyConfig, Run, Submit,
+    BudgetLease, CancelOutcome, CompletedRequest, ExecuteError, FailedRequest, MainLoop,
+    MainLoopClient, MainLoopClientConfig, MainLoopConfig, MainLoopError, MainLoopWorker, Meter,
+    OverBudget, ReplyConfig, RequestContext, Submission,
 };
 pub use name::{EventId, Namespace, RequestId, Requester, SessionId, SubscriptionId};
-pub use parked::ParkedEntry;
-pub use registry::Registry;
+pub use registry::EventRegistry;
 pub use session::{
-    Compacted, Export, Import, Missing, MissingReason, Parent, Recovery, Session, SessionError,
-    SessionInfo, SessionState, Sessions, SessionsConfig, Stage, Swept, UnreadableEntries, Until,
-    Upkeep,
+    CompactionReport, Export, Import, MissingEntries, MissingReason, Parent, Recovery, ReplayUntil,
+    Session, SessionError, SessionInfo, SessionMaintenanceReport, SessionStage, SessionState,
+    SessionSweepReport, Sessions, SessionsConfig, UnreadableEntries,
 };
+pub use session_backend::SessionBackend;
 pub use spool::SpoolConfig;
-pub use streamed::{FailurePolicy, RejectedEvent, Retried, StreamedBus, StreamedBusConfig};
+pub use streamed::{
+    FailurePolicy, RejectedEvent, RetryParkedOutcome, StreamedBus, StreamedBusConfig,
+};
 pub use trace::current_trace;
+pub use unknown_events::ParkedEntry;

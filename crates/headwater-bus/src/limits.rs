@@ -1,4 +1,4 @@
-//! The maximum of everything.
+//! Hard limits. A call over a limit fails and has no effect.
 
 use std::time::Duration;
 
@@ -7,19 +7,19 @@ use headwater_stream::limits as stream;
 /// Bytes of an event's payload.
 pub const PAYLOAD_BYTES_MAX: usize = stream::PAYLOAD_BYTES_MAX;
 
-/// Bytes of the prefix of all keys.
+/// Bytes of the key prefix.
 pub const PREFIX_BYTES_MAX: usize = 32;
 
-/// Bytes of the id of a session and of the name of a namespace.
+/// Bytes of a session id and of a namespace.
 pub const SESSION_BYTES_MAX: usize = 64;
 
-/// Bytes of an event's id.
+/// Bytes of an event id.
 pub const EVENT_ID_BYTES_MAX: usize = 256;
 
-/// Bytes of the id of a request to a main loop.
+/// Bytes of a request id.
 pub const REQUEST_ID_BYTES_MAX: usize = 128;
 
-/// Bytes of the name of an event type.
+/// Bytes of an event type name.
 pub const TYPE_BYTES_MAX: usize = 200;
 
 /// Events in one batch.
@@ -31,36 +31,35 @@ pub const BATCH_BYTES_MAX: usize = 16 * 1024 * 1024;
 /// Subscriptions of one bus.
 pub const SUBSCRIPTIONS_MAX: usize = 10_000;
 
-/// Streams that the live subscriptions of one bus follow: one read serves them all.
-pub const FOLLOWED_MAX: usize = stream::READ_STREAMS_MAX;
+/// Streams followed by the live subscriptions of one bus; one read serves all of them.
+pub const FOLLOWED_STREAMS_MAX: usize = stream::READ_STREAMS_MAX;
 
-/// Publishes of one bus that are under way at once.
+/// Publishes in flight on one bus.
 pub const IN_FLIGHT_MAX: usize = 100_000;
 
-/// Entries that are kept for an operator because nobody knows their type; older ones go. The entries themselves stay
-/// where they are.
+/// Parked entries kept for an operator; older ones are trimmed. The original entries stay in their streams.
 pub const PARKED_MAX: u64 = 100_000;
 
-/// Events without an answer from the backend that are remembered, to be handled here if they turn out to be stored.
+/// Unconfirmed events that are tracked, to run their handlers if they turn out to be stored.
 pub const UNCONFIRMED_MAX: usize = 10_000;
 
-/// Events that wait for one durable subscription of a local bus.
+/// Queued events of one durable subscription of a local bus.
 pub const LOCAL_QUEUE_MAX: usize = 10_000;
 
-/// Dead letters that a local bus keeps.
+/// Dead letters kept by a local bus.
 pub const LOCAL_DEAD_LETTERS_MAX: usize = 1000;
 
-/// Ids of published events that a local bus remembers.
+/// Event ids in the dedup window of a local bus.
 pub const LOCAL_IDS_MAX: usize = 10_000;
 
-/// Bytes of memory that the sessions of a local bus may take; more is refused.
-pub const LOCAL_JOURNAL_BYTES_MAX: u64 = 256 * 1024 * 1024;
+/// Bytes of memory used by the sessions of a local bus.
+pub const LOCAL_SESSION_BYTES_MAX: u64 = 256 * 1024 * 1024;
 
-/// Bytes of a spool: it is read whole when it is opened.
+/// Bytes of a spool file. It is read whole when it is opened.
 pub const SPOOL_BYTES_MAX: u64 = 1024 * 1024 * 1024;
 
-/// The longest time ids of published events are remembered.
-pub const REMEMBER_MAX: Duration = Duration::from_secs(24 * 60 * 60);
+/// Longest dedup window for event ids.
+pub const DEDUP_WINDOW_MAX: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// Folds of one application.
 pub const FOLDS_MAX: usize = 100;
@@ -68,59 +67,60 @@ pub const FOLDS_MAX: usize = 100;
 /// Bytes of the name of a fold.
 pub const FOLD_NAME_BYTES_MAX: usize = 256;
 
-/// Events that one fold keeps ([`Folds::all`](crate::Folds::all)).
-pub const FOLDED_EVENTS_MAX: usize = 100_000;
+/// Events kept by one fold ([`Folds::all`](crate::Folds::all)).
+pub const RETAINED_EVENTS_MAX: usize = 100_000;
 
-/// Bytes of the events that all folds of an application keep as they are, each the same share, about as a snapshot writes
-/// them. The newest event of each always stays.
-pub const FOLDED_BYTES_MAX: usize = 4 * 1024 * 1024;
+/// Approximate snapshot bytes of all events kept by the folds of an application, shared equally. The newest event of
+/// each fold is always kept.
+pub const RETAINED_BYTES_MAX: usize = 4 * 1024 * 1024;
 
-/// The newest events of a session by whose ids a second copy of an event is known.
-pub const SEEN_MAX: usize = 4096;
+/// Newest event ids of a session that are tracked to detect duplicates.
+pub const SEEN_EVENT_IDS_MAX: usize = 4096;
 
-/// Unreadable entries of a session that are parked; types that were not registered, and payloads that did not fit, that
-/// are remembered one by one, to be tried again.
+/// Undecodable entries of a session that are parked. Also the number of unknown types and of invalid payloads that are
+/// remembered individually, to be decoded again later.
 pub const UNREADABLE_MAX: usize = 256;
 
-/// Entries of a session in one step of a replay, and about how many bytes.
+/// Entries in one page of a replay.
 pub const REPLAY_PAGE_MAX: usize = 2000;
-/// See [`REPLAY_PAGE_MAX`].
+/// Approximate bytes in one page of a replay.
 pub const REPLAY_PAGE_BYTES: usize = 8 * 1024 * 1024;
 
 /// Bytes of a snapshot.
 pub const SNAPSHOT_BYTES_MAX: usize = 8 * 1024 * 1024;
 
-/// Sets of folds of which a session keeps snapshots.
+/// Sets of folds with snapshots in one session.
 pub const SNAPSHOT_SETS_MAX: usize = 16;
 
-/// Bytes of one line of an import: the largest snapshot fits, also if all of it has to be escaped.
+/// Bytes of one line of an import: fits the largest snapshot with every byte escaped.
 pub const IMPORT_LINE_BYTES_MAX: usize = 4 * SNAPSHOT_BYTES_MAX;
 
-/// Sessions in one page of a list.
-pub const LIST_MAX: usize = 1000;
+/// Sessions in one page of [`Sessions::list`](crate::Sessions::list).
+pub const LIST_PAGE_MAX: usize = 1000;
 
-/// Requests that one process carries out at once.
-pub const REQUESTS_MAX: usize = 10_000;
+/// Requests executed at once by one process.
+pub const CONCURRENT_REQUESTS_MAX: usize = 10_000;
 
-/// The longest time one request may be carried out.
-pub const RUN_MAX: Duration = Duration::from_secs(7 * 24 * 60 * 60);
+/// Longest execution time of a request.
+pub const RUN_TIMEOUT_MAX: Duration = Duration::from_secs(7 * 24 * 60 * 60);
 
-/// Replies that one process waits for at once.
+/// Replies awaited at once by one process.
 pub const WAITERS_MAX: usize = 100_000;
 
-/// Bytes of what a failed request says of its failure; more is cut off.
+/// Bytes of the error message of a failed request; longer messages are truncated.
 pub const FAILURE_BYTES_MAX: usize = 8 * 1024;
 
-/// The longest time replies of main loops are kept.
-pub const REPLY_KEEP_MAX: Duration = Duration::from_secs(30 * 24 * 60 * 60);
+/// Longest time that replies are kept.
+pub const REPLY_TTL_MAX: Duration = Duration::from_secs(30 * 24 * 60 * 60);
 
-// A snapshot of full folds, with the ids of events beside them, leaves room for folds of the application's own.
-const _: () =
-    assert!(FOLDED_BYTES_MAX + SEEN_MAX * (EVENT_ID_BYTES_MAX + 3) < SNAPSHOT_BYTES_MAX * 3 / 4);
+// A snapshot with full retained events and event ids leaves room for custom folds.
+const _: () = assert!(
+    RETAINED_BYTES_MAX + SEEN_EVENT_IDS_MAX * (EVENT_ID_BYTES_MAX + 3) < SNAPSHOT_BYTES_MAX * 3 / 4
+);
 
-// The ids of the events that ask and reply: a word, the requester, the request.
+// Ids of request and reply events: a word, the requester, the request.
 const _: () =
     assert!("request:".len() + SESSION_BYTES_MAX + 1 + REQUEST_ID_BYTES_MAX <= EVENT_ID_BYTES_MAX);
 
-// A batch of the largest payloads, each with its fields around it, is one append.
+// A batch of the largest payloads with their other fields fits into one append.
 const _: () = assert!(BATCH_BYTES_MAX + BATCH_MAX * 2048 <= stream::BATCH_BYTES_MAX);

@@ -1,8 +1,7 @@
-//! The live subscriptions of a bus: who handles what, in which order.
+//! The live subscriptions of a bus and the dispatch of events to them.
 //!
-//! Upstream: `publish` and what other processes published. Downstream: `handler`.
-//! Promises: handlers run one after the other in the order of their subscriptions; one that fails does not keep the
-//! others from running.
+//! Upstream: `publish`, and events of other processes. Downstream: `handler`.
+//! Promises: handlers run one at a time in subscription order; a failed handler does not stop the others.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -12,23 +11,23 @@ use headwater_stream::{EntryId, StreamName};
 use tracing::warn;
 
 use crate::error::{BusError, FailureKind, HandlerFailure, Result};
-use crate::handler::{Delivered, Handled, TypedHandler};
+use crate::handler::{DeliveredEvent, HandlerResult, TypedHandler};
 use crate::limits::SUBSCRIPTIONS_MAX;
 use crate::name::{SessionId, SubscriptionId};
 
 /// One live subscription.
-pub(crate) struct Live {
+pub(crate) struct LiveSubscription {
     pub(crate) id: SubscriptionId,
     pub(crate) handlers: Vec<TypedHandler>,
-    /// Only events of this session, if they are of one.
+    /// Restricts session-scoped events to this session.
     pub(crate) session: Option<SessionId>,
     pub(crate) handler_timeout: Duration,
-    /// The streams it follows, and where each ended when it began: what was there before passes it by.
+    /// The followed streams, each with its last entry at the time of subscription; older entries are not delivered.
     pub(crate) follows: Vec<(StreamName, EntryId)>,
     is_active: AtomicBool,
 }
 
-impl Live {
+impl LiveSubscription {
     pub(crate) fn new(
         id: SubscriptionId,
         handlers: Vec<TypedHandler>,
@@ -43,40 +42,40 @@ impl Live {
 
 /// Where an event comes from.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Source<'a> {
-    /// It was published here, in this session if in one.
+pub(crate) enum EventSource<'a> {
+    /// Published by this bus, with its session if it has one.
     Here(Option<&'a SessionId>),
-    /// It was found in this stream: of the namespace, or of this session.
+    /// Read from this stream, with its session if it has one.
     Stream { session: Option<&'a SessionId>, stream: &'a StreamName },
 }
 
-/// What came of an event.
+/// Result of a dispatch.
 #[derive(Debug, Default)]
-pub(crate) struct Dispatched {
+pub(crate) struct DispatchResult {
     pub(crate) invoked: usize,
     pub(crate) failures: Vec<HandlerFailure>,
 }
 
 /// All live subscriptions, in order.
 #[derive(Default)]
-pub(crate) struct LiveList {
-    /// Replaced as a whole, so that a dispatch works on a list that does not change under it.
-    list: Mutex<Arc<[Arc<Live>]>>,
+pub(crate) struct LiveSubscriptions {
+    /// Replaced as a whole, so that a running dispatch sees an unchanging list.
+    list: Mutex<Arc<[Arc<LiveSubscription>]>>,
 }
 
-impl LiveList {
-    pub(crate) fn add(&self, live: Live) -> Result<()> {
+impl LiveSubscriptions {
+    pub(crate) fn add(&self, live: LiveSubscription) -> Result<()> {
         let mut list = self.lock();
         if list.len() >= SUBSCRIPTIONS_MAX {
-            let problem = format!("there are {SUBSCRIPTIONS_MAX} already, which is the limit");
-            return Err(BusError::invalid("a subscription", problem));
+            let problem = format!("the limit of {SUBSCRIPTIONS_MAX} subscriptions is reached");
+            return Err(BusError::invalid("subscription", problem));
         }
         *list = list.iter().cloned().chain([Arc::new(live)]).collect();
         Ok(())
     }
 
-    /// Takes a subscription out; no handler of it is begun any more.
-    pub(crate) fn remove(&self, id: SubscriptionId) -> Option<Arc<Live>> {
+    /// Removes a subscription; none of its handlers is started after this.
+    pub(crate) fn remove(&self, id: SubscriptionId) -> Option<Arc<LiveSubscription>> {
         let mut list = self.lock();
         let found = list.iter().find(|live| live.id == id).cloned()?;
         *list = list.iter().filter(|live| live.id != id).cloned().collect();
@@ -89,23 +88,23 @@ impl LiveList {
         all.iter().for_each(|live| live.is_active.store(false, Ordering::SeqCst));
     }
 
-    /// Whether anybody here handles events of this type.
+    /// Whether a live handler for this event type is subscribed.
     pub(crate) fn handles(&self, event_type: &str) -> bool {
         let list = Arc::clone(&*self.lock());
         list.iter().any(|live| live.handlers.iter().any(|handler| handler.event_type == event_type))
     }
 
-    /// Runs the handlers of an event. `own` is the session the bus was opened for.
+    /// Runs the handlers of an event. `bus_session` is the session that the bus was opened for.
     pub(crate) async fn dispatch(
         &self,
-        delivered: &Delivered,
-        source: Source<'_>,
-        own: Option<&SessionId>,
-    ) -> Dispatched {
+        delivered: &DeliveredEvent,
+        source: EventSource<'_>,
+        bus_session: Option<&SessionId>,
+    ) -> DispatchResult {
         let list = Arc::clone(&*self.lock());
-        let mut dispatched = Dispatched::default();
+        let mut dispatched = DispatchResult::default();
         let entry_id = delivered.envelope.entry_id;
-        for live in list.iter().filter(|live| live.listens_to(source, own, entry_id)) {
+        for live in list.iter().filter(|live| live.receives(source, bus_session, entry_id)) {
             for handler in &live.handlers {
                 if handler.event_type != delivered.envelope.event_type
                     || !live.is_active.load(Ordering::SeqCst)
@@ -129,23 +128,25 @@ impl LiveList {
         dispatched
     }
 
-    fn lock(&self) -> MutexGuard<'_, Arc<[Arc<Live>]>> {
+    fn lock(&self) -> MutexGuard<'_, Arc<[Arc<LiveSubscription>]>> {
         self.list.lock().expect("no code panics while it holds this lock")
     }
 }
 
-impl Live {
-    fn listens_to(
+impl LiveSubscription {
+    fn receives(
         &self,
-        source: Source<'_>,
-        own: Option<&SessionId>,
+        source: EventSource<'_>,
+        bus_session: Option<&SessionId>,
         entry_id: Option<EntryId>,
     ) -> bool {
         match source {
-            Source::Here(None) => true,
-            Source::Here(Some(session)) => self.session.as_ref().is_none_or(|mine| mine == session),
-            Source::Stream { session, stream } => {
-                let is_mine = session.is_none() || self.session.as_ref().or(own) == session;
+            EventSource::Here(None) => true,
+            EventSource::Here(Some(session)) => {
+                self.session.as_ref().is_none_or(|mine| mine == session)
+            }
+            EventSource::Stream { session, stream } => {
+                let is_mine = session.is_none() || self.session.as_ref().or(bus_session) == session;
                 let follows = |(followed, end): &(StreamName, EntryId)| {
                     followed == stream && entry_id.is_none_or(|id| id > *end)
                 };
@@ -155,12 +156,12 @@ impl Live {
     }
 }
 
-fn failure(subscription: SubscriptionId, handled: Handled) -> Option<HandlerFailure> {
+fn failure(subscription: SubscriptionId, handled: HandlerResult) -> Option<HandlerFailure> {
     let (kind, reason) = match handled {
-        Handled::Done => return None,
-        Handled::Failed { kind, reason, .. } => (kind, reason),
-        Handled::Release => {
-            (FailureKind::Failed, "a live handler has nobody to leave it to".into())
+        HandlerResult::Done => return None,
+        HandlerResult::Failed { kind, reason, .. } => (kind, reason),
+        HandlerResult::Release => {
+            (FailureKind::Failed, "a live handler cannot release an event".into())
         }
     };
     Some(HandlerFailure { subscription, kind, reason })

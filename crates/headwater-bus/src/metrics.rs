@@ -1,4 +1,4 @@
-//! Every metric of this crate: its name, its labels, its meaning. All names are here and nowhere else.
+//! All metrics of this crate: name, labels and meaning.
 
 use std::time::Duration;
 
@@ -6,61 +6,61 @@ use metrics::{counter, gauge, histogram};
 
 /// Events published. Labels: type, result (`stored`, `duplicate`, `spooled`, `local`, `unconfirmed`).
 pub const PUBLISHED: &str = "headwater_bus_publish_total";
-/// Seconds from the call to the end of storing, handlers not included. Labels: type.
+/// Seconds from the call until the event is stored, without handlers. Labels: type.
 pub const PUBLISH_LATENCY: &str = "headwater_bus_publish_latency_seconds";
 /// Events that could not be published. Labels: type.
 pub const PUBLISH_ERRORS: &str = "headwater_bus_publish_errors_total";
-/// Events given to a handler. Labels: type, kind (`live`, `durable`).
+/// Events passed to a handler. Labels: type, kind (`live`, `durable`).
 pub const CONSUMED: &str = "headwater_bus_consume_total";
-/// Seconds a handler took. Labels: type, kind.
+/// Seconds spent in a handler. Labels: type, kind.
 pub const CONSUME_LATENCY: &str = "headwater_bus_consume_latency_seconds";
-/// Handlers that failed. Labels: type, kind.
+/// Failed handler runs. Labels: type, kind.
 pub const CONSUME_ERRORS: &str = "headwater_bus_consume_errors_total";
-/// Entries of groups that are delivered and not settled, as the last look at the bus's health found them: 0 when nobody
-/// works with them any more. Labels: stream (`control`, or `session` for all sessions together), group (its label).
+/// Entries of groups that are delivered and not acknowledged, at the last health check; 0 for groups that are no longer
+/// used. Labels: stream (`control`, or `session` for all sessions together), group (its label).
 pub const PENDING: &str = "headwater_bus_pending";
-/// Entries of unknown or unfit types that were parked. Labels: none.
+/// Parked entries (unknown type, unknown version or invalid payload). Labels: none.
 pub const PARKED: &str = "headwater_bus_parked_total";
-/// How often the breaker opened. Labels: none.
+/// Times the circuit breaker opened. Labels: none.
 pub const BREAKER_OPENED: &str = "headwater_bus_breaker_opened_total";
 /// Events in the spool. Labels: none.
 pub const SPOOLED: &str = "headwater_bus_spooled";
-/// Events that went from the spool to their streams. Labels: none.
+/// Events moved from the spool to their streams. Labels: none.
 pub const REPLAYED: &str = "headwater_bus_replayed_total";
-/// How often live subscriptions came so late that entries may have been trimmed before they read them. Labels: none.
+/// Times live subscriptions fell so far behind that entries may have been trimmed unread. Labels: none.
 pub const LIVE_MISSED: &str = "headwater_bus_live_missed_total";
 
 /// Sessions recovered. Labels: from (`snapshot`, `events`).
 pub const RECOVERED: &str = "headwater_bus_sessions_recovered_total";
-/// Seconds a recovery took. Labels: from.
+/// Seconds of a session recovery. Labels: from.
 pub const RECOVERY_LATENCY: &str = "headwater_bus_session_recovery_seconds";
-/// Snapshots of sessions. Labels: result (`kept`, `superseded`; `failed` for those that a session takes by itself).
+/// Snapshots of sessions. Labels: result (`kept`, `superseded`; `failed` for automatic snapshots).
 pub const SNAPSHOTS: &str = "headwater_bus_session_snapshots_total";
 
-/// Entries of sessions that compactions removed. Labels: none.
+/// Session entries removed by compaction. Labels: none.
 pub const COMPACTED: &str = "headwater_bus_session_entries_compacted_total";
-/// Sessions whose time was up. Labels: none.
+/// Expired sessions. Labels: none.
 pub const EXPIRED: &str = "headwater_bus_sessions_expired_total";
-/// Sessions made of others. Labels: of (`fork`, `import`).
-pub const FILLED: &str = "headwater_bus_sessions_filled_total";
+/// Sessions created as copies. Labels: of (`fork`, `import`).
+pub const COPIED: &str = "headwater_bus_sessions_filled_total";
 
-/// Requests that the main loop is done with. Labels: result (`completed`, or why it failed).
+/// Requests finished by the main loop. Labels: result (`completed`, or the failure category).
 pub const REQUESTS: &str = "headwater_bus_main_loop_requests_total";
-/// Seconds from the first delivery of a request here to its reply. Labels: result.
+/// Seconds from the first delivery of a request in this process to its reply. Labels: result.
 pub const REQUEST_LATENCY: &str = "headwater_bus_main_loop_request_seconds";
-/// Requests that are being carried out here. Labels: none.
+/// Requests running in this process. Labels: none.
 pub const REQUESTS_RUNNING: &str = "headwater_bus_main_loop_running";
-/// Tries of a request that failed and were followed by another. Labels: none.
+/// Failed attempts that are retried. Labels: none.
 pub const REQUEST_RETRIES: &str = "headwater_bus_main_loop_retries_total";
-/// Requests given back unfinished. Labels: reason (`stopping`, `lock_lost`, `held`, `unavailable`).
-pub const REQUESTS_GIVEN_BACK: &str = "headwater_bus_main_loop_given_back_total";
-/// Deliveries of requests that had a reply already. Labels: none.
+/// Requests released unfinished. Labels: reason (`stopping`, `lock_lost`, `held`, `unavailable`).
+pub const REQUESTS_RELEASED: &str = "headwater_bus_main_loop_given_back_total";
+/// Deliveries of requests that already had a reply. Labels: none.
 pub const REQUESTS_REPEATED: &str = "headwater_bus_main_loop_repeated_total";
 /// Requests submitted. Labels: result (`completed`, `failed`, `timed_out`, `deadline_passed`, `error`).
 pub const SUBMITTED: &str = "headwater_bus_main_loop_submitted_total";
 /// Seconds from submitting a request to its reply. Labels: result.
 pub const SUBMIT_LATENCY: &str = "headwater_bus_main_loop_submit_seconds";
-/// Replies, and streams of replies, that were removed because their time was up. Labels: what (`reply`, `stream`).
+/// Expired replies and reply streams that were removed. Labels: what (`reply`, `stream`).
 pub const REPLIES_SWEPT: &str = "headwater_bus_main_loop_swept_total";
 
 pub(crate) fn request_ended(result: &'static str, took: Duration) {
@@ -76,8 +76,8 @@ pub(crate) fn request_retried() {
     counter!(REQUEST_RETRIES).increment(1);
 }
 
-pub(crate) fn request_given_back(reason: &'static str) {
-    counter!(REQUESTS_GIVEN_BACK, "reason" => reason).increment(1);
+pub(crate) fn request_released(reason: &'static str) {
+    counter!(REQUESTS_RELEASED, "reason" => reason).increment(1);
 }
 
 pub(crate) fn request_repeated() {
@@ -154,8 +154,8 @@ pub(crate) fn expired() {
     counter!(EXPIRED).increment(1);
 }
 
-pub(crate) fn filled(of: &'static str) {
-    counter!(FILLED, "of" => of).increment(1);
+pub(crate) fn copied(of: &'static str) {
+    counter!(COPIED, "of" => of).increment(1);
 }
 
 pub(crate) fn replayed(events: usize) {

@@ -1,7 +1,7 @@
-//! Names on a bus: sessions, namespaces and events, checked once, when they are made.
+//! Names on a bus: sessions, namespaces, events, requests. Validated when they are created.
 //!
-//! Upstream: everybody. Downstream: `keys`, which puts them into keys without further thought.
-//! Promises: two different names never make the same key, so none holds a colon or a brace.
+//! Downstream: `keys`, which puts them into keys without further checks.
+//! Promises: names contain no colons or braces, so two different names never produce the same key.
 
 use std::cell::Cell;
 use std::fmt;
@@ -18,7 +18,7 @@ macro_rules! name {
         pub struct $type(Arc<str>);
 
         impl $type {
-            /// Checks the name and keeps it; clones share the text.
+            /// Validates the name. Clones share the text.
             pub fn new(name: impl AsRef<str>) -> Result<Self> {
                 $check($what, name.as_ref())?;
                 Ok(Self(name.as_ref().into()))
@@ -45,62 +45,61 @@ macro_rules! name {
 }
 
 name!(
-    /// The id of a session: 1 to 64 bytes of text without spaces, control characters, braces and colons. `unknown` is
-    /// taken.
+    /// Session id: 1 to 64 bytes without whitespace, control characters, braces and colons. `unknown` is reserved.
     SessionId,
     check_part,
-    "a session id"
+    "session id"
 );
 name!(
-    /// What shares a control stream: 1 to 64 bytes of text without spaces, control characters, braces and colons.
+    /// Namespace of a control stream: 1 to 64 bytes without whitespace, control characters, braces and colons.
     Namespace,
     check_part,
-    "a namespace"
+    "namespace"
 );
 name!(
-    /// The id of an event: 1 to 256 bytes of text without control characters.
+    /// Event id: 1 to 256 bytes without control characters.
     EventId,
     check_event_id,
-    "an event id"
+    "event id"
 );
 
 name!(
-    /// Who asks main loops and gets their replies: 1 to 64 bytes of text without spaces, control characters, braces and
-    /// colons. Processes of one name share their replies.
+    /// Sender of requests to main loops and receiver of their replies: 1 to 64 bytes without whitespace, control
+    /// characters, braces and colons. Processes with the same name share their replies.
     Requester,
     check_part,
-    "a requester"
+    "requester"
 );
 name!(
-    /// The id of a request to a main loop: 1 to 128 bytes of text without control characters.
+    /// Request id: 1 to 128 bytes without control characters.
     RequestId,
     check_request_id,
-    "a request id"
+    "request id"
 );
 
 impl RequestId {
-    /// An id that nobody else has.
+    /// A random UUID.
     pub fn random() -> Self {
         Self(random_uuid().into())
     }
 }
 
 impl Requester {
-    /// Where replies go that nobody waits for.
-    pub(crate) fn nobody() -> Self {
+    /// Requester of requests without `reply_to`.
+    pub(crate) fn anonymous() -> Self {
         Self("nobody".into())
     }
 }
 
 impl SessionId {
-    /// An id that nobody else has.
+    /// A random UUID.
     pub fn random() -> Self {
         Self(random_uuid().into())
     }
 }
 
 impl EventId {
-    /// An id that nobody else has.
+    /// A random UUID.
     pub fn random() -> Self {
         Self(random_uuid().into())
     }
@@ -116,19 +115,21 @@ impl fmt::Display for SubscriptionId {
     }
 }
 
-/// The stream of entries that nobody can read has this place among the sessions.
+/// Reserved in place of a session id: the stream of parked entries.
 pub(crate) const UNKNOWN: &str = "unknown";
 
 fn check_part(what: &str, name: &str) -> Result<()> {
-    let odd = |c: &char| c.is_control() || c.is_whitespace() || matches!(c, '{' | '}' | ':');
+    let invalid = |c: &char| c.is_control() || c.is_whitespace() || matches!(c, '{' | '}' | ':');
     let problem = if name.is_empty() {
         "it is empty".to_owned()
     } else if name.len() > SESSION_BYTES_MAX {
         format!("{} bytes; the limit is {SESSION_BYTES_MAX}", name.len())
-    } else if let Some(odd) = name.chars().find(odd) {
-        format!("it holds {odd:?}; spaces, control characters, braces and colons are not allowed")
+    } else if let Some(invalid) = name.chars().find(invalid) {
+        format!(
+            "it contains {invalid:?}; whitespace, control characters, braces and colons are not allowed"
+        )
     } else if name == UNKNOWN {
-        format!("`{UNKNOWN}` is where entries of unknown types are kept")
+        format!("`{UNKNOWN}` is reserved for parked entries")
     } else {
         return Ok(());
     };
@@ -149,7 +150,7 @@ fn check_text(what: &str, name: &str, limit: usize) -> Result<()> {
     } else if name.len() > limit {
         format!("{} bytes; the limit is {limit}", name.len())
     } else if let Some(control) = name.chars().find(|c| c.is_control()) {
-        format!("it holds the control character {control:?}")
+        format!("it contains the control character {control:?}")
     } else {
         return Ok(());
     };
@@ -159,7 +160,7 @@ fn check_text(what: &str, name: &str, limit: usize) -> Result<()> {
 /// 128 random bits.
 pub(crate) fn random_bits() -> u128 {
     thread_local! {
-        // The standard library draws these keys from the operating system, once for each thread.
+        // The standard library seeds these keys from the operating system, once per thread.
         static KEYS: (RandomState, RandomState) = (RandomState::new(), RandomState::new());
         static COUNT: Cell<u64> = const { Cell::new(0) };
     }
@@ -183,7 +184,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn odd_names_are_refused_and_others_are_not() {
+    fn invalid_names_are_rejected() {
         for bad in ["", "a b", "a\nb", "a\0", "a{b", "a}b", "a:b", "unknown", &"x".repeat(65)] {
             assert!(matches!(SessionId::new(bad), Err(BusError::Invalid { .. })), "{bad:?}");
             assert!(matches!(Namespace::new(bad), Err(BusError::Invalid { .. })), "{bad:?}");
@@ -200,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn random_ids_are_uuids_and_differ() {
+    fn random_ids_are_unique_uuids() {
         let ids: HashSet<String> = (0..10_000).map(|_| random_uuid()).collect();
         assert_eq!(ids.len(), 10_000);
         for id in ids {

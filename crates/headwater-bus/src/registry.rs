@@ -1,8 +1,8 @@
-//! The registry: which event types a bus knows, and how older versions become the newest one.
+//! The registry of event types: the allow-list of a bus, with upcasters from older versions.
 //!
-//! Upstream: the application, which registers its types once. Downstream: every bus asks it before it trusts an entry.
-//! Promises: what is not registered is refused or parked, never guessed. An upcaster or a type that panics on an entry
-//! is an error of that entry, and of nothing else.
+//! Upstream: the application registers its types once. Downstream: every bus decodes entries with it.
+//! Promises: events of unregistered types are rejected or parked. A panic of an upcaster or of a type's decoder fails
+//! only that entry.
 
 use std::any::TypeId;
 use std::collections::BTreeMap;
@@ -13,14 +13,14 @@ use std::sync::Arc;
 use headwater_stream::BoxError;
 use serde_json::Value as Json;
 
-use crate::error::{BusError, Misfit, Result};
-use crate::event::{Envelope, Event, Outgoing, Scope, Value};
+use crate::error::{BusError, DecodeError, Result};
+use crate::event::{Envelope, Event, EventValue, OutgoingEvent, Scope};
 use crate::handler::panic_text;
 use crate::limits::TYPE_BYTES_MAX;
 
 /// The allow-list of event types.
 #[derive(Clone, Default)]
-pub struct Registry {
+pub struct EventRegistry {
     types: BTreeMap<String, Registration>,
 }
 
@@ -29,34 +29,34 @@ struct Registration {
     type_id: TypeId,
     version: u32,
     scope: Scope,
-    decode: fn(&[u8]) -> serde_json::Result<Value>,
-    decode_lifted: fn(Json) -> serde_json::Result<Value>,
+    decode: fn(&[u8]) -> serde_json::Result<EventValue>,
+    decode_lifted: fn(Json) -> serde_json::Result<EventValue>,
     schema: fn() -> Json,
-    /// One step up from each of these versions.
+    /// Upcasters by the version they convert from.
     upcasters: BTreeMap<u32, Upcaster>,
 }
 
 type Upcaster = Arc<dyn Fn(Json) -> Result<Json, BoxError> + Send + Sync>;
 
-impl Registry {
-    /// A registry without any type.
+impl EventRegistry {
+    /// Creates an empty registry.
     pub fn empty() -> Self {
         Self::default()
     }
 
-    /// Allows a type. Registering it again changes nothing.
+    /// Registers a type. Idempotent.
     pub fn register<E: Event>(&mut self) -> Result<&mut Self> {
         check_name(E::TYPE)?;
         if E::VERSION == 0 {
-            let problem = "its version is 0; they count from 1";
-            return Err(BusError::invalid(format!("the event type `{}`", E::TYPE), problem));
+            let problem = "its version is 0; versions start at 1";
+            return Err(BusError::invalid(format!("event type `{}`", E::TYPE), problem));
         }
         if let Some(known) = self.types.get(E::TYPE) {
             if known.type_id == TypeId::of::<E>() {
                 return Ok(self);
             }
-            let problem = "another Rust type has this name; names are unique";
-            return Err(BusError::invalid(format!("the event type `{}`", E::TYPE), problem));
+            let problem = "another Rust type is registered under this name";
+            return Err(BusError::invalid(format!("event type `{}`", E::TYPE), problem));
         }
         let registration = Registration {
             type_id: TypeId::of::<E>(),
@@ -71,13 +71,13 @@ impl Registry {
         Ok(self)
     }
 
-    /// Allows a type, for building a registry in one go.
+    /// Registers a type, for chaining.
     pub fn with<E: Event>(mut self) -> Result<Self> {
         self.register::<E>()?;
         Ok(self)
     }
 
-    /// Lifts payloads of version `from` to the next one. `E` is registered if it was not.
+    /// Adds an upcaster from version `from` to the next one. Registers `E` if needed.
     pub fn with_upcaster<E: Event>(
         mut self,
         from: u32,
@@ -85,13 +85,13 @@ impl Registry {
     ) -> Result<Self> {
         self.register::<E>()?;
         if from == 0 || from >= E::VERSION {
-            let problem = format!("from version {from}; the type is at version {}", E::VERSION);
-            return Err(BusError::invalid(format!("an upcaster of `{}`", E::TYPE), problem));
+            let problem = format!("from version {from}, but the type is at version {}", E::VERSION);
+            return Err(BusError::invalid(format!("upcaster of `{}`", E::TYPE), problem));
         }
         let registration = self.types.get_mut(E::TYPE).expect("it was registered above");
         if registration.upcasters.insert(from, Arc::new(upcast)).is_some() {
-            let problem = format!("there are two from version {from}");
-            return Err(BusError::invalid(format!("an upcaster of `{}`", E::TYPE), problem));
+            let problem = format!("there are two upcasters from version {from}");
+            return Err(BusError::invalid(format!("upcaster of `{}`", E::TYPE), problem));
         }
         Ok(self)
     }
@@ -111,46 +111,46 @@ impl Registry {
         self.types.iter().map(|(name, known)| (name.clone(), (known.schema)())).collect()
     }
 
-    /// Reads the event in an envelope, lifted to the version of `E`.
+    /// Decodes the event in an envelope, upcast to the version of `E`.
     pub fn decode<E: Event>(&self, envelope: &Envelope) -> Result<Arc<E>> {
         self.check::<E>()?;
         if envelope.event_type != E::TYPE {
             let problem = format!("it is `{}`, not `{}`", envelope.event_type, E::TYPE);
-            return Err(BusError::invalid("the type of an event", problem));
+            return Err(BusError::invalid("type of an event", problem));
         }
         let value = self.decode_any(envelope)?;
         Ok(value.downcast::<E>().expect("the registry decodes a type to what was registered"))
     }
 
-    /// Reads the event in an envelope, whatever its type is.
-    pub(crate) fn decode_any(&self, envelope: &Envelope) -> Result<Value, Misfit> {
+    /// Decodes the event in an envelope, whatever its type is.
+    pub(crate) fn decode_any(&self, envelope: &Envelope) -> Result<EventValue, DecodeError> {
         let event_type = &envelope.event_type;
         let known = self
             .types
             .get(event_type)
-            .ok_or_else(|| Misfit::UnknownType { event_type: event_type.clone() })?;
-        // Foreign code on foreign data: whoever reads a stream must outlive it. It is given nothing that it could leave
-        // half changed.
+            .ok_or_else(|| DecodeError::UnknownType { event_type: event_type.clone() })?;
+        // Application code on untrusted data: a panic must not stop the reader. The code gets nothing that it could
+        // leave in an inconsistent state.
         catch_unwind(AssertUnwindSafe(|| known.read(envelope))).unwrap_or_else(|panic| {
-            let problem = format!("reading it panicked: {}", panic_text(&*panic));
-            Err(misfit(envelope, problem))
+            let problem = format!("decoding panicked: {}", panic_text(&*panic));
+            Err(decode_error(envelope, problem))
         })
     }
 
-    /// Whether `E` is the type that is allowed under its name.
+    /// Checks that `E` is the type registered under its name.
     pub(crate) fn check<E: Event>(&self) -> Result<()> {
         self.check_id(E::TYPE, TypeId::of::<E>())
     }
 
-    /// Whether an event may be published.
-    pub(crate) fn check_outgoing(&self, event: &Outgoing) -> Result<()> {
+    /// Checks that an event may be published.
+    pub(crate) fn check_outgoing(&self, event: &OutgoingEvent) -> Result<()> {
         self.check_id(event.event_type, (*event.value).type_id())
     }
 
     fn check_id(&self, event_type: &str, type_id: TypeId) -> Result<()> {
         let problem = match self.types.get(event_type) {
             Some(known) if known.type_id == type_id => return Ok(()),
-            Some(_) => "another Rust type has this name",
+            Some(_) => "another Rust type is registered under this name",
             None => "register it first",
         };
         Err(BusError::NotRegistered {
@@ -159,7 +159,7 @@ impl Registry {
         })
     }
 
-    /// Whether payloads of this type and version can be read, if they fit.
+    /// Whether payloads of this type and version can be decoded.
     pub(crate) fn reads(&self, event_type: &str, version: u32) -> bool {
         self.types.get(event_type).is_some_and(|known| {
             version <= known.version
@@ -174,10 +174,10 @@ impl Registry {
 }
 
 impl Registration {
-    /// Reads an event of this type.
-    fn read(&self, envelope: &Envelope) -> Result<Value, Misfit> {
+    /// Decodes an event of this type.
+    fn read(&self, envelope: &Envelope) -> Result<EventValue, DecodeError> {
         let Envelope { event_type, version, payload, .. } = envelope;
-        let unfit = |problem: String| misfit(envelope, problem);
+        let unfit = |problem: String| decode_error(envelope, problem);
         if *version == self.version {
             return (self.decode)(payload).map_err(|error| unfit(error.to_string()));
         }
@@ -195,7 +195,7 @@ impl Registration {
         (self.decode_lifted)(json).map_err(|error| unfit(error.to_string()))
     }
 
-    fn unreadable(&self, event_type: &str, version: u32) -> Misfit {
+    fn unreadable(&self, event_type: &str, version: u32) -> DecodeError {
         let lifted: Vec<String> = self.upcasters.keys().map(u32::to_string).collect();
         let problem = match lifted.as_slice() {
             [] => format!("version {} is registered, without upcasters", self.version),
@@ -205,25 +205,26 @@ impl Registration {
                 lifted.join(", ")
             ),
         };
-        Misfit::UnknownVersion { event_type: event_type.to_owned(), version, problem }
+        DecodeError::UnknownVersion { event_type: event_type.to_owned(), version, problem }
     }
 }
 
-impl fmt::Debug for Registry {
+impl fmt::Debug for EventRegistry {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_map().entries(self.types()).finish()
     }
 }
 
-fn misfit(envelope: &Envelope, problem: String) -> Misfit {
+fn decode_error(envelope: &Envelope, problem: String) -> DecodeError {
     let Envelope { event_type, version, .. } = envelope;
-    Misfit::Payload { event_type: event_type.clone(), version: *version, problem }
+    DecodeError::Payload { event_type: event_type.clone(), version: *version, problem }
 }
 
 fn check_name(name: &str) -> Result<()> {
     if name.is_empty() || name.len() > TYPE_BYTES_MAX || name.chars().any(char::is_control) {
-        let problem = format!("1 to {TYPE_BYTES_MAX} bytes without control characters");
-        return Err(BusError::invalid(format!("the event type `{name}`"), problem));
+        let problem =
+            format!("the name must have 1 to {TYPE_BYTES_MAX} bytes and no control characters");
+        return Err(BusError::invalid(format!("event type `{name}`"), problem));
     }
     Ok(())
 }
@@ -249,8 +250,8 @@ mod tests {
         const VERSION: u32 = 3;
     }
 
-    fn registry() -> Registry {
-        Registry::empty()
+    fn registry() -> EventRegistry {
+        EventRegistry::empty()
             .with_upcaster::<Priced>(1, |mut old| {
                 let euros = old["euros"].as_u64().ok_or("no euros")?;
                 old["cents"] = json!(euros * 100);
@@ -275,7 +276,7 @@ mod tests {
     }
 
     #[test]
-    fn older_versions_are_lifted_step_by_step() {
+    fn older_versions_are_upcast_step_by_step() {
         let expected = Priced { cents: 700, currency: "EUR".to_owned() };
         for (version, payload) in [
             ("1", r#"{"euros":7}"#),
@@ -288,33 +289,33 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_says_why() {
-        let misfit = |envelope| registry().decode_any(&envelope).err().unwrap();
+    fn decode_errors_tell_the_reason() {
+        let decode_error = |envelope| registry().decode_any(&envelope).err().unwrap();
         assert!(matches!(
-            misfit(envelope("shop.Other", "1", "{}")),
-            Misfit::UnknownType { event_type } if event_type == "shop.Other"
+            decode_error(envelope("shop.Other", "1", "{}")),
+            DecodeError::UnknownType { event_type } if event_type == "shop.Other"
         ));
         for version in ["0", "4", "4294967295"] {
-            let error = misfit(envelope(Priced::TYPE, version, "{}"));
-            assert!(matches!(error, Misfit::UnknownVersion { .. }), "{version}: {error}");
+            let error = decode_error(envelope(Priced::TYPE, version, "{}"));
+            assert!(matches!(error, DecodeError::UnknownVersion { .. }), "{version}: {error}");
         }
         for (version, payload) in
             [("3", "{}"), ("3", "nonsense"), ("1", "nonsense"), ("1", "{}"), ("3", "")]
         {
-            let error = misfit(envelope(Priced::TYPE, version, payload));
-            assert!(matches!(error, Misfit::Payload { .. }), "{payload}: {error}");
+            let error = decode_error(envelope(Priced::TYPE, version, payload));
+            assert!(matches!(error, DecodeError::Payload { .. }), "{payload}: {error}");
         }
     }
 
     #[test]
-    fn a_version_without_a_way_up_is_unknown() {
-        let registry = Registry::empty().with_upcaster::<Priced>(2, Ok).unwrap();
+    fn a_version_without_an_upcaster_is_unknown() {
+        let registry = EventRegistry::empty().with_upcaster::<Priced>(2, Ok).unwrap();
         let error = registry.decode_any(&envelope(Priced::TYPE, "1", "{}")).err().unwrap();
         assert!(error.to_string().contains("with upcasters from 2"), "{error}");
     }
 
     #[test]
-    fn an_upcaster_or_a_type_that_panics_is_an_error_of_the_entry() {
+    fn a_panic_of_an_upcaster_or_type_is_an_error_of_the_entry() {
         fn touchy<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<u64, D::Error> {
             let number = u64::deserialize(deserializer)?;
             assert_ne!(number, 13, "unlucky");
@@ -330,23 +331,23 @@ mod tests {
             const VERSION: u32 = 2;
         }
         let lift = |old: Json| Ok(json!({ "number": old["old"].as_u64().expect("no old") }));
-        let registry = Registry::empty().with_upcaster::<Touchy>(1, lift).unwrap();
+        let registry = EventRegistry::empty().with_upcaster::<Touchy>(1, lift).unwrap();
         for (version, payload, reason) in [
             ("1", "{}", "no old"),
             ("1", r#"{"old":13}"#, "unlucky"),
             ("2", r#"{"number":13}"#, "unlucky"),
         ] {
             let read = registry.decode_any(&envelope(Touchy::TYPE, version, payload));
-            let misfit = read.err().unwrap();
-            assert!(matches!(misfit, Misfit::Payload { .. }), "{misfit}");
-            let text = misfit.to_string();
+            let decode_error = read.err().unwrap();
+            assert!(matches!(decode_error, DecodeError::Payload { .. }), "{decode_error}");
+            let text = decode_error.to_string();
             assert!(text.contains("panicked") && text.contains(reason), "{text}");
         }
         assert!(registry.decode_any(&envelope(Touchy::TYPE, "1", r#"{"old":12}"#)).is_ok());
     }
 
     #[test]
-    fn names_are_unique_and_upcasters_make_sense() {
+    fn type_names_are_unique_and_upcasters_are_validated() {
         #[derive(Serialize, Deserialize, JsonSchema)]
         struct Impostor {}
         impl Event for Impostor {
@@ -357,7 +358,7 @@ mod tests {
         assert!(matches!(registry.register::<Impostor>(), Err(BusError::Invalid { .. })));
         assert!(matches!(registry.check::<Impostor>(), Err(BusError::NotRegistered { .. })));
         for from in [0, 3, 4] {
-            assert!(Registry::empty().with_upcaster::<Priced>(from, Ok).is_err(), "{from}");
+            assert!(EventRegistry::empty().with_upcaster::<Priced>(from, Ok).is_err(), "{from}");
         }
         assert!(registry.with_upcaster::<Priced>(1, Ok).is_err());
     }

@@ -1,12 +1,13 @@
-//! The spool: a file where events wait while the backend is away.
+//! The spool: a file that buffers events while the backend is unavailable.
 //!
-//! Upstream: `publish`, when an event cannot be stored. Downstream: the replay, which moves events to their streams.
-//! Promises: events that were added are on the disk, in the order they were added; while any of them waits, every newer
-//! event of the bus goes behind it, so the order within each session stays as it was published. It is bounded, and full
-//! is an error. A spool belongs to one bus.
-//! Not here: when to replay, and how to see to it that nothing is stored twice (see `streamed/replay`).
+//! Upstream: `publish`, when an event cannot be stored. Downstream: `streamed/spool_drain` moves events to their
+//! streams.
+//! Promises: added events are synced to disk, in order; while the spool is not empty, every newer event of the bus is
+//! added behind, so the order within each session is kept. It is bounded; full is an error. A spool belongs to one
+//! bus.
+//! Not here: when to drain, and how duplicates are avoided (see `streamed/spool_drain`).
 
-mod faults;
+mod fault_injection;
 mod file;
 mod record;
 
@@ -25,33 +26,33 @@ use crate::limits::SPOOL_BYTES_MAX;
 use crate::metrics;
 
 use self::file::SpoolFile;
-pub(crate) use self::record::Spooled;
+pub(crate) use self::record::SpooledEvent;
 
-/// Where events wait while the backend is away.
+/// Settings of a spool.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SpoolConfig {
-    /// The file; it is made if it is missing. Events that their streams refuse for good go to a file beside it, with
-    /// `.rejected` at the end of its name.
+    /// The file; it is created if missing. Events that are permanently rejected by their streams go to a file beside
+    /// it, with the suffix `.rejected`.
     pub file: PathBuf,
-    /// Bytes it may have, and as many the file beside it; if that is full, nothing is replayed until somebody removes
-    /// it. Default: 64 MiB, at most 1 GiB.
+    /// Size limit in bytes of the file, and of the `.rejected` file; if the latter is full, the spool is not drained
+    /// until an operator removes it. Default: 64 MiB, at most 1 GiB.
     pub max_bytes: u64,
 }
 
 impl SpoolConfig {
-    /// A spool in this file.
+    /// A spool in this file, with the default limit.
     pub fn new(file: impl Into<PathBuf>) -> Self {
         Self { file: file.into(), max_bytes: 64 * 1024 * 1024 }
     }
 
     pub(crate) fn validate(&self) -> Result<()> {
         if self.file.file_name().is_none() {
-            let problem = format!("`{}` names no file", self.file.display());
-            return Err(BusError::invalid("the spool", problem));
+            let problem = format!("`{}` has no file name", self.file.display());
+            return Err(BusError::invalid("spool", problem));
         }
         if !(4096..=SPOOL_BYTES_MAX).contains(&self.max_bytes) {
             let problem = format!("{}; 4096 to {SPOOL_BYTES_MAX}", self.max_bytes);
-            return Err(BusError::invalid("the max_bytes of the spool", problem));
+            return Err(BusError::invalid("spool `max_bytes`", problem));
         }
         Ok(())
     }
@@ -59,42 +60,42 @@ impl SpoolConfig {
 
 /// An open spool.
 pub(crate) struct Spool {
-    shared: Arc<Shared>,
-    /// Events that are added at the same time share one sync of the disk.
-    writes: Coalescer<Unwritten, Result<(), SpoolError>>,
+    shared: Arc<SpoolShared>,
+    /// Batches concurrent writes into one disk sync.
+    writes: Coalescer<PendingWrite, Result<(), SpoolError>>,
 }
 
-struct Shared {
+struct SpoolShared {
     config: SpoolConfig,
     owner: String,
     /// Locked only by threads that may block. `None` once it is closed.
     file: Mutex<Option<SpoolFile>>,
-    /// Events that were accepted and may not be in the file yet. While there are any, or any wait in the file, nothing
-    /// goes past them.
+    /// Events that were accepted and may not be in the file yet. While this or `written` is not zero, newer events
+    /// must be added behind.
     unwritten: AtomicUsize,
-    /// Events that wait in the file, as it says itself.
+    /// Events in the file.
     written: AtomicUsize,
     bytes: AtomicU64,
     rejected: AtomicU64,
-    /// Something was added.
+    /// Notified when events were added.
     added: Notify,
-    /// How the events that wait get on.
-    pace: watch::Sender<Pace>,
+    /// Progress of the drain.
+    throttle_state: watch::Sender<ThrottleState>,
 }
 
-/// How the events that wait get on, for those that come after them.
+/// Progress of the drain, for throttling newer events.
 #[derive(Clone, Copy, Default)]
-struct Pace {
-    /// Steps made so far.
+struct ThrottleState {
+    /// Number of drain steps.
     steps: u64,
-    /// They get on: one newer event of each caller may be added for each step, so that they become fewer.
-    is_moving: bool,
-    /// The end is near: newer events wait for it, and then need not be added at all.
-    is_turning: bool,
+    /// The drain makes progress: each caller may add one batch per step, so that the spool gets shorter.
+    is_draining: bool,
+    /// The spool is almost empty: newer events wait until it is, and are then stored directly.
+    is_almost_drained: bool,
 }
 
 impl Spool {
-    /// Opens the spool of the bus `owner`, with what waits in it.
+    /// Opens the spool of the bus `owner`, with its events.
     pub(crate) async fn open(config: SpoolConfig, owner: &str) -> Result<Self> {
         config.validate()?;
         let (path, name, max_bytes) = (config.file.clone(), owner.to_owned(), config.max_bytes);
@@ -102,23 +103,23 @@ impl Spool {
         let file = opened.await?;
         let (beside, name) = (rejected_path(&config.file), owner.to_owned());
         let counting = blocking(&config.file, move || file::rejected(&beside, &name, 0));
-        // It holds up nobody: what is in it is over, and whoever looks into it is told.
+        // Not fatal: these events are already rejected, and reading them later reports the error.
         let rejected = counting.await.unwrap_or_else(|error| {
-            error!(%error, "the file of rejected events cannot be read");
+            error!(%error, "file of rejected events cannot be read");
             (0, Vec::new())
         });
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(SpoolShared {
             owner: owner.to_owned(),
             unwritten: AtomicUsize::new(0),
-            written: AtomicUsize::new(file.waiting()),
+            written: AtomicUsize::new(file.pending()),
             bytes: AtomicU64::new(file.bytes()),
             rejected: AtomicU64::new(rejected.0),
             added: Notify::new(),
-            pace: watch::Sender::new(Pace::default()),
+            throttle_state: watch::Sender::new(ThrottleState::default()),
             file: Mutex::new(Some(file)),
             config,
         });
-        metrics::spooled(shared.waiting());
+        metrics::spooled(shared.pending());
         let writer = Arc::clone(&shared);
         let writes = Coalescer::new(CoalescerConfig::default(), move |batch| {
             let shared = Arc::clone(&writer);
@@ -127,72 +128,72 @@ impl Spool {
         Ok(Self { shared, writes })
     }
 
-    /// Whether events wait: then every newer one must be added behind them.
-    pub(crate) fn is_waiting(&self) -> bool {
-        self.shared.waiting() > 0
+    /// Whether it has events: then every newer event must be added behind them.
+    pub(crate) fn has_pending(&self) -> bool {
+        self.shared.pending() > 0
     }
 
-    /// Adds events in order, all or none. When it returns they are on the disk.
-    pub(crate) async fn add(&self, events: Vec<Spooled>) -> Result<(), SpoolError> {
+    /// Adds events in order, all or none. They are on disk when it returns.
+    pub(crate) async fn add(&self, events: Vec<SpooledEvent>) -> Result<(), SpoolError> {
         let bytes = events.iter().map(|event| event.fields.bytes()).sum();
-        let gone = || SpoolError::Disk {
+        let writer_ended = || SpoolError::Disk {
             file: self.shared.config.file.clone(),
-            problem: "the writer ended".to_owned(),
+            problem: "the writer task ended".to_owned(),
         };
-        let events = Unwritten::new(&self.shared, events);
+        let events = PendingWrite::new(&self.shared, events);
         let written = self.writes.call_weighing(events, bytes).await;
-        metrics::spooled(self.shared.waiting());
-        written.unwrap_or_else(|_| Err(gone()))
+        metrics::spooled(self.shared.pending());
+        written.unwrap_or_else(|_| Err(writer_ended()))
     }
 
-    /// Lets older events get on before newer ones are added. Without this, whoever publishes all the time would be
-    /// ahead of the replay for ever. Returns at once while the backend is away. Cancel-safe.
-    pub(crate) async fn give_way(&self) {
-        let mut pace = self.shared.pace.subscribe();
-        let begun = pace.borrow_and_update().steps;
-        let may_go_on = |pace: &Pace| {
-            let gets_on = pace.is_moving && pace.steps == begun;
-            !pace.is_turning && !gets_on
+    /// Waits for the drain before newer events are added. Otherwise a busy publisher could stay ahead of the drain
+    /// forever. Returns at once if the drain is stalled. Cancel-safe.
+    pub(crate) async fn throttle(&self) {
+        let mut throttle_state = self.shared.throttle_state.subscribe();
+        let start = throttle_state.borrow_and_update().steps;
+        let may_go_on = |throttle_state: &ThrottleState| {
+            let gets_on = throttle_state.is_draining && throttle_state.steps == start;
+            !throttle_state.is_almost_drained && !gets_on
         };
-        // The sender lives as long as the spool does.
-        let _ = pace.wait_for(may_go_on).await;
+        // The sender lives as long as the spool.
+        let _ = throttle_state.wait_for(may_go_on).await;
     }
 
-    /// For the one who moves events: what it says of its progress holds until it says otherwise or goes away.
-    pub(crate) fn pacer(&self) -> Pacer {
-        Pacer(Arc::clone(&self.shared))
+    /// Reports the progress of the drain. The last report holds until the next one or until it is dropped.
+    pub(crate) fn drain_throttle(&self) -> Throttle {
+        Throttle(Arc::clone(&self.shared))
     }
 
-    /// Returns when events wait, or soon after. Cancel-safe.
-    pub(crate) async fn wait(&self) {
-        if !self.is_waiting() {
+    /// Returns when there are events, or soon after. Cancel-safe.
+    pub(crate) async fn wait_for_events(&self) {
+        if !self.has_pending() {
             self.shared.added.notified().await;
         }
     }
 
-    /// The oldest events, up to so many and about so many bytes. Events that are being written are not among them.
+    /// The oldest events, up to `count` and about `max_bytes`. Excludes events that are being written.
     pub(crate) async fn peek(
         &self,
         count: usize,
         max_bytes: u64,
-    ) -> Result<Vec<Spooled>, SpoolError> {
+    ) -> Result<Vec<SpooledEvent>, SpoolError> {
         self.with_file(move |file| file.peek(count, max_bytes)).await
     }
 
-    /// The oldest `count` events are in their streams.
-    pub(crate) async fn done(&self, count: usize) -> Result<(), SpoolError> {
+    /// Removes the oldest `count` events, which are in their streams now.
+    pub(crate) async fn acknowledge(&self, count: usize) -> Result<(), SpoolError> {
         let noting = self.with_file(move |file| {
-            file.done(count);
+            file.acknowledge(count);
             Ok(())
         });
         noting.await?;
-        metrics::spooled(self.shared.waiting());
+        metrics::spooled(self.shared.pending());
         Ok(())
     }
 
-    /// Puts events that their stream refused for good into the file beside the spool, each once. They still wait in the
-    /// spool. An error means that they must not be taken out of it.
-    pub(crate) async fn reject(&self, events: Vec<Spooled>) -> Result<(), SpoolError> {
+    /// Adds permanently rejected events to the `.rejected` file, each once. They stay in the spool. On an error they
+    /// must not be removed from it.
+    pub(crate) async fn reject(&self, events: Vec<SpooledEvent>) -> Result<(), SpoolError> {
         let shared = &self.shared;
         let (path, owner) = (rejected_path(&shared.config.file), shared.owner.clone());
         let max_bytes = shared.config.max_bytes;
@@ -202,25 +203,25 @@ impl Spool {
         Ok(())
     }
 
-    /// The oldest events that their streams refused for good, up to so many.
-    pub(crate) async fn rejected(&self, count: usize) -> Result<Vec<Spooled>, SpoolError> {
+    /// The oldest permanently rejected events, up to `count`.
+    pub(crate) async fn rejected(&self, count: usize) -> Result<Vec<SpooledEvent>, SpoolError> {
         let shared = &self.shared;
         let (path, owner) = (rejected_path(&shared.config.file), shared.owner.clone());
         let read = move || file::rejected(&path, &owner, count);
         Ok(blocking(&shared.config.file, read).await?.1)
     }
 
-    /// Closes the file, with what waits in it. When it returns, another bus may open it.
+    /// Closes the file with its events. After it returns, another bus may open it.
     pub(crate) async fn close(&self) {
         let shared = Arc::clone(&self.shared);
-        // Closing a file gives its lock back; an error means that the runtime is at its end, and the process with it.
+        // Closing a file releases its lock. An error means that the runtime is shutting down.
         let _ = spawn_blocking(move || drop(shared.lock().take())).await;
     }
 
     pub(crate) fn health(&self) -> SpoolHealth {
         let shared = &self.shared;
         SpoolHealth {
-            events: shared.waiting(),
+            events: shared.pending(),
             bytes: shared.bytes.load(Ordering::SeqCst),
             max_bytes: shared.config.max_bytes,
             rejected: shared.rejected.load(Ordering::SeqCst),
@@ -237,67 +238,70 @@ impl Spool {
     }
 }
 
-/// Events on their way to the file. They count from the beginning, so that nothing goes past them, until they are in the
-/// file or refused, even if whoever added them has gone away.
-struct Unwritten {
-    shared: Arc<Shared>,
-    events: Vec<Spooled>,
+/// Events to be written. They are counted from the start until they are in the file or rejected, even if the caller is
+/// dropped, so that no newer event overtakes them.
+struct PendingWrite {
+    shared: Arc<SpoolShared>,
+    events: Vec<SpooledEvent>,
 }
 
-impl Unwritten {
-    fn new(shared: &Arc<Shared>, events: Vec<Spooled>) -> Self {
+impl PendingWrite {
+    fn new(shared: &Arc<SpoolShared>, events: Vec<SpooledEvent>) -> Self {
         shared.unwritten.fetch_add(events.len(), Ordering::SeqCst);
         Self { shared: Arc::clone(shared), events }
     }
 }
 
-impl Drop for Unwritten {
+impl Drop for PendingWrite {
     fn drop(&mut self) {
         self.shared.unwritten.fetch_sub(self.events.len(), Ordering::SeqCst);
         self.shared.added.notify_one();
     }
 }
 
-/// Says how the events that wait get on.
-pub(crate) struct Pacer(Arc<Shared>);
+/// Reports the progress of the drain.
+pub(crate) struct Throttle(Arc<SpoolShared>);
 
-impl Pacer {
-    /// Some of them are in their streams. When no more than `few` are left, newer ones wait for the end.
-    pub(crate) fn moved(&self, few: usize) {
-        let left = self.0.waiting();
-        self.0.pace.send_modify(|pace| {
-            pace.steps += 1;
-            pace.is_moving = left > 0;
-            pace.is_turning = left > 0 && (left <= few || pace.is_turning);
+impl Throttle {
+    /// Some events were moved to their streams. If at most `few` remain, newer events wait until the spool is empty.
+    pub(crate) fn advanced(&self, few: usize) {
+        let left = self.0.pending();
+        self.0.throttle_state.send_modify(|throttle_state| {
+            throttle_state.steps += 1;
+            throttle_state.is_draining = left > 0;
+            throttle_state.is_almost_drained =
+                left > 0 && (left <= few || throttle_state.is_almost_drained);
         });
     }
 
-    /// They do not get on, or there are none.
+    /// The drain makes no progress, or the spool is empty.
     pub(crate) fn stalled(&self) {
-        self.0.pace.send_modify(|pace| (pace.is_moving, pace.is_turning) = (false, false));
+        self.0.throttle_state.send_modify(|throttle_state| {
+            (throttle_state.is_draining, throttle_state.is_almost_drained) = (false, false)
+        });
     }
 }
 
-impl Drop for Pacer {
+impl Drop for Throttle {
     fn drop(&mut self) {
         self.stalled();
     }
 }
 
-impl Shared {
-    /// All events that are not in their streams. One that is just being written may count twice, and never not at all.
-    fn waiting(&self) -> usize {
-        // In this order: an event is in the file before it ceases to be unwritten.
+impl SpoolShared {
+    /// Events that are not in their streams. An event being written may be counted twice, but never missed.
+    fn pending(&self) -> usize {
+        // In this order: an event is in the file before it stops being unwritten.
         let unwritten = self.unwritten.load(Ordering::SeqCst);
         unwritten + self.written.load(Ordering::SeqCst)
     }
 
-    /// Writes what gathered, one request after the other if all together do not fit.
-    async fn write(self: Arc<Self>, batch: Vec<Unwritten>) -> Vec<Result<(), SpoolError>> {
+    /// Writes the batch; if it does not fit as a whole, one request after the other.
+    async fn write(self: Arc<Self>, batch: Vec<PendingWrite>) -> Vec<Result<(), SpoolError>> {
         let (count, path) = (batch.len(), self.config.file.clone());
         let work = move || {
             self.with_file(|file| {
-                let all: Vec<Spooled> =
+                let all: Vec<SpooledEvent> =
                     batch.iter().flat_map(|unwritten| unwritten.events.iter().cloned()).collect();
                 if file.append(&all).is_ok() {
                     return Ok(vec![Ok(()); batch.len()]);
@@ -314,12 +318,12 @@ impl Shared {
     ) -> Result<T, SpoolError> {
         let mut file = self.lock();
         let Some(file) = file.as_mut() else {
-            let (file, problem) = (self.config.file.clone(), "it is closed".to_owned());
+            let (file, problem) = (self.config.file.clone(), "the spool is closed".to_owned());
             return Err(SpoolError::Disk { file, problem });
         };
         let result = work(file);
         self.bytes.store(file.bytes(), Ordering::SeqCst);
-        self.written.store(file.waiting(), Ordering::SeqCst);
+        self.written.store(file.pending(), Ordering::SeqCst);
         result
     }
 

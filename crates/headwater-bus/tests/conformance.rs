@@ -1,24 +1,24 @@
-//! The suite on every bus there is.
+//! The conformance suite on every bus.
 #![cfg(feature = "conformance")]
 #![allow(clippy::unwrap_used, reason = "a test that meets an error has failed")]
 
-use headwater_bus::conformance::{Env, registry};
+use headwater_bus::conformance::{BusTestEnv, registry};
 use headwater_bus::{LocalBus, Namespace, StreamedBus, StreamedBusConfig, bus_suite};
 use headwater_stream::{Options, connect};
 use headwater_testkit::{Cluster, Redis, unique};
 
-async fn open(url: &str) -> Env {
+async fn open(url: &str) -> BusTestEnv {
     let backend = connect(url, &Options::default()).await.unwrap();
     let namespace = Namespace::new(unique("conformance")).unwrap();
     let config = StreamedBusConfig { namespace, ..Default::default() };
-    Env::new(StreamedBus::open(backend, registry(), config).await.unwrap())
+    BusTestEnv::new(StreamedBus::open(backend, registry(), config).await.unwrap())
 }
 
 mod local {
     use super::*;
 
-    async fn setup() -> Env {
-        Env::new(LocalBus::new(registry()))
+    async fn setup() -> BusTestEnv {
+        BusTestEnv::new(LocalBus::new(registry()))
     }
 
     bus_suite!(setup());
@@ -27,7 +27,7 @@ mod local {
 mod embedded {
     use super::*;
 
-    async fn setup() -> Env {
+    async fn setup() -> BusTestEnv {
         open("embedded:memory").await
     }
 
@@ -37,7 +37,7 @@ mod embedded {
 mod redis {
     use super::*;
 
-    async fn setup() -> Env {
+    async fn setup() -> BusTestEnv {
         let redis = Redis::shared().unwrap();
         open(&redis.url()).await.keep(redis)
     }
@@ -48,7 +48,7 @@ mod redis {
 mod redis_cluster {
     use super::*;
 
-    async fn setup() -> Env {
+    async fn setup() -> BusTestEnv {
         let cluster = Cluster::shared().unwrap();
         open(&cluster.url()).await.keep(cluster)
     }

@@ -14,8 +14,8 @@ use headwater::desk::tools::{FoundTicket, SearchQuery};
 use headwater::desk::{Desk, DeskConfig, NoTickets, Reply, ReplyTarget, TicketSearch};
 use headwater::outbound::{Destination, Inside, Replies};
 use headwater_bus::{
-    EventBus, EventBusExt, Folds, LocalBus, PromptExecuted, PromptRendered, Received, Registry,
-    SessionId, Sessions, SessionsConfig, Subscribe, ToolInvoked,
+    EventBus, EventBusExt, EventRegistry, Folds, LocalBus, PromptExecuted, PromptRendered,
+    ReceivedEvent, SessionId, Sessions, SessionsConfig, SubscribeOptions, ToolInvoked,
 };
 use headwater_issue::{
     DeliverError, Inbox, InboxConfig, IssueId, NewEvent, Nudger, Outbox, OutboxConfig, OutboxRow,
@@ -71,7 +71,7 @@ impl System {
         let quiet = setup.config.quiet();
         let inbox = InboxConfig { quiet, ..InboxConfig::default() };
         let inbox = Inbox::new(Arc::clone(&store), nudger.clone(), inbox).unwrap();
-        let bus = Arc::new(LocalBus::new(Registry::builtin()));
+        let bus = Arc::new(LocalBus::new(EventRegistry::builtin()));
         let steps = watch_session(&bus).await;
         let ledger = Arc::new(MemoryLedger::default());
         let on_bus = Arc::clone(&bus) as Arc<dyn EventBus>;
@@ -187,23 +187,23 @@ async fn watch_session(bus: &LocalBus) -> Arc<Mutex<Vec<String>>> {
         steps.lock().unwrap().push(step);
     };
     let all = Arc::clone(&steps);
-    let rendered = move |event: Received<PromptRendered>| {
+    let rendered = move |event: ReceivedEvent<PromptRendered>| {
         note(&all, &event.session_id, "rendered".to_owned());
         async {}
     };
     let all = Arc::clone(&steps);
-    let invoked = move |event: Received<ToolInvoked>| {
+    let invoked = move |event: ReceivedEvent<ToolInvoked>| {
         note(&all, &event.session_id, format!("{} {}", event.name, event.result.success));
         async {}
     };
     let all = Arc::clone(&steps);
-    let executed = move |event: Received<PromptExecuted>| {
+    let executed = move |event: ReceivedEvent<PromptExecuted>| {
         note(&all, &event.session_id, "executed".to_owned());
         async {}
     };
-    bus.subscribe::<PromptRendered>(Subscribe::live(), rendered).await.unwrap();
-    bus.subscribe::<ToolInvoked>(Subscribe::live(), invoked).await.unwrap();
-    bus.subscribe::<PromptExecuted>(Subscribe::live(), executed).await.unwrap();
+    bus.subscribe::<PromptRendered>(SubscribeOptions::live(), rendered).await.unwrap();
+    bus.subscribe::<ToolInvoked>(SubscribeOptions::live(), invoked).await.unwrap();
+    bus.subscribe::<PromptExecuted>(SubscribeOptions::live(), executed).await.unwrap();
     steps
 }
 

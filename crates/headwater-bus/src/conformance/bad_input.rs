@@ -1,36 +1,36 @@
-//! What a bus refuses, and that nothing comes of it.
+//! Invalid input is rejected and has no effect.
 
 use std::time::Duration;
 
-use super::env::{Announced, Env, Log, Noted, Secret};
-use crate::bus::{EventBusExt, Subscribe};
+use super::env::{Announced, BusTestEnv, HandlerLog, Noted, Unregistered};
+use crate::bus::{EventBusExt, SubscribeOptions};
 use crate::error::BusError;
-use crate::event::{Outgoing, Received};
+use crate::event::{OutgoingEvent, ReceivedEvent};
 use crate::handler::Handlers;
 use crate::limits::PAYLOAD_BYTES_MAX;
 use crate::name::SessionId;
 
-/// Counts the events of the test's session, whoever publishes them.
-async fn watch(env: &Env) -> Log {
-    let log = Log::default();
+/// Logs all session events.
+async fn watch(env: &BusTestEnv) -> HandlerLog {
+    let log = HandlerLog::default();
     let seen = log.clone();
-    let note = move |event: Received<Noted>| {
+    let note = move |event: ReceivedEvent<Noted>| {
         seen.add(event.number);
         async {}
     };
-    env.bus.subscribe::<Noted>(Subscribe::live(), note).await.unwrap();
+    env.bus.subscribe::<Noted>(SubscribeOptions::live(), note).await.unwrap();
     log
 }
 
-pub async fn a_type_that_is_not_registered_is_refused(env: Env) {
-    let refused = env.bus.publish(Secret {}).await;
+pub async fn an_unregistered_type_is_rejected(env: BusTestEnv) {
+    let refused = env.bus.publish(Unregistered {}).await;
     assert!(matches!(refused, Err(BusError::NotRegistered { .. })), "{refused:?}");
-    let handler = |_: Received<Secret>| async {};
-    let refused = env.bus.subscribe::<Secret>(Subscribe::live(), handler).await;
+    let handler = |_: ReceivedEvent<Unregistered>| async {};
+    let refused = env.bus.subscribe::<Unregistered>(SubscribeOptions::live(), handler).await;
     assert!(matches!(refused, Err(BusError::NotRegistered { .. })), "{refused:?}");
 }
 
-pub async fn an_event_of_one_mebibyte_is_taken_and_a_byte_more_is_refused(env: Env) {
+pub async fn a_payload_of_one_mebibyte_is_accepted_and_a_larger_one_rejected(env: BusTestEnv) {
     let log = watch(&env).await;
     let around = serde_json::to_vec(&env.noted(1)).unwrap().len();
     let text = "x".repeat(PAYLOAD_BYTES_MAX - around);
@@ -44,12 +44,12 @@ pub async fn an_event_of_one_mebibyte_is_taken_and_a_byte_more_is_refused(env: E
     assert_eq!(log.settles_at(2).await, ["1", "3"]);
 }
 
-pub async fn a_session_with_odd_characters_is_refused(env: Env) {
+pub async fn an_invalid_session_id_is_rejected(env: BusTestEnv) {
     let log = watch(&env).await;
-    for odd in ["", "a b", "a\nb", "a:b", "{a}", "unknown", &"x".repeat(65)] {
-        let event = Noted { session_id: Some(odd.to_owned()), ..Default::default() };
+    for invalid in ["", "a b", "a\nb", "a:b", "{a}", "unknown", &"x".repeat(65)] {
+        let event = Noted { session_id: Some(invalid.to_owned()), ..Default::default() };
         let refused = env.bus.publish(event).await;
-        assert!(matches!(refused, Err(BusError::Invalid { .. })), "{odd:?}: {refused:?}");
+        assert!(matches!(refused, Err(BusError::Invalid { .. })), "{invalid:?}: {refused:?}");
     }
     for unusual in ["键", "a/b", "a*?[b]", "a@b.example"] {
         let session = format!("{unusual}-{}", &SessionId::random().as_str()[..8]);
@@ -59,37 +59,43 @@ pub async fn a_session_with_odd_characters_is_refused(env: Env) {
     assert_eq!(log.lines().len(), 4);
 }
 
-pub async fn an_event_without_a_session_is_refused(env: Env) {
+pub async fn a_session_event_without_a_session_is_rejected(env: BusTestEnv) {
     let refused = env.bus.publish(Noted::default()).await;
     assert!(matches!(refused, Err(BusError::Invalid { .. })), "{refused:?}");
 }
 
-pub async fn one_bad_event_keeps_its_whole_batch_out(env: Env) {
+pub async fn one_invalid_event_rejects_the_whole_batch(env: BusTestEnv) {
     let log = watch(&env).await;
-    let good = Outgoing::new(env.noted(1)).unwrap();
-    for bad in [Outgoing::new(Secret {}).unwrap(), Outgoing::new(Noted::default()).unwrap()] {
+    let good = OutgoingEvent::new(env.noted(1)).unwrap();
+    for bad in [
+        OutgoingEvent::new(Unregistered {}).unwrap(),
+        OutgoingEvent::new(Noted::default()).unwrap(),
+    ] {
         let refused = env.bus.publish_all(vec![good.clone(), bad]).await;
         assert!(refused.is_err());
     }
-    env.bus.publish(env.noted(2)).await.unwrap().raise().unwrap();
+    env.bus.publish(env.noted(2)).await.unwrap().into_result().unwrap();
     assert_eq!(log.settles_at(1).await, ["2"]);
 }
 
-pub async fn subscriptions_that_make_no_sense_are_refused(env: Env) {
-    let nothing = |_: Received<Noted>| async {};
-    let impatient = Subscribe { handler_timeout: Duration::ZERO, ..Subscribe::live() };
-    let idle = Subscribe { concurrency: 0, ..Subscribe::durable("a") };
-    let of_no_session = Subscribe::durable("a");
-    let grasping = Subscribe { reclaim_idle: Duration::ZERO, ..Subscribe::live() };
-    for subscribe in [impatient, idle, of_no_session, grasping] {
+pub async fn invalid_subscriptions_are_rejected(env: BusTestEnv) {
+    let nothing = |_: ReceivedEvent<Noted>| async {};
+    let no_timeout =
+        SubscribeOptions { handler_timeout: Duration::ZERO, ..SubscribeOptions::live() };
+    let no_concurrency = SubscribeOptions { concurrency: 0, ..SubscribeOptions::durable("a") };
+    let no_session = SubscribeOptions::durable("a");
+    let no_idle_time =
+        SubscribeOptions { reclaim_idle: Duration::ZERO, ..SubscribeOptions::live() };
+    for subscribe in [no_timeout, no_concurrency, no_session, no_idle_time] {
         let refused = env.bus.subscribe::<Noted>(subscribe.clone(), nothing).await;
         assert!(matches!(refused, Err(BusError::Invalid { .. })), "{subscribe:?}: {refused:?}");
     }
-    let refused = env.bus.subscribe_handlers(Subscribe::live(), Handlers::new()).await;
+    let refused = env.bus.subscribe_handlers(SubscribeOptions::live(), Handlers::new()).await;
     assert!(matches!(refused, Err(BusError::Invalid { .. })), "{refused:?}");
-    let mixed =
-        Handlers::new().on::<Noted>(nothing).on::<Announced>(|_: Received<Announced>| async {});
-    let of_session = Subscribe::durable("a").session(env.session.clone());
+    let mixed = Handlers::new()
+        .on::<Noted>(nothing)
+        .on::<Announced>(|_: ReceivedEvent<Announced>| async {});
+    let of_session = SubscribeOptions::durable("a").session(env.session.clone());
     let refused = env.bus.subscribe_handlers(of_session, mixed).await;
     assert!(matches!(refused, Err(BusError::Invalid { .. })), "{refused:?}");
 }

@@ -1,4 +1,4 @@
-//! How a bus ends.
+//! Closing a bus.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -7,34 +7,34 @@ use headwater_queue::{Backoff, RetryPolicy};
 use tokio::sync::Notify;
 use tokio::time::timeout;
 
-use super::env::{Announced, Env, Log, Noted};
-use crate::bus::{EventBusExt, Subscribe};
+use super::env::{Announced, BusTestEnv, HandlerLog, Noted};
+use crate::bus::{EventBusExt, SubscribeOptions};
 use crate::error::BusError;
-use crate::event::Received;
+use crate::event::ReceivedEvent;
 
-pub async fn a_closed_bus_refuses_everything(env: Env) {
+pub async fn a_closed_bus_rejects_calls(env: BusTestEnv) {
     env.bus.close().await.unwrap();
     let refused = env.bus.publish(env.noted(1)).await;
     assert!(matches!(refused, Err(BusError::Closed)), "{refused:?}");
-    for subscribe in [Subscribe::live(), Subscribe::durable("a")] {
+    for subscribe in [SubscribeOptions::live(), SubscribeOptions::durable("a")] {
         let refused =
-            env.bus.subscribe::<Announced>(subscribe, |_: Received<Announced>| async {}).await;
+            env.bus.subscribe::<Announced>(subscribe, |_: ReceivedEvent<Announced>| async {}).await;
         assert!(matches!(refused, Err(BusError::Closed)), "{refused:?}");
     }
 }
 
-pub async fn closing_waits_for_handlers(env: Env) {
-    let (begun, log) = (Arc::new(Notify::new()), Log::default());
-    let (told, seen) = (begun.clone(), log.clone());
-    let slow = move |event: Received<Noted>| {
-        let (told, seen) = (told.clone(), seen.clone());
+pub async fn closing_waits_for_handlers(env: BusTestEnv) {
+    let (begun, log) = (Arc::new(Notify::new()), HandlerLog::default());
+    let (started, seen) = (begun.clone(), log.clone());
+    let slow = move |event: ReceivedEvent<Noted>| {
+        let (started, seen) = (started.clone(), seen.clone());
         async move {
-            told.notify_one();
+            started.notify_one();
             tokio::time::sleep(Duration::from_millis(200)).await;
             seen.add(event.number);
         }
     };
-    env.bus.subscribe::<Noted>(Subscribe::live(), slow).await.unwrap();
+    env.bus.subscribe::<Noted>(SubscribeOptions::live(), slow).await.unwrap();
     let (bus, event) = (env.bus.clone(), env.noted(1));
     let publishing = tokio::spawn(async move { bus.publish(event).await });
     begun.notified().await;
@@ -43,7 +43,7 @@ pub async fn closing_waits_for_handlers(env: Env) {
     assert!(publishing.await.unwrap().unwrap().ok());
 }
 
-pub async fn closing_twice_is_fine(env: Env) {
+pub async fn closing_is_idempotent(env: BusTestEnv) {
     let (first, second) = tokio::join!(env.bus.close(), env.bus.close());
     first.unwrap();
     second.unwrap();
@@ -51,10 +51,10 @@ pub async fn closing_twice_is_fine(env: Env) {
     assert!(!env.bus.unsubscribe(crate::name::SubscriptionId(1)).await.unwrap());
 }
 
-pub async fn an_event_that_waits_for_its_next_try_does_not_hold_up_closing(env: Env) {
-    let log = Log::default();
+pub async fn an_event_waiting_for_its_retry_does_not_delay_closing(env: BusTestEnv) {
+    let log = HandlerLog::default();
     let seen = log.clone();
-    let fail = move |event: Received<Announced>| {
+    let fail = move |event: ReceivedEvent<Announced>| {
         seen.add(event.number);
         async { Err::<(), _>("not now") }
     };
@@ -63,9 +63,9 @@ pub async fn an_event_that_waits_for_its_next_try_does_not_hold_up_closing(env: 
         backoff: Backoff::Fixed(Duration::from_secs(3600)),
         ..Default::default()
     };
-    let patient = Subscribe { retry, ..Subscribe::durable("patient") };
-    env.bus.subscribe::<Announced>(patient, fail).await.unwrap();
-    env.bus.publish(Announced { number: 1 }).await.unwrap().raise().unwrap();
+    let slow_retry = SubscribeOptions { retry, ..SubscribeOptions::durable("slow-retry") };
+    env.bus.subscribe::<Announced>(slow_retry, fail).await.unwrap();
+    env.bus.publish(Announced { number: 1 }).await.unwrap().into_result().unwrap();
     log.wait_for(1).await;
     timeout(Duration::from_secs(20), env.bus.close()).await.unwrap().unwrap();
     assert_eq!(log.lines(), ["1"]);

@@ -1,4 +1,4 @@
-//! What a promise is tested with: a bus, events, and a log of what handlers saw.
+//! Test environment of the suite: a bus, event types, and a log of handler calls.
 
 use std::any::Any;
 use std::fmt;
@@ -12,21 +12,21 @@ use tokio::time::Instant;
 use crate::bus::EventBus;
 use crate::event::{Event, Scope};
 use crate::name::SessionId;
-use crate::registry::Registry;
+use crate::registry::EventRegistry;
 
-/// Nothing that should happen takes longer.
+/// Timeout for anything that is expected to happen.
 const LIMIT: Duration = Duration::from_secs(90);
 
-/// How long nothing must happen before a promise believes that it does not.
+/// How long to wait before asserting that nothing more happens.
 const QUIET: Duration = Duration::from_millis(300);
 
-/// The types the suite publishes.
-pub fn registry() -> Registry {
-    let registry = || Registry::empty().with::<Noted>()?.with::<Announced>();
+/// Registry of the event types that the suite publishes.
+pub fn registry() -> EventRegistry {
+    let registry = || EventRegistry::empty().with::<Noted>()?.with::<Announced>();
     registry().expect("the names are valid and unique")
 }
 
-/// An event of a session.
+/// A session event.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Noted {
     pub session_id: Option<String>,
@@ -43,7 +43,7 @@ impl Event for Noted {
     }
 }
 
-/// An event of a namespace.
+/// A namespace event.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Announced {
     pub number: u64,
@@ -53,30 +53,30 @@ impl Event for Announced {
     const TYPE: &'static str = "conformance.Announced";
 }
 
-/// A type that nobody registers.
+/// An event type that is not registered.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-pub struct Secret {}
+pub struct Unregistered {}
 
-impl Event for Secret {
-    const TYPE: &'static str = "conformance.Secret";
+impl Event for Unregistered {
+    const TYPE: &'static str = "conformance.Unregistered";
 }
 
-/// The surroundings of one test.
-pub struct Env {
-    /// The bus under test, made for [`registry`], in a namespace that no other test uses.
+/// Environment of one test.
+pub struct BusTestEnv {
+    /// The bus under test, created with [`registry`], in a namespace that no other test uses.
     pub bus: Arc<dyn EventBus>,
     /// A session that no other test uses.
     pub session: SessionId,
     _kept: Vec<Box<dyn Any + Send>>,
 }
 
-impl Env {
-    /// Surroundings of a bus.
+impl BusTestEnv {
+    /// Creates the environment of a bus.
     pub fn new(bus: impl EventBus + 'static) -> Self {
         Self { bus: Arc::new(bus), session: SessionId::random(), _kept: Vec::new() }
     }
 
-    /// Keeps a server or a directory for as long as the test runs.
+    /// Keeps a value (a server, a directory) alive until the test ends.
     #[must_use]
     pub fn keep(mut self, thing: impl Any + Send) -> Self {
         self._kept.push(Box::new(thing));
@@ -89,17 +89,17 @@ impl Env {
     }
 }
 
-impl fmt::Debug for Env {
+impl fmt::Debug for BusTestEnv {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Env").field("session", &self.session).finish_non_exhaustive()
+        f.debug_struct("BusTestEnv").field("session", &self.session).finish_non_exhaustive()
     }
 }
 
-/// What handlers saw, in order. Clones are the same log.
+/// Log of handler calls, in order. Clones share the log.
 #[derive(Clone, Debug, Default)]
-pub struct Log(Arc<Mutex<Vec<String>>>);
+pub struct HandlerLog(Arc<Mutex<Vec<String>>>);
 
-impl Log {
+impl HandlerLog {
     pub fn add(&self, line: impl fmt::Display) {
         self.0.lock().unwrap().push(line.to_string());
     }
@@ -108,7 +108,7 @@ impl Log {
         self.0.lock().unwrap().clone()
     }
 
-    /// Waits until there are so many lines.
+    /// Waits until the log has `count` lines.
     pub async fn wait_for(&self, count: usize) -> Vec<String> {
         let deadline = Instant::now() + LIMIT;
         while self.lines().len() < count {
@@ -118,7 +118,7 @@ impl Log {
         self.lines()
     }
 
-    /// Waits until there are so many lines, and sees that no more follow.
+    /// Waits until the log has `count` lines, and asserts that no more follow.
     pub async fn settles_at(&self, count: usize) -> Vec<String> {
         self.wait_for(count).await;
         tokio::time::sleep(QUIET).await;
@@ -128,11 +128,11 @@ impl Log {
     }
 }
 
-/// Waits until something is so.
-pub(crate) async fn wait_until(is_so: impl AsyncFn() -> bool) {
+/// Waits until the condition is true.
+pub(crate) async fn wait_until(condition: impl AsyncFn() -> bool) {
     let deadline = Instant::now() + LIMIT;
-    while !is_so().await {
-        assert!(Instant::now() < deadline, "it did not happen within {LIMIT:?}");
+    while !condition().await {
+        assert!(Instant::now() < deadline, "condition not met within {LIMIT:?}");
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
 }

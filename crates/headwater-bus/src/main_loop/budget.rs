@@ -1,30 +1,30 @@
-//! Budgets: what a request may cost, charged while it is carried out and passed along to what it asks of others.
+//! Budgets: resource limits of a request, charged during execution and passed on to sub-requests.
 //!
-//! Upstream: the `Budget` of a request. Downstream: the code that carries it out charges a [`Meter`].
-//! Promises: the charge that breaks a limit is counted and is an error, and the run ends, also if the error is ignored.
-//! What is lent to another request cannot be spent here; what comes back unused can.
-//! Not here: what an earlier process spent before it died; nobody knows.
+//! Upstream: the `Budget` of a request. Downstream: the application charges a [`Meter`].
+//! Promises: a charge that exceeds a limit is counted and returns an error, and the run ends even if the error is
+//! ignored. A leased amount cannot be spent here until its unused part is returned.
+//! Not here: resources used by a process before it crashed; they are unknown.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use tokio::sync::watch;
 
-use crate::builtin::{Budget, Usage};
+use crate::builtin_events::{Budget, RequestUsage};
 
-/// More was charged than a request may cost. Its run ends.
+/// A request exceeded its budget. Its run ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("over budget: {used} {what} of {limit}")]
+#[error("budget exceeded: {used} {what} used, the limit is {limit}")]
 pub struct OverBudget {
-    /// What there was too much of.
+    /// The limited resource.
     pub what: &'static str,
-    /// How much was charged, what is lent to other requests included.
+    /// Amount charged, including amounts leased to other requests.
     pub used: u64,
-    /// How much is allowed.
+    /// The limit.
     pub limit: u64,
 }
 
-/// Charges what a request costs against its budget. Clones are the same meter.
+/// Charges resources against a budget. Clones share the same meter.
 #[derive(Clone)]
 pub struct Meter {
     inner: Arc<Inner>,
@@ -32,34 +32,34 @@ pub struct Meter {
 
 struct Inner {
     budget: Budget,
-    spent: Mutex<Spent>,
+    state: Mutex<MeterState>,
     over: watch::Sender<Option<OverBudget>>,
 }
 
 #[derive(Clone, Copy, Default)]
-struct Spent {
-    used: Usage,
-    /// What loans hold, and what was lost with those that never came back.
-    lent: Amounts,
+struct MeterState {
+    used: RequestUsage,
+    /// Amounts held by leases, and amounts of leases that were dropped.
+    leased: LimitAmounts,
 }
 
-/// One number for each limit of a budget.
+/// One amount for each limit of a budget.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct Amounts([u64; 5]);
+struct LimitAmounts([u64; 5]);
 
-/// What the numbers are, in order.
-const WHAT: [&str; 5] =
+/// Names of the amounts, in order.
+const LIMIT_NAMES: [&str; 5] =
     ["tokens in and out", "input tokens", "output tokens", "calls", "millionths of cost"];
 
-impl From<Usage> for Amounts {
-    fn from(usage: Usage) -> Self {
-        let Usage { input_tokens, output_tokens, calls, cost_micros } = usage;
+impl From<RequestUsage> for LimitAmounts {
+    fn from(usage: RequestUsage) -> Self {
+        let RequestUsage { input_tokens, output_tokens, calls, cost_micros } = usage;
         let total = input_tokens.saturating_add(output_tokens);
         Self([total, input_tokens, output_tokens, calls, cost_micros])
     }
 }
 
-impl Amounts {
+impl LimitAmounts {
     fn plus(self, other: Self) -> Self {
         Self(std::array::from_fn(|index| self.0[index].saturating_add(other.0[index])))
     }
@@ -85,8 +85,8 @@ fn from_limits(limits: [Option<u64>; 5]) -> Budget {
     Budget { max_total_tokens, max_input_tokens, max_output_tokens, max_calls, max_cost_micros }
 }
 
-fn plus(one: Usage, other: Usage) -> Usage {
-    Usage {
+fn plus(one: RequestUsage, other: RequestUsage) -> RequestUsage {
+    RequestUsage {
         input_tokens: one.input_tokens.saturating_add(other.input_tokens),
         output_tokens: one.output_tokens.saturating_add(other.output_tokens),
         calls: one.calls.saturating_add(other.calls),
@@ -95,76 +95,77 @@ fn plus(one: Usage, other: Usage) -> Usage {
 }
 
 impl Meter {
-    /// A meter on which nothing is charged yet.
+    /// Creates a meter with nothing charged.
     pub fn new(budget: Budget) -> Self {
         let (over, _) = watch::channel(None);
-        Self { inner: Arc::new(Inner { budget, spent: Mutex::default(), over }) }
+        Self { inner: Arc::new(Inner { budget, state: Mutex::default(), over }) }
     }
 
-    /// Charges what was just used. An error means that it was too much, now or before: stop.
-    pub fn charge(&self, usage: Usage) -> Result<(), OverBudget> {
-        let mut spent = self.spent();
-        spent.used = plus(spent.used, usage);
-        self.judge(&spent)
+    /// Charges resources that were used. An error means that the budget is exceeded, now or before: stop.
+    pub fn charge(&self, usage: RequestUsage) -> Result<(), OverBudget> {
+        let mut state = self.state();
+        state.used = plus(state.used, usage);
+        self.check_limits(&state)
     }
 
-    /// Charges one call to a model: its tokens in and out, and what it cost.
+    /// Charges one call to a model: input tokens, output tokens and cost.
     pub fn charge_model(
         &self,
         input_tokens: u64,
         output_tokens: u64,
         cost_micros: u64,
     ) -> Result<(), OverBudget> {
-        self.charge(Usage { input_tokens, output_tokens, calls: 1, cost_micros })
+        self.charge(RequestUsage { input_tokens, output_tokens, calls: 1, cost_micros })
     }
 
     /// Charges one call to a tool.
     pub fn charge_call(&self) -> Result<(), OverBudget> {
-        self.charge(Usage { calls: 1, ..Usage::default() })
+        self.charge(RequestUsage { calls: 1, ..RequestUsage::default() })
     }
 
-    /// What was charged so far; for a model that is to be asked within what is left, see [`left`](Self::left).
-    pub fn used(&self) -> Usage {
-        self.spent().used
+    /// Resources charged so far.
+    pub fn used(&self) -> RequestUsage {
+        self.state().used
     }
 
-    /// What is left of the budget.
+    /// The remaining budget.
     pub fn left(&self) -> Budget {
-        let spent = *self.spent();
-        let used = Amounts::from(spent.used).plus(spent.lent);
+        let state = *self.state();
+        let used = LimitAmounts::from(state.used).plus(state.leased);
         let limits = limits(&self.inner.budget);
         from_limits(std::array::from_fn(|index| {
             limits[index].map(|limit| limit.saturating_sub(used.0[index]))
         }))
     }
 
-    /// Sets a part of what is left aside for another request: as much as asked for, where it is there. What `asked` does
-    /// not limit gets all that is left.
-    pub fn lend(&self, asked: Budget) -> Result<Loan, OverBudget> {
-        let mut spent = self.spent();
-        self.judge(&spent)?;
-        let used = Amounts::from(spent.used).plus(spent.lent);
-        let (mine, asked) = (limits(&self.inner.budget), limits(&asked));
-        let lent: [Option<u64>; 5] = std::array::from_fn(|index| {
-            let left = mine[index].map(|limit| limit.saturating_sub(used.0[index]));
-            match (left, asked[index]) {
-                (Some(left), Some(asked)) => Some(left.min(asked)),
-                (left, asked) => left.or(asked),
+    /// Leases a part of the remaining budget to another request: the amount requested for, or what remains if that is less.
+    /// Resources that `requested` does not limit get all that remains.
+    pub fn lease(&self, requested: Budget) -> Result<BudgetLease, OverBudget> {
+        let mut state = self.state();
+        self.check_limits(&state)?;
+        let used = LimitAmounts::from(state.used).plus(state.leased);
+        let (own, requested) = (limits(&self.inner.budget), limits(&requested));
+        let leased: [Option<u64>; 5] = std::array::from_fn(|index| {
+            let left = own[index].map(|limit| limit.saturating_sub(used.0[index]));
+            match (left, requested[index]) {
+                (Some(left), Some(requested)) => Some(left.min(requested)),
+                (left, requested) => left.or(requested),
             }
         });
-        // Only what is limited here is scarce.
-        let amounts =
-            Amounts(std::array::from_fn(|index| mine[index].and(lent[index]).unwrap_or_default()));
-        spent.lent = spent.lent.plus(amounts);
-        Ok(Loan { meter: self.clone(), budget: from_limits(lent), amounts })
+        // Resources without a limit here need no accounting.
+        let amounts = LimitAmounts(std::array::from_fn(|index| {
+            own[index].and(leased[index]).unwrap_or_default()
+        }));
+        state.leased = state.leased.plus(amounts);
+        Ok(BudgetLease { meter: self.clone(), budget: from_limits(leased), amounts })
     }
 
-    /// By how much the budget is broken, if it is.
+    /// The exceeded limit, if there is one.
     pub fn over(&self) -> Option<OverBudget> {
         *self.inner.over.borrow()
     }
 
-    /// Returns when the budget is broken. Cancel-safe.
+    /// Returns when the budget is exceeded. Cancel-safe.
     pub(crate) async fn exceeded(&self) -> OverBudget {
         let mut over = self.inner.over.subscribe();
         loop {
@@ -177,21 +178,21 @@ impl Meter {
         }
     }
 
-    fn judge(&self, spent: &Spent) -> Result<(), OverBudget> {
-        let used = Amounts::from(spent.used).plus(spent.lent);
+    fn check_limits(&self, state: &MeterState) -> Result<(), OverBudget> {
+        let used = LimitAmounts::from(state.used).plus(state.leased);
         for (index, limit) in limits(&self.inner.budget).into_iter().enumerate() {
             if let Some(limit) = limit.filter(|limit| used.0[index] > *limit) {
-                let over = OverBudget { what: WHAT[index], used: used.0[index], limit };
+                let over = OverBudget { what: LIMIT_NAMES[index], used: used.0[index], limit };
                 self.inner.over.send_if_modified(|known| known.replace(over).is_none());
                 return Err(over);
             }
         }
-        // Once broken, it stays broken, whatever comes back.
+        // Once exceeded, the budget stays exceeded, even if a lease is returned.
         self.over().map_or(Ok(()), Err)
     }
 
-    fn spent(&self) -> MutexGuard<'_, Spent> {
-        self.inner.spent.lock().expect("no code panics while it holds this lock")
+    fn state(&self) -> MutexGuard<'_, MeterState> {
+        self.inner.state.lock().expect("no code panics while it holds this lock")
     }
 }
 
@@ -201,27 +202,27 @@ impl fmt::Debug for Meter {
     }
 }
 
-/// A part of a budget, set aside for another request. One that is dropped counts as spent: nobody knows what became of it.
+/// A part of a budget leased to another request. A dropped lease counts as spent, because its usage is unknown.
 #[derive(Debug)]
-#[must_use = "a loan that is dropped is spent"]
-pub struct Loan {
+#[must_use = "a dropped lease counts as spent"]
+pub struct BudgetLease {
     meter: Meter,
     budget: Budget,
-    amounts: Amounts,
+    amounts: LimitAmounts,
 }
 
-impl Loan {
-    /// What the other request may cost.
+impl BudgetLease {
+    /// Budget of the other request.
     pub fn budget(&self) -> Budget {
         self.budget
     }
 
-    /// Charges what the other request took, and gives back the rest.
-    pub fn settle(self, usage: Usage) -> Result<(), OverBudget> {
-        let mut spent = self.meter.spent();
-        spent.lent = spent.lent.minus(self.amounts);
-        spent.used = plus(spent.used, usage);
-        self.meter.judge(&spent)
+    /// Charges the usage of the other request and returns the rest.
+    pub fn settle(self, usage: RequestUsage) -> Result<(), OverBudget> {
+        let mut state = self.meter.state();
+        state.leased = state.leased.minus(self.amounts);
+        state.used = plus(state.used, usage);
+        self.meter.check_limits(&state)
     }
 }
 
@@ -234,36 +235,36 @@ mod tests {
     }
 
     #[test]
-    fn a_budget_may_be_used_up_and_not_broken() {
+    fn a_budget_may_be_used_up_but_not_exceeded() {
         let meter = Meter::new(Budget { max_calls: Some(3), ..tokens(100) });
         assert_eq!(meter.charge_model(40, 50, 7), Ok(()));
         assert_eq!(meter.charge_model(5, 5, 7), Ok(()));
         assert_eq!(meter.left(), Budget { max_calls: Some(1), ..tokens(0) });
-        let over = OverBudget { what: WHAT[0], used: 101, limit: 100 };
+        let over = OverBudget { what: LIMIT_NAMES[0], used: 101, limit: 100 };
         assert_eq!(meter.charge_model(1, 0, 0), Err(over));
-        assert_eq!(meter.charge(Usage::default()), Err(over), "it stays broken");
+        assert_eq!(meter.charge(RequestUsage::default()), Err(over), "it stays exceeded");
         assert_eq!(meter.over(), Some(over));
-        assert_eq!(meter.used().cost_micros, 14, "what is not limited is counted, too");
+        assert_eq!(meter.used().cost_micros, 14, "unlimited resources are counted, too");
     }
 
     #[test]
-    fn each_limit_is_one_of_its_own() {
+    fn each_limit_is_enforced() {
         for (budget, usage) in [
             (
                 Budget { max_input_tokens: Some(1), ..Budget::default() },
-                Usage { input_tokens: 2, ..Usage::default() },
+                RequestUsage { input_tokens: 2, ..RequestUsage::default() },
             ),
             (
                 Budget { max_output_tokens: Some(1), ..Budget::default() },
-                Usage { output_tokens: 2, ..Usage::default() },
+                RequestUsage { output_tokens: 2, ..RequestUsage::default() },
             ),
             (
                 Budget { max_calls: Some(1), ..Budget::default() },
-                Usage { calls: 2, ..Usage::default() },
+                RequestUsage { calls: 2, ..RequestUsage::default() },
             ),
             (
                 Budget { max_cost_micros: Some(1), ..Budget::default() },
-                Usage { cost_micros: u64::MAX, ..Usage::default() },
+                RequestUsage { cost_micros: u64::MAX, ..RequestUsage::default() },
             ),
         ] {
             assert!(Meter::new(budget).charge(usage).is_err(), "{budget:?}");
@@ -272,26 +273,26 @@ mod tests {
     }
 
     #[test]
-    fn what_is_lent_cannot_be_spent_twice_and_comes_back_unless_it_was_used() {
+    fn a_leased_amount_cannot_be_spent_twice_and_the_unused_part_is_returned() {
         let meter = Meter::new(tokens(100));
         meter.charge_model(30, 0, 0).unwrap();
-        let first = meter.lend(tokens(50)).unwrap();
+        let first = meter.lease(tokens(50)).unwrap();
         assert_eq!(first.budget(), tokens(50));
-        let second = meter.lend(Budget { max_calls: Some(4), ..Budget::default() }).unwrap();
+        let second = meter.lease(Budget { max_calls: Some(4), ..Budget::default() }).unwrap();
         assert_eq!(second.budget(), Budget { max_calls: Some(4), ..tokens(20) });
         assert_eq!(meter.left(), tokens(0));
 
-        first.settle(Usage { input_tokens: 10, ..Usage::default() }).unwrap();
+        first.settle(RequestUsage { input_tokens: 10, ..RequestUsage::default() }).unwrap();
         assert_eq!(meter.left(), tokens(40));
         drop(second);
-        assert_eq!(meter.left(), tokens(40), "nobody knows what became of it");
+        assert_eq!(meter.left(), tokens(40), "the usage of a dropped lease is unknown");
         meter.charge_model(40, 0, 0).unwrap();
         assert!(meter.charge_model(1, 0, 0).is_err());
-        assert!(meter.lend(tokens(1)).is_err(), "there is nothing to lend");
+        assert!(meter.lease(tokens(1)).is_err(), "nothing remains to be leased");
     }
 
     #[tokio::test]
-    async fn whoever_waits_hears_of_the_charge_that_was_too_much() {
+    async fn waiters_are_notified_of_the_charge_that_exceeds_the_budget() {
         let meter = Meter::new(tokens(1));
         let waiting = tokio::spawn({
             let meter = meter.clone();

@@ -1,11 +1,11 @@
-//! Clients: those who ask.
+//! Client of a main loop: submits requests and receives replies.
 //!
-//! Upstream: applications, and requests that need something of other main loops. Downstream: the control stream, and the
-//! requester's own stream of replies.
-//! Promises: a request that is submitted twice under one id counts once, and both get the same reply; a reply that comes
-//! too late for its caller stays, for every process of the requester; a request that is cancelled has that as its reply,
-//! unless another came first. A caller is answered at the deadline of its request, or when its own time is up, at most
-//! [`GRACE`] later, whatever the backend does.
+//! Upstream: applications, and requests that send sub-requests. Downstream: the control stream, and the requester's
+//! reply stream.
+//! Promises: submitting a request twice under one id executes it once, and both callers get the same reply; a reply
+//! that arrives after its caller timed out is kept for every process of the requester; a cancelled request has the
+//! cancellation as its reply, unless another reply came first. A caller gets an answer at the deadline of its request
+//! or at its timeout, at most [`REPLY_GRACE`] later, even if the backend is unavailable.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -21,29 +21,31 @@ use tracing::{Instrument, warn};
 
 use super::config::MainLoopClientConfig;
 use super::error::MainLoopError;
-use super::replies::{Kept, Replies};
-use super::reply::{Completed, Reply};
-use super::run::Run;
-use super::task::session_of;
-use super::waiting::{self, Waiter, Waiters};
-use crate::background::AbortOnDrop;
-use crate::builtin::{Budget, MainLoopCompleted, MainLoopFailed, MainLoopRequest, RequestFailure};
+use super::parsed_request::session_of;
+use super::reply::{CompletedRequest, Reply};
+use super::reply_store::{ReplyStore, StoredReply};
+use super::reply_waiters::{self, ReplyWaiter, ReplyWaiters};
+use super::request_context::RequestContext;
+use crate::abort_on_drop::AbortOnDropTask;
+use crate::builtin_events::{
+    Budget, MainLoopCompleted, MainLoopFailed, MainLoopRequest, RequestFailure,
+};
 use crate::bus::{EventBus, EventBusExt};
 use crate::error::BusError;
-use crate::event::{Envelope, Outgoing};
-use crate::limits::REPLY_KEEP_MAX;
+use crate::event::{Envelope, OutgoingEvent};
+use crate::limits::REPLY_TTL_MAX;
 use crate::metrics;
 use crate::name::{EventId, RequestId, Requester, SessionId};
 
-/// How long a caller whose time is up is still kept waiting: a worker that ends a run at its deadline answers right after it,
-/// and what a reader missed can be fetched.
-const GRACE: Duration = Duration::from_millis(500);
+/// Extra wait after a deadline or timeout: a worker that ends a run at its deadline replies right after it, and a reply
+/// that the reader missed can still be fetched.
+const REPLY_GRACE: Duration = Duration::from_millis(500);
 
 type Result<T, E = MainLoopError> = std::result::Result<T, E>;
 
-/// A request, with its limits.
+/// A request to submit, with its limits.
 #[derive(Clone, Debug)]
-pub struct Submit<R> {
+pub struct Submission<R> {
     request: R,
     request_id: Option<RequestId>,
     budget: Option<Budget>,
@@ -59,8 +61,8 @@ enum Deadline {
     Within(Duration),
 }
 
-impl<R: Serialize> Submit<R> {
-    /// A request without limits, known by an id that nobody else has.
+impl<R: Serialize> Submission<R> {
+    /// Creates a request without limits and with a random id.
     pub fn new(request: R) -> Self {
         Self {
             request,
@@ -72,92 +74,92 @@ impl<R: Serialize> Submit<R> {
         }
     }
 
-    /// Gives it an id of the caller's: submitted again under it, it counts once.
+    /// Sets the request id. Submitting again under the same id is idempotent.
     pub fn id(mut self, request_id: RequestId) -> Self {
         self.request_id = Some(request_id);
         self
     }
 
-    /// What it may cost.
+    /// Sets the budget.
     pub fn budget(mut self, budget: Budget) -> Self {
         self.budget = Some(budget);
         self
     }
 
-    /// When it must be done, by the clock of the backend.
+    /// Sets the deadline, by the clock of the backend.
     pub fn deadline(mut self, deadline: Timestamp) -> Self {
         self.deadline = Deadline::At(deadline);
         self
     }
 
-    /// How long from now it may take, waiting included. The caller is answered then, also if the backend is away:
-    /// [`DeadlinePassed`](MainLoopError::DeadlinePassed).
+    /// Sets the deadline relative to now, including waiting time. The caller gets
+    /// [`DeadlinePassed`](MainLoopError::DeadlinePassed) then, even if the backend is unavailable.
     pub fn within(mut self, time: Duration) -> Self {
         self.deadline = Deadline::Within(time);
         self
     }
 
-    /// What it may use; the main loop knows what that means.
+    /// Sets the resources; their meaning is defined by the main loop.
     pub fn resources(mut self, resources: Json) -> Self {
         self.resources = resources;
         self
     }
 
-    /// How long to wait for the reply. It may come later, and can be fetched then.
+    /// Sets how long to wait for the reply. A later reply can still be fetched.
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.timeout = Some(timeout);
         self
     }
 }
 
-/// What came of the wish to cancel a request.
+/// Result of cancelling a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Cancelled {
-    /// It is: if it waits it is never begun, if it runs it is stopped.
-    Yes,
-    /// It had a reply already.
-    TooLate,
+pub enum CancelOutcome {
+    /// The request is cancelled: it is not started, or its run is stopped.
+    Cancelled,
+    /// The request already has a reply.
+    AlreadyReplied,
 }
 
-/// A caller that waits for a reply, and how long.
-struct Waiting {
-    waiter: Waiter,
+/// A caller waiting for a reply.
+struct PendingReply {
+    waiter: ReplyWaiter,
     request_id: RequestId,
     until: Instant,
-    limit: Limit,
+    limit: WaitLimit,
 }
 
-/// What ends a wait.
+/// What limits the wait.
 #[derive(Clone, Copy)]
-enum Limit {
-    /// The caller waits no longer than this.
+enum WaitLimit {
+    /// The caller's timeout.
     Timeout(Duration),
     /// The deadline of the request.
     Deadline,
 }
 
-impl Waiting {
-    /// Ends it at the deadline of the request, if that comes first.
-    fn ends_at(&mut self, deadline: Instant) {
+impl PendingReply {
+    /// Ends the wait at the deadline of the request, if that is earlier.
+    fn limit_to_deadline(&mut self, deadline: Instant) {
         if deadline <= self.until {
-            (self.until, self.limit) = (deadline, Limit::Deadline);
+            (self.until, self.limit) = (deadline, WaitLimit::Deadline);
         }
     }
 
-    /// The error of a caller whose request is submitted, and who got no reply.
-    fn over(&self) -> MainLoopError {
+    /// Error of a submitted request without a reply.
+    fn timeout_error(&self) -> MainLoopError {
         let request_id = self.request_id.clone();
         match self.limit {
-            Limit::Timeout(after) => MainLoopError::TimedOut { request_id, after },
-            Limit::Deadline => MainLoopError::DeadlinePassed { request_id },
+            WaitLimit::Timeout(after) => MainLoopError::TimedOut { request_id, after },
+            WaitLimit::Deadline => MainLoopError::DeadlinePassed { request_id },
         }
     }
 
-    /// The error of a caller who does not know whether its request is submitted.
-    fn over_unsubmitted(&self) -> MainLoopError {
+    /// Error of a request that may not have been submitted.
+    fn unsubmitted_error(&self) -> MainLoopError {
         match self.limit {
-            Limit::Deadline => self.over(),
-            Limit::Timeout(after) => {
+            WaitLimit::Deadline => self.timeout_error(),
+            WaitLimit::Timeout(after) => {
                 let problem = format!("not confirmed within {after:?}");
                 let source = StreamError::Unavailable { problem, source: None }.into();
                 MainLoopError::NotSubmitted { request_id: self.request_id.clone(), source }
@@ -166,20 +168,21 @@ impl Waiting {
     }
 }
 
-/// Asks main loops of the bus's namespace, in the name of a requester.
+/// Sends requests to the main loop of the bus's namespace.
 pub struct MainLoopClient {
     requester: Requester,
-    replies: Replies,
-    waiters: Arc<Waiters>,
+    reply_store: ReplyStore,
+    waiters: Arc<ReplyWaiters>,
     config: MainLoopClientConfig,
-    /// What the clock of the backend last said, and when: it goes on while the backend does not answer.
+    /// Last known time of the backend, and when it was read; used to estimate the time while the backend is
+    /// unavailable.
     clock: Mutex<(Timestamp, Instant)>,
-    _following: AbortOnDrop<()>,
+    _reader: AbortOnDropTask<()>,
 }
 
 impl MainLoopClient {
-    /// A client of the bus. Processes with the same `requester` share their replies; take a name that stays the same over
-    /// restarts, if late replies matter.
+    /// Opens a client. Processes with the same `requester` share their replies; use a name that is stable across
+    /// restarts if late replies matter.
     pub async fn open(
         bus: Arc<dyn EventBus>,
         requester: Requester,
@@ -188,64 +191,70 @@ impl MainLoopClient {
         bus.registry().check::<MainLoopRequest>()?;
         bus.registry().check::<MainLoopCompleted>()?;
         bus.registry().check::<MainLoopFailed>()?;
-        let replies = Replies::new(bus, config.replies).await?;
-        replies.list(&requester).await?;
-        let (backend, stream) = (Arc::clone(&replies.journal.backend), replies.stream(&requester));
+        let reply_store = ReplyStore::new(bus, config.replies).await?;
+        reply_store.register_requester(&requester).await?;
+        let (backend, stream) =
+            (Arc::clone(&reply_store.storage.backend), reply_store.stream(&requester));
         let stats = backend.stats(&stream).await?;
         let end = stats.and_then(|stats| stats.last_id).unwrap_or(EntryId::MIN);
         let clock = Mutex::new((backend.now().await?, Instant::now()));
-        let waiters = Arc::<Waiters>::default();
-        let following = waiting::follow(backend, stream, end, Arc::clone(&waiters));
-        let following = AbortOnDrop(tokio::spawn(following));
-        Ok(Self { requester, replies, waiters, config, clock, _following: following })
+        let waiters = Arc::<ReplyWaiters>::default();
+        let reader = reply_waiters::follow_replies(backend, stream, end, Arc::clone(&waiters));
+        let reader = AbortOnDropTask(tokio::spawn(reader));
+        Ok(Self { requester, reply_store, waiters, config, clock, _reader: reader })
     }
 
-    /// In whose name it asks.
+    /// The requester.
     pub fn requester(&self) -> &Requester {
         &self.requester
     }
 
-    /// The session in which a request is carried out.
+    /// The session in which a request is executed.
     pub fn session_of(&self, request_id: &RequestId) -> SessionId {
-        session_of(&self.replies.journal.namespace, request_id)
+        session_of(&self.reply_store.storage.namespace, request_id)
     }
 
-    /// Asks, and waits for the reply.
+    /// Submits a request and waits for the reply.
     pub async fn submit<R: Serialize, O: DeserializeOwned>(
         &self,
-        submit: Submit<R>,
-    ) -> Result<Completed<O>> {
+        submit: Submission<R>,
+    ) -> Result<CompletedRequest<O>> {
         let request_id = submit.request_id.clone().unwrap_or_else(RequestId::random);
-        self.ask(request_id.clone(), submit).await?.into_output(&request_id)
+        self.submit_measured(request_id.clone(), submit).await?.into_output(&request_id)
     }
 
-    /// Asks on behalf of a request that is being carried out: within what is left of its budget and its time. What the
-    /// reply says was used is charged to it; without a reply, all that was set aside for it.
+    /// Submits a sub-request of a request being executed, within its remaining budget and time. The usage in the
+    /// reply is charged to the parent; without a reply, the whole leased amount is charged.
     ///
-    /// The other main loop needs room of its own: one whose requests all wait for requests to itself waits for ever.
+    /// The other main loop needs its own capacity: a main loop whose running requests all wait for sub-requests to
+    /// itself deadlocks.
     pub async fn submit_within<R: Serialize, O: DeserializeOwned>(
         &self,
-        run: &Run,
-        mut submit: Submit<R>,
-    ) -> Result<Completed<O>> {
-        let loan = run.meter().lend(submit.budget.unwrap_or_default())?;
-        submit.budget = Some(loan.budget());
+        context: &RequestContext,
+        mut submit: Submission<R>,
+    ) -> Result<CompletedRequest<O>> {
+        let lease = context.meter().lease(submit.budget.unwrap_or_default())?;
+        submit.budget = Some(lease.budget());
         let deadline = match submit.deadline {
-            Deadline::None => run.deadline(),
-            Deadline::At(deadline) => deadline.min(run.deadline()),
-            Deadline::Within(time) => self.known_now().after(time).min(run.deadline()),
+            Deadline::None => context.deadline(),
+            Deadline::At(deadline) => deadline.min(context.deadline()),
+            Deadline::Within(time) => self.estimated_now().after(time).min(context.deadline()),
         };
         submit.deadline = Deadline::At(deadline);
         let request_id = submit.request_id.clone().unwrap_or_else(RequestId::random);
-        let reply = self.ask(request_id.clone(), submit).await?;
-        loan.settle(reply.usage())?;
+        let reply = self.submit_measured(request_id.clone(), submit).await?;
+        lease.settle(reply.usage())?;
         reply.into_output(&request_id)
     }
 
-    async fn ask<R: Serialize>(&self, request_id: RequestId, submit: Submit<R>) -> Result<Reply> {
+    async fn submit_measured<R: Serialize>(
+        &self,
+        request_id: RequestId,
+        submit: Submission<R>,
+    ) -> Result<Reply> {
         let began = Instant::now();
         let span = tracing::info_span!("submit", %request_id, requester = %self.requester);
-        let reply = self.ask_in_time(request_id, submit).instrument(span).await;
+        let reply = self.submit_and_wait(request_id, submit).instrument(span).await;
         let result = match &reply {
             Ok(Reply::Completed(_)) => "completed",
             Ok(Reply::Failed(_)) => "failed",
@@ -257,35 +266,36 @@ impl MainLoopClient {
         reply
     }
 
-    async fn ask_in_time<R: Serialize>(
+    async fn submit_and_wait<R: Serialize>(
         &self,
         request_id: RequestId,
-        submit: Submit<R>,
+        submit: Submission<R>,
     ) -> Result<Reply> {
         let began = Instant::now();
         let limit = submit.timeout.unwrap_or(self.config.timeout);
-        let mut waiting = self.begin_to_wait(&request_id, limit)?;
+        let mut pending = self.start_wait(&request_id, limit)?;
         match submit.deadline {
             Deadline::None => {}
-            Deadline::Within(time) => waiting.ends_at(began + time.min(REPLY_KEEP_MAX)),
-            Deadline::At(deadline) => waiting.ends_at(self.instant_of(deadline)),
+            Deadline::Within(time) => pending.limit_to_deadline(began + time.min(REPLY_TTL_MAX)),
+            Deadline::At(deadline) => pending.limit_to_deadline(self.instant_of(deadline)),
         }
-        // What is dropped here is published all the same once the bus has it; no worker begins it after its deadline.
-        match timeout_at(waiting.until, self.send(&request_id, submit, began)).await {
+        // If this is dropped, the bus may still publish the request; no worker starts it after its deadline.
+        match timeout_at(pending.until, self.send(&request_id, submit, began)).await {
             Ok(sent) => sent?,
-            Err(_) => return Err(waiting.over_unsubmitted()),
+            Err(_) => return Err(pending.unsubmitted_error()),
         }
-        self.wait_for(waiting).await
+        self.wait_for(pending).await
     }
 
     async fn send<R: Serialize>(
         &self,
         request_id: &RequestId,
-        submit: Submit<R>,
+        submit: Submission<R>,
         began: Instant,
     ) -> Result<()> {
-        let request = serde_json::to_value(&submit.request)
-            .map_err(|error| BusError::invalid("a request", format!("no JSON: {error}")))?;
+        let request = serde_json::to_value(&submit.request).map_err(|error| {
+            BusError::invalid("request", format!("it cannot be encoded as JSON: {error}"))
+        })?;
         let now = self.now().await?;
         let deadline = match submit.deadline {
             Deadline::None => None,
@@ -302,10 +312,10 @@ impl MainLoopClient {
             created_at: Some(now.to_rfc3339()),
         };
         let event_id = EventId::new(format!("request:{}:{request_id}", self.requester))?;
-        let outgoing = Outgoing::new(event)?.with_id(event_id);
-        // Listed again now and then, for as long as it asks.
-        self.replies.list(&self.requester).await?;
-        match self.replies.bus.publish_outgoing(outgoing).await {
+        let outgoing = OutgoingEvent::new(event)?.with_id(event_id);
+        // Renewed from time to time while requests are sent.
+        self.reply_store.register_requester(&self.requester).await?;
+        match self.reply_store.bus.publish_outgoing(outgoing).await {
             Ok(_) => Ok(()),
             Err(source) if source.is_transient() => {
                 Err(MainLoopError::NotSubmitted { request_id: request_id.clone(), source })
@@ -314,66 +324,66 @@ impl MainLoopClient {
         }
     }
 
-    /// Waits for the reply to a request that was submitted before, by this process or another one of the requester.
+    /// Waits for the reply to a request submitted before, by this or another process of the requester.
     pub async fn wait<O: DeserializeOwned>(
         &self,
         request_id: &RequestId,
         limit: Duration,
-    ) -> Result<Completed<O>> {
-        let waiting = self.begin_to_wait(request_id, limit)?;
-        self.wait_for(waiting).await?.into_output(request_id)
+    ) -> Result<CompletedRequest<O>> {
+        let pending = self.start_wait(request_id, limit)?;
+        self.wait_for(pending).await?.into_output(request_id)
     }
 
-    fn begin_to_wait(&self, request_id: &RequestId, limit: Duration) -> Result<Waiting> {
-        let limit = limit.min(REPLY_KEEP_MAX);
-        Ok(Waiting {
+    fn start_wait(&self, request_id: &RequestId, limit: Duration) -> Result<PendingReply> {
+        let limit = limit.min(REPLY_TTL_MAX);
+        Ok(PendingReply {
             waiter: self.waiters.add(request_id)?,
             request_id: request_id.clone(),
             until: Instant::now() + limit,
-            limit: Limit::Timeout(limit),
+            limit: WaitLimit::Timeout(limit),
         })
     }
 
-    async fn wait_for(&self, mut waiting: Waiting) -> Result<Reply> {
-        let until = waiting.until;
-        if let Ok(reply) = timeout_at(until, self.look_and_wait(&mut waiting)).await {
+    async fn wait_for(&self, mut pending: PendingReply) -> Result<Reply> {
+        let until = pending.until;
+        if let Ok(reply) = timeout_at(until, self.find_or_await_reply(&mut pending)).await {
             return reply;
         }
         let late = async {
-            match waiting.limit {
-                // The worker answers, too, and says what the run took.
-                Limit::Deadline => self.look_and_wait(&mut waiting).await.map(Some),
-                // What the reader may have missed.
-                Limit::Timeout(_) => self.look_if_possible(&waiting.request_id).await,
+            match pending.limit {
+                // The worker replies at the deadline, too, and its reply contains the usage.
+                WaitLimit::Deadline => self.find_or_await_reply(&mut pending).await.map(Some),
+                // A reply that the reader may have missed.
+                WaitLimit::Timeout(_) => self.find_reply_if_available(&pending.request_id).await,
             }
         };
-        match timeout(GRACE, late).await {
+        match timeout(REPLY_GRACE, late).await {
             Ok(Ok(Some(reply))) => Ok(reply),
             Ok(Err(error)) => Err(error),
-            Ok(Ok(None)) | Err(_) => Err(waiting.over()),
+            Ok(Ok(None)) | Err(_) => Err(pending.timeout_error()),
         }
     }
 
-    /// Looks for a reply that was there before anybody waited, and waits for one that comes. Cancel-safe.
-    async fn look_and_wait(&self, waiting: &mut Waiting) -> Result<Reply> {
-        let request_id = &waiting.request_id;
+    /// Looks for an existing reply and waits for a new one. Cancel-safe.
+    async fn find_or_await_reply(&self, pending: &mut PendingReply) -> Result<Reply> {
+        let request_id = &pending.request_id;
         tokio::select! {
-            envelope = waiting.waiter.arrived() => return self.read(request_id, &envelope),
-            found = self.look_if_possible(request_id) => {
+            envelope = pending.waiter.arrived() => return self.read(request_id, &envelope),
+            found = self.find_reply_if_available(request_id) => {
                 if let Some(reply) = found? {
                     return Ok(reply);
                 }
             }
         }
-        let envelope = waiting.waiter.arrived().await;
+        let envelope = pending.waiter.arrived().await;
         self.read(request_id, &envelope)
     }
 
-    /// Looks for a reply. A backend that does not answer is no reason to stop waiting: the request is on its way.
-    async fn look_if_possible(&self, request_id: &RequestId) -> Result<Option<Reply>> {
-        match self.look(request_id).await {
+    /// Looks for a reply. A transient backend error is not returned: the caller keeps waiting.
+    async fn find_reply_if_available(&self, request_id: &RequestId) -> Result<Option<Reply>> {
+        match self.find_reply(request_id).await {
             Err(error) if error.is_transient() => {
-                warn!(%request_id, %error, "a reply cannot be looked for");
+                warn!(%request_id, %error, "could not look for a stored reply; waiting for it to arrive");
                 Ok(None)
             }
             found => found,
@@ -381,33 +391,35 @@ impl MainLoopClient {
     }
 
     fn read(&self, request_id: &RequestId, envelope: &Envelope) -> Result<Reply> {
-        Reply::from_envelope(self.replies.bus.registry(), envelope).map_err(|error| {
+        Reply::from_envelope(self.reply_store.bus.registry(), envelope).map_err(|error| {
             let problem = error.to_string();
             MainLoopError::Unreadable { request_id: request_id.clone(), problem }
         })
     }
 
-    async fn look(&self, request_id: &RequestId) -> Result<Option<Reply>> {
-        match self.replies.find(&self.requester, request_id).await? {
+    async fn find_reply(&self, request_id: &RequestId) -> Result<Option<Reply>> {
+        match self.reply_store.find(&self.requester, request_id).await? {
             None => Ok(None),
-            Some(Kept::Reply(reply)) => Ok(Some(reply)),
-            Some(Kept::Gone) => Err(MainLoopError::ReplyGone { request_id: request_id.clone() }),
+            Some(StoredReply::Reply(reply)) => Ok(Some(reply)),
+            Some(StoredReply::Trimmed) => {
+                Err(MainLoopError::ReplyGone { request_id: request_id.clone() })
+            }
         }
     }
 
-    /// The reply to a request, if it is there: also one that came after its caller had gone.
+    /// The reply to a request, if there is one, also if its caller timed out.
     pub async fn reply<O: DeserializeOwned>(
         &self,
         request_id: &RequestId,
-    ) -> Result<Option<Completed<O>>> {
-        match self.look(request_id).await? {
+    ) -> Result<Option<CompletedRequest<O>>> {
+        match self.find_reply(request_id).await? {
             Some(reply) => reply.into_output(request_id).map(Some),
             None => Ok(None),
         }
     }
 
-    /// Cancels a request of this requester, wherever it is. May be repeated after any error.
-    pub async fn cancel(&self, request_id: &RequestId) -> Result<Cancelled> {
+    /// Cancels a request of this requester. May be retried after any error.
+    pub async fn cancel(&self, request_id: &RequestId) -> Result<CancelOutcome> {
         let now = self.now().await?;
         let reply = Reply::Failed(MainLoopFailed {
             request_id: request_id.to_string(),
@@ -416,30 +428,32 @@ impl MainLoopClient {
             failed_at: Some(now.to_rfc3339()),
             ..MainLoopFailed::default()
         });
-        // The cancellation is the reply. Of it and what a worker may write at the same time, the server takes one.
-        match self.replies.store(&self.requester, request_id, &reply).await? {
-            Kept::Reply(Reply::Failed(failed)) if failed.kind == RequestFailure::Cancelled => {
-                self.replies.announce(request_id, &Reply::Failed(failed)).await?;
-                Ok(Cancelled::Yes)
+        // The cancellation is stored as the reply. If a worker replies at the same time, the server keeps the first.
+        match self.reply_store.store(&self.requester, request_id, &reply).await? {
+            StoredReply::Reply(Reply::Failed(failed))
+                if failed.kind == RequestFailure::Cancelled =>
+            {
+                self.reply_store.publish_copy(request_id, &Reply::Failed(failed)).await?;
+                Ok(CancelOutcome::Cancelled)
             }
-            Kept::Reply(_) | Kept::Gone => Ok(Cancelled::TooLate),
+            StoredReply::Reply(_) | StoredReply::Trimmed => Ok(CancelOutcome::AlreadyReplied),
         }
     }
 
     async fn now(&self) -> Result<Timestamp> {
-        let now = self.replies.journal.backend.now().await?;
+        let now = self.reply_store.storage.backend.now().await?;
         *self.clock.lock().unwrap_or_else(PoisonError::into_inner) = (now, Instant::now());
         Ok(now)
     }
 
-    /// The time by the clock of the backend, as far as this process knows it without asking.
-    fn known_now(&self) -> Timestamp {
+    /// Estimates the backend's time without calling the backend.
+    fn estimated_now(&self) -> Timestamp {
         let (then, at) = *self.clock.lock().unwrap_or_else(PoisonError::into_inner);
         then.after(at.elapsed())
     }
 
     fn instant_of(&self, time: Timestamp) -> Instant {
-        Instant::now() + time.since(self.known_now()).min(REPLY_KEEP_MAX)
+        Instant::now() + time.since(self.estimated_now()).min(REPLY_TTL_MAX)
     }
 }
 
@@ -447,7 +461,7 @@ impl fmt::Debug for MainLoopClient {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("MainLoopClient")
             .field("requester", &self.requester)
-            .field("journal", &self.replies.journal)
+            .field("session_backend", &self.reply_store.storage)
             .finish_non_exhaustive()
     }
 }

@@ -6,29 +6,29 @@ use headwater_queue::Backoff;
 use headwater_stream::{KeeperConfig, Retention};
 
 use crate::error::{BusError, Result};
-use crate::limits::{REPLY_KEEP_MAX, REQUESTS_MAX, RUN_MAX};
+use crate::limits::{CONCURRENT_REQUESTS_MAX, REPLY_TTL_MAX, RUN_TIMEOUT_MAX};
 
 /// Settings of a [`MainLoopWorker`](crate::MainLoopWorker).
 #[derive(Clone, Debug)]
 pub struct MainLoopConfig {
-    /// Requests carried out at once by this process. Default: 16, at most [`REQUESTS_MAX`].
+    /// Requests executed at once by this process. Default: 16, at most [`CONCURRENT_REQUESTS_MAX`].
     pub concurrency: usize,
-    /// How often a request is tried before it has failed. Default: 3.
+    /// Attempts before a request fails. Default: 3.
     pub max_attempts: u32,
-    /// How many processes may die over a request, or lose their lock because it blocks them, before it has failed.
+    /// Worker processes that may crash during a request, or lose its lock because it blocks them, before it fails.
     /// Default: 3.
     pub max_crashes: u32,
-    /// How long to wait before the next try. Default: 1 s doubling up to 60 s, with jitter.
+    /// Backoff between attempts. Default: 1 s doubling up to 60 s, with jitter.
     pub backoff: Backoff,
-    /// How long a request may take, all its tries together, whatever its deadline. Default: 1 h, at most [`RUN_MAX`].
-    pub run_max: Duration,
-    /// How long stopping waits for requests that are being carried out; what is left is given back. Default: 25 s.
+    /// Timeout of a request over all attempts, independent of its deadline. Default: 1 h, at most [`RUN_TIMEOUT_MAX`].
+    pub run_timeout: Duration,
+    /// How long stopping waits for running requests; the rest is released. Default: 25 s.
     pub drain: Duration,
-    /// How the right to carry out a request is kept. Default: 15 s, renewed every 5 s.
+    /// Lease settings of request locks. Default: 15 s, renewed every 5 s.
     pub lease: KeeperConfig,
-    /// How replies are kept.
+    /// Retention of replies.
     pub replies: ReplyConfig,
-    /// How often replies are looked for whose time is up. Default: 10 min.
+    /// Interval of the sweep of expired replies. Default: 10 min.
     pub sweep_every: Duration,
 }
 
@@ -39,7 +39,7 @@ impl Default for MainLoopConfig {
             max_attempts: 3,
             max_crashes: 3,
             backoff: Backoff::default(),
-            run_max: Duration::from_secs(60 * 60),
+            run_timeout: Duration::from_secs(60 * 60),
             drain: Duration::from_secs(25),
             lease: KeeperConfig::default(),
             replies: ReplyConfig::default(),
@@ -50,8 +50,8 @@ impl Default for MainLoopConfig {
 
 impl MainLoopConfig {
     pub(super) fn validate(&self) -> Result<()> {
-        if !(1..=REQUESTS_MAX).contains(&self.concurrency) {
-            let problem = format!("{}; 1 to {REQUESTS_MAX}", self.concurrency);
+        if !(1..=CONCURRENT_REQUESTS_MAX).contains(&self.concurrency) {
+            let problem = format!("{}; 1 to {CONCURRENT_REQUESTS_MAX}", self.concurrency);
             return Err(BusError::invalid("concurrency", problem));
         }
         for (name, count) in
@@ -61,16 +61,17 @@ impl MainLoopConfig {
                 return Err(BusError::invalid(name, format!("{count}; 1 to {ATTEMPTS_MAX}")));
             }
         }
-        for (name, time) in [("run_max", self.run_max), ("sweep_every", self.sweep_every)] {
-            if time.is_zero() || time > RUN_MAX {
-                let problem = format!("{time:?}; more than zero, at most {RUN_MAX:?}");
+        for (name, time) in [("run_timeout", self.run_timeout), ("sweep_every", self.sweep_every)] {
+            if time.is_zero() || time > RUN_TIMEOUT_MAX {
+                let problem =
+                    format!("{time:?}; must be greater than zero and at most {RUN_TIMEOUT_MAX:?}");
                 return Err(BusError::invalid(name, problem));
             }
         }
-        if self.drain > RUN_MAX {
+        if self.drain > RUN_TIMEOUT_MAX {
             return Err(BusError::invalid(
                 "drain",
-                format!("{:?}; at most {RUN_MAX:?}", self.drain),
+                format!("{:?}; at most {RUN_TIMEOUT_MAX:?}", self.drain),
             ));
         }
         self.lease.validate()?;
@@ -78,18 +79,18 @@ impl MainLoopConfig {
     }
 }
 
-/// Tries of a request, and processes that may die over it.
+/// Largest `max_attempts` and `max_crashes`.
 const ATTEMPTS_MAX: u32 = 900;
 
-// The queue below counts deliveries, too. It must not bury a request that still needs its reply.
+// The queue counts deliveries, too. It must not dead-letter a request that still needs its reply.
 const _: () = assert!(ATTEMPTS_MAX < headwater_queue::limits::ATTEMPTS_MAX);
 
 /// Settings of a [`MainLoopClient`](crate::MainLoopClient).
 #[derive(Clone, Debug)]
 pub struct MainLoopClientConfig {
-    /// How long to wait for a reply, if a request does not say. Default: 60 s; no longer than any reply is kept.
+    /// Default timeout for a reply. Default: 60 s; limited by [`REPLY_TTL_MAX`].
     pub timeout: Duration,
-    /// How replies are kept that this client writes itself: those of requests it cancels.
+    /// Retention of replies written by this client (cancellations).
     pub replies: ReplyConfig,
 }
 
@@ -99,22 +100,22 @@ impl Default for MainLoopClientConfig {
     }
 }
 
-/// How replies are kept. The same for all workers and clients of a namespace.
+/// Retention of replies. Must be the same for all workers and clients of a namespace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ReplyConfig {
-    /// How long a reply can be fetched, and for how long a second request with its id is known to be a second one.
-    /// Default: 24 h; no shorter than a call of the backend may take, at most [`REPLY_KEEP_MAX`].
-    pub keep: Duration,
-    /// The newest so many replies to a requester are kept. Default: 10 000.
+    /// How long a reply can be fetched, and how long a repeated request id is recognized. Default: 24 h; at least the
+    /// call deadline of the backend, at most [`REPLY_TTL_MAX`].
+    pub ttl: Duration,
+    /// Number of replies kept per requester. Default: 10 000.
     pub max_len: u64,
-    /// About how many bytes of replies to a requester are kept. Default: 256 MiB.
+    /// Approximate bytes of replies kept per requester. Default: 256 MiB.
     pub max_bytes: u64,
 }
 
 impl Default for ReplyConfig {
     fn default() -> Self {
         Self {
-            keep: Duration::from_secs(24 * 60 * 60),
+            ttl: Duration::from_secs(24 * 60 * 60),
             max_len: 10_000,
             max_bytes: 256 * 1024 * 1024,
         }
@@ -123,13 +124,13 @@ impl Default for ReplyConfig {
 
 impl ReplyConfig {
     pub(super) fn validate(&self) -> Result<()> {
-        if self.keep.as_millis() == 0 || self.keep > REPLY_KEEP_MAX {
-            let problem = format!("{:?}; 1 ms to {REPLY_KEEP_MAX:?}", self.keep);
-            return Err(BusError::invalid("keep", problem));
+        if self.ttl.as_millis() == 0 || self.ttl > REPLY_TTL_MAX {
+            let problem = format!("{:?}; 1 ms to {REPLY_TTL_MAX:?}", self.ttl);
+            return Err(BusError::invalid("ttl", problem));
         }
         for (name, number) in [("max_len", self.max_len), ("max_bytes", self.max_bytes)] {
             if number == 0 {
-                return Err(BusError::invalid(name, "it is zero"));
+                return Err(BusError::invalid(name, "must be greater than zero"));
             }
         }
         Ok(())
@@ -138,7 +139,7 @@ impl ReplyConfig {
     pub(super) fn retention(&self) -> Retention {
         Retention {
             max_len: Some(self.max_len),
-            max_age: Some(self.keep),
+            max_age: Some(self.ttl),
             max_bytes: Some(self.max_bytes),
         }
     }

@@ -1,4 +1,4 @@
-//! What can go wrong with a request, for those who carry it out and for those who wait.
+//! Errors of requests, for the code that executes them and for callers.
 
 use std::fmt;
 use std::time::Duration;
@@ -6,31 +6,31 @@ use std::time::Duration;
 use headwater_stream::StreamError;
 
 use super::budget::OverBudget;
-use crate::builtin::{RequestFailure, Usage};
+use crate::builtin_events::{RequestFailure, RequestUsage};
 use crate::error::BusError;
 use crate::limits::FAILURE_BYTES_MAX;
 use crate::name::{RequestId, SessionId};
 
-/// Why a request could not be carried out this time. Every error becomes one with `?`, and is tried again.
+/// Why an attempt failed. Every error converts into it with `?` and is retried.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ExecuteError {
     pub(crate) reason: String,
-    pub(crate) gives_up: bool,
+    pub(crate) is_permanent: bool,
 }
 
 impl ExecuteError {
-    /// It may work the next time.
+    /// A failure to be retried.
     pub fn retry(reason: impl fmt::Display) -> Self {
-        Self { reason: reason.to_string(), gives_up: false }
+        Self { reason: reason.to_string(), is_permanent: false }
     }
 
-    /// It can never work: the request fails now.
+    /// A permanent failure: the request fails without further attempts.
     pub fn give_up(reason: impl fmt::Display) -> Self {
-        Self { reason: reason.to_string(), gives_up: true }
+        Self { reason: reason.to_string(), is_permanent: true }
     }
 }
 
-// Not an error itself, so that all errors can become one.
+// Does not implement `Error`, so that the blanket conversion below is possible.
 impl<E: std::error::Error> From<E> for ExecuteError {
     fn from(error: E) -> Self {
         let mut reason = error.to_string();
@@ -46,69 +46,67 @@ impl<E: std::error::Error> From<E> for ExecuteError {
     }
 }
 
-/// Why there is no output of a request.
+/// Why a request has no output.
 #[derive(Clone, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum MainLoopError {
-    /// It was given up. A new try needs a new id.
+    /// The request failed. Submit it again under a new id to retry.
     #[error("request `{}` failed ({}): {}", .0.request_id, .0.kind, .0.error)]
     Failed(Box<FailedRequest>),
 
-    /// No reply came in time. The request goes on; `reply` and `wait` fetch what comes of it.
-    #[error("no reply to request `{request_id}` within {after:?}; it may still come")]
+    /// No reply within the timeout. The request continues; `reply` and `wait` fetch its reply later.
+    #[error("no reply to request `{request_id}` within {after:?}; it may still arrive")]
     TimedOut {
         /// The request.
         request_id: RequestId,
-        /// How long it was waited for.
+        /// The timeout.
         after: Duration,
     },
 
-    /// The deadline of the request passed before a reply came, and perhaps before it was submitted. No worker begins it
-    /// any more, and one that runs it ends; `reply` and `wait` fetch what the worker answers.
-    #[error(
-        "no reply to request `{request_id}` by its deadline; `reply` fetches one that comes later"
-    )]
+    /// The deadline passed without a reply, possibly before the request was submitted. No worker starts it any more,
+    /// and a running one stops it; `reply` and `wait` fetch the worker's reply.
+    #[error("no reply to request `{request_id}` by its deadline; `reply` fetches a later one")]
     DeadlinePassed {
         /// The request.
         request_id: RequestId,
     },
 
-    /// It is not known whether the request was taken. Submit it again under the same id: it counts once.
+    /// It is unknown whether the request was submitted. Submit it again under the same id; that is idempotent.
     #[error("request `{request_id}` may not have been submitted: {source}")]
     NotSubmitted {
         /// The request.
         request_id: RequestId,
-        /// What the bus said.
+        /// Error of the bus.
         source: BusError,
     },
 
-    /// There was a reply, but it is not kept any more.
-    #[error("the reply to request `{request_id}` is not kept any more")]
+    /// The reply is no longer kept.
+    #[error("the reply to request `{request_id}` is no longer kept")]
     ReplyGone {
         /// The request.
         request_id: RequestId,
     },
 
-    /// The reply is not what was asked for.
-    #[error("the reply to request `{request_id}` cannot be read: {problem}")]
+    /// The reply could not be decoded.
+    #[error("the reply to request `{request_id}` cannot be decoded: {problem}")]
     Unreadable {
         /// The request.
         request_id: RequestId,
-        /// What does not fit.
+        /// The decoding error.
         problem: String,
     },
 
-    /// The run on whose behalf it was asked is over its budget.
+    /// The parent request exceeded its budget.
     #[error(transparent)]
     OverBudget(#[from] OverBudget),
 
-    /// The bus or its backend refused.
+    /// Error of the bus or its backend.
     #[error(transparent)]
     Bus(#[from] BusError),
 }
 
 impl MainLoopError {
-    /// Whether the same call may succeed later without anybody mending anything.
+    /// Whether a retry of the same call may succeed.
     pub fn is_transient(&self) -> bool {
         match self {
             Self::TimedOut { .. } => true,
@@ -117,7 +115,7 @@ impl MainLoopError {
         }
     }
 
-    /// Why the request was given up, if it was.
+    /// Why the request failed, if it did.
     pub fn failure(&self) -> Option<RequestFailure> {
         match self {
             Self::Failed(failed) => Some(failed.kind),
@@ -133,24 +131,24 @@ impl From<StreamError> for MainLoopError {
     }
 }
 
-/// A request that was given up.
+/// A failed request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct FailedRequest {
     /// The request.
     pub request_id: RequestId,
-    /// Why.
+    /// Failure category.
     pub kind: RequestFailure,
-    /// Why, in words.
+    /// Error message.
     pub error: String,
-    /// The session in which it was tried, if it came that far.
+    /// The session in which it was executed, if execution started.
     pub session: Option<SessionId>,
-    /// What it took, as far as it was charged.
-    pub usage: Usage,
+    /// Resources charged to the request.
+    pub usage: RequestUsage,
 }
 
-/// Cuts what somebody said down to what an event can carry.
-pub(super) fn cut(mut text: String) -> String {
+/// Truncates an error message to `FAILURE_BYTES_MAX`.
+pub(super) fn truncate_message(mut text: String) -> String {
     if text.len() > FAILURE_BYTES_MAX {
         let mut end = FAILURE_BYTES_MAX;
         while !text.is_char_boundary(end) {
@@ -167,7 +165,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_error_is_tried_again_and_keeps_its_causes() {
+    fn every_error_is_retried_and_keeps_its_sources() {
         #[derive(Debug, thiserror::Error)]
         #[error("outer")]
         struct Outer(#[source] std::num::ParseIntError);
@@ -178,13 +176,13 @@ mod tests {
         };
         let expected = ExecuteError::retry("outer: invalid digit found in string");
         assert_eq!(fails(), Err(expected));
-        assert!(ExecuteError::give_up("never").gives_up);
+        assert!(ExecuteError::give_up("never").is_permanent);
     }
 
     #[test]
-    fn long_reasons_are_cut_between_characters() {
-        let long = cut("键".repeat(FAILURE_BYTES_MAX));
+    fn long_messages_are_truncated_between_characters() {
+        let long = truncate_message("键".repeat(FAILURE_BYTES_MAX));
         assert!(long.len() <= FAILURE_BYTES_MAX + '…'.len_utf8() && long.ends_with("键…"));
-        assert_eq!(cut("short".to_owned()), "short");
+        assert_eq!(truncate_message("short".to_owned()), "short");
     }
 }

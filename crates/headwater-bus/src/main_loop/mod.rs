@@ -1,14 +1,15 @@
-//! The main loop: requests are carried out by whichever process is free, each once in effect, and replied to.
+//! The main loop: workers of a namespace compete for requests, execute each with exactly one reply, and reply.
 //!
-//! Upstream: applications implement [`MainLoop`], and ask through a [`MainLoopClient`]. Downstream: the bus, whose control
-//! stream the requests lie in; its sessions; streams of replies beside them.
+//! Upstream: applications implement [`MainLoop`] and send requests through a [`MainLoopClient`]. Downstream: the
+//! control stream of the bus, which contains the requests; its sessions; one reply stream per requester.
 //!
-//! The way of a request: a `client` publishes it; one `worker` of the group gets it as a `task`, and `carry` takes it from
-//! there: `running` locks it, `run` tries it, `replies` keeps what came of it and copies it to the control stream. Then the
-//! request is acknowledged. The client hears of the reply by `waiting`.
-//! Promises: one reply per request, the first, for everybody; no request is acknowledged before it has one. The same on
-//! every bus: on a local one, all of it happens in one process.
-//! Not here: what a request means; what its run spent before its process died.
+//! How a request flows: `client` publishes it; one `worker` of the group receives it and decodes it
+//! (`parsed_request`); `executor` acquires its lock (`request_lock`), runs the application's code with a
+//! `request_context`, stores the reply in the `reply_store` and copies it to the control stream. Then the request is
+//! acknowledged. `reply_waiters` wakes the client.
+//! Promises: one reply per request, the first, for all callers; no request is acknowledged before it has a reply. The
+//! same on every bus; on a local bus, within one process.
+//! Not here: the meaning of a request; resources used by a run whose process crashed.
 
 // In dependency order: each module uses only those above it.
 mod budget;
@@ -18,22 +19,22 @@ mod error;
 
 mod reply;
 
-mod replies;
-mod run;
-mod task;
+mod parsed_request;
+mod reply_store;
+mod request_context;
 
-mod running;
+mod request_lock;
 
-mod carry;
-mod waiting;
+mod executor;
+mod reply_waiters;
 
 mod client;
 mod worker;
 
-pub use self::budget::{Loan, Meter, OverBudget};
-pub use self::client::{Cancelled, MainLoopClient, Submit};
+pub use self::budget::{BudgetLease, Meter, OverBudget};
+pub use self::client::{CancelOutcome, MainLoopClient, Submission};
 pub use self::config::{MainLoopClientConfig, MainLoopConfig, ReplyConfig};
 pub use self::error::{ExecuteError, FailedRequest, MainLoopError};
-pub use self::reply::Completed;
-pub use self::run::{MainLoop, Run};
+pub use self::reply::CompletedRequest;
+pub use self::request_context::{MainLoop, RequestContext};
 pub use self::worker::MainLoopWorker;

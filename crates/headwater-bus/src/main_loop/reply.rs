@@ -1,6 +1,6 @@
-//! Replies: what came of a request, as an event, as an entry, and as its requester sees it.
+//! Replies: as events, as stream entries, and as returned to the requester.
 //!
-//! Upstream: workers, and clients that cancel. Downstream: `replies`, which keeps them.
+//! Upstream: workers, and clients that cancel. Downstream: `reply_store`.
 
 use headwater_stream::clock::Timestamp;
 use headwater_stream::{EntryId, Fields, StreamName};
@@ -8,53 +8,53 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 
 use super::error::{FailedRequest, MainLoopError};
-use crate::builtin::{MainLoopCompleted, MainLoopFailed, Usage};
+use crate::builtin_events::{MainLoopCompleted, MainLoopFailed, RequestUsage};
 use crate::error::{BusError, Result};
-use crate::event::{Envelope, Event, Outgoing};
+use crate::event::{Envelope, Event, OutgoingEvent};
 use crate::name::{EventId, RequestId, SessionId};
-use crate::registry::Registry;
+use crate::registry::EventRegistry;
 use crate::trace;
 
-/// The beginning of the id of an event that replies.
+/// Prefix of the event id of a reply.
 const REPLY: &str = "reply:";
 
-/// What came of a request.
+/// Result of a request.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum Reply {
     Completed(MainLoopCompleted),
     Failed(MainLoopFailed),
 }
 
-/// A request that was carried out, as its requester sees it.
+/// A completed request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct Completed<O> {
+pub struct CompletedRequest<O> {
     /// The request.
     pub request_id: RequestId,
-    /// What came of it.
+    /// The output.
     pub output: O,
-    /// The session in which it was carried out.
+    /// The session in which it was executed.
     pub session: Option<SessionId>,
-    /// What it took, as far as it was charged.
-    pub usage: Usage,
+    /// Resources charged to the request.
+    pub usage: RequestUsage,
 }
 
-/// The id of the event that replies to a request: the same on the stream of the requester and on the control stream.
+/// The event id of the reply to a request; the same on the requester's stream and on the control stream.
 pub(super) fn event_id(request: &RequestId) -> EventId {
-    EventId::new(format!("{REPLY}{request}")).expect("the limit of request ids lets it fit")
+    EventId::new(format!("{REPLY}{request}")).expect("request ids are limited so that it fits")
 }
 
 impl Reply {
-    /// The event, under the one id that a reply to this request has.
-    pub(super) fn to_outgoing(&self, request: &RequestId) -> Result<Outgoing> {
+    /// The reply as an event with its fixed id.
+    pub(super) fn to_outgoing(&self, request: &RequestId) -> Result<OutgoingEvent> {
         let outgoing = match self {
-            Self::Completed(event) => Outgoing::new(event.clone()),
-            Self::Failed(event) => Outgoing::new(event.clone()),
+            Self::Completed(event) => OutgoingEvent::new(event.clone()),
+            Self::Failed(event) => OutgoingEvent::new(event.clone()),
         };
         Ok(outgoing?.with_id(event_id(request)))
     }
 
-    /// The fields of its entry.
+    /// The reply as entry fields.
     pub(super) fn to_fields(
         &self,
         request: &RequestId,
@@ -66,8 +66,8 @@ impl Reply {
         Ok(Envelope::outgoing(&outgoing, event_id(request), origin, span, now).to_fields())
     }
 
-    /// Reads an entry of a stream of replies.
-    pub(super) fn from_envelope(registry: &Registry, envelope: &Envelope) -> Result<Self> {
+    /// Decodes an entry of a reply stream.
+    pub(super) fn from_envelope(registry: &EventRegistry, envelope: &Envelope) -> Result<Self> {
         match envelope.event_type.as_str() {
             MainLoopCompleted::TYPE => {
                 let event = registry.decode::<MainLoopCompleted>(envelope)?;
@@ -79,13 +79,13 @@ impl Reply {
             }
             other => {
                 let problem = format!("its type is `{other}`");
-                Err(BusError::invalid("an entry among the replies", problem))
+                Err(BusError::invalid("entry of a reply stream", problem))
             }
         }
     }
 
     pub(super) fn from_entry(
-        registry: &Registry,
+        registry: &EventRegistry,
         stream: &StreamName,
         entry_id: EntryId,
         fields: &Fields,
@@ -93,7 +93,7 @@ impl Reply {
         Self::from_envelope(registry, &Envelope::from_entry(stream, entry_id, fields)?)
     }
 
-    /// Its name in metrics.
+    /// Result label in metrics.
     pub(super) fn result(&self) -> &'static str {
         match self {
             Self::Completed(_) => "completed",
@@ -101,18 +101,18 @@ impl Reply {
         }
     }
 
-    pub(super) fn usage(&self) -> Usage {
+    pub(super) fn usage(&self) -> RequestUsage {
         match self {
             Self::Completed(event) => event.usage,
             Self::Failed(event) => event.usage,
         }
     }
 
-    /// What the requester gets.
+    /// Converts it into the caller's result.
     pub(super) fn into_output<O: DeserializeOwned>(
         self,
         request_id: &RequestId,
-    ) -> Result<Completed<O>, MainLoopError> {
+    ) -> Result<CompletedRequest<O>, MainLoopError> {
         let session = |id: Option<String>| id.and_then(|id| SessionId::new(id).ok());
         match self {
             Self::Completed(event) => {
@@ -120,7 +120,7 @@ impl Reply {
                     let problem = error.to_string();
                     MainLoopError::Unreadable { request_id: request_id.clone(), problem }
                 })?;
-                Ok(Completed {
+                Ok(CompletedRequest {
                     request_id: request_id.clone(),
                     output,
                     session: session(event.session_id),
@@ -138,7 +138,7 @@ impl Reply {
     }
 }
 
-/// Which request an entry replies to. Other programs give their events no ids.
+/// The request that an entry replies to. Events of other programs have no event id.
 pub(super) fn request_of(envelope: &Envelope) -> Option<RequestId> {
     #[derive(Deserialize)]
     struct OnlyId {

@@ -1,8 +1,9 @@
-//! Workers: processes that carry out the requests of a namespace.
+//! Workers: processes that execute the requests of a namespace.
 //!
-//! Upstream: the group `control` on the control stream, which all workers of a namespace share. Downstream: `carry`.
-//! Promises: a request goes to one worker; if that one dies, to another; a worker that stops finishes what it can in its
-//! drain time and gives back the rest, which counts as no try. Cancellations are heard on the control stream.
+//! Upstream: the group `control` on the control stream, shared by all workers of a namespace. Downstream: `executor`.
+//! Promises: a request is delivered to one worker, and to another one if that worker crashes; a stopping worker
+//! finishes what it can within its drain timeout and releases the rest, which does not count as an attempt.
+//! Cancellations arrive on the control stream.
 
 use std::fmt;
 use std::sync::{Arc, Mutex};
@@ -14,42 +15,42 @@ use tokio::sync::{mpsc, watch};
 use tokio::time::{Instant, MissedTickBehavior, interval};
 use tracing::{info, warn};
 
-use super::carry::{Carrier, KEEP_MAX};
 use super::config::MainLoopConfig;
-use super::replies::Replies;
-use super::run::{MainLoop, Typed};
-use super::running::Running;
-use crate::background::AbortOnDrop;
-use crate::builtin::{MainLoopCompleted, MainLoopFailed, MainLoopRequest, RequestFailure};
-use crate::bus::{EventBus, EventBusExt, Subscribe};
+use super::executor::{REPLY_STORE_TIMEOUT, RequestExecutor};
+use super::reply_store::ReplyStore;
+use super::request_context::{MainLoop, TypedMainLoop};
+use super::request_lock::RequestLocks;
+use crate::abort_on_drop::AbortOnDropTask;
+use crate::builtin_events::{MainLoopCompleted, MainLoopFailed, MainLoopRequest, RequestFailure};
+use crate::bus::{EventBus, EventBusExt, SubscribeOptions};
 use crate::error::Result;
-use crate::event::Received;
+use crate::event::ReceivedEvent;
 use crate::name::SubscriptionId;
 use crate::session::Sessions;
 
-/// The label of the group that all workers of a namespace share: `wink:cg:<namespace>:control`.
+/// Label of the group shared by all workers of a namespace: `wink:cg:<namespace>:control`.
 const GROUP: &str = "control";
 
-/// How much longer than a request may take the bus waits for its handler: the reply has to be kept, too.
-const KEEPING: Duration = Duration::from_secs(2 * 60 * 60);
+/// Handler timeout beyond `run_timeout`, for storing the reply.
+const REPLY_STORE_MARGIN: Duration = Duration::from_secs(2 * 60 * 60);
 
-// The reply and its copy, one after the other. A handler that runs out of time loses what was worked out.
-const _: () = assert!(2 * KEEP_MAX.as_secs() < KEEPING.as_secs());
+// The reply and its copy are stored one after the other. A handler that times out loses the output.
+const _: () = assert!(2 * REPLY_STORE_TIMEOUT.as_secs() < REPLY_STORE_MARGIN.as_secs());
 
-/// Carries out requests until it is stopped. Dropping it gives back what it has in hand.
+/// Executes requests until it is stopped. Dropping it releases its requests.
 pub struct MainLoopWorker {
-    carrier: Arc<Carrier>,
+    executor: Arc<RequestExecutor>,
     bus: Arc<dyn EventBus>,
     stop: watch::Sender<Option<Instant>>,
     subscriptions: Mutex<Vec<SubscriptionId>>,
-    _upkeep: AbortOnDrop<()>,
+    _upkeep: AbortOnDropTask<()>,
 }
 
 impl MainLoopWorker {
-    /// Begins to carry out the requests of the bus's namespace, each in a session of its own. On a local bus, the requests
+    /// Starts to execute the requests of the bus's namespace, each in its own session. On a local bus: the requests
     /// of this process.
     ///
-    /// A bus has one worker; a namespace has as many as you like, all of the same kind.
+    /// A bus has one worker. A namespace may have any number of workers with the same main loop.
     pub async fn start(
         sessions: Sessions,
         main_loop: impl MainLoop,
@@ -60,76 +61,79 @@ impl MainLoopWorker {
         bus.registry().check::<MainLoopRequest>()?;
         bus.registry().check::<MainLoopCompleted>()?;
         bus.registry().check::<MainLoopFailed>()?;
-        let replies = Replies::new(Arc::clone(&bus), config.replies).await?;
-        let (running, dropped) =
-            Running::new(replies.journal.clone(), &replies.origin, config.lease)?;
+        let reply_store = ReplyStore::new(Arc::clone(&bus), config.replies).await?;
+        let (locks, dropped) =
+            RequestLocks::new(reply_store.storage.clone(), &reply_store.origin, config.lease)?;
         let (stop, stopping) = watch::channel(None);
-        let main_loop = Arc::new(Typed(main_loop));
-        let carrier = Arc::new(Carrier { sessions, replies, running, main_loop, config, stopping });
-        let upkeep = AbortOnDrop(tokio::spawn(upkeep(Arc::clone(&carrier), dropped)));
-        let worker = Self { carrier, bus, stop, subscriptions: Mutex::default(), _upkeep: upkeep };
+        let main_loop = Arc::new(TypedMainLoop(main_loop));
+        let executor =
+            Arc::new(RequestExecutor { sessions, reply_store, locks, main_loop, config, stopping });
+        let maintain = AbortOnDropTask(tokio::spawn(maintain(Arc::clone(&executor), dropped)));
+        let worker =
+            Self { executor, bus, stop, subscriptions: Mutex::default(), _upkeep: maintain };
         worker.subscribe().await?;
-        info!(namespace = %worker.carrier.replies.journal.namespace, "main loop started");
+        info!(namespace = %worker.executor.reply_store.storage.namespace, "main loop started");
         Ok(worker)
     }
 
     async fn subscribe(&self) -> Result<()> {
-        // Cancellations first, so that none is missed for a request that is begun. Handlers hold the worker weakly: the bus
-        // holds them, and the worker holds the bus.
-        let carrier = Arc::downgrade(&self.carrier);
-        let hear = move |event: Received<MainLoopFailed>| {
+        // Cancellations first, so that none is missed. The handlers hold the worker weakly: the bus holds the
+        // handlers, and the worker holds the bus.
+        let executor = Arc::downgrade(&self.executor);
+        let on_failed = move |event: ReceivedEvent<MainLoopFailed>| {
             if event.kind == RequestFailure::Cancelled
-                && let Some(carrier) = carrier.upgrade()
+                && let Some(executor) = executor.upgrade()
             {
-                carrier.running.cancel(&event.request_id);
+                executor.locks.cancel(&event.request_id);
             }
             std::future::ready(())
         };
-        let heard = self.bus.subscribe::<MainLoopFailed>(Subscribe::live(), hear).await?;
-        self.keep(heard);
-        let carrier = Arc::downgrade(&self.carrier);
-        let handle = move |event: Received<MainLoopRequest>| {
-            let carrier = carrier.upgrade();
+        let cancellations =
+            self.bus.subscribe::<MainLoopFailed>(SubscribeOptions::live(), on_failed).await?;
+        self.add_subscription(cancellations);
+        let executor = Arc::downgrade(&self.executor);
+        let handle = move |event: ReceivedEvent<MainLoopRequest>| {
+            let executor = executor.upgrade();
             async move {
-                match carrier {
-                    Some(carrier) => carrier.handle(event).await,
+                match executor {
+                    Some(executor) => executor.handle(event).await,
                     None => Outcome::Release,
                 }
             }
         };
-        let config = &self.carrier.config;
-        let subscribe = Subscribe {
+        let config = &self.executor.config;
+        let subscribe = SubscribeOptions {
             concurrency: config.concurrency,
-            // Requests take long: one that is read ahead would wait here while others have nothing to do.
+            // Requests run long: a prefetched one would wait here while other workers are idle.
             read_ahead: Some(0),
-            handler_timeout: config.run_max + KEEPING,
-            // Tries are counted by `carry`, which ends each request with a reply.
+            handler_timeout: config.run_timeout + REPLY_STORE_MARGIN,
+            // Attempts are counted by `executor`, which ends each request with a reply.
             retry: RetryPolicy {
                 max_attempts: Some(headwater_queue::limits::ATTEMPTS_MAX),
                 max_crashes: headwater_queue::limits::ATTEMPTS_MAX,
                 backoff: config.backoff,
             },
-            ..Subscribe::durable(GROUP)
+            ..SubscribeOptions::durable(GROUP)
         };
-        let handled = self.bus.subscribe::<MainLoopRequest>(subscribe, handle).await?;
-        self.keep(handled);
+        let requests = self.bus.subscribe::<MainLoopRequest>(subscribe, handle).await?;
+        self.add_subscription(requests);
         Ok(())
     }
 
-    /// Removes replies whose time is up, of all requesters of the namespace. Done every `sweep_every` by itself.
+    /// Removes expired replies of all requesters of the namespace. Runs automatically every `sweep_every`.
     pub async fn sweep(&self) -> Result<()> {
-        self.carrier.replies.sweep().await
+        self.executor.reply_store.sweep().await
     }
 
-    /// Takes no more requests, lets those that run end within the drain time, and gives back the rest. Must not be
-    /// awaited by a request of its own.
+    /// Takes no new requests, waits up to the drain timeout for running ones, and releases the rest. Must not be
+    /// awaited by a request of this worker.
     pub async fn stop(&self) -> Result<()> {
-        self.begin_stop(self.carrier.config.drain);
-        for subscription in self.taken() {
+        self.begin_stop(self.executor.config.drain);
+        for subscription in self.take_subscriptions() {
             self.bus.unsubscribe(subscription).await?;
         }
-        self.carrier.running.release_all().await;
-        info!(namespace = %self.carrier.replies.journal.namespace, "main loop stopped");
+        self.executor.locks.release_all().await;
+        info!(namespace = %self.executor.reply_store.storage.namespace, "main loop stopped");
         Ok(())
     }
 
@@ -144,14 +148,14 @@ impl MainLoopWorker {
         });
     }
 
-    fn keep(&self, subscription: SubscriptionId) {
+    fn add_subscription(&self, subscription: SubscriptionId) {
         let mut subscriptions =
             self.subscriptions.lock().expect("no code panics while it holds this lock");
         subscriptions.push(subscription);
     }
 
-    /// The subscriptions, newest first: requests end before cancellations are no longer heard.
-    fn taken(&self) -> Vec<SubscriptionId> {
+    /// The subscriptions, newest first: requests end before cancellations are unsubscribed.
+    fn take_subscriptions(&self) -> Vec<SubscriptionId> {
         let mut subscriptions =
             self.subscriptions.lock().expect("no code panics while it holds this lock");
         subscriptions.drain(..).rev().collect()
@@ -161,8 +165,8 @@ impl MainLoopWorker {
 impl Drop for MainLoopWorker {
     fn drop(&mut self) {
         self.begin_stop(Duration::ZERO);
-        let subscriptions = self.taken();
-        // It leaves its group as soon as it can; until then it gives back what it is given.
+        let subscriptions = self.take_subscriptions();
+        // It leaves its group in the background; until then it releases what is delivered.
         if let Ok(runtime) = tokio::runtime::Handle::try_current()
             && !subscriptions.is_empty()
         {
@@ -170,7 +174,7 @@ impl Drop for MainLoopWorker {
             runtime.spawn(async move {
                 for subscription in subscriptions {
                     if let Err(error) = bus.unsubscribe(subscription).await {
-                        warn!(%error, "a dropped main loop could not leave its group");
+                        warn!(%error, "dropped main loop worker could not leave its group");
                     }
                 }
             });
@@ -181,22 +185,22 @@ impl Drop for MainLoopWorker {
 impl fmt::Debug for MainLoopWorker {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("MainLoopWorker")
-            .field("journal", &self.carrier.replies.journal)
+            .field("session_backend", &self.executor.reply_store.storage)
             .finish_non_exhaustive()
     }
 }
 
-/// What has to be done from time to time, until the worker is gone.
-async fn upkeep(carrier: Arc<Carrier>, dropped: mpsc::UnboundedReceiver<LeaseName>) {
+/// Periodic work of the worker.
+async fn maintain(executor: Arc<RequestExecutor>, dropped: mpsc::UnboundedReceiver<LeaseName>) {
     let sweeping = async {
-        let mut ticks = interval(carrier.config.sweep_every);
+        let mut ticks = interval(executor.config.sweep_every);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
             ticks.tick().await;
-            if let Err(error) = carrier.replies.sweep().await {
-                warn!(%error, "replies could not be swept");
+            if let Err(error) = executor.reply_store.sweep().await {
+                warn!(%error, "reply streams could not be swept");
             }
         }
     };
-    tokio::join!(carrier.running.upkeep(dropped), sweeping);
+    tokio::join!(executor.locks.run(dropped), sweeping);
 }

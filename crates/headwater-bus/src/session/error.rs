@@ -1,4 +1,4 @@
-//! What can go wrong with a session, split by what the caller does next.
+//! Errors of sessions, split by what the caller does next.
 
 use std::fmt;
 
@@ -8,125 +8,125 @@ use headwater_stream::{EntryId, StreamError};
 use crate::error::BusError;
 use crate::name::SessionId;
 
-/// Why something could not be done with a session.
+/// Why a call on a session failed.
 #[derive(Clone, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum SessionError {
-    /// There is no such session, and never was one here.
-    #[error("there is no session `{session}`")]
+    /// The session does not exist.
+    #[error("no session `{session}` exists")]
     NotFound {
-        /// The id asked for.
+        /// The session.
         session: SessionId,
     },
 
-    /// There is one with this id. Recover it, or choose another id; nothing happened.
-    #[error("the session `{session}` exists already: {problem}")]
+    /// A session with this id exists. Recover it or choose another id; the call had no effect.
+    #[error("session `{session}` already exists: {problem}")]
     Exists {
-        /// Its id.
+        /// The session.
         session: SessionId,
-        /// What is there.
+        /// What exists, and what to do.
         problem: String,
     },
 
-    /// It is being made of another session or of a file, or whoever did so died. It is removed when nobody goes on with
-    /// it, or by `Sessions::forget`.
-    #[error("the session `{session}` is not finished: {what} began or went on last at {since}")]
+    /// A fork or import of this session is in progress or was interrupted. It is removed once it is considered
+    /// abandoned, or by `Sessions::delete`.
+    #[error("session `{session}` is unfinished: {what}; last progress at {since}")]
     Unfinished {
-        /// Its id.
+        /// The session.
         session: SessionId,
-        /// What it is being made of.
+        /// What it is a copy of.
         what: String,
-        /// When that began or last went on.
+        /// Time of the last progress.
         since: Timestamp,
     },
 
-    /// Nobody used it for longer than it was to live. Its events are gone.
-    #[error("the session `{session}` expired with {entries} entries, the last at {through}")]
+    /// The session was unused for longer than its TTL. Its events are deleted.
+    #[error("session `{session}` expired with {entries} entries, the last at {through}")]
     Expired {
-        /// Its id.
+        /// The session.
         session: SessionId,
-        /// How many entries it had in all.
+        /// Total number of its entries.
         entries: u64,
         /// Its last entry.
         through: EntryId,
     },
 
-    /// Some of its events are gone and no snapshot of these folds stands for them. `Sessions::recover_incomplete` goes
-    /// on without them.
-    #[error("the session `{session}` is incomplete: {missing}")]
+    /// Events are missing that no snapshot of these folds includes. `Sessions::recover_incomplete` continues without
+    /// them.
+    #[error("session `{session}` is incomplete: {missing}")]
     Incomplete {
-        /// Its id.
+        /// The session.
         session: SessionId,
-        /// What is missing.
-        missing: Missing,
+        /// The missing entries.
+        missing: MissingEntries,
     },
 
-    /// A fold panicked on an event. Mend the fold, and give it a new version if its state changes.
-    #[error("the fold `{fold}` panicked on entry {entry_id} of session `{session}`: {reason}")]
+    /// A fold panicked on an event. Fix the fold; increment its version if its state changes.
+    #[error("fold `{fold}` panicked on entry {entry_id} of session `{session}`: {reason}")]
     Fold {
-        /// Whose event.
+        /// The session.
         session: SessionId,
         /// The fold.
         fold: String,
-        /// The event.
+        /// The entry.
         entry_id: EntryId,
-        /// What it said.
+        /// The panic message.
         reason: String,
     },
 
-    /// A snapshot could not be taken. The session goes on without it.
-    #[error("no snapshot of session `{session}` can be taken: {problem}")]
+    /// A snapshot could not be taken. The session continues without it.
+    #[error("snapshot of session `{session}` failed: {problem}")]
     Snapshot {
-        /// Of which session.
+        /// The session.
         session: SessionId,
-        /// Why not.
+        /// The reason.
         problem: String,
     },
 
-    /// A session could not be compacted; nothing was trimmed.
-    #[error("the session `{session}` cannot be compacted: {problem}")]
+    /// The session could not be compacted; nothing was trimmed.
+    #[error("session `{session}` cannot be compacted: {problem}")]
     Compaction {
-        /// Its id.
+        /// The session.
         session: SessionId,
-        /// Why not.
+        /// The reason.
         problem: String,
     },
 
-    /// Compactions removed entries while they were copied. Try again; snapshots stand for what is gone.
-    #[error("the session `{session}` was compacted while it was read; try again")]
-    Overtaken {
-        /// Its id.
+    /// Compaction removed entries while they were read. Retry; the snapshots include them.
+    #[error("session `{session}` was compacted while it was being read; retry")]
+    CompactedWhileReading {
+        /// The session.
         session: SessionId,
     },
 
-    /// What is known of the session beside its events does not make sense. Something else wrote there.
-    #[error("what is kept of session `{session}` cannot be read: {problem}")]
+    /// The metadata of the session is invalid. Another program may have written it.
+    #[error("metadata of session `{session}` is invalid: {problem}")]
     Damaged {
-        /// Its id.
+        /// The session.
         session: SessionId,
-        /// What is wrong.
+        /// What is invalid.
         problem: String,
     },
 
-    /// A file of a session is not what it should be. Nothing was imported.
-    #[error("line {line} of the import is wrong: {problem}")]
+    /// An import file is invalid. Nothing was imported.
+    #[error("line {line} of the import is invalid: {problem}")]
     Import {
-        /// Which line, from 1.
+        /// Line number, from 1.
         line: u64,
         /// What is wrong with it.
         problem: String,
     },
 
-    /// The bus or its backend refused.
+    /// Error of the bus or its backend.
     #[error(transparent)]
     Bus(#[from] BusError),
 }
 
 impl SessionError {
-    /// Whether the same call may succeed later without anybody mending anything.
+    /// Whether a retry of the same call may succeed.
     pub fn is_transient(&self) -> bool {
         match self {
-            Self::Overtaken { .. } => true,
+            Self::CompactedWhileReading { .. } => true,
             Self::Bus(error) => error.is_transient(),
             _ => false,
         }
@@ -139,36 +139,36 @@ impl From<StreamError> for SessionError {
     }
 }
 
-/// Entries of a session that are gone.
+/// Missing entries of a session.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Missing {
+pub struct MissingEntries {
     /// Entries after this one are missing; `EntryId::MIN` from the beginning.
     pub after: EntryId,
     /// Entries before this one are missing; `EntryId::MAX` if nothing is left.
     pub before: EntryId,
-    /// How many, if it is known. Of [`Deleted`](MissingReason::Deleted) entries: all that were, wherever they were.
+    /// How many, if known. For [`Deleted`](MissingReason::Deleted): all deleted entries, also outside this range.
     pub count: Option<u64>,
-    /// What became of them.
-    pub why: MissingReason,
+    /// Why they are missing.
+    pub reason: MissingReason,
 }
 
-/// What became of entries that are gone.
+/// Why entries are missing.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum MissingReason {
-    /// They were compacted: snapshots of other folds, or of other versions of these folds, stand for them.
+    /// Compacted: snapshots of other folds, or of other versions of these folds, include them.
     Compacted,
-    /// Something else trimmed the stream, such as `MAXLEN` of another program.
+    /// Trimmed by another program, for example with `MAXLEN`.
     Trimmed,
-    /// The stream was deleted, or it expired by a setting of another program.
+    /// The stream was deleted, or expired by a setting of another program.
     Lost,
-    /// Another program deleted entries that were stored, such as by `XDEL`, or emptied the stream.
+    /// Deleted by another program, for example with `XDEL`, or the stream was emptied.
     Deleted,
-    /// Nobody knows whether anything is missing: the session began outside of `Sessions`, unseen.
+    /// Unknown whether anything is missing: the session was not created by `Sessions`.
     Unknown,
 }
 
-impl fmt::Display for Missing {
+impl fmt::Display for MissingEntries {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.count {
             Some(1) => f.write_str("1 entry")?,
@@ -176,12 +176,12 @@ impl fmt::Display for Missing {
             None => f.write_str("an unknown number of entries")?,
         }
         write!(f, " after {} and before {}", self.after, self.before)?;
-        f.write_str(match self.why {
+        f.write_str(match self.reason {
             MissingReason::Compacted => ", compacted into snapshots of other folds",
-            MissingReason::Trimmed => ", trimmed by something else",
+            MissingReason::Trimmed => ", trimmed by another program",
             MissingReason::Lost => ", the stream was deleted or expired",
             MissingReason::Deleted => ", deleted by another program",
-            MissingReason::Unknown => ", if there were any: nobody saw how the session began",
+            MissingReason::Unknown => ", if any: the session was not created by this library",
         })
     }
 }

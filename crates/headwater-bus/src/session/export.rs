@@ -1,46 +1,47 @@
-//! Export: a session as lines of JSON.
+//! Exports a session as JSON lines.
 //!
-//! Upstream: operators, with a file of their own. Downstream: `lines`.
-//! Promises: what is exported and imported again has the same events, in the same order, with the same bytes. A session
-//! that is not whole is not exported.
+//! Upstream: operators. Downstream: `jsonl`.
+//! Promises: an export that is imported again has the same events in the same order with the same bytes. An incomplete
+//! session is not exported.
 
 use std::collections::VecDeque;
 
 use headwater_stream::EntryId;
 
-use super::filling::Beginning;
-use super::fork::{Source, trimmed};
-use super::lines::{
-    End, FORMAT, Head, Line, SavedBeginning, SavedEntry, SavedSnapshot, Text, write,
+use super::copy::Beginning;
+use super::fork::{CopySource, trimmed_error};
+use super::jsonl::{
+    ExportEnd, ExportHeader, FORMAT, JsonBytes, JsonlLine, SavedBeginning, SavedEntry,
+    SavedSnapshot, write,
 };
-use super::replay::{Page, Pages, Until};
+use super::replay::{ReplayPage, ReplayPages, ReplayUntil};
 use super::state::{COPIED_BY, is_stray};
 use super::{Result, SessionError, Sessions};
 use crate::name::SessionId;
 
-/// A session on its way out. [`next_line`](Self::next_line) gives its lines.
+/// An export in progress. Call [`next_line`](Self::next_line) until it returns `None`.
 pub struct Export {
     sessions: Sessions,
     session: SessionId,
-    source: Source,
+    source: CopySource,
     position: EntryId,
-    /// Where the stream ended when the export began.
+    /// Last entry of the stream when the export started.
     end: Option<EntryId>,
     ready: VecDeque<String>,
     entries: u64,
-    /// Entries that were read, those included that are not exported.
+    /// Number of entries read, including those that are not exported.
     read: u64,
     checksum: crc32fast::Hasher,
     is_ended: bool,
 }
 
 impl Sessions {
-    /// Writes a session as lines of JSON.
+    /// Exports a session as JSON lines.
     pub async fn export(&self, session: &SessionId) -> Result<Export> {
-        let source = self.source(session).await?;
+        let source = self.copy_source(session).await?;
         let mut ready = VecDeque::new();
         let parent = source.meta.parent.as_ref();
-        let head = Head {
+        let head = ExportHeader {
             format: FORMAT,
             session: session.to_string(),
             beginning: match source.beginning {
@@ -50,12 +51,13 @@ impl Sessions {
             },
             parent: parent.map(|parent| (parent.session.to_string(), parent.entry_id.to_string())),
         };
-        ready.push_back(write(session, &Line::HeadwaterSession(head))?);
+        ready.push_back(write(session, &JsonlLine::HeadwaterSession(head))?);
         if source.missing.is_some() {
             for (set, fields) in &source.snapshots {
-                let fields = fields.iter().map(|(name, value)| (name.clone(), Text::new(value)));
+                let fields =
+                    fields.iter().map(|(name, value)| (name.clone(), JsonBytes::new(value)));
                 let saved = SavedSnapshot { set: set.clone(), fields: fields.collect() };
-                ready.push_back(write(session, &Line::Snapshot(saved))?);
+                ready.push_back(write(session, &JsonlLine::Snapshot(saved))?);
             }
         }
         Ok(Export {
@@ -74,7 +76,7 @@ impl Sessions {
 }
 
 impl Export {
-    /// The next line, without its end; `None` after the last.
+    /// The next line, without its line break; `None` after the last.
     pub async fn next_line(&mut self) -> Result<Option<String>> {
         while self.ready.is_empty() && !self.is_ended {
             self.read().await?;
@@ -83,14 +85,15 @@ impl Export {
     }
 
     async fn read(&mut self) -> Result<()> {
-        let journal = self.sessions.journal();
-        let stream = journal.keys.session(&self.session);
-        let mut pages = Pages::new(journal, &stream, self.end);
+        let storage = self.sessions.storage();
+        let stream = storage.keys.session(&self.session);
+        let mut pages = ReplayPages::new(storage, &stream, self.end);
         let entries = match pages.next(self.position, EntryId::MAX).await? {
-            Page::Gap(before) => Err(trimmed(&self.session, self.position, before)),
-            Page::Entries(entries) => {
+            ReplayPage::Gap(before) => Err(trimmed_error(&self.session, self.position, before)),
+            ReplayPage::Entries(entries) => {
                 let (session, position) = (&self.session, self.position);
-                let checked = self.source.check_first(session, position, Until::End, &entries);
+                let checked =
+                    self.source.check_first(session, position, ReplayUntil::End, &entries);
                 checked.map(|()| entries)
             }
         };
@@ -106,20 +109,20 @@ impl Export {
             if is_stray(&self.source.meta.copied_by, &entry.fields) {
                 continue;
             }
-            // Who copied it says nothing to whoever copies it next.
+            // The copier of an entry is not exported.
             let fields = entry.fields.iter().filter(|(name, _)| name != COPIED_BY.as_bytes());
-            let fields = fields.map(|(name, value)| (Text::new(name), Text::new(value)));
+            let fields = fields.map(|(name, value)| (JsonBytes::new(name), JsonBytes::new(value)));
             let saved = SavedEntry { id: entry.id.to_string(), fields: fields.collect() };
-            let line = write(&self.session, &Line::Entry(saved))?;
+            let line = write(&self.session, &JsonlLine::Entry(saved))?;
             self.checksum.update(line.as_bytes());
             self.entries += 1;
             self.ready.push_back(line);
         }
         if is_at_end {
-            self.source.check_deleted(&self.session, self.position, self.read, Until::End)?;
+            self.source.check_deleted(&self.session, self.position, self.read, ReplayUntil::End)?;
             let crc32 = self.checksum.clone().finalize();
-            let end = End { entries: self.entries, crc32 };
-            self.ready.push_back(write(&self.session, &Line::End(end))?);
+            let end = ExportEnd { entries: self.entries, crc32 };
+            self.ready.push_back(write(&self.session, &JsonlLine::End(end))?);
             self.is_ended = true;
         }
         Ok(())
@@ -127,10 +130,10 @@ impl Export {
 }
 
 impl Export {
-    /// What removed entries that were about to be read: our own compaction, or the error that is known.
+    /// Maps an error: entries may be missing because of our own compaction.
     async fn overtaken(&self, error: SessionError) -> SessionError {
-        match self.sessions.is_overtaken(&self.session, &self.source, &error).await {
-            Ok(true) => SessionError::Overtaken { session: self.session.clone() },
+        match self.sessions.was_compacted_meanwhile(&self.session, &self.source, &error).await {
+            Ok(true) => SessionError::CompactedWhileReading { session: self.session.clone() },
             _ => error,
         }
     }

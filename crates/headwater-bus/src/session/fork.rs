@@ -1,98 +1,99 @@
-//! Forks: a session that begins like another one, and goes on by itself.
+//! Forks: a new session with a copy of another session's events.
 //!
-//! Upstream: applications and operators. Downstream: `filling`.
-//! Promises: the parent is only read. The fork has copies of its events, so that whatever becomes of the parent, the fork
-//! stays whole; it knows its parent and the entry it left it at. A fork that a compaction of the parent overtakes begins
-//! again, with the snapshot that the compaction left.
+//! Upstream: applications and operators. Downstream: `copy`.
+//! Promises: the parent is only read. The fork has its own copy of the events, so it stays complete whatever happens
+//! to the parent; it records its parent and the last copied entry. If the parent is compacted meanwhile, the fork
+//! restarts from the new snapshot.
 
 use headwater_stream::{Entry, EntryId, RegistryMap, StreamStats};
 
-use super::deleted::{Extent, find_deleted};
-use super::error::{Missing, MissingReason};
-use super::filling::{Beginning, Filling};
-use super::meta::{First, Meta, Parent, Point};
-use super::replay::{Page, Pages, Until};
+use super::copy::{Beginning, CopyInProgress};
+use super::deleted_entries::{Extent, find_deleted};
+use super::error::{MissingEntries, MissingReason};
+use super::meta::{FirstEntry, Parent, SessionMeta, SessionPoint};
+use super::replay::{ReplayPage, ReplayPages, ReplayUntil};
 use super::state::is_stray;
 use super::{Result, Session, SessionError, Sessions};
 use crate::error::BusError;
 use crate::metrics;
 use crate::name::SessionId;
 
-/// Compactions that may overtake one fork. Each leaves less to copy than the one before, so a second one is rare.
-const OVERTAKEN_MAX: usize = 20;
+/// Restarts of a fork because of compaction. Each compaction leaves less to copy, so a second restart is rare.
+const COMPACTION_RETRIES_MAX: usize = 20;
 
-/// What a copy of a session needs.
-pub(super) struct Source {
-    pub(super) meta: Meta,
+/// A session to be copied.
+pub(super) struct CopySource {
+    pub(super) meta: SessionMeta,
     pub(super) beginning: Beginning,
-    /// The stream as it was when the copy began: entries up to its last one are copied.
+    /// The stream when the copy started: entries up to its last one are copied.
     pub(super) stats: Option<StreamStats>,
-    /// Why it cannot be copied without a snapshot.
-    pub(super) missing: Option<Missing>,
-    /// Snapshots of all sets of folds, as they are.
+    /// Missing entries that a snapshot must include.
+    pub(super) missing: Option<MissingEntries>,
+    /// Snapshots of all sets of folds.
     pub(super) snapshots: Vec<(String, RegistryMap)>,
 }
 
 impl Sessions {
-    /// Makes a session of the events of another one, up to an entry or a time, and leaves that one as it is.
+    /// Forks a session, optionally up to an entry or time. The parent is not changed.
     ///
-    /// If this is not carried out to its end, what there is of the new session is no session: it is
-    /// [`Unfinished`](SessionError::Unfinished), and swept away later.
+    /// If the call is dropped or fails, the new session is [`Unfinished`](SessionError::Unfinished) and is swept later.
     pub async fn fork(
         &self,
         parent: &SessionId,
-        until: Until,
+        until: ReplayUntil,
         session: &SessionId,
     ) -> Result<Session> {
-        let mut source = self.source(parent).await?;
-        for _ in 0..OVERTAKEN_MAX {
+        let mut source = self.copy_source(parent).await?;
+        for _ in 0..COMPACTION_RETRIES_MAX {
             let origin = Parent { session: parent.clone(), entry_id: EntryId::MIN };
             let what = format!("a fork of `{parent}`");
             let snapshots = source.snapshots.clone();
-            let mut filling = Filling::begin(self, session, what, Some(origin), snapshots).await?;
-            let error = match self.copy(parent, until, &source, &mut filling).await {
+            let mut copying =
+                CopyInProgress::begin(self, session, what, Some(origin), snapshots).await?;
+            let error = match self.copy(parent, until, &source, &mut copying).await {
                 Ok(()) => {
-                    let forked = filling.finish(source.beginning).await?;
-                    metrics::filled("fork");
+                    let forked = copying.finish(source.beginning).await?;
+                    metrics::copied("fork");
                     return Ok(forked);
                 }
                 Err(error) => error,
             };
-            // If that fails, what is left is replaced when the same fork is repeated, here or by the caller.
-            let _ = filling.abandon().await;
-            if !self.is_overtaken(parent, &source, &error).await? {
+            // If this fails, the remains are replaced when the same fork is repeated.
+            let _ = copying.abandon().await;
+            if !self.was_compacted_meanwhile(parent, &source, &error).await? {
                 return Err(error);
             }
-            source = self.source(parent).await?;
+            source = self.copy_source(parent).await?;
         }
-        Err(SessionError::Overtaken { session: parent.clone() })
+        Err(SessionError::CompactedWhileReading { session: parent.clone() })
     }
 
-    /// Whether our own compaction removed what was about to be read. It notes what it removes before it does so: the note may
-    /// be older than the look at the source.
-    pub(super) async fn is_overtaken(
+    /// Whether our own compaction removed entries that were about to be read. It records what it removes before it
+    /// does so: the record may be older than the source.
+    pub(super) async fn was_compacted_meanwhile(
         &self,
         session: &SessionId,
-        source: &Source,
+        source: &CopySource,
         error: &SessionError,
     ) -> Result<bool> {
         let SessionError::Incomplete { missing, .. } = error else { return Ok(false) };
         let compacted = self.open_meta(session).await?.compacted;
-        let explains = |point: Point| missing.before <= point.entry_id;
-        let is_explained = missing.why == MissingReason::Trimmed && compacted.is_some_and(explains);
+        let explains = |point: SessionPoint| missing.before <= point.entry_id;
+        let is_explained =
+            missing.reason == MissingReason::Trimmed && compacted.is_some_and(explains);
         Ok(is_explained || compacted != source.meta.compacted)
     }
 
-    /// What there is to copy of a session.
-    pub(super) async fn source(&self, session: &SessionId) -> Result<Source> {
-        let mut tries = 0;
+    /// Reads what is needed to copy a session.
+    pub(super) async fn copy_source(&self, session: &SessionId) -> Result<CopySource> {
+        let mut attempts = 0;
         loop {
-            let (meta, sourced) = self.try_source(session).await?;
-            tries += 1;
+            let (meta, sourced) = self.try_copy_source(session).await?;
+            attempts += 1;
             match sourced {
-                // A compaction notes what it is about to remove. If it did so meanwhile, this looks again.
+                // A compaction records what it is about to remove. If it did so meanwhile, read again.
                 Err(_)
-                    if tries < OVERTAKEN_MAX
+                    if attempts < COMPACTION_RETRIES_MAX
                         && self.open_meta(session).await?.compacted != meta.compacted => {}
                 Err(missing) => {
                     return Err(SessionError::Incomplete { session: session.clone(), missing });
@@ -102,46 +103,49 @@ impl Sessions {
         }
     }
 
-    async fn try_source(&self, session: &SessionId) -> Result<(Meta, Result<Source, Missing>)> {
-        let journal = self.journal();
+    async fn try_copy_source(
+        &self,
+        session: &SessionId,
+    ) -> Result<(SessionMeta, Result<CopySource, MissingEntries>)> {
+        let storage = self.storage();
         let meta = self.open_meta(session).await?;
         let mut snapshots = Vec::new();
         for set in meta.snapshots.keys() {
-            let map = journal.keys.session_snapshot(session, set);
-            if let Some(fields) = journal.backend.map_get(&map).await? {
+            let map = storage.keys.session_snapshot(session, set);
+            if let Some(fields) = storage.backend.map_get(&map).await? {
                 snapshots.push((set.clone(), fields));
             }
         }
-        // After the snapshots: the entry that each of them stands at is among those that are copied.
-        let stats = journal.backend.stats(&journal.keys.session(session)).await?;
+        // Read after the snapshots, so that the entry of each snapshot is within the copied range.
+        let stats = storage.backend.stats(&storage.keys.session(session)).await?;
         let (beginning, missing) = match self.beginning(session, &meta, stats.as_ref()).await? {
-            Ok(_) if meta.first == First::Unknown => (Beginning::Unknown, None),
+            Ok(_) if meta.first == FirstEntry::Unknown => (Beginning::Unknown, None),
             Ok(_) => (Beginning::Whole, None),
             Err(missing) => (Beginning::After(missing.count.unwrap_or(0)), Some(missing)),
         };
         if let Some(missing) = missing.clone().filter(|_| snapshots.is_empty()) {
             return Ok((meta, Err(missing)));
         }
-        let source = Source { meta: meta.clone(), beginning, stats, missing, snapshots };
+        let source = CopySource { meta: meta.clone(), beginning, stats, missing, snapshots };
         Ok((meta, Ok(source)))
     }
 
     async fn copy(
         &self,
         parent: &SessionId,
-        until: Until,
-        source: &Source,
-        filling: &mut Filling,
+        until: ReplayUntil,
+        source: &CopySource,
+        copying: &mut CopyInProgress,
     ) -> Result<()> {
-        let journal = self.journal();
-        let stream = journal.keys.session(parent);
-        let mut pages = Pages::new(journal, &stream, source.end());
+        let storage = self.storage();
+        let stream = storage.keys.session(parent);
+        let mut pages = ReplayPages::new(storage, &stream, source.end());
         let (mut position, mut read) = (EntryId::MIN, 0);
         let mut is_done = false;
         while !is_done {
             let entries = match pages.next(position, until.last_id()).await? {
-                Page::Gap(before) => return Err(trimmed(parent, position, before)),
-                Page::Entries(entries) => entries,
+                ReplayPage::Gap(before) => return Err(trimmed_error(parent, position, before)),
+                ReplayPage::Entries(entries) => entries,
             };
             source.check_first(parent, position, until, &entries)?;
             let Some(last) = entries.last() else { break };
@@ -156,17 +160,17 @@ impl Sessions {
                 .map(|entry| (entry.id, entry.fields))
                 .collect();
             is_done = pages.is_at_end() || wanted.len() < ours;
-            filling.add(&wanted).await?;
+            copying.add(&wanted).await?;
         }
         source.check_deleted(parent, position, read, until)?;
-        if let Until::Entry(id) = until
-            && filling.last != Some(id)
+        if let ReplayUntil::Entry(id) = until
+            && copying.last != Some(id)
         {
             let problem = format!("session `{parent}` has no entry {id}");
-            return Err(BusError::invalid("the entry", problem).into());
+            return Err(BusError::invalid("entry", problem).into());
         }
         match &source.missing {
-            Some(missing) if !filling.has_snapshot() => {
+            Some(missing) if !copying.has_snapshot() => {
                 Err(SessionError::Incomplete { session: parent.clone(), missing: missing.clone() })
             }
             _ => Ok(()),
@@ -174,35 +178,35 @@ impl Sessions {
     }
 }
 
-impl Source {
-    /// The first page must begin where the session did when it was looked at.
+impl CopySource {
+    /// The first page must start with the first entry known from `stats`.
     pub(super) fn check_first(
         &self,
         session: &SessionId,
         position: EntryId,
-        until: Until,
+        until: ReplayUntil,
         entries: &[Entry],
     ) -> Result<()> {
         let expected = self.stats.as_ref().and_then(|stats| stats.first_id);
         if position == EntryId::MIN && !until.begins_with(expected, entries) {
             let first = entries.first().map_or(EntryId::MAX, |entry| entry.id);
-            return Err(trimmed(session, EntryId::MIN, first));
+            return Err(trimmed_error(session, EntryId::MIN, first));
         }
         Ok(())
     }
 
-    /// Where the session ended when it was looked at.
+    /// Last entry of the session when it was read.
     pub(super) fn end(&self) -> Option<EntryId> {
         self.stats.as_ref().and_then(|stats| stats.last_id)
     }
 
-    /// Nothing may have been deleted of so many entries that were read, the last of them at `position`.
+    /// Checks that none of the `read` entries up to `position` was deleted.
     pub(super) fn check_deleted(
         &self,
         session: &SessionId,
         position: EntryId,
         read: u64,
-        until: Until,
+        until: ReplayUntil,
     ) -> Result<()> {
         let Some(stats) = &self.stats else { return Ok(()) };
         let compacted = match &self.missing {
@@ -218,9 +222,9 @@ impl Source {
     }
 }
 
-/// Entries went away while they were read.
-pub(super) fn trimmed(session: &SessionId, after: EntryId, before: EntryId) -> SessionError {
-    let why = MissingReason::Trimmed;
-    let missing = Missing { after, before, count: None, why };
+/// Entries were trimmed while they were read.
+pub(super) fn trimmed_error(session: &SessionId, after: EntryId, before: EntryId) -> SessionError {
+    let reason = MissingReason::Trimmed;
+    let missing = MissingEntries { after, before, count: None, reason };
     SessionError::Incomplete { session: session.clone(), missing }
 }

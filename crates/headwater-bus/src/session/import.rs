@@ -1,26 +1,28 @@
-//! Import: a session made of lines of JSON.
+//! Imports a session from JSON lines.
 //!
-//! Upstream: operators, with a file of their own. Downstream: `filling`.
-//! Promises: a file is checked line by line and as a whole: one that is torn, of another kind or out of order is an error,
-//! and nothing of it is imported. A call that is given up half way is the end of the import, too: nobody knows what of
-//! its entries was stored. What a failed or killed import stored is no session, and is replaced when it is repeated.
+//! Upstream: operators. Downstream: `copy`.
+//! Promises: each line and the file as a whole are validated: a truncated, foreign or unordered file is an error, and
+//! nothing of it is imported. A call dropped half way fails the import, because it is unknown which entries were
+//! stored. The remains of a failed or killed import are not a session, and are replaced when the import is repeated.
 
 use headwater_stream::{EntryId, Fields, RegistryMap};
 
-use super::filling::{Abandoned, Beginning, Filling};
-use super::lines::{End, FORMAT, Head, Line, SavedBeginning, SavedEntry, SavedSnapshot};
+use super::copy::{AbandonOutcome, Beginning, CopyInProgress};
+use super::jsonl::{
+    ExportEnd, ExportHeader, FORMAT, JsonlLine, SavedBeginning, SavedEntry, SavedSnapshot,
+};
 use super::meta::Parent;
 use super::{Result, Session, SessionError, Sessions};
 use crate::limits::{IMPORT_LINE_BYTES_MAX, REPLAY_PAGE_BYTES, SNAPSHOT_SETS_MAX};
 use crate::metrics;
 use crate::name::SessionId;
 
-/// Entries that are written together.
+/// Entries per append.
 const BATCH: usize = 500;
 
 impl Sessions {
-    /// Makes a session of lines that [`export`](Self::export) wrote. It may have another id than it had. It is an error if
-    /// there is a session with this id; what an earlier import of the same session left unfinished is replaced.
+    /// Imports a session from lines written by [`export`](Self::export), under this id. Fails if a session with this id
+    /// exists; the remains of an earlier import of the same session are replaced.
     pub fn import(&self, session: &SessionId) -> Import {
         Import {
             sessions: self.clone(),
@@ -28,43 +30,43 @@ impl Sessions {
             line: 0,
             head: None,
             snapshots: Vec::new(),
-            filling: None,
+            copy: None,
             completed: None,
-            waiting: Vec::new(),
-            waiting_bytes: 0,
+            buffered: Vec::new(),
+            buffered_bytes: 0,
             last: EntryId::MIN,
             entries: 0,
             checksum: crc32fast::Hasher::new(),
-            stage: ImportStage::Head,
-            is_taking: false,
+            stage: ImportStage::ExportHeader,
+            is_busy: false,
         }
     }
 }
 
-/// A session on its way in: give it every [`line`](Self::line), then [`finish`](Self::finish). One that is dropped before
-/// that is no session; begin again, with the same id.
+/// An import in progress: pass every [`line`](Self::line), then call [`finish`](Self::finish). If it is dropped before
+/// that, no session is created; start again with the same id.
 pub struct Import {
     sessions: Sessions,
     session: SessionId,
     line: u64,
-    head: Option<Head>,
+    head: Option<ExportHeader>,
     snapshots: Vec<(String, RegistryMap)>,
-    filling: Option<Filling>,
-    /// What was made, once it is a session.
-    completed: Option<(Filling, Beginning)>,
-    waiting: Vec<(EntryId, Fields)>,
-    waiting_bytes: usize,
+    copy: Option<CopyInProgress>,
+    /// The copy, once it is committed.
+    completed: Option<(CopyInProgress, Beginning)>,
+    buffered: Vec<(EntryId, Fields)>,
+    buffered_bytes: usize,
     last: EntryId,
     entries: u64,
     checksum: crc32fast::Hasher,
     stage: ImportStage,
-    /// A line is being taken. If it still is when the next one comes, its future was dropped.
-    is_taking: bool,
+    /// A line is being processed. If this is set at the next call, the previous future was dropped.
+    is_busy: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ImportStage {
-    Head,
+    ExportHeader,
     Snapshots,
     Entries,
     Ended,
@@ -72,136 +74,140 @@ enum ImportStage {
 }
 
 impl Import {
-    /// Takes the next line, without its end. An error is the end of the import: what was stored is no session. It is
-    /// removed, unless the backend fails again: [`abandon`](Self::abandon) tries once more and says so.
+    /// Imports the next line, without its line break. An error fails the import and removes what was stored; if the
+    /// backend fails at that, too, [`abandon`](Self::abandon) tries again.
     ///
-    /// Not cancel-safe: an import whose `line` was begun and dropped has failed.
+    /// Not cancel-safe: if the future of `line` is dropped, the import has failed.
     pub async fn line(&mut self, line: &str) -> Result<()> {
         self.line += 1;
-        let taken = match self.check_taken() {
+        let taken = match self.check_not_cancelled() {
             Ok(()) => {
-                self.is_taking = true;
-                self.take(line).await
+                self.is_busy = true;
+                self.accept(line).await
             }
             Err(error) => Err(error),
         };
         if taken.is_err() {
             let _ = self.fail().await;
         }
-        self.is_taking = false;
+        self.is_busy = false;
         taken
     }
 
-    /// The line before must have been taken to its end.
-    fn check_taken(&self) -> Result<()> {
-        match self.is_taking {
+    /// Checks that the previous call was not dropped.
+    fn check_not_cancelled(&self) -> Result<()> {
+        match self.is_busy {
             false => Ok(()),
-            true => Err(self.wrong("the call before was given up half way; begin the import anew")),
+            true => Err(self.line_error("the previous call was cancelled; start the import again")),
         }
     }
 
-    /// Ends an import of which no more will come. Returns `false` if nothing of it is left and its id is free, `true` if it
-    /// turns out to be a session all the same: the reply to its last step was lost.
+    /// Abandons the import and removes what was stored. Returns `true` if it turns out to be complete: only the reply
+    /// to the last step was lost.
     ///
-    /// After an error, and if an import is only dropped, what was stored stays unfinished: the same import can be repeated,
-    /// others cannot have the id until [`Sessions::run`] or [`Sessions::forget`] removes it. May be repeated.
+    /// After an error, or if an import is only dropped, the session stays unfinished: the same import can be
+    /// repeated, but the id is not free until [`Sessions::run`] or [`Sessions::delete`] removes it. May be retried.
     pub async fn abandon(&mut self) -> Result<bool> {
-        Ok(self.fail().await? == Abandoned::Finished)
+        Ok(self.fail().await? == AbandonOutcome::Finished)
     }
 
-    /// [Completes](Self::complete) it, and [opens](Self::open) the session.
+    /// [Completes](Self::complete) the import and [opens](Self::open) the session.
     pub async fn finish(mut self) -> Result<Session> {
         self.complete().await?;
         self.open().await
     }
 
-    /// Opens the session of an import that is complete. An error changes nothing about that: recover it later.
+    /// Opens the session of a completed import. After an error the session still exists; recover it later.
     pub async fn open(self) -> Result<Session> {
         match self.completed {
-            Some((filling, beginning)) => filling.open(beginning).await,
+            Some((copy, beginning)) => copy.open(beginning).await,
             None => self.sessions.recover(&self.session).await,
         }
     }
 
-    /// Makes it a session, if all of it is there. An error is the end of the import, as in [`line`](Self::line).
+    /// Commits the session if the import is complete. An error fails the import, as in [`line`](Self::line).
     pub async fn complete(&mut self) -> Result<()> {
         let committed = match self.check_end().await {
-            Ok(beginning) => match &self.filling {
-                Some(filling) => filling.commit(beginning).await.map(|()| beginning),
-                None => Err(self.wrong("the import has failed")),
+            Ok(beginning) => match &self.copy {
+                Some(copy) => copy.commit(beginning).await.map(|()| beginning),
+                None => Err(self.line_error("the import has failed")),
             },
             Err(error) => Err(error),
         };
         match committed {
             Ok(beginning) => {
-                self.completed = self.filling.take().map(|filling| (filling, beginning));
+                self.completed = self.copy.take().map(|copy| (copy, beginning));
             }
             Err(error) => match self.fail().await {
-                Ok(Abandoned::Finished) => {}
+                Ok(AbandonOutcome::Finished) => {}
                 _ => return Err(error),
             },
         }
-        metrics::filled("import");
+        metrics::copied("import");
         Ok(())
     }
 
-    async fn take(&mut self, text: &str) -> Result<()> {
+    async fn accept(&mut self, text: &str) -> Result<()> {
         if text.len() > IMPORT_LINE_BYTES_MAX {
             let problem = format!("{} bytes; the limit is {IMPORT_LINE_BYTES_MAX}", text.len());
-            return Err(self.wrong(problem));
+            return Err(self.line_error(problem));
         }
-        let read: Line = serde_json::from_str(text).map_err(|error| self.wrong(error))?;
+        let read: JsonlLine = serde_json::from_str(text).map_err(|error| self.line_error(error))?;
         match (read, self.stage) {
-            (_, ImportStage::Failed) => Err(self.wrong("the import has failed")),
-            (Line::HeadwaterSession(head), ImportStage::Head) => self.take_head(head),
-            (_, ImportStage::Head) => Err(self.wrong("it must be the head of a session")),
-            (Line::Snapshot(saved), ImportStage::Snapshots) => self.take_snapshot(saved),
-            (Line::Entry(saved), ImportStage::Snapshots | ImportStage::Entries) => {
+            (_, ImportStage::Failed) => Err(self.line_error("the import has failed")),
+            (JsonlLine::HeadwaterSession(head), ImportStage::ExportHeader) => {
+                self.accept_head(head)
+            }
+            (_, ImportStage::ExportHeader) => {
+                Err(self.line_error("it must be the header of a session export"))
+            }
+            (JsonlLine::Snapshot(saved), ImportStage::Snapshots) => self.accept_snapshot(saved),
+            (JsonlLine::Entry(saved), ImportStage::Snapshots | ImportStage::Entries) => {
                 self.checksum.update(text.as_bytes());
                 self.begin().await?;
-                self.take_entry(saved).await
+                self.accept_entry(saved).await
             }
-            (Line::End(end), ImportStage::Snapshots | ImportStage::Entries) => {
+            (JsonlLine::End(end), ImportStage::Snapshots | ImportStage::Entries) => {
                 self.begin().await?;
-                self.take_end(&end).await
+                self.accept_end(&end).await
             }
-            (_, ImportStage::Ended) => Err(self.wrong("it comes after the end")),
-            _ => Err(self.wrong("it is out of order")),
+            (_, ImportStage::Ended) => Err(self.line_error("it follows the end line")),
+            _ => Err(self.line_error("it is out of order")),
         }
     }
 
-    fn take_head(&mut self, head: Head) -> Result<()> {
+    fn accept_head(&mut self, head: ExportHeader) -> Result<()> {
         if head.format != FORMAT {
             let problem = format!("format {}; this version reads {FORMAT}", head.format);
-            return Err(self.wrong(problem));
+            return Err(self.line_error(problem));
         }
         self.head = Some(head);
         self.stage = ImportStage::Snapshots;
         Ok(())
     }
 
-    fn take_snapshot(&mut self, saved: SavedSnapshot) -> Result<()> {
+    fn accept_snapshot(&mut self, saved: SavedSnapshot) -> Result<()> {
         let is_set = |set: &str| set.len() == 16 && set.bytes().all(|b| b.is_ascii_hexdigit());
         if !is_set(&saved.set) || self.snapshots.iter().any(|(set, _)| *set == saved.set) {
-            return Err(self.wrong("it is no snapshot, or one that was there before"));
+            return Err(self.line_error("it is not a valid snapshot, or it is repeated"));
         }
-        // They are kept in memory until the first entry comes.
+        // They are kept in memory until the first entry.
         if self.snapshots.len() >= SNAPSHOT_SETS_MAX {
             let problem = format!("more than {SNAPSHOT_SETS_MAX} snapshots");
-            return Err(self.wrong(problem));
+            return Err(self.line_error(problem));
         }
         let mut fields = RegistryMap::new();
         for (name, value) in saved.fields {
-            fields.insert(name, value.read().ok_or_else(|| self.wrong("odd bytes"))?);
+            fields.insert(name, value.read().ok_or_else(|| self.line_error("invalid bytes"))?);
         }
-        super::snapshot::verify(&fields).map_err(|problem| self.wrong(problem))?;
+        super::snapshot::verify(&fields).map_err(|problem| self.line_error(problem))?;
         self.snapshots.push((saved.set, fields));
         Ok(())
     }
 
-    /// Takes the id, once it is clear that this is a session at all.
+    /// Reserves the id, once the file is known to be an export.
     async fn begin(&mut self) -> Result<()> {
-        if self.filling.is_some() {
+        if self.copy.is_some() {
             return Ok(());
         }
         let head = self.head.as_ref();
@@ -209,96 +215,95 @@ impl Import {
             None => None,
             Some((session, entry_id)) => Some(Parent {
                 session: SessionId::new(session)?,
-                entry_id: entry_id.parse().map_err(|error| self.wrong(error))?,
+                entry_id: entry_id.parse().map_err(|error| self.line_error(error))?,
             }),
         };
         let what = format!("an import of `{}`", head.map_or("", |head| &head.session));
         let snapshots = std::mem::take(&mut self.snapshots);
-        let filling = Filling::begin(&self.sessions, &self.session, what, parent, snapshots);
-        self.filling = Some(filling.await?);
+        let copy = CopyInProgress::begin(&self.sessions, &self.session, what, parent, snapshots);
+        self.copy = Some(copy.await?);
         self.stage = ImportStage::Entries;
         Ok(())
     }
 
-    async fn take_entry(&mut self, saved: SavedEntry) -> Result<()> {
-        let id: EntryId = saved.id.parse().map_err(|error| self.wrong(error))?;
+    async fn accept_entry(&mut self, saved: SavedEntry) -> Result<()> {
+        let id: EntryId = saved.id.parse().map_err(|error| self.line_error(error))?;
         if id <= self.last {
-            let problem = format!("entry {id} comes after {}, the order is wrong", self.last);
-            return Err(self.wrong(problem));
+            let problem = format!("entry {id} follows {}; entries must be in order", self.last);
+            return Err(self.line_error(problem));
         }
         let mut fields = Vec::with_capacity(saved.fields.len());
         for (name, value) in saved.fields {
-            let odd = || self.wrong("odd bytes");
-            fields.push((name.read().ok_or_else(odd)?, value.read().ok_or_else(odd)?));
+            let invalid = || self.line_error("invalid bytes");
+            fields.push((name.read().ok_or_else(invalid)?, value.read().ok_or_else(invalid)?));
         }
         let fields = Fields::new(fields);
         self.last = id;
         self.entries += 1;
-        self.waiting_bytes += fields.bytes();
-        self.waiting.push((id, fields));
-        if self.waiting.len() >= BATCH || self.waiting_bytes >= REPLAY_PAGE_BYTES {
+        self.buffered_bytes += fields.bytes();
+        self.buffered.push((id, fields));
+        if self.buffered.len() >= BATCH || self.buffered_bytes >= REPLAY_PAGE_BYTES {
             self.write().await?;
         }
         Ok(())
     }
 
-    async fn take_end(&mut self, end: &End) -> Result<()> {
+    async fn accept_end(&mut self, end: &ExportEnd) -> Result<()> {
         if end.entries != self.entries || end.crc32 != self.checksum.clone().finalize() {
             let problem = format!(
-                "{} entries are announced and {} were there, or their bytes have changed",
+                "the end line counts {} entries and {} were read, or the checksum differs",
                 end.entries, self.entries
             );
-            return Err(self.wrong(problem));
+            return Err(self.line_error(problem));
         }
         self.stage = ImportStage::Ended;
         self.write().await
     }
 
     async fn write(&mut self) -> Result<()> {
-        let waiting = std::mem::take(&mut self.waiting);
-        self.waiting_bytes = 0;
-        match &mut self.filling {
-            Some(filling) => filling.add(&waiting).await,
+        let buffered = std::mem::take(&mut self.buffered);
+        self.buffered_bytes = 0;
+        match &mut self.copy {
+            Some(copy) => copy.add(&buffered).await,
             None => Ok(()),
         }
     }
 
     async fn check_end(&mut self) -> Result<Beginning> {
         self.line += 1;
-        self.check_taken()?;
+        self.check_not_cancelled()?;
         if self.stage != ImportStage::Ended {
-            return Err(self.wrong("the end is missing: the file is cut off"));
+            return Err(self.line_error("the end line is missing: the file is truncated"));
         }
-        // What was read has been checked. This is what was stored.
-        let stored = self.filling.as_ref().map_or(0, |filling| filling.entries);
+        // The lines were valid; check that all of them were stored.
+        let stored = self.copy.as_ref().map_or(0, |copy| copy.entries);
         if stored != self.entries {
             let problem = format!("{stored} of {} entries were stored", self.entries);
-            return Err(self.wrong(problem));
+            return Err(self.line_error(problem));
         }
         let beginning = match self.head.as_ref().map(|head| &head.beginning) {
             Some(SavedBeginning::Whole) => Beginning::Whole,
             Some(SavedBeginning::After(entries)) => Beginning::After(*entries),
             Some(SavedBeginning::Unknown) | None => Beginning::Unknown,
         };
-        let has_snapshot = self.filling.as_ref().is_some_and(Filling::has_snapshot);
+        let has_snapshot = self.copy.as_ref().is_some_and(CopyInProgress::has_snapshot);
         if matches!(beginning, Beginning::After(_)) && !has_snapshot {
-            let problem =
-                "the beginning was compacted, and there is no snapshot that stands for it";
-            return Err(self.wrong(problem));
+            let problem = "the beginning was compacted, and no snapshot includes it";
+            return Err(self.line_error(problem));
         }
         Ok(beginning)
     }
 
-    async fn fail(&mut self) -> Result<Abandoned> {
+    async fn fail(&mut self) -> Result<AbandonOutcome> {
         self.stage = ImportStage::Failed;
-        self.waiting.clear();
-        let Some(filling) = &self.filling else { return Ok(Abandoned::Removed) };
-        let abandoned = filling.abandon().await?;
-        self.filling = None;
+        self.buffered.clear();
+        let Some(copy) = &self.copy else { return Ok(AbandonOutcome::Removed) };
+        let abandoned = copy.abandon().await?;
+        self.copy = None;
         Ok(abandoned)
     }
 
-    fn wrong(&self, problem: impl ToString) -> SessionError {
+    fn line_error(&self, problem: impl ToString) -> SessionError {
         SessionError::Import { line: self.line, problem: problem.to_string() }
     }
 }

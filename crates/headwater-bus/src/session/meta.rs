@@ -1,7 +1,7 @@
-//! What is known of a session beside its events: the map `wink:session:<id>:meta`.
+//! Metadata of a session: the map `wink:session:<id>:meta`.
 //!
-//! Upstream: everything that changes a session as a whole. Downstream: a registry map of the backend.
-//! Promises: a session is whole when its stage is `open`, and only then; what was once is remembered after it is gone.
+//! Upstream: every operation on a whole session. Downstream: a registry map of the backend.
+//! Promises: a session is complete if and only if its stage is `open`; a tombstone is kept after it expired.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -23,39 +23,39 @@ const COMPACTED_BEFORE: &str = "compacted_before";
 const COMPACTED_ENTRIES: &str = "compacted_entries";
 const BASE_ENTRY: &str = "base_entry";
 const BASE_ENTRIES: &str = "base_entries";
-const FILLING: &str = "filling";
-pub(crate) const FILLER: &str = "filler";
+const COPY_DESCRIPTION: &str = "filling";
+pub(crate) const COPIER: &str = "filler";
 const COPIED_BY: &str = "copied_by";
 const PARKED_THROUGH: &str = "parked_through";
-pub(crate) const LOST_RUNS: &str = "lost_runs";
+pub(crate) const LOCK_LOSSES: &str = "lost_runs";
 const PROGRESS_AT: &str = "progress_at";
 const EXPIRED_ENTRIES: &str = "expired_entries";
 const EXPIRED_THROUGH: &str = "expired_through";
 const EXPIRED_AT: &str = "expired_at";
-/// With the key of a set of folds behind it: the newest snapshot of that set.
+/// Prefix of the fields with the newest snapshot of each set of folds.
 const SNAPSHOT: &str = "snapshot:";
 
-/// Where a session is in its life.
+/// Lifecycle stage of a session.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Stage {
-    /// It is being made of another session or of a file.
-    Filling,
-    /// It is there.
+pub enum SessionStage {
+    /// A fork or import in progress, or an interrupted one.
+    Copying,
+    /// Open.
     Open,
-    /// It is over, and its events are gone.
+    /// Expired; its events are deleted.
     Expired,
 }
 
-/// How a session begins.
+/// The first entry of a session.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum First {
-    /// With the first entry that somebody will see.
-    Unseen,
-    /// With this entry.
+pub(crate) enum FirstEntry {
+    /// No entry was seen yet.
+    NoneYet,
+    /// This entry.
     Entry(EntryId),
-    /// With entries that were never in this stream; snapshots stand for them.
+    /// Not in this stream: snapshots include the first entries.
     Elsewhere,
-    /// Nobody knows: entries were there before the session was.
+    /// Unknown: the stream had entries before the session was created.
     Unknown,
 }
 
@@ -64,63 +64,64 @@ pub(crate) enum First {
 pub struct Parent {
     /// Its id.
     pub session: SessionId,
-    /// The last of its entries that the fork has, too.
+    /// The last entry copied to the fork.
     pub entry_id: EntryId,
 }
 
-/// A point in a session, and how many entries it has up to there.
+/// A position in a session, and the number of entries up to it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Point {
+pub(crate) struct SessionPoint {
     pub(crate) entry_id: EntryId,
     pub(crate) entries: u64,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Meta {
-    pub(crate) stage: Stage,
+pub(crate) struct SessionMeta {
+    pub(crate) stage: SessionStage,
     /// Its entry in the list of sessions.
     pub(crate) index: EntryId,
     pub(crate) created_at: Timestamp,
-    pub(crate) first: First,
+    pub(crate) first: FirstEntry,
     pub(crate) ttl: Option<Duration>,
     pub(crate) parent: Option<Parent>,
-    /// Entries before this one were compacted, so many of them.
-    pub(crate) compacted: Option<Point>,
-    /// The newest entry that its stream ever had when the session was made, and how many; `None` if the stream was new.
-    pub(crate) base: Option<Point>,
-    /// What it is being made of, by whom, and when that went on last.
-    pub(crate) filling: String,
-    pub(crate) filler: String,
+    /// Entries before this one were compacted, and their number.
+    pub(crate) compacted: Option<SessionPoint>,
+    /// Last generated id and number of entries of the stream when the session was created; `None` if the stream was
+    /// new.
+    pub(crate) base: Option<SessionPoint>,
+    /// Description, copier and last progress of a copy in progress.
+    pub(crate) copy_description: String,
+    pub(crate) copier: String,
     pub(crate) progress_at: Timestamp,
-    /// By whom it was made of another session or of a file.
+    /// The copier that created the session as a copy.
     pub(crate) copied_by: String,
-    /// What cannot be read is parked up to this entry.
+    /// Undecodable entries are parked up to this entry.
     pub(crate) parked_through: EntryId,
-    /// How often a main loop lost its lock while it carried out the request that this session is of.
-    pub(crate) lost_runs: u64,
-    pub(crate) expired: Option<Point>,
+    /// How often a main loop lost the lock of the request that this session belongs to.
+    pub(crate) lock_losses: u64,
+    pub(crate) expired: Option<SessionPoint>,
     pub(crate) expired_at: Option<Timestamp>,
     /// The newest snapshot of each set of folds.
-    pub(crate) snapshots: BTreeMap<String, Point>,
+    pub(crate) snapshots: BTreeMap<String, SessionPoint>,
 }
 
-impl Meta {
-    pub(crate) fn new(stage: Stage, index: EntryId, created_at: Timestamp) -> Self {
+impl SessionMeta {
+    pub(crate) fn new(stage: SessionStage, index: EntryId, created_at: Timestamp) -> Self {
         Self {
             stage,
             index,
             created_at,
-            first: First::Unseen,
+            first: FirstEntry::NoneYet,
             ttl: None,
             parent: None,
             compacted: None,
             base: None,
-            filling: String::new(),
-            filler: String::new(),
+            copy_description: String::new(),
+            copier: String::new(),
             progress_at: created_at,
             copied_by: String::new(),
             parked_through: EntryId::MIN,
-            lost_runs: 0,
+            lock_losses: 0,
             expired: None,
             expired_at: None,
             snapshots: BTreeMap::new(),
@@ -134,11 +135,11 @@ impl Meta {
         put(INDEX, self.index.to_string());
         put(CREATED_AT, self.created_at.to_rfc3339());
         put(FIRST, first_text(self.first));
-        put(FILLING, self.filling.clone());
-        put(FILLER, self.filler.clone());
+        put(COPY_DESCRIPTION, self.copy_description.clone());
+        put(COPIER, self.copier.clone());
         put(PROGRESS_AT, self.progress_at.to_rfc3339());
         put(COPIED_BY, self.copied_by.clone());
-        put(LOST_RUNS, self.lost_runs.to_string());
+        put(LOCK_LOSSES, self.lock_losses.to_string());
         if let Some(ttl) = self.ttl {
             put(TTL_MS, ttl.as_millis().to_string());
         }
@@ -146,15 +147,15 @@ impl Meta {
             put(PARENT, parent.session.to_string());
             put(PARENT_ENTRY, parent.entry_id.to_string());
         }
-        if let Some(Point { entry_id, entries }) = self.compacted {
+        if let Some(SessionPoint { entry_id, entries }) = self.compacted {
             put(COMPACTED_BEFORE, entry_id.to_string());
             put(COMPACTED_ENTRIES, entries.to_string());
         }
-        if let Some(Point { entry_id, entries }) = self.base {
+        if let Some(SessionPoint { entry_id, entries }) = self.base {
             put(BASE_ENTRY, entry_id.to_string());
             put(BASE_ENTRIES, entries.to_string());
         }
-        if let Some(Point { entry_id, entries }) = self.expired {
+        if let Some(SessionPoint { entry_id, entries }) = self.expired {
             put(EXPIRED_THROUGH, entry_id.to_string());
             put(EXPIRED_ENTRIES, entries.to_string());
         }
@@ -167,23 +168,28 @@ impl Meta {
         fields
     }
 
-    /// `None` if the map holds nothing of ours: another program made it. An error says which field is odd.
+    /// Decodes the map. `None` if it has no fields of ours; `Err` names the invalid field.
     pub(crate) fn from_fields(fields: &RegistryMap) -> Result<Option<Self>, String> {
         let text = |name: &str| match fields.get(name) {
             None => Ok(""),
-            Some(value) => std::str::from_utf8(value).map_err(|_| format!("`{name}` is no text")),
+            Some(value) => {
+                std::str::from_utf8(value).map_err(|_| format!("field `{name}` is not valid UTF-8"))
+            }
         };
-        let odd = |name: &str| format!("the field `{name}` is odd");
+        let invalid = |name: &str| format!("field `{name}` is invalid");
         if !fields.contains_key(STAGE) {
             return Ok(None);
         }
-        let stage = read_stage(text(STAGE)?).ok_or_else(|| odd(STAGE))?;
-        let entry_id = |name: &str| text(name)?.parse::<EntryId>().map_err(|_| odd(name));
-        let time = |name: &str| Timestamp::from_rfc3339(text(name)?).ok_or_else(|| odd(name));
-        let number = |name: &str| text(name)?.parse::<u64>().map_err(|_| odd(name));
+        let stage = read_stage(text(STAGE)?).ok_or_else(|| invalid(STAGE))?;
+        let entry_id = |name: &str| text(name)?.parse::<EntryId>().map_err(|_| invalid(name));
+        let time = |name: &str| Timestamp::from_rfc3339(text(name)?).ok_or_else(|| invalid(name));
+        let number = |name: &str| text(name)?.parse::<u64>().map_err(|_| invalid(name));
         let point = |id: &str, count: &str| match text(id)? {
             "" => Ok(None),
-            _ => Ok::<_, String>(Some(Point { entry_id: entry_id(id)?, entries: number(count)? })),
+            _ => Ok::<_, String>(Some(SessionPoint {
+                entry_id: entry_id(id)?,
+                entries: number(count)?,
+            })),
         };
         let ttl = match text(TTL_MS)? {
             "" => None,
@@ -192,7 +198,7 @@ impl Meta {
         let parent = match text(PARENT)? {
             "" => None,
             parent => Some(Parent {
-                session: SessionId::new(parent).map_err(|_| odd(PARENT))?,
+                session: SessionId::new(parent).map_err(|_| invalid(PARENT))?,
                 entry_id: entry_id(PARENT_ENTRY)?,
             }),
         };
@@ -200,22 +206,22 @@ impl Meta {
             stage,
             index: entry_id(INDEX)?,
             created_at: time(CREATED_AT)?,
-            first: read_first(text(FIRST)?).ok_or_else(|| odd(FIRST))?,
+            first: read_first(text(FIRST)?).ok_or_else(|| invalid(FIRST))?,
             ttl,
             parent,
             compacted: point(COMPACTED_BEFORE, COMPACTED_ENTRIES)?,
             base: point(BASE_ENTRY, BASE_ENTRIES)?,
-            filling: text(FILLING)?.to_owned(),
-            filler: text(FILLER)?.to_owned(),
+            copy_description: text(COPY_DESCRIPTION)?.to_owned(),
+            copier: text(COPIER)?.to_owned(),
             progress_at: time(PROGRESS_AT)?,
             copied_by: text(COPIED_BY)?.to_owned(),
             parked_through: match text(PARKED_THROUGH)? {
                 "" => EntryId::MIN,
                 _ => entry_id(PARKED_THROUGH)?,
             },
-            lost_runs: match text(LOST_RUNS)? {
+            lock_losses: match text(LOCK_LOSSES)? {
                 "" => 0,
-                _ => number(LOST_RUNS)?,
+                _ => number(LOCK_LOSSES)?,
             },
             expired: point(EXPIRED_THROUGH, EXPIRED_ENTRIES)?,
             expired_at: match text(EXPIRED_AT)? {
@@ -227,7 +233,7 @@ impl Meta {
     }
 }
 
-impl Point {
+impl SessionPoint {
     fn to_text(self) -> String {
         format!("{} {}", self.entry_id, self.entries)
     }
@@ -238,8 +244,8 @@ impl Point {
     }
 }
 
-/// Fields for changes of a single thing.
-pub(crate) fn first_is(first: First) -> RegistryMap {
+/// Field updates, one function per change.
+pub(crate) fn first_is(first: FirstEntry) -> RegistryMap {
     one(FIRST, first_text(first))
 }
 
@@ -251,11 +257,11 @@ pub(crate) fn parked_through(id: EntryId) -> RegistryMap {
     one(PARKED_THROUGH, id.to_string())
 }
 
-pub(crate) fn lost_runs_are(runs: u64) -> RegistryMap {
-    one(LOST_RUNS, runs.to_string())
+pub(crate) fn lock_losses_are(runs: u64) -> RegistryMap {
+    one(LOCK_LOSSES, runs.to_string())
 }
 
-pub(crate) fn snapshot_is(set: &str, point: Point) -> RegistryMap {
+pub(crate) fn snapshot_is(set: &str, point: SessionPoint) -> RegistryMap {
     one(&format!("{SNAPSHOT}{set}"), point.to_text())
 }
 
@@ -263,37 +269,37 @@ pub(crate) fn snapshot_is_gone(set: &str) -> RegistryMap {
     one(&format!("{SNAPSHOT}{set}"), String::new())
 }
 
-pub(crate) fn compacted_is(point: Point) -> RegistryMap {
+pub(crate) fn compacted_is(point: SessionPoint) -> RegistryMap {
     let mut fields = one(COMPACTED_BEFORE, point.entry_id.to_string());
     fields.extend(one(COMPACTED_ENTRIES, point.entries.to_string()));
     fields
 }
 
-/// Somebody is about to forget it.
-pub(crate) fn going(filler: &str, now: Timestamp) -> RegistryMap {
-    let mut fields = one(STAGE, stage_text(Stage::Filling).to_owned());
-    fields.extend(one(FILLING, "an expired session, which is being forgotten,".to_owned()));
-    fields.extend(taken_by(filler, now));
+/// Marks a tombstone that is about to be deleted.
+pub(crate) fn deleting(copier: &str, now: Timestamp) -> RegistryMap {
+    let mut fields = one(STAGE, stage_text(SessionStage::Copying).to_owned());
+    fields.extend(one(COPY_DESCRIPTION, "deletion of an expired session".to_owned()));
+    fields.extend(claimed_by(copier, now));
     fields
 }
 
-/// Somebody else has it in hand from now on.
-pub(crate) fn taken_by(filler: &str, now: Timestamp) -> RegistryMap {
-    let mut fields = one(FILLER, filler.to_owned());
+/// Transfers the ownership of a copy.
+pub(crate) fn claimed_by(copier: &str, now: Timestamp) -> RegistryMap {
+    let mut fields = one(COPIER, copier.to_owned());
     fields.extend(progress_is(now));
     fields
 }
 
-pub(crate) fn expired_is(point: Point, now: Timestamp) -> RegistryMap {
-    let mut fields = one(STAGE, stage_text(Stage::Expired).to_owned());
+pub(crate) fn expired_is(point: SessionPoint, now: Timestamp) -> RegistryMap {
+    let mut fields = one(STAGE, stage_text(SessionStage::Expired).to_owned());
     fields.extend(one(EXPIRED_AT, now.to_rfc3339()));
     fields.extend(one(EXPIRED_THROUGH, point.entry_id.to_string()));
     fields.extend(one(EXPIRED_ENTRIES, point.entries.to_string()));
     fields
 }
 
-pub(crate) fn open_again() -> RegistryMap {
-    let mut fields = one(STAGE, stage_text(Stage::Open).to_owned());
+pub(crate) fn reopened() -> RegistryMap {
+    let mut fields = one(STAGE, stage_text(SessionStage::Open).to_owned());
     fields.extend(one(EXPIRED_THROUGH, String::new()));
     fields.extend(one(EXPIRED_ENTRIES, String::new()));
     fields.extend(one(EXPIRED_AT, String::new()));
@@ -304,42 +310,42 @@ fn one(name: &str, value: String) -> RegistryMap {
     BTreeMap::from([(name.to_owned(), Bytes::from(value))])
 }
 
-pub(crate) fn stage_text(stage: Stage) -> &'static str {
+pub(crate) fn stage_text(stage: SessionStage) -> &'static str {
     match stage {
-        Stage::Filling => "filling",
-        Stage::Open => "open",
-        Stage::Expired => "expired",
+        SessionStage::Copying => "filling",
+        SessionStage::Open => "open",
+        SessionStage::Expired => "expired",
     }
 }
 
-fn read_stage(text: &str) -> Option<Stage> {
-    [Stage::Filling, Stage::Open, Stage::Expired]
+fn read_stage(text: &str) -> Option<SessionStage> {
+    [SessionStage::Copying, SessionStage::Open, SessionStage::Expired]
         .into_iter()
         .find(|stage| stage_text(*stage) == text)
 }
 
-pub(crate) fn first_text(first: First) -> String {
+pub(crate) fn first_text(first: FirstEntry) -> String {
     match first {
-        First::Unseen => "unseen".to_owned(),
-        First::Elsewhere => "elsewhere".to_owned(),
-        First::Unknown => "unknown".to_owned(),
-        First::Entry(id) => id.to_string(),
+        FirstEntry::NoneYet => "unseen".to_owned(),
+        FirstEntry::Elsewhere => "elsewhere".to_owned(),
+        FirstEntry::Unknown => "unknown".to_owned(),
+        FirstEntry::Entry(id) => id.to_string(),
     }
 }
 
-fn read_first(text: &str) -> Option<First> {
+fn read_first(text: &str) -> Option<FirstEntry> {
     match text {
-        "unseen" => Some(First::Unseen),
-        "elsewhere" => Some(First::Elsewhere),
-        "unknown" => Some(First::Unknown),
-        id => id.parse().ok().map(First::Entry),
+        "unseen" => Some(FirstEntry::NoneYet),
+        "elsewhere" => Some(FirstEntry::Elsewhere),
+        "unknown" => Some(FirstEntry::Unknown),
+        id => id.parse().ok().map(FirstEntry::Entry),
     }
 }
 
-fn read_snapshots(fields: &RegistryMap) -> BTreeMap<String, Point> {
+fn read_snapshots(fields: &RegistryMap) -> BTreeMap<String, SessionPoint> {
     let read = |(name, value): (&String, &Bytes)| {
         let set = name.strip_prefix(SNAPSHOT)?;
-        let point = Point::from_text(std::str::from_utf8(value).ok()?)?;
+        let point = SessionPoint::from_text(std::str::from_utf8(value).ok()?)?;
         Some((set.to_owned(), point))
     };
     fields.iter().filter_map(read).collect()

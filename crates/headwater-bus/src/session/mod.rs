@@ -1,9 +1,9 @@
-//! Sessions: ordered streams of events about one run or conversation, and the state that is made of them.
+//! Sessions: ordered streams of events about one run or conversation, and the state computed from them.
 //!
-//! Upstream: applications and the main loop. Downstream: the bus, which stores the events; its `journal`, where they
-//! are read back.
-//! Promises: the state of a session is a fold of its stream and of nothing else, the same in every process. A session
-//! whose events are gone says so: it is never silently incomplete.
+//! Upstream: applications and the main loop. Downstream: the bus stores the events; its session backend reads them
+//! back.
+//! Promises: the state of a session is a fold of its stream and of nothing else, the same in every process. Missing
+//! events are reported: a session is never silently incomplete.
 
 // In dependency order: each module uses only those above it.
 mod error;
@@ -14,21 +14,21 @@ mod state;
 mod replay;
 mod snapshot;
 
-mod deleted;
+mod deleted_entries;
 
-mod life;
+mod lifecycle;
 mod recovery;
 
-mod opened;
+mod handle;
 
 mod compaction;
-mod filling;
+mod copy;
 
-mod upkeep;
+mod maintenance;
 
 mod fork;
 
-mod lines;
+mod jsonl;
 
 mod export;
 mod import;
@@ -40,43 +40,41 @@ use std::time::Duration;
 use headwater_stream::clock::Timestamp;
 use headwater_stream::limits::KEEP_MAX;
 
-pub use self::compaction::{Compacted, UnreadableEntries};
-pub use self::error::{Missing, MissingReason, SessionError};
+pub use self::compaction::{CompactionReport, UnreadableEntries};
+pub use self::error::{MissingEntries, MissingReason, SessionError};
 pub use self::export::Export;
+pub use self::handle::Session;
 pub use self::import::Import;
-pub use self::life::SessionInfo;
-use self::meta::Meta;
-pub use self::meta::{Parent, Stage};
-pub use self::opened::Session;
+pub use self::lifecycle::SessionInfo;
+pub use self::maintenance::{SessionMaintenanceReport, SessionSweepReport};
+use self::meta::SessionMeta;
+pub use self::meta::{Parent, SessionStage};
 pub use self::recovery::Recovery;
-pub use self::replay::Until;
+pub use self::replay::ReplayUntil;
 pub use self::state::SessionState;
-pub use self::upkeep::{Swept, Upkeep};
 use crate::bus::EventBus;
 use crate::error::{BusError, Result as BusResult};
 use crate::fold::Folds;
-use crate::journal::Journal;
 use crate::name::SessionId;
+use crate::session_backend::SessionBackend;
 
 type Result<T, E = SessionError> = std::result::Result<T, E>;
 
 /// Settings of [`Sessions`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SessionsConfig {
-    /// After how many entries a session takes a snapshot by itself, when it is published to or refreshed. Default: 1000;
-    /// `None` never.
+    /// Entries between automatic snapshots, which are taken when a session is published to or refreshed. Default: 1000;
+    /// `None`: never.
     pub snapshot_every: Option<u64>,
-    /// How long a session that is made here lives after its last event, if somebody [runs](Sessions::run) the upkeep.
-    /// Default: `None`, for ever.
+    /// Idle time after which sessions created here expire; needs [maintenance](Sessions::run). Default: `None`, never.
     pub ttl: Option<Duration>,
-    /// How long an expired session is known to have been one; then the upkeep forgets it, but not before
-    /// `unfinished_after`. Default: 30 days.
-    pub note_kept_for: Duration,
-    /// How long after the last step of a fork, an import or an end whoever was at it is taken for dead. Default: 1 h.
-    pub unfinished_after: Duration,
-    /// The upkeep compacts a session that has so many entries before the oldest of its snapshots; what it was before them
-    /// cannot be asked for any more. Default: 10 000; `None` never.
-    pub compact_from: Option<u64>,
+    /// How long the tombstone of an expired session is kept; at least `abandoned_after`. Default: 30 days.
+    pub tombstone_ttl: Duration,
+    /// Time without progress after which a fork, an import or an expiry is considered abandoned. Default: 1 h.
+    pub abandoned_after: Duration,
+    /// Maintenance compacts a session with at least this many entries before its oldest snapshot; earlier states can
+    /// then no longer be read. Default: 10 000; `None`: never.
+    pub compact_min_entries: Option<u64>,
 }
 
 impl Default for SessionsConfig {
@@ -84,26 +82,27 @@ impl Default for SessionsConfig {
         Self {
             snapshot_every: Some(1000),
             ttl: None,
-            note_kept_for: Duration::from_secs(30 * 24 * 60 * 60),
-            unfinished_after: Duration::from_secs(60 * 60),
-            compact_from: Some(10_000),
+            tombstone_ttl: Duration::from_secs(30 * 24 * 60 * 60),
+            abandoned_after: Duration::from_secs(60 * 60),
+            compact_min_entries: Some(10_000),
         }
     }
 }
 
 impl SessionsConfig {
     fn validate(&self) -> BusResult<()> {
-        for (name, count) in
-            [("snapshot_every", self.snapshot_every), ("compact_from", self.compact_from)]
-        {
+        for (name, count) in [
+            ("snapshot_every", self.snapshot_every),
+            ("compact_min_entries", self.compact_min_entries),
+        ] {
             if count == Some(0) {
-                return Err(BusError::invalid(name, "it is zero"));
+                return Err(BusError::invalid(name, "must be greater than zero"));
             }
         }
         for (name, time) in [
             ("ttl", self.ttl),
-            ("note_kept_for", Some(self.note_kept_for)),
-            ("unfinished_after", Some(self.unfinished_after)),
+            ("tombstone_ttl", Some(self.tombstone_ttl)),
+            ("abandoned_after", Some(self.abandoned_after)),
         ] {
             if time.is_some_and(|time| time.as_millis() == 0 || time > KEEP_MAX) {
                 let problem = format!("{time:?}; 1 ms to {KEEP_MAX:?}");
@@ -114,7 +113,7 @@ impl SessionsConfig {
     }
 }
 
-/// The sessions of a bus, with the folds of an application. Clones are the same.
+/// The sessions of a bus, with the folds of an application. Clones share them.
 #[derive(Clone)]
 pub struct Sessions {
     inner: Arc<Inner>,
@@ -122,22 +121,22 @@ pub struct Sessions {
 
 struct Inner {
     bus: Arc<dyn EventBus>,
-    journal: Journal,
+    storage: SessionBackend,
     folds: Folds,
-    /// What the set of folds is known by.
+    /// Id of the set of folds.
     set: String,
     config: SessionsConfig,
 }
 
 impl Sessions {
-    /// The sessions of a bus. A local bus begins to keep the events of sessions, in memory.
+    /// The sessions of a bus. A local bus starts to store session events in memory.
     pub async fn new(bus: Arc<dyn EventBus>, folds: Folds, config: SessionsConfig) -> Result<Self> {
         config.validate()?;
         folds.check(bus.registry())?;
         let folds = folds.limited();
-        let journal = bus.journal().await?;
-        let set = snapshot::set_of(&folds);
-        Ok(Self { inner: Arc::new(Inner { bus, journal, folds, set, config }) })
+        let storage = bus.session_backend().await?;
+        let set = snapshot::fold_set_id(&folds);
+        Ok(Self { inner: Arc::new(Inner { bus, storage, folds, set, config }) })
     }
 
     /// The bus that events are published on.
@@ -145,32 +144,32 @@ impl Sessions {
         &self.inner.bus
     }
 
-    fn journal(&self) -> &Journal {
-        &self.inner.journal
+    fn storage(&self) -> &SessionBackend {
+        &self.inner.storage
     }
 
     async fn now(&self) -> Result<Timestamp> {
-        Ok(self.journal().backend.now().await?)
+        Ok(self.storage().backend.now().await?)
     }
 
-    /// What is known of a session; `None` if there is none.
-    async fn meta(&self, session: &SessionId) -> Result<Option<Meta>> {
-        read_meta(self.journal(), session).await
+    /// Metadata of a session; `None` if there is none.
+    async fn meta(&self, session: &SessionId) -> Result<Option<SessionMeta>> {
+        read_meta(self.storage(), session).await
     }
 }
 
 impl fmt::Debug for Sessions {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Sessions")
-            .field("journal", &self.inner.journal)
+            .field("session_backend", &self.inner.storage)
             .field("folds", &self.inner.folds)
             .finish_non_exhaustive()
     }
 }
 
-async fn read_meta(journal: &Journal, session: &SessionId) -> Result<Option<Meta>> {
-    let map = journal.keys.session_meta(session);
-    let Some(fields) = journal.backend.map_get(&map).await? else { return Ok(None) };
+async fn read_meta(storage: &SessionBackend, session: &SessionId) -> Result<Option<SessionMeta>> {
+    let map = storage.keys.session_meta(session);
+    let Some(fields) = storage.backend.map_get(&map).await? else { return Ok(None) };
     let damaged = |problem| SessionError::Damaged { session: session.clone(), problem };
-    Meta::from_fields(&fields).map_err(damaged)
+    SessionMeta::from_fields(&fields).map_err(damaged)
 }

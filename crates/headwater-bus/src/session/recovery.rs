@@ -1,8 +1,8 @@
-//! Recovery: the state of a session, from its newest snapshot and what came after, or from all of its events.
+//! Recovers the state of a session from its newest snapshot and later events, or from all events.
 //!
-//! Upstream: `Sessions::recover`, and a session that was overtaken by a compaction. Downstream: `snapshot`, `replay`.
-//! Promises: the state is whole, or the caller is told what is missing. A snapshot that cannot be used (of other folds,
-//! of a newer version, damaged) is passed over, and all events are replayed, if they are still there.
+//! Upstream: `Sessions::recover`, and open sessions whose position was compacted. Downstream: `snapshot`, `replay`.
+//! Promises: the state is complete, or the caller learns what is missing. An unusable snapshot (other folds, newer
+//! version, corrupt) is skipped, and all events are replayed if they still exist.
 
 use std::time::{Duration, Instant};
 
@@ -10,95 +10,95 @@ use futures_util::{StreamExt, stream};
 use headwater_stream::{Direction, EntryId, Range, StreamStats};
 use tracing::{Instrument, info, warn};
 
-use super::deleted::{Extent, find_deleted};
-use super::error::{Missing, MissingReason};
-use super::life::AT_ONCE;
-use super::meta::{First, Meta, Stage};
-use super::replay::{self, Parking, Replayed, Until};
+use super::deleted_entries::{Extent, find_deleted};
+use super::error::{MissingEntries, MissingReason};
+use super::lifecycle::CONCURRENCY;
+use super::meta::{FirstEntry, SessionMeta, SessionStage};
+use super::replay::{self, Parking, ReplayOutcome, ReplayUntil};
 use super::snapshot;
-use super::state::{self, Read, SessionState};
+use super::state::{self, DecodedEntry, SessionState};
 use super::{Result, Session, SessionError, Sessions};
 use crate::error::BusError;
 use crate::metrics;
 use crate::name::SessionId;
 
-/// The place in the list of a stream that is in none.
+/// `index` of a stream that is not in the list of sessions.
 const UNLISTED: EntryId = EntryId::MIN;
 
-/// A recovery that is overtaken by compactions begins again so often.
-const TRIES: usize = 5;
+/// Attempts of a recovery that is interrupted by compactions.
+const ATTEMPTS_MAX: usize = 5;
 
 /// How a session was recovered.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Recovery {
-    /// The entry of the snapshot that it began with.
+    /// The entry of the snapshot that was used.
     pub from_snapshot: Option<EntryId>,
-    /// Why the snapshot that there is was not used.
+    /// Why the existing snapshot was not used.
     pub snapshot_problem: Option<String>,
-    /// How many entries were replayed.
+    /// Number of entries replayed.
     pub replayed: u64,
-    /// What is missing. Without [`recover_incomplete`](Sessions::recover_incomplete), only what nobody can know.
-    pub missing: Option<Missing>,
-    /// How long it took.
+    /// Missing entries. Only with [`recover_incomplete`](Sessions::recover_incomplete), or if it is unknown.
+    pub missing: Option<MissingEntries>,
+    /// Duration of the recovery.
     pub took: Duration,
 }
 
-/// What a session is read for.
+/// Why a session is loaded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Purpose {
-    /// To go on with it, if it is whole.
+pub(super) enum LoadPurpose {
+    /// To use it; it must be complete.
     Use,
-    /// To go on with what is left of it.
+    /// To use what remains of it.
     UseIncomplete,
-    /// To look, and to leave everything as it is.
-    Look,
+    /// To read it without changing anything.
+    ReadOnly,
 }
 
-/// A session as it was recovered.
-pub(super) struct Loaded {
-    /// Its place in the list of sessions, which no other session ever has.
+/// A loaded session.
+pub(super) struct LoadedSession {
+    /// Its entry in the list of sessions, which is unique.
     pub(super) index: EntryId,
     pub(super) ttl: Option<Duration>,
-    pub(super) lost_runs: u64,
+    pub(super) lock_losses: u64,
     pub(super) state: SessionState,
     pub(super) recovery: Recovery,
 }
 
-/// One try of a recovery.
-struct Attempt {
+/// Result of one recovery attempt.
+struct RecoveryAttempt {
     state: SessionState,
     recovery: Recovery,
-    /// It may be worth another try: entries went away meanwhile.
-    is_overtaken: bool,
+    /// Entries were removed meanwhile; another attempt may succeed.
+    was_compacted_meanwhile: bool,
 }
 
 impl Sessions {
-    /// Recovers a session: its state in this process is what it was in the last one. If events are missing and no snapshot
-    /// stands for them, that is an error.
+    /// Recovers a session: the state is the same as in any other process. Fails if events are missing that no snapshot
+    /// includes.
     ///
-    /// The stream of a session that other programs wrote is taken over as it is; nobody knows then whether its beginning
-    /// is still there, and [`Session::recovery`] says so.
+    /// A stream written by other programs is taken over as a session; [`Session::recovery`] then reports that it is
+    /// unknown whether its beginning is complete.
     pub async fn recover(&self, session: &SessionId) -> Result<Session> {
-        let loaded = self.load(session, Until::End, Purpose::Use).await?;
+        let loaded = self.load(session, ReplayUntil::End, LoadPurpose::Use).await?;
         Ok(Session::recovered(self.clone(), loaded))
     }
 
-    /// Recovers a session of what is left of it; [`Session::recovery`] says what is missing. It takes no snapshots: they
-    /// would hide that.
+    /// Recovers what remains of a session; [`Session::recovery`] tells what is missing. No snapshots are taken of it,
+    /// because they would hide that.
     pub async fn recover_incomplete(&self, session: &SessionId) -> Result<Session> {
-        let loaded = self.load(session, Until::End, Purpose::UseIncomplete).await?;
+        let loaded = self.load(session, ReplayUntil::End, LoadPurpose::UseIncomplete).await?;
         Ok(Session::recovered(self.clone(), loaded))
     }
 
-    /// The state of a session as it was at an entry or a time. Changes nothing.
-    pub async fn state_at(&self, session: &SessionId, until: Until) -> Result<SessionState> {
-        let Loaded { state, .. } = self.load(session, until, Purpose::Look).await?;
-        if let Until::Entry(id) = until
+    /// The state of a session at an entry or time. Read-only.
+    pub async fn state_at(&self, session: &SessionId, until: ReplayUntil) -> Result<SessionState> {
+        let LoadedSession { state, .. } = self.load(session, until, LoadPurpose::ReadOnly).await?;
+        if let ReplayUntil::Entry(id) = until
             && state.position != id
         {
             let problem = format!("session `{session}` has no entry {id}");
-            return Err(BusError::invalid("the entry", problem).into());
+            return Err(BusError::invalid("entry", problem).into());
         }
         Ok(state)
     }
@@ -106,38 +106,40 @@ impl Sessions {
     pub(super) async fn load(
         &self,
         session: &SessionId,
-        until: Until,
-        purpose: Purpose,
-    ) -> Result<Loaded> {
+        until: ReplayUntil,
+        purpose: LoadPurpose,
+    ) -> Result<LoadedSession> {
         let began = Instant::now();
-        let mut tries = 0;
+        let mut attempts = 0;
         let span = tracing::debug_span!("recover", %session);
         loop {
-            tries += 1;
+            attempts += 1;
             let meta = match purpose {
-                Purpose::Look => self.look_at_meta(session).await?,
-                Purpose::Use | Purpose::UseIncomplete => self.open_meta(session).await?,
+                LoadPurpose::ReadOnly => self.read_only_meta(session).await?,
+                LoadPurpose::Use | LoadPurpose::UseIncomplete => self.open_meta(session).await?,
             };
             let parking = match purpose {
-                Purpose::Look => Parking::No,
-                Purpose::Use | Purpose::UseIncomplete => Parking::After(meta.parked_through),
+                LoadPurpose::ReadOnly => Parking::No,
+                LoadPurpose::Use | LoadPurpose::UseIncomplete => {
+                    Parking::After(meta.parked_through)
+                }
             };
             let attempt = self.attempt(session, &meta, until, parking);
             let mut attempt = attempt.instrument(span.clone()).await?;
-            if attempt.is_overtaken && tries < TRIES {
+            if attempt.was_compacted_meanwhile && attempts < ATTEMPTS_MAX {
                 continue;
             }
             match attempt.recovery.missing.clone() {
-                Some(missing) if missing.why != MissingReason::Unknown => {
-                    if purpose != Purpose::UseIncomplete {
+                Some(missing) if missing.reason != MissingReason::Unknown => {
+                    if purpose != LoadPurpose::UseIncomplete {
                         return Err(SessionError::Incomplete { session: session.clone(), missing });
                     }
-                    warn!(%session, %missing, "session is recovered without some of its events");
-                    self.pass_over(&mut attempt, &missing, until, parking).await?;
+                    warn!(%session, %missing, "session recovered without some of its events");
+                    self.skip_missing(&mut attempt, &missing, until, parking).await?;
                 }
                 _ => {}
             }
-            let Attempt { state, mut recovery, .. } = attempt;
+            let RecoveryAttempt { state, mut recovery, .. } = attempt;
             recovery.took = began.elapsed();
             metrics::recovered(recovery.from_snapshot.is_some(), recovery.took);
             info!(
@@ -147,72 +149,75 @@ impl Sessions {
                 elapsed_ms = recovery.took.as_millis() as u64,
                 "session recovered"
             );
-            let Meta { index, ttl, lost_runs, .. } = meta;
-            return Ok(Loaded { index, ttl, lost_runs, state, recovery });
+            let SessionMeta { index, ttl, lock_losses, .. } = meta;
+            return Ok(LoadedSession { index, ttl, lock_losses, state, recovery });
         }
     }
 
-    /// What is known of a session that is there; a stream of another program becomes one.
-    pub(super) async fn open_meta(&self, session: &SessionId) -> Result<Meta> {
-        match self.known_meta(session).await? {
+    /// Metadata of an open session; a stream of another program is taken over.
+    pub(super) async fn open_meta(&self, session: &SessionId) -> Result<SessionMeta> {
+        match self.existing_meta(session).await? {
             Some(meta) => Ok(meta),
-            None => check_open(session, self.adopt(session).await?),
+            None => check_open(session, self.adopt_foreign(session).await?),
         }
     }
 
-    /// The same, but a stream of another program stays what it is.
-    pub(super) async fn look_at_meta(&self, session: &SessionId) -> Result<Meta> {
-        match self.known_meta(session).await? {
+    /// Metadata of an open session; a stream of another program is not changed.
+    pub(super) async fn read_only_meta(&self, session: &SessionId) -> Result<SessionMeta> {
+        match self.existing_meta(session).await? {
             Some(meta) => Ok(meta),
             None => {
-                let meta = Meta::new(Stage::Open, UNLISTED, self.now().await?);
-                Ok(Meta { first: First::Unknown, ..meta })
+                let meta = SessionMeta::new(SessionStage::Open, UNLISTED, self.now().await?);
+                Ok(SessionMeta { first: FirstEntry::Unknown, ..meta })
             }
         }
     }
 
-    /// What is known of a session that is there; `None` if it is a stream of another program.
-    pub(super) async fn known_meta(&self, session: &SessionId) -> Result<Option<Meta>> {
+    /// Metadata of an open session; `None` for a stream of another program.
+    pub(super) async fn existing_meta(&self, session: &SessionId) -> Result<Option<SessionMeta>> {
         if let Some(meta) = self.meta(session).await? {
             return check_open(session, meta).map(Some);
         }
-        let journal = self.journal();
-        let stats = journal.backend.stats(&journal.keys.session(session)).await?;
+        let storage = self.storage();
+        let stats = storage.backend.stats(&storage.keys.session(session)).await?;
         if stats.is_none_or(|stats| stats.length == 0) {
             return Err(SessionError::NotFound { session: session.clone() });
         }
-        if let Some(since) = self.leftover(session).await? {
-            let what = "a copy, which somebody removed,".to_owned();
+        if let Some(since) = self.find_orphaned_copy(session).await? {
+            let what = "a copy, which was removed meanwhile".to_owned();
             return Err(SessionError::Unfinished { session: session.clone(), what, since });
         }
         Ok(None)
     }
 
-    /// A session that is known here must still be the one it was. One of the same name that somebody made or took over
-    /// since, because the old one was gone, is another one.
-    pub(super) async fn check_same(&self, session: &SessionId, index: EntryId) -> Result<()> {
+    /// Checks that a session is still the same one, and not a later session of the same name.
+    pub(super) async fn check_same_session(
+        &self,
+        session: &SessionId,
+        index: EntryId,
+    ) -> Result<()> {
         if self.meta(session).await?.is_some_and(|meta| meta.index == index) {
             return Ok(());
         }
-        let stream = self.journal().keys.session(session);
-        let stats = self.journal().backend.stats(&stream).await?;
+        let stream = self.storage().keys.session(session);
+        let stats = self.storage().backend.stats(&stream).await?;
         let before = stats.and_then(|stats| stats.first_id).unwrap_or(EntryId::MAX);
-        let (after, why) = (EntryId::MIN, MissingReason::Lost);
-        let missing = Missing { after, before, count: None, why };
+        let (after, reason) = (EntryId::MIN, MissingReason::Lost);
+        let missing = MissingEntries { after, before, count: None, reason };
         Err(SessionError::Incomplete { session: session.clone(), missing })
     }
 
     async fn attempt(
         &self,
         session: &SessionId,
-        meta: &Meta,
-        until: Until,
+        meta: &SessionMeta,
+        until: ReplayUntil,
         parking: Parking,
-    ) -> Result<Attempt> {
-        let (journal, registry) = (self.journal(), self.inner.bus.registry());
+    ) -> Result<RecoveryAttempt> {
+        let (storage, registry) = (self.storage(), self.inner.bus.registry());
         let mut recovery = Recovery::default();
-        let stats = journal.backend.stats(&journal.keys.session(session)).await?;
-        // Not further than that: what is read is compared with what the stream held at this moment.
+        let stats = storage.backend.stats(&storage.keys.session(session)).await?;
+        // Read only up to here, because the result is compared with these statistics.
         let end = stats.as_ref().and_then(|stats| stats.last_id);
         let deleted = |from, state: &SessionState| {
             let read = Extent { from, to: state.position, entries: Some(state.entries) };
@@ -223,132 +228,136 @@ impl Sessions {
         if let Some(mut state) = from_snapshot {
             let (position, entries) = (state.position, state.entries);
             recovery.from_snapshot = Some(position);
-            match replay::replay(journal, registry, &mut state, (None, end), until, parking).await?
+            match replay::replay(storage, registry, &mut state, (None, end), until, parking).await?
             {
-                Replayed::Done => {
+                ReplayOutcome::Done => {
                     recovery.replayed = state.entries - entries;
-                    let is_unknown = meta.first == First::Unknown;
+                    let is_unknown = meta.first == FirstEntry::Unknown;
                     recovery.missing =
-                        deleted(position, &state).or_else(|| is_unknown.then(unknown));
-                    return Ok(Attempt { state, recovery, is_overtaken: false });
+                        deleted(position, &state).or_else(|| is_unknown.then(unknown_beginning));
+                    return Ok(RecoveryAttempt { state, recovery, was_compacted_meanwhile: false });
                 }
-                Replayed::Gap(before) => gap = Some((state, before)),
+                ReplayOutcome::Gap(before) => gap = Some((state, before)),
             }
         }
         let mut begins = self.beginning(session, meta, stats.as_ref()).await?;
-        // A snapshot stands before all that is left. If it is one of a session that was removed, it stands for nothing.
+        // All remaining entries are after the snapshot: something is missing, unless it is a snapshot of a deleted
+        // session.
         if let (Ok(first), Some((state, before))) = (&begins, &gap)
             && meta.snapshots.contains_key(&self.inner.set)
             && first.is_none_or(|first| first > state.position)
         {
-            let why = MissingReason::Trimmed;
-            begins = Err(Missing { after: state.position, before: *before, count: None, why });
+            let reason = MissingReason::Trimmed;
+            begins =
+                Err(MissingEntries { after: state.position, before: *before, count: None, reason });
         }
         if let Ok(first) = begins {
-            let mut state = self.no_state(session, meta);
+            let mut state = self.empty_state(session, meta);
             let replayed =
-                replay::replay(journal, registry, &mut state, (first, end), until, parking).await?;
+                replay::replay(storage, registry, &mut state, (first, end), until, parking).await?;
             recovery = Recovery { from_snapshot: None, replayed: state.entries, ..recovery };
             recovery.missing = match replayed {
-                Replayed::Gap(before) => {
-                    let (after, why) = (state.position, MissingReason::Trimmed);
-                    Some(Missing { after, before, count: None, why })
+                ReplayOutcome::Gap(before) => {
+                    let (after, reason) = (state.position, MissingReason::Trimmed);
+                    Some(MissingEntries { after, before, count: None, reason })
                 }
-                Replayed::Done => {
+                ReplayOutcome::Done => {
                     let lost = match &gap {
-                        Some((snapshot, _)) => self.lost(snapshot, &state, until).await?,
+                        Some((snapshot, _)) => self.find_lost(snapshot, &state, until).await?,
                         None => None,
                     };
                     lost.or_else(|| deleted(EntryId::MIN, &state))
-                        .or_else(|| (meta.first == First::Unknown).then(unknown))
+                        .or_else(|| (meta.first == FirstEntry::Unknown).then(unknown_beginning))
                 }
             };
-            let is_lost =
-                recovery.missing.as_ref().is_some_and(|missing| missing.why == MissingReason::Lost);
-            let is_overtaken = replayed != Replayed::Done || is_lost;
-            return Ok(Attempt { state, recovery, is_overtaken });
+            let is_lost = recovery
+                .missing
+                .as_ref()
+                .is_some_and(|missing| missing.reason == MissingReason::Lost);
+            let was_compacted_meanwhile = replayed != ReplayOutcome::Done || is_lost;
+            return Ok(RecoveryAttempt { state, recovery, was_compacted_meanwhile });
         }
-        let mut missing = begins.err().unwrap_or_else(unknown);
+        let mut missing = begins.err().unwrap_or_else(unknown_beginning);
         let state = match gap {
             Some((state, before)) => {
-                missing = Missing { after: state.position, before, count: None, ..missing };
-                if missing.why == MissingReason::Compacted {
-                    missing.why = MissingReason::Trimmed;
+                missing = MissingEntries { after: state.position, before, count: None, ..missing };
+                if missing.reason == MissingReason::Compacted {
+                    missing.reason = MissingReason::Trimmed;
                 }
                 state
             }
-            None => self.no_state(session, meta),
+            None => self.empty_state(session, meta),
         };
         recovery.missing = Some(missing);
-        Ok(Attempt { state, recovery, is_overtaken: true })
+        Ok(RecoveryAttempt { state, recovery, was_compacted_meanwhile: true })
     }
 
     /// The state before the first entry.
-    fn no_state(&self, session: &SessionId, meta: &Meta) -> SessionState {
+    fn empty_state(&self, session: &SessionId, meta: &SessionMeta) -> SessionState {
         let copied_by = meta.copied_by.clone();
         SessionState { copied_by, ..SessionState::new(session.clone(), self.inner.folds.clone()) }
     }
 
-    /// What is missing if the entry of a snapshot is gone and the beginning is not. Streams are trimmed from the beginning
-    /// only: entries were lost, as in a failover to a server that did not have the last ones yet.
-    async fn lost(
+    /// Missing entries, if the entry of a snapshot is gone and the beginning is not. Streams are trimmed from the
+    /// beginning only, so these entries were lost, for example in a failover to a replica that lagged behind.
+    async fn find_lost(
         &self,
         snapshot: &SessionState,
         replayed: &SessionState,
-        until: Until,
-    ) -> Result<Option<Missing>> {
-        let journal = self.journal();
-        let stream = journal.keys.session(&snapshot.session);
-        let before = Range { from: EntryId::MIN, ..only(snapshot.position) };
+        until: ReplayUntil,
+    ) -> Result<Option<MissingEntries>> {
+        let storage = self.storage();
+        let stream = storage.keys.session(&snapshot.session);
+        let before = Range { from: EntryId::MIN, ..single_entry(snapshot.position) };
         let before = Range { direction: Direction::Backward, ..before };
-        let last = journal.backend.range(&stream, before).await?.pop();
-        // One of a session that was removed, or of a time after the one that was asked for.
+        let last = storage.backend.range(&stream, before).await?.pop();
+        // A snapshot of a deleted session, or of a time after the requested one.
         let Some(last) = last.filter(|last| until.includes(last)) else { return Ok(None) };
-        // It was there meanwhile.
+        // It exists again.
         if last.id == snapshot.position {
             return Ok(None);
         }
-        let after = Range { to: EntryId::MAX, ..only(snapshot.position) };
-        let next = journal.backend.range(&stream, after).await?.pop();
+        let after = Range { to: EntryId::MAX, ..single_entry(snapshot.position) };
+        let next = storage.backend.range(&stream, after).await?.pop();
         let count = match replayed.position <= last.id {
             true => snapshot.entries.checked_sub(replayed.entries),
             false => None,
         };
         let before = next.map_or(EntryId::MAX, |next| next.id);
-        Ok(Some(Missing { after: last.id, before, count, why: MissingReason::Lost }))
+        Ok(Some(MissingEntries { after: last.id, before, count, reason: MissingReason::Lost }))
     }
 
-    /// Whether all entries from the first on are there: the first one (none if it is empty), or what is missing.
+    /// Checks that all entries from the first on exist: `Ok` with the first (`None` if empty), or the missing entries.
     pub(super) async fn beginning(
         &self,
         session: &SessionId,
-        meta: &Meta,
+        meta: &SessionMeta,
         stats: Option<&StreamStats>,
-    ) -> Result<Result<Option<EntryId>, Missing>> {
+    ) -> Result<Result<Option<EntryId>, MissingEntries>> {
         let first = stats.and_then(|stats| stats.first_id);
-        let guard = self.journal().keys.session_guard(session);
+        let guard = self.storage().keys.session_guard(session);
         let is_guarded =
             stats.is_some_and(|stats| stats.groups.iter().any(|group| group.name == guard));
-        let gone = |why, count| Missing {
+        let gone = |reason, count| MissingEntries {
             after: EntryId::MIN,
             before: first.unwrap_or(EntryId::MAX),
             count,
-            why,
+            reason,
         };
         if !is_guarded && meta.index != UNLISTED {
             return Ok(Err(gone(MissingReason::Lost, None)));
         }
         let known = match (meta.first, first) {
-            (First::Unseen, Some(first)) => self.note_first(session, first).await?,
+            (FirstEntry::NoneYet, Some(first)) => self.record_first_entry(session, first).await?,
             (known, _) => known,
         };
         let is_compacted =
             meta.compacted.is_some_and(|point| first.is_none_or(|first| first >= point.entry_id));
         Ok(match (known, first) {
-            (First::Unseen, first) => Ok(first),
-            // Whatever was before: what was there when somebody looked is still there.
-            (First::Unknown, first) if !is_compacted => Ok(first),
-            (First::Entry(known), Some(first)) if first <= known => Ok(Some(first)),
+            (FirstEntry::NoneYet, first) => Ok(first),
+            // Earlier entries are unknown, but everything known since is still there.
+            (FirstEntry::Unknown, first) if !is_compacted => Ok(first),
+            (FirstEntry::Entry(known), Some(first)) if first <= known => Ok(Some(first)),
             _ => Err(match meta.compacted {
                 Some(point) => {
                     let count = (first == Some(point.entry_id)).then_some(point.entries);
@@ -359,19 +368,19 @@ impl Sessions {
         })
     }
 
-    /// The state of the newest snapshot, if there is one that serves.
+    /// The state of the newest snapshot, if it is usable.
     async fn load_snapshot(
         &self,
         session: &SessionId,
-        meta: &Meta,
-        until: Until,
+        meta: &SessionMeta,
+        until: ReplayUntil,
         recovery: &mut Recovery,
     ) -> Result<Option<SessionState>> {
-        let journal = self.journal();
-        let map = journal.keys.session_snapshot(session, &self.inner.set);
-        let Some(fields) = journal.backend.map_get(&map).await? else {
+        let storage = self.storage();
+        let map = storage.keys.session_snapshot(session, &self.inner.set);
+        let Some(fields) = storage.backend.map_get(&map).await? else {
             if !meta.snapshots.is_empty() {
-                recovery.snapshot_problem = Some("there are only those of other folds".to_owned());
+                recovery.snapshot_problem = Some("only snapshots of other folds exist".to_owned());
             }
             return Ok(None);
         };
@@ -380,50 +389,54 @@ impl Sessions {
         let problem = match snapshot::decode(&fields, session, folds, registry) {
             Err(problem) => problem,
             Ok(state) if self.is_beyond(&state, until).await? => {
-                "it is of a later entry than was asked for".to_owned()
+                "it is after the requested entry or time".to_owned()
             }
-            // After a compaction there is nothing else.
-            Ok(state) if !is_compacted(meta) && self.reads_more(&state).await? => {
-                "entries that could not be read when it was taken can be read now".to_owned()
+            // After a compaction there is no alternative.
+            Ok(state) if !is_compacted(meta) && self.can_decode_more(&state).await? => {
+                "entries that were undecodable when it was taken can be decoded now".to_owned()
             }
             Ok(state) => {
                 let copied_by = meta.copied_by.clone();
                 return Ok(Some(SessionState { copied_by, ..state }));
             }
         };
-        info!(%session, problem, "snapshot is not used");
+        info!(%session, problem, "snapshot not used");
         recovery.snapshot_problem = Some(problem);
         Ok(None)
     }
 
-    async fn is_beyond(&self, state: &SessionState, until: Until) -> Result<bool> {
+    async fn is_beyond(&self, state: &SessionState, until: ReplayUntil) -> Result<bool> {
         match until {
-            Until::End => Ok(false),
-            Until::Entry(id) => Ok(state.position > id),
-            Until::Time(_) => {
-                let stream = self.journal().keys.session(&state.session);
-                let range = only(state.position);
-                let entries = self.journal().backend.range(&stream, range).await?;
-                // Without its entry nobody can tell; the replay will notice that it is gone.
+            ReplayUntil::End => Ok(false),
+            ReplayUntil::Entry(id) => Ok(state.position > id),
+            ReplayUntil::Time(_) => {
+                let stream = self.storage().keys.session(&state.session);
+                let range = single_entry(state.position);
+                let entries = self.storage().backend.range(&stream, range).await?;
+                // Without the entry this is unknown; the replay will detect the gap.
                 Ok(entries.first().is_some_and(|entry| !until.includes(entry)))
             }
         }
     }
 
-    /// Whether entries that this snapshot passed over could be taken into account now.
-    async fn reads_more(&self, state: &SessionState) -> Result<bool> {
+    /// Whether entries that this snapshot could not decode can be decoded now.
+    async fn can_decode_more(&self, state: &SessionState) -> Result<bool> {
         let registry = self.inner.bus.registry();
-        // Of more than are remembered nobody can tell.
-        if state.unreadable.has_more || state.unreadable.is_known_to(registry) {
+        // More entries were undecodable than were remembered: assume yes.
+        if state.unreadable.is_truncated || state.unreadable.has_newly_registered_type(registry) {
             return Ok(true);
         }
-        let stream = self.journal().keys.session(&state.session);
-        let read = |id: EntryId| self.journal().backend.range(&stream, only(id));
-        let reading: Vec<_> = state.unreadable.unfit.iter().map(|id| read(*id)).collect();
-        let mut reading = stream::iter(reading).buffer_unordered(AT_ONCE);
+        let stream = self.storage().keys.session(&state.session);
+        let read = |id: EntryId| self.storage().backend.range(&stream, single_entry(id));
+        let reading: Vec<_> =
+            state.unreadable.invalid_payloads.iter().map(|id| read(*id)).collect();
+        let mut reading = stream::iter(reading).buffer_unordered(CONCURRENCY);
         while let Some(entries) = reading.next().await {
             let is_read = |entry| {
-                matches!(state::read(registry, &stream, &state.copied_by, entry), Read::Event(_))
+                matches!(
+                    state::read(registry, &stream, &state.copied_by, entry),
+                    DecodedEntry::Event(_)
+                )
             };
             if entries?.iter().any(is_read) {
                 return Ok(true);
@@ -432,32 +445,32 @@ impl Sessions {
         Ok(false)
     }
 
-    /// Goes on behind what is missing.
-    async fn pass_over(
+    /// Continues after the missing entries.
+    async fn skip_missing(
         &self,
-        attempt: &mut Attempt,
-        missing: &Missing,
-        until: Until,
+        attempt: &mut RecoveryAttempt,
+        missing: &MissingEntries,
+        until: ReplayUntil,
         parking: Parking,
     ) -> Result<()> {
-        let (journal, registry) = (self.journal(), self.inner.bus.registry());
+        let (storage, registry) = (self.storage(), self.inner.bus.registry());
         let state = &mut attempt.state;
-        // All that is left was replayed, from before the gap to behind it.
+        // The replay has already passed the gap.
         if state.position >= missing.before {
             return Ok(());
         }
         let before = state.entries;
-        let stream = journal.keys.session(&state.session);
+        let stream = storage.keys.session(&state.session);
         let mut next = missing.before;
-        // Another gap may open meanwhile.
-        for _ in 0..TRIES {
-            let range = Range { count: 1, from: next, ..only(EntryId::MAX) };
-            let entries = journal.backend.range(&stream, range).await?;
+        // Another gap may appear meanwhile.
+        for _ in 0..ATTEMPTS_MAX {
+            let range = Range { count: 1, from: next, ..single_entry(EntryId::MAX) };
+            let entries = storage.backend.range(&stream, range).await?;
             let Some(entry) = entries.first().filter(|entry| until.includes(entry)) else { break };
-            replay::take(journal, registry, state, std::slice::from_ref(entry), parking).await?;
-            match replay::replay(journal, registry, state, (None, None), until, parking).await? {
-                Replayed::Done => break,
-                Replayed::Gap(before) => next = before,
+            replay::apply(storage, registry, state, std::slice::from_ref(entry), parking).await?;
+            match replay::replay(storage, registry, state, (None, None), until, parking).await? {
+                ReplayOutcome::Done => break,
+                ReplayOutcome::Gap(before) => next = before,
             }
         }
         attempt.recovery.replayed += state.entries - before;
@@ -465,16 +478,16 @@ impl Sessions {
     }
 }
 
-/// What is known of a session that is there, or what it is instead.
-fn check_open(session: &SessionId, meta: Meta) -> Result<Meta> {
+/// The metadata of an open session; an error for other stages.
+fn check_open(session: &SessionId, meta: SessionMeta) -> Result<SessionMeta> {
     match meta.stage {
-        Stage::Open => Ok(meta),
-        Stage::Filling => Err(SessionError::Unfinished {
+        SessionStage::Open => Ok(meta),
+        SessionStage::Copying => Err(SessionError::Unfinished {
             session: session.clone(),
-            what: meta.filling,
+            what: meta.copy_description,
             since: meta.progress_at,
         }),
-        Stage::Expired => {
+        SessionStage::Expired => {
             let point = meta.expired;
             Err(SessionError::Expired {
                 session: session.clone(),
@@ -485,16 +498,21 @@ fn check_open(session: &SessionId, meta: Meta) -> Result<Meta> {
     }
 }
 
-/// Whether a full replay is out of the question.
-fn is_compacted(meta: &Meta) -> bool {
-    meta.compacted.is_some() || meta.first == First::Elsewhere
+/// Whether a full replay is impossible.
+fn is_compacted(meta: &SessionMeta) -> bool {
+    meta.compacted.is_some() || meta.first == FirstEntry::Elsewhere
 }
 
 /// A range of one entry.
-fn only(id: EntryId) -> Range {
+fn single_entry(id: EntryId) -> Range {
     Range { from: id, to: id, direction: Direction::Forward, count: 1 }
 }
 
-fn unknown() -> Missing {
-    Missing { after: EntryId::MIN, before: EntryId::MIN, count: None, why: MissingReason::Unknown }
+fn unknown_beginning() -> MissingEntries {
+    MissingEntries {
+        after: EntryId::MIN,
+        before: EntryId::MIN,
+        count: None,
+        reason: MissingReason::Unknown,
+    }
 }

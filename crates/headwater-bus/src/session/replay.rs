@@ -1,85 +1,93 @@
-//! The replay: reads a session's stream page by page into a state, and notices when something is missing.
+//! Reads a session's stream page by page into a state, and detects gaps.
 //!
-//! Upstream: `session`, to recover or to catch up. Downstream: `state`.
-//! Promises: every page begins with the last entry of the page before. Streams are trimmed from their beginning only: as
-//! long as that entry is there, nothing after it is gone. If it is not, the replay stops and says so.
+//! Upstream: `recovery` and open sessions. Downstream: `state`.
+//! Promises: every page starts with the last entry of the previous one. Streams are trimmed from the beginning only: as
+//! long as that entry exists, nothing after it was trimmed. If it does not, the replay stops and reports a gap.
 
 use headwater_stream::clock::Timestamp;
 use headwater_stream::{Direction, Entry, EntryId, Fields, Range, StreamName};
 
 use super::error::SessionError;
 use super::meta;
-use super::state::{self, Read, SessionState, is_stray};
-use crate::error::Misfit;
-use crate::journal::Journal;
+use super::state::{self, DecodedEntry, SessionState, is_stray};
+use crate::error::DecodeError;
 use crate::limits::{REPLAY_PAGE_BYTES, REPLAY_PAGE_MAX};
 use crate::name::SessionId;
-use crate::parked::Parked;
-use crate::registry::Registry;
+use crate::registry::EventRegistry;
+use crate::session_backend::SessionBackend;
+use crate::unknown_events::UnknownEvents;
 
-/// Entries of the first page; later ones are as large as their bytes allow.
+/// Entries of the first page; later pages are sized by bytes.
 const FIRST_PAGE: usize = 256;
 
-/// In a copied entry: the id it had when it was first stored.
+/// Field of a copied entry: its original id.
 pub(crate) const ORIGINAL_ENTRY_ID: &str = "original_entry_id";
 
 /// How far to replay.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Until {
+pub enum ReplayUntil {
     /// To the end.
     End,
-    /// To this entry, which must be there.
+    /// To this entry, which must exist.
     Entry(EntryId),
-    /// To the last entry that was stored at this time or before, by the clock of the backend.
+    /// To the last entry stored at or before this time, by the clock of the backend.
     Time(Timestamp),
 }
 
-/// How a replay ended.
+/// Result of a replay.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Replayed {
-    /// It came as far as it was to.
+pub(crate) enum ReplayOutcome {
+    /// Complete.
     Done,
-    /// The entry it stood at is gone, and so may be others up to this one (`MAX` if there are none).
+    /// The entry at the position is gone, and possibly others before this one (`MAX` if none remain).
     Gap(EntryId),
 }
 
-/// Pages of a stream, each beginning with the last entry of the one before.
-pub(crate) struct Pages<'a> {
-    journal: &'a Journal,
+/// Pages of a stream, each starting with the last entry of the previous one.
+pub(crate) struct ReplayPages<'a> {
+    storage: &'a SessionBackend,
     stream: &'a StreamName,
     count: usize,
-    /// Where the stream ended when somebody looked. Whoever reads on until nothing follows may never be done with a stream
-    /// that others write to.
+    /// Last entry when reading started. Without it, a reader might never reach the end of a stream that is being
+    /// written.
     end: Option<EntryId>,
     is_at_end: bool,
 }
 
-/// What follows a position.
-pub(crate) enum Page {
-    /// These entries; none at the end.
+/// The entries after a position.
+pub(crate) enum ReplayPage {
+    /// These entries; empty at the end.
     Entries(Vec<Entry>),
     Gap(EntryId),
 }
 
-impl<'a> Pages<'a> {
-    /// All that there is, up to this entry if it is known to be there.
-    pub(crate) fn new(journal: &'a Journal, stream: &'a StreamName, end: Option<EntryId>) -> Self {
-        Self { journal, stream, count: FIRST_PAGE, end, is_at_end: false }
+impl<'a> ReplayPages<'a> {
+    /// Reads the whole stream, or up to this existing entry.
+    pub(crate) fn new(
+        storage: &'a SessionBackend,
+        stream: &'a StreamName,
+        end: Option<EntryId>,
+    ) -> Self {
+        Self { storage, stream, count: FIRST_PAGE, end, is_at_end: false }
     }
 
-    /// The entries after a position, `to` included.
-    pub(crate) async fn next(&mut self, after: EntryId, to: EntryId) -> Result<Page, SessionError> {
-        let has_witness = after != EntryId::MIN;
-        let count = self.count + usize::from(has_witness);
+    /// The entries after a position, up to and including `to`.
+    pub(crate) async fn next(
+        &mut self,
+        after: EntryId,
+        to: EntryId,
+    ) -> Result<ReplayPage, SessionError> {
+        let has_anchor = after != EntryId::MIN;
+        let count = self.count + usize::from(has_anchor);
         let to = self.end.map_or(to, |end| end.min(to));
-        // `to` never lies before the witness, or a witness that is there would seem to be gone.
+        // `to` must not be before the anchor, or the anchor would seem to be gone.
         let to = to.max(after);
         let range = Range { from: after, to, direction: Direction::Forward, count };
-        let mut entries = self.journal.backend.range(self.stream, range).await?;
+        let mut entries = self.storage.backend.range(self.stream, range).await?;
         self.find_end(&entries, count).await?;
-        if has_witness {
+        if has_anchor {
             if entries.first().is_none_or(|entry| entry.id != after) {
-                return Ok(Page::Gap(entries.first().map_or(EntryId::MAX, |entry| entry.id)));
+                return Ok(ReplayPage::Gap(entries.first().map_or(EntryId::MAX, |entry| entry.id)));
             }
             entries.remove(0);
         }
@@ -87,132 +95,132 @@ impl<'a> Pages<'a> {
         if let Some(each) = bytes.checked_div(entries.len()) {
             self.count = (REPLAY_PAGE_BYTES / each.max(1)).clamp(1, REPLAY_PAGE_MAX);
         }
-        Ok(Page::Entries(entries))
+        Ok(ReplayPage::Entries(entries))
     }
 
-    /// A page that is not full is the last one. After one that is, somebody has to look where the stream ends.
+    /// A page that is not full is the last one. After a full one, the end of the stream must be looked up.
     async fn find_end(&mut self, entries: &[Entry], count: usize) -> Result<(), SessionError> {
         self.is_at_end = entries.len() < count;
         if self.is_at_end {
             return Ok(());
         }
         if self.end.is_none() {
-            let stats = self.journal.backend.stats(self.stream).await?;
+            let stats = self.storage.backend.stats(self.stream).await?;
             self.end = stats.and_then(|stats| stats.last_id);
         }
         self.is_at_end = entries.last().map(|entry| entry.id) >= self.end;
         Ok(())
     }
 
-    /// Whether the last page went to the end.
+    /// Whether the last page reached the end.
     pub(crate) fn is_at_end(&self) -> bool {
         self.is_at_end
     }
 
-    /// Where the stream ended, if that had to be found out.
+    /// The end of the stream, if it was looked up.
     pub(crate) fn end(&self) -> Option<EntryId> {
         self.end
     }
 }
 
-/// What becomes of entries that cannot be read, beside being counted.
+/// What to do with undecodable entries, besides counting them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Parking {
-    /// Nothing: somebody only looks.
+    /// Nothing (read-only).
     No,
-    /// They are parked. Those up to this one are, for sure.
+    /// Park those after this entry; earlier ones are parked already.
     After(EntryId),
 }
 
-/// Brings a state forward, up to `end` if that is where the stream ended when the caller looked. A state that has seen
-/// nothing yet must begin with `first`, if that is known.
+/// Replays into a state, up to `end` if the caller knows the end of the stream. An empty state must start with
+/// `first`, if that is known.
 pub(crate) async fn replay(
-    journal: &Journal,
-    registry: &Registry,
+    storage: &SessionBackend,
+    registry: &EventRegistry,
     state: &mut SessionState,
     (first, end): (Option<EntryId>, Option<EntryId>),
-    until: Until,
+    until: ReplayUntil,
     parking: Parking,
-) -> Result<Replayed, SessionError> {
-    let stream = journal.keys.session(&state.session);
-    let mut pages = Pages::new(journal, &stream, end);
+) -> Result<ReplayOutcome, SessionError> {
+    let stream = storage.keys.session(&state.session);
+    let mut pages = ReplayPages::new(storage, &stream, end);
     loop {
         let mut entries = match pages.next(state.position, until.last_id()).await? {
-            Page::Gap(before) => return Ok(Replayed::Gap(before)),
-            Page::Entries(entries) => entries,
+            ReplayPage::Gap(before) => return Ok(ReplayOutcome::Gap(before)),
+            ReplayPage::Entries(entries) => entries,
         };
         if state.position == EntryId::MIN && !until.begins_with(first, &entries) {
-            return Ok(Replayed::Gap(entries.first().map_or(EntryId::MAX, |entry| entry.id)));
+            return Ok(ReplayOutcome::Gap(entries.first().map_or(EntryId::MAX, |entry| entry.id)));
         }
         let is_wanted =
             |entry: &Entry| until.includes(entry) || is_stray(&state.copied_by, &entry.fields);
         let wanted = entries.iter().take_while(|entry| is_wanted(entry)).count();
         let is_done = wanted < entries.len() || pages.is_at_end();
         entries.truncate(wanted);
-        take(journal, registry, state, &entries, parking).await?;
+        apply(storage, registry, state, &entries, parking).await?;
         if is_done {
-            return Ok(Replayed::Done);
+            return Ok(ReplayOutcome::Done);
         }
     }
 }
 
-/// Takes entries into a state, after what cannot be read is parked.
-pub(crate) async fn take(
-    journal: &Journal,
-    registry: &Registry,
+/// Applies entries to a state, after undecodable ones are parked.
+pub(crate) async fn apply(
+    storage: &SessionBackend,
+    registry: &EventRegistry,
     state: &mut SessionState,
     entries: &[Entry],
     parking: Parking,
 ) -> Result<(), SessionError> {
-    let stream = journal.keys.session(&state.session);
+    let stream = storage.keys.session(&state.session);
     let read = |entry| state::read(registry, &stream, &state.copied_by, entry);
-    let read: Vec<Read> = entries.iter().map(read).collect();
+    let read: Vec<DecodedEntry> = entries.iter().map(read).collect();
     if let Parking::After(after) = parking {
-        let max = state.unreadable.to_be_parked();
-        park(journal, &state.session, entries, &read, after, max).await?;
+        let max = state.unreadable.parking_capacity();
+        park(storage, &state.session, entries, &read, after, max).await?;
     }
-    entries.iter().zip(read).try_for_each(|(entry, read)| state.take(entry.id, read))
+    entries.iter().zip(read).try_for_each(|(entry, read)| state.apply_decoded(entry.id, read))
 }
 
-/// Parks the first `max` of what cannot be read, and notes how far that went: nobody does so again.
+/// Parks the first `max` undecodable entries and records how far that went, so that it is not repeated.
 pub(crate) async fn park(
-    journal: &Journal,
+    storage: &SessionBackend,
     session: &SessionId,
     entries: &[Entry],
-    read: &[Read],
+    read: &[DecodedEntry],
     after: EntryId,
     max: usize,
 ) -> Result<(), SessionError> {
-    let misfits = entries.iter().zip(read).filter_map(|(entry, read)| match read {
-        Read::Misfit { misfit, .. } => Some((entry, misfit)),
+    let undecodable = entries.iter().zip(read).filter_map(|(entry, read)| match read {
+        DecodedEntry::Undecodable { error, .. } => Some((entry, error)),
         _ => None,
     });
-    let misfits = misfits.take(max).filter(|(entry, _)| entry.id > after);
-    let misfits: Vec<(&Entry, &Misfit)> = misfits.collect();
-    let Some((last, _)) = misfits.last() else { return Ok(()) };
-    let backend = std::sync::Arc::clone(&journal.backend);
+    let undecodable = undecodable.take(max).filter(|(entry, _)| entry.id > after);
+    let undecodable: Vec<(&Entry, &DecodeError)> = undecodable.collect();
+    let Some((last, _)) = undecodable.last() else { return Ok(()) };
+    let backend = std::sync::Arc::clone(&storage.backend);
     let now = backend.now().await?;
-    let parked = Parked { backend, stream: journal.keys.unknown() };
-    let stream = journal.keys.session(session);
-    for (entry, misfit) in &misfits {
-        parked.park(&stream, entry.id, &entry.fields, misfit, now).await?;
+    let parked = UnknownEvents { backend, stream: storage.keys.unknown() };
+    let stream = storage.keys.session(session);
+    for (entry, error) in &undecodable {
+        parked.park(&stream, entry.id, &entry.fields, error, now).await?;
     }
     let through = meta::parked_through(last.id);
-    journal.backend.map_update(&journal.keys.session_meta(session), None, &through).await?;
+    storage.backend.map_update(&storage.keys.session_meta(session), None, &through).await?;
     Ok(())
 }
 
-impl Until {
-    /// No entry after this one is wanted.
+impl ReplayUntil {
+    /// The last entry id that can be included.
     pub(crate) fn last_id(self) -> EntryId {
         match self {
             Self::Entry(id) => id,
-            // Copied entries keep the time they were first stored at; their ids are later.
+            // Copied entries keep their original time; their ids are later.
             Self::End | Self::Time(_) => EntryId::MAX,
         }
     }
 
-    /// Whether a first page is what it must be, if the first entry is known.
+    /// Whether a first page starts with the known first entry.
     pub(crate) fn begins_with(self, first: Option<EntryId>, page: &[Entry]) -> bool {
         match first {
             Some(first) if first <= self.last_id() => {
@@ -231,12 +239,12 @@ impl Until {
     }
 }
 
-/// When an entry was first stored.
+/// The time at which an entry was originally stored.
 pub(crate) fn stored_at(id: EntryId, fields: &Fields) -> Timestamp {
     Timestamp::from_millis(original_id(id, fields).ms)
 }
 
-/// The id that an entry had when it was first stored.
+/// The original id of an entry.
 pub(crate) fn original_id(id: EntryId, fields: &Fields) -> EntryId {
     let text = fields.get(ORIGINAL_ENTRY_ID).and_then(|id| std::str::from_utf8(id).ok());
     text.and_then(|id| id.parse().ok()).unwrap_or(id)

@@ -1,9 +1,9 @@
-//! The state of a session: its folds, and how far its stream was read.
+//! The state of a session: its folds and its position in the stream.
 //!
-//! Upstream: entries of the stream, in order. Downstream: `fold`; `snapshot` keeps it.
-//! Promises: an entry counts once. Entries that repeat another one for a group are skipped, and so is a second copy of an
-//! event, known by its id among the newest thousands. What cannot be read is remembered, and changes nothing; nor does what
-//! somebody copied here who was taken for dead.
+//! Upstream: entries of the stream, in order. Downstream: `fold`; `snapshot` saves it.
+//! Promises: an event counts once. Skipped are: entries that repeat another one for a group, and events whose id is
+//! among the newest thousands already seen. Undecodable entries are recorded and change nothing; entries appended by
+//! a copier that lost its session are ignored.
 
 use std::any::Any;
 use std::collections::{BTreeSet, HashSet, VecDeque};
@@ -13,61 +13,61 @@ use std::sync::Arc;
 use headwater_stream::{Entry, EntryId, Fields, StreamName};
 
 use super::error::SessionError;
-use crate::error::Misfit;
-use crate::event::{Envelope, Event, Received};
+use crate::error::DecodeError;
+use crate::event::{Envelope, Event, ReceivedEvent};
 use crate::fold::{AllEvents, Fold, Folds, SessionEvent};
-use crate::handler::{Delivered, panic_text};
-use crate::limits::{SEEN_MAX, UNREADABLE_MAX};
+use crate::handler::{DeliveredEvent, panic_text};
+use crate::limits::{SEEN_EVENT_IDS_MAX, UNREADABLE_MAX};
 use crate::name::{EventId, SessionId};
-use crate::registry::Registry;
+use crate::registry::EventRegistry;
 
-/// What is known after a number of entries of a session.
+/// State of a session after a number of entries.
 #[derive(Clone, Debug)]
 pub struct SessionState {
     pub(crate) session: SessionId,
     pub(crate) folds: Folds,
-    /// The last entry that was read; `MIN` before the first.
+    /// The last applied entry; `MIN` before the first.
     pub(crate) position: EntryId,
-    /// Entries up to there since the session began, whether they counted or not.
+    /// Number of entries up to the position, including those that do not count.
     pub(crate) entries: u64,
-    /// Events that counted.
+    /// Number of events that count.
     pub(crate) events: u64,
-    pub(crate) seen: Seen,
-    pub(crate) unreadable: Unreadable,
-    /// Whose copies count: of whoever made the session of another one or of a file. Empty if nobody did.
+    pub(crate) seen: SeenEventIds,
+    pub(crate) unreadable: UnreadableIndex,
+    /// The copier whose entries count, if the session is a copy; otherwise empty.
     pub(crate) copied_by: String,
 }
 
-/// The newest ids of events.
+/// The newest event ids.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Seen {
+pub(crate) struct SeenEventIds {
     pub(crate) order: VecDeque<EventId>,
     ids: HashSet<EventId>,
 }
 
-/// Entries that no registered type fits.
+/// Entries that could not be decoded.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Unreadable {
-    /// The types and versions that were not registered, so many at most.
-    pub(crate) kinds: BTreeSet<(String, u32)>,
-    /// Those whose type was registered and whose payload did not fit, so many at most.
-    pub(crate) unfit: Vec<EntryId>,
-    /// Whether there were more of either.
-    pub(crate) has_more: bool,
-    /// All of them.
+pub(crate) struct UnreadableIndex {
+    /// Unknown types and versions, up to a limit.
+    pub(crate) unknown_types: BTreeSet<(String, u32)>,
+    /// Entries with an invalid payload of a registered type, up to a limit.
+    pub(crate) invalid_payloads: Vec<EntryId>,
+    /// Whether a limit was exceeded.
+    pub(crate) is_truncated: bool,
+    /// Total number.
     pub(crate) count: u64,
 }
 
-/// In a copied entry: who copied it.
+/// Field of a copied entry: its copier.
 pub(crate) const COPIED_BY: &str = "copied_by";
 
-/// An entry as it is read, before it counts.
-pub(crate) enum Read {
-    Event(Delivered),
-    /// Somebody copied it here who was taken for dead.
+/// A decoded entry, before it is applied.
+pub(crate) enum DecodedEntry {
+    Event(DeliveredEvent),
+    /// Appended by a copier that lost this session.
     Stray,
-    Misfit {
-        misfit: Misfit,
+    Undecodable {
+        error: DecodeError,
         version: u32,
     },
 }
@@ -80,49 +80,54 @@ impl SessionState {
             position: EntryId::MIN,
             entries: 0,
             events: 0,
-            seen: Seen::default(),
-            unreadable: Unreadable::default(),
+            seen: SeenEventIds::default(),
+            unreadable: UnreadableIndex::default(),
             copied_by: String::new(),
         }
     }
 
-    /// The newest event of type `E`, if [`Folds::latest`] or [`Folds::all`] keep it and there was one.
-    pub fn latest<E: Event>(&self) -> Option<Received<E>> {
+    /// The newest event of type `E`, if [`Folds::latest`] or [`Folds::all`] keeps it.
+    pub fn latest<E: Event>(&self) -> Option<ReceivedEvent<E>> {
         self.folds.get_latest::<E>()
     }
 
-    /// The events of type `E` that [`Folds::all`] keeps; `None` if no such fold was chosen.
+    /// The events of type `E` kept by [`Folds::all`]; `None` if there is no such fold.
     pub fn all<E: Event>(&self) -> Option<AllEvents<E>> {
         self.folds.get_all::<E>()
     }
 
-    /// The state of a fold of the application's; `None` if it was not chosen.
+    /// The state of a custom fold; `None` if there is no such fold.
     pub fn get<F: Fold>(&self) -> Option<&F> {
         self.folds.get::<F>()
     }
 
-    /// The last entry that this state knows; `EntryId::MIN` before the first.
+    /// The last applied entry; `EntryId::MIN` before the first.
     pub fn position(&self) -> EntryId {
         self.position
     }
 
-    /// How many events made this state.
+    /// Number of events applied.
     pub fn events(&self) -> u64 {
         self.events
     }
 
-    /// How many entries could not be read because no registered type fits them. The first
-    /// [`UNREADABLE_MAX`](crate::limits::UNREADABLE_MAX) of them are parked.
+    /// Number of undecodable entries. The first [`UNREADABLE_MAX`](crate::limits::UNREADABLE_MAX) of them are parked.
     pub fn unreadable(&self) -> u64 {
         self.unreadable.count
     }
 
-    /// Takes the next entry into account, as it was read.
-    pub(crate) fn take(&mut self, entry_id: EntryId, read: Read) -> Result<(), SessionError> {
+    /// Applies the next entry.
+    pub(crate) fn apply_decoded(
+        &mut self,
+        entry_id: EntryId,
+        read: DecodedEntry,
+    ) -> Result<(), SessionError> {
         match read {
-            Read::Stray => {}
-            Read::Misfit { misfit, version } => self.unreadable.add(entry_id, misfit, version),
-            Read::Event(delivered) => {
+            DecodedEntry::Stray => {}
+            DecodedEntry::Undecodable { error, version } => {
+                self.unreadable.add(entry_id, error, version)
+            }
+            DecodedEntry::Event(delivered) => {
                 let is_copy = delivered.envelope.copy_of.is_some();
                 if !is_copy && self.seen.insert(&delivered.envelope.event_id) {
                     self.apply(&SessionEvent(delivered), entry_id)?;
@@ -137,7 +142,7 @@ impl SessionState {
 
     fn apply(&mut self, event: &SessionEvent, entry_id: EntryId) -> Result<(), SessionError> {
         for fold in self.folds.iter_mut() {
-            // Foreign code. Its state may be half changed afterwards, and is not used any more: the caller drops all of it.
+            // Application code. After a panic the fold may be inconsistent; the caller drops the whole state.
             let applied = catch_unwind(AssertUnwindSafe(|| fold.apply(event)));
             applied.map_err(|panic: Box<dyn Any + Send>| SessionError::Fold {
                 session: self.session.clone(),
@@ -150,39 +155,39 @@ impl SessionState {
     }
 }
 
-/// Reads an entry of a session whose copies are by `copied_by`.
+/// Decodes an entry of a session whose copies are by `copied_by`.
 pub(crate) fn read(
-    registry: &Registry,
+    registry: &EventRegistry,
     stream: &StreamName,
     copied_by: &str,
     entry: &Entry,
-) -> Read {
+) -> DecodedEntry {
     if is_stray(copied_by, &entry.fields) {
-        return Read::Stray;
+        return DecodedEntry::Stray;
     }
     let envelope = match Envelope::from_entry(stream, entry.id, &entry.fields) {
         Ok(envelope) => envelope,
-        Err(misfit) => return Read::Misfit { misfit, version: 0 },
+        Err(error) => return DecodedEntry::Undecodable { error, version: 0 },
     };
     match registry.decode_any(&envelope) {
-        Ok(value) => Read::Event(Delivered { value, envelope: Arc::new(envelope) }),
-        Err(misfit) => Read::Misfit { misfit, version: envelope.version },
+        Ok(value) => DecodedEntry::Event(DeliveredEvent { value, envelope: Arc::new(envelope) }),
+        Err(error) => DecodedEntry::Undecodable { error, version: envelope.version },
     }
 }
 
-/// Whether an entry was copied by somebody who has nothing to do here (any more).
+/// Whether an entry was appended by another copier than `copied_by`.
 pub(crate) fn is_stray(copied_by: &str, fields: &Fields) -> bool {
     fields.get(COPIED_BY).is_some_and(|by| by != copied_by.as_bytes())
 }
 
-impl Seen {
-    /// Returns whether it is new.
+impl SeenEventIds {
+    /// Returns whether the id is new.
     fn insert(&mut self, id: &EventId) -> bool {
         if !self.ids.insert(id.clone()) {
             return false;
         }
         self.order.push_back(id.clone());
-        if self.order.len() > SEEN_MAX
+        if self.order.len() > SEEN_EVENT_IDS_MAX
             && let Some(oldest) = self.order.pop_front()
         {
             self.ids.remove(&oldest);
@@ -199,37 +204,39 @@ impl Seen {
     }
 }
 
-impl Unreadable {
-    /// Of a session that is full of them the first tell all there is to know, and the others would push out what was
-    /// parked elsewhere. So many more are to be parked.
-    pub(crate) fn to_be_parked(&self) -> usize {
+impl UnreadableIndex {
+    /// How many more undecodable entries may be parked: a session full of them must not push out the parked entries
+    /// of other streams.
+    pub(crate) fn parking_capacity(&self) -> usize {
         UNREADABLE_MAX.saturating_sub(usize::try_from(self.count).unwrap_or(usize::MAX))
     }
 
-    fn add(&mut self, id: EntryId, misfit: Misfit, version: u32) {
+    fn add(&mut self, id: EntryId, error: DecodeError, version: u32) {
         self.count += 1;
-        let is_noted = match misfit {
-            Misfit::UnknownType { event_type } | Misfit::UnknownVersion { event_type, .. } => {
+        let is_recorded = match error {
+            DecodeError::UnknownType { event_type }
+            | DecodeError::UnknownVersion { event_type, .. } => {
                 let kind = (event_type, version);
-                let has_room = self.kinds.len() < UNREADABLE_MAX || self.kinds.contains(&kind);
+                let has_room =
+                    self.unknown_types.len() < UNREADABLE_MAX || self.unknown_types.contains(&kind);
                 has_room && {
-                    self.kinds.insert(kind);
+                    self.unknown_types.insert(kind);
                     true
                 }
             }
-            // No registry ever reads it.
-            Misfit::Malformed { .. } => true,
-            Misfit::Payload { .. } => {
-                let has_room = self.unfit.len() < UNREADABLE_MAX;
-                self.unfit.extend(has_room.then_some(id));
+            // No registry can ever decode it.
+            DecodeError::Malformed { .. } => true,
+            DecodeError::Payload { .. } => {
+                let has_room = self.invalid_payloads.len() < UNREADABLE_MAX;
+                self.invalid_payloads.extend(has_room.then_some(id));
                 has_room
             }
         };
-        self.has_more |= !is_noted;
+        self.is_truncated |= !is_recorded;
     }
 
-    /// Whether one of the types that were not registered is by now.
-    pub(crate) fn is_known_to(&self, registry: &Registry) -> bool {
-        self.kinds.iter().any(|(event_type, version)| registry.reads(event_type, *version))
+    /// Whether one of the unknown types is registered now.
+    pub(crate) fn has_newly_registered_type(&self, registry: &EventRegistry) -> bool {
+        self.unknown_types.iter().any(|(event_type, version)| registry.reads(event_type, *version))
     }
 }

@@ -1,9 +1,9 @@
-//! The file of a spool: appended to, read from the front, emptied when all of it is done.
+//! The spool file: appended at the end, read from the front, truncated when empty.
 //!
 //! Upstream: `spool`, from a thread that may block. Downstream: the disk.
-//! Promises: what was appended survives a crash of the process and of the machine; a write that was cut off by a crash
-//! is cut off for good when the file is opened; damage before that is an error and changes nothing; one process has
-//! the file at a time. A disk that fails is an error of what was to be written then, and is tried again later.
+//! Promises: appended events survive a crash of the process or machine; a torn write at the end is truncated when the
+//! file is opened; corruption before the end is an error and changes nothing; one process at a time has the file
+//! open. A disk error fails the current write, and the file is repaired before the next one.
 
 use std::collections::{HashSet, VecDeque};
 use std::fs::{self, File, OpenOptions, TryLockError};
@@ -12,11 +12,11 @@ use std::path::{Path, PathBuf};
 
 use tracing::warn;
 
-use super::faults::{Faults, Operation};
-use super::record::{self, Found, Record, Spooled};
+use super::fault_injection::{Operation, SpoolFaults};
+use super::record::{self, Record, ScanResult, SpooledEvent};
 use crate::error::SpoolError;
 
-/// Bytes of rejected events that are read at once, about.
+/// Approximate bytes of rejected events that are read at once.
 const REJECTED_BYTES: u64 = 16 * 1024 * 1024;
 
 pub(super) struct SpoolFile {
@@ -24,27 +24,27 @@ pub(super) struct SpoolFile {
     pub(super) file: File,
     owner: String,
     max_bytes: u64,
-    /// Where the records begin.
+    /// Offset of the first record.
     first: u64,
-    /// Where the first event lies that is not done.
+    /// Offset of the oldest event.
     front: u64,
-    /// Where the next record goes.
+    /// Offset of the next record.
     end: u64,
-    /// Events from the beginning of the file that are done, as the last mark counts them.
+    /// Events from the start of the file that are acknowledged, as in the last marker.
     done: u64,
-    /// Where the events lie that are not done, oldest first: their ends.
-    waiting: VecDeque<u64>,
-    /// What went wrong with the disk, and must be mended before the next write.
-    broken: Option<SpoolError>,
-    pub(super) faults: Faults,
+    /// End offsets of the remaining events, oldest first.
+    pending: VecDeque<u64>,
+    /// A disk error that must be repaired before the next write.
+    unrepaired: Option<SpoolError>,
+    pub(super) faults: SpoolFaults,
 }
 
 impl SpoolFile {
-    /// Opens the file of `owner`, or makes one.
+    /// Opens or creates the file of `owner`.
     pub(super) fn open(path: &Path, owner: &str, max_bytes: u64) -> Result<Self, SpoolError> {
-        let disk = |error: io::Error| disk(path, &error);
+        let disk_error_here = |error: io::Error| disk_error(path, &error);
         if let Some(directory) = path.parent().filter(|parent| !parent.as_os_str().is_empty()) {
-            fs::create_dir_all(directory).map_err(disk)?;
+            fs::create_dir_all(directory).map_err(disk_error_here)?;
         }
         let file = OpenOptions::new()
             .read(true)
@@ -52,13 +52,13 @@ impl SpoolFile {
             .create(true)
             .truncate(false)
             .open(path)
-            .map_err(disk)?;
+            .map_err(disk_error_here)?;
         match file.try_lock() {
             Ok(()) => {}
             Err(TryLockError::WouldBlock) => {
                 return Err(SpoolError::InUse { file: path.to_owned() });
             }
-            Err(TryLockError::Error(error)) => return Err(disk(error)),
+            Err(TryLockError::Error(error)) => return Err(disk_error_here(error)),
         }
         let mut spool = Self {
             path: path.to_owned(),
@@ -69,9 +69,9 @@ impl SpoolFile {
             front: 0,
             end: 0,
             done: 0,
-            waiting: VecDeque::new(),
-            broken: None,
-            faults: Faults::default(),
+            pending: VecDeque::new(),
+            unrepaired: None,
+            faults: SpoolFaults::default(),
         };
         spool.recover()?;
         Ok(spool)
@@ -79,43 +79,43 @@ impl SpoolFile {
 
     fn recover(&mut self) -> Result<(), SpoolError> {
         let mut bytes = Vec::new();
-        self.file.read_to_end(&mut bytes).map_err(|error| disk(&self.path, &error))?;
+        self.file.read_to_end(&mut bytes).map_err(|error| disk_error(&self.path, &error))?;
         let head = record::head(&self.owner);
-        // A head that was cut off while it was written for the first time.
+        // The header was torn when the file was created.
         if bytes.len() < head.len() && (bytes.is_empty() || head.starts_with(&bytes)) {
-            self.start_anew()?;
-            return sync_directory(&self.path).map_err(|error| self.fail(&error));
+            self.reset()?;
+            return sync_directory(&self.path).map_err(|error| self.record_failure(&error));
         }
         let Some((owner, first)) = record::read_head(&bytes) else {
-            return Err(self.corrupt(0, "this is not the head of a spool"));
+            return Err(self.corrupt(0, "not a spool header"));
         };
         if owner != self.owner {
             let (file, bus) = (self.path.clone(), self.owner.clone());
-            return Err(SpoolError::Foreign { file, owner, bus });
+            return Err(SpoolError::WrongOwner { file, owner, bus });
         }
         let mut ends = Vec::new();
         let mut at = first;
         loop {
-            match Record::find(&bytes, at) {
-                Found::Record { record, next } => {
+            match Record::read_at(&bytes, at) {
+                ScanResult::Record { record, next } => {
                     at = next;
                     match record {
                         Record::Event(_) => ends.push(next as u64),
                         Record::Replayed(count) => self.done = count,
                     }
                 }
-                Found::End => break,
-                Found::Torn => {
+                ScanResult::End => break,
+                ScanResult::Torn => {
                     let cut = bytes.len() - at;
-                    warn!(file = %self.path.display(), bytes = cut, "cut a torn end off the spool");
-                    self.file.set_len(at as u64).map_err(|error| disk(&self.path, &error))?;
+                    warn!(file = %self.path.display(), bytes = cut, "truncated a torn write at the end of the spool");
+                    self.file.set_len(at as u64).map_err(|error| disk_error(&self.path, &error))?;
                     break;
                 }
-                Found::Damaged(problem) => return Err(self.corrupt(at, &problem)),
+                ScanResult::Damaged(problem) => return Err(self.corrupt(at, &problem)),
             }
         }
-        let Some(waiting) = ends.len().checked_sub(self.done as usize) else {
-            return Err(self.corrupt(at, "a mark counts more events than there are"));
+        let Some(pending) = ends.len().checked_sub(self.done as usize) else {
+            return Err(self.corrupt(at, "a marker counts more events than the file has"));
         };
         self.first = first as u64;
         self.end = at as u64;
@@ -123,22 +123,22 @@ impl SpoolFile {
             0 => self.first,
             done => ends[done as usize - 1],
         };
-        self.waiting = ends.split_off(ends.len() - waiting).into();
+        self.pending = ends.split_off(ends.len() - pending).into();
         Ok(())
     }
 
-    /// Events that are not done.
-    pub(super) fn waiting(&self) -> usize {
-        self.waiting.len()
+    /// Number of events.
+    pub(super) fn pending(&self) -> usize {
+        self.pending.len()
     }
 
     pub(super) fn bytes(&self) -> u64 {
         self.end
     }
 
-    /// Appends events, all or none, and returns when they are on the disk.
-    pub(super) fn append(&mut self, events: &[Spooled]) -> Result<(), SpoolError> {
-        self.mend()?;
+    /// Appends events, all or none. They are on disk when it returns.
+    pub(super) fn append(&mut self, events: &[SpooledEvent]) -> Result<(), SpoolError> {
+        self.repair()?;
         let mut bytes = Vec::new();
         let mut ends = Vec::with_capacity(events.len());
         for event in events {
@@ -155,18 +155,18 @@ impl SpoolFile {
         }
         let begin = self.end;
         self.write(&bytes)?;
-        self.waiting.extend(ends.into_iter().map(|end| begin + end));
+        self.pending.extend(ends.into_iter().map(|end| begin + end));
         Ok(())
     }
 
-    /// The oldest events that are not done, up to so many and about so many bytes.
+    /// The oldest events, up to `count` and about `max_bytes`.
     pub(super) fn peek(
         &mut self,
         count: usize,
         max_bytes: u64,
-    ) -> Result<Vec<Spooled>, SpoolError> {
+    ) -> Result<Vec<SpooledEvent>, SpoolError> {
         let mut end = self.front;
-        for next in self.waiting.iter().take(count) {
+        for next in self.pending.iter().take(count) {
             if *next - self.front > max_bytes && end > self.front {
                 break;
             }
@@ -177,42 +177,42 @@ impl SpoolFile {
             self.file.seek(SeekFrom::Start(self.front))?;
             self.file.read_exact(&mut bytes)
         };
-        read().map_err(|error| disk(&self.path, &error))?;
+        read().map_err(|error| disk_error(&self.path, &error))?;
         let (mut events, mut at) = (Vec::new(), 0);
         loop {
-            match Record::find(&bytes, at) {
-                Found::End => return Ok(events),
-                Found::Record { record, next } => {
+            match Record::read_at(&bytes, at) {
+                ScanResult::End => return Ok(events),
+                ScanResult::Record { record, next } => {
                     at = next;
                     if let Record::Event(event) = record {
                         events.push(event);
                     }
                 }
-                Found::Torn => return Err(self.corrupt_at(at, "a record is cut off")),
-                Found::Damaged(problem) => return Err(self.corrupt_at(at, &problem)),
+                ScanResult::Torn => return Err(self.corrupt_at(at, "truncated record")),
+                ScanResult::Damaged(problem) => return Err(self.corrupt_at(at, &problem)),
             }
         }
     }
 
-    /// Notes that the oldest `count` events are in their streams. They are, whatever the disk says: the next note makes up
-    /// for one that cannot be written, and if a crash comes first, the events are sent again, and their ids tell.
-    pub(super) fn done(&mut self, count: usize) {
-        let count = count.min(self.waiting.len());
+    /// Removes the oldest `count` events, which are in their streams. If the marker cannot be written, the next one
+    /// includes it; after a crash in between, the events are sent again and deduplicated by id.
+    pub(super) fn acknowledge(&mut self, count: usize) {
+        let count = count.min(self.pending.len());
         self.done += count as u64;
-        if let Some(front) = self.waiting.drain(..count).next_back() {
+        if let Some(front) = self.pending.drain(..count).next_back() {
             self.front = front;
         }
-        let noted = match self.waiting.is_empty() {
-            true => self.start_anew(),
-            false => self.mend().and_then(|()| self.mark()),
+        let noted = match self.pending.is_empty() {
+            true => self.reset(),
+            false => self.repair().and_then(|()| self.write_marker()),
         };
         if let Err(error) = noted {
-            warn!(%error, "spool could not note that events are in their streams");
+            warn!(%error, "spool could not record that events were moved to their streams");
         }
     }
 
-    /// Writes down how many events are done; where that has no room, they leave the file, which says the same.
-    fn mark(&mut self) -> Result<(), SpoolError> {
+    /// Writes the number of acknowledged events. If there is no space, rewrites the file without them.
+    fn write_marker(&mut self) -> Result<(), SpoolError> {
         let mark = Record::Replayed(self.done).encode();
         if self.end + mark.len() as u64 > self.max_bytes {
             return self.rewrite();
@@ -220,8 +220,8 @@ impl SpoolFile {
         self.write(&mark)
     }
 
-    /// Forgets everything and begins with an empty file.
-    fn start_anew(&mut self) -> Result<(), SpoolError> {
+    /// Truncates the file to its header.
+    fn reset(&mut self) -> Result<(), SpoolError> {
         let head = record::head(&self.owner);
         let mut begin = || {
             self.faults.check(Operation::SetLength)?;
@@ -231,15 +231,15 @@ impl SpoolFile {
             self.file.write_all(&head)?;
             self.file.sync_all()
         };
-        begin().map_err(|error| self.fail(&error))?;
+        begin().map_err(|error| self.record_failure(&error))?;
         self.first = head.len() as u64;
         (self.front, self.end, self.done) = (self.first, self.first, 0);
-        self.waiting.clear();
-        self.broken = None;
+        self.pending.clear();
+        self.unrepaired = None;
         Ok(())
     }
 
-    /// Drops from the file what is done, to make room. A crash leaves the old file or the new one.
+    /// Rewrites the file without acknowledged events, to free space. A crash leaves the old file or the new one.
     fn rewrite(&mut self) -> Result<(), SpoolError> {
         let events = self.peek(usize::MAX, u64::MAX)?;
         let mut bytes = record::head(&self.owner);
@@ -257,7 +257,7 @@ impl SpoolFile {
                 .create(true)
                 .truncate(false)
                 .open(&unfinished)?;
-            // Nobody may get at it in between; and whoever has it is not to be disturbed.
+            // Locked before it is renamed, and not truncated if another process has it.
             file.try_lock().map_err(io::Error::other)?;
             file.set_len(0)?;
             file.write_all(&bytes)?;
@@ -265,12 +265,12 @@ impl SpoolFile {
             fs::rename(&unfinished, &self.path)?;
             Ok(file)
         };
-        let file = replace().map_err(|error: io::Error| disk(&self.path, &error))?;
-        // From here on it is the file that has the name: the old one must not be written to again.
+        let file = replace().map_err(|error: io::Error| disk_error(&self.path, &error))?;
+        // The new file has the name now: the old one must not be written to again.
         self.file = file;
         (self.first, self.front, self.end, self.done) = (first, first, bytes.len() as u64, 0);
-        self.waiting = ends.into();
-        self.sync_name().map_err(|error| self.fail(&error))
+        self.pending = ends.into();
+        self.sync_name().map_err(|error| self.record_failure(&error))
     }
 
     fn write(&mut self, bytes: &[u8]) -> Result<(), SpoolError> {
@@ -286,16 +286,16 @@ impl SpoolFile {
                 Ok(())
             }
             Err(error) => {
-                // Half a record must not stand before the next one.
-                let problem = disk(&self.path, &error);
-                self.cut().map_err(|error| self.fail(&error))?;
+                // A partial record must not precede the next one.
+                let problem = disk_error(&self.path, &error);
+                self.truncate_to_end().map_err(|error| self.record_failure(&error))?;
                 Err(problem)
             }
         }
     }
 
-    /// Cuts off what stands behind the last whole record.
-    fn cut(&mut self) -> io::Result<()> {
+    /// Truncates after the last complete record.
+    fn truncate_to_end(&mut self) -> io::Result<()> {
         self.faults.check(Operation::SetLength)?;
         self.file.set_len(self.end)?;
         self.file.sync_all()
@@ -306,22 +306,24 @@ impl SpoolFile {
         sync_directory(&self.path)
     }
 
-    /// Makes up for what the disk refused before.
-    fn mend(&mut self) -> Result<(), SpoolError> {
-        if self.broken.is_none() {
+    /// Repairs the file after a disk error.
+    fn repair(&mut self) -> Result<(), SpoolError> {
+        if self.unrepaired.is_none() {
             return Ok(());
         }
-        if self.waiting.is_empty() {
-            self.start_anew()?;
+        if self.pending.is_empty() {
+            self.reset()?;
         }
-        self.cut().and_then(|()| self.sync_name()).map_err(|error| self.fail(&error))?;
-        self.broken = None;
+        self.truncate_to_end()
+            .and_then(|()| self.sync_name())
+            .map_err(|error| self.record_failure(&error))?;
+        self.unrepaired = None;
         Ok(())
     }
 
-    fn fail(&mut self, error: &io::Error) -> SpoolError {
-        let problem = disk(&self.path, error);
-        self.broken = Some(problem.clone());
+    fn record_failure(&mut self, error: &io::Error) -> SpoolError {
+        let problem = disk_error(&self.path, error);
+        self.unrepaired = Some(problem.clone());
         problem
     }
 
@@ -337,50 +339,50 @@ impl SpoolFile {
 
 impl Drop for SpoolFile {
     fn drop(&mut self) {
-        // Closing alone leaves the lock to a process that is just being started, until it is: it has all our files till then.
+        // Closing alone is not enough: a child process being spawned holds the lock until it executes its program.
         let _ = self.file.unlock();
     }
 }
 
-/// Where a file is made that will take the place of another. Its whole name counts: spools may differ in their endings.
+/// Path of the replacement file. The suffix is appended, because spools may differ only in their extension.
 fn unfinished_path(path: &Path) -> PathBuf {
     let mut path = path.as_os_str().to_owned();
     path.push(".new");
     path.into()
 }
 
-/// Adds events to a file of those that their streams refused, unless they are there: a crash may have come before it was
-/// noted that they are dealt with. Returns how many there are.
+/// Adds events to the file of rejected events, unless they are there: a crash may have prevented their removal from the
+/// spool. Returns the number of rejected events.
 pub(super) fn reject(
     path: &Path,
     owner: &str,
     max_bytes: u64,
-    events: &[Spooled],
+    events: &[SpooledEvent],
 ) -> Result<u64, SpoolError> {
     let mut file = SpoolFile::open(path, owner, max_bytes)?;
     let known = file.peek(usize::MAX, u64::MAX)?;
     let known: HashSet<_> = known.iter().map(|event| (&event.stream, &event.event_id)).collect();
-    let is_new = |event: &&Spooled| !known.contains(&(&event.stream, &event.event_id));
-    let new: Vec<Spooled> = events.iter().filter(is_new).cloned().collect();
+    let is_new = |event: &&SpooledEvent| !known.contains(&(&event.stream, &event.event_id));
+    let new: Vec<SpooledEvent> = events.iter().filter(is_new).cloned().collect();
     file.append(&new)?;
-    Ok(file.waiting() as u64)
+    Ok(file.pending() as u64)
 }
 
-/// How many events their streams refused, and the oldest of them, up to so many.
+/// The number of rejected events, and the oldest up to `count`.
 pub(super) fn rejected(
     path: &Path,
     owner: &str,
     count: usize,
-) -> Result<(u64, Vec<Spooled>), SpoolError> {
-    if !path.try_exists().map_err(|error| disk(path, &error))? {
+) -> Result<(u64, Vec<SpooledEvent>), SpoolError> {
+    if !path.try_exists().map_err(|error| disk_error(path, &error))? {
         return Ok((0, Vec::new()));
     }
     let mut file = SpoolFile::open(path, owner, u64::MAX)?;
     let events = if count == 0 { Vec::new() } else { file.peek(count, REJECTED_BYTES)? };
-    Ok((file.waiting() as u64, events))
+    Ok((file.pending() as u64, events))
 }
 
-/// A file is there after a crash only if its directory says so.
+/// Syncs the directory, so that the file name survives a crash.
 fn sync_directory(path: &Path) -> io::Result<()> {
     match path.parent().filter(|parent| !parent.as_os_str().is_empty()) {
         Some(directory) => File::open(directory)?.sync_all(),
@@ -388,6 +390,6 @@ fn sync_directory(path: &Path) -> io::Result<()> {
     }
 }
 
-fn disk(path: &Path, error: &io::Error) -> SpoolError {
+fn disk_error(path: &Path, error: &io::Error) -> SpoolError {
     SpoolError::Disk { file: path.to_owned(), problem: error.to_string() }
 }

@@ -1,8 +1,8 @@
-//! Records of a spool file: their bytes, and what is wrong with those that are not.
+//! Binary format of a spool file.
 //!
-//! A file is a head and records. Head: magic, the bytes of the owner's name, the name, a checksum. Record: bytes of the
-//! body, checksum of the body, the body. Numbers are little-endian. A body is an event, or a mark that says how many
-//! events from the beginning are in their streams.
+//! A file is a header and records. Header: magic, length of the owner's name, the name, checksum. Record: length of the
+//! body, checksum of the body, the body. Numbers are little-endian. A body is an event, or a marker with the number of
+//! events from the start that are in their streams.
 
 use bytes::Bytes;
 use headwater_stream::clock::Timestamp;
@@ -16,12 +16,12 @@ const EVENT: u8 = 1;
 const REPLAYED: u8 = 2;
 /// Bytes before a body.
 pub(super) const PREAMBLE: usize = 8;
-/// Bytes of a body: an entry with a length before each part, the stream and the id.
+/// Largest body: an entry with a length before each part, the stream and the id.
 const BODY_MAX: usize = ENTRY_BYTES_MAX + 16 * 1024;
 
-/// An event that waits for its stream.
+/// An event in the spool.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Spooled {
+pub(crate) struct SpooledEvent {
     pub(crate) stream: StreamName,
     pub(crate) event_id: EventId,
     pub(crate) fields: Fields,
@@ -30,27 +30,27 @@ pub(crate) struct Spooled {
     pub(crate) spooled_at: Timestamp,
 }
 
-/// What a record says.
+/// A record.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Record {
-    Event(Spooled),
-    /// So many events from the beginning of the file are done.
+    Event(SpooledEvent),
+    /// This many events from the start of the file are in their streams.
     Replayed(u64),
 }
 
-/// What lies at a place in a file.
+/// Result of reading at an offset.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Found {
+pub(super) enum ScanResult {
     Record {
         record: Record,
-        /// Where the next one begins.
+        /// Offset of the next record.
         next: usize,
     },
-    /// The file ends here.
+    /// End of the file.
     End,
-    /// The last write was cut off here.
+    /// The last write was torn here.
     Torn,
-    /// Not a record, and more follows.
+    /// Not a valid record, and more data follows.
     Damaged(String),
 }
 
@@ -63,7 +63,7 @@ pub(super) fn head(owner: &str) -> Vec<u8> {
     bytes
 }
 
-/// The owner's name and where the records begin; `None` if it is no head.
+/// The owner's name and the offset of the first record; `None` if the header is invalid.
 pub(super) fn read_head(bytes: &[u8]) -> Option<(String, usize)> {
     let owner_bytes = number(bytes.get(8..12)?) as usize;
     let end = 12usize.checked_add(owner_bytes)?;
@@ -101,29 +101,33 @@ impl Record {
         bytes
     }
 
-    /// Reads what lies at `at`.
-    pub(super) fn find(bytes: &[u8], at: usize) -> Found {
+    /// Reads the record at `at`.
+    pub(super) fn read_at(bytes: &[u8], at: usize) -> ScanResult {
         let rest = &bytes[at..];
         if rest.is_empty() {
-            return Found::End;
+            return ScanResult::End;
         }
-        // After a loss of power a file may end in zeros instead of data.
+        // After a power loss a file may end in zeros.
         if rest.len() < PREAMBLE || rest.iter().all(|byte| *byte == 0) {
-            return Found::Torn;
+            return ScanResult::Torn;
         }
         let body_bytes = number(&rest[..4]) as usize;
         if body_bytes == 0 || body_bytes > BODY_MAX {
-            return Found::Damaged(format!("a record of {body_bytes} bytes"));
+            return ScanResult::Damaged(format!("invalid record length of {body_bytes} bytes"));
         }
-        let Some(body) = rest.get(PREAMBLE..PREAMBLE + body_bytes) else { return Found::Torn };
+        let Some(body) = rest.get(PREAMBLE..PREAMBLE + body_bytes) else { return ScanResult::Torn };
         let next = at + PREAMBLE + body_bytes;
         if crc32fast::hash(body) != number(&rest[4..PREAMBLE]) {
             let is_last = next == bytes.len() || bytes[next..].iter().all(|byte| *byte == 0);
-            return if is_last { Found::Torn } else { Found::Damaged("a wrong checksum".into()) };
+            return if is_last {
+                ScanResult::Torn
+            } else {
+                ScanResult::Damaged("checksum mismatch".into())
+            };
         }
         match Self::decode(body) {
-            Some(record) => Found::Record { record, next },
-            None => Found::Damaged("a record that says nothing known".into()),
+            Some(record) => ScanResult::Record { record, next },
+            None => ScanResult::Damaged("unknown record type".into()),
         }
     }
 
@@ -143,7 +147,7 @@ impl Record {
                 }
                 let fields = Fields::new(pairs);
                 let spooled_at = Timestamp::from_millis(spooled_at);
-                let event = Spooled { stream, event_id, fields, attempted, spooled_at };
+                let event = SpooledEvent { stream, event_id, fields, attempted, spooled_at };
                 rest.is_empty().then_some(Self::Event(event))
             }
             REPLAYED => Some(Self::Replayed(u64::from_le_bytes(rest.try_into().ok()?))),

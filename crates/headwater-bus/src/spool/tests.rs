@@ -1,4 +1,4 @@
-//! Tests of the spool: what survives, what is cut off, what is refused.
+//! Tests of the spool: recovery, corruption, limits and disk faults.
 
 use std::fs;
 
@@ -7,14 +7,14 @@ use headwater_stream::{Fields, StreamName};
 use proptest::prelude::*;
 use tempfile::TempDir;
 
-use super::faults::Operation;
+use super::fault_injection::Operation;
 use super::*;
 use crate::name::EventId;
 
 const MIB: u64 = 1024 * 1024;
 
-fn event(number: usize) -> Spooled {
-    Spooled {
+fn event(number: usize) -> SpooledEvent {
+    SpooledEvent {
         stream: StreamName::new(format!("wink:events:{}", number % 3)).unwrap(),
         event_id: EventId::new(format!("event-{number}")).unwrap(),
         fields: Fields::new([
@@ -26,7 +26,7 @@ fn event(number: usize) -> Spooled {
     }
 }
 
-fn events(numbers: std::ops::Range<usize>) -> Vec<Spooled> {
+fn events(numbers: std::ops::Range<usize>) -> Vec<SpooledEvent> {
     numbers.map(event).collect()
 }
 
@@ -34,35 +34,35 @@ fn open(directory: &TempDir, max_bytes: u64) -> Result<SpoolFile, SpoolError> {
     SpoolFile::open(&directory.path().join("spool"), "wink:default", max_bytes)
 }
 
-fn peek_all(file: &mut SpoolFile) -> Vec<Spooled> {
+fn peek_all(file: &mut SpoolFile) -> Vec<SpooledEvent> {
     file.peek(usize::MAX, u64::MAX).unwrap()
 }
 
 #[test]
-fn what_was_added_is_there_after_reopening_in_order_and_what_is_done_is_not() {
+fn events_survive_reopening_in_order_and_acknowledged_ones_do_not() {
     let directory = tempfile::tempdir().unwrap();
     let mut file = open(&directory, MIB).unwrap();
     file.append(&events(0..10)).unwrap();
-    file.done(3);
+    file.acknowledge(3);
     file.append(&events(10..12)).unwrap();
-    file.done(1);
+    file.acknowledge(1);
     assert_eq!(peek_all(&mut file), events(4..12));
     drop(file);
 
     let mut file = open(&directory, MIB).unwrap();
-    assert_eq!(file.waiting(), 8);
+    assert_eq!(file.pending(), 8);
     assert_eq!(peek_all(&mut file), events(4..12));
     assert_eq!(file.peek(2, u64::MAX).unwrap(), events(4..6));
     assert_eq!(file.peek(5, 1).unwrap(), events(4..5), "at least one, however large");
 
-    file.done(8);
+    file.acknowledge(8);
     file.append(&events(20..21)).unwrap();
     drop(file);
     assert_eq!(peek_all(&mut open(&directory, MIB).unwrap()), events(20..21));
 }
 
 #[test]
-fn a_torn_end_is_cut_off_wherever_it_is_torn() {
+fn a_torn_write_is_truncated_at_any_offset() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("spool");
     let mut file = open(&directory, MIB).unwrap();
@@ -70,16 +70,16 @@ fn a_torn_end_is_cut_off_wherever_it_is_torn() {
     let kept = file.bytes() as usize;
     file.append(&events(2..3)).unwrap();
     drop(file);
-    let whole = fs::read(&path).unwrap();
+    let original = fs::read(&path).unwrap();
 
-    for end in kept..whole.len() {
+    for end in kept..original.len() {
         for zeros in [0, 50] {
-            let mut torn = whole[..end].to_vec();
+            let mut torn = original[..end].to_vec();
             torn.extend(vec![0; zeros]);
             fs::write(&path, &torn).unwrap();
             let mut file = open(&directory, MIB).unwrap();
             assert_eq!(peek_all(&mut file), events(0..2), "cut at {end}, {zeros} zeros");
-            // It goes on as if nothing had been there.
+            // New events can be appended.
             file.append(&events(7..8)).unwrap();
             drop(file);
             let expected = [events(0..2), events(7..8)].concat();
@@ -89,19 +89,19 @@ fn a_torn_end_is_cut_off_wherever_it_is_torn() {
 }
 
 #[test]
-fn a_torn_head_is_an_empty_spool() {
+fn a_torn_header_is_an_empty_spool() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("spool");
     drop(open(&directory, MIB).unwrap());
     let head = fs::read(&path).unwrap();
     for end in 0..head.len() {
         fs::write(&path, &head[..end]).unwrap();
-        assert_eq!(open(&directory, MIB).unwrap().waiting(), 0, "cut at {end}");
+        assert_eq!(open(&directory, MIB).unwrap().pending(), 0, "cut at {end}");
     }
 }
 
 #[test]
-fn damage_before_the_end_is_an_error_that_names_the_place_and_changes_nothing() {
+fn corruption_before_the_end_is_an_error_with_its_offset_and_changes_nothing() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("spool");
     let mut file = open(&directory, MIB).unwrap();
@@ -110,9 +110,9 @@ fn damage_before_the_end_is_an_error_that_names_the_place_and_changes_nothing() 
     let second = file.bytes() as usize;
     file.append(&events(1..3)).unwrap();
     drop(file);
-    let whole = fs::read(&path).unwrap();
+    let original = fs::read(&path).unwrap();
     for at in 0..second {
-        let mut damaged = whole.clone();
+        let mut damaged = original.clone();
         damaged[at] ^= 0x41;
         fs::write(&path, &damaged).unwrap();
         match open(&directory, MIB) {
@@ -126,7 +126,7 @@ fn damage_before_the_end_is_an_error_that_names_the_place_and_changes_nothing() 
 }
 
 #[test]
-fn a_spool_of_another_bus_and_one_in_use_are_refused() {
+fn a_spool_of_another_bus_or_in_use_is_rejected() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("spool");
     let file = open(&directory, MIB).unwrap();
@@ -135,12 +135,12 @@ fn a_spool_of_another_bus_and_one_in_use_are_refused() {
     drop(file);
     let before = fs::read(&path).unwrap();
     let other = SpoolFile::open(&path, "wink:other", MIB);
-    assert!(matches!(other, Err(SpoolError::Foreign { owner, .. }) if owner == "wink:default"));
+    assert!(matches!(other, Err(SpoolError::WrongOwner { owner, .. }) if owner == "wink:default"));
     assert_eq!(fs::read(&path).unwrap(), before);
 }
 
 #[test]
-fn a_full_spool_refuses_and_has_room_again_when_something_is_done() {
+fn a_full_spool_rejects_events_until_some_are_acknowledged() {
     let directory = tempfile::tempdir().unwrap();
     let mut file = open(&directory, 4096).unwrap();
     let mut added = 0;
@@ -151,10 +151,10 @@ fn a_full_spool_refuses_and_has_room_again_when_something_is_done() {
     assert!(matches!(error, SpoolError::Full { limit: 4096, .. }), "{error}");
     assert_eq!(peek_all(&mut file), events(0..added));
 
-    // Nothing of a batch is kept if one of it has no room.
-    file.done(1);
+    // A batch is added completely or not at all.
+    file.acknowledge(1);
     assert!(file.append(&events(added..added + 10)).is_err());
-    file.done(added / 2);
+    file.acknowledge(added / 2);
     file.append(&events(added..added + 3)).unwrap();
     let expected = events(1 + added / 2..added + 3);
     assert_eq!(peek_all(&mut file), expected);
@@ -163,11 +163,11 @@ fn a_full_spool_refuses_and_has_room_again_when_something_is_done() {
 }
 
 #[tokio::test]
-async fn events_that_are_added_at_once_are_all_there_in_the_order_of_each_caller() {
+async fn concurrently_added_events_are_kept_in_the_order_of_each_caller() {
     let directory = tempfile::tempdir().unwrap();
     let config = SpoolConfig::new(directory.path().join("deeper/spool"));
     let spool = Arc::new(Spool::open(config, "wink:default").await.unwrap());
-    assert!(!spool.is_waiting());
+    assert!(!spool.has_pending());
     let callers: Vec<_> = (0..8)
         .map(|caller| {
             let spool = Arc::clone(&spool);
@@ -184,7 +184,7 @@ async fn events_that_are_added_at_once_are_all_there_in_the_order_of_each_caller
     for caller in callers {
         caller.await.unwrap();
     }
-    assert!(spool.is_waiting());
+    assert!(spool.has_pending());
     let all = spool.peek(1000, MIB).await.unwrap();
     for caller in 0..8 {
         let mine: Vec<String> = all
@@ -198,12 +198,12 @@ async fn events_that_are_added_at_once_are_all_there_in_the_order_of_each_caller
             (0..20).map(|number| format!("event-{}", caller * 100 + number)).collect();
         assert_eq!(mine, expected);
     }
-    spool.done(160).await.unwrap();
-    assert!(!spool.is_waiting());
+    spool.acknowledge(160).await.unwrap();
+    assert!(!spool.has_pending());
 }
 
 #[tokio::test]
-async fn a_caller_whose_events_do_not_fit_does_not_keep_others_out() {
+async fn events_that_do_not_fit_do_not_affect_other_callers() {
     let directory = tempfile::tempdir().unwrap();
     let config =
         SpoolConfig { max_bytes: 4096, ..SpoolConfig::new(directory.path().join("spool")) };
@@ -216,122 +216,122 @@ async fn a_caller_whose_events_do_not_fit_does_not_keep_others_out() {
 }
 
 #[tokio::test]
-async fn newer_events_give_way_while_older_ones_get_on_and_never_when_they_do_not() {
+async fn newer_events_are_throttled_while_the_drain_makes_progress_and_only_then() {
     let directory = tempfile::tempdir().unwrap();
     let config = SpoolConfig::new(directory.path().join("spool"));
     let spool = Arc::new(Spool::open(config, "wink:default").await.unwrap());
     spool.add(events(0..10)).await.unwrap();
-    let pacer = spool.pacer();
-    // The backend is away: nobody waits.
-    spool.give_way().await;
+    let throttle = spool.drain_throttle();
+    // The drain is stalled: callers do not wait.
+    spool.throttle().await;
 
-    // They get on: whoever comes waits for one step.
-    pacer.moved(5);
-    let mut waiting = giving_way(&spool);
+    // The drain makes progress: a caller waits for one step.
+    throttle.advanced(5);
+    let mut waiting = throttled(&spool);
     assert!(!is_done(&mut waiting).await);
-    pacer.moved(5);
+    throttle.advanced(5);
     waiting.await.unwrap();
 
-    // The end is near: whoever comes waits for it, however many steps it takes.
-    spool.done(6).await.unwrap();
-    pacer.moved(5);
-    let mut waiting = giving_way(&spool);
-    pacer.moved(0);
+    // Almost empty: a caller waits until the spool is empty.
+    spool.acknowledge(6).await.unwrap();
+    throttle.advanced(5);
+    let mut waiting = throttled(&spool);
+    throttle.advanced(0);
     assert!(!is_done(&mut waiting).await);
-    spool.done(4).await.unwrap();
-    pacer.moved(5);
+    spool.acknowledge(4).await.unwrap();
+    throttle.advanced(5);
     waiting.await.unwrap();
 
-    // It fails, or goes away, near the end: nobody waits any more.
-    for goes_away in [false, true] {
+    // The drain stalls or is dropped: callers stop waiting.
+    for is_dropped in [false, true] {
         spool.add(events(0..1)).await.unwrap();
-        let pacer = spool.pacer();
-        pacer.moved(5);
-        let mut waiting = giving_way(&spool);
+        let throttle = spool.drain_throttle();
+        throttle.advanced(5);
+        let mut waiting = throttled(&spool);
         assert!(!is_done(&mut waiting).await);
-        if goes_away {
-            drop(pacer);
+        if is_dropped {
+            drop(throttle);
         } else {
-            pacer.stalled();
+            throttle.stalled();
         }
         waiting.await.unwrap();
     }
 }
 
 impl Spool {
-    /// Makes the disk fail.
-    fn order(&self, operations: &[Operation]) {
-        self.shared.lock().as_mut().unwrap().faults.order(operations);
+    /// Makes the next disk operations fail.
+    fn inject(&self, operations: &[Operation]) {
+        self.shared.lock().as_mut().unwrap().faults.inject(operations);
     }
 }
 
 #[tokio::test]
-async fn a_note_that_cannot_be_written_holds_up_nobody() {
+async fn a_failed_marker_write_blocks_no_caller() {
     let directory = tempfile::tempdir().unwrap();
     let config = SpoolConfig::new(directory.path().join("spool"));
     for faults in [&[Operation::Write][..], &[Operation::Write, Operation::SetLength]] {
         let spool = Arc::new(Spool::open(config.clone(), "wink:default").await.unwrap());
         spool.add(events(0..10)).await.unwrap();
-        // Some events are in their streams, and the disk is full when that is to be noted.
-        spool.order(faults);
-        spool.done(6).await.unwrap();
+        // The disk is full when the marker is written.
+        spool.inject(faults);
+        spool.acknowledge(6).await.unwrap();
         assert_eq!(spool.health().events, 4);
         assert_eq!(spool.peek(100, MIB).await.unwrap(), events(6..10));
-        // The next note makes up for it.
-        spool.done(1).await.unwrap();
+        // The next marker includes it.
+        spool.acknowledge(1).await.unwrap();
         spool.add(events(10..11)).await.unwrap();
         spool.close().await;
         let spool = Arc::new(Spool::open(config.clone(), "wink:default").await.unwrap());
         assert_eq!(spool.peek(100, MIB).await.unwrap(), events(7..11));
-        // At the end nothing waits, and nobody waits for it.
-        let pacer = spool.pacer();
-        spool.done(4).await.unwrap();
-        pacer.moved(100);
-        assert!(!spool.is_waiting());
-        spool.give_way().await;
+        // The spool is empty: callers do not wait.
+        let throttle = spool.drain_throttle();
+        spool.acknowledge(4).await.unwrap();
+        throttle.advanced(100);
+        assert!(!spool.has_pending());
+        spool.throttle().await;
         spool.close().await;
     }
 }
 
 #[tokio::test]
-async fn a_disk_that_fails_when_all_is_done_keeps_nobody_from_going_on() {
+async fn a_disk_error_while_the_spool_is_emptied_blocks_no_caller() {
     let directory = tempfile::tempdir().unwrap();
     let config = SpoolConfig::new(directory.path().join("spool"));
     for faults in [
         &[Operation::SetLength][..],
         &[Operation::Write],
-        // Still so when it is needed next; whoever adds events tries twice.
+        // Still failing at the next use; adding events makes two attempts.
         &[Operation::Write; 3],
     ] {
         let spool = Spool::open(config.clone(), "wink:default").await.unwrap();
         spool.add(events(0..10)).await.unwrap();
-        spool.order(faults);
-        spool.done(10).await.unwrap();
-        // Events go to their streams again.
-        assert!(!spool.is_waiting());
+        spool.inject(faults);
+        spool.acknowledge(10).await.unwrap();
+        // Events are stored in their streams directly again.
+        assert!(!spool.has_pending());
         assert_eq!(spool.peek(100, MIB).await.unwrap(), []);
         if faults.len() > 1 {
-            let refused = spool.add(events(20..22)).await;
-            assert!(matches!(refused, Err(SpoolError::Disk { .. })));
-            assert!(!spool.is_waiting());
+            let rejected = spool.add(events(20..22)).await;
+            assert!(matches!(rejected, Err(SpoolError::Disk { .. })));
+            assert!(!spool.has_pending());
         }
-        // And the spool serves again as soon as the disk does.
+        // The spool works again as soon as the disk does.
         spool.add(events(10..12)).await.unwrap();
         spool.close().await;
         let spool = Spool::open(config.clone(), "wink:default").await.unwrap();
         assert_eq!(spool.peek(100, MIB).await.unwrap(), events(10..12));
-        spool.done(2).await.unwrap();
+        spool.acknowledge(2).await.unwrap();
         spool.close().await;
     }
 }
 
 #[tokio::test]
-async fn events_whose_caller_went_away_count_until_they_are_written_or_refused() {
+async fn events_of_a_dropped_caller_count_until_they_are_written_or_rejected() {
     let directory = tempfile::tempdir().unwrap();
     let config =
         SpoolConfig { max_bytes: 4096, ..SpoolConfig::new(directory.path().join("spool")) };
     let spool = Spool::open(config, "wink:default").await.unwrap();
-    // One that fits and one that does not, dropped before they are taken to be written, or after.
+    // Events that fit and events that do not, dropped before or after the write starts.
     for (numbers, polls) in [(0..2, 1), (2..200, 1), (0..2, 2), (2..200, 2), (2..200, 3)] {
         {
             let mut adding = std::pin::pin!(spool.add(events(numbers)));
@@ -342,7 +342,7 @@ async fn events_whose_caller_went_away_count_until_they_are_written_or_refused()
                 tokio::task::yield_now().await;
             }
         }
-        // The next one is dealt with after them.
+        // This one is processed after them.
         let _ = spool.add(events(300..500)).await;
         let waiting = spool.peek(1000, MIB).await.unwrap().len();
         assert_eq!(spool.health().events, waiting);
@@ -350,18 +350,18 @@ async fn events_whose_caller_went_away_count_until_they_are_written_or_refused()
 }
 
 #[test]
-fn a_disk_that_fails_while_the_file_is_replaced_loses_nothing() {
+fn a_disk_error_during_a_rewrite_loses_nothing() {
     let directory = tempfile::tempdir().unwrap();
     let mut file = open(&directory, 4096).unwrap();
     let mut added = 0;
     while file.append(&events(added..added + 1)).is_ok() {
         added += 1;
     }
-    file.done(added / 2);
-    file.faults.order(&[Operation::SyncDirectory]);
-    let refused = file.append(&events(added..added + 3)).unwrap_err();
-    assert!(matches!(refused, SpoolError::Disk { .. }), "{refused}");
-    // The name is the file's that is written to, and nobody else may have it.
+    file.acknowledge(added / 2);
+    file.faults.inject(&[Operation::SyncDirectory]);
+    let rejected = file.append(&events(added..added + 3)).unwrap_err();
+    assert!(matches!(rejected, SpoolError::Disk { .. }), "{rejected}");
+    // The new file has the name, and it is locked.
     assert!(matches!(open(&directory, 4096), Err(SpoolError::InUse { .. })));
     file.append(&events(added..added + 3)).unwrap();
     drop(file);
@@ -370,7 +370,7 @@ fn a_disk_that_fails_while_the_file_is_replaced_loses_nothing() {
 }
 
 #[test]
-fn marks_never_make_a_spool_larger_than_it_may_be() {
+fn markers_never_exceed_the_size_limit() {
     let directory = tempfile::tempdir().unwrap();
     let mut file = open(&directory, 4096).unwrap();
     let mut added = 0;
@@ -378,7 +378,7 @@ fn marks_never_make_a_spool_larger_than_it_may_be() {
         added += 1;
     }
     for done in 1..added {
-        file.done(1);
+        file.acknowledge(1);
         assert!(file.bytes() <= 4096, "{} bytes after {done}", file.bytes());
         assert_eq!(peek_all(&mut file), events(done..added));
     }
@@ -387,12 +387,12 @@ fn marks_never_make_a_spool_larger_than_it_may_be() {
 }
 
 #[tokio::test]
-async fn what_is_refused_is_kept_once_and_within_bounds() {
+async fn rejected_events_are_kept_once_and_bounded() {
     let directory = tempfile::tempdir().unwrap();
     let config =
         SpoolConfig { max_bytes: 4096, ..SpoolConfig::new(directory.path().join("spool")) };
     let spool = Spool::open(config.clone(), "wink:default").await.unwrap();
-    // As after a crash: what was refused is tried again, with others behind it.
+    // As after a crash: rejected events are rejected again, together with later ones.
     spool.reject(events(0..3)).await.unwrap();
     spool.reject(events(0..5)).await.unwrap();
     assert_eq!(spool.rejected(100).await.unwrap(), events(0..5));
@@ -407,26 +407,26 @@ async fn what_is_refused_is_kept_once_and_within_bounds() {
 }
 
 #[test]
-fn spools_that_differ_in_their_endings_do_not_meet() {
+fn spools_that_differ_only_in_their_extension_do_not_interfere() {
     let directory = tempfile::tempdir().unwrap();
     let open = |name: &str| SpoolFile::open(&directory.path().join(name), "wink:default", 4096);
     let mut one = open("bus.one").unwrap();
-    // The other one is just being replaced.
+    // The path that a careless replacement of the first would use.
     let other = open("bus.new").unwrap();
     let mut added = 0;
     while one.append(&events(added..added + 1)).is_ok() {
         added += 1;
     }
-    one.done(added / 2);
+    one.acknowledge(added / 2);
     one.append(&events(added..added + 3)).unwrap();
     assert_eq!(peek_all(&mut one), events(added / 2..added + 3));
     drop((one, other));
-    assert_eq!(open("bus.new").unwrap().waiting(), 0);
+    assert_eq!(open("bus.new").unwrap().pending(), 0);
 }
 
-fn giving_way(spool: &Arc<Spool>) -> tokio::task::JoinHandle<()> {
+fn throttled(spool: &Arc<Spool>) -> tokio::task::JoinHandle<()> {
     let spool = Arc::clone(spool);
-    tokio::spawn(async move { spool.give_way().await })
+    tokio::spawn(async move { spool.throttle().await })
 }
 
 async fn is_done(task: &mut tokio::task::JoinHandle<()>) -> bool {
@@ -448,10 +448,10 @@ proptest! {
                         back += count;
                     }
                 }
-                // Mostly small steps: each leaves a mark.
+                // Mostly small steps: each writes a marker.
                 2..5 => {
                     let count = if step == 2 { count } else { 1 };
-                    file.done(count);
+                    file.acknowledge(count);
                     front = back.min(front + count);
                 }
                 _ => {
@@ -470,7 +470,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
 
     #[test]
-    fn no_bytes_make_it_panic(bytes in prop::collection::vec(any::<u8>(), 0..300), keep_head in any::<bool>()) {
+    fn arbitrary_bytes_do_not_cause_a_panic(bytes in prop::collection::vec(any::<u8>(), 0..300), keep_head in any::<bool>()) {
         let directory = tempfile::tempdir().unwrap();
         drop(open(&directory, MIB).unwrap());
         let path = directory.path().join("spool");
@@ -482,11 +482,11 @@ proptest! {
 }
 
 #[tokio::test]
-async fn a_spool_that_is_closed_can_be_opened_though_a_process_is_just_being_started() {
+async fn a_closed_spool_can_be_reopened_while_a_child_process_is_being_spawned() {
     let directory = tempfile::tempdir().unwrap();
     let config = SpoolConfig::new(directory.path().join("spool"));
     let spool = Spool::open(config.clone(), "tests").await.unwrap();
-    // A process that is being started has all files of its parent, until it becomes another program.
+    // A child process has all files of its parent until it executes its program.
     let inherited = spool.shared.lock().as_ref().unwrap().file.try_clone().unwrap();
     spool.close().await;
     Spool::open(config, "tests").await.unwrap().close().await;

@@ -11,75 +11,76 @@ use headwater_stream::limits::{COUNT_MAX, WAIT_MAX};
 use crate::breaker::BreakerConfig;
 use crate::error::{BusError, Result};
 use crate::keys::PREFIX;
-use crate::limits::{IN_FLIGHT_MAX, REMEMBER_MAX};
+use crate::limits::{DEDUP_WINDOW_MAX, IN_FLIGHT_MAX};
 use crate::name::{Namespace, SessionId};
 use crate::spool::SpoolConfig;
 
 /// Settings of a [`StreamedBus`](crate::StreamedBus).
 #[derive(Clone, Debug)]
 pub struct StreamedBusConfig {
-    /// What all keys begin with. Default: `wink`.
+    /// Prefix of all keys. Default: `wink`.
     pub prefix: String,
-    /// Whose control stream it works with. Default: `default`.
+    /// Namespace of the control stream. Default: `default`.
     pub namespace: Namespace,
-    /// The session of events and subscriptions that name none. Default: none.
+    /// Session of events and subscriptions without one. Default: none.
     pub session: Option<SessionId>,
-    /// What to do with an event while the backend is away. Default: [`FailurePolicy::Fail`].
+    /// What to do with events while the backend is unavailable. Default: [`FailurePolicy::Fail`].
     pub on_failure: FailurePolicy,
-    /// When the backend is left alone after failures.
+    /// Settings of the circuit breaker.
     pub breaker: BreakerConfig,
-    /// How long ids of published events are remembered, so that one that is published again counts once. `None`
-    /// (default) does so for 10 min, and only for events that were given an id; with a spool, for all events. Several times
-    /// as long as a call of the backend may take (less than once is refused), at most 24 h.
-    pub remember: Option<Duration>,
-    /// How much of the control stream is kept once every group is done with it. Default: 10 000 entries.
+    /// How long event ids are deduplicated. `None` (default): 10 min, and only for events with an id set by the
+    /// caller; with a spool, for all events. At least the call deadline of the backend, better several times that; at
+    /// most 24 h.
+    pub dedup_window: Option<Duration>,
+    /// Retention of the control stream, after every group has acknowledged. Default: 10 000 entries.
     pub control_retention: Retention,
-    /// How much of a session's stream is kept. Default: everything.
+    /// Retention of session streams. Default: unlimited.
     pub session_retention: Retention,
-    /// Publishes under way at once; what is more waits. Default: 1000.
+    /// Publishes in flight; further ones wait. Default: 1000.
     pub in_flight_max: usize,
-    /// Entries per stream and read of live subscriptions. Default: 256.
+    /// Entries per stream and read, for live subscriptions. Default: 256.
     pub batch: usize,
-    /// How long such a read waits. Default: 5 s.
+    /// Timeout of such a read. Default: 5 s.
     pub poll: Duration,
-    /// How long closing waits for what was begun: publishes, handlers, all at once. Default: 25 s.
+    /// How long closing waits for publishes and handlers in flight. Default: 25 s.
     pub drain: Duration,
-    /// How often the bus looks at its health by itself, for metrics and [`last_health`](crate::StreamedBus::last_health).
-    /// Default: 30 s; `None` never.
+    /// Interval of automatic health checks, for metrics and
+    /// [`last_health`](crate::StreamedBus::last_health). Default: 30 s; `None`: never.
     pub health_every: Option<Duration>,
     /// Settings of durable subscriptions.
     pub queue: QueueConfig,
-    /// The time that is written into events. Default: the machine's.
+    /// Clock for event timestamps. Default: the system clock.
     pub clock: Arc<dyn Clock>,
 }
 
-/// What to do with an event that cannot be stored because the backend is away.
+/// What to do with an event that cannot be stored because the backend is unavailable.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum FailurePolicy {
     /// Publishing fails. No handler runs.
     #[default]
     Fail,
-    /// It waits in a file and is stored when the backend is back, in order within its session. Handlers of this process
-    /// run at once.
+    /// The event is written to a file and moved to its stream when the backend is available again, in order within its
+    /// session. Handlers of this process run at once.
     Spool(SpoolConfig),
-    /// Handlers of this process run. The result says whether other processes may see the event:
-    /// [`Stored::LocalOnly`](crate::Stored::LocalOnly) was not sent, because the breaker was open, and no other process ever sees it;
-    /// [`Stored::Unconfirmed`](crate::Stored::Unconfirmed) was sent and not confirmed, and may be in its stream.
+    /// Handlers of this process run. The result tells whether other processes may see the event:
+    /// [`StoreOutcome::LocalOnly`](crate::StoreOutcome::LocalOnly): not sent, because the breaker was open; no other
+    /// process sees it. [`StoreOutcome::Unconfirmed`](crate::StoreOutcome::Unconfirmed): sent and not confirmed; it
+    /// may be in its stream.
     LocalOnly,
 }
 
-/// How long ids are remembered, if the settings do not say.
-pub(super) const REMEMBER_DEFAULT: Duration = Duration::from_secs(10 * 60);
+/// Default dedup window.
+pub(super) const DEDUP_WINDOW_DEFAULT: Duration = Duration::from_secs(10 * 60);
 
 impl Default for StreamedBusConfig {
     fn default() -> Self {
         Self {
             prefix: PREFIX.to_owned(),
-            namespace: Namespace::new("default").expect("it is a valid name"),
+            namespace: Namespace::new("default").expect("it is a valid namespace"),
             session: None,
             on_failure: FailurePolicy::Fail,
             breaker: BreakerConfig::default(),
-            remember: None,
+            dedup_window: None,
             control_retention: Retention::max_len(10_000),
             session_retention: Retention::KEEP_ALL,
             in_flight_max: 1000,
@@ -94,10 +95,10 @@ impl Default for StreamedBusConfig {
 }
 
 impl StreamedBusConfig {
-    /// Checks them for a backend whose calls take so long at most.
+    /// Validates the settings for a backend with this call deadline.
     pub(crate) fn validate(&self, call_deadline: Option<Duration>) -> Result<()> {
-        let remember = self.remember.unwrap_or(REMEMBER_DEFAULT);
-        BusError::check_remembered("remember", remember, call_deadline)?;
+        let dedup_window = self.dedup_window.unwrap_or(DEDUP_WINDOW_DEFAULT);
+        BusError::check_dedup_window("dedup_window", dedup_window, call_deadline)?;
         let counts = [
             ("in_flight_max", self.in_flight_max, IN_FLIGHT_MAX),
             ("batch", self.batch, COUNT_MAX),
@@ -108,15 +109,16 @@ impl StreamedBusConfig {
             }
         }
         if self.poll.is_zero() || self.poll > WAIT_MAX {
-            let problem = format!("{:?}; more than zero, at most {WAIT_MAX:?}", self.poll);
+            let problem =
+                format!("{:?}; must be greater than zero and at most {WAIT_MAX:?}", self.poll);
             return Err(BusError::invalid("poll", problem));
         }
-        if self.remember.is_some_and(|time| time.as_millis() == 0 || time > REMEMBER_MAX) {
-            let problem = format!("{:?}; 1 ms to {REMEMBER_MAX:?}", self.remember);
-            return Err(BusError::invalid("remember", problem));
+        if self.dedup_window.is_some_and(|time| time.as_millis() == 0 || time > DEDUP_WINDOW_MAX) {
+            let problem = format!("{:?}; 1 ms to {DEDUP_WINDOW_MAX:?}", self.dedup_window);
+            return Err(BusError::invalid("dedup_window", problem));
         }
         if self.health_every.is_some_and(|every| every.is_zero()) {
-            return Err(BusError::invalid("health_every", "it is zero"));
+            return Err(BusError::invalid("health_every", "must be greater than zero"));
         }
         if let FailurePolicy::Spool(spool) = &self.on_failure {
             spool.validate()?;

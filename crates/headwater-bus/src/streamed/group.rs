@@ -1,9 +1,9 @@
-//! Durable subscriptions: a group of the queue on the stream of a session or a namespace.
+//! Durable subscriptions: a consumer group of the queue on the stream of a session or namespace.
 //!
-//! Upstream: entries of the stream, through `headwater-queue`: reading, sharing, take-over and dead letters are its
-//! business. Downstream: `durable` pursues each event.
-//! Promises: what cannot be read is parked before it is acknowledged; what is given up becomes a dead letter with its
-//! bytes as they are.
+//! Upstream: `headwater-queue` reads, shares, reclaims and dead-letters entries. Downstream: `delivery` handles each
+//! event.
+//! Promises: an undecodable entry is parked before it is acknowledged; a failed event becomes a dead letter with its
+//! bytes unchanged.
 
 use std::sync::Arc;
 
@@ -11,32 +11,32 @@ use headwater_queue::{ConsumerConfig, Message, Mode, Outcome, Subscription};
 use headwater_stream::{EntryId, GroupName, StreamName};
 
 use super::Inner;
-use crate::bus::Subscribe;
-use crate::durable::{Ended, Pursuit};
-use crate::error::{BusError, Misfit, Result};
+use crate::bus::SubscribeOptions;
+use crate::delivery::{DeliveryOutcome, EventDelivery};
+use crate::error::{BusError, DecodeError, Result};
 use crate::event::{Envelope, Scope};
-use crate::handler::{Delivered, Handlers};
+use crate::handler::{DeliveredEvent, Handlers};
 use crate::name::SubscriptionId;
 
 /// A durable subscription of this bus.
-pub(super) struct Group {
+pub(super) struct DurableGroup {
     pub(super) stream: StreamName,
     pub(super) name: GroupName,
-    pub(super) pursuit: Pursuit,
-    /// `None` while it is being made.
+    pub(super) delivery: EventDelivery,
+    /// `None` while it is being created.
     pub(super) subscription: Option<Arc<Subscription>>,
 }
 
-/// The place of a group that is being subscribed; free again if that fails or its caller goes away.
-struct Reservation<'a> {
+/// The slot of a group that is being subscribed; freed if that fails or the caller is dropped.
+struct GroupReservation<'a> {
     inner: &'a Inner,
     id: SubscriptionId,
-    is_kept: bool,
+    is_committed: bool,
 }
 
-impl Drop for Reservation<'_> {
+impl Drop for GroupReservation<'_> {
     fn drop(&mut self) {
-        if !self.is_kept {
+        if !self.is_committed {
             self.inner.groups().remove(&self.id);
         }
     }
@@ -47,60 +47,60 @@ impl Inner {
         self: &Arc<Self>,
         id: SubscriptionId,
         label: &str,
-        subscribe: Subscribe,
+        subscribe: SubscribeOptions,
         handlers: Handlers,
     ) -> Result<()> {
-        let (stream, place) = match handlers.one_scope()? {
+        let (stream, place) = match handlers.common_scope()? {
             Scope::Namespace => (self.control.clone(), self.config.namespace.as_str()),
             Scope::Session => {
                 let session = subscribe.session.as_ref().or(self.config.session.as_ref());
                 let session = session.ok_or_else(|| {
-                    BusError::invalid("a durable subscription", "it names no session")
+                    BusError::invalid("durable subscription", "no session is set")
                 })?;
                 (self.keys.session(session), session.as_str())
             }
         };
         let name = self.keys.group(place, label)?;
-        let pursuit = Pursuit {
+        let delivery = EventDelivery {
             handlers: handlers.list,
             handler_timeout: subscribe.handler_timeout,
             retry: subscribe.retry.clone(),
             closing: self.closing.clone(),
         };
-        let group = Group {
+        let group = DurableGroup {
             stream: stream.clone(),
             name: name.clone(),
-            pursuit: pursuit.clone(),
+            delivery: delivery.clone(),
             subscription: None,
         };
         let mut reservation = self.reserve(id, group, label)?;
         let (topic, group) = (stream.to_string(), name.to_string());
         let inner = Arc::downgrade(self);
         let handler = move |message: Message| {
-            let (inner, pursuit, stream) = (inner.upgrade(), pursuit.clone(), stream.clone());
+            let (inner, delivery, stream) = (inner.upgrade(), delivery.clone(), stream.clone());
             async move {
                 match inner {
-                    Some(inner) => inner.handle(&stream, &pursuit, message).await,
-                    // The bus is gone: somebody else will do it.
+                    Some(inner) => inner.handle(&stream, &delivery, message).await,
+                    // The bus was dropped: another process will handle it.
                     None => Outcome::Release,
                 }
             }
         };
         let config = consumer_config(&subscribe, self.config.drain);
         let inner = Arc::clone(self);
-        // A task of its own: whoever has begun to join a group must end it or leave, also if the caller goes away.
+        // Runs in its own task: joining a group must be completed or undone even if the caller is dropped.
         let subscribing = tokio::spawn(async move {
             let subscription = inner.queue.subscribe(&topic, &group, handler, config).await?;
-            inner.fill(id, subscription).await;
+            inner.attach(id, subscription).await;
             Ok(())
         });
         let subscribed = subscribing.await.unwrap_or(Err(BusError::Closed));
-        reservation.is_kept = subscribed.is_ok();
+        reservation.is_committed = subscribed.is_ok();
         subscribed
     }
 
-    /// Puts a subscription into the place that was reserved for it, or ends it if nobody wants it any more.
-    async fn fill(&self, id: SubscriptionId, subscription: Subscription) {
+    /// Puts a subscription into its reserved slot, or stops it if the slot is gone.
+    async fn attach(&self, id: SubscriptionId, subscription: Subscription) {
         let subscription = Arc::new(subscription);
         let is_wanted = match self.groups().get_mut(&id) {
             Some(group) => {
@@ -114,67 +114,80 @@ impl Inner {
         }
     }
 
-    /// One subscription per stream and group: two would take each other's events for none of their business.
-    fn reserve(&self, id: SubscriptionId, group: Group, label: &str) -> Result<Reservation<'_>> {
+    /// One subscription per stream and group: two would acknowledge and skip each other's events.
+    fn reserve(
+        &self,
+        id: SubscriptionId,
+        group: DurableGroup,
+        label: &str,
+    ) -> Result<GroupReservation<'_>> {
         let mut groups = self.groups();
-        let is_same = |other: &Group| other.stream == group.stream && other.name == group.name;
+        let is_same =
+            |other: &DurableGroup| other.stream == group.stream && other.name == group.name;
         if groups.values().any(is_same) {
-            let problem = format!("`{label}` is subscribed here; give all handlers in one call");
-            return Err(BusError::invalid("a group", problem));
+            let problem = format!(
+                "`{label}` is already subscribed on this bus; pass all handlers in one call"
+            );
+            return Err(BusError::invalid("group", problem));
         }
         groups.insert(id, group);
-        Ok(Reservation { inner: self, id, is_kept: false })
+        Ok(GroupReservation { inner: self, id, is_committed: false })
     }
 
-    async fn handle(&self, stream: &StreamName, pursuit: &Pursuit, message: Message) -> Outcome {
-        let delivered = match self.read_message(stream, pursuit, &message) {
+    async fn handle(
+        &self,
+        stream: &StreamName,
+        delivery: &EventDelivery,
+        message: Message,
+    ) -> Outcome {
+        let delivered = match self.read_message(stream, delivery, &message) {
             Ok(Some(delivered)) => delivered,
             Ok(None) => return Outcome::Done,
-            Err(misfit) => return self.park_message(stream, &message, &misfit).await,
+            Err(decode_error) => return self.park_message(stream, &message, &decode_error).await,
         };
-        match pursuit.run(&delivered).await {
-            Ended::Done => Outcome::Done,
-            Ended::Released => Outcome::Release,
-            Ended::GivenUp { reason } => Outcome::dead_letter(reason),
+        match delivery.run(&delivered).await {
+            DeliveryOutcome::Done => Outcome::Done,
+            DeliveryOutcome::Released => Outcome::Release,
+            DeliveryOutcome::Failed { reason } => Outcome::dead_letter(reason),
         }
     }
 
-    /// The event of a message; `None` if it is of a type that the group does not handle.
+    /// Decodes a message; `None` if the group has no handler for its type.
     fn read_message(
         &self,
         stream: &StreamName,
-        pursuit: &Pursuit,
+        delivery: &EventDelivery,
         message: &Message,
-    ) -> Result<Option<Delivered>, Misfit> {
+    ) -> Result<Option<DeliveredEvent>, DecodeError> {
         let mut envelope = Envelope::from_entry(stream, message.id, &message.fields)?;
         envelope.deliveries = message.deliveries;
         let is_known = self.registry.scope(&envelope.event_type).is_some();
-        if is_known && !pursuit.handles(&envelope.event_type) {
+        if is_known && !delivery.handles(&envelope.event_type) {
             return Ok(None);
         }
         let value = self.registry.decode_any(&envelope)?;
-        Ok(Some(Delivered { value, envelope: Arc::new(envelope) }))
+        Ok(Some(DeliveredEvent { value, envelope: Arc::new(envelope) }))
     }
 
     async fn park_message(
         &self,
         stream: &StreamName,
         message: &Message,
-        misfit: &Misfit,
+        decode_error: &DecodeError,
     ) -> Outcome {
         let entry_id: EntryId = message.id;
-        match self.park_for_sure(stream, entry_id, &message.fields, misfit).await {
+        match self.park_with_retries(stream, entry_id, &message.fields, decode_error).await {
             Ok(()) => Outcome::Done,
             Err(error) if error.is_transient() => Outcome::Release,
-            // Nowhere to park it: the dead letters keep it.
+            // It cannot be parked, so it is kept as a dead letter.
             Err(error) => {
-                Outcome::dead_letter(format!("{misfit}; it could not be parked: {error}"))
+                Outcome::dead_letter(format!("{decode_error}; it could not be parked: {error}"))
             }
         }
     }
 }
 
-fn consumer_config(subscribe: &Subscribe, drain: std::time::Duration) -> ConsumerConfig {
+fn consumer_config(subscribe: &SubscribeOptions, drain: std::time::Duration) -> ConsumerConfig {
     let concurrency = subscribe.concurrency;
     let read_ahead = subscribe.read_ahead.unwrap_or(concurrency);
     let in_flight = concurrency + read_ahead;

@@ -1,4 +1,4 @@
-//! How a bus on streams is: asked for, and looked at now and then.
+//! Health checks of a bus on streams: on demand and at intervals.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::Ordering;
@@ -8,27 +8,27 @@ use std::time::{Duration, Instant};
 use headwater_stream::{StreamError, StreamName};
 
 use super::Inner;
-use crate::bus::{GroupHealth, Health, StreamHealth};
+use crate::bus::{BusHealth, GroupHealth, StreamHealth};
 use crate::metrics;
 
-/// A group as the metrics know it: the same label in all sessions is one.
+/// Labels of a pending gauge. Groups with the same label in different sessions share one.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Reported {
+pub(super) struct ReportedGauge {
     kind: &'static str,
     group: String,
 }
 
-/// Looks at the health of the bus every so often, until it closes.
+/// Checks the health at intervals until the bus closes.
 pub(super) async fn run(inner: Arc<Inner>, every: Duration) {
-    while inner.pause(every).await {
-        inner.look().await;
+    while inner.sleep_unless_closing(every).await {
+        inner.check_health().await;
     }
 }
 
 impl Inner {
-    /// Asks the backend, and remembers and counts what it found.
-    pub(super) async fn look(&self) -> Health {
-        let mut health = Health {
+    /// Queries the backend, stores the result and updates the gauges.
+    pub(super) async fn check_health(&self) -> BusHealth {
+        let mut health = BusHealth {
             connected: false,
             latency: None,
             streams: Default::default(),
@@ -39,23 +39,23 @@ impl Inner {
             last_check: self.config.clock.now(),
             problem: None,
         };
-        match self.ask(&mut health).await {
-            Ok(()) => self.report(&health),
+        match self.query_backend(&mut health).await {
+            Ok(()) => self.update_gauges(&health),
             Err(error) => health.problem = Some(error.to_string()),
         }
         *self.last_health() = Some(health.clone());
         health
     }
 
-    async fn ask(&self, health: &mut Health) -> Result<(), StreamError> {
+    async fn query_backend(&self, health: &mut BusHealth) -> Result<(), StreamError> {
         let began = Instant::now();
         self.backend.now().await?;
         health.connected = true;
         health.latency = Some(began.elapsed());
         for stream in self.streams() {
-            // A stream nobody wrote to or read from does not exist.
+            // A stream that was never written or read does not exist.
             let Some(stats) = self.backend.stats(&stream).await? else { continue };
-            // Guards of sessions never read, and nobody waits for them to.
+            // Guard groups of sessions never read; their lag is meaningless.
             let groups = stats.groups.into_iter().filter(|group| !self.keys.is_guard(&group.name));
             let groups = groups.map(|group| {
                 (group.name.to_string(), GroupHealth { pending: group.pending, lag: group.lag })
@@ -67,47 +67,48 @@ impl Inner {
         Ok(())
     }
 
-    /// Tells the metrics what is pending: all sessions together, for there may be millions of them.
-    fn report(&self, health: &Health) {
-        let mut pending: BTreeMap<Reported, u64> = BTreeMap::new();
+    /// Updates the pending gauges, with all sessions summed up, because there may be millions.
+    fn update_gauges(&self, health: &BusHealth) {
+        let mut pending: BTreeMap<ReportedGauge, u64> = BTreeMap::new();
         for (stream, found) in &health.streams {
             for (group, at) in &found.groups {
-                *pending.entry(self.reported_as(stream, group)).or_default() += at.pending;
+                *pending.entry(self.gauge_for(stream, group)).or_default() += at.pending;
             }
         }
-        let now: BTreeSet<Reported> = pending.keys().cloned().collect();
-        let before = std::mem::replace(&mut *self.reported(), now);
-        // Nobody works with them any more: what was told last would stand for ever.
-        for Reported { kind, group } in before.iter().filter(|one| !pending.contains_key(one)) {
+        let now: BTreeSet<ReportedGauge> = pending.keys().cloned().collect();
+        let before = std::mem::replace(&mut *self.reported_gauges(), now);
+        // Groups that are no longer used would otherwise keep their last value.
+        for ReportedGauge { kind, group } in before.iter().filter(|one| !pending.contains_key(one))
+        {
             metrics::pending(kind, group, 0);
         }
-        for (Reported { kind, group }, count) in &pending {
+        for (ReportedGauge { kind, group }, count) in &pending {
             metrics::pending(kind, group, *count);
         }
     }
 
-    /// The bus is closed: nobody looks any more.
-    pub(super) fn report_nothing(&self) {
-        for Reported { kind, group } in std::mem::take(&mut *self.reported()) {
+    /// Resets the gauges when the bus is closed.
+    pub(super) fn clear_gauges(&self) {
+        for ReportedGauge { kind, group } in std::mem::take(&mut *self.reported_gauges()) {
             metrics::pending(kind, &group, 0);
         }
     }
 
-    fn reported_as(&self, stream: &str, group: &str) -> Reported {
+    fn gauge_for(&self, stream: &str, group: &str) -> ReportedGauge {
         let session = stream.strip_prefix(&format!("{}:events:", self.keys.prefix()));
         let kind = if session.is_some() { "session" } else { "control" };
         let place = session.unwrap_or(self.config.namespace.as_str());
         let label = group.strip_prefix(&format!("{}:cg:{place}:", self.keys.prefix()));
-        // A group of another program may have the session in its name, in whichever way.
+        // The name of a foreign group may contain the session id, so it must not become a label.
         let other = if session.is_some() { "other" } else { group };
-        Reported { kind, group: label.unwrap_or(other).to_owned() }
+        ReportedGauge { kind, group: label.unwrap_or(other).to_owned() }
     }
 
-    fn reported(&self) -> MutexGuard<'_, BTreeSet<Reported>> {
-        self.reported.lock().expect("no code panics while it holds this lock")
+    fn reported_gauges(&self) -> MutexGuard<'_, BTreeSet<ReportedGauge>> {
+        self.reported_gauges.lock().expect("no code panics while it holds this lock")
     }
 
-    /// Every stream this bus works with.
+    /// All streams of this bus.
     fn streams(&self) -> BTreeSet<StreamName> {
         let own = self.config.session.as_ref().map(|session| self.keys.session(session));
         let followed = self.followed.positions().into_iter().map(|(stream, _)| stream);

@@ -1,16 +1,16 @@
-//! The bus on streams: events outlive the process and reach others.
+//! The bus on streams: events are persistent and reach other processes.
 //!
 //! Upstream: applications. Downstream: a backend of `headwater-stream`, and `headwater-queue` for groups.
 //!
-//! The way of an event: `publish` checks it, `store` puts it into its stream or, if the backend is away, where the
-//! failure policy says, and live handlers of this process run. Other processes get it by `tail`, groups by `group`.
-//! `replay` moves what had to wait.
+//! How an event flows: `publish` validates it; `store` appends it to its stream or, if the backend is unavailable,
+//! applies the failure policy; then the live handlers of this process run. Other processes read it by `tail`, groups
+//! by `group`. `spool_drain` moves spooled events to their streams.
 
 // In dependency order: each module uses only those above it.
 mod config;
 
-mod followed;
-mod origin;
+mod followed_streams;
+mod own_events;
 
 mod store;
 
@@ -19,7 +19,7 @@ mod tail;
 
 mod group;
 mod health;
-mod replay;
+mod spool_drain;
 
 use std::collections::{BTreeSet, HashMap};
 use std::fmt;
@@ -37,23 +37,23 @@ use tokio::time::timeout;
 use tracing::warn;
 
 pub use self::config::{FailurePolicy, StreamedBusConfig};
-use self::followed::Followed;
-use self::group::Group;
-use self::health::Reported;
-use self::origin::Origin;
+use self::followed_streams::FollowedStreams;
+use self::group::DurableGroup;
+use self::health::ReportedGauge;
+use self::own_events::OwnEvents;
 use crate::breaker::Breaker;
-use crate::bus::{EventBus, Health, PublishResult, Subscribe, SubscriptionKind};
-use crate::durable::{Closing, Ended};
+use crate::bus::{BusHealth, EventBus, PublishResult, SubscribeOptions, SubscriptionKind};
+use crate::delivery::{CloseSignal, DeliveryOutcome};
 use crate::error::{BusError, Result};
-use crate::event::{Envelope, Outgoing, Scope};
-use crate::handler::{self, Delivered, Handlers};
-use crate::journal::Journal;
+use crate::event::{Envelope, OutgoingEvent, Scope};
+use crate::handler::{self, DeliveredEvent, Handlers};
 use crate::keys::Keys;
-use crate::live::{Live, LiveList, Source};
+use crate::live::{EventSource, LiveSubscription, LiveSubscriptions};
 use crate::name::{EventId, SessionId, SubscriptionId, random_bits};
-use crate::parked::{Parked, ParkedEntry};
-use crate::registry::Registry;
-use crate::spool::{Spool, Spooled};
+use crate::registry::EventRegistry;
+use crate::session_backend::SessionBackend;
+use crate::spool::{Spool, SpooledEvent};
+use crate::unknown_events::{ParkedEntry, UnknownEvents};
 
 /// A bus on the streams of a backend.
 pub struct StreamedBus {
@@ -64,35 +64,34 @@ pub struct StreamedBus {
 
 pub(crate) struct Inner {
     backend: Arc<dyn Backend>,
-    registry: Registry,
+    registry: EventRegistry,
     config: StreamedBusConfig,
     keys: Keys,
     control: StreamName,
     queue: Queue,
-    live: LiveList,
-    followed: Followed,
-    groups: Mutex<HashMap<SubscriptionId, Group>>,
-    origin: Origin,
+    live: LiveSubscriptions,
+    followed: FollowedStreams,
+    groups: Mutex<HashMap<SubscriptionId, DurableGroup>>,
+    own_events: OwnEvents,
     breaker: Breaker,
     spool: Option<Spool>,
-    parked: Parked,
+    parked: UnknownEvents,
     next_id: AtomicU64,
-    closing: Closing,
-    /// One permit for each publish under way.
+    closing: CloseSignal,
+    /// One permit for each publish in flight.
     in_flight: Arc<Semaphore>,
-    last_health: Mutex<Option<Health>>,
-    /// How often live subscriptions may have missed something.
+    last_health: Mutex<Option<BusHealth>>,
+    /// How often live subscriptions may have missed entries.
     missed: AtomicU64,
-    /// What the metric of pending entries tells of.
-    reported: Mutex<BTreeSet<Reported>>,
+    /// Pending gauges that were set.
+    reported_gauges: Mutex<BTreeSet<ReportedGauge>>,
 }
 
 impl StreamedBus {
-    /// A bus for these event types on a backend. With a spool, what waits in it is replayed first. The backend stays open
-    /// when the bus is closed.
+    /// Opens a bus on a backend. Events in the spool are moved first. Closing the bus does not close the backend.
     pub async fn open(
         backend: Arc<dyn Backend>,
-        registry: Registry,
+        registry: EventRegistry,
         config: StreamedBusConfig,
     ) -> Result<Self> {
         config.validate(backend.call_deadline())?;
@@ -104,15 +103,19 @@ impl StreamedBus {
             }
             FailurePolicy::Fail | FailurePolicy::LocalOnly => None,
         };
-        let (stop, closing) = Closing::new();
+        let (stop, closing) = CloseSignal::new();
         let inner = Arc::new(Inner {
             control: keys.control(&config.namespace),
-            parked: Parked { backend: Arc::clone(&backend), stream: keys.unknown() },
+            parked: UnknownEvents { backend: Arc::clone(&backend), stream: keys.unknown() },
             queue: Queue::with_config(Arc::clone(&backend), config.queue.clone())?,
-            live: LiveList::default(),
-            followed: Followed::default(),
+            live: LiveSubscriptions::default(),
+            followed: FollowedStreams::default(),
             groups: Mutex::default(),
-            origin: Origin::new(format!("bus:{}:{:032x}", std::process::id(), random_bits())),
+            own_events: OwnEvents::new(format!(
+                "bus:{}:{:032x}",
+                std::process::id(),
+                random_bits()
+            )),
             breaker: Breaker::new(config.breaker)?,
             spool,
             next_id: AtomicU64::new(1),
@@ -120,7 +123,7 @@ impl StreamedBus {
             in_flight: Arc::new(Semaphore::new(config.in_flight_max)),
             last_health: Mutex::default(),
             missed: AtomicU64::new(0),
-            reported: Mutex::default(),
+            reported_gauges: Mutex::default(),
             backend,
             registry,
             config,
@@ -128,7 +131,7 @@ impl StreamedBus {
         });
         let mut tasks = vec![tokio::spawn(tail::run(Arc::clone(&inner)))];
         if inner.spool.is_some() {
-            tasks.push(tokio::spawn(replay::run(Arc::clone(&inner))));
+            tasks.push(tokio::spawn(spool_drain::run(Arc::clone(&inner))));
         }
         if let Some(every) = inner.config.health_every {
             tasks.push(tokio::spawn(health::run(Arc::clone(&inner), every)));
@@ -136,27 +139,27 @@ impl StreamedBus {
         Ok(Self { inner, stop, tasks: Mutex::new(tasks) })
     }
 
-    /// The control stream of its namespace, for those who put entries of their own into it.
+    /// The control stream of its namespace, for appending entries without the bus.
     pub fn control_stream(&self) -> &StreamName {
         &self.inner.control
     }
 
-    /// What this start of the bus writes into the field `origin` of its events.
+    /// Value of the field `origin` of its events; different after every restart.
     pub fn origin(&self) -> &str {
-        self.inner.origin.name()
+        self.inner.own_events.origin()
     }
 
-    /// What the last look at its health found, if there was one.
-    pub fn last_health(&self) -> Option<Health> {
+    /// Result of the last health check.
+    pub fn last_health(&self) -> Option<BusHealth> {
         self.inner.last_health().clone()
     }
 
-    /// Spooled events that their streams refused for good, oldest first, up to so many. They lie in a file beside the
-    /// spool; remove it when they are dealt with.
+    /// Spooled events that were permanently rejected by their streams, oldest first, up to `count`. They are in the
+    /// `.rejected` file beside the spool; remove it when they are handled.
     pub async fn rejected(&self, count: usize) -> Result<Vec<RejectedEvent>> {
         let Some(spool) = &self.inner.spool else { return Ok(Vec::new()) };
         let rejected = spool.rejected(count).await?.into_iter();
-        let read = |event: Spooled| RejectedEvent {
+        let read = |event: SpooledEvent| RejectedEvent {
             stream: event.stream,
             event_id: event.event_id,
             fields: event.fields,
@@ -164,51 +167,51 @@ impl StreamedBus {
         Ok(rejected.map(read).collect())
     }
 
-    /// Entries of unknown or unfit types, oldest first, after this one (`EntryId::MIN` for the first page).
+    /// Parked entries after this one (`EntryId::MIN` for the first page), oldest first.
     pub async fn parked(&self, after: EntryId, count: usize) -> Result<Vec<ParkedEntry>> {
         self.inner.parked.list(after, count).await
     }
 
-    /// Removes a parked entry. Returns whether it was there. The entry it tells of stays in its stream.
-    pub async fn forget_parked(&self, id: EntryId) -> Result<bool> {
+    /// Deletes a parked entry. Returns whether it existed. The original entry stays in its stream.
+    pub async fn delete_parked(&self, id: EntryId) -> Result<bool> {
         self.inner.parked.remove(id).await
     }
 
-    /// Gives a parked entry to the subscriptions of this bus that would have got it, and removes it if all of their
-    /// handlers are done with it. Nothing is appended to its stream.
-    pub async fn retry_parked(&self, id: EntryId) -> Result<Retried> {
+    /// Delivers a parked entry to the matching subscriptions of this bus, and removes it if all handlers succeed.
+    /// Nothing is appended to its stream.
+    pub async fn retry_parked(&self, id: EntryId) -> Result<RetryParkedOutcome> {
         let inner = Arc::clone(&self.inner);
-        // As with publishing, handlers run to their end.
+        // As with publishing, handlers finish even if the caller is dropped.
         let retrying = tokio::spawn(async move { inner.retry_parked(id).await });
         retrying.await.unwrap_or(Err(BusError::Closed))
     }
 }
 
-/// An event that waited in a spool until its stream refused it for good.
+/// A spooled event that was permanently rejected by its stream.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RejectedEvent {
     /// The stream.
     pub stream: StreamName,
-    /// What the event is known by.
+    /// Id of the event.
     pub event_id: EventId,
-    /// What its entry would have been.
+    /// The fields of its entry.
     pub fields: Fields,
 }
 
-/// What came of another try with a parked entry.
+/// Result of retrying a parked entry.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum Retried {
-    /// So many handlers are done with it; it is parked no more.
+pub enum RetryParkedOutcome {
+    /// This many handlers succeeded; it is no longer parked.
     Handled(usize),
-    /// It still cannot be read, for this reason.
+    /// It still cannot be decoded, for this reason.
     Unreadable(String),
-    /// No subscription of this bus is for it. Retry it where there is one.
+    /// No subscription of this bus accepts it. Retry it on a bus that has one.
     NoHandler,
     /// A handler failed, for this reason.
     Failed(String),
     /// It is not parked.
-    Missing,
+    NotParked,
 }
 
 impl fmt::Debug for StreamedBus {
@@ -222,7 +225,7 @@ impl fmt::Debug for StreamedBus {
 
 impl Drop for StreamedBus {
     fn drop(&mut self) {
-        // What was begun is abandoned: unacknowledged events are taken over by others.
+        // Work in flight is abandoned: unacknowledged events are reclaimed by other processes.
         let _ = self.stop.send(true);
         self.inner.live.clear();
         self.inner.groups().clear();
@@ -238,13 +241,13 @@ impl StreamedBus {
 
 #[async_trait]
 impl EventBus for StreamedBus {
-    fn registry(&self) -> &Registry {
+    fn registry(&self) -> &EventRegistry {
         &self.inner.registry
     }
 
     async fn subscribe_handlers(
         &self,
-        subscribe: Subscribe,
+        subscribe: SubscribeOptions,
         handlers: Handlers,
     ) -> Result<SubscriptionId> {
         let inner = &self.inner;
@@ -277,54 +280,57 @@ impl EventBus for StreamedBus {
         Ok(true)
     }
 
-    async fn publish_all(&self, mut events: Vec<Outgoing>) -> Result<Vec<Result<PublishResult>>> {
-        // The trace is that of the caller, and the task below does not know it.
-        events.iter_mut().for_each(Outgoing::join_trace);
+    async fn publish_all(
+        &self,
+        mut events: Vec<OutgoingEvent>,
+    ) -> Result<Vec<Result<PublishResult>>> {
+        // The task below does not inherit the caller's trace.
+        events.iter_mut().for_each(OutgoingEvent::join_trace);
         let inner = Arc::clone(&self.inner);
-        // What a handler publishes is part of what is under way: it waits for no room, and closing waits for it. Others
-        // wait for room here: of those who go away meanwhile nothing is left.
-        let under_way = match handler::is_handling() {
+        // A publish by a handler is part of the publish in flight: it needs no permit, and closing waits for it.
+        // Other callers wait for a permit here; a caller that is dropped while waiting has no effect.
+        let permit = match handler::is_in_handler() {
             true => None,
             false => {
-                let room = Arc::clone(&inner.in_flight).acquire_owned().await;
-                Some(room.map_err(|_| BusError::Closed)?)
+                let permit = Arc::clone(&inner.in_flight).acquire_owned().await;
+                Some(permit.map_err(|_| BusError::Closed)?)
             }
         };
-        if under_way.is_some() && inner.closing.is_set() {
+        if permit.is_some() && inner.closing.is_set() {
             return Err(BusError::Closed);
         }
-        // A task of its own: an event that is stored is handled, also if the caller goes away in between.
+        // Runs in its own task, so that a stored event is handled even if the caller is dropped.
         let publishing = tokio::spawn(async move {
-            let _under_way = under_way;
+            let _permit = permit;
             inner.publish_all(events).await
         });
         publishing.await.unwrap_or(Err(BusError::Closed))
     }
 
-    async fn journal(&self) -> Result<Journal> {
+    async fn session_backend(&self) -> Result<SessionBackend> {
         let Inner { backend, keys, config, .. } = &*self.inner;
         let namespace = config.namespace.clone();
-        Ok(Journal { backend: Arc::clone(backend), keys: keys.clone(), namespace })
+        Ok(SessionBackend { backend: Arc::clone(backend), keys: keys.clone(), namespace })
     }
 
-    async fn health(&self) -> Health {
-        self.inner.look().await
+    async fn health(&self) -> BusHealth {
+        self.inner.check_health().await
     }
 
     async fn close(&self) -> Result<()> {
         let inner = &self.inner;
         let _ = self.stop.send(true);
-        let groups: Vec<Group> = inner.groups().drain().map(|(_, group)| group).collect();
+        let groups: Vec<DurableGroup> = inner.groups().drain().map(|(_, group)| group).collect();
         let tasks: Vec<JoinHandle<()>> = self.tasks().drain(..).collect();
         let drain = inner.config.drain;
-        // All at once: together they take no longer than the one that takes longest.
+        // Concurrently, so that the total is at most one drain timeout.
         tokio::join!(
             inner.end_publishes(),
             end_groups(&groups, drain),
             join_all(tasks.into_iter().map(|task| end(task, drain))),
         );
         inner.live.clear();
-        inner.report_nothing();
+        inner.clear_gauges();
         if let Some(spool) = &inner.spool {
             spool.close().await;
         }
@@ -332,34 +338,34 @@ impl EventBus for StreamedBus {
     }
 }
 
-/// Stops reading for groups, waits for their handlers and gives back what they did not get to.
-async fn end_groups(groups: &[Group], drain: Duration) {
+/// Stops the groups: waits for their handlers and releases the rest.
+async fn end_groups(groups: &[DurableGroup], drain: Duration) {
     let subscriptions = groups.iter().filter_map(|group| group.subscription.as_ref());
     let stopping = join_all(subscriptions.map(|subscription| subscription.stop()));
     if timeout(drain + GIVE_BACK, stopping).await.is_err() {
-        // Whoever is left in the group takes it over.
-        warn!("the backend did not take back in time what groups had in hand");
+        // Other members of the group reclaim these entries.
+        warn!("backend did not release the entries of stopped groups in time");
     }
 }
 
-/// Waits for a task that knows that it is to end, and ends it if it does not.
+/// Waits for a task that is ending, and aborts it after the drain timeout.
 async fn end(mut task: JoinHandle<()>, drain: Duration) {
     if timeout(drain, &mut task).await.is_err() {
-        warn!("a handler was still running when the bus was closed");
+        warn!("a live handler was still running at the drain timeout and was aborted");
         task.abort();
         let _ = task.await;
     }
 }
 
-/// How long groups may take to give back what they did not get to, after the time for handlers is up.
+/// Time for groups to release entries, after the drain timeout.
 const GIVE_BACK: Duration = Duration::from_secs(2);
 
 impl Inner {
-    /// Waits for publishes under way, and lets no more begin.
+    /// Waits for publishes in flight and rejects new ones.
     async fn end_publishes(&self) {
         let all = self.config.in_flight_max as u32;
         if timeout(self.config.drain, self.in_flight.acquire_many(all)).await.is_err() {
-            warn!("publishes were still under way when the bus was closed");
+            warn!("publishes were still in flight at the drain timeout");
         }
         self.in_flight.close();
     }
@@ -369,7 +375,7 @@ impl Inner {
     async fn subscribe_live(
         &self,
         id: SubscriptionId,
-        subscribe: Subscribe,
+        subscribe: SubscribeOptions,
         handlers: Handlers,
     ) -> Result<()> {
         let session = subscribe.session.as_ref().or(self.config.session.as_ref());
@@ -378,7 +384,7 @@ impl Inner {
             let stream = match (handler.scope, session) {
                 (Scope::Namespace, _) => self.control.clone(),
                 (Scope::Session, Some(session)) => self.keys.session(session),
-                // Only what is published through this bus.
+                // Only events published through this bus.
                 (Scope::Session, None) => continue,
             };
             if follows.iter().all(|(followed, _)| *followed != stream) {
@@ -387,8 +393,9 @@ impl Inner {
                 follows.push((stream, end));
             }
         }
-        let Subscribe { session, handler_timeout, .. } = subscribe;
-        let live = Live::new(id, handlers.list, session, handler_timeout, follows.clone());
+        let SubscribeOptions { session, handler_timeout, .. } = subscribe;
+        let live =
+            LiveSubscription::new(id, handlers.list, session, handler_timeout, follows.clone());
         self.live.add(live)?;
         for (index, (stream, end)) in follows.iter().enumerate() {
             if let Err(error) = self.followed.add(stream, *end) {
@@ -400,58 +407,72 @@ impl Inner {
         Ok(())
     }
 
-    async fn retry_parked(&self, id: EntryId) -> Result<Retried> {
-        let Some(parked) = self.parked.get(id).await? else { return Ok(Retried::Missing) };
+    async fn retry_parked(&self, id: EntryId) -> Result<RetryParkedOutcome> {
+        let Some(parked) = self.parked.get(id).await? else {
+            return Ok(RetryParkedOutcome::NotParked);
+        };
         let read = Envelope::from_entry(&parked.stream, parked.entry_id, &parked.fields);
         let envelope = match read {
             Ok(envelope) => envelope,
-            Err(misfit) => return Ok(Retried::Unreadable(misfit.to_string())),
+            Err(decode_error) => {
+                return Ok(RetryParkedOutcome::Unreadable(decode_error.to_string()));
+            }
         };
         let value = match self.registry.decode_any(&envelope) {
             Ok(value) => value,
-            Err(misfit) => return Ok(Retried::Unreadable(misfit.to_string())),
+            Err(decode_error) => {
+                return Ok(RetryParkedOutcome::Unreadable(decode_error.to_string()));
+            }
         };
-        let delivered = Delivered { value, envelope: Arc::new(envelope) };
+        let delivered = DeliveredEvent { value, envelope: Arc::new(envelope) };
         let session = self.session_of(&parked.stream);
-        let source = Source::Here(session.as_ref());
+        let source = EventSource::Here(session.as_ref());
         let dispatched = self.live.dispatch(&delivered, source, self.config.session.as_ref()).await;
         if let Some(failure) = dispatched.failures.first() {
-            return Ok(Retried::Failed(failure.reason.clone()));
+            return Ok(RetryParkedOutcome::Failed(failure.reason.clone()));
         }
         let mut handled = dispatched.invoked;
-        for pursuit in self.pursuits(&parked.stream, &delivered.envelope.event_type) {
-            match pursuit.run(&delivered).await {
-                Ended::Done => handled += 1,
-                Ended::Released => return Ok(Retried::Failed("it was given back".to_owned())),
-                Ended::GivenUp { reason } => return Ok(Retried::Failed(reason)),
+        for delivery in self.deliveries(&parked.stream, &delivered.envelope.event_type) {
+            match delivery.run(&delivered).await {
+                DeliveryOutcome::Done => handled += 1,
+                DeliveryOutcome::Released => {
+                    return Ok(RetryParkedOutcome::Failed("released by its handler".to_owned()));
+                }
+                DeliveryOutcome::Failed { reason } => {
+                    return Ok(RetryParkedOutcome::Failed(reason));
+                }
             }
         }
         if handled == 0 {
-            return Ok(Retried::NoHandler);
+            return Ok(RetryParkedOutcome::NoHandler);
         }
         self.parked.remove(id).await?;
-        Ok(Retried::Handled(handled))
+        Ok(RetryParkedOutcome::Handled(handled))
     }
 
-    fn pursuits(&self, stream: &StreamName, event_type: &str) -> Vec<crate::durable::Pursuit> {
+    fn deliveries(
+        &self,
+        stream: &StreamName,
+        event_type: &str,
+    ) -> Vec<crate::delivery::EventDelivery> {
         let groups = self.groups();
         let wanted = groups
             .values()
-            .filter(|group| group.stream == *stream && group.pursuit.handles(event_type));
-        wanted.map(|group| group.pursuit.clone()).collect()
+            .filter(|group| group.stream == *stream && group.delivery.handles(event_type));
+        wanted.map(|group| group.delivery.clone()).collect()
     }
 
-    /// The session whose stream this is; `None` for the control stream.
+    /// The session of a stream; `None` for the control stream.
     fn session_of(&self, stream: &StreamName) -> Option<SessionId> {
         let session = stream.as_str().strip_prefix(&format!("{}:events:", self.keys.prefix()))?;
         SessionId::new(session).ok()
     }
 
-    fn groups(&self) -> MutexGuard<'_, HashMap<SubscriptionId, Group>> {
+    fn groups(&self) -> MutexGuard<'_, HashMap<SubscriptionId, DurableGroup>> {
         self.groups.lock().expect("no code panics while it holds this lock")
     }
 
-    fn last_health(&self) -> MutexGuard<'_, Option<Health>> {
+    fn last_health(&self) -> MutexGuard<'_, Option<BusHealth>> {
         self.last_health.lock().expect("no code panics while it holds this lock")
     }
 }

@@ -1,8 +1,8 @@
-//! Publishing: check everything, store, then run the live handlers of this process.
+//! Publishing: validate, store, then run the live handlers of this process.
 //!
-//! Upstream: `EventBus::publish_all`, in a task of its own. Downstream: `store`, then `live`.
-//! Promises: bad input has no effect; handlers run in the order of the events, and only for events that are stored, or
-//! that the failure policy lets through.
+//! Upstream: `EventBus::publish_all`, in its own task. Downstream: `store`, then `live`.
+//! Promises: invalid input has no effect; handlers run in event order, and only for events that are stored or that the
+//! failure policy accepts.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -11,29 +11,29 @@ use headwater_stream::StreamName;
 use tracing::Instrument;
 
 use super::Inner;
-use super::store::Ready;
-use crate::bus::{PublishResult, Stored};
+use super::store::EncodedEvent;
+use crate::bus::{PublishResult, StoreOutcome};
 use crate::error::{BusError, Result};
-use crate::event::{Envelope, Outgoing, Scope, publish_span};
-use crate::handler::Delivered;
+use crate::event::{Envelope, OutgoingEvent, Scope, publish_span};
+use crate::handler::DeliveredEvent;
 use crate::limits::{BATCH_BYTES_MAX, BATCH_MAX};
-use crate::live::Source;
+use crate::live::EventSource;
 use crate::metrics;
 use crate::name::{EventId, SessionId};
 use crate::trace;
 
-/// An event with its place.
-struct Prepared {
+/// An event with its stream.
+struct PreparedEvent {
     stream: StreamName,
     session: Option<SessionId>,
-    delivered: Delivered,
-    has_given_id: bool,
+    delivered: DeliveredEvent,
+    has_caller_id: bool,
 }
 
 impl Inner {
     pub(super) async fn publish_all(
         &self,
-        events: Vec<Outgoing>,
+        events: Vec<OutgoingEvent>,
     ) -> Result<Vec<Result<PublishResult>>> {
         let mut prepared = self.prepare(events)?;
         let began = Instant::now();
@@ -58,15 +58,15 @@ impl Inner {
         Ok(results)
     }
 
-    /// Checks all events and makes them ready; an error leaves everything as it was.
-    fn prepare(&self, events: Vec<Outgoing>) -> Result<Vec<Prepared>> {
+    /// Validates and prepares all events; an error has no effect.
+    fn prepare(&self, events: Vec<OutgoingEvent>) -> Result<Vec<PreparedEvent>> {
         let bytes: usize = events.iter().map(|event| event.payload.len()).sum();
         if events.len() > BATCH_MAX || bytes > BATCH_BYTES_MAX {
             let problem = format!(
                 "{} events, {bytes} bytes; the limits are {BATCH_MAX} and {BATCH_BYTES_MAX}",
                 events.len()
             );
-            return Err(BusError::invalid("a batch", problem));
+            return Err(BusError::invalid("batch", problem));
         }
         let now = self.config.clock.now();
         let mut prepared = Vec::with_capacity(events.len());
@@ -75,34 +75,35 @@ impl Inner {
             let (stream, session) = self.place(&event)?;
             let event_id = event.event_id.clone().unwrap_or_else(EventId::random);
             let trace = event.trace.unwrap_or_else(trace::next_span);
-            let mut envelope = Envelope::outgoing(&event, event_id, self.origin.name(), trace, now);
+            let mut envelope =
+                Envelope::outgoing(&event, event_id, self.own_events.origin(), trace, now);
             envelope.stream = Some(stream.clone());
             let envelope = Arc::new(envelope);
-            prepared.push(Prepared {
+            prepared.push(PreparedEvent {
                 stream,
                 session,
-                has_given_id: event.event_id.is_some(),
-                delivered: Delivered { value: event.value, envelope },
+                has_caller_id: event.event_id.is_some(),
+                delivered: DeliveredEvent { value: event.value, envelope },
             });
         }
         Ok(prepared)
     }
 
-    /// The stream of an event, and its session if it is of one.
-    fn place(&self, event: &Outgoing) -> Result<(StreamName, Option<SessionId>)> {
+    /// The stream of an event, and its session if it has one.
+    fn place(&self, event: &OutgoingEvent) -> Result<(StreamName, Option<SessionId>)> {
         if event.scope == Scope::Namespace {
             return Ok((self.control.clone(), None));
         }
         let session = event.session.as_ref().or(self.config.session.as_ref());
         let session = session.ok_or_else(|| {
-            let problem = "it names no session, and the bus has none";
-            BusError::invalid(format!("an event `{}`", event.event_type), problem)
+            let problem = "no session is set, and the bus has no default session";
+            BusError::invalid(format!("event `{}`", event.event_type), problem)
         })?;
         Ok((self.keys.session(session), Some(session.clone())))
     }
 
-    /// Stores all events, those of one stream together. One answer for each, in order.
-    async fn store_all(&self, events: &[Prepared]) -> Vec<Result<Stored>> {
+    /// Stores all events, grouped by stream. One result for each, in order.
+    async fn store_all(&self, events: &[PreparedEvent]) -> Vec<Result<StoreOutcome>> {
         let mut streams: Vec<(&StreamName, Vec<usize>)> = Vec::new();
         for (index, event) in events.iter().enumerate() {
             match streams.iter_mut().find(|(stream, _)| *stream == &event.stream) {
@@ -110,9 +111,10 @@ impl Inner {
                 None => streams.push((&event.stream, vec![index])),
             }
         }
-        let mut answers: Vec<Option<Result<Stored>>> = events.iter().map(|_| None).collect();
+        let mut answers: Vec<Option<Result<StoreOutcome>>> = events.iter().map(|_| None).collect();
         for (stream, indexes) in streams {
-            let ready: Vec<Ready> = indexes.iter().map(|index| events[*index].ready()).collect();
+            let ready: Vec<EncodedEvent> =
+                indexes.iter().map(|index| events[*index].ready()).collect();
             for (index, answer) in indexes.into_iter().zip(self.store(stream, &ready).await) {
                 answers[index] = Some(answer);
             }
@@ -120,7 +122,7 @@ impl Inner {
         answers.into_iter().map(|answer| answer.unwrap_or(Err(BusError::Closed))).collect()
     }
 
-    async fn dispatch(&self, event: &mut Prepared, stored: Stored) -> PublishResult {
+    async fn dispatch(&self, event: &mut PreparedEvent, stored: StoreOutcome) -> PublishResult {
         let event_id = event.delivered.envelope.event_id.clone();
         let mut result =
             PublishResult { event_id, stored, handlers_invoked: 0, failures: Vec::new() };
@@ -128,7 +130,7 @@ impl Inner {
             return result;
         }
         Arc::make_mut(&mut event.delivered.envelope).entry_id = result.entry_id();
-        let source = Source::Here(event.session.as_ref());
+        let source = EventSource::Here(event.session.as_ref());
         let own = self.config.session.as_ref();
         let dispatched = self.live.dispatch(&event.delivered, source, own).await;
         result.handlers_invoked = dispatched.invoked;
@@ -137,12 +139,12 @@ impl Inner {
     }
 }
 
-impl Prepared {
-    fn ready(&self) -> Ready {
-        Ready {
+impl PreparedEvent {
+    fn ready(&self) -> EncodedEvent {
+        EncodedEvent {
             envelope: Arc::clone(&self.delivered.envelope),
             fields: self.delivered.envelope.to_fields(),
-            has_given_id: self.has_given_id,
+            has_caller_id: self.has_caller_id,
         }
     }
 }

@@ -1,8 +1,8 @@
-//! Storing events: what is done when the backend does not answer.
+//! Stores events, and handles an unavailable backend.
 //!
 //! Upstream: `publish`, with the events of one stream. Downstream: the breaker, the backend, the spool.
-//! Promises: an error says whether the events may be stored; with a spool, an event whose fate is unknown goes there
-//! and is stored once, known by its id; nothing goes past events that wait in the spool.
+//! Promises: an error tells whether the events may be stored; with a spool, an unconfirmed event is spooled and
+//! stored once, deduplicated by its id; no event overtakes spooled ones.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,26 +13,30 @@ use headwater_stream::{
 use tracing::{error, info, warn};
 
 use super::Inner;
-use super::config::{FailurePolicy, REMEMBER_DEFAULT};
-use crate::breaker::Permit;
-use crate::bus::Stored;
+use super::config::{DEDUP_WINDOW_DEFAULT, FailurePolicy};
+use crate::breaker::BreakerPermit;
+use crate::bus::StoreOutcome;
 use crate::error::{BusError, Result};
 use crate::event::Envelope;
 use crate::metrics;
 use crate::name::EventId;
-use crate::spool::Spooled;
+use crate::spool::SpooledEvent;
 
-/// An event that is ready to be stored.
-pub(super) struct Ready {
+/// An event encoded for its stream.
+pub(super) struct EncodedEvent {
     pub(super) envelope: Arc<Envelope>,
     pub(super) fields: Fields,
-    /// Whether the caller gave it its id, so that it may have been published before.
-    pub(super) has_given_id: bool,
+    /// Whether the id was set by the caller, so that it may have been published before.
+    pub(super) has_caller_id: bool,
 }
 
 impl Inner {
-    /// Stores the events of one stream in order. One answer for each.
-    pub(super) async fn store(&self, stream: &StreamName, events: &[Ready]) -> Vec<Result<Stored>> {
+    /// Stores the events of one stream in order. One result for each.
+    pub(super) async fn store(
+        &self,
+        stream: &StreamName,
+        events: &[EncodedEvent],
+    ) -> Vec<Result<StoreOutcome>> {
         let answer = match &self.config.on_failure {
             FailurePolicy::Fail => self.store_or_fail(stream, events).await,
             FailurePolicy::Spool(_) => self.store_or_spool(stream, events).await,
@@ -41,21 +45,25 @@ impl Inner {
         match answer {
             Ok(stored) => stored.into_iter().map(Ok).collect(),
             Err(BusError::Unconfirmed { source, .. }) => {
-                let unconfirmed = |event: &Ready| self.unconfirmed(event, &source);
+                let unconfirmed = |event: &EncodedEvent| self.unconfirmed(event, &source);
                 events.iter().map(unconfirmed).collect()
             }
             Err(error) => events.iter().map(|_| Err(error.clone())).collect(),
         }
     }
 
-    async fn store_or_fail(&self, stream: &StreamName, events: &[Ready]) -> Result<Vec<Stored>> {
+    async fn store_or_fail(
+        &self,
+        stream: &StreamName,
+        events: &[EncodedEvent],
+    ) -> Result<Vec<StoreOutcome>> {
         let admitted = self.breaker.admit();
         let permit = admitted.map_err(|retry_after| BusError::BreakerOpen { retry_after })?;
-        events.iter().for_each(|event| self.origin.begin(&event.envelope.event_id));
-        let answer = self.attempt(stream, events, permit).await;
+        events.iter().for_each(|event| self.own_events.store_started(&event.envelope.event_id));
+        let answer = self.try_append(stream, events, permit).await;
         match answer {
             Ok(stored) => Ok(self.settle(events, stored)),
-            Err(error) if may_have_happened(&error) => {
+            Err(error) if may_have_been_stored(&error) => {
                 let event_id = events[0].envelope.event_id.clone();
                 Err(BusError::Unconfirmed { event_id, source: Arc::new(error) })
             }
@@ -66,56 +74,60 @@ impl Inner {
         }
     }
 
-    /// This try certainly did not store them. Returns one that an earlier try may have stored.
-    fn abandon(&self, events: &[Ready]) -> Option<EventId> {
+    /// This attempt definitely did not store them. Returns one that an earlier attempt may have stored.
+    fn abandon(&self, events: &[EncodedEvent]) -> Option<EventId> {
         let ids = events.iter().map(|event| &event.envelope.event_id);
-        ids.filter(|event_id| self.origin.abandon(event_id)).last().cloned()
+        ids.filter(|event_id| self.own_events.not_stored(event_id)).last().cloned()
     }
 
     /// An event that was stored before under the same id, but not confirmed, is new to the handlers here.
-    fn settle(&self, events: &[Ready], stored: Vec<Stored>) -> Vec<Stored> {
-        let settle = |(event, stored): (&Ready, Stored)| {
-            let was_unconfirmed = self.origin.settle(&event.envelope.event_id);
+    fn settle(&self, events: &[EncodedEvent], stored: Vec<StoreOutcome>) -> Vec<StoreOutcome> {
+        let settle = |(event, stored): (&EncodedEvent, StoreOutcome)| {
+            let was_unconfirmed = self.own_events.settle(&event.envelope.event_id);
             match stored {
-                Stored::Duplicate(id) if was_unconfirmed => Stored::Entry(id),
+                StoreOutcome::Duplicate(id) if was_unconfirmed => StoreOutcome::Entry(id),
                 stored => stored,
             }
         };
         events.iter().zip(stored).map(settle).collect()
     }
 
-    fn unconfirmed(&self, event: &Ready, source: &Arc<StreamError>) -> Result<Stored> {
+    fn unconfirmed(&self, event: &EncodedEvent, source: &Arc<StreamError>) -> Result<StoreOutcome> {
         let event_id = event.envelope.event_id.clone();
-        match self.origin.fail(&event_id) {
-            Some(entry_id) => Ok(Stored::Entry(entry_id)),
+        match self.own_events.store_unconfirmed(&event_id) {
+            Some(entry_id) => Ok(StoreOutcome::Entry(entry_id)),
             None => Err(BusError::Unconfirmed { event_id, source: Arc::clone(source) }),
         }
     }
 
-    async fn store_or_spool(&self, stream: &StreamName, events: &[Ready]) -> Result<Vec<Stored>> {
+    async fn store_or_spool(
+        &self,
+        stream: &StreamName,
+        events: &[EncodedEvent],
+    ) -> Result<Vec<StoreOutcome>> {
         let spool = self.spool.as_ref().expect("a bus with this policy has a spool");
-        // Nothing may go past what waits. Whoever looks here before the first event is added has not been told yet that
-        // it was, so to its callers both are at the same time.
-        spool.give_way().await;
-        events.iter().for_each(|event| self.origin.begin(&event.envelope.event_id));
+        // No event may overtake spooled ones. A caller that gets here before the first event is spooled is concurrent
+        // with it.
+        spool.throttle().await;
+        events.iter().for_each(|event| self.own_events.store_started(&event.envelope.event_id));
         let mut failed = None;
-        if !spool.is_waiting()
+        if !spool.has_pending()
             && let Ok(permit) = self.breaker.admit()
         {
-            match self.attempt(stream, events, permit).await {
+            match self.try_append(stream, events, permit).await {
                 Ok(stored) => return Ok(self.settle(events, stored)),
                 Err(error) if !error.is_transient() => {
                     self.abandon(events);
                     return Err(error.into());
                 }
                 Err(error) => {
-                    warn!(%stream, %error, "events could not be stored and go to the spool");
+                    warn!(%stream, %error, "events could not be stored and are spooled");
                     failed = Some(error);
                 }
             }
         }
         let (spooled_at, attempted) = (self.config.clock.now(), failed.is_some());
-        let waiting = |event: &Ready| Spooled {
+        let waiting = |event: &EncodedEvent| SpooledEvent {
             stream: stream.clone(),
             event_id: event.envelope.event_id.clone(),
             fields: event.fields.clone(),
@@ -123,68 +135,73 @@ impl Inner {
             spooled_at,
         };
         match (spool.add(events.iter().map(waiting).collect()).await, failed) {
-            // They may be in their stream all the same. If so, they are handled here when that turns out.
-            (Err(problem), Some(error)) if may_have_happened(&error) => {
-                error!(%stream, error = %problem, "events that were not confirmed could not be spooled");
+            // They may be in their stream. If so, their handlers run when they are read from it.
+            (Err(problem), Some(error)) if may_have_been_stored(&error) => {
+                error!(%stream, error = %problem, "unconfirmed events could not be spooled");
                 let event_id = events[0].envelope.event_id.clone();
                 Err(BusError::Unconfirmed { event_id, source: Arc::new(error) })
             }
             (Err(problem), _) => match self.abandon(events) {
                 None => Err(problem.into()),
                 Some(event_id) => {
-                    let problem = format!("the spool did not take what may be stored: {problem}");
+                    let problem =
+                        format!("an event that may be stored could not be spooled: {problem}");
                     let source = StreamError::Unavailable { problem, source: None };
                     Err(BusError::Unconfirmed { event_id, source: Arc::new(source) })
                 }
             },
-            // Whatever becomes of them is known from now on.
+            // They will be stored exactly once from the spool.
             (Ok(_), _) => {
                 for event in events {
-                    self.origin.settle(&event.envelope.event_id);
+                    self.own_events.settle(&event.envelope.event_id);
                 }
-                Ok(vec![Stored::Spooled; events.len()])
+                Ok(vec![StoreOutcome::Spooled; events.len()])
             }
         }
     }
 
-    /// Only an event that was never sent stays in this process for certain. One that was sent and not confirmed may be in
-    /// its stream, where other processes see it.
-    async fn store_or_not(&self, stream: &StreamName, events: &[Ready]) -> Result<Vec<Stored>> {
+    /// Only an event that was never sent definitely stays in this process. One that was sent and not confirmed may be
+    /// in its stream, where other processes see it.
+    async fn store_or_not(
+        &self,
+        stream: &StreamName,
+        events: &[EncodedEvent],
+    ) -> Result<Vec<StoreOutcome>> {
         let Ok(permit) = self.breaker.admit() else {
-            return Ok(vec![Stored::LocalOnly; events.len()]);
+            return Ok(vec![StoreOutcome::LocalOnly; events.len()]);
         };
-        match self.attempt(stream, events, permit).await {
+        match self.try_append(stream, events, permit).await {
             Ok(stored) => Ok(stored),
             Err(error) if !error.is_transient() => Err(error.into()),
             Err(error) => {
-                let stored = match may_have_happened(&error) {
-                    true => Stored::Unconfirmed,
-                    false => Stored::LocalOnly,
+                let stored = match may_have_been_stored(&error) {
+                    true => StoreOutcome::Unconfirmed,
+                    false => StoreOutcome::LocalOnly,
                 };
                 warn!(
                     %stream,
                     %error,
                     result = stored.label(),
-                    "events could not be stored, handlers of this process run"
+                    "events could not be stored; only handlers of this process run"
                 );
                 Ok(vec![stored; events.len()])
             }
         }
     }
 
-    /// Tries to store events, and tells the breaker how it went.
-    async fn attempt(
+    /// Tries to store events and reports the result to the breaker.
+    async fn try_append(
         &self,
         stream: &StreamName,
-        events: &[Ready],
-        permit: Permit,
-    ) -> Result<Vec<Stored>, StreamError> {
+        events: &[EncodedEvent],
+        permit: BreakerPermit,
+    ) -> Result<Vec<StoreOutcome>, StreamError> {
         let answer = self.append(stream, events).await;
         match &answer {
             Err(error) if error.is_transient() => {
                 if permit.failed() {
                     metrics::breaker_opened();
-                    info!(%error, "breaker opened, the backend is left alone for a while");
+                    info!(%error, "circuit breaker opened; backend calls are suspended");
                 }
             }
             _ => permit.succeeded(),
@@ -195,13 +212,13 @@ impl Inner {
     async fn append(
         &self,
         stream: &StreamName,
-        events: &[Ready],
-    ) -> Result<Vec<Stored>, StreamError> {
+        events: &[EncodedEvent],
+    ) -> Result<Vec<StoreOutcome>, StreamError> {
         let retention = self.retention(stream);
-        if !self.remembers_all() && !events.iter().any(|event| event.has_given_id) {
+        if !self.dedups_all() && !events.iter().any(|event| event.has_caller_id) {
             let fields: Vec<Fields> = events.iter().map(|event| event.fields.clone()).collect();
             let ids = self.backend.append(stream, &fields, retention).await?;
-            return Ok(ids.into_iter().map(Stored::Entry).collect());
+            return Ok(ids.into_iter().map(StoreOutcome::Entry).collect());
         }
         let once: Vec<Once> = events
             .iter()
@@ -210,26 +227,26 @@ impl Inner {
                 fields: event.fields.clone(),
             })
             .collect();
-        let keep = self.remember();
+        let keep = self.dedup_window();
         let appended = self.backend.append_once(stream, &once, keep, retention).await?;
         let mut stored = Vec::with_capacity(events.len());
         for (event, appended) in events.iter().zip(appended) {
-            // Nobody else has an id that was made here. One that was given may have been published before.
+            // A generated id is unique. One set by the caller may have been published before.
             let is_new = !appended.duplicate
-                || !event.has_given_id
-                || self.is_ours(stream, appended.id, &event.fields).await;
+                || !event.has_caller_id
+                || self.is_own_write(stream, appended.id, &event.fields).await;
             stored.push(if is_new {
-                Stored::Entry(appended.id)
+                StoreOutcome::Entry(appended.id)
             } else {
-                Stored::Duplicate(appended.id)
+                StoreOutcome::Duplicate(appended.id)
             });
         }
         Ok(stored)
     }
 
-    /// Whether an entry was written by this very call: a call whose answer was lost on the way is repeated by the
-    /// backend, and then meets itself. Every call has a span of its own, so the fields tell.
-    async fn is_ours(&self, stream: &StreamName, entry_id: EntryId, fields: &Fields) -> bool {
+    /// Whether an entry was written by this call: the backend retries a call whose reply was lost, and then finds its
+    /// own entry. Every call has its own span, so the fields identify it.
+    async fn is_own_write(&self, stream: &StreamName, entry_id: EntryId, fields: &Fields) -> bool {
         let range = Range { from: entry_id, to: entry_id, direction: Direction::Forward, count: 1 };
         match self.backend.range(stream, range).await {
             Ok(entries) => entries.first().is_some_and(|entry| entry.fields == *fields),
@@ -237,13 +254,13 @@ impl Inner {
         }
     }
 
-    /// Whether every event is stored under its id, not only those that were given one.
-    fn remembers_all(&self) -> bool {
-        self.config.remember.is_some() || self.spool.is_some()
+    /// Whether all events are deduplicated, not only those with an id set by the caller.
+    fn dedups_all(&self) -> bool {
+        self.config.dedup_window.is_some() || self.spool.is_some()
     }
 
-    pub(super) fn remember(&self) -> Duration {
-        self.config.remember.unwrap_or(REMEMBER_DEFAULT)
+    pub(super) fn dedup_window(&self) -> Duration {
+        self.config.dedup_window.unwrap_or(DEDUP_WINDOW_DEFAULT)
     }
 
     pub(super) fn retention(&self, stream: &StreamName) -> &Retention {
@@ -255,8 +272,8 @@ impl Inner {
     }
 }
 
-/// Whether a call that failed so may have stored something.
-fn may_have_happened(error: &StreamError) -> bool {
+/// Whether a call that failed with this error may have stored something.
+fn may_have_been_stored(error: &StreamError) -> bool {
     matches!(
         error,
         StreamError::Unavailable { .. } | StreamError::Full { .. } | StreamError::Protocol { .. }

@@ -1,9 +1,9 @@
-//! What other processes publish, for the live subscriptions of this one.
+//! Delivers events of other processes to the live subscriptions of this one.
 //!
-//! Upstream: the streams that are `followed`. Downstream: `live`, and `parked` for what cannot be read.
-//! Promises: entries of one stream are dealt with in order, and hold up no other stream; those that this bus wrote itself
-//! are skipped, for its handlers have had them; a bad entry never stops the reader; an outage delays. What was trimmed
-//! before it was read is lost to live handlers, and that is counted and told.
+//! Upstream: the `followed_streams`. Downstream: `live`, and `unknown_events` for undecodable entries.
+//! Promises: entries of one stream are handled in order and do not block other streams; entries of this bus are
+//! skipped, because its handlers have run; an undecodable entry does not stop the reader; an outage only delays it.
+//! Entries trimmed before they were read are lost to live handlers; this is counted and logged.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -18,45 +18,45 @@ use tokio::time::{Instant, sleep_until, timeout};
 use tracing::{debug, error, warn};
 
 use super::Inner;
-use crate::error::Misfit;
+use crate::error::DecodeError;
 use crate::event::Envelope;
-use crate::handler::Delivered;
-use crate::live::Source;
+use crate::handler::DeliveredEvent;
+use crate::live::EventSource;
 use crate::metrics;
 
-/// The waits between tries while the backend is away.
+/// Backoff between reads while the backend is unavailable.
 const RETRY_FIRST: Duration = Duration::from_millis(50);
 const RETRY_MAX: Duration = Duration::from_secs(2);
 
-/// How long reading waits for the handlers of what it has read. After that, the other streams are read without theirs, and
-/// theirs is late.
-const SOON: Duration = Duration::from_millis(20);
+/// How long the next read waits for the handlers of the last one. After that, the other streams are read without it,
+/// and it counts as late.
+const HANDLER_GRACE: Duration = Duration::from_millis(20);
 
-/// When a key that is no stream is looked at again.
-const FOREIGN_AGAIN: Duration = Duration::from_secs(10);
+/// When a key that is not a stream is checked again.
+const FOREIGN_RETRY_AFTER: Duration = Duration::from_secs(10);
 
-/// Follows streams until the bus closes. What was begun then is ended first.
+/// Follows streams until the bus closes, then waits for running handlers.
 pub(super) async fn run(inner: Arc<Inner>) {
-    let mut lanes = Lanes::default();
-    follow(&inner, &mut lanes).await;
-    while lanes.ended(&inner).await {}
+    let mut tasks = StreamTasks::default();
+    follow(&inner, &mut tasks).await;
+    while tasks.join_one(&inner).await {}
 }
 
-async fn follow(inner: &Arc<Inner>, lanes: &mut Lanes) {
+async fn follow(inner: &Arc<Inner>, tasks: &mut StreamTasks) {
     let mut wait = RETRY_FIRST;
     let mut reader = None;
-    // Streams that are none, and when to look at them again.
+    // Keys that are not streams, and when to check them again.
     let mut foreign: HashSet<StreamName> = HashSet::new();
-    let mut again = Instant::now();
+    let mut retry_foreign_at = Instant::now();
     while !inner.closing.is_set() {
-        let mut positions = lanes.free(inner.followed.positions());
+        let mut positions = tasks.idle(inner.followed.positions());
         positions.retain(|(stream, _)| !foreign.contains(stream));
-        // Only reading is ended by a change or by closing: reads are cancel-safe, handlers need not be.
+        // Only the read is cancelled by a change or by closing: reads are cancel-safe, handlers need not be.
         let read = tokio::select! {
             read = read(inner, &mut reader, &positions) => read,
-            true = lanes.ended(inner) => continue,
+            true = tasks.join_one(inner) => continue,
             () = inner.followed.changed.notified() => continue,
-            () = sleep_until(again), if !foreign.is_empty() => {
+            () = sleep_until(retry_foreign_at), if !foreign.is_empty() => {
                 foreign.clear();
                 continue;
             }
@@ -68,21 +68,22 @@ async fn follow(inner: &Arc<Inner>, lanes: &mut Lanes) {
                 let began = Instant::now();
                 let streams: Vec<StreamName> =
                     batches.iter().map(|batch| batch.stream.clone()).collect();
-                batches.into_iter().for_each(|batch| lanes.begin(inner, batch));
-                let _ = timeout(SOON, async { while lanes.ended(inner).await {} }).await;
-                if began.elapsed() >= SOON {
-                    streams.iter().for_each(|stream| inner.followed.is_late(stream));
+                batches.into_iter().for_each(|batch| tasks.begin(inner, batch));
+                let _ =
+                    timeout(HANDLER_GRACE, async { while tasks.join_one(inner).await {} }).await;
+                if began.elapsed() >= HANDLER_GRACE {
+                    streams.iter().for_each(|stream| inner.followed.mark_late(stream));
                 }
             }
-            // One that nobody can read must not keep the others from being read.
-            Err(error) if set_aside(&error, &positions, &mut foreign) => {
-                again = Instant::now() + FOREIGN_AGAIN;
+            // An unreadable key must not block the other streams.
+            Err(error) if exclude_foreign(&error, &positions, &mut foreign) => {
+                retry_foreign_at = Instant::now() + FOREIGN_RETRY_AFTER;
             }
             Err(error) => {
-                debug!(%error, "live subscriptions cannot read, trying again");
+                debug!(%error, "live subscriptions cannot read; retrying");
                 reader = None;
-                inner.followed.all_are_late();
-                if !inner.pause(wait).await {
+                inner.followed.mark_all_late();
+                if !inner.sleep_unless_closing(wait).await {
                     return;
                 }
                 wait = (wait * 2).min(RETRY_MAX);
@@ -91,16 +92,16 @@ async fn follow(inner: &Arc<Inner>, lanes: &mut Lanes) {
     }
 }
 
-/// What is being handled: entries of one stream in each lane. They end with whoever follows.
+/// Running handler tasks, at most one per stream. They are aborted on drop.
 #[derive(Default)]
-struct Lanes {
+struct StreamTasks {
     tasks: JoinSet<()>,
     busy: HashMap<Id, StreamName>,
 }
 
-impl Lanes {
-    /// Those streams of which nothing is being handled.
-    fn free(&self, positions: Vec<(StreamName, EntryId)>) -> Vec<(StreamName, EntryId)> {
+impl StreamTasks {
+    /// The streams without a running task.
+    fn idle(&self, positions: Vec<(StreamName, EntryId)>) -> Vec<(StreamName, EntryId)> {
         let is_free =
             |(stream, _): &(StreamName, EntryId)| self.busy.values().all(|busy| busy != stream);
         positions.into_iter().filter(is_free).collect()
@@ -112,22 +113,22 @@ impl Lanes {
         self.busy.insert(task.id(), stream);
     }
 
-    /// Waits until one of them ends. Returns `false` if there is none. Cancel-safe.
-    async fn ended(&mut self, inner: &Inner) -> bool {
+    /// Waits until a task ends. Returns `false` if there is none. Cancel-safe.
+    async fn join_one(&mut self, inner: &Inner) -> bool {
         let Some(ended) = self.tasks.join_next_with_id().await else { return false };
         let id = ended.as_ref().map_or_else(JoinError::id, |(id, ())| *id);
         let stream = self.busy.remove(&id);
         if let (Err(error), Some(stream)) = (ended, stream) {
-            // A bug of ours. Its entries are read again.
-            error!(%stream, %error, "live subscriptions failed");
-            inner.pause(RETRY_MAX).await;
+            // A bug in this module. Its entries are read again.
+            error!(%stream, %error, "live subscription task failed");
+            inner.sleep_unless_closing(RETRY_MAX).await;
         }
         true
     }
 }
 
-/// Adds the stream that a read failed at to those that are none. Returns `false` if it failed for another reason.
-fn set_aside(
+/// Excludes the key that a read failed at because it is not a stream. Returns `false` for other errors.
+fn exclude_foreign(
     error: &StreamError,
     positions: &[(StreamName, EntryId)],
     foreign: &mut HashSet<StreamName>,
@@ -136,7 +137,7 @@ fn set_aside(
     let Some((stream, _)) = positions.iter().find(|(stream, _)| stream.as_str() == name) else {
         return false;
     };
-    error!(%stream, "live subscriptions cannot read a key that is no stream; remove it");
+    error!(%stream, "key is not a stream, live subscriptions skip it; remove the key");
     foreign.insert(stream.clone())
 }
 
@@ -146,7 +147,7 @@ async fn read(
     positions: &[(StreamName, EntryId)],
 ) -> Result<Vec<Batch<Entry>>, StreamError> {
     if positions.is_empty() {
-        // Until there is something to follow.
+        // Until there is a stream to follow.
         return std::future::pending().await;
     }
     if reader.is_none() {
@@ -159,12 +160,12 @@ async fn read(
 impl Inner {
     async fn receive(&self, batch: Batch<Entry>) {
         let Batch { stream, entries } = batch;
-        if let Some(witness) = self.followed.witness(&stream) {
-            self.look_for_gap(&stream, witness).await;
+        if let Some(last_read) = self.followed.last_read_if_late(&stream) {
+            self.check_for_gap(&stream, last_read).await;
         }
-        // Then there are more, which nobody waits for meanwhile.
+        // There are probably more entries, and no read waits for them meanwhile.
         if entries.len() >= self.config.batch {
-            self.followed.is_late(&stream);
+            self.followed.mark_late(&stream);
         }
         for entry in entries {
             if self.closing.is_set() {
@@ -175,46 +176,50 @@ impl Inner {
         }
     }
 
-    /// Tells if entries may be gone that came after `witness` and were not read.
-    async fn look_for_gap(&self, stream: &StreamName, witness: EntryId) {
-        let range = Range { from: witness, to: witness, direction: Direction::Forward, count: 1 };
-        // Whoever cannot look cannot tell.
+    /// Reports if entries after `last_read` may have been trimmed unread.
+    async fn check_for_gap(&self, stream: &StreamName, last_read: EntryId) {
+        let range =
+            Range { from: last_read, to: last_read, direction: Direction::Forward, count: 1 };
+        // Unknown if the check fails.
         let Ok(found) = self.backend.range(stream, range).await else { return };
         if found.is_empty() {
             self.missed.fetch_add(1, Ordering::Relaxed);
             metrics::live_missed();
             warn!(
                 %stream,
-                entry_id = %witness,
-                "live subscriptions came too late: entries after this one may have been trimmed unread"
+                entry_id = %last_read,
+                "live subscriptions fell behind: entries after this one may have been trimmed unread"
             );
         }
     }
 
     async fn receive_one(&self, stream: &StreamName, entry: &Entry) {
-        match self.read_foreign(stream, entry) {
+        match self.decode_for_live(stream, entry) {
             Ok(None) => {}
             Ok(Some(delivered)) => {
                 let session = self.session_of(stream);
-                let source = Source::Stream { session: session.as_ref(), stream };
+                let source = EventSource::Stream { session: session.as_ref(), stream };
                 self.live.dispatch(&delivered, source, self.config.session.as_ref()).await;
             }
-            // If it cannot be parked, the log has it, and its stream.
-            Err(misfit) => {
-                let _ = self.park_for_sure(stream, entry.id, &entry.fields, &misfit).await;
+            // If it cannot be parked, it is logged and stays in its stream.
+            Err(decode_error) => {
+                let _ =
+                    self.park_with_retries(stream, entry.id, &entry.fields, &decode_error).await;
             }
         }
     }
 
-    /// The event of an entry, if handlers here are to run for it.
-    fn read_foreign(
+    /// The event of an entry, if live handlers must run for it.
+    fn decode_for_live(
         &self,
         stream: &StreamName,
         entry: &Entry,
-    ) -> Result<Option<Delivered>, Misfit> {
+    ) -> Result<Option<DeliveredEvent>, DecodeError> {
         let envelope = Envelope::from_entry(stream, entry.id, &entry.fields)?;
-        let is_own = envelope.origin.as_deref() == Some(self.origin.name());
-        if is_own && !self.origin.saw(&envelope.event_id, entry.id) || envelope.copy_of.is_some() {
+        let is_own = envelope.origin.as_deref() == Some(self.own_events.origin());
+        if is_own && !self.own_events.observe(&envelope.event_id, entry.id)
+            || envelope.copy_of.is_some()
+        {
             return Ok(None);
         }
         let is_known = self.registry.scope(&envelope.event_type).is_some();
@@ -222,39 +227,39 @@ impl Inner {
             return Ok(None);
         }
         let value = self.registry.decode_any(&envelope)?;
-        Ok(Some(Delivered { value, envelope: Arc::new(envelope) }))
+        Ok(Some(DeliveredEvent { value, envelope: Arc::new(envelope) }))
     }
 
-    /// Parks an entry, however long it takes. An error means that the bus closes meanwhile, or that the backend will
-    /// never take it.
-    pub(super) async fn park_for_sure(
+    /// Parks an entry, retrying transient errors. An error means that the bus is closing, or that the backend
+    /// permanently rejects the entry.
+    pub(super) async fn park_with_retries(
         &self,
         stream: &StreamName,
         entry_id: EntryId,
         fields: &Fields,
-        misfit: &Misfit,
+        decode_error: &DecodeError,
     ) -> Result<(), StreamError> {
         let mut wait = RETRY_FIRST;
         loop {
             let now = self.config.clock.now();
-            match self.parked.park(stream, entry_id, fields, misfit, now).await {
+            match self.parked.park(stream, entry_id, fields, decode_error, now).await {
                 Ok(()) => return Ok(()),
                 Err(error) if error.is_transient() => {
-                    if !self.pause(wait).await {
+                    if !self.sleep_unless_closing(wait).await {
                         return Err(error);
                     }
                     wait = (wait * 2).min(RETRY_MAX);
                 }
                 Err(error) => {
-                    error!(%stream, %entry_id, %misfit, %error, "entry could not be parked");
+                    error!(%stream, %entry_id, reason = %decode_error, %error, "entry could not be parked");
                     return Err(error);
                 }
             }
         }
     }
 
-    /// Waits, or returns `false` because the bus closes.
-    pub(super) async fn pause(&self, wait: Duration) -> bool {
+    /// Sleeps; returns `false` if the bus closes.
+    pub(super) async fn sleep_unless_closing(&self, wait: Duration) -> bool {
         tokio::select! {
             () = tokio::time::sleep(wait) => true,
             () = self.closing.wait() => false,

@@ -1,6 +1,6 @@
-//! Where the tests of this crate run: on one of three backends, or on a local bus, with keys that no other test uses.
+//! The environments of the tests: three backends, or a local bus, with a key prefix unique to the test.
 //!
-//! Each test binary has a `place::Place` around it, with the buses that take part in its scenarios.
+//! Each test binary has its own `fixture::Fixture` with the buses of its scenarios.
 
 #![allow(dead_code, reason = "each test binary uses what it needs")]
 
@@ -14,74 +14,74 @@ use headwater_stream::{
 };
 use headwater_testkit::{Cluster, Redis, unique};
 
-/// One module of tests: each scenario, in a place of one kind, in a runtime of this flavor.
+/// Generates one module of tests: each scenario with one fixture and runtime flavor.
 macro_rules! tests_in {
-    ($module:ident, $place:expr, $runtime:tt, $($scenario:ident),* $(,)?) => {
+    ($module:ident, $fixture:expr, $runtime:tt, $($scenario:ident),* $(,)?) => {
         mod $module {
             $(#[tokio::test $runtime]
             async fn $scenario() {
-                super::$scenario($place).await;
+                super::$scenario($fixture).await;
             })*
         }
     };
 }
 
-/// Writes each scenario once and runs it on all three backends.
+/// Runs each scenario on all three backends.
 macro_rules! on_streams {
     ($($scenario:ident),* $(,)?) => {
         on_streams!((flavor = "multi_thread", worker_threads = 2): $($scenario),*);
     };
     ($runtime:tt: $($scenario:ident),* $(,)?) => {
-        tests_in!(embedded, crate::place::Place::embedded().await, $runtime, $($scenario),*);
-        tests_in!(redis, crate::place::Place::redis(), $runtime, $($scenario),*);
-        tests_in!(cluster, crate::place::Place::cluster(), $runtime, $($scenario),*);
+        tests_in!(embedded, crate::fixture::Fixture::embedded().await, $runtime, $($scenario),*);
+        tests_in!(redis, crate::fixture::Fixture::redis(), $runtime, $($scenario),*);
+        tests_in!(cluster, crate::fixture::Fixture::cluster(), $runtime, $($scenario),*);
     };
 }
 
-/// The same on a local bus: for scenarios that do not look into a backend.
+/// Runs each scenario on a local bus; for scenarios that do not access a backend.
 #[allow(unused_macros, reason = "each test binary uses what it needs")]
-macro_rules! locally {
+macro_rules! on_local_bus {
     ($($scenario:ident),* $(,)?) => {
-        locally!((flavor = "multi_thread", worker_threads = 2): $($scenario),*);
+        on_local_bus!((flavor = "multi_thread", worker_threads = 2): $($scenario),*);
     };
     ($runtime:tt: $($scenario:ident),* $(,)?) => {
-        tests_in!(local, crate::place::Place::local(), $runtime, $($scenario),*);
+        tests_in!(local, crate::fixture::Fixture::local(), $runtime, $($scenario),*);
     };
 }
 
-/// Writes each scenario once and runs it on a backend of each kind that can be taken away.
+/// Runs each scenario on a backend of each kind that can be made unavailable.
 #[allow(unused_macros, reason = "each test binary uses what it needs")]
-macro_rules! away {
+macro_rules! with_outage {
     ($($scenario:ident),* $(,)?) => {
-        away!((flavor = "multi_thread", worker_threads = 2): $($scenario),*);
+        with_outage!((flavor = "multi_thread", worker_threads = 2): $($scenario),*);
     };
     ($runtime:tt: $($scenario:ident),* $(,)?) => {
-        tests_in!(embedded, crate::away::Away::embedded().await, $runtime, $($scenario),*);
-        servers!($runtime: $($scenario),*);
+        tests_in!(embedded, crate::outage_fixture::OutageFixture::embedded().await, $runtime, $($scenario),*);
+        with_server_outage!($runtime: $($scenario),*);
     };
 }
 
-/// The same for scenarios that need a server.
+/// Runs each scenario on a server that can be made unavailable.
 #[allow(unused_macros, reason = "each test binary uses what it needs")]
-macro_rules! servers {
+macro_rules! with_server_outage {
     ($($scenario:ident),* $(,)?) => {
-        servers!((flavor = "multi_thread", worker_threads = 2): $($scenario),*);
+        with_server_outage!((flavor = "multi_thread", worker_threads = 2): $($scenario),*);
     };
     ($runtime:tt: $($scenario:ident),* $(,)?) => {
-        tests_in!(redis, crate::away::Away::redis(), $runtime, $($scenario),*);
-        tests_in!(cluster, crate::away::Away::cluster(), $runtime, $($scenario),*);
+        tests_in!(redis, crate::outage_fixture::OutageFixture::redis(), $runtime, $($scenario),*);
+        tests_in!(cluster, crate::outage_fixture::OutageFixture::cluster(), $runtime, $($scenario),*);
     };
 }
 
 pub(crate) mod server;
-pub(crate) mod watching;
+pub(crate) mod telemetry;
 
-/// What buses work on.
+/// The backend of the buses.
 #[derive(Clone)]
 pub(crate) enum Target {
-    /// There is one bus, and one process.
+    /// One bus in one process.
     Local(Arc<dyn EventBus>),
-    /// All buses share the one backend there is.
+    /// All buses share one backend.
     Shared(Arc<dyn Backend>),
     /// Each bus has its own connections.
     Url(String),
@@ -100,7 +100,7 @@ impl Target {
         Self::Url(Cluster::shared().unwrap().url())
     }
 
-    /// A backend, as another process would have it.
+    /// A backend, as another process would open it.
     pub(crate) async fn connect(&self, options: &Options) -> Arc<dyn Backend> {
         match self {
             Self::Local(_) => panic!("a local bus has no backend to look into"),
@@ -110,7 +110,7 @@ impl Target {
     }
 }
 
-/// A prefix of keys that no other test uses.
+/// A key prefix unique to the test.
 pub(crate) fn new_prefix() -> String {
     unique("w").chars().take(32).collect()
 }
@@ -127,7 +127,7 @@ pub(crate) async fn entries(backend: &dyn Backend, stream: &StreamName) -> Vec<E
     }
 }
 
-/// Whoever dies is soon known to be dead. So may be those that are only slow.
+/// Short leases: a crash is detected soon, but a slow process may also be considered dead.
 pub(crate) fn quick_lease() -> KeeperConfig {
     KeeperConfig {
         ttl: Duration::from_secs(4),

@@ -1,8 +1,8 @@
-//! A backend of one's own that can be taken away from those who work with it.
+//! A backend of its own that can be made unavailable.
 //!
-//! A Redis is killed. Of a cluster the one node is killed that has a certain stream; the others go on, and no replica
-//! takes over. An embedded backend lives in the process of its users and is never away, but it can be full, and then
-//! it does for them what a server does that is away: nothing, and the same call may succeed later.
+//! A Redis server is killed. Of a cluster, the node with a given stream is killed; the others continue, and no replica
+//! takes over. An embedded backend runs in the process and is never unavailable, but it can be full, which has the same
+//! effect: calls fail and may succeed later.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,7 +12,7 @@ use headwater_testkit::{Cluster, Persistence, Redis};
 
 use super::Target;
 
-/// Nothing that should happen takes longer.
+/// Timeout for anything that is expected to happen.
 pub(crate) const LIMIT: Duration = Duration::from_secs(90);
 
 pub(crate) enum Server {
@@ -54,16 +54,16 @@ impl Server {
         }
     }
 
-    /// Takes away what has this stream.
-    pub(crate) async fn leave(&self, stream: &StreamName) {
+    /// Stops the server that has this stream.
+    pub(crate) async fn stop_node_of(&self, stream: &StreamName) {
         match self {
             Self::Embedded(backend) => fill(&**backend).await,
             _ => self.node_of(stream).kill9().unwrap(),
         }
     }
 
-    /// Brings it back, with all it had.
-    pub(crate) async fn come_back(&self) {
+    /// Makes it available again, with all its data.
+    pub(crate) async fn restart(&self) {
         match self {
             Self::Embedded(backend) => {
                 backend.delete_stream(&filler()).await.unwrap();
@@ -89,7 +89,7 @@ impl Server {
         }
     }
 
-    /// Those that hold something for others.
+    /// The primary nodes.
     pub(crate) fn primaries(&self) -> &[Redis] {
         match self {
             Self::Embedded(_) => panic!("there is no server"),
@@ -103,7 +103,7 @@ fn filler() -> StreamName {
     StreamName::new("filler").unwrap()
 }
 
-/// Leaves no room for an event, however small.
+/// Leaves no space for even the smallest event.
 async fn fill(backend: &dyn Backend) {
     for bytes in [50_000, 1000, 1] {
         let entry = [Fields::new([("x", "x".repeat(bytes))])];

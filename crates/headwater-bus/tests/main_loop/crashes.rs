@@ -1,19 +1,19 @@
-//! Workers that are killed, that die over a request, and that come back when nobody expects them.
+//! Workers that are killed, that crash during a request, and that resume after they were replaced.
 
 use std::env;
 use std::sync::Arc;
 
 use headwater_bus::{
-    Completed, Event, EventBus, EventBusExt, MainLoopClient, MainLoopCompleted, MainLoopConfig,
-    MainLoopError, MainLoopFailed, Received, RequestFailure, RequestId, Requester, Submit,
-    Subscribe,
+    CompletedRequest, Event, EventBus, EventBusExt, MainLoopClient, MainLoopCompleted,
+    MainLoopConfig, MainLoopError, MainLoopFailed, ReceivedEvent, RequestFailure, RequestId,
+    Requester, Submission, SubscribeOptions,
 };
 use headwater_testkit::{Child, Cluster, Redis};
 use tokio::task::JoinHandle;
 
-use crate::place::{Ask, LIMIT, Loop, Mute, Place, begun, quick, quick_lease};
+use crate::fixture::{Ask, Fixture, LIMIT, Loop, Mute, begun, fast_config, quick_lease};
 
-/// Writes each scenario once and runs it where processes can share something.
+/// Runs each scenario where processes can share a backend.
 macro_rules! between_processes {
     ($($scenario:ident),* $(,)?) => {
         mod redis {
@@ -32,26 +32,26 @@ macro_rules! between_processes {
 }
 
 between_processes![
-    of_two_workers_one_is_killed_in_the_middle_and_there_is_one_completion,
-    a_worker_that_dies_after_its_reply_does_not_make_others_carry_it_out_again,
-    a_worker_that_is_killed_between_a_reply_and_its_copy_leaves_the_copy_to_another,
-    a_request_over_which_processes_die_fails_at_last,
-    a_worker_that_was_paused_and_replaced_changes_nothing_when_it_wakes,
-    a_cancellation_whose_requester_is_killed_before_its_copy_is_announced_by_the_worker,
+    a_request_completes_once_if_one_of_two_workers_is_killed,
+    a_request_is_not_executed_again_if_its_worker_crashes_after_the_reply,
+    another_worker_publishes_the_copy_of_a_reply_if_its_worker_is_killed,
+    a_request_that_crashes_its_workers_fails_at_the_crash_limit,
+    a_worker_resumed_after_it_was_replaced_has_no_effect,
+    a_cancellation_of_a_killed_requester_is_published_by_the_worker,
 ];
 
 fn id(text: &str) -> RequestId {
     RequestId::new(text).unwrap()
 }
 
-fn spawn(place: &Place, url: &str, role: &str) -> Child {
-    let environment = [("URL", url), ("PREFIX", place.prefix.as_str()), ("ROLE", role)];
+fn spawn(fixture: &Fixture, url: &str, role: &str) -> Child {
+    let environment = [("URL", url), ("PREFIX", fixture.prefix.as_str()), ("ROLE", role)];
     let child = Child::spawn_self("crashes::worker", &environment).unwrap();
     child.line_after("READY", LIMIT).unwrap();
     child
 }
 
-/// A worker in a process of its own.
+/// A worker in its own process.
 #[test]
 #[ignore = "a role that other tests of this file start as a process of its own"]
 fn worker() {
@@ -60,15 +60,15 @@ fn worker() {
         return;
     };
     tokio::runtime::Runtime::new().unwrap().block_on(async {
-        let place = match url.starts_with("embedded:") {
-            true => Place::in_directory(&url, prefix).await.impatient(),
-            false => Place::with_prefix(url, prefix).impatient(),
+        let fixture = match url.starts_with("embedded:") {
+            true => Fixture::in_directory(&url, prefix).await.with_short_leases(),
+            false => Fixture::with_prefix(url, prefix).with_short_leases(),
         };
         let main_loop = Loop { dies: role == "dies", ..Loop::default() };
         if role == "open" {
             main_loop.open_gate();
         }
-        let bus = place.bus().await;
+        let bus = fixture.bus().await;
         if role == "cancels" {
             let mute = Arc::new(Mute { bus, refuses: false });
             let requester = Requester::new("desk").unwrap();
@@ -78,23 +78,23 @@ fn worker() {
         }
         if role == "dies after replying" {
             // Handlers of the process run when the copy of the reply is stored, before the request is acknowledged.
-            let die = |_: Received<MainLoopCompleted>| {
+            let die = |_: ReceivedEvent<MainLoopCompleted>| {
                 std::process::abort();
                 #[allow(unreachable_code, reason = "a handler has a future")]
                 std::future::ready(())
             };
-            bus.subscribe::<MainLoopCompleted>(Subscribe::live(), die).await.unwrap();
+            bus.subscribe::<MainLoopCompleted>(SubscribeOptions::live(), die).await.unwrap();
         }
         let bus: Arc<dyn EventBus> = match role.as_str() {
             "stays at the copy" => Arc::new(Mute { bus, refuses: false }),
             _ => bus,
         };
-        let sessions = crate::place::sessions(bus).await;
+        let sessions = crate::fixture::sessions(bus).await;
         let _worker =
             headwater_bus::MainLoopWorker::start(sessions, main_loop.clone(), config()).await;
         if role == "asks itself" {
-            let client = Arc::new(place.client("desk").await);
-            drop(ask(&client, Submit::new(Ask::Wait("a".to_owned())).id(id("r1"))));
+            let client = Arc::new(fixture.client("desk").await);
+            drop(ask(&client, Submission::new(Ask::Wait("a".to_owned())).id(id("r1"))));
         }
         println!("READY");
         loop {
@@ -104,89 +104,87 @@ fn worker() {
     });
 }
 
-/// Asks in a task of its own, so that the test can wait for children meanwhile.
-fn ask(client: &Arc<MainLoopClient>, submit: Submit<Ask>) -> JoinHandle<Asked> {
+/// Submits in its own task, so that the test can wait for children meanwhile.
+fn ask(client: &Arc<MainLoopClient>, submit: Submission<Ask>) -> JoinHandle<Asked> {
     let client = Arc::clone(client);
     tokio::spawn(async move { client.submit(submit).await })
 }
 
-type Asked = Result<Completed<String>, MainLoopError>;
+type Asked = Result<CompletedRequest<String>, MainLoopError>;
 
 fn config() -> MainLoopConfig {
-    MainLoopConfig { max_crashes: 2, lease: quick_lease(), ..quick() }
+    MainLoopConfig { max_crashes: 2, lease: quick_lease(), ..fast_config() }
 }
 
-async fn of_two_workers_one_is_killed_in_the_middle_and_there_is_one_completion(url: String) {
-    let place = Place::at(url.clone()).impatient();
-    let client = Arc::new(place.client("desk").await);
-    let first = spawn(&place, &url, "waits");
-    let submit = Submit::new(Ask::Wait("a".to_owned())).id(id("r1"));
+async fn a_request_completes_once_if_one_of_two_workers_is_killed(url: String) {
+    let fixture = Fixture::at(url.clone()).with_short_leases();
+    let client = Arc::new(fixture.client("desk").await);
+    let first = spawn(&fixture, &url, "waits");
+    let submit = Submission::new(Ask::Wait("a".to_owned())).id(id("r1"));
     let asking = ask(&client, submit);
     let second = tokio::task::block_in_place(|| {
         first.line_after("BEGUN begun r1", LIMIT).unwrap();
-        let second = spawn(&place, &url, "open");
+        let second = spawn(&fixture, &url, "open");
         first.kill9().unwrap();
         second.line_after("BEGUN begun r1", LIMIT).unwrap();
         second
     });
     assert_eq!(asking.await.unwrap().unwrap().output, "a");
-    place.control_settles_at(MainLoopCompleted::TYPE, 1).await;
-    assert_eq!(place.entries(&place.replies("desk")).await.len(), 1);
+    fixture.control_settles_at(MainLoopCompleted::TYPE, 1).await;
+    assert_eq!(fixture.entries(&fixture.replies("desk")).await.len(), 1);
     second.kill9().unwrap();
 }
 
-/// The same where one process at a time has the backend: the next start takes the request over.
+/// On a backend that one process at a time can open: the next start takes the request over.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_a_killed_process_had_in_hand_is_done_by_the_next_start_embedded() {
+async fn pending_events_of_a_killed_process_are_handled_after_restart_embedded() {
     let directory = tempfile::tempdir().unwrap();
     let url = format!("embedded:{}", directory.path().join("streams").display());
-    let prefix = Place::local().prefix;
+    let prefix = Fixture::local().prefix;
     let environment = [("URL", url.as_str()), ("PREFIX", &prefix), ("ROLE", "asks itself")];
     let first = Child::spawn_self("crashes::worker", &environment).unwrap();
     tokio::task::block_in_place(|| {
         first.line_after("BEGUN begun r1", LIMIT).unwrap();
         first.kill9().unwrap();
     });
-    let place = Place::in_directory(&url, prefix).await.impatient();
+    let fixture = Fixture::in_directory(&url, prefix).await.with_short_leases();
     let main_loop = Loop::default();
     main_loop.open_gate();
-    let worker = place.worker_with(&main_loop, config()).await;
-    let client = place.client("desk").await;
+    let worker = fixture.worker_with(&main_loop, config()).await;
+    let client = fixture.client("desk").await;
     let done = client.wait::<String>(&id("r1"), LIMIT).await.unwrap();
     assert_eq!(done.output, "a");
     assert_eq!(begun(&main_loop, "r1"), 1);
-    place.control_settles_at(MainLoopCompleted::TYPE, 1).await;
-    assert_eq!(place.entries(&place.replies("desk")).await.len(), 1);
+    fixture.control_settles_at(MainLoopCompleted::TYPE, 1).await;
+    assert_eq!(fixture.entries(&fixture.replies("desk")).await.len(), 1);
     worker.stop().await.unwrap();
 }
 
-async fn a_worker_that_dies_after_its_reply_does_not_make_others_carry_it_out_again(url: String) {
-    let place = Place::at(url.clone()).impatient();
-    let client = Arc::new(place.client("desk").await);
-    let first = spawn(&place, &url, "dies after replying");
-    let submit = || Submit::new(Ask::Note(7)).id(id("r1"));
+async fn a_request_is_not_executed_again_if_its_worker_crashes_after_the_reply(url: String) {
+    let fixture = Fixture::at(url.clone()).with_short_leases();
+    let client = Arc::new(fixture.client("desk").await);
+    let first = spawn(&fixture, &url, "dies after replying");
+    let submit = || Submission::new(Ask::Note(7)).id(id("r1"));
     let done = client.submit::<_, Vec<u64>>(submit()).await.unwrap();
     assert_eq!(done.output, [7]);
     tokio::task::block_in_place(|| first.wait(LIMIT)).unwrap();
 
     let main_loop = Loop::default();
-    let worker = place.worker(&main_loop).await;
-    // When the dead one's request is settled, all that was asked is.
-    place.requests_settle().await;
+    let worker = fixture.worker(&main_loop).await;
+    // When the request of the crashed worker is acknowledged, all requests are.
+    fixture.requests_settle().await;
     assert!(main_loop.log.lines().is_empty(), "{:?}", main_loop.log.lines());
-    place.control_settles_at(MainLoopCompleted::TYPE, 1).await;
+    fixture.control_settles_at(MainLoopCompleted::TYPE, 1).await;
     assert_eq!(client.submit::<_, Vec<u64>>(submit()).await.unwrap().output, [7]);
     worker.stop().await.unwrap();
 }
 
-async fn a_worker_that_is_killed_between_a_reply_and_its_copy_leaves_the_copy_to_another(
-    url: String,
-) {
-    let place = Place::at(url.clone()).impatient();
-    let client = Arc::new(place.client("desk").await);
-    let first = spawn(&place, &url, "stays at the copy");
-    let submit = Submit::new(Ask::Echo("a".to_owned())).id(id("r1"));
-    // The requester has it, whatever becomes of the copy.
+async fn another_worker_publishes_the_copy_of_a_reply_if_its_worker_is_killed(url: String) {
+    let fixture = Fixture::at(url.clone()).with_short_leases();
+    let client = Arc::new(fixture.client("desk").await);
+    let first = spawn(&fixture, &url, "stays at the copy");
+    let submit = Submission::new(Ask::Echo("a".to_owned())).id(id("r1"));
+    // The requester has the reply, whether or not the copy is published.
     let done = client.submit::<_, String>(submit).await.unwrap();
     assert_eq!(done.output, "a");
     tokio::task::block_in_place(|| {
@@ -199,71 +197,69 @@ async fn a_worker_that_is_killed_between_a_reply_and_its_copy_leaves_the_copy_to
         };
         entries.into_iter().filter(is_copy).count()
     };
-    assert_eq!(copies(place.entries(&place.control()).await), 0);
+    assert_eq!(copies(fixture.entries(&fixture.control()).await), 0);
 
     let main_loop = Loop::default();
-    let worker = place.worker(&main_loop).await;
-    place.control_settles_at(MainLoopCompleted::TYPE, 1).await;
-    assert!(main_loop.log.lines().is_empty(), "it is not carried out again");
-    assert_eq!(place.entries(&place.replies("desk")).await.len(), 1);
+    let worker = fixture.worker(&main_loop).await;
+    fixture.control_settles_at(MainLoopCompleted::TYPE, 1).await;
+    assert!(main_loop.log.lines().is_empty(), "it must not be executed again");
+    assert_eq!(fixture.entries(&fixture.replies("desk")).await.len(), 1);
     worker.stop().await.unwrap();
 }
 
-async fn a_request_over_which_processes_die_fails_at_last(url: String) {
-    let place = Place::at(url.clone()).impatient();
-    let client = Arc::new(place.client("desk").await);
-    let victims = [spawn(&place, &url, "dies"), spawn(&place, &url, "dies")];
-    let asking = ask(&client, Submit::new(Ask::Die).id(id("r1")));
+async fn a_request_that_crashes_its_workers_fails_at_the_crash_limit(url: String) {
+    let fixture = Fixture::at(url.clone()).with_short_leases();
+    let client = Arc::new(fixture.client("desk").await);
+    let victims = [spawn(&fixture, &url, "dies"), spawn(&fixture, &url, "dies")];
+    let asking = ask(&client, Submission::new(Ask::Die).id(id("r1")));
     tokio::task::block_in_place(|| {
         victims.iter().for_each(|victim| {
             victim.wait(LIMIT).unwrap();
         });
     });
     let main_loop = Loop::default();
-    let worker = place.worker_with(&main_loop, config()).await;
+    let worker = fixture.worker_with(&main_loop, config()).await;
     let failed = asking.await.unwrap().unwrap_err();
     assert_eq!(failed.failure(), Some(RequestFailure::Crashed), "{failed}");
     assert!(main_loop.log.lines().is_empty(), "two may die, and no more");
-    place.control_settles_at(MainLoopFailed::TYPE, 1).await;
+    fixture.control_settles_at(MainLoopFailed::TYPE, 1).await;
     worker.stop().await.unwrap();
 }
 
-async fn a_worker_that_was_paused_and_replaced_changes_nothing_when_it_wakes(url: String) {
-    let place = Place::at(url.clone()).impatient();
-    let client = Arc::new(place.client("desk").await);
-    let first = spawn(&place, &url, "waits");
+async fn a_worker_resumed_after_it_was_replaced_has_no_effect(url: String) {
+    let fixture = Fixture::at(url.clone()).with_short_leases();
+    let client = Arc::new(fixture.client("desk").await);
+    let first = spawn(&fixture, &url, "waits");
     let main_loop = Loop::default();
     main_loop.open_gate();
-    let submit = Submit::new(Ask::Wait("a".to_owned())).id(id("r1"));
+    let submit = Submission::new(Ask::Wait("a".to_owned())).id(id("r1"));
     let asking = ask(&client, submit);
     tokio::task::block_in_place(|| {
         first.line_after("BEGUN begun r1", LIMIT).unwrap();
         first.pause().unwrap();
     });
-    let worker = place.worker(&main_loop).await;
+    let worker = fixture.worker(&main_loop).await;
     assert_eq!(asking.await.unwrap().unwrap().output, "a");
     assert_eq!(begun(&main_loop, "r1"), 1);
     first.resume().unwrap();
-    // It takes part again, and has forgotten what it had: it is asked until it answers, which it does with its gate shut.
+    // It takes part again without its old requests: submit until it answers, which it does while its gate is closed.
     worker.stop().await.unwrap();
-    let next = Submit::new(Ask::Echo("b".to_owned())).id(id("r2"));
+    let next = Submission::new(Ask::Echo("b".to_owned())).id(id("r2"));
     let done = client.submit::<_, String>(next).await.unwrap();
     assert_eq!(done.output, "b");
-    place.control_settles_at(MainLoopCompleted::TYPE, 2).await;
-    assert_eq!(place.entries(&place.replies("desk")).await.len(), 2);
+    fixture.control_settles_at(MainLoopCompleted::TYPE, 2).await;
+    assert_eq!(fixture.entries(&fixture.replies("desk")).await.len(), 2);
     first.kill9().unwrap();
 }
 
-async fn a_cancellation_whose_requester_is_killed_before_its_copy_is_announced_by_the_worker(
-    url: String,
-) {
-    let place = Place::at(url.clone());
+async fn a_cancellation_of_a_killed_requester_is_published_by_the_worker(url: String) {
+    let fixture = Fixture::at(url.clone());
     let main_loop = Loop::default();
-    let worker = place.worker(&main_loop).await;
-    let client = Arc::new(place.client("desk").await);
-    let asking = ask(&client, Submit::new(Ask::Wait("a".to_owned())).id(id("r1")));
+    let worker = fixture.worker(&main_loop).await;
+    let client = Arc::new(fixture.client("desk").await);
+    let asking = ask(&client, Submission::new(Ask::Wait("a".to_owned())).id(id("r1")));
     main_loop.begun.notified().await;
-    let requester = spawn(&place, &url, "cancels");
+    let requester = spawn(&fixture, &url, "cancels");
     tokio::task::block_in_place(|| {
         requester.line_after("PUBLISHING", LIMIT).unwrap();
         requester.kill9().unwrap();
@@ -271,7 +267,7 @@ async fn a_cancellation_whose_requester_is_killed_before_its_copy_is_announced_b
     let failed = asking.await.unwrap().unwrap_err();
     assert_eq!(failed.failure(), Some(RequestFailure::Cancelled), "{failed}");
     main_loop.open_gate();
-    place.control_settles_at(MainLoopFailed::TYPE, 1).await;
-    assert_eq!(place.entries(&place.replies("desk")).await.len(), 1);
+    fixture.control_settles_at(MainLoopFailed::TYPE, 1).await;
+    assert_eq!(fixture.entries(&fixture.replies("desk")).await.len(), 1);
     worker.stop().await.unwrap();
 }

@@ -7,17 +7,17 @@
 mod backends;
 
 #[macro_use]
-mod place;
+mod fixture;
 
-#[path = "../backends/behind.rs"]
-mod behind;
+#[path = "../backends/proxied_fixture.rs"]
+mod proxied_fixture;
 
 mod bad_input;
-mod cancelling;
+mod cancellation;
 mod crashes;
 mod deadlines;
 mod limits;
+mod metrics;
 mod replies;
 mod requests;
-mod stopping;
-mod watching;
+mod shutdown;

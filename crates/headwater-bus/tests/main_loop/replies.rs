@@ -1,18 +1,18 @@
-//! Replies: late ones, many of them, and their end.
+//! Late replies, many replies, and the retention of replies.
 
 use std::time::Duration;
 
 use headwater_bus::{
-    MainLoopClientConfig, MainLoopConfig, MainLoopError, ReplyConfig, RequestId, Submit,
+    MainLoopClientConfig, MainLoopConfig, MainLoopError, ReplyConfig, RequestId, Submission,
 };
 use headwater_stream::SetName;
 
-use crate::place::{Ask, LIMIT, Loop, Place, quick};
+use crate::fixture::{Ask, Fixture, LIMIT, Loop, fast_config};
 
-everywhere![
+on_every_bus![
     a_late_reply_can_be_fetched_by_any_process_of_the_requester,
-    whoever_waits_for_a_reply_gets_it_whenever_it_began_to,
-    no_reply_is_not_there_and_an_odd_one_is_an_error,
+    a_waiter_gets_the_reply_whenever_it_started_to_wait,
+    a_missing_reply_is_none_and_an_undecodable_one_is_an_error,
 ];
 
 mod on_backends {
@@ -29,41 +29,42 @@ fn id(text: &str) -> RequestId {
     RequestId::new(text).unwrap()
 }
 
-async fn a_late_reply_can_be_fetched_by_any_process_of_the_requester(place: Place) {
+async fn a_late_reply_can_be_fetched_by_any_process_of_the_requester(fixture: Fixture) {
     let main_loop = Loop::default();
-    let worker = place.worker(&main_loop).await;
-    let client = place.client("desk").await;
-    let submit =
-        Submit::new(Ask::Wait("late".to_owned())).id(id("r1")).timeout(Duration::from_millis(50));
+    let worker = fixture.worker(&main_loop).await;
+    let client = fixture.client("desk").await;
+    let submit = Submission::new(Ask::Wait("late".to_owned()))
+        .id(id("r1"))
+        .timeout(Duration::from_millis(50));
     let error = client.submit::<_, String>(submit).await.unwrap_err();
     assert!(matches!(error, MainLoopError::TimedOut { .. }), "{error}");
     assert!(error.is_transient());
     assert_eq!(client.reply::<String>(&id("r1")).await.unwrap(), None);
 
-    let other = place.client("desk").await;
+    let other = fixture.client("desk").await;
     let request = id("r1");
     let (waited, ()) = tokio::join!(other.wait::<String>(&request, LIMIT), async {
         tokio::time::sleep(Duration::from_millis(50)).await;
         main_loop.open_gate();
     });
     assert_eq!(waited.unwrap().output, "late");
-    // A process that was not there when it came.
-    let third = place.client("desk").await;
+    // A process that was not running when the reply arrived.
+    let third = fixture.client("desk").await;
     assert_eq!(third.reply::<String>(&id("r1")).await.unwrap().unwrap().output, "late");
     assert_eq!(third.wait::<String>(&id("r1"), LIMIT).await.unwrap().output, "late");
-    let stranger = place.client("shop").await;
+    let stranger = fixture.client("shop").await;
     assert_eq!(stranger.reply::<String>(&id("r1")).await.unwrap(), None, "it is not theirs");
     worker.stop().await.unwrap();
 }
 
-async fn whoever_waits_for_a_reply_gets_it_whenever_it_began_to(place: Place) {
-    // Replies come while others begin to wait: nobody may miss one.
+async fn a_waiter_gets_the_reply_whenever_it_started_to_wait(fixture: Fixture) {
+    // Replies arrive while others start to wait; none may be missed.
     let main_loop = Loop::default();
-    let worker = place.worker(&main_loop).await;
-    let client = place.client("desk").await;
+    let worker = fixture.worker(&main_loop).await;
+    let client = fixture.client("desk").await;
     for round in 0..20 {
         let request = id(&round.to_string());
-        let submit = || Submit::new(Ask::Echo(round.to_string())).id(request.clone());
+        let submit = || Submission::new(Ask::Echo(round.to_string())).id(request.clone());
         let (one, two, three) = tokio::join!(
             client.submit::<_, String>(submit()),
             client.wait::<String>(&request, LIMIT),
@@ -80,14 +81,14 @@ async fn whoever_waits_for_a_reply_gets_it_whenever_it_began_to(place: Place) {
     worker.stop().await.unwrap();
 }
 
-async fn no_reply_is_not_there_and_an_odd_one_is_an_error(place: Place) {
+async fn a_missing_reply_is_none_and_an_undecodable_one_is_an_error(fixture: Fixture) {
     let main_loop = Loop::default();
-    let worker = place.worker(&main_loop).await;
-    let client = place.client("desk").await;
+    let worker = fixture.worker(&main_loop).await;
+    let client = fixture.client("desk").await;
     assert_eq!(client.reply::<String>(&id("nothing")).await.unwrap(), None);
     let error = client.wait::<String>(&id("nothing"), Duration::from_millis(20)).await.unwrap_err();
     assert!(matches!(error, MainLoopError::TimedOut { .. }), "{error}");
-    let submit = Submit::new(Ask::Echo("text".to_owned())).id(id("text"));
+    let submit = Submission::new(Ask::Echo("text".to_owned())).id(id("text"));
     let error = client.submit::<_, u64>(submit).await.unwrap_err();
     assert!(matches!(error, MainLoopError::Unreadable { .. }), "{error}");
     assert_eq!(client.reply::<String>(&id("text")).await.unwrap().unwrap().output, "text");
@@ -97,24 +98,25 @@ async fn no_reply_is_not_there_and_an_odd_one_is_an_error(place: Place) {
 mod bounds {
     use super::*;
 
-    pub(super) async fn a_stream_of_replies_is_bounded(place: Place) {
+    pub(super) async fn a_stream_of_replies_is_bounded(fixture: Fixture) {
         const REPLIES: usize = 600;
         let replies = ReplyConfig { max_len: 10, ..Default::default() };
         let main_loop = Loop::default();
-        let config = MainLoopConfig { replies, concurrency: 32, ..quick() };
-        let worker = place.worker_with(&main_loop, config).await;
-        let client = place.client("desk").await;
-        // Fewer at once than are kept, or a reply might go before it is read.
+        let config = MainLoopConfig { replies, concurrency: 32, ..fast_config() };
+        let worker = fixture.worker_with(&main_loop, config).await;
+        let client = fixture.client("desk").await;
+        // Fewer at once than are kept, or a reply might be trimmed before it is read.
         for first in (0..REPLIES).step_by(8) {
             let asking = (first..first + 8).map(|number| {
-                let submit = Submit::new(Ask::Echo(number.to_string())).id(id(&number.to_string()));
+                let submit =
+                    Submission::new(Ask::Echo(number.to_string())).id(id(&number.to_string()));
                 client.submit::<_, String>(submit)
             });
             for completed in futures_util::future::join_all(asking).await {
                 completed.unwrap();
             }
         }
-        let length = place.entries(&place.replies("desk")).await.len();
+        let length = fixture.entries(&fixture.replies("desk")).await.len();
         println!("{length} of {REPLIES} replies kept");
         // A server trims a page at a time.
         assert!(length < 300, "{length}");
@@ -125,33 +127,38 @@ mod bounds {
         worker.stop().await.unwrap();
     }
 
-    pub(super) async fn replies_whose_time_is_up_go_and_so_do_their_streams(place: Place) {
-        // Long enough for a busy machine to look at it in time, and no shorter than a call.
+    pub(super) async fn replies_whose_time_is_up_go_and_so_do_their_streams(fixture: Fixture) {
+        // Long enough for a busy machine to read it in time, and at least the call deadline.
         let keep = Duration::from_secs(8);
-        let place = place.with_calls_of(keep);
-        let replies = ReplyConfig { keep, ..Default::default() };
+        let fixture = fixture.with_call_deadline(keep);
+        let replies = ReplyConfig { ttl: keep, ..Default::default() };
         let main_loop = Loop::default();
-        let worker = place.worker_with(&main_loop, MainLoopConfig { replies, ..quick() }).await;
+        let worker =
+            fixture.worker_with(&main_loop, MainLoopConfig { replies, ..fast_config() }).await;
         let config = MainLoopClientConfig { replies, timeout: LIMIT };
-        let client = place.client_with("desk", config).await;
-        let submit = || Submit::new(Ask::Echo("a".to_owned())).id(id("r1"));
+        let client = fixture.client_with("desk", config).await;
+        let submit = || Submission::new(Ask::Echo("a".to_owned())).id(id("r1"));
         client.submit::<_, String>(submit()).await.unwrap();
         worker.sweep().await.unwrap();
-        assert_eq!(place.entries(&place.replies("desk")).await.len(), 1, "it is kept for a while");
+        assert_eq!(
+            fixture.entries(&fixture.replies("desk")).await.len(),
+            1,
+            "it is kept for a while"
+        );
 
-        let backend = place.backend().await;
-        let set = SetName::new(format!("{}:requesters", place.control())).unwrap();
+        let backend = fixture.backend().await;
+        let set = SetName::new(format!("{}:requesters", fixture.control())).unwrap();
         assert_eq!(backend.set_members(&set).await.unwrap(), ["desk"]);
         let deadline = tokio::time::Instant::now() + LIMIT;
-        while backend.stats(&place.replies("desk")).await.unwrap().is_some() {
+        while backend.stats(&fixture.replies("desk")).await.unwrap().is_some() {
             assert!(tokio::time::Instant::now() < deadline, "the stream is still there");
             tokio::time::sleep(Duration::from_millis(100)).await;
             worker.sweep().await.unwrap();
         }
         assert!(backend.set_members(&set).await.unwrap().is_empty());
         assert_eq!(client.reply::<String>(&id("r1")).await.unwrap(), None);
-        // A client that outlives its stream goes on.
-        let submit = Submit::new(Ask::Echo("b".to_owned())).id(id("r2"));
+        // A client whose stream was deleted continues.
+        let submit = Submission::new(Ask::Echo("b".to_owned())).id(id("r2"));
         assert_eq!(client.submit::<_, String>(submit).await.unwrap().output, "b");
         worker.stop().await.unwrap();
     }

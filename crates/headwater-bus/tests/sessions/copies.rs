@@ -4,60 +4,60 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use headwater_bus::conformance::Noted;
 use headwater_bus::{
-    BusError, Import, MissingReason, Session, SessionError, SessionId, Sessions, SessionsConfig,
-    Stage, Until,
+    BusError, Import, MissingReason, ReplayUntil, Session, SessionError, SessionId, SessionStage,
+    Sessions, SessionsConfig,
 };
 use headwater_stream::clock::Timestamp;
 use headwater_stream::{EntryId, Fields, MapName, RegistryMap, Retention};
 
-use crate::place::{Place, Sum, by_hand, folds, lines_of, local, noted, publish, sum};
+use crate::fixture::{Fixture, Sum, by_hand, folds, lines_of, local, noted, publish, sum};
 
-everywhere!(
-    a_fork_begins_like_its_parent_and_goes_on_by_itself,
-    a_fork_of_a_compacted_session_is_whole,
-    a_fork_before_what_was_compacted_is_refused,
-    a_fork_is_never_made_over_a_session,
-    a_fork_at_an_entry_that_is_not_there_leaves_nothing,
-    an_unfinished_session_is_none_and_is_swept,
-    whoever_was_taken_for_dead_touches_no_session_of_others,
-    what_whoever_was_taken_for_dead_still_copies_counts_nowhere,
-    the_state_of_a_fork_names_the_entries_of_the_fork,
-    a_stream_of_others_that_was_compacted_is_not_taken_for_whole,
-    an_export_ends_where_the_session_did_when_it_began,
-    what_is_left_of_a_copy_is_not_taken_for_a_session,
-    what_is_exported_and_imported_is_the_same,
-    what_is_exported_goes_on_where_it_is_imported,
+on_every_bus!(
+    a_fork_has_the_events_of_its_parent_and_continues_independently,
+    a_fork_of_a_compacted_session_is_complete,
+    a_fork_before_the_compacted_entries_is_rejected,
+    a_fork_never_overwrites_a_session,
+    a_fork_at_a_missing_entry_leaves_nothing,
+    an_unfinished_session_is_not_a_session_and_is_swept,
+    an_evicted_copier_does_not_affect_a_new_session,
+    entries_of_an_evicted_copier_do_not_count,
+    the_state_of_a_fork_refers_to_its_own_entries,
+    a_compacted_foreign_stream_is_not_considered_complete,
+    an_export_ends_at_the_last_entry_of_its_start,
+    the_remains_of_a_copy_are_not_a_session,
+    an_imported_export_is_identical,
+    an_imported_session_can_be_continued,
     a_compacted_session_is_exported_with_its_snapshots,
-    a_file_that_is_wrong_in_any_way_leaves_nothing,
-    an_import_over_a_session_is_refused,
-    a_fork_that_compactions_overtake_is_whole,
-    an_import_that_was_cut_off_can_be_repeated_at_once,
+    an_invalid_import_file_leaves_nothing,
+    an_import_over_a_session_is_rejected,
+    a_fork_during_compactions_is_complete,
+    an_interrupted_import_can_be_repeated_at_once,
 );
 
-/// On a server: each step of a fork takes a while, so that it can be cut off in the middle.
+/// On disk: each step of a fork takes a while, so that it can be interrupted in the middle.
 mod on_a_server {
     tests_in!(
         redis,
-        crate::place::Place::redis(),
+        crate::fixture::Fixture::redis(),
         (flavor = "multi_thread", worker_threads = 2),
-        a_fork_that_was_cut_off_can_be_repeated_at_once,
+        an_interrupted_fork_can_be_repeated_at_once,
     );
 
-    use super::a_fork_that_was_cut_off_can_be_repeated_at_once;
+    use super::an_interrupted_fork_can_be_repeated_at_once;
 }
 
-locally!(
-    a_fork_begins_like_its_parent_and_goes_on_by_itself,
-    a_fork_of_a_compacted_session_is_whole,
-    a_fork_before_what_was_compacted_is_refused,
-    a_fork_is_never_made_over_a_session,
-    a_fork_at_an_entry_that_is_not_there_leaves_nothing,
-    an_unfinished_session_is_none_and_is_swept,
-    whoever_was_taken_for_dead_touches_no_session_of_others,
-    an_export_ends_where_the_session_did_when_it_began,
+on_local_bus!(
+    a_fork_has_the_events_of_its_parent_and_continues_independently,
+    a_fork_of_a_compacted_session_is_complete,
+    a_fork_before_the_compacted_entries_is_rejected,
+    a_fork_never_overwrites_a_session,
+    a_fork_at_a_missing_entry_leaves_nothing,
+    an_unfinished_session_is_not_a_session_and_is_swept,
+    an_evicted_copier_does_not_affect_a_new_session,
+    an_export_ends_at_the_last_entry_of_its_start,
     a_compacted_session_is_exported_with_its_snapshots,
-    a_file_that_is_wrong_in_any_way_leaves_nothing,
-    what_is_exported_goes_on_where_it_is_imported,
+    an_invalid_import_file_leaves_nothing,
+    an_imported_session_can_be_continued,
 );
 
 async fn numbered(session: &Session, numbers: std::ops::Range<u64>) -> Vec<EntryId> {
@@ -68,112 +68,115 @@ async fn numbered(session: &Session, numbers: std::ops::Range<u64>) -> Vec<Entry
     ids
 }
 
-async fn a_fork_begins_like_its_parent_and_goes_on_by_itself(place: Place) {
-    let sessions = place.sessions().await;
-    let parent = sessions.create(&place.session).await.unwrap();
+async fn a_fork_has_the_events_of_its_parent_and_continues_independently(fixture: Fixture) {
+    let sessions = fixture.sessions().await;
+    let parent = sessions.create(&fixture.session).await.unwrap();
     let ids = numbered(&parent, 0..20).await;
     parent.snapshot().await.unwrap();
-    let before = place.entries(&place.session).await;
+    let before = fixture.entries(&fixture.session).await;
 
     let fork = SessionId::random();
-    let child = sessions.fork(&place.session, Until::Entry(ids[9]), &fork).await.unwrap();
+    let child = sessions.fork(&fixture.session, ReplayUntil::Entry(ids[9]), &fork).await.unwrap();
     assert_eq!(sum(&child), Sum::of(0..10));
     child.publish(noted(100)).await.unwrap();
     parent.publish(noted(20)).await.unwrap();
     assert_eq!(sum(&sessions.recover(&fork).await.unwrap()), Sum::of((0..10).chain([100])));
-    assert_eq!(sum(&sessions.recover(&place.session).await.unwrap()), Sum::of(0..21));
-    assert_eq!(place.entries(&place.session).await[..20], before);
+    assert_eq!(sum(&sessions.recover(&fixture.session).await.unwrap()), Sum::of(0..21));
+    assert_eq!(fixture.entries(&fixture.session).await[..20], before);
 
     let info = sessions.info(&fork).await.unwrap().unwrap();
     let origin = info.parent.unwrap();
-    assert_eq!((origin.session, origin.entry_id), (place.session.clone(), ids[9]));
-    assert_eq!(info.stage, Stage::Open);
-    // Times are those of the parent, also in a fork of the fork.
+    assert_eq!((origin.session, origin.entry_id), (fixture.session.clone(), ids[9]));
+    assert_eq!(info.stage, SessionStage::Open);
+    // Entries keep the times of the parent, also in a fork of the fork.
     let again = SessionId::random();
-    sessions.fork(&fork, Until::End, &again).await.unwrap();
+    sessions.fork(&fork, ReplayUntil::End, &again).await.unwrap();
     let time = Timestamp::from_millis(ids[4].ms);
     let expected = ids[..10].iter().filter(|id| id.ms <= ids[4].ms).count() as u64;
-    let state = sessions.state_at(&again, Until::Time(time)).await.unwrap();
+    let state = sessions.state_at(&again, ReplayUntil::Time(time)).await.unwrap();
     assert_eq!(*state.get::<Sum>().unwrap(), Sum::of(0..expected));
 
-    // Whatever becomes of the parent.
-    sessions.forget(&place.session).await.unwrap();
+    // The fork is independent of the parent.
+    sessions.delete(&fixture.session).await.unwrap();
     assert_eq!(sum(&sessions.recover(&fork).await.unwrap()).count, 11);
-    // A fork at the end has the snapshot, too; an empty session has an empty fork.
+    // A fork at the end copies the snapshot, too; an empty session has an empty fork.
     let empty = sessions.create(&SessionId::random()).await.unwrap();
-    let fork = sessions.fork(empty.id(), Until::End, &SessionId::random()).await.unwrap();
+    let fork = sessions.fork(empty.id(), ReplayUntil::End, &SessionId::random()).await.unwrap();
     assert_eq!(sum(&fork), Sum::default());
     fork.publish(noted(1)).await.unwrap();
     assert_eq!(sum(&sessions.recover(fork.id()).await.unwrap()), Sum::of([1]));
 }
 
-async fn a_fork_of_a_compacted_session_is_whole(place: Place) {
-    let sessions = place.sessions().await;
-    let parent = sessions.create(&place.session).await.unwrap();
+async fn a_fork_of_a_compacted_session_is_complete(fixture: Fixture) {
+    let sessions = fixture.sessions().await;
+    let parent = sessions.create(&fixture.session).await.unwrap();
     numbered(&parent, 0..20).await;
     parent.compact().await.unwrap();
     let ids = numbered(&parent, 20..30).await;
     let fork = SessionId::random();
-    let child = sessions.fork(&place.session, Until::Entry(ids[4]), &fork).await.unwrap();
+    let child = sessions.fork(&fixture.session, ReplayUntil::Entry(ids[4]), &fork).await.unwrap();
     assert_eq!(sum(&child), Sum::of(0..25));
     assert_eq!(child.recovery().replayed, 5);
     child.publish(noted(25)).await.unwrap();
     child.compact().await.unwrap();
     assert_eq!(sum(&sessions.recover(&fork).await.unwrap()), Sum::of(0..26));
-    // Other folds learn that they have nothing to begin with.
-    let other = place.sessions_with(headwater_bus::Folds::none().latest::<Noted>(), by_hand());
+    // Other folds report that the beginning is missing.
+    let other = fixture.sessions_with(headwater_bus::Folds::none().latest::<Noted>(), by_hand());
     let error = other.await.recover(&fork).await.unwrap_err();
     let SessionError::Incomplete { missing, .. } = error else { panic!("{error}") };
-    assert_eq!(missing.why, MissingReason::Compacted);
+    assert_eq!(missing.reason, MissingReason::Compacted);
 }
 
-async fn a_fork_before_what_was_compacted_is_refused(place: Place) {
-    let sessions = place.sessions().await;
-    let parent = sessions.create(&place.session).await.unwrap();
+async fn a_fork_before_the_compacted_entries_is_rejected(fixture: Fixture) {
+    let sessions = fixture.sessions().await;
+    let parent = sessions.create(&fixture.session).await.unwrap();
     let ids = numbered(&parent, 0..20).await;
     parent.compact().await.unwrap();
     let fork = SessionId::random();
-    for until in [Until::Entry(ids[5]), Until::Time(Timestamp::from_millis(ids[0].ms - 1))] {
-        let error = sessions.fork(&place.session, until, &fork).await.unwrap_err();
+    for until in
+        [ReplayUntil::Entry(ids[5]), ReplayUntil::Time(Timestamp::from_millis(ids[0].ms - 1))]
+    {
+        let error = sessions.fork(&fixture.session, until, &fork).await.unwrap_err();
         println!("{error}");
         assert_eq!(sessions.info(&fork).await.unwrap(), None);
     }
-    assert_eq!(place.entries(&fork).await, []);
+    assert_eq!(fixture.entries(&fork).await, []);
 }
 
-async fn a_fork_is_never_made_over_a_session(place: Place) {
-    let sessions = place.sessions().await;
-    let parent = sessions.create(&place.session).await.unwrap();
+async fn a_fork_never_overwrites_a_session(fixture: Fixture) {
+    let sessions = fixture.sessions().await;
+    let parent = sessions.create(&fixture.session).await.unwrap();
     numbered(&parent, 0..3).await;
     let other = sessions.create(&SessionId::random()).await.unwrap();
     numbered(&other, 5..6).await;
     for taken in [other.id(), parent.id()] {
-        let error = sessions.fork(&place.session, Until::End, taken).await.unwrap_err();
+        let error = sessions.fork(&fixture.session, ReplayUntil::End, taken).await.unwrap_err();
         assert!(matches!(error, SessionError::Exists { .. }), "{error}");
     }
     assert_eq!(sum(&sessions.recover(other.id()).await.unwrap()), Sum::of([5]));
 }
 
-async fn a_fork_at_an_entry_that_is_not_there_leaves_nothing(place: Place) {
-    let sessions = place.sessions().await;
-    let parent = sessions.create(&place.session).await.unwrap();
+async fn a_fork_at_a_missing_entry_leaves_nothing(fixture: Fixture) {
+    let sessions = fixture.sessions().await;
+    let parent = sessions.create(&fixture.session).await.unwrap();
     let ids = numbered(&parent, 0..3).await;
     let fork = SessionId::random();
     for id in [EntryId::new(ids[2].ms + 1, 0), EntryId::new(ids[0].ms - 1, 0)] {
-        let error = sessions.fork(&place.session, Until::Entry(id), &fork).await.unwrap_err();
+        let error =
+            sessions.fork(&fixture.session, ReplayUntil::Entry(id), &fork).await.unwrap_err();
         assert!(matches!(error, SessionError::Bus(BusError::Invalid { .. })), "{error}");
         assert_eq!(sessions.info(&fork).await.unwrap(), None);
-        assert_eq!(place.entries(&fork).await, []);
+        assert_eq!(fixture.entries(&fork).await, []);
     }
-    let error = sessions.fork(&SessionId::random(), Until::End, &fork).await.unwrap_err();
+    let error = sessions.fork(&SessionId::random(), ReplayUntil::End, &fork).await.unwrap_err();
     assert!(matches!(error, SessionError::NotFound { .. }), "{error}");
 }
 
-async fn an_unfinished_session_is_none_and_is_swept(place: Place) {
-    let sessions = place.sessions().await;
-    let original = sessions.create(&place.session).await.unwrap();
+async fn an_unfinished_session_is_not_a_session_and_is_swept(fixture: Fixture) {
+    let sessions = fixture.sessions().await;
+    let original = sessions.create(&fixture.session).await.unwrap();
     publish(&original, 0..1200).await;
-    let lines = lines_of(sessions.export(&place.session).await.unwrap()).await;
+    let lines = lines_of(sessions.export(&fixture.session).await.unwrap()).await;
     let id = SessionId::random();
     let mut import = sessions.import(&id);
     for line in &lines[..900] {
@@ -181,19 +184,19 @@ async fn an_unfinished_session_is_none_and_is_swept(place: Place) {
     }
     let error = sessions.recover(&id).await.unwrap_err();
     assert!(matches!(error, SessionError::Unfinished { .. }), "{error}");
-    assert_eq!(sessions.info(&id).await.unwrap().unwrap().stage, Stage::Filling);
-    let error = sessions.fork(&place.session, Until::End, &id).await.unwrap_err();
+    assert_eq!(sessions.info(&id).await.unwrap().unwrap().stage, SessionStage::Copying);
+    let error = sessions.fork(&fixture.session, ReplayUntil::End, &id).await.unwrap_err();
     assert!(matches!(error, SessionError::Exists { .. }), "{error}");
-    // Somebody may still work on it.
-    assert_eq!(sessions.sweep().await.unwrap().unfinished, 0);
+    // Its copier may still be working on it.
+    assert_eq!(sessions.sweep().await.unwrap().abandoned, 0);
 
-    let unfinished_after = std::time::Duration::from_millis(1);
-    let impatient = SessionsConfig { unfinished_after, ..by_hand() };
-    let impatient = place.sessions_with(folds(), impatient).await;
+    let abandoned_after = std::time::Duration::from_millis(1);
+    let impatient = SessionsConfig { abandoned_after, ..by_hand() };
+    let impatient = fixture.sessions_with(folds(), impatient).await;
     tokio::time::sleep(std::time::Duration::from_millis(20)).await;
-    assert_eq!(impatient.sweep().await.unwrap().unfinished, 1);
+    assert_eq!(impatient.sweep().await.unwrap().abandoned, 1);
     assert_eq!(sessions.info(&id).await.unwrap(), None);
-    // Whoever was taken for dead cannot finish it.
+    // An evicted copier cannot finish it.
     let mut went_on = Ok(());
     for line in &lines[900..] {
         went_on = import.line(line).await;
@@ -206,18 +209,18 @@ async fn an_unfinished_session_is_none_and_is_swept(place: Place) {
     assert_eq!(sessions.info(&id).await.unwrap(), None);
 }
 
-async fn whoever_was_taken_for_dead_touches_no_session_of_others(place: Place) {
-    let sessions = place.sessions().await;
-    let original = sessions.create(&place.session).await.unwrap();
+async fn an_evicted_copier_does_not_affect_a_new_session(fixture: Fixture) {
+    let sessions = fixture.sessions().await;
+    let original = sessions.create(&fixture.session).await.unwrap();
     publish(&original, 0..1200).await;
-    let lines = lines_of(sessions.export(&place.session).await.unwrap()).await;
+    let lines = lines_of(sessions.export(&fixture.session).await.unwrap()).await;
     let id = SessionId::random();
     let mut import = sessions.import(&id);
     for line in &lines[..900] {
         import.line(line).await.unwrap();
     }
-    // It is removed, and somebody makes a session of this name.
-    assert!(sessions.forget(&id).await.unwrap());
+    // It is removed, and a session of this name is created.
+    assert!(sessions.delete(&id).await.unwrap());
     let other = sessions.create(&id).await.unwrap();
     publish(&other, 0..5).await;
     let mut went_on = Ok(());
@@ -231,60 +234,60 @@ async fn whoever_was_taken_for_dead_touches_no_session_of_others(place: Place) {
     assert!(matches!(error, SessionError::Unfinished { .. }), "{error}");
     assert!(import.finish().await.is_err());
     assert_eq!(sum(&sessions.recover(&id).await.unwrap()), Sum::of(0..5));
-    assert_eq!(place.entries(&id).await.len(), 5);
+    assert_eq!(fixture.entries(&id).await.len(), 5);
 }
 
-async fn what_whoever_was_taken_for_dead_still_copies_counts_nowhere(place: Place) {
-    let sessions = place.sessions().await;
-    let original = sessions.create(&place.session).await.unwrap();
+async fn entries_of_an_evicted_copier_do_not_count(fixture: Fixture) {
+    let sessions = fixture.sessions().await;
+    let original = sessions.create(&fixture.session).await.unwrap();
     publish(&original, 0..700).await;
-    let lines = lines_of(sessions.export(&place.session).await.unwrap()).await;
+    let lines = lines_of(sessions.export(&fixture.session).await.unwrap()).await;
     let id = SessionId::random();
     let mut import = sessions.import(&id);
     for line in &lines[..600] {
         import.line(line).await.unwrap();
     }
     let copies: Vec<Fields> =
-        place.entries(&id).await.into_iter().map(|entry| entry.fields).collect();
+        fixture.entries(&id).await.into_iter().map(|entry| entry.fields).collect();
     assert!(!copies.is_empty());
-    // It is removed, and somebody makes a session of this name. Only then the last append of the import arrives: it had
-    // looked whether it may go on, and slept.
-    assert!(sessions.forget(&id).await.unwrap());
+    // It is removed, and a session of this name is created. Only then the last append of the import arrives: it was
+    // delayed after its check.
+    assert!(sessions.delete(&id).await.unwrap());
     let other = sessions.create(&id).await.unwrap();
     publish(&other, 0..5).await;
-    let backend = place.backend().await;
-    backend.append(&place.stream_of(&id), &copies, &Retention::KEEP_ALL).await.unwrap();
+    let backend = fixture.backend().await;
+    backend.append(&fixture.stream_of(&id), &copies, &Retention::KEEP_ALL).await.unwrap();
     publish(&other, 5..8).await;
     assert_eq!(sum(&other), Sum::of(0..8));
     assert_eq!(sum(&sessions.recover(&id).await.unwrap()), Sum::of(0..8));
-    let state = sessions.state_at(&id, Until::Entry(other.position())).await.unwrap();
+    let state = sessions.state_at(&id, ReplayUntil::Entry(other.position())).await.unwrap();
     assert_eq!(*state.get::<Sum>().unwrap(), Sum::of(0..8));
-    // Nor in what is made of it.
-    let fork = sessions.fork(&id, Until::End, &SessionId::random()).await.unwrap();
+    // Nor in copies of it.
+    let fork = sessions.fork(&id, ReplayUntil::End, &SessionId::random()).await.unwrap();
     assert_eq!(sum(&fork), Sum::of(0..8));
-    assert_eq!(place.entries(fork.id()).await.len(), 8);
+    assert_eq!(fixture.entries(fork.id()).await.len(), 8);
     let exported = lines_of(sessions.export(&id).await.unwrap()).await;
     assert_eq!(exported.len(), 10);
     let imported = import_all(sessions.import(&SessionId::random()), &exported).await.unwrap();
     assert_eq!(sum(&imported), Sum::of(0..8));
-    // The same copies do not count in a fork, either, though that one is made of copies.
-    let stream = place.stream_of(fork.id());
+    // These entries do not count in a fork, either, although a fork consists of copies.
+    let stream = fixture.stream_of(fork.id());
     backend.append(&stream, &copies, &Retention::KEEP_ALL).await.unwrap();
     fork.publish(noted(8)).await.unwrap();
     assert_eq!(sum(&sessions.recover(fork.id()).await.unwrap()), Sum::of(0..9));
 }
 
-async fn the_state_of_a_fork_names_the_entries_of_the_fork(place: Place) {
-    let sessions = place.sessions().await;
-    let parent = sessions.create(&place.session).await.unwrap();
+async fn the_state_of_a_fork_refers_to_its_own_entries(fixture: Fixture) {
+    let sessions = fixture.sessions().await;
+    let parent = sessions.create(&fixture.session).await.unwrap();
     numbered(&parent, 0..20).await;
     parent.snapshot().await.unwrap();
     let last = numbered(&parent, 20..25).await[4];
     let id = SessionId::random();
-    let fork = sessions.fork(&place.session, Until::Entry(last), &id).await.unwrap();
-    let ids: Vec<EntryId> = place.entries(&id).await.iter().map(|entry| entry.id).collect();
+    let fork = sessions.fork(&fixture.session, ReplayUntil::Entry(last), &id).await.unwrap();
+    let ids: Vec<EntryId> = fixture.entries(&id).await.iter().map(|entry| entry.id).collect();
     let again = sessions.recover(&id).await.unwrap();
-    // It has a snapshot, as its parent had, and one of its own.
+    // It has the snapshot of its parent, and can take its own.
     assert_eq!(again.recovery().from_snapshot, Some(ids[24]));
     for session in [&fork, &again] {
         let latest = session.latest::<Noted>().unwrap().envelope.entry_id.unwrap();
@@ -292,60 +295,61 @@ async fn the_state_of_a_fork_names_the_entries_of_the_fork(place: Place) {
         let all = session.all::<Noted>().unwrap().events;
         let named: Vec<_> = all.iter().map(|event| event.envelope.entry_id.unwrap()).collect();
         assert_eq!(named, ids[15..]);
-        let stream = place.stream_of(&id);
+        let stream = fixture.stream_of(&id);
         assert!(all.iter().all(|event| event.envelope.stream.as_ref() == Some(&stream)));
-        let state = sessions.state_at(&id, Until::Entry(named[0])).await.unwrap();
+        let state = sessions.state_at(&id, ReplayUntil::Entry(named[0])).await.unwrap();
         assert_eq!(*state.get::<Sum>().unwrap(), Sum::of(0..16));
     }
 }
 
-async fn a_stream_of_others_that_was_compacted_is_not_taken_for_whole(place: Place) {
+async fn a_compacted_foreign_stream_is_not_considered_complete(fixture: Fixture) {
     let payload = |number: u64| format!(r#"{{"session_id":null,"number":{number},"text":""}}"#);
     for number in 0..10 {
-        place.append(&[("type", "conformance.Noted"), ("payload", &payload(number))]).await;
+        fixture.append(&[("type", "conformance.Noted"), ("payload", &payload(number))]).await;
     }
-    let sessions = place.sessions().await;
-    let session = sessions.recover(&place.session).await.unwrap();
+    let sessions = fixture.sessions().await;
+    let session = sessions.recover(&fixture.session).await.unwrap();
     session.compact().await.unwrap();
-    assert_eq!(sum(&sessions.recover(&place.session).await.unwrap()), Sum::of(0..10));
+    assert_eq!(sum(&sessions.recover(&fixture.session).await.unwrap()), Sum::of(0..10));
     let other = headwater_bus::Folds::none().latest::<Noted>();
-    let other = place.sessions_with(other, by_hand()).await;
-    let error = other.recover(&place.session).await.unwrap_err();
+    let other = fixture.sessions_with(other, by_hand()).await;
+    let error = other.recover(&fixture.session).await.unwrap_err();
     let SessionError::Incomplete { missing, .. } = error else { panic!("{error}") };
-    assert_eq!((missing.why, missing.count), (MissingReason::Compacted, Some(9)));
-    let fork = sessions.fork(&place.session, Until::End, &SessionId::random()).await.unwrap();
+    assert_eq!((missing.reason, missing.count), (MissingReason::Compacted, Some(9)));
+    let fork =
+        sessions.fork(&fixture.session, ReplayUntil::End, &SessionId::random()).await.unwrap();
     assert_eq!(sum(&fork), Sum::of(0..10));
 }
 
-async fn an_export_ends_where_the_session_did_when_it_began(place: Place) {
-    let sessions = place.sessions().await;
-    let session = sessions.create(&place.session).await.unwrap();
+async fn an_export_ends_at_the_last_entry_of_its_start(fixture: Fixture) {
+    let sessions = fixture.sessions().await;
+    let session = sessions.create(&fixture.session).await.unwrap();
     publish(&session, 0..600).await;
-    let mut export = sessions.export(&place.session).await.unwrap();
-    // The head, and one of the entries that were read with it.
+    let mut export = sessions.export(&fixture.session).await.unwrap();
+    // The header, and one of the entries read with it.
     export.next_line().await.unwrap().unwrap();
     export.next_line().await.unwrap().unwrap();
-    // However many come meanwhile: it would never end if it went after them.
+    // Events published meanwhile are not exported, or the export might never end.
     publish(&session, 600..5000).await;
     assert_eq!(lines_of(export).await.len(), 600);
 }
 
-async fn what_is_left_of_a_copy_is_not_taken_for_a_session(place: Place) {
-    let sessions = place.sessions().await;
-    // The last step of somebody who slept while the session was swept.
+async fn the_remains_of_a_copy_are_not_a_session(fixture: Fixture) {
+    let sessions = fixture.sessions().await;
+    // The last append of a copier that was delayed while the session was swept.
     let payload = r#"{"session_id":null,"number":7,"text":""}"#;
     let copy = [
         ("type", "conformance.Noted"),
         ("payload", payload),
         ("original_entry_id", "1767225600000-0"),
     ];
-    place.append(&copy).await;
-    let error = sessions.recover(&place.session).await.unwrap_err();
+    fixture.append(&copy).await;
+    let error = sessions.recover(&fixture.session).await.unwrap_err();
     assert!(matches!(error, SessionError::Unfinished { .. }), "{error}");
-    let error = sessions.create(&place.session).await.unwrap_err();
+    let error = sessions.create(&fixture.session).await.unwrap_err();
     assert!(matches!(error, SessionError::Exists { .. }), "{error}");
-    assert!(sessions.forget(&place.session).await.unwrap());
-    assert_eq!(sum(&sessions.ensure(&place.session).await.unwrap()), Sum::default());
+    assert!(sessions.delete(&fixture.session).await.unwrap());
+    assert_eq!(sum(&sessions.ensure(&fixture.session).await.unwrap()), Sum::default());
 }
 
 pub(crate) async fn import_all(
@@ -358,76 +362,76 @@ pub(crate) async fn import_all(
     import.finish().await
 }
 
-/// The fields of all entries, without the note of where they come from.
-async fn fields_of(place: &Place, session: &SessionId) -> Vec<Fields> {
+/// The fields of all entries, without those added by the copy.
+async fn fields_of(fixture: &Fixture, session: &SessionId) -> Vec<Fields> {
     let plain = |fields: &Fields| {
         let ours = |name: &[u8]| name == b"original_entry_id" || name == b"copied_by";
         Fields::new(fields.iter().filter(|(name, _)| !ours(name)).cloned())
     };
-    place.entries(session).await.iter().map(|entry| plain(&entry.fields)).collect()
+    fixture.entries(session).await.iter().map(|entry| plain(&entry.fields)).collect()
 }
 
-async fn what_is_exported_and_imported_is_the_same(place: Place) {
-    let sessions = place.sessions().await;
-    let session = sessions.create(&place.session).await.unwrap();
+async fn an_imported_export_is_identical(fixture: Fixture) {
+    let sessions = fixture.sessions().await;
+    let session = sessions.create(&fixture.session).await.unwrap();
     publish(&session, 0..700).await;
-    // Also what is odd: bytes that are no text, lines in a payload, fields of others.
-    let odd = Fields::new([
+    // Including bytes that are not UTF-8, line breaks in a payload, and foreign fields.
+    let invalid = Fields::new([
         (&b"type"[..], &b"conformance.Noted"[..]),
         (b"payload", b"{\n \"number\": 700,\n \"text\": \"a\\nb\" }"),
         (b"\xff\x00", b"\x01\xfe\n"),
     ]);
-    let backend = place.backend().await;
-    backend.append(&place.stream(), &[odd], &Retention::KEEP_ALL).await.unwrap();
+    let backend = fixture.backend().await;
+    backend.append(&fixture.stream(), &[invalid], &Retention::KEEP_ALL).await.unwrap();
     publish(&session, 701..705).await;
-    let lines = lines_of(sessions.export(&place.session).await.unwrap()).await;
+    let lines = lines_of(sessions.export(&fixture.session).await.unwrap()).await;
     assert_eq!(lines.len(), 707);
 
     let id = SessionId::random();
     let imported = import_all(sessions.import(&id), &lines).await.unwrap();
     assert_eq!(sum(&imported), Sum::of(0..705));
-    assert_eq!(fields_of(&place, &id).await, fields_of(&place, &place.session).await);
+    assert_eq!(fields_of(&fixture, &id).await, fields_of(&fixture, &fixture.session).await);
     imported.publish(noted(705)).await.unwrap();
     assert_eq!(sum(&sessions.recover(&id).await.unwrap()), Sum::of(0..706));
-    // Into another program, on another bus.
+    // Import on another bus.
     let elsewhere = local().await;
-    let imported = import_all(elsewhere.import(&place.session), &lines).await.unwrap();
+    let imported = import_all(elsewhere.import(&fixture.session), &lines).await.unwrap();
     assert_eq!(sum(&imported), Sum::of(0..705));
-    let back = lines_of(elsewhere.export(&place.session).await.unwrap()).await;
+    let back = lines_of(elsewhere.export(&fixture.session).await.unwrap()).await;
     assert_eq!(back.len(), lines.len());
 }
 
-async fn what_is_exported_goes_on_where_it_is_imported(place: Place) {
-    let sessions = place.sessions().await;
-    let session = sessions.create(&place.session).await.unwrap();
+async fn an_imported_session_can_be_continued(fixture: Fixture) {
+    let sessions = fixture.sessions().await;
+    let session = sessions.create(&fixture.session).await.unwrap();
     publish(&session, 0..700).await;
-    let lines = lines_of(sessions.export(&place.session).await.unwrap()).await;
+    let lines = lines_of(sessions.export(&fixture.session).await.unwrap()).await;
     let id = SessionId::random();
     let imported = import_all(sessions.import(&id), &lines).await.unwrap();
     assert_eq!(sum(&imported), Sum::of(0..700));
     publish(&imported, 700..710).await;
     assert_eq!(sum(&sessions.recover(&id).await.unwrap()), Sum::of(0..710));
-    assert_eq!(sum(&sessions.recover(&place.session).await.unwrap()), Sum::of(0..700));
-    // Once more, now with copies in it.
+    assert_eq!(sum(&sessions.recover(&fixture.session).await.unwrap()), Sum::of(0..700));
+    // Again, now with copied entries.
     let lines = lines_of(sessions.export(&id).await.unwrap()).await;
     let again = import_all(sessions.import(&SessionId::random()), &lines).await.unwrap();
     assert_eq!(sum(&again), Sum::of(0..710));
-    // And over a session it is refused.
-    let error = import_all(sessions.import(&place.session), &lines).await.unwrap_err();
+    // An import over a session is rejected.
+    let error = import_all(sessions.import(&fixture.session), &lines).await.unwrap_err();
     assert!(matches!(error, SessionError::Exists { .. }), "{error}");
 }
 
-async fn a_compacted_session_is_exported_with_its_snapshots(place: Place) {
-    let sessions = place.sessions().await;
-    let session = sessions.create(&place.session).await.unwrap();
+async fn a_compacted_session_is_exported_with_its_snapshots(fixture: Fixture) {
+    let sessions = fixture.sessions().await;
+    let session = sessions.create(&fixture.session).await.unwrap();
     publish(&session, 0..50).await;
     session.compact().await.unwrap();
     publish(&session, 50..60).await;
-    let lines = lines_of(sessions.export(&place.session).await.unwrap()).await;
+    let lines = lines_of(sessions.export(&fixture.session).await.unwrap()).await;
     let id = SessionId::random();
     let imported = import_all(sessions.import(&id), &lines).await.unwrap();
     assert_eq!((sum(&imported), imported.recovery().replayed), (Sum::of(0..60), 10));
-    // Without its snapshot it is not whole.
+    // Without its snapshot it is incomplete.
     let without: Vec<String> =
         lines.iter().filter(|line| !line.starts_with("{\"snapshot\"")).cloned().collect();
     assert_eq!(without.len(), lines.len() - 1);
@@ -437,11 +441,11 @@ async fn a_compacted_session_is_exported_with_its_snapshots(place: Place) {
     assert_eq!(sessions.info(&id).await.unwrap(), None);
 }
 
-async fn a_file_that_is_wrong_in_any_way_leaves_nothing(place: Place) {
-    let sessions = place.sessions().await;
-    let session = sessions.create(&place.session).await.unwrap();
+async fn an_invalid_import_file_leaves_nothing(fixture: Fixture) {
+    let sessions = fixture.sessions().await;
+    let session = sessions.create(&fixture.session).await.unwrap();
     publish(&session, 0..1100).await;
-    let lines = lines_of(sessions.export(&place.session).await.unwrap()).await;
+    let lines = lines_of(sessions.export(&fixture.session).await.unwrap()).await;
     let last = lines.len() - 1;
     let changed = |change: &dyn Fn(&mut Vec<String>)| {
         let mut lines = lines.clone();
@@ -492,7 +496,7 @@ async fn a_file_that_is_wrong_in_any_way_leaves_nothing(place: Place) {
         println!("{what}: {error}");
         assert!(matches!(error, SessionError::Import { .. }), "{what}: {error}");
         assert_eq!(sessions.info(&id).await.unwrap(), None, "{what}");
-        assert_eq!(place.entries(&id).await, [], "{what}");
+        assert_eq!(fixture.entries(&id).await, [], "{what}");
     }
     let listed = sessions.list(EntryId::MIN, 100).await.unwrap();
     assert_eq!(listed.len(), 1);
@@ -500,30 +504,30 @@ async fn a_file_that_is_wrong_in_any_way_leaves_nothing(place: Place) {
     assert!(sessions.import(&SessionId::random()).line(&huge).await.is_err());
 }
 
-async fn an_import_over_a_session_is_refused(place: Place) {
-    let sessions: Sessions = place.sessions().await;
-    let session = sessions.create(&place.session).await.unwrap();
+async fn an_import_over_a_session_is_rejected(fixture: Fixture) {
+    let sessions: Sessions = fixture.sessions().await;
+    let session = sessions.create(&fixture.session).await.unwrap();
     publish(&session, 0..3).await;
-    let lines = lines_of(sessions.export(&place.session).await.unwrap()).await;
-    let error = import_all(sessions.import(&place.session), &lines).await.unwrap_err();
+    let lines = lines_of(sessions.export(&fixture.session).await.unwrap()).await;
+    let error = import_all(sessions.import(&fixture.session), &lines).await.unwrap_err();
     assert!(matches!(error, SessionError::Exists { .. }), "{error}");
-    assert_eq!(sum(&sessions.recover(&place.session).await.unwrap()), Sum::of(0..3));
-    // Nor over what another program keeps under this name.
+    assert_eq!(sum(&sessions.recover(&fixture.session).await.unwrap()), Sum::of(0..3));
+    // Nor over a stream of another program.
     let id = SessionId::random();
-    let map = MapName::new(format!("{}:session:{id}:meta", place.prefix)).unwrap();
+    let map = MapName::new(format!("{}:session:{id}:meta", fixture.prefix)).unwrap();
     let theirs = RegistryMap::from([("theirs".to_owned(), "1".into())]);
-    let backend = place.backend().await;
+    let backend = fixture.backend().await;
     backend.map_create(&map, &theirs).await.unwrap();
     import_all(sessions.import(&id), &lines).await.unwrap();
     assert_eq!(backend.map_get(&map).await.unwrap().unwrap()["theirs"], "1");
 }
 
-async fn a_fork_that_compactions_overtake_is_whole(place: Place) {
-    let sessions = place.sessions().await;
-    let session = sessions.create(&place.session).await.unwrap();
+async fn a_fork_during_compactions_is_complete(fixture: Fixture) {
+    let sessions = fixture.sessions().await;
+    let session = sessions.create(&fixture.session).await.unwrap();
     publish(&session, 0..1500).await;
     let is_over = AtomicBool::new(false);
-    // More than a page between two compactions, so that they come while a fork reads.
+    // More than a page between two compactions, so that they happen while a fork reads.
     let compacting = async {
         let (mut number, mut compactions) = (1500, 0);
         while !is_over.load(Ordering::Relaxed) {
@@ -537,13 +541,13 @@ async fn a_fork_that_compactions_overtake_is_whole(place: Place) {
     let forking = async {
         for _ in 0..30 {
             let id = SessionId::random();
-            let fork = sessions.fork(&place.session, Until::End, &id).await;
+            let fork = sessions.fork(&fixture.session, ReplayUntil::End, &id).await;
             let fork = fork.inspect_err(|_| is_over.store(true, Ordering::Relaxed)).unwrap();
             let count = sum(&fork).count;
             assert_eq!(sum(&fork), Sum::of(0..count));
-            let again = place.sessions().await.recover(&id).await.unwrap();
+            let again = fixture.sessions().await.recover(&id).await.unwrap();
             assert_eq!((sum(&again).count, again.recovery().missing), (count, None));
-            sessions.forget(&id).await.unwrap();
+            sessions.delete(&id).await.unwrap();
         }
         is_over.store(true, Ordering::Relaxed);
     };
@@ -552,12 +556,12 @@ async fn a_fork_that_compactions_overtake_is_whole(place: Place) {
     assert!(compactions > 0);
 }
 
-/// The lines of a session of 1200 events, and an import of it that stored most of them.
-async fn half_imported(place: &Place, id: &SessionId) -> (Vec<String>, Import) {
-    let sessions = place.sessions().await;
-    let original = sessions.create(&place.session).await.unwrap();
+/// The lines of a session of 1200 events, and an import that has stored most of them.
+async fn half_imported(fixture: &Fixture, id: &SessionId) -> (Vec<String>, Import) {
+    let sessions = fixture.sessions().await;
+    let original = sessions.create(&fixture.session).await.unwrap();
     publish(&original, 0..1200).await;
-    let lines = lines_of(sessions.export(&place.session).await.unwrap()).await;
+    let lines = lines_of(sessions.export(&fixture.session).await.unwrap()).await;
     let mut import = sessions.import(id);
     for line in &lines[..900] {
         import.line(line).await.unwrap();
@@ -565,44 +569,44 @@ async fn half_imported(place: &Place, id: &SessionId) -> (Vec<String>, Import) {
     (lines, import)
 }
 
-async fn an_import_that_was_cut_off_can_be_repeated_at_once(place: Place) {
+async fn an_interrupted_import_can_be_repeated_at_once(fixture: Fixture) {
     let id = SessionId::random();
-    // As after `kill -9`: nobody removes what it stored.
-    let (lines, mut cut_off) = half_imported(&place, &id).await;
-    let sessions = place.sessions().await;
+    // As after `kill -9`: the remains are not removed.
+    let (lines, mut cancel_after) = half_imported(&fixture, &id).await;
+    let sessions = fixture.sessions().await;
     let error = sessions.create(&id).await.unwrap_err();
     assert!(matches!(error, SessionError::Exists { .. }), "{error}");
     let imported = import_all(sessions.import(&id), &lines).await.unwrap();
     assert_eq!(sum(&imported), Sum::of(0..1200));
-    let again = place.sessions().await.recover(&id).await.unwrap();
+    let again = fixture.sessions().await.recover(&id).await.unwrap();
     assert_eq!((sum(&again), again.recovery().missing), (Sum::of(0..1200), None));
 
-    // The first one turns out to be alive. It can neither go on nor take away what the second made.
+    // The first import is still running. It can neither continue nor remove what the second created.
     let mut went_on = Ok(());
     for line in &lines[900..] {
-        went_on = cut_off.line(line).await;
+        went_on = cancel_after.line(line).await;
         if went_on.is_err() {
             break;
         }
     }
     assert!(matches!(went_on, Err(SessionError::Unfinished { .. })), "{went_on:?}");
-    assert!(!cut_off.abandon().await.unwrap());
+    assert!(!cancel_after.abandon().await.unwrap());
     assert_eq!(sum(&sessions.recover(&id).await.unwrap()), Sum::of(0..1200));
 
-    // What is whole is not replaced.
+    // A complete session is not replaced.
     let error = import_all(sessions.import(&id), &lines).await.unwrap_err();
     assert!(matches!(error, SessionError::Exists { .. }), "{error}");
 }
 
-async fn a_fork_that_was_cut_off_can_be_repeated_at_once(place: Place) {
-    let sessions = place.sessions().await;
-    let session = sessions.create(&place.session).await.unwrap();
+async fn an_interrupted_fork_can_be_repeated_at_once(fixture: Fixture) {
+    let sessions = fixture.sessions().await;
+    let session = sessions.create(&fixture.session).await.unwrap();
     publish(&session, 0..3000).await;
     let id = SessionId::random();
     {
-        let forking = sessions.fork(&place.session, Until::End, &id);
+        let forking = sessions.fork(&fixture.session, ReplayUntil::End, &id);
         tokio::pin!(forking);
-        // Until it has begun.
+        // Until it has started.
         loop {
             tokio::select! {
                 forked = &mut forking => panic!("it was too quick: {forked:?}"),
@@ -612,7 +616,7 @@ async fn a_fork_that_was_cut_off_can_be_repeated_at_once(place: Place) {
     }
     let error = sessions.recover(&id).await.unwrap_err();
     assert!(matches!(error, SessionError::Unfinished { .. }), "{error}");
-    let fork = sessions.fork(&place.session, Until::End, &id).await.unwrap();
+    let fork = sessions.fork(&fixture.session, ReplayUntil::End, &id).await.unwrap();
     assert_eq!(sum(&fork), Sum::of(0..3000));
-    assert_eq!(sum(&place.sessions().await.recover(&id).await.unwrap()), Sum::of(0..3000));
+    assert_eq!(sum(&fixture.sessions().await.recover(&id).await.unwrap()), Sum::of(0..3000));
 }

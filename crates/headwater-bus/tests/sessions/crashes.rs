@@ -1,7 +1,7 @@
-//! Processes that die in the middle of a snapshot, a compaction, a fork, an import.
+//! Crashes in the middle of a snapshot, a compaction, a fork, an import or an expiry.
 //!
-//! Once step by step: what was begun is dropped at each of its await points in turn, which is what a backend sees of a
-//! process that dies there. And once with real processes, killed at random.
+//! First step by step: the future is dropped at each of its await points in turn, which looks to a backend like a
+//! process that crashes there. Then with real processes, killed at random.
 
 use std::env;
 use std::future::{Future, poll_fn};
@@ -12,28 +12,28 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use headwater_bus::conformance::registry;
 use headwater_bus::{
-    SessionError, SessionId, Sessions, Stage, StreamedBus, StreamedBusConfig, Until,
+    ReplayUntil, SessionError, SessionId, SessionStage, Sessions, StreamedBus, StreamedBusConfig,
 };
 use headwater_stream::{Backend, EntryId, Options, connect};
 use headwater_testkit::{Child, Cluster, Redis};
 
-use crate::place::{LIMIT, Place, Sum, by_hand, folds, lines_of, noted, publish, sum};
+use crate::fixture::{Fixture, LIMIT, Sum, by_hand, folds, lines_of, noted, publish, sum};
 
-everywhere!(
-    a_snapshot_that_is_cut_off_anywhere_leaves_the_session_whole,
-    a_compaction_that_is_cut_off_anywhere_leaves_the_session_whole,
-    a_fork_that_is_cut_off_anywhere_is_whole_or_no_session,
-    an_import_that_is_cut_off_anywhere_is_whole_or_no_session,
-    an_import_of_which_one_call_is_cut_off_has_failed,
-    an_end_that_is_cut_off_anywhere_is_still_told,
+on_every_bus!(
+    a_snapshot_cancelled_at_any_poll_leaves_the_session_complete,
+    a_compaction_cancelled_at_any_poll_leaves_the_session_complete,
+    a_fork_cancelled_at_any_poll_is_complete_or_not_a_session,
+    an_import_cancelled_at_any_poll_is_complete_or_not_a_session,
+    an_import_with_a_cancelled_call_has_failed,
+    an_expiry_cancelled_at_any_poll_is_still_reported,
 );
 
-/// How often something must have come to its end before it counts as tried: an answer that is there at once spares a poll,
-/// and so a place to be cut off at.
+/// How often the work must complete before the loop ends: a reply that is ready at once saves a poll, and so a point of
+/// cancellation.
 const ENDS: usize = 3;
 
-/// Runs something for so many polls. Returns whether it came to its end.
-async fn cut_off<F: Future>(polls: usize, work: F) -> Option<F::Output> {
+/// Polls the work this many times. Returns its output if it completed.
+async fn cancel_after<F: Future>(polls: usize, work: F) -> Option<F::Output> {
     let mut work = pin!(work);
     let mut left = polls;
     poll_fn(move |context| {
@@ -46,8 +46,8 @@ async fn cut_off<F: Future>(polls: usize, work: F) -> Option<F::Output> {
     .await
 }
 
-/// Cuts something off one poll later each time, until it came to its end often enough.
-async fn cut_off_anywhere(mut is_done_after: impl AsyncFnMut(usize) -> bool) {
+/// Cancels the work one poll later each time, until it has completed often enough.
+async fn cancel_at_every_poll(mut is_done_after: impl AsyncFnMut(usize) -> bool) {
     let mut ends = 0;
     for polls in 0.. {
         ends += usize::from(is_done_after(polls).await);
@@ -59,26 +59,26 @@ async fn cut_off_anywhere(mut is_done_after: impl AsyncFnMut(usize) -> bool) {
     }
 }
 
-/// What was under way may still take effect.
+/// Calls in flight may still take effect.
 async fn settle() {
     tokio::time::sleep(Duration::from_millis(2)).await;
 }
 
-async fn a_snapshot_that_is_cut_off_anywhere_leaves_the_session_whole(place: Place) {
-    let place = place.on_disk().await;
-    let sessions = place.sessions().await;
-    cut_off_anywhere(async |polls| {
+async fn a_snapshot_cancelled_at_any_poll_leaves_the_session_complete(fixture: Fixture) {
+    let fixture = fixture.on_disk().await;
+    let sessions = fixture.sessions().await;
+    cancel_at_every_poll(async |polls| {
         let session = sessions.create(&SessionId::random()).await.unwrap();
         publish(&session, 0..30).await;
         session.snapshot().await.unwrap();
         publish(&session, 30..40).await;
-        let taken = cut_off(polls, session.snapshot()).await;
+        let taken = cancel_after(polls, session.snapshot()).await;
         settle().await;
         let again = sessions.recover(session.id()).await.unwrap();
         assert_eq!(again.recovery().snapshot_problem, None, "after {polls} polls");
         assert!(matches!(again.recovery().replayed, 0 | 10), "after {polls} polls");
         assert_eq!(sum(&again), Sum::of(0..40), "after {polls} polls");
-        // And it can be compacted, whatever its meta says of the snapshot.
+        // It can be compacted, whatever the metadata says about the snapshot.
         again.compact().await.unwrap();
         assert_eq!(sum(&sessions.recover(session.id()).await.unwrap()), Sum::of(0..40));
         taken.is_some()
@@ -86,32 +86,32 @@ async fn a_snapshot_that_is_cut_off_anywhere_leaves_the_session_whole(place: Pla
     .await;
 }
 
-async fn a_compaction_that_is_cut_off_anywhere_leaves_the_session_whole(place: Place) {
-    let place = place.on_disk().await;
-    let sessions = place.sessions().await;
-    cut_off_anywhere(async |polls| {
+async fn a_compaction_cancelled_at_any_poll_leaves_the_session_complete(fixture: Fixture) {
+    let fixture = fixture.on_disk().await;
+    let sessions = fixture.sessions().await;
+    cancel_at_every_poll(async |polls| {
         let session = sessions.create(&SessionId::random()).await.unwrap();
         publish(&session, 0..30).await;
-        let compacted = cut_off(polls, session.compact()).await;
+        let compacted = cancel_after(polls, session.compact()).await;
         settle().await;
         assert_eq!(sum(&sessions.recover(session.id()).await.unwrap()), Sum::of(0..30));
         publish(&session, 30..33).await;
         assert_eq!(sum(&session), Sum::of(0..33), "after {polls} polls");
         session.compact().await.unwrap();
-        assert_eq!(place.entries(session.id()).await.len(), 1, "after {polls} polls");
+        assert_eq!(fixture.entries(session.id()).await.len(), 1, "after {polls} polls");
         assert_eq!(sum(&sessions.recover(session.id()).await.unwrap()), Sum::of(0..33));
         compacted.is_some()
     })
     .await;
 }
 
-/// What was cut off is a whole session or none, and can be removed.
-async fn is_whole_or_none(sessions: &Sessions, id: &SessionId, expected: &Sum) {
+/// The copy is a complete session or not a session, and can be removed.
+async fn assert_complete_or_missing(sessions: &Sessions, id: &SessionId, expected: &Sum) {
     match sessions.recover(id).await {
         Ok(session) => assert_eq!(sum(&session), *expected),
         Err(SessionError::NotFound { .. }) => {}
         Err(SessionError::Unfinished { .. }) => {
-            assert!(sessions.forget(id).await.unwrap());
+            assert!(sessions.delete(id).await.unwrap());
             let error = sessions.recover(id).await.unwrap_err();
             assert!(matches!(error, SessionError::NotFound { .. }), "{error}");
         }
@@ -119,34 +119,35 @@ async fn is_whole_or_none(sessions: &Sessions, id: &SessionId, expected: &Sum) {
     }
 }
 
-async fn a_fork_that_is_cut_off_anywhere_is_whole_or_no_session(place: Place) {
-    let place = place.on_disk().await;
-    let sessions = place.sessions().await;
-    let parent = sessions.create(&place.session).await.unwrap();
+async fn a_fork_cancelled_at_any_poll_is_complete_or_not_a_session(fixture: Fixture) {
+    let fixture = fixture.on_disk().await;
+    let sessions = fixture.sessions().await;
+    let parent = sessions.create(&fixture.session).await.unwrap();
     publish(&parent, 0..30).await;
     parent.compact().await.unwrap();
     publish(&parent, 30..700).await;
-    cut_off_anywhere(async |polls| {
+    cancel_at_every_poll(async |polls| {
         let id = SessionId::random();
-        let forked = cut_off(polls, sessions.fork(&place.session, Until::End, &id)).await;
+        let forked =
+            cancel_after(polls, sessions.fork(&fixture.session, ReplayUntil::End, &id)).await;
         settle().await;
-        is_whole_or_none(&sessions, &id, &Sum::of(0..700)).await;
-        assert_eq!(sum(&sessions.recover(&place.session).await.unwrap()), Sum::of(0..700));
+        assert_complete_or_missing(&sessions, &id, &Sum::of(0..700)).await;
+        assert_eq!(sum(&sessions.recover(&fixture.session).await.unwrap()), Sum::of(0..700));
         forked.is_some()
     })
     .await;
 }
 
-async fn an_import_that_is_cut_off_anywhere_is_whole_or_no_session(place: Place) {
-    let place = place.on_disk().await;
-    let sessions = place.sessions().await;
-    let original = sessions.create(&place.session).await.unwrap();
+async fn an_import_cancelled_at_any_poll_is_complete_or_not_a_session(fixture: Fixture) {
+    let fixture = fixture.on_disk().await;
+    let sessions = fixture.sessions().await;
+    let original = sessions.create(&fixture.session).await.unwrap();
     publish(&original, 0..1200).await;
-    let lines = lines_of(sessions.export(&place.session).await.unwrap()).await;
-    cut_off_anywhere(async |polls| {
+    let lines = lines_of(sessions.export(&fixture.session).await.unwrap()).await;
+    cancel_at_every_poll(async |polls| {
         let id = SessionId::random();
         let mut import = sessions.import(&id);
-        let imported = cut_off(polls, async {
+        let imported = cancel_after(polls, async {
             for line in &lines {
                 import.line(line).await.unwrap();
             }
@@ -154,24 +155,24 @@ async fn an_import_that_is_cut_off_anywhere_is_whole_or_no_session(place: Place)
         });
         let is_done = imported.await.is_some();
         settle().await;
-        is_whole_or_none(&sessions, &id, &Sum::of(0..1200)).await;
+        assert_complete_or_missing(&sessions, &id, &Sum::of(0..1200)).await;
         is_done
     })
     .await;
 }
 
-async fn an_import_of_which_one_call_is_cut_off_has_failed(place: Place) {
-    let place = place.on_disk().await;
-    let sessions = place.sessions().await;
-    let original = sessions.create(&place.session).await.unwrap();
+async fn an_import_with_a_cancelled_call_has_failed(fixture: Fixture) {
+    let fixture = fixture.on_disk().await;
+    let sessions = fixture.sessions().await;
+    let original = sessions.create(&fixture.session).await.unwrap();
     publish(&original, 0..600).await;
-    let lines = lines_of(sessions.export(&place.session).await.unwrap()).await;
+    let lines = lines_of(sessions.export(&fixture.session).await.unwrap()).await;
     let last = lines.len() - 1;
     // The calls that write: the first entry, a full batch, the end.
     for cut in [1, 500, last] {
         let (mut ends, mut cuts) = (0, 0);
         for round in 0.. {
-            // Answers may be there at once, whenever the machine is busy: some rounds are not cut off.
+            // On a busy machine replies may be ready at once: some rounds are not cancelled.
             assert!(round < 1000, "line {cut} was not cut off anywhere");
             let polls = 1 + round % 12;
             let id = SessionId::random();
@@ -180,8 +181,8 @@ async fn an_import_of_which_one_call_is_cut_off_has_failed(place: Place) {
             let mut was_cut = false;
             for (index, line) in lines.iter().enumerate() {
                 let polls = if index == cut { polls } else { usize::MAX };
-                match cut_off(polls, import.line(line)).await {
-                    // The caller goes on as if nothing had happened.
+                match cancel_after(polls, import.line(line)).await {
+                    // The caller continues as if nothing had happened.
                     None => was_cut = true,
                     Some(Ok(())) => {}
                     Some(Err(error)) => {
@@ -210,36 +211,36 @@ async fn an_import_of_which_one_call_is_cut_off_has_failed(place: Place) {
     }
 }
 
-async fn an_end_that_is_cut_off_anywhere_is_still_told(place: Place) {
-    let place = place.on_disk().await;
+async fn an_expiry_cancelled_at_any_poll_is_still_reported(fixture: Fixture) {
+    let fixture = fixture.on_disk().await;
     let moment = Duration::from_millis(1);
-    let (ttl, unfinished_after) = (Some(moment), moment);
-    let config = headwater_bus::SessionsConfig { ttl, unfinished_after, ..by_hand() };
-    cut_off_anywhere(async |polls| {
-        // Each has a list of its own, so that a sweep meets one session.
-        let place = place.another();
-        let sessions = place.sessions_with(folds(), config).await;
-        let session = sessions.create(&place.session).await.unwrap();
+    let (ttl, abandoned_after) = (Some(moment), moment);
+    let config = headwater_bus::SessionsConfig { ttl, abandoned_after, ..by_hand() };
+    cancel_at_every_poll(async |polls| {
+        // Each has its own list, so that a sweep finds one session.
+        let fixture = fixture.another();
+        let sessions = fixture.sessions_with(folds(), config).await;
+        let session = sessions.create(&fixture.session).await.unwrap();
         publish(&session, 0..10).await;
         session.snapshot().await.unwrap();
         tokio::time::sleep(Duration::from_millis(10)).await;
-        let swept = cut_off(polls, sessions.sweep()).await;
+        let swept = cancel_after(polls, sessions.sweep()).await;
         settle().await;
-        match sessions.recover(&place.session).await {
+        match sessions.recover(&fixture.session).await {
             Ok(again) => assert_eq!(sum(&again), Sum::of(0..10)),
             Err(SessionError::Expired { entries: 10, .. }) => {}
             Err(other) => panic!("after {polls} polls: {other}"),
         }
         sessions.sweep().await.unwrap();
-        let ended = sessions.recover(&place.session).await.unwrap_err();
+        let ended = sessions.recover(&fixture.session).await.unwrap_err();
         assert!(matches!(ended, SessionError::Expired { entries: 10, .. }), "{ended}");
-        assert_eq!(place.entries(&place.session).await, []);
+        assert_eq!(fixture.entries(&fixture.session).await, []);
         swept.is_some()
     })
     .await;
 }
 
-/// Random numbers that a seed tells.
+/// Seeded random numbers.
 struct Dice(u64);
 
 impl Dice {
@@ -275,7 +276,9 @@ fn churner() {
             match dice.below(4) {
                 0 => drop(session.snapshot().await.unwrap()),
                 1 => drop(session.compact().await.unwrap()),
-                2 => drop(sessions.fork(&id, Until::End, &SessionId::random()).await.unwrap()),
+                2 => {
+                    drop(sessions.fork(&id, ReplayUntil::End, &SessionId::random()).await.unwrap())
+                }
                 _ => {
                     let mut export = sessions.export(&id).await.unwrap();
                     let mut import = sessions.import(&SessionId::random());
@@ -289,20 +292,20 @@ fn churner() {
     });
 }
 
-async fn killed_processes_leave_whole_sessions_and_no_others(url: String, rounds: u64) {
+async fn killed_processes_leave_only_complete_sessions(url: String, rounds: u64) {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap();
     let seed =
         env::var("HEADWATER_SEED").map_or(now.as_nanos() as u64 | 1, |seed| seed.parse().unwrap());
     println!("HEADWATER_SEED={seed}");
     let mut dice = Dice(seed);
-    let place = Place::at(url.clone());
+    let fixture = Fixture::at(url.clone());
     let mut unfinished = 0;
     for _ in 0..rounds {
         let seed = (dice.below(u64::MAX) | 1).to_string();
         let environment = [
             ("URL", url.as_str()),
-            ("PREFIX", &place.prefix),
-            ("SESSION", place.session.as_str()),
+            ("PREFIX", &fixture.prefix),
+            ("SESSION", fixture.session.as_str()),
             ("SEED", &seed),
         ];
         let child = Child::spawn_self("crashes::churner", &environment).unwrap();
@@ -315,8 +318,8 @@ async fn killed_processes_leave_whole_sessions_and_no_others(url: String, rounds
         child.kill9().unwrap();
 
         let backend = connect(&url, &Options::default()).await.unwrap();
-        let sessions = sessions_at(Arc::clone(&backend), &place.prefix).await;
-        let session = sessions.recover(&place.session).await.unwrap();
+        let sessions = sessions_at(Arc::clone(&backend), &fixture.prefix).await;
+        let session = sessions.recover(&fixture.session).await.unwrap();
         let count = sum(&session).count;
         assert!(count >= published, "{count} of {published}");
         assert_eq!(sum(&session), Sum::of(0..count));
@@ -325,25 +328,25 @@ async fn killed_processes_leave_whole_sessions_and_no_others(url: String, rounds
                 Ok(session) => {
                     let count = sum(&session).count;
                     assert_eq!(sum(&session), Sum::of(0..count));
-                    // A copy is made of all there was, and that was a multiple of 50.
-                    assert!(info.session == place.session || count.is_multiple_of(50), "{count}");
-                    if info.session != place.session {
-                        sessions.forget(&info.session).await.unwrap();
+                    // A copy has all events of its source, a multiple of 50.
+                    assert!(info.session == fixture.session || count.is_multiple_of(50), "{count}");
+                    if info.session != fixture.session {
+                        sessions.delete(&info.session).await.unwrap();
                     }
                 }
                 Err(SessionError::Unfinished { .. }) => {
-                    assert_eq!(info.stage, Stage::Filling);
+                    assert_eq!(info.stage, SessionStage::Copying);
                     unfinished += 1;
-                    sessions.forget(&info.session).await.unwrap();
+                    sessions.delete(&info.session).await.unwrap();
                 }
                 Err(other) => panic!("{other}"),
             }
         }
         session.publish(noted(count)).await.unwrap();
         assert_eq!(sum(&session), Sum::of(0..=count));
-        // The next process goes on with a multiple of 50.
+        // The next process continues at a multiple of 50.
         publish(&session, count + 1..(count + 1).next_multiple_of(50)).await;
-        // One process at a time has an embedded backend.
+        // One process at a time can open an embedded backend.
         sessions.bus().close().await.unwrap();
         backend.close().await.unwrap();
     }
@@ -351,20 +354,20 @@ async fn killed_processes_leave_whole_sessions_and_no_others(url: String, rounds
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn killed_processes_leave_whole_sessions_and_no_others_on_redis() {
+async fn killed_processes_leave_only_complete_sessions_on_redis() {
     let redis = Redis::shared().unwrap();
-    killed_processes_leave_whole_sessions_and_no_others(redis.url(), 15).await;
+    killed_processes_leave_only_complete_sessions(redis.url(), 15).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn killed_processes_leave_whole_sessions_and_no_others_on_a_cluster() {
+async fn killed_processes_leave_only_complete_sessions_on_a_cluster() {
     let cluster = Cluster::shared().unwrap();
-    killed_processes_leave_whole_sessions_and_no_others(cluster.url(), 8).await;
+    killed_processes_leave_only_complete_sessions(cluster.url(), 8).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn killed_processes_leave_whole_sessions_and_no_others_embedded() {
+async fn killed_processes_leave_only_complete_sessions_embedded() {
     let directory = tempfile::tempdir().unwrap();
     let url = format!("embedded:{}", directory.path().join("streams").display());
-    killed_processes_leave_whole_sessions_and_no_others(url, 10).await;
+    killed_processes_leave_only_complete_sessions(url, 10).await;
 }

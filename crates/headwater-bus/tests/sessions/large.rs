@@ -5,29 +5,29 @@ use std::time::{Duration, Instant};
 use headwater_bus::Sessions;
 use headwater_stream::EntryId;
 
-use crate::place::{Place, Sum, publish, sum};
+use crate::fixture::{Fixture, Sum, publish, sum};
 
 const EVENTS: u64 = 100_000;
 
-/// Events that come after the snapshot.
+/// Events after the snapshot.
 const AFTER: u64 = 100;
 
-/// How much of the time of a full replay a recovery from a snapshot may take.
+/// Largest share of the full replay's time that a recovery from a snapshot may take.
 const SHARE: f64 = 0.05;
 
-everywhere!(a_session_of_100_000_events_is_recovered_from_its_snapshot_in_a_fraction_of_the_time);
+on_every_bus!(a_session_of_100_000_events_is_recovered_from_its_snapshot_in_a_fraction_of_the_time);
 
-/// The quickest of some recoveries: others work on this machine, too.
+/// The fastest of several recoveries, because the machine is shared.
 async fn quickest(
     tries: usize,
     sessions: &Sessions,
-    place: &Place,
+    fixture: &Fixture,
     expected: Expected,
 ) -> Duration {
     let mut quickest = Duration::MAX;
     for _ in 0..tries {
         let began = Instant::now();
-        let session = sessions.recover(&place.session).await.unwrap();
+        let session = sessions.recover(&fixture.session).await.unwrap();
         quickest = quickest.min(began.elapsed());
         assert_eq!(sum(&session), expected.sum);
         let recovery = session.recovery();
@@ -43,22 +43,22 @@ struct Expected {
 }
 
 async fn a_session_of_100_000_events_is_recovered_from_its_snapshot_in_a_fraction_of_the_time(
-    place: Place,
+    fixture: Fixture,
 ) {
-    let sessions = place.sessions().await;
-    let session = sessions.create(&place.session).await.unwrap();
+    let sessions = fixture.sessions().await;
+    let session = sessions.create(&fixture.session).await.unwrap();
     let before = EVENTS - AFTER;
     publish(&session, 0..before).await;
-    // All of them but the last hundred, which would only make it longer.
+    // Without the last hundred, which would only take longer.
     let all = Expected { sum: Sum::of(0..before), from: None, replayed: before };
-    // Once: one that was held up takes longer, and then the snapshot is asked for less, not for more.
-    let replay = quickest(1, &sessions, &place, all).await;
+    // Once is enough: a delay makes the full replay slower, which only relaxes the assertion.
+    let replay = quickest(1, &sessions, &fixture, all).await;
 
     assert!(session.snapshot().await.unwrap());
     let from = Some(session.position());
     publish(&session, before..EVENTS).await;
     let rest = Expected { sum: Sum::of(0..EVENTS), from, replayed: AFTER };
-    let recovery = quickest(20, &sessions, &place, rest).await;
+    let recovery = quickest(20, &sessions, &fixture, rest).await;
 
     let share = recovery.as_secs_f64() / replay.as_secs_f64();
     println!("{EVENTS} events: replay {replay:?}, from its snapshot {recovery:?}: {share:.4}");

@@ -1,4 +1,4 @@
-//! Sessions: recovered, kept in snapshots, compacted, forked, exported; on every bus there is.
+//! Sessions: recovery, snapshots, compaction, forks, exports; on every bus.
 #![cfg(all(feature = "conformance", feature = "redis"))]
 #![allow(clippy::unwrap_used, reason = "a test that meets an error has failed")]
 
@@ -7,18 +7,18 @@
 mod backends;
 
 #[macro_use]
-mod place;
+mod fixture;
 
-mod away;
+mod outage_fixture;
 
 mod copies;
 mod crashes;
-mod ends;
+mod data_loss;
+mod expiry;
 mod large;
-mod losses;
+mod maintenance;
 mod outages;
 mod processes;
 mod recovery;
 mod snapshots;
 mod unreadable;
-mod upkeep;

@@ -1,33 +1,35 @@
-//! Sessions while the backend is away.
+//! Sessions while the backend is unavailable.
 
 use std::time::Duration;
 
-use headwater_bus::{EventId, FailurePolicy, Outgoing, Session, SessionId, SpoolConfig, Stored};
+use headwater_bus::{
+    EventId, FailurePolicy, OutgoingEvent, Session, SessionId, SpoolConfig, StoreOutcome,
+};
 use headwater_stream::{EntryId, StreamName};
 use tokio::time::{Instant, sleep};
 
-use crate::away::Away;
 use crate::copies::import_all;
-use crate::place::{LIMIT, Place, Sum, lines_of, noted, publish, sum};
+use crate::fixture::{Fixture, LIMIT, Sum, lines_of, noted, publish, sum};
+use crate::outage_fixture::OutageFixture;
 
-away!(spooled_events_are_part_of_the_state_once_they_are_in_the_stream);
+with_outage!(spooled_events_are_part_of_the_state_once_they_are_in_the_stream);
 
-// An embedded backend that is full can still be read, and nobody counts how often it is.
+// A full embedded backend can still be read, and does not count its reads.
 mod server {
     use super::*;
 
-    servers!(
-        an_outage_is_an_error_and_the_session_goes_on_afterwards,
-        what_is_read_ends_where_the_stream_did_and_not_when_others_pause,
-        an_import_that_an_outage_ends_says_what_is_left_and_can_be_repeated,
+    with_server_outage!(
+        an_outage_is_an_error_and_the_session_continues_afterwards,
+        a_read_ends_at_the_end_of_the_stream_although_others_keep_writing,
+        an_import_interrupted_by_an_outage_reports_its_remains_and_can_be_repeated,
     );
 }
 
-/// Publishes an event under one id until somebody says that it is stored.
+/// Publishes an event under one id until it is confirmed.
 async fn publish_until_stored(session: &Session, number: u64) {
     let (id, deadline) = (EventId::random(), Instant::now() + LIMIT);
     loop {
-        let event = Outgoing::new(noted(number)).unwrap().with_id(id.clone());
+        let event = OutgoingEvent::new(noted(number)).unwrap().with_id(id.clone());
         match session.publish_all(vec![event]).await {
             Ok(results) if results[0].is_ok() => return,
             _ => assert!(Instant::now() < deadline),
@@ -36,93 +38,95 @@ async fn publish_until_stored(session: &Session, number: u64) {
     }
 }
 
-async fn an_outage_is_an_error_and_the_session_goes_on_afterwards(mut away: Away) {
-    // Whoever has the stream of the session has the list of all sessions, too, and what is known of this one.
-    let is_whole = |away: &Away| {
-        let Place { prefix, session, .. } = &away.place;
+async fn an_outage_is_an_error_and_the_session_continues_afterwards(mut outage: OutageFixture) {
+    // The node of the session's stream must also have the list of sessions and the metadata.
+    let is_whole = |outage: &OutageFixture| {
+        let Fixture { prefix, session, .. } = &outage.fixture;
         let others = [format!("{prefix}:sessions"), format!("{prefix}:session:{session}:meta")];
-        let port = away.node_of(&away.place.stream()).port();
-        others.iter().all(|key| away.node_of(&StreamName::new(key).unwrap()).port() == port)
+        let port = outage.node_of(&outage.fixture.stream()).port();
+        others.iter().all(|key| outage.node_of(&StreamName::new(key).unwrap()).port() == port)
     };
-    while !is_whole(&away) {
-        away.place.session = SessionId::random();
+    while !is_whole(&outage) {
+        outage.fixture.session = SessionId::random();
     }
-    let place = &away.place;
-    let sessions = away.sessions(FailurePolicy::Fail).await;
-    let session = sessions.create(&place.session).await.unwrap();
+    let fixture = &outage.fixture;
+    let sessions = outage.sessions(FailurePolicy::Fail).await;
+    let session = sessions.create(&fixture.session).await.unwrap();
     publish(&session, 0..5).await;
-    away.begin().await;
+    outage.begin().await;
     for error in [
         session.publish(noted(5)).await.unwrap_err(),
         session.refresh().await.unwrap_err(),
         session.snapshot().await.unwrap_err(),
-        sessions.recover(&place.session).await.unwrap_err(),
+        sessions.recover(&fixture.session).await.unwrap_err(),
         sessions.list(EntryId::MIN, 5).await.unwrap_err(),
     ] {
         assert!(error.is_transient(), "{error}");
     }
-    // What it knew, it knows.
+    // The state is kept.
     assert_eq!(sum(&session), Sum::of(0..5));
-    away.end().await;
+    outage.end().await;
     publish_until_stored(&session, 6).await;
     session.refresh().await.unwrap();
     let expected = [Sum::of([0, 1, 2, 3, 4, 6]), Sum::of(0..7)];
     assert!(expected.contains(&sum(&session)), "{:?}", sum(&session));
-    assert_eq!(sum(&sessions.recover(&place.session).await.unwrap()), sum(&session));
+    assert_eq!(sum(&sessions.recover(&fixture.session).await.unwrap()), sum(&session));
 }
 
-async fn spooled_events_are_part_of_the_state_once_they_are_in_the_stream(away: Away) {
-    let (place, directory) = (&away.place, tempfile::tempdir().unwrap());
+async fn spooled_events_are_part_of_the_state_once_they_are_in_the_stream(outage: OutageFixture) {
+    let (fixture, directory) = (&outage.fixture, tempfile::tempdir().unwrap());
     let spool = FailurePolicy::Spool(SpoolConfig::new(directory.path().join("spool")));
-    let sessions = away.sessions(spool).await;
-    let session = sessions.create(&place.session).await.unwrap();
+    let sessions = outage.sessions(spool).await;
+    let session = sessions.create(&fixture.session).await.unwrap();
     publish(&session, 0..5).await;
-    away.begin().await;
+    outage.begin().await;
     for number in 5..20 {
-        assert_eq!(session.publish(noted(number)).await.unwrap().stored, Stored::Spooled);
+        assert_eq!(session.publish(noted(number)).await.unwrap().stored, StoreOutcome::Spooled);
     }
     assert_eq!(sum(&session), Sum::of(0..5));
-    away.end().await;
+    outage.end().await;
     let deadline = Instant::now() + LIMIT;
     while session.refresh().await.is_err() || sum(&session).count < 20 {
         assert!(Instant::now() < deadline);
         sleep(Duration::from_millis(50)).await;
     }
     assert_eq!(sum(&session), Sum::of(0..20));
-    assert_eq!(sum(&sessions.recover(&place.session).await.unwrap()), Sum::of(0..20));
+    assert_eq!(sum(&sessions.recover(&fixture.session).await.unwrap()), Sum::of(0..20));
 }
 
-async fn what_is_read_ends_where_the_stream_did_and_not_when_others_pause(away: Away) {
-    let place = &away.place;
-    let sessions = place.sessions().await;
-    let session = sessions.create(&place.session).await.unwrap();
+async fn a_read_ends_at_the_end_of_the_stream_although_others_keep_writing(outage: OutageFixture) {
+    let fixture = &outage.fixture;
+    let sessions = fixture.sessions().await;
+    let session = sessions.create(&fixture.session).await.unwrap();
     publish(&session, 0..10).await;
-    let reads = || away.ranges_read();
-    // A page that is not full is the last one: whoever asked again would never come to an end while others publish.
+    let reads = || outage.ranges_read();
+    // A page that is not full is the last one: reading on might never end while others publish.
     let before = reads();
     session.publish(noted(10)).await.unwrap();
     assert_eq!(reads() - before, 1);
     let before = reads();
-    assert_eq!(sum(&sessions.recover(&place.session).await.unwrap()), Sum::of(0..11));
+    assert_eq!(sum(&sessions.recover(&fixture.session).await.unwrap()), Sum::of(0..11));
     assert_eq!(reads() - before, 1);
     let before = reads();
-    let mut export = sessions.export(&place.session).await.unwrap();
+    let mut export = sessions.export(&fixture.session).await.unwrap();
     while export.next_line().await.unwrap().is_some() {}
     assert_eq!(reads() - before, 1);
 }
 
-async fn an_import_that_an_outage_ends_says_what_is_left_and_can_be_repeated(away: Away) {
-    let place = &away.place;
-    let sessions = away.sessions(FailurePolicy::Fail).await;
-    let original = sessions.create(&place.session).await.unwrap();
+async fn an_import_interrupted_by_an_outage_reports_its_remains_and_can_be_repeated(
+    outage: OutageFixture,
+) {
+    let fixture = &outage.fixture;
+    let sessions = outage.sessions(FailurePolicy::Fail).await;
+    let original = sessions.create(&fixture.session).await.unwrap();
     publish(&original, 0..1200).await;
-    let lines = lines_of(sessions.export(&place.session).await.unwrap()).await;
-    // On the server that is about to go away, with all that is known of it.
-    let node = |key: String| away.node_of(&StreamName::new(key).unwrap()).port();
-    let port = away.node_of(&place.stream()).port();
+    let lines = lines_of(sessions.export(&fixture.session).await.unwrap()).await;
+    // On the server that will be unavailable, with all its metadata.
+    let node = |key: String| outage.node_of(&StreamName::new(key).unwrap()).port();
+    let port = outage.node_of(&fixture.stream()).port();
     let is_there = |id: &SessionId| {
-        node(format!("{}:session:{id}:meta", place.prefix)) == port
-            && away.node_of(&place.stream_of(id)).port() == port
+        node(format!("{}:session:{id}:meta", fixture.prefix)) == port
+            && outage.node_of(&fixture.stream_of(id)).port() == port
     };
     let mut id = SessionId::random();
     while !is_there(&id) {
@@ -132,7 +136,7 @@ async fn an_import_that_an_outage_ends_says_what_is_left_and_can_be_repeated(awa
     for line in &lines[..700] {
         import.line(line).await.unwrap();
     }
-    away.begin().await;
+    outage.begin().await;
     let mut went_on = Ok(());
     for line in &lines[700..] {
         went_on = import.line(line).await;
@@ -141,9 +145,9 @@ async fn an_import_that_an_outage_ends_says_what_is_left_and_can_be_repeated(awa
         }
     }
     assert!(went_on.unwrap_err().is_transient());
-    // It cannot be removed now, and it does not say that it was.
+    // It cannot be removed now, and does not claim that it was.
     assert!(import.abandon().await.unwrap_err().is_transient());
-    away.end().await;
+    outage.end().await;
     let deadline = Instant::now() + LIMIT;
     let imported = loop {
         match import_all(sessions.import(&id), &lines).await {
@@ -153,7 +157,7 @@ async fn an_import_that_an_outage_ends_says_what_is_left_and_can_be_repeated(awa
         sleep(Duration::from_millis(50)).await;
     };
     assert_eq!(sum(&imported), Sum::of(0..1200));
-    // The first one has nothing to remove any more, and does not remove what the second made.
+    // The first import has nothing left to remove, and does not remove what the second created.
     assert!(!import.abandon().await.unwrap());
     assert_eq!(sum(&sessions.recover(&id).await.unwrap()), Sum::of(0..1200));
 }

@@ -1,17 +1,17 @@
-//! A session in process 1 is state in process 2.
+//! A session of process 1 is recovered in process 2.
 
 use std::env;
 use std::sync::Arc;
 
 use headwater_bus::{
-    Folds, Registry, SessionId, Sessions, SessionsConfig, StreamedBus, StreamedBusConfig,
+    EventRegistry, Folds, SessionId, Sessions, SessionsConfig, StreamedBus, StreamedBusConfig,
     ToolInvoked, ToolResult,
 };
 use headwater_stream::{Options, connect};
 use headwater_testkit::{Child, Cluster, Redis};
 use serde_json::json;
 
-use crate::place::{LIMIT, Place};
+use crate::fixture::{Fixture, LIMIT};
 
 fn invoked(session: &SessionId) -> ToolInvoked {
     ToolInvoked {
@@ -28,21 +28,21 @@ fn invoked(session: &SessionId) -> ToolInvoked {
 async fn sessions(url: &str, prefix: &str) -> Sessions {
     let backend = connect(url, &Options::default()).await.unwrap();
     let config = StreamedBusConfig { prefix: prefix.to_owned(), ..Default::default() };
-    let bus = StreamedBus::open(backend, Registry::builtin(), config).await.unwrap();
+    let bus = StreamedBus::open(backend, EventRegistry::builtin(), config).await.unwrap();
     let folds = Folds::none().latest::<ToolInvoked>();
     Sessions::new(Arc::new(bus), folds, SessionsConfig::default()).await.unwrap()
 }
 
 async fn a_session_in_process_1_is_state_in_process_2(url: String) {
-    let place = Place::at(url.clone());
+    let fixture = Fixture::at(url.clone());
     let environment =
-        [("URL", url.as_str()), ("PREFIX", &place.prefix), ("SESSION", place.session.as_str())];
+        [("URL", url.as_str()), ("PREFIX", &fixture.prefix), ("SESSION", fixture.session.as_str())];
     let child = Child::spawn_self("processes::process_1", &environment).unwrap();
     child.line_after("PUBLISHED", LIMIT).unwrap();
     child.kill9().unwrap();
 
-    let session = sessions(&url, &place.prefix).await.recover(&place.session).await.unwrap();
-    assert_eq!(*session.latest::<ToolInvoked>().unwrap(), invoked(&place.session));
+    let session = sessions(&url, &fixture.prefix).await.recover(&fixture.session).await.unwrap();
+    assert_eq!(*session.latest::<ToolInvoked>().unwrap(), invoked(&fixture.session));
 }
 
 #[test]
@@ -53,7 +53,7 @@ fn process_1() {
         let id = SessionId::new(env::var("SESSION").unwrap()).unwrap();
         let sessions = sessions(&url, &env::var("PREFIX").unwrap()).await;
         let session = sessions.create(&id).await.unwrap();
-        session.publish(invoked(&id)).await.unwrap().raise().unwrap();
+        session.publish(invoked(&id)).await.unwrap().into_result().unwrap();
         println!("PUBLISHED");
         std::future::pending::<()>().await;
     });
@@ -69,7 +69,7 @@ async fn a_session_in_process_1_is_state_in_process_2_on_a_cluster() {
     a_session_in_process_1_is_state_in_process_2(Cluster::shared().unwrap().url()).await;
 }
 
-/// Two processes cannot share an embedded backend at the same time; one after the other they can.
+/// Two processes cannot open an embedded backend at the same time, but one after the other.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_session_in_process_1_is_state_in_process_2_embedded() {
     let directory = tempfile::tempdir().unwrap();

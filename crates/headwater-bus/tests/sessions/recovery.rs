@@ -1,66 +1,67 @@
-//! Sessions are made, published to and recovered; what is missing is told.
+//! Creating, publishing to and recovering sessions; missing events are reported.
 
 use headwater_bus::conformance::{Announced, Noted, registry};
 use headwater_bus::{
-    BusError, Event, EventBusExt, EventId, Fold, Folds, MissingReason, Outgoing, Registry, Scope,
-    SessionError, SessionEvent, SessionId, Sessions, Stage, Stored, Until,
+    BusError, Event, EventBusExt, EventId, EventRegistry, Fold, Folds, MissingReason,
+    OutgoingEvent, ReplayUntil, Scope, SessionError, SessionEvent, SessionId, SessionStage,
+    Sessions, StoreOutcome,
 };
 use headwater_stream::clock::Timestamp;
 use headwater_stream::{EntryId, MapName, RegistryMap, Retention, TrimGuard};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use crate::place::{Place, Sum, by_hand, folds, local, noted, publish, sum};
+use crate::fixture::{Fixture, Sum, by_hand, folds, local, noted, publish, sum};
 
-everywhere!(
-    a_session_is_recovered_as_it_was,
+on_every_bus!(
+    a_session_is_recovered_with_the_same_state,
     a_session_of_any_length_is_recovered_page_by_page,
-    each_process_sees_what_others_publish,
-    a_session_is_made_once,
-    one_that_never_was_is_not_found,
+    each_process_sees_events_of_other_processes,
+    a_session_is_created_once,
+    a_missing_session_is_not_found,
     the_stream_of_another_program_is_taken_over,
-    events_of_other_sessions_and_namespaces_are_refused,
+    events_of_other_sessions_and_namespaces_are_rejected,
     an_event_that_is_stored_twice_counts_once,
     entries_that_repeat_others_for_a_group_do_not_count,
-    what_cannot_be_read_is_counted_and_parked,
-    a_session_full_of_what_cannot_be_read_parks_the_first,
-    a_trimmed_session_says_what_is_missing,
-    a_lost_stream_is_noticed_also_when_it_begins_anew,
-    what_was_published_past_a_session_is_missed_when_it_is_gone,
-    what_is_kept_beside_the_events_may_be_damaged,
-    an_older_version_in_a_snapshot_is_lifted,
-    an_entry_that_panics_whoever_reads_it_is_unreadable_and_no_more,
-    a_snapshot_that_panics_whoever_reads_it_is_passed_over,
-    a_fold_of_another_version_begins_anew,
-    a_state_can_be_had_as_it_was_at_an_entry_or_a_time,
-    sessions_are_listed_page_by_page_in_the_order_they_were_made,
-    a_forgotten_session_is_as_if_it_never_was,
-    a_fold_that_panics_is_an_error_and_hurts_nobody,
+    undecodable_entries_are_counted_and_parked,
+    a_session_full_of_undecodable_entries_parks_the_first_ones,
+    a_trimmed_session_reports_what_is_missing,
+    a_lost_stream_is_detected_even_if_it_is_created_again,
+    missing_events_published_without_the_session_are_reported,
+    damaged_metadata_is_reported,
+    an_older_version_in_a_snapshot_is_upcast,
+    an_entry_that_panics_the_decoder_is_only_undecodable,
+    a_snapshot_that_panics_the_decoder_is_skipped,
+    a_fold_of_another_version_starts_from_scratch,
+    a_state_can_be_read_at_an_entry_or_time,
+    sessions_are_listed_page_by_page_in_creation_order,
+    a_deleted_session_leaves_nothing,
+    a_panicking_fold_is_an_error_of_its_session_only,
 );
 
-locally!(
-    a_session_is_recovered_as_it_was,
+on_local_bus!(
+    a_session_is_recovered_with_the_same_state,
     a_session_of_any_length_is_recovered_page_by_page,
-    a_session_is_made_once,
-    one_that_never_was_is_not_found,
-    events_of_other_sessions_and_namespaces_are_refused,
-    a_snapshot_that_panics_whoever_reads_it_is_passed_over,
-    a_state_can_be_had_as_it_was_at_an_entry_or_a_time,
-    sessions_are_listed_page_by_page_in_the_order_they_were_made,
-    a_forgotten_session_is_as_if_it_never_was,
-    a_fold_that_panics_is_an_error_and_hurts_nobody,
+    a_session_is_created_once,
+    a_missing_session_is_not_found,
+    events_of_other_sessions_and_namespaces_are_rejected,
+    a_snapshot_that_panics_the_decoder_is_skipped,
+    a_state_can_be_read_at_an_entry_or_time,
+    sessions_are_listed_page_by_page_in_creation_order,
+    a_deleted_session_leaves_nothing,
+    a_panicking_fold_is_an_error_of_its_session_only,
 );
 
-async fn a_session_is_recovered_as_it_was(place: Place) {
-    let sessions = place.sessions().await;
-    let session = sessions.create(&place.session).await.unwrap();
+async fn a_session_is_recovered_with_the_same_state(fixture: Fixture) {
+    let sessions = fixture.sessions().await;
+    let session = sessions.create(&fixture.session).await.unwrap();
     assert!(session.latest::<Noted>().is_none());
     for number in 0..25 {
         let result = session.publish(noted(number)).await.unwrap();
         assert_eq!(result.entry_id(), Some(session.position()));
     }
 
-    let again = place.sessions().await.recover(&place.session).await.unwrap();
+    let again = fixture.sessions().await.recover(&fixture.session).await.unwrap();
     assert_eq!(again.latest::<Noted>().unwrap().number, 24);
     assert_eq!(again.position(), session.position());
     let all = again.all::<Noted>().unwrap();
@@ -76,16 +77,16 @@ async fn a_session_is_recovered_as_it_was(place: Place) {
     assert_eq!(again.state().events(), 25);
 }
 
-async fn a_session_of_any_length_is_recovered_page_by_page(place: Place) {
-    let session = place.sessions().await.create(&place.session).await.unwrap();
+async fn a_session_of_any_length_is_recovered_page_by_page(fixture: Fixture) {
+    let session = fixture.sessions().await.create(&fixture.session).await.unwrap();
     publish(&session, 0..5500).await;
-    let again = place.sessions().await.recover(&place.session).await.unwrap();
+    let again = fixture.sessions().await.recover(&fixture.session).await.unwrap();
     assert_eq!(sum(&again), Sum::of(0..5500));
 }
 
-async fn each_process_sees_what_others_publish(place: Place) {
-    let one = place.sessions().await.create(&place.session).await.unwrap();
-    let other = place.sessions().await.recover(&place.session).await.unwrap();
+async fn each_process_sees_events_of_other_processes(fixture: Fixture) {
+    let one = fixture.sessions().await.create(&fixture.session).await.unwrap();
+    let other = fixture.sessions().await.recover(&fixture.session).await.unwrap();
     one.publish(noted(1)).await.unwrap();
     other.publish(noted(2)).await.unwrap();
     assert_eq!(sum(&other), Sum::of([1, 2]));
@@ -93,7 +94,7 @@ async fn each_process_sees_what_others_publish(place: Place) {
     one.refresh().await.unwrap();
     assert_eq!(sum(&one), sum(&other));
 
-    // At the same time, through the same object and another one.
+    // Concurrently, through the same handle and another one.
     let publishes = (3..40).map(|number| {
         let session = if number % 3 == 0 { &other } else { &one };
         async move { session.publish(noted(number)).await.unwrap() }
@@ -105,75 +106,75 @@ async fn each_process_sees_what_others_publish(place: Place) {
     assert_eq!(sum(&one), sum(&other));
 }
 
-async fn a_session_is_made_once(place: Place) {
-    let (one, two) = (place.sessions().await, place.sessions().await);
-    let (first, second) = tokio::join!(one.create(&place.session), two.create(&place.session));
+async fn a_session_is_created_once(fixture: Fixture) {
+    let (one, two) = (fixture.sessions().await, fixture.sessions().await);
+    let (first, second) = tokio::join!(one.create(&fixture.session), two.create(&fixture.session));
     let won = usize::from(first.is_ok()) + usize::from(second.is_ok());
     assert_eq!(won, 1);
     let lost = first.err().or(second.err()).unwrap();
     assert!(matches!(lost, SessionError::Exists { .. }), "{lost}");
     assert_eq!(one.list(EntryId::MIN, 10).await.unwrap().len(), 1);
 
-    let ensured = one.ensure(&place.session).await.unwrap();
+    let ensured = one.ensure(&fixture.session).await.unwrap();
     ensured.publish(noted(1)).await.unwrap();
     let fresh = SessionId::random();
     one.ensure(&fresh).await.unwrap().publish(noted(2)).await.unwrap();
     assert_eq!(sum(&one.ensure(&fresh).await.unwrap()), Sum::of([2]));
 }
 
-async fn one_that_never_was_is_not_found(place: Place) {
-    let sessions = place.sessions().await;
-    let error = sessions.recover(&place.session).await.unwrap_err();
+async fn a_missing_session_is_not_found(fixture: Fixture) {
+    let sessions = fixture.sessions().await;
+    let error = sessions.recover(&fixture.session).await.unwrap_err();
     assert!(matches!(error, SessionError::NotFound { .. }), "{error}");
-    assert_eq!(sessions.info(&place.session).await.unwrap(), None);
-    assert!(!sessions.forget(&place.session).await.unwrap());
+    assert_eq!(sessions.info(&fixture.session).await.unwrap(), None);
+    assert!(!sessions.delete(&fixture.session).await.unwrap());
 }
 
-async fn the_stream_of_another_program_is_taken_over(place: Place) {
+async fn the_stream_of_another_program_is_taken_over(fixture: Fixture) {
     let payload = r#"{"session_id":null,"number":7,"text":""}"#;
-    place.append(&[("type", "conformance.Noted"), ("payload", payload)]).await;
-    let sessions = place.sessions().await;
-    let refused = sessions.create(&place.session).await.unwrap_err();
+    fixture.append(&[("type", "conformance.Noted"), ("payload", payload)]).await;
+    let sessions = fixture.sessions().await;
+    let refused = sessions.create(&fixture.session).await.unwrap_err();
     assert!(matches!(refused, SessionError::Exists { .. }), "{refused}");
-    let session = sessions.recover(&place.session).await.unwrap();
+    let session = sessions.recover(&fixture.session).await.unwrap();
     assert_eq!(sum(&session), Sum::of([7]));
-    assert_eq!(session.recovery().missing.unwrap().why, MissingReason::Unknown);
+    assert_eq!(session.recovery().missing.unwrap().reason, MissingReason::Unknown);
     session.publish(noted(8)).await.unwrap();
     assert!(session.snapshot().await.unwrap());
-    let again = place.sessions().await.recover(&place.session).await.unwrap();
+    let again = fixture.sessions().await.recover(&fixture.session).await.unwrap();
     assert_eq!(sum(&again), Sum::of([7, 8]));
     assert!(again.recovery().from_snapshot.is_some());
-    assert_eq!(again.recovery().missing.unwrap().why, MissingReason::Unknown);
+    assert_eq!(again.recovery().missing.unwrap().reason, MissingReason::Unknown);
 }
 
-async fn events_of_other_sessions_and_namespaces_are_refused(place: Place) {
-    let session = place.sessions().await.create(&place.session).await.unwrap();
+async fn events_of_other_sessions_and_namespaces_are_rejected(fixture: Fixture) {
+    let session = fixture.sessions().await.create(&fixture.session).await.unwrap();
     let other = Noted { session_id: Some("other".to_owned()), ..noted(1) };
     let error = session.publish(other).await.unwrap_err();
     assert!(matches!(error, SessionError::Bus(BusError::Invalid { .. })), "{error}");
     let error = session.publish(Announced { number: 1 }).await.unwrap_err();
     assert!(matches!(error, SessionError::Bus(BusError::Invalid { .. })), "{error}");
-    assert_eq!(place.entries(&place.session).await.len(), 0);
+    assert_eq!(fixture.entries(&fixture.session).await.len(), 0);
 }
 
-async fn an_event_that_is_stored_twice_counts_once(place: Place) {
-    let sessions = place.sessions().await;
-    let session = sessions.create(&place.session).await.unwrap();
-    let outgoing = Outgoing::new(noted(5)).unwrap().with_id(EventId::random());
+async fn an_event_that_is_stored_twice_counts_once(fixture: Fixture) {
+    let sessions = fixture.sessions().await;
+    let session = sessions.create(&fixture.session).await.unwrap();
+    let outgoing = OutgoingEvent::new(noted(5)).unwrap().with_id(EventId::random());
     session.publish_all(vec![outgoing.clone()]).await.unwrap();
-    // Long after its id was forgotten by the backend, it is stored again.
-    let entry = place.entries(&place.session).await.remove(0);
-    let backend = place.backend().await;
-    backend.append(&place.stream(), &[entry.fields], &Retention::KEEP_ALL).await.unwrap();
+    // It is stored again after its dedup window.
+    let entry = fixture.entries(&fixture.session).await.remove(0);
+    let backend = fixture.backend().await;
+    backend.append(&fixture.stream(), &[entry.fields], &Retention::KEEP_ALL).await.unwrap();
     session.refresh().await.unwrap();
     assert_eq!(sum(&session), Sum::of([5]));
-    let again = place.sessions().await.recover(&place.session).await.unwrap();
+    let again = fixture.sessions().await.recover(&fixture.session).await.unwrap();
     assert_eq!(sum(&again), Sum::of([5]));
     assert_eq!((again.state().events(), again.recovery().replayed), (1, 2));
 }
 
-async fn entries_that_repeat_others_for_a_group_do_not_count(place: Place) {
-    let session = place.sessions().await.create(&place.session).await.unwrap();
+async fn entries_that_repeat_others_for_a_group_do_not_count(fixture: Fixture) {
+    let session = fixture.sessions().await.create(&fixture.session).await.unwrap();
     let first = session.publish(noted(5)).await.unwrap().entry_id().unwrap().to_string();
     let payload = r#"{"session_id":null,"number":5,"text":""}"#;
     let copy = [
@@ -182,119 +183,119 @@ async fn entries_that_repeat_others_for_a_group_do_not_count(place: Place) {
         ("event_id", "another"),
         ("originalMessageId", first.as_str()),
     ];
-    place.append(&copy).await;
-    let again = place.sessions().await.recover(&place.session).await.unwrap();
+    fixture.append(&copy).await;
+    let again = fixture.sessions().await.recover(&fixture.session).await.unwrap();
     assert_eq!(sum(&again), Sum::of([5]));
 }
 
-async fn what_cannot_be_read_is_counted_and_parked(place: Place) {
-    let bus = place.bus().await;
+async fn undecodable_entries_are_counted_and_parked(fixture: Fixture) {
+    let bus = fixture.bus().await;
     let sessions = Sessions::new(bus.clone(), folds(), by_hand()).await.unwrap();
-    let session = sessions.create(&place.session).await.unwrap();
+    let session = sessions.create(&fixture.session).await.unwrap();
     session.publish(noted(1)).await.unwrap();
-    place.append(&[("type", "nobody.Knows"), ("payload", "{}")]).await;
-    place.append(&[("type", "conformance.Noted"), ("payload", "nonsense")]).await;
-    place.append(&[("odd", "entry")]).await;
+    fixture.append(&[("type", "nobody.Knows"), ("payload", "{}")]).await;
+    fixture.append(&[("type", "conformance.Noted"), ("payload", "nonsense")]).await;
+    fixture.append(&[("odd", "entry")]).await;
     session.publish(noted(2)).await.unwrap();
     assert_eq!((sum(&session), session.state().unreadable()), (Sum::of([1, 2]), 3));
-    let again = place.sessions().await.recover(&place.session).await.unwrap();
+    let again = fixture.sessions().await.recover(&fixture.session).await.unwrap();
     assert_eq!((sum(&again), again.state().unreadable()), (Sum::of([1, 2]), 3));
     assert_eq!(bus.parked(EntryId::MIN, 100).await.unwrap().len(), 3);
 }
 
-async fn a_session_full_of_what_cannot_be_read_parks_the_first(place: Place) {
+async fn a_session_full_of_undecodable_entries_parks_the_first_ones(fixture: Fixture) {
     let max = headwater_bus::limits::UNREADABLE_MAX;
-    let bus = place.bus().await;
+    let bus = fixture.bus().await;
     let sessions = Sessions::new(bus.clone(), folds(), by_hand()).await.unwrap();
-    let session = sessions.create(&place.session).await.unwrap();
+    let session = sessions.create(&fixture.session).await.unwrap();
     let foreign = headwater_stream::Fields::new([("type", "nobody.Knows"), ("payload", "{}")]);
-    let backend = place.backend().await;
+    let backend = fixture.backend().await;
     let many = vec![foreign; max + 50];
-    backend.append(&place.stream(), &many, &Retention::KEEP_ALL).await.unwrap();
+    backend.append(&fixture.stream(), &many, &Retention::KEEP_ALL).await.unwrap();
     session.publish(noted(1)).await.unwrap();
-    for session in [session, sessions.recover(&place.session).await.unwrap()] {
+    for session in [session, sessions.recover(&fixture.session).await.unwrap()] {
         assert_eq!(sum(&session), Sum::of([1]));
         assert_eq!(session.state().unreadable(), max as u64 + 50);
         assert_eq!(bus.parked(EntryId::MIN, 1000).await.unwrap().len(), max);
     }
 }
 
-async fn a_trimmed_session_says_what_is_missing(place: Place) {
-    let sessions = place.sessions().await;
-    let session = sessions.create(&place.session).await.unwrap();
+async fn a_trimmed_session_reports_what_is_missing(fixture: Fixture) {
+    let sessions = fixture.sessions().await;
+    let session = sessions.create(&fixture.session).await.unwrap();
     publish(&session, 0..20).await;
-    let backend = place.backend().await;
-    // Nothing of ours does so: even a bus that is told to keep little does not take what no snapshot stands for.
+    let backend = fixture.backend().await;
+    // This library never does so: no retention setting removes entries that no snapshot includes.
     let kept = Retention::max_len(5);
-    let safe = backend.trim(&place.stream(), &kept, TrimGuard::Safe).await.unwrap();
+    let safe = backend.trim(&fixture.stream(), &kept, TrimGuard::Safe).await.unwrap();
     assert_eq!((safe.removed, safe.held_back), (0, true));
-    backend.trim(&place.stream(), &kept, TrimGuard::Force).await.unwrap();
-    let first = place.entries(&place.session).await[0].id;
+    backend.trim(&fixture.stream(), &kept, TrimGuard::Force).await.unwrap();
+    let first = fixture.entries(&fixture.session).await[0].id;
 
-    let error = sessions.recover(&place.session).await.unwrap_err();
+    let error = sessions.recover(&fixture.session).await.unwrap_err();
     let SessionError::Incomplete { missing, .. } = &error else { panic!("{error}") };
     assert_eq!((missing.after, missing.before), (EntryId::MIN, first));
-    assert_eq!((missing.count, missing.why.clone()), (None, MissingReason::Trimmed));
-    let rest = sessions.recover_incomplete(&place.session).await.unwrap();
+    assert_eq!((missing.count, missing.reason.clone()), (None, MissingReason::Trimmed));
+    let rest = sessions.recover_incomplete(&fixture.session).await.unwrap();
     assert_eq!(sum(&rest), Sum::of(15..20));
     assert_eq!(rest.recovery().missing.as_ref(), Some(missing));
     // It would hide what is missing.
     assert!(matches!(rest.snapshot().await, Err(SessionError::Snapshot { .. })));
-    // Whoever had read all of it needs nothing of what is gone.
+    // A handle that had read all of it does not need what is gone.
     session.publish(noted(20)).await.unwrap();
     assert_eq!(sum(&session), Sum::of(0..21));
 }
 
-async fn a_lost_stream_is_noticed_also_when_it_begins_anew(place: Place) {
-    let sessions = place.sessions().await;
-    let session = sessions.create(&place.session).await.unwrap();
+async fn a_lost_stream_is_detected_even_if_it_is_created_again(fixture: Fixture) {
+    let sessions = fixture.sessions().await;
+    let session = sessions.create(&fixture.session).await.unwrap();
     publish(&session, 0..3).await;
-    let backend = place.backend().await;
-    backend.delete_stream(&place.stream()).await.unwrap();
+    let backend = fixture.backend().await;
+    backend.delete_stream(&fixture.stream()).await.unwrap();
     let lost = |error: SessionError| match error {
-        SessionError::Incomplete { missing, .. } => assert_eq!(missing.why, MissingReason::Lost),
+        SessionError::Incomplete { missing, .. } => assert_eq!(missing.reason, MissingReason::Lost),
         other => panic!("{other}"),
     };
-    lost(sessions.recover(&place.session).await.unwrap_err());
+    lost(sessions.recover(&fixture.session).await.unwrap_err());
     lost(session.refresh().await.unwrap_err());
-    // An event is stored all the same, in a stream that begins anew.
-    assert!(matches!(session.publish(noted(3)).await.unwrap().stored, Stored::Entry(_)));
-    lost(sessions.recover(&place.session).await.unwrap_err());
+    // An event is stored anyway, in a new stream.
+    assert!(matches!(session.publish(noted(3)).await.unwrap().stored, StoreOutcome::Entry(_)));
+    lost(sessions.recover(&fixture.session).await.unwrap_err());
     lost(session.refresh().await.unwrap_err());
-    let rest = sessions.recover_incomplete(&place.session).await.unwrap();
+    let rest = sessions.recover_incomplete(&fixture.session).await.unwrap();
     assert_eq!(sum(&rest), Sum::of([3]));
 }
 
-async fn what_was_published_past_a_session_is_missed_when_it_is_gone(place: Place) {
-    let sessions = place.sessions().await;
-    sessions.create(&place.session).await.unwrap();
+async fn missing_events_published_without_the_session_are_reported(fixture: Fixture) {
+    let sessions = fixture.sessions().await;
+    sessions.create(&fixture.session).await.unwrap();
     for number in 0..5 {
-        let session_id = Some(place.session.to_string());
+        let session_id = Some(fixture.session.to_string());
         sessions.bus().publish(Noted { session_id, ..noted(number) }).await.unwrap();
     }
-    assert_eq!(sum(&sessions.recover(&place.session).await.unwrap()), Sum::of(0..5));
-    let backend = place.backend().await;
-    backend.trim(&place.stream(), &Retention::max_len(3), TrimGuard::Force).await.unwrap();
-    let error = sessions.recover(&place.session).await.unwrap_err();
+    assert_eq!(sum(&sessions.recover(&fixture.session).await.unwrap()), Sum::of(0..5));
+    let backend = fixture.backend().await;
+    backend.trim(&fixture.stream(), &Retention::max_len(3), TrimGuard::Force).await.unwrap();
+    let error = sessions.recover(&fixture.session).await.unwrap_err();
     let SessionError::Incomplete { missing, .. } = error else { panic!("{error}") };
-    assert_eq!(missing.why, MissingReason::Trimmed);
+    assert_eq!(missing.reason, MissingReason::Trimmed);
 }
 
-async fn what_is_kept_beside_the_events_may_be_damaged(place: Place) {
-    let sessions = place.sessions().await;
-    sessions.create(&place.session).await.unwrap();
+async fn damaged_metadata_is_reported(fixture: Fixture) {
+    let sessions = fixture.sessions().await;
+    sessions.create(&fixture.session).await.unwrap();
     let fine = sessions.create(&SessionId::random()).await.unwrap();
-    let meta = format!("{}:session:{}:meta", place.prefix, place.session);
+    let meta = format!("{}:session:{}:meta", fixture.prefix, fixture.session);
     let meta = MapName::new(meta).unwrap();
-    let backend = place.backend().await;
+    let backend = fixture.backend().await;
     let whole = backend.map_get(&meta).await.unwrap().unwrap();
     for field in ["stage", "index", "created_at", "first_entry", "progress_at", "ttl_ms", "parent"]
     {
-        let odd = RegistryMap::from([(field.to_owned(), "{odd}".into())]);
-        backend.map_update(&meta, None, &odd).await.unwrap();
-        let error = sessions.recover(&place.session).await.unwrap_err();
+        let invalid = RegistryMap::from([(field.to_owned(), "{odd}".into())]);
+        backend.map_update(&meta, None, &invalid).await.unwrap();
+        let error = sessions.recover(&fixture.session).await.unwrap_err();
         assert!(matches!(error, SessionError::Damaged { .. }), "{field}: {error}");
-        // Others are none the worse for it.
+        // Other sessions are not affected.
         let listed = sessions.list(EntryId::MIN, 10).await.unwrap();
         assert_eq!(listed.len(), 1, "{field}");
         assert_eq!(listed[0].session, *fine.id());
@@ -303,21 +304,21 @@ async fn what_is_kept_beside_the_events_may_be_damaged(place: Place) {
         before.entry(field.to_owned()).or_default();
         backend.map_update(&meta, None, &before).await.unwrap();
     }
-    sessions.recover(&place.session).await.unwrap();
+    sessions.recover(&fixture.session).await.unwrap();
 
-    // A key of another kind in its place, where kinds share names.
+    // A key of another type in its place, if types share names.
     backend.map_delete(&meta).await.unwrap();
     let taken = headwater_stream::StreamName::new(meta.as_str()).unwrap();
-    let odd = headwater_stream::Fields::new([("odd", "entry")]);
-    backend.append(&taken, &[odd], &Retention::KEEP_ALL).await.unwrap();
+    let invalid = headwater_stream::Fields::new([("odd", "entry")]);
+    backend.append(&taken, &[invalid], &Retention::KEEP_ALL).await.unwrap();
     let listed = sessions.list(EntryId::MIN, 10).await.unwrap();
     assert_eq!(listed.iter().map(|info| &info.session).collect::<Vec<_>>(), [fine.id()]);
     let swept = sessions.sweep().await.unwrap();
     let share_names = backend.map_get(&meta).await.is_err();
-    assert_eq!((swept.seen, swept.failed), (1, u64::from(share_names)));
+    assert_eq!((swept.checked, swept.failed), (1, u64::from(share_names)));
 }
 
-/// `Noted` as a later version of the application knows it.
+/// `Noted` in a later version of the application.
 #[derive(Clone, Debug, Default, Serialize, Deserialize, JsonSchema)]
 struct NotedLater {
     number: u64,
@@ -330,9 +331,9 @@ impl Event for NotedLater {
     const SCOPE: Scope = Scope::Session;
 }
 
-async fn an_older_version_in_a_snapshot_is_lifted(place: Place) {
-    let old = place.sessions_with(Folds::none().latest::<Noted>(), by_hand()).await;
-    let session = old.create(&place.session).await.unwrap();
+async fn an_older_version_in_a_snapshot_is_upcast(fixture: Fixture) {
+    let old = fixture.sessions_with(Folds::none().latest::<Noted>(), by_hand()).await;
+    let session = old.create(&fixture.session).await.unwrap();
     publish(&session, 0..5).await;
     session.snapshot().await.unwrap();
 
@@ -340,23 +341,23 @@ async fn an_older_version_in_a_snapshot_is_lifted(place: Place) {
         payload["importance"] = 3.into();
         Ok(payload)
     };
-    let later = Registry::empty().with_upcaster::<NotedLater>(1, lift).unwrap();
+    let later = EventRegistry::empty().with_upcaster::<NotedLater>(1, lift).unwrap();
     let folds = Folds::none().latest::<NotedLater>();
-    let new = Sessions::new(place.bus_for(later).await, folds, by_hand()).await.unwrap();
-    let session = new.recover(&place.session).await.unwrap();
+    let new = Sessions::new(fixture.bus_for(later).await, folds, by_hand()).await.unwrap();
+    let session = new.recover(&fixture.session).await.unwrap();
     let latest = session.latest::<NotedLater>().unwrap();
     assert_eq!((latest.number, latest.importance), (4, 3));
     assert!(session.recovery().from_snapshot.is_some());
 
-    // The older one cannot read a snapshot with a newer event. It replays what there is.
+    // The older version cannot decode a snapshot with a newer event. It replays all events.
     session.publish(NotedLater { number: 5, importance: 9 }).await.unwrap();
     session.snapshot().await.unwrap();
-    let behind = old.recover(&place.session).await.unwrap();
-    assert_eq!((behind.latest::<Noted>().unwrap().number, behind.state().unreadable()), (4, 1));
-    assert!(behind.recovery().snapshot_problem.is_some());
+    let stale = old.recover(&fixture.session).await.unwrap();
+    assert_eq!((stale.latest::<Noted>().unwrap().number, stale.state().unreadable()), (4, 1));
+    assert!(stale.recovery().snapshot_problem.is_some());
 }
 
-/// `Sum`, after somebody changed their mind.
+/// `Sum` with another version.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 struct Doubled(u64);
 
@@ -369,24 +370,24 @@ impl Fold for Doubled {
     }
 }
 
-async fn an_entry_that_panics_whoever_reads_it_is_unreadable_and_no_more(place: Place) {
+async fn an_entry_that_panics_the_decoder_is_only_undecodable(fixture: Fixture) {
     let careless = |mut payload: serde_json::Value| {
         payload["importance"] = payload["weight"].as_u64().unwrap().into();
         Ok(payload)
     };
-    let later = Registry::empty().with_upcaster::<NotedLater>(1, careless).unwrap();
+    let later = EventRegistry::empty().with_upcaster::<NotedLater>(1, careless).unwrap();
     let folds = Folds::none().latest::<NotedLater>();
-    let sessions = Sessions::new(place.bus_for(later).await, folds, by_hand()).await.unwrap();
-    let session = sessions.create(&place.session).await.unwrap();
-    place.append(&[("type", Noted::TYPE), ("payload", "{\"number\":1}")]).await;
+    let sessions = Sessions::new(fixture.bus_for(later).await, folds, by_hand()).await.unwrap();
+    let session = sessions.create(&fixture.session).await.unwrap();
+    fixture.append(&[("type", Noted::TYPE), ("payload", "{\"number\":1}")]).await;
     session.publish(NotedLater { number: 2, importance: 9 }).await.unwrap();
-    for session in [session, sessions.recover(&place.session).await.unwrap()] {
+    for session in [session, sessions.recover(&fixture.session).await.unwrap()] {
         assert_eq!(session.latest::<NotedLater>().unwrap().number, 2);
         assert_eq!((session.state().events(), session.state().unreadable()), (1, 1));
     }
 }
 
-/// A fold whose state cannot be read back.
+/// A fold whose state cannot be decoded.
 #[derive(Clone, Debug, Default, Serialize)]
 struct Forgetful(u64);
 
@@ -404,60 +405,60 @@ impl Fold for Forgetful {
     }
 }
 
-async fn a_snapshot_that_panics_whoever_reads_it_is_passed_over(place: Place) {
-    let sessions = place.sessions_with(Folds::none().with::<Forgetful>(), by_hand()).await;
-    let session = sessions.create(&place.session).await.unwrap();
+async fn a_snapshot_that_panics_the_decoder_is_skipped(fixture: Fixture) {
+    let sessions = fixture.sessions_with(Folds::none().with::<Forgetful>(), by_hand()).await;
+    let session = sessions.create(&fixture.session).await.unwrap();
     publish(&session, 0..5).await;
     session.snapshot().await.unwrap();
-    let again = sessions.recover(&place.session).await.unwrap();
+    let again = sessions.recover(&fixture.session).await.unwrap();
     assert_eq!((again.get::<Forgetful>().unwrap().0, again.recovery().replayed), (5, 5));
     let problem = again.recovery().snapshot_problem.unwrap();
     assert!(problem.contains("forgotten"), "{problem}");
 }
 
-async fn a_fold_of_another_version_begins_anew(place: Place) {
-    let one = place.sessions_with(Folds::none().with::<Sum>(), by_hand()).await;
-    let session = one.create(&place.session).await.unwrap();
+async fn a_fold_of_another_version_starts_from_scratch(fixture: Fixture) {
+    let one = fixture.sessions_with(Folds::none().with::<Sum>(), by_hand()).await;
+    let session = one.create(&fixture.session).await.unwrap();
     publish(&session, 0..5).await;
     session.snapshot().await.unwrap();
-    let two = place.sessions_with(Folds::none().with::<Doubled>(), by_hand()).await;
-    let again = two.recover(&place.session).await.unwrap();
+    let two = fixture.sessions_with(Folds::none().with::<Doubled>(), by_hand()).await;
+    let again = two.recover(&fixture.session).await.unwrap();
     assert_eq!((again.get::<Doubled>().unwrap().0, again.recovery().replayed), (20, 5));
     again.snapshot().await.unwrap();
-    // Each has its own.
-    assert_eq!(one.recover(&place.session).await.unwrap().recovery().replayed, 0);
-    assert_eq!(two.recover(&place.session).await.unwrap().recovery().replayed, 0);
+    // Each has its own snapshot.
+    assert_eq!(one.recover(&fixture.session).await.unwrap().recovery().replayed, 0);
+    assert_eq!(two.recover(&fixture.session).await.unwrap().recovery().replayed, 0);
 }
 
-async fn a_state_can_be_had_as_it_was_at_an_entry_or_a_time(place: Place) {
-    let sessions = place.sessions().await;
-    let session = sessions.create(&place.session).await.unwrap();
+async fn a_state_can_be_read_at_an_entry_or_time(fixture: Fixture) {
+    let sessions = fixture.sessions().await;
+    let session = sessions.create(&fixture.session).await.unwrap();
     let mut ids = Vec::new();
     for number in 0..10 {
         ids.push(session.publish(noted(number)).await.unwrap().entry_id().unwrap());
     }
-    let at = |until| sessions.state_at(&place.session, until);
+    let at = |until| sessions.state_at(&fixture.session, until);
     let sum_of = |state: headwater_bus::SessionState| state.get::<Sum>().unwrap().clone();
-    assert_eq!(sum_of(at(Until::Entry(ids[3])).await.unwrap()), Sum::of(0..4));
-    assert_eq!(sum_of(at(Until::Entry(ids[9])).await.unwrap()), Sum::of(0..10));
-    assert_eq!(sum_of(at(Until::End).await.unwrap()), Sum::of(0..10));
-    let unknown = at(Until::Entry(EntryId::new(ids[9].ms + 1000, 0))).await.unwrap_err();
+    assert_eq!(sum_of(at(ReplayUntil::Entry(ids[3])).await.unwrap()), Sum::of(0..4));
+    assert_eq!(sum_of(at(ReplayUntil::Entry(ids[9])).await.unwrap()), Sum::of(0..10));
+    assert_eq!(sum_of(at(ReplayUntil::End).await.unwrap()), Sum::of(0..10));
+    let unknown = at(ReplayUntil::Entry(EntryId::new(ids[9].ms + 1000, 0))).await.unwrap_err();
     assert!(matches!(unknown, SessionError::Bus(BusError::Invalid { .. })), "{unknown}");
 
     let long_ago = Timestamp::from_millis(ids[0].ms - 1);
-    assert_eq!(sum_of(at(Until::Time(long_ago)).await.unwrap()), Sum::default());
+    assert_eq!(sum_of(at(ReplayUntil::Time(long_ago)).await.unwrap()), Sum::default());
     let time = Timestamp::from_millis(ids[5].ms);
     let expected = ids.iter().filter(|id| id.ms <= ids[5].ms).count() as u64;
-    assert_eq!(sum_of(at(Until::Time(time)).await.unwrap()), Sum::of(0..expected));
+    assert_eq!(sum_of(at(ReplayUntil::Time(time)).await.unwrap()), Sum::of(0..expected));
 
-    // A snapshot of a later entry does not get in the way.
+    // A snapshot of a later entry does not interfere.
     assert!(session.snapshot().await.unwrap());
-    assert_eq!(sum_of(at(Until::Entry(ids[3])).await.unwrap()), Sum::of(0..4));
-    assert_eq!(sum_of(at(Until::Time(long_ago)).await.unwrap()), Sum::default());
+    assert_eq!(sum_of(at(ReplayUntil::Entry(ids[3])).await.unwrap()), Sum::of(0..4));
+    assert_eq!(sum_of(at(ReplayUntil::Time(long_ago)).await.unwrap()), Sum::default());
 }
 
-async fn sessions_are_listed_page_by_page_in_the_order_they_were_made(place: Place) {
-    let sessions = place.sessions().await;
+async fn sessions_are_listed_page_by_page_in_creation_order(fixture: Fixture) {
+    let sessions = fixture.sessions().await;
     let mut made = Vec::new();
     for _ in 0..7 {
         let session = sessions.create(&SessionId::random()).await.unwrap();
@@ -473,23 +474,23 @@ async fn sessions_are_listed_page_by_page_in_the_order_they_were_made(place: Pla
         listed.extend(page);
     }
     assert_eq!(listed.iter().map(|info| info.session.clone()).collect::<Vec<_>>(), made);
-    assert!(listed.iter().all(|info| info.stage == Stage::Open && info.length == 1));
+    assert!(listed.iter().all(|info| info.stage == SessionStage::Open && info.length == 1));
     assert!(sessions.list(EntryId::MIN, 0).await.is_err());
 }
 
-async fn a_forgotten_session_is_as_if_it_never_was(place: Place) {
-    let sessions = place.sessions().await;
-    let session = sessions.create(&place.session).await.unwrap();
+async fn a_deleted_session_leaves_nothing(fixture: Fixture) {
+    let sessions = fixture.sessions().await;
+    let session = sessions.create(&fixture.session).await.unwrap();
     publish(&session, 0..3).await;
     session.snapshot().await.unwrap();
-    assert!(sessions.forget(&place.session).await.unwrap());
-    assert!(!sessions.forget(&place.session).await.unwrap());
-    let error = sessions.recover(&place.session).await.unwrap_err();
+    assert!(sessions.delete(&fixture.session).await.unwrap());
+    assert!(!sessions.delete(&fixture.session).await.unwrap());
+    let error = sessions.recover(&fixture.session).await.unwrap_err();
     assert!(matches!(error, SessionError::NotFound { .. }), "{error}");
     assert_eq!(sessions.list(EntryId::MIN, 10).await.unwrap(), []);
-    let anew = sessions.create(&place.session).await.unwrap();
+    let anew = sessions.create(&fixture.session).await.unwrap();
     anew.publish(noted(9)).await.unwrap();
-    assert_eq!(sum(&sessions.recover(&place.session).await.unwrap()), Sum::of([9]));
+    assert_eq!(sum(&sessions.recover(&fixture.session).await.unwrap()), Sum::of([9]));
 }
 
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
@@ -504,12 +505,12 @@ impl Fold for Touchy {
     }
 }
 
-async fn a_fold_that_panics_is_an_error_and_hurts_nobody(place: Place) {
-    let touchy = place.sessions_with(Folds::none().with::<Touchy>(), by_hand()).await;
-    let session = touchy.create(&place.session).await.unwrap();
+async fn a_panicking_fold_is_an_error_of_its_session_only(fixture: Fixture) {
+    let touchy = fixture.sessions_with(Folds::none().with::<Touchy>(), by_hand()).await;
+    let session = touchy.create(&fixture.session).await.unwrap();
     session.publish(noted(1)).await.unwrap();
-    // Stored all the same.
-    assert!(matches!(session.publish(noted(13)).await.unwrap().stored, Stored::Entry(_)));
+    // It is stored anyway.
+    assert!(matches!(session.publish(noted(13)).await.unwrap().stored, StoreOutcome::Entry(_)));
     let is_fold = |error: SessionError| match error {
         SessionError::Fold { fold, reason, .. } => {
             assert_eq!((fold.as_str(), reason.as_str()), ("tests.Touchy", "unlucky"));
@@ -518,13 +519,13 @@ async fn a_fold_that_panics_is_an_error_and_hurts_nobody(place: Place) {
     };
     is_fold(session.refresh().await.unwrap_err());
     is_fold(session.snapshot().await.unwrap_err());
-    is_fold(touchy.recover(&place.session).await.unwrap_err());
-    let calm = place.sessions().await.recover(&place.session).await.unwrap();
+    is_fold(touchy.recover(&fixture.session).await.unwrap_err());
+    let calm = fixture.sessions().await.recover(&fixture.session).await.unwrap();
     assert_eq!(sum(&calm), Sum::of([1, 13]));
 
-    // Whoever goes on reading the state finds what was before the event, of all folds, and can ask why.
+    // The state is that before the event, for all folds, and the error can be read.
     let both = Folds::none().latest::<Noted>().with::<Sum>().with::<Touchy>();
-    let other = place.sessions_with(both, by_hand()).await;
+    let other = fixture.sessions_with(both, by_hand()).await;
     for numbers in [&[13][..], &[1, 2, 13, 4]] {
         let session = other.create(&SessionId::random()).await.unwrap();
         assert!(session.problem().is_none());
@@ -545,10 +546,10 @@ async fn sessions_work_on_a_local_bus() {
     let sessions = local().await;
     let session = sessions.create(&SessionId::new("s").unwrap()).await.unwrap();
     publish(&session, 0..3000).await;
-    // Also what is published past the session.
+    // Including events published without the session handle.
     let direct = Noted { session_id: Some("s".to_owned()), ..noted(3000) };
     let bus = sessions.bus();
-    assert!(matches!(bus.publish(direct).await.unwrap().stored, Stored::Entry(_)));
+    assert!(matches!(bus.publish(direct).await.unwrap().stored, StoreOutcome::Entry(_)));
     assert!(session.snapshot().await.unwrap());
     session.publish(noted(3001)).await.unwrap();
     let again = sessions.recover(session.id()).await.unwrap();
@@ -557,7 +558,7 @@ async fn sessions_work_on_a_local_bus() {
 }
 
 #[tokio::test]
-async fn folds_that_make_no_sense_are_refused() {
+async fn invalid_folds_are_rejected() {
     #[derive(Clone, Debug, Default, Serialize, Deserialize)]
     struct Impostor;
     impl Fold for Impostor {
@@ -577,5 +578,5 @@ async fn folds_that_make_no_sense_are_refused() {
         let described = format!("{folds:?}");
         assert!(Sessions::new(bus, folds, by_hand()).await.is_err(), "{described}");
     }
-    let _: Registry = registry();
+    let _: EventRegistry = registry();
 }

@@ -1,44 +1,45 @@
-//! How long closing takes. Where no server is asked, on a clock that goes as fast as nothing happens.
+//! Duration of closing. Without a server, on a paused clock.
 
 use std::time::Duration;
 
-use headwater_bus::conformance::{Log, Noted, registry};
-use headwater_bus::{EventBus, EventBusExt, Received, StreamedBusConfig, Subscribe};
+use headwater_bus::conformance::{HandlerLog, Noted, registry};
+use headwater_bus::{EventBus, EventBusExt, ReceivedEvent, StreamedBusConfig, SubscribeOptions};
 use tokio::time::Instant;
 
-use crate::place::Place;
+use crate::fixture::Fixture;
 
 tests_in!(
     embedded,
-    crate::place::Place::embedded().await,
+    crate::fixture::Fixture::embedded().await,
     (start_paused = true),
-    closing_takes_one_drain_whatever_hangs
+    closing_takes_at_most_one_drain_timeout
 );
-tests_in!(redis, crate::place::Place::redis(), (), closing_takes_one_drain_whatever_hangs);
-tests_in!(cluster, crate::place::Place::cluster(), (), closing_takes_one_drain_whatever_hangs);
+tests_in!(redis, crate::fixture::Fixture::redis(), (), closing_takes_at_most_one_drain_timeout);
+tests_in!(cluster, crate::fixture::Fixture::cluster(), (), closing_takes_at_most_one_drain_timeout);
 
-async fn closing_takes_one_drain_whatever_hangs(place: Place) {
-    // So long that a busy machine does not make two of one.
+async fn closing_takes_at_most_one_drain_timeout(fixture: Fixture) {
+    // Long enough that a busy machine does not turn one timeout into two.
     const DRAIN: Duration = Duration::from_secs(8);
-    let config = StreamedBusConfig { drain: DRAIN, ..place.config() };
-    let bus = std::sync::Arc::new(place.bus_with(registry(), config).await);
-    let other = place.bus().await;
-    let log = Log::default();
+    let config = StreamedBusConfig { drain: DRAIN, ..fixture.config() };
+    let bus = std::sync::Arc::new(fixture.bus_with(registry(), config).await);
+    let other = fixture.bus().await;
+    let log = HandlerLog::default();
     let hanging = |name: &'static str| {
         let log = log.clone();
-        move |_: Received<Noted>| {
+        move |_: ReceivedEvent<Noted>| {
             log.add(name);
             std::future::pending::<()>()
         }
     };
     let for_ever = Duration::from_secs(1_000_000);
-    let live = Subscribe { handler_timeout: for_ever, ..Subscribe::live() };
-    let durable = Subscribe { handler_timeout: for_ever, ..Subscribe::durable("all") };
+    let live = SubscribeOptions { handler_timeout: for_ever, ..SubscribeOptions::live() };
+    let durable =
+        SubscribeOptions { handler_timeout: for_ever, ..SubscribeOptions::durable("all") };
     bus.subscribe::<Noted>(live, hanging("live")).await.unwrap();
     bus.subscribe::<Noted>(durable, hanging("durable")).await.unwrap();
-    // A handler of what another bus published hangs, one of what is published here, and one of a group for each.
-    other.publish(place.noted(1)).await.unwrap().raise().unwrap();
-    let (here, event) = (bus.clone(), place.noted(2));
+    // Hanging handlers: one of an event of another bus, one of an event published here, and one of a group for each.
+    other.publish(fixture.noted(1)).await.unwrap().into_result().unwrap();
+    let (here, event) = (bus.clone(), fixture.noted(2));
     let publishing = tokio::spawn(async move { here.publish(event).await });
     let mut lines = log.wait_for(4).await;
     lines.sort();
@@ -49,7 +50,7 @@ async fn closing_takes_one_drain_whatever_hangs(place: Place) {
     let took = began.elapsed();
     assert!(took >= DRAIN && took < DRAIN * 2, "{took:?}");
     publishing.abort();
-    // What the group did not get done is there for others.
-    let stats = place.connect().await.stats(&place.stream()).await.unwrap().unwrap();
+    // Unfinished events of the group are available to others.
+    let stats = fixture.connect().await.stats(&fixture.stream()).await.unwrap().unwrap();
     assert_eq!((stats.length, stats.groups.len()), (2, 1));
 }

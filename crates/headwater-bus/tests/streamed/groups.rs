@@ -1,38 +1,38 @@
-//! Durable subscriptions over several processes and restarts.
+//! Durable subscriptions across processes and restarts.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::Poll;
 use std::time::Duration;
 
-use headwater_bus::conformance::{Log, Noted, registry};
+use headwater_bus::conformance::{HandlerLog, Noted, registry};
 use headwater_bus::{
-    Backoff, EventBus, EventBusExt, Received, RetryPolicy, StreamedBusConfig, Subscribe,
+    Backoff, EventBus, EventBusExt, ReceivedEvent, RetryPolicy, StreamedBusConfig, SubscribeOptions,
 };
 use headwater_stream::{ConsumerName, GroupName, GroupStart, StreamName};
 
-use crate::away::until;
 use crate::backends::{quick_lease, quick_queue};
-use crate::place::{Place, entries, numbers, stored, writes};
+use crate::fixture::{Fixture, entries, numbers, stored, writes};
+use crate::outage_fixture::until;
 
 on_streams!(
-    two_buses_of_a_group_share_the_events,
-    after_a_restart_only_what_is_new_is_handled,
-    what_was_published_while_nobody_was_there_is_handled_later,
-    what_is_given_up_is_a_dead_letter_and_no_copy_enters_the_stream,
-    an_event_given_back_at_closing_is_handled_by_another_bus,
-    a_subscription_whose_caller_went_away_leaves_its_group_free,
-    what_another_program_took_and_left_is_taken_over,
-    what_a_bus_that_is_gone_had_in_hand_is_taken_over,
+    two_members_of_a_group_share_the_events,
+    after_a_restart_only_new_events_are_handled,
+    events_published_without_a_subscriber_are_handled_later,
+    a_failed_event_becomes_a_dead_letter_without_a_copy_in_the_stream,
+    an_event_released_at_closing_is_handled_by_another_bus,
+    a_dropped_subscribe_call_leaves_its_group_free,
+    pending_events_of_a_foreign_consumer_are_reclaimed,
+    pending_events_of_a_dropped_bus_are_reclaimed,
 );
 
-fn group(label: &str) -> Subscribe {
+fn group(label: &str) -> SubscribeOptions {
     let retry = RetryPolicy {
         max_attempts: Some(3),
         backoff: Backoff::Fixed(Duration::from_millis(10)),
         ..Default::default()
     };
-    Subscribe { retry, ..Subscribe::durable(label) }
+    SubscribeOptions { retry, ..SubscribeOptions::durable(label) }
 }
 
 fn sorted(lines: Vec<String>) -> Vec<String> {
@@ -41,63 +41,63 @@ fn sorted(lines: Vec<String>) -> Vec<String> {
     numbers.iter().map(u64::to_string).collect()
 }
 
-async fn two_buses_of_a_group_share_the_events(place: Place) {
-    let (ada, bob) = (place.bus().await, place.bus().await);
-    let log = Log::default();
+async fn two_members_of_a_group_share_the_events(fixture: Fixture) {
+    let (ada, bob) = (fixture.bus().await, fixture.bus().await);
+    let log = HandlerLog::default();
     for bus in [&ada, &bob] {
         bus.subscribe::<Noted>(group("shared"), writes(&log)).await.unwrap();
     }
-    let results = ada.publish_batch((0..200).map(|n| place.noted(n)).collect()).await.unwrap();
+    let results = ada.publish_batch((0..200).map(|n| fixture.noted(n)).collect()).await.unwrap();
     assert!(results.iter().all(|result| result.is_ok()));
     assert_eq!(sorted(log.settles_at(200).await), numbers(0..200));
     ada.close().await.unwrap();
     bob.close().await.unwrap();
 }
 
-async fn after_a_restart_only_what_is_new_is_handled(place: Place) {
-    let log = Log::default();
+async fn after_a_restart_only_new_events_are_handled(fixture: Fixture) {
+    let log = HandlerLog::default();
     for start in 0..3 {
-        let bus = place.bus().await;
+        let bus = fixture.bus().await;
         bus.subscribe::<Noted>(group("lasting"), writes(&log)).await.unwrap();
         for number in start * 2..start * 2 + 2 {
-            bus.publish(place.noted(number)).await.unwrap().raise().unwrap();
+            bus.publish(fixture.noted(number)).await.unwrap().into_result().unwrap();
         }
         log.wait_for(start as usize * 2 + 2).await;
         bus.close().await.unwrap();
     }
-    let bus = place.bus().await;
+    let bus = fixture.bus().await;
     bus.subscribe::<Noted>(group("lasting"), writes(&log)).await.unwrap();
     assert_eq!(sorted(log.settles_at(6).await), numbers(0..6));
     bus.close().await.unwrap();
 }
 
-async fn what_was_published_while_nobody_was_there_is_handled_later(place: Place) {
-    let bus = place.bus().await;
-    bus.publish(place.noted(0)).await.unwrap().raise().unwrap();
-    let log = Log::default();
+async fn events_published_without_a_subscriber_are_handled_later(fixture: Fixture) {
+    let bus = fixture.bus().await;
+    bus.publish(fixture.noted(0)).await.unwrap().into_result().unwrap();
+    let log = HandlerLog::default();
     let id = bus.subscribe::<Noted>(group("late"), writes(&log)).await.unwrap();
     log.wait_for(1).await;
     assert!(bus.unsubscribe(id).await.unwrap());
-    bus.publish(place.noted(1)).await.unwrap().raise().unwrap();
+    bus.publish(fixture.noted(1)).await.unwrap().into_result().unwrap();
     assert_eq!(log.lines(), ["0"]);
     bus.subscribe::<Noted>(group("late"), writes(&log)).await.unwrap();
     assert_eq!(log.settles_at(2).await, ["0", "1"]);
     bus.close().await.unwrap();
 }
 
-async fn what_is_given_up_is_a_dead_letter_and_no_copy_enters_the_stream(place: Place) {
-    let bus = place.bus().await;
+async fn a_failed_event_becomes_a_dead_letter_without_a_copy_in_the_stream(fixture: Fixture) {
+    let bus = fixture.bus().await;
     let tries = Arc::new(AtomicUsize::new(0));
     let counted = tries.clone();
-    let refuse = move |event: Received<Noted>| {
+    let refuse = move |event: ReceivedEvent<Noted>| {
         counted.fetch_add(1, Ordering::SeqCst);
         async move { Err::<(), _>(format!("no use for {}", event.number)) }
     };
     bus.subscribe::<Noted>(group("hopeless"), refuse).await.unwrap();
-    bus.publish(place.noted(9)).await.unwrap().raise().unwrap();
+    bus.publish(fixture.noted(9)).await.unwrap().into_result().unwrap();
 
-    let backend = place.connect().await;
-    let dead_letters = StreamName::new(format!("{}:dlq", place.stream())).unwrap();
+    let backend = fixture.connect().await;
+    let dead_letters = StreamName::new(format!("{}:dlq", fixture.stream())).unwrap();
     let mut letters = Vec::new();
     for _ in 0..9000 {
         letters = entries(&*backend, &dead_letters).await;
@@ -107,7 +107,7 @@ async fn what_is_given_up_is_a_dead_letter_and_no_copy_enters_the_stream(place: 
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
     assert_eq!(letters.len(), 1);
-    let original = &entries(&*backend, &place.stream()).await[0];
+    let original = &entries(&*backend, &fixture.stream()).await[0];
     for (name, value) in &original.fields {
         assert_eq!(letters[0].fields.get(name), Some(value), "{name:?}");
     }
@@ -115,15 +115,15 @@ async fn what_is_given_up_is_a_dead_letter_and_no_copy_enters_the_stream(place: 
     let reason = String::from_utf8(reason.to_vec()).unwrap();
     assert!(reason.contains("no use for 9 (attempt 3)"), "{reason}");
     assert_eq!(tries.load(Ordering::SeqCst), 3);
-    assert_eq!(stored(&*backend, &place.stream()).await, [9]);
+    assert_eq!(stored(&*backend, &fixture.stream()).await, [9]);
     bus.close().await.unwrap();
 }
 
-async fn an_event_given_back_at_closing_is_handled_by_another_bus(place: Place) {
-    let (ada, bob) = (place.bus().await, place.bus().await);
-    let log = Log::default();
+async fn an_event_released_at_closing_is_handled_by_another_bus(fixture: Fixture) {
+    let (ada, bob) = (fixture.bus().await, fixture.bus().await);
+    let log = HandlerLog::default();
     let seen = log.clone();
-    let fail = move |event: Received<Noted>| {
+    let fail = move |event: ReceivedEvent<Noted>| {
         seen.add(event.number);
         async { Err::<(), _>("not me") }
     };
@@ -132,9 +132,9 @@ async fn an_event_given_back_at_closing_is_handled_by_another_bus(place: Place) 
         backoff: Backoff::Fixed(Duration::from_secs(3600)),
         ..Default::default()
     };
-    let patient = Subscribe { retry, ..Subscribe::durable("relay") };
+    let patient = SubscribeOptions { retry, ..SubscribeOptions::durable("relay") };
     ada.subscribe::<Noted>(patient, fail).await.unwrap();
-    bob.publish(place.noted(1)).await.unwrap().raise().unwrap();
+    bob.publish(fixture.noted(1)).await.unwrap().into_result().unwrap();
     log.wait_for(1).await;
     ada.close().await.unwrap();
     bob.subscribe::<Noted>(group("relay"), writes(&log)).await.unwrap();
@@ -142,10 +142,10 @@ async fn an_event_given_back_at_closing_is_handled_by_another_bus(place: Place) 
     bob.close().await.unwrap();
 }
 
-async fn a_subscription_whose_caller_went_away_leaves_its_group_free(place: Place) {
-    let bus = place.bus().await;
-    let log = Log::default();
-    // Dropped after its first step, whatever that is, and after later ones.
+async fn a_dropped_subscribe_call_leaves_its_group_free(fixture: Fixture) {
+    let bus = fixture.bus().await;
+    let log = HandlerLog::default();
+    // Dropped after its first poll, and after later ones.
     for steps in 0..20 {
         let mut subscribing = Box::pin(bus.subscribe::<Noted>(group("fickle"), writes(&log)));
         let mut step = futures_util::poll!(&mut subscribing);
@@ -161,7 +161,7 @@ async fn a_subscription_whose_caller_went_away_leaves_its_group_free(place: Plac
             bus.unsubscribe(id).await.unwrap();
         }
     }
-    // The queue may take a moment to notice that nobody wants the last one.
+    // The queue may take a moment to notice that the last one was dropped.
     let mut subscribed = bus.subscribe::<Noted>(group("fickle"), writes(&log)).await;
     for _ in 0..9000 {
         if subscribed.is_ok() {
@@ -171,47 +171,48 @@ async fn a_subscription_whose_caller_went_away_leaves_its_group_free(place: Plac
         subscribed = bus.subscribe::<Noted>(group("fickle"), writes(&log)).await;
     }
     subscribed.unwrap();
-    bus.publish(place.noted(1)).await.unwrap().raise().unwrap();
+    bus.publish(fixture.noted(1)).await.unwrap().into_result().unwrap();
     assert_eq!(log.settles_at(1).await, ["1"]);
     bus.close().await.unwrap();
 }
 
-async fn what_another_program_took_and_left_is_taken_over(place: Place) {
-    let bus = place.bus_with(registry(), in_a_hurry(&place)).await;
+async fn pending_events_of_a_foreign_consumer_are_reclaimed(fixture: Fixture) {
+    let bus = fixture.bus_with(registry(), with_short_timeouts(&fixture)).await;
     for number in 0..3 {
-        bus.publish(place.noted(number)).await.unwrap().raise().unwrap();
+        bus.publish(fixture.noted(number)).await.unwrap().into_result().unwrap();
     }
-    // Given a consumer that sends no signs of life and has two of three events.
-    let backend = place.connect().await;
-    let name = GroupName::new(format!("{}:cg:{}:workers", place.prefix, place.session)).unwrap();
-    backend.ensure_group(&place.stream(), &name, GroupStart::Beginning).await.unwrap();
+    // Given a consumer without heartbeats that has two of three events pending.
+    let backend = fixture.connect().await;
+    let name =
+        GroupName::new(format!("{}:cg:{}:workers", fixture.prefix, fixture.session)).unwrap();
+    backend.ensure_group(&fixture.stream(), &name, GroupStart::Beginning).await.unwrap();
     let stranger = ConsumerName::new("stranger").unwrap();
     let mut reader = backend.reader(&name, &stranger).await.unwrap();
-    let taken = reader.read(&[place.stream()], 2, Duration::from_secs(1)).await.unwrap();
+    let taken = reader.read(&[fixture.stream()], 2, Duration::from_secs(1)).await.unwrap();
     assert_eq!(taken[0].entries.len(), 2);
     // Then the group of a bus gets all of them, and nothing is left.
-    let log = Log::default();
+    let log = HandlerLog::default();
     let reclaim_idle = Duration::from_millis(200);
-    let patient = Subscribe { reclaim_idle, ..group("workers") };
+    let patient = SubscribeOptions { reclaim_idle, ..group("workers") };
     bus.subscribe::<Noted>(patient, writes(&log)).await.unwrap();
     until(|| async { distinct(&log) == numbers(0..3) }).await;
     bus.close().await.unwrap();
-    let stats = backend.stats(&place.stream()).await.unwrap().unwrap();
+    let stats = backend.stats(&fixture.stream()).await.unwrap().unwrap();
     assert_eq!((stats.groups[0].pending, stats.groups[0].lag), (0, Some(0)));
 }
 
-async fn what_a_bus_that_is_gone_had_in_hand_is_taken_over(place: Place) {
-    let gone = place.bus_with(registry(), in_a_hurry(&place)).await;
-    let stays = place.bus_with(registry(), in_a_hurry(&place)).await;
-    let (held, log) = (Log::default(), Log::default());
+async fn pending_events_of_a_dropped_bus_are_reclaimed(fixture: Fixture) {
+    let gone = fixture.bus_with(registry(), with_short_timeouts(&fixture)).await;
+    let stays = fixture.bus_with(registry(), with_short_timeouts(&fixture)).await;
+    let (held, log) = (HandlerLog::default(), HandlerLog::default());
     let seen = held.clone();
-    let hold = move |event: Received<Noted>| {
+    let hold = move |event: ReceivedEvent<Noted>| {
         seen.add(event.number);
         std::future::pending::<()>()
     };
     gone.subscribe::<Noted>(group("workers"), hold).await.unwrap();
     for number in 0..3 {
-        stays.publish(place.noted(number)).await.unwrap().raise().unwrap();
+        stays.publish(fixture.noted(number)).await.unwrap().into_result().unwrap();
     }
     held.wait_for(3).await;
     stays.subscribe::<Noted>(group("workers"), writes(&log)).await.unwrap();
@@ -220,14 +221,14 @@ async fn what_a_bus_that_is_gone_had_in_hand_is_taken_over(place: Place) {
     stays.close().await.unwrap();
 }
 
-/// What was handled: at least once, for whoever is in a hurry may take the slow for dead.
-fn distinct(log: &Log) -> Vec<String> {
+/// Events handled at least once: with short leases, a slow member may be considered dead.
+fn distinct(log: &HandlerLog) -> Vec<String> {
     let mut lines = sorted(log.lines());
     lines.dedup();
     lines
 }
 
-/// Settings of a bus that soon knows who is dead.
-fn in_a_hurry(place: &Place) -> StreamedBusConfig {
-    StreamedBusConfig { queue: quick_queue(quick_lease()), ..place.config() }
+/// Settings of a bus that detects crashed members soon.
+fn with_short_timeouts(fixture: &Fixture) -> StreamedBusConfig {
+    StreamedBusConfig { queue: quick_queue(quick_lease()), ..fixture.config() }
 }

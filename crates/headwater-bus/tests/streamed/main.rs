@@ -6,25 +6,25 @@
 #[macro_use]
 mod backends;
 
-mod away;
-mod place;
+mod fixture;
+mod outage_fixture;
 
-#[path = "../backends/behind.rs"]
-mod behind;
+#[path = "../backends/proxied_fixture.rs"]
+mod proxied_fixture;
 
 mod bad_input;
 mod breaker;
 mod closing;
+mod corrupt_spool;
 mod crashes;
-mod damaged;
 mod groups;
 mod health;
 mod live;
-mod lost_answers;
+mod lost_replies;
 mod metrics;
-mod others;
+mod other_processes;
 mod parked;
 mod policies;
-mod replay;
 mod spool;
+mod spool_drain;
 mod traces;

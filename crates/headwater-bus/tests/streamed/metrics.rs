@@ -1,46 +1,46 @@
-//! What is counted, by a recorder of the program's own.
+//! Metrics of a bus on streams.
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use headwater_bus::conformance::{Announced, Log, Noted, registry};
+use headwater_bus::conformance::{Announced, HandlerLog, Noted, registry};
 use headwater_bus::{
-    EventBus, EventBusExt, EventId, FailurePolicy, Folds, Outgoing, Received, SessionId, Sessions,
-    SessionsConfig, StreamedBusConfig, Subscribe, Until,
+    EventBus, EventBusExt, EventId, FailurePolicy, Folds, OutgoingEvent, ReceivedEvent,
+    ReplayUntil, SessionId, Sessions, SessionsConfig, StreamedBusConfig, SubscribeOptions,
 };
 
-use crate::away::{Away, LIMIT, until};
-use crate::backends::watching::Counts;
-use crate::place::{Place, noted, watch};
+use crate::backends::telemetry::Counts;
+use crate::fixture::{Fixture, noted, watch};
+use crate::outage_fixture::{LIMIT, OutageFixture, until};
 use crate::spool::{spooling, wait_until_empty};
 
-// On one thread, so that the recorder of a test hears its bus and no others.
-on_streams!((): the_life_of_events_is_counted,
-    what_live_subscriptions_may_have_missed_is_counted,
-    what_is_pending_is_counted_over_all_sessions_and_ends_with_its_group,
-    the_life_of_sessions_is_counted,
+// On one thread, so that the recorder of a test sees only its own bus.
+on_streams!((): event_metrics_are_counted,
+    possibly_missed_entries_of_live_subscriptions_are_counted,
+    the_pending_gauge_sums_all_sessions_and_is_reset_with_its_group,
+    session_metrics_are_counted,
 );
 
-mod away {
-    use super::what_goes_wrong_is_counted;
+mod outage {
+    use super::failure_metrics_are_counted;
 
-    away!((): what_goes_wrong_is_counted);
+    with_outage!((): failure_metrics_are_counted);
 }
 
-async fn the_life_of_events_is_counted(place: Place) {
+async fn event_metrics_are_counted(fixture: Fixture) {
     let counts = Counts::default();
     let _guard = metrics::set_default_local_recorder(&counts);
-    let bus = place.bus().await;
+    let bus = fixture.bus().await;
     let log = watch(&bus).await;
-    let refuse = |_: Received<Noted>| async { Err::<(), _>("no") };
-    bus.subscribe::<Noted>(Subscribe::live(), refuse).await.unwrap();
-    let done = |_: Received<Noted>| async {};
-    bus.subscribe::<Noted>(Subscribe::durable("telemetry"), done).await.unwrap();
+    let refuse = |_: ReceivedEvent<Noted>| async { Err::<(), _>("no") };
+    bus.subscribe::<Noted>(SubscribeOptions::live(), refuse).await.unwrap();
+    let done = |_: ReceivedEvent<Noted>| async {};
+    bus.subscribe::<Noted>(SubscribeOptions::durable("telemetry"), done).await.unwrap();
     for number in 0..3 {
-        assert!(!bus.publish(place.noted(number)).await.unwrap().ok());
+        assert!(!bus.publish(fixture.noted(number)).await.unwrap().ok());
     }
-    bus.publish(Announced { number: 1 }).await.unwrap().raise().unwrap();
-    place.append(&[("type", "tests.Unheard"), ("payload", "{}")]).await;
+    bus.publish(Announced { number: 1 }).await.unwrap().into_result().unwrap();
+    fixture.append(&[("type", "tests.Unheard"), ("payload", "{}")]).await;
     while bus.health().await.parked == 0 {
         tokio::task::yield_now().await;
     }
@@ -57,7 +57,7 @@ async fn the_life_of_events_is_counted(place: Place) {
         ("parked_total", 1),
     ];
     counts.come_to(&counted).await;
-    // What was handled is acknowledged a moment later, and somebody must look.
+    // Events are acknowledged a moment later, and the gauge is set by a health check.
     until(|| async {
         bus.health().await;
         counts.of("pending{stream=session}{group=telemetry}") == Some(0)
@@ -67,9 +67,9 @@ async fn the_life_of_events_is_counted(place: Place) {
     bus.close().await.unwrap();
 }
 
-/// The names of the metrics that the first design of the bus lists, and ours for them.
+/// The metric names of the wire format, and ours.
 #[test]
-fn every_metric_of_the_first_design_has_its_name_behind_our_prefix() {
+fn every_metric_of_the_wire_format_exists_with_our_prefix() {
     let ours = headwater_bus::metrics::PUBLISHED;
     assert_eq!(ours, "headwater_bus_publish_total", "publish.count");
     let ours = headwater_bus::metrics::PUBLISH_LATENCY;
@@ -83,23 +83,24 @@ fn every_metric_of_the_first_design_has_its_name_behind_our_prefix() {
     assert_eq!(headwater_bus::metrics::PENDING, "headwater_bus_pending", "pending.count");
 }
 
-async fn what_goes_wrong_is_counted(away: Away) {
+async fn failure_metrics_are_counted(outage: OutageFixture) {
     let counts = Counts::default();
     let _guard = metrics::set_default_local_recorder(&counts);
-    let (place, directory) = (&away.place, tempfile::tempdir().unwrap());
-    let fails = place.bus().await;
-    let spools = place.bus_with(registry(), spooling(place, &directory)).await;
-    let config = StreamedBusConfig { on_failure: FailurePolicy::LocalOnly, ..place.config() };
-    let stays = place.bus_with(registry(), config).await;
-    let event = || Outgoing::new(place.noted(0)).unwrap().with_id(EventId::new("0").unwrap());
+    let (fixture, directory) = (&outage.fixture, tempfile::tempdir().unwrap());
+    let fails = fixture.bus().await;
+    let spools = fixture.bus_with(registry(), spooling(fixture, &directory)).await;
+    let config = StreamedBusConfig { on_failure: FailurePolicy::LocalOnly, ..fixture.config() };
+    let stays = fixture.bus_with(registry(), config).await;
+    let event =
+        || OutgoingEvent::new(fixture.noted(0)).unwrap().with_id(EventId::new("0").unwrap());
     for _ in 0..2 {
-        fails.publish_outgoing(event()).await.unwrap().raise().unwrap();
+        fails.publish_outgoing(event()).await.unwrap().into_result().unwrap();
     }
-    away.begin().await;
+    outage.begin().await;
     for number in 1..4 {
-        assert!(fails.publish(place.noted(number)).await.is_err());
-        spools.publish(place.noted(number)).await.unwrap().raise().unwrap();
-        stays.publish(place.noted(number)).await.unwrap().raise().unwrap();
+        assert!(fails.publish(fixture.noted(number)).await.is_err());
+        spools.publish(fixture.noted(number)).await.unwrap().into_result().unwrap();
+        stays.publish(fixture.noted(number)).await.unwrap().into_result().unwrap();
     }
     let type_ = "{type=conformance.Noted}";
     for (name, expected) in [
@@ -113,11 +114,11 @@ async fn what_goes_wrong_is_counted(away: Away) {
     ] {
         assert_eq!(counts.of(&name), Some(expected), "{name} in {counts:?}");
     }
-    // Three failures open a breaker, and all three buses had them, one of them for its spool, too.
+    // Three failures open a breaker, on all three buses, and once more for the spool.
     assert!(counts.of("breaker_opened_total").is_some_and(|count| count >= 2), "{counts:?}");
-    away.end().await;
+    outage.end().await;
     wait_until_empty(&spools, LIMIT).await;
-    // It is empty a moment before that is counted.
+    // The spool is empty a moment before that is counted.
     until(|| async { (counts.of("spooled"), counts.of("replayed_total")) == (Some(0), Some(3)) })
         .await;
     for bus in [fails, spools, stays] {
@@ -125,41 +126,41 @@ async fn what_goes_wrong_is_counted(away: Away) {
     }
 }
 
-async fn what_live_subscriptions_may_have_missed_is_counted(place: Place) {
+async fn possibly_missed_entries_of_live_subscriptions_are_counted(fixture: Fixture) {
     let counts = Counts::default();
     let _guard = metrics::set_default_local_recorder(&counts);
-    crate::live::who_comes_too_late_for_an_entry_is_told(place).await;
+    crate::live::a_reader_too_late_for_an_entry_reports_it(fixture).await;
     assert_eq!(counts.of("live_missed_total"), Some(1));
 }
 
-/// One series for all sessions, however many there are, and none that stands still when nobody looks any more.
-async fn what_is_pending_is_counted_over_all_sessions_and_ends_with_its_group(place: Place) {
+/// One series for all sessions, reset when the bus is closed.
+async fn the_pending_gauge_sums_all_sessions_and_is_reset_with_its_group(fixture: Fixture) {
     let counts = Counts::default();
     let _guard = metrics::set_default_local_recorder(&counts);
     let drain = Duration::from_millis(100);
-    let config = StreamedBusConfig { drain, ..place.config() };
-    let bus = place.bus_with(registry(), config).await;
-    let log = Log::default();
+    let config = StreamedBusConfig { drain, ..fixture.config() };
+    let bus = fixture.bus_with(registry(), config).await;
+    let log = HandlerLog::default();
     let mut subscriptions = Vec::new();
     for number in 0..3 {
         let session = SessionId::random();
         let seen = log.clone();
-        let hold = move |_: Received<Noted>| {
+        let hold = move |_: ReceivedEvent<Noted>| {
             seen.add(number);
             std::future::pending::<()>()
         };
-        let held = Subscribe { handler_timeout: DAY, ..Subscribe::durable("held") };
+        let held = SubscribeOptions { handler_timeout: DAY, ..SubscribeOptions::durable("held") };
         subscriptions.push(bus.subscribe::<Noted>(held.session(session.clone()), hold).await);
-        bus.publish(noted(&session, number)).await.unwrap().raise().unwrap();
+        bus.publish(noted(&session, number)).await.unwrap().into_result().unwrap();
     }
     let seen = log.clone();
-    let hold = move |_: Received<Announced>| {
+    let hold = move |_: ReceivedEvent<Announced>| {
         seen.add("news");
         std::future::pending::<()>()
     };
-    let news = Subscribe { handler_timeout: DAY, ..Subscribe::durable("news") };
+    let news = SubscribeOptions { handler_timeout: DAY, ..SubscribeOptions::durable("news") };
     bus.subscribe::<Announced>(news, hold).await.unwrap();
-    bus.publish(Announced { number: 1 }).await.unwrap().raise().unwrap();
+    bus.publish(Announced { number: 1 }).await.unwrap().into_result().unwrap();
     log.wait_for(4).await;
     bus.health().await;
     let (held, news) =
@@ -180,24 +181,24 @@ async fn what_is_pending_is_counted_over_all_sessions_and_ends_with_its_group(pl
 const DAY: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// The same for sessions.
-async fn the_life_of_sessions_is_counted(place: Place) {
+async fn session_metrics_are_counted(fixture: Fixture) {
     let counts = Counts::default();
     let _guard = metrics::set_default_local_recorder(&counts);
-    let bus = Arc::new(place.bus().await);
+    let bus = Arc::new(fixture.bus().await);
     let folds = Folds::none().latest::<Noted>();
     let ttl = Some(Duration::from_millis(1));
     let config = SessionsConfig { ttl, ..Default::default() };
     let sessions = Sessions::new(bus.clone(), folds, config).await.unwrap();
-    let session = sessions.create(&place.session).await.unwrap();
+    let session = sessions.create(&fixture.session).await.unwrap();
     for number in 0..5 {
-        session.publish(place.noted(number)).await.unwrap();
+        session.publish(fixture.noted(number)).await.unwrap();
     }
-    sessions.recover(&place.session).await.unwrap();
+    sessions.recover(&fixture.session).await.unwrap();
     session.compact().await.unwrap();
     assert!(!session.snapshot().await.unwrap());
-    sessions.recover(&place.session).await.unwrap();
-    sessions.fork(&place.session, Until::End, &SessionId::random()).await.unwrap();
-    // The guard of a session is no group that anybody waits for.
+    sessions.recover(&fixture.session).await.unwrap();
+    sessions.fork(&fixture.session, ReplayUntil::End, &SessionId::random()).await.unwrap();
+    // The guard of a session is not reported as a group.
     assert!(bus.health().await.streams.values().all(|stream| stream.groups.is_empty()));
     tokio::time::sleep(Duration::from_millis(20)).await;
     assert_eq!(sessions.sweep().await.unwrap().expired, 2);

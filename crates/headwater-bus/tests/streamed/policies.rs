@@ -1,159 +1,164 @@
-//! What becomes of events while the backend is away.
+//! Failure policies while the backend is unavailable.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use headwater_bus::conformance::{Noted, registry};
 use headwater_bus::{
-    BreakerConfig, BreakerState, BusError, EventBus, EventBusExt, FailurePolicy, Received, Stored,
-    StreamedBusConfig, Subscribe,
+    BreakerConfig, BreakerState, BusError, EventBus, EventBusExt, FailurePolicy, ReceivedEvent,
+    StoreOutcome, StreamedBusConfig, SubscribeOptions,
 };
 use tokio::sync::Notify;
 
-use crate::away::{Away, LIMIT, publish_until_stored};
-use crate::place::{Place, noted, numbers, stored, watch};
+use crate::fixture::{Fixture, noted, numbers, stored, watch};
+use crate::outage_fixture::{LIMIT, OutageFixture, publish_until_stored};
 use crate::spool::{spooling, wait_until_empty};
 
-away!(
+with_outage!(
     with_fail_an_outage_is_an_error_and_no_handler_runs,
-    with_a_spool_events_wait_and_others_see_them_when_the_outage_is_over,
-    with_local_only_handlers_run_and_the_result_says_whether_others_may_see_the_event,
+    with_a_spool_events_reach_other_processes_after_the_outage,
+    with_local_only_handlers_run_and_the_result_tells_whether_other_processes_may_see_the_event,
 );
 
-async fn with_fail_an_outage_is_an_error_and_no_handler_runs(away: Away) {
-    let place = &away.place;
-    // Longer than this test may be held up between two of its steps.
+async fn with_fail_an_outage_is_an_error_and_no_handler_runs(outage: OutageFixture) {
+    let fixture = &outage.fixture;
+    // Longer than this test may be delayed between two of its steps.
     let breaker = BreakerConfig { failure_threshold: 3, recovery: Duration::from_secs(8) };
-    let config = StreamedBusConfig { breaker, ..place.config() };
-    let bus = place.bus_with(registry(), config).await;
+    let config = StreamedBusConfig { breaker, ..fixture.config() };
+    let bus = fixture.bus_with(registry(), config).await;
     let log = watch(&bus).await;
-    bus.publish(place.noted(0)).await.unwrap().raise().unwrap();
+    bus.publish(fixture.noted(0)).await.unwrap().into_result().unwrap();
 
-    away.begin().await;
+    outage.begin().await;
     for number in 1..4 {
-        let error = bus.publish(place.noted(number)).await.unwrap_err();
+        let error = bus.publish(fixture.noted(number)).await.unwrap_err();
         assert!(matches!(error, BusError::Unconfirmed { .. }), "{error}");
         assert!(error.is_transient());
     }
-    let error = bus.publish(place.noted(4)).await.unwrap_err();
+    let error = bus.publish(fixture.noted(4)).await.unwrap_err();
     assert!(matches!(error, BusError::BreakerOpen { .. }), "{error}");
     assert_ne!(bus.health().await.breaker, BreakerState::Closed);
     assert_eq!(log.lines(), ["0"]);
 
-    away.end().await;
-    publish_until_stored(&bus, &place.session, 5).await;
+    outage.end().await;
+    publish_until_stored(&bus, &fixture.session, 5).await;
     assert_eq!(log.settles_at(2).await, ["0", "5"]);
-    assert_eq!(stored(&*place.connect().await, &place.stream()).await, [0, 5]);
+    assert_eq!(stored(&*fixture.connect().await, &fixture.stream()).await, [0, 5]);
     assert_eq!(bus.health().await.breaker, BreakerState::Closed);
     bus.close().await.unwrap();
 }
 
-async fn with_a_spool_events_wait_and_others_see_them_when_the_outage_is_over(away: Away) {
-    let (place, directory) = (&away.place, tempfile::tempdir().unwrap());
-    let bus = place.bus_with(registry(), spooling(place, &directory)).await;
-    let other = place.bus().await;
+async fn with_a_spool_events_reach_other_processes_after_the_outage(outage: OutageFixture) {
+    let (fixture, directory) = (&outage.fixture, tempfile::tempdir().unwrap());
+    let bus = fixture.bus_with(registry(), spooling(fixture, &directory)).await;
+    let other = fixture.bus().await;
     let (here, there) = (watch(&bus).await, watch(&other).await);
-    bus.publish(place.noted(0)).await.unwrap().raise().unwrap();
+    bus.publish(fixture.noted(0)).await.unwrap().into_result().unwrap();
 
-    away.begin().await;
+    outage.begin().await;
     for number in 1..20 {
-        let result = bus.publish(place.noted(number)).await.unwrap();
-        assert_eq!((result.stored, result.handlers_invoked), (Stored::Spooled, 1));
+        let result = bus.publish(fixture.noted(number)).await.unwrap();
+        assert_eq!((result.stored, result.handlers_invoked), (StoreOutcome::Spooled, 1));
     }
     let spool = bus.health().await.spool.unwrap();
     assert_eq!((spool.events, spool.rejected), (19, 0));
     assert_eq!(here.lines(), numbers(0..20));
 
-    away.end().await;
+    outage.end().await;
     wait_until_empty(&bus, LIMIT).await;
-    publish_until_stored(&bus, &place.session, 20).await;
+    publish_until_stored(&bus, &fixture.session, 20).await;
     assert_eq!(there.settles_at(21).await, numbers(0..21));
     assert_eq!(here.settles_at(21).await, numbers(0..21));
-    let numbers = stored(&*place.connect().await, &place.stream()).await;
+    let numbers = stored(&*fixture.connect().await, &fixture.stream()).await;
     assert_eq!(numbers, (0..21).collect::<Vec<u64>>());
     bus.close().await.unwrap();
     other.close().await.unwrap();
 }
 
-async fn with_local_only_handlers_run_and_the_result_says_whether_others_may_see_the_event(
-    away: Away,
+async fn with_local_only_handlers_run_and_the_result_tells_whether_other_processes_may_see_the_event(
+    outage: OutageFixture,
 ) {
-    let place = &away.place;
-    let config = StreamedBusConfig { on_failure: FailurePolicy::LocalOnly, ..place.config() };
-    let bus = place.bus_with(registry(), config).await;
+    let fixture = &outage.fixture;
+    let config = StreamedBusConfig { on_failure: FailurePolicy::LocalOnly, ..fixture.config() };
+    let bus = fixture.bus_with(registry(), config).await;
     let log = watch(&bus).await;
-    away.begin().await;
+    outage.begin().await;
     let mut outcomes = Vec::new();
     for number in 0..10 {
-        let result = bus.publish(place.noted(number)).await.unwrap();
+        let result = bus.publish(fixture.noted(number)).await.unwrap();
         assert_eq!(result.handlers_invoked, 1);
         outcomes.push(result.stored);
     }
     // Those that were sent are not confirmed; while the breaker is open, none is sent.
-    let sent = place.config().breaker.failure_threshold as usize;
-    assert!(outcomes[..sent].iter().all(|stored| *stored == Stored::Unconfirmed), "{outcomes:?}");
-    assert_eq!(outcomes[sent], Stored::LocalOnly, "{outcomes:?}");
-    let is_either = |stored: &Stored| matches!(stored, Stored::LocalOnly | Stored::Unconfirmed);
+    let sent = fixture.config().breaker.failure_threshold as usize;
+    assert!(
+        outcomes[..sent].iter().all(|stored| *stored == StoreOutcome::Unconfirmed),
+        "{outcomes:?}"
+    );
+    assert_eq!(outcomes[sent], StoreOutcome::LocalOnly, "{outcomes:?}");
+    let is_either = |stored: &StoreOutcome| {
+        matches!(stored, StoreOutcome::LocalOnly | StoreOutcome::Unconfirmed)
+    };
     assert!(outcomes.iter().all(is_either), "{outcomes:?}");
     assert_eq!(log.lines(), numbers(0..10));
 
-    away.end().await;
+    outage.end().await;
     let mut number = 10;
-    while bus.publish(place.noted(number)).await.unwrap().entry_id().is_none() {
+    while bus.publish(fixture.noted(number)).await.unwrap().entry_id().is_none() {
         assert!(number < 1000, "the bus stays local");
         tokio::time::sleep(Duration::from_millis(50)).await;
         number += 1;
     }
-    let stored = stored(&*place.connect().await, &place.stream()).await;
+    let stored = stored(&*fixture.connect().await, &fixture.stream()).await;
     assert_eq!(stored.last(), Some(&number));
     assert!(stored.iter().all(|number| *number >= 10), "{stored:?}");
     assert_eq!(log.settles_at(number as usize + 1).await, numbers(0..number + 1));
     bus.close().await.unwrap();
 }
 
-/// One node of three is away. What the others have goes on as ever, whatever becomes of the rest.
+/// One node of three is unavailable. Sessions on the others continue.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_other_nodes_of_a_cluster_go_on_while_one_is_away() {
-    let away = Away::cluster();
-    let place = &away.place;
-    let stays = away.elsewhere().next().unwrap();
-    let (bus, backend) = (place.bus().await, place.connect().await);
+async fn other_cluster_nodes_continue_during_the_outage_of_one() {
+    let outage = OutageFixture::cluster();
+    let fixture = &outage.fixture;
+    let stays = outage.elsewhere().next().unwrap();
+    let (bus, backend) = (fixture.bus().await, fixture.connect().await);
     let log = watch(&bus).await;
-    away.begin().await;
+    outage.begin().await;
     for number in 0..4 {
-        let error = bus.publish(place.noted(number)).await.unwrap_err();
+        let error = bus.publish(fixture.noted(number)).await.unwrap_err();
         assert!(matches!(error, BusError::Unconfirmed { .. }), "{error}");
         let result = bus.publish(noted(&stays, 100 + number)).await.unwrap();
-        assert!(matches!(result.stored, Stored::Entry(_)), "{result:?}");
+        assert!(matches!(result.stored, StoreOutcome::Entry(_)), "{result:?}");
     }
-    // Failures with successes between them are no reason to leave the backend alone.
+    // Failures with successes between them do not open the breaker.
     let health = bus.health().await;
     assert_eq!(health.breaker, BreakerState::Closed);
     assert!(health.problem.is_some(), "{health:?}");
-    let numbers = stored(&*backend, &place.stream_of(stays.as_str())).await;
+    let numbers = stored(&*backend, &fixture.stream_of(stays.as_str())).await;
     assert_eq!(numbers, (100..104).collect::<Vec<u64>>());
 
-    away.end().await;
-    publish_until_stored(&bus, &place.session, 200).await;
-    assert_eq!(stored(&*backend, &place.stream()).await, [200]);
+    outage.end().await;
+    publish_until_stored(&bus, &fixture.session, 200).await;
+    assert_eq!(stored(&*backend, &fixture.stream()).await, [200]);
     assert!(!log.lines().iter().any(|line| line.len() == 1), "{:?}", log.lines());
     bus.close().await.unwrap();
 }
 
 mod room {
-    use super::of_publishes_that_are_given_up_before_there_is_room_nothing_is_left;
+    use super::publishes_dropped_before_their_permit_have_no_effect;
 
-    on_streams!(of_publishes_that_are_given_up_before_there_is_room_nothing_is_left);
+    on_streams!(publishes_dropped_before_their_permit_have_no_effect);
 }
 
-async fn of_publishes_that_are_given_up_before_there_is_room_nothing_is_left(place: Place) {
-    let config = StreamedBusConfig { in_flight_max: 1, ..place.config() };
-    let bus = place.bus_with(registry(), config).await;
+async fn publishes_dropped_before_their_permit_have_no_effect(fixture: Fixture) {
+    let config = StreamedBusConfig { in_flight_max: 1, ..fixture.config() };
+    let bus = fixture.bus_with(registry(), config).await;
     let began = Arc::new(Notify::new());
     let goes_on = Arc::new(Notify::new());
     let handler = {
         let (began, goes_on) = (Arc::clone(&began), Arc::clone(&goes_on));
-        move |event: Received<Noted>| {
+        move |event: ReceivedEvent<Noted>| {
             let (began, goes_on) = (Arc::clone(&began), Arc::clone(&goes_on));
             async move {
                 if event.number == 1 {
@@ -163,20 +168,20 @@ async fn of_publishes_that_are_given_up_before_there_is_room_nothing_is_left(pla
             }
         }
     };
-    bus.subscribe::<Noted>(Subscribe::live(), handler).await.unwrap();
-    // One takes all the room there is, and others do not wait for long.
-    let first = bus.publish(place.noted(1));
+    bus.subscribe::<Noted>(SubscribeOptions::live(), handler).await.unwrap();
+    // One publish takes all permits; the others wait only briefly.
+    let first = bus.publish(fixture.noted(1));
     let others = async {
         began.notified().await;
         for _ in 0..5 {
-            let second = bus.publish(place.noted(2));
+            let second = bus.publish(fixture.noted(2));
             assert!(tokio::time::timeout(Duration::from_millis(20), second).await.is_err());
         }
         goes_on.notify_one();
     };
     let (first, ()) = tokio::join!(first, others);
-    first.unwrap().raise().unwrap();
-    bus.publish(place.noted(3)).await.unwrap().raise().unwrap();
+    first.unwrap().into_result().unwrap();
+    bus.publish(fixture.noted(3)).await.unwrap().into_result().unwrap();
     bus.close().await.unwrap();
-    assert_eq!(stored(&*place.connect().await, &place.stream()).await, [1, 3]);
+    assert_eq!(stored(&*fixture.connect().await, &fixture.stream()).await, [1, 3]);
 }

@@ -1,4 +1,4 @@
-//! The spool of a bus: order, bounds, and what its streams refuse.
+//! The spool of a bus: order, limits, and rejected events.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -6,31 +6,31 @@ use std::time::{Duration, Instant};
 
 use headwater_bus::conformance::{Noted, registry};
 use headwater_bus::{
-    EventBus, EventBusExt, FailurePolicy, SessionId, SpoolConfig, Stored, StreamedBus,
+    EventBus, EventBusExt, FailurePolicy, SessionId, SpoolConfig, StoreOutcome, StreamedBus,
     StreamedBusConfig,
 };
 use headwater_testkit::{Persistence, Proxy, Redis};
 use tempfile::TempDir;
 
-use crate::away::{Away, LIMIT, until};
-use crate::place::{NOTICES_AFTER, Place, noted, numbers, open, stored, watch};
+use crate::fixture::{Fixture, OUTAGE_CALL_DEADLINE, noted, numbers, open, stored, watch};
+use crate::outage_fixture::{LIMIT, OutageFixture, until};
 
-away!(
-    away_for_10_s_under_1000_events_a_second_nothing_is_lost_or_doubled_and_order_is_kept,
-    what_waits_is_stored_by_the_next_start_before_anything_new,
-    publishing_without_a_pause_does_not_keep_the_spool_in_use_for_ever,
+with_outage!(
+    a_10_s_outage_under_1000_events_per_second_loses_and_duplicates_nothing_and_keeps_order,
+    spooled_events_are_stored_after_restart_before_new_ones,
+    continuous_publishing_does_not_keep_the_spool_in_use,
 );
 
-// An embedded backend keeps each kind of value under names of its own: no stream of it refuses an event for good.
+// An embedded backend separates the names of different types: its streams never permanently reject an event.
 mod refused {
-    use super::events_that_their_stream_refuses_for_good_are_set_aside_and_hold_up_nobody;
+    use super::permanently_rejected_events_are_set_aside_and_block_no_other;
 
-    servers!(events_that_their_stream_refuses_for_good_are_set_aside_and_hold_up_nobody);
+    with_server_outage!(permanently_rejected_events_are_set_aside_and_block_no_other);
 }
 
-pub(crate) fn spooling(place: &Place, directory: &TempDir) -> StreamedBusConfig {
+pub(crate) fn spooling(fixture: &Fixture, directory: &TempDir) -> StreamedBusConfig {
     let spool = SpoolConfig::new(directory.path().join("spool"));
-    StreamedBusConfig { on_failure: FailurePolicy::Spool(spool), ..place.config() }
+    StreamedBusConfig { on_failure: FailurePolicy::Spool(spool), ..fixture.config() }
 }
 
 pub(crate) async fn wait_until_empty(bus: &StreamedBus, limit: Duration) {
@@ -44,15 +44,15 @@ pub(crate) async fn wait_until_empty(bus: &StreamedBus, limit: Duration) {
 const SESSIONS: u64 = 10;
 const EVENTS_PER_SECOND: u64 = 1000;
 
-/// What one session was offered: how many events, how many of them went to the spool, and until when.
+/// Load on one session: number of events, number of spooled ones, and the end.
 struct Offered {
     events: u64,
     spooled: u64,
     until: Duration,
 }
 
-/// Publishes as many events as the clock demands, however late it is, for 15 s and until events go straight to their
-/// stream again, though nobody stops publishing for it.
+/// Publishes at the target rate, catching up if late, for 15 s and until events go directly to their stream again
+/// without a pause in publishing.
 async fn offer(bus: Arc<StreamedBus>, session: SessionId, began: Instant) -> Offered {
     let mut ticks = tokio::time::interval(Duration::from_millis(10));
     let mut offered = Offered { events: 0, spooled: 0, until: Duration::ZERO };
@@ -65,7 +65,7 @@ async fn offer(bus: Arc<StreamedBus>, session: SessionId, began: Instant) -> Off
         let event = |number| Noted { text: "x".repeat(100), ..noted(&session, number) };
         let events: Vec<Noted> = (offered.events..due).take(1000).map(event).collect();
         for result in bus.publish_batch(events).await.unwrap() {
-            is_direct = matches!(result.unwrap().stored, Stored::Entry(_));
+            is_direct = matches!(result.unwrap().stored, StoreOutcome::Entry(_));
             offered.spooled += u64::from(!is_direct);
             offered.events += 1;
         }
@@ -73,16 +73,16 @@ async fn offer(bus: Arc<StreamedBus>, session: SessionId, began: Instant) -> Off
     offered
 }
 
-/// 1,000 events a second in ten sessions; the backend of one of them, or of all, is away for ten seconds after two.
-async fn away_for_10_s_under_1000_events_a_second_nothing_is_lost_or_doubled_and_order_is_kept(
-    away: Away,
+/// 1,000 events per second in ten sessions; the backend of one or all of them is unavailable for ten seconds after two.
+async fn a_10_s_outage_under_1000_events_per_second_loses_and_duplicates_nothing_and_keeps_order(
+    outage: OutageFixture,
 ) {
-    let (place, directory) = (&away.place, tempfile::tempdir().unwrap());
-    let bus = Arc::new(place.bus_with(registry(), spooling(place, &directory)).await);
+    let (fixture, directory) = (&outage.fixture, tempfile::tempdir().unwrap());
+    let bus = Arc::new(fixture.bus_with(registry(), spooling(fixture, &directory)).await);
     let log = watch(&bus).await;
     let others = std::iter::repeat_with(SessionId::random);
     let sessions: Vec<SessionId> =
-        std::iter::once(place.session.clone()).chain(others).take(SESSIONS as usize).collect();
+        std::iter::once(fixture.session.clone()).chain(others).take(SESSIONS as usize).collect();
 
     let began = Instant::now();
     let offering: Vec<_> = sessions
@@ -90,9 +90,9 @@ async fn away_for_10_s_under_1000_events_a_second_nothing_is_lost_or_doubled_and
         .map(|session| tokio::spawn(offer(Arc::clone(&bus), session.clone(), began)))
         .collect();
     tokio::time::sleep(Duration::from_secs(2)).await;
-    away.begin().await;
+    outage.begin().await;
     tokio::time::sleep(Duration::from_secs(10)).await;
-    away.end().await;
+    outage.end().await;
 
     let (mut published, mut spooled) = (Vec::new(), 0);
     for offering in offering {
@@ -108,12 +108,12 @@ async fn away_for_10_s_under_1000_events_a_second_nothing_is_lost_or_doubled_and
     wait_until_empty(&bus, LIMIT).await;
     println!("all stored {:?} after the beginning", began.elapsed());
 
-    let backend = place.connect().await;
+    let backend = fixture.connect().await;
     for (session, count) in sessions.iter().zip(&published) {
-        let numbers = stored(&*backend, &place.stream_of(session.as_str())).await;
+        let numbers = stored(&*backend, &fixture.stream_of(session.as_str())).await;
         assert_eq!(numbers, (0..*count).collect::<Vec<u64>>(), "session {session}");
     }
-    // Handlers here ran at once, and not again when the events went to their streams.
+    // Handlers here ran at once, and not again when the events were moved to their streams.
     let handled = log.settles_at(total as usize).await;
     assert_eq!(handled.len() as u64, total);
     let health = bus.health().await;
@@ -121,32 +121,32 @@ async fn away_for_10_s_under_1000_events_a_second_nothing_is_lost_or_doubled_and
     bus.close().await.unwrap();
 }
 
-async fn what_waits_is_stored_by_the_next_start_before_anything_new(away: Away) {
-    let (place, directory) = (&away.place, tempfile::tempdir().unwrap());
-    let bus = place.bus_with(registry(), spooling(place, &directory)).await;
-    away.begin().await;
+async fn spooled_events_are_stored_after_restart_before_new_ones(outage: OutageFixture) {
+    let (fixture, directory) = (&outage.fixture, tempfile::tempdir().unwrap());
+    let bus = fixture.bus_with(registry(), spooling(fixture, &directory)).await;
+    outage.begin().await;
     for number in 0..20 {
-        let result = bus.publish(place.noted(number)).await.unwrap();
-        assert_eq!(result.stored, Stored::Spooled);
+        let result = bus.publish(fixture.noted(number)).await.unwrap();
+        assert_eq!(result.stored, StoreOutcome::Spooled);
     }
     assert_eq!(bus.health().await.spool.unwrap().events, 20);
     bus.close().await.unwrap();
     drop(bus);
 
-    // Somebody watches before the next start can store anything.
-    away.end().await;
-    let other = place.bus().await;
+    // Subscribe before the next start can store anything.
+    outage.end().await;
+    let other = fixture.bus().await;
     let there = watch(&other).await;
-    let bus = place.bus_with(registry(), spooling(place, &directory)).await;
+    let bus = fixture.bus_with(registry(), spooling(fixture, &directory)).await;
     let here = watch(&bus).await;
-    let result = bus.publish(place.noted(20)).await.unwrap();
+    let result = bus.publish(fixture.noted(20)).await.unwrap();
     assert_eq!(result.handlers_invoked, 1);
     wait_until_empty(&bus, LIMIT).await;
-    bus.publish(place.noted(21)).await.unwrap().raise().unwrap();
-    let all = stored(&*place.connect().await, &place.stream()).await;
+    bus.publish(fixture.noted(21)).await.unwrap().into_result().unwrap();
+    let all = stored(&*fixture.connect().await, &fixture.stream()).await;
     assert_eq!(all, (0..22).collect::<Vec<u64>>());
-    // Another process sees each event once and in order, and so does this start: to it, the events of the last one are
-    // those of another process. What was stored before it began to watch passes it by.
+    // Another process receives each event once and in order, and so does this start: to it, events of the previous
+    // start are those of another process. Events stored before it subscribed are not delivered.
     assert_eq!(there.settles_at(22).await, numbers(0..22));
     let seen: Vec<u64> = here.lines().iter().map(|line| line.parse().unwrap()).collect();
     let (mine, before): (Vec<u64>, Vec<u64>) = seen.iter().partition(|number| **number >= 20);
@@ -156,22 +156,22 @@ async fn what_waits_is_stored_by_the_next_start_before_anything_new(away: Away) 
     other.close().await.unwrap();
 }
 
-async fn events_that_their_stream_refuses_for_good_are_set_aside_and_hold_up_nobody(away: Away) {
-    let (place, directory) = (&away.place, tempfile::tempdir().unwrap());
-    let bus = place.bus_with(registry(), spooling(place, &directory)).await;
-    let (bad, good) = (place.stream(), SessionId::random());
-    away.command_at(&place.session, &["SET", bad.as_str(), "no stream"]);
-    away.begin().await;
+async fn permanently_rejected_events_are_set_aside_and_block_no_other(outage: OutageFixture) {
+    let (fixture, directory) = (&outage.fixture, tempfile::tempdir().unwrap());
+    let bus = fixture.bus_with(registry(), spooling(fixture, &directory)).await;
+    let (bad, good) = (fixture.stream(), SessionId::random());
+    outage.command_at(&fixture.session, &["SET", bad.as_str(), "no stream"]);
+    outage.begin().await;
     for number in 0..2 {
-        for session in [&place.session, &good] {
+        for session in [&fixture.session, &good] {
             let result = bus.publish(noted(session, number)).await.unwrap();
-            assert_eq!(result.stored, Stored::Spooled);
+            assert_eq!(result.stored, StoreOutcome::Spooled);
         }
     }
-    away.end().await;
+    outage.end().await;
     wait_until_empty(&bus, LIMIT).await;
-    let backend = place.connect().await;
-    assert_eq!(stored(&*backend, &place.stream_of(good.as_str())).await, [0, 1]);
+    let backend = fixture.connect().await;
+    assert_eq!(stored(&*backend, &fixture.stream_of(good.as_str())).await, [0, 1]);
     assert_eq!(bus.health().await.spool.unwrap().rejected, 2);
     let listed = bus.rejected(10).await.unwrap();
     assert_eq!(listed.len(), 2);
@@ -182,53 +182,53 @@ async fn events_that_their_stream_refuses_for_good_are_set_aside_and_hold_up_nob
     assert!(holds("\"number\":0") && holds("\"number\":1"));
     bus.close().await.unwrap();
     drop(bus);
-    // They are not forgotten when the bus is opened again.
-    let bus = place.bus_with(registry(), spooling(place, &directory)).await;
+    // They are kept when the bus is opened again.
+    let bus = fixture.bus_with(registry(), spooling(fixture, &directory)).await;
     assert_eq!(bus.health().await.spool.unwrap().rejected, 2);
     assert_eq!(bus.rejected(10).await.unwrap(), listed);
     bus.close().await.unwrap();
 }
 
-/// The backend forgot the id by the time the event is sent again, so the stream is searched.
+/// The dedup window is over when the event is sent again, so the stream is searched.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_outage_longer_than_ids_are_remembered_doubles_nothing() {
+async fn an_outage_longer_than_the_dedup_window_duplicates_nothing() {
     let redis = Redis::builder().persistence(Persistence::Always).start().unwrap();
     let directory = tempfile::tempdir().unwrap();
     let proxy = Proxy::start(redis.addr()).unwrap();
-    let place = Place::at(redis.url_at(proxy.addr()));
-    // Three times as long as a call may take: whoever repeats one does so within that time.
-    let remember = Some(3 * NOTICES_AFTER);
-    let config = StreamedBusConfig { remember, ..spooling(&place, &directory) };
-    let bus = place.bus_with(registry(), config).await;
-    bus.publish(place.noted(0)).await.unwrap().raise().unwrap();
+    let fixture = Fixture::at(redis.url_at(proxy.addr()));
+    // Three times the call deadline: retries happen within that time.
+    let dedup_window = Some(3 * OUTAGE_CALL_DEADLINE);
+    let config = StreamedBusConfig { dedup_window, ..spooling(&fixture, &directory) };
+    let bus = fixture.bus_with(registry(), config).await;
+    bus.publish(fixture.noted(0)).await.unwrap().into_result().unwrap();
 
-    // The event is stored, but nobody hears of it: the server stops after it has read the request, and answers into the void.
+    // The event is stored, but not confirmed: the server stops after it has read the request, and its reply is lost.
     redis.pause().unwrap();
-    let result = bus.publish(place.noted(1)).await.unwrap();
-    assert_eq!(result.stored, Stored::Spooled);
+    let result = bus.publish(fixture.noted(1)).await.unwrap();
+    assert_eq!(result.stored, StoreOutcome::Spooled);
     proxy.cut().unwrap();
     redis.resume().unwrap();
     for number in 2..5 {
-        let result = bus.publish(place.noted(number)).await.unwrap();
-        assert_eq!(result.stored, Stored::Spooled);
+        let result = bus.publish(fixture.noted(number)).await.unwrap();
+        assert_eq!(result.stored, StoreOutcome::Spooled);
     }
     let backend = open(&redis.url()).await;
-    until(|| async { stored(&*backend, &place.stream()).await == [0, 1] }).await;
-    // Nothing but the stream is left.
+    until(|| async { stored(&*backend, &fixture.stream()).await == [0, 1] }).await;
+    // Only the stream has it.
     until(|| async { redis.command(&["DBSIZE"]).unwrap().int() == Some(1) }).await;
-    assert_eq!(stored(&*backend, &place.stream()).await, [0, 1]);
+    assert_eq!(stored(&*backend, &fixture.stream()).await, [0, 1]);
     proxy.heal().unwrap();
     wait_until_empty(&bus, LIMIT).await;
-    assert_eq!(stored(&*backend, &place.stream()).await, [0, 1, 2, 3, 4]);
+    assert_eq!(stored(&*backend, &fixture.stream()).await, [0, 1, 2, 3, 4]);
     bus.close().await.unwrap();
 }
 
-async fn publishing_without_a_pause_does_not_keep_the_spool_in_use_for_ever(away: Away) {
-    let (place, directory) = (&away.place, tempfile::tempdir().unwrap());
-    let bus = Arc::new(place.bus_with(registry(), spooling(place, &directory)).await);
-    away.begin().await;
-    // From now on all events wait behind this one, also those for nodes that are there.
-    assert_eq!(bus.publish(place.noted(0)).await.unwrap().stored, Stored::Spooled);
+async fn continuous_publishing_does_not_keep_the_spool_in_use(outage: OutageFixture) {
+    let (fixture, directory) = (&outage.fixture, tempfile::tempdir().unwrap());
+    let bus = Arc::new(fixture.bus_with(registry(), spooling(fixture, &directory)).await);
+    outage.begin().await;
+    // From now on all events are spooled behind this one, also those for available nodes.
+    assert_eq!(bus.publish(fixture.noted(0)).await.unwrap().stored, StoreOutcome::Spooled);
     let deadline = Instant::now() + 2 * LIMIT;
     let is_back = Arc::new(AtomicBool::new(false));
     let publishers: Vec<_> = (0..32)
@@ -237,14 +237,15 @@ async fn publishing_without_a_pause_does_not_keep_the_spool_in_use_for_ever(away
             tokio::spawn(async move {
                 // At every moment some of them are about to be added to the spool.
                 for number in 0.. {
-                    // A cluster takes its time to come back; the spool must have room until then.
+                    // A cluster takes a while to recover; the spool must have enough space until then.
                     if !is_back.load(Ordering::Relaxed) {
                         tokio::time::sleep(Duration::from_millis(10)).await;
                     }
                     let session_id = Some(format!("s{session}"));
                     let event = Noted { session_id, number, text: String::new() };
                     let result = bus.publish(event).await.unwrap();
-                    if matches!(result.stored, Stored::Entry(_)) || Instant::now() > deadline {
+                    if matches!(result.stored, StoreOutcome::Entry(_)) || Instant::now() > deadline
+                    {
                         return (number + 1, result.stored);
                     }
                 }
@@ -255,17 +256,17 @@ async fn publishing_without_a_pause_does_not_keep_the_spool_in_use_for_ever(away
     while bus.health().await.spool.unwrap().events < 100 {
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
-    away.end().await;
+    outage.end().await;
     is_back.store(true, Ordering::Relaxed);
     let mut published = Vec::new();
     for publisher in publishers {
         let (count, last) = publisher.await.unwrap();
-        assert!(matches!(last, Stored::Entry(_)), "events still go through the spool");
+        assert!(matches!(last, StoreOutcome::Entry(_)), "events still go through the spool");
         published.push(count);
     }
-    let backend = place.connect().await;
+    let backend = fixture.connect().await;
     for (session, count) in published.iter().enumerate() {
-        let numbers = stored(&*backend, &place.stream_of(&format!("s{session}"))).await;
+        let numbers = stored(&*backend, &fixture.stream_of(&format!("s{session}"))).await;
         assert_eq!(numbers, (0..*count).collect::<Vec<u64>>(), "session {session}");
     }
     bus.close().await.unwrap();

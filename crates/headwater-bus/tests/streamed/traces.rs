@@ -1,48 +1,49 @@
-//! Traces: who published what while handling what.
+//! Traces across handlers that publish.
 
 use std::sync::Arc;
 
-use headwater_bus::conformance::{Announced, Log, Noted};
+use headwater_bus::conformance::{Announced, HandlerLog, Noted};
 use headwater_bus::{
-    EventBus, EventBusExt, Outgoing, Received, StreamedBus, Subscribe, TraceContext, current_trace,
+    EventBus, EventBusExt, OutgoingEvent, ReceivedEvent, StreamedBus, SubscribeOptions,
+    TraceContext, current_trace,
 };
 
-use crate::backends::watching::{Span, Spans};
-use crate::place::{Place, entries};
+use crate::backends::telemetry::{Span, Spans};
+use crate::fixture::{Fixture, entries};
 
 on_streams!(
-    a_trace_goes_on_over_processes_and_groups,
-    publishing_and_handling_are_spans_with_the_ids_of_the_event,
+    a_trace_continues_across_processes_and_groups,
+    publish_and_handle_spans_have_the_ids_of_the_event,
 );
 
 /// Publishes an event for each one it handles.
-async fn relay(bus: &Arc<StreamedBus>, subscribe: Subscribe, number: u64, log: &Log) {
+async fn relay(bus: &Arc<StreamedBus>, subscribe: SubscribeOptions, number: u64, log: &HandlerLog) {
     let (weak, log) = (Arc::downgrade(bus), log.clone());
-    let announce = move |event: Received<Noted>| {
+    let announce = move |event: ReceivedEvent<Noted>| {
         let (bus, log) = (weak.upgrade(), log.clone());
         async move {
             assert_eq!(current_trace(), event.envelope.trace());
-            bus.unwrap().publish(Announced { number }).await.unwrap().raise().unwrap();
+            bus.unwrap().publish(Announced { number }).await.unwrap().into_result().unwrap();
             log.add(number);
         }
     };
     bus.subscribe::<Noted>(subscribe, announce).await.unwrap();
 }
 
-async fn a_trace_goes_on_over_processes_and_groups(place: Place) {
-    let (ada, bob) = (place.bus().await, Arc::new(place.bus().await));
-    let log = Log::default();
-    relay(&bob, Subscribe::live(), 1, &log).await;
-    relay(&bob, Subscribe::durable("all"), 2, &log).await;
+async fn a_trace_continues_across_processes_and_groups(fixture: Fixture) {
+    let (ada, bob) = (fixture.bus().await, Arc::new(fixture.bus().await));
+    let log = HandlerLog::default();
+    relay(&bob, SubscribeOptions::live(), 1, &log).await;
+    relay(&bob, SubscribeOptions::durable("all"), 2, &log).await;
     let root = TraceContext::root();
-    let event = Outgoing::new(place.noted(0)).unwrap().with_trace(root);
-    ada.publish_outgoing(event).await.unwrap().raise().unwrap();
+    let event = OutgoingEvent::new(fixture.noted(0)).unwrap().with_trace(root);
+    ada.publish_outgoing(event).await.unwrap().into_result().unwrap();
     log.settles_at(2).await;
 
-    // All entries are of one trace, each with a span of its own: what ada was doing, and what bob made of it, twice.
-    let backend = place.connect().await;
-    let control = headwater_stream::StreamName::new(format!("{}:control:tests", place.prefix));
-    let mut all = entries(&*backend, &place.stream()).await;
+    // All entries share one trace, each with its own span: ada's event, and the two that bob published for it.
+    let backend = fixture.connect().await;
+    let control = headwater_stream::StreamName::new(format!("{}:control:tests", fixture.prefix));
+    let mut all = entries(&*backend, &fixture.stream()).await;
     all.extend(entries(&*backend, &control.unwrap()).await);
     let text = |entry: &headwater_stream::Entry, name: &str| {
         String::from_utf8(entry.fields.get(name).unwrap().to_vec()).unwrap()
@@ -60,20 +61,20 @@ async fn a_trace_goes_on_over_processes_and_groups(place: Place) {
     bob.close().await.unwrap();
 }
 
-async fn publishing_and_handling_are_spans_with_the_ids_of_the_event(place: Place) {
+async fn publish_and_handle_spans_have_the_ids_of_the_event(fixture: Fixture) {
     let spans = Spans::of_all();
-    let bus = place.bus().await;
-    let log = Log::default();
-    for subscribe in [Subscribe::live(), Subscribe::durable("all")] {
+    let bus = fixture.bus().await;
+    let log = HandlerLog::default();
+    for subscribe in [SubscribeOptions::live(), SubscribeOptions::durable("all")] {
         let seen = log.clone();
-        let note = move |event: Received<Noted>| {
+        let note = move |event: ReceivedEvent<Noted>| {
             seen.add(event.number);
             async {}
         };
         bus.subscribe::<Noted>(subscribe, note).await.unwrap();
     }
     let root = TraceContext::root();
-    let event = Outgoing::new(place.noted(0)).unwrap().with_trace(root);
+    let event = OutgoingEvent::new(fixture.noted(0)).unwrap().with_trace(root);
     let result = bus.publish_outgoing(event).await.unwrap();
     log.settles_at(2).await;
 

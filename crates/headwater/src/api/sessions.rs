@@ -12,7 +12,7 @@ use axum::http::StatusCode;
 use axum::response::Response;
 use futures_util::stream;
 use headwater_bus::{
-    BusError, Export, SessionError, SessionId, SessionInfo, Sessions, Stage, Until,
+    BusError, Export, ReplayUntil, SessionError, SessionId, SessionInfo, SessionStage, Sessions,
 };
 use headwater_stream::EntryId;
 use headwater_stream::clock::Timestamp;
@@ -80,13 +80,13 @@ fn view(info: SessionInfo) -> SessionView {
     SessionView {
         session: info.session.to_string(),
         stage: match info.stage {
-            Stage::Filling => "filling",
-            Stage::Open => "open",
-            Stage::Expired => "expired",
+            SessionStage::Copying => "filling",
+            SessionStage::Open => "open",
+            SessionStage::Expired => "expired",
         },
         created_at: time(info.created_at),
         length: info.length,
-        gone: info.gone,
+        gone: info.removed,
         last_entry: info.last_entry.map(|id| id.to_string()),
         parent: info.parent.map(|parent| ParentView {
             session: parent.session.to_string(),
@@ -131,17 +131,20 @@ async fn show(
         Some(info) => info,
         // Events that another program wrote, or that waited in the spool of a process that was killed meanwhile. Who looks
         // changes nothing: they are not put into the list.
-        None => app.sessions.info_of_any(&session).await.map_err(|error| match error {
-            error if error.is_transient() => error,
-            // There is none, or what is there of it is not to be one.
-            _ => SessionError::NotFound { session: session.clone() },
-        })?,
+        None => {
+            app.sessions.info_including_foreign(&session).await.map_err(|error| match error {
+                error if error.is_transient() => error,
+                // There is none, or what is there of it is not to be one.
+                _ => SessionError::NotFound { session: session.clone() },
+            })?
+        }
     };
-    let (events, unreadable, problem) = match app.sessions.state_at(&session, Until::End).await {
-        Ok(state) => (Some(state.events()), Some(state.unreadable()), None),
-        Err(error) if error.is_transient() => return Err(error.into()),
-        Err(error) => (None, None, Some(error.to_string())),
-    };
+    let (events, unreadable, problem) =
+        match app.sessions.state_at(&session, ReplayUntil::End).await {
+            Ok(state) => (Some(state.events()), Some(state.unreadable()), None),
+            Err(error) if error.is_transient() => return Err(error.into()),
+            Err(error) => (None, None, Some(error.to_string())),
+        };
     Ok(Json(SessionDescription { info: view(info), events, unreadable, problem }))
 }
 
@@ -174,7 +177,7 @@ async fn replay(
 /// A replay under way.
 struct Replaying {
     export: Export,
-    until: Until,
+    until: ReplayUntil,
     events: u64,
     /// Entries before the first that are compacted.
     skipped: u64,
@@ -217,9 +220,9 @@ impl Replaying {
     fn is_beyond(&self, event: &Value) -> bool {
         let id = |name: &str| event[name].as_str().and_then(|id| id.parse::<EntryId>().ok());
         match self.until {
-            Until::End => false,
-            Until::Entry(last) => id("id").is_some_and(|id| id > last),
-            Until::Time(last) => {
+            ReplayUntil::End => false,
+            ReplayUntil::Entry(last) => id("id").is_some_and(|id| id > last),
+            ReplayUntil::Time(last) => {
                 let stored = id("original_id").or_else(|| id("id"));
                 stored.is_some_and(|id| Timestamp::from_millis(id.ms) > last)
             }
@@ -312,11 +315,11 @@ pub(super) fn named(session: &str) -> Result<SessionId, ApiError> {
     SessionId::new(session).map_err(|error| ApiError::invalid(error.to_string()))
 }
 
-fn until(text: Option<&str>) -> Result<Until, ApiError> {
+fn until(text: Option<&str>) -> Result<ReplayUntil, ApiError> {
     Ok(match text.map(|text| point("until", text)).transpose()? {
-        None => Until::End,
-        Some(Point::Id(id)) => Until::Entry(id),
-        Some(Point::Time(at)) => Until::Time(at),
+        None => ReplayUntil::End,
+        Some(Point::Id(id)) => ReplayUntil::Entry(id),
+        Some(Point::Time(at)) => ReplayUntil::Time(at),
     })
 }
 
@@ -335,7 +338,7 @@ impl From<SessionError> for ApiError {
                 Self::new(StatusCode::CONFLICT, "conflict", message)
             }
             SessionError::Unfinished { .. }
-            | SessionError::Overtaken { .. }
+            | SessionError::CompactedWhileReading { .. }
             | SessionError::Expired { .. }
             | SessionError::Incomplete { .. } => {
                 Self::new(StatusCode::CONFLICT, "conflict", message)

@@ -10,8 +10,8 @@ use std::time::Duration;
 use anyhow::{Context, Result, anyhow, bail};
 use async_trait::async_trait;
 use headwater_bus::{
-    BusError, EventBus, FailurePolicy, Folds, PromptExecuted, Registry, Sessions, SessionsConfig,
-    SpoolConfig, SpoolError, StreamedBus, StreamedBusConfig, ToolInvoked,
+    BusError, EventBus, EventRegistry, FailurePolicy, Folds, PromptExecuted, Sessions,
+    SessionsConfig, SpoolConfig, SpoolError, StreamedBus, StreamedBusConfig, ToolInvoked,
 };
 use headwater_issue::{Confirmations, DeliverError, Nudger, OutboxRow, Store};
 use headwater_stream::Backend;
@@ -85,7 +85,7 @@ pub(crate) async fn sessions(
     streams: &Arc<dyn Backend>,
 ) -> Result<(Arc<StreamedBus>, Arc<Sessions>)> {
     let config = bus_config(FailurePolicy::Fail);
-    let bus = StreamedBus::open(Arc::clone(streams), Registry::builtin(), config).await;
+    let bus = StreamedBus::open(Arc::clone(streams), EventRegistry::builtin(), config).await;
     sessions_on(bus.context("the bus")?).await
 }
 
@@ -114,7 +114,8 @@ pub(crate) async fn close(bus: Arc<StreamedBus>) {
 /// The bus, with a spool where streams can go away: the steps of model runs wait in it and reach their sessions later.
 async fn open_bus(settings: &Settings, streams: &Arc<dyn Backend>) -> Result<StreamedBus> {
     let open = async |on_failure| {
-        StreamedBus::open(Arc::clone(streams), Registry::builtin(), bus_config(on_failure)).await
+        StreamedBus::open(Arc::clone(streams), EventRegistry::builtin(), bus_config(on_failure))
+            .await
     };
     let Some(directory) = settings.spool() else { return Ok(open(FailurePolicy::Fail).await?) };
     for place in 0..SPOOLS_MAX {
@@ -126,7 +127,7 @@ async fn open_bus(settings: &Settings, streams: &Arc<dyn Backend>) -> Result<Str
             Err(BusError::Spool(error)) if !settings.stream_spool_is_given => {
                 warn!(%error, "the spool is left as it is; mend it, or set `stream.spool`");
                 let is_of_one_file =
-                    matches!(error, SpoolError::Corrupt { .. } | SpoolError::Foreign { .. });
+                    matches!(error, SpoolError::Corrupt { .. } | SpoolError::WrongOwner { .. });
                 if !is_of_one_file {
                     break;
                 }

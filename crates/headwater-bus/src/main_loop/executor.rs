@@ -1,0 +1,585 @@
+//! Executes a request, from its delivery to its reply.
+//!
+//! Upstream: `worker`, with the deliveries of its group. Downstream: `request_context`, then `reply_store`.
+//! Promises: a request that has a reply is not executed; a reply is stored before the request is acknowledged; each
+//! request that is not released ends with exactly one reply. Crashed processes are counted by the group, failed
+//! attempts here, and lost locks in the session; each count has a limit.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use headwater_queue::{Backoff, Outcome};
+use headwater_stream::clock::{Clock, SystemClock, Timestamp};
+use tokio::sync::watch;
+use tokio::time::{Instant, sleep, sleep_until, timeout, timeout_at};
+use tracing::{Instrument, debug, error, info, warn};
+
+use super::budget::Meter;
+use super::config::MainLoopConfig;
+use super::error::truncate_message;
+use super::parsed_request::ParsedRequest;
+use super::reply::Reply;
+use super::reply_store::{ReplyStore, StoredReply};
+use super::request_context::{AttemptResult, DynMainLoop, RequestContext};
+use super::request_lock::{LockAttempt, RequestLock, RequestLocks};
+use crate::builtin_events::{MainLoopCompleted, MainLoopFailed, MainLoopRequest, RequestFailure};
+use crate::bus::EventBusExt;
+use crate::delivery::random_unit;
+use crate::error::BusError;
+use crate::event::ReceivedEvent;
+use crate::metrics;
+use crate::session::{Session, Sessions};
+
+/// Backoff between calls while the backend is unavailable.
+const RETRY: Backoff = Backoff::Exponential {
+    first: Duration::from_millis(100),
+    factor: 2.0,
+    max: Duration::from_secs(5),
+    jitter: 0.5,
+};
+
+/// Longest time to wait for a lock held elsewhere before the request is released, and shortest time between two
+/// attempts.
+const LOCK_WAIT_MAX: Duration = Duration::from_secs(1);
+const LOCK_WAIT_MIN: Duration = Duration::from_millis(20);
+
+/// Longest time to wait for the backend's time, which a reply only contains as information.
+const CLOCK_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// Retries of a backend call before a request that was not started is released.
+const RETRIES_MAX: u32 = 5;
+
+/// Longest outage during which storing or copying a reply is retried; after it, the reply or its copy is lost.
+pub(super) const REPLY_STORE_TIMEOUT: Duration = Duration::from_secs(50 * 60);
+
+/// Executes delivered requests.
+pub(super) struct RequestExecutor {
+    pub(super) sessions: Sessions,
+    pub(super) reply_store: ReplyStore,
+    pub(super) locks: Arc<RequestLocks>,
+    pub(super) main_loop: Arc<dyn DynMainLoop>,
+    pub(super) config: MainLoopConfig,
+    /// Set when the worker stops: end of the drain period.
+    pub(super) stopping: watch::Receiver<Option<Instant>>,
+}
+
+/// Why a request is released to its group.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum ReleaseReason {
+    Stopping,
+    LockLost,
+    Held,
+    Unavailable,
+}
+
+impl ReleaseReason {
+    fn as_str(self) -> &'static str {
+        match self {
+            Self::Stopping => "stopping",
+            Self::LockLost => "lock_lost",
+            Self::Held => "held",
+            Self::Unavailable => "unavailable",
+        }
+    }
+}
+
+/// Result of an execution that was not released.
+enum Execution {
+    Replied(Reply),
+    AlreadyReplied,
+    /// There is a reply, but its stream permanently rejects it.
+    Unstorable(BusError),
+}
+
+/// Result of looking for a reply before execution.
+enum ReplyLookup {
+    Reply,
+    None,
+    /// Another requester has a reply, but this requester's stream permanently rejects the copy.
+    Unstorable(BusError),
+}
+
+/// Whether a request may run.
+enum Admission {
+    Admitted(RunLimits),
+    Rejected(RequestFailure, String),
+}
+
+/// End of a run, by the clock of the backend and of this process.
+#[derive(Clone, Copy)]
+struct RunLimits {
+    deadline: Timestamp,
+    ends_at: Instant,
+}
+
+/// Result of a request before it is encoded as a reply.
+enum RequestOutcome {
+    Output(serde_json::Value),
+    Failed(RequestFailure, String),
+}
+
+impl RequestExecutor {
+    /// Handles one delivery of a request.
+    pub(super) async fn handle(&self, event: ReceivedEvent<MainLoopRequest>) -> Outcome {
+        let request = match ParsedRequest::read(&self.reply_store.storage.namespace, &event) {
+            Ok(request) => request,
+            Err(error) => return self.reject(&event, &error).await,
+        };
+        let span =
+            tracing::info_span!("main_loop", request_id = %request.id, session = %request.session);
+        match self.handle_request(&request).instrument(span).await {
+            Ok(outcome) => outcome,
+            Err(reason) => {
+                metrics::request_released(reason.as_str());
+                debug!(request_id = %request.id, reason = reason.as_str(), "request released");
+                Outcome::Release
+            }
+        }
+    }
+
+    /// Rejects a request without a valid id. It cannot have a reply; subscribers are notified.
+    async fn reject(&self, event: &ReceivedEvent<MainLoopRequest>, error: &BusError) -> Outcome {
+        warn!(event_id = %event.envelope.event_id, %error, "request without a valid id rejected");
+        let failed = MainLoopFailed {
+            request_id: event.request_id.clone(),
+            error: truncate_message(error.to_string()),
+            kind: RequestFailure::Malformed,
+            ..MainLoopFailed::default()
+        };
+        match self.reply_store.bus.publish(failed).await {
+            Ok(_) => Outcome::Done,
+            Err(error) => Outcome::retry(error),
+        }
+    }
+
+    async fn handle_request(&self, request: &ParsedRequest) -> Result<Outcome, ReleaseReason> {
+        let began = Instant::now();
+        let lock = self.acquire_lock(request).await?;
+        let execution = self.execute_locked(request, &lock).await;
+        lock.release().await;
+        Ok(match execution? {
+            Execution::Replied(reply) => {
+                metrics::request_ended(reply.result(), began.elapsed());
+                Outcome::Done
+            }
+            Execution::AlreadyReplied => {
+                metrics::request_repeated();
+                Outcome::Done
+            }
+            Execution::Unstorable(error) => {
+                error!(request_id = %request.id, %error, "reply cannot be stored");
+                Outcome::dead_letter(format!("the reply cannot be stored: {error}"))
+            }
+        })
+    }
+
+    /// Acquires the lock of a request. If it is held elsewhere, waits up to `LOCK_WAIT_MAX` and then releases the
+    /// request, so that it does not occupy a slot here.
+    async fn acquire_lock(&self, request: &ParsedRequest) -> Result<RequestLock, ReleaseReason> {
+        let until = Instant::now() + LOCK_WAIT_MAX;
+        let mut attempts = 0;
+        loop {
+            self.check_stopping()?;
+            let wait = match self.locks.acquire(request).await {
+                Ok(LockAttempt::Acquired(lock)) => return Ok(lock),
+                // On a local bus there is no other process to release it to.
+                Ok(LockAttempt::Held(_)) if request.is_stored && Instant::now() >= until => {
+                    return Err(ReleaseReason::Held);
+                }
+                Ok(LockAttempt::Held(remaining)) => remaining.clamp(LOCK_WAIT_MIN, LOCK_WAIT_MAX),
+                Err(error) => {
+                    warn!(request_id = %request.id, %error, "request could not be locked");
+                    attempts += 1;
+                    RETRY.wait(attempts, random_unit())
+                }
+            };
+            if attempts > RETRIES_MAX {
+                return Err(ReleaseReason::Unavailable);
+            }
+            self.sleep_unless_stopping(wait).await?;
+        }
+    }
+
+    /// Executes a request until it has a reply.
+    async fn execute_locked(
+        &self,
+        request: &ParsedRequest,
+        lock: &RequestLock,
+    ) -> Result<Execution, ReleaseReason> {
+        match self.find_reply(request).await? {
+            ReplyLookup::None => {}
+            ReplyLookup::Reply => return Ok(Execution::AlreadyReplied),
+            ReplyLookup::Unstorable(error) => return Ok(Execution::Unstorable(error)),
+        }
+        let meter = Meter::new(request.budget);
+        let (ending, has_session) = match self.admit(request).await? {
+            Admission::Rejected(kind, problem) => {
+                (RequestOutcome::Failed(kind, problem), kind == RequestFailure::Crashed)
+            }
+            Admission::Admitted(limits) => {
+                // If this is dropped, the session is created completely or not at all, as after a crash.
+                let opened = timeout_at(limits.ends_at, self.open_session(request)).await;
+                match opened.map_err(|_| deadline_message(limits.deadline)) {
+                    Err(problem) => {
+                        (RequestOutcome::Failed(RequestFailure::DeadlinePassed, problem), false)
+                    }
+                    Ok(opened) => match opened? {
+                        Ok(session) => (
+                            self.run_within_crash_limit(request, &session, &meter, limits, lock)
+                                .await?,
+                            true,
+                        ),
+                        Err(problem) => {
+                            (RequestOutcome::Failed(RequestFailure::Failed, problem), false)
+                        }
+                    },
+                }
+            }
+        };
+        let reply = self.reply(request, ending, &meter, has_session).await?;
+        self.store_reply(request, reply).await
+    }
+
+    /// Looks for a reply. If another requester has one, copies it to this requester.
+    async fn find_reply(&self, request: &ParsedRequest) -> Result<ReplyLookup, ReleaseReason> {
+        let ParsedRequest { requester, id: request_id, .. } = request;
+        let found =
+            self.with_limited_retries(|| self.reply_store.find(requester, request_id)).await?;
+        match found {
+            Ok(Some(StoredReply::Reply(reply))) => {
+                // The previous worker may have crashed or stopped between storing the reply and publishing its copy.
+                if request.is_stored {
+                    let publish_copy = || self.reply_store.publish_copy(request_id, &reply);
+                    if let Err(error) = self.with_limited_retries(publish_copy).await? {
+                        error!(%request_id, %error, "copy of the reply could not be published to the control stream");
+                    }
+                }
+                return Ok(ReplyLookup::Reply);
+            }
+            Ok(Some(StoredReply::Trimmed)) => return Ok(ReplyLookup::Reply),
+            Ok(None) => {}
+            // The stored entry is not a reply, and nothing can replace it.
+            Err(error) => {
+                warn!(%request_id, %error, "stored reply cannot be decoded");
+                return Ok(ReplyLookup::Reply);
+            }
+        }
+        let for_other = || self.reply_store.find_for_other_requester(requester, request_id);
+        match self.with_limited_retries(for_other).await? {
+            Ok(Some(StoredReply::Reply(reply))) => {
+                let store = || self.reply_store.store(requester, request_id, &reply);
+                Ok(self
+                    .with_limited_retries(store)
+                    .await?
+                    .map_or_else(ReplyLookup::Unstorable, |_| ReplyLookup::Reply))
+            }
+            Ok(_) => Ok(ReplyLookup::None),
+            Err(error) => {
+                warn!(%request_id, %error, "reply of another requester cannot be decoded");
+                Ok(ReplyLookup::None)
+            }
+        }
+    }
+
+    /// The limits of the run, or why the request must not run.
+    async fn admit(&self, request: &ParsedRequest) -> Result<Admission, ReleaseReason> {
+        let crashes_max = u64::from(self.config.max_crashes);
+        if request.deliveries > crashes_max {
+            let problem = format!("{crashes_max} worker processes crashed while executing it");
+            return Ok(Admission::Rejected(RequestFailure::Crashed, problem));
+        }
+        if let Some(problem) = &request.problem {
+            return Ok(Admission::Rejected(RequestFailure::Malformed, problem.clone()));
+        }
+        if let Err(problem) = self.main_loop.check(&request.body) {
+            let problem = format!("the request cannot be decoded: {problem}");
+            return Ok(Admission::Rejected(RequestFailure::Malformed, problem));
+        }
+        let now = self.now().await?;
+        let longest = now.after(self.config.run_timeout);
+        let deadline = request.deadline.map_or(longest, |deadline| deadline.min(longest));
+        if deadline <= now {
+            return Ok(Admission::Rejected(
+                RequestFailure::DeadlinePassed,
+                deadline_message(deadline),
+            ));
+        }
+        Ok(Admission::Admitted(RunLimits {
+            deadline,
+            ends_at: Instant::now() + deadline.since(now),
+        }))
+    }
+
+    async fn open_session(
+        &self,
+        request: &ParsedRequest,
+    ) -> Result<Result<Session, String>, ReleaseReason> {
+        let mut attempts = 0;
+        loop {
+            match self.sessions.ensure(&request.session).await {
+                Ok(session) => return Ok(Ok(session)),
+                Err(error) if error.is_transient() && attempts < RETRIES_MAX => {
+                    attempts += 1;
+                    warn!(%error, "session of a request cannot be opened; retrying");
+                    self.sleep_unless_stopping(RETRY.wait(attempts, random_unit())).await?;
+                }
+                Err(error) if error.is_transient() => return Err(ReleaseReason::Unavailable),
+                Err(error) => return Ok(Err(error.to_string())),
+            }
+        }
+    }
+
+    /// Runs the request unless too many workers lost its lock. A request that blocks its thread for longer than the
+    /// lease makes every worker lose the lock without crashing, so it would otherwise be executed forever.
+    async fn run_within_crash_limit(
+        &self,
+        request: &ParsedRequest,
+        session: &Session,
+        meter: &Meter,
+        limits: RunLimits,
+        lock: &RequestLock,
+    ) -> Result<RequestOutcome, ReleaseReason> {
+        let lost = session.lock_losses();
+        if lost >= u64::from(self.config.max_crashes) {
+            let problem = format!("{lost} workers lost the lock while executing it");
+            return Ok(RequestOutcome::Failed(RequestFailure::Crashed, problem));
+        }
+        let ended = self.run_attempts(request, session, meter, limits, lock).await;
+        if let Err(ReleaseReason::LockLost) = &ended
+            && let Err(error) = self.sessions.record_lock_loss(&request.session).await
+        {
+            warn!(%error, "loss of a request lock could not be recorded");
+        }
+        ended
+    }
+
+    /// Runs attempts until one succeeds or no further attempt is allowed.
+    async fn run_attempts(
+        &self,
+        request: &ParsedRequest,
+        session: &Session,
+        meter: &Meter,
+        RunLimits { deadline, ends_at }: RunLimits,
+        lock: &RequestLock,
+    ) -> Result<RequestOutcome, ReleaseReason> {
+        let (request_id, resources) = (request.id.clone(), request.resources.clone());
+        let mut context = RequestContext {
+            request_id,
+            attempt: 1,
+            meter: meter.clone(),
+            deadline,
+            ends_at,
+            resources,
+        };
+        loop {
+            let result = tokio::select! {
+                // In this order: a run that must end is not polled again.
+                biased;
+                () = lock.cancelled() => return Ok(cancelled_outcome()),
+                () = lock.lost() => return Err(ReleaseReason::LockLost),
+                () = self.drain_elapsed() => return Err(ReleaseReason::Stopping),
+                over = meter.exceeded() => {
+                    return Ok(RequestOutcome::Failed(RequestFailure::OverBudget, over.to_string()));
+                }
+                () = sleep_until(ends_at) => {
+                    return Ok(RequestOutcome::Failed(RequestFailure::DeadlinePassed, deadline_message(deadline)));
+                }
+                result = self.main_loop.execute(&request.body, session, &context) => result,
+            };
+            if let Some(over) = meter.over() {
+                return Ok(RequestOutcome::Failed(RequestFailure::OverBudget, over.to_string()));
+            }
+            let (kind, reason) = match result {
+                AttemptResult::Output(output) => return Ok(RequestOutcome::Output(output)),
+                AttemptResult::Failed(error) if error.is_permanent => {
+                    return Ok(RequestOutcome::Failed(RequestFailure::GivenUp, error.reason));
+                }
+                AttemptResult::Failed(error) => (RequestFailure::Failed, error.reason),
+                AttemptResult::Panicked(reason) => (RequestFailure::Panicked, reason),
+            };
+            if context.attempt >= self.config.max_attempts {
+                let reason = format!("{reason} (attempt {})", context.attempt);
+                return Ok(RequestOutcome::Failed(kind, reason));
+            }
+            metrics::request_retried();
+            warn!(attempt = context.attempt, error = reason, "request failed; it will be retried");
+            let wait = self.config.backoff.wait(context.attempt, random_unit());
+            tokio::select! {
+                biased;
+                () = lock.cancelled() => return Ok(cancelled_outcome()),
+                () = lock.lost() => return Err(ReleaseReason::LockLost),
+                _ = self.stop_requested() => return Err(ReleaseReason::Stopping),
+                () = sleep_until(ends_at) => {
+                    return Ok(RequestOutcome::Failed(RequestFailure::DeadlinePassed, deadline_message(deadline)));
+                }
+                () = sleep(wait) => context.attempt += 1,
+            }
+        }
+    }
+
+    /// Encodes the outcome as a reply that fits into an event.
+    async fn reply(
+        &self,
+        request: &ParsedRequest,
+        ending: RequestOutcome,
+        meter: &Meter,
+        has_session: bool,
+    ) -> Result<Reply, ReleaseReason> {
+        let at = match timeout(CLOCK_TIMEOUT, self.now()).await {
+            // A result must not be delayed or lost because the backend's time is unavailable.
+            Err(_) | Ok(Err(ReleaseReason::Unavailable)) => SystemClock.now(),
+            Ok(now) => now?,
+        };
+        let at = at.to_rfc3339();
+        let session_id = has_session.then(|| request.session.to_string());
+        let (request_id, usage) = (request.id.to_string(), meter.used());
+        let failed = |kind, error| {
+            Reply::Failed(MainLoopFailed {
+                request_id: request_id.clone(),
+                error: truncate_message(error),
+                kind,
+                session_id: session_id.clone(),
+                failed_at: Some(at.clone()),
+                usage,
+            })
+        };
+        let output = match ending {
+            RequestOutcome::Output(output) => output,
+            RequestOutcome::Failed(kind, error) => return Ok(failed(kind, error)),
+        };
+        let reply = Reply::Completed(MainLoopCompleted {
+            request_id: request_id.clone(),
+            response: output,
+            session_id: session_id.clone(),
+            completed_at: Some(at.clone()),
+            usage,
+        });
+        Ok(match reply.to_outgoing(&request.id) {
+            Ok(_) => reply,
+            Err(error @ BusError::TooLarge { .. }) => {
+                failed(RequestFailure::TooLarge, error.to_string())
+            }
+            Err(error) => failed(RequestFailure::GivenUp, error.to_string()),
+        })
+    }
+
+    /// Stores the reply, then copies it to the control stream. If another reply was first, that one counts.
+    async fn store_reply(
+        &self,
+        request: &ParsedRequest,
+        reply: Reply,
+    ) -> Result<Execution, ReleaseReason> {
+        let ParsedRequest { requester, id: request_id, .. } = request;
+        // Retried for a long time, so that a short outage does not cause the request to be executed again.
+        let store = || self.reply_store.store(requester, request_id, &reply);
+        let stored = match self.with_long_retries(store).await? {
+            Ok(StoredReply::Reply(stored)) => stored,
+            Ok(StoredReply::Trimmed) => return Ok(Execution::Replied(reply)),
+            Err(error) => return Ok(Execution::Unstorable(error)),
+        };
+        // Also for a reply that was already stored, such as a cancellation: its writer may have crashed before
+        // publishing the copy. The event id makes this idempotent.
+        let publish_copy = || self.reply_store.publish_copy(request_id, &stored);
+        if let Err(error) = self.with_long_retries(publish_copy).await? {
+            // The requester has the reply; only subscribers miss it, and a retry would not help.
+            error!(%request_id, %error, "copy of the reply could not be published to the control stream");
+        }
+        info!(%request_id, result = stored.result(), "request completed");
+        Ok(Execution::Replied(stored))
+    }
+
+    async fn now(&self) -> Result<Timestamp, ReleaseReason> {
+        let backend = &self.reply_store.storage.backend;
+        let now = self.with_limited_retries(|| async { Ok(backend.now().await?) }).await?;
+        now.map_err(|_| ReleaseReason::Unavailable)
+    }
+
+    /// Calls the backend, with a few retries on transient errors.
+    async fn with_limited_retries<T, F>(
+        &self,
+        call: impl Fn() -> F,
+    ) -> Result<Result<T, BusError>, ReleaseReason>
+    where
+        F: Future<Output = Result<T, BusError>>,
+    {
+        self.with_retries(|attempts| attempts < RETRIES_MAX, call).await
+    }
+
+    /// Calls the backend, with retries on transient errors for `REPLY_STORE_TIMEOUT`.
+    async fn with_long_retries<T, F>(
+        &self,
+        call: impl Fn() -> F,
+    ) -> Result<Result<T, BusError>, ReleaseReason>
+    where
+        F: Future<Output = Result<T, BusError>>,
+    {
+        let until = Instant::now() + REPLY_STORE_TIMEOUT;
+        self.with_retries(|_| Instant::now() < until, call).await
+    }
+
+    async fn with_retries<T, F>(
+        &self,
+        may_retry: impl Fn(u32) -> bool,
+        call: impl Fn() -> F,
+    ) -> Result<Result<T, BusError>, ReleaseReason>
+    where
+        F: Future<Output = Result<T, BusError>>,
+    {
+        let mut attempts = 0;
+        loop {
+            match call().await {
+                Err(error) if error.is_transient() => {
+                    attempts += 1;
+                    if !may_retry(attempts) {
+                        return Err(ReleaseReason::Unavailable);
+                    }
+                    warn!(%error, attempts, "backend unavailable for the main loop; retrying");
+                }
+                answer => return Ok(answer),
+            }
+            // A finished run still stores its reply during the drain period.
+            tokio::select! {
+                () = sleep(RETRY.wait(attempts, random_unit())) => {}
+                () = self.drain_elapsed() => return Err(ReleaseReason::Stopping),
+            }
+        }
+    }
+
+    async fn sleep_unless_stopping(&self, wait: Duration) -> Result<(), ReleaseReason> {
+        tokio::select! {
+            () = sleep(wait) => Ok(()),
+            _ = self.stop_requested() => Err(ReleaseReason::Stopping),
+        }
+    }
+
+    fn check_stopping(&self) -> Result<(), ReleaseReason> {
+        match *self.stopping.borrow() {
+            Some(_) => Err(ReleaseReason::Stopping),
+            None => Ok(()),
+        }
+    }
+
+    /// Returns when the worker starts to stop. Cancel-safe.
+    async fn stop_requested(&self) -> Instant {
+        let mut stopping = self.stopping.clone();
+        match stopping.wait_for(Option::is_some).await {
+            Ok(until) => until.unwrap_or_else(Instant::now),
+            // The worker was dropped.
+            Err(_) => Instant::now(),
+        }
+    }
+
+    /// Returns when the drain period is over. Cancel-safe.
+    async fn drain_elapsed(&self) {
+        let until = self.stop_requested().await;
+        sleep_until(until).await;
+    }
+}
+
+fn cancelled_outcome() -> RequestOutcome {
+    RequestOutcome::Failed(RequestFailure::Cancelled, "its requester cancelled it".to_owned())
+}
+
+fn deadline_message(deadline: Timestamp) -> String {
+    format!("deadline passed at {}", deadline.to_rfc3339())
+}

@@ -1,0 +1,158 @@
+//! Locks on requests, so that each is executed by one process, and there only once.
+//!
+//! Upstream: `executor`. Downstream: leases of the backend.
+//! Promises: the holder of a [`RequestLock`] is the only executor of its request until [`RequestLock::lost`] returns; a
+//! dropped lock is released soon, a released one at once.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Duration;
+
+use headwater_stream::{Acquired, HeldLease, HolderName, KeeperConfig, LeaseKeeper, LeaseName};
+use tokio::sync::{mpsc, watch};
+use tracing::warn;
+
+use super::parsed_request::ParsedRequest;
+use crate::error::Result;
+use crate::metrics;
+use crate::name::RequestId;
+use crate::session_backend::SessionBackend;
+
+/// The request locks of this process.
+pub(super) struct RequestLocks {
+    storage: SessionBackend,
+    keeper: LeaseKeeper,
+    requests: Mutex<HashMap<RequestId, watch::Sender<bool>>>,
+    /// Leases of dropped locks, to be released. Bounded by the number of running requests.
+    dropped: mpsc::UnboundedSender<LeaseName>,
+}
+
+/// Result of acquiring a lock.
+pub(super) enum LockAttempt {
+    Acquired(RequestLock),
+    /// Held elsewhere, for at least this time unless it is released.
+    Held(Duration),
+}
+
+/// Time to wait for a request that is already running in this process.
+const LOCAL_RETRY_AFTER: Duration = Duration::from_millis(200);
+
+impl RequestLocks {
+    pub(super) fn new(
+        storage: SessionBackend,
+        holder: &str,
+        config: KeeperConfig,
+    ) -> Result<(Arc<Self>, mpsc::UnboundedReceiver<LeaseName>)> {
+        let leases = Arc::clone(&storage.backend) as Arc<dyn headwater_stream::Leases>;
+        let keeper = LeaseKeeper::new(leases, HolderName::new(holder)?, config)?;
+        let (dropped, receiver) = mpsc::unbounded_channel();
+        Ok((Arc::new(Self { storage, keeper, requests: Mutex::default(), dropped }), receiver))
+    }
+
+    /// Acquires the lock of a request, if it is free. The request can be cancelled from before the lock is acquired.
+    pub(super) async fn acquire(self: &Arc<Self>, request: &ParsedRequest) -> Result<LockAttempt> {
+        let Some(mut lock) = self.register(request) else {
+            return Ok(LockAttempt::Held(LOCAL_RETRY_AFTER));
+        };
+        let name = self.storage.keys.request_lock(&request.session);
+        match self.keeper.acquire(&name).await? {
+            Acquired::Won(held) => {
+                lock.lease = Some((name, held));
+                Ok(LockAttempt::Acquired(lock))
+            }
+            Acquired::Held { remaining, .. } => Ok(LockAttempt::Held(remaining)),
+        }
+    }
+
+    fn register(self: &Arc<Self>, request: &ParsedRequest) -> Option<RequestLock> {
+        let mut requests = self.requests();
+        if requests.contains_key(&request.id) {
+            return None;
+        }
+        let (sender, cancelled) = watch::channel(false);
+        requests.insert(request.id.clone(), sender);
+        metrics::requests_running(1.0);
+        let request_id = request.id.clone();
+        Some(RequestLock { locks: Arc::clone(self), request_id, cancelled, lease: None })
+    }
+
+    /// Cancels a request if it is running in this process.
+    pub(super) fn cancel(&self, request: &str) {
+        let Ok(request) = RequestId::new(request) else { return };
+        if let Some(sender) = self.requests().get(&request) {
+            sender.send_replace(true);
+        }
+    }
+
+    /// Renews locks and releases dropped ones, for as long as it is polled.
+    pub(super) async fn run(&self, mut dropped: mpsc::UnboundedReceiver<LeaseName>) {
+        let releasing = async {
+            while let Some(lock) = dropped.recv().await {
+                self.release(&lock).await;
+            }
+        };
+        tokio::join!(self.keeper.run(std::future::pending()), releasing);
+    }
+
+    async fn release(&self, lock: &LeaseName) {
+        if let Err(error) = self.keeper.release(std::slice::from_ref(lock)).await {
+            // It is no longer renewed, so it expires after its TTL.
+            warn!(lease = %lock, %error, "request lock could not be released; it expires after its TTL");
+        }
+    }
+
+    /// Releases all locks.
+    pub(super) async fn release_all(&self) {
+        for fence in self.keeper.held() {
+            self.release(&fence.lease).await;
+        }
+    }
+
+    fn requests(&self) -> MutexGuard<'_, HashMap<RequestId, watch::Sender<bool>>> {
+        self.requests.lock().expect("no code panics while it holds this lock")
+    }
+}
+
+/// The lock of a request.
+pub(super) struct RequestLock {
+    locks: Arc<RequestLocks>,
+    request_id: RequestId,
+    cancelled: watch::Receiver<bool>,
+    lease: Option<(LeaseName, HeldLease)>,
+}
+
+impl RequestLock {
+    /// Returns when the request is cancelled. Cancel-safe.
+    pub(super) async fn cancelled(&self) {
+        let mut cancelled = self.cancelled.clone();
+        if cancelled.wait_for(|is_cancelled| *is_cancelled).await.is_err() {
+            std::future::pending::<()>().await;
+        }
+    }
+
+    /// Returns when another process may hold the lock. Cancel-safe.
+    pub(super) async fn lost(&self) {
+        match &self.lease {
+            Some((_, held)) => held.lost().await,
+            None => std::future::pending().await,
+        }
+    }
+
+    /// Releases the lock, so that another process can acquire it at once.
+    pub(super) async fn release(mut self) {
+        if let Some((lock, _)) = self.lease.take() {
+            self.locks.release(&lock).await;
+        }
+    }
+}
+
+impl Drop for RequestLock {
+    fn drop(&mut self) {
+        metrics::requests_running(-1.0);
+        self.locks.requests().remove(&self.request_id);
+        if let Some((lock, _)) = self.lease.take() {
+            // After the worker has stopped there is no receiver; the worker releases all locks itself.
+            let _ = self.locks.dropped.send(lock);
+        }
+    }
+}
