@@ -16,8 +16,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use headwater_issue::{
-    HandlerError, Inbox, InboxConfig, IssueId, NewEvent, Nudger, Resolution, Run, Step, Steps,
-    Store, Worker, WorkerConfig,
+    HandlerError, Inbox, InboxConfig, IssueId, NewEvent, Nudger, ProcessingStep, Resolution, Run,
+    StepObserver, Store, Worker, WorkerConfig,
 };
 use headwater_queue::Queue;
 use tokio::sync::{Notify, oneshot};
@@ -89,7 +89,7 @@ async fn measure(name: &str, store: Arc<dyn Store>, raw: Raw) -> Result<()> {
         };
         raw_run = raw_run.max(per_second(CLIENTS, events, run_raw).await?);
     }
-    assert!(headwater_issue::audit(parts.store.as_ref()).await?.balances());
+    assert!(headwater_issue::check_consistency(parts.store.as_ref()).await?.is_consistent());
     report(name, "record, 64 clients", record, raw_record, 2.0);
     report(name, "claim + complete", run, raw_run, 3.0);
     webhook_beside_a_long_run(name, &parts).await
@@ -129,9 +129,9 @@ struct Finish {
     crossed: Notify,
 }
 
-impl Steps for Finish {
-    fn taken(&self, step: Step, _: IssueId) {
-        if step == Step::Completed && self.left.fetch_sub(1, Ordering::SeqCst) == 1 {
+impl StepObserver for Finish {
+    fn on_step(&self, step: ProcessingStep, _: IssueId) {
+        if step == ProcessingStep::Completed && self.left.fetch_sub(1, Ordering::SeqCst) == 1 {
             *self.at.lock().unwrap() = Some(Instant::now());
             self.crossed.notify_one();
         }
@@ -147,8 +147,8 @@ async fn work_all(parts: &Parts) -> Result<f64> {
         crossed: Notify::new(),
     });
     let handler = |_: Run| async { Ok::<_, HandlerError>(Resolution::new()) };
-    let steps: Arc<dyn Steps> = Arc::clone(&finish) as Arc<dyn Steps>;
-    let config = WorkerConfig { concurrency: 256, steps, ..WorkerConfig::default() };
+    let step_observer: Arc<dyn StepObserver> = Arc::clone(&finish) as Arc<dyn StepObserver>;
+    let config = WorkerConfig { concurrency: 256, step_observer, ..WorkerConfig::default() };
     let worker = Worker::new(Arc::clone(&parts.store), parts.nudger.clone(), handler, config)?;
     let started = Instant::now();
     worker.run(&parts.queue, finish.crossed.notified()).await;

@@ -13,7 +13,7 @@ mod shared;
 use std::sync::Arc;
 
 use headwater_issue::{
-    Claim, ClaimOptions, Completion, IssueId, NewEvent, Quiet, Recorded, Store, limits,
+    Claim, ClaimOptions, DebounceWindow, IssueId, NewEvent, Recorded, RunCompletion, Store, limits,
 };
 use tokio::sync::{mpsc, oneshot};
 
@@ -41,7 +41,7 @@ async fn measure(name: &str, store: Arc<dyn Store>, raw: Raw) -> anyhow::Result<
         let issues = fill(&store, &format!("raw-jobs-{round}"), events).await?;
         raw_run = raw_run.max(runs_raw(&raw, issues).await?);
     }
-    assert!(store.audit(1).await?.discrepancies.is_empty());
+    assert!(store.check_consistency(1).await?.discrepancies.is_empty());
     report(name, "record, 64 clients", record, raw_record, 2.0);
     report(name, "claim + complete", run, raw_run, 3.0);
     Ok(())
@@ -58,7 +58,7 @@ async fn record_shared(store: &Arc<dyn Store>, round: usize, events: usize) -> a
             let mut waiting = Vec::new();
             while receiver.recv_many(&mut waiting, limits::BATCH_MAX).await > 0 {
                 let (events, replies): (Vec<_>, Vec<_>) = waiting.drain(..).unzip();
-                let recorded = store.record(&events, &Quiet::default()).await;
+                let recorded = store.record(&events, &DebounceWindow::default()).await;
                 for (reply, recorded) in replies.into_iter().zip(recorded) {
                     let _ = reply.send(recorded);
                 }
@@ -108,7 +108,7 @@ async fn fill(store: &Arc<dyn Store>, prefix: &str, issues: usize) -> anyhow::Re
         let new =
             |n| NewEvent { external_issue_id: format!("{prefix}-{n}"), ..event(prefix, n, ISSUES) };
         let events: Vec<NewEvent> = (first..last).map(new).collect();
-        for recorded in store.record(&events, &Quiet::default()).await {
+        for recorded in store.record(&events, &DebounceWindow::default()).await {
             ids.push(recorded?.issue_id);
         }
     }
@@ -119,11 +119,11 @@ async fn run_batch(store: &Arc<dyn Store>, issues: &[IssueId]) -> anyhow::Result
     let mut runs = Vec::new();
     for claim in store.claim(issues, &ClaimOptions::new("bench")).await? {
         if let Claim::Won(claimed) = claim {
-            runs.push(Completion {
+            runs.push(RunCompletion {
                 issue_id: claimed.issue.id,
                 epoch: claimed.epoch,
                 event_log_ids: claimed.events.iter().map(|event| event.id).collect(),
-                ..Completion::default()
+                ..RunCompletion::default()
             });
         }
     }

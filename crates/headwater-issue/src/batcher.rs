@@ -8,15 +8,15 @@ use std::sync::Arc;
 
 use headwater_stream::{Coalescer, CoalescerConfig, Gone, StreamError};
 
-use crate::claim::{Claim, ClaimOptions, Completed, Completion};
-use crate::delivery::{OutboxSettled, OutboxSettlement};
+use crate::claim::{Claim, ClaimOptions, CompletionOutcome, RunCompletion};
 use crate::error::{IssueError, Result};
 use crate::issue::IssueId;
-use crate::limits::{BATCH_BYTES_MAX, BATCH_MAX, SINGLE_FAILURES_MAX};
+use crate::limits::{BATCH_BYTES_MAX, BATCH_MAX, CONSECUTIVE_FAILURES_MAX};
+use crate::outbox::types::{OutboxSettled, OutboxSettlement};
 use crate::store::Store;
 
 /// Each item its answer: from one call for all of them, or else from one call each.
-macro_rules! each_its_answer {
+macro_rules! batch_then_singly {
     ($items:expr, |$batch:ident| $call:expr) => {{
         let items = $items;
         let answers = {
@@ -24,17 +24,17 @@ macro_rules! each_its_answer {
             $call.await
         };
         match answers {
-            Err(error) if items.len() > 1 && error.may_concern_one() => {
-                let mut singly = Singly::new(items.len());
+            Err(error) if items.len() > 1 && error.is_item_error() => {
+                let mut retries = SingleRetries::new(items.len());
                 for $batch in items.chunks(1) {
-                    if singly.goes_on() {
+                    if retries.should_continue() {
                         let answers = $call.await;
-                        singly.push(answers);
+                        retries.push(answers);
                     }
                 }
-                singly.finish(error)
+                retries.finish(error)
             }
-            answers => spread(items.len(), answers),
+            answers => fan_out(items.len(), answers),
         }
     }};
 }
@@ -42,7 +42,7 @@ macro_rules! each_its_answer {
 #[derive(Debug)]
 pub(crate) struct Batcher {
     claims: Coalescer<IssueId, Result<Claim>>,
-    completions: Coalescer<Completion, Result<Completed>>,
+    completions: Coalescer<RunCompletion, Result<CompletionOutcome>>,
 }
 
 impl Batcher {
@@ -51,29 +51,30 @@ impl Batcher {
         options: ClaimOptions,
         calls_max: usize,
     ) -> Result<Self> {
-        let gathering = gathering(calls_max);
+        let coalescer_config = coalescer_config(calls_max);
         let options = Arc::new(options);
         let claim_store = Arc::clone(store);
-        let claims = Coalescer::new(gathering, move |issues: Vec<IssueId>| {
+        let claims = Coalescer::new(coalescer_config, move |issues: Vec<IssueId>| {
             let (store, options) = (Arc::clone(&claim_store), Arc::clone(&options));
-            async move { each_its_answer!(issues, |batch| store.claim(batch, &options)) }
+            async move { batch_then_singly!(issues, |batch| store.claim(batch, &options)) }
         });
         let complete_store = Arc::clone(store);
-        let completions = Coalescer::new(gathering, move |completions: Vec<Completion>| {
-            let store = Arc::clone(&complete_store);
-            async move { each_its_answer!(completions, |batch| store.complete(batch)) }
-        });
+        let completions =
+            Coalescer::new(coalescer_config, move |completions: Vec<RunCompletion>| {
+                let store = Arc::clone(&complete_store);
+                async move { batch_then_singly!(completions, |batch| store.complete(batch)) }
+            });
         Ok(Self { claims: claims.map_err(invalid)?, completions: completions.map_err(invalid)? })
     }
 
     pub(crate) async fn claim(&self, issue_id: IssueId) -> Result<Claim> {
-        self.claims.call(issue_id).await.unwrap_or_else(without_answer)
+        self.claims.call(issue_id).await.unwrap_or_else(batch_lost)
     }
 
-    pub(crate) async fn complete(&self, completion: Completion) -> Result<Completed> {
-        completion.check()?;
+    pub(crate) async fn complete(&self, completion: RunCompletion) -> Result<CompletionOutcome> {
+        completion.validate()?;
         let bytes = completion.bytes();
-        self.completions.call_weighing(completion, bytes).await.unwrap_or_else(without_answer)
+        self.completions.call_weighing(completion, bytes).await.unwrap_or_else(batch_lost)
     }
 }
 
@@ -82,14 +83,15 @@ pub(crate) fn settlements(
     store: &Arc<dyn Store>,
 ) -> Result<Coalescer<OutboxSettlement, Result<OutboxSettled>>> {
     let store = Arc::clone(store);
-    let settlements = Coalescer::new(gathering(1), move |settlements: Vec<OutboxSettlement>| {
-        let store = Arc::clone(&store);
-        async move { each_its_answer!(settlements, |batch| store.settle_outbox(batch)) }
-    });
+    let settlements =
+        Coalescer::new(coalescer_config(1), move |settlements: Vec<OutboxSettlement>| {
+            let store = Arc::clone(&store);
+            async move { batch_then_singly!(settlements, |batch| store.settle_outbox(batch)) }
+        });
     settlements.map_err(invalid)
 }
 
-fn gathering(calls_max: usize) -> CoalescerConfig {
+fn coalescer_config(calls_max: usize) -> CoalescerConfig {
     CoalescerConfig {
         max_items: BATCH_MAX,
         max_bytes: BATCH_BYTES_MAX,
@@ -103,19 +105,19 @@ fn invalid(error: StreamError) -> IssueError {
 }
 
 /// The answers to calls of one item each.
-struct Singly<T> {
+struct SingleRetries<T> {
     count: usize,
     answers: Vec<Result<T>>,
     failures_in_a_row: usize,
 }
 
-impl<T> Singly<T> {
+impl<T> SingleRetries<T> {
     fn new(count: usize) -> Self {
         Self { count, answers: Vec::with_capacity(count), failures_in_a_row: 0 }
     }
 
-    fn goes_on(&self) -> bool {
-        self.failures_in_a_row < SINGLE_FAILURES_MAX
+    fn should_continue(&self) -> bool {
+        self.failures_in_a_row < CONSECUTIVE_FAILURES_MAX
     }
 
     fn push(&mut self, answers: Result<Vec<T>>) {
@@ -143,14 +145,14 @@ impl<T> Singly<T> {
 }
 
 /// Each caller gets its answer, or all the same error.
-fn spread<T>(count: usize, answers: Result<Vec<T>>) -> Vec<Result<T>> {
+fn fan_out<T>(count: usize, answers: Result<Vec<T>>) -> Vec<Result<T>> {
     match answers {
         Ok(answers) => answers.into_iter().map(Ok).collect(),
         Err(error) => (0..count).map(|_| Err(error.clone())).collect(),
     }
 }
 
-pub(crate) fn without_answer<T>(gone: Gone) -> Result<T> {
+pub(crate) fn batch_lost<T>(gone: Gone) -> Result<T> {
     let problem = "the shared call ended without an answer".to_owned();
     Err(IssueError::Unavailable { problem, source: Some(Arc::new(gone)) })
 }

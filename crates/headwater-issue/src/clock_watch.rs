@@ -2,7 +2,7 @@
 //!
 //! Upstream: the stores, which read their clock before they trust a deadline. Downstream: their `clock` files, which end all
 //! waits and renew all leases after a step. Promises: a step of more than [`STEP_MIN`] between two readings of one
-//! process is noticed, because the monotonic clock of the process cannot step; a slow reply is not mistaken for one.
+//! process is detected, because the monotonic clock of the process cannot step; a slow reply is not mistaken for one.
 //! Not here: which rows a step concerns.
 //!
 //! Deadlines are wall-clock times of the database, since several processes share them. A step makes them mean something
@@ -32,14 +32,14 @@ const FRESH_FOR: Duration = Duration::from_secs(1);
 #[derive(Debug)]
 pub(crate) struct ClockWatch {
     clock: Arc<dyn Clock>,
-    watched: Mutex<Watched>,
+    state: Mutex<WatchState>,
 }
 
 #[derive(Debug, Default)]
-struct Watched {
-    last: Option<Reading>,
-    /// Steps that were noticed, and how many of them the store has dealt with.
-    noticed: u64,
+struct WatchState {
+    last: Option<ClockReading>,
+    /// StepObserver that were detected, and how many of them the store has dealt with.
+    detected: u64,
     handled: u64,
     /// How far the clock was set forward in all, less how far it was set back.
     ahead: Duration,
@@ -51,7 +51,7 @@ struct Watched {
 
 /// The store's clock showed `at` at some moment from `before` to `after` of the monotonic clock.
 #[derive(Clone, Copy, Debug)]
-struct Reading {
+struct ClockReading {
     at: Timestamp,
     before: Duration,
     after: Duration,
@@ -59,12 +59,12 @@ struct Reading {
 
 /// A step that is to be dealt with, and all before it.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Noticed(u64);
+pub(crate) struct DetectedStep(u64);
 
 impl ClockWatch {
     /// Watches a clock with the monotonic time of another, or of the same one.
     pub(crate) fn new(clock: Arc<dyn Clock>) -> Self {
-        Self { clock, watched: Mutex::default() }
+        Self { clock, state: Mutex::default() }
     }
 
     /// The monotonic time, for [`read`](Self::read).
@@ -74,57 +74,57 @@ impl ClockWatch {
 
     /// Notes that the store's clock shows `at`, which was asked for at `before` and is known now. Returns whether there is a
     /// step to deal with, of now or of an earlier reading.
-    pub(crate) fn read(&self, at: Timestamp, before: Duration) -> Option<Noticed> {
-        let now = Reading { at, before, after: self.clock.monotonic() };
-        let mut watched = self.lock();
+    pub(crate) fn read(&self, at: Timestamp, before: Duration) -> Option<DetectedStep> {
+        let now = ClockReading { at, before, after: self.clock.monotonic() };
+        let mut state = self.lock();
         // A reply that was overtaken by that to a later question tells nothing new.
-        if watched.last.is_some_and(|last| now.before < last.before) {
-            return watched.pending();
+        if state.last.is_some_and(|last| now.before < last.before) {
+            return state.pending();
         }
-        if let Some(last) = watched.last.replace(now) {
+        if let Some(last) = state.last.replace(now) {
             let earliest = last.at.after(now.before).before(last.after);
             let latest = last.at.after(now.after).before(last.before);
             let (back, forward) = (earliest.since(at), at.since(latest));
             if back > STEP_MIN {
-                watched.step(&format!("set back by about {back:?}"));
-                watched.ahead = watched.ahead.saturating_sub(back);
+                state.step(&format!("set back by about {back:?}"));
+                state.ahead = state.ahead.saturating_sub(back);
             } else if forward > STEP_MIN {
-                watched.step(&format!("set forward by about {forward:?}"));
-                watched.ahead = watched.ahead.saturating_add(forward);
+                state.step(&format!("set forward by about {forward:?}"));
+                state.ahead = state.ahead.saturating_add(forward);
             }
         }
-        watched.pending()
+        state.pending()
     }
 
     /// Compares what was read with what was stored, perhaps by another process.
-    pub(crate) fn compare(&self, at: Timestamp, stored: Timestamp) -> Option<Noticed> {
-        let mut watched = self.lock();
+    pub(crate) fn compare(&self, at: Timestamp, stored: Timestamp) -> Option<DetectedStep> {
+        let mut state = self.lock();
         let back = stored.since(at);
-        if back > STEP_MIN && watched.pending().is_none() {
-            watched.step(&format!("set back by about {back:?} since it was last read"));
+        if back > STEP_MIN && state.pending().is_none() {
+            state.step(&format!("set back by about {back:?} since it was last read"));
         }
-        watched.pending()
+        state.pending()
     }
 
     /// The step was dealt with.
-    pub(crate) fn handled(&self, Noticed(noticed): Noticed) {
-        let mut watched = self.lock();
-        watched.handled = watched.handled.max(noticed);
+    pub(crate) fn handled(&self, DetectedStep(detected): DetectedStep) {
+        let mut state = self.lock();
+        state.handled = state.handled.max(detected);
     }
 
     /// Whether the step was dealt with, by whichever caller.
     #[cfg(feature = "sqlite")]
-    pub(crate) fn is_handled(&self, Noticed(noticed): Noticed) -> bool {
-        self.lock().handled >= noticed
+    pub(crate) fn is_handled(&self, DetectedStep(detected): DetectedStep) -> bool {
+        self.lock().handled >= detected
     }
 
     /// Whether a reading is to be stored now; then it counts as stored.
     pub(crate) fn should_store(&self) -> bool {
         let now = self.clock.monotonic();
-        let mut watched = self.lock();
-        let is_due = watched.stored.is_none_or(|stored| now.saturating_sub(stored) >= STORE_EVERY);
+        let mut state = self.lock();
+        let is_due = state.stored.is_none_or(|stored| now.saturating_sub(stored) >= STORE_EVERY);
         if is_due {
-            watched.stored = Some(now);
+            state.stored = Some(now);
         }
         is_due
     }
@@ -133,9 +133,9 @@ impl ClockWatch {
     #[cfg(feature = "postgres")]
     pub(crate) fn is_fresh(&self) -> bool {
         let now = self.clock.monotonic();
-        let watched = self.lock();
-        let is_recent = |last: &Reading| now.saturating_sub(last.after) < FRESH_FOR;
-        watched.last.as_ref().is_some_and(is_recent) && watched.pending().is_none()
+        let state = self.lock();
+        let is_recent = |last: &ClockReading| now.saturating_sub(last.after) < FRESH_FOR;
+        state.last.as_ref().is_some_and(is_recent) && state.pending().is_none()
     }
 
     /// The latest time that the store's clock can show now, unless it was set forward by more than `slack`.
@@ -155,42 +155,42 @@ impl ClockWatch {
 
     /// A claim is held for this long.
     pub(crate) fn note_claim_ttl(&self, ttl: Duration) {
-        let mut watched = self.lock();
-        if ttl > watched.claim_ttl {
-            watched.claim_ttl = ttl;
-            watched.stored = None;
+        let mut state = self.lock();
+        if ttl > state.claim_ttl {
+            state.claim_ttl = ttl;
+            state.stored = None;
         }
     }
 
     /// A row of the outbox is taken for this long.
     pub(crate) fn note_outbox_ttl(&self, ttl: Duration) {
-        let mut watched = self.lock();
-        if ttl > watched.outbox_ttl {
-            watched.outbox_ttl = ttl;
-            watched.stored = None;
+        let mut state = self.lock();
+        if ttl > state.outbox_ttl {
+            state.outbox_ttl = ttl;
+            state.stored = None;
         }
     }
 
     /// The longest of these, for claims and for rows of the outbox.
     pub(crate) fn ttls(&self) -> (Duration, Duration) {
-        let watched = self.lock();
+        let state = self.lock();
         let or_default = |ttl: Duration| if ttl.is_zero() { CLAIM_TTL_DEFAULT } else { ttl };
-        (or_default(watched.claim_ttl), or_default(watched.outbox_ttl))
+        (or_default(state.claim_ttl), or_default(state.outbox_ttl))
     }
 
-    fn lock(&self) -> MutexGuard<'_, Watched> {
-        self.watched.lock().expect("no code panics while it holds this lock")
+    fn lock(&self) -> MutexGuard<'_, WatchState> {
+        self.state.lock().expect("no code panics while it holds this lock")
     }
 }
 
-impl Watched {
+impl WatchState {
     fn step(&mut self, how: &str) {
-        self.noticed += 1;
+        self.detected += 1;
         warn!("the clock of the database was {how}; waits end now and leases start anew");
     }
 
-    fn pending(&self) -> Option<Noticed> {
-        (self.noticed > self.handled).then_some(Noticed(self.noticed))
+    fn pending(&self) -> Option<DetectedStep> {
+        (self.detected > self.handled).then_some(DetectedStep(self.detected))
     }
 }
 
@@ -217,10 +217,10 @@ mod tests {
         assert!(read().is_none());
         for step in [TestClock::step_back, TestClock::step_forward] {
             step(&clock, HOUR);
-            let noticed = read().expect("a step");
+            let detected = read().expect("a step");
             clock.advance(HOUR);
             assert!(read().is_some(), "still to be handled");
-            watch.handled(noticed);
+            watch.handled(detected);
             assert!(read().is_none());
         }
     }

@@ -11,6 +11,7 @@
 
 mod config;
 mod slots;
+pub(crate) mod types;
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -26,31 +27,31 @@ use tokio::time::{sleep, timeout, timeout_at};
 use tracing::{debug, error, warn};
 
 pub use self::config::OutboxConfig;
-use self::slots::{Response, Slots};
+use self::slots::{DeliverySlots, TargetResponse};
 use crate::batcher;
-use crate::chance;
-use crate::delivery::{
-    Delivery, DeliveryTarget, OutboxRow, OutboxSettled, OutboxSettlement, OutboxTake,
-};
 use crate::error::{IssueError, Result};
 use crate::handler::panic_text;
 use crate::limits::DELIVERY_PAUSE_MAX;
 use crate::metrics::OUTBOX_DELIVERIES;
-use crate::steps::Step;
+use crate::outbox::types::{
+    DeliveryTarget, OutboxDelivery, OutboxRow, OutboxSettled, OutboxSettlement, OutboxTake,
+};
+use crate::random;
+use crate::step_observer::ProcessingStep;
 use crate::store::Store;
 
 /// How long to wait before a database that did not answer is asked again.
-const ASK_AGAIN_AFTER: Duration = Duration::from_millis(200);
+const RETRY_DELAY: Duration = Duration::from_millis(200);
 
 /// Deliveries of a row that may end with a pause the receiver asked for and count no attempt. A receiver that asks for ever
 /// does not keep a row for ever.
 const PAUSES_UNCOUNTED_MAX: u32 = 48;
 
 /// How long to wait at most before a way that was closed is tried again: somebody waits at its end.
-const AWAY_MAX: Duration = Duration::from_secs(10);
+const UNAVAILABLE_DELAY_MAX: Duration = Duration::from_secs(10);
 
 /// How long cancelled deliveries may take to give their rows back.
-const GIVE_BACK_MAX: Duration = Duration::from_secs(5);
+const RELEASE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Delivers one row. It may come twice, with the same idempotency key: hand the key on, or remember it.
 ///
@@ -81,7 +82,7 @@ pub enum DeliverError {
     Retry(String),
     /// Nothing goes this way at the moment, whatever the row: try again, and count no attempt.
     #[error("{0}")]
-    Away(String),
+    Unavailable(String),
     /// The target asked for a pause, such as by `Retry-After`: try again after it, count no attempt, and deliver nothing
     /// else to this target before. At most [`DELIVERY_PAUSE_MAX`](crate::limits::DELIVERY_PAUSE_MAX).
     #[error("{problem}")]
@@ -131,14 +132,14 @@ impl Outbox {
     /// Delivers everything that is due now, rows that become due by it included. Returns how many deliveries ended. After
     /// an error of the database, those that were under way have ended, too.
     pub async fn run_once(&self) -> Result<usize> {
-        let (mut under_way, mut count) = (UnderWay::new(&self.inner.config), 0);
+        let (mut in_flight, mut count) = (InFlightDeliveries::new(&self.inner.config), 0);
         loop {
-            if let Err(error) = self.begin(&mut under_way).await {
+            if let Err(error) = self.start_deliveries(&mut in_flight).await {
                 // Dropped half way, they would come again although they may have arrived.
-                under_way.all_ended().await;
+                in_flight.all_ended().await;
                 return Err(error);
             }
-            match under_way.ended().await {
+            match in_flight.ended().await {
                 0 => return Ok(count),
                 ended => count += ended,
             }
@@ -158,53 +159,53 @@ impl Outbox {
     /// The same for a stop whose end is known: `shutdown` says until when the deliveries under way may go on, whatever
     /// [`OutboxConfig::drain`] is.
     pub async fn run_until(&self, shutdown: impl Future<Output = Instant>) {
-        let mut under_way = UnderWay::new(&self.inner.config);
+        let mut in_flight = InFlightDeliveries::new(&self.inner.config);
         tokio::pin!(shutdown);
         let deadline = loop {
-            if let Err(error) = self.begin(&mut under_way).await {
+            if let Err(error) = self.start_deliveries(&mut in_flight).await {
                 warn!(%error, "the outbox was not read, trying again");
             }
-            let has_room = under_way.slots.free() > 0;
+            let has_room = in_flight.slots.free() > 0;
             tokio::select! {
                 deadline = &mut shutdown => break deadline,
                 // A row that is settled makes room, and lets the next one of its issue go.
-                1.. = under_way.ended() => {}
+                1.. = in_flight.ended() => {}
                 // Cancel-safe: an announcement that is missed here ends the next wait.
                 () = self.inner.store.outbox_wake(self.inner.config.every), if has_room => {}
             }
         };
-        under_way.drain(deadline).await;
+        in_flight.drain(deadline).await;
     }
 
     /// Takes as many rows as there are slots for, and begins to deliver them, each on a task of its own: one that waits
     /// for the database must not hold it up for the others.
-    async fn begin(&self, under_way: &mut UnderWay) -> Result<()> {
-        for row in self.inner.take(&mut under_way.slots).await? {
-            let (inner, cancel) = (Arc::clone(&self.inner), under_way.cancel.subscribe());
+    async fn start_deliveries(&self, in_flight: &mut InFlightDeliveries) -> Result<()> {
+        for row in self.inner.take(&mut in_flight.slots).await? {
+            let (inner, cancel) = (Arc::clone(&self.inner), in_flight.cancel.subscribe());
             let target = row.delivery_target();
-            let task = under_way.tasks.spawn(async move { inner.handle(row, cancel).await });
-            under_way.targets.insert(task.id(), target);
+            let task = in_flight.tasks.spawn(async move { inner.handle(row, cancel).await });
+            in_flight.targets.insert(task.id(), target);
         }
         Ok(())
     }
 }
 
 /// The deliveries under way. They are aborted when this is dropped; their rows come again.
-struct UnderWay {
-    tasks: JoinSet<Response>,
+struct InFlightDeliveries {
+    tasks: JoinSet<TargetResponse>,
     /// Where each task delivers to.
     targets: HashMap<Id, DeliveryTarget>,
-    slots: Slots,
+    slots: DeliverySlots,
     /// Becomes true when those that have not arrived yet are to be given back.
     cancel: watch::Sender<bool>,
 }
 
-impl UnderWay {
+impl InFlightDeliveries {
     fn new(config: &OutboxConfig) -> Self {
         Self {
             tasks: JoinSet::new(),
             targets: HashMap::new(),
-            slots: Slots::new(config.concurrency, config.per_target),
+            slots: DeliverySlots::new(config.concurrency, config.per_target),
             cancel: watch::Sender::default(),
         }
     }
@@ -222,9 +223,9 @@ impl UnderWay {
         count
     }
 
-    fn free(&mut self, ended: Result<(Id, Response), JoinError>) {
+    fn free(&mut self, ended: Result<(Id, TargetResponse), JoinError>) {
         // Only a bug of ours ends a task without a response.
-        let (id, response) = ended.unwrap_or_else(|error| (error.id(), Response::Failed));
+        let (id, response) = ended.unwrap_or_else(|error| (error.id(), TargetResponse::Failed));
         if let Some(target) = self.targets.remove(&id) {
             self.slots.ended(&target, response, Instant::now());
         }
@@ -244,40 +245,45 @@ impl UnderWay {
             "deliveries did not end in time, their rows are given back"
         );
         self.cancel.send_replace(true);
-        if timeout(GIVE_BACK_MAX, self.all_ended()).await.is_err() {
+        if timeout(RELEASE_TIMEOUT, self.all_ended()).await.is_err() {
             warn!(count = self.tasks.len(), "rows were not given back, they come again later");
         }
     }
 }
 
 impl Inner {
-    async fn take(&self, slots: &mut Slots) -> Result<Vec<OutboxRow>> {
+    async fn take(&self, slots: &mut DeliverySlots) -> Result<Vec<OutboxRow>> {
         let take = slots.take(&self.config.name, self.config.ttl, Instant::now());
         let rows = match take.limit {
             0 => return Ok(Vec::new()),
             _ => self.take_from(&take, slots).await,
         };
         let rows = match rows {
-            Err(error) if take.limit > 1 && error.may_concern_one() => {
-                self.take_singly(take.limit, slots, error).await
+            Err(error) if take.limit > 1 && error.is_item_error() => {
+                self.take_one_by_one(take.limit, slots, error).await
             }
             rows => rows,
         }?;
-        rows.iter().for_each(|row| self.config.steps.taken(Step::Taken, row.issue_id));
+        rows.iter()
+            .for_each(|row| self.config.step_observer.on_step(ProcessingStep::Taken, row.issue_id));
         Ok(rows)
     }
 
-    async fn take_from(&self, take: &OutboxTake, slots: &mut Slots) -> Result<Vec<OutboxRow>> {
+    async fn take_from(
+        &self,
+        take: &OutboxTake,
+        slots: &mut DeliverySlots,
+    ) -> Result<Vec<OutboxRow>> {
         let rows = self.store.take_outbox_from(take).await?;
         rows.iter().for_each(|row| slots.taken(&row.delivery_target(), Instant::now()));
         Ok(rows)
     }
 
     /// What cannot be taken together, because it is too much or one is in the way, is taken one by one, as far as it goes.
-    async fn take_singly(
+    async fn take_one_by_one(
         &self,
         limit: usize,
-        slots: &mut Slots,
+        slots: &mut DeliverySlots,
         error: IssueError,
     ) -> Result<Vec<OutboxRow>> {
         warn!(%error, "rows were not taken together, trying one by one");
@@ -296,46 +302,48 @@ impl Inner {
     }
 
     /// Delivers a row, then tells the store.
-    async fn handle(&self, row: OutboxRow, mut cancel: watch::Receiver<bool>) -> Response {
-        let (delivery, response) = match self.died_too_often(&row) {
-            Some(error) => (Delivery::Dead { error }, Response::Cancelled),
+    async fn handle(&self, row: OutboxRow, mut cancel: watch::Receiver<bool>) -> TargetResponse {
+        let (delivery, response) = match self.exceeds_crash_limit(&row) {
+            Some(error) => (OutboxDelivery::Dead { error }, TargetResponse::Cancelled),
             None => tokio::select! {
                 biased;
                 ended = self.deliver(&row) => ended,
                 // It may have arrived. Then it comes again, with the same key; late rather than never.
-                _ = cancel.wait_for(|cancel| *cancel) => (Delivery::Release, Response::Cancelled),
+                _ = cancel.wait_for(|cancel| *cancel) => (OutboxDelivery::Release, TargetResponse::Cancelled),
             },
         };
-        self.config.steps.taken(Step::Delivered, row.issue_id);
+        self.config.step_observer.on_step(ProcessingStep::Delivered, row.issue_id);
         self.settle(&row, delivery).await;
-        self.config.steps.taken(Step::Settled, row.issue_id);
+        self.config.step_observer.on_step(ProcessingStep::Settled, row.issue_id);
         response
     }
 
-    async fn deliver(&self, row: &OutboxRow) -> (Delivery, Response) {
+    async fn deliver(&self, row: &OutboxRow) -> (OutboxDelivery, TargetResponse) {
         let begun = Instant::now();
         // A deliverer that panicked may have left something of its own in disorder; we share nothing with it.
         let delivering = std::panic::AssertUnwindSafe(self.deliver.deliver(row)).catch_unwind();
         let error = match timeout(self.config.deadline, delivering).await {
-            Ok(Ok(Ok(()))) => return (Delivery::Delivered, Response::Answered(begun.elapsed())),
-            Ok(Ok(Err(DeliverError::Dead(error)))) => {
-                return (Delivery::Dead { error }, Response::Answered(begun.elapsed()));
+            Ok(Ok(Ok(()))) => {
+                return (OutboxDelivery::Delivered, TargetResponse::Answered(begun.elapsed()));
             }
-            Ok(Ok(Err(DeliverError::Away(error)))) => {
-                let after = self.away(row);
-                return (Delivery::Away { after, error }, Response::Failed);
+            Ok(Ok(Err(DeliverError::Dead(error)))) => {
+                return (OutboxDelivery::Dead { error }, TargetResponse::Answered(begun.elapsed()));
+            }
+            Ok(Ok(Err(DeliverError::Unavailable(error)))) => {
+                let after = self.unavailable_delay(row);
+                return (OutboxDelivery::Unavailable { after, error }, TargetResponse::Failed);
             }
             Ok(Ok(Err(DeliverError::Paused { problem, after: pause }))) => {
-                let after = self.away(row).max(pause.min(DELIVERY_PAUSE_MAX));
+                let after = self.unavailable_delay(row).max(pause.min(DELIVERY_PAUSE_MAX));
                 let attempt = row.attempts + 1;
                 let delivery = if row.deliveries <= PAUSES_UNCOUNTED_MAX {
-                    Delivery::Away { after, error: problem }
+                    OutboxDelivery::Unavailable { after, error: problem }
                 } else if attempt < self.config.retry.attempts_max {
-                    Delivery::Retry { after, error: problem }
+                    OutboxDelivery::Retry { after, error: problem }
                 } else {
-                    Delivery::Dead { error: problem }
+                    OutboxDelivery::Dead { error: problem }
                 };
-                return (delivery, Response::Paused(pause));
+                return (delivery, TargetResponse::Paused(pause));
             }
             Ok(Ok(Err(DeliverError::Retry(error)))) => error,
             Ok(Err(panic)) => format!("the deliverer panicked: {}", panic_text(panic.as_ref())),
@@ -343,49 +351,49 @@ impl Inner {
         };
         let attempt = row.attempts + 1;
         if attempt >= self.config.retry.attempts_max {
-            return (Delivery::Dead { error }, Response::Failed);
+            return (OutboxDelivery::Dead { error }, TargetResponse::Failed);
         }
-        let after = self.config.retry.delay(attempt, chance::part());
-        (Delivery::Retry { after, error }, Response::Failed)
+        let after = self.config.retry.delay(attempt, random::unit_f64());
+        (OutboxDelivery::Retry { after, error }, TargetResponse::Failed)
     }
 
     /// How long a row waits that found its way closed.
-    fn away(&self, row: &OutboxRow) -> Duration {
-        self.config.retry.delay(row.deliveries, chance::part()).min(AWAY_MAX)
+    fn unavailable_delay(&self, row: &OutboxRow) -> Duration {
+        self.config.retry.delay(row.deliveries, random::unit_f64()).min(UNAVAILABLE_DELAY_MAX)
     }
 
     /// A row that is taken again and again without an end kills those who deliver it.
-    fn died_too_often(&self, row: &OutboxRow) -> Option<String> {
+    fn exceeds_crash_limit(&self, row: &OutboxRow) -> Option<String> {
         let too_often = row.crashes >= self.config.retry.crashes_max;
         too_often.then(|| format!("{} deliverers died or hung with it", row.crashes))
     }
 
     /// Tells the store, again and again if it does not answer: the row is hidden from others meanwhile.
-    async fn settle(&self, row: &OutboxRow, delivery: Delivery) {
+    async fn settle(&self, row: &OutboxRow, delivery: OutboxDelivery) {
         let result = match &delivery {
-            Delivery::Delivered => "delivered",
-            Delivery::Retry { error, .. } => {
+            OutboxDelivery::Delivered => "delivered",
+            OutboxDelivery::Retry { error, .. } => {
                 warn!(issue_id = %row.issue_id, attempt = row.attempts + 1, %error, "delivery failed, trying again");
                 "retry"
             }
-            Delivery::Away { error, .. } => {
+            OutboxDelivery::Unavailable { error, .. } => {
                 warn!(issue_id = %row.issue_id, %error, "delivery is not possible now, trying again");
                 "away"
             }
-            Delivery::Dead { error } => {
+            OutboxDelivery::Dead { error } => {
                 error!(issue_id = %row.issue_id, outbox_id = %row.id, %error, "delivery is dead, retry it when it is mended");
                 "dead"
             }
-            Delivery::Release => "released",
+            OutboxDelivery::Release => "released",
         };
         let settlement = OutboxSettlement { id: row.id, deliveries: row.deliveries, delivery };
         let settling = async {
             loop {
                 let call = self.settlements.call(settlement.clone()).await;
-                match call.unwrap_or_else(batcher::without_answer) {
+                match call.unwrap_or_else(batcher::batch_lost) {
                     Err(error) if error.is_transient() => {
                         warn!(issue_id = %row.issue_id, %error, "delivery was not settled, trying again");
-                        sleep(ASK_AGAIN_AFTER).await;
+                        sleep(RETRY_DELAY).await;
                     }
                     answer => return answer,
                 }

@@ -12,7 +12,7 @@ use metrics::counter;
 use tokio::time::timeout;
 use tracing::{debug, error, warn};
 
-use crate::claim::{Nudge, SweepOptions, Swept};
+use crate::claim::{Nudge, SweepOptions, SweepReport};
 use crate::error::{IssueError, Result};
 use crate::limits::{DELAY_MAX, NUDGE_OVERDUE_MIN, NUDGES_UNREAD_MAX};
 use crate::metrics::{SWEEP_NUDGES, SWEEP_QUARANTINED, SWEEP_REQUEUED};
@@ -24,10 +24,10 @@ use crate::worker::Worker;
 const SWEEPS_PER_RUN_MAX: usize = 64;
 
 /// How many times as long a nudge may take while the stream is full of unread ones.
-const CROWDED_PATIENCE: u32 = 12;
+const BACKLOG_OVERDUE_FACTOR: u32 = 12;
 
 /// How long it may take then at least.
-const CROWDED_OVERDUE_MIN: Duration = Duration::from_secs(60);
+const BACKLOG_OVERDUE_MIN: Duration = Duration::from_secs(60);
 
 /// How long a stream may take before it counts as away.
 const STREAM_DEADLINE: Duration = Duration::from_secs(2);
@@ -65,7 +65,7 @@ impl Sweeper {
         worker: Option<Worker>,
         config: SweeperConfig,
     ) -> Result<Self> {
-        config.options.check()?;
+        config.options.validate()?;
         if config.every.is_zero() {
             return Err(IssueError::invalid("every", "it is zero"));
         }
@@ -77,17 +77,17 @@ impl Sweeper {
     }
 
     /// Sweeps once, and once more as long as there is more. Returns everything that was found.
-    pub async fn run_once(&self) -> Result<Swept> {
-        let mut all = Swept::default();
+    pub async fn run_once(&self) -> Result<SweepReport> {
+        let mut all = SweepReport::default();
         for _ in 0..SWEEPS_PER_RUN_MAX {
-            let swept = self.store.sweep(&self.options().await).await?;
-            self.pass_on(&swept).await;
-            all.nudges.extend(swept.nudges);
-            all.quarantined.extend(swept.quarantined);
-            all.requeued += swept.requeued;
-            all.pruned += swept.pruned;
-            all.more = swept.more;
-            if !swept.more {
+            let report = self.store.sweep(&self.options().await).await?;
+            self.dispatch(&report).await;
+            all.nudges.extend(report.nudges);
+            all.quarantined.extend(report.quarantined);
+            all.requeued += report.requeued;
+            all.pruned += report.pruned;
+            all.more = report.more;
+            if !report.more {
                 break;
             }
         }
@@ -100,7 +100,7 @@ impl Sweeper {
             loop {
                 match self.run_once().await {
                     // There is more: others get a turn, but nobody waits.
-                    Ok(Swept { more: true, .. }) => tokio::task::yield_now().await,
+                    Ok(SweepReport { more: true, .. }) => tokio::task::yield_now().await,
                     Ok(_) => tokio::time::sleep(self.config.every).await,
                     Err(error) => {
                         warn!(%error, "sweep failed, trying again");
@@ -122,23 +122,23 @@ impl Sweeper {
         match timeout(STREAM_DEADLINE, self.nudger.unread()).await {
             Ok(Ok(unread)) if unread > NUDGES_UNREAD_MAX => {
                 let nudge_overdue =
-                    self.config.options.nudge_overdue.saturating_mul(CROWDED_PATIENCE);
-                let nudge_overdue = nudge_overdue.clamp(CROWDED_OVERDUE_MIN, DELAY_MAX);
+                    self.config.options.nudge_overdue.saturating_mul(BACKLOG_OVERDUE_FACTOR);
+                let nudge_overdue = nudge_overdue.clamp(BACKLOG_OVERDUE_MIN, DELAY_MAX);
                 SweepOptions { nudge_overdue, ..self.config.options }
             }
             _ => self.config.options,
         }
     }
 
-    async fn pass_on(&self, swept: &Swept) {
-        counter!(SWEEP_REQUEUED).increment(swept.requeued as u64);
-        counter!(SWEEP_QUARANTINED).increment(swept.quarantined.len() as u64);
-        for issue_id in &swept.quarantined {
+    async fn dispatch(&self, report: &SweepReport) {
+        counter!(SWEEP_REQUEUED).increment(report.requeued as u64);
+        counter!(SWEEP_QUARANTINED).increment(report.quarantined.len() as u64);
+        for issue_id in &report.quarantined {
             error!(%issue_id, "issue quarantined: too many workers died or hung with it");
         }
-        if !swept.nudges.is_empty() {
-            debug!(count = swept.nudges.len(), requeued = swept.requeued, "sweep found issues");
-            self.nudge(&swept.nudges).await;
+        if !report.nudges.is_empty() {
+            debug!(count = report.nudges.len(), requeued = report.requeued, "sweep found issues");
+            self.nudge(&report.nudges).await;
         }
     }
 
@@ -150,8 +150,8 @@ impl Sweeper {
             // A stream that takes nudges need not hand them out. Whoever is idle here looks by himself; if the nudge comes
             // too, one of the two finds nothing to do.
             if let Some(worker) = &self.worker {
-                let idle = worker.idle();
-                worker.offer(nudges.iter().take(idle).map(|nudge| nudge.issue_id));
+                let free_slots = worker.free_slots();
+                worker.offer(nudges.iter().take(free_slots).map(|nudge| nudge.issue_id));
             }
         } else if let Some(worker) = &self.worker {
             let taken = worker.offer(nudges.iter().map(|nudge| nudge.issue_id));

@@ -7,22 +7,22 @@ use std::time::Duration;
 
 use anyhow::Result;
 use headwater_issue::{
-    HandlerError, IssueError, IssueId, NewEvent, OutboxConfig, Resolution, RetryPolicy, Run,
-    SweepOptions, Sweeper, SweeperConfig, WorkerConfig, limits, why,
+    HandlerError, IssueError, IssueId, IssueRetryPolicy, NewEvent, OutboxConfig, Resolution, Run,
+    SweepOptions, Sweeper, SweeperConfig, WorkerConfig, explain, limits,
 };
 use headwater_stream::{Fields, Range, Retention, StreamName};
-use support::{Journal, Letters, Place, System, event_of, until};
+use support::{Backends, DeliveryLog, RunLog, System, event_of, wait_until};
 
 async fn refused(system: &System, event: NewEvent) -> Result<IssueError> {
-    let before = system.assert_balanced().await?;
+    let before = system.assert_consistent().await?;
     let error = system.inbox.record(event).await.expect_err("it is refused");
-    assert_eq!(system.assert_balanced().await?, before, "nothing was stored");
+    assert_eq!(system.assert_consistent().await?, before, "nothing was stored");
     Ok(error)
 }
 
 #[tokio::test]
 async fn an_event_of_an_unknown_integration_is_refused() -> Result<()> {
-    let system = System::at(&Place::now()).await?;
+    let system = System::at(&Backends::now()).await?;
     let event = NewEvent { integration: "nobody".into(), ..event_of("1", "a") };
     let error = refused(&system, event).await?;
     assert!(
@@ -33,7 +33,7 @@ async fn an_event_of_an_unknown_integration_is_refused() -> Result<()> {
 
 #[tokio::test]
 async fn a_payload_that_is_not_json_or_too_deep_or_too_large_is_refused() -> Result<()> {
-    let system = System::at(&Place::now()).await?;
+    let system = System::at(&Backends::now()).await?;
     let large = format!("\"{}\"", "x".repeat(limits::PAYLOAD_BYTES_MAX));
     let deep = format!("{}{}", "[".repeat(500), "]".repeat(500));
     for payload in ["", "{", "nonsense", r#""a\u000b"#, "\"a\0b\"", &large, &deep] {
@@ -46,7 +46,7 @@ async fn a_payload_that_is_not_json_or_too_deep_or_too_large_is_refused() -> Res
 
 #[tokio::test]
 async fn nul_bytes_in_names_are_refused() -> Result<()> {
-    let system = System::at(&Place::now()).await?;
+    let system = System::at(&Backends::now()).await?;
     for event in [
         NewEvent { external_issue_id: "4\0 2".into(), ..event_of("1", "a") },
         NewEvent { external_project_id: "\0".into(), ..event_of("1", "a") },
@@ -62,7 +62,7 @@ async fn nul_bytes_in_names_are_refused() -> Result<()> {
 #[tokio::test]
 async fn a_key_that_was_used_for_another_payload_is_a_conflict_and_the_first_event_stays()
 -> Result<()> {
-    let system = System::at(&Place::now()).await?;
+    let system = System::at(&Backends::now()).await?;
     let first = system.record("1", "a").await?;
     let event = NewEvent { payload: r#"{"text":"another"}"#.into(), ..event_of("1", "a") };
     let error = refused(&system, event).await?;
@@ -74,7 +74,7 @@ async fn a_key_that_was_used_for_another_payload_is_a_conflict_and_the_first_eve
 
 #[tokio::test]
 async fn bad_events_fail_alone_in_a_shared_commit() -> Result<()> {
-    let system = System::at(&Place::now()).await?;
+    let system = System::at(&Backends::now()).await?;
     let event = |number: usize| match number % 4 {
         0 => NewEvent { integration: "nobody".into(), ..event_of("1", &number.to_string()) },
         1 => NewEvent { payload: "{".into(), ..event_of("1", &number.to_string()) },
@@ -85,13 +85,13 @@ async fn bad_events_fail_alone_in_a_shared_commit() -> Result<()> {
     for (number, result) in results.iter().enumerate() {
         assert_eq!(result.is_ok(), number % 4 > 1, "{number}: {result:?}");
     }
-    assert_eq!(system.assert_balanced().await?.recorded, 100);
+    assert_eq!(system.assert_consistent().await?.recorded, 100);
     Ok(())
 }
 
 #[tokio::test]
 async fn a_handler_that_returns_too_much_has_failed_and_nothing_of_it_is_stored() -> Result<()> {
-    let system = System::at(&Place::now()).await?;
+    let system = System::at(&Backends::now()).await?;
     let too_many = (0..=limits::OUTBOX_PER_RUN_MAX).fold(Resolution::new(), |r, _| r.reply("1"));
     let large = format!("\"{}\"", "x".repeat(limits::PAYLOAD_BYTES_MAX));
     let too_large = Resolution::new().reply("1").reply(large);
@@ -105,25 +105,25 @@ async fn a_handler_that_returns_too_much_has_failed_and_nothing_of_it_is_stored(
             async move { Ok::<_, HandlerError>((*resolution).clone()) }
         };
         let config = WorkerConfig {
-            retry: RetryPolicy { attempts_max: 1, ..RetryPolicy::default() },
+            retry: IssueRetryPolicy { attempts_max: 1, ..IssueRetryPolicy::default() },
             ..WorkerConfig::default()
         };
-        system.worker(handler, config)?.look_at(issue_id).await;
-        let reason = why(system.store.as_ref(), issue_id).await?.to_string();
+        system.worker(handler, config)?.process_issue(issue_id).await;
+        let reason = explain(system.store.as_ref(), issue_id).await?.to_string();
         assert!(
             reason.contains("quarantined") && reason.contains("the handler's result"),
             "{reason}"
         );
     }
     assert_eq!(system.store.backlog().await?.outbox_pending, 0);
-    system.assert_balanced().await?;
+    system.assert_consistent().await?;
     Ok(())
 }
 
 #[tokio::test]
 async fn a_nudge_that_makes_no_sense_is_a_dead_letter_with_its_bytes_and_stops_nobody() -> Result<()>
 {
-    let (system, journal) = (System::at(&Place::now()).await?, Journal::default());
+    let (system, run_log) = (System::at(&Backends::now()).await?, RunLog::default());
     let stream = StreamName::new(headwater_issue::STREAM)?;
     let bad: Vec<Fields> = vec![
         Fields::new([("nothing", "1")]),
@@ -139,16 +139,16 @@ async fn a_nudge_that_makes_no_sense_is_a_dead_letter_with_its_bytes_and_stops_n
         Fields::new([("extra", "1".to_owned()), ("issue_id", recorded.issue_id.to_string())]);
     system.streams.append(&stream, &[foreign], &Retention::KEEP_ALL).await?;
 
-    let worker = system.start(journal.handler(), WorkerConfig::default())?;
-    system.settled().await?;
+    let worker = system.start(run_log.handler(), WorkerConfig::default())?;
+    system.wait_processed().await?;
     let dead = StreamName::new("issue_work:dlq")?;
-    until("the dead letters", || async {
+    wait_until("the dead letters", || async {
         let stats = system.streams.stats(&dead).await.expect("it answers");
         stats.is_some_and(|stats| stats.length == bad.len() as u64)
     })
     .await?;
     worker.stop().await?;
-    assert_eq!(journal.runs(), [["a"]]);
+    assert_eq!(run_log.runs(), [["a"]]);
     let letters = system.streams.range(&dead, Range::first(10)).await?;
     let fields: Vec<_> = letters.iter().map(|letter| letter.fields.get("issue_id")).collect();
     assert!(fields.contains(&bad[3].get("issue_id")), "{letters:?}");
@@ -157,12 +157,12 @@ async fn a_nudge_that_makes_no_sense_is_a_dead_letter_with_its_bytes_and_stops_n
 
 #[tokio::test]
 async fn a_nudge_for_a_missing_issue_is_a_no_op() -> Result<()> {
-    let (system, journal) = (System::at(&Place::now()).await?, Journal::default());
-    let worker = system.worker(journal.handler(), WorkerConfig::default())?;
-    worker.look_at(IssueId(12345)).await;
-    assert!(journal.runs().is_empty());
+    let (system, run_log) = (System::at(&Backends::now()).await?, RunLog::default());
+    let worker = system.worker(run_log.handler(), WorkerConfig::default())?;
+    worker.process_issue(IssueId(12345)).await;
+    assert!(run_log.runs().is_empty());
     assert!(matches!(
-        why(system.store.as_ref(), IssueId(12345)).await,
+        explain(system.store.as_ref(), IssueId(12345)).await,
         Err(IssueError::NotFound { .. })
     ));
     Ok(())
@@ -170,11 +170,11 @@ async fn a_nudge_for_a_missing_issue_is_a_no_op() -> Result<()> {
 
 #[tokio::test]
 async fn settings_that_make_no_sense_are_refused() -> Result<()> {
-    let system = System::at(&Place::now()).await?;
+    let system = System::at(&Backends::now()).await?;
     let worker = WorkerConfig { concurrency: 0, ..WorkerConfig::default() };
-    assert!(system.worker(Journal::default().handler(), worker).is_err());
+    assert!(system.worker(RunLog::default().handler(), worker).is_err());
     let outbox = OutboxConfig { concurrency: 0, ..OutboxConfig::default() };
-    assert!(system.outbox(Letters::default(), outbox).is_err());
+    assert!(system.outbox(DeliveryLog::default(), outbox).is_err());
     // A sweep to which everything is overdue always finds more, and would never end.
     let options = SweepOptions { nudge_overdue: Duration::ZERO, ..SweepOptions::default() };
     for (name, sweeper) in [

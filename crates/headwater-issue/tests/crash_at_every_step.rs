@@ -19,10 +19,10 @@ use anyhow::{Context, Result, ensure};
 use async_trait::async_trait;
 use headwater_issue::{
     Deliver, DeliverError, EventLogFilter, InboxConfig, IssueFilter, IssueId, OutboxConfig,
-    OutboxRow, Step, Steps, SweepOptions, Sweeper, SweeperConfig, WorkerConfig,
+    OutboxRow, ProcessingStep, StepObserver, SweepOptions, Sweeper, SweeperConfig, WorkerConfig,
 };
 use headwater_testkit::Child;
-use support::{Journal, LONG, Letters, Place, System, event_of, until};
+use support::{Backends, DeliveryLog, LONG, RunLog, System, event_of, wait_until};
 
 const ISSUES: [&str; 3] = ["1", "2", "3"];
 const EVENTS: [&str; 2] = ["a", "b"];
@@ -35,7 +35,7 @@ macro_rules! crash_tests {
         mod with_sqlite_and_embedded_streams {
             $(#[tokio::test(flavor = "multi_thread")]
             async fn $name() -> anyhow::Result<()> {
-                super::nothing_is_lost_after($step, super::Place::directory).await
+                super::nothing_is_lost_after($step, super::Backends::directory).await
             })*
         }
 
@@ -43,7 +43,7 @@ macro_rules! crash_tests {
         mod with_postgres_and_redis {
             $(#[tokio::test(flavor = "multi_thread")]
             async fn $name() -> anyhow::Result<()> {
-                super::nothing_is_lost_after($step, super::Place::servers).await
+                super::nothing_is_lost_after($step, super::Backends::servers).await
             })*
         }
     };
@@ -62,12 +62,12 @@ crash_tests! {
     a_crash_after_a_delivery_is_settled_repeats_no_reply: "Settled",
 }
 
-async fn nothing_is_lost_after(step: &str, place: impl Fn() -> Result<Place>) -> Result<()> {
+async fn nothing_is_lost_after(step: &str, backends: impl Fn() -> Result<Backends>) -> Result<()> {
     for occurrence in ["1", "3"] {
-        let place = place()?;
+        let backends = backends()?;
         let letters = tempfile::NamedTempFile::new()?;
-        let confirmed = kill_a_process(&place, step, occurrence, letters.path())?;
-        survive(&place, &confirmed, letters.path())
+        let confirmed = kill_a_process(&backends, step, occurrence, letters.path())?;
+        survive(&backends, &confirmed, letters.path())
             .await
             .with_context(|| format!("after {step} number {occurrence}"))?;
     }
@@ -76,7 +76,7 @@ async fn nothing_is_lost_after(step: &str, place: impl Fn() -> Result<Place>) ->
 
 /// Runs a victim until it is dead. Returns the events that it has confirmed to their sender.
 fn kill_a_process(
-    place: &Place,
+    backends: &Backends,
     step: &str,
     occurrence: &str,
     letters: &std::path::Path,
@@ -85,8 +85,8 @@ fn kill_a_process(
     let victim = Child::spawn_self(
         "victim",
         &[
-            ("DATABASE", &place.database),
-            ("STREAMS", &place.streams),
+            ("DATABASE", &backends.database),
+            ("STREAMS", &backends.streams),
             ("STEP", step),
             ("OCCURRENCE", occurrence),
             ("LETTERS", letters),
@@ -105,12 +105,12 @@ fn kill_a_process(
 
 /// Starts anew where the victim died, and looks at what has become of everything.
 async fn survive(
-    place: &Place,
+    backends: &Backends,
     confirmed: &BTreeSet<String>,
     letters: &std::path::Path,
 ) -> Result<()> {
-    let system = System::at(place).await?;
-    let parts = Parts::start(&system, LettersFile::open(letters)?, None)?;
+    let system = System::at(backends).await?;
+    let parts = Parts::start(&system, DeliveryFile::open(letters)?, None)?;
 
     // A sender that got no answer sends again; one that got one does not.
     for (issue, event) in all_events() {
@@ -119,8 +119,8 @@ async fn survive(
             system.inbox.record(event).await?;
         }
     }
-    system.settled().await?;
-    until("all replies to be delivered", || async {
+    system.wait_processed().await?;
+    wait_until("all replies to be delivered", || async {
         let backlog = system.store.backlog().await.expect("the store answers");
         backlog.outbox_pending == 0
     })
@@ -128,15 +128,15 @@ async fn survive(
     acknowledged(&system).await?;
     parts.stop().await?;
 
-    let audit = system.assert_balanced().await?;
-    assert_eq!((audit.issues, audit.recorded, audit.processed), (3, 6, 6));
+    let report = system.assert_consistent().await?;
+    assert_eq!((report.issues, report.recorded, report.processed), (3, 6, 6));
     let mut ids = Vec::new();
     for issue in system.store.issues(&IssueFilter::default(), 10).await? {
         for log in system.store.event_logs(issue.id, &EventLogFilter::default(), 10).await? {
             ids.push(log.id);
         }
     }
-    let seen = Letters::default();
+    let seen = DeliveryLog::default();
     for line in std::fs::read_to_string(letters)?.lines() {
         let (key, reply) = line.split_once(' ').context("a whole line")?;
         seen.note(reply, key);
@@ -152,7 +152,7 @@ fn all_events() -> impl Iterator<Item = (&'static str, &'static str)> {
 /// Waits until every nudge is acknowledged, those of the dead included.
 async fn acknowledged(system: &System) -> Result<()> {
     let stream = headwater_stream::StreamName::new(headwater_issue::STREAM)?;
-    until("nudges to be acknowledged", || async {
+    wait_until("nudges to be acknowledged", || async {
         let stats = system.streams.stats(&stream).await.expect("the stream answers");
         stats.is_some_and(|stats| {
             let done =
@@ -165,20 +165,25 @@ async fn acknowledged(system: &System) -> Result<()> {
 
 /// Worker, sweeper and outbox of one process.
 struct Parts {
-    worker: support::Running,
+    worker: support::RunningWorker,
     others: tokio::task::JoinSet<()>,
 }
 
 impl Parts {
-    fn start(system: &System, letters: LettersFile, steps: Option<Arc<dyn Steps>>) -> Result<Self> {
-        let steps = steps.unwrap_or_else(|| Arc::new(headwater_issue::NoSteps));
+    fn start(
+        system: &System,
+        letters: DeliveryFile,
+        step_observer: Option<Arc<dyn StepObserver>>,
+    ) -> Result<Self> {
+        let step_observer =
+            step_observer.unwrap_or_else(|| Arc::new(headwater_issue::NoStepObserver));
         let config = WorkerConfig {
             claim_ttl: CLAIM_TTL,
             heartbeat_every: CLAIM_TTL / 5,
-            steps: Arc::clone(&steps),
+            step_observer: Arc::clone(&step_observer),
             ..WorkerConfig::default()
         };
-        let worker = system.start(Journal::default().handler(), config)?;
+        let worker = system.start(RunLog::default().handler(), config)?;
         let options =
             SweepOptions { nudge_overdue: Duration::from_millis(300), ..SweepOptions::default() };
         let sweeper = Sweeper::new(
@@ -191,7 +196,7 @@ impl Parts {
             ttl: CLAIM_TTL,
             deadline: CLAIM_TTL / 2,
             every: Duration::from_millis(100),
-            steps,
+            step_observer,
             ..OutboxConfig::default()
         };
         let outbox = system.outbox(letters, outbox)?;
@@ -208,16 +213,16 @@ impl Parts {
 }
 
 /// Delivers into a file, which outlives the process.
-struct LettersFile(File);
+struct DeliveryFile(File);
 
-impl LettersFile {
+impl DeliveryFile {
     fn open(path: &std::path::Path) -> Result<Self> {
         Ok(Self(OpenOptions::new().append(true).open(path)?))
     }
 }
 
 #[async_trait]
-impl Deliver for LettersFile {
+impl Deliver for DeliveryFile {
     async fn deliver(&self, row: &OutboxRow) -> Result<(), DeliverError> {
         let line = format!("{} {}\n", row.idempotency_key, row.payload);
         (&self.0).write_all(line.as_bytes()).map_err(|error| DeliverError::Retry(error.to_string()))
@@ -231,8 +236,8 @@ struct KillAfter {
     left: AtomicUsize,
 }
 
-impl Steps for KillAfter {
-    fn taken(&self, step: Step, _: IssueId) {
+impl StepObserver for KillAfter {
+    fn on_step(&self, step: ProcessingStep, _: IssueId) {
         if format!("{step:?}") == self.step && self.left.fetch_sub(1, Ordering::SeqCst) == 1 {
             die();
         }
@@ -250,21 +255,22 @@ fn die() -> ! {
 async fn victim() -> Result<()> {
     let variable = |name: &str| std::env::var(name).with_context(|| format!("{name} is not set"));
     let (step, occurrence) = (variable("STEP")?, variable("OCCURRENCE")?.parse()?);
-    let place = Place::named(&variable("DATABASE")?, &variable("STREAMS")?);
-    let letters = LettersFile::open(variable("LETTERS")?.as_ref())?;
-    let steps: Arc<dyn Steps> =
+    let backends = Backends::named(&variable("DATABASE")?, &variable("STREAMS")?);
+    let letters = DeliveryFile::open(variable("LETTERS")?.as_ref())?;
+    let step_observer: Arc<dyn StepObserver> =
         Arc::new(KillAfter { step: step.clone(), left: AtomicUsize::new(occurrence) });
-    let config = InboxConfig { steps: Arc::clone(&steps), ..InboxConfig::default() };
-    let system = System::with(&place, config).await?;
-    let parts = Parts::start(&system, letters, Some(steps))?;
+    let config =
+        InboxConfig { step_observer: Arc::clone(&step_observer), ..InboxConfig::default() };
+    let system = System::with(&backends, config).await?;
+    let parts = Parts::start(&system, letters, Some(step_observer))?;
     for (issue, event) in all_events() {
         let recorded = system.record(issue, event).await?;
-        ensure!(!recorded.duplicate, "a new place");
+        ensure!(!recorded.duplicate, "a new backends");
         println!("CONFIRMED {issue}/{event}");
     }
     if step == "Acknowledged" {
         // The queue acknowledges after the worker has returned; nobody but the stream knows when.
-        system.settled().await?;
+        system.wait_processed().await?;
         acknowledged(&system).await?;
         die();
     }

@@ -7,8 +7,8 @@ use std::sync::{Arc, Mutex};
 use anyhow::Result;
 use futures_util::FutureExt as _;
 use futures_util::future::BoxFuture;
-use headwater_issue::{InboxConfig, IssueId, Recorded, Step, Steps, WorkerConfig};
-use support::{Journal, Place, System, until};
+use headwater_issue::{InboxConfig, IssueId, ProcessingStep, Recorded, StepObserver, WorkerConfig};
+use support::{Backends, RunLog, System, wait_until};
 
 type Caller = BoxFuture<'static, Result<Recorded>>;
 
@@ -28,9 +28,9 @@ impl HangUp {
     }
 }
 
-impl Steps for HangUp {
-    fn taken(&self, step: Step, _: IssueId) {
-        if step == Step::Recorded {
+impl StepObserver for HangUp {
+    fn on_step(&self, step: ProcessingStep, _: IssueId) {
+        if step == ProcessingStep::Recorded {
             drop(self.call().take());
         }
     }
@@ -39,11 +39,11 @@ impl Steps for HangUp {
 #[tokio::test]
 async fn a_caller_that_hangs_up_after_the_commit_has_nudged_all_the_same() -> Result<()> {
     let hang_up = Arc::new(HangUp::default());
-    let config = InboxConfig { steps: hang_up.clone(), ..InboxConfig::default() };
-    let system = Arc::new(System::with(&Place::now(), config).await?);
-    let journal = Journal::default();
+    let config = InboxConfig { step_observer: hang_up.clone(), ..InboxConfig::default() };
+    let system = Arc::new(System::with(&Backends::now(), config).await?);
+    let run_log = RunLog::default();
     // Nobody sweeps: only the nudge brings the worker to the issue.
-    let worker = system.start(journal.handler(), WorkerConfig::default())?;
+    let worker = system.start(run_log.handler(), WorkerConfig::default())?;
 
     let calling = Arc::clone(&system);
     let mut caller = async move { calling.record("1", "a").await }.boxed();
@@ -51,9 +51,9 @@ async fn a_caller_that_hangs_up_after_the_commit_has_nudged_all_the_same() -> Re
     assert!(futures_util::poll!(&mut caller).is_pending());
     *hang_up.call() = Some(caller);
 
-    until("the caller to hang up", || async { hang_up.call().is_none() }).await?;
-    system.settled().await?;
+    wait_until("the caller to hang up", || async { hang_up.call().is_none() }).await?;
+    system.wait_processed().await?;
     worker.stop().await?;
-    assert_eq!(journal.runs(), [["a"]]);
+    assert_eq!(run_log.runs(), [["a"]]);
     Ok(())
 }

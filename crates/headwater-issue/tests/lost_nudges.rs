@@ -7,7 +7,7 @@ use std::time::Duration;
 use anyhow::Result;
 use headwater_issue::{WorkerConfig, limits};
 use headwater_stream::StreamName;
-use support::{Journal, Place, System, event_of, until};
+use support::{Backends, RunLog, System, event_of, wait_until};
 
 async fn unread(system: &System) -> usize {
     let stream = StreamName::new(headwater_issue::STREAM).expect("a name");
@@ -17,17 +17,17 @@ async fn unread(system: &System) -> usize {
 
 #[tokio::test]
 async fn a_lost_nudge_is_replaced_although_many_others_are_unread() -> Result<()> {
-    let place = Place::memory();
-    let system = System::at(&place).await?;
+    let backends = Backends::memory();
+    let system = System::at(&backends).await?;
     let most = limits::NUDGES_UNREAD_MAX as usize + 1;
     let records = (0..most).map(|issue| system.inbox.record(event_of(&issue.to_string(), "a")));
     for recorded in futures_util::future::join_all(records).await {
         recorded?;
     }
-    until("all nudges to be sent", || async { unread(&system).await == most }).await?;
+    wait_until("all nudges to be sent", || async { unread(&system).await == most }).await?;
     let sweeper = system.sweeper(None)?;
     assert!(sweeper.run_once().await?.nudges.is_empty());
-    let clock = place.clock.as_ref().expect("time is moved by the test");
+    let clock = backends.clock.as_ref().expect("time is moved by the test");
     clock.advance(Duration::from_secs(60 * 60));
     assert_eq!(sweeper.run_once().await?.nudges.len(), most);
     Ok(())
@@ -35,18 +35,18 @@ async fn a_lost_nudge_is_replaced_although_many_others_are_unread() -> Result<()
 
 #[tokio::test]
 async fn an_idle_worker_works_although_the_stream_takes_nudges_and_hands_none_out() -> Result<()> {
-    let (system, journal) = (System::at(&Place::now()).await?, Journal::default());
+    let (system, run_log) = (System::at(&Backends::now()).await?, RunLog::default());
     // The worker reads from streams that nobody appends to.
-    let elsewhere = System::at(&Place::now()).await?;
-    let worker = system.worker(journal.handler(), WorkerConfig::default())?;
+    let elsewhere = System::at(&Backends::now()).await?;
+    let worker = system.worker(run_log.handler(), WorkerConfig::default())?;
     let sweeper = system.sweeper(Some(&worker))?;
     system.record("1", "a").await?;
     let working = worker.run(&elsewhere.queue, std::future::pending());
     tokio::select! {
         () = working => unreachable!("it runs until it is dropped"),
         () = sweeper.run(std::future::pending()) => unreachable!("it runs until it is dropped"),
-        settled = system.settled() => settled?,
+        processed = system.wait_processed() => processed?,
     }
-    assert_eq!(journal.runs(), [["a"]]);
+    assert_eq!(run_log.runs(), [["a"]]);
     Ok(())
 }

@@ -11,7 +11,7 @@ use headwater_issue::{
     EventLogFilter, InboxConfig, IssueFilter, SweepOptions, Sweeper, SweeperConfig, WorkerConfig,
 };
 use headwater_testkit::{Proxy, Redis, unique};
-use support::{Journal, LONG, Letters, Place, Running, System, until};
+use support::{Backends, DeliveryLog, LONG, RunLog, RunningWorker, System, wait_until};
 use tokio::task::JoinSet;
 
 const ISSUES: usize = 20;
@@ -19,18 +19,18 @@ const WRITERS: usize = 4;
 
 /// One process of a fleet: a worker with its sweeper and its outbox.
 struct Member {
-    worker: Running,
+    worker: RunningWorker,
     others: JoinSet<()>,
 }
 
 impl Member {
-    fn start(system: &System, journal: &Journal, letters: &Letters) -> Result<Self> {
+    fn start(system: &System, run_log: &RunLog, letters: &DeliveryLog) -> Result<Self> {
         let config = WorkerConfig {
             claim_ttl: Duration::from_secs(5),
             heartbeat_every: Duration::from_secs(1),
             ..WorkerConfig::default()
         };
-        let worker = system.start(journal.handler(), config)?;
+        let worker = system.start(run_log.handler(), config)?;
         let options =
             SweepOptions { nudge_overdue: Duration::from_millis(500), ..SweepOptions::default() };
         let sweeper = Sweeper::new(
@@ -81,26 +81,27 @@ async fn load(system: Arc<System>, stop: Arc<AtomicBool>, recorded: Arc<AtomicUs
 /// Waits until so many events more are recorded.
 async fn more_load(recorded: &AtomicUsize) -> Result<()> {
     let goal = recorded.load(Ordering::SeqCst) + 60;
-    until("load", || async { recorded.load(Ordering::SeqCst) >= goal }).await
+    wait_until("load", || async { recorded.load(Ordering::SeqCst) >= goal }).await
 }
 
 /// Waits until so many events more are processed.
 async fn more_work(system: &System) -> Result<()> {
-    let processed = || async { system.store.audit(1).await.expect("it answers").processed };
+    let processed =
+        || async { system.store.check_consistency(1).await.expect("it answers").processed };
     let goal = processed().await + 60;
-    until("work to go on", || async { processed().await >= goal }).await
+    wait_until("work to go on", || async { processed().await >= goal }).await
 }
 
-async fn survives(database: &Place) -> Result<()> {
+async fn survives(database: &Backends) -> Result<()> {
     let redis = Redis::start()?;
     let proxy = Proxy::start(redis.addr())?;
     let streams = redis.url_at(proxy.addr());
-    let place = Place::named(&database.database, &streams);
-    let (journal, letters) = (Journal::default(), Letters::default());
-    let first = Arc::new(System::with(&place, InboxConfig::default()).await?);
-    let second = System::with(&place, InboxConfig::default()).await?;
+    let backends = Backends::named(&database.database, &streams);
+    let (run_log, letters) = (RunLog::default(), DeliveryLog::default());
+    let first = Arc::new(System::with(&backends, InboxConfig::default()).await?);
+    let second = System::with(&backends, InboxConfig::default()).await?;
     let members =
-        [Member::start(&first, &journal, &letters)?, Member::start(&second, &journal, &letters)?];
+        [Member::start(&first, &run_log, &letters)?, Member::start(&second, &run_log, &letters)?];
     let (stop, recorded) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicUsize::new(0)));
     let loading = tokio::spawn(load(Arc::clone(&first), Arc::clone(&stop), Arc::clone(&recorded)));
 
@@ -125,8 +126,8 @@ async fn survives(database: &Place) -> Result<()> {
 
     stop.store(true, Ordering::SeqCst);
     loading.await?;
-    first.settled().await?;
-    until("all replies to be delivered", || async {
+    first.wait_processed().await?;
+    wait_until("all replies to be delivered", || async {
         first.store.backlog().await.expect("it answers").outbox_pending == 0
     })
     .await?;
@@ -134,25 +135,25 @@ async fn survives(database: &Place) -> Result<()> {
         member.stop().await?;
     }
 
-    let audit = first.assert_balanced().await?;
-    assert_eq!(audit.recorded, recorded.load(Ordering::SeqCst) as u64);
-    assert_eq!(audit.processed, audit.recorded);
+    let report = first.assert_consistent().await?;
+    assert_eq!(report.recorded, recorded.load(Ordering::SeqCst) as u64);
+    assert_eq!(report.processed, report.recorded);
     let mut ids = Vec::new();
     for issue in first.store.issues(&IssueFilter::default(), 1000).await? {
         for log in first.store.event_logs(issue.id, &EventLogFilter::default(), 1000).await? {
             ids.push(log.id);
         }
     }
-    assert_eq!(ids.len() as u64, audit.recorded);
+    assert_eq!(ids.len() as u64, report.recorded);
     letters.assert_one_reply_each(ids);
-    println!("{audit}; {} runs, {} deliveries", journal.runs().len(), letters.deliveries());
+    println!("{report}; {} runs, {} deliveries", run_log.runs().len(), letters.deliveries());
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn with_sqlite_every_event_is_processed_once_though_redis_is_flushed_killed_and_cut_off()
 -> Result<()> {
-    survives(&Place::directory()?).await
+    survives(&Backends::directory()?).await
 }
 
 #[cfg(feature = "postgres")]
@@ -160,26 +161,26 @@ async fn with_sqlite_every_event_is_processed_once_though_redis_is_flushed_kille
 async fn with_postgres_every_event_is_processed_once_though_redis_is_flushed_killed_and_cut_off()
 -> Result<()> {
     let postgres = headwater_testkit::Postgres::shared()?.database()?;
-    survives(&Place::named(&postgres.url(), "")).await
+    survives(&Backends::named(&postgres.url(), "")).await
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_worker_that_starts_while_redis_is_away_works_and_takes_nudges_once_it_is_back()
 -> Result<()> {
     let redis = Redis::start()?;
-    let database = Place::directory()?;
-    let place = Place::named(&database.database, &redis.url());
-    let (journal, letters) = (Journal::default(), Letters::default());
-    let system = System::at(&place).await?;
+    let database = Backends::directory()?;
+    let backends = Backends::named(&database.database, &redis.url());
+    let (run_log, letters) = (RunLog::default(), DeliveryLog::default());
+    let system = System::at(&backends).await?;
     redis.kill9()?;
-    let member = Member::start(&system, &journal, &letters)?;
+    let member = Member::start(&system, &run_log, &letters)?;
     let event = unique("away");
     system.record("1", &event).await?;
-    system.settled().await?;
+    system.wait_processed().await?;
 
     redis.restart()?;
     let stream = headwater_stream::StreamName::new(headwater_issue::STREAM)?;
-    until("the worker to take nudges", || async {
+    wait_until("the worker to take nudges", || async {
         let event = unique("back");
         system.record("2", &event).await.expect("it is recorded");
         let stats = system.streams.stats(&stream).await.ok().flatten();
@@ -187,8 +188,8 @@ async fn a_worker_that_starts_while_redis_is_away_works_and_takes_nudges_once_it
         groups.iter().any(|group| group.last_delivered > headwater_stream::EntryId::MIN)
     })
     .await?;
-    system.settled().await?;
+    system.wait_processed().await?;
     member.stop().await?;
-    system.assert_balanced().await?;
+    system.assert_consistent().await?;
     Ok(())
 }

@@ -5,19 +5,23 @@ use std::sync::Arc;
 
 use tokio::task::JoinSet;
 
-use super::env::{Env, TTL, TestResult, completion, event, options, reply, text_of, won};
-use super::random::{Random, seed};
+use super::env::{
+    StoreTestEnv, StoreTestResult, TTL, completion, event, options, reply, text_of, won,
+};
+use super::random::{SeededRandom, seed};
 use crate::{
-    Claim, Completed, Completion, Delivery, IssueId, KeyedOutbox, NewEvent, OutboxSettlement,
-    Quiet, Recorded, Store, SweepOptions,
+    Claim, CompletionOutcome, DebounceWindow, IssueId, KeyedOutboxRow, NewEvent, OutboxDelivery,
+    OutboxSettlement, Recorded, RunCompletion, Store, SweepOptions,
 };
 
 /// The store under test and the other process, in turn.
-fn store(env: &Env, n: usize) -> Arc<dyn Store> {
+fn store(env: &StoreTestEnv, n: usize) -> Arc<dyn Store> {
     Arc::clone(if n.is_multiple_of(2) { &env.store } else { &env.second })
 }
 
-pub async fn events_recorded_by_64_at_once_are_all_there_once(env: Env) -> TestResult {
+pub async fn events_recorded_by_64_at_once_are_all_there_once(
+    env: StoreTestEnv,
+) -> StoreTestResult {
     let mut tasks = JoinSet::new();
     for n in 0..64 {
         let store = store(&env, n);
@@ -28,7 +32,7 @@ pub async fn events_recorded_by_64_at_once_are_all_there_once(env: Env) -> TestR
                 .map(|k| event(&((sender + k) % 5).to_string(), &format!("{sender}-{k}")))
                 .collect();
             repeat(|| async {
-                let recorded = store.record(&events, &Quiet::default()).await;
+                let recorded = store.record(&events, &DebounceWindow::default()).await;
                 recorded.into_iter().collect::<crate::Result<Vec<_>>>()
             })
             .await
@@ -42,11 +46,11 @@ pub async fn events_recorded_by_64_at_once_are_all_there_once(env: Env) -> TestR
     }
     // Fewer only if a call had to be repeated whose first answer was lost.
     assert!(new <= 32 * 8, "{new} were told that theirs is new");
-    assert_eq!(env.store.audit(10).await?.recorded, 32 * 8);
+    assert_eq!(env.store.check_consistency(10).await?.recorded, 32 * 8);
     env.assert_sound().await
 }
 
-pub async fn twins_recorded_at_once_are_stored_once(env: Env) -> TestResult {
+pub async fn twins_recorded_at_once_are_stored_once(env: StoreTestEnv) -> StoreTestResult {
     for round in 0..20 {
         let mut tasks = JoinSet::new();
         for n in 0..4 {
@@ -58,12 +62,12 @@ pub async fn twins_recorded_at_once_are_stored_once(env: Env) -> TestResult {
             new += usize::from(!recorded??.duplicate);
         }
         assert!(new <= 1, "round {round}: {new} were told that theirs is new");
-        assert_eq!(env.store.audit(10).await?.recorded, round + 1);
+        assert_eq!(env.store.check_consistency(10).await?.recorded, round + 1);
     }
     env.assert_sound().await
 }
 
-pub async fn of_eight_workers_one_wins_the_claim(env: Env) -> TestResult {
+pub async fn of_eight_workers_one_wins_the_claim(env: StoreTestEnv) -> StoreTestResult {
     for round in 0..20 {
         let issue = env.record(&round.to_string(), &round.to_string()).await?.issue_id;
         let mut tasks = JoinSet::new();
@@ -81,7 +85,9 @@ pub async fn of_eight_workers_one_wins_the_claim(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn recorders_and_workers_at_once_lose_and_repeat_nothing(env: Env) -> TestResult {
+pub async fn recorders_and_workers_at_once_lose_and_repeat_nothing(
+    env: StoreTestEnv,
+) -> StoreTestResult {
     const ISSUES: u64 = 6;
     const EVENTS: usize = 240;
     let seed = seed();
@@ -89,7 +95,7 @@ pub async fn recorders_and_workers_at_once_lose_and_repeat_nothing(env: Env) -> 
     for n in 0..4 {
         let store = store(&env, n);
         recorders.spawn(async move {
-            let mut random = Random::seeded(seed.wrapping_add(n as u64));
+            let mut random = SeededRandom::seeded(seed.wrapping_add(n as u64));
             for k in 0..EVENTS / 4 {
                 let issue = random.below(ISSUES).to_string();
                 let event = event(&issue, &format!("{n}-{k}"));
@@ -109,8 +115,8 @@ pub async fn recorders_and_workers_at_once_lose_and_repeat_nothing(env: Env) -> 
     }
     // Nobody nudges here: workers look at everything, until all is processed.
     loop {
-        let audit = env.store.audit(1).await?;
-        if audit.processed == EVENTS as u64 {
+        let report = env.store.check_consistency(1).await?;
+        if report.processed == EVENTS as u64 {
             break;
         }
         if let Some(ended) = workers.try_join_next() {
@@ -140,7 +146,7 @@ async fn work(
     while !*stopped.borrow() {
         let issues: Vec<IssueId> =
             store.issues(&Default::default(), 100).await?.iter().map(|issue| issue.id).collect();
-        let mut runs: Vec<Completion> = Vec::new();
+        let mut runs: Vec<RunCompletion> = Vec::new();
         let mut keys = Vec::new();
         let worker = options(&format!("w{n}"));
         for claim in repeat(|| store.claim(&issues, &worker)).await? {
@@ -153,14 +159,14 @@ async fn work(
         }
         let completed = repeat(|| store.complete(&runs)).await?;
         for (completed, keys) in completed.into_iter().zip(keys) {
-            assert!(matches!(completed, Completed::Committed { repeated: false, .. }));
+            assert!(matches!(completed, CompletionOutcome::Committed { repeated: false, .. }));
             handled.extend(keys);
         }
     }
     Ok(handled)
 }
 
-pub async fn batches_in_any_order_never_block_each_other(env: Env) -> TestResult {
+pub async fn batches_in_any_order_never_block_each_other(env: StoreTestEnv) -> StoreTestResult {
     const ISSUES: u64 = 24;
     let seed = seed();
     let events: Vec<NewEvent> =
@@ -171,7 +177,7 @@ pub async fn batches_in_any_order_never_block_each_other(env: Env) -> TestResult
     for n in 0..8 {
         let (store, mut issues) = (store(&env, n), issues.clone());
         tasks.spawn(async move {
-            let mut random = Random::seeded(seed.wrapping_add(n as u64));
+            let mut random = SeededRandom::seeded(seed.wrapping_add(n as u64));
             for round in 0..15 {
                 random.shuffle(&mut issues);
                 // Old issues and new ones, in any order.
@@ -180,14 +186,14 @@ pub async fn batches_in_any_order_never_block_each_other(env: Env) -> TestResult
                     .collect();
                 random.shuffle(&mut events);
                 repeat(|| async {
-                    let recorded = store.record(&events, &Quiet::default()).await;
+                    let recorded = store.record(&events, &DebounceWindow::default()).await;
                     recorded.into_iter().collect::<crate::Result<Vec<_>>>()
                 })
                 .await?;
                 let worker = options(&format!("w{n}"));
                 let claims = repeat(|| store.claim(&issues, &worker)).await?;
                 let claims = claims.into_iter().filter(|claim| matches!(claim, Claim::Won(_)));
-                let mut runs: Vec<Completion> =
+                let mut runs: Vec<RunCompletion> =
                     claims.map(|claim| completion(&won(claim))).collect();
                 random.shuffle(&mut runs);
                 let sweep = SweepOptions::default();
@@ -205,7 +211,7 @@ pub async fn batches_in_any_order_never_block_each_other(env: Env) -> TestResult
 
 async fn record(store: &dyn Store, event: &NewEvent) -> crate::Result<Recorded> {
     repeat(|| async {
-        store.record(std::slice::from_ref(event), &Quiet::default()).await.remove(0)
+        store.record(std::slice::from_ref(event), &DebounceWindow::default()).await.remove(0)
     })
     .await
 }
@@ -223,15 +229,15 @@ where
     }
 }
 
-async fn write(store: &dyn Store, issue: IssueId, row: &KeyedOutbox) -> crate::Result<()> {
+async fn write(store: &dyn Store, issue: IssueId, row: &KeyedOutboxRow) -> crate::Result<()> {
     let mut transaction = store.begin().await?;
     transaction.write_outbox(issue, std::slice::from_ref(row)).await?;
     transaction.commit().await
 }
 
 pub async fn rows_written_while_others_are_delivered_are_all_delivered_in_order(
-    env: Env,
-) -> TestResult {
+    env: StoreTestEnv,
+) -> StoreTestResult {
     const ISSUES: usize = 3;
     const ROWS: usize = 40;
     let mut writers = JoinSet::new();
@@ -240,7 +246,7 @@ pub async fn rows_written_while_others_are_delivered_are_all_delivered_in_order(
         let store = store(&env, issue);
         writers.spawn(async move {
             for n in 0..ROWS {
-                let row = KeyedOutbox { key: n.to_string(), row: reply(&n.to_string()) };
+                let row = KeyedOutboxRow { key: n.to_string(), row: reply(&n.to_string()) };
                 repeat(|| write(&*store, id, &row)).await?;
             }
             Ok::<_, crate::IssueError>(())
@@ -248,7 +254,7 @@ pub async fn rows_written_while_others_are_delivered_are_all_delivered_in_order(
     }
     let mut delivered: HashMap<IssueId, Vec<usize>> = HashMap::new();
     let seed = seed();
-    let mut random = Random::seeded(seed);
+    let mut random = SeededRandom::seeded(seed);
     // Until nothing is left and nobody writes any more: a row that nobody lets go would make this end too early.
     loop {
         let writes = !writers.is_empty();
@@ -262,11 +268,11 @@ pub async fn rows_written_while_others_are_delivered_are_all_delivered_in_order(
         let mut settlements = Vec::new();
         for row in rows {
             let delivery = match random.below(4) {
-                0 => Delivery::Release,
-                1 => Delivery::Dead { error: "gone".into() },
-                _ => Delivery::Delivered,
+                0 => OutboxDelivery::Release,
+                1 => OutboxDelivery::Dead { error: "gone".into() },
+                _ => OutboxDelivery::Delivered,
             };
-            if delivery != Delivery::Release {
+            if delivery != OutboxDelivery::Release {
                 let number = text_of(&row.payload).parse()?;
                 delivered.entry(row.issue_id).or_default().push(number);
             }

@@ -2,29 +2,29 @@
 
 use std::time::Duration;
 
-use super::env::{Env, TTL, TestResult, completion, options, won};
+use super::env::{StoreTestEnv, StoreTestResult, TTL, completion, options, won};
 use crate::limits::ERROR_BYTES_MAX;
 use crate::{
-    AfterFailure, Claim, ClaimedIssue, Failed, Failure, GiveBack, GiveBackReason, GivenBack,
-    ProcessingStatus, Released,
+    AfterFailure, Claim, ClaimRelease, ClaimReleased, ClaimedIssue, FailureOutcome,
+    ProcessingStatus, QuarantineCleared, ReleaseReason, RunFailure,
 };
 
 const BACKOFF: Duration = Duration::from_secs(600);
 
-fn failure(claimed: &ClaimedIssue, then: AfterFailure) -> Failure {
+fn failure(claimed: &ClaimedIssue, then: AfterFailure) -> RunFailure {
     let error = "the model is down".to_owned();
-    Failure { issue_id: claimed.issue.id, epoch: claimed.epoch, error, then }
+    RunFailure { issue_id: claimed.issue.id, epoch: claimed.epoch, error, then }
 }
 
-fn retry(claimed: &ClaimedIssue) -> Failure {
+fn retry(claimed: &ClaimedIssue) -> RunFailure {
     failure(claimed, AfterFailure::Retry { after: BACKOFF })
 }
 
-pub async fn a_failed_run_is_tried_again_after_its_backoff(env: Env) -> TestResult {
+pub async fn a_failed_run_is_tried_again_after_its_backoff(env: StoreTestEnv) -> StoreTestResult {
     let issue = env.record("42", "a").await?.issue_id;
     let claimed = env.claim(issue).await?;
     let failed = env.store.fail(&[retry(&claimed)], 3).await?.remove(0);
-    assert!(matches!(failed, Failed::Requeued { attempts: 1, .. }), "{failed:?}");
+    assert!(matches!(failed, FailureOutcome::Requeued { attempts: 1, .. }), "{failed:?}");
     let Claim::NotYet { wait, .. } = env.try_claim(issue).await? else { panic!("it backs off") };
     assert!(wait <= BACKOFF);
 
@@ -39,14 +39,16 @@ pub async fn a_failed_run_is_tried_again_after_its_backoff(env: Env) -> TestResu
     env.assert_sound().await
 }
 
-pub async fn the_last_failure_quarantines_and_keeps_the_error(env: Env) -> TestResult {
+pub async fn the_last_failure_quarantines_and_keeps_the_error(
+    env: StoreTestEnv,
+) -> StoreTestResult {
     let issue = env.record("42", "a").await?.issue_id;
     let claimed = env.claim(issue).await?;
     env.store.fail(&[retry(&claimed)], 2).await?;
     env.pass(BACKOFF).await?;
     let claimed = env.claim(issue).await?;
     let failed = env.store.fail(&[retry(&claimed)], 2).await?.remove(0);
-    assert_eq!(failed, Failed::Quarantined { attempts: 2 });
+    assert_eq!(failed, FailureOutcome::Quarantined { attempts: 2 });
 
     let after = env.issue(issue).await?;
     assert_eq!((after.status, after.pending_events), (ProcessingStatus::Idle, 1));
@@ -59,36 +61,40 @@ pub async fn the_last_failure_quarantines_and_keeps_the_error(env: Env) -> TestR
     env.assert_sound().await
 }
 
-pub async fn a_run_that_is_put_off_counts_no_attempt_however_often(env: Env) -> TestResult {
+pub async fn a_run_that_is_put_off_counts_no_attempt_however_often(
+    env: StoreTestEnv,
+) -> StoreTestResult {
     let issue = env.record("42", "a").await?.issue_id;
     let claimed = env.claim(issue).await?;
     env.store.fail(&[retry(&claimed)], 2).await?;
     for _ in 0..3 {
         env.pass(BACKOFF).await?;
         let claimed = env.claim(issue).await?;
-        let put_off = failure(&claimed, AfterFailure::PutOff { after: BACKOFF });
-        let failed = env.store.fail(&[put_off], 2).await?.remove(0);
-        assert!(matches!(failed, Failed::Requeued { attempts: 1, .. }), "{failed:?}");
+        let defer = failure(&claimed, AfterFailure::Defer { after: BACKOFF });
+        let failed = env.store.fail(&[defer], 2).await?.remove(0);
+        assert!(matches!(failed, FailureOutcome::Requeued { attempts: 1, .. }), "{failed:?}");
         assert!(matches!(env.try_claim(issue).await?, Claim::NotYet { .. }));
         assert_eq!(env.issue(issue).await?.last_error.as_deref(), Some("the model is down"));
     }
     env.pass(BACKOFF).await?;
     let claimed = env.claim(issue).await?;
     let failed = env.store.fail(&[retry(&claimed)], 2).await?.remove(0);
-    assert_eq!(failed, Failed::Quarantined { attempts: 2 });
+    assert_eq!(failed, FailureOutcome::Quarantined { attempts: 2 });
     env.assert_sound().await
 }
 
-pub async fn a_hopeless_failure_quarantines_at_once(env: Env) -> TestResult {
+pub async fn a_hopeless_failure_quarantines_at_once(env: StoreTestEnv) -> StoreTestResult {
     let issue = env.record("42", "a").await?.issue_id;
     let claimed = env.claim(issue).await?;
     let hopeless = failure(&claimed, AfterFailure::Quarantine);
     let failed = env.store.fail(&[hopeless], 5).await?.remove(0);
-    assert_eq!(failed, Failed::Quarantined { attempts: 1 });
+    assert_eq!(failed, FailureOutcome::Quarantined { attempts: 1 });
     env.assert_sound().await
 }
 
-pub async fn events_for_a_quarantined_issue_wait_for_its_release(env: Env) -> TestResult {
+pub async fn events_for_a_quarantined_issue_wait_for_its_release(
+    env: StoreTestEnv,
+) -> StoreTestResult {
     let issue = env.record("42", "a").await?.issue_id;
     let claimed = env.claim(issue).await?;
     env.store.fail(&[failure(&claimed, AfterFailure::Quarantine)], 5).await?;
@@ -97,14 +103,14 @@ pub async fn events_for_a_quarantined_issue_wait_for_its_release(env: Env) -> Te
     assert_eq!(env.issue(issue).await?.status, ProcessingStatus::Idle);
     env.assert_sound().await?;
 
-    assert_eq!(env.second.release(issue).await?, Released::Queued);
+    assert_eq!(env.second.release(issue).await?, QuarantineCleared::Queued);
     let claimed = env.claim(issue).await?;
     assert_eq!((claimed.events.len(), claimed.issue.attempts), (2, 0));
     env.complete(completion(&claimed)).await?;
     env.assert_sound().await
 }
 
-pub async fn a_zombie_cannot_fail_a_run(env: Env) -> TestResult {
+pub async fn a_zombie_cannot_fail_a_run(env: StoreTestEnv) -> StoreTestResult {
     let issue = env.record("42", "a").await?.issue_id;
     let other = env.record("43", "b").await?.issue_id;
     let zombie = env.claim(issue).await?;
@@ -113,28 +119,28 @@ pub async fn a_zombie_cannot_fail_a_run(env: Env) -> TestResult {
     let live = env.claim(other).await?;
     let before = env.issue(issue).await?;
 
-    let give = |claimed: &ClaimedIssue| GiveBack {
+    let give = |claimed: &ClaimedIssue| ClaimRelease {
         issue_id: claimed.issue.id,
         epoch: claimed.epoch,
-        reason: GiveBackReason::Shutdown,
+        reason: ReleaseReason::Shutdown,
     };
-    assert_eq!(env.store.give_back(&[give(&zombie)]).await?, [GivenBack::Fenced]);
+    assert_eq!(env.store.release_claims(&[give(&zombie)]).await?, [ClaimReleased::Fenced]);
     let failed = env.store.fail(&[retry(&zombie), retry(&live), retry(&live)], 5).await?;
-    assert_eq!((failed[0], failed[2]), (Failed::Fenced, Failed::Fenced));
-    assert!(matches!(failed[1], Failed::Requeued { attempts: 1, .. }));
+    assert_eq!((failed[0], failed[2]), (FailureOutcome::Fenced, FailureOutcome::Fenced));
+    assert!(matches!(failed[1], FailureOutcome::Requeued { attempts: 1, .. }));
     assert_eq!(env.issue(issue).await?, before);
     let log = env.store.event_logs(issue, &Default::default(), 1).await?.remove(0);
     assert_eq!(log.processing_error, None);
     Ok(())
 }
 
-pub async fn a_claim_given_back_counts_no_attempt(env: Env) -> TestResult {
+pub async fn a_claim_given_back_counts_no_attempt(env: StoreTestEnv) -> StoreTestResult {
     let issue = env.record("42", "a").await?.issue_id;
-    for (reason, superseded) in [(GiveBackReason::Shutdown, 0), (GiveBackReason::Superseded, 1)] {
+    for (reason, superseded) in [(ReleaseReason::Shutdown, 0), (ReleaseReason::Superseded, 1)] {
         let claimed = env.claim(issue).await?;
-        let give = GiveBack { issue_id: issue, epoch: claimed.epoch, reason };
-        let given = env.store.give_back(&[give, give]).await?;
-        assert_eq!(given, [GivenBack::Requeued { not_before: None }, GivenBack::Fenced]);
+        let give = ClaimRelease { issue_id: issue, epoch: claimed.epoch, reason };
+        let given = env.store.release_claims(&[give, give]).await?;
+        assert_eq!(given, [ClaimReleased::Requeued { not_before: None }, ClaimReleased::Fenced]);
         let after = env.issue(issue).await?;
         assert_eq!((after.status, after.attempts), (ProcessingStatus::Queued, 0));
         assert_eq!((after.crashes, after.superseded), (0, superseded));
@@ -142,7 +148,7 @@ pub async fn a_claim_given_back_counts_no_attempt(env: Env) -> TestResult {
     env.assert_sound().await
 }
 
-pub async fn a_success_forgets_the_failures_before_it(env: Env) -> TestResult {
+pub async fn a_success_forgets_the_failures_before_it(env: StoreTestEnv) -> StoreTestResult {
     let issue = env.record("42", "a").await?.issue_id;
     let claimed = env.claim(issue).await?;
     env.store.fail(&[failure(&claimed, AfterFailure::Retry { after: Duration::ZERO })], 5).await?;
@@ -155,17 +161,19 @@ pub async fn a_success_forgets_the_failures_before_it(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn an_error_text_of_any_kind_is_kept(env: Env) -> TestResult {
+pub async fn an_error_text_of_any_kind_is_kept(env: StoreTestEnv) -> StoreTestResult {
     let issue = env.record("42", "a").await?.issue_id;
     let claimed = env.claim(issue).await?;
     let error = format!("nul \0 {}", "é".repeat(ERROR_BYTES_MAX));
-    env.store.fail(&[Failure { error, ..retry(&claimed) }], 5).await?;
+    env.store.fail(&[RunFailure { error, ..retry(&claimed) }], 5).await?;
     let kept = env.issue(issue).await?.last_error.expect("an error is kept");
     assert!(kept.starts_with("nul \u{fffd} éé") && kept.len() <= ERROR_BYTES_MAX + 2);
     Ok(())
 }
 
-pub async fn a_quarantine_leaves_a_dead_letter_that_outlives_it(env: Env) -> TestResult {
+pub async fn a_quarantine_leaves_a_dead_letter_that_outlives_it(
+    env: StoreTestEnv,
+) -> StoreTestResult {
     let recorded = env.record("42", "a").await?;
     let issue = recorded.issue_id;
     env.record("42", "b").await?;
@@ -194,7 +202,7 @@ pub async fn a_quarantine_leaves_a_dead_letter_that_outlives_it(env: Env) -> Tes
     Ok(())
 }
 
-pub async fn a_claim_that_quarantines_leaves_a_dead_letter(env: Env) -> TestResult {
+pub async fn a_claim_that_quarantines_leaves_a_dead_letter(env: StoreTestEnv) -> StoreTestResult {
     let issue = env.record("42", "a").await?.issue_id;
     env.claim(issue).await?;
     env.pass(TTL).await?;

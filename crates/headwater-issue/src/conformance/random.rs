@@ -1,12 +1,12 @@
-//! Random numbers from a seed that is printed, so that a failed run can be repeated.
+//! SeededRandom numbers from a seed that is printed, so that a failed run can be repeated.
 
 use std::hash::{BuildHasher, RandomState};
 
 /// A small generator (splitmix64); its numbers decide only which calls a test makes.
 #[derive(Clone, Debug)]
-pub(super) struct Random(u64);
+pub(super) struct SeededRandom(u64);
 
-impl Random {
+impl SeededRandom {
     pub(super) fn seeded(seed: u64) -> Self {
         Self(seed)
     }

@@ -2,13 +2,14 @@
 
 use std::time::Duration;
 
-use super::env::{Env, INTEGRATION, TestResult, completion, event};
+use super::env::{INTEGRATION, StoreTestEnv, StoreTestResult, completion, event};
 use crate::limits::{BATCH_MAX, JSON_DEPTH_MAX, PAYLOAD_BYTES_MAX};
 use crate::{
-    AfterFailure, Claim, Completed, Failure, IssueError, IssueId, NewEvent, ProcessingStatus, Quiet,
+    AfterFailure, Claim, CompletionOutcome, DebounceWindow, IssueError, IssueId, NewEvent,
+    ProcessingStatus, RunFailure,
 };
 
-pub async fn an_event_creates_its_issue_and_queues_it(env: Env) -> TestResult {
+pub async fn an_event_creates_its_issue_and_queues_it(env: StoreTestEnv) -> StoreTestResult {
     let recorded = env.record("42", "delivery-1").await?;
     assert!(!recorded.duplicate && recorded.nudge);
     assert_eq!(recorded.not_before, None);
@@ -31,8 +32,8 @@ pub async fn an_event_creates_its_issue_and_queues_it(env: Env) -> TestResult {
 }
 
 pub async fn the_same_event_again_is_a_duplicate_that_nudges_while_it_waits(
-    env: Env,
-) -> TestResult {
+    env: StoreTestEnv,
+) -> StoreTestResult {
     let first = env.record("42", "delivery-1").await?;
     let again = env.record("42", "delivery-1").await?;
     assert_eq!((again.issue_id, again.event_log_id), (first.issue_id, first.event_log_id));
@@ -45,7 +46,9 @@ pub async fn the_same_event_again_is_a_duplicate_that_nudges_while_it_waits(
     env.assert_sound().await
 }
 
-pub async fn a_duplicate_of_a_processed_event_changes_nothing(env: Env) -> TestResult {
+pub async fn a_duplicate_of_a_processed_event_changes_nothing(
+    env: StoreTestEnv,
+) -> StoreTestResult {
     let first = env.record("42", "delivery-1").await?;
     let claimed = env.claim(first.issue_id).await?;
     env.complete(completion(&claimed)).await?;
@@ -57,7 +60,7 @@ pub async fn a_duplicate_of_a_processed_event_changes_nothing(env: Env) -> TestR
     env.assert_sound().await
 }
 
-pub async fn events_of_one_issue_share_one_nudge(env: Env) -> TestResult {
+pub async fn events_of_one_issue_share_one_nudge(env: StoreTestEnv) -> StoreTestResult {
     let events = [event("1", "a"), event("2", "b"), event("1", "c"), event("1", "a")];
     let recorded = env.record_all(&events).await?;
     let nudges: Vec<bool> = recorded.iter().map(|one| one.nudge).collect();
@@ -67,7 +70,9 @@ pub async fn events_of_one_issue_share_one_nudge(env: Env) -> TestResult {
     env.assert_sound().await
 }
 
-pub async fn issue_numbers_repeat_between_projects_and_integrations(env: Env) -> TestResult {
+pub async fn issue_numbers_repeat_between_projects_and_integrations(
+    env: StoreTestEnv,
+) -> StoreTestResult {
     env.store.ensure_integration("other", "gitlab").await?;
     let events = [
         event("42", "a"),
@@ -83,7 +88,9 @@ pub async fn issue_numbers_repeat_between_projects_and_integrations(env: Env) ->
     Ok(())
 }
 
-pub async fn a_key_used_for_another_event_is_refused_and_stores_nothing(env: Env) -> TestResult {
+pub async fn a_key_used_for_another_event_is_refused_and_stores_nothing(
+    env: StoreTestEnv,
+) -> StoreTestResult {
     let first = env.record("42", "delivery-1").await?;
     let others = [
         NewEvent { payload: "{}".into(), ..event("42", "delivery-1") },
@@ -91,7 +98,7 @@ pub async fn a_key_used_for_another_event_is_refused_and_stores_nothing(env: Env
         event("43", "delivery-1"),
     ];
     for other in others {
-        let refused = env.store.record(&[other], &Quiet::default()).await.remove(0);
+        let refused = env.store.record(&[other], &DebounceWindow::default()).await.remove(0);
         assert!(matches!(refused, Err(IssueError::DedupConflict { .. })), "{refused:?}");
     }
     assert_eq!(env.issue(first.issue_id).await?.pending_events, 1);
@@ -99,7 +106,7 @@ pub async fn a_key_used_for_another_event_is_refused_and_stores_nothing(env: Env
     env.assert_sound().await
 }
 
-pub async fn one_key_serves_two_integrations(env: Env) -> TestResult {
+pub async fn one_key_serves_two_integrations(env: StoreTestEnv) -> StoreTestResult {
     env.store.ensure_integration("other", "gitlab").await?;
     let there = NewEvent { integration: "other".into(), ..event("42", "delivery-1") };
     let recorded = env.record_all(&[event("42", "delivery-1"), there]).await?;
@@ -107,10 +114,10 @@ pub async fn one_key_serves_two_integrations(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn twins_in_one_batch_are_stored_once(env: Env) -> TestResult {
+pub async fn twins_in_one_batch_are_stored_once(env: StoreTestEnv) -> StoreTestResult {
     let other = NewEvent { payload: "{}".into(), ..event("42", "a") };
     let events = [event("42", "a"), event("42", "a"), other];
-    let recorded = env.store.record(&events, &Quiet::default()).await;
+    let recorded = env.store.record(&events, &DebounceWindow::default()).await;
     let first = recorded[0].clone()?;
     let second = recorded[1].clone()?;
     assert!(!first.duplicate && first.nudge && second.duplicate && !second.nudge);
@@ -120,18 +127,22 @@ pub async fn twins_in_one_batch_are_stored_once(env: Env) -> TestResult {
     env.assert_sound().await
 }
 
-pub async fn a_false_twin_does_not_take_the_place_of_the_right_one(env: Env) -> TestResult {
+pub async fn a_false_twin_does_not_take_the_place_of_the_right_one(
+    env: StoreTestEnv,
+) -> StoreTestResult {
     env.record("42", "a").await?;
     let other = NewEvent { payload: "{}".into(), ..event("42", "a") };
     let events = [other.clone(), event("42", "a"), other];
-    let recorded = env.store.record(&events, &Quiet::default()).await;
+    let recorded = env.store.record(&events, &DebounceWindow::default()).await;
     assert!(matches!(recorded[0], Err(IssueError::DedupConflict { .. })), "{recorded:?}");
     assert!(recorded[1].as_ref().is_ok_and(|one| one.duplicate && one.nudge), "{recorded:?}");
     assert!(matches!(recorded[2], Err(IssueError::DedupConflict { .. })), "{recorded:?}");
     env.assert_sound().await
 }
 
-pub async fn an_event_without_a_key_is_stored_once_by_what_it_says(env: Env) -> TestResult {
+pub async fn an_event_without_a_key_is_stored_once_by_what_it_says(
+    env: StoreTestEnv,
+) -> StoreTestResult {
     let event =
         NewEvent { dedup_key: None, payload: r#"{"action": "open"}"#.into(), ..event("42", "") };
     let spaced = NewEvent { payload: "{ \"action\":\"open\" }".into(), ..event.clone() };
@@ -142,11 +153,13 @@ pub async fn an_event_without_a_key_is_stored_once_by_what_it_says(env: Env) -> 
     Ok(())
 }
 
-pub async fn the_same_event_of_two_projects_without_a_key_is_two_events(env: Env) -> TestResult {
+pub async fn the_same_event_of_two_projects_without_a_key_is_two_events(
+    env: StoreTestEnv,
+) -> StoreTestResult {
     let first = NewEvent { dedup_key: None, ..event("42", "") };
     let second = NewEvent { external_project_id: "another".into(), ..first.clone() };
     let events = [first.clone(), second.clone(), first, second];
-    let answers = env.store.record(&events, &Quiet::default()).await;
+    let answers = env.store.record(&events, &DebounceWindow::default()).await;
     let recorded = answers.into_iter().collect::<Result<Vec<_>, _>>()?;
     assert_ne!(recorded[0].issue_id, recorded[1].issue_id);
     let duplicates: Vec<bool> = recorded.iter().map(|one| one.duplicate).collect();
@@ -154,16 +167,18 @@ pub async fn the_same_event_of_two_projects_without_a_key_is_two_events(env: Env
     env.assert_sound().await
 }
 
-/// A quiet window of ten minutes.
-fn window(max_wait: Duration, events_max: usize) -> Quiet {
-    Quiet { quiet: Duration::from_secs(600), max_wait, events_max }
+/// A debounce window of ten minutes.
+fn window(max_wait: Duration, events_max: usize) -> DebounceWindow {
+    DebounceWindow { quiet_for: Duration::from_secs(600), max_wait, events_max }
 }
 
-pub async fn a_burst_in_a_quiet_window_is_one_run_with_all_its_events(env: Env) -> TestResult {
-    let quiet = window(Duration::from_secs(6000), 0);
+pub async fn a_burst_in_a_quiet_window_is_one_run_with_all_its_events(
+    env: StoreTestEnv,
+) -> StoreTestResult {
+    let debounce = window(Duration::from_secs(6000), 0);
     let mut issue = Default::default();
     for key in ["a", "b", "c"] {
-        let recorded = env.store.record(&[event("42", key)], &quiet).await.remove(0)?;
+        let recorded = env.store.record(&[event("42", key)], &debounce).await.remove(0)?;
         assert!(recorded.not_before.is_some());
         issue = recorded.issue_id;
         env.pass(Duration::from_secs(400)).await?;
@@ -174,18 +189,21 @@ pub async fn a_burst_in_a_quiet_window_is_one_run_with_all_its_events(env: Env) 
     assert_eq!(claimed.events.len(), 3);
 
     // What comes during the run waits for its own quiet.
-    env.store.record(&[event("42", "d")], &quiet).await.remove(0)?;
+    env.store.record(&[event("42", "d")], &debounce).await.remove(0)?;
     let completed = env.complete(completion(&claimed)).await?;
-    assert!(matches!(completed, Completed::Committed { requeued: true, not_before: Some(_), .. }));
+    assert!(matches!(
+        completed,
+        CompletionOutcome::Committed { requeued: true, not_before: Some(_), .. }
+    ));
     assert!(matches!(env.try_claim(issue).await?, Claim::NotYet { .. }));
     env.assert_sound().await
 }
 
-pub async fn no_event_waits_longer_than_the_longest_wait(env: Env) -> TestResult {
-    let quiet = window(Duration::from_secs(1000), 0);
-    let first = env.store.record(&[event("42", "a")], &quiet).await.remove(0)?;
+pub async fn no_event_waits_longer_than_the_longest_wait(env: StoreTestEnv) -> StoreTestResult {
+    let debounce = window(Duration::from_secs(1000), 0);
+    let first = env.store.record(&[event("42", "a")], &debounce).await.remove(0)?;
     env.pass(Duration::from_secs(500)).await?;
-    env.store.record(&[event("42", "b")], &quiet).await.remove(0)?;
+    env.store.record(&[event("42", "b")], &debounce).await.remove(0)?;
     let Claim::NotYet { wait, .. } = env.try_claim(first.issue_id).await? else {
         panic!("the window is open")
     };
@@ -195,12 +213,14 @@ pub async fn no_event_waits_longer_than_the_longest_wait(env: Env) -> TestResult
     Ok(())
 }
 
-pub async fn a_quiet_window_ends_with_as_many_events_as_a_run_can_have(env: Env) -> TestResult {
-    let quiet = window(Duration::from_secs(6000), 3);
+pub async fn a_quiet_window_ends_with_as_many_events_as_a_run_can_have(
+    env: StoreTestEnv,
+) -> StoreTestResult {
+    let debounce = window(Duration::from_secs(6000), 3);
     let mut nudges = Vec::new();
     let mut issue = Default::default();
     for key in ["a", "b", "c", "d"] {
-        let recorded = env.store.record(&[event("42", key)], &quiet).await.remove(0)?;
+        let recorded = env.store.record(&[event("42", key)], &debounce).await.remove(0)?;
         issue = recorded.issue_id;
         nudges.push((recorded.nudge, recorded.not_before.is_some()));
     }
@@ -210,47 +230,53 @@ pub async fn a_quiet_window_ends_with_as_many_events_as_a_run_can_have(env: Env)
     assert_eq!(claimed.events.len(), 4);
 
     // Nobody counts the events of a run in progress; what comes meanwhile waits for its own quiet.
-    let recorded = env.store.record(&[event("42", "e")], &quiet).await.remove(0)?;
+    let recorded = env.store.record(&[event("42", "e")], &debounce).await.remove(0)?;
     assert!(!recorded.nudge && recorded.not_before.is_some());
     env.complete(completion(&claimed)).await?;
     assert!(matches!(env.try_claim(issue).await?, Claim::NotYet { .. }));
 
     // All at once is enough, too.
     let events = ["x", "y", "z"].map(|key| event("43", key));
-    let recorded = env.store.record(&events, &quiet).await.remove(0)?;
+    let recorded = env.store.record(&events, &debounce).await.remove(0)?;
     assert!(recorded.nudge && recorded.not_before.is_none());
     assert_eq!(env.claim(recorded.issue_id).await?.events.len(), 3);
     env.assert_sound().await
 }
 
 /// Ends a run of this issue with a wait that is longer than any window here.
-async fn fail(env: &Env, issue_id: IssueId, then: AfterFailure) -> TestResult {
+async fn fail(env: &StoreTestEnv, issue_id: IssueId, then: AfterFailure) -> StoreTestResult {
     let epoch = env.claim(issue_id).await?.epoch;
-    let failure = Failure { issue_id, epoch, error: "no model".into(), then };
+    let failure = RunFailure { issue_id, epoch, error: "no model".into(), then };
     env.store.fail(&[failure], 5).await?;
     Ok(())
 }
 
-pub async fn a_backoff_does_not_end_with_the_number_of_events(env: Env) -> TestResult {
-    let quiet = window(Duration::from_secs(6000), 2);
+pub async fn a_backoff_does_not_end_with_the_number_of_events(
+    env: StoreTestEnv,
+) -> StoreTestResult {
+    let debounce = window(Duration::from_secs(6000), 2);
     let issue_id = env.record("42", "a").await?.issue_id;
     fail(&env, issue_id, AfterFailure::Retry { after: Duration::from_secs(6000) }).await?;
-    let recorded = env.store.record(&[event("42", "b")], &quiet).await.remove(0)?;
+    let recorded = env.store.record(&[event("42", "b")], &debounce).await.remove(0)?;
     assert!(!recorded.nudge && recorded.not_before.is_some());
     assert!(matches!(env.try_claim(issue_id).await?, Claim::NotYet { .. }));
     env.assert_sound().await
 }
 
-pub async fn a_run_that_was_put_off_stays_so_however_many_events_come(env: Env) -> TestResult {
-    let put_off = AfterFailure::PutOff { after: Duration::from_secs(20_000) };
-    let windows =
-        [window(Duration::from_secs(6000), 2), Quiet { events_max: 2, ..Quiet::default() }];
-    for (quiet, issue) in windows.into_iter().zip(["1", "2"]) {
+pub async fn a_run_that_was_put_off_stays_so_however_many_events_come(
+    env: StoreTestEnv,
+) -> StoreTestResult {
+    let defer = AfterFailure::Defer { after: Duration::from_secs(20_000) };
+    let windows = [
+        window(Duration::from_secs(6000), 2),
+        DebounceWindow { events_max: 2, ..DebounceWindow::default() },
+    ];
+    for (debounce, issue) in windows.into_iter().zip(["1", "2"]) {
         let key = |key: &str| event(issue, &format!("{issue}/{key}"));
         let issue_id = env.record_all(&[key("a"), key("b"), key("c")]).await?.remove(0).issue_id;
-        fail(&env, issue_id, put_off).await?;
+        fail(&env, issue_id, defer).await?;
         for events in [vec![key("d")], vec![key("e"), key("f")], vec![key("d")]] {
-            let recorded = env.store.record(&events, &quiet).await.remove(0)?;
+            let recorded = env.store.record(&events, &debounce).await.remove(0)?;
             // A duplicate of what waits is nudged for, as ever; whoever comes is sent away.
             assert_eq!(recorded.nudge, recorded.duplicate);
             let claim = env.try_claim(issue_id).await?;
@@ -263,14 +289,14 @@ pub async fn a_run_that_was_put_off_stays_so_however_many_events_come(env: Env) 
 
         // A run that ended well leaves nothing of that: a window is ended by events again.
         env.complete(completion(&claimed)).await?;
-        let recorded = env.store.record(&[key("g"), key("h")], &quiet).await.remove(0)?;
+        let recorded = env.store.record(&[key("g"), key("h")], &debounce).await.remove(0)?;
         assert!(recorded.nudge && recorded.not_before.is_none());
         env.claim(issue_id).await?;
     }
     env.assert_sound().await
 }
 
-pub async fn the_largest_and_the_deepest_payloads_come_back(env: Env) -> TestResult {
+pub async fn the_largest_and_the_deepest_payloads_come_back(env: StoreTestEnv) -> StoreTestResult {
     let largest = format!("\"{}\"", "x".repeat(PAYLOAD_BYTES_MAX - 2));
     let deepest = format!("{}{}", "[".repeat(JSON_DEPTH_MAX), "]".repeat(JSON_DEPTH_MAX));
     for (issue, payload) in [("1", largest), ("2", deepest)] {
@@ -281,7 +307,7 @@ pub async fn the_largest_and_the_deepest_payloads_come_back(env: Env) -> TestRes
     Ok(())
 }
 
-pub async fn as_many_events_as_allowed_are_taken_in_one_call(env: Env) -> TestResult {
+pub async fn as_many_events_as_allowed_are_taken_in_one_call(env: StoreTestEnv) -> StoreTestResult {
     let events: Vec<NewEvent> =
         (0..BATCH_MAX).map(|n| event(&(n % 10).to_string(), &n.to_string())).collect();
     let recorded = env.record_all(&events).await?;
@@ -294,7 +320,7 @@ pub async fn as_many_events_as_allowed_are_taken_in_one_call(env: Env) -> TestRe
     env.assert_sound().await
 }
 
-pub async fn text_in_any_script_comes_back(env: Env) -> TestResult {
+pub async fn text_in_any_script_comes_back(env: StoreTestEnv) -> StoreTestResult {
     let text = "ключ 键 😀 \" \\ ' % _ \n\t\u{1} \u{7f} \u{2028} {} , NULL";
     let payload = serde_json::json!({ text: text }).to_string();
     let event = NewEvent {
@@ -318,8 +344,8 @@ pub async fn text_in_any_script_comes_back(env: Env) -> TestResult {
 }
 
 pub async fn a_payload_that_a_store_cannot_hold_is_sanitized_and_the_original_is_kept(
-    env: Env,
-) -> TestResult {
+    env: StoreTestEnv,
+) -> StoreTestResult {
     let value = |text: &str| serde_json::from_str::<serde_json::Value>(text);
     let payloads = [
         (r#"{"a\u0000b": "\u0000"}"#, "{\"a\u{fffd}b\": \"\u{fffd}\"}"),
@@ -343,7 +369,7 @@ pub async fn a_payload_that_a_store_cannot_hold_is_sanitized_and_the_original_is
         let again = env.record_all(std::slice::from_ref(&event)).await?.remove(0);
         assert_eq!((again.event_log_id, again.duplicate), (recorded.event_log_id, true));
         let other = NewEvent { payload: expected.into(), ..event };
-        let answer = env.store.record(&[other], &Quiet::default()).await.remove(0);
+        let answer = env.store.record(&[other], &DebounceWindow::default()).await.remove(0);
         assert!(matches!(answer, Err(IssueError::DedupConflict { .. })), "{answer:?}");
     }
     // Negative zero is a number to every store, and zero to one of them.
@@ -354,7 +380,9 @@ pub async fn a_payload_that_a_store_cannot_hold_is_sanitized_and_the_original_is
     env.assert_sound().await
 }
 
-pub async fn originals_are_stored_once_and_only_with_their_event(env: Env) -> TestResult {
+pub async fn originals_are_stored_once_and_only_with_their_event(
+    env: StoreTestEnv,
+) -> StoreTestResult {
     let odd = |issue: &str, key: &str| NewEvent {
         payload: format!(r#"{{"{key}": "\u0000"}}"#),
         ..event(issue, key)
@@ -368,7 +396,7 @@ pub async fn originals_are_stored_once_and_only_with_their_event(env: Env) -> Te
         NewEvent { integration: "nobody".into(), ..odd("1", "d") },
         event("2", "e"),
     ];
-    let recorded = env.store.record(&events, &Quiet::default()).await;
+    let recorded = env.store.record(&events, &DebounceWindow::default()).await;
     for (index, expected) in [(0, None), (1, Some("b")), (2, Some("c")), (5, None)] {
         let id = recorded[index].clone()?.event_log_id;
         let expected = expected.map(|key| format!(r#"{{"{key}": "\u0000"}}"#));
@@ -380,12 +408,12 @@ pub async fn originals_are_stored_once_and_only_with_their_event(env: Env) -> Te
     env.assert_sound().await
 }
 
-pub async fn no_events_are_no_work(env: Env) -> TestResult {
-    assert!(env.store.record(&[], &Quiet::default()).await.is_empty());
+pub async fn no_events_are_no_work(env: StoreTestEnv) -> StoreTestResult {
+    assert!(env.store.record(&[], &DebounceWindow::default()).await.is_empty());
     assert!(env.store.claim(&[], &super::env::options("a")).await?.is_empty());
     assert!(env.store.complete(&[]).await?.is_empty());
     assert!(env.store.fail(&[], 5).await?.is_empty());
-    assert!(env.store.give_back(&[]).await?.is_empty());
+    assert!(env.store.release_claims(&[]).await?.is_empty());
     assert!(env.store.heartbeat(&[], super::env::TTL).await?.is_empty());
     assert!(env.store.settle_outbox(&[]).await?.is_empty());
     Ok(())

@@ -3,19 +3,19 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::env::{Env, TTL, TestResult, completion, event, reply, text_of};
+use super::env::{StoreTestEnv, StoreTestResult, TTL, completion, event, reply, text_of};
 use crate::limits::{NAME_BYTES_MAX, OUTBOX_PER_RUN_MAX};
 use crate::{
-    Completed, Completion, Delivery, IssueError, IssueId, KeyedOutbox, NewOutbox, OutboxSettlement,
-    Quiet,
+    CompletionOutcome, DebounceWindow, IssueError, IssueId, KeyedOutboxRow, NewOutboxRow,
+    OutboxDelivery, OutboxSettlement, RunCompletion,
 };
 
-fn keyed(key: &str, text: &str) -> KeyedOutbox {
-    KeyedOutbox { key: key.into(), row: reply(text) }
+fn keyed(key: &str, text: &str) -> KeyedOutboxRow {
+    KeyedOutboxRow { key: key.into(), row: reply(text) }
 }
 
 /// The texts of all rows in the order of delivery, and their keys.
-async fn deliver_all(env: &Env) -> TestResult<Vec<(String, String)>> {
+async fn deliver_all(env: &StoreTestEnv) -> StoreTestResult<Vec<(String, String)>> {
     let mut delivered = Vec::new();
     loop {
         let rows = env.store.take_outbox("deliverer", 10, TTL).await?;
@@ -23,26 +23,29 @@ async fn deliver_all(env: &Env) -> TestResult<Vec<(String, String)>> {
             return Ok(delivered);
         }
         for row in rows {
-            let (id, deliveries, delivery) = (row.id, row.deliveries, Delivery::Delivered);
+            let (id, deliveries, delivery) = (row.id, row.deliveries, OutboxDelivery::Delivered);
             env.store.settle_outbox(&[OutboxSettlement { id, deliveries, delivery }]).await?;
             delivered.push((text_of(&row.payload), row.idempotency_key));
         }
     }
 }
 
-async fn texts(env: &Env) -> TestResult<Vec<String>> {
+async fn texts(env: &StoreTestEnv) -> StoreTestResult<Vec<String>> {
     Ok(deliver_all(env).await?.into_iter().map(|(text, _)| text).collect())
 }
 
-async fn write(env: &Env, issue: IssueId, rows: &[KeyedOutbox]) -> TestResult {
+async fn write(env: &StoreTestEnv, issue: IssueId, rows: &[KeyedOutboxRow]) -> StoreTestResult {
     let mut transaction = env.store.begin().await?;
     transaction.write_outbox(issue, rows).await?;
     Ok(transaction.commit().await?)
 }
 
-pub async fn what_a_transaction_wrote_is_there_when_it_is_committed(env: Env) -> TestResult {
+pub async fn what_a_transaction_wrote_is_there_when_it_is_committed(
+    env: StoreTestEnv,
+) -> StoreTestResult {
     let mut transaction = env.store.begin().await?;
-    let recorded = transaction.record(&[event("42", "a")], &Quiet::default()).await.remove(0)?;
+    let recorded =
+        transaction.record(&[event("42", "a")], &DebounceWindow::default()).await.remove(0)?;
     assert!(recorded.nudge);
     let rows = [keyed("created", "one"), keyed("greeted", "two")];
     let written = transaction.write_outbox(recorded.issue_id, &rows).await?;
@@ -53,20 +56,20 @@ pub async fn what_a_transaction_wrote_is_there_when_it_is_committed(env: Env) ->
     env.assert_sound().await
 }
 
-pub async fn a_transaction_that_is_dropped_leaves_nothing(env: Env) -> TestResult {
+pub async fn a_transaction_that_is_dropped_leaves_nothing(env: StoreTestEnv) -> StoreTestResult {
     let issue = env.record("1", "a").await?.issue_id;
     let mut transaction = env.store.begin().await?;
-    transaction.record(&[event("42", "b")], &Quiet::default()).await.remove(0)?;
+    transaction.record(&[event("42", "b")], &DebounceWindow::default()).await.remove(0)?;
     transaction.write_outbox(issue, &[keyed("k", "never")]).await?;
     drop(transaction);
-    assert_eq!(env.store.audit(1).await?.recorded, 1);
+    assert_eq!(env.store.check_consistency(1).await?.recorded, 1);
     assert_eq!(texts(&env).await?, [""; 0]);
     Ok(())
 }
 
 pub async fn a_row_is_written_once_however_often_its_transaction_is_repeated(
-    env: Env,
-) -> TestResult {
+    env: StoreTestEnv,
+) -> StoreTestResult {
     let issue = env.record("1", "a").await?.issue_id;
     let other = env.record("2", "b").await?.issue_id;
     write(&env, issue, &[keyed("k", "one")]).await?;
@@ -86,7 +89,9 @@ pub async fn a_row_is_written_once_however_often_its_transaction_is_repeated(
     Ok(())
 }
 
-pub async fn a_key_of_another_row_is_refused_and_nothing_is_written(env: Env) -> TestResult {
+pub async fn a_key_of_another_row_is_refused_and_nothing_is_written(
+    env: StoreTestEnv,
+) -> StoreTestResult {
     let issue = env.record("1", "a").await?.issue_id;
     write(&env, issue, &[keyed("k", "one")]).await?;
     let mut transaction = env.store.begin().await?;
@@ -100,10 +105,12 @@ pub async fn a_key_of_another_row_is_refused_and_nothing_is_written(env: Env) ->
     Ok(())
 }
 
-pub async fn bad_rows_are_refused_and_leave_the_transaction_usable(env: Env) -> TestResult {
+pub async fn bad_rows_are_refused_and_leave_the_transaction_usable(
+    env: StoreTestEnv,
+) -> StoreTestResult {
     let issue = env.record("1", "a").await?.issue_id;
     let mut transaction = env.store.begin().await?;
-    let with = |change: fn(&mut NewOutbox)| {
+    let with = |change: fn(&mut NewOutboxRow)| {
         let mut one = keyed("k", "x");
         change(&mut one.row);
         vec![one]
@@ -131,13 +138,13 @@ pub async fn bad_rows_are_refused_and_leave_the_transaction_usable(env: Env) -> 
 }
 
 pub async fn rows_of_transactions_and_of_runs_come_in_the_order_of_their_commits(
-    env: Env,
-) -> TestResult {
+    env: StoreTestEnv,
+) -> StoreTestResult {
     let issue = env.replied("1", &["run 1"]).await?;
     write(&env, issue, &[keyed("a", "transaction 1")]).await?;
     env.record("1", "next").await?;
     let claimed = env.claim(issue).await?;
-    let run = Completion { outbox: vec![reply("run 2")], ..completion(&claimed) };
+    let run = RunCompletion { outbox: vec![reply("run 2")], ..completion(&claimed) };
 
     let mut transaction = env.store.begin().await?;
     transaction.write_outbox(issue, &[keyed("b", "transaction 2")]).await?;
@@ -156,21 +163,21 @@ pub async fn rows_of_transactions_and_of_runs_come_in_the_order_of_their_commits
     assert!(overtakes.is_err(), "{overtakes:?}");
     transaction.commit().await?;
     let completed = completing.await??.remove(0);
-    assert!(matches!(completed, Completed::Committed { .. }), "{completed:?}");
+    assert!(matches!(completed, CompletionOutcome::Committed { .. }), "{completed:?}");
     assert_eq!(texts(&env).await?, ["run 1", "transaction 1", "transaction 2", "run 2"]);
     Ok(())
 }
 
 pub async fn a_row_written_while_the_one_before_it_is_settled_is_not_left_behind(
-    env: Env,
-) -> TestResult {
+    env: StoreTestEnv,
+) -> StoreTestResult {
     let issue = env.replied("1", &["first"]).await?;
     let row = env.store.take_outbox("deliverer", 1, TTL).await?.remove(0);
     let mut transaction = env.store.begin().await?;
     transaction.write_outbox(issue, &[keyed("a", "second")]).await?;
     // The first one goes while the second waits for it and cannot be seen yet.
     let store = Arc::clone(&env.second);
-    let (id, deliveries, delivery) = (row.id, row.deliveries, Delivery::Delivered);
+    let (id, deliveries, delivery) = (row.id, row.deliveries, OutboxDelivery::Delivered);
     let settlement = OutboxSettlement { id, deliveries, delivery };
     let mut settling = tokio::spawn(async move {
         // Again, if it has waited for as long as a call waits for a lock.
@@ -191,7 +198,9 @@ pub async fn a_row_written_while_the_one_before_it_is_settled_is_not_left_behind
     Ok(())
 }
 
-pub async fn a_committed_transaction_wakes_who_waits_for_the_outbox(env: Env) -> TestResult {
+pub async fn a_committed_transaction_wakes_who_waits_for_the_outbox(
+    env: StoreTestEnv,
+) -> StoreTestResult {
     let issue = env.record("1", "a").await?.issue_id;
     let mut transaction = env.store.begin().await?;
     transaction.write_outbox(issue, &[keyed("k", "x")]).await?;

@@ -4,9 +4,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::error::{IssueError, Result};
-use crate::limits::DELIVERIES_AT_ONCE_MAX;
-use crate::retry::RetryPolicy;
-use crate::steps::{NoSteps, Steps};
+use crate::limits::CONCURRENT_DELIVERIES_MAX;
+use crate::retry_policy::IssueRetryPolicy;
+use crate::step_observer::{NoStepObserver, StepObserver};
 use crate::worker::unique_name;
 
 /// Settings of the outbox.
@@ -29,9 +29,9 @@ pub struct OutboxConfig {
     /// Default: 25 s.
     pub drain: Duration,
     /// When and how often a failed delivery is tried again.
-    pub retry: RetryPolicy,
+    pub retry: IssueRetryPolicy,
     /// Is told of every step. Default: nobody.
-    pub steps: Arc<dyn Steps>,
+    pub step_observer: Arc<dyn StepObserver>,
 }
 
 impl Default for OutboxConfig {
@@ -44,8 +44,8 @@ impl Default for OutboxConfig {
             ttl: Duration::from_secs(60),
             every: Duration::from_secs(1),
             drain: Duration::from_secs(25),
-            retry: RetryPolicy::default(),
-            steps: Arc::new(NoSteps),
+            retry: IssueRetryPolicy::default(),
+            step_observer: Arc::new(NoStepObserver),
         }
     }
 }
@@ -53,8 +53,8 @@ impl Default for OutboxConfig {
 impl OutboxConfig {
     pub(super) fn validate(&self) -> Result<()> {
         self.retry.validate()?;
-        if !(1..=DELIVERIES_AT_ONCE_MAX).contains(&self.concurrency) {
-            let problem = format!("{}; 1 to {DELIVERIES_AT_ONCE_MAX}", self.concurrency);
+        if !(1..=CONCURRENT_DELIVERIES_MAX).contains(&self.concurrency) {
+            let problem = format!("{}; 1 to {CONCURRENT_DELIVERIES_MAX}", self.concurrency);
             return Err(IssueError::invalid("concurrency", problem));
         }
         if self.per_target == 0 {

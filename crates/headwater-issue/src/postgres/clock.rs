@@ -6,10 +6,10 @@ use sqlx::{Error, Row};
 use super::PostgresStore;
 use crate::clock_watch::ClockWatch;
 use crate::error::Result;
-use crate::rows::{ms, number, time};
+use crate::row_decoding::{ms, timestamp, to_i64};
 
 /// Rows of one kind that one call changes.
-const RESTARTED_AT_ONCE: usize = 1000;
+const RESTART_BATCH_MAX: usize = 1000;
 
 impl PostgresStore {
     /// Reads the clock. If it was set since the last reading, all waits end and all leases start anew.
@@ -29,11 +29,11 @@ async fn follow_clock(watch: &ClockWatch, connection: &mut PgConnection) -> Resu
     )
     .fetch_one(&mut *connection)
     .await?;
-    let (now, stored) = (time(row.try_get(0)?), time(row.try_get(1)?));
-    let noticed = watch.read(now, asked).or_else(|| watch.compare(now, stored));
-    let Some(noticed) = noticed else {
+    let (now, stored) = (timestamp(row.try_get(0)?), timestamp(row.try_get(1)?));
+    let detected = watch.read(now, asked).or_else(|| watch.compare(now, stored));
+    let Some(detected) = detected else {
         if watch.should_store() {
-            // Never earlier than what is stored: a process that has not yet noticed a step back must find it.
+            // Never earlier than what is stored: a process that has not yet detected a step back must find it.
             let (claim_ttl, outbox_ttl) = watch.ttls();
             sqlx::query(
                 "UPDATE headwater_clock SET seen_at = greatest(seen_at, headwater_now()),
@@ -52,7 +52,7 @@ async fn follow_clock(watch: &ClockWatch, connection: &mut PgConnection) -> Resu
         let row = sqlx::query("SELECT headwater_restart_deadlines_1($1, $2, $3)")
             .bind(ms(claim_ttl))
             .bind(ms(outbox_ttl))
-            .bind(number(RESTARTED_AT_ONCE))
+            .bind(to_i64(RESTART_BATCH_MAX))
             .fetch_one(&mut *connection)
             .await?;
         match row.try_get::<i64, _>(0)? {
@@ -62,6 +62,6 @@ async fn follow_clock(watch: &ClockWatch, connection: &mut PgConnection) -> Resu
             left => left_before = left,
         }
     }
-    watch.handled(noticed);
+    watch.handled(detected);
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! Connections to the server, and the one rule of using them: a connection goes back to the pool only after its call ran to
+//! PgConnections to the server, and the one rule of using them: a connection goes back to the pool only after its call ran to
 //! its end and the server said that no transaction is open on it.
 //!
 //! Upstream: every call of the store. Downstream: the pool of sqlx, which nothing else can reach.
@@ -35,12 +35,12 @@ const IDLE_IN_TRANSACTION_TIMEOUT: &str = "25P03";
 
 /// The connections of a store.
 #[derive(Clone, Debug)]
-pub(super) struct Connections {
+pub(super) struct PgConnections {
     pool: PgPool,
     options: PgConnectOptions,
 }
 
-impl Connections {
+impl PgConnections {
     /// Connects when the first call needs a connection.
     pub(super) fn new(connect: PgConnectOptions, options: &StoreOptions) -> Self {
         // What the functions rely on: each statement sees what was committed before it. What a lost caller left behind

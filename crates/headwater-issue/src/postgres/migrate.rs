@@ -8,11 +8,11 @@ use std::collections::BTreeMap;
 use sqlx::postgres::{PgConnection, PgRow};
 use sqlx::{Connection, Executor, Row};
 
-use super::connections::Connections;
+use super::connections::PgConnections;
 
 use crate::error::Result;
 use crate::migrations::{self, Verdict};
-use crate::rows::database_error;
+use crate::row_decoding::database_error;
 
 const TRANSITIONS: &str = include_str!("migrations/0002_transitions.sql");
 
@@ -32,7 +32,7 @@ const MIGRATIONS: [&str; 8] = [
 const LOCK: i64 = 0x6865_6164_7761_7465;
 
 /// Brings everything up to date, and returns what tells this database from every other.
-pub(super) async fn migrate(connections: &Connections) -> Result<String> {
+pub(super) async fn migrate(connections: &PgConnections) -> Result<String> {
     let applied = connections.run(apply).await;
     let verdict = applied.map_err(|error| database_error("migrating the database", error))?;
     match verdict {
@@ -65,7 +65,7 @@ async fn apply(connection: &mut PgConnection) -> Result<Verdict, sqlx::Error> {
     let newest = sqlx::query("SELECT coalesce(max(version), 0) FROM headwater_migrations")
         .fetch_one(&mut *transaction)
         .await?;
-    let applied = crate::rows::count(newest.try_get::<i64, _>(0)?)?;
+    let applied = crate::row_decoding::count(newest.try_get::<i64, _>(0)?)?;
     let rows = sqlx::query("SELECT version, sha256 FROM headwater_migration_checksums")
         .fetch_all(&mut *transaction)
         .await?;

@@ -7,14 +7,14 @@
 //! thinks, stalls or dies. All times are the server's. Refuses: nothing waits longer than the deadline of a call, neither
 //! here nor on the server.
 
+mod admin;
+mod claims;
 mod clock;
 mod connections;
-mod listen;
 mod migrate;
-mod operator;
 mod outbox;
+mod outbox_listener;
 mod record;
-mod runs;
 mod statements;
 mod sweep;
 mod transaction;
@@ -27,26 +27,26 @@ use headwater_stream::clock::SystemClock;
 use sqlx::postgres::{PgConnectOptions, PgConnection};
 
 pub use self::connections::Checkout;
-use self::connections::Connections;
-use self::listen::Listener;
+use self::connections::PgConnections;
+use self::outbox_listener::OutboxListener;
 use self::transaction::PostgresTransaction;
 pub use self::transaction::{outbox_in, record_in};
-use crate::check;
 use crate::claim::{
-    Beat, Claim, ClaimOptions, Completed, Completion, Failed, Failure, GiveBack, GivenBack,
-    SweepOptions, Swept,
+    Claim, ClaimOptions, ClaimRelease, ClaimReleased, CompletionOutcome, FailureOutcome, Renewal,
+    RunCompletion, RunFailure, SweepOptions, SweepReport,
 };
 use crate::clock_watch::ClockWatch;
 use crate::connect::StoreOptions;
-use crate::deadline::within;
-use crate::delivery::{OutboxRow, OutboxSettled, OutboxSettlement, OutboxTake};
+use crate::connect::with_deadline;
 use crate::error::{IssueError, Result};
-use crate::issue::{ClaimEpoch, EventLogId, IssueId, NewEvent, Quiet, Recorded};
-use crate::limits::{PAGE_MAX, SINGLE_FAILURES_MAX, WAIT_MAX};
-use crate::prepared::{Batch, Prepared, refuse_all};
-use crate::rows::{database_error, is_conflict};
+use crate::event_batch::{EventBatch, ValidatedEvent, reject_all};
+use crate::issue::{ClaimEpoch, DebounceWindow, EventLogId, IssueId, NewEvent, Recorded};
+use crate::limits::{CONSECUTIVE_FAILURES_MAX, PAGE_MAX, WAIT_MAX};
+use crate::outbox::types::{OutboxRow, OutboxSettled, OutboxSettlement, OutboxTake};
+use crate::row_decoding::{database_error, is_conflict};
 use crate::store::Store;
 use crate::transaction::{ReadConnection, Transaction};
+use crate::validate;
 
 /// How long bringing tables up to date may take.
 const MIGRATION_MAX: Duration = Duration::from_secs(10 * 60);
@@ -58,11 +58,11 @@ const CONFLICT_PAUSES: [Duration; 3] =
 /// A store on a Postgres server.
 #[derive(Debug)]
 pub(crate) struct PostgresStore {
-    connections: Connections,
-    /// See [`idempotency_key`](crate::delivery::idempotency_key).
+    connections: PgConnections,
+    /// See [`idempotency_key`](crate::outbox::types::idempotency_key).
     identity: String,
     deadline: Duration,
-    listener: Listener,
+    listener: OutboxListener,
     watch: ClockWatch,
 }
 
@@ -71,12 +71,12 @@ pub(crate) async fn open(url: &str, options: &StoreOptions) -> Result<Arc<dyn St
     let connect: PgConnectOptions =
         url.parse().map_err(|error| IssueError::invalid("the database URL", format!("{error}")))?;
     let connect = connect.application_name("headwater");
-    let connections = Connections::new(connect.clone(), options);
+    let connections = PgConnections::new(connect.clone(), options);
     // Each statement has its own deadline, but for those that change large tables.
     let deadline = options.call_deadline.max(MIGRATION_MAX);
     let identity =
-        within(deadline, "connecting to Postgres", migrate::migrate(&connections)).await?;
-    let listener = Listener::new(connect);
+        with_deadline(deadline, "connecting to Postgres", migrate::migrate(&connections)).await?;
+    let listener = OutboxListener::new(connect);
     // Only the monotonic time is ours; the clock is the server's.
     let watch = ClockWatch::new(Arc::new(SystemClock));
     let deadline = options.call_deadline;
@@ -94,7 +94,7 @@ impl PostgresStore {
             let answer = self.connections.run(call).await;
             answer.map_err(|error| database_error(what, error))
         };
-        within(self.deadline, what, running).await
+        with_deadline(self.deadline, what, running).await
     }
 
     /// The same for a transition. One that met another transaction which waited for it in turn is repeated, each time after
@@ -116,23 +116,28 @@ impl PostgresStore {
             call().await
         };
         let repeating = async { repeating.await.map_err(|error| database_error(what, error)) };
-        within(self.deadline, what, repeating).await
+        with_deadline(self.deadline, what, repeating).await
     }
 
     async fn record_batch(
         &self,
-        events: &[Prepared<'_>],
-        quiet: &Quiet,
+        events: &[ValidatedEvent<'_>],
+        debounce: &DebounceWindow,
     ) -> Result<Vec<Result<Recorded>>> {
         self.transition("recording events", || {
-            self.connections.run(async |connection| record::record(connection, events, quiet).await)
+            self.connections
+                .run(async |connection| record::record(connection, events, debounce).await)
         })
         .await
     }
 
     /// Records events one by one, after one of them made the server refuse the batch. An issue that is locked, or that
     /// many are, is not waited for again.
-    async fn record_singly(&self, events: &[Prepared<'_>], quiet: &Quiet) -> Vec<Result<Recorded>> {
+    async fn record_singly(
+        &self,
+        events: &[ValidatedEvent<'_>],
+        debounce: &DebounceWindow,
+    ) -> Vec<Result<Recorded>> {
         let mut answers: Vec<Result<Recorded>> = Vec::with_capacity(events.len());
         let mut away: Vec<((&str, &str, &str), IssueError)> = Vec::new();
         for one in events {
@@ -140,12 +145,12 @@ impl PostgresStore {
             let issue =
                 (integration.as_str(), external_project_id.as_str(), external_issue_id.as_str());
             let known = away.iter().find(|(locked, _)| *locked == issue);
-            let known = known.or(away.last().filter(|_| away.len() >= SINGLE_FAILURES_MAX));
+            let known = known.or(away.last().filter(|_| away.len() >= CONSECUTIVE_FAILURES_MAX));
             if let Some((_, error)) = known {
                 answers.push(Err(error.clone()));
                 continue;
             }
-            let answer = self.record_batch(std::slice::from_ref(one), quiet).await;
+            let answer = self.record_batch(std::slice::from_ref(one), debounce).await;
             let answer = answer.and_then(|mut answers| answers.remove(0));
             if let Err(error) = &answer
                 && error.is_transient()
@@ -160,35 +165,39 @@ impl PostgresStore {
 
 #[async_trait]
 impl Store for PostgresStore {
-    async fn record(&self, events: &[NewEvent], quiet: &Quiet) -> Vec<Result<Recorded>> {
-        let batch = match quiet.check().and_then(|()| Batch::prepare(events)) {
+    async fn record(
+        &self,
+        events: &[NewEvent],
+        debounce: &DebounceWindow,
+    ) -> Vec<Result<Recorded>> {
+        let batch = match debounce.validate().and_then(|()| EventBatch::prepare(events)) {
             Ok(batch) => batch,
-            Err(error) => return refuse_all(events.len(), &error),
+            Err(error) => return reject_all(events.len(), &error),
         };
         if batch.events.is_empty() {
-            return batch.answer(&[]);
+            return batch.into_results(&[]);
         }
-        let stored = match self.record_batch(&batch.events, quiet).await {
+        let stored = match self.record_batch(&batch.events, debounce).await {
             Ok(stored) => stored,
             // Also of one event: a conflict with another transaction is over when it is repeated.
             Err(error)
-                if error.may_concern_one() && (batch.events.len() > 1 || error.is_transient()) =>
+                if error.is_item_error() && (batch.events.len() > 1 || error.is_transient()) =>
             {
-                self.record_singly(&batch.events, quiet).await
+                self.record_singly(&batch.events, debounce).await
             }
-            Err(error) => return refuse_all(events.len(), &error),
+            Err(error) => return reject_all(events.len(), &error),
         };
-        let undecided = batch.undecided(&stored);
-        let mut answers = batch.answer(&stored);
-        for index in undecided {
-            answers[index] = self.record(&events[index..=index], quiet).await.remove(0);
+        let needs_retry = batch.needs_retry(&stored);
+        let mut answers = batch.into_results(&stored);
+        for index in needs_retry {
+            answers[index] = self.record(&events[index..=index], debounce).await.remove(0);
         }
         answers
     }
 
     async fn claim(&self, issues: &[IssueId], options: &ClaimOptions) -> Result<Vec<Claim>> {
-        check::batch("issues", issues.len())?;
-        options.check()?;
+        validate::batch("issues", issues.len())?;
+        options.validate()?;
         if issues.is_empty() {
             return Ok(vec![]);
         }
@@ -201,7 +210,8 @@ impl Store for PostgresStore {
             tracing::warn!(%error, "the clock of the database was not read, claiming all the same");
         }
         self.transition("claiming issues", || {
-            self.connections.run(async |connection| runs::claim(connection, issues, options).await)
+            self.connections
+                .run(async |connection| claims::claim(connection, issues, options).await)
         })
         .await
     }
@@ -210,26 +220,27 @@ impl Store for PostgresStore {
         &self,
         claims: &[(IssueId, ClaimEpoch)],
         ttl: Duration,
-    ) -> Result<Vec<Beat>> {
-        check::batch("claims", claims.len())?;
-        check::ttl("ttl", ttl)?;
+    ) -> Result<Vec<Renewal>> {
+        validate::batch("claims", claims.len())?;
+        validate::ttl("ttl", ttl)?;
         if claims.is_empty() {
             return Ok(vec![]);
         }
         self.transition("extending claims", || {
-            self.connections.run(async |connection| runs::heartbeat(connection, claims, ttl).await)
+            self.connections
+                .run(async |connection| claims::heartbeat(connection, claims, ttl).await)
         })
         .await
     }
 
-    async fn complete(&self, completions: &[Completion]) -> Result<Vec<Completed>> {
-        check::completions(completions)?;
+    async fn complete(&self, completions: &[RunCompletion]) -> Result<Vec<CompletionOutcome>> {
+        validate::completions(completions)?;
         if completions.is_empty() {
             return Ok(vec![]);
         }
         let completing = self.transition("completing runs", || {
             self.connections.run(async |connection| {
-                runs::complete(connection, &self.identity, completions).await
+                claims::complete(connection, &self.identity, completions).await
             })
         });
         let completed = completing.await?;
@@ -239,31 +250,36 @@ impl Store for PostgresStore {
         Ok(completed)
     }
 
-    async fn fail(&self, failures: &[Failure], attempts_max: u32) -> Result<Vec<Failed>> {
-        check::failures(failures, attempts_max)?;
+    async fn fail(
+        &self,
+        failures: &[RunFailure],
+        attempts_max: u32,
+    ) -> Result<Vec<FailureOutcome>> {
+        validate::failures(failures, attempts_max)?;
         if failures.is_empty() {
             return Ok(vec![]);
         }
         self.transition("failing runs", || {
             self.connections
-                .run(async |connection| runs::fail(connection, failures, attempts_max).await)
+                .run(async |connection| claims::fail(connection, failures, attempts_max).await)
         })
         .await
     }
 
-    async fn give_back(&self, claims: &[GiveBack]) -> Result<Vec<GivenBack>> {
-        check::batch("claims", claims.len())?;
+    async fn release_claims(&self, claims: &[ClaimRelease]) -> Result<Vec<ClaimReleased>> {
+        validate::batch("claims", claims.len())?;
         if claims.is_empty() {
             return Ok(vec![]);
         }
         self.transition("giving claims back", || {
-            self.connections.run(async |connection| runs::give_back(connection, claims).await)
+            self.connections
+                .run(async |connection| claims::release_claims(connection, claims).await)
         })
         .await
     }
 
-    async fn sweep(&self, options: &SweepOptions) -> Result<Swept> {
-        options.check()?;
+    async fn sweep(&self, options: &SweepOptions) -> Result<SweepReport> {
+        options.validate()?;
         self.follow_clock().await?;
         let keep = options.keep.saturating_add(self.watch.ahead());
         let options = SweepOptions { keep, ..*options };
@@ -274,7 +290,7 @@ impl Store for PostgresStore {
     }
 
     async fn take_outbox_from(&self, take: &OutboxTake) -> Result<Vec<OutboxRow>> {
-        check::outbox_take(take)?;
+        validate::outbox_take(take)?;
         self.watch.note_outbox_ttl(take.ttl);
         if !self.watch.is_fresh() {
             self.follow_clock().await?;
@@ -289,7 +305,7 @@ impl Store for PostgresStore {
     }
 
     async fn settle_outbox(&self, settlements: &[OutboxSettlement]) -> Result<Vec<OutboxSettled>> {
-        check::settlements(settlements)?;
+        validate::settlements(settlements)?;
         if settlements.is_empty() {
             return Ok(vec![]);
         }
@@ -303,19 +319,19 @@ impl Store for PostgresStore {
         self.listener.wait(wait.min(WAIT_MAX)).await;
     }
 
-    async fn beat_worker(&self, worker: &str, ttl: Duration) -> Result<()> {
-        check::name("worker", worker)?;
-        check::delay("ttl", ttl)?;
+    async fn heartbeat_worker(&self, worker: &str, ttl: Duration) -> Result<()> {
+        validate::name("worker", worker)?;
+        validate::delay("ttl", ttl)?;
         // Workers that live are not to be removed because the clock was set forward.
         self.follow_clock().await?;
         self.call("showing that a worker is alive", async |connection| {
-            operator::beat_worker(connection, worker, ttl).await
+            admin::heartbeat_worker(connection, worker, ttl).await
         })
         .await
     }
 
     async fn missing_event_logs(&self, ids: &[EventLogId]) -> Result<Vec<EventLogId>> {
-        check::count("ids", ids.len(), PAGE_MAX)?;
+        validate::count("ids", ids.len(), PAGE_MAX)?;
         let what = "reading confirmed events back";
         let reading = async {
             let read = self
@@ -323,13 +339,13 @@ impl Store for PostgresStore {
                 .run_apart(async |connection| record::existing(connection, ids).await);
             read.await.map_err(|error| database_error(what, error))
         };
-        let existing = within(self.deadline, what, reading).await?;
+        let existing = with_deadline(self.deadline, what, reading).await?;
         Ok(ids.iter().copied().filter(|id| !existing.contains(id)).collect())
     }
 
     async fn begin(&self) -> Result<Box<dyn Transaction>> {
         let beginning = PostgresTransaction::begin(&self.connections, self.deadline);
-        Ok(Box::new(within(self.deadline, "beginning a transaction", beginning).await?))
+        Ok(Box::new(with_deadline(self.deadline, "beginning a transaction", beginning).await?))
     }
 
     async fn read_connection(&self) -> Result<ReadConnection> {
@@ -337,7 +353,7 @@ impl Store for PostgresStore {
             let checkout = self.connections.checkout().await;
             checkout.map_err(|error| database_error("connecting to PostgreSQL", error))
         };
-        let checkout = within(self.deadline, "connecting to PostgreSQL", checkout).await?;
+        let checkout = with_deadline(self.deadline, "connecting to PostgreSQL", checkout).await?;
         Ok(ReadConnection::postgres(checkout))
     }
 

@@ -6,17 +6,18 @@ use sqlx::postgres::{PgConnection, PgRow};
 use sqlx::{Error, Row};
 
 use crate::error::{IssueError, Result};
-use crate::issue::{EventLogId, IssueId, Quiet, Recorded};
-use crate::prepared::{Prepared, conflict, unknown};
-use crate::rows::{maybe_time, ms, number};
+use crate::event_batch::{ValidatedEvent, conflict, unknown_integration};
+use crate::issue::{DebounceWindow, EventLogId, IssueId, Recorded};
+use crate::row_decoding::{ms, optional_timestamp, to_i64};
 
 /// Stores events whose keys differ, in the transaction of `connection` or in one of its own.
 pub(super) async fn record(
     connection: &mut PgConnection,
-    events: &[Prepared<'_>],
-    quiet: &Quiet,
+    events: &[ValidatedEvent<'_>],
+    debounce: &DebounceWindow,
 ) -> Result<Vec<Result<Recorded>>, Error> {
-    let texts = |text: fn(&Prepared<'_>) -> String| events.iter().map(text).collect::<Vec<_>>();
+    let texts =
+        |text: fn(&ValidatedEvent<'_>) -> String| events.iter().map(text).collect::<Vec<_>>();
     let originals: Vec<Option<&[u8]>> =
         events.iter().map(|one| one.original.map(str::as_bytes)).collect();
     let statement = if originals.iter().any(Option::is_some) {
@@ -33,9 +34,9 @@ pub(super) async fn record(
         .bind(texts(|one| one.key.clone()))
         .bind(events.iter().map(|one| one.digest.clone()).collect::<Vec<_>>())
         .bind(texts(|one| one.payload.clone().into_owned()))
-        .bind(ms(quiet.quiet))
-        .bind(ms(quiet.max_wait))
-        .bind(number(quiet.events_max));
+        .bind(ms(debounce.quiet_for))
+        .bind(ms(debounce.max_wait))
+        .bind(to_i64(debounce.events_max));
     if originals.iter().any(Option::is_some) {
         query = query.bind(originals);
     }
@@ -46,12 +47,12 @@ pub(super) async fn record(
 
 /// What became of one event. The inner error concerns it alone.
 fn read(
-    event: &Prepared<'_>,
+    event: &ValidatedEvent<'_>,
     row: &PgRow,
     nudged: &mut HashSet<IssueId>,
 ) -> Result<Result<Recorded>, Error> {
     if !row.try_get::<bool, _>(1)? {
-        return Ok(Err(unknown(event.event)));
+        return Ok(Err(unknown_integration(event.event)));
     }
     let (Some(issue_id), Some(event_log_id)): (Option<i64>, Option<i64>) =
         (row.try_get(2)?, row.try_get(3)?)
@@ -75,7 +76,7 @@ fn read(
         event_log_id: EventLogId(event_log_id),
         duplicate: !new,
         nudge: wanted && nudged.insert(issue_id),
-        not_before: maybe_time(row.try_get(9)?),
+        not_before: optional_timestamp(row.try_get(9)?),
     }))
 }
 

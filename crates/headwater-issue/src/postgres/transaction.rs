@@ -9,16 +9,16 @@ use sqlx::postgres::{PgConnection, PgRow};
 use sqlx::{AssertSqlSafe, Error, Executor, Row};
 use tokio::runtime::Handle;
 
-use super::connections::{Checkout, Connections, report_open_transaction, report_timeout};
+use super::connections::{Checkout, PgConnections, report_open_transaction, report_timeout};
 use super::record;
-use crate::check;
-use crate::deadline::timed_out;
-use crate::delivery::{KeyedOutbox, OutboxWritten};
+use crate::connect::timed_out;
 use crate::error::{IssueError, Result};
-use crate::issue::{IssueId, NewEvent, OutboxId, Quiet, Recorded};
-use crate::prepared::{Batch, refuse_all};
-use crate::rows::database_error;
-use crate::transaction::{Connection, Transaction};
+use crate::event_batch::{EventBatch, reject_all};
+use crate::issue::{DebounceWindow, IssueId, NewEvent, OutboxId, Recorded};
+use crate::outbox::types::{KeyedOutboxRow, OutboxWritten};
+use crate::row_decoding::database_error;
+use crate::transaction::{StoreConnection, Transaction};
+use crate::validate;
 
 /// Stores events inside a transaction of your own; nothing is queued before you commit. Nudge after that.
 ///
@@ -28,23 +28,23 @@ use crate::transaction::{Connection, Transaction};
 pub async fn record_in(
     connection: &mut PgConnection,
     events: &[NewEvent],
-    quiet: &Quiet,
+    debounce: &DebounceWindow,
 ) -> Vec<Result<Recorded>> {
-    let batch = match quiet.check().and_then(|()| Batch::prepare(events)) {
+    let batch = match debounce.validate().and_then(|()| EventBatch::prepare(events)) {
         Ok(batch) => batch,
-        Err(error) => return refuse_all(events.len(), &error),
+        Err(error) => return reject_all(events.len(), &error),
     };
-    match record::record(connection, &batch.events, quiet).await {
+    match record::record(connection, &batch.events, debounce).await {
         Ok(stored) => {
-            let undecided = batch.undecided(&stored);
-            let mut answers = batch.answer(&stored);
-            for index in undecided {
+            let needs_retry = batch.needs_retry(&stored);
+            let mut answers = batch.into_results(&stored);
+            for index in needs_retry {
                 let alone = std::slice::from_ref(&events[index]);
-                answers[index] = Box::pin(record_in(connection, alone, quiet)).await.remove(0);
+                answers[index] = Box::pin(record_in(connection, alone, debounce)).await.remove(0);
             }
             answers
         }
-        Err(error) => refuse_all(events.len(), &broken("recording events", error)),
+        Err(error) => reject_all(events.len(), &broken("recording events", error)),
     }
 }
 
@@ -55,13 +55,13 @@ pub async fn record_in(
 pub async fn outbox_in(
     connection: &mut PgConnection,
     issue_id: IssueId,
-    rows: &[KeyedOutbox],
+    rows: &[KeyedOutboxRow],
 ) -> Result<Vec<OutboxWritten>> {
-    check::keyed_outbox(rows)?;
+    validate::keyed_outbox(rows)?;
     if rows.is_empty() {
         return Ok(vec![]);
     }
-    let texts = |text: fn(&KeyedOutbox) -> &str| rows.iter().map(text).collect::<Vec<_>>();
+    let texts = |text: fn(&KeyedOutboxRow) -> &str| rows.iter().map(text).collect::<Vec<_>>();
     let written = sqlx::query("SELECT * FROM headwater_outbox_1($1, $2, $3, $4, $5)")
         .bind(issue_id.0)
         .bind(texts(|one| &one.key))
@@ -116,7 +116,7 @@ pub(super) struct PostgresTransaction {
 
 impl PostgresTransaction {
     /// Begins a transaction, in one round trip.
-    pub(super) async fn begin(connections: &Connections, deadline: Duration) -> Result<Self> {
+    pub(super) async fn begin(connections: &PgConnections, deadline: Duration) -> Result<Self> {
         let failed = |error| database_error("beginning a transaction", error);
         let mut connection = connections.checkout().await.map_err(failed)?;
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
@@ -158,17 +158,21 @@ impl PostgresTransaction {
 
 #[async_trait]
 impl Transaction for PostgresTransaction {
-    async fn record(&mut self, events: &[NewEvent], quiet: &Quiet) -> Vec<Result<Recorded>> {
+    async fn record(
+        &mut self,
+        events: &[NewEvent],
+        debounce: &DebounceWindow,
+    ) -> Vec<Result<Recorded>> {
         let recording = self.run("recording events", async |connection| {
-            Ok(record_in(connection, events, quiet).await)
+            Ok(record_in(connection, events, debounce).await)
         });
-        recording.await.unwrap_or_else(|error| refuse_all(events.len(), &error))
+        recording.await.unwrap_or_else(|error| reject_all(events.len(), &error))
     }
 
     async fn write_outbox(
         &mut self,
         issue_id: IssueId,
-        rows: &[KeyedOutbox],
+        rows: &[KeyedOutboxRow],
     ) -> Result<Vec<OutboxWritten>> {
         self.run("writing to the outbox", async |connection| {
             outbox_in(connection, issue_id, rows).await
@@ -176,10 +180,10 @@ impl Transaction for PostgresTransaction {
         .await
     }
 
-    fn connection(&mut self) -> Connection<'_> {
+    fn connection(&mut self) -> StoreConnection<'_> {
         let connection =
             self.connection.as_mut().expect("only the commit takes it, and ends the transaction");
-        Connection::Postgres(connection)
+        StoreConnection::Postgres(connection)
     }
 
     async fn commit(mut self: Box<Self>) -> Result<()> {

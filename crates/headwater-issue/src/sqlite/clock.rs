@@ -5,8 +5,8 @@ use sqlx::sqlite::SqliteConnection;
 use sqlx::{Error, Row, SqlitePool};
 
 use super::SqliteStore;
-use super::statements::column;
-use crate::rows::{ms, time};
+use super::statements::to_column;
+use crate::row_decoding::{ms, timestamp};
 
 impl SqliteStore {
     /// Reads the clock. If it was set since the last reading, all waits end and all leases start anew, in a transaction of
@@ -14,19 +14,19 @@ impl SqliteStore {
     pub(super) async fn follow_clock(&self) -> Result<(), Error> {
         // First the monotonic time: the clock shows its time at some moment after it.
         let asked = self.watch.monotonic();
-        let Some(noticed) = self.watch.read(self.clock.now(), asked) else {
+        let Some(detected) = self.watch.read(self.clock.now(), asked) else {
             return Ok(());
         };
         let mut transaction = self.writer.begin_with("BEGIN IMMEDIATE").await?;
         // Another caller may have dealt with it while this one waited for the right to write.
-        if self.watch.is_handled(noticed) {
+        if self.watch.is_handled(detected) {
             return transaction.rollback().await;
         }
         let (claim_ttl, outbox_ttl) = self.watch.ttls();
         let (claim_ttl, outbox_ttl) = (ms(claim_ttl), ms(outbox_ttl));
         restart_deadlines(&mut transaction, self.clock.now(), claim_ttl, outbox_ttl).await?;
         transaction.commit().await?;
-        self.watch.handled(noticed);
+        self.watch.handled(detected);
         Ok(())
     }
 
@@ -38,7 +38,7 @@ impl SqliteStore {
                 "UPDATE headwater_clock SET seen_at = ?1, claim_ttl_ms = max(claim_ttl_ms, ?2),
                      outbox_ttl_ms = max(outbox_ttl_ms, ?3)",
             )
-            .bind(column(self.clock.now()))
+            .bind(to_column(self.clock.now()))
             .bind(ms(claim_ttl))
             .bind(ms(outbox_ttl))
             .execute(&self.writer)
@@ -51,7 +51,7 @@ impl SqliteStore {
 /// The time that was last stored, by whichever process.
 pub(super) async fn stored(writer: &SqlitePool) -> Result<Timestamp, Error> {
     let row = sqlx::query("SELECT seen_at FROM headwater_clock").fetch_one(writer).await?;
-    Ok(time(row.try_get(0)?))
+    Ok(timestamp(row.try_get(0)?))
 }
 
 /// Ends all waits, and gives those who hold something their whole time again. A deadline that was set after the step, within
@@ -62,7 +62,7 @@ async fn restart_deadlines(
     claim_ttl_ms: i64,
     outbox_ttl_ms: i64,
 ) -> Result<(), Error> {
-    let now = column(now);
+    let now = to_column(now);
     // Other processes may hold claims and rows for longer than this one does.
     let row = sqlx::query("SELECT claim_ttl_ms, outbox_ttl_ms FROM headwater_clock")
         .fetch_one(&mut *connection)

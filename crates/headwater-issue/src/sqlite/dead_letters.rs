@@ -8,13 +8,13 @@ use headwater_stream::clock::Timestamp;
 use sqlx::Error;
 use sqlx::sqlite::SqliteConnection;
 
-use super::statements::{column, table};
+use super::statements::{json_rows, to_column};
 use crate::issue::IssueId;
 use crate::limits::RUN_EVENTS_MAX;
-use crate::rows::number;
+use crate::row_decoding::to_i64;
 
 fn ids(issues: &BTreeSet<IssueId>) -> String {
-    table(issues.iter().map(|issue| issue.0.into()).collect())
+    json_rows(issues.iter().map(|issue| issue.0.into()).collect())
 }
 
 /// Writes a dead letter for each of these issues, and their errors on their oldest unprocessed event logs.
@@ -46,7 +46,7 @@ pub(super) async fn write(
          WHERE event_logs.id = oldest.id",
     )
     .bind(ids(issues))
-    .bind(number(RUN_EVENTS_MAX))
+    .bind(to_i64(RUN_EVENTS_MAX))
     .execute(connection)
     .await?;
     Ok(())
@@ -66,7 +66,7 @@ pub(super) async fn release(
          WHERE released_at IS NULL AND issue_id IN (SELECT value FROM json_each(?1))",
     )
     .bind(ids(issues))
-    .bind(column(now))
+    .bind(to_column(now))
     .execute(connection)
     .await?;
     Ok(())

@@ -12,7 +12,7 @@ use sqlx::{Row, SqlitePool};
 
 use crate::error::Result;
 use crate::migrations::{self, Verdict};
-use crate::rows::database_error;
+use crate::row_decoding::database_error;
 
 /// Never change the text of one that somebody may have applied: such a file is refused. Add another one.
 const MIGRATIONS: [&str; 4] = [
@@ -70,7 +70,7 @@ async fn migrate(writer: &SqlitePool, clock: &dyn Clock) -> Result<Verdict, sqlx
     let newest = sqlx::query("SELECT coalesce(max(version), 0) FROM headwater_migrations")
         .fetch_one(&mut *transaction)
         .await?;
-    let applied = crate::rows::count(newest.try_get::<i64, _>(0)?)?;
+    let applied = crate::row_decoding::count(newest.try_get::<i64, _>(0)?)?;
     let rows = sqlx::query("SELECT version, sha256 FROM headwater_migration_checksums")
         .fetch_all(&mut *transaction)
         .await?;
@@ -82,7 +82,7 @@ async fn migrate(writer: &SqlitePool, clock: &dyn Clock) -> Result<Verdict, sqlx
         sqlx::raw_sql(sql).execute(&mut *transaction).await?;
         sqlx::query("INSERT INTO headwater_migrations (version, applied_at) VALUES (?1, ?2)")
             .bind(version)
-            .bind(super::statements::column(clock.now()))
+            .bind(super::statements::to_column(clock.now()))
             .execute(&mut *transaction)
             .await?;
     }

@@ -6,16 +6,16 @@
 //! through one connection, in `BEGIN IMMEDIATE` transactions; other processes on the same file wait for each other up to
 //! the deadline of a call. Refuses: a file on a network share, where SQLite's locks do not hold, is the user's mistake.
 
+mod admin;
+mod claims;
 mod clock;
 mod dead_letters;
 mod file_identity;
 mod migrate;
-mod operator;
 mod outbox;
 mod record;
-mod runs;
+mod state_batch;
 mod statements;
-mod states;
 mod sweep;
 mod transaction;
 
@@ -33,22 +33,22 @@ use tokio::sync::Notify;
 use self::file_identity::FileIdentity;
 use self::transaction::SqliteTransaction;
 pub use self::transaction::{outbox_in, record_in};
-use crate::check;
 use crate::claim::{
-    Beat, Claim, ClaimOptions, Completed, Completion, Failed, Failure, GiveBack, GivenBack,
-    SweepOptions, Swept,
+    Claim, ClaimOptions, ClaimRelease, ClaimReleased, CompletionOutcome, FailureOutcome, Renewal,
+    RunCompletion, RunFailure, SweepOptions, SweepReport,
 };
 use crate::clock_watch::ClockWatch;
 use crate::connect::StoreOptions;
-use crate::deadline::within;
-use crate::delivery::{OutboxRow, OutboxSettled, OutboxSettlement, OutboxTake};
+use crate::connect::with_deadline;
 use crate::error::{IssueError, Result};
-use crate::issue::{ClaimEpoch, EventLogId, IssueId, NewEvent, Quiet, Recorded};
+use crate::event_batch::{EventBatch, reject_all};
+use crate::issue::{ClaimEpoch, DebounceWindow, EventLogId, IssueId, NewEvent, Recorded};
 use crate::limits::{PAGE_MAX, WAIT_MAX};
-use crate::prepared::{Batch, refuse_all};
-use crate::rows::database_error;
+use crate::outbox::types::{OutboxRow, OutboxSettled, OutboxSettlement, OutboxTake};
+use crate::row_decoding::database_error;
 use crate::store::Store;
 use crate::transaction::{ReadConnection, Transaction as CallersTransaction};
+use crate::validate;
 
 /// Connections that read beside the one that writes.
 const READERS_MAX: u32 = 8;
@@ -60,7 +60,7 @@ pub(crate) struct SqliteStore {
     writer: SqlitePool,
     readers: SqlitePool,
     file: FileIdentity,
-    /// See [`idempotency_key`](crate::delivery::idempotency_key).
+    /// See [`idempotency_key`](crate::outbox::types::idempotency_key).
     identity: String,
     clock: Arc<dyn Clock>,
     watch: ClockWatch,
@@ -115,7 +115,7 @@ pub(crate) async fn open(url: &str, options: &StoreOptions) -> Result<Arc<dyn St
         Ok::<_, IssueError>((writer, readers, identity, file, stored))
     };
     let (writer, readers, identity, file, stored) =
-        within(options.call_deadline, "opening the SQLite database", opening).await?;
+        with_deadline(options.call_deadline, "opening the SQLite database", opening).await?;
     let watch = ClockWatch::new(Arc::clone(&options.clock));
     // What it finds is dealt with before the first write.
     let _ = watch.compare(options.clock.now(), stored);
@@ -132,22 +132,22 @@ pub(crate) async fn open(url: &str, options: &StoreOptions) -> Result<Arc<dyn St
 }
 
 /// A transaction that writes, and its time: read when the right to write was there, so that times grow with changes.
-struct Writing {
+struct WriteTx {
     transaction: Transaction<'static, Sqlite>,
     now: Timestamp,
 }
 
 impl SqliteStore {
-    async fn writing(&self) -> Result<Writing, sqlx::Error> {
+    async fn writing(&self) -> Result<WriteTx, sqlx::Error> {
         self.follow_clock().await?;
         let transaction = self.writer.begin_with("BEGIN IMMEDIATE").await?;
-        Ok(Writing { transaction, now: self.clock.now() })
+        Ok(WriteTx { transaction, now: self.clock.now() })
     }
 
     /// Runs `call` in a transaction of its own, and commits.
     async fn commit<T>(
         &self,
-        call: impl AsyncFnOnce(&mut Writing) -> Result<T, sqlx::Error>,
+        call: impl AsyncFnOnce(&mut WriteTx) -> Result<T, sqlx::Error>,
     ) -> Result<T, sqlx::Error> {
         let mut writing = self.writing().await?;
         let answer = call(&mut writing).await?;
@@ -159,7 +159,7 @@ impl SqliteStore {
     async fn write<T>(
         &self,
         what: &str,
-        call: impl AsyncFnOnce(&mut Writing) -> Result<T, sqlx::Error>,
+        call: impl AsyncFnOnce(&mut WriteTx) -> Result<T, sqlx::Error>,
     ) -> Result<T> {
         self.limited(what, self.commit(call)).await
     }
@@ -180,7 +180,7 @@ impl SqliteStore {
         what: &str,
         call: impl Future<Output = Result<T, sqlx::Error>>,
     ) -> Result<T> {
-        within(self.deadline, what, async {
+        with_deadline(self.deadline, what, async {
             let answer = call.await;
             self.file.check().and(answer).map_err(|error| database_error(what, error))
         })
@@ -190,38 +190,42 @@ impl SqliteStore {
 
 #[async_trait]
 impl Store for SqliteStore {
-    async fn record(&self, events: &[NewEvent], quiet: &Quiet) -> Vec<Result<Recorded>> {
-        let batch = match quiet.check().and_then(|()| Batch::prepare(events)) {
+    async fn record(
+        &self,
+        events: &[NewEvent],
+        debounce: &DebounceWindow,
+    ) -> Vec<Result<Recorded>> {
+        let batch = match debounce.validate().and_then(|()| EventBatch::prepare(events)) {
             Ok(batch) => batch,
-            Err(error) => return refuse_all(events.len(), &error),
+            Err(error) => return reject_all(events.len(), &error),
         };
         if batch.events.is_empty() {
-            return batch.answer(&[]);
+            return batch.into_results(&[]);
         }
-        let recording = self.write("recording events", async |Writing { transaction, now }| {
-            record::record(transaction, &batch.events, quiet, *now).await
+        let recording = self.write("recording events", async |WriteTx { transaction, now }| {
+            record::record(transaction, &batch.events, debounce, *now).await
         });
         match recording.await {
             Ok(stored) => {
-                let undecided = batch.undecided(&stored);
-                let mut answers = batch.answer(&stored);
-                for index in undecided {
-                    answers[index] = self.record(&events[index..=index], quiet).await.remove(0);
+                let needs_retry = batch.needs_retry(&stored);
+                let mut answers = batch.into_results(&stored);
+                for index in needs_retry {
+                    answers[index] = self.record(&events[index..=index], debounce).await.remove(0);
                 }
                 answers
             }
-            Err(error) => refuse_all(events.len(), &error),
+            Err(error) => reject_all(events.len(), &error),
         }
     }
 
     async fn claim(&self, issues: &[IssueId], options: &ClaimOptions) -> Result<Vec<Claim>> {
-        check::batch("issues", issues.len())?;
-        options.check()?;
+        validate::batch("issues", issues.len())?;
+        options.validate()?;
         if issues.is_empty() {
             return Ok(vec![]);
         }
         self.watch.note_claim_ttl(options.ttl);
-        self.write("claiming issues", async |writing| runs::claim(writing, issues, options).await)
+        self.write("claiming issues", async |writing| claims::claim(writing, issues, options).await)
             .await
     }
 
@@ -229,23 +233,25 @@ impl Store for SqliteStore {
         &self,
         claims: &[(IssueId, ClaimEpoch)],
         ttl: Duration,
-    ) -> Result<Vec<Beat>> {
-        check::batch("claims", claims.len())?;
-        check::ttl("ttl", ttl)?;
+    ) -> Result<Vec<Renewal>> {
+        validate::batch("claims", claims.len())?;
+        validate::ttl("ttl", ttl)?;
         if claims.is_empty() {
             return Ok(vec![]);
         }
-        self.write("extending claims", async |writing| runs::heartbeat(writing, claims, ttl).await)
-            .await
+        self.write("extending claims", async |writing| {
+            claims::heartbeat(writing, claims, ttl).await
+        })
+        .await
     }
 
-    async fn complete(&self, completions: &[Completion]) -> Result<Vec<Completed>> {
-        check::completions(completions)?;
+    async fn complete(&self, completions: &[RunCompletion]) -> Result<Vec<CompletionOutcome>> {
+        validate::completions(completions)?;
         if completions.is_empty() {
             return Ok(vec![]);
         }
         let completing = self.write("completing runs", async |writing| {
-            runs::complete(writing, &self.identity, completions).await
+            claims::complete(writing, &self.identity, completions).await
         });
         let completed = completing.await?;
         if completions.iter().any(|completion| !completion.outbox.is_empty()) {
@@ -254,28 +260,34 @@ impl Store for SqliteStore {
         Ok(completed)
     }
 
-    async fn fail(&self, failures: &[Failure], attempts_max: u32) -> Result<Vec<Failed>> {
-        check::failures(failures, attempts_max)?;
+    async fn fail(
+        &self,
+        failures: &[RunFailure],
+        attempts_max: u32,
+    ) -> Result<Vec<FailureOutcome>> {
+        validate::failures(failures, attempts_max)?;
         if failures.is_empty() {
             return Ok(vec![]);
         }
         self.write("failing runs", async |writing| {
-            runs::fail(writing, failures, attempts_max).await
+            claims::fail(writing, failures, attempts_max).await
         })
         .await
     }
 
-    async fn give_back(&self, claims: &[GiveBack]) -> Result<Vec<GivenBack>> {
-        check::batch("claims", claims.len())?;
+    async fn release_claims(&self, claims: &[ClaimRelease]) -> Result<Vec<ClaimReleased>> {
+        validate::batch("claims", claims.len())?;
         if claims.is_empty() {
             return Ok(vec![]);
         }
-        self.write("giving claims back", async |writing| runs::give_back(writing, claims).await)
-            .await
+        self.write("giving claims back", async |writing| {
+            claims::release_claims(writing, claims).await
+        })
+        .await
     }
 
-    async fn sweep(&self, options: &SweepOptions) -> Result<Swept> {
-        options.check()?;
+    async fn sweep(&self, options: &SweepOptions) -> Result<SweepReport> {
+        options.validate()?;
         self.limited("sweeping", async {
             self.follow_clock().await?;
             self.store_time().await?;
@@ -284,7 +296,7 @@ impl Store for SqliteStore {
             // Most sweeps find nothing, and those must not stand in the way of writers.
             let mut reader = self.readers.acquire().await?;
             if !sweep::is_needed(&mut reader, options, self.clock.now()).await? {
-                return Ok(Swept::default());
+                return Ok(SweepReport::default());
             }
             drop(reader);
             self.commit(async |writing| sweep::sweep(writing, options).await).await
@@ -293,7 +305,7 @@ impl Store for SqliteStore {
     }
 
     async fn take_outbox_from(&self, take: &OutboxTake) -> Result<Vec<OutboxRow>> {
-        check::outbox_take(take)?;
+        validate::outbox_take(take)?;
         self.watch.note_outbox_ttl(take.ttl);
         self.limited("taking from the outbox", async {
             self.follow_clock().await?;
@@ -308,7 +320,7 @@ impl Store for SqliteStore {
     }
 
     async fn settle_outbox(&self, settlements: &[OutboxSettlement]) -> Result<Vec<OutboxSettled>> {
-        check::settlements(settlements)?;
+        validate::settlements(settlements)?;
         if settlements.is_empty() {
             return Ok(vec![]);
         }
@@ -323,17 +335,17 @@ impl Store for SqliteStore {
         let _ = tokio::time::timeout(wait.min(WAIT_MAX), self.wake.notified()).await;
     }
 
-    async fn beat_worker(&self, worker: &str, ttl: Duration) -> Result<()> {
-        check::name("worker", worker)?;
-        check::delay("ttl", ttl)?;
+    async fn heartbeat_worker(&self, worker: &str, ttl: Duration) -> Result<()> {
+        validate::name("worker", worker)?;
+        validate::delay("ttl", ttl)?;
         self.write("showing that a worker is alive", async |writing| {
-            operator::beat_worker(writing, worker, ttl).await
+            admin::heartbeat_worker(writing, worker, ttl).await
         })
         .await
     }
 
     async fn missing_event_logs(&self, ids: &[EventLogId]) -> Result<Vec<EventLogId>> {
-        check::count("ids", ids.len(), PAGE_MAX)?;
+        validate::count("ids", ids.len(), PAGE_MAX)?;
         let existing = self.call("reading confirmed events back", async |connection| {
             record::existing(connection, ids).await
         });

@@ -7,15 +7,15 @@ use serde_json::{Value, json};
 use sqlx::sqlite::SqliteConnection;
 use sqlx::{Error, Row};
 
-use super::Writing;
-use super::statements::{column, outbox_columns, table};
-use crate::check::error_text;
-use crate::delivery::{
-    Delivery, NewOutbox, OutboxRow, OutboxSettled, OutboxSettlement, OutboxTake,
-};
+use super::WriteTx;
+use super::statements::{json_rows, outbox_columns, to_column};
 use crate::error::Result;
 use crate::issue::{IssueId, OutboxId};
-use crate::rows::{number, read_outbox};
+use crate::outbox::types::{
+    NewOutboxRow, OutboxDelivery, OutboxRow, OutboxSettled, OutboxSettlement, OutboxTake,
+};
+use crate::row_decoding::{read_outbox, to_i64};
+use crate::validate::error_text;
 
 /// Whether any row may be due.
 pub(super) async fn is_due(
@@ -25,7 +25,7 @@ pub(super) async fn is_due(
     let row = sqlx::query(
         "SELECT EXISTS (SELECT 1 FROM outbox WHERE status IN ('pending', 'taken') AND due_at <= ?1)",
     )
-    .bind(column(now))
+    .bind(to_column(now))
     .fetch_one(connection)
     .await?;
     row.try_get(0)
@@ -35,7 +35,7 @@ pub(super) async fn is_due(
 pub(super) async fn insert(
     connection: &mut SqliteConnection,
     issue_id: IssueId,
-    row: &NewOutbox,
+    row: &NewOutboxRow,
     key: &str,
     now: Timestamp,
 ) -> Result<OutboxId, Error> {
@@ -53,28 +53,28 @@ pub(super) async fn insert(
     .bind(row.target.as_str())
     .bind(key)
     .bind(row.payload.as_str())
-    .bind(column(now))
+    .bind(to_column(now))
     .fetch_one(connection)
     .await?;
     Ok(OutboxId(inserted.try_get(0)?))
 }
 
 pub(super) async fn take(
-    writing: &mut Writing,
+    writing: &mut WriteTx,
     take: &OutboxTake,
 ) -> Result<Vec<OutboxRow>, Error> {
     let ids = choose(due(writing, take).await?, take);
     if ids.is_empty() {
         return Ok(vec![]);
     }
-    let ids = table(ids.into_iter().map(Value::from).collect());
+    let ids = json_rows(ids.into_iter().map(Value::from).collect());
     sqlx::query(
         "UPDATE outbox SET status = 'taken', deliveries = deliveries + 1, taken_by = ?1, due_at = ?2,
              crashes = crashes + (status = 'taken')
          WHERE id IN (SELECT value FROM json_each(?3))",
     )
     .bind(take.worker.as_str())
-    .bind(column(writing.now.after(take.ttl)))
+    .bind(to_column(writing.now.after(take.ttl)))
     .bind(ids.as_str())
     .execute(&mut *writing.transaction)
     .await?;
@@ -92,7 +92,7 @@ pub(super) async fn take(
 }
 
 /// The rows of one target that are due, as far as there is room.
-struct Due {
+struct DueTarget {
     in_flight: usize,
     is_failing: bool,
     served: u64,
@@ -101,7 +101,7 @@ struct Due {
 }
 
 /// What is due of each target: one index probe per target, however many rows it has.
-async fn due(writing: &mut Writing, take: &OutboxTake) -> Result<Vec<Due>, Error> {
+async fn due(writing: &mut WriteTx, take: &OutboxTake) -> Result<Vec<DueTarget>, Error> {
     let mut due = Vec::new();
     let mut last: (i64, String, String) = (i64::MIN, String::new(), String::new());
     loop {
@@ -125,7 +125,7 @@ async fn due(writing: &mut Writing, take: &OutboxTake) -> Result<Vec<Due>, Error
                 && target.kind.as_str() == last.1
                 && target.target == last.2
         });
-        let room = state.map_or(take.per_target, |state| state.room).min(take.limit);
+        let limit = state.map_or(take.per_target, |state| state.free_slots).min(take.limit);
         let rows = sqlx::query(
             "SELECT id, due_at FROM outbox INDEXED BY idx_outbox_target
              WHERE integration_id = ?1 AND kind = ?2 AND target = ?3 AND status IN ('pending', 'taken')
@@ -135,12 +135,12 @@ async fn due(writing: &mut Writing, take: &OutboxTake) -> Result<Vec<Due>, Error
         .bind(last.0)
         .bind(last.1.as_str())
         .bind(last.2.as_str())
-        .bind(column(writing.now))
-        .bind(number(room))
+        .bind(to_column(writing.now))
+        .bind(to_i64(limit))
         .fetch_all(&mut *writing.transaction)
         .await?;
         let rows = rows.iter().map(|row| Ok((row.try_get(0)?, row.try_get(1)?)));
-        due.push(Due {
+        due.push(DueTarget {
             in_flight: state.map_or(0, |state| state.in_flight),
             is_failing: state.is_some_and(|state| state.is_failing),
             served: state.map_or(0, |state| state.served),
@@ -150,7 +150,7 @@ async fn due(writing: &mut Writing, take: &OutboxTake) -> Result<Vec<Due>, Error
 }
 
 /// Which rows to take, in the order that [`OutboxTake`] describes.
-fn choose(due: Vec<Due>, take: &OutboxTake) -> Vec<i64> {
+fn choose(due: Vec<DueTarget>, take: &OutboxTake) -> Vec<i64> {
     let mut ranked = Vec::new();
     for target in &due {
         let oldest = target.rows.first().map(|(_, due_at)| *due_at);
@@ -169,7 +169,7 @@ fn choose(due: Vec<Due>, take: &OutboxTake) -> Vec<i64> {
 }
 
 pub(super) async fn settle(
-    writing: &mut Writing,
+    writing: &mut WriteTx,
     settlements: &[OutboxSettlement],
 ) -> Result<Vec<OutboxSettled>, Error> {
     // Of a row named twice the first settlement counts.
@@ -189,8 +189,8 @@ pub(super) async fn settle(
              AND outbox.status = 'taken'
          RETURNING outbox.id, outbox.issue_id, outbox.status IN ('delivered', 'dead'), outbox.kind",
     )
-    .bind(table(rows))
-    .bind(column(writing.now))
+    .bind(json_rows(rows))
+    .bind(to_column(writing.now))
     .fetch_all(&mut *writing.transaction)
     .await?;
     let mut freed = Vec::new();
@@ -219,14 +219,14 @@ async fn let_next_go(connection: &mut SqliteConnection, freed: Vec<Value>) -> Re
                  AND status IN ('waiting', 'pending', 'taken') ORDER BY id LIMIT 1)
              FROM json_each(?1) AS freed)",
     )
-    .bind(table(freed))
+    .bind(json_rows(freed))
     .execute(connection)
     .await?;
     Ok(())
 }
 
 /// Lets a dead row go again, as the next one of its issue. Returns whether there is such a row.
-pub(super) async fn revive(writing: &mut Writing, id: OutboxId) -> Result<bool, Error> {
+pub(super) async fn revive(writing: &mut WriteTx, id: OutboxId) -> Result<bool, Error> {
     let revived = sqlx::query(
         "UPDATE outbox SET attempts = 0, crashes = 0, due_at = ?2, status = iif(EXISTS (
              SELECT 1 FROM outbox AS other WHERE other.issue_id = outbox.issue_id AND other.kind = outbox.kind
@@ -234,7 +234,7 @@ pub(super) async fn revive(writing: &mut Writing, id: OutboxId) -> Result<bool, 
          WHERE id = ?1 AND status = 'dead'",
     )
     .bind(id.0)
-    .bind(column(writing.now))
+    .bind(to_column(writing.now))
     .execute(&mut *writing.transaction)
     .await?;
     Ok(revived.rows_affected() > 0)
@@ -244,14 +244,16 @@ pub(super) async fn revive(writing: &mut Writing, id: OutboxId) -> Result<bool, 
 fn write(settlement: &OutboxSettlement, now: Timestamp) -> Value {
     let (id, deliveries) = (settlement.id.0, settlement.deliveries);
     match &settlement.delivery {
-        Delivery::Delivered => json!([id, deliveries, "delivered", 0, null, null]),
-        Delivery::Retry { after, error } => {
-            json!([id, deliveries, "pending", 1, column(now.after(*after)), error_text(error)])
+        OutboxDelivery::Delivered => json!([id, deliveries, "delivered", 0, null, null]),
+        OutboxDelivery::Retry { after, error } => {
+            json!([id, deliveries, "pending", 1, to_column(now.after(*after)), error_text(error)])
         }
-        Delivery::Away { after, error } => {
-            json!([id, deliveries, "pending", 0, column(now.after(*after)), error_text(error)])
+        OutboxDelivery::Unavailable { after, error } => {
+            json!([id, deliveries, "pending", 0, to_column(now.after(*after)), error_text(error)])
         }
-        Delivery::Dead { error } => json!([id, deliveries, "dead", 1, null, error_text(error)]),
-        Delivery::Release => json!([id, deliveries, "pending", 0, column(now), null]),
+        OutboxDelivery::Dead { error } => {
+            json!([id, deliveries, "dead", 1, null, error_text(error)])
+        }
+        OutboxDelivery::Release => json!([id, deliveries, "pending", 0, to_column(now), null]),
     }
 }

@@ -42,16 +42,16 @@ macro_rules! outbox_columns {
 pub(super) use outbox_columns;
 
 /// A time as a column.
-pub(super) fn column(time: Timestamp) -> i64 {
+pub(super) fn to_column(time: Timestamp) -> i64 {
     i64::try_from(time.as_millis()).unwrap_or(i64::MAX)
 }
 
 /// A time that may be absent, as a JSON value on its way into a column.
-pub(super) fn maybe(time: Option<Timestamp>) -> Value {
-    time.map_or(Value::Null, |time| column(time).into())
+pub(super) fn optional_column(time: Option<Timestamp>) -> Value {
+    time.map_or(Value::Null, |time| to_column(time).into())
 }
 
 /// Rows, or ids, as one parameter: SQLite has no arrays, but `json_each` makes a table of this.
-pub(super) fn table(rows: Vec<Value>) -> String {
+pub(super) fn json_rows(rows: Vec<Value>) -> String {
     Value::Array(rows).to_string()
 }

@@ -5,9 +5,9 @@ use std::time::Duration;
 
 use crate::claim::ClaimOptions;
 use crate::error::{IssueError, Result};
-use crate::limits::{CLAIM_TTL_DEFAULT, RUN_EVENTS_DEFAULT, RUNS_AT_ONCE_MAX};
-use crate::retry::RetryPolicy;
-use crate::steps::{NoSteps, Steps};
+use crate::limits::{CLAIM_TTL_DEFAULT, CONCURRENT_RUNS_MAX, RUN_EVENTS_DEFAULT};
+use crate::retry_policy::IssueRetryPolicy;
+use crate::step_observer::{NoStepObserver, StepObserver};
 
 /// What to do with a run when a newer event of its issue arrives.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -27,7 +27,7 @@ pub enum OnNewEvent {
 pub struct WorkerConfig {
     /// How this worker is called, unique per start. Default: `worker:HOST:PID:` and a random number.
     pub name: String,
-    /// Issues that are handled at once. Default: 64; at most [`RUNS_AT_ONCE_MAX`].
+    /// Issues that are handled at once. Default: 64; at most [`CONCURRENT_RUNS_MAX`].
     pub concurrency: usize,
     /// How long a claim lives without a heartbeat. Default: 60 s.
     pub claim_ttl: Duration,
@@ -38,7 +38,7 @@ pub struct WorkerConfig {
     /// How long a handler may take; then the run is a failure. Default: 15 min.
     pub deadline: Duration,
     /// When and how often a failed run is tried again.
-    pub retry: RetryPolicy,
+    pub retry: IssueRetryPolicy,
     /// What to do when a newer event arrives during a run. Default: the run goes on.
     pub on_new_event: OnNewEvent,
     /// How often to look for newer events, where runs are superseded. Default: 1 s.
@@ -48,7 +48,7 @@ pub struct WorkerConfig {
     /// Shared transactions under way at once, for claims and for completions. Default: 2.
     pub calls_max: usize,
     /// Is told of every step. Default: nobody.
-    pub steps: Arc<dyn Steps>,
+    pub step_observer: Arc<dyn StepObserver>,
 }
 
 impl Default for WorkerConfig {
@@ -60,12 +60,12 @@ impl Default for WorkerConfig {
             heartbeat_every: Duration::from_secs(15),
             events_max: RUN_EVENTS_DEFAULT,
             deadline: Duration::from_secs(15 * 60),
-            retry: RetryPolicy::default(),
+            retry: IssueRetryPolicy::default(),
             on_new_event: OnNewEvent::Queue,
             newer_events_every: Duration::from_secs(1),
             drain: Duration::from_secs(25),
             calls_max: 2,
-            steps: Arc::new(NoSteps),
+            step_observer: Arc::new(NoStepObserver),
         }
     }
 }
@@ -73,9 +73,9 @@ impl Default for WorkerConfig {
 impl WorkerConfig {
     pub(crate) fn validate(&self) -> Result<()> {
         self.retry.validate()?;
-        self.claim_options().check()?;
-        if !(1..=RUNS_AT_ONCE_MAX).contains(&self.concurrency) {
-            let problem = format!("{}; 1 to {RUNS_AT_ONCE_MAX}", self.concurrency);
+        self.claim_options().validate()?;
+        if !(1..=CONCURRENT_RUNS_MAX).contains(&self.concurrency) {
+            let problem = format!("{}; 1 to {CONCURRENT_RUNS_MAX}", self.concurrency);
             return Err(IssueError::invalid("concurrency", problem));
         }
         // Two heartbeats may be lost before the claim is.
@@ -99,7 +99,7 @@ impl WorkerConfig {
     }
 
     /// How often claims are renewed and newer events looked for.
-    pub(crate) fn beat_every(&self) -> Duration {
+    pub(crate) fn renew_every(&self) -> Duration {
         match self.on_new_event {
             OnNewEvent::Queue => self.heartbeat_every,
             OnNewEvent::Supersede { .. } => self.heartbeat_every.min(self.newer_events_every),
@@ -114,7 +114,7 @@ pub(crate) fn unique_name() -> String {
         "" => "localhost",
         host => host,
     };
-    format!("worker:{host}:{}:{:016x}", std::process::id(), crate::chance::bits())
+    format!("worker:{host}:{}:{:016x}", std::process::id(), crate::random::u64())
 }
 
 #[cfg(test)]

@@ -108,11 +108,11 @@ async fn the_audit_names_every_issue_whose_books_were_changed_by_hand() -> Resul
                 database.query(statement)?;
             }
         }
-        let audit = store.audit(2).await?;
-        assert_eq!((audit.discrepancies.len(), audit.discrepancies_total), (2, 3));
-        let audit = store.audit(10).await?;
+        let report = store.check_consistency(2).await?;
+        assert_eq!((report.discrepancies.len(), report.discrepancies_total), (2, 3));
+        let report = store.check_consistency(10).await?;
         let problems: Vec<&str> =
-            audit.discrepancies.iter().map(|one| one.problem.as_str()).collect();
+            report.discrepancies.iter().map(|one| one.problem.as_str()).collect();
         assert_eq!(
             problems,
             [
@@ -135,7 +135,7 @@ async fn the_clock_of_a_process_decides_nothing_on_postgres() -> Result<()> {
     let issue = record(&*slow, "1", "a").await?.issue_id;
     let claims = slow.claim(&[issue], &ClaimOptions::new("slow")).await?;
     let headwater_issue::Claim::Won(claimed) = &claims[0] else { panic!("{claims:?}") };
-    let now = right.facts_for_why(issue).await?.unwrap().now;
+    let now = right.issue_facts(issue).await?.unwrap().now;
     assert!(claimed.expires_at > now && claimed.expires_at <= now.after(Duration::from_secs(60)));
     let taken = right.claim(&[issue], &ClaimOptions::new("right")).await?;
     assert!(matches!(taken[0], headwater_issue::Claim::Taken { .. }), "{taken:?}");
@@ -157,9 +157,12 @@ async fn a_claim_without_an_end_that_another_program_wrote_has_run_out() -> Resu
         } else {
             database.query(forever)?;
         }
-        assert_eq!(store.audit(10).await?.discrepancies, []);
-        let why = headwater_issue::why(&*store, swept).await?;
-        assert!(matches!(why.reason, headwater_issue::Reason::ClaimRanOut { .. }), "{why:?}");
+        assert_eq!(store.check_consistency(10).await?.discrepancies, []);
+        let diagnosis = headwater_issue::explain(&*store, swept).await?;
+        assert!(
+            matches!(diagnosis.reason, headwater_issue::DiagnosisReason::ClaimExpired { .. }),
+            "{diagnosis:?}"
+        );
         let claims = store.claim(&[claimed], &ClaimOptions::new("worker")).await?;
         assert!(matches!(claims[0], headwater_issue::Claim::Won(_)), "{claims:?}");
         let found = store.sweep(&headwater_issue::SweepOptions::default()).await?;
@@ -179,8 +182,8 @@ async fn only_one_row_of_an_issue_is_ever_among_those_to_take() -> Result<()> {
             let claims = store.claim(&[issue], &ClaimOptions::new("worker")).await?;
             let headwater_issue::Claim::Won(claimed) = &claims[0] else { panic!("{claims:?}") };
             let (kind, target) = (headwater_issue::OutboxKind::Reply, String::new());
-            let row = headwater_issue::NewOutbox { kind, target, payload: "1".into() };
-            let run = headwater_issue::Completion {
+            let row = headwater_issue::NewOutboxRow { kind, target, payload: "1".into() };
+            let run = headwater_issue::RunCompletion {
                 issue_id: issue,
                 epoch: claimed.epoch,
                 outbox: vec![row; 50],
@@ -190,10 +193,10 @@ async fn only_one_row_of_an_issue_is_ever_among_those_to_take() -> Result<()> {
         }
         let seen = "SELECT count(*) FROM outbox WHERE status IN ('pending', 'taken')";
         let count: i64 = match store.read_connection().await?.connection() {
-            headwater_issue::Connection::Postgres(connection) => {
+            headwater_issue::StoreConnection::Postgres(connection) => {
                 sqlx::query(seen).fetch_one(connection).await?.try_get(0)?
             }
-            headwater_issue::Connection::Sqlite(connection) => {
+            headwater_issue::StoreConnection::Sqlite(connection) => {
                 sqlx::query(seen).fetch_one(connection).await?.try_get(0)?
             }
             other => panic!("{other:?}"),

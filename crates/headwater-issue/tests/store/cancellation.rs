@@ -4,7 +4,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Result;
-use headwater_issue::{Confirmations, Connection, IssueError, Quiet, Store, StoreOptions};
+use headwater_issue::{
+    CommitVerifier, DebounceWindow, IssueError, Store, StoreConnection, StoreOptions,
+};
 use headwater_testkit::{Postgres, Proxy, Random};
 
 use super::{File, event, open, open_with, record};
@@ -33,12 +35,15 @@ async fn pending(store: &dyn Store, issue: &str) -> Result<u64> {
     Ok(issue.map_or(0, |issue| issue.pending_events))
 }
 
-async fn execute(connection: Connection<'_>, statement: &'static str) -> Result<(), sqlx::Error> {
+async fn execute(
+    connection: StoreConnection<'_>,
+    statement: &'static str,
+) -> Result<(), sqlx::Error> {
     match connection {
-        Connection::Postgres(postgres) => {
+        StoreConnection::Postgres(postgres) => {
             sqlx::query(statement).execute(postgres).await.map(|_| ())
         }
-        Connection::Sqlite(sqlite) => sqlx::query(statement).execute(sqlite).await.map(|_| ()),
+        StoreConnection::Sqlite(sqlite) => sqlx::query(statement).execute(sqlite).await.map(|_| ()),
         other => panic!("{other:?}"),
     }
 }
@@ -74,11 +79,11 @@ async fn drops_calls_at_random(store: &Arc<dyn Store>, random: &mut Random) -> R
             match kind {
                 0 => drop(calling.begin().await),
                 1 => drop(record(&*calling, "abandoned", &key).await),
-                2 => drop(calling.audit(10).await),
+                2 => drop(calling.check_consistency(10).await),
                 _ => {
                     let Ok(mut transaction) = calling.begin().await else { return };
                     let event = event("abandoned", &key);
-                    drop(transaction.record(&[event], &Quiet::default()).await);
+                    drop(transaction.record(&[event], &DebounceWindow::default()).await);
                     drop(execute(transaction.connection(), "SELECT 1").await);
                     drop(transaction.commit().await);
                 }
@@ -112,7 +117,7 @@ async fn events_confirmed_between_calls_that_are_dropped_at_random_are_committed
     let confirmed = drops_calls_at_random(&store, &mut random).await?;
     store.close().await;
     assert_eq!(counted(&*direct).await?, confirmed);
-    assert!(direct.audit(10).await?.balances());
+    assert!(direct.check_consistency(10).await?.is_consistent());
     Ok(())
 }
 
@@ -126,7 +131,7 @@ async fn events_confirmed_between_calls_that_are_dropped_at_random_are_committed
     store.close().await;
     let store = open(&file.url).await?;
     assert_eq!(counted(&*store).await?, confirmed);
-    assert!(store.audit(10).await?.balances());
+    assert!(store.check_consistency(10).await?.is_consistent());
     Ok(())
 }
 
@@ -137,7 +142,7 @@ async fn the_commit_of_a_failed_transaction_is_an_error() -> Result<()> {
         let store = open(&url).await?;
         // On PostgreSQL a transaction with a failed statement is rolled back by `COMMIT`, which reports no error.
         let mut transaction = store.begin().await?;
-        transaction.record(&[event("1", "a")], &Quiet::default()).await.remove(0)?;
+        transaction.record(&[event("1", "a")], &DebounceWindow::default()).await.remove(0)?;
         let failed = execute(transaction.connection(), "SELECT * FROM no_such_table").await;
         assert!(failed.is_err());
         let committed = transaction.commit().await.is_ok();
@@ -145,7 +150,7 @@ async fn the_commit_of_a_failed_transaction_is_an_error() -> Result<()> {
 
         // One that the caller ended is not confirmed a second time.
         let mut transaction = store.begin().await?;
-        transaction.record(&[event("2", "b")], &Quiet::default()).await.remove(0)?;
+        transaction.record(&[event("2", "b")], &DebounceWindow::default()).await.remove(0)?;
         execute(transaction.connection(), "ROLLBACK").await?;
         assert!(transaction.commit().await.is_err(), "{url}");
         assert_eq!(pending(&*store, "2").await?, 0, "{url}");
@@ -174,18 +179,18 @@ async fn the_read_back_finds_a_confirmed_event_that_is_not_committed() -> Result
     let (file, database) = (File::new()?, Postgres::shared()?.database()?);
     for url in [file.url.clone(), database.url()] {
         let store = open(&url).await?;
-        let confirmations = Confirmations::default();
-        assert_eq!(confirmations.check_once(&*store).await?, []);
+        let commit_verifier = CommitVerifier::default();
+        assert_eq!(commit_verifier.verify_once(&*store).await?, []);
         let committed = record(&*store, "1", "a").await?.event_log_id;
         let mut transaction = store.begin().await?;
-        let recorded = transaction.record(&[event("2", "b")], &Quiet::default()).await;
+        let recorded = transaction.record(&[event("2", "b")], &DebounceWindow::default()).await;
         let uncommitted = recorded.into_iter().next().unwrap()?.event_log_id;
-        confirmations.note(committed);
-        confirmations.note(uncommitted);
-        assert_eq!(confirmations.check_once(&*store).await?, [uncommitted], "{url}");
+        commit_verifier.add(committed);
+        commit_verifier.add(uncommitted);
+        assert_eq!(commit_verifier.verify_once(&*store).await?, [uncommitted], "{url}");
         transaction.commit().await?;
-        confirmations.note(uncommitted);
-        assert_eq!(confirmations.check_once(&*store).await?, [], "{url}");
+        commit_verifier.add(uncommitted);
+        assert_eq!(commit_verifier.verify_once(&*store).await?, [], "{url}");
     }
     Ok(())
 }

@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use anyhow::Result;
 use headwater_issue::{
-    Claim, ClaimOptions, Completed, Completion, IssueError, NewOutbox, OutboxKind, Quiet, Store,
-    StoreOptions,
+    Claim, ClaimOptions, CompletionOutcome, DebounceWindow, IssueError, NewOutboxRow, OutboxKind,
+    RunCompletion, Store, StoreOptions,
 };
 use headwater_testkit::{Postgres, Proxy};
 use sqlx::{Connection, PgConnection, SqliteConnection};
@@ -79,18 +79,20 @@ async fn a_completion_whose_reply_was_lost_happened_once() -> Result<()> {
         let claims = direct.claim(&[issue], &ClaimOptions::new("w")).await?;
         let Claim::Won(claimed) = &claims[0] else { panic!("{claims:?}") };
         let (target, payload) = (String::new(), "{}".to_owned());
-        let run = Completion {
+        let run = RunCompletion {
             issue_id: issue,
             epoch: claimed.epoch,
             event_log_ids: claimed.events.iter().map(|event| event.id).collect(),
-            outbox: vec![NewOutbox { kind: OutboxKind::Reply, target, payload }],
-            ..Completion::default()
+            outbox: vec![NewOutboxRow { kind: OutboxKind::Reply, target, payload }],
+            ..RunCompletion::default()
         };
         proxy.drop_reply()?;
         let lost = store.complete(std::slice::from_ref(&run)).await;
         assert!(lost.is_ok() || lost.as_ref().is_err_and(IssueError::is_transient), "{lost:?}");
         let again = repeat(async || store.complete(std::slice::from_ref(&run)).await).await?;
-        let Completed::Committed { repeated: before, .. } = again[0] else { panic!("{again:?}") };
+        let CompletionOutcome::Committed { repeated: before, .. } = again[0] else {
+            panic!("{again:?}")
+        };
         repeated += u32::from(lost.is_err() && before);
         let rows = database.query("SELECT count(*) FROM outbox")?;
         assert_eq!(rows, rounds.to_string(), "one reply for each run");
@@ -119,7 +121,7 @@ async fn a_server_that_was_killed_is_an_error_and_after_its_return_all_goes_on()
         recorded = record(&*store, "1", "b").await;
     }
     assert_eq!(store.issue(recorded?.issue_id).await?.unwrap().pending_events, 2);
-    assert_eq!(store.audit(10).await?.discrepancies, []);
+    assert_eq!(store.check_consistency(10).await?.discrepancies, []);
     Ok(())
 }
 
@@ -149,7 +151,7 @@ async fn a_lock_that_somebody_holds_ends_calls_at_their_deadline_and_loses_nothi
         record(&*patient, "1", &format!("b-{n}")).await?;
     }
     assert_eq!(patient.issue(issue).await?.unwrap().pending_events, 7);
-    assert_eq!(patient.audit(10).await?.discrepancies, []);
+    assert_eq!(patient.check_consistency(10).await?.discrepancies, []);
     Ok(())
 }
 
@@ -179,15 +181,15 @@ async fn a_call_that_is_dropped_happens_wholly_or_not_at_all() -> Result<()> {
         let store = open(&url).await?;
         for n in 0..40_u64 {
             let events = [event("1", &format!("{n}-a")), event("2", &format!("{n}-b"))];
-            let quiet = Quiet::default();
-            let call = store.record(&events, &quiet);
+            let debounce = DebounceWindow::default();
+            let call = store.record(&events, &debounce);
             // A moment that differs each time, from at once to after the end.
             let _ = tokio::time::timeout(Duration::from_micros(n * 150), call).await;
         }
         record(&*store, "3", "last").await?;
-        let audit = store.audit(10).await?;
-        assert_eq!(audit.discrepancies, []);
-        assert_eq!(audit.recorded % 2, 1, "both events of a batch, or none");
+        let report = store.check_consistency(10).await?;
+        assert_eq!(report.discrepancies, []);
+        assert_eq!(report.recorded % 2, 1, "both events of a batch, or none");
     }
     Ok(())
 }
@@ -213,7 +215,7 @@ async fn a_database_that_prefers_another_isolation_level_works_too() -> Result<(
         }
         assert_eq!(new, 1);
     }
-    assert_eq!(store.audit(10).await?.discrepancies, []);
+    assert_eq!(store.check_consistency(10).await?.discrepancies, []);
     Ok(())
 }
 
@@ -231,10 +233,11 @@ async fn an_outbox_filled_by_another_process_wakes_who_waits_on_postgres() -> Re
     let issue = record(&*other, "1", "a").await?.issue_id;
     let claims = other.claim(&[issue], &ClaimOptions::new("w")).await?;
     let Claim::Won(claimed) = &claims[0] else { panic!("{claims:?}") };
-    let reply = NewOutbox { kind: OutboxKind::Event, target: String::new(), payload: "{}".into() };
+    let reply =
+        NewOutboxRow { kind: OutboxKind::Event, target: String::new(), payload: "{}".into() };
     let (epoch, outbox) = (claimed.epoch, vec![reply]);
     other
-        .complete(&[Completion { issue_id: issue, epoch, outbox, ..Completion::default() }])
+        .complete(&[RunCompletion { issue_id: issue, epoch, outbox, ..RunCompletion::default() }])
         .await?;
     assert!(waiting.await? < Duration::from_secs(30));
     Ok(())
@@ -273,8 +276,12 @@ async fn a_call_that_was_ended_for_a_deadlock_is_repeated_and_nobody_notices() -
                     let Claim::Won(claimed) = claim else { panic!("{claim:?}") };
                     let (issue_id, epoch) = (claimed.issue.id, claimed.epoch);
                     let event_log_ids = claimed.events.iter().map(|event| event.id).collect();
-                    let run =
-                        Completion { issue_id, epoch, event_log_ids, ..Completion::default() };
+                    let run = RunCompletion {
+                        issue_id,
+                        epoch,
+                        event_log_ids,
+                        ..RunCompletion::default()
+                    };
                     store.complete(&[run]).await?;
                 }
             }
@@ -296,13 +303,13 @@ async fn an_audit_has_more_time_than_other_calls() -> Result<()> {
     let mut connection = PgConnection::connect(&database.url()).await?;
     let mut holder = connection.begin().await?;
     sqlx::query("LOCK TABLE event_logs").execute(&mut *holder).await?;
-    let auditing = tokio::spawn({
+    let checking = tokio::spawn({
         let store = Arc::clone(&store);
-        async move { store.audit(10).await }
+        async move { store.check_consistency(10).await }
     });
     // Beyond the deadline of a call.
     tokio::time::sleep(impatient().call_deadline + Duration::from_millis(200)).await;
     holder.rollback().await?;
-    assert_eq!(auditing.await??.recorded, 1);
+    assert_eq!(checking.await??.recorded, 1);
     Ok(())
 }

@@ -37,8 +37,8 @@ async fn after_a_full_disk_the_same_store_goes_on() -> Result<()> {
     limit_files(None)?;
 
     record(&*store, "42", "after").await?;
-    let audit = store.audit(1).await?;
-    assert_eq!(audit.recorded, 2);
+    let report = store.check_consistency(1).await?;
+    assert_eq!(report.recorded, 2);
     Ok(())
 }
 
@@ -63,7 +63,7 @@ async fn nothing_is_confirmed_after_the_database_file_was_deleted_or_replaced() 
     std::fs::write(&path, b"")?;
     is_refused(record(&*store, "1", "replaced").await.map(drop), "a record");
 
-    // The same file at its place again: nothing has to be restarted.
+    // The same file at its backends again: nothing has to be restarted.
     std::fs::rename(&moved, &path)?;
     record(&*store, "1", "after").await?;
     Ok(())

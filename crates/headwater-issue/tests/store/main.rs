@@ -15,7 +15,7 @@ mod transactions;
 use std::sync::Arc;
 
 use anyhow::Result;
-use headwater_issue::{NewEvent, Quiet, Recorded, Store, StoreOptions, connect};
+use headwater_issue::{DebounceWindow, NewEvent, Recorded, Store, StoreOptions, connect};
 
 fn event(issue: &str, key: &str) -> NewEvent {
     NewEvent {
@@ -30,7 +30,7 @@ fn event(issue: &str, key: &str) -> NewEvent {
 }
 
 async fn record(store: &dyn Store, issue: &str, key: &str) -> headwater_issue::Result<Recorded> {
-    store.record(&[event(issue, key)], &Quiet::default()).await.remove(0)
+    store.record(&[event(issue, key)], &DebounceWindow::default()).await.remove(0)
 }
 
 async fn open(url: &str) -> Result<Arc<dyn Store>> {

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use anyhow::Result;
-use headwater_issue::{Delivery, IssueError, OutboxSettlement, Store, StoreOptions, connect};
+use headwater_issue::{IssueError, OutboxDelivery, OutboxSettlement, Store, StoreOptions, connect};
 use headwater_testkit::{Database, Postgres};
 use sqlx::{AssertSqlSafe, Connection, Row};
 
@@ -102,7 +102,7 @@ async fn deliver_all(store: &dyn Store) -> Result<Vec<String>> {
         }
         for row in rows {
             keys.push(row.idempotency_key.clone());
-            let (id, deliveries, delivery) = (row.id, row.deliveries, Delivery::Delivered);
+            let (id, deliveries, delivery) = (row.id, row.deliveries, OutboxDelivery::Delivered);
             store.settle_outbox(&[OutboxSettlement { id, deliveries, delivery }]).await?;
         }
     }

@@ -35,9 +35,9 @@ async fn start_at_once(url: &str) -> Result<()> {
         child.line_after("OPENED", PATIENCE)?;
         assert!(child.wait(PATIENCE)?.success());
     }
-    let audit = open(url).await?.audit(10).await?;
-    assert_eq!((audit.issues, audit.recorded), (1, PROCESSES as u64));
-    assert_eq!(audit.discrepancies, []);
+    let report = open(url).await?.check_consistency(10).await?;
+    assert_eq!((report.issues, report.recorded), (1, PROCESSES as u64));
+    assert_eq!(report.discrepancies, []);
     Ok(())
 }
 

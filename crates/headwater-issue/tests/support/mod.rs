@@ -3,8 +3,8 @@
 
 #![allow(dead_code, reason = "each test binary uses a part of it")]
 
-pub(crate) mod flaky;
-pub(crate) mod meters;
+pub(crate) mod captured_telemetry;
+pub(crate) mod flaky_store;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -28,14 +28,14 @@ use tokio::task::JoinHandle;
 pub(crate) const LONG: Duration = Duration::from_secs(60);
 
 /// Where a system keeps what it knows.
-pub(crate) struct Place {
+pub(crate) struct Backends {
     pub(crate) database: String,
     pub(crate) streams: String,
     pub(crate) clock: Option<TestClock>,
     _keep: Vec<Box<dyn std::any::Any + Send + Sync>>,
 }
 
-impl Place {
+impl Backends {
     /// In this process, gone with it; time is moved by the test.
     pub(crate) fn memory() -> Self {
         Self {
@@ -126,13 +126,13 @@ pub(crate) struct System {
 }
 
 impl System {
-    pub(crate) async fn at(place: &Place) -> Result<Self> {
-        Self::with(place, InboxConfig::default()).await
+    pub(crate) async fn at(backends: &Backends) -> Result<Self> {
+        Self::with(backends, InboxConfig::default()).await
     }
 
-    pub(crate) async fn with(place: &Place, config: InboxConfig) -> Result<Self> {
-        let streams = place.streams().await?;
-        Self::on(place.store().await?, streams, config)
+    pub(crate) async fn with(backends: &Backends, config: InboxConfig) -> Result<Self> {
+        let streams = backends.streams().await?;
+        Self::on(backends.store().await?, streams, config)
     }
 
     pub(crate) fn on(
@@ -140,7 +140,7 @@ impl System {
         streams: Arc<dyn Backend>,
         config: InboxConfig,
     ) -> Result<Self> {
-        let nudger = Nudger::observed(Arc::clone(&streams), Arc::clone(&config.steps));
+        let nudger = Nudger::with_observer(Arc::clone(&streams), Arc::clone(&config.step_observer));
         let inbox = Inbox::new(Arc::clone(&store), nudger.clone(), config)?;
         // Short leases, so that what a dead process had in hand is taken over soon.
         let lease = KeeperConfig {
@@ -170,14 +170,14 @@ impl System {
         &self,
         handler: impl IssueHandler,
         config: WorkerConfig,
-    ) -> Result<Running> {
+    ) -> Result<RunningWorker> {
         let worker = self.worker(handler, config)?;
         let (stop, stopped) = oneshot::channel::<()>();
         let (running, queue) = (worker.clone(), self.queue.clone());
         let task = tokio::spawn(async move {
             running.run(&queue, async { drop(stopped.await) }).await;
         });
-        Ok(Running { worker, stop, task })
+        Ok(RunningWorker { worker, stop, task })
     }
 
     /// A sweeper to which every queued issue is overdue at once.
@@ -193,29 +193,29 @@ impl System {
     }
 
     /// Waits until nothing is pending anywhere.
-    pub(crate) async fn settled(&self) -> Result<()> {
-        until("all events to be processed", || async {
-            let audit = self.store.audit(10).await.expect("the store answers");
-            audit.pending == 0
+    pub(crate) async fn wait_processed(&self) -> Result<()> {
+        wait_until("all events to be processed", || async {
+            let report = self.store.check_consistency(10).await.expect("the store answers");
+            report.pending == 0
         })
         .await
     }
 
-    pub(crate) async fn assert_balanced(&self) -> Result<headwater_issue::Audit> {
-        let audit = headwater_issue::audit(self.store.as_ref()).await?;
-        assert!(audit.balances(), "{audit}");
-        Ok(audit)
+    pub(crate) async fn assert_consistent(&self) -> Result<headwater_issue::ConsistencyReport> {
+        let report = headwater_issue::check_consistency(self.store.as_ref()).await?;
+        assert!(report.is_consistent(), "{report}");
+        Ok(report)
     }
 }
 
 /// A worker that runs.
-pub(crate) struct Running {
+pub(crate) struct RunningWorker {
     pub(crate) worker: Worker,
     stop: oneshot::Sender<()>,
     task: JoinHandle<()>,
 }
 
-impl Running {
+impl RunningWorker {
     pub(crate) async fn stop(self) -> Result<()> {
         let _ = self.stop.send(());
         tokio::time::timeout(LONG, self.task).await.context("the worker does not stop")??;
@@ -243,16 +243,16 @@ pub(crate) fn event_of(issue: &str, event: &str) -> NewEvent {
 
 /// What was called, by whom, with what.
 #[derive(Clone, Default)]
-pub(crate) struct Journal(Arc<Mutex<Vec<Vec<String>>>>);
+pub(crate) struct RunLog(Arc<Mutex<Vec<Vec<String>>>>);
 
-impl Journal {
+impl RunLog {
     /// A handler that writes the events of each run down and replies to each event.
     pub(crate) fn handler(&self) -> impl IssueHandler + use<> {
-        let journal = self.clone();
+        let run_log = self.clone();
         move |run: Run| {
-            let journal = journal.clone();
+            let run_log = run_log.clone();
             async move {
-                journal.write(&run);
+                run_log.write(&run);
                 Ok::<_, HandlerError>(replies(&run))
             }
         }
@@ -283,17 +283,17 @@ pub(crate) fn replies(run: &Run) -> Resolution {
 
 /// Deliveries: for each reply the idempotency keys it came with, and how often.
 #[derive(Clone, Default)]
-pub(crate) struct Letters(Arc<Mutex<BTreeMap<String, Vec<String>>>>);
+pub(crate) struct DeliveryLog(Arc<Mutex<BTreeMap<String, Vec<String>>>>);
 
 #[async_trait]
-impl Deliver for Letters {
+impl Deliver for DeliveryLog {
     async fn deliver(&self, row: &OutboxRow) -> Result<(), DeliverError> {
         self.note(&row.payload, &row.idempotency_key);
         Ok(())
     }
 }
 
-impl Letters {
+impl DeliveryLog {
     pub(crate) fn note(&self, payload: &str, key: &str) {
         // Stores may change spaces in JSON.
         let payload = payload.replace(' ', "");
@@ -322,18 +322,18 @@ impl Letters {
     }
 }
 
-/// A door that a handler waits at, and a bell that it rings when it has come.
+/// A gate that a handler waits at, and a bell that it rings when it has come.
 #[derive(Clone, Default)]
-pub(crate) struct Door(Arc<DoorState>);
+pub(crate) struct Gate(Arc<GateState>);
 
 #[derive(Default)]
-struct DoorState {
+struct GateState {
     arrived: AtomicUsize,
     bell: Notify,
     opened: Notify,
 }
 
-impl Door {
+impl Gate {
     /// Rings and waits to be let through.
     pub(crate) async fn pass(&self) {
         let opened = self.0.opened.notified();
@@ -354,7 +354,7 @@ impl Door {
                 self.0.bell.notified().await;
             }
         };
-        tokio::time::timeout(LONG, waiting).await.context("nobody came to the door")
+        tokio::time::timeout(LONG, waiting).await.context("nobody came to the gate")
     }
 
     /// Lets everybody through who waits.

@@ -1,0 +1,89 @@
+//! What an operator wants to be worked on now: an issue is released or tried again, and somebody is told at once.
+//!
+//! Upstream: the command line and HTTP. Downstream: `operator` for the change, `nudge` for the word. Promises: the change is
+//! committed when a call has returned; if the word is lost, the next sweep says it. Not here: what a release does (see
+//! `state`).
+
+use std::time::Duration;
+
+use tokio::time::timeout;
+use tracing::warn;
+
+use crate::admin::{EventLogFilter, IssueRetried, QuarantineCleared};
+use crate::claim::Nudge;
+use crate::error::{IssueError, Result};
+use crate::issue::IssueId;
+use crate::nudge::Nudger;
+use crate::store::Store;
+
+/// How long an operator waits for a stream that is away.
+const STREAM_DEADLINE: Duration = Duration::from_secs(2);
+
+/// Ends a quarantine, and nudges. [`NotFound`](crate::IssueError::NotFound) if there is no such issue.
+pub async fn release(
+    store: &dyn Store,
+    nudger: &Nudger,
+    issue_id: IssueId,
+) -> Result<QuarantineCleared> {
+    let released = store.release(issue_id).await?;
+    if released == QuarantineCleared::Queued {
+        nudge(store, nudger, issue_id).await;
+    }
+    Ok(released)
+}
+
+/// Ends quarantines, then nudges for all of them at once. Returns how many it ended: one that somebody else ended or removed
+/// meanwhile is passed by. What was ended before an error stays so.
+pub async fn release_all(store: &dyn Store, nudger: &Nudger, issues: &[IssueId]) -> Result<u64> {
+    let (mut count, mut nudges) = (0, Vec::new());
+    let mut releasing = Ok(());
+    for issue_id in issues {
+        match store.release(*issue_id).await {
+            Ok(QuarantineCleared::Queued) => {
+                count += 1;
+                nudges.push(nudge_for(store, *issue_id).await);
+            }
+            Ok(QuarantineCleared::Idle) => count += 1,
+            Ok(QuarantineCleared::NotQuarantined) | Err(IssueError::NotFound { .. }) => {}
+            Err(error) => {
+                releasing = Err(error);
+                break;
+            }
+        }
+    }
+    send(nudger, &nudges).await;
+    releasing.map(|()| count)
+}
+
+/// Makes an issue claimable now, be it quarantined or waiting, and nudges. [`NotFound`](crate::IssueError::NotFound) if there
+/// is no such issue.
+pub async fn retry(store: &dyn Store, nudger: &Nudger, issue_id: IssueId) -> Result<IssueRetried> {
+    let retried = store.retry(issue_id).await?;
+    if retried == IssueRetried::Queued {
+        nudge(store, nudger, issue_id).await;
+    }
+    Ok(retried)
+}
+
+async fn nudge(store: &dyn Store, nudger: &Nudger, issue_id: IssueId) {
+    send(nudger, &[nudge_for(store, issue_id).await]).await;
+}
+
+/// A nudge names the oldest event, if that can be told.
+async fn nudge_for(store: &dyn Store, issue_id: IssueId) -> Nudge {
+    let filter = EventLogFilter { processed: Some(false), ..EventLogFilter::default() };
+    let oldest = store.event_logs(issue_id, &filter, 1).await.unwrap_or_default();
+    Nudge { issue_id, event_log_id: oldest.first().map(|log| log.id).unwrap_or_default() }
+}
+
+/// Never fails: the change is made, and what goes wrong here only delays it until the next sweep.
+async fn send(nudger: &Nudger, nudges: &[Nudge]) {
+    if nudges.is_empty() {
+        return;
+    }
+    let sent = timeout(STREAM_DEADLINE, nudger.send(nudges)).await;
+    if !matches!(sent, Ok(Ok(()))) {
+        let count = nudges.len();
+        warn!(count, "the stream is away, released issues wait for the next sweep");
+    }
+}

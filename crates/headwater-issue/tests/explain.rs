@@ -1,0 +1,199 @@
+//! Why an issue is not being worked on: each reason, and the sentence an operator reads.
+#![cfg(feature = "postgres")]
+
+mod support;
+
+use std::time::Duration;
+
+use anyhow::Result;
+use headwater_issue::{
+    AfterFailure, Claim, ClaimOptions, ClaimedIssue, DebounceWindow, DiagnosisReason, Issue,
+    IssueDiagnosis, IssueId, RunCompletion, RunFailure, explain,
+};
+use support::{Backends, LONG, System, event_of, wait_until};
+
+async fn told(system: &System, issue_id: IssueId) -> Result<(IssueDiagnosis, String, Issue)> {
+    let issue = system.store.issue(issue_id).await?.expect("it exists");
+    let diagnosis = explain(system.store.as_ref(), issue_id).await?;
+    let sentence = diagnosis.to_string();
+    Ok((diagnosis, sentence, issue))
+}
+
+async fn claimed(system: &System, issue_id: IssueId, ttl: Duration) -> Result<ClaimedIssue> {
+    let options = ClaimOptions { ttl, ..ClaimOptions::new("worker-7") };
+    match system.store.claim(&[issue_id], &options).await?.remove(0) {
+        Claim::Won(claimed) => Ok(*claimed),
+        other => anyhow::bail!("{other:?}"),
+    }
+}
+
+macro_rules! on_both {
+    ($($name:ident,)*) => {
+        mod with_sqlite {
+            $(#[tokio::test]
+            async fn $name() -> anyhow::Result<()> {
+                super::$name(super::Backends::now()).await
+            })*
+        }
+
+        mod with_postgres {
+            $(#[tokio::test]
+            async fn $name() -> anyhow::Result<()> {
+                super::$name(super::Backends::servers()?).await
+            })*
+        }
+    };
+}
+
+on_both! {
+    an_issue_waits_for_a_worker_to_be_started,
+    an_issue_is_queued_and_was_nudged_for,
+    an_issue_is_claimed_by_a_worker_until_a_certain_time,
+    a_claim_has_run_out,
+    an_issue_waits_for_quiet,
+    an_issue_waits_for_its_backoff,
+    an_issue_is_quarantined,
+    an_issue_is_idle,
+}
+
+async fn an_issue_waits_for_a_worker_to_be_started(backends: Backends) -> Result<()> {
+    let system = System::at(&backends).await?;
+    let id = system.record("1", "a").await?.issue_id;
+    let (diagnosis, sentence, _) = told(&system, id).await?;
+    assert_eq!(diagnosis.reason, DiagnosisReason::NoWorker);
+    let expected = format!("issue {id} is queued with 1 event, but no worker is alive; start one");
+    assert_eq!(sentence, expected);
+    assert!(diagnosis.waiting_for.is_some());
+    Ok(())
+}
+
+async fn an_issue_is_queued_and_was_nudged_for(backends: Backends) -> Result<()> {
+    let system = System::at(&backends).await?;
+    for worker in ["worker-7", "worker-8"] {
+        system.store.heartbeat_worker(worker, LONG).await?;
+    }
+    let id = system.record("1", "a").await?.issue_id;
+    system.record("1", "b").await?;
+    let (diagnosis, sentence, issue) = told(&system, id).await?;
+    assert_eq!(
+        diagnosis.reason,
+        DiagnosisReason::Queued { workers: 2, nudged_at: issue.nudged_at }
+    );
+    let nudged = issue.nudged_at.expect("it was nudged for").to_rfc3339();
+    let expected = format!(
+        "issue {id} is queued with 2 events, nudged for at {nudged}, and waits for 2 workers"
+    );
+    assert_eq!(sentence, expected);
+    Ok(())
+}
+
+async fn an_issue_is_claimed_by_a_worker_until_a_certain_time(backends: Backends) -> Result<()> {
+    let system = System::at(&backends).await?;
+    let id = system.record("1", "a").await?.issue_id;
+    let until = claimed(&system, id, LONG).await?.expires_at;
+    let (diagnosis, sentence, _) = told(&system, id).await?;
+    let DiagnosisReason::Claimed { left, owner_alive: false, .. } = &diagnosis.reason else {
+        panic!("{diagnosis:?}");
+    };
+    assert!(*left <= LONG && !left.is_zero());
+    let expected = format!("issue {id} is claimed by worker-7 until {}", until.to_rfc3339());
+    assert_eq!(sentence, format!("{expected}, which does not show itself any more"));
+
+    system.store.heartbeat_worker("worker-7", LONG).await?;
+    assert_eq!(told(&system, id).await?.1, expected);
+    Ok(())
+}
+
+async fn a_claim_has_run_out(backends: Backends) -> Result<()> {
+    let system = System::at(&backends).await?;
+    let id = system.record("1", "a").await?.issue_id;
+    let since = claimed(&system, id, Duration::from_millis(50)).await?.expires_at;
+    wait_until("the claim to run out", || async {
+        let diagnosis = explain(system.store.as_ref(), id).await.expect("it answers");
+        matches!(diagnosis.reason, DiagnosisReason::ClaimExpired { .. })
+    })
+    .await?;
+    let (diagnosis, sentence, _) = told(&system, id).await?;
+    assert_eq!(diagnosis.reason, DiagnosisReason::ClaimExpired { owner: "worker-7".into(), since });
+    let since = since.to_rfc3339();
+    let expected = format!(
+        "issue {id} was claimed by worker-7, whose claim ran out at {since}; the next sweep requeues it"
+    );
+    assert_eq!(sentence, expected);
+    Ok(())
+}
+
+async fn an_issue_waits_for_quiet(backends: Backends) -> Result<()> {
+    let system = System::at(&backends).await?;
+    system.store.heartbeat_worker("worker-7", LONG).await?;
+    let debounce = DebounceWindow { quiet_for: LONG, max_wait: LONG, ..DebounceWindow::default() };
+    let recorded = system.store.record(&[event_of("1", "a")], &debounce).await.remove(0)?;
+    let (diagnosis, sentence, _) = told(&system, recorded.issue_id).await?;
+    let not_before = recorded.not_before.expect("it waits");
+    let DiagnosisReason::Waiting { not_before: until, left, error: None } = diagnosis.reason else {
+        panic!("{diagnosis:?}");
+    };
+    assert!(until == not_before && left <= LONG);
+    let expected = format!("issue {} waits until {}", recorded.issue_id, until.to_rfc3339());
+    assert_eq!(sentence, expected);
+    Ok(())
+}
+
+async fn an_issue_waits_for_its_backoff(backends: Backends) -> Result<()> {
+    let system = System::at(&backends).await?;
+    system.store.heartbeat_worker("worker-7", LONG).await?;
+    let id = system.record("1", "a").await?.issue_id;
+    fail(&system, id, AfterFailure::Retry { after: LONG }).await?;
+    let (diagnosis, sentence, issue) = told(&system, id).await?;
+    assert!(
+        matches!(diagnosis.reason, DiagnosisReason::Waiting { error: Some(_), .. }),
+        "{diagnosis:?}"
+    );
+    let until = issue.not_before.expect("it waits").to_rfc3339();
+    assert_eq!(sentence, format!("issue {id} waits until {until} (no model)"));
+    Ok(())
+}
+
+async fn an_issue_is_quarantined(backends: Backends) -> Result<()> {
+    let system = System::at(&backends).await?;
+    let id = system.record("1", "a").await?.issue_id;
+    fail(&system, id, AfterFailure::Quarantine).await?;
+    let (diagnosis, sentence, issue) = told(&system, id).await?;
+    let since = issue.quarantined_at.expect("it is quarantined");
+    assert_eq!(
+        diagnosis.reason,
+        DiagnosisReason::Quarantined { since, error: Some("no model".into()) }
+    );
+    let since = since.to_rfc3339();
+    let expected =
+        format!("issue {id} is quarantined since {since} (no model); release it when it is mended");
+    assert_eq!(sentence, expected);
+    Ok(())
+}
+
+async fn an_issue_is_idle(backends: Backends) -> Result<()> {
+    let system = System::at(&backends).await?;
+    let id = system.record("1", "a").await?.issue_id;
+    let claimed = claimed(&system, id, LONG).await?;
+    let event_log_ids = claimed.events.iter().map(|event| event.id).collect();
+    let done = RunCompletion {
+        issue_id: id,
+        epoch: claimed.epoch,
+        event_log_ids,
+        ..RunCompletion::default()
+    };
+    system.store.complete(&[done]).await?;
+    let (diagnosis, sentence, _) = told(&system, id).await?;
+    assert_eq!(
+        (diagnosis.reason, diagnosis.pending_events, diagnosis.waiting_for),
+        (DiagnosisReason::Idle, 0, None)
+    );
+    assert_eq!(sentence, format!("issue {id} is idle: nothing is pending"));
+    Ok(())
+}
+
+async fn fail(system: &System, issue_id: IssueId, then: AfterFailure) -> Result<()> {
+    let epoch = claimed(system, issue_id, LONG).await?.epoch;
+    system.store.fail(&[RunFailure { issue_id, epoch, error: "no model".into(), then }], 5).await?;
+    Ok(())
+}
