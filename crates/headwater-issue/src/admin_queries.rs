@@ -1,10 +1,10 @@
-//! What both dialects ask alike: listings and the audit, as one text of SQL.
+//! Administrative queries whose SQL is the same for both stores: listings and the consistency check.
 //!
-//! Upstream: `operator` of both folders, which add what differs. Downstream: the columns of `statements` and the readers of
-//! `rows`. Promises: parameters are `$1`, `$2` and so on, which both understand; types are given by `CAST`.
+//! Upstream: `admin` of both stores, which add what differs. Downstream: the column lists of `statements` and the macros of
+//! `row_decoding`. Parameters are `$1`, `$2` and so on, which both databases accept; types are given by `CAST`.
 
-/// Implements [`AdminStore`](crate::AdminStore) for a store: what is here, and the methods given. The store has a method `call`
-/// that runs an async closure on a connection.
+/// Implements [`AdminStore`](crate::AdminStore) for a store: the methods here and the given ones. The store must have a method
+/// `call` that runs an async closure on a connection.
 macro_rules! implement_admin_store {
     (for $store:ident, with { $($own:item)* }) => {
         #[async_trait::async_trait]
@@ -145,7 +145,7 @@ macro_rules! implement_admin_store {
                 &self,
                 id: OutboxId,
             ) -> Result<Option<$crate::issue::EventLogId>> {
-                self.call("reading a row of the outbox", async |connection| {
+                self.call("reading an outbox row", async |connection| {
                     let row = sqlx::query("SELECT newest_event_log_id FROM outbox WHERE id = $1")
                         .bind(id.0)
                         .fetch_optional(&mut *connection)
@@ -185,7 +185,7 @@ macro_rules! implement_admin_store {
                 limit: usize,
             ) -> Result<Vec<DeadOutboxRow>> {
                 validate::page(limit)?;
-                self.call("listing dead rows of the outbox", async |connection| {
+                self.call("listing dead outbox rows", async |connection| {
                     let rows = sqlx::query(concat!(
                         "SELECT ",
                         outbox_columns!(),
@@ -213,7 +213,7 @@ macro_rules! implement_admin_store {
 }
 pub(crate) use implement_admin_store;
 
-/// Reads the books of all issues within a transaction of one dialect, all of it seen at one moment.
+/// Reads a consistency report within a transaction, so that all of it is from one snapshot.
 macro_rules! read_consistency_report {
     ($reading:expr, $limit:expr) => {{
         let reading = &mut $reading;
@@ -227,7 +227,7 @@ macro_rules! read_consistency_report {
         )
         .fetch_one(&mut **reading)
         .await?;
-        let wrong = sqlx::query(
+        let inconsistent = sqlx::query(
             "SELECT i.id, i.processing_status, i.pending_events, coalesce(e.unprocessed, 0),
                  i.quarantined_at IS NOT NULL, count(*) OVER ()
              FROM issues AS i LEFT JOIN (
@@ -251,14 +251,18 @@ macro_rules! read_consistency_report {
             quarantined: count(totals.try_get(4)?)?,
             ..Default::default()
         };
-        for row in &wrong {
+        for row in &inconsistent {
             report.discrepancies_total = count(row.try_get(5)?)?;
             let status: String = row.try_get(1)?;
             let status = known_value(&status, ProcessingStatus::parse(&status))?;
             let (pending_events, unprocessed) = (row.try_get(2)?, row.try_get(3)?);
             let quarantined = row.try_get(4)?;
-            let problem =
-                $crate::row_decoding::imbalance(status, pending_events, unprocessed, quarantined);
+            let problem = $crate::row_decoding::inconsistency(
+                status,
+                pending_events,
+                unprocessed,
+                quarantined,
+            );
             report.discrepancies.push($crate::admin::Discrepancy {
                 issue_id: IssueId(row.try_get(0)?),
                 status,

@@ -1,8 +1,8 @@
-//! Claims and completions of runs that happen at the same time share transactions; deliveries likewise.
+//! Batches concurrent claims, completions and settlements into shared transactions.
 //!
-//! Upstream: `worker` and `outbox`. Downstream: `store`. Promises: what gathers while one call is under way goes with the next; a lone
-//! run waits for nobody. A bad completion is refused before it shares a call; if the database refuses a shared call all the
-//! same, for what may be the fault of one, each is called on its own.
+//! Upstream: `worker` and `outbox`. Downstream: `store`. Guarantees: items that arrive during a call go with the next one; a
+//! single item is not delayed. An invalid completion is rejected before batching. If a batch fails and one item may be the
+//! cause, each item is called on its own.
 
 use std::sync::Arc;
 
@@ -15,7 +15,7 @@ use crate::limits::{BATCH_BYTES_MAX, BATCH_MAX, CONSECUTIVE_FAILURES_MAX};
 use crate::outbox::types::{OutboxSettled, OutboxSettlement};
 use crate::store::Store;
 
-/// Each item its answer: from one call for all of them, or else from one call each.
+/// One result per item: from one call for the batch or, if an item may be the cause of its failure, from one call each.
 macro_rules! batch_then_singly {
     ($items:expr, |$batch:ident| $call:expr) => {{
         let items = $items;
@@ -78,7 +78,7 @@ impl Batcher {
     }
 }
 
-/// The ends of deliveries share transactions, too.
+/// Batches settlements of deliveries.
 pub(crate) fn settlements(
     store: &Arc<dyn Store>,
 ) -> Result<Coalescer<OutboxSettlement, Result<OutboxSettled>>> {
@@ -104,33 +104,33 @@ fn invalid(error: StreamError) -> IssueError {
     IssueError::invalid("calls_max", error.to_string())
 }
 
-/// The answers to calls of one item each.
+/// Results of calls with one item each.
 struct SingleRetries<T> {
     count: usize,
     answers: Vec<Result<T>>,
-    failures_in_a_row: usize,
+    consecutive_failures: usize,
 }
 
 impl<T> SingleRetries<T> {
     fn new(count: usize) -> Self {
-        Self { count, answers: Vec::with_capacity(count), failures_in_a_row: 0 }
+        Self { count, answers: Vec::with_capacity(count), consecutive_failures: 0 }
     }
 
     fn should_continue(&self) -> bool {
-        self.failures_in_a_row < CONSECUTIVE_FAILURES_MAX
+        self.consecutive_failures < CONSECUTIVE_FAILURES_MAX
     }
 
     fn push(&mut self, answers: Result<Vec<T>>) {
         let answer = answers.and_then(|answers| {
-            let problem = || "the database gave no answer to a call".to_owned();
+            let problem = || "the store returned no result for an item".to_owned();
             let missing = || IssueError::Schema { problem: problem() };
             answers.into_iter().next().ok_or_else(missing)
         });
-        self.failures_in_a_row = if answer.is_err() { self.failures_in_a_row + 1 } else { 0 };
+        self.consecutive_failures = if answer.is_err() { self.consecutive_failures + 1 } else { 0 };
         self.answers.push(answer);
     }
 
-    /// Those that were not tried have the error of the shared call. It concerned another one, so it is no verdict on them.
+    /// Items that were not called get the error of the batch. It may concern another item, so it is reported as `Unavailable`.
     fn finish(mut self, error: IssueError) -> Vec<Result<T>> {
         let error = match error {
             IssueError::Unavailable { .. } => error,
@@ -144,7 +144,7 @@ impl<T> SingleRetries<T> {
     }
 }
 
-/// Each caller gets its answer, or all the same error.
+/// One result per caller; an error of the batch is cloned for all.
 fn fan_out<T>(count: usize, answers: Result<Vec<T>>) -> Vec<Result<T>> {
     match answers {
         Ok(answers) => answers.into_iter().map(Ok).collect(),
@@ -153,6 +153,6 @@ fn fan_out<T>(count: usize, answers: Result<Vec<T>>) -> Vec<Result<T>> {
 }
 
 pub(crate) fn batch_lost<T>(gone: Gone) -> Result<T> {
-    let problem = "the shared call ended without an answer".to_owned();
+    let problem = "the batch ended without a result".to_owned();
     Err(IssueError::Unavailable { problem, source: Some(Arc::new(gone)) })
 }

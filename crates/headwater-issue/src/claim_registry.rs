@@ -1,9 +1,9 @@
-//! The issues that this process has in hand, and how their claims stand.
+//! The issues in flight in this process, and the status of their claims.
 //!
-//! Upstream: `worker` takes a slot for an issue before it claims it. Downstream: heartbeats of the store, one call for
-//! all claims. Promises: one run of an issue at a time in this process; a nudge that comes meanwhile is remembered; a
-//! claim that could have run out on the database's clock is not trusted any more, whether or not the database answers.
-//! Not here: what happens to a run whose claim is lost (see `worker`).
+//! Upstream: `worker` enters an issue before it claims it. Downstream: heartbeats of the store, one call for all claims.
+//! Guarantees: one run of an issue at a time in this process; a request during a run is remembered; a claim that may have
+//! expired by the database's clock counts as lost, even if the database is unavailable. This is where a run becomes stale
+//! in its own process. Not here: what happens to a run whose claim is lost (see `worker`).
 
 use std::collections::HashMap;
 use std::fmt;
@@ -19,10 +19,10 @@ use crate::issue::{ClaimEpoch, IssueId};
 use crate::limits::{BATCH_MAX, CONSECUTIVE_FAILURES_MAX};
 use crate::store::Store;
 
-/// A claim is trusted for this part of its life, counted from before it was asked for: the rest is for slow replies.
+/// Part of the TTL for which a claim counts as held, from the time it was requested. The rest allows for slow replies.
 const VALID_PERCENT: u32 = 90;
 
-/// The issues in hand.
+/// The issues in flight and their claims.
 pub(crate) struct ClaimRegistry {
     store: Arc<dyn Store>,
     ttl: Duration,
@@ -31,14 +31,14 @@ pub(crate) struct ClaimRegistry {
 
 #[derive(Default)]
 struct RegistryEntry {
-    /// Somebody asked for the issue meanwhile.
+    /// Whether the issue was requested during its run.
     requested_again: bool,
     claim: Option<ActiveClaim>,
 }
 
 struct ActiveClaim {
     epoch: ClaimEpoch,
-    /// Pending events that were known at the claim.
+    /// Pending events at the time of the claim.
     pending_events: u64,
     status: watch::Sender<LeaseStatus>,
 }
@@ -47,7 +47,7 @@ struct ActiveClaim {
 struct LeaseStatus {
     /// `None` once the claim is lost or ended.
     valid_until: Option<Instant>,
-    newer: bool,
+    has_newer_events: bool,
 }
 
 impl fmt::Debug for ClaimRegistry {
@@ -61,7 +61,7 @@ impl ClaimRegistry {
         Arc::new(Self { store, ttl, entries: Mutex::default() })
     }
 
-    /// A slot for this issue; `None` if it is in hand already. Then whoever has it will look at it once more.
+    /// Enters an issue; `None` if it is in flight already. Its run is repeated then.
     pub(crate) fn try_enter(self: &Arc<Self>, issue_id: IssueId) -> Option<IssueSlot> {
         let mut entries = self.lock();
         if let Some(entry) = entries.get_mut(&issue_id) {
@@ -72,19 +72,19 @@ impl ClaimRegistry {
         Some(IssueSlot { registry: Arc::clone(self), issue_id, is_exited: false })
     }
 
-    /// How many issues are in hand.
+    /// Number of issues in flight.
     pub(crate) fn len(&self) -> usize {
         self.lock().len()
     }
 
-    /// Lets all claims live on, and learns which are lost and where newer events have arrived.
+    /// Renews all claims, and updates which are lost and which have newer events.
     pub(crate) async fn renew_all(&self) -> Result<()> {
         let claims: Vec<(IssueId, ClaimEpoch)> = {
             let entries = self.lock();
             let epoch = |entry: &RegistryEntry| entry.claim.as_ref().map(|claim| claim.epoch);
             entries.iter().filter_map(|(id, entry)| Some((*id, epoch(entry)?))).collect()
         };
-        // All of them, whatever became of some: a claim must not run out for the trouble of another.
+        // Continue after an error: the failure of one batch must not let the claims of another expire.
         let mut first_error = Ok(());
         for batch in claims.chunks(BATCH_MAX) {
             first_error = first_error.and(self.renew_each(batch).await);
@@ -92,17 +92,17 @@ impl ClaimRegistry {
         first_error
     }
 
-    /// Lets these claims live on, at once or, if one of them is in the way of the others, one by one.
+    /// Renews claims in one call or, if one of them makes the call fail, one by one.
     async fn renew_each(&self, claims: &[(IssueId, ClaimEpoch)]) -> Result<()> {
         let error = match self.renew(claims).await {
             Err(error) if claims.len() > 1 && error.is_item_error() => error,
             answer => return answer.map(|_| ()),
         };
-        let mut failures_in_a_row = 0;
+        let mut consecutive_failures = 0;
         for claim in claims.chunks(1) {
             let is_failed = self.renew(claim).await.is_err();
-            failures_in_a_row = if is_failed { failures_in_a_row + 1 } else { 0 };
-            if failures_in_a_row == CONSECUTIVE_FAILURES_MAX {
+            consecutive_failures = if is_failed { consecutive_failures + 1 } else { 0 };
+            if consecutive_failures == CONSECUTIVE_FAILURES_MAX {
                 break;
             }
         }
@@ -115,14 +115,14 @@ impl ClaimRegistry {
         let until = self.valid_until(sent);
         let entries = self.lock();
         for ((issue_id, epoch), renewal) in claims.iter().zip(&renewals) {
-            // Ended or claimed anew while the heartbeat was under way: this answer is not about it.
+            // Skip a claim that ended or was replaced during the heartbeat.
             let entry = entries.get(issue_id).and_then(|entry| entry.claim.as_ref());
             let Some(claim) = entry.filter(|claim| claim.epoch == *epoch) else { continue };
             claim.status.send_modify(|status| match renewal {
                 Renewal::Lost => status.valid_until = None,
                 Renewal::Kept { pending_events, .. } => {
                     status.valid_until = Some(until);
-                    status.newer |= *pending_events > claim.pending_events;
+                    status.has_newer_events |= *pending_events > claim.pending_events;
                 }
             });
         }
@@ -138,7 +138,7 @@ impl ClaimRegistry {
     }
 }
 
-/// The right to work on an issue within this process. The slot is free when it is dropped.
+/// The right to run an issue within this process. Dropping it frees the slot.
 #[derive(Debug)]
 pub(crate) struct IssueSlot {
     registry: Arc<ClaimRegistry>,
@@ -147,10 +147,10 @@ pub(crate) struct IssueSlot {
 }
 
 impl IssueSlot {
-    /// Leaves the slot, unless somebody has asked for the issue since the last time: then it comes back.
+    /// Frees the slot. Returns it instead if the issue was requested during the run.
     pub(crate) fn exit(mut self) -> Option<Self> {
         let mut entries = self.registry.lock();
-        // One step under the lock: whoever asks is either heard here or finds the slot free.
+        // Atomic under the lock: a concurrent request is either seen here or finds the slot free.
         let requested_again = entries
             .get_mut(&self.issue_id)
             .is_some_and(|entry| std::mem::take(&mut entry.requested_again));
@@ -162,10 +162,11 @@ impl IssueSlot {
         requested_again.then_some(self)
     }
 
-    /// Keeps the claim alive from now on. It was asked for at `asked_at`, or later.
-    pub(crate) fn hold(&self, claimed: &ClaimedIssue, asked_at: Instant) -> HeldClaim {
-        let valid_until = Some(self.registry.valid_until(asked_at));
-        let (status, receiver) = watch::channel(LeaseStatus { valid_until, newer: false });
+    /// Registers the claim for renewal. `requested_at` is a time before the claim was requested.
+    pub(crate) fn hold(&self, claimed: &ClaimedIssue, requested_at: Instant) -> HeldClaim {
+        let valid_until = Some(self.registry.valid_until(requested_at));
+        let (status, receiver) =
+            watch::channel(LeaseStatus { valid_until, has_newer_events: false });
         let claim = ActiveClaim {
             epoch: claimed.epoch,
             pending_events: claimed.issue.pending_events,
@@ -190,7 +191,7 @@ impl Drop for IssueSlot {
     }
 }
 
-/// A claim that is kept alive until this is dropped.
+/// A claim that is renewed until this is dropped.
 #[derive(Debug)]
 pub(crate) struct HeldClaim(ClaimHandle);
 
@@ -212,7 +213,7 @@ impl Drop for HeldClaim {
     }
 }
 
-/// How a claim stands, for those who work under it.
+/// Read access to the status of a claim.
 #[derive(Clone)]
 pub(crate) struct ClaimHandle {
     registry: Arc<ClaimRegistry>,
@@ -237,12 +238,12 @@ impl ClaimHandle {
         self.status.borrow().valid_until.is_some_and(|until| Instant::now() < until)
     }
 
-    /// Whether the database has said that the claim is lost. One that was only not renewed in time may still be ours.
+    /// Whether the database reported the claim as lost. A claim that was only not renewed in time may still be held.
     pub(crate) fn is_lost(&self) -> bool {
         self.status.borrow().valid_until.is_none()
     }
 
-    /// Returns when the claim is lost, could be lost, or is given up. Cancel-safe.
+    /// Completes when the claim is lost, may be lost, or is released. Cancel-safe.
     pub(crate) async fn ended(&self) {
         let mut status = self.status.clone();
         loop {
@@ -254,15 +255,15 @@ impl ClaimHandle {
         }
     }
 
-    pub(crate) fn has_newer(&self) -> bool {
-        self.status.borrow().newer
+    pub(crate) fn has_newer_events(&self) -> bool {
+        self.status.borrow().has_newer_events
     }
 
-    /// Returns when newer events have arrived. Cancel-safe.
-    pub(crate) async fn newer(&self) {
+    /// Completes when newer events have arrived; never, if the claim ends first. Cancel-safe.
+    pub(crate) async fn newer_events(&self) {
         let mut status = self.status.clone();
-        if status.wait_for(|status| status.newer).await.is_err() {
-            // The claim ended, and nobody will tell.
+        if status.wait_for(|status| status.has_newer_events).await.is_err() {
+            // The claim ended, so there will be no further updates.
             std::future::pending::<()>().await;
         }
     }
@@ -275,7 +276,7 @@ impl ClaimHandle {
         self.renew().await
     }
 
-    /// Asks the database, whatever we think of the claim, and trusts it requested_again if it is ours.
+    /// Renews the claim even if it counts as lost locally; it counts as held again if the database still has it.
     pub(crate) async fn renew(&self) -> Result<()> {
         let (issue_id, epoch) = (self.issue_id, self.epoch);
         match self.registry.renew(&[(issue_id, epoch)]).await?.first() {

@@ -1,9 +1,9 @@
-//! Reads a sample of the confirmed events back, on a connection that wrote none of them.
+//! Verifies that confirmed events are committed, by reading a random sample back on a separate connection.
 //!
-//! Upstream: `inbox` and every other caller of `record` note what they confirmed. Downstream: `store`. A confirmed event that
-//! is not in the database has no row that an audit could find, so its id is remembered here until it is checked.
-//! Promises: bounded memory, one read for each interval, and no effect on the callers. Refuses: it is a detector, not a
-//! guarantee; each event that is missing is an error in the log and counts in `headwater_confirmed_events_missing_total`.
+//! Upstream: `inbox` and other callers of `record` add the ids of confirmed events. Downstream: `store`. A confirmed event that
+//! is missing has no row that a consistency check could find, so its id is kept here until it is verified. Bounded memory,
+//! one read per interval, no effect on callers. Every missing event is logged as an error and counted in
+//! `headwater_confirmed_events_missing_total`. It is a detector, not a guarantee.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -17,13 +17,13 @@ use crate::metrics::{CONFIRMED_EVENTS_CHECKED, CONFIRMED_EVENTS_MISSING};
 use crate::random;
 use crate::store::Store;
 
-/// Event logs that are read back at once.
+/// Maximum number of event logs per check.
 const SAMPLE_MAX: usize = 64;
 
-/// Between two checks.
+/// Interval of checks.
 const CHECK_EVERY: Duration = Duration::from_secs(5);
 
-/// Event logs that were confirmed and are still to be checked: a random sample. Clones are the same sample.
+/// A random sample of confirmed event logs to verify. Clones share the sample.
 #[derive(Clone, Debug, Default)]
 pub struct CommitVerifier {
     sample: Arc<Mutex<ConfirmationSample>>,
@@ -32,12 +32,12 @@ pub struct CommitVerifier {
 #[derive(Debug, Default)]
 struct ConfirmationSample {
     ids: Vec<EventLogId>,
-    /// Since the last check, those included that are not in the sample.
+    /// Event logs added since the last check, in the sample or not.
     seen: u64,
 }
 
 impl CommitVerifier {
-    /// Notes that an event log was confirmed to its sender. Each has the same chance to be checked.
+    /// Adds an event log that was confirmed to its sender. Each has the same probability of being checked.
     pub fn add(&self, id: EventLogId) {
         let mut sample = self.sample.lock().expect("no code panics while it holds this lock");
         sample.seen += 1;
@@ -45,13 +45,13 @@ impl CommitVerifier {
             sample.ids.push(id);
             return;
         }
-        let place = random::u64() % sample.seen;
-        if let Some(replaced) = usize::try_from(place).ok().and_then(|at| sample.ids.get_mut(at)) {
+        let index = random::u64() % sample.seen;
+        if let Some(replaced) = usize::try_from(index).ok().and_then(|at| sample.ids.get_mut(at)) {
             *replaced = id;
         }
     }
 
-    /// Checks the sample once. Returns the confirmed event logs that are missing; after an error the sample is gone.
+    /// Checks the sample once and clears it, also on error. Returns the confirmed event logs that are missing.
     pub async fn verify_once(&self, store: &dyn Store) -> Result<Vec<EventLogId>> {
         let ConfirmationSample { ids, .. } =
             std::mem::take(&mut *self.sample.lock().expect("no code panics while it holds it"));
@@ -64,13 +64,13 @@ impl CommitVerifier {
         for id in &missing {
             error!(
                 event_log_id = id.0,
-                "a confirmed event is not in the database: it was rolled back or deleted"
+                "a confirmed event is missing in the database: it was rolled back or deleted"
             );
         }
         Ok(missing)
     }
 
-    /// Checks a sample every few seconds, until `shutdown`.
+    /// Checks the sample every few seconds until `shutdown` completes.
     pub async fn run(self, store: Arc<dyn Store>, shutdown: impl Future<Output = ()>) {
         tokio::pin!(shutdown);
         loop {
@@ -79,7 +79,7 @@ impl CommitVerifier {
                 () = tokio::time::sleep(CHECK_EVERY) => {}
             }
             if let Err(error) = self.verify_once(&*store).await {
-                debug!(%error, "confirmed events were not checked");
+                debug!(%error, "check of confirmed events failed");
             }
         }
     }
@@ -90,14 +90,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_sample_is_bounded_and_holds_late_events_too() {
+    fn the_sample_is_bounded_and_includes_late_events() {
         let commit_verifier = CommitVerifier::default();
         for id in 0..10_000 {
             commit_verifier.add(EventLogId(id));
         }
         let sample = commit_verifier.sample.lock().unwrap();
         assert_eq!((sample.ids.len(), sample.seen), (SAMPLE_MAX, 10_000));
-        // The chance that all of them are among the first half is 2^-64.
+        // The probability that all are from the first half is 2^-64.
         assert!(sample.ids.iter().any(|id| id.0 >= 5_000));
     }
 }

@@ -1,7 +1,7 @@
-//! The conservation audit: recorded = processed + pending + quarantined, for every issue.
+//! Consistency check: recorded = processed + pending + quarantined, in total and for every issue.
 //!
-//! Upstream: operators, and every test that ends with "nothing was lost". Downstream: `operator`, which counts.
-//! Promises: seen at one moment, so it is exact also while work goes on.
+//! Upstream: operators and tests. Downstream: `admin`, which counts in one snapshot, so the result is exact while work goes on.
+//! Not to be confused with the audit log of the binary, which records changes by operators.
 
 use std::fmt;
 
@@ -10,13 +10,13 @@ use crate::error::Result;
 use crate::limits::PAGE_MAX;
 use crate::store::Store;
 
-/// Counts all event logs and names the issues that do not add up. Reads everything: not for every second.
+/// Counts all event logs and reports inconsistent issues. Expensive: it reads all event logs.
 pub async fn check_consistency(store: &dyn Store) -> Result<ConsistencyReport> {
     store.check_consistency(PAGE_MAX).await
 }
 
 impl ConsistencyReport {
-    /// Whether everything adds up: in sum, and for every issue.
+    /// Whether the totals match and no issue is inconsistent.
     pub fn is_consistent(&self) -> bool {
         let accounted = self.processed + self.pending + self.quarantined;
         self.recorded == accounted && self.discrepancies_total == 0
@@ -34,8 +34,8 @@ impl fmt::Display for ConsistencyReport {
         for discrepancy in &self.discrepancies {
             write!(f, "; issue {}: {}", discrepancy.issue_id, discrepancy.problem)?;
         }
-        let unnamed = self.discrepancies_total - self.discrepancies.len() as u64;
-        if unnamed > 0 { write!(f, "; and {unnamed} more") } else { Ok(()) }
+        let omitted = self.discrepancies_total - self.discrepancies.len() as u64;
+        if omitted > 0 { write!(f, "; and {omitted} more") } else { Ok(()) }
     }
 }
 
@@ -46,7 +46,7 @@ mod tests {
     use crate::issue::{IssueId, ProcessingStatus};
 
     #[test]
-    fn the_books_are_one_sentence_that_names_what_does_not_add_up() {
+    fn the_report_is_one_sentence_that_names_inconsistent_issues() {
         let mut report = ConsistencyReport {
             issues: 2,
             recorded: 6,

@@ -1,7 +1,7 @@
-//! Events made ready for a store: checked, with their keys and digests, before any transaction begins.
+//! Validates a batch of events and computes their keys and digests, before any transaction begins.
 //!
-//! Upstream: `record` and `record_in` of both dialects. Promises: one bad event has its own error and its neighbours none; SQL
-//! sees each key once, whatever a batch holds.
+//! Upstream: `record` and `record_in` of both stores. Guarantees: an invalid event fails alone; each key is passed to SQL once,
+//! even if a batch contains duplicates.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -13,31 +13,31 @@ use crate::json::Storable;
 use crate::limits::BATCH_MAX;
 use crate::validate;
 
-/// An event that may be stored.
+/// An event that can be stored.
 #[derive(Debug)]
 pub(crate) struct ValidatedEvent<'a> {
     pub(crate) event: &'a NewEvent,
     pub(crate) key: String,
     pub(crate) digest: Vec<u8>,
-    /// The payload as it is stored, sanitized if necessary. Key and digest are those of the original.
+    /// The payload as stored, sanitized if necessary. Key and digest are those of the original.
     pub(crate) payload: Cow<'a, str>,
-    /// The payload as it came, where the stored one is not the same.
+    /// The payload as received, if it differs from the stored one.
     pub(crate) original: Option<&'a str>,
 }
 
-/// What is to become of each event of a batch.
+/// What happens to an event of a batch. Indices refer to `EventBatch::events`.
 #[derive(Debug)]
 enum BatchSlot {
     Rejected(IssueError),
-    /// The event stands here among those to store.
+    /// The event is stored.
     Stored(usize),
-    /// The same event stands there.
+    /// The same event occurs earlier in the batch.
     DuplicateOf(usize),
-    /// Another event with the same key stands there. If that one is refused, this one may be the rightful one.
+    /// A different event with the same key occurs earlier in the batch. If that event fails, this one is retried.
     Conflicting(usize, IssueError),
 }
 
-/// A batch of which each event has its slot.
+/// A validated batch: the events to store, and a slot for every event of the call.
 #[derive(Debug)]
 pub(crate) struct EventBatch<'a> {
     slots: Vec<BatchSlot>,
@@ -45,7 +45,7 @@ pub(crate) struct EventBatch<'a> {
 }
 
 impl<'a> EventBatch<'a> {
-    /// Checks all events. A batch that is too large is refused as a whole.
+    /// Validates all events. A batch over a limit is rejected as a whole.
     pub(crate) fn prepare(events: &'a [NewEvent]) -> Result<Self> {
         validate::count("events", events.len(), BATCH_MAX)?;
         validate::batch_bytes(events.iter().map(|event| event.payload.len()).sum())?;
@@ -81,14 +81,14 @@ impl<'a> EventBatch<'a> {
         }
     }
 
-    /// Events whose key another of the batch claimed in vain: to be recorded on their own.
+    /// Indices of events whose key a failed event of the batch also used: record them on their own.
     pub(crate) fn needs_retry(&self, stored: &[Result<Recorded>]) -> Vec<usize> {
         let needs_retry = |slot: &BatchSlot| matches!(slot, BatchSlot::Conflicting(first, _) if stored[*first].is_err());
         let slots = self.slots.iter().enumerate();
         slots.filter(|(_, slot)| needs_retry(slot)).map(|(index, _)| index).collect()
     }
 
-    /// The answers at the slots of their questions, from those for the events to store.
+    /// Results in the order of the call, from the results of the stored events.
     pub(crate) fn into_results(self, stored: &[Result<Recorded>]) -> Vec<Result<Recorded>> {
         let again =
             |recorded: &Recorded| Recorded { duplicate: true, nudge: false, ..recorded.clone() };
@@ -103,12 +103,12 @@ impl<'a> EventBatch<'a> {
     }
 }
 
-/// The key was used for another event.
+/// The key was already used for a different event.
 pub(crate) fn conflict(event: &NewEvent, key: &str) -> IssueError {
     IssueError::DedupConflict { integration: event.integration.clone(), dedup_key: key.to_owned() }
 }
 
-/// Nobody has created the integration.
+/// The integration does not exist.
 pub(crate) fn unknown_integration(event: &NewEvent) -> IssueError {
     IssueError::UnknownIntegration { integration: event.integration.clone() }
 }

@@ -1,6 +1,6 @@
-//! Why an issue is not being worked on: one struct, and one sentence.
+//! Diagnoses why an issue is not being processed, as a struct and as one sentence.
 //!
-//! Upstream: operators. Downstream: the facts that `operator` reads at one moment. Promises: pure but for that read.
+//! Upstream: operators. Downstream: `admin`, which reads the facts in one snapshot. Pure apart from that read.
 
 use std::fmt;
 use std::time::Duration;
@@ -12,71 +12,71 @@ use crate::error::{IssueError, Result};
 use crate::issue::{IssueId, ProcessingStatus};
 use crate::store::Store;
 
-/// Why an issue is where it is.
+/// Diagnosis of an issue.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct IssueDiagnosis {
     /// The issue.
     pub issue_id: IssueId,
-    /// Events that wait or are in a run.
+    /// Pending events, including those of a run in progress.
     pub pending_events: u64,
-    /// How long the oldest of them has waited.
+    /// Age of the oldest pending event.
     pub waiting_for: Option<Duration>,
-    /// The reason.
+    /// Why the issue is not being processed.
     pub reason: DiagnosisReason,
 }
 
-/// What keeps an issue from being worked on, or that nothing does.
+/// Why an issue is not being processed, or that it is.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum DiagnosisReason {
-    /// Nothing is pending.
+    /// No events are pending.
     Idle,
-    /// A worker has it.
+    /// A worker is processing the issue.
     Claimed {
-        /// Who.
+        /// Name of the worker.
         owner: String,
-        /// Until when, unless a heartbeat comes.
+        /// When the claim expires unless it is renewed.
         until: Timestamp,
-        /// How long that is from now.
+        /// Time until then.
         left: Duration,
-        /// Whether the worker still shows itself.
+        /// Whether the worker sends heartbeats.
         owner_alive: bool,
     },
-    /// A worker had it, and its claim has run out: the next claim or sweep takes it over.
+    /// The claim of a worker has expired: the next claim or sweep takes over.
     ClaimExpired {
-        /// Who.
+        /// Name of the worker.
         owner: String,
-        /// Since when.
+        /// When the claim expired.
         since: Timestamp,
     },
-    /// It is out of the way until an operator releases it.
+    /// The issue is quarantined until an operator releases it.
     Quarantined {
-        /// Since when.
+        /// When it was quarantined.
         since: Timestamp,
-        /// What the last failure said.
+        /// Error of the last failure.
         error: Option<String>,
     },
-    /// No worker shows itself.
+    /// No worker is alive.
     NoWorker,
     /// A debounce window or a backoff is not over.
     Waiting {
-        /// From when it can be claimed.
+        /// Earliest time of a claim.
         not_before: Timestamp,
-        /// How long that is from now.
+        /// Time until then.
         left: Duration,
-        /// What the last failure said, if it waits for that.
+        /// Error of the last failure, if it waits for a backoff.
         error: Option<String>,
     },
-    /// It waits for one of the workers.
+    /// The issue waits for a worker.
     Queued {
-        /// Workers that are alive.
+        /// Number of workers that are alive.
         workers: u64,
-        /// When it was last nudged for.
+        /// Time of the last nudge.
         nudged_at: Option<Timestamp>,
     },
 }
 
-/// Says why an issue is not being worked on. `NotFound` if there is no such issue.
+/// Diagnoses why an issue is not being processed. `NotFound` if it does not exist.
 pub async fn explain(store: &dyn Store, issue_id: IssueId) -> Result<IssueDiagnosis> {
     let facts = store.issue_facts(issue_id).await?;
     let facts = facts.ok_or_else(|| IssueError::NotFound { what: format!("issue {issue_id}") })?;
@@ -84,7 +84,7 @@ pub async fn explain(store: &dyn Store, issue_id: IssueId) -> Result<IssueDiagno
 }
 
 impl IssueDiagnosis {
-    /// The reason that these facts show.
+    /// Derives the diagnosis from the facts.
     pub fn from_facts(facts: &IssueFacts) -> Self {
         Self {
             issue_id: facts.issue.id,
@@ -105,7 +105,7 @@ fn reason(facts: &IssueFacts) -> DiagnosisReason {
         (ProcessingStatus::Idle, _) => DiagnosisReason::Idle,
         (ProcessingStatus::Processing, _) => {
             let owner = issue.claim_owner.clone().unwrap_or_default();
-            // A claim without an end, which another program must have written, counts as over from the start.
+            // A claim without expiry, which only another program can write, counts as expired from its start.
             let until = issue.claim_expires_at.or(issue.processing_started_at).unwrap_or_default();
             if until <= *now {
                 return DiagnosisReason::ClaimExpired { owner, since: until };
@@ -113,7 +113,7 @@ fn reason(facts: &IssueFacts) -> DiagnosisReason {
             let (left, owner_alive) = (until.since(*now), facts.owner_alive);
             DiagnosisReason::Claimed { owner, until, left, owner_alive }
         }
-        // Nobody would take it when its time has come.
+        // Before `Waiting`: without a worker the issue would not be processed after its wait either.
         (ProcessingStatus::Queued, _) if facts.workers_alive == 0 => DiagnosisReason::NoWorker,
         (ProcessingStatus::Queued, Some(not_before)) if not_before > *now => {
             DiagnosisReason::Waiting { not_before, left: not_before.since(*now), error: error() }
@@ -133,28 +133,28 @@ impl fmt::Display for IssueDiagnosis {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { issue_id, pending_events, .. } = self;
         let pending = counted(*pending_events, "event");
-        let so =
+        let reason =
             |error: &Option<String>| error.as_ref().map_or(String::new(), |e| format!(" ({e})"));
         match &self.reason {
             DiagnosisReason::Idle => write!(f, "issue {issue_id} is idle: nothing is pending"),
             DiagnosisReason::Claimed { owner, until, owner_alive, .. } => {
                 let until = until.to_rfc3339();
-                let state = if *owner_alive { "" } else { ", which does not show itself any more" };
+                let state = if *owner_alive { "" } else { " (worker heartbeat missing)" };
                 write!(f, "issue {issue_id} is claimed by {owner} until {until}{state}")
             }
             DiagnosisReason::ClaimExpired { owner, since } => {
                 let since = since.to_rfc3339();
                 write!(
                     f,
-                    "issue {issue_id} was claimed by {owner}, whose claim ran out at {since}; the next sweep requeues it"
+                    "issue {issue_id} was claimed by {owner}, the claim expired at {since}; the next sweep requeues it"
                 )
             }
             DiagnosisReason::Quarantined { since, error } => {
                 let since = since.to_rfc3339();
                 write!(
                     f,
-                    "issue {issue_id} is quarantined since {since}{}; release it when it is mended",
-                    so(error)
+                    "issue {issue_id} has been quarantined since {since}{}; fix the cause, then release it",
+                    reason(error)
                 )
             }
             DiagnosisReason::NoWorker => write!(
@@ -162,12 +162,17 @@ impl fmt::Display for IssueDiagnosis {
                 "issue {issue_id} is queued with {pending}, but no worker is alive; start one"
             ),
             DiagnosisReason::Waiting { not_before, error, .. } => {
-                write!(f, "issue {issue_id} waits until {}{}", not_before.to_rfc3339(), so(error))
+                write!(
+                    f,
+                    "issue {issue_id} waits until {}{}",
+                    not_before.to_rfc3339(),
+                    reason(error)
+                )
             }
             DiagnosisReason::Queued { workers, nudged_at } => {
                 let workers = counted(*workers, "worker");
-                let nudged = nudged_at.map_or("not nudged for yet".to_owned(), |at| {
-                    format!("nudged for at {}", at.to_rfc3339())
+                let nudged = nudged_at.map_or("not nudged yet".to_owned(), |at| {
+                    format!("last nudged at {}", at.to_rfc3339())
                 });
                 write!(
                     f,

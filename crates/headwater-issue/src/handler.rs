@@ -91,12 +91,12 @@ impl Run {
 
     /// Whether events arrived after this run started. They are in the next run.
     pub fn has_newer_events(&self) -> bool {
-        self.claim.has_newer()
+        self.claim.has_newer_events()
     }
 
     /// Completes when events have arrived after this run started; never, if the run ends first. Cancel-safe.
     pub async fn newer_events(&self) {
-        self.claim.newer().await;
+        self.claim.newer_events().await;
     }
 
     /// Renews the claim now, or fails with `Fenced` if it is lost. The worker renews in the background; call this right before

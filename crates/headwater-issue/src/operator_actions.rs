@@ -1,8 +1,7 @@
-//! What an operator wants to be worked on now: an issue is released or tried again, and somebody is told at once.
+//! Operator actions on issues: release from quarantine and retry, followed by a nudge.
 //!
-//! Upstream: the command line and HTTP. Downstream: `operator` for the change, `nudge` for the word. Promises: the change is
-//! committed when a call has returned; if the word is lost, the next sweep says it. Not here: what a release does (see
-//! `state`).
+//! Upstream: the command line and HTTP. Downstream: `admin` for the change, `nudge` for the nudge. Guarantees: the change is
+//! committed when a call has returned; if the nudge is lost, the next sweep sends it. Not here: the transitions (see `state`).
 
 use std::time::Duration;
 
@@ -16,10 +15,10 @@ use crate::issue::IssueId;
 use crate::nudge::Nudger;
 use crate::store::Store;
 
-/// How long an operator waits for a stream that is away.
+/// Timeout of sending nudges.
 const STREAM_DEADLINE: Duration = Duration::from_secs(2);
 
-/// Ends a quarantine, and nudges. [`NotFound`](crate::IssueError::NotFound) if there is no such issue.
+/// Ends a quarantine and nudges. [`NotFound`](crate::IssueError::NotFound) if the issue does not exist.
 pub async fn release(
     store: &dyn Store,
     nudger: &Nudger,
@@ -32,8 +31,8 @@ pub async fn release(
     Ok(released)
 }
 
-/// Ends quarantines, then nudges for all of them at once. Returns how many it ended: one that somebody else ended or removed
-/// meanwhile is passed by. What was ended before an error stays so.
+/// Ends quarantines, then sends all nudges at once. Returns how many were ended; issues that are not quarantined or do not
+/// exist are skipped. Quarantines ended before an error stay ended.
 pub async fn release_all(store: &dyn Store, nudger: &Nudger, issues: &[IssueId]) -> Result<u64> {
     let (mut count, mut nudges) = (0, Vec::new());
     let mut releasing = Ok(());
@@ -55,8 +54,8 @@ pub async fn release_all(store: &dyn Store, nudger: &Nudger, issues: &[IssueId])
     releasing.map(|()| count)
 }
 
-/// Makes an issue claimable now, be it quarantined or waiting, and nudges. [`NotFound`](crate::IssueError::NotFound) if there
-/// is no such issue.
+/// Makes a quarantined or waiting issue claimable now, and nudges. [`NotFound`](crate::IssueError::NotFound) if it does not
+/// exist.
 pub async fn retry(store: &dyn Store, nudger: &Nudger, issue_id: IssueId) -> Result<IssueRetried> {
     let retried = store.retry(issue_id).await?;
     if retried == IssueRetried::Queued {
@@ -69,14 +68,14 @@ async fn nudge(store: &dyn Store, nudger: &Nudger, issue_id: IssueId) {
     send(nudger, &[nudge_for(store, issue_id).await]).await;
 }
 
-/// A nudge names the oldest event, if that can be told.
+/// A nudge with the oldest unprocessed event log, if it can be read.
 async fn nudge_for(store: &dyn Store, issue_id: IssueId) -> Nudge {
     let filter = EventLogFilter { processed: Some(false), ..EventLogFilter::default() };
     let oldest = store.event_logs(issue_id, &filter, 1).await.unwrap_or_default();
     Nudge { issue_id, event_log_id: oldest.first().map(|log| log.id).unwrap_or_default() }
 }
 
-/// Never fails: the change is made, and what goes wrong here only delays it until the next sweep.
+/// Never fails: the change is committed, and a lost nudge only delays processing until the next sweep.
 async fn send(nudger: &Nudger, nudges: &[Nudge]) {
     if nudges.is_empty() {
         return;
@@ -84,6 +83,9 @@ async fn send(nudger: &Nudger, nudges: &[Nudge]) {
     let sent = timeout(STREAM_DEADLINE, nudger.send(nudges)).await;
     if !matches!(sent, Ok(Ok(()))) {
         let count = nudges.len();
-        warn!(count, "the stream is away, released issues wait for the next sweep");
+        warn!(
+            count,
+            "nudges were not sent because the stream is unavailable; the next sweep sends them"
+        );
     }
 }

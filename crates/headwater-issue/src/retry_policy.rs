@@ -1,25 +1,25 @@
-//! When to try again: how many attempts, and how long between them.
+//! Retry policy of runs and deliveries: attempts and exponential backoff with full jitter.
 //!
-//! Upstream: `worker` and `outbox`. Promises: pure; randomness is passed in.
+//! Upstream: `worker` and `outbox`. Pure; randomness is passed in.
 
 use std::time::Duration;
 
 use crate::error::{IssueError, Result};
 use crate::limits::DELAY_MAX;
 
-/// How often and when a failed run, or a failed delivery, is tried again.
+/// Retry policy of failed runs and deliveries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct IssueRetryPolicy {
-    /// Failed tries after which an issue is quarantined, or an outbox row is dead. Default: 5; at least 1.
+    /// Failed attempts after which an issue is quarantined, or an outbox row is dead. Default: 5; at least 1.
     pub attempts_max: u32,
-    /// Claims that may run out before an issue is quarantined, and deliverers that may die before an outbox row is dead.
+    /// Expired claims after which an issue is quarantined, and unsettled deliveries after which an outbox row is dead.
     /// Default: 5; at least 1.
     pub crashes_max: u32,
-    /// The longest wait after the first failure. Default: 1 s.
+    /// Maximum delay after the first failure. Default: 1 s.
     pub backoff_first: Duration,
-    /// How many times longer each next wait may be. Default: 2; at least 1.
+    /// Factor of the maximum delay for each further failure. Default: 2; at least 1.
     pub backoff_factor: u32,
-    /// The longest wait of all. Default: 60 s.
+    /// Upper limit of the delay. Default: 60 s.
     pub backoff_max: Duration,
 }
 
@@ -36,7 +36,7 @@ impl Default for IssueRetryPolicy {
 }
 
 impl IssueRetryPolicy {
-    /// Refuses what makes no sense.
+    /// Rejects values out of range.
     pub fn validate(&self) -> Result<()> {
         let at_least_one = [
             ("attempts_max", self.attempts_max),
@@ -44,16 +44,17 @@ impl IssueRetryPolicy {
             ("backoff_factor", self.backoff_factor),
         ];
         if let Some((what, _)) = at_least_one.iter().find(|(_, value)| *value == 0) {
-            return Err(IssueError::invalid(*what, "it must be at least 1"));
+            return Err(IssueError::invalid(*what, "must be at least 1"));
         }
         if self.backoff_first > self.backoff_max || self.backoff_max > DELAY_MAX {
-            let problem = "the first must not be longer than the last, and the last at most a year";
+            let problem =
+                "backoff_first must be at most backoff_max, and backoff_max at most a year";
             return Err(IssueError::invalid("backoff", problem));
         }
         Ok(())
     }
 
-    /// How long to wait after this many failed tries (1 after the first), with full jitter: `random` is from 0 to 1.
+    /// Delay after this many failed attempts (1 after the first), with full jitter; `random` is from 0 to 1.
     pub fn delay(&self, attempts: u32, random: f64) -> Duration {
         let factor = self.backoff_factor.saturating_pow(attempts.saturating_sub(1));
         let longest = self.backoff_first.saturating_mul(factor).min(self.backoff_max);
@@ -66,16 +67,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_wait_doubles_up_to_the_longest_and_jitter_only_shortens_it() {
+    fn the_delay_doubles_up_to_the_limit_and_jitter_only_shortens_it() {
         let policy = IssueRetryPolicy::default();
-        let longest: Vec<u64> = (1..9).map(|tries| policy.delay(tries, 1.0).as_secs()).collect();
+        let longest: Vec<u64> =
+            (1..9).map(|attempts| policy.delay(attempts, 1.0).as_secs()).collect();
         assert_eq!(longest, [1, 2, 4, 8, 16, 32, 60, 60]);
         assert_eq!(policy.delay(3, 0.5), Duration::from_secs(2));
         assert_eq!(policy.delay(u32::MAX, 0.0), Duration::ZERO);
     }
 
     #[test]
-    fn a_policy_without_attempts_is_refused() {
+    fn a_policy_without_attempts_is_rejected() {
         let policy = IssueRetryPolicy { attempts_max: 0, ..IssueRetryPolicy::default() };
         assert!(policy.validate().is_err());
         assert!(IssueRetryPolicy::default().validate().is_ok());

@@ -1,44 +1,45 @@
-//! Rows as data: what both dialects read alike.
+//! Decodes rows of both stores, and maps database errors.
 //!
-//! Upstream: `sqlite` and `postgres`, whose statements give these columns in this order, times as milliseconds and JSON as
-//! text. Promises: a value that does not fit is an error about the schema, never a panic.
+//! Upstream: `sqlite` and `postgres`, whose statements return these columns in this order, times as milliseconds and JSON as
+//! text. Guarantees: an unexpected value is a `Schema` error, never a panic.
 
 use headwater_stream::clock::Timestamp;
 
 use crate::error::{IssueError, SharedError};
 use crate::issue::ProcessingStatus;
 
-/// A time from a column.
+/// Timestamp of a column.
 pub(crate) fn timestamp(ms: i64) -> Timestamp {
     Timestamp::from_millis(u64::try_from(ms).unwrap_or(0))
 }
 
-/// A time that may be absent.
+/// Timestamp of a nullable column.
 pub(crate) fn optional_timestamp(ms: Option<i64>) -> Option<Timestamp> {
     ms.map(timestamp)
 }
 
-/// A count or a limit as a parameter.
+/// Converts a count or a limit into a parameter.
 pub(crate) fn to_i64(count: usize) -> i64 {
     i64::try_from(count).unwrap_or(i64::MAX)
 }
 
-/// A count from a column.
+/// Converts a column into a count.
 pub(crate) fn count<T: TryFrom<i64>>(value: i64) -> Result<T, sqlx::Error> {
-    T::try_from(value).map_err(|_| sqlx::Error::Decode(format!("a count is {value}").into()))
+    T::try_from(value)
+        .map_err(|_| sqlx::Error::Decode(format!("count {value} is out of range").into()))
 }
 
-/// A name from a column that only has certain ones.
+/// The parsed value of an enum column; an error if `parsed` is `None`.
 pub(crate) fn known_value<T>(name: &str, parsed: Option<T>) -> Result<T, sqlx::Error> {
-    parsed.ok_or_else(|| sqlx::Error::Decode(format!("`{name}` is none of our names").into()))
+    parsed.ok_or_else(|| sqlx::Error::Decode(format!("unknown enum value `{name}`").into()))
 }
 
-/// Milliseconds for a column.
+/// Converts a duration into a parameter in milliseconds.
 pub(crate) fn ms(duration: std::time::Duration) -> i64 {
     i64::try_from(duration.as_millis()).unwrap_or(i64::MAX)
 }
 
-/// What became of a call to the database, as an error of ours. `what` is what was tried.
+/// Maps a database error; `what` is the operation.
 pub(crate) fn database_error(what: &str, error: sqlx::Error) -> IssueError {
     let problem = format!("{what}: {error}");
     let code = error.as_database_error().and_then(|error| error.code()).unwrap_or_default();
@@ -46,7 +47,7 @@ pub(crate) fn database_error(what: &str, error: sqlx::Error) -> IssueError {
         (sqlx::Error::InvalidArgument(problem), _) => {
             IssueError::Invalid { what: "a value".into(), problem: format!("{what}: {problem}") }
         }
-        // Classes 22 and 23 of SQL states: the data is at fault. 42: the tables are not ours.
+        // SQL state classes 22 and 23: invalid data. 42: the schema does not match.
         (sqlx::Error::Database(_), code) if code.len() == 5 && code.starts_with("22") => {
             IssueError::Invalid { what: "a value".into(), problem }
         }
@@ -71,39 +72,41 @@ pub(crate) fn database_error(what: &str, error: sqlx::Error) -> IssueError {
     }
 }
 
-/// An error of opening: what a database says for good is a wrong URL, and waiting for it is of no use.
+/// Maps an error of opening a store: permanent errors become `Invalid`, so that the caller does not retry.
 pub(crate) fn connect_error(error: IssueError) -> IssueError {
     let IssueError::Unavailable { source: Some(source), .. } = &error else { return error };
     let source = source.downcast_ref::<sqlx::Error>();
-    let Some(said) = source.and_then(sqlx::Error::as_database_error) else { return error };
-    let code = said.code().unwrap_or_default();
-    // SQLite has numbers, whose lowest byte is the kind of error. SQL states have five characters.
+    let Some(database_error) = source.and_then(sqlx::Error::as_database_error) else {
+        return error;
+    };
+    let code = database_error.code().unwrap_or_default();
+    // SQLite codes are numbers whose lowest byte is the primary code. SQL states have five characters.
     let kind = code.parse::<u32>().ok().filter(|_| code.len() < 5).map(|code| code & 0xff);
     let problem = match (code.as_ref(), kind) {
-        // Classes 28 and 3D: who asks, and for what.
-        ("28P01" | "28000" | "3D000", _) => said.message(),
-        (_, Some(8)) => "the file may not be written",
+        // Authentication failed, or the database does not exist.
+        ("28P01" | "28000" | "3D000", _) => database_error.message(),
+        (_, Some(8)) => "the file is not writable",
         (_, Some(14)) => {
-            "the file cannot be opened; may this user read and write it and its directory?"
+            "the file cannot be opened; check the permissions of the file and its directory"
         }
-        (_, Some(26)) => "the file is no SQLite database",
+        (_, Some(26)) => "the file is not a SQLite database",
         _ => return error,
     };
     IssueError::invalid("the database URL", problem)
 }
 
-/// Whether another transaction stood in the way: a deadlock, or a conflict. Nothing was changed.
+/// Whether the call conflicted with another transaction: deadlock or serialization failure. Nothing was changed.
 #[cfg(feature = "postgres")]
 pub(crate) fn is_conflict(error: &sqlx::Error) -> bool {
     let code = error.as_database_error().and_then(|error| error.code()).unwrap_or_default();
     code.len() == 5 && code.starts_with("40")
 }
 
-/// Whether the server answered with what may be the fault of one row: it is locked, or too large, or in conflict.
+/// Whether one row may have caused the error: it is locked, too large, or in conflict.
 pub(crate) fn is_row_error(source: &SharedError) -> bool {
     let error = source.downcast_ref::<sqlx::Error>().and_then(sqlx::Error::as_database_error);
     let code = error.and_then(|error| error.code()).unwrap_or_default();
-    // A deadlock or a conflict, out of memory, beyond a limit, a lock that was not to be had, too long a statement.
+    // Deadlock or serialization failure, program limit, out of memory, lock not available, statement timeout.
     let class = code.len() == 5 && ["40", "54"].iter().any(|class| code.starts_with(class));
     class || ["53200", "55P03", "57014"].contains(&code.as_ref())
 }
@@ -215,8 +218,8 @@ macro_rules! read_dead_letter {
 }
 pub(crate) use read_dead_letter;
 
-/// The problem of an issue whose books do not balance, in words; none if they do.
-pub(crate) fn imbalance(
+/// Describes the inconsistency of an issue; `None` if it is consistent.
+pub(crate) fn inconsistency(
     status: ProcessingStatus,
     pending_events: i64,
     unprocessed: i64,
@@ -224,14 +227,14 @@ pub(crate) fn imbalance(
 ) -> Option<String> {
     if pending_events != unprocessed {
         return Some(format!(
-            "it counts {pending_events} pending event logs, but {unprocessed} are unprocessed"
+            "pending_events is {pending_events}, but {unprocessed} event logs are unprocessed"
         ));
     }
     let idle = status == ProcessingStatus::Idle;
     match (idle, quarantined, unprocessed > 0) {
         (true, false, true) => Some("it is idle with unprocessed event logs".into()),
         (false, true, _) => Some(format!("it is quarantined and {status}")),
-        (false, _, false) => Some(format!("it is {status} with nothing to process")),
+        (false, _, false) => Some(format!("it is {status} without unprocessed event logs")),
         _ => None,
     }
 }

@@ -195,7 +195,7 @@ impl World {
             _ => {
                 let completed = self.store.complete(&[completion(&claimed)]).await?;
                 assert!(
-                    matches!(completed[0], headwater_issue::Completed::Committed { .. }),
+                    matches!(completed[0], headwater_issue::CompletionOutcome::Committed { .. }),
                     "the answer of a worker that lives was fenced"
                 );
             }
@@ -215,7 +215,7 @@ impl World {
         assert!(workers.iter().any(|worker| worker.worker == WORKER), "a worker counts as dead");
         for issue in &self.issues {
             let diagnosis = explain(self.store.as_ref(), *issue).await?;
-            assert!(!matches!(diagnosis.reason, DiagnosisReason::NoWorker), "{explain}");
+            assert!(!matches!(diagnosis.reason, DiagnosisReason::NoWorker), "{diagnosis}");
         }
         Ok(())
     }
@@ -397,7 +397,7 @@ async fn on_postgres_waits_end_and_holders_keep_what_they_have_when_its_clock_is
         for store in [&other, &store] {
             assert_eq!(store.workers().await?.len(), 1, "back: {is_back}");
             let diagnosis = explain(store.as_ref(), waits).await?;
-            assert!(!matches!(diagnosis.reason, DiagnosisReason::NoWorker), "{explain}");
+            assert!(!matches!(diagnosis.reason, DiagnosisReason::NoWorker), "{diagnosis}");
             let again = store.take_outbox("other", 10, SLOW_TTL).await?;
             assert!(again.iter().all(|row| row.id != rows[0].id), "it is on its way: {again:?}");
             let swept = store.sweep(&sweeping()).await?;

@@ -1,4 +1,4 @@
-//! The conformance suite on every store there is.
+//! The conformance suite for every store.
 #![cfg(all(feature = "conformance", any(feature = "sqlite", feature = "postgres")))]
 
 use std::sync::Arc;
@@ -61,13 +61,13 @@ mod postgres {
 
     use super::*;
 
-    /// An error of the testkit, as the suite knows errors.
+    /// Converts an error of the testkit.
     fn testkit<T>(answer: anyhow::Result<T>) -> StoreTestResult<T> {
         Ok(answer.map_err(|error| std::io::Error::other(format!("{error:#}")))?)
     }
 
-    /// Nobody can move the server's clock, so all that was written down moves into the past instead.
-    async fn pass(pool: PgPool, duration: Duration) -> StoreTestResult {
+    /// The server's clock cannot be moved, so all stored times are moved into the past instead.
+    async fn advance(pool: PgPool, duration: Duration) -> StoreTestResult {
         let ms = i64::try_from(duration.as_millis())?;
         let statements = [
             "UPDATE issues SET claim_expires_at = claim_expires_at - headwater_interval($1),
@@ -98,7 +98,7 @@ mod postgres {
         let (store, second) =
             (open(&database.url(), &options).await?, open(&database.url(), &options).await?);
         let pool = PgPoolOptions::new().max_connections(1).connect(&database.url()).await?;
-        let env = StoreTestEnv::new(store, second, move |duration| pass(pool.clone(), duration));
+        let env = StoreTestEnv::new(store, second, move |duration| advance(pool.clone(), duration));
         Ok(env.await?.keep(database))
     }
 

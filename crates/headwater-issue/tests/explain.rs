@@ -81,7 +81,7 @@ async fn an_issue_is_queued_and_was_nudged_for(backends: Backends) -> Result<()>
     );
     let nudged = issue.nudged_at.expect("it was nudged for").to_rfc3339();
     let expected = format!(
-        "issue {id} is queued with 2 events, nudged for at {nudged}, and waits for 2 workers"
+        "issue {id} is queued with 2 events, last nudged at {nudged}, and waits for 2 workers"
     );
     assert_eq!(sentence, expected);
     Ok(())
@@ -97,7 +97,7 @@ async fn an_issue_is_claimed_by_a_worker_until_a_certain_time(backends: Backends
     };
     assert!(*left <= LONG && !left.is_zero());
     let expected = format!("issue {id} is claimed by worker-7 until {}", until.to_rfc3339());
-    assert_eq!(sentence, format!("{expected}, which does not show itself any more"));
+    assert_eq!(sentence, format!("{expected} (worker heartbeat missing)"));
 
     system.store.heartbeat_worker("worker-7", LONG).await?;
     assert_eq!(told(&system, id).await?.1, expected);
@@ -117,7 +117,7 @@ async fn a_claim_has_run_out(backends: Backends) -> Result<()> {
     assert_eq!(diagnosis.reason, DiagnosisReason::ClaimExpired { owner: "worker-7".into(), since });
     let since = since.to_rfc3339();
     let expected = format!(
-        "issue {id} was claimed by worker-7, whose claim ran out at {since}; the next sweep requeues it"
+        "issue {id} was claimed by worker-7, the claim expired at {since}; the next sweep requeues it"
     );
     assert_eq!(sentence, expected);
     Ok(())
@@ -165,8 +165,9 @@ async fn an_issue_is_quarantined(backends: Backends) -> Result<()> {
         DiagnosisReason::Quarantined { since, error: Some("no model".into()) }
     );
     let since = since.to_rfc3339();
-    let expected =
-        format!("issue {id} is quarantined since {since} (no model); release it when it is mended");
+    let expected = format!(
+        "issue {id} has been quarantined since {since} (no model); fix the cause, then release it"
+    );
     assert_eq!(sentence, expected);
     Ok(())
 }

@@ -341,8 +341,8 @@ async fn a_run_hears_of_newer_events() -> Result<()> {
     Ok(())
 }
 
-fn window(debounce: Duration, events_max: usize) -> DebounceWindow {
-    DebounceWindow { debounce, max_wait: debounce * 50, events_max }
+fn window(quiet_for: Duration, events_max: usize) -> DebounceWindow {
+    DebounceWindow { quiet_for, max_wait: quiet_for * 50, events_max }
 }
 
 #[tokio::test]

@@ -1,4 +1,4 @@
-//! What an operator asks and tells.
+//! Administrative operations.
 
 use std::time::Duration;
 
@@ -31,7 +31,7 @@ pub async fn an_integration_is_created_once_and_keeps_its_provider(
     Ok(())
 }
 
-pub async fn pages_of_issues_show_each_once(env: StoreTestEnv) -> StoreTestResult {
+pub async fn pages_of_issues_contain_each_issue_once(env: StoreTestEnv) -> StoreTestResult {
     let events: Vec<_> = (0..7).map(|n| event(&n.to_string(), &n.to_string())).collect();
     let mut expected: Vec<_> =
         env.record_all(&events).await?.iter().map(|one| one.issue_id).collect();
@@ -91,12 +91,12 @@ pub async fn event_logs_are_listed_by_whether_they_are_processed(
     assert_eq!(list(Some(true), None).await?, [first.event_log_id]);
     assert_eq!(list(Some(false), None).await?, [second.event_log_id]);
     assert_eq!(list(None, Some(first.event_log_id)).await?, [second.event_log_id]);
-    let nobody = env.store.event_logs(IssueId(987_654), &EventLogFilter::default(), 10).await?;
-    assert_eq!(nobody, []);
+    let missing = env.store.event_logs(IssueId(987_654), &EventLogFilter::default(), 10).await?;
+    assert_eq!(missing, []);
     Ok(())
 }
 
-pub async fn an_issue_is_found_by_its_outside_names(env: StoreTestEnv) -> StoreTestResult {
+pub async fn an_issue_is_found_by_its_ids_at_the_provider(env: StoreTestEnv) -> StoreTestResult {
     let id = env.record("42", "a").await?.issue_id;
     let found = env.store.find_issue(INTEGRATION, "project", "42").await?.expect("it exists");
     assert_eq!(found, env.issue(id).await?);
@@ -105,7 +105,9 @@ pub async fn an_issue_is_found_by_its_outside_names(env: StoreTestEnv) -> StoreT
     Ok(())
 }
 
-pub async fn a_release_of_a_free_issue_changes_nothing(env: StoreTestEnv) -> StoreTestResult {
+pub async fn releasing_an_issue_that_is_not_quarantined_changes_nothing(
+    env: StoreTestEnv,
+) -> StoreTestResult {
     let id = env.record("42", "a").await?.issue_id;
     let before = env.issue(id).await?;
     assert_eq!(env.store.release(id).await?, QuarantineCleared::NotQuarantined);
@@ -113,7 +115,7 @@ pub async fn a_release_of_a_free_issue_changes_nothing(env: StoreTestEnv) -> Sto
     Ok(())
 }
 
-pub async fn an_operator_can_end_a_wait_but_not_a_run(env: StoreTestEnv) -> StoreTestResult {
+pub async fn a_retry_ends_a_wait_but_not_a_run(env: StoreTestEnv) -> StoreTestResult {
     let id = env.record("42", "a").await?.issue_id;
     let claimed = env.claim(id).await?;
     assert_eq!(env.store.retry(id).await?, IssueRetried::Processing);
@@ -128,10 +130,10 @@ pub async fn an_operator_can_end_a_wait_but_not_a_run(env: StoreTestEnv) -> Stor
     let quarantined = quarantine(&env, "43").await?;
     assert_eq!(env.store.retry(quarantined).await?, IssueRetried::Queued);
     assert_eq!(env.issue(quarantined).await?.attempts, 0);
-    env.assert_sound().await
+    env.assert_consistent().await
 }
 
-pub async fn an_operator_is_told_what_is_missing(env: StoreTestEnv) -> StoreTestResult {
+pub async fn operations_on_missing_objects_are_not_found(env: StoreTestEnv) -> StoreTestResult {
     let missing = IssueId(987_654);
     assert!(matches!(env.store.release(missing).await, Err(IssueError::NotFound { .. })));
     assert!(matches!(env.store.retry(missing).await, Err(IssueError::NotFound { .. })));
@@ -141,7 +143,7 @@ pub async fn an_operator_is_told_what_is_missing(env: StoreTestEnv) -> StoreTest
     Ok(())
 }
 
-pub async fn the_facts_tell_who_is_alive(env: StoreTestEnv) -> StoreTestResult {
+pub async fn the_facts_report_live_workers(env: StoreTestEnv) -> StoreTestResult {
     let recorded = env.record("42", "a").await?;
     let facts = async || -> StoreTestResult<crate::IssueFacts> {
         Ok(env.store.issue_facts(recorded.issue_id).await?.expect("the issue exists"))
@@ -156,13 +158,13 @@ pub async fn the_facts_tell_who_is_alive(env: StoreTestEnv) -> StoreTestResult {
     env.claim(recorded.issue_id).await?;
     let claimed = facts().await?;
     assert_eq!((claimed.workers_alive, claimed.owner_alive), (1, true));
-    env.pass(TTL + Duration::from_secs(1)).await?;
+    env.advance(TTL + Duration::from_secs(1)).await?;
     let dead = facts().await?;
     assert_eq!((dead.workers_alive, dead.owner_alive), (0, false));
     Ok(())
 }
 
-pub async fn a_worker_lives_as_long_as_it_said(env: StoreTestEnv) -> StoreTestResult {
+pub async fn a_worker_is_alive_until_its_heartbeat_expires(env: StoreTestEnv) -> StoreTestResult {
     env.store.heartbeat_worker("a", TTL).await?;
     env.store.heartbeat_worker("b", TTL * 3).await?;
     env.claim(env.record("42", "x").await?.issue_id).await?;
@@ -171,7 +173,7 @@ pub async fn a_worker_lives_as_long_as_it_said(env: StoreTestEnv) -> StoreTestRe
         Ok(workers.into_iter().map(|one| (one.worker, one.claims)).collect())
     };
     assert_eq!(names().await?, [("a".to_owned(), 1), ("b".to_owned(), 0)]);
-    env.pass(TTL * 2).await?;
+    env.advance(TTL * 2).await?;
     assert_eq!(names().await?, [("b".to_owned(), 0)]);
     env.store.heartbeat_worker("b", Duration::ZERO).await?;
     assert_eq!(names().await?, []);
@@ -186,7 +188,7 @@ pub async fn the_backlog_is_counted(env: StoreTestEnv) -> StoreTestResult {
     env.claim(env.record("2", "2").await?.issue_id).await?;
     quarantine(&env, "3").await?;
     env.replied("4", &["x", "y"]).await?;
-    env.pass(Duration::from_secs(100)).await?;
+    env.advance(Duration::from_secs(100)).await?;
     let backlog = env.second.backlog().await?;
     assert_eq!((backlog.queued, backlog.processing, backlog.quarantined), (1, 1, 1));
     assert_eq!((backlog.outbox_pending, backlog.outbox_dead), (2, 0));
@@ -194,7 +196,9 @@ pub async fn the_backlog_is_counted(env: StoreTestEnv) -> StoreTestResult {
     Ok(())
 }
 
-pub async fn the_audit_adds_up_in_every_state(env: StoreTestEnv) -> StoreTestResult {
+pub async fn the_consistency_report_is_consistent_in_every_state(
+    env: StoreTestEnv,
+) -> StoreTestResult {
     env.record("1", "1").await?;
     env.claim(env.record("2", "2").await?.issue_id).await?;
     quarantine(&env, "3").await?;
@@ -203,5 +207,5 @@ pub async fn the_audit_adds_up_in_every_state(env: StoreTestEnv) -> StoreTestRes
     assert_eq!((report.issues, report.recorded, report.processed), (4, 4, 1));
     assert_eq!((report.pending, report.quarantined), (2, 1));
     assert_eq!((report.discrepancies.len(), report.discrepancies_total), (0, 0));
-    env.assert_sound().await
+    env.assert_consistent().await
 }

@@ -1,4 +1,4 @@
-//! What is refused, and that it has no effect.
+//! Invalid input is rejected without effect.
 
 use std::time::Duration;
 
@@ -16,7 +16,7 @@ fn is_invalid<T: std::fmt::Debug>(answer: &Result<T, IssueError>) -> bool {
     matches!(answer, Err(IssueError::Invalid { .. }))
 }
 
-pub async fn a_bad_event_does_not_fail_its_neighbours(env: StoreTestEnv) -> StoreTestResult {
+pub async fn an_invalid_event_does_not_fail_the_batch(env: StoreTestEnv) -> StoreTestResult {
     let deep = format!("{}{}", "[".repeat(JSON_DEPTH_MAX + 1), "]".repeat(JSON_DEPTH_MAX + 1));
     let large = format!("\"{}\"", "x".repeat(PAYLOAD_BYTES_MAX));
     let long = "x".repeat(NAME_BYTES_MAX + 1);
@@ -36,7 +36,7 @@ pub async fn a_bad_event_does_not_fail_its_neighbours(env: StoreTestEnv) -> Stor
         NewEvent { dedup_key: Some("\0".into()), ..event("1", "m") },
         NewEvent { dedup_key: Some(String::new()), ..event("1", "n") },
     ];
-    let unknown = NewEvent { integration: "nobody".into(), ..event("1", "o") };
+    let unknown = NewEvent { integration: "unknown".into(), ..event("1", "o") };
     let mut events = vec![event("1", "good-1")];
     events.extend(bad.iter().cloned());
     events.extend([unknown, event("1", "good-2")]);
@@ -52,10 +52,10 @@ pub async fn a_bad_event_does_not_fail_its_neighbours(env: StoreTestEnv) -> Stor
     assert!(matches!(answer, Err(IssueError::UnknownIntegration { .. })), "{answer:?}");
     assert_eq!(env.claim(first.issue_id).await?.events.len(), 2);
     assert_eq!(env.store.check_consistency(10).await?.issues, 1);
-    env.assert_sound().await
+    env.assert_consistent().await
 }
 
-pub async fn batches_beyond_a_limit_are_refused_whole(env: StoreTestEnv) -> StoreTestResult {
+pub async fn batches_over_a_limit_are_rejected(env: StoreTestEnv) -> StoreTestResult {
     let many: Vec<NewEvent> = (0..=BATCH_MAX).map(|n| event("1", &n.to_string())).collect();
     let recorded = env.store.record(&many, &DebounceWindow::default()).await;
     assert_eq!(recorded.len(), BATCH_MAX + 1);
@@ -73,7 +73,7 @@ pub async fn batches_beyond_a_limit_are_refused_whole(env: StoreTestEnv) -> Stor
     Ok(())
 }
 
-pub async fn a_completion_that_cannot_be_kept_is_refused(env: StoreTestEnv) -> StoreTestResult {
+pub async fn an_invalid_completion_is_rejected(env: StoreTestEnv) -> StoreTestResult {
     let issue = env.record("1", "a").await?.issue_id;
     let claimed = env.claim(issue).await?;
     let before = env.issue(issue).await?;
@@ -105,10 +105,10 @@ pub async fn a_completion_that_cannot_be_kept_is_refused(env: StoreTestEnv) -> S
     assert_eq!(env.issue(issue).await?, before);
     let many = RunCompletion { outbox: vec![reply("x"); OUTBOX_PER_RUN_MAX], ..run };
     env.complete(many).await?;
-    env.assert_sound().await
+    env.assert_consistent().await
 }
 
-pub async fn options_that_make_no_sense_are_refused(env: StoreTestEnv) -> StoreTestResult {
+pub async fn invalid_options_are_rejected(env: StoreTestEnv) -> StoreTestResult {
     let issue = env.record("1", "a").await?.issue_id;
     let too_long = Duration::from_secs(1) + CLAIM_TTL_MAX;
     for bad in [
@@ -138,5 +138,5 @@ pub async fn options_that_make_no_sense_are_refused(env: StoreTestEnv) -> StoreT
         then: AfterFailure::Retry { after: far },
     };
     assert!(is_invalid(&env.store.fail(&[failure], 5).await));
-    env.assert_sound().await
+    env.assert_consistent().await
 }

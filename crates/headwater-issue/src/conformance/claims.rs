@@ -1,4 +1,4 @@
-//! Who works on an issue, and for how long.
+//! Claims and heartbeats.
 
 use std::time::Duration;
 
@@ -8,7 +8,7 @@ use crate::{
     Claim, ClaimEpoch, ClaimOptions, DebounceWindow, IssueId, NewEvent, ProcessingStatus, Renewal,
 };
 
-pub async fn a_claim_brings_all_pending_events_in_order(env: StoreTestEnv) -> StoreTestResult {
+pub async fn a_claim_returns_all_pending_events_in_order(env: StoreTestEnv) -> StoreTestResult {
     let mut recorded = Vec::new();
     for key in ["a", "b", "c"] {
         recorded.push(env.record("42", key).await?);
@@ -23,12 +23,10 @@ pub async fn a_claim_brings_all_pending_events_in_order(env: StoreTestEnv) -> St
     assert_eq!(claimed.issue.claim_owner.as_deref(), Some("a"));
     assert!(claimed.issue.processing_started_at.is_some());
     assert!(claimed.expires_at > claimed.issue.updated_at);
-    env.assert_sound().await
+    env.assert_consistent().await
 }
 
-pub async fn a_claim_brings_at_most_as_many_events_as_asked_for(
-    env: StoreTestEnv,
-) -> StoreTestResult {
+pub async fn a_claim_returns_at_most_events_max_events(env: StoreTestEnv) -> StoreTestResult {
     let mut recorded = Vec::new();
     for key in ["a", "b", "c"] {
         recorded.push(env.record("42", key).await?);
@@ -39,7 +37,7 @@ pub async fn a_claim_brings_at_most_as_many_events_as_asked_for(
     Ok(())
 }
 
-pub async fn a_run_is_bounded_in_bytes_and_never_empty(env: StoreTestEnv) -> StoreTestResult {
+pub async fn a_claim_is_limited_in_bytes_and_never_empty(env: StoreTestEnv) -> StoreTestResult {
     let payload = format!("\"{}\"", "x".repeat(PAYLOAD_BYTES_MAX - 2));
     let most = RUN_BYTES_MAX / PAYLOAD_BYTES_MAX;
     let events: Vec<NewEvent> = (0..most + 3)
@@ -50,7 +48,7 @@ pub async fn a_run_is_bounded_in_bytes_and_never_empty(env: StoreTestEnv) -> Sto
     Ok(())
 }
 
-pub async fn a_second_worker_is_told_who_has_the_issue(env: StoreTestEnv) -> StoreTestResult {
+pub async fn a_second_worker_gets_the_owner_of_the_claim(env: StoreTestEnv) -> StoreTestResult {
     let issue = env.record("42", "a").await?.issue_id;
     let claimed = env.claim(issue).await?;
     let second = env.second.claim(&[issue], &options("b")).await?.remove(0);
@@ -58,7 +56,7 @@ pub async fn a_second_worker_is_told_who_has_the_issue(env: StoreTestEnv) -> Sto
     Ok(())
 }
 
-pub async fn an_issue_that_is_missing_or_idle_says_so(env: StoreTestEnv) -> StoreTestResult {
+pub async fn a_claim_of_an_idle_or_missing_issue_reports_so(env: StoreTestEnv) -> StoreTestResult {
     let issue = env.record("42", "a").await?.issue_id;
     let claimed = env.claim(issue).await?;
     env.complete(super::env::completion(&claimed)).await?;
@@ -67,7 +65,7 @@ pub async fn an_issue_that_is_missing_or_idle_says_so(env: StoreTestEnv) -> Stor
     Ok(())
 }
 
-pub async fn an_issue_named_twice_is_won_once(env: StoreTestEnv) -> StoreTestResult {
+pub async fn an_issue_named_twice_is_claimed_once(env: StoreTestEnv) -> StoreTestResult {
     let issue = env.record("42", "a").await?.issue_id;
     let claims = env.store.claim(&[issue, issue], &options("a")).await?;
     assert!(matches!(claims[0], Claim::Won(_)), "{claims:?}");
@@ -75,9 +73,7 @@ pub async fn an_issue_named_twice_is_won_once(env: StoreTestEnv) -> StoreTestRes
     Ok(())
 }
 
-pub async fn issues_are_claimed_in_one_call_and_answered_in_order(
-    env: StoreTestEnv,
-) -> StoreTestResult {
+pub async fn results_of_a_batch_of_claims_are_in_order(env: StoreTestEnv) -> StoreTestResult {
     let mut issues = Vec::new();
     for name in ["1", "2", "3"] {
         issues.push(env.record(name, name).await?.issue_id);
@@ -93,47 +89,45 @@ pub async fn issues_are_claimed_in_one_call_and_answered_in_order(
     Ok(())
 }
 
-pub async fn a_claim_that_ran_out_goes_to_the_next_worker_with_a_new_epoch(
+pub async fn an_expired_claim_goes_to_the_next_worker_with_a_new_epoch(
     env: StoreTestEnv,
 ) -> StoreTestResult {
     let issue = env.record("42", "a").await?.issue_id;
     let first = env.claim(issue).await?;
-    env.pass(TTL).await?;
+    env.advance(TTL).await?;
     let second = won(env.second.claim(&[issue], &options("b")).await?.remove(0));
     assert!(second.epoch > first.epoch);
     assert_eq!(ids(&second), ids(&first));
     assert_eq!((second.issue.crashes, second.issue.attempts), (1, 0));
     assert_eq!(second.issue.last_error.as_deref(), Some("the claim of worker a ran out"));
-    env.assert_sound().await
+    env.assert_consistent().await
 }
 
-pub async fn too_many_claims_that_ran_out_quarantine_the_issue(
-    env: StoreTestEnv,
-) -> StoreTestResult {
+pub async fn too_many_expired_claims_quarantine_the_issue(env: StoreTestEnv) -> StoreTestResult {
     let issue = env.record("42", "a").await?.issue_id;
     let options = ClaimOptions { crashes_max: 2, ..options("a") };
     for _ in 0..2 {
         won(env.store.claim(&[issue], &options).await?.remove(0));
-        env.pass(TTL).await?;
+        env.advance(TTL).await?;
     }
     let claim = env.store.claim(&[issue], &options).await?.remove(0);
     assert!(matches!(claim, Claim::Quarantined { just_now: true, .. }), "{claim:?}");
     let claim = env.store.claim(&[issue], &options).await?.remove(0);
     assert!(matches!(claim, Claim::Quarantined { just_now: false, .. }), "{claim:?}");
-    env.assert_sound().await
+    env.assert_consistent().await
 }
 
-pub async fn a_heartbeat_keeps_a_claim_and_tells_of_newer_events(
+pub async fn a_heartbeat_renews_a_claim_and_reports_newer_events(
     env: StoreTestEnv,
 ) -> StoreTestResult {
     let issue = env.record("42", "a").await?.issue_id;
     let claimed = env.claim(issue).await?;
-    env.pass(TTL / 2).await?;
+    env.advance(TTL / 2).await?;
     let renewal = env.store.heartbeat(&[(issue, claimed.epoch)], TTL).await?.remove(0);
     let Renewal::Kept { expires_at, pending_events } = renewal else { panic!("{renewal:?}") };
     assert!(!claimed.has_newer(pending_events));
     assert_eq!(env.issue(issue).await?.claim_expires_at, Some(expires_at));
-    env.pass(TTL / 2 + Duration::from_secs(10)).await?;
+    env.advance(TTL / 2 + Duration::from_secs(10)).await?;
     let second = env.second.claim(&[issue], &options("b")).await?.remove(0);
     assert!(matches!(second, Claim::Taken { .. }), "{second:?}");
 
@@ -144,13 +138,13 @@ pub async fn a_heartbeat_keeps_a_claim_and_tells_of_newer_events(
     Ok(())
 }
 
-pub async fn a_heartbeat_of_a_lost_claim_says_so_and_changes_nothing(
+pub async fn a_heartbeat_of_a_lost_claim_reports_the_loss_and_changes_nothing(
     env: StoreTestEnv,
 ) -> StoreTestResult {
     let issue = env.record("42", "a").await?.issue_id;
     let other = env.record("43", "b").await?.issue_id;
     let lost = env.claim(issue).await?;
-    env.pass(TTL).await?;
+    env.advance(TTL).await?;
     won(env.second.claim(&[issue], &options("b")).await?.remove(0));
     let kept = env.claim(other).await?;
     let before = env.issue(issue).await?;

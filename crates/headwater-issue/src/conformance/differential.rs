@@ -1,7 +1,7 @@
-//! SeededRandom sequences of calls, each answer and each state compared with the state machine.
+//! Random sequences of calls; every result and every state is compared with the state machine.
 //!
-//! `HEADWATER_SEQUENCES` sets how many (a tenth of it, for each call is a transaction; default 1000), `HEADWATER_SEED` the
-//! seed, which is printed. Time passes in steps of ten minutes, so that the moments which real time adds decide nothing.
+//! `HEADWATER_SEQUENCES` sets ten times the number of sequences (default 1000), `HEADWATER_SEED` the seed, which is printed. Time
+//! advances in steps of ten minutes, so that elapsed real time does not affect the results.
 
 use std::ops::Range;
 use std::time::Duration;
@@ -21,20 +21,20 @@ const SEQUENCES_DEFAULT: u64 = 1000;
 const CALLS: usize = 40;
 const ISSUES: usize = 3;
 const MINUTE: Duration = Duration::from_secs(60);
-/// What real time may add to a sequence, and what a comparison of times therefore forgives.
+/// Tolerance of comparisons of times, for the real time that elapses during a sequence.
 const SLACK: Duration = Duration::from_secs(240);
 const CRASHES_MAX: u32 = 3;
 const ATTEMPTS_MAX: u32 = 3;
 
-/// What the state machine says about one issue.
+/// The expected state of one issue.
 #[derive(Debug, Default)]
 struct IssueModel {
     id: IssueId,
     name: String,
     state: IssueState,
-    /// Every event ever recorded: its key, its id, and whether it is processed.
+    /// All recorded events: key, id, and whether processed.
     events: Vec<(String, EventLogId, bool)>,
-    /// Every claim ever won.
+    /// All acquired claims.
     claims: Vec<(ClaimEpoch, Vec<EventLogId>)>,
 }
 
@@ -50,7 +50,7 @@ impl IssueModel {
         self.events.iter().filter(|(.., processed)| !processed).map(|(_, id, _)| *id)
     }
 
-    /// A claim to present: mostly the newest, sometimes one of long ago.
+    /// A claim to present: mostly the newest, sometimes an old one.
     fn any_claim(&self, random: &mut SeededRandom) -> (ClaimEpoch, Vec<EventLogId>) {
         match self.claims.last() {
             None => (ClaimEpoch(1), vec![]),
@@ -60,17 +60,17 @@ impl IssueModel {
     }
 }
 
-/// One sequence: its issues, and the time as the state machine has it.
+/// One sequence: its issues, and the time of the state machine.
 struct Sequence<'a> {
     env: &'a StoreTestEnv,
     random: SeededRandom,
     now: Timestamp,
     issues: Vec<IssueModel>,
-    /// What was called, for the message of a failed comparison.
+    /// The calls so far, for failure messages.
     calls: Vec<String>,
 }
 
-pub async fn random_sequences_of_calls_follow_the_state_machine(
+pub async fn random_sequences_of_calls_match_the_state_machine(
     env: StoreTestEnv,
 ) -> StoreTestResult {
     let sequences = from_environment("HEADWATER_SEQUENCES").unwrap_or(SEQUENCES_DEFAULT) / 10;
@@ -84,7 +84,7 @@ pub async fn random_sequences_of_calls_follow_the_state_machine(
         sequence.compare(0..ISSUES).await?;
         sequence.drain().await?;
     }
-    env.assert_sound().await
+    env.assert_consistent().await
 }
 
 impl<'a> Sequence<'a> {
@@ -106,7 +106,7 @@ impl<'a> Sequence<'a> {
         Ok(sequence)
     }
 
-    /// Makes a call, and returns which issues it may have changed.
+    /// Makes a call, and returns the issues it may have changed.
     async fn call(&mut self) -> StoreTestResult<Range<usize>> {
         let issue = usize::try_from(self.random.below(ISSUES as u64)).unwrap_or(0);
         match self.random.below(20) {
@@ -120,20 +120,20 @@ impl<'a> Sequence<'a> {
                 self.sweep().await?;
                 return Ok(0..ISSUES);
             }
-            16 => self.operate(issue).await?,
+            16 => self.release_or_retry(issue).await?,
             _ => {
-                self.pass().await?;
+                self.advance().await?;
                 return Ok(0..0);
             }
         }
         Ok(issue..issue + 1)
     }
 
-    async fn pass(&mut self) -> StoreTestResult {
+    async fn advance(&mut self) -> StoreTestResult {
         let time = MINUTE * 10 * u32::try_from(1 + self.random.below(8)).unwrap_or(1);
-        self.calls.push(format!("pass {time:?}"));
+        self.calls.push(format!("advance {time:?}"));
         self.now = self.now.after(time);
-        self.env.pass(time).await
+        self.env.advance(time).await
     }
 
     async fn record(&mut self, issue: usize) -> StoreTestResult {
@@ -293,12 +293,12 @@ impl<'a> Sequence<'a> {
         let model = &mut self.issues[issue];
         let (epoch, _) = model.any_claim(&mut self.random);
         let reason = *self.random.pick(&[ReleaseReason::Shutdown, ReleaseReason::Superseded]);
-        self.calls.push(format!("give back {issue} {epoch} {reason:?}"));
-        let give = ClaimRelease { issue_id: model.id, epoch, reason };
-        let given = self.env.store.release_claims(&[give]).await?.remove(0);
+        self.calls.push(format!("release claim {issue} {epoch} {reason:?}"));
+        let release = ClaimRelease { issue_id: model.id, epoch, reason };
+        let released = self.env.store.release_claims(&[release]).await?.remove(0);
         let effect = model.apply(&Transition::ReleaseClaim { epoch, reason }, self.now);
         assert_eq!(
-            given == ClaimReleased::Fenced,
+            released == ClaimReleased::Fenced,
             effect == TransitionEffect::Fenced,
             "{:?}",
             self.calls
@@ -320,10 +320,10 @@ impl<'a> Sequence<'a> {
                 nudge |= model.apply(&Transition::Nudge { overdue }, self.now)
                     == TransitionEffect::Queued;
             }
-            let told = swept.nudges.iter().find(|one| one.issue_id == model.id);
-            assert_eq!(told.is_some(), nudge, "{:?}", self.calls);
+            let found = swept.nudges.iter().find(|one| one.issue_id == model.id);
+            assert_eq!(found.is_some(), nudge, "{:?}", self.calls);
             assert_eq!(
-                told.map(|one| one.event_log_id),
+                found.map(|one| one.event_log_id),
                 model.unprocessed().next().filter(|_| nudge),
                 "{:?}",
                 self.calls
@@ -334,7 +334,7 @@ impl<'a> Sequence<'a> {
         Ok(())
     }
 
-    async fn operate(&mut self, issue: usize) -> StoreTestResult {
+    async fn release_or_retry(&mut self, issue: usize) -> StoreTestResult {
         let model = &mut self.issues[issue];
         if self.random.below(2) == 0 {
             self.calls.push(format!("release {issue}"));
@@ -358,11 +358,11 @@ impl<'a> Sequence<'a> {
         Ok(())
     }
 
-    /// Compares issues with their models, times by how far they are from now.
+    /// Compares issues with their models; times relative to the current time.
     async fn compare(&self, issues: Range<usize>) -> StoreTestResult {
         for model in &self.issues[issues] {
             let facts = self.env.store.issue_facts(model.id).await?;
-            let facts = facts.unwrap_or_else(|| panic!("{model:?} is gone"));
+            let facts = facts.unwrap_or_else(|| panic!("{model:?} does not exist"));
             let (issue, state) = (&facts.issue, &model.state);
             let found = IssueState {
                 status: issue.status,
@@ -390,7 +390,7 @@ impl<'a> Sequence<'a> {
                 ("claim_expires_at", issue.claim_expires_at, state.claim_expires_at),
                 ("not_before", issue.not_before, state.not_before),
                 ("quarantined_at", issue.quarantined_at, state.quarantined_at),
-                // An idle issue's last nudge means nothing.
+                // `nudged_at` is undefined for idle issues.
                 (
                     "nudged_at",
                     issue.nudged_at.filter(|_| queued),
@@ -415,9 +415,9 @@ impl<'a> Sequence<'a> {
         Ok(())
     }
 
-    /// Whatever happened, an operator and a worker can bring everything to its end.
+    /// After any sequence, an operator and a worker can process everything.
     async fn drain(mut self) -> StoreTestResult {
-        self.env.pass(MINUTE * 600).await?;
+        self.env.advance(MINUTE * 600).await?;
         for model in &mut self.issues {
             self.env.store.release(model.id).await?;
             for _ in 0..CALLS {

@@ -1,4 +1,4 @@
-//! What a promise is tested in: two connections to one store, a way to let time pass, and the calls that most tests make.
+//! The test environment: two connections to one store, a way to advance time, and helpers for common calls.
 
 use std::any::Any;
 use std::error::Error;
@@ -13,10 +13,10 @@ use crate::{
     IssueId, NewEvent, NewOutboxRow, OutboxKind, Recorded, RunCompletion, Store,
 };
 
-/// What a promise returns. A broken promise panics; an error that was not expected comes back here.
+/// Result of a case. A violated guarantee panics; an unexpected error is returned.
 pub type StoreTestResult<T = ()> = Result<T, TestFailure>;
 
-/// An error that was not expected, with the place that met it.
+/// An unexpected error, with the location of its `?`.
 pub struct TestFailure {
     message: String,
     at: &'static Location<'static>,
@@ -29,22 +29,22 @@ impl<E: Error + 'static> From<E> for TestFailure {
     }
 }
 
-// What the test harness prints.
+// The test harness prints errors with `Debug`.
 impl fmt::Debug for TestFailure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}: expected success, found an error: {}", self.at, self.message)
     }
 }
 
-type Passing = Pin<Box<dyn Future<Output = StoreTestResult> + Send>>;
+type Advancing = Pin<Box<dyn Future<Output = StoreTestResult> + Send>>;
 
-/// The surroundings of one test: an empty store of its own.
+/// The environment of one test: an empty store.
 pub struct StoreTestEnv {
     /// The connection under test.
     pub store: Arc<dyn Store>,
-    /// Another process on the same data.
+    /// A second connection to the same data, as of another process.
     pub second: Arc<dyn Store>,
-    pass: Box<dyn Fn(Duration) -> Passing + Send + Sync>,
+    advance: Box<dyn Fn(Duration) -> Advancing + Send + Sync>,
     _kept: Vec<Box<dyn Any + Send>>,
 }
 
@@ -54,37 +54,37 @@ impl fmt::Debug for StoreTestEnv {
     }
 }
 
-/// The integration that is there in every test.
+/// The integration that exists in every test.
 pub(super) const INTEGRATION: &str = "main";
 
-/// The life of claims in tests: long, so that only [`StoreTestEnv::pass`] ends one.
+/// TTL of claims in tests: long, so that a claim expires only with [`StoreTestEnv::advance`].
 pub(super) const TTL: Duration = Duration::from_secs(3600);
 
 impl StoreTestEnv {
-    /// Surroundings from two connections to the same empty store, and a function that lets time pass in it.
+    /// Creates an environment from two connections to the same empty store, and a function that advances its time.
     pub async fn new<F>(
         store: Arc<dyn Store>,
         second: Arc<dyn Store>,
-        pass: impl Fn(Duration) -> F + Send + Sync + 'static,
+        advance: impl Fn(Duration) -> F + Send + Sync + 'static,
     ) -> StoreTestResult<Self>
     where
         F: Future<Output = StoreTestResult> + Send + 'static,
     {
         store.ensure_integration(INTEGRATION, "github").await?;
-        let pass = Box::new(move |duration| Box::pin(pass(duration)) as Passing);
-        Ok(Self { store, second, pass, _kept: Vec::new() })
+        let advance = Box::new(move |duration| Box::pin(advance(duration)) as Advancing);
+        Ok(Self { store, second, advance, _kept: Vec::new() })
     }
 
-    /// Keeps a server or a directory for as long as the test runs.
+    /// Keeps a server or a directory alive until the test ends.
     #[must_use]
     pub fn keep(mut self, thing: impl Any + Send) -> Self {
         self._kept.push(Box::new(thing));
         self
     }
 
-    /// Lets time pass in the store.
-    pub async fn pass(&self, duration: Duration) -> StoreTestResult {
-        (self.pass)(duration).await
+    /// Advances the time of the store.
+    pub async fn advance(&self, duration: Duration) -> StoreTestResult {
+        (self.advance)(duration).await
     }
 
     /// Records one event without a debounce window.
@@ -92,7 +92,7 @@ impl StoreTestEnv {
         Ok(self.record_all(&[event(issue, key)]).await?.remove(0))
     }
 
-    /// Records events, none of which is refused.
+    /// Records events; fails if one is rejected.
     pub async fn record_all(&self, events: &[NewEvent]) -> StoreTestResult<Vec<Recorded>> {
         let recorded = self.store.record(events, &DebounceWindow::default()).await;
         Ok(recorded.into_iter().collect::<Result<_, _>>()?)
@@ -113,20 +113,20 @@ impl StoreTestEnv {
         Ok(self.store.complete(&[completion]).await?.remove(0))
     }
 
-    /// The issue as it is.
+    /// The current issue.
     pub async fn issue(&self, id: IssueId) -> StoreTestResult<Issue> {
         Ok(self.second.issue(id).await?.expect("the issue exists"))
     }
 
-    /// The books balance, and no issue is idle with work to do.
-    pub async fn assert_sound(&self) -> StoreTestResult {
+    /// Asserts that the consistency report has no discrepancies.
+    pub async fn assert_consistent(&self) -> StoreTestResult {
         let report = self.second.check_consistency(10).await?;
-        assert_eq!(report.discrepancies, [], "the books balance");
+        assert_eq!(report.discrepancies, [], "the store is consistent");
         assert_eq!(report.recorded, report.processed + report.pending + report.quarantined);
         Ok(())
     }
 
-    /// Records one event and ends its run with these replies.
+    /// Records one event and completes its run with these replies.
     pub async fn replied(&self, issue: &str, replies: &[&str]) -> StoreTestResult<IssueId> {
         let recorded = self.record(issue, &format!("{issue}/{}", replies.join("/"))).await?;
         let claimed = self.claim(recorded.issue_id).await?;
@@ -136,7 +136,7 @@ impl StoreTestEnv {
     }
 }
 
-/// An event of an issue of [`INTEGRATION`], with a payload that follows from its key.
+/// An event of an issue of [`INTEGRATION`], with a payload derived from its key.
 pub(super) fn event(issue: &str, key: &str) -> NewEvent {
     NewEvent {
         integration: INTEGRATION.into(),
@@ -149,20 +149,20 @@ pub(super) fn event(issue: &str, key: &str) -> NewEvent {
     }
 }
 
-/// How most tests claim.
+/// Claim options of most tests.
 pub(super) fn options(worker: &str) -> ClaimOptions {
     ClaimOptions { ttl: TTL, ..ClaimOptions::new(worker) }
 }
 
-/// What was won, or a failed test.
+/// The claimed issue; panics if the claim was not acquired.
 pub(super) fn won(claim: Claim) -> ClaimedIssue {
     match claim {
         Claim::Won(claimed) => *claimed,
-        other => panic!("expected to win the claim, found {other:?}"),
+        other => panic!("expected the claim to be acquired, found {other:?}"),
     }
 }
 
-/// The end of a run that handled all it was given.
+/// Completion of a run that processed all its events.
 pub(super) fn completion(claimed: &ClaimedIssue) -> RunCompletion {
     RunCompletion {
         issue_id: claimed.issue.id,

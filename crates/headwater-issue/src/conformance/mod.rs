@@ -1,7 +1,7 @@
-//! The public suite: every promise of a store, as a test whose name is the promise.
+//! The public conformance suite for implementations of `Store`: one test per guarantee.
 //!
-//! A store's author gives [`store_conformance_suite!`](crate::store_conformance_suite) an expression that makes an [`StoreTestEnv`]; the macro
-//! makes one `#[test]` of each promise, in a module per subject:
+//! [`store_conformance_suite!`](crate::store_conformance_suite) takes an expression that creates a [`StoreTestEnv`], and
+//! generates one `#[test]` per case, in a module per subject:
 //!
 //! ```ignore
 //! mod my_store {
@@ -13,10 +13,10 @@
 //! }
 //! ```
 //!
-//! Promises: time passes only when a test says so ([`StoreTestEnv::pass`]), nothing is asserted to be fast, and random sequences
-//! print their seed. Not here: how a store is opened, or killed.
+//! Time advances only with [`StoreTestEnv::advance`]; no case depends on speed; random sequences print their seed. Not here:
+//! opening a store, or killing its process.
 
-#![allow(missing_docs, reason = "the name of a promise is its documentation")]
+#![allow(missing_docs, reason = "the name of a case is its documentation")]
 
 mod cases;
 mod env;

@@ -1,4 +1,4 @@
-//! The guarantee behind every nudge.
+//! The sweep.
 
 use std::time::Duration;
 
@@ -17,11 +17,11 @@ pub async fn an_overdue_nudge_is_sent_again_and_only_once(env: StoreTestEnv) -> 
     let recorded = env.record("42", "a").await?;
     env.record("42", "b").await?;
     assert_eq!(env.store.sweep(&sweep()).await?, SweepReport::default());
-    env.pass(OVERDUE).await?;
+    env.advance(OVERDUE).await?;
     let nudge = Nudge { issue_id: recorded.issue_id, event_log_id: recorded.event_log_id };
     assert_eq!(env.second.sweep(&sweep()).await?.nudges, [nudge]);
     assert_eq!(env.store.sweep(&sweep()).await?, SweepReport::default());
-    env.pass(OVERDUE).await?;
+    env.advance(OVERDUE).await?;
     assert_eq!(env.store.sweep(&sweep()).await?.nudges, [nudge]);
     Ok(())
 }
@@ -32,35 +32,33 @@ pub async fn an_issue_that_is_not_due_is_not_nudged(env: StoreTestEnv) -> StoreT
     let then = AfterFailure::Retry { after: OVERDUE * 3 };
     let (epoch, error) = (claimed.epoch, "broken".to_owned());
     env.store.fail(&[RunFailure { issue_id: issue, epoch, error, then }], 5).await?;
-    env.pass(OVERDUE * 2).await?;
+    env.advance(OVERDUE * 2).await?;
     assert_eq!(env.store.sweep(&sweep()).await?, SweepReport::default());
-    env.pass(OVERDUE * 2).await?;
+    env.advance(OVERDUE * 2).await?;
     assert_eq!(env.store.sweep(&sweep()).await?.nudges.len(), 1);
     Ok(())
 }
 
-pub async fn a_claim_that_ran_out_is_requeued_and_nudged(env: StoreTestEnv) -> StoreTestResult {
+pub async fn an_expired_claim_is_requeued_and_nudged(env: StoreTestEnv) -> StoreTestResult {
     let recorded = env.record("42", "a").await?;
     env.claim(recorded.issue_id).await?;
-    env.pass(TTL).await?;
+    env.advance(TTL).await?;
     let swept = env.store.sweep(&sweep()).await?;
     assert_eq!((swept.requeued, swept.more), (1, false));
     let nudge = Nudge { issue_id: recorded.issue_id, event_log_id: recorded.event_log_id };
     assert_eq!(swept.nudges, [nudge]);
     assert_eq!(env.store.sweep(&sweep()).await?, SweepReport::default());
     assert_eq!(env.claim(recorded.issue_id).await?.issue.crashes, 1);
-    env.assert_sound().await
+    env.assert_consistent().await
 }
 
-pub async fn claims_that_run_out_again_and_again_are_quarantined(
-    env: StoreTestEnv,
-) -> StoreTestResult {
+pub async fn repeatedly_expired_claims_are_quarantined(env: StoreTestEnv) -> StoreTestResult {
     let issue = env.record("42", "a").await?.issue_id;
     env.claim(issue).await?;
-    env.pass(TTL).await?;
+    env.advance(TTL).await?;
     env.store.sweep(&sweep()).await?;
     env.claim(issue).await?;
-    env.pass(TTL).await?;
+    env.advance(TTL).await?;
     let swept = env.store.sweep(&sweep()).await?;
     assert_eq!((swept.requeued, swept.quarantined), (0, vec![issue]));
     assert_eq!(swept.nudges, []);
@@ -70,16 +68,16 @@ pub async fn claims_that_run_out_again_and_again_are_quarantined(
     assert_eq!((letter.issue_id, letter.error.as_str(), letter.crashes), (issue, error, 2));
     let log = env.store.event_logs(issue, &Default::default(), 1).await?.remove(0);
     assert_eq!(log.processing_error.as_deref(), Some(error));
-    env.assert_sound().await
+    env.assert_consistent().await
 }
 
-pub async fn a_sweep_stops_at_its_limit_and_says_so(env: StoreTestEnv) -> StoreTestResult {
+pub async fn a_sweep_stops_at_its_limit_and_reports_more(env: StoreTestEnv) -> StoreTestResult {
     let mut issues = Vec::new();
     for n in 0..5 {
         issues.push(env.record(&n.to_string(), &n.to_string()).await?.issue_id);
     }
     env.store.claim(&issues[..3], &options("a")).await?;
-    env.pass(TTL + OVERDUE).await?;
+    env.advance(TTL + OVERDUE).await?;
     let options = SweepOptions { limit: 2, ..sweep() };
     let mut nudged = Vec::new();
     let mut sweeps = 0;
@@ -92,7 +90,7 @@ pub async fn a_sweep_stops_at_its_limit_and_says_so(env: StoreTestEnv) -> StoreT
             break;
         }
     }
-    assert_eq!(sweeps, 2, "the first left something");
+    assert_eq!(sweeps, 2, "the first sweep reached its limit");
     nudged.sort();
     nudged.dedup();
     assert_eq!(nudged.len(), 5, "every issue was nudged");
@@ -102,18 +100,18 @@ pub async fn a_sweep_stops_at_its_limit_and_says_so(env: StoreTestEnv) -> StoreT
 pub async fn a_live_claim_is_left_alone(env: StoreTestEnv) -> StoreTestResult {
     let issue = env.record("42", "a").await?.issue_id;
     let claimed = env.claim(issue).await?;
-    env.pass(TTL - Duration::from_secs(600)).await?;
+    env.advance(TTL - Duration::from_secs(600)).await?;
     env.store.heartbeat(&[(issue, claimed.epoch)], TTL).await?;
-    env.pass(Duration::from_secs(1200)).await?;
+    env.advance(Duration::from_secs(1200)).await?;
     assert_eq!(env.store.sweep(&sweep()).await?, SweepReport::default());
     let taken = env.second.claim(&[issue], &options("b")).await?.remove(0);
     assert!(matches!(taken, crate::Claim::Taken { .. }), "{taken:?}");
-    env.pass(TTL).await?;
+    env.advance(TTL).await?;
     won(env.second.claim(&[issue], &options("b")).await?.remove(0));
     Ok(())
 }
 
-pub async fn what_an_operator_frees_is_nudged_by_the_next_sweep(
+pub async fn a_released_or_retried_issue_is_nudged_by_the_next_sweep(
     env: StoreTestEnv,
 ) -> StoreTestResult {
     let recorded = env.record("42", "a").await?;
@@ -137,7 +135,7 @@ pub async fn what_an_operator_frees_is_nudged_by_the_next_sweep(
     Ok(())
 }
 
-pub async fn what_was_delivered_is_removed_after_a_while_and_nothing_else(
+pub async fn only_delivered_rows_and_released_dead_letters_are_removed_after_their_retention(
     env: StoreTestEnv,
 ) -> StoreTestResult {
     let keep = TTL * 10;
@@ -145,7 +143,7 @@ pub async fn what_was_delivered_is_removed_after_a_while_and_nothing_else(
     for issue in 0..5 {
         env.replied(&issue.to_string(), &["a", "b"]).await?;
     }
-    // Three are delivered, one is dead, one is in hand; five wait.
+    // Three rows are delivered, one is dead, one is taken; five wait.
     let rows = env.store.take_outbox("deliverer", 10, TTL).await?;
     for (n, row) in rows.iter().take(4).enumerate() {
         let dead = || OutboxDelivery::Dead { error: "gone".into() };
@@ -157,9 +155,9 @@ pub async fn what_was_delivered_is_removed_after_a_while_and_nothing_else(
     let (epoch, error) = (env.claim(quarantined).await?.epoch, "broken".to_owned());
     let then = AfterFailure::Quarantine;
     env.store.fail(&[RunFailure { issue_id: quarantined, epoch, error, then }], 5).await?;
-    env.pass(keep - Duration::from_secs(600)).await?;
+    env.advance(keep - Duration::from_secs(600)).await?;
     assert_eq!(env.store.sweep(&options).await?, SweepReport::default());
-    env.pass(Duration::from_secs(600)).await?;
+    env.advance(Duration::from_secs(600)).await?;
     let swept = env.store.sweep(&options).await?;
     assert_eq!((swept.pruned, swept.more), (2, true));
     let swept = env.second.sweep(&options).await?;
@@ -168,12 +166,12 @@ pub async fn what_was_delivered_is_removed_after_a_while_and_nothing_else(
     let backlog = env.store.backlog().await?;
     assert_eq!((backlog.outbox_pending, backlog.outbox_dead), (6, 1));
 
-    // A dead letter is kept for as long as it stands, and a while longer.
+    // A dead letter is retained until its release, and for the retention after it.
     assert_eq!(env.store.dead_letters(None, 10).await?.len(), 1);
     env.store.release(quarantined).await?;
     env.store.sweep(&options).await?;
     assert_eq!(env.store.dead_letters(None, 10).await?.len(), 1);
-    env.pass(keep).await?;
+    env.advance(keep).await?;
     assert_eq!(env.store.sweep(&options).await?.pruned, 1);
     assert_eq!(env.store.dead_letters(None, 10).await?, []);
     Ok(())

@@ -1,4 +1,4 @@
-//! Transactions of the caller: rows of runs and of his own, one after the other, all or nothing.
+//! Caller's transactions.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,7 +14,7 @@ fn keyed(key: &str, text: &str) -> KeyedOutboxRow {
     KeyedOutboxRow { key: key.into(), row: reply(text) }
 }
 
-/// The texts of all rows in the order of delivery, and their keys.
+/// Texts and keys of all rows in delivery order.
 async fn deliver_all(env: &StoreTestEnv) -> StoreTestResult<Vec<(String, String)>> {
     let mut delivered = Vec::new();
     loop {
@@ -40,7 +40,7 @@ async fn write(env: &StoreTestEnv, issue: IssueId, rows: &[KeyedOutboxRow]) -> S
     Ok(transaction.commit().await?)
 }
 
-pub async fn what_a_transaction_wrote_is_there_when_it_is_committed(
+pub async fn changes_of_a_transaction_are_visible_after_the_commit(
     env: StoreTestEnv,
 ) -> StoreTestResult {
     let mut transaction = env.store.begin().await?;
@@ -53,10 +53,10 @@ pub async fn what_a_transaction_wrote_is_there_when_it_is_committed(
     transaction.commit().await?;
     assert_eq!(env.issue(recorded.issue_id).await?.pending_events, 1);
     assert_eq!(texts(&env).await?, ["one", "two"]);
-    env.assert_sound().await
+    env.assert_consistent().await
 }
 
-pub async fn a_transaction_that_is_dropped_leaves_nothing(env: StoreTestEnv) -> StoreTestResult {
+pub async fn a_dropped_transaction_is_rolled_back(env: StoreTestEnv) -> StoreTestResult {
     let issue = env.record("1", "a").await?.issue_id;
     let mut transaction = env.store.begin().await?;
     transaction.record(&[event("42", "b")], &DebounceWindow::default()).await.remove(0)?;
@@ -67,7 +67,7 @@ pub async fn a_transaction_that_is_dropped_leaves_nothing(env: StoreTestEnv) -> 
     Ok(())
 }
 
-pub async fn a_row_is_written_once_however_often_its_transaction_is_repeated(
+pub async fn an_outbox_row_is_written_once_however_often_its_transaction_is_repeated(
     env: StoreTestEnv,
 ) -> StoreTestResult {
     let issue = env.record("1", "a").await?.issue_id;
@@ -78,18 +78,18 @@ pub async fn a_row_is_written_once_however_often_its_transaction_is_repeated(
     let written = transaction.write_outbox(issue, &again).await?;
     assert_eq!((written[0].duplicate, written[1].duplicate), (true, false));
     assert_eq!(transaction.write_outbox(issue, &again).await?[1].id, written[1].id);
-    // Another issue has keys of its own.
+    // Keys are unique per issue.
     assert!(!transaction.write_outbox(other, &[keyed("k", "three")]).await?[0].duplicate);
     transaction.commit().await?;
     let delivered = deliver_all(&env).await?;
     assert_eq!(delivered.len(), 3, "{delivered:?}");
-    // Delivered ones count, too.
+    // Delivered rows count as duplicates too.
     write(&env, issue, &again).await?;
     assert_eq!(deliver_all(&env).await?, []);
     Ok(())
 }
 
-pub async fn a_key_of_another_row_is_refused_and_nothing_is_written(
+pub async fn a_key_used_for_a_different_row_is_a_conflict_and_nothing_is_written(
     env: StoreTestEnv,
 ) -> StoreTestResult {
     let issue = env.record("1", "a").await?.issue_id;
@@ -105,7 +105,7 @@ pub async fn a_key_of_another_row_is_refused_and_nothing_is_written(
     Ok(())
 }
 
-pub async fn bad_rows_are_refused_and_leave_the_transaction_usable(
+pub async fn invalid_rows_are_rejected_and_the_transaction_stays_usable(
     env: StoreTestEnv,
 ) -> StoreTestResult {
     let issue = env.record("1", "a").await?.issue_id;
@@ -137,7 +137,7 @@ pub async fn bad_rows_are_refused_and_leave_the_transaction_usable(
     Ok(())
 }
 
-pub async fn rows_of_transactions_and_of_runs_come_in_the_order_of_their_commits(
+pub async fn rows_of_transactions_and_runs_are_delivered_in_commit_order(
     env: StoreTestEnv,
 ) -> StoreTestResult {
     let issue = env.replied("1", &["run 1"]).await?;
@@ -150,7 +150,7 @@ pub async fn rows_of_transactions_and_of_runs_come_in_the_order_of_their_commits
     transaction.write_outbox(issue, &[keyed("b", "transaction 2")]).await?;
     let store = Arc::clone(&env.second);
     let mut completing = tokio::spawn(async move {
-        // Again, if it has waited for as long as a call waits for a lock.
+        // Retry after a lock timeout.
         loop {
             match store.complete(std::slice::from_ref(&run)).await {
                 Err(error) if error.is_transient() => {}
@@ -158,7 +158,7 @@ pub async fn rows_of_transactions_and_of_runs_come_in_the_order_of_their_commits
             }
         }
     });
-    // A run that does not wait would overtake a row that has its place before it.
+    // The completion waits for the lock; otherwise it would overtake a row that was written before it.
     let overtakes = tokio::time::timeout(Duration::from_millis(200), &mut completing).await;
     assert!(overtakes.is_err(), "{overtakes:?}");
     transaction.commit().await?;
@@ -168,19 +168,19 @@ pub async fn rows_of_transactions_and_of_runs_come_in_the_order_of_their_commits
     Ok(())
 }
 
-pub async fn a_row_written_while_the_one_before_it_is_settled_is_not_left_behind(
+pub async fn a_row_written_while_the_previous_one_is_settled_is_delivered(
     env: StoreTestEnv,
 ) -> StoreTestResult {
     let issue = env.replied("1", &["first"]).await?;
     let row = env.store.take_outbox("deliverer", 1, TTL).await?.remove(0);
     let mut transaction = env.store.begin().await?;
     transaction.write_outbox(issue, &[keyed("a", "second")]).await?;
-    // The first one goes while the second waits for it and cannot be seen yet.
+    // The first row is settled while the second is not visible yet.
     let store = Arc::clone(&env.second);
     let (id, deliveries, delivery) = (row.id, row.deliveries, OutboxDelivery::Delivered);
     let settlement = OutboxSettlement { id, deliveries, delivery };
     let mut settling = tokio::spawn(async move {
-        // Again, if it has waited for as long as a call waits for a lock.
+        // Retry after a lock timeout.
         loop {
             match store.settle_outbox(std::slice::from_ref(&settlement)).await {
                 Err(error) if error.is_transient() => {}
@@ -188,7 +188,7 @@ pub async fn a_row_written_while_the_one_before_it_is_settled_is_not_left_behind
             }
         }
     });
-    // Long enough for one that does not wait to be done.
+    // Long enough for a call that does not wait for the lock.
     let _ = tokio::time::timeout(Duration::from_millis(200), &mut settling).await;
     transaction.commit().await?;
     if !settling.is_finished() {
@@ -198,7 +198,7 @@ pub async fn a_row_written_while_the_one_before_it_is_settled_is_not_left_behind
     Ok(())
 }
 
-pub async fn a_committed_transaction_wakes_who_waits_for_the_outbox(
+pub async fn a_committed_transaction_wakes_a_waiting_deliverer(
     env: StoreTestEnv,
 ) -> StoreTestResult {
     let issue = env.record("1", "a").await?.issue_id;
@@ -207,7 +207,7 @@ pub async fn a_committed_transaction_wakes_who_waits_for_the_outbox(
     let store = Arc::clone(&env.store);
     let waiter = tokio::spawn(async move {
         let started = tokio::time::Instant::now();
-        // The first wait may end for what came before, or because listening has begun.
+        // The first wait may complete for an earlier row, or because LISTEN has started.
         while store.take_outbox("deliverer", 1, TTL).await?.is_empty() {
             store.outbox_wake(Duration::from_secs(60)).await;
         }

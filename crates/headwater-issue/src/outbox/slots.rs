@@ -1,10 +1,9 @@
-//! Delivery slots: how many deliveries each target may have in flight.
+//! Delivery slots: the number of deliveries each target may have in flight (AIMD).
 //!
-//! Upstream: `outbox`, which asks before it takes rows and reports how deliveries ended. Promises: a target starts with a
-//! few slots and gets another one with each prompt response, up to its share; failures halve them. All targets that keep
-//! failing hold at most half of all slots. A target that asked for a pause gets none until it is over. A target with
-//! nothing in flight and no pause always has a slot if any is free that it may use.
-//! Not here: I/O. Time is passed in; the state is that of one process.
+//! Upstream: `outbox` asks before it takes rows and reports how deliveries ended. Guarantees: a target starts with a few slots
+//! and gets another one with each prompt response, up to its share; a failure halves them. All failing targets together hold at
+//! most half of all slots. A paused target gets none until the pause ends. A target with nothing in flight and no pause can
+//! always use a free slot. No I/O: time is passed in, and the state is that of one process.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
@@ -12,25 +11,25 @@ use std::time::{Duration, Instant};
 use crate::limits::{DELIVERY_PAUSE_MAX, OUTBOX_TAKE_MAX, OUTBOX_TARGETS_MAX};
 use crate::outbox::types::{DeliveryTarget, OutboxTake, TargetState};
 
-/// DeliverySlots of a target that nothing is known of.
-const SLOTS_FIRST: usize = 4;
+/// Slots of a new target.
+const INITIAL_SLOTS: usize = 4;
 
-/// A response within this time earns the target another slot.
+/// Maximum duration of a prompt response.
 const PROMPT_MAX: Duration = Duration::from_secs(2);
 
-/// How long an idle target is remembered.
+/// How long an idle target is tracked.
 const IDLE_TARGET_TTL: Duration = Duration::from_secs(10 * 60);
 
-/// What a delivery showed about its target.
+/// How a target responded to a delivery.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum TargetResponse {
     /// The target accepted or rejected the row, after this long.
     Answered(Duration),
     /// The target did not respond, or responded that it cannot serve.
     Failed,
-    /// The target asked for a pause.
+    /// The target requested a pause.
     Paused(Duration),
-    /// The delivery was cancelled here.
+    /// The delivery was cancelled by this process.
     Cancelled,
 }
 
@@ -66,7 +65,7 @@ impl DeliverySlots {
         self.total.saturating_sub(in_flight)
     }
 
-    /// Which rows may be taken now.
+    /// The rows that may be taken now.
     pub(super) fn take(&mut self, worker: &str, ttl: Duration, now: Instant) -> OutboxTake {
         self.evict_idle(now);
         let failing = self.targets.values().filter(|target| target.is_failing);
@@ -85,7 +84,7 @@ impl DeliverySlots {
             worker: worker.to_owned(),
             limit: self.free().min(OUTBOX_TAKE_MAX),
             ttl,
-            per_target: self.first(),
+            per_target: self.initial_slots(),
             failing_limit: self.total.div_ceil(2).saturating_sub(failing),
             targets: targets.collect(),
         }
@@ -94,7 +93,7 @@ impl DeliverySlots {
     /// A row of this target was taken.
     pub(super) fn taken(&mut self, key: &DeliveryTarget, now: Instant) {
         self.served += 1;
-        let (slots, served) = (self.first(), self.served);
+        let (slots, served) = (self.initial_slots(), self.served);
         let target = self.targets.entry(key.clone()).or_insert_with(|| TargetSlots {
             in_flight: 0,
             slots,
@@ -133,11 +132,11 @@ impl DeliverySlots {
         }
     }
 
-    fn first(&self) -> usize {
-        SLOTS_FIRST.min(self.per_target)
+    fn initial_slots(&self) -> usize {
+        INITIAL_SLOTS.min(self.per_target)
     }
 
-    /// Forgets targets that were idle for long, and the least recently used beyond the limit.
+    /// Stops tracking targets that were idle for [`IDLE_TARGET_TTL`], and the least recently used ones over the limit.
     fn evict_idle(&mut self, now: Instant) {
         let is_paused = |target: &TargetSlots| target.paused_until.is_some_and(|until| until > now);
         self.targets.retain(|_, target| {
@@ -169,28 +168,28 @@ mod tests {
         DeliveryTarget { integration: name.into(), kind: OutboxKind::Reply, target: String::new() }
     }
 
-    fn room(slots: &mut DeliverySlots, name: &str, now: Instant) -> Option<usize> {
+    fn free_slots(slots: &mut DeliverySlots, name: &str, now: Instant) -> Option<usize> {
         let take = slots.take("w", Duration::from_secs(60), now);
-        take.targets.iter().find(|one| one.target == target(name)).map(|one| one.free_slots)
+        take.targets.iter().find(|state| state.target == target(name)).map(|state| state.free_slots)
     }
 
     #[test]
-    fn a_target_earns_slots_by_prompt_responses_and_loses_them_by_failures() {
+    fn a_target_gains_slots_by_prompt_responses_and_loses_them_by_failures() {
         let (mut slots, now) = (DeliverySlots::new(64, 16), Instant::now());
         assert_eq!(slots.take("w", Duration::ZERO, now).per_target, 4);
         for _ in 0..40 {
             slots.taken(&target("a"), now);
             slots.ended(&target("a"), PROMPTLY, now);
         }
-        assert_eq!(room(&mut slots, "a", now), Some(16), "its share and no more");
+        assert_eq!(free_slots(&mut slots, "a", now), Some(16), "its share and no more");
         for expected in [8, 4, 2, 1, 1] {
             slots.taken(&target("a"), now);
             slots.ended(&target("a"), TargetResponse::Failed, now);
-            assert_eq!(room(&mut slots, "a", now), Some(expected));
+            assert_eq!(free_slots(&mut slots, "a", now), Some(expected));
         }
         slots.taken(&target("a"), now);
         slots.ended(&target("a"), TargetResponse::Answered(Duration::from_secs(20)), now);
-        assert_eq!(room(&mut slots, "a", now), Some(1), "a slow response earns nothing");
+        assert_eq!(free_slots(&mut slots, "a", now), Some(1), "a slow response gains no slot");
         assert!(!slots.targets[&target("a")].is_failing);
     }
 
@@ -216,14 +215,14 @@ mod tests {
         let (mut slots, now) = (DeliverySlots::new(64, 16), Instant::now());
         slots.taken(&target("a"), now);
         slots.ended(&target("a"), TargetResponse::Paused(Duration::MAX), now);
-        assert_eq!(room(&mut slots, "a", now), Some(0));
+        assert_eq!(free_slots(&mut slots, "a", now), Some(0));
         let nearly = now + DELIVERY_PAUSE_MAX - Duration::from_millis(1);
-        assert_eq!(room(&mut slots, "a", nearly), Some(0));
-        assert_ne!(room(&mut slots, "a", now + DELIVERY_PAUSE_MAX), Some(0));
+        assert_eq!(free_slots(&mut slots, "a", nearly), Some(0));
+        assert_ne!(free_slots(&mut slots, "a", now + DELIVERY_PAUSE_MAX), Some(0));
     }
 
     #[test]
-    fn what_is_remembered_is_bounded_and_never_what_is_in_flight() {
+    fn tracked_targets_are_bounded_and_targets_in_flight_are_never_evicted() {
         let (mut slots, now) = (DeliverySlots::new(64, 16), Instant::now());
         slots.taken(&target("busy"), now);
         for name in 0..2 * OUTBOX_TARGETS_MAX {

@@ -1,4 +1,4 @@
-//! What an operator asks and tells: listings, facts, the audit, release and retry.
+//! Administrative operations on PostgreSQL: listings, facts, consistency check, release and retry.
 
 use std::time::Duration;
 
@@ -29,7 +29,7 @@ pub(super) async fn heartbeat_worker(
     worker: &str,
     ttl: Duration,
 ) -> Result<(), Error> {
-    // Workers of long ago are of no interest, and nobody else removes them; those somebody just touches are left.
+    // Also removes expired workers, except rows locked by other transactions.
     sqlx::query(
         "WITH now AS MATERIALIZED (SELECT headwater_now() AS now),
          gone AS (DELETE FROM workers WHERE worker IN (SELECT worker FROM workers, now
@@ -47,8 +47,8 @@ pub(super) async fn heartbeat_worker(
     Ok(())
 }
 
-/// What freeing an issue found and did.
-struct Freed {
+/// Result of ending a quarantine or a wait.
+struct WaitEnded {
     was_quarantined: bool,
     changed: bool,
     status: ProcessingStatus,
@@ -56,8 +56,8 @@ struct Freed {
 
 impl PostgresStore {
     /// Ends a quarantine, or any wait.
-    async fn free(&self, what: &str, id: IssueId, retry: bool) -> Result<Freed> {
-        let freed = self
+    async fn end_wait(&self, what: &str, id: IssueId, retry: bool) -> Result<WaitEnded> {
+        let ended = self
             .call(what, async |connection| {
                 let row = sqlx::query("SELECT * FROM headwater_free_1($1, $2)")
                     .bind(id.0)
@@ -66,14 +66,14 @@ impl PostgresStore {
                     .await?;
                 let Some(row) = row else { return Ok(None) };
                 let status: String = row.try_get(2)?;
-                Ok(Some(Freed {
+                Ok(Some(WaitEnded {
                     was_quarantined: row.try_get(0)?,
                     changed: row.try_get(1)?,
                     status: known_value(&status, ProcessingStatus::parse(&status))?,
                 }))
             })
             .await?;
-        freed.ok_or_else(|| IssueError::NotFound { what: format!("issue {id}") })
+        ended.ok_or_else(|| IssueError::NotFound { what: format!("issue {id}") })
     }
 }
 
@@ -105,8 +105,8 @@ implement_admin_store! { for PostgresStore, with {
     }
 
     async fn release(&self, id: IssueId) -> Result<QuarantineCleared> {
-        let freed = self.free("releasing an issue", id, false).await?;
-        Ok(match (freed.was_quarantined, freed.status) {
+        let ended = self.end_wait("releasing an issue", id, false).await?;
+        Ok(match (ended.was_quarantined, ended.status) {
             (false, _) => QuarantineCleared::NotQuarantined,
             (true, ProcessingStatus::Queued) => QuarantineCleared::Queued,
             (true, _) => QuarantineCleared::Idle,
@@ -114,8 +114,8 @@ implement_admin_store! { for PostgresStore, with {
     }
 
     async fn retry(&self, id: IssueId) -> Result<IssueRetried> {
-        let freed = self.free("retrying an issue", id, true).await?;
-        Ok(match (freed.changed, freed.status) {
+        let ended = self.end_wait("retrying an issue", id, true).await?;
+        Ok(match (ended.changed, ended.status) {
             (true, ProcessingStatus::Queued) => IssueRetried::Queued,
             (_, ProcessingStatus::Processing) => IssueRetried::Processing,
             _ => IssueRetried::Idle,
@@ -123,7 +123,7 @@ implement_admin_store! { for PostgresStore, with {
     }
 
     async fn issue_facts(&self, id: IssueId) -> Result<Option<IssueFacts>> {
-        self.follow_clock().await?;
+        self.check_clock().await?;
         self.call("reading the facts about an issue", async |connection| {
             let row = sqlx::query(concat!(
                 "SELECT ",
@@ -154,16 +154,16 @@ implement_admin_store! { for PostgresStore, with {
     async fn check_consistency(&self, limit: usize) -> Result<ConsistencyReport> {
         validate::page(limit)?;
         let reading = self.connections.run(async |connection| {
-            // One snapshot, so that all of it is seen at one moment.
+            // One snapshot for all queries.
             let mut reading = connection
                 .begin_with("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
                 .await?;
-            // It reads everything, which may take longer than any other call.
-            let patience = CONSISTENCY_CHECK_DEADLINE.as_millis();
-            let patience = format!(
-                "SET LOCAL statement_timeout = {patience}; SET LOCAL lock_timeout = {patience}"
+            // It reads all event logs, which may take longer than any other call.
+            let timeout_ms = CONSISTENCY_CHECK_DEADLINE.as_millis();
+            let timeouts = format!(
+                "SET LOCAL statement_timeout = {timeout_ms}; SET LOCAL lock_timeout = {timeout_ms}"
             );
-            reading.execute(sqlx::raw_sql(AssertSqlSafe(patience))).await?;
+            reading.execute(sqlx::raw_sql(AssertSqlSafe(timeouts))).await?;
             let report = read_consistency_report!(reading, limit);
             reading.rollback().await?;
             Ok(report)
@@ -200,7 +200,7 @@ implement_admin_store! { for PostgresStore, with {
     }
 
     async fn workers(&self) -> Result<Vec<WorkerInfo>> {
-        self.follow_clock().await?;
+        self.check_clock().await?;
         self.call("listing workers", async |connection| {
             let rows = sqlx::query(
                 "SELECT worker, headwater_ms(started_at), headwater_ms(seen_at),
@@ -226,17 +226,17 @@ implement_admin_store! { for PostgresStore, with {
     }
 
     async fn retry_outbox(&self, id: OutboxId) -> Result<()> {
-        let revived = self
-            .call("retrying a row of the outbox", async |connection| {
-                let revived = sqlx::query("SELECT * FROM headwater_revive_1($1)")
+        let requeued = self
+            .call("retrying an outbox row", async |connection| {
+                let requeued = sqlx::query("SELECT * FROM headwater_revive_1($1)")
                     .bind(id.0)
                     .fetch_all(&mut *connection)
                     .await?;
-                Ok(revived.len())
+                Ok(requeued.len())
             })
             .await?;
-        if revived == 0 {
-            return Err(IssueError::NotFound { what: format!("dead row {id} of the outbox") });
+        if requeued == 0 {
+            return Err(IssueError::NotFound { what: format!("dead outbox row {id}") });
         }
         self.listener.wake();
         Ok(())

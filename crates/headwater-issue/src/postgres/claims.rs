@@ -1,4 +1,4 @@
-//! The life of a run: claim, heartbeat, and its three ends, each one call of a function of the same name.
+//! Claims on PostgreSQL: claim, heartbeat, complete, fail and release, each one call of a SQL function.
 
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;
@@ -44,7 +44,7 @@ pub(super) async fn claim(
         let issue: Issue = read_issue!(row);
         found.insert(issue.id, read_claim(issue, row)?);
     }
-    // Of an issue named twice the first attempt wins, and the second hears of that.
+    // If an issue is named twice, the second result is that of an attempt after the first.
     let answer = |issue: &IssueId| match found.get_mut(issue) {
         None => Claim::Missing,
         Some(claim) => {
@@ -55,7 +55,7 @@ pub(super) async fn claim(
     Ok(issues.iter().map(answer).collect())
 }
 
-/// What a second attempt in the same call finds.
+/// Result of a second attempt in the same call.
 fn second_attempt(first: &Claim) -> Claim {
     match first {
         Claim::Won(claimed) => Claim::Taken {
@@ -88,7 +88,7 @@ fn read_claim(issue: Issue, row: &PgRow) -> Result<Claim, Error> {
     })
 }
 
-/// The event logs of an issue, which come as one array per column.
+/// The event logs of an issue, returned as one array per column.
 fn read_events(issue_id: IssueId, row: &PgRow) -> Result<Vec<EventLog>, Error> {
     let Some(ids) = row.try_get::<Option<Vec<i64>>, _>(26)? else { return Ok(vec![]) };
     let mut sources = row.try_get::<Vec<String>, _>(27)?.into_iter();
@@ -136,7 +136,7 @@ pub(super) async fn complete(
     identity: &str,
     completions: &[RunCompletion],
 ) -> Result<Vec<CompletionOutcome>, Error> {
-    // A run named twice is passed on once; the second answer is that it was there already.
+    // A run that is named twice is passed once; the second result is `repeated`.
     let mut places = HashMap::new();
     let mut runs: Vec<&RunCompletion> = Vec::with_capacity(completions.len());
     for completion in completions {

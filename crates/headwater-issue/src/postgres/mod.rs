@@ -1,11 +1,10 @@
-//! Issues on a Postgres server, shared by many processes.
+//! The PostgreSQL store, shared by many processes.
 //!
-//! Upstream: `connect` opens it. Downstream: the functions of `migrations/0002_transitions.sql`, which say in SQL what
-//! `state` says in Rust; the suite compares the two.
+//! Upstream: `connect` opens it. Downstream: SQL functions (see `migrations`) that implement the transitions of `state`; the
+//! conformance suite compares the two.
 //!
-//! Promises: a transition is one round trip and one transaction of its own, so no row stays locked while a process
-//! thinks, stalls or dies. All times are the server's. Refuses: nothing waits longer than the deadline of a call, neither
-//! here nor on the server.
+//! Guarantees: a transition is one round trip and one transaction, so no row stays locked while a process stalls or dies. All
+//! times are the server's. No call takes longer than its deadline, neither here nor on the server.
 
 mod admin;
 mod claims;
@@ -48,14 +47,14 @@ use crate::store::Store;
 use crate::transaction::{ReadConnection, Transaction};
 use crate::validate;
 
-/// How long bringing tables up to date may take.
-const MIGRATION_MAX: Duration = Duration::from_secs(10 * 60);
+/// Timeout of migrations.
+const MIGRATION_TIMEOUT: Duration = Duration::from_secs(10 * 60);
 
-/// How long to wait after a conflict with another transaction, before a call is repeated for the first time and later.
-const CONFLICT_PAUSES: [Duration; 3] =
+/// Delays before a call is retried after a conflict with another transaction.
+const CONFLICT_RETRY_DELAYS: [Duration; 3] =
     [Duration::from_millis(50), Duration::from_millis(200), Duration::from_millis(500)];
 
-/// A store on a Postgres server.
+/// A store on a PostgreSQL server.
 #[derive(Debug)]
 pub(crate) struct PostgresStore {
     connections: PgConnections,
@@ -66,25 +65,25 @@ pub(crate) struct PostgresStore {
     watch: ClockWatch,
 }
 
-/// Connects to the server and brings the tables up to date.
+/// Connects to the server and applies missing migrations.
 pub(crate) async fn open(url: &str, options: &StoreOptions) -> Result<Arc<dyn Store>> {
     let connect: PgConnectOptions =
         url.parse().map_err(|error| IssueError::invalid("the database URL", format!("{error}")))?;
     let connect = connect.application_name("headwater");
     let connections = PgConnections::new(connect.clone(), options);
-    // Each statement has its own deadline, but for those that change large tables.
-    let deadline = options.call_deadline.max(MIGRATION_MAX);
+    // Statements of migrations have no timeout of their own, because they may change large tables.
+    let deadline = options.call_deadline.max(MIGRATION_TIMEOUT);
     let identity =
-        with_deadline(deadline, "connecting to Postgres", migrate::migrate(&connections)).await?;
+        with_deadline(deadline, "connecting to PostgreSQL", migrate::migrate(&connections)).await?;
     let listener = OutboxListener::new(connect);
-    // Only the monotonic time is ours; the clock is the server's.
+    // Only the monotonic time of this clock is used; the wall clock is the server's.
     let watch = ClockWatch::new(Arc::new(SystemClock));
     let deadline = options.call_deadline;
     Ok(Arc::new(PostgresStore { connections, identity, deadline, listener, watch }))
 }
 
 impl PostgresStore {
-    /// Runs `call` on a connection, to its end or to the deadline; its error says what was tried. `Ok`: it is committed.
+    /// Runs `call` on a connection within the deadline. `what` names the operation in errors. `Ok` means committed.
     async fn call<T>(
         &self,
         what: &str,
@@ -97,18 +96,17 @@ impl PostgresStore {
         with_deadline(self.deadline, what, running).await
     }
 
-    /// The same for a transition. One that met another transaction which waited for it in turn is repeated, each time after
-    /// a longer pause: at once, it would often be back before the other one has noticed that the way is free.
+    /// Runs a transition within the deadline, and retries it after a deadlock or serialization failure with growing delays.
     async fn transition<T, F>(&self, what: &str, call: impl Fn() -> F) -> Result<T>
     where
         F: Future<Output = Result<T, sqlx::Error>>,
     {
         let repeating = async {
-            for pause in CONFLICT_PAUSES {
+            for delay in CONFLICT_RETRY_DELAYS {
                 match call().await {
                     Err(error) if is_conflict(&error) => {
-                        tracing::debug!(%error, "in conflict with another transaction, trying again");
-                        tokio::time::sleep(pause).await;
+                        tracing::debug!(%error, "conflict with another transaction, retrying");
+                        tokio::time::sleep(delay).await;
                     }
                     answer => return answer,
                 }
@@ -131,21 +129,22 @@ impl PostgresStore {
         .await
     }
 
-    /// Records events one by one, after one of them made the server refuse the batch. An issue that is locked, or that
-    /// many are, is not waited for again.
+    /// Records events one by one after a batch failed because of one of them. Does not wait again for an issue that is locked,
+    /// or after too many locked issues.
     async fn record_singly(
         &self,
         events: &[ValidatedEvent<'_>],
         debounce: &DebounceWindow,
     ) -> Vec<Result<Recorded>> {
         let mut answers: Vec<Result<Recorded>> = Vec::with_capacity(events.len());
-        let mut away: Vec<((&str, &str, &str), IssueError)> = Vec::new();
+        let mut unavailable: Vec<((&str, &str, &str), IssueError)> = Vec::new();
         for one in events {
             let NewEvent { integration, external_project_id, external_issue_id, .. } = one.event;
             let issue =
                 (integration.as_str(), external_project_id.as_str(), external_issue_id.as_str());
-            let known = away.iter().find(|(locked, _)| *locked == issue);
-            let known = known.or(away.last().filter(|_| away.len() >= CONSECUTIVE_FAILURES_MAX));
+            let known = unavailable.iter().find(|(locked, _)| *locked == issue);
+            let known = known
+                .or(unavailable.last().filter(|_| unavailable.len() >= CONSECUTIVE_FAILURES_MAX));
             if let Some((_, error)) = known {
                 answers.push(Err(error.clone()));
                 continue;
@@ -155,7 +154,7 @@ impl PostgresStore {
             if let Err(error) = &answer
                 && error.is_transient()
             {
-                away.push((issue, error.clone()));
+                unavailable.push((issue, error.clone()));
             }
             answers.push(answer);
         }
@@ -179,7 +178,7 @@ impl Store for PostgresStore {
         }
         let stored = match self.record_batch(&batch.events, debounce).await {
             Ok(stored) => stored,
-            // Also of one event: a conflict with another transaction is over when it is repeated.
+            // Also for a single event: a conflict with another transaction is over when it is retried.
             Err(error)
                 if error.is_item_error() && (batch.events.len() > 1 || error.is_transient()) =>
             {
@@ -202,12 +201,12 @@ impl Store for PostgresStore {
             return Ok(vec![]);
         }
         self.watch.note_claim_ttl(options.ttl);
-        // A claim that looks expired because the clock was set forward must not be taken from its owner. Fencing would keep
-        // its answer from being given twice, but the work would be done twice.
+        // A claim that only seems expired after a clock step must not be taken from its owner. Fencing would prevent a second
+        // effect, but the work would be done twice.
         if !self.watch.is_fresh()
-            && let Err(error) = self.follow_clock().await
+            && let Err(error) = self.check_clock().await
         {
-            tracing::warn!(%error, "the clock of the database was not read, claiming all the same");
+            tracing::warn!(%error, "the clock of the database was not checked, claiming anyway");
         }
         self.transition("claiming issues", || {
             self.connections
@@ -226,7 +225,7 @@ impl Store for PostgresStore {
         if claims.is_empty() {
             return Ok(vec![]);
         }
-        self.transition("extending claims", || {
+        self.transition("renewing claims", || {
             self.connections
                 .run(async |connection| claims::heartbeat(connection, claims, ttl).await)
         })
@@ -271,7 +270,7 @@ impl Store for PostgresStore {
         if claims.is_empty() {
             return Ok(vec![]);
         }
-        self.transition("giving claims back", || {
+        self.transition("releasing claims", || {
             self.connections
                 .run(async |connection| claims::release_claims(connection, claims).await)
         })
@@ -280,7 +279,7 @@ impl Store for PostgresStore {
 
     async fn sweep(&self, options: &SweepOptions) -> Result<SweepReport> {
         options.validate()?;
-        self.follow_clock().await?;
+        self.check_clock().await?;
         let keep = options.keep.saturating_add(self.watch.ahead());
         let options = SweepOptions { keep, ..*options };
         self.transition("sweeping", || {
@@ -293,12 +292,12 @@ impl Store for PostgresStore {
         validate::outbox_take(take)?;
         self.watch.note_outbox_ttl(take.ttl);
         if !self.watch.is_fresh() {
-            self.follow_clock().await?;
+            self.check_clock().await?;
         }
-        // A row in hand must not come again because the clock was set forward just now. Half of its life is more than any
+        // A taken row must not be taken again because of a clock step since the last check. Half of its TTL is more than any
         // call takes, and less than a delivery has left.
         let latest = self.watch.latest(take.ttl / 2);
-        self.call("taking from the outbox", async |connection| {
+        self.call("taking outbox rows", async |connection| {
             outbox::take(connection, take, latest).await
         })
         .await
@@ -322,9 +321,9 @@ impl Store for PostgresStore {
     async fn heartbeat_worker(&self, worker: &str, ttl: Duration) -> Result<()> {
         validate::name("worker", worker)?;
         validate::delay("ttl", ttl)?;
-        // Workers that live are not to be removed because the clock was set forward.
-        self.follow_clock().await?;
-        self.call("showing that a worker is alive", async |connection| {
+        // A clock step must not remove live workers.
+        self.check_clock().await?;
+        self.call("registering a worker heartbeat", async |connection| {
             admin::heartbeat_worker(connection, worker, ttl).await
         })
         .await
@@ -336,7 +335,7 @@ impl Store for PostgresStore {
         let reading = async {
             let read = self
                 .connections
-                .run_apart(async |connection| record::existing(connection, ids).await);
+                .run_on_new_connection(async |connection| record::existing(connection, ids).await);
             read.await.map_err(|error| database_error(what, error))
         };
         let existing = with_deadline(self.deadline, what, reading).await?;

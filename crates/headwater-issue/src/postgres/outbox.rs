@@ -1,4 +1,4 @@
-//! The outbox: rows taken for delivery, one of each kind and issue, and the ends of deliveries.
+//! Outbox rows on PostgreSQL: take rows for delivery, one per kind and issue, and settle deliveries.
 
 use std::collections::HashSet;
 
@@ -42,7 +42,7 @@ pub(super) async fn take(
     rows.iter().map(|row| Ok(read_outbox!(row))).collect()
 }
 
-/// What becomes of a row: its status, whether that was an attempt, when it is due next, and the error.
+/// Update of a settled row: status, counted attempts, next due time, and error.
 struct OutboxRowUpdate {
     status: &'static str,
     attempts: i64,
@@ -69,20 +69,20 @@ pub(super) async fn settle(
     connection: &mut PgConnection,
     settlements: &[OutboxSettlement],
 ) -> Result<Vec<OutboxSettled>, Error> {
-    // Of a row named twice the first settlement counts.
+    // If a row is named twice, the first settlement counts.
     let mut named = HashSet::new();
     let first: Vec<bool> = settlements.iter().map(|one| named.insert(one.id)).collect();
     let counted =
         || settlements.iter().zip(&first).filter(|(_, first)| **first).map(|(one, _)| one);
-    let ends: Vec<OutboxRowUpdate> =
+    let updates: Vec<OutboxRowUpdate> =
         counted().map(|one| OutboxRowUpdate::of(&one.delivery)).collect();
     let rows = sqlx::query("SELECT * FROM headwater_settle_1($1, $2, $3, $4, $5, $6)")
         .bind(counted().map(|one| one.id.0).collect::<Vec<_>>())
         .bind(counted().map(|one| i64::from(one.deliveries)).collect::<Vec<_>>())
-        .bind(ends.iter().map(|end| end.status).collect::<Vec<_>>())
-        .bind(ends.iter().map(|end| end.attempts).collect::<Vec<_>>())
-        .bind(ends.iter().map(|end| end.after_ms).collect::<Vec<_>>())
-        .bind(ends.iter().map(|end| end.error.clone()).collect::<Vec<_>>())
+        .bind(updates.iter().map(|update| update.status).collect::<Vec<_>>())
+        .bind(updates.iter().map(|update| update.attempts).collect::<Vec<_>>())
+        .bind(updates.iter().map(|update| update.after_ms).collect::<Vec<_>>())
+        .bind(updates.iter().map(|update| update.error.clone()).collect::<Vec<_>>())
         .fetch_all(connection)
         .await?;
     let done = rows.iter().map(|row| row.try_get(0)).collect::<Result<HashSet<i64>, Error>>()?;

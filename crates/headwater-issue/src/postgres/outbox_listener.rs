@@ -1,7 +1,7 @@
-//! Hears of entries in the outbox, from any process, by `LISTEN`.
+//! Wakes deliverers when any process writes to the outbox, with `LISTEN`.
 //!
-//! Upstream: `outbox_wake`. Promises: a hint costs nothing to lose; after a lost connection it listens again and wakes once,
-//! for what it may have missed. The connection is its own, made when somebody first waits, and ends with the store.
+//! Upstream: `outbox_wake`. A wake-up is a hint and may be lost; after a reconnection it wakes once for missed notifications. It
+//! uses its own connection, opened at the first wait and closed with the store.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -12,8 +12,8 @@ use tokio::task::JoinHandle;
 
 const CHANNEL: &str = "headwater_outbox";
 
-/// Between two tries to listen.
-const RECONNECT_PAUSE: Duration = Duration::from_secs(1);
+/// Delay before a reconnection.
+const RECONNECT_DELAY: Duration = Duration::from_secs(1);
 
 #[derive(Debug)]
 pub(super) struct OutboxListener {
@@ -34,15 +34,15 @@ impl OutboxListener {
         Self { connect, wake: Arc::new(Notify::new()), task: Mutex::new(ListenerTask::NotStarted) }
     }
 
-    /// Wakes one who waits, or the next who will.
+    /// Wakes one waiter, or the next one.
     pub(super) fn wake(&self) {
         self.wake.notify_one();
     }
 
-    /// Returns when there may be something in the outbox, or after `wait`. Cancel-safe.
+    /// Completes when the outbox may have a new row, or after `wait`. Cancel-safe.
     pub(super) async fn wait(&self, wait: Duration) {
         self.start();
-        // Running out of time is one of the two ways to return.
+        // A timeout is not an error here.
         let _ = tokio::time::timeout(wait, self.wake.notified()).await;
     }
 
@@ -60,7 +60,7 @@ impl OutboxListener {
         let mut task = self.task.lock().expect("no code panics while it holds the task");
         if matches!(*task, ListenerTask::NotStarted) {
             let (connect, wake) = (self.connect.clone(), Arc::clone(&self.wake));
-            *task = ListenerTask::Running(tokio::spawn(listen_always(connect, wake)));
+            *task = ListenerTask::Running(tokio::spawn(listen_and_reconnect(connect, wake)));
         }
     }
 }
@@ -71,12 +71,12 @@ impl Drop for OutboxListener {
     }
 }
 
-async fn listen_always(connect: PgConnectOptions, wake: Arc<Notify>) {
+async fn listen_and_reconnect(connect: PgConnectOptions, wake: Arc<Notify>) {
     loop {
         if let Err(error) = listen(&connect, &wake).await {
-            tracing::debug!(%error, "not listening for the outbox, will try again");
+            tracing::debug!(%error, "LISTEN for outbox rows failed, reconnecting");
         }
-        tokio::time::sleep(RECONNECT_PAUSE).await;
+        tokio::time::sleep(RECONNECT_DELAY).await;
     }
 }
 
@@ -85,7 +85,7 @@ async fn listen(connect: &PgConnectOptions, wake: &Notify) -> Result<(), sqlx::E
     let mut listener = PgListener::connect_with(&pool).await?;
     listener.listen(CHANNEL).await?;
     loop {
-        // Also for what came while nobody listened: after the first LISTEN and after each reconnection.
+        // Covers notifications missed before the first LISTEN and during each reconnection.
         wake.notify_one();
         while listener.try_recv().await?.is_some() {
             wake.notify_one();

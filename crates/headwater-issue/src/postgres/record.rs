@@ -1,4 +1,4 @@
-//! Events on their way to the server: one function call for all of them.
+//! Records events on PostgreSQL with one function call per batch.
 
 use std::collections::HashSet;
 
@@ -10,7 +10,7 @@ use crate::event_batch::{ValidatedEvent, conflict, unknown_integration};
 use crate::issue::{DebounceWindow, EventLogId, IssueId, Recorded};
 use crate::row_decoding::{ms, optional_timestamp, to_i64};
 
-/// Stores events whose keys differ, in the transaction of `connection` or in one of its own.
+/// Stores events with distinct keys, in the transaction of `connection` or in its own.
 pub(super) async fn record(
     connection: &mut PgConnection,
     events: &[ValidatedEvent<'_>],
@@ -45,7 +45,7 @@ pub(super) async fn record(
     events.iter().zip(&rows).map(|(event, row)| read(event, row, &mut nudged)).collect()
 }
 
-/// What became of one event. The inner error concerns it alone.
+/// Result of one event. The inner error concerns only this event.
 fn read(
     event: &ValidatedEvent<'_>,
     row: &PgRow,
@@ -57,8 +57,9 @@ fn read(
     let (Some(issue_id), Some(event_log_id)): (Option<i64>, Option<i64>) =
         (row.try_get(2)?, row.try_get(3)?)
     else {
-        // Only in a caller's transaction that cannot see what was committed after it began.
-        let problem = "another transaction recorded this event at the same time; repeat yours";
+        // Only in a caller's transaction with a snapshot older than a concurrent commit.
+        let problem =
+            "another transaction recorded this event concurrently; repeat the transaction";
         return Ok(Err(IssueError::Unavailable { problem: problem.into(), source: None }));
     };
     if !row.try_get::<bool, _>(5)? {
@@ -80,7 +81,7 @@ fn read(
     }))
 }
 
-/// Those of these event logs that are there.
+/// Returns those of these event logs that exist.
 pub(super) async fn existing(
     connection: &mut PgConnection,
     ids: &[EventLogId],

@@ -1,4 +1,4 @@
-//! The sweep: claims that have run out, nudges that are overdue, and what was kept for long enough.
+//! The sweep on PostgreSQL: expired claims, overdue nudges, and rows after their retention.
 
 use sqlx::postgres::PgConnection;
 use sqlx::{Error, Row};
@@ -22,9 +22,9 @@ pub(super) async fn sweep(
     connection: &mut PgConnection,
     options: &SweepOptions,
 ) -> Result<SweepReport, Error> {
-    // First: what the other statement found is committed with it, and is told only by its answer. It is what matters.
+    // Before the sweep: its result must not be lost by a later error, because it is already committed.
     let pruned = prune(&mut *connection, options).await.unwrap_or_else(|error| {
-        warn!(%error, "what was kept for long enough was not removed");
+        warn!(%error, "expired rows were not removed, the next sweep retries");
         0
     });
     let rows = sqlx::query("SELECT * FROM headwater_sweep_1($1, $2, $3)")

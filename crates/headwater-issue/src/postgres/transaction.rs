@@ -1,4 +1,4 @@
-//! Events and outbox rows inside a transaction of the caller.
+//! Caller's transactions on PostgreSQL.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -20,11 +20,10 @@ use crate::row_decoding::database_error;
 use crate::transaction::{StoreConnection, Transaction};
 use crate::validate;
 
-/// Stores events inside a transaction of your own; nothing is queued before you commit. Nudge after that.
+/// Stores events inside a caller's transaction; issues are queued at the commit. Nudge after the commit.
 ///
-/// The issues of these events stay locked until you commit, so do that soon. The isolation level must be the default,
-/// `READ COMMITTED`. Roll back on `Unavailable`; `Invalid`, `UnknownIntegration` and `DedupConflict` concern single
-/// events and leave the transaction usable.
+/// The issues stay locked until the commit, so commit soon. Requires the isolation level `READ COMMITTED`. Roll back on
+/// `Unavailable`; `Invalid`, `UnknownIntegration` and `DedupConflict` concern single events and leave the transaction usable.
 pub async fn record_in(
     connection: &mut PgConnection,
     events: &[NewEvent],
@@ -48,10 +47,10 @@ pub async fn record_in(
     }
 }
 
-/// Puts rows into the outbox of an issue inside a transaction of your own, as
-/// [`Transaction::write_outbox`](crate::Transaction::write_outbox) does. Deliverers are told when you commit.
+/// Writes outbox rows of an issue inside a caller's transaction, like
+/// [`Transaction::write_outbox`](crate::Transaction::write_outbox). Deliverers are notified at the commit.
 ///
-/// The issue stays locked until then. The isolation level must be the default, `READ COMMITTED`.
+/// The issue stays locked until then. Requires the isolation level `READ COMMITTED`.
 pub async fn outbox_in(
     connection: &mut PgConnection,
     issue_id: IssueId,
@@ -90,26 +89,26 @@ pub async fn outbox_in(
     Ok(answers)
 }
 
-/// The transaction is broken, whatever the cause was.
+/// Every database error breaks the transaction, so it is `Unavailable`.
 fn broken(what: &str, error: Error) -> IssueError {
     report_timeout(&error);
     let problem = format!("{what}: {error}");
     IssueError::Unavailable { problem, source: Some(Arc::new(error)) }
 }
 
-/// Numbers the transactions of this process.
-static NEXT: AtomicU64 = AtomicU64::new(1);
+/// Number of the next transaction of this process.
+static NEXT_NUMBER: AtomicU64 = AtomicU64::new(1);
 
-/// A transaction on a connection of its own.
+/// A transaction on its own connection.
 ///
-/// It carries its number in a setting that ends with it (`SET LOCAL`), and the commit is refused where that setting is not
-/// found: in a transaction that failed, that was ended by a statement of the caller, or that is another one.
+/// Its number is stored in a transaction-local setting, and the commit fails if the setting is missing: in a transaction that
+/// failed, that the caller ended, or that is a different one.
 #[derive(Debug)]
 pub(super) struct PostgresTransaction {
-    /// None after the commit has begun.
+    /// `None` after the commit.
     connection: Option<Checkout>,
     number: u64,
-    /// Whether a call of ours was given up half-way. Then the connection is of no use any more.
+    /// Whether a call was cancelled or timed out. The connection is unusable then.
     is_interrupted: bool,
     deadline: Duration,
 }
@@ -119,8 +118,8 @@ impl PostgresTransaction {
     pub(super) async fn begin(connections: &PgConnections, deadline: Duration) -> Result<Self> {
         let failed = |error| database_error("beginning a transaction", error);
         let mut connection = connections.checkout().await.map_err(failed)?;
-        let number = NEXT.fetch_add(1, Ordering::Relaxed);
-        // In an older transaction `BEGIN` would be no more than a warning; its time tells.
+        let number = NEXT_NUMBER.fetch_add(1, Ordering::Relaxed);
+        // Inside an older transaction `BEGIN` is only a warning; the timestamps reveal it.
         let begin = format!(
             "BEGIN; SELECT transaction_timestamp() = statement_timestamp(),
                  set_config('headwater.transaction', '{number}', true)"
@@ -130,13 +129,13 @@ impl PostgresTransaction {
         let is_new = begun.first().map_or(Ok(false), |row| row.try_get::<bool, _>(0));
         if !is_new.map_err(failed)? {
             report_open_transaction();
-            let problem = "beginning a transaction: the connection was inside another one";
+            let problem = "beginning a transaction: the connection was inside another transaction";
             return Err(IssueError::Unavailable { problem: problem.to_owned(), source: None });
         }
         Ok(Self { connection: Some(connection), number, is_interrupted: false, deadline })
     }
 
-    /// Runs `call` within the deadline. After an interruption only dropping the transaction is of use.
+    /// Runs `call` within the deadline. After an interruption every further call fails.
     async fn run<T>(
         &mut self,
         what: &str,
@@ -144,11 +143,10 @@ impl PostgresTransaction {
     ) -> Result<T> {
         let connection = self.connection.as_mut().filter(|_| !self.is_interrupted);
         let Some(connection) = connection else {
-            let problem =
-                format!("{what}: an earlier call of this transaction was given up half-way");
+            let problem = format!("{what}: an earlier call of this transaction was interrupted");
             return Err(IssueError::Unavailable { problem, source: None });
         };
-        // Stays so if this future is dropped.
+        // Remains set if this future is dropped.
         self.is_interrupted = true;
         let answer = tokio::time::timeout(self.deadline, call(connection)).await;
         self.is_interrupted = answer.is_err();
@@ -181,13 +179,15 @@ impl Transaction for PostgresTransaction {
     }
 
     fn connection(&mut self) -> StoreConnection<'_> {
-        let connection =
-            self.connection.as_mut().expect("only the commit takes it, and ends the transaction");
+        let connection = self
+            .connection
+            .as_mut()
+            .expect("only the commit takes the connection, and it consumes the transaction");
         StoreConnection::Postgres(connection)
     }
 
     async fn commit(mut self: Box<Self>) -> Result<()> {
-        // Division by zero if this is not the transaction that was begun: then the server runs no `COMMIT`.
+        // Division by zero if this is a different transaction; the server skips the `COMMIT` then.
         let commit = format!(
             "SELECT 1 / coalesce((current_setting('headwater.transaction', true) = '{}')::int, 0); COMMIT",
             self.number
@@ -205,12 +205,12 @@ impl Transaction for PostgresTransaction {
 }
 
 impl Drop for PostgresTransaction {
-    /// Rolls back, on a task: the connection goes back to the pool only if that succeeds within the deadline.
+    /// Rolls back on a task. The connection returns to the pool only if that succeeds within the deadline.
     fn drop(&mut self) {
         let Some(mut connection) = self.connection.take().filter(|_| !self.is_interrupted) else {
             return;
         };
-        // Without a runtime the process ends, and the connection with it.
+        // Without a runtime the process is ending, and the connection with it.
         let Ok(runtime) = Handle::try_current() else { return };
         let rollback = async move {
             connection.execute(sqlx::raw_sql("ROLLBACK")).await?;

@@ -1,4 +1,4 @@
-//! What an operator asks and tells: listings, facts, the audit, release and retry.
+//! Administrative operations on SQLite: listings, facts, consistency check, release and retry.
 
 use std::time::Duration;
 
@@ -28,17 +28,17 @@ use crate::state::{Transition, TransitionEffect};
 use crate::validate;
 
 pub(super) async fn heartbeat_worker(
-    writing: &mut WriteTx,
+    tx: &mut WriteTx,
     worker: &str,
     ttl: Duration,
 ) -> Result<(), Error> {
-    let now = to_column(writing.now);
-    // Workers of long ago are of no interest, and nobody else removes them.
+    let now = to_column(tx.now);
+    // Also removes expired workers.
     sqlx::query("DELETE FROM workers WHERE expires_at <= ?1 OR (worker = ?2 AND ?3)")
         .bind(now)
         .bind(worker)
         .bind(ttl.is_zero())
-        .execute(&mut *writing.transaction)
+        .execute(&mut *tx.transaction)
         .await?;
     if ttl.is_zero() {
         return Ok(());
@@ -49,21 +49,21 @@ pub(super) async fn heartbeat_worker(
     )
     .bind(worker)
     .bind(now)
-    .bind(to_column(writing.now.after(ttl)))
-    .execute(&mut *writing.transaction)
+    .bind(to_column(tx.now.after(ttl)))
+    .execute(&mut *tx.transaction)
     .await?;
     Ok(())
 }
 
 impl SqliteStore {
-    /// One step of one issue, taken by an operator; none if there is no such issue.
-    async fn operate(
+    /// Applies a transition requested by an operator to one issue. `NotFound` if it does not exist.
+    async fn apply_operator_transition(
         &self,
         what: &str,
         id: IssueId,
         transition: Transition,
     ) -> Result<(TransitionEffect, ProcessingStatus)> {
-        let stepped = self
+        let applied = self
             .write(what, async |WriteTx { transaction, now }| {
                 let mut states = StateBatch::load(transaction, [id], *now).await?;
                 let effect = states.apply(id, &transition);
@@ -72,7 +72,7 @@ impl SqliteStore {
                 Ok(effect.zip(status))
             })
             .await?;
-        stepped.ok_or_else(|| IssueError::NotFound { what: format!("issue {id}") })
+        applied.ok_or_else(|| IssueError::NotFound { what: format!("issue {id}") })
     }
 }
 
@@ -81,19 +81,19 @@ implement_admin_store! { for SqliteStore, with {
         validate::name("name", name)?;
         validate::name("provider", provider)?;
         let (id, found): (i64, String) = self
-            .write("creating an integration", async |writing| {
+            .write("creating an integration", async |tx| {
                 sqlx::query(
                     "INSERT INTO integrations (name, provider, created_at) VALUES (?1, ?2, ?3)
                      ON CONFLICT (name) DO NOTHING",
                 )
                 .bind(name)
                 .bind(provider)
-                .bind(to_column(writing.now))
-                .execute(&mut *writing.transaction)
+                .bind(to_column(tx.now))
+                .execute(&mut *tx.transaction)
                 .await?;
                 let row = sqlx::query("SELECT id, provider FROM integrations WHERE name = ?1")
                     .bind(name)
-                    .fetch_one(&mut *writing.transaction)
+                    .fetch_one(&mut *tx.transaction)
                     .await?;
                 Ok((row.try_get(0)?, row.try_get(1)?))
             })
@@ -105,7 +105,7 @@ implement_admin_store! { for SqliteStore, with {
     }
 
     async fn release(&self, id: IssueId) -> Result<QuarantineCleared> {
-        match self.operate("releasing an issue", id, Transition::Release).await? {
+        match self.apply_operator_transition("releasing an issue", id, Transition::Release).await? {
             (TransitionEffect::Queued, _) => Ok(QuarantineCleared::Queued),
             (TransitionEffect::Finished, _) => Ok(QuarantineCleared::Idle),
             _ => Ok(QuarantineCleared::NotQuarantined),
@@ -113,7 +113,7 @@ implement_admin_store! { for SqliteStore, with {
     }
 
     async fn retry(&self, id: IssueId) -> Result<IssueRetried> {
-        match self.operate("retrying an issue", id, Transition::Retry).await? {
+        match self.apply_operator_transition("retrying an issue", id, Transition::Retry).await? {
             (TransitionEffect::Queued, _) => Ok(IssueRetried::Queued),
             (_, ProcessingStatus::Processing) => Ok(IssueRetried::Processing),
             _ => Ok(IssueRetried::Idle),
@@ -121,7 +121,7 @@ implement_admin_store! { for SqliteStore, with {
     }
 
     async fn issue_facts(&self, id: IssueId) -> Result<Option<IssueFacts>> {
-        self.limited("reading the clock", self.follow_clock()).await?;
+        self.bounded("reading the clock", self.check_clock()).await?;
         let now = self.clock.now();
         self.call("reading the facts about an issue", async |connection| {
             let row = sqlx::query(concat!(
@@ -153,7 +153,7 @@ implement_admin_store! { for SqliteStore, with {
     async fn check_consistency(&self, limit: usize) -> Result<ConsistencyReport> {
         validate::page(limit)?;
         let reading = async {
-            // One transaction, so that all of it is seen at one moment.
+            // One transaction, so that all queries see one snapshot.
             let mut reading = self.readers.begin().await?;
             Ok(read_consistency_report!(reading, limit))
         };
@@ -188,7 +188,7 @@ implement_admin_store! { for SqliteStore, with {
     }
 
     async fn workers(&self) -> Result<Vec<WorkerInfo>> {
-        self.limited("reading the clock", self.follow_clock()).await?;
+        self.bounded("reading the clock", self.check_clock()).await?;
         let now = self.clock.now();
         self.call("listing workers", async |connection| {
             let rows = sqlx::query(
@@ -215,11 +215,11 @@ implement_admin_store! { for SqliteStore, with {
     }
 
     async fn retry_outbox(&self, id: OutboxId) -> Result<()> {
-        let reviving = self.write("retrying a row of the outbox", async |writing| {
-            super::outbox::revive(writing, id).await
+        let requeuing = self.write("retrying an outbox row", async |tx| {
+            super::outbox::requeue_dead(tx, id).await
         });
-        if !reviving.await? {
-            return Err(IssueError::NotFound { what: format!("dead row {id} of the outbox") });
+        if !requeuing.await? {
+            return Err(IssueError::NotFound { what: format!("dead outbox row {id}") });
         }
         self.wake.notify_one();
         Ok(())

@@ -1,4 +1,4 @@
-//! The life of a run: claim, heartbeat, and its three ends.
+//! Claims on SQLite: claim, heartbeat, complete, fail and release.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::time::Duration;
@@ -24,13 +24,12 @@ use crate::state::{IssueState, Transition, TransitionEffect};
 use crate::validate::error_text;
 
 pub(super) async fn claim(
-    writing: &mut WriteTx,
+    tx: &mut WriteTx,
     issues: &[IssueId],
     options: &ClaimOptions,
 ) -> Result<Vec<Claim>, Error> {
-    let now = writing.now;
-    let mut states =
-        StateBatch::load(&mut writing.transaction, issues.iter().copied(), now).await?;
+    let now = tx.now;
+    let mut states = StateBatch::load(&mut tx.transaction, issues.iter().copied(), now).await?;
     let transition = Transition::Claim {
         owner: options.worker.clone(),
         ttl: options.ttl,
@@ -48,17 +47,16 @@ pub(super) async fn claim(
             _ => Claim::Missing,
         });
     }
-    states.save(&mut writing.transaction).await?;
+    states.save(&mut tx.transaction).await?;
 
     let mut events = load_events(
-        &mut writing.transaction,
+        &mut tx.transaction,
         won.keys(),
         options.events_max,
         claim_bytes_max(issues.len()),
     )
     .await?;
-    for (issue, completed_event_log_id) in load_issues(&mut writing.transaction, won.keys()).await?
-    {
+    for (issue, completed_event_log_id) in load_issues(&mut tx.transaction, won.keys()).await? {
         let claimed = ClaimedIssue {
             completed_event_log_id,
             epoch: issue.claim_epoch,
@@ -73,7 +71,7 @@ pub(super) async fn claim(
     Ok(claims)
 }
 
-/// Why a claim was not won. One that was is replaced when its event logs are there.
+/// Result of a claim that was not acquired. Results of acquired claims are replaced after their event logs are loaded.
 fn not_won(effect: &TransitionEffect, state: &IssueState, now: Timestamp) -> Claim {
     match (effect, state.quarantined_at, &state.claim_owner, state.claim_expires_at) {
         (TransitionEffect::NotYet(not_before), ..) => {
@@ -87,7 +85,7 @@ fn not_won(effect: &TransitionEffect, state: &IssueState, now: Timestamp) -> Cla
     }
 }
 
-/// Each with the newest event log it had when its last run was completed.
+/// Loads issues, each with its newest event log at its last completion.
 async fn load_issues(
     connection: &mut SqliteConnection,
     issues: impl Iterator<Item = &IssueId>,
@@ -107,7 +105,7 @@ async fn load_issues(
     rows.iter().map(read).collect()
 }
 
-/// The oldest unprocessed event logs of each issue, as many as a run may have.
+/// The oldest unprocessed event logs of each issue, within the limits of a run.
 async fn load_events(
     connection: &mut SqliteConnection,
     issues: impl Iterator<Item = &IssueId>,
@@ -126,7 +124,7 @@ async fn load_events(
     .bind(to_i64(events_max))
     .fetch_all(&mut *connection)
     .await?;
-    // Sizes first, payloads second: a run is bounded in bytes, too.
+    // Sizes first, payloads second, because a run is also limited in bytes.
     let mut bytes: HashMap<i64, usize> = HashMap::new();
     let mut wanted = Vec::with_capacity(sizes.len());
     for row in &sizes {
@@ -155,12 +153,12 @@ async fn load_events(
 }
 
 pub(super) async fn heartbeat(
-    writing: &mut WriteTx,
+    tx: &mut WriteTx,
     claims: &[(IssueId, ClaimEpoch)],
     ttl: Duration,
 ) -> Result<Vec<Renewal>, Error> {
     let issues = claims.iter().map(|(issue, _)| *issue);
-    let mut states = StateBatch::load(&mut writing.transaction, issues, writing.now).await?;
+    let mut states = StateBatch::load(&mut tx.transaction, issues, tx.now).await?;
     let mut renewals = Vec::with_capacity(claims.len());
     for (issue, epoch) in claims {
         let effect = states.apply(*issue, &Transition::Heartbeat { epoch: *epoch, ttl });
@@ -172,26 +170,26 @@ pub(super) async fn heartbeat(
             _ => Renewal::Lost,
         });
     }
-    states.save(&mut writing.transaction).await?;
+    states.save(&mut tx.transaction).await?;
     Ok(renewals)
 }
 
 pub(super) async fn complete(
-    writing: &mut WriteTx,
+    tx: &mut WriteTx,
     identity: &str,
     completions: &[RunCompletion],
 ) -> Result<Vec<CompletionOutcome>, Error> {
     let issues = completions.iter().map(|completion| completion.issue_id);
-    let mut states = StateBatch::load(&mut writing.transaction, issues, writing.now).await?;
-    // Of an issue named twice only the first completion can hold the claim.
+    let mut states = StateBatch::load(&mut tx.transaction, issues, tx.now).await?;
+    // If an issue is named twice, only the first completion can hold the claim.
     let mut named = HashSet::new();
     let held: Vec<&RunCompletion> = completions
         .iter()
         .filter(|one| states.is_held(one.issue_id, one.epoch) && named.insert(one.issue_id))
         .collect();
-    let processed = mark_processed(writing, &held).await?;
-    change_fields(writing, &held).await?;
-    write_outbox(writing, identity, &held).await?;
+    let processed = mark_processed(tx, &held).await?;
+    change_fields(tx, &held).await?;
+    write_outbox(tx, identity, &held).await?;
 
     let mut completed = Vec::with_capacity(completions.len());
     for RunCompletion { issue_id, epoch, .. } in completions {
@@ -209,13 +207,13 @@ pub(super) async fn complete(
             },
         });
     }
-    states.save(&mut writing.transaction).await?;
+    states.save(&mut tx.transaction).await?;
     Ok(completed)
 }
 
-/// Marks the event logs of these runs, and returns how many there were of each issue.
+/// Marks the event logs of these runs as processed, and returns their number per issue.
 async fn mark_processed(
-    writing: &mut WriteTx,
+    tx: &mut WriteTx,
     held: &[&RunCompletion],
 ) -> Result<BTreeMap<IssueId, u64>, Error> {
     let rows = held.iter().flat_map(|completion| {
@@ -229,8 +227,8 @@ async fn mark_processed(
          RETURNING event_logs.issue_id",
     )
     .bind(json_rows(rows.collect()))
-    .bind(to_column(writing.now))
-    .fetch_all(&mut *writing.transaction)
+    .bind(to_column(tx.now))
+    .fetch_all(&mut *tx.transaction)
     .await?;
     let mut processed = BTreeMap::new();
     for row in &rows {
@@ -239,12 +237,12 @@ async fn mark_processed(
     Ok(processed)
 }
 
-async fn change_fields(writing: &mut WriteTx, held: &[&RunCompletion]) -> Result<(), Error> {
+async fn change_fields(tx: &mut WriteTx, held: &[&RunCompletion]) -> Result<(), Error> {
     for completion in held {
         if let Some(fields) = &completion.fields {
             let row = sqlx::query("SELECT fields FROM issues WHERE id = ?1")
                 .bind(completion.issue_id.0)
-                .fetch_one(&mut *writing.transaction)
+                .fetch_one(&mut *tx.transaction)
                 .await?;
             let merged = merge(&row.try_get::<String, _>(0)?, fields)?;
             if merged.len() > FIELDS_BYTES_MAX {
@@ -256,21 +254,21 @@ async fn change_fields(writing: &mut WriteTx, held: &[&RunCompletion]) -> Result
             sqlx::query("UPDATE issues SET fields = ?2 WHERE id = ?1")
                 .bind(completion.issue_id.0)
                 .bind(merged)
-                .execute(&mut *writing.transaction)
+                .execute(&mut *tx.transaction)
                 .await?;
         }
         if let Some(discussions) = &completion.discussions {
             sqlx::query("UPDATE issues SET discussions = ?2 WHERE id = ?1")
                 .bind(completion.issue_id.0)
                 .bind(discussions.as_str())
-                .execute(&mut *writing.transaction)
+                .execute(&mut *tx.transaction)
                 .await?;
         }
     }
     Ok(())
 }
 
-/// The members of `changes` in place of those of `fields`; null removes one.
+/// Merges the members of `changes` into `fields`; null removes a member.
 fn merge(fields: &str, changes: &str) -> Result<String, Error> {
     let parse = |text: &str| {
         serde_json::from_str::<Map<String, Value>>(text)
@@ -287,27 +285,27 @@ fn merge(fields: &str, changes: &str) -> Result<String, Error> {
 }
 
 async fn write_outbox(
-    writing: &mut WriteTx,
+    tx: &mut WriteTx,
     identity: &str,
     held: &[&RunCompletion],
 ) -> Result<(), Error> {
     for completion in held {
-        for (place, row) in completion.outbox.iter().enumerate() {
-            let key = idempotency_key(identity, completion.issue_id, completion.epoch, place);
-            let now = writing.now;
-            outbox::insert(&mut writing.transaction, completion.issue_id, row, &key, now).await?;
+        for (index, row) in completion.outbox.iter().enumerate() {
+            let key = idempotency_key(identity, completion.issue_id, completion.epoch, index);
+            let now = tx.now;
+            outbox::insert(&mut tx.transaction, completion.issue_id, row, &key, now).await?;
         }
     }
     Ok(())
 }
 
 pub(super) async fn fail(
-    writing: &mut WriteTx,
+    tx: &mut WriteTx,
     failures: &[RunFailure],
     attempts_max: u32,
 ) -> Result<Vec<FailureOutcome>, Error> {
     let issues = failures.iter().map(|failure| failure.issue_id);
-    let mut states = StateBatch::load(&mut writing.transaction, issues, writing.now).await?;
+    let mut states = StateBatch::load(&mut tx.transaction, issues, tx.now).await?;
     let mut failed = Vec::with_capacity(failures.len());
     for RunFailure { issue_id, epoch, error, then } in failures {
         let error = error_text(error);
@@ -318,7 +316,7 @@ pub(super) async fn fail(
             (Some(TransitionEffect::Queued | TransitionEffect::Finished), Some(state)) => {
                 FailureOutcome::Requeued {
                     attempts: state.attempts,
-                    not_before: state.not_before.unwrap_or(writing.now),
+                    not_before: state.not_before.unwrap_or(tx.now),
                 }
             }
             (Some(TransitionEffect::Quarantined), Some(state)) => {
@@ -327,15 +325,15 @@ pub(super) async fn fail(
             _ => FailureOutcome::Fenced,
         });
         if failed.last() != Some(&FailureOutcome::Fenced) {
-            keep_error(writing, *issue_id, &error).await?;
+            store_error(tx, *issue_id, &error).await?;
         }
     }
-    states.save(&mut writing.transaction).await?;
+    states.save(&mut tx.transaction).await?;
     Ok(failed)
 }
 
-/// Keeps what went wrong on the oldest unprocessed event logs; no run has more of them.
-async fn keep_error(writing: &mut WriteTx, issue_id: IssueId, error: &str) -> Result<(), Error> {
+/// Stores the error on the oldest unprocessed event logs, up to the maximum of a run.
+async fn store_error(tx: &mut WriteTx, issue_id: IssueId, error: &str) -> Result<(), Error> {
     sqlx::query(
         "UPDATE event_logs SET processing_error = ?2 WHERE id IN (
              SELECT id FROM event_logs WHERE issue_id = ?1 AND processed_at IS NULL
@@ -344,17 +342,17 @@ async fn keep_error(writing: &mut WriteTx, issue_id: IssueId, error: &str) -> Re
     .bind(issue_id.0)
     .bind(error)
     .bind(to_i64(RUN_EVENTS_MAX))
-    .execute(&mut *writing.transaction)
+    .execute(&mut *tx.transaction)
     .await?;
     Ok(())
 }
 
 pub(super) async fn release_claims(
-    writing: &mut WriteTx,
+    tx: &mut WriteTx,
     claims: &[ClaimRelease],
 ) -> Result<Vec<ClaimReleased>, Error> {
     let issues = claims.iter().map(|claim| claim.issue_id);
-    let mut states = StateBatch::load(&mut writing.transaction, issues, writing.now).await?;
+    let mut states = StateBatch::load(&mut tx.transaction, issues, tx.now).await?;
     let mut given = Vec::with_capacity(claims.len());
     for ClaimRelease { issue_id, epoch, reason } in claims {
         let effect =
@@ -366,6 +364,6 @@ pub(super) async fn release_claims(
             _ => ClaimReleased::Fenced,
         });
     }
-    states.save(&mut writing.transaction).await?;
+    states.save(&mut tx.transaction).await?;
     Ok(given)
 }

@@ -1,6 +1,6 @@
-//! Dead letters: why issues were quarantined, kept for an operator.
+//! Dead letters on SQLite: records of quarantines.
 //!
-//! Upstream: `states`, when a step has quarantined or released an issue and its state is saved.
+//! Upstream: `state_batch`, when it saves issues that a transition has quarantined or released.
 
 use std::collections::BTreeSet;
 
@@ -17,7 +17,7 @@ fn ids(issues: &BTreeSet<IssueId>) -> String {
     json_rows(issues.iter().map(|issue| issue.0.into()).collect())
 }
 
-/// Writes a dead letter for each of these issues, and their errors on their oldest unprocessed event logs.
+/// Writes a dead letter for each of these issues, and its error on the oldest unprocessed event logs.
 pub(super) async fn write(
     connection: &mut SqliteConnection,
     issues: &BTreeSet<IssueId>,
@@ -52,7 +52,7 @@ pub(super) async fn write(
     Ok(())
 }
 
-/// These issues are not quarantined any more.
+/// Marks the dead letters of these issues as released.
 pub(super) async fn release(
     connection: &mut SqliteConnection,
     issues: &BTreeSet<IssueId>,

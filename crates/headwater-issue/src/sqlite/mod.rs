@@ -1,10 +1,10 @@
-//! Issues in one SQLite file: nothing to install.
+//! The SQLite store: one file, no server.
 //!
-//! Upstream: `connect` opens it. Downstream: `state` decides every step; the files here load, save and list.
+//! Upstream: `connect` opens it. Downstream: `state` defines every transition; the modules here load, save and list.
 //!
-//! Promises: what a call has returned survives `kill -9` and a power cut (WAL, `synchronous = FULL`). All writes of a process go
-//! through one connection, in `BEGIN IMMEDIATE` transactions; other processes on the same file wait for each other up to
-//! the deadline of a call. Refuses: a file on a network share, where SQLite's locks do not hold, is the user's mistake.
+//! Guarantees: committed changes survive `kill -9` and a power failure (WAL, `synchronous = FULL`). All writes of a process use
+//! one connection, in `BEGIN IMMEDIATE` transactions; other processes on the same file wait up to the deadline of a call.
+//! Not supported: a file on a network share, where SQLite's locks do not work.
 
 mod admin;
 mod claims;
@@ -50,13 +50,13 @@ use crate::store::Store;
 use crate::transaction::{ReadConnection, Transaction as CallersTransaction};
 use crate::validate;
 
-/// Connections that read beside the one that writes.
+/// Maximum number of read connections, in addition to the writer.
 const READERS_MAX: u32 = 8;
 
 /// A store in a SQLite file.
 #[derive(Debug)]
 pub(crate) struct SqliteStore {
-    /// One connection, so the pool is the queue of all writers of this process.
+    /// One connection, so the pool serializes all writes of this process.
     writer: SqlitePool,
     readers: SqlitePool,
     file: FileIdentity,
@@ -68,7 +68,7 @@ pub(crate) struct SqliteStore {
     wake: Arc<Notify>,
 }
 
-/// Opens the file, or a database in memory, and brings its tables up to date.
+/// Opens the file, or a database in memory, and applies missing migrations.
 pub(crate) async fn open(url: &str, options: &StoreOptions) -> Result<Arc<dyn Store>> {
     let in_memory = url.contains(":memory:");
     let connect: SqliteConnectOptions =
@@ -89,12 +89,12 @@ pub(crate) async fn open(url: &str, options: &StoreOptions) -> Result<Arc<dyn St
             .min_connections(u32::from(in_memory))
             .acquire_timeout(options.call_deadline)
             .test_before_acquire(false)
-            // A full disk ends a transaction behind the back of sqlx, which then takes the connection to be in one for ever.
+            // SQLite ends a transaction when the disk is full; sqlx does not notice and considers it open.
             .before_acquire(move |connection, _| {
                 let is_usable = in_memory || !connection.is_in_transaction();
                 Box::pin(async move { Ok(is_usable) })
             })
-            // A database in memory lives in its one connection.
+            // A database in memory exists only in its connection.
             .max_lifetime(None)
             .idle_timeout(None)
     };
@@ -117,7 +117,7 @@ pub(crate) async fn open(url: &str, options: &StoreOptions) -> Result<Arc<dyn St
     let (writer, readers, identity, file, stored) =
         with_deadline(options.call_deadline, "opening the SQLite database", opening).await?;
     let watch = ClockWatch::new(Arc::clone(&options.clock));
-    // What it finds is dealt with before the first write.
+    // A detected step is handled before the first write.
     let _ = watch.compare(options.clock.now(), stored);
     Ok(Arc::new(SqliteStore {
         writer,
@@ -131,51 +131,51 @@ pub(crate) async fn open(url: &str, options: &StoreOptions) -> Result<Arc<dyn St
     }))
 }
 
-/// A transaction that writes, and its time: read when the right to write was there, so that times grow with changes.
+/// A write transaction and its time. The time is read after the write lock was acquired, so that times follow commit order.
 struct WriteTx {
     transaction: Transaction<'static, Sqlite>,
     now: Timestamp,
 }
 
 impl SqliteStore {
-    async fn writing(&self) -> Result<WriteTx, sqlx::Error> {
-        self.follow_clock().await?;
+    async fn begin_write(&self) -> Result<WriteTx, sqlx::Error> {
+        self.check_clock().await?;
         let transaction = self.writer.begin_with("BEGIN IMMEDIATE").await?;
         Ok(WriteTx { transaction, now: self.clock.now() })
     }
 
-    /// Runs `call` in a transaction of its own, and commits.
+    /// Runs `call` in a transaction and commits.
     async fn commit<T>(
         &self,
         call: impl AsyncFnOnce(&mut WriteTx) -> Result<T, sqlx::Error>,
     ) -> Result<T, sqlx::Error> {
-        let mut writing = self.writing().await?;
-        let answer = call(&mut writing).await?;
-        writing.transaction.commit().await?;
+        let mut tx = self.begin_write().await?;
+        let answer = call(&mut tx).await?;
+        tx.transaction.commit().await?;
         Ok(answer)
     }
 
-    /// The same to its end or to the deadline; its error says what was tried.
+    /// Runs `call` in a transaction and commits, within the deadline. `what` names the operation in errors.
     async fn write<T>(
         &self,
         what: &str,
         call: impl AsyncFnOnce(&mut WriteTx) -> Result<T, sqlx::Error>,
     ) -> Result<T> {
-        self.limited(what, self.commit(call)).await
+        self.bounded(what, self.commit(call)).await
     }
 
-    /// Runs `call` on a connection that reads, to its end or to the deadline; its error says what was tried.
+    /// Runs `call` on a read connection within the deadline. `what` names the operation in errors.
     async fn call<T>(
         &self,
         what: &str,
         call: impl AsyncFnOnce(&mut SqliteConnection) -> Result<T, sqlx::Error>,
     ) -> Result<T> {
-        self.limited(what, async { call(&mut *self.readers.acquire().await?).await }).await
+        self.bounded(what, async { call(&mut *self.readers.acquire().await?).await }).await
     }
 
-    /// Runs `call` to its end or to the deadline; its error says what was tried. `Ok`: it is in the file that was opened,
-    /// and that file is still there.
-    async fn limited<T>(
+    /// Runs `call` within the deadline. `what` names the operation in errors. `Ok` also means that the opened file still
+    /// exists.
+    async fn bounded<T>(
         &self,
         what: &str,
         call: impl Future<Output = Result<T, sqlx::Error>>,
@@ -225,8 +225,7 @@ impl Store for SqliteStore {
             return Ok(vec![]);
         }
         self.watch.note_claim_ttl(options.ttl);
-        self.write("claiming issues", async |writing| claims::claim(writing, issues, options).await)
-            .await
+        self.write("claiming issues", async |tx| claims::claim(tx, issues, options).await).await
     }
 
     async fn heartbeat(
@@ -239,10 +238,7 @@ impl Store for SqliteStore {
         if claims.is_empty() {
             return Ok(vec![]);
         }
-        self.write("extending claims", async |writing| {
-            claims::heartbeat(writing, claims, ttl).await
-        })
-        .await
+        self.write("renewing claims", async |tx| claims::heartbeat(tx, claims, ttl).await).await
     }
 
     async fn complete(&self, completions: &[RunCompletion]) -> Result<Vec<CompletionOutcome>> {
@@ -250,8 +246,8 @@ impl Store for SqliteStore {
         if completions.is_empty() {
             return Ok(vec![]);
         }
-        let completing = self.write("completing runs", async |writing| {
-            claims::complete(writing, &self.identity, completions).await
+        let completing = self.write("completing runs", async |tx| {
+            claims::complete(tx, &self.identity, completions).await
         });
         let completed = completing.await?;
         if completions.iter().any(|completion| !completion.outbox.is_empty()) {
@@ -269,10 +265,7 @@ impl Store for SqliteStore {
         if failures.is_empty() {
             return Ok(vec![]);
         }
-        self.write("failing runs", async |writing| {
-            claims::fail(writing, failures, attempts_max).await
-        })
-        .await
+        self.write("failing runs", async |tx| claims::fail(tx, failures, attempts_max).await).await
     }
 
     async fn release_claims(&self, claims: &[ClaimRelease]) -> Result<Vec<ClaimReleased>> {
@@ -280,26 +273,23 @@ impl Store for SqliteStore {
         if claims.is_empty() {
             return Ok(vec![]);
         }
-        self.write("giving claims back", async |writing| {
-            claims::release_claims(writing, claims).await
-        })
-        .await
+        self.write("releasing claims", async |tx| claims::release_claims(tx, claims).await).await
     }
 
     async fn sweep(&self, options: &SweepOptions) -> Result<SweepReport> {
         options.validate()?;
-        self.limited("sweeping", async {
-            self.follow_clock().await?;
+        self.bounded("sweeping", async {
+            self.check_clock().await?;
             self.store_time().await?;
             let keep = options.keep.saturating_add(self.watch.ahead());
             let options = &SweepOptions { keep, ..*options };
-            // Most sweeps find nothing, and those must not stand in the way of writers.
+            // Most sweeps find nothing; they must not block writers.
             let mut reader = self.readers.acquire().await?;
             if !sweep::is_needed(&mut reader, options, self.clock.now()).await? {
                 return Ok(SweepReport::default());
             }
             drop(reader);
-            self.commit(async |writing| sweep::sweep(writing, options).await).await
+            self.commit(async |tx| sweep::sweep(tx, options).await).await
         })
         .await
     }
@@ -307,14 +297,14 @@ impl Store for SqliteStore {
     async fn take_outbox_from(&self, take: &OutboxTake) -> Result<Vec<OutboxRow>> {
         validate::outbox_take(take)?;
         self.watch.note_outbox_ttl(take.ttl);
-        self.limited("taking from the outbox", async {
-            self.follow_clock().await?;
+        self.bounded("taking outbox rows", async {
+            self.check_clock().await?;
             let mut reader = self.readers.acquire().await?;
             if !outbox::is_due(&mut reader, self.clock.now()).await? {
                 return Ok(vec![]);
             }
             drop(reader);
-            self.commit(async |writing| outbox::take(writing, take).await).await
+            self.commit(async |tx| outbox::take(tx, take).await).await
         })
         .await
     }
@@ -324,22 +314,19 @@ impl Store for SqliteStore {
         if settlements.is_empty() {
             return Ok(vec![]);
         }
-        self.write("settling deliveries", async |writing| {
-            outbox::settle(writing, settlements).await
-        })
-        .await
+        self.write("settling deliveries", async |tx| outbox::settle(tx, settlements).await).await
     }
 
     async fn outbox_wake(&self, wait: Duration) {
-        // Running out of time is one of the two ways to return.
+        // A timeout is not an error here.
         let _ = tokio::time::timeout(wait.min(WAIT_MAX), self.wake.notified()).await;
     }
 
     async fn heartbeat_worker(&self, worker: &str, ttl: Duration) -> Result<()> {
         validate::name("worker", worker)?;
         validate::delay("ttl", ttl)?;
-        self.write("showing that a worker is alive", async |writing| {
-            admin::heartbeat_worker(writing, worker, ttl).await
+        self.write("registering a worker heartbeat", async |tx| {
+            admin::heartbeat_worker(tx, worker, ttl).await
         })
         .await
     }
@@ -354,13 +341,13 @@ impl Store for SqliteStore {
     }
 
     async fn begin(&self) -> Result<Box<dyn CallersTransaction>> {
-        let writing = self.limited("beginning a transaction", self.writing()).await?;
+        let tx = self.bounded("beginning a transaction", self.begin_write()).await?;
         let (deadline, wake, file) = (self.deadline, Arc::clone(&self.wake), self.file.clone());
-        Ok(Box::new(SqliteTransaction { writing, deadline, file, wake, wakes: false }))
+        Ok(Box::new(SqliteTransaction { tx, deadline, file, wake, wakes: false }))
     }
 
     async fn read_connection(&self) -> Result<ReadConnection> {
-        let acquiring = self.limited("opening the SQLite database", self.readers.acquire());
+        let acquiring = self.bounded("opening the SQLite database", self.readers.acquire());
         Ok(ReadConnection::sqlite(acquiring.await?))
     }
 

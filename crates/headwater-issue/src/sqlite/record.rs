@@ -1,4 +1,4 @@
-//! Events on their way into the file: found by their keys, or stored and counted on their issues.
+//! Records events on SQLite: looks up their keys, stores new events and counts them on their issues.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
@@ -17,7 +17,7 @@ use crate::issue::{
 use crate::row_decoding::to_i64;
 use crate::state::{Transition, TransitionEffect};
 
-/// An event log that has the key of an event.
+/// An existing event log with the key of an event.
 struct ExistingEvent {
     id: EventLogId,
     issue_id: IssueId,
@@ -25,15 +25,15 @@ struct ExistingEvent {
     processed: bool,
 }
 
-/// What became of an event, before it is known whether to nudge.
+/// Result of looking up an event, before it is known whether to nudge.
 enum EventLookup {
-    Unknown,
+    UnknownIntegration,
     Conflict,
     Duplicate(ExistingEvent),
     Stored(IssueId, EventLogId),
 }
 
-/// Stores events whose keys differ, in the transaction of `connection`.
+/// Stores events with distinct keys, in the transaction of `connection`.
 pub(super) async fn record(
     connection: &mut SqliteConnection,
     events: &[ValidatedEvent<'_>],
@@ -50,11 +50,11 @@ pub(super) async fn record(
     let mut counts: BTreeMap<IssueId, u64> = BTreeMap::new();
     for (index, event) in events.iter().enumerate() {
         found.push(match (integration(event), known.remove(&index)) {
-            (None, _) => EventLookup::Unknown,
+            (None, _) => EventLookup::UnknownIntegration,
             (_, Some(known)) if known.digest != event.digest => EventLookup::Conflict,
             (_, Some(known)) => EventLookup::Duplicate(known),
             (Some(integration), None) => {
-                let (project, issue) = outside_names(event);
+                let (project, issue) = provider_ids(event);
                 let names = (integration, project, issue);
                 let issue_id = match issues.get(&names) {
                     Some(issue_id) => *issue_id,
@@ -70,11 +70,11 @@ pub(super) async fn record(
             }
         });
     }
-    count_and_answer(connection, events, found, &counts, debounce, now).await
+    count_and_report(connection, events, found, &counts, debounce, now).await
 }
 
-/// Counts what was stored on its issues, and says of each event what became of it.
-async fn count_and_answer(
+/// Counts the stored events on their issues, and returns the result of each event.
+async fn count_and_report(
     connection: &mut SqliteConnection,
     events: &[ValidatedEvent<'_>],
     found: Vec<EventLookup>,
@@ -85,7 +85,7 @@ async fn count_and_answer(
     let touched = found.iter().filter_map(|found| match found {
         EventLookup::Stored(issue_id, _) => Some(*issue_id),
         EventLookup::Duplicate(known) => Some(known.issue_id),
-        EventLookup::Unknown | EventLookup::Conflict => None,
+        EventLookup::UnknownIntegration | EventLookup::Conflict => None,
     });
     let mut states = StateBatch::load(connection, touched, now).await?;
     let mut queued = HashSet::new();
@@ -111,7 +111,7 @@ async fn count_and_answer(
         }
     };
     let answers = found.into_iter().zip(events).map(|(found, event)| match found {
-        EventLookup::Unknown => Err(unknown_integration(event.event)),
+        EventLookup::UnknownIntegration => Err(unknown_integration(event.event)),
         EventLookup::Conflict => Err(conflict(event.event, &event.key)),
         EventLookup::Duplicate(known) => {
             Ok(recorded(known.issue_id, known.id, true, known.processed))
@@ -138,7 +138,7 @@ async fn integrations(
     rows.iter().map(|row| Ok((row.try_get(0)?, IntegrationId(row.try_get(1)?)))).collect()
 }
 
-/// The event logs that have the keys of these events, by the place of the event.
+/// Existing event logs with the keys of these events, by the index of the event.
 async fn known_keys(
     connection: &mut SqliteConnection,
     events: &[ValidatedEvent<'_>],
@@ -166,14 +166,14 @@ async fn known_keys(
     rows.iter().map(read).collect()
 }
 
-/// The issues of these events that exist, by their outside names.
+/// Existing issues of these events, by their ids at the provider.
 async fn known_issues<'a>(
     connection: &mut SqliteConnection,
     events: &[ValidatedEvent<'a>],
     integration: &impl Fn(&ValidatedEvent<'_>) -> Option<IntegrationId>,
 ) -> Result<HashMap<(IntegrationId, &'a str, &'a str), IssueId>, Error> {
     let names = events.iter().map(|event| {
-        let (project, issue) = outside_names(event);
+        let (project, issue) = provider_ids(event);
         json!([integration(event).map(|id| id.0), project, issue])
     });
     let rows = sqlx::query(
@@ -191,15 +191,15 @@ async fn known_issues<'a>(
         if let Some(event) = events.get(index)
             && let Some(integration) = integration(event)
         {
-            let (project, issue) = outside_names(event);
+            let (project, issue) = provider_ids(event);
             issues.insert((integration, project, issue), IssueId(row.try_get(1)?));
         }
     }
     Ok(issues)
 }
 
-/// Project and issue of an event, in the provider's words.
-fn outside_names<'a>(event: &ValidatedEvent<'a>) -> (&'a str, &'a str) {
+/// Project and issue id of an event at the provider.
+fn provider_ids<'a>(event: &ValidatedEvent<'a>) -> (&'a str, &'a str) {
     (&event.event.external_project_id, &event.event.external_issue_id)
 }
 
@@ -256,7 +256,7 @@ async fn insert(
     Ok(EventLogId(id))
 }
 
-/// Those of these event logs that are there.
+/// Returns those of these event logs that exist.
 pub(super) async fn existing(
     connection: &mut SqliteConnection,
     ids: &[EventLogId],

@@ -1,7 +1,7 @@
-//! The states of a batch of issues: loaded together, stepped one by one, saved together.
+//! The states of a batch of issues: loaded together, transitioned one by one, saved together.
 //!
-//! Upstream: every transition in this folder. Downstream: `state::apply` decides. Promises: an issue named twice in a batch
-//! takes its steps in the order of the batch; two statements serve any number of issues.
+//! Upstream: every transition of the SQLite store. Downstream: `state::apply`. Guarantees: transitions of an issue that is named
+//! twice are applied in the order of the batch; one statement loads and one saves any number of issues.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -16,19 +16,19 @@ use crate::issue::{ClaimEpoch, IssueId, ProcessingStatus};
 use crate::row_decoding::{count, known_value, optional_timestamp};
 use crate::state::{IssueState, Transition, TransitionEffect, apply};
 
-/// The states of some issues, at one time.
+/// The states of some issues within one transaction.
 #[derive(Debug)]
 pub(super) struct StateBatch {
     now: Timestamp,
     states: BTreeMap<IssueId, IssueState>,
     changed: BTreeSet<IssueId>,
-    /// What was quarantined, and what was released, by a step.
+    /// Issues quarantined, and issues released, by a transition.
     quarantined: BTreeSet<IssueId>,
     released: BTreeSet<IssueId>,
 }
 
 impl StateBatch {
-    /// Loads what exists of these issues.
+    /// Loads those of these issues that exist.
     pub(super) async fn load(
         connection: &mut SqliteConnection,
         issues: impl IntoIterator<Item = IssueId>,
@@ -49,12 +49,12 @@ impl StateBatch {
         Ok(Self { now, states, changed, quarantined, released: BTreeSet::new() })
     }
 
-    /// The state as it is now; none if there is no such issue.
+    /// The current state; `None` if the issue does not exist.
     pub(super) fn get(&self, issue: IssueId) -> Option<&IssueState> {
         self.states.get(&issue)
     }
 
-    /// Takes a step; none if there is no such issue.
+    /// Applies a transition; `None` if the issue does not exist.
     pub(super) fn apply(
         &mut self,
         issue: IssueId,
@@ -83,7 +83,7 @@ impl StateBatch {
         self.get(issue).is_some_and(held)
     }
 
-    /// Writes what has changed.
+    /// Saves changed issues, and their dead letters.
     pub(super) async fn save(self, connection: &mut SqliteConnection) -> Result<(), Error> {
         self.save_issues(connection).await?;
         dead_letters::write(connection, &self.quarantined).await?;

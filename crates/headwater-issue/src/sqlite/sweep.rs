@@ -1,4 +1,4 @@
-//! The sweep: claims that have run out, nudges that are overdue, and what was kept for long enough.
+//! The sweep on SQLite: expired claims, overdue nudges, and rows after their retention.
 
 use headwater_stream::clock::Timestamp;
 use sqlx::sqlite::SqliteConnection;
@@ -22,10 +22,13 @@ pub(super) async fn is_needed(
     let options = SweepOptions { limit: 1, ..*options };
     Ok(!expired(connection, &options, now).await?.is_empty()
         || !overdue(connection, &options, now).await?.is_empty()
-        || is_old_there(connection, now.before(options.keep)).await?)
+        || has_expired_rows(connection, now.before(options.keep)).await?)
 }
 
-async fn is_old_there(connection: &mut SqliteConnection, old: Timestamp) -> Result<bool, Error> {
+async fn has_expired_rows(
+    connection: &mut SqliteConnection,
+    old: Timestamp,
+) -> Result<bool, Error> {
     let row = sqlx::query(
         "SELECT EXISTS (SELECT 1 FROM outbox WHERE status = 'delivered' AND delivered_at <= ?1)
              OR EXISTS (SELECT 1 FROM dead_letters WHERE released_at <= ?1)",
@@ -36,8 +39,8 @@ async fn is_old_there(connection: &mut SqliteConnection, old: Timestamp) -> Resu
     row.try_get(0)
 }
 
-/// Removes what was kept for long enough, and returns how many rows of the more numerous kind.
-async fn prune(writing: &mut WriteTx, options: &SweepOptions) -> Result<usize, Error> {
+/// Removes rows after their retention, and returns the larger of the two counts.
+async fn prune(tx: &mut WriteTx, options: &SweepOptions) -> Result<usize, Error> {
     let statements = [
         "DELETE FROM outbox WHERE id IN (SELECT id FROM outbox
              WHERE status = 'delivered' AND delivered_at <= ?1 ORDER BY delivered_at LIMIT ?2)",
@@ -47,26 +50,23 @@ async fn prune(writing: &mut WriteTx, options: &SweepOptions) -> Result<usize, E
     let mut most = 0;
     for statement in statements {
         let removed = sqlx::query(statement)
-            .bind(to_column(writing.now.before(options.keep)))
+            .bind(to_column(tx.now.before(options.keep)))
             .bind(to_i64(options.limit))
-            .execute(&mut *writing.transaction)
+            .execute(&mut *tx.transaction)
             .await?;
         most = removed.rows_affected().max(most);
     }
     Ok(usize::try_from(most).unwrap_or(usize::MAX))
 }
 
-pub(super) async fn sweep(
-    writing: &mut WriteTx,
-    options: &SweepOptions,
-) -> Result<SweepReport, Error> {
-    let now = writing.now;
-    let expired = expired(&mut writing.transaction, options, now).await?;
-    let overdue = overdue(&mut writing.transaction, options, now).await?;
+pub(super) async fn sweep(tx: &mut WriteTx, options: &SweepOptions) -> Result<SweepReport, Error> {
+    let now = tx.now;
+    let expired = expired(&mut tx.transaction, options, now).await?;
+    let overdue = overdue(&mut tx.transaction, options, now).await?;
     let issues = expired.iter().chain(&overdue).copied();
-    let mut states = StateBatch::load(&mut writing.transaction, issues, now).await?;
+    let mut states = StateBatch::load(&mut tx.transaction, issues, now).await?;
 
-    let pruned = prune(writing, options).await?;
+    let pruned = prune(tx, options).await?;
     let more = [expired.len(), overdue.len(), pruned].contains(&options.limit);
     let mut swept = SweepReport { pruned, more, ..SweepReport::default() };
     let mut nudged = Vec::new();
@@ -89,8 +89,8 @@ pub(super) async fn sweep(
             nudged.push(issue.0);
         }
     }
-    states.save(&mut writing.transaction).await?;
-    swept.nudges = nudges(&mut writing.transaction, nudged).await?;
+    states.save(&mut tx.transaction).await?;
+    swept.nudges = nudges(&mut tx.transaction, nudged).await?;
     Ok(swept)
 }
 

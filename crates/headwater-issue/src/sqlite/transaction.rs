@@ -1,4 +1,4 @@
-//! Events and outbox rows inside a transaction of the caller.
+//! Caller's transactions on SQLite.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -23,10 +23,10 @@ use crate::row_decoding::database_error;
 use crate::transaction::{StoreConnection, Transaction};
 use crate::validate;
 
-/// Stores events inside a transaction of your own; nothing is queued before you commit. Nudge after that.
+/// Stores events inside a caller's transaction; issues are queued at the commit. Nudge after the commit.
 ///
-/// The transaction should have begun with `BEGIN IMMEDIATE`; else SQLite may refuse the first write with "busy". Roll
-/// back on `Unavailable`; other errors concern single events and leave the transaction usable.
+/// Begin the transaction with `BEGIN IMMEDIATE`; otherwise the first write may fail with `SQLITE_BUSY`. Roll back on
+/// `Unavailable`; other errors concern single events and leave the transaction usable.
 pub async fn record_in(
     connection: &mut SqliteConnection,
     events: &[NewEvent],
@@ -60,11 +60,11 @@ async fn record_at(
     }
 }
 
-/// Puts rows into the outbox of an issue inside a transaction of your own, as
-/// [`Transaction::write_outbox`](crate::Transaction::write_outbox) does. Deliverers look for them every second; a
-/// transaction of [`Store::begin`](crate::Store::begin) tells those of its process at once.
+/// Writes outbox rows of an issue inside a caller's transaction, like
+/// [`Transaction::write_outbox`](crate::Transaction::write_outbox). Deliverers find them by polling every second; a transaction
+/// of [`Store::begin`](crate::Store::begin) wakes those of its process at once.
 ///
-/// The transaction should have begun with `BEGIN IMMEDIATE`.
+/// Begin the transaction with `BEGIN IMMEDIATE`.
 pub async fn outbox_in(
     connection: &mut SqliteConnection,
     issue_id: IssueId,
@@ -83,7 +83,7 @@ async fn outbox_at(
     if rows.is_empty() {
         return Ok(vec![]);
     }
-    let failed = |error| database_error("writing to the outbox", error);
+    let failed = |error| database_error("tx to the outbox", error);
     let identity = identity_of(connection, issue_id).await.map_err(failed)?;
     let Some(identity) = identity else {
         return Err(IssueError::NotFound { what: format!("issue {issue_id}") });
@@ -94,11 +94,11 @@ async fn outbox_at(
     let differs = |(one, key): (&KeyedOutboxRow, &String)| {
         known.get(key).is_some_and(|known| {
             let row = &one.row;
-            known.words != [row.kind.as_str(), row.target.as_str(), row.payload.as_str()]
+            known.content != [row.kind.as_str(), row.target.as_str(), row.payload.as_str()]
         })
     };
-    if let Some(place) = rows.iter().zip(&keys).position(differs) {
-        return Err(IssueError::OutboxConflict { issue_id, key: rows[place].key.clone() });
+    if let Some(index) = rows.iter().zip(&keys).position(differs) {
+        return Err(IssueError::OutboxConflict { issue_id, key: rows[index].key.clone() });
     }
     let mut answers = Vec::with_capacity(rows.len());
     for (one, key) in rows.iter().zip(&keys) {
@@ -113,7 +113,7 @@ async fn outbox_at(
     Ok(answers)
 }
 
-/// What tells this database from every other one, if the issue exists.
+/// The identity of the database, if the issue exists.
 async fn identity_of(
     connection: &mut SqliteConnection,
     issue_id: IssueId,
@@ -125,10 +125,10 @@ async fn identity_of(
     row.map(|row| row.try_get(0)).transpose()
 }
 
-/// A row that is there: its id, and its kind, target and payload.
+/// An existing row: its id, and its kind, target and payload.
 struct ExistingOutboxRow {
     id: OutboxId,
-    words: [String; 3],
+    content: [String; 3],
 }
 
 async fn known_rows(
@@ -143,15 +143,15 @@ async fn known_rows(
     .fetch_all(connection)
     .await?;
     let read = |row: &sqlx::sqlite::SqliteRow| {
-        let words = [row.try_get(2)?, row.try_get(3)?, row.try_get(4)?];
-        Ok((row.try_get(0)?, ExistingOutboxRow { id: OutboxId(row.try_get(1)?), words }))
+        let content = [row.try_get(2)?, row.try_get(3)?, row.try_get(4)?];
+        Ok((row.try_get(0)?, ExistingOutboxRow { id: OutboxId(row.try_get(1)?), content }))
     };
     rows.iter().map(read).collect()
 }
 
-/// A transaction on the connection that writes.
+/// A transaction on the writer connection.
 pub(super) struct SqliteTransaction {
-    pub(super) writing: WriteTx,
+    pub(super) tx: WriteTx,
     pub(super) deadline: Duration,
     pub(super) file: FileIdentity,
     pub(super) wake: Arc<Notify>,
@@ -171,7 +171,7 @@ impl Transaction for SqliteTransaction {
         events: &[NewEvent],
         debounce: &DebounceWindow,
     ) -> Vec<Result<Recorded>> {
-        let WriteTx { transaction, now } = &mut self.writing;
+        let WriteTx { transaction, now } = &mut self.tx;
         let call = async { Ok(record_at(transaction, events, debounce, *now).await) };
         let answers = with_deadline(self.deadline, "recording events", call).await;
         answers.unwrap_or_else(|error| reject_all(events.len(), &error))
@@ -182,21 +182,21 @@ impl Transaction for SqliteTransaction {
         issue_id: IssueId,
         rows: &[KeyedOutboxRow],
     ) -> Result<Vec<OutboxWritten>> {
-        let WriteTx { transaction, now } = &mut self.writing;
+        let WriteTx { transaction, now } = &mut self.tx;
         let call = outbox_at(transaction, issue_id, rows, *now);
-        let written = with_deadline(self.deadline, "writing to the outbox", call).await?;
+        let written = with_deadline(self.deadline, "tx to the outbox", call).await?;
         self.wakes |= written.iter().any(|one| !one.duplicate);
         Ok(written)
     }
 
     fn connection(&mut self) -> StoreConnection<'_> {
-        StoreConnection::Sqlite(&mut self.writing.transaction)
+        StoreConnection::Sqlite(&mut self.tx.transaction)
     }
 
     async fn commit(self: Box<Self>) -> Result<()> {
-        let Self { writing, deadline, file, wake, wakes } = *self;
+        let Self { tx, deadline, file, wake, wakes } = *self;
         let commit = async {
-            let committed = writing.transaction.commit().await.and_then(|()| file.check());
+            let committed = tx.transaction.commit().await.and_then(|()| file.check());
             committed.map_err(|error| database_error("committing", error))
         };
         with_deadline(deadline, "committing", commit).await?;

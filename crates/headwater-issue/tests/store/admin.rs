@@ -116,9 +116,9 @@ async fn the_audit_names_every_issue_whose_books_were_changed_by_hand() -> Resul
         assert_eq!(
             problems,
             [
-                "it counts 7 pending event logs, but 1 are unprocessed",
+                "pending_events is 7, but 1 event logs are unprocessed",
                 "it is idle with unprocessed event logs",
-                "it counts 1 pending event logs, but 0 are unprocessed",
+                "pending_events is 1, but 0 event logs are unprocessed",
             ]
         );
     }

@@ -64,7 +64,7 @@ async fn a_url_that_is_wrong_for_good_is_told_from_a_server_that_is_away() -> Re
     let missing = database.url().replace(database.name(), "nobody_made_this");
     for (url, said) in [
         (missing, "does not exist"),
-        (format!("sqlite:{}", text.display()), "no SQLite database"),
+        (format!("sqlite:{}", text.display()), "not a SQLite database"),
         (format!("sqlite:{}/missing/issues.db", directory.path().display()), "cannot be opened"),
     ] {
         let error = connect(&url, &StoreOptions::default()).await.unwrap_err();

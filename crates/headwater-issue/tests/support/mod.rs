@@ -369,7 +369,7 @@ impl Gate {
 }
 
 /// Asks again and again until it holds.
-pub(crate) async fn until<Asking: Future<Output = bool>>(
+pub(crate) async fn wait_until<Asking: Future<Output = bool>>(
     what: &str,
     condition: impl Fn() -> Asking,
 ) -> Result<()> {
