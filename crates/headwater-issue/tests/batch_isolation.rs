@@ -1,4 +1,4 @@
-//! One bad issue in a shared call: its neighbours do not notice.
+//! One failing issue in a batch does not affect the others.
 #![cfg(all(feature = "sqlite", feature = "postgres"))]
 
 mod support;
@@ -15,8 +15,8 @@ use support::flaky_store::FlakyStore;
 use support::{Backends, Gate, RunLog, System, event_of, replies, wait_until};
 
 #[tokio::test]
-async fn a_completion_that_the_database_refuses_costs_no_other_run_its_result() -> Result<()> {
-    let backends = Backends::now();
+async fn a_completion_rejected_by_the_database_does_not_fail_the_batch() -> Result<()> {
+    let backends = Backends::in_memory();
     let flaky = FlakyStore::new(backends.store().await?);
     let system = System::on(flaky.clone(), backends.streams().await?, InboxConfig::default())?;
     let gate = Gate::default();
@@ -25,7 +25,7 @@ async fn a_completion_that_the_database_refuses_costs_no_other_run_its_result() 
         move |run: Run| {
             let gate = gate.clone();
             async move {
-                gate.pass().await;
+                gate.wait().await;
                 Ok::<_, HandlerError>(replies(&run))
             }
         }
@@ -34,19 +34,19 @@ async fn a_completion_that_the_database_refuses_costs_no_other_run_its_result() 
     for issue in 0..10 {
         issues.push(system.record(&issue.to_string(), "a").await?.issue_id);
     }
-    flaky.refuse(issues[3]);
-    // One call at a time, so that completions share one.
+    flaky.reject_completions_of(issues[3]);
+    // One call at a time, so that completions are batched.
     let config = WorkerConfig { calls_max: 1, ..WorkerConfig::default() };
     let worker = system.worker(handler, config)?;
     let looking = issues.iter().map(|issue| worker.process_issue(*issue));
     let looking = futures_util::future::join_all(looking);
     let opening = async {
-        gate.arrivals(10).await?;
+        gate.wait_for_arrivals(10).await?;
         gate.open_all();
         anyhow::Ok(())
     };
     tokio::join!(looking, opening).1?;
-    assert!(flaky.shared_refusals() > 0, "completions shared a call");
+    assert!(flaky.rejected_batches() > 0, "completions were batched");
     for (number, id) in issues.iter().enumerate() {
         let issue = system.store.issue(*id).await?.expect("it exists");
         let expected = if number == 3 { (1, 1) } else { (0, 0) };
@@ -57,11 +57,11 @@ async fn a_completion_that_the_database_refuses_costs_no_other_run_its_result() 
 
 #[tokio::test]
 async fn a_result_that_the_database_never_stores_is_deferred_and_counts_no_attempt() -> Result<()> {
-    let backends = Backends::now();
+    let backends = Backends::in_memory();
     let flaky = FlakyStore::new(backends.store().await?);
     let system = System::on(flaky.clone(), backends.streams().await?, InboxConfig::default())?;
     let issue_id = system.record("1", "a").await?.issue_id;
-    flaky.block(issue_id);
+    flaky.block_completions_of(issue_id);
     let config = WorkerConfig {
         claim_ttl: Duration::from_secs(5),
         heartbeat_every: Duration::from_millis(500),
@@ -70,7 +70,8 @@ async fn a_result_that_the_database_never_stores_is_deferred_and_counts_no_attem
     let handler = |_: Run| async { Ok::<_, HandlerError>(Resolution::new()) };
     let worker = system.start(handler, config)?;
     wait_until("the end of the run", || async {
-        let issue = system.store.issue(issue_id).await.expect("it answers").expect("it exists");
+        let issue =
+            system.store.issue(issue_id).await.expect("the store replies").expect("it exists");
         issue.last_error.unwrap_or_default().contains("not stored")
     })
     .await?;
@@ -80,10 +81,10 @@ async fn a_result_that_the_database_never_stores_is_deferred_and_counts_no_attem
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn while_somebody_holds_one_issue_the_others_are_recorded_kept_and_completed() -> Result<()> {
+async fn while_one_issue_is_locked_other_issues_are_recorded_renewed_and_completed() -> Result<()> {
     let backends = Backends::servers()?;
     let (system, gate) = (System::at(&backends).await?, Gate::default());
-    let held = system.record("1", "a").await?.issue_id;
+    let locked = system.record("1", "a").await?.issue_id;
     let free = system.record("2", "a").await?.issue_id;
     let run_log = RunLog::default();
     let handler = {
@@ -91,8 +92,8 @@ async fn while_somebody_holds_one_issue_the_others_are_recorded_kept_and_complet
         move |run: Run| {
             let (run_log, gate) = (run_log.clone(), gate.clone());
             async move {
-                run_log.write(&run);
-                gate.pass().await;
+                run_log.record(&run);
+                gate.wait().await;
                 Ok::<_, HandlerError>(replies(&run))
             }
         }
@@ -104,27 +105,27 @@ async fn while_somebody_holds_one_issue_the_others_are_recorded_kept_and_complet
         ..WorkerConfig::default()
     };
     let worker = system.start(handler, config)?;
-    gate.arrivals(2).await?;
+    gate.wait_for_arrivals(2).await?;
 
     let mut connection = PgConnection::connect(&backends.database).await?;
     let mut holder = connection.begin().await?;
     sqlx::query("SELECT 1 FROM issues WHERE id = $1 FOR UPDATE")
-        .bind(held.0)
+        .bind(locked.0)
         .execute(&mut *holder)
         .await?;
     let events = [event_of("1", "b"), event_of("2", "b"), event_of("1", "c"), event_of("3", "b")];
     let recorded = system.store.record(&events, &DebounceWindow::default()).await;
-    let is_away =
+    let is_unavailable =
         |answer: &Result<_, IssueError>| answer.as_ref().is_err_and(IssueError::is_transient);
-    assert!(is_away(&recorded[0]) && is_away(&recorded[2]), "{recorded:?}");
+    assert!(is_unavailable(&recorded[0]) && is_unavailable(&recorded[2]), "{recorded:?}");
     assert!(recorded[1].is_ok() && recorded[3].is_ok(), "{recorded:?}");
-    // Longer than a claim lives: only heartbeats have kept it.
+    // Longer than the TTL: only heartbeats keep the claim.
     tokio::time::sleep(claim_ttl).await;
     let issue = system.store.issue(free).await?.expect("it exists");
     assert_eq!((issue.status, issue.claim_epoch.0), (ProcessingStatus::Processing, 1));
     gate.open_all();
     wait_until("the end of the run", || async {
-        let issue = system.store.issue(free).await.expect("it answers").expect("it exists");
+        let issue = system.store.issue(free).await.expect("the store replies").expect("it exists");
         issue.last_processed_at.is_some()
     })
     .await?;
@@ -134,8 +135,8 @@ async fn while_somebody_holds_one_issue_the_others_are_recorded_kept_and_complet
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn claims_that_share_a_call_share_its_bytes() -> Result<()> {
-    for backends in [Backends::now(), Backends::servers()?] {
+async fn claims_in_one_batch_share_its_byte_limit() -> Result<()> {
+    for backends in [Backends::in_memory(), Backends::servers()?] {
         let system = System::at(&backends).await?;
         let payload = format!("\"{}\"", "x".repeat(limits::PAYLOAD_BYTES_MAX - 2));
         let mut issues = Vec::new();

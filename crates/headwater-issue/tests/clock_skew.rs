@@ -1,4 +1,4 @@
-//! Processes whose clocks are wrong by years: only the database's clock counts.
+//! Processes with clocks that are wrong by years: only the database's clock matters.
 #![cfg(feature = "postgres")]
 
 mod support;
@@ -16,7 +16,7 @@ use support::{Backends, DeliveryLog, LONG, RunLog, System, event_of};
 
 const YEAR: Duration = Duration::from_secs(365 * 24 * 60 * 60);
 
-/// Two processes on the same servers: to one it is 1971, to the other the year 2100 or so.
+/// Two processes on the same servers, with clocks in 1971 and 2100.
 async fn early_and_late(backends: &Backends, config: InboxConfig) -> Result<(System, System)> {
     let early = TestClock::at(Timestamp::from_millis(0).after(YEAR));
     let late = TestClock::at(Timestamp::from_millis(0).after(YEAR * 130));
@@ -24,7 +24,7 @@ async fn early_and_late(backends: &Backends, config: InboxConfig) -> Result<(Sys
     Ok((early, System::with(&backends.with_clock(late), config).await?))
 }
 
-/// The time of the database.
+/// Current time of the database.
 async fn now(backends: &Backends) -> Result<Timestamp> {
     let mut postgres = PgConnection::connect(&backends.database).await?;
     let query = "SELECT (extract(epoch FROM clock_timestamp()) * 1000)::bigint";
@@ -33,7 +33,7 @@ async fn now(backends: &Backends) -> Result<Timestamp> {
 }
 
 #[tokio::test]
-async fn a_quiet_window_is_counted_by_the_clock_of_the_database() -> Result<()> {
+async fn a_debounce_window_uses_the_clock_of_the_database() -> Result<()> {
     let backends = Backends::servers()?;
     let debounce =
         DebounceWindow { quiet_for: LONG * 10, max_wait: LONG * 10, ..DebounceWindow::default() };
@@ -50,7 +50,7 @@ async fn a_quiet_window_is_counted_by_the_clock_of_the_database() -> Result<()> 
                 && not_before <= after.after(debounce.quiet_for)
         );
     }
-    // Neither of them takes it too soon.
+    // Neither process claims it too early.
     for system in [&early, &late] {
         let claim = system.store.claim(&[recorded.issue_id], &ClaimOptions::new("w")).await?;
         let Claim::NotYet { wait, .. } = claim[0] else { panic!("{claim:?}") };
@@ -60,8 +60,7 @@ async fn a_quiet_window_is_counted_by_the_clock_of_the_database() -> Result<()> 
 }
 
 #[tokio::test]
-async fn a_sweep_takes_nobody_s_claim_and_repeats_no_nudge_for_the_sake_of_its_own_clock()
--> Result<()> {
+async fn a_sweep_ignores_the_clock_of_its_process() -> Result<()> {
     let backends = Backends::servers()?;
     let (early, late) = early_and_late(&backends, InboxConfig::default()).await?;
     let claimed = early.record("1", "a").await?.issue_id;
@@ -72,14 +71,14 @@ async fn a_sweep_takes_nobody_s_claim_and_repeats_no_nudge_for_the_sake_of_its_o
         let swept = system.store.sweep(&options).await?;
         assert!(swept.nudges.is_empty() && swept.requeued == 0, "{swept:?}");
     }
-    // What has run out by the database's clock has run out for both.
-    backends.let_claims_run_out(LONG).await?;
+    // A claim that expired by the database's clock is expired for both.
+    backends.expire_claims(LONG).await?;
     assert_eq!(early.store.sweep(&options).await?.requeued, 1);
     Ok(())
 }
 
 #[tokio::test]
-async fn the_outbox_hides_and_repeats_rows_by_the_clock_of_the_database() -> Result<()> {
+async fn the_outbox_uses_the_clock_of_the_database() -> Result<()> {
     let backends = Backends::servers()?;
     let (early, late) = early_and_late(&backends, InboxConfig::default()).await?;
     let run_log = RunLog::default();
@@ -88,16 +87,16 @@ async fn the_outbox_hides_and_repeats_rows_by_the_clock_of_the_database() -> Res
         let issue_id = early.record(issue, "a").await?.issue_id;
         worker.process_issue(issue_id).await;
     }
-    // One row is in the hands of the early process; the late one has only the other, and its failure is put off.
+    // The early process has taken one row; the late one gets only the other, and its failure is retried later.
     assert_eq!(early.store.take_outbox("early", 1, LONG).await?.len(), 1);
     let retry =
         IssueRetryPolicy { backoff_first: LONG * 10, backoff_max: LONG * 10, ..Default::default() };
     let fails = |_: OutboxRow| async { Err(DeliverError::Retry("busy".into())) };
     let failing = late.outbox(fails, OutboxConfig { retry, ..OutboxConfig::default() })?;
     assert_eq!(failing.run_once().await?, 1);
-    let letters = DeliveryLog::default();
+    let deliveries = DeliveryLog::default();
     for system in [&early, &late] {
-        let outbox = system.outbox(letters.clone(), OutboxConfig::default())?;
+        let outbox = system.outbox(deliveries.clone(), OutboxConfig::default())?;
         assert_eq!(outbox.run_once().await?, 0, "nothing is due");
     }
     assert_eq!(early.store.backlog().await?.outbox_pending, 2);
@@ -105,7 +104,7 @@ async fn the_outbox_hides_and_repeats_rows_by_the_clock_of_the_database() -> Res
 }
 
 #[tokio::test]
-async fn a_whole_flow_works_between_processes_whose_clocks_are_a_century_apart() -> Result<()> {
+async fn processes_with_clocks_a_century_apart_process_events_together() -> Result<()> {
     let backends = Backends::servers()?;
     let (early, late) = early_and_late(&backends, InboxConfig::default()).await?;
     let run_log = RunLog::default();
@@ -116,9 +115,9 @@ async fn a_whole_flow_works_between_processes_whose_clocks_are_a_century_apart()
     }
     early.wait_processed().await?;
     worker.stop().await?;
-    let letters = DeliveryLog::default();
-    early.outbox(letters.clone(), OutboxConfig::default())?.run_once().await?;
-    letters.assert_one_reply_each(ids);
+    let deliveries = DeliveryLog::default();
+    early.outbox(deliveries.clone(), OutboxConfig::default())?.run_once().await?;
+    deliveries.assert_one_reply_each(ids);
     early.assert_consistent().await?;
     Ok(())
 }

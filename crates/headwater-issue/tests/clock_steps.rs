@@ -1,5 +1,5 @@
-//! The wall clock is set back and forward by an hour while issues wait, run and are delivered: nothing is stranded, nothing
-//! is done twice, and nobody who lives counts as dead.
+//! Steps of the wall clock while issues wait, run and are delivered: nothing stalls, nothing is done twice, and live workers do
+//! not count as dead.
 #![cfg(all(feature = "sqlite", feature = "postgres"))]
 
 mod support;
@@ -29,11 +29,11 @@ const DEBOUNCE: DebounceWindow = DebounceWindow {
 };
 const WORKER: &str = "worker";
 
-/// More than any wait of this file, each after one step: a claim of a dead worker, a backoff, a nudge.
+/// Longer than any wait in this file after a step: a claim of a dead worker, a backoff, a nudge.
 const BOUND: Duration = Duration::from_secs(4 * 60);
 
 fn claiming() -> ClaimOptions {
-    // Workers die often here.
+    // Workers crash often in this test.
     ClaimOptions { ttl: TTL, crashes_max: 1_000_000, ..ClaimOptions::new(WORKER) }
 }
 
@@ -78,12 +78,12 @@ impl SeededRandom {
     }
 
     fn index(&mut self, length: usize) -> usize {
-        usize::try_from(self.below(length as u64)).expect("it was a length")
+        usize::try_from(self.below(length as u64)).expect("an index fits")
     }
 }
 
-/// A worker and a deliverer that live, with what they have in hand, and the store they share with others that died.
-struct World {
+/// A live worker and deliverer with their runs and rows, and the store they share with crashed ones.
+struct Simulation {
     clock: TestClock,
     store: Arc<dyn Store>,
     random: SeededRandom,
@@ -91,13 +91,13 @@ struct World {
     recorded: BTreeSet<EventLogId>,
     runs: Vec<(ClaimedIssue, Duration)>,
     rows: Vec<(OutboxRow, Duration)>,
-    /// How often each reply was begun to be delivered by somebody who did not die of it.
+    /// Number of completed deliveries of each reply.
     sent: BTreeMap<String, usize>,
-    /// Runs and deliveries may end badly.
+    /// Whether runs and deliveries may fail.
     may_fail: bool,
 }
 
-impl World {
+impl Simulation {
     async fn new(random: SeededRandom) -> Result<Self> {
         let clock = TestClock::default();
         let options = StoreOptions { clock: Arc::new(clock.clone()), ..StoreOptions::default() };
@@ -108,8 +108,8 @@ impl World {
         Ok(Self { clock, store, random, issues, recorded, runs, rows, sent, may_fail: true })
     }
 
-    /// The living renew what they hold in good time.
-    async fn pass(&mut self, time: Duration) -> Result<()> {
+    /// Advances time. Live processes renew their claims in time.
+    async fn advance(&mut self, time: Duration) -> Result<()> {
         self.clock.advance(time);
         let now = self.clock.monotonic();
         self.store.heartbeat_worker(WORKER, WORKER_TTL).await?;
@@ -117,14 +117,11 @@ impl World {
             if now - *renewed >= TTL / 4 {
                 let claim = (claimed.issue.id, claimed.epoch);
                 let renewal = self.store.heartbeat(&[claim], TTL).await?.remove(0);
-                assert!(
-                    matches!(renewal, Renewal::Kept { .. }),
-                    "a worker that lives lost its claim"
-                );
+                assert!(matches!(renewal, Renewal::Kept { .. }), "a live worker lost its claim");
                 *renewed = now;
             }
         }
-        // A delivery takes half of the life of its row at most.
+        // A delivery takes at most half of the TTL of its row.
         while let Some(late) = self.rows.iter().position(|(_, taken)| now - *taken >= TTL / 2) {
             self.settle(late).await?;
         }
@@ -139,7 +136,7 @@ impl World {
         Ok(())
     }
 
-    /// What the worker of a real process does when it is nudged.
+    /// Claims the issues that a sweep nudges.
     async fn sweep_and_claim(&mut self) -> Result<()> {
         let swept = self.store.sweep(&sweeping()).await?;
         let nudged: Vec<IssueId> = swept.nudges.iter().map(|nudge| nudge.issue_id).collect();
@@ -150,7 +147,7 @@ impl World {
         for claim in self.store.claim(issues, &claiming()).await? {
             if let Claim::Won(claimed) = claim {
                 let is_held = self.runs.iter().any(|(held, _)| held.issue.id == claimed.issue.id);
-                assert!(!is_held, "an issue in hand was given to another");
+                assert!(!is_held, "an issue in flight was claimed again");
                 self.runs.push((*claimed, self.clock.monotonic()));
             }
         }
@@ -160,7 +157,7 @@ impl World {
     async fn take(&mut self) -> Result<()> {
         for row in self.store.take_outbox(WORKER, 10, TTL).await? {
             let is_held = self.rows.iter().any(|(held, _)| held.id == row.id);
-            assert!(!is_held, "a reply on its way was given to another deliverer");
+            assert!(!is_held, "a reply in flight was taken by another deliverer");
             self.rows.push((row, self.clock.monotonic()));
         }
         Ok(())
@@ -177,7 +174,7 @@ impl World {
         };
         let settlement = OutboxSettlement { id: row.id, deliveries: row.deliveries, delivery };
         let settled = self.store.settle_outbox(&[settlement]).await?;
-        assert_eq!(settled, [OutboxSettled::Done], "a deliverer that lives lost its row");
+        assert_eq!(settled, [OutboxSettled::Done], "a live deliverer lost its row");
         Ok(())
     }
 
@@ -185,7 +182,7 @@ impl World {
         let (claimed, _) = self.runs.swap_remove(index);
         let (issue_id, epoch) = (claimed.issue.id, claimed.epoch);
         match self.random.below(8) {
-            // The worker dies with it, but for its other runs.
+            // The run crashes; the other runs of the worker continue.
             0 => {}
             1 => {
                 let then = AfterFailure::Defer { after: Duration::from_secs(20) };
@@ -196,15 +193,15 @@ impl World {
                 let completed = self.store.complete(&[completion(&claimed)]).await?;
                 assert!(
                     matches!(completed[0], headwater_issue::CompletionOutcome::Committed { .. }),
-                    "the answer of a worker that lives was fenced"
+                    "the completion of a live worker was fenced"
                 );
             }
         }
         Ok(())
     }
 
-    /// Sets the clock, and looks at once: nothing may be reported falsely.
-    async fn step(&mut self) -> Result<()> {
+    /// Steps the clock, and checks at once that no live worker is reported as dead.
+    async fn step_clock(&mut self) -> Result<()> {
         let by = [HOUR, HOUR * 24 * 30, Duration::from_secs(30)][self.random.index(3)];
         if self.random.below(2) == 0 {
             self.clock.step_back(by);
@@ -225,9 +222,9 @@ impl World {
             0..4 => self.record().await?,
             4..8 => {
                 let time = Duration::from_millis(self.random.below(3000));
-                self.pass(time).await?;
+                self.advance(time).await?;
             }
-            8 => self.step().await?,
+            8 => self.step_clock().await?,
             9..12 => self.sweep_and_claim().await?,
             12 => {
                 let all: Vec<IssueId> = self.issues.iter().copied().collect();
@@ -242,7 +239,7 @@ impl World {
                 let index = self.random.index(self.rows.len());
                 self.settle(index).await?;
             }
-            // The deliverer dies before it has sent it, but for its other rows.
+            // A delivery crashes before it is sent; the other rows continue.
             19 if !self.rows.is_empty() => {
                 let index = self.random.index(self.rows.len());
                 self.rows.swap_remove(index);
@@ -252,7 +249,7 @@ impl World {
         Ok(())
     }
 
-    /// Everything ends within a time that no step makes longer.
+    /// Everything completes within a time that does not depend on clock steps.
     async fn finish(&mut self) -> Result<()> {
         self.may_fail = false;
         let began = self.clock.monotonic();
@@ -272,33 +269,31 @@ impl World {
                 return Ok(());
             }
             let waited = self.clock.monotonic() - began;
-            assert!(waited < BOUND, "stranded: {report:?} {backlog:?}");
-            self.pass(Duration::from_millis(500)).await?;
+            assert!(waited < BOUND, "stalled: {report:?} {backlog:?}");
+            self.advance(Duration::from_millis(500)).await?;
         }
     }
 }
 
 #[tokio::test]
-async fn with_a_clock_that_is_set_at_random_nothing_is_stranded_lost_doubled_or_falsely_dead()
--> Result<()> {
+async fn random_clock_steps_neither_stall_lose_nor_duplicate_work() -> Result<()> {
     let mut random = SeededRandom::new();
     for _ in 0..40 {
-        let mut world = World::new(SeededRandom(random.below(u64::MAX))).await?;
+        let mut simulation = Simulation::new(SeededRandom(random.below(u64::MAX))).await?;
         for _ in 0..300 {
-            world.act().await?;
+            simulation.act().await?;
         }
-        world.step().await?;
-        world.finish().await?;
+        simulation.step_clock().await?;
+        simulation.finish().await?;
         let expected: BTreeMap<String, usize> =
-            world.recorded.iter().map(|id| (format!(r#"{{"event":{id}}}"#), 1)).collect();
-        assert_eq!(world.sent, expected, "each event is answered once");
+            simulation.recorded.iter().map(|id| (format!(r#"{{"event":{id}}}"#), 1)).collect();
+        assert_eq!(simulation.sent, expected, "each event has one reply");
     }
     Ok(())
 }
 
 #[tokio::test]
-async fn what_waits_in_a_file_is_due_in_time_when_the_clock_was_set_back_before_a_restart()
--> Result<()> {
+async fn waiting_issues_are_due_in_time_after_a_clock_step_back_before_a_restart() -> Result<()> {
     let directory = tempfile::tempdir()?;
     let url = format!("sqlite:{}", directory.path().join("issues.db").display());
     let clock = TestClock::default();
@@ -318,21 +313,20 @@ async fn what_waits_in_a_file_is_due_in_time_when_the_clock_was_set_back_before_
 }
 
 #[tokio::test]
-async fn fresh_rows_are_not_removed_when_the_clock_is_set_forward_by_more_than_they_are_kept()
--> Result<()> {
-    let mut world = World::new(SeededRandom(1)).await?;
-    world.record().await?;
-    world.clock.advance(DEBOUNCE.quiet_for);
-    world.finish().await?;
+async fn a_clock_step_forward_does_not_remove_fresh_rows() -> Result<()> {
+    let mut simulation = Simulation::new(SeededRandom(1)).await?;
+    simulation.record().await?;
+    simulation.clock.advance(DEBOUNCE.quiet_for);
+    simulation.finish().await?;
     let options = sweeping();
-    world.clock.step_forward(options.keep * 2);
-    assert_eq!(world.store.sweep(&options).await?.pruned, 0);
-    world.clock.advance(options.keep);
-    assert_eq!(world.store.sweep(&options).await?.pruned, 1);
+    simulation.clock.step_forward(options.keep * 2);
+    assert_eq!(simulation.store.sweep(&options).await?.pruned, 0);
+    simulation.clock.advance(options.keep);
+    assert_eq!(simulation.store.sweep(&options).await?.pruned, 1);
     Ok(())
 }
 
-/// A store on a server whose clock the test sets, as one process sees it.
+/// Opens a store on a server whose clock the test sets.
 async fn open(url: &str) -> Result<Arc<dyn Store>> {
     let options = StoreOptions { call_deadline: LONG, ..StoreOptions::default() };
     let store = connect(url, &options).await?;
@@ -341,11 +335,11 @@ async fn open(url: &str) -> Result<Arc<dyn Store>> {
     Ok(store)
 }
 
-/// Time passes by itself here, and a busy machine may be slow.
-const SLOW_TTL: Duration = Duration::from_secs(600);
+/// Long TTL, because these tests use real time on a possibly slow machine.
+const LONG_TTL: Duration = Duration::from_secs(600);
 
-fn slowly() -> ClaimOptions {
-    ClaimOptions { ttl: SLOW_TTL, ..claiming() }
+fn claiming_with_long_ttl() -> ClaimOptions {
+    ClaimOptions { ttl: LONG_TTL, ..claiming() }
 }
 
 fn offset(is_back: bool) -> i64 {
@@ -353,8 +347,7 @@ fn offset(is_back: bool) -> i64 {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn on_postgres_waits_end_and_holders_keep_what_they_have_when_its_clock_is_set() -> Result<()>
-{
+async fn on_postgres_a_clock_step_ends_waits_and_keeps_claims_and_taken_rows() -> Result<()> {
     for is_back in [true, false] {
         let clock = WallClock::start()?;
         let server = Postgres::start_at(&clock)?;
@@ -363,7 +356,7 @@ async fn on_postgres_waits_end_and_holders_keep_what_they_have_when_its_clock_is
         let record = async |issue: &str, debounce: &DebounceWindow| {
             store.record(&[event_of(issue, "a")], debounce).await.remove(0)
         };
-        // One waits, one is in a run; of three replies one is on its way, one waits for it, and one has failed.
+        // One issue waits, one is in a run; of three replies one is in flight, one waits behind it, and one has failed.
         let long = DebounceWindow { quiet_for: LONG * 30, max_wait: LONG * 30, ..DEBOUNCE };
         let waits = record("1", &long).await?.issue_id;
         let held = record("2", &DebounceWindow::default()).await?.issue_id;
@@ -372,58 +365,57 @@ async fn on_postgres_waits_end_and_holders_keep_what_they_have_when_its_clock_is
             record("4", &DebounceWindow::default()).await?.issue_id,
         ];
         let mut completions = Vec::new();
-        for claim in store.claim(&answered, &slowly()).await? {
+        for claim in store.claim(&answered, &claiming_with_long_ttl()).await? {
             let Claim::Won(claimed) = claim else { panic!("{claim:?}") };
             completions.push(completion(&claimed));
         }
         let behind = completions[0].outbox[0].clone();
         completions[0].outbox.push(NewOutboxRow { payload: r#"{"event":0}"#.into(), ..behind });
         store.complete(&completions).await?;
-        let claim = store.claim(&[held], &slowly()).await?.remove(0);
+        let claim = store.claim(&[held], &claiming_with_long_ttl()).await?.remove(0);
         let Claim::Won(claimed) = claim else { panic!("{claim:?}") };
-        let mut rows = store.take_outbox(WORKER, 10, SLOW_TTL).await?;
+        let mut rows = store.take_outbox(WORKER, 10, LONG_TTL).await?;
         assert_eq!(rows.len(), 2);
         let failed = rows.pop().context("two rows")?;
         let delivery = OutboxDelivery::Unavailable { after: LONG * 30, error: "busy".into() };
         let (id, deliveries) = (failed.id, failed.deliveries);
         store.settle_outbox(&[OutboxSettlement { id, deliveries, delivery }]).await?;
-        // Both processes have read the clock.
+        // Both processes read the clock.
         for store in [&store, &other] {
             assert_eq!(store.sweep(&sweeping()).await?.requeued, 0);
         }
 
         clock.set(offset(is_back))?;
-        // Whoever asks first, and whatever: nobody who lives is dead, and nobody loses what he holds.
+        // In any order of calls, live workers are alive and keep their claims and rows.
         for store in [&other, &store] {
             assert_eq!(store.workers().await?.len(), 1, "back: {is_back}");
             let diagnosis = explain(store.as_ref(), waits).await?;
             assert!(!matches!(diagnosis.reason, DiagnosisReason::NoWorker), "{diagnosis}");
-            let again = store.take_outbox("other", 10, SLOW_TTL).await?;
-            assert!(again.iter().all(|row| row.id != rows[0].id), "it is on its way: {again:?}");
+            let again = store.take_outbox("other", 10, LONG_TTL).await?;
+            assert!(again.iter().all(|row| row.id != rows[0].id), "it is in flight: {again:?}");
             let swept = store.sweep(&sweeping()).await?;
             assert_eq!(swept.requeued, 0, "the claim is held; back: {is_back}");
         }
-        let renewal = store.heartbeat(&[(held, claimed.epoch)], SLOW_TTL).await?;
+        let renewal = store.heartbeat(&[(held, claimed.epoch)], LONG_TTL).await?;
         assert!(matches!(renewal[0], Renewal::Kept { .. }), "{renewal:?}");
         if is_back {
-            // What waited until a time that is now an hour ahead is due, at most one of its own waits later.
-            let claim = store.claim(&[waits], &slowly()).await?.remove(0);
+            // An issue whose wait now ends an hour ahead is due.
+            let claim = store.claim(&[waits], &claiming_with_long_ttl()).await?.remove(0);
             assert!(matches!(claim, Claim::Won(_)), "{claim:?}");
         }
         let (id, deliveries) = (rows[0].id, rows[0].deliveries);
         let delivery = OutboxDelivery::Delivered;
         let settled = store.settle_outbox(&[OutboxSettlement { id, deliveries, delivery }]).await?;
         assert_eq!(settled, [OutboxSettled::Done]);
-        // The one behind it can go now, though it was written before the step.
-        let next = other.take_outbox("other", 10, SLOW_TTL).await?;
+        // The row behind it can be taken now, although it was written before the step.
+        let next = other.take_outbox("other", 10, LONG_TTL).await?;
         assert!(next.iter().any(|row| row.issue_id == answered[0]), "{next:?}; back: {is_back}");
     }
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn on_postgres_a_process_that_starts_after_the_clock_was_set_back_ends_the_waits()
--> Result<()> {
+async fn on_postgres_a_process_started_after_a_clock_step_back_ends_waits() -> Result<()> {
     let clock = WallClock::start()?;
     let server = Postgres::start_at(&clock)?;
     let database = server.database()?;
@@ -435,7 +427,7 @@ async fn on_postgres_a_process_that_starts_after_the_clock_was_set_back_ends_the
     let store = open(&database.url()).await?;
     let swept = store.sweep(&sweeping()).await?;
     assert_eq!(swept.nudges.len(), 1, "{swept:?}");
-    let claim = store.claim(&[issue], &slowly()).await?.remove(0);
+    let claim = store.claim(&[issue], &claiming_with_long_ttl()).await?.remove(0);
     assert!(matches!(claim, Claim::Won(_)), "{claim:?}");
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! Why an issue is not being worked on: each reason, and the sentence an operator reads.
+//! Diagnoses of issues: each reason and its sentence.
 #![cfg(feature = "postgres")]
 
 mod support;
@@ -12,7 +12,7 @@ use headwater_issue::{
 };
 use support::{Backends, LONG, System, event_of, wait_until};
 
-async fn told(system: &System, issue_id: IssueId) -> Result<(IssueDiagnosis, String, Issue)> {
+async fn diagnose(system: &System, issue_id: IssueId) -> Result<(IssueDiagnosis, String, Issue)> {
     let issue = system.store.issue(issue_id).await?.expect("it exists");
     let diagnosis = explain(system.store.as_ref(), issue_id).await?;
     let sentence = diagnosis.to_string();
@@ -32,7 +32,7 @@ macro_rules! on_both {
         mod with_sqlite {
             $(#[tokio::test]
             async fn $name() -> anyhow::Result<()> {
-                super::$name(super::Backends::now()).await
+                super::$name(super::Backends::in_memory()).await
             })*
         }
 
@@ -46,20 +46,20 @@ macro_rules! on_both {
 }
 
 on_both! {
-    an_issue_waits_for_a_worker_to_be_started,
-    an_issue_is_queued_and_was_nudged_for,
-    an_issue_is_claimed_by_a_worker_until_a_certain_time,
-    a_claim_has_run_out,
-    an_issue_waits_for_quiet,
-    an_issue_waits_for_its_backoff,
-    an_issue_is_quarantined,
-    an_issue_is_idle,
+    a_queued_issue_without_workers,
+    a_queued_and_nudged_issue,
+    a_claimed_issue,
+    an_expired_claim,
+    an_issue_in_a_debounce_window,
+    an_issue_in_backoff,
+    a_quarantined_issue,
+    an_idle_issue,
 }
 
-async fn an_issue_waits_for_a_worker_to_be_started(backends: Backends) -> Result<()> {
+async fn a_queued_issue_without_workers(backends: Backends) -> Result<()> {
     let system = System::at(&backends).await?;
     let id = system.record("1", "a").await?.issue_id;
-    let (diagnosis, sentence, _) = told(&system, id).await?;
+    let (diagnosis, sentence, _) = diagnose(&system, id).await?;
     assert_eq!(diagnosis.reason, DiagnosisReason::NoWorker);
     let expected = format!("issue {id} is queued with 1 event, but no worker is alive; start one");
     assert_eq!(sentence, expected);
@@ -67,19 +67,19 @@ async fn an_issue_waits_for_a_worker_to_be_started(backends: Backends) -> Result
     Ok(())
 }
 
-async fn an_issue_is_queued_and_was_nudged_for(backends: Backends) -> Result<()> {
+async fn a_queued_and_nudged_issue(backends: Backends) -> Result<()> {
     let system = System::at(&backends).await?;
     for worker in ["worker-7", "worker-8"] {
         system.store.heartbeat_worker(worker, LONG).await?;
     }
     let id = system.record("1", "a").await?.issue_id;
     system.record("1", "b").await?;
-    let (diagnosis, sentence, issue) = told(&system, id).await?;
+    let (diagnosis, sentence, issue) = diagnose(&system, id).await?;
     assert_eq!(
         diagnosis.reason,
         DiagnosisReason::Queued { workers: 2, nudged_at: issue.nudged_at }
     );
-    let nudged = issue.nudged_at.expect("it was nudged for").to_rfc3339();
+    let nudged = issue.nudged_at.expect("nudged").to_rfc3339();
     let expected = format!(
         "issue {id} is queued with 2 events, last nudged at {nudged}, and waits for 2 workers"
     );
@@ -87,11 +87,11 @@ async fn an_issue_is_queued_and_was_nudged_for(backends: Backends) -> Result<()>
     Ok(())
 }
 
-async fn an_issue_is_claimed_by_a_worker_until_a_certain_time(backends: Backends) -> Result<()> {
+async fn a_claimed_issue(backends: Backends) -> Result<()> {
     let system = System::at(&backends).await?;
     let id = system.record("1", "a").await?.issue_id;
     let until = claimed(&system, id, LONG).await?.expires_at;
-    let (diagnosis, sentence, _) = told(&system, id).await?;
+    let (diagnosis, sentence, _) = diagnose(&system, id).await?;
     let DiagnosisReason::Claimed { left, owner_alive: false, .. } = &diagnosis.reason else {
         panic!("{diagnosis:?}");
     };
@@ -100,20 +100,20 @@ async fn an_issue_is_claimed_by_a_worker_until_a_certain_time(backends: Backends
     assert_eq!(sentence, format!("{expected} (worker heartbeat missing)"));
 
     system.store.heartbeat_worker("worker-7", LONG).await?;
-    assert_eq!(told(&system, id).await?.1, expected);
+    assert_eq!(diagnose(&system, id).await?.1, expected);
     Ok(())
 }
 
-async fn a_claim_has_run_out(backends: Backends) -> Result<()> {
+async fn an_expired_claim(backends: Backends) -> Result<()> {
     let system = System::at(&backends).await?;
     let id = system.record("1", "a").await?.issue_id;
     let since = claimed(&system, id, Duration::from_millis(50)).await?.expires_at;
     wait_until("the claim to run out", || async {
-        let diagnosis = explain(system.store.as_ref(), id).await.expect("it answers");
+        let diagnosis = explain(system.store.as_ref(), id).await.expect("the store replies");
         matches!(diagnosis.reason, DiagnosisReason::ClaimExpired { .. })
     })
     .await?;
-    let (diagnosis, sentence, _) = told(&system, id).await?;
+    let (diagnosis, sentence, _) = diagnose(&system, id).await?;
     assert_eq!(diagnosis.reason, DiagnosisReason::ClaimExpired { owner: "worker-7".into(), since });
     let since = since.to_rfc3339();
     let expected = format!(
@@ -123,12 +123,12 @@ async fn a_claim_has_run_out(backends: Backends) -> Result<()> {
     Ok(())
 }
 
-async fn an_issue_waits_for_quiet(backends: Backends) -> Result<()> {
+async fn an_issue_in_a_debounce_window(backends: Backends) -> Result<()> {
     let system = System::at(&backends).await?;
     system.store.heartbeat_worker("worker-7", LONG).await?;
     let debounce = DebounceWindow { quiet_for: LONG, max_wait: LONG, ..DebounceWindow::default() };
     let recorded = system.store.record(&[event_of("1", "a")], &debounce).await.remove(0)?;
-    let (diagnosis, sentence, _) = told(&system, recorded.issue_id).await?;
+    let (diagnosis, sentence, _) = diagnose(&system, recorded.issue_id).await?;
     let not_before = recorded.not_before.expect("it waits");
     let DiagnosisReason::Waiting { not_before: until, left, error: None } = diagnosis.reason else {
         panic!("{diagnosis:?}");
@@ -139,12 +139,12 @@ async fn an_issue_waits_for_quiet(backends: Backends) -> Result<()> {
     Ok(())
 }
 
-async fn an_issue_waits_for_its_backoff(backends: Backends) -> Result<()> {
+async fn an_issue_in_backoff(backends: Backends) -> Result<()> {
     let system = System::at(&backends).await?;
     system.store.heartbeat_worker("worker-7", LONG).await?;
     let id = system.record("1", "a").await?.issue_id;
     fail(&system, id, AfterFailure::Retry { after: LONG }).await?;
-    let (diagnosis, sentence, issue) = told(&system, id).await?;
+    let (diagnosis, sentence, issue) = diagnose(&system, id).await?;
     assert!(
         matches!(diagnosis.reason, DiagnosisReason::Waiting { error: Some(_), .. }),
         "{diagnosis:?}"
@@ -154,11 +154,11 @@ async fn an_issue_waits_for_its_backoff(backends: Backends) -> Result<()> {
     Ok(())
 }
 
-async fn an_issue_is_quarantined(backends: Backends) -> Result<()> {
+async fn a_quarantined_issue(backends: Backends) -> Result<()> {
     let system = System::at(&backends).await?;
     let id = system.record("1", "a").await?.issue_id;
     fail(&system, id, AfterFailure::Quarantine).await?;
-    let (diagnosis, sentence, issue) = told(&system, id).await?;
+    let (diagnosis, sentence, issue) = diagnose(&system, id).await?;
     let since = issue.quarantined_at.expect("it is quarantined");
     assert_eq!(
         diagnosis.reason,
@@ -172,7 +172,7 @@ async fn an_issue_is_quarantined(backends: Backends) -> Result<()> {
     Ok(())
 }
 
-async fn an_issue_is_idle(backends: Backends) -> Result<()> {
+async fn an_idle_issue(backends: Backends) -> Result<()> {
     let system = System::at(&backends).await?;
     let id = system.record("1", "a").await?.issue_id;
     let claimed = claimed(&system, id, LONG).await?;
@@ -184,7 +184,7 @@ async fn an_issue_is_idle(backends: Backends) -> Result<()> {
         ..RunCompletion::default()
     };
     system.store.complete(&[done]).await?;
-    let (diagnosis, sentence, _) = told(&system, id).await?;
+    let (diagnosis, sentence, _) = diagnose(&system, id).await?;
     assert_eq!(
         (diagnosis.reason, diagnosis.pending_events, diagnosis.waiting_for),
         (DiagnosisReason::Idle, 0, None)

@@ -1,4 +1,4 @@
-//! Claims whose answer was so long on its way that they may have run out meanwhile.
+//! Claims whose reply arrives so late that they may have expired.
 
 mod support;
 
@@ -20,12 +20,12 @@ struct Late {
     worker: Worker,
 }
 
-/// A worker whose claims come when it cannot trust them any more. Time in the database is moved by the test.
+/// A worker whose claim replies arrive after the TTL. The test moves the time of the database.
 async fn late() -> Result<Late> {
-    let backends = Backends::memory();
+    let backends = Backends::in_memory_with_test_clock();
     let flaky = FlakyStore::new(backends.store().await?);
     let system = System::on(flaky.clone(), backends.streams().await?, InboxConfig::default())?;
-    flaky.slow_down_claims(CLAIM_TTL);
+    flaky.delay_claim_replies(CLAIM_TTL);
     let run_log = RunLog::default();
     let heartbeat_every = CLAIM_TTL / 3;
     let config = WorkerConfig { claim_ttl: CLAIM_TTL, heartbeat_every, ..WorkerConfig::default() };
@@ -34,7 +34,7 @@ async fn late() -> Result<Late> {
 }
 
 #[tokio::test]
-async fn a_claim_that_was_won_late_is_asked_for_again_and_then_handled() -> Result<()> {
+async fn a_claim_with_a_late_reply_is_confirmed_before_it_is_handled() -> Result<()> {
     let Late { system, run_log, worker, .. } = late().await?;
     let issue_id = system.record("1", "a").await?.issue_id;
     worker.process_issue(issue_id).await;
@@ -45,19 +45,20 @@ async fn a_claim_that_was_won_late_is_asked_for_again_and_then_handled() -> Resu
 }
 
 #[tokio::test]
-async fn a_claim_that_was_won_late_and_is_lost_by_then_is_not_handled() -> Result<()> {
+async fn a_claim_with_a_late_reply_that_is_lost_is_not_handled() -> Result<()> {
     let Late { backends, system, flaky, run_log, worker } = late().await?;
     let issue_id = system.record("1", "a").await?.issue_id;
     let late = tokio::spawn(async move { worker.process_issue(issue_id).await });
     wait_until("the claim", || async {
-        let issue = system.store.issue(issue_id).await.expect("it answers").expect("it exists");
+        let issue =
+            system.store.issue(issue_id).await.expect("the store replies").expect("it exists");
         issue.claim_epoch.0 == 1
     })
     .await?;
 
-    // Before the answer arrives, the claim runs out and another worker does the work.
-    flaky.slow_down_claims(Duration::ZERO);
-    backends.clock.as_ref().expect("time is ours").advance(CLAIM_TTL);
+    // Before the reply arrives, the claim expires and another worker processes the issue.
+    flaky.delay_claim_replies(Duration::ZERO);
+    backends.clock.as_ref().expect("a test clock").advance(CLAIM_TTL);
     let rescued = RunLog::default();
     system.worker(rescued.handler(), WorkerConfig::default())?.process_issue(issue_id).await;
     assert_eq!(rescued.runs(), [["a"]]);

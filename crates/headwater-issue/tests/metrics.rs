@@ -1,4 +1,4 @@
-//! What the metrics say of a day's work, read as an exporter would read them.
+//! Values of the metrics after processing, as an exporter reads them.
 #![cfg(feature = "postgres")]
 
 mod support;
@@ -11,16 +11,17 @@ use support::captured_telemetry::CapturedMetrics;
 use support::{Backends, Gate, RunLog, System, replies, wait_until};
 
 #[tokio::test]
-async fn the_metrics_tell_what_was_queued_in_work_and_done_with_sqlite() -> Result<()> {
-    the_metrics_tell_what_was_queued_in_work_and_done(Backends::now()).await
+async fn the_metrics_report_queued_processing_and_done_issues_with_sqlite() -> Result<()> {
+    the_metrics_report_queued_processing_and_done_issues(Backends::in_memory()).await
 }
 
 #[tokio::test]
-async fn the_metrics_tell_what_was_queued_in_work_and_done_with_postgres_and_redis() -> Result<()> {
-    the_metrics_tell_what_was_queued_in_work_and_done(Backends::servers()?).await
+async fn the_metrics_report_queued_processing_and_done_issues_with_postgres_and_redis() -> Result<()>
+{
+    the_metrics_report_queued_processing_and_done_issues(Backends::servers()?).await
 }
 
-async fn the_metrics_tell_what_was_queued_in_work_and_done(backends: Backends) -> Result<()> {
+async fn the_metrics_report_queued_processing_and_done_issues(backends: Backends) -> Result<()> {
     let (metrics_seen, _guard) = CapturedMetrics::start();
     let (system, gate, began) = (System::at(&backends).await?, Gate::default(), Instant::now());
     for (issue, event) in [("1", "a"), ("1", "b"), ("2", "a"), ("2", "a")] {
@@ -29,7 +30,7 @@ async fn the_metrics_tell_what_was_queued_in_work_and_done(backends: Backends) -
     assert_eq!(
         metrics_seen.value("headwater_issues_queued_total"),
         2.0,
-        "two issues, however many events"
+        "counted per issue, not per event"
     );
     assert_eq!(metrics_seen.value("headwater_events_recorded_total{result=recorded}"), 3.0);
     assert_eq!(metrics_seen.value("headwater_events_recorded_total{result=duplicate}"), 1.0);
@@ -39,13 +40,13 @@ async fn the_metrics_tell_what_was_queued_in_work_and_done(backends: Backends) -
         move |run: Run| {
             let gate = gate.clone();
             async move {
-                gate.pass().await;
+                gate.wait().await;
                 Ok::<_, HandlerError>(replies(&run))
             }
         }
     };
     let worker = system.start(handler, WorkerConfig::default())?;
-    gate.arrivals(2).await?;
+    gate.wait_for_arrivals(2).await?;
     sampled(metrics_seen, &system, 2.0, &[("processing", 2.0), ("queued", 0.0)]).await?;
     assert_eq!(metrics_seen.value("headwater_issues_processed_total{result=done}"), 0.0);
 
@@ -70,8 +71,8 @@ async fn the_metrics_tell_what_was_queued_in_work_and_done(backends: Backends) -
     Ok(())
 }
 
-/// The gauges: entries that are delivered and not acknowledged, and issues by where they stand. A second nudge for the
-/// duplicate is acknowledged as soon as somebody has looked.
+/// Asserts the gauges of pending entries and of issues by status. The second nudge, of the duplicate, is acknowledged after
+/// its no-op run.
 async fn sampled(
     metrics_seen: &CapturedMetrics,
     system: &System,
@@ -79,7 +80,9 @@ async fn sampled(
     issues: &[(&str, f64)],
 ) -> Result<()> {
     wait_until("the entries in hand", || async {
-        metrics::sample(system.store.as_ref(), Some(&system.streams)).await.expect("it answers");
+        metrics::sample(system.store.as_ref(), Some(&system.streams))
+            .await
+            .expect("the store replies");
         metrics_seen.value("headwater_redis_pending_messages") == pending
     })
     .await?;
@@ -93,7 +96,7 @@ async fn sampled(
 #[tokio::test]
 async fn a_nudge_for_a_missing_issue_is_a_no_op_that_is_counted_and_acknowledged() -> Result<()> {
     let (metrics_seen, _guard) = CapturedMetrics::start();
-    let (system, run_log) = (System::at(&Backends::now()).await?, RunLog::default());
+    let (system, run_log) = (System::at(&Backends::in_memory()).await?, RunLog::default());
     let nudge = Nudge { issue_id: IssueId(12345), event_log_id: EventLogId(1) };
     system.nudger.send(&[nudge]).await?;
     let worker = system.start(run_log.handler(), WorkerConfig::default())?;
@@ -110,9 +113,9 @@ async fn a_nudge_for_a_missing_issue_is_a_no_op_that_is_counted_and_acknowledged
 }
 
 #[tokio::test]
-async fn runs_that_fail_are_counted_apart_from_those_that_are_done() -> Result<()> {
+async fn failed_runs_are_counted_separately() -> Result<()> {
     let (metrics_seen, _guard) = CapturedMetrics::start();
-    let system = System::at(&Backends::now()).await?;
+    let system = System::at(&Backends::in_memory()).await?;
     let refuse = |_: Run| async { Err(HandlerError::quarantine("unknown project")) };
     let issue_id = system.record("1", "a").await?.issue_id;
     system.worker(refuse, WorkerConfig::default())?.process_issue(issue_id).await;

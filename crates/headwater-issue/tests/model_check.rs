@@ -1,11 +1,11 @@
-//! The protocol of issues, explored in every interleaving by a model checker.
+//! Model checking of the issue protocol in every interleaving.
 //!
-//! What an issue does is not modelled: it is `headwater_issue::state`, the code that runs. Modelled is the world around
-//! it: a sender with three events, a stream that loses and doubles nudges, two workers that die at any moment, claims that
-//! run out while their worker lives on as a zombie, replies of the database that get lost, handlers that fail.
+//! The issue itself is not modelled: the tests use `headwater_issue::state`, the production code. Modelled is its environment: a
+//! sender with three events, a stream that loses and duplicates nudges, two workers that crash at any moment, claims that expire
+//! while their worker continues as a zombie, lost replies of the database, and handlers that fail.
 //!
-//! Faults are counted, so every path ends; an event that is not processed at the end of a path was lost for good. Taking
-//! one part of the protocol away makes the checker find the accident it is there for.
+//! The number of faults is limited, so every path ends; an event that is not processed at the end of a path is lost. Without
+//! one part of the protocol, the checker finds the failure that this part prevents.
 
 use std::time::Duration;
 
@@ -16,10 +16,10 @@ use stateright::{Checker, HasDiscoveries, Model, Property};
 
 const EVENTS: u8 = 3;
 const WORKERS: usize = 2;
-/// Fewer than all events, so that a run can leave some over.
+/// Fewer than all events, so that a run can leave pending events.
 const EVENTS_PER_RUN: u32 = 2;
 const ATTEMPTS_MAX: u32 = 2;
-/// Never reached: an issue that crashes its workers is quarantined like one that fails, and failures are modelled.
+/// Never reached: quarantine is modelled with failures.
 const CRASHES_MAX: u32 = 100;
 
 const NOW: Timestamp = Timestamp::from_millis(1000);
@@ -30,15 +30,15 @@ const EXPIRED: Timestamp = Timestamp::from_millis(1010);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Protocol {
     Whole,
-    /// Nobody looks for overdue nudges and for claims that ran out.
+    /// No sweep for overdue nudges and expired claims.
     WithoutSweep,
-    /// The end of a run is accepted whatever its epoch.
+    /// The end of a run is accepted with any epoch.
     WithoutEpoch,
-    /// A completion does not look at the counter: it goes by what was pending when it claimed.
+    /// A completion ignores the counter and uses the number of events at the claim.
     WithoutCounter,
 }
 
-/// How often each thing may go wrong.
+/// Maximum number of each fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Faults {
     crashes: u8,
@@ -53,19 +53,19 @@ struct Faults {
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct World {
     issue: Row,
-    /// Rows of `event_logs`: a bit for each event recorded, and one for each processed.
+    /// Rows of `event_logs`: bit sets of recorded and processed events.
     recorded: u8,
     processed: u8,
-    /// How many commits had the event in their batch: each of them wrote a reply.
+    /// Number of commits that included the event; each wrote a reply.
     effects: [u8; EVENTS as usize],
-    /// Nudges that somebody is about to send, and those in the stream.
+    /// Nudges about to be sent, and nudges in the stream.
     to_send: u8,
     in_stream: u8,
     workers: [Worker; WORKERS],
     faults: Faults,
 }
 
-/// What the model needs of an [`IssueState`] between two steps. Times are left out: the model says what is due.
+/// The part of an [`IssueState`] that the model needs. Times are omitted: the model decides what is due.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Row {
     status: ProcessingStatus,
@@ -79,16 +79,16 @@ struct Row {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 enum Worker {
     Waiting,
-    /// Has a nudge, and has done nothing yet.
+    /// Has received a nudge.
     Nudged,
     /// Has claimed these events.
     Working {
         epoch: ClaimEpoch,
         events: u8,
     },
-    /// Has only to acknowledge the nudge.
+    /// Has to acknowledge the nudge.
     Ended,
-    /// Is dead, while the stream still believes it has a nudge.
+    /// Has crashed; its nudge is still pending in the stream.
     Dead,
 }
 
@@ -96,7 +96,7 @@ enum Worker {
 enum Action {
     Record,
     SendNudge,
-    /// The sender dies between its commit and its nudge, or the stream is away, or loses what it had.
+    /// The sender crashes between commit and nudge, or the stream is unavailable or loses its entries.
     LoseNudge,
     LoseFromStream,
     DoubleNudge,
@@ -104,16 +104,16 @@ enum Action {
     Claim(usize),
     Heartbeat(usize),
     Complete(usize),
-    /// The database commits, and the worker does not hear of it.
-    CompleteUnheard(usize),
+    /// The database commits, and the reply is lost.
+    CompleteReplyLost(usize),
     Fail(usize),
     ReleaseClaim(usize),
     Acknowledge(usize),
     Crash(usize),
     Restart(usize),
-    /// The claim of a worker that lives runs out, and the sweep requeues it.
+    /// The claim of a live worker expires, and the sweep requeues the issue.
     ExpireLive,
-    /// The same for one that is dead.
+    /// The same for a crashed worker.
     ExpireDead,
     SweepNudge,
     Release,
@@ -153,7 +153,7 @@ impl Row {
 }
 
 impl World {
-    /// Takes a step of the real state machine.
+    /// Applies a transition of the production state machine.
     fn apply(&mut self, transition: &Transition, now: Timestamp) -> TransitionEffect {
         let (state, effect) = apply(&self.issue.state(), transition, now);
         self.issue = Row::of(&state);
@@ -161,7 +161,7 @@ impl World {
     }
 
     fn nudge_if_queued(&mut self, effect: &TransitionEffect) {
-        // One is as good as many: they are equal, and doubles are modelled in the stream.
+        // At most one: nudges are equal, and duplicates are modelled in the stream.
         if *effect == TransitionEffect::Queued {
             self.to_send = 1;
         }
@@ -171,13 +171,13 @@ impl World {
         self.recorded & !self.processed
     }
 
-    /// The worker that the database believes to hold the claim, if there is one that lives.
+    /// Whether a live worker holds the current claim.
     fn has_live_holder(&self) -> bool {
         let holds = |worker: &Worker| matches!(worker, Worker::Working { epoch, .. } if *epoch == self.issue.epoch);
         self.workers.iter().any(holds)
     }
 
-    /// No nudge is on its way to anybody.
+    /// Whether no nudge is queued, in the stream or in a worker.
     fn nudge_is_overdue(&self) -> bool {
         let none = |worker: &Worker| matches!(worker, Worker::Waiting | Worker::Dead);
         self.to_send == 0 && self.in_stream == 0 && self.workers.iter().all(none)
@@ -189,7 +189,7 @@ impl World {
         self.workers[worker] = Worker::Ended;
     }
 
-    /// One transaction: rows, replies and the issue change together or not at all.
+    /// One transaction: event logs, replies and the issue change together.
     fn complete(
         &mut self,
         protocol: Protocol,
@@ -215,7 +215,7 @@ impl World {
 }
 
 impl Checked {
-    /// What worker `index` can do.
+    /// Possible actions of worker `index`.
     fn worker_actions(&self, world: &World, index: usize, actions: &mut Vec<Action>) {
         let faults = &world.faults;
         match world.workers[index] {
@@ -224,12 +224,12 @@ impl Checked {
             Worker::Nudged => actions.push(Action::Claim(index)),
             Worker::Working { epoch, .. } => {
                 actions.push(Action::Complete(index));
-                // One that is kept changes nothing, so only the others are of interest.
+                // A renewal changes nothing, so only heartbeats of lost claims are modelled.
                 if epoch != world.issue.epoch || world.issue.status != ProcessingStatus::Processing
                 {
                     actions.push(Action::Heartbeat(index));
                 }
-                push_if(actions, faults.lost_replies > 0, Action::CompleteUnheard(index));
+                push_if(actions, faults.lost_replies > 0, Action::CompleteReplyLost(index));
                 push_if(actions, faults.failures > 0, Action::Fail(index));
                 push_if(actions, faults.releases > 0, Action::ReleaseClaim(index));
             }
@@ -259,14 +259,18 @@ impl Checked {
         match action {
             Action::Heartbeat(_) => {
                 let effect = world.apply(&Transition::Heartbeat { epoch, ttl: TTL }, NOW);
-                assert_eq!(effect, TransitionEffect::Fenced, "only a lost claim is looked at");
+                assert_eq!(
+                    effect,
+                    TransitionEffect::Fenced,
+                    "only lost claims send this heartbeat"
+                );
                 world.workers[index] = Worker::Ended;
             }
             Action::Complete(_) => {
                 world.complete(self.protocol, epoch, events);
                 world.workers[index] = Worker::Ended;
             }
-            Action::CompleteUnheard(_) => {
+            Action::CompleteReplyLost(_) => {
                 world.faults.lost_replies -= 1;
                 world.complete(self.protocol, epoch, events);
             }
@@ -281,7 +285,7 @@ impl Checked {
                 let reason = ReleaseReason::Shutdown;
                 world.end_run(index, &Transition::ReleaseClaim { epoch, reason });
             }
-            other => unreachable!("{other:?} is not for one who works"),
+            other => unreachable!("{other:?} is not an action of a working worker"),
         }
     }
 
@@ -292,7 +296,7 @@ impl Checked {
             TransitionEffect::Won(epoch) => {
                 let mut events = world.unprocessed();
                 while events.count_ones() > EVENTS_PER_RUN {
-                    // The newest waits for the next run.
+                    // The newest event is left for the next run.
                     events &= !(1 << events.ilog2());
                 }
                 Worker::Working { epoch, events }
@@ -378,7 +382,7 @@ impl Model for Checked {
             Action::Acknowledge(index) => world.workers[index] = Worker::Waiting,
             Action::Crash(index) => {
                 world.faults.crashes -= 1;
-                // What it had not acknowledged comes back to the others.
+                // Its unacknowledged nudge is redelivered.
                 world.in_stream += u8::from(world.workers[index] != Worker::Waiting);
                 world.workers[index] = Worker::Dead;
             }
@@ -386,7 +390,7 @@ impl Model for Checked {
             Action::ExpireLive | Action::ExpireDead => {
                 world.faults.zombies -= u8::from(action == Action::ExpireLive);
                 let effect = world.apply(&Transition::Expire { crashes_max: CRASHES_MAX }, EXPIRED);
-                assert_eq!(effect, TransitionEffect::Queued, "a claim that ran out is requeued");
+                assert_eq!(effect, TransitionEffect::Queued, "an expired claim is requeued");
                 world.nudge_if_queued(&effect);
             }
             Action::SweepNudge => world.in_stream += 1,
@@ -396,11 +400,11 @@ impl Model for Checked {
             }
             Action::Heartbeat(index)
             | Action::Complete(index)
-            | Action::CompleteUnheard(index)
+            | Action::CompleteReplyLost(index)
             | Action::Fail(index)
             | Action::ReleaseClaim(index) => self.work(&mut world, index, &action),
         }
-        // Which worker is which makes no difference.
+        // Workers are interchangeable.
         world.workers.sort_unstable();
         Some(world)
     }
@@ -442,7 +446,7 @@ impl Model for Checked {
     }
 }
 
-/// Everything that a network and a machine can do.
+/// Faults of the network and the machines.
 const OUTSIDE: Faults = Faults {
     crashes: 2,
     zombies: 1,
@@ -453,7 +457,7 @@ const OUTSIDE: Faults = Faults {
     releases: 0,
 };
 
-/// Everything that can become of a run.
+/// Faults of runs.
 const INSIDE: Faults = Faults {
     crashes: 0,
     zombies: 1,
@@ -464,22 +468,23 @@ const INSIDE: Faults = Faults {
     releases: 1,
 };
 
-/// Looks at every state that can be reached, and finds nothing wrong.
+/// Checks the properties in every reachable state.
 fn assert_sound(faults: Faults) {
     let model = Checked { protocol: Protocol::Whole, faults };
     let checker = model.checker().threads(2).spawn_bfs().join();
-    assert!(checker.is_done(), "everything was looked at");
+    assert!(checker.is_done(), "all states were checked");
     println!("{} states of {faults:?}", checker.unique_state_count());
     checker.assert_properties();
-    assert!(checker.unique_state_count() > 50_000, "faults were left out");
+    assert!(checker.unique_state_count() > 50_000, "too few states: faults were not explored");
 }
 
-/// The accident that happens to a protocol without one of its parts, step by step.
-fn accident(protocol: Protocol, property: &'static str) -> Vec<Action> {
+/// The shortest path that violates a property of a protocol without one of its parts.
+fn counterexample(protocol: Protocol, property: &'static str) -> Vec<Action> {
     let model = Checked { protocol, faults: OUTSIDE };
     let found = HasDiscoveries::AnyOf([property].into());
     let checker = model.checker().finish_when(found).spawn_bfs().join();
-    let path = checker.discovery(property).unwrap_or_else(|| panic!("no accident: {property}"));
+    let path =
+        checker.discovery(property).unwrap_or_else(|| panic!("no counterexample: {property}"));
     let steps = path.into_actions();
     println!("{protocol:?}: {steps:?}");
     steps
@@ -496,8 +501,8 @@ fn no_interleaving_of_failures_lost_replies_and_quarantine_loses_an_event_or_pro
 }
 
 #[test]
-fn without_the_sweep_an_event_is_stuck() {
-    let steps = accident(Protocol::WithoutSweep, "in the end every event is processed");
+fn without_the_sweep_an_event_is_never_processed() {
+    let steps = counterexample(Protocol::WithoutSweep, "in the end every event is processed");
     let is_loss = |step: &Action| {
         matches!(step, Action::LoseNudge | Action::LoseFromStream | Action::Crash(_))
     };
@@ -505,14 +510,15 @@ fn without_the_sweep_an_event_is_stuck() {
 }
 
 #[test]
-fn without_the_epoch_a_zombie_makes_an_event_count_twice() {
-    let steps = accident(Protocol::WithoutEpoch, "every event is processed at most once in effect");
+fn without_the_epoch_a_zombie_processes_an_event_twice() {
+    let steps =
+        counterexample(Protocol::WithoutEpoch, "every event is processed at most once in effect");
     assert!(steps.contains(&Action::ExpireLive), "{steps:?}");
 }
 
 #[test]
-fn without_the_counter_an_event_that_arrives_during_a_run_is_left_behind() {
+fn without_the_counter_an_event_that_arrives_during_a_run_is_lost() {
     let steps =
-        accident(Protocol::WithoutCounter, "an issue with unprocessed events is never idle");
+        counterexample(Protocol::WithoutCounter, "an issue with unprocessed events is never idle");
     assert!(matches!(steps.last(), Some(Action::Complete(_))), "{steps:?}");
 }

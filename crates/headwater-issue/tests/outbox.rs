@@ -1,4 +1,4 @@
-//! How replies leave: at least once with one key, in the order of their issue, with retries, and dead after the limit.
+//! Delivery of replies: at least once with one key, in order per issue, with retries, and dead after the limit.
 
 mod support;
 
@@ -24,21 +24,21 @@ const NO_WAIT: IssueRetryPolicy = IssueRetryPolicy {
     backoff_max: Duration::ZERO,
 };
 
-/// What a deliverer does with a row.
-type Verdict = Box<dyn Fn(&OutboxRow) -> Result<(), DeliverError> + Send + Sync>;
+/// The result of a delivery.
+type DeliverFn = Box<dyn Fn(&OutboxRow) -> Result<(), DeliverError> + Send + Sync>;
 
-/// Writes down what it was given, and does as it is told.
+/// Records the rows it gets, and returns the given results.
 #[derive(Clone)]
 struct RecordingDeliverer {
     seen: Arc<Mutex<Vec<(String, String)>>>,
-    verdict: Arc<Verdict>,
+    result: Arc<DeliverFn>,
 }
 
 impl RecordingDeliverer {
     fn new(
-        verdict: impl Fn(&OutboxRow) -> Result<(), DeliverError> + Send + Sync + 'static,
+        result: impl Fn(&OutboxRow) -> Result<(), DeliverError> + Send + Sync + 'static,
     ) -> Self {
-        Self { seen: Arc::default(), verdict: Arc::new(Box::new(verdict)) }
+        Self { seen: Arc::default(), result: Arc::new(Box::new(result)) }
     }
 
     fn seen(&self) -> Vec<(String, String)> {
@@ -55,11 +55,11 @@ impl Deliver for RecordingDeliverer {
     async fn deliver(&self, row: &OutboxRow) -> Result<(), DeliverError> {
         let seen = (row.payload.clone(), row.idempotency_key.clone());
         self.seen.lock().expect("not poisoned").push(seen);
-        (self.verdict)(row)
+        (self.result)(row)
     }
 }
 
-/// An issue whose run has left these replies.
+/// Processes an issue with these replies.
 async fn replied(system: &System, issue: &str, replies: &'static [&'static str]) -> Result<()> {
     let issue_id = system.record(issue, "a").await?.issue_id;
     let handler = move |_: Run| async move {
@@ -75,8 +75,9 @@ fn config() -> OutboxConfig {
 }
 
 #[tokio::test]
-async fn replies_of_one_issue_leave_in_order_and_a_failure_holds_back_only_its_own() -> Result<()> {
-    let system = System::at(&Backends::now()).await?;
+async fn replies_of_an_issue_are_delivered_in_order_and_a_failure_blocks_only_its_issue()
+-> Result<()> {
+    let system = System::at(&Backends::in_memory()).await?;
     replied(&system, "1", &["10", "11", "12"]).await?;
     replied(&system, "2", &["20"]).await?;
     let deliverer = RecordingDeliverer::new(|row| match (row.payload.as_str(), row.attempts) {
@@ -91,13 +92,13 @@ async fn replies_of_one_issue_leave_in_order_and_a_failure_holds_back_only_its_o
     assert_eq!(second, ["20"]);
     let keys: Vec<_> =
         deliverer.seen().into_iter().filter(|(payload, _)| payload == "10").collect();
-    assert!(keys.windows(2).all(|pair| pair[0] == pair[1]), "one key at every try");
+    assert!(keys.windows(2).all(|pair| pair[0] == pair[1]), "one key for all attempts");
     Ok(())
 }
 
 #[tokio::test]
-async fn a_reply_that_never_leaves_is_dead_and_later_ones_go_on() -> Result<()> {
-    let system = System::at(&Backends::now()).await?;
+async fn a_reply_that_always_fails_is_dead_and_later_replies_continue() -> Result<()> {
+    let system = System::at(&Backends::in_memory()).await?;
     replied(&system, "1", &["10", "11", "12"]).await?;
     let deliverer = RecordingDeliverer::new(|row| match row.payload.as_str() {
         "10" => Err(DeliverError::Retry("gone".into())),
@@ -110,7 +111,7 @@ async fn a_reply_that_never_leaves_is_dead_and_later_ones_go_on() -> Result<()> 
     let errors: Vec<&str> = dead.iter().map(|dead| dead.error.as_str()).collect();
     assert_eq!(errors, ["gone", "no such channel"]);
 
-    // Mended and tried again by an operator.
+    // Retried by an operator.
     system.store.retry_outbox(dead[0].row.id).await?;
     let deliverer = RecordingDeliverer::new(|_| Ok(()));
     system.outbox(deliverer.clone(), config())?.run_once().await?;
@@ -119,7 +120,7 @@ async fn a_reply_that_never_leaves_is_dead_and_later_ones_go_on() -> Result<()> 
 }
 
 #[tokio::test]
-async fn a_deliverer_that_panics_or_hangs_has_failed() -> Result<()> {
+async fn a_panic_or_timeout_of_the_deliverer_is_a_failure() -> Result<()> {
     struct Hangs;
     #[async_trait]
     impl Deliver for Hangs {
@@ -130,7 +131,7 @@ async fn a_deliverer_that_panics_or_hangs_has_failed() -> Result<()> {
             }
         }
     }
-    let system = System::at(&Backends::now()).await?;
+    let system = System::at(&Backends::in_memory()).await?;
     replied(&system, "1", &["10"]).await?;
     replied(&system, "2", &["20"]).await?;
     let config = OutboxConfig { deadline: Duration::from_millis(20), ..config() };
@@ -146,15 +147,15 @@ async fn a_deliverer_that_panics_or_hangs_has_failed() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_row_that_kills_those_who_deliver_it_is_dead_in_the_end() -> Result<()> {
-    let backends = Backends::memory();
+async fn a_row_that_crashes_its_deliverers_is_dead_after_the_limit() -> Result<()> {
+    let backends = Backends::in_memory_with_test_clock();
     let system = System::at(&backends).await?;
     replied(&system, "1", &["10", "11"]).await?;
     let ttl = Duration::from_secs(1);
     for _ in 0..config().retry.crashes_max {
-        // Taken, and never heard of again.
+        // Taken and never settled.
         assert_eq!(system.store.take_outbox("died", 2, ttl).await?.len(), 1);
-        backends.clock.as_ref().expect("time is ours").advance(ttl);
+        backends.clock.as_ref().expect("a test clock").advance(ttl);
     }
     let deliverer = RecordingDeliverer::new(|_| Ok(()));
     system.outbox(deliverer.clone(), config())?.run_once().await?;
@@ -162,7 +163,7 @@ async fn a_row_that_kills_those_who_deliver_it_is_dead_in_the_end() -> Result<()
     let dead = system.store.dead_outbox(None, 10).await?;
     assert_eq!(dead[0].error, "3 deliverers died or hung while delivering it");
 
-    // An operator who has mended it gets it delivered.
+    // An operator can retry it.
     system.store.retry_outbox(dead[0].row.id).await?;
     system.outbox(deliverer.clone(), config())?.run_once().await?;
     assert_eq!(deliverer.payloads(), ["11", "10"]);
@@ -170,27 +171,26 @@ async fn a_row_that_kills_those_who_deliver_it_is_dead_in_the_end() -> Result<()
 }
 
 #[tokio::test]
-async fn a_slow_delivery_does_not_hold_up_other_issues_and_is_finished_before_a_stop() -> Result<()>
-{
+async fn a_slow_delivery_does_not_block_other_issues_and_finishes_before_shutdown() -> Result<()> {
     #[derive(Clone, Default)]
     struct Slow(Gate, Arc<Mutex<Vec<String>>>);
     #[async_trait]
     impl Deliver for Slow {
         async fn deliver(&self, row: &OutboxRow) -> Result<(), DeliverError> {
             if row.payload == "10" {
-                self.0.pass().await;
+                self.0.wait().await;
             }
             self.1.lock().expect("not poisoned").push(row.payload.clone());
             Ok(())
         }
     }
-    let system = System::at(&Backends::now()).await?;
+    let system = System::at(&Backends::in_memory()).await?;
     let slow = Slow::default();
     let outbox = system.outbox(slow.clone(), config())?;
     let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
     let running = tokio::spawn(async move { outbox.run(async { drop(stopped.await) }).await });
     replied(&system, "1", &["10"]).await?;
-    slow.0.arrivals(1).await?;
+    slow.0.wait_for_arrivals(1).await?;
     replied(&system, "2", &["20", "21"]).await?;
     wait_until("the others", || async { slow.1.lock().expect("not poisoned").len() == 2 }).await?;
     drop(stop);
@@ -202,8 +202,8 @@ async fn a_slow_delivery_does_not_hold_up_other_issues_and_is_finished_before_a_
 }
 
 #[tokio::test]
-async fn events_and_replies_keep_the_order_in_which_the_handler_named_them() -> Result<()> {
-    let system = System::at(&Backends::now()).await?;
+async fn events_and_replies_keep_the_order_of_the_resolution() -> Result<()> {
+    let system = System::at(&Backends::in_memory()).await?;
     let issue_id = system.record("1", "a").await?.issue_id;
     let handler = |_: Run| async {
         Ok::<_, HandlerError>(
@@ -230,7 +230,7 @@ async fn events_and_replies_keep_the_order_in_which_the_handler_named_them() -> 
     Ok(())
 }
 
-/// Replies of an integration, one of each of as many issues.
+/// Creates `count` replies of an integration, one per issue.
 async fn backlog(system: &System, integration: &str, count: usize) -> Result<()> {
     system.store.ensure_integration(integration, "gitlab").await?;
     for number in 0..count {
@@ -245,7 +245,7 @@ async fn backlog(system: &System, integration: &str, count: usize) -> Result<()>
     Ok(())
 }
 
-/// Hangs with the rows of all integrations whose names begin with `hangs`; counts and remembers.
+/// Hangs on rows of integrations whose names begin with `hangs`, and records the others.
 #[derive(Clone, Default)]
 struct Receivers {
     begun: Arc<AtomicUsize>,
@@ -278,13 +278,12 @@ impl Deliver for Receivers {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_receiver_that_hangs_with_a_backlog_does_not_delay_the_replies_of_another() -> Result<()>
-{
-    for backends in [Backends::now(), Backends::servers()?] {
+async fn a_hanging_target_with_a_backlog_does_not_delay_another_target() -> Result<()> {
+    for backends in [Backends::in_memory(), Backends::servers()?] {
         let system = System::at(&backends).await?;
         backlog(&system, "hangs", 300).await?;
         let receivers = Receivers::default();
-        // Nothing times out before the test ends: what is delivered did not wait for it.
+        // No delivery times out during the test, so the others did not wait for it.
         let config =
             OutboxConfig { deadline: LONG * 10, ttl: LONG * 20, drain: Duration::ZERO, ..config() };
         let per_target = config.per_target;
@@ -310,8 +309,8 @@ async fn a_receiver_that_hangs_with_a_backlog_does_not_delay_the_replies_of_anot
 }
 
 #[tokio::test]
-async fn receivers_that_fail_leave_half_of_the_slots_to_the_others() -> Result<()> {
-    let system = System::at(&Backends::now()).await?;
+async fn failing_targets_leave_half_of_the_slots_to_the_others() -> Result<()> {
+    let system = System::at(&Backends::in_memory()).await?;
     for number in 0..20 {
         backlog(&system, &format!("hangs-{number}"), 5).await?;
     }
@@ -329,7 +328,7 @@ async fn receivers_that_fail_leave_half_of_the_slots_to_the_others() -> Result<(
     let outbox = system.outbox(receivers.clone(), config)?;
     let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
     let running = tokio::spawn(async move { outbox.run(async { drop(stopped.await) }).await });
-    // Each row has failed, so that every target is known to.
+    // Every row has failed, so every target is failing.
     wait_until("failures", || async { receivers.begun.load(Ordering::SeqCst) >= 120 }).await?;
     backlog(&system, "prompt", 50).await?;
     let delivered = || receivers.delivered.lock().expect("not poisoned").len();
@@ -340,8 +339,8 @@ async fn receivers_that_fail_leave_half_of_the_slots_to_the_others() -> Result<(
 }
 
 #[tokio::test]
-async fn a_receiver_that_asks_for_a_pause_gets_nothing_before_it_is_over() -> Result<()> {
-    let system = System::at(&Backends::now()).await?;
+async fn a_paused_target_gets_no_deliveries_until_the_pause_ends() -> Result<()> {
+    let system = System::at(&Backends::in_memory()).await?;
     backlog(&system, "limited", 20).await?;
     backlog(&system, "prompt", 20).await?;
     let deliverer = RecordingDeliverer::new(|row| match row.integration.as_str() {
@@ -359,137 +358,137 @@ async fn a_receiver_that_asks_for_a_pause_gets_nothing_before_it_is_over() -> Re
     Ok(())
 }
 
-/// Waits at a gate with each row, one for each of two issues, and writes down what has left.
+/// Waits at a gate per issue, and records the delivered rows.
 #[derive(Clone, Default)]
 struct Slow {
     gates: [Gate; 2],
-    left: Arc<Mutex<Vec<String>>>,
+    delivered: Arc<Mutex<Vec<String>>>,
 }
 
 impl Slow {
-    fn left(&self) -> Vec<String> {
-        self.left.lock().expect("not poisoned").clone()
+    fn delivered(&self) -> Vec<String> {
+        self.delivered.lock().expect("not poisoned").clone()
     }
 }
 
 #[async_trait]
 impl Deliver for Slow {
     async fn deliver(&self, row: &OutboxRow) -> Result<(), DeliverError> {
-        self.gates[usize::from(row.external_issue_id == "2")].pass().await;
-        self.left.lock().expect("not poisoned").push(row.payload.clone());
+        self.gates[usize::from(row.external_issue_id == "2")].wait().await;
+        self.delivered.lock().expect("not poisoned").push(row.payload.clone());
         Ok(())
     }
 }
 
 async fn flaky() -> Result<(System, Arc<FlakyStore>)> {
-    let backends = Backends::now();
+    let backends = Backends::in_memory();
     let flaky = FlakyStore::new(backends.store().await?);
     let system = System::on(flaky.clone(), backends.streams().await?, InboxConfig::default())?;
     Ok((system, flaky))
 }
 
 #[tokio::test]
-async fn a_stop_waits_no_longer_than_the_drain_and_gives_back_what_has_not_ended() -> Result<()> {
-    let system = System::at(&Backends::now()).await?;
+async fn a_shutdown_waits_for_the_drain_time_and_releases_unfinished_rows() -> Result<()> {
+    let system = System::at(&Backends::in_memory()).await?;
     replied(&system, "1", &["10"]).await?;
     let slow = Slow::default();
-    // A row that was not given back would be hidden for longer than this test lives.
+    // A row that was not released would stay invisible during the test.
     let config = OutboxConfig { deadline: LONG, ttl: LONG * 10, drain: Duration::ZERO, ..config() };
     let outbox = system.outbox(slow.clone(), config)?;
     let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
     let running = tokio::spawn(async move { outbox.run(async { drop(stopped.await) }).await });
-    slow.gates[0].arrivals(1).await?;
+    slow.gates[0].wait_for_arrivals(1).await?;
 
     drop(stop);
     tokio::time::timeout(LONG, running).await??;
-    assert!(slow.left().is_empty(), "it was cancelled");
+    assert!(slow.delivered().is_empty(), "it was cancelled");
     let again = system.store.take_outbox("other", 10, LONG).await?;
-    assert_eq!(again.len(), 1, "it is there at once");
-    assert_eq!(again[0].attempts, 0, "and nobody is to blame");
+    assert_eq!(again.len(), 1, "it can be taken at once");
+    assert_eq!(again[0].attempts, 0, "no attempt is counted");
     Ok(())
 }
 
 #[tokio::test]
-async fn a_stop_whose_end_is_known_lets_deliveries_go_on_until_then() -> Result<()> {
-    let system = System::at(&Backends::now()).await?;
+async fn a_shutdown_with_a_deadline_lets_deliveries_finish_until_then() -> Result<()> {
+    let system = System::at(&Backends::in_memory()).await?;
     replied(&system, "1", &["10"]).await?;
     let slow = Slow::default();
     let config = OutboxConfig { deadline: LONG, ttl: LONG * 10, drain: Duration::ZERO, ..config() };
     let outbox = system.outbox(slow.clone(), config)?;
     let (stop, stopped) = tokio::sync::oneshot::channel();
     let running = tokio::spawn(async move {
-        outbox.run_until(async { stopped.await.expect("it is told") }).await;
+        outbox.run_until(async { stopped.await.expect("a deadline") }).await;
     });
-    slow.gates[0].arrivals(1).await?;
+    slow.gates[0].wait_for_arrivals(1).await?;
 
-    stop.send(std::time::Instant::now() + LONG).expect("it listens");
-    // Time to hear of it: a stop of no drain would have cancelled the delivery by then.
+    stop.send(std::time::Instant::now() + LONG).expect("a receiver");
+    // Time to react: without the deadline the delivery would be cancelled by then.
     tokio::time::sleep(Duration::from_millis(100)).await;
     slow.gates[0].open();
     tokio::time::timeout(LONG, running).await??;
-    assert_eq!(slow.left(), ["10"], "it was not cancelled");
+    assert_eq!(slow.delivered(), ["10"], "it was not cancelled");
     assert_eq!(system.store.backlog().await?.outbox_pending, 0);
     Ok(())
 }
 
 #[tokio::test]
-async fn an_error_of_the_database_does_not_cut_off_the_deliveries_under_way() -> Result<()> {
+async fn a_database_error_does_not_cancel_deliveries_in_flight() -> Result<()> {
     let (system, flaky) = flaky().await?;
     replied(&system, "1", &["10"]).await?;
     replied(&system, "2", &["20"]).await?;
     let slow = Slow::default();
     let outbox = system.outbox(slow.clone(), config())?;
     let running = tokio::spawn(async move { outbox.run_once().await });
-    slow.gates[0].arrivals(1).await?;
-    slow.gates[1].arrivals(1).await?;
-    // The next look at the database, when the second row has left, fails.
-    flaky.lose("take_outbox", 1);
+    slow.gates[0].wait_for_arrivals(1).await?;
+    slow.gates[1].wait_for_arrivals(1).await?;
+    // The next take, after the second row was delivered, fails.
+    flaky.lose_replies("take_outbox", 1);
     slow.gates[1].open();
-    wait_until("the error", || async { flaky.is_done() }).await?;
-    assert!(!running.is_finished(), "it waits for what it has begun");
+    wait_until("the error", || async { flaky.all_replies_lost() }).await?;
+    assert!(!running.is_finished(), "it waits for deliveries in flight");
 
     slow.gates[0].open();
     assert!(tokio::time::timeout(LONG, running).await??.is_err());
-    assert_eq!(slow.left(), ["20", "10"]);
+    assert_eq!(slow.delivered(), ["20", "10"]);
     assert_eq!(system.store.backlog().await?.outbox_pending, 0, "both are settled");
     Ok(())
 }
 
 #[tokio::test]
-async fn a_delivery_that_the_database_refuses_to_settle_is_told_of_and_comes_again() -> Result<()> {
+async fn a_delivery_that_cannot_be_settled_is_logged_and_repeated() -> Result<()> {
     let (metrics_seen, _guard) = CapturedMetrics::start();
     let (warnings, _log_guard) = CapturedWarnings::start();
     let (system, flaky) = flaky().await?;
     replied(&system, "1", &["10"]).await?;
-    flaky.refuse_settlements(1);
+    flaky.reject_settlements(1);
     let deliverer = RecordingDeliverer::new(|_| Ok(()));
     let (deadline, ttl) = (Duration::from_secs(1), Duration::from_secs(2));
     let outbox = system.outbox(deliverer.clone(), OutboxConfig { deadline, ttl, ..config() })?;
     let running = tokio::spawn(async move { outbox.run(std::future::pending()).await });
     wait_until("the row to be settled", || async {
-        system.store.backlog().await.expect("it answers").outbox_pending == 0
+        system.store.backlog().await.expect("the store replies").outbox_pending == 0
     })
     .await?;
     running.abort();
     let seen = deliverer.seen();
     assert!(seen.len() == 2 && seen[0] == seen[1], "twice with one key: {seen:?}");
-    let told = warnings.with("delivery was not settled");
-    assert!(told.len() == 1 && told[0].contains("no such thing"), "{told:?}");
+    let logged = warnings.containing("delivery was not settled");
+    assert!(logged.len() == 1 && logged[0].contains("no such thing"), "{logged:?}");
     let name = "headwater_outbox_deliveries_total";
     assert_eq!(metrics_seen.value(&format!("{name}{{kind=reply,result=unsettled}}")), 1.0);
     Ok(())
 }
 
 #[tokio::test]
-async fn rows_that_cannot_be_taken_together_are_taken_one_by_one() -> Result<()> {
+async fn rows_that_cannot_be_taken_as_a_batch_are_taken_one_by_one() -> Result<()> {
     let (system, flaky) = flaky().await?;
     for (issue, reply) in [("1", &["10"]), ("2", &["20"]), ("3", &["30"])] {
         replied(&system, issue, reply).await?;
     }
-    flaky.refuse_shared_takes();
+    flaky.reject_batch_takes();
     let deliverer = RecordingDeliverer::new(|_| Ok(()));
     assert_eq!(system.outbox(deliverer.clone(), config())?.run_once().await?, 3);
-    assert!(flaky.refused_takes() > 0);
+    assert!(flaky.rejected_takes() > 0);
     let mut payloads = deliverer.payloads();
     payloads.sort();
     assert_eq!(payloads, ["10", "20", "30"]);

@@ -1,4 +1,4 @@
-//! The concurrency scenarios of issue-centric processing, one test each, on both kinds of places.
+//! The concurrency scenarios of issue-centric processing, one test each, on both kinds of backends.
 
 mod support;
 
@@ -15,7 +15,7 @@ macro_rules! scenarios {
         mod with_sqlite_and_embedded_streams {
             $(#[tokio::test]
             async fn $name() -> anyhow::Result<()> {
-                super::$name(super::Backends::memory()).await
+                super::$name(super::Backends::in_memory_with_test_clock()).await
             })*
         }
 
@@ -31,11 +31,11 @@ macro_rules! scenarios {
 
 scenarios! {
     two_webhooks_for_one_issue_become_one_run_with_both_events,
-    of_two_workers_with_the_same_nudge_one_works_and_the_other_does_nothing,
-    what_a_crashed_worker_had_claimed_is_done_by_another_when_the_claim_has_run_out,
-    after_a_commit_without_acknowledgement_the_old_nudge_is_a_no_op,
-    after_a_commit_without_acknowledgement_the_old_nudge_serves_for_a_new_event,
-    after_the_old_nudge_was_a_no_op_a_new_event_brings_its_own,
+    of_two_workers_with_the_same_nudge_one_runs_and_the_other_does_nothing,
+    an_issue_of_a_crashed_worker_is_processed_by_another_after_the_claim_expires,
+    a_redelivered_nudge_after_a_commit_is_a_no_op,
+    a_redelivered_nudge_after_a_commit_processes_a_new_event,
+    a_new_event_after_a_no_op_nudge_sends_its_own_nudge,
     an_event_that_arrives_while_processing_is_not_lost,
 }
 
@@ -59,7 +59,7 @@ async fn two_webhooks_for_one_issue_become_one_run_with_both_events(
     Ok(())
 }
 
-async fn of_two_workers_with_the_same_nudge_one_works_and_the_other_does_nothing(
+async fn of_two_workers_with_the_same_nudge_one_runs_and_the_other_does_nothing(
     backends: Backends,
 ) -> Result<()> {
     let (system, run_log) = (System::at(&backends).await?, RunLog::default());
@@ -74,7 +74,7 @@ async fn of_two_workers_with_the_same_nudge_one_works_and_the_other_does_nothing
     Ok(())
 }
 
-async fn what_a_crashed_worker_had_claimed_is_done_by_another_when_the_claim_has_run_out(
+async fn an_issue_of_a_crashed_worker_is_processed_by_another_after_the_claim_expires(
     backends: Backends,
 ) -> Result<()> {
     let (system, run_log, gate) =
@@ -86,22 +86,22 @@ async fn what_a_crashed_worker_had_claimed_is_done_by_another_when_the_claim_has
             move |_: Run| {
                 let gate = gate.clone();
                 async move {
-                    gate.pass().await;
+                    gate.wait().await;
                     Ok::<_, HandlerError>(Resolution::new())
                 }
             },
             WorkerConfig::default(),
         )?
     };
-    gate.arrivals(1).await?;
+    gate.wait_for_arrivals(1).await?;
     crashed.abort().await;
 
     let rescuer = system.worker(run_log.handler(), WorkerConfig::default())?;
     rescuer.process_issue(issue_id).await;
-    assert!(run_log.runs().is_empty(), "the claim of the dead worker still holds");
+    assert!(run_log.runs().is_empty(), "the claim of the dead worker is still held");
     assert!(system.sweeper(None)?.run_once().await?.nudges.is_empty());
 
-    backends.let_claims_run_out(CLAIM_TTL).await?;
+    backends.expire_claims(CLAIM_TTL).await?;
     let swept = system.sweeper(None)?.run_once().await?;
     assert_eq!((swept.requeued, swept.nudges.len()), (1, 1));
     rescuer.process_issue(issue_id).await;
@@ -110,7 +110,7 @@ async fn what_a_crashed_worker_had_claimed_is_done_by_another_when_the_claim_has
     Ok(())
 }
 
-/// Worker 1 has committed and dies before it acknowledges the nudge; this is what is left.
+/// The state after a worker has committed and crashed before it acknowledged the nudge.
 async fn committed_and_not_acknowledged(
     backends: &Backends,
     run_log: &RunLog,
@@ -118,28 +118,26 @@ async fn committed_and_not_acknowledged(
     let system = System::at(backends).await?;
     let issue_id = system.record("1", "a").await?.issue_id;
     system.record("1", "b").await?;
-    // A worker that never reads the stream acknowledges nothing in it.
+    // This worker does not consume the stream, so it acknowledges nothing.
     system.worker(run_log.handler(), WorkerConfig::default())?.process_issue(issue_id).await;
     let issue = system.store.issue(issue_id).await?.expect("it exists");
     assert_eq!((issue.status, issue.pending_events), (ProcessingStatus::Idle, 0));
     Ok((system, issue_id))
 }
 
-async fn after_a_commit_without_acknowledgement_the_old_nudge_is_a_no_op(
-    backends: Backends,
-) -> Result<()> {
+async fn a_redelivered_nudge_after_a_commit_is_a_no_op(backends: Backends) -> Result<()> {
     let run_log = RunLog::default();
     let (system, _) = committed_and_not_acknowledged(&backends, &run_log).await?;
 
     let worker = system.start(run_log.handler(), WorkerConfig::default())?;
-    acknowledged(&system, 1).await?;
+    wait_acknowledged(&system, 1).await?;
     worker.stop().await?;
     assert_eq!(run_log.runs(), [["a", "b"]]);
     system.assert_consistent().await?;
     Ok(())
 }
 
-async fn after_a_commit_without_acknowledgement_the_old_nudge_serves_for_a_new_event(
+async fn a_redelivered_nudge_after_a_commit_processes_a_new_event(
     backends: Backends,
 ) -> Result<()> {
     let run_log = RunLog::default();
@@ -148,34 +146,32 @@ async fn after_a_commit_without_acknowledgement_the_old_nudge_serves_for_a_new_e
     assert!(recorded.nudge, "the issue was idle");
 
     let worker = system.start(run_log.handler(), WorkerConfig::default())?;
-    acknowledged(&system, 2).await?;
+    wait_acknowledged(&system, 2).await?;
     worker.stop().await?;
     assert_eq!(run_log.runs(), [vec!["a", "b"], vec!["c"]], "the new nudge found nothing to do");
     system.assert_consistent().await?;
     Ok(())
 }
 
-async fn after_the_old_nudge_was_a_no_op_a_new_event_brings_its_own(
-    backends: Backends,
-) -> Result<()> {
+async fn a_new_event_after_a_no_op_nudge_sends_its_own_nudge(backends: Backends) -> Result<()> {
     let run_log = RunLog::default();
     let (system, _) = committed_and_not_acknowledged(&backends, &run_log).await?;
     let worker = system.start(run_log.handler(), WorkerConfig::default())?;
-    acknowledged(&system, 1).await?;
+    wait_acknowledged(&system, 1).await?;
 
     system.record("1", "c").await?;
-    acknowledged(&system, 2).await?;
+    wait_acknowledged(&system, 2).await?;
     worker.stop().await?;
     assert_eq!(run_log.runs(), [vec!["a", "b"], vec!["c"]]);
     system.assert_consistent().await?;
     Ok(())
 }
 
-/// Waits until so many nudges were sent, and all are acknowledged.
-async fn acknowledged(system: &System, sent: u64) -> Result<()> {
+/// Waits until `sent` nudges were sent and all are acknowledged.
+async fn wait_acknowledged(system: &System, sent: u64) -> Result<()> {
     let stream = headwater_stream::StreamName::new(headwater_issue::STREAM)?;
     wait_until("nudges to be acknowledged", || async {
-        let stats = system.streams.stats(&stream).await.expect("the stream answers");
+        let stats = system.streams.stats(&stream).await.expect("the stream replies");
         stats.is_some_and(|stats| {
             let groups = &stats.groups;
             stats.length == sent
@@ -196,18 +192,18 @@ async fn an_event_that_arrives_while_processing_is_not_lost(backends: Backends) 
         move |run: Run| {
             let (run_log, gate) = (run_log.clone(), gate.clone());
             async move {
-                run_log.write(&run);
+                run_log.record(&run);
                 if run.events().len() == 1 {
-                    gate.pass().await;
+                    gate.wait().await;
                 }
                 Ok::<_, HandlerError>(support::replies(&run))
             }
         }
     };
     let worker = system.start(handler, WorkerConfig::default())?;
-    gate.arrivals(1).await?;
+    gate.wait_for_arrivals(1).await?;
 
-    // The webhook commits while the handler runs: no transaction is open meanwhile.
+    // Recording succeeds while the handler runs: no transaction is open.
     for event in ["b", "c"] {
         let recorded = tokio::time::timeout(LONG, system.record("1", event)).await??;
         assert!(!recorded.nudge, "the end of the run will requeue it");
@@ -219,9 +215,9 @@ async fn an_event_that_arrives_while_processing_is_not_lost(backends: Backends) 
     system.wait_processed().await?;
     worker.stop().await?;
     assert_eq!(run_log.runs(), [vec!["a"], vec!["b", "c"]]);
-    let letters = DeliveryLog::default();
-    system.outbox(letters.clone(), Default::default())?.run_once().await?;
-    letters.assert_one_reply_each(event_ids(system.store.as_ref(), issue_id).await?);
+    let deliveries = DeliveryLog::default();
+    system.outbox(deliveries.clone(), Default::default())?.run_once().await?;
+    deliveries.assert_one_reply_each(event_ids(system.store.as_ref(), issue_id).await?);
     system.assert_consistent().await?;
     Ok(())
 }

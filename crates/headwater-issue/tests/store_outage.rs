@@ -1,4 +1,4 @@
-//! Failures of our own database: no issue is blamed for them.
+//! Failures of the database do not count as attempts or crashes of an issue.
 #![cfg(all(feature = "sqlite", feature = "postgres"))]
 
 mod support;
@@ -16,7 +16,7 @@ use support::{Backends, System, wait_until};
 use tokio::sync::watch;
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_claim_that_lapses_while_the_database_does_not_answer_is_no_crash() -> Result<()> {
+async fn a_claim_that_lapses_while_the_database_is_unavailable_is_not_a_crash() -> Result<()> {
     let server = Postgres::shared()?;
     let database = server.database()?;
     let direct = Backends::named(&database.url(), "embedded:memory").store().await?;
@@ -26,7 +26,7 @@ async fn a_claim_that_lapses_while_the_database_does_not_answer_is_no_crash() ->
     let store = connect(&database.url_at(proxy.addr()), &options).await?;
     let system = System::on(store, streams, InboxConfig::default())?;
 
-    // The first run ends with its claim only.
+    // The first run ends when its claim is lost.
     let attempts: Arc<Mutex<Vec<u32>>> = Arc::default();
     let runs = watch::Sender::new(0);
     let handler = {
@@ -52,21 +52,21 @@ async fn a_claim_that_lapses_while_the_database_does_not_answer_is_no_crash() ->
         heartbeat_every: Duration::from_millis(500),
         ..WorkerConfig::default()
     };
-    // Nobody sweeps: what happens to the issue is up to its worker.
+    // There is no sweeper: only the worker can release the claim.
     let worker = system.start(handler, config)?;
     let issue_id = system.record("1", "a").await?.issue_id;
     runs.subscribe().wait_for(|runs| *runs == 1).await?;
 
     proxy.stall()?;
     wait_until("the end of the claim", || async {
-        let issue = direct.issue(issue_id).await.expect("it answers").expect("it exists");
+        let issue = direct.issue(issue_id).await.expect("the store replies").expect("it exists");
         issue.claim_expires_at.is_some_and(|end| end < SystemClock.now())
     })
     .await?;
     proxy.heal()?;
 
     wait_until("the second run", || async {
-        let issue = direct.issue(issue_id).await.expect("it answers").expect("it exists");
+        let issue = direct.issue(issue_id).await.expect("the store replies").expect("it exists");
         issue.pending_events == 0
     })
     .await?;

@@ -170,7 +170,7 @@ fn window(max_wait: Duration, events_max: usize) -> DebounceWindow {
     DebounceWindow { quiet_for: Duration::from_secs(600), max_wait, events_max }
 }
 
-pub async fn a_burst_in_a_quiet_window_is_one_run_with_all_its_events(
+pub async fn a_burst_in_a_debounce_window_is_one_run_with_all_its_events(
     env: StoreTestEnv,
 ) -> StoreTestResult {
     let debounce = window(Duration::from_secs(6000), 0);
@@ -211,9 +211,7 @@ pub async fn no_event_waits_longer_than_max_wait(env: StoreTestEnv) -> StoreTest
     Ok(())
 }
 
-pub async fn a_quiet_window_ends_with_as_many_events_as_a_run_can_have(
-    env: StoreTestEnv,
-) -> StoreTestResult {
+pub async fn a_debounce_window_ends_early_at_events_max(env: StoreTestEnv) -> StoreTestResult {
     let debounce = window(Duration::from_secs(6000), 3);
     let mut nudges = Vec::new();
     let mut issue = Default::default();

@@ -1,4 +1,4 @@
-//! What people read with SQL: the seed's queries, word for word, and an audit that finds what was changed by hand.
+//! Administrative SQL: the queries of the seed, and the consistency check after changes by hand.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -22,7 +22,7 @@ FROM event_logs
 WHERE processed_at IS NULL 
 GROUP BY issue_id;";
 
-/// Two issues queued with one and two events, one being processed.
+/// Two queued issues with one and two events, and one in processing.
 async fn fill(store: &dyn Store) -> Result<()> {
     record(store, "1", "a").await?;
     record(store, "2", "b").await?;
@@ -34,7 +34,7 @@ async fn fill(store: &dyn Store) -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_three_admin_queries_run_verbatim_on_postgres_and_tell_the_truth() -> Result<()> {
+async fn the_three_admin_queries_of_the_seed_are_correct_on_postgres() -> Result<()> {
     let database = Postgres::shared()?.database()?;
     fill(&*open(&database.url()).await?).await?;
     assert_eq!(database.query(QUEUED)?, "2");
@@ -50,7 +50,7 @@ async fn the_three_admin_queries_run_verbatim_on_postgres_and_tell_the_truth() -
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_admin_queries_that_sqlite_understands_tell_the_truth_there_too() -> Result<()> {
+async fn the_portable_admin_queries_are_correct_on_sqlite() -> Result<()> {
     let file = File::new()?;
     fill(&*open(&file.url).await?).await?;
     let mut connection = sqlx::SqliteConnection::connect(&file.url).await?;
@@ -63,7 +63,7 @@ async fn the_admin_queries_that_sqlite_understands_tell_the_truth_there_too() ->
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_names_of_the_seed_are_there_on_postgres() -> Result<()> {
+async fn the_schema_names_of_the_seed_exist_on_postgres() -> Result<()> {
     let database = Postgres::shared()?.database()?;
     open(&database.url()).await?;
     let index = database
@@ -86,7 +86,7 @@ async fn the_names_of_the_seed_are_there_on_postgres() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_audit_names_every_issue_whose_books_were_changed_by_hand() -> Result<()> {
+async fn the_consistency_check_reports_every_issue_changed_by_hand() -> Result<()> {
     let (file, database) = (File::new()?, Postgres::shared()?.database()?);
     let tampering = [
         "UPDATE issues SET pending_events = 7 WHERE external_issue_id = '1'",
@@ -126,7 +126,7 @@ async fn the_audit_names_every_issue_whose_books_were_changed_by_hand() -> Resul
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_clock_of_a_process_decides_nothing_on_postgres() -> Result<()> {
+async fn the_clock_of_a_process_has_no_effect_on_postgres() -> Result<()> {
     let database = Postgres::shared()?.database()?;
     let behind = Arc::new(TestClock::at(Timestamp::from_millis(1_000)));
     let options = StoreOptions { clock: behind, ..StoreOptions::default() };
@@ -143,7 +143,7 @@ async fn the_clock_of_a_process_decides_nothing_on_postgres() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_claim_without_an_end_that_another_program_wrote_has_run_out() -> Result<()> {
+async fn a_claim_without_expiry_written_by_another_program_is_expired() -> Result<()> {
     let (file, database) = (File::new()?, Postgres::shared()?.database()?);
     for url in [file.url.clone(), database.url()] {
         let store = open(&url).await?;
@@ -173,7 +173,7 @@ async fn a_claim_without_an_end_that_another_program_wrote_has_run_out() -> Resu
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn only_one_row_of_an_issue_is_ever_among_those_to_take() -> Result<()> {
+async fn only_one_row_of_an_issue_can_be_taken() -> Result<()> {
     let (file, database) = (File::new()?, Postgres::shared()?.database()?);
     for url in [file.url.clone(), database.url()] {
         let store = open(&url).await?;

@@ -1,4 +1,4 @@
-//! How the outbox fares with much in it that cannot go yet.
+//! Cost of taking outbox rows with a large blocked backlog.
 
 use std::time::Duration;
 
@@ -9,11 +9,11 @@ use sqlx::Row;
 
 use super::{File, open_with, record};
 
-/// Rows that wait behind one which is in backoff.
+/// Rows that wait behind a row in backoff.
 const BLOCKED: i64 = 100_000;
 
 #[tokio::test(flavor = "multi_thread")]
-async fn looking_for_rows_to_deliver_costs_the_same_however_many_are_blocked() -> Result<()> {
+async fn the_cost_of_taking_rows_does_not_depend_on_blocked_rows() -> Result<()> {
     let (file, database) = (File::new()?, Postgres::shared()?.database()?);
     for url in [file.url.clone(), database.url()] {
         let options =
@@ -67,7 +67,7 @@ async fn looking_for_rows_to_deliver_costs_the_same_however_many_are_blocked() -
     Ok(())
 }
 
-/// What a look costs: pages on Postgres, rows that are looked at on SQLite. Neither depends on what else the machine does.
+/// Cost of a take: pages on PostgreSQL, visited rows on SQLite. Independent of the load of the machine.
 async fn cost(store: &dyn headwater_issue::Store) -> Result<i64> {
     match store.read_connection().await?.connection() {
         headwater_issue::StoreConnection::Postgres(connection) => {
@@ -75,7 +75,7 @@ async fn cost(store: &dyn headwater_issue::Store) -> Result<i64> {
                 "EXPLAIN (ANALYZE, BUFFERS) SELECT * FROM headwater_take_2('d', 32, 60000, 32, 32,
                 '{}', '{}', '{}', '{}', '{}', '{}', '{}')";
             let mut pages = i64::MAX;
-            // The first looks of a connection read the catalog, too, and so does one after the statistics changed.
+            // The first takes of a connection, and the first after changed statistics, also read the catalog.
             for _ in 0..4 {
                 let rows = sqlx::query(look).fetch_all(&mut *connection).await?;
                 let lines = rows.iter().map(|row| row.try_get::<String, _>(0));

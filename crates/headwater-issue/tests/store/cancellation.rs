@@ -1,4 +1,4 @@
-//! Calls that are given up half-way: whatever is confirmed afterwards is committed, whichever connection it ran on.
+//! Cancelled calls: everything confirmed afterwards is committed, on any connection.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,12 +13,12 @@ use super::{File, event, open, open_with, record};
 
 const DEADLINE: Duration = Duration::from_millis(500);
 
-/// One connection, so that a call runs on what the call before it left behind.
+/// One connection, so that a call uses the connection of the previous call.
 fn one_connection() -> StoreOptions {
     StoreOptions { call_deadline: DEADLINE, connections_max: 1, ..StoreOptions::default() }
 }
 
-/// Records an event as its sender would: it is sent again until it is confirmed.
+/// Records an event until it is confirmed, like a sender.
 async fn confirmed(store: &dyn Store, issue: &str, key: &str) -> Result<()> {
     for _ in 0..60 {
         match record(store, issue, key).await {
@@ -68,7 +68,7 @@ async fn an_event_confirmed_after_an_abandoned_begin_is_committed() -> Result<()
     Ok(())
 }
 
-/// Drops calls of every kind after a random time, while replies come late, and confirms events in between.
+/// Drops calls of every kind after a random time while replies are delayed, and confirms events in between.
 async fn drops_calls_at_random(store: &Arc<dyn Store>, random: &mut Random) -> Result<u64> {
     let mut count = 0;
     for round in 0..120_u32 {
@@ -148,7 +148,7 @@ async fn the_commit_of_a_failed_transaction_is_an_error() -> Result<()> {
         let committed = transaction.commit().await.is_ok();
         assert_eq!(pending(&*store, "1").await?, u64::from(committed), "{url}");
 
-        // One that the caller ended is not confirmed a second time.
+        // A transaction that the caller ended is not confirmed.
         let mut transaction = store.begin().await?;
         transaction.record(&[event("2", "b")], &DebounceWindow::default()).await.remove(0)?;
         execute(transaction.connection(), "ROLLBACK").await?;
@@ -165,7 +165,7 @@ async fn a_connection_that_is_left_inside_a_transaction_confirms_nothing() -> Re
     let database = Postgres::shared()?.database()?;
     let direct = open(&database.url()).await?;
     let store = open_with(&database.url(), &one_connection()).await?;
-    // As a cancelled BEGIN would leave it: the library does not know of the transaction.
+    // Like after a cancelled BEGIN: sqlx does not know of the transaction.
     let mut reading = store.read_connection().await?;
     execute(reading.connection(), "BEGIN").await?;
     reading.release().await;
@@ -175,7 +175,7 @@ async fn a_connection_that_is_left_inside_a_transaction_confirms_nothing() -> Re
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_read_back_finds_a_confirmed_event_that_is_not_committed() -> Result<()> {
+async fn the_commit_verifier_finds_a_confirmed_event_that_is_not_committed() -> Result<()> {
     let (file, database) = (File::new()?, Postgres::shared()?.database()?);
     for url in [file.url.clone(), database.url()] {
         let store = open(&url).await?;

@@ -1,5 +1,5 @@
-//! What the suite cannot ask of every store: starts at the same time, foreign transactions, lost connections, locks held by
-//! others, and what people read with SQL.
+//! Tests of the stores beyond the conformance suite: concurrent starts, caller's transactions, lost connections, foreign locks,
+//! and administrative SQL.
 #![cfg(all(feature = "sqlite", feature = "postgres"))]
 #![allow(clippy::unwrap_used, reason = "a test that panics has failed")]
 
@@ -43,7 +43,7 @@ async fn open_with(url: &str, options: &StoreOptions) -> Result<Arc<dyn Store>> 
     Ok(store)
 }
 
-/// A SQLite file in a directory of its own.
+/// A SQLite file in its own directory.
 struct File {
     _directory: tempfile::TempDir,
     url: String,

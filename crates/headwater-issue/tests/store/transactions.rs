@@ -1,4 +1,4 @@
-//! Transactions of the caller: events, outbox rows and rows of his own tables together.
+//! Caller's transactions: events, outbox rows and the caller's tables change together.
 
 use anyhow::Result;
 use headwater_issue::{
@@ -13,7 +13,7 @@ use super::{File, event, open, record};
 fn with_bad_ones() -> Vec<NewEvent> {
     vec![
         event("1", "a"),
-        NewEvent { integration: "nobody".into(), ..event("1", "x") },
+        NewEvent { integration: "unknown".into(), ..event("1", "x") },
         NewEvent { payload: "{".into(), ..event("1", "y") },
         NewEvent { payload: "{}".into(), ..event("1", "old") },
         event("1", "old"),
@@ -105,7 +105,7 @@ fn reply(key: &str, text: &str) -> KeyedOutboxRow {
     }
 }
 
-/// One statement on whatever connection a transaction has.
+/// Executes a statement on the connection of a transaction.
 async fn execute(
     transaction: &mut dyn headwater_issue::Transaction,
     statement: &'static str,
@@ -138,7 +138,7 @@ async fn count(store: &dyn Store, statement: &'static str) -> Result<i64> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn tables_of_the_caller_change_together_with_ours_on_both_stores() -> Result<()> {
+async fn tables_of_the_caller_and_of_the_store_change_together() -> Result<()> {
     let (file, database) = (File::new()?, Postgres::shared()?.database()?);
     for url in [file.url.clone(), database.url()] {
         let store = open(&url).await?;
@@ -168,7 +168,7 @@ async fn tables_of_the_caller_change_together_with_ours_on_both_stores() -> Resu
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn rows_are_put_into_the_outbox_on_a_connection_of_the_caller() -> Result<()> {
+async fn outbox_rows_are_written_on_a_connection_of_the_caller() -> Result<()> {
     let (file, database) = (File::new()?, Postgres::shared()?.database()?);
     let rows = [reply("a", "one"), reply("b", "two")];
     let store = open(&file.url).await?;
@@ -190,7 +190,7 @@ async fn rows_are_put_into_the_outbox_on_a_connection_of_the_caller() -> Result<
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_transaction_that_is_forgotten_is_ended_by_the_server() -> Result<()> {
+async fn an_idle_transaction_is_terminated_by_the_server() -> Result<()> {
     let database = Postgres::shared()?.database()?;
     let patient = open(&database.url()).await?;
     let options = headwater_issue::StoreOptions {
@@ -201,7 +201,7 @@ async fn a_transaction_that_is_forgotten_is_ended_by_the_server() -> Result<()> 
     let issue = record(&*store, "1", "a").await?.issue_id;
     let mut forgotten = store.begin().await?;
     forgotten.write_outbox(issue, &[reply("a", "never")]).await?;
-    // The issue is locked until the server ends the transaction; nobody else does here.
+    // The issue is locked until the server terminates the transaction.
     let mut recorded = record(&*patient, "1", "b").await;
     for _ in 0..60 {
         if recorded.is_ok() {

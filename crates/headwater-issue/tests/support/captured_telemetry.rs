@@ -1,5 +1,4 @@
-//! Metrics and warnings as a test can read them. They hear what happens on the thread of their test alone, so it needs the
-//! runtime of one thread.
+//! Captures metrics and warnings of a test. Only of the test's own thread, so the test needs a single-threaded runtime.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -12,23 +11,23 @@ use metrics::{
 use tracing::field::{Field, Visit};
 use tracing::{Event, Level, Subscriber, span};
 
-/// Every value of every metric: a counter and a gauge have one, a histogram all that were recorded.
+/// Values of all metrics: one per counter and gauge, all recorded ones per histogram.
 #[derive(Clone, Default)]
 pub(crate) struct CapturedMetrics(Arc<Mutex<BTreeMap<String, Vec<f64>>>>);
 
 impl CapturedMetrics {
-    /// Hears from now on, for as long as the test lives.
+    /// Captures until the guard is dropped.
     pub(crate) fn start() -> (&'static Self, metrics::LocalRecorderGuard<'static>) {
         let metrics_seen: &'static Self = Box::leak(Box::default());
         (metrics_seen, metrics::set_default_local_recorder(metrics_seen))
     }
 
-    /// What a counter or gauge stands at: its name, and `label=value` behind it in braces. 0 if nobody has set it.
+    /// Value of a counter or gauge, by its name followed by `{label=value}`. 0 if it was never set.
     pub(crate) fn value(&self, name: &str) -> f64 {
         self.values(name).first().copied().unwrap_or_default()
     }
 
-    /// What a histogram was told.
+    /// Recorded values of a histogram.
     pub(crate) fn values(&self, name: &str) -> Vec<f64> {
         self.lock().get(name).cloned().unwrap_or_default()
     }
@@ -65,7 +64,7 @@ impl CapturedMetric {
 
 impl CounterFn for CapturedMetric {
     fn increment(&self, value: u64) {
-        self.change(|known| known + value as f64);
+        self.change(|current| current + value as f64);
     }
 
     fn absolute(&self, value: u64) {
@@ -75,11 +74,11 @@ impl CounterFn for CapturedMetric {
 
 impl GaugeFn for CapturedMetric {
     fn increment(&self, value: f64) {
-        self.change(|known| known + value);
+        self.change(|current| current + value);
     }
 
     fn decrement(&self, value: f64) {
-        self.change(|known| known - value);
+        self.change(|current| current - value);
     }
 
     fn set(&self, value: f64) {
@@ -111,20 +110,20 @@ impl Recorder for CapturedMetrics {
     }
 }
 
-/// CapturedWarnings and errors of the log, one line each: the message, and what else it says.
+/// Warnings and errors of the log, one line each: message and fields.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct CapturedWarnings(Arc<Mutex<Vec<String>>>);
 
 impl CapturedWarnings {
-    /// Hears from now on, until the guard is dropped.
+    /// Captures until the guard is dropped.
     pub(crate) fn start() -> (Self, tracing::subscriber::DefaultGuard) {
         let warnings = Self::default();
         let guard = tracing::subscriber::set_default(warnings.clone());
         (warnings, guard)
     }
 
-    /// The lines that contain this.
-    pub(crate) fn with(&self, text: &str) -> Vec<String> {
+    /// The lines that contain this text.
+    pub(crate) fn containing(&self, text: &str) -> Vec<String> {
         let lines = self.0.lock().expect("not poisoned");
         lines.iter().filter(|line| line.contains(text)).cloned().collect()
     }

@@ -1,4 +1,4 @@
-//! A store whose answers get lost: the call happens, and the caller hears that the database is away.
+//! A store that injects faults: calls take effect, but their replies are lost, rejected or delayed.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
@@ -7,109 +7,109 @@ use std::time::Duration;
 use async_trait::async_trait;
 use headwater_issue::*;
 
-/// A store in front of another one.
+/// Wraps another store.
 #[derive(Debug)]
 pub(crate) struct FlakyStore {
     store: Arc<dyn Store>,
-    lost: Mutex<HashMap<&'static str, usize>>,
-    troubled: Mutex<Trouble>,
+    lost_replies: Mutex<HashMap<&'static str, usize>>,
+    faults: Mutex<Faults>,
 }
 
-/// What is wrong with the completions of one issue, with the outbox and with claims.
+/// Faults of completions, the outbox and claims.
 #[derive(Debug, Default)]
-struct Trouble {
-    refused: Option<IssueId>,
+struct Faults {
+    rejected: Option<IssueId>,
     blocked: Option<IssueId>,
-    shared_refusals: usize,
-    refused_settlements: usize,
-    refuses_shared_takes: bool,
-    refused_takes: usize,
+    rejected_batches: usize,
+    rejected_settlements: usize,
+    rejects_batch_takes: bool,
+    rejected_takes: usize,
     blocks_claims: bool,
     blocked_claims: usize,
-    slow_claims: Duration,
+    claim_delay: Duration,
 }
 
 impl FlakyStore {
     pub(crate) fn new(store: Arc<dyn Store>) -> Arc<Self> {
-        Arc::new(Self { store, lost: Mutex::default(), troubled: Mutex::default() })
+        Arc::new(Self { store, lost_replies: Mutex::default(), faults: Mutex::default() })
     }
 
-    /// The next `count` answers to this call get lost.
-    pub(crate) fn lose(&self, call: &'static str, count: usize) {
-        self.lost.lock().expect("not poisoned").insert(call, count);
+    /// Loses the next `count` replies of this call.
+    pub(crate) fn lose_replies(&self, call: &'static str, count: usize) {
+        self.lost_replies.lock().expect("not poisoned").insert(call, count);
     }
 
-    /// No completion of this issue can be kept.
-    pub(crate) fn refuse(&self, issue_id: IssueId) {
-        self.troubled.lock().expect("not poisoned").refused = Some(issue_id);
+    /// Rejects completions of this issue as invalid.
+    pub(crate) fn reject_completions_of(&self, issue_id: IssueId) {
+        self.faults.lock().expect("not poisoned").rejected = Some(issue_id);
     }
 
-    /// The database is never there for completions of this issue.
-    pub(crate) fn block(&self, issue_id: IssueId) {
-        self.troubled.lock().expect("not poisoned").blocked = Some(issue_id);
+    /// Fails completions of this issue as unavailable.
+    pub(crate) fn block_completions_of(&self, issue_id: IssueId) {
+        self.faults.lock().expect("not poisoned").blocked = Some(issue_id);
     }
 
-    /// How many calls of several completions were refused.
-    pub(crate) fn shared_refusals(&self) -> usize {
-        self.troubled.lock().expect("not poisoned").shared_refusals
+    /// Number of rejected batches of completions.
+    pub(crate) fn rejected_batches(&self) -> usize {
+        self.faults.lock().expect("not poisoned").rejected_batches
     }
 
-    /// The next `count` settlements are refused.
-    pub(crate) fn refuse_settlements(&self, count: usize) {
-        self.troubled.lock().expect("not poisoned").refused_settlements = count;
+    /// Rejects the next `count` settlements.
+    pub(crate) fn reject_settlements(&self, count: usize) {
+        self.faults.lock().expect("not poisoned").rejected_settlements = count;
     }
 
-    /// Rows of the outbox cannot be taken together.
-    pub(crate) fn refuse_shared_takes(&self) {
-        self.troubled.lock().expect("not poisoned").refuses_shared_takes = true;
+    /// Rejects calls that take more than one outbox row.
+    pub(crate) fn reject_batch_takes(&self) {
+        self.faults.lock().expect("not poisoned").rejects_batch_takes = true;
     }
 
-    /// How many calls for several rows were refused.
-    pub(crate) fn refused_takes(&self) -> usize {
-        self.troubled.lock().expect("not poisoned").refused_takes
+    /// Number of rejected calls that take more than one row.
+    pub(crate) fn rejected_takes(&self) -> usize {
+        self.faults.lock().expect("not poisoned").rejected_takes
     }
 
-    /// The database is not there for claims, or is again.
+    /// Makes claims unavailable, or available again.
     pub(crate) fn block_claims(&self, is_blocked: bool) {
-        self.troubled.lock().expect("not poisoned").blocks_claims = is_blocked;
+        self.faults.lock().expect("not poisoned").blocks_claims = is_blocked;
     }
 
-    /// How many claims have found no database.
+    /// Number of claims that failed as unavailable.
     pub(crate) fn blocked_claims(&self) -> usize {
-        self.troubled.lock().expect("not poisoned").blocked_claims
+        self.faults.lock().expect("not poisoned").blocked_claims
     }
 
-    /// Answers to claims are so long on their way.
-    pub(crate) fn slow_down_claims(&self, by: Duration) {
-        self.troubled.lock().expect("not poisoned").slow_claims = by;
+    /// Delays replies of claims.
+    pub(crate) fn delay_claim_replies(&self, by: Duration) {
+        self.faults.lock().expect("not poisoned").claim_delay = by;
     }
 
-    fn trouble(&self, completions: &[RunCompletion]) -> Result<()> {
-        let mut trouble = self.troubled.lock().expect("not poisoned");
+    fn fail_completions(&self, completions: &[RunCompletion]) -> Result<()> {
+        let mut faults = self.faults.lock().expect("not poisoned");
         let has =
             |issue: Option<IssueId>| completions.iter().any(|one| Some(one.issue_id) == issue);
-        if has(trouble.refused) {
-            trouble.shared_refusals += usize::from(completions.len() > 1);
-            return Err(refused("value overflows"));
+        if has(faults.rejected) {
+            faults.rejected_batches += usize::from(completions.len() > 1);
+            return Err(invalid("value overflows"));
         }
-        if has(trouble.blocked) {
+        if has(faults.blocked) {
             return Err(IssueError::Unavailable { problem: "blocked".into(), source: None });
         }
         Ok(())
     }
 
-    /// Whether all answers that were to be lost are lost.
-    pub(crate) fn is_done(&self) -> bool {
-        self.lost.lock().expect("not poisoned").values().all(|left| *left == 0)
+    /// Whether all replies to lose have been lost.
+    pub(crate) fn all_replies_lost(&self) -> bool {
+        self.lost_replies.lock().expect("not poisoned").values().all(|left| *left == 0)
     }
 
-    fn heard<T>(&self, call: &'static str, answer: Result<T>) -> Result<T> {
-        let mut lost = self.lost.lock().expect("not poisoned");
-        match lost.get_mut(call) {
+    fn reply<T>(&self, call: &'static str, answer: Result<T>) -> Result<T> {
+        let mut lost_replies = self.lost_replies.lock().expect("not poisoned");
+        match lost_replies.get_mut(call) {
             Some(left) if *left > 0 => {
                 *left -= 1;
                 Err(IssueError::Unavailable {
-                    problem: format!("the answer to {call} is lost"),
+                    problem: format!("the reply of {call} is lost"),
                     source: None,
                 })
             }
@@ -118,17 +118,17 @@ impl FlakyStore {
     }
 }
 
-fn refused(problem: &str) -> IssueError {
+fn invalid(problem: &str) -> IssueError {
     IssueError::Invalid { what: "a value".into(), problem: problem.into() }
 }
 
-macro_rules! pass_on {
+macro_rules! delegate {
     (impl $trait:ident { $($name:ident($($argument:ident: $type:ty),*) -> $answer:ty;)* } $($other:item)*) => {
         #[async_trait]
         impl $trait for FlakyStore {
             $(async fn $name(&self, $($argument: $type),*) -> Result<$answer> {
                 let answer = self.store.$name($($argument),*).await;
-                self.heard(stringify!($name), answer)
+                self.reply(stringify!($name), answer)
             })*
 
             $($other)*
@@ -136,7 +136,7 @@ macro_rules! pass_on {
     };
 }
 
-pass_on! {
+delegate! {
     impl Store {
         heartbeat(claims: &[(IssueId, ClaimEpoch)], ttl: Duration) -> Vec<Renewal>;
         fail(failures: &[RunFailure], attempts_max: u32) -> Vec<FailureOutcome>;
@@ -149,54 +149,54 @@ pass_on! {
 
     async fn record(&self, events: &[NewEvent], debounce: &DebounceWindow) -> Vec<Result<Recorded>> {
         let answers = self.store.record(events, debounce).await;
-        match self.heard("record", Ok(())) {
+        match self.reply("record", Ok(())) {
             Ok(()) => answers,
             Err(error) => answers.iter().map(|_| Err(error.clone())).collect(),
         }
     }
 
     async fn claim(&self, issues: &[IssueId], options: &ClaimOptions) -> Result<Vec<Claim>> {
-        let slow_claims = {
-            let mut trouble = self.troubled.lock().expect("not poisoned");
-            if trouble.blocks_claims {
-                trouble.blocked_claims += 1;
+        let claim_delay = {
+            let mut faults = self.faults.lock().expect("not poisoned");
+            if faults.blocks_claims {
+                faults.blocked_claims += 1;
                 return Err(IssueError::Unavailable { problem: "blocked".into(), source: None });
             }
-            trouble.slow_claims
+            faults.claim_delay
         };
         let answer = self.store.claim(issues, options).await;
-        tokio::time::sleep(slow_claims).await;
-        self.heard("claim", answer)
+        tokio::time::sleep(claim_delay).await;
+        self.reply("claim", answer)
     }
 
     async fn complete(&self, completions: &[RunCompletion]) -> Result<Vec<CompletionOutcome>> {
-        self.trouble(completions)?;
+        self.fail_completions(completions)?;
         let answer = self.store.complete(completions).await;
-        self.heard("complete", answer)
+        self.reply("complete", answer)
     }
 
     async fn take_outbox_from(&self, take: &OutboxTake) -> Result<Vec<OutboxRow>> {
         {
-            let mut trouble = self.troubled.lock().expect("not poisoned");
-            if trouble.refuses_shared_takes && take.limit > 1 {
-                trouble.refused_takes += 1;
-                return Err(refused("too much at once"));
+            let mut faults = self.faults.lock().expect("not poisoned");
+            if faults.rejects_batch_takes && take.limit > 1 {
+                faults.rejected_takes += 1;
+                return Err(invalid("too much at once"));
             }
         }
         let answer = self.store.take_outbox_from(take).await;
-        self.heard("take_outbox", answer)
+        self.reply("take_outbox", answer)
     }
 
     async fn settle_outbox(&self, settlements: &[OutboxSettlement]) -> Result<Vec<OutboxSettled>> {
         {
-            let mut trouble = self.troubled.lock().expect("not poisoned");
-            if trouble.refused_settlements > 0 {
-                trouble.refused_settlements -= 1;
-                return Err(refused("no such thing"));
+            let mut faults = self.faults.lock().expect("not poisoned");
+            if faults.rejected_settlements > 0 {
+                faults.rejected_settlements -= 1;
+                return Err(invalid("no such thing"));
             }
         }
         let answer = self.store.settle_outbox(settlements).await;
-        self.heard("settle_outbox", answer)
+        self.reply("settle_outbox", answer)
     }
 
     async fn outbox_wake(&self, wait: Duration) {
@@ -212,7 +212,7 @@ pass_on! {
     }
 }
 
-pass_on! {
+delegate! {
     impl AdminStore {
         ensure_integration(name: &str, provider: &str) -> IntegrationId;
         integrations(after: Option<&str>) -> Vec<IntegrationInfo>;
