@@ -1,9 +1,9 @@
 //! Throughput of the whole flow, compared with the same work as raw SQL in the same process on the same machine.
 //!
-//! `record`: 64 clients of one inbox, compared with one transaction per event. `claim + complete`: a worker with a no-op handler,
-//! from the nudges in the stream to the last commit, compared with one transaction per job. `webhook`: the 99th percentile latency
-//! of 64 clients that record for one issue while its handler runs for 5 s, compared with an idle issue. Each figure is the best of
-//! [`ROUNDS`] rounds.
+//! `record`: 64 clients of one inbox, compared with one transaction per event. `claim + complete`: a worker with a
+//! no-op handler, from the nudges in the stream to the last commit, compared with one transaction per job. `webhook`:
+//! the 99th percentile latency of 64 clients that record for one issue while its handler runs for 5 s, compared with an
+//! idle issue. Each figure is the best of [`ROUNDS`] rounds.
 //!
 //! `HEADWATER_BENCH_EVENTS` sets how many events a round has (default 4000).
 #![allow(clippy::unwrap_used, reason = "a benchmark that panics has failed")]
@@ -199,13 +199,13 @@ async fn webhook_beside_a_long_run(name: &str, services: &Services) -> Result<()
         work_all(services).await?;
     }
 
-    let (begun, has_begun) = oneshot::channel();
-    let begun = Arc::new(std::sync::Mutex::new(Some(begun)));
+    let (started_tx, has_started) = oneshot::channel();
+    let started_tx = Arc::new(std::sync::Mutex::new(Some(started_tx)));
     let handler = move |_: Run| {
-        let begun = begun.lock().unwrap().take();
+        let started_tx = started_tx.lock().unwrap().take();
         async move {
-            if let Some(begun) = begun {
-                let _ = begun.send(());
+            if let Some(started_tx) = started_tx {
+                let _ = started_tx.send(());
                 tokio::time::sleep(LONG_RUN + Duration::from_secs(1)).await;
             }
             Ok::<_, HandlerError>(Resolution::new())
@@ -219,7 +219,7 @@ async fn webhook_beside_a_long_run(name: &str, services: &Services) -> Result<()
     let queue = services.queue.clone();
     let running =
         tokio::spawn(async move { worker.run(&queue, async { drop(stopped.await) }).await });
-    has_begun.await?;
+    has_started.await?;
     let busy = latencies(services, &format!("{name}-busy"), LONG_RUN).await?;
     drop(stop);
     running.await?;

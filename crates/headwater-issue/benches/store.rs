@@ -1,8 +1,8 @@
 //! Throughput of the stores, compared with the same statements as raw SQL in the same process on the same machine.
 //!
-//! `record`: 64 clients whose events share transactions, compared with one transaction per event. `claim + complete`: batches of
-//! issues, compared with one transaction per job. Prints a line per store and path with both rates and their ratio, which must be
-//! at least 2.0 and 3.0. Each figure is the best of [`ROUNDS`] rounds.
+//! `record`: 64 clients whose events share transactions, compared with one transaction per event. `claim + complete`:
+//! batches of issues, compared with one transaction per job. Prints a line per store and path with both rates and their
+//! ratio, which must be at least 2.0 and 3.0. Each figure is the best of [`ROUNDS`] rounds.
 //!
 //! `HEADWATER_BENCH_EVENTS` sets how many events a round has (default 4000).
 #![allow(clippy::unwrap_used, reason = "a benchmark that panics has failed")]
@@ -67,9 +67,9 @@ async fn record_shared(store: &Arc<dyn Store>, round: usize, events: usize) -> a
     let speed = per_second(CLIENTS, events, move |n| {
         let sender = sender.clone();
         async move {
-            let (reply, answer) = oneshot::channel();
+            let (reply, result) = oneshot::channel();
             sender.send((event(&format!("shared-{round}"), n, ISSUES), reply)).await?;
-            answer.await??;
+            result.await??;
             Ok(())
         }
     })

@@ -1,7 +1,8 @@
 //! The administrative interface of a store: listings, diagnosis, consistency check, release and retry.
 //!
-//! Upstream: `explain`, `consistency_check`, the command line and HTTP. Downstream: `sqlite` and `postgres`. Guarantees: a
-//! read sees one consistent snapshot and changes nothing; listings are paged. Not here: the hot path (see `store`).
+//! Upstream: `explain`, `consistency_check`, the command line and HTTP. Downstream: `sqlite` and `postgres`.
+//! Guarantees: a read sees one consistent snapshot and changes nothing; listings are paged. Not here: the hot path (see
+//! `store`).
 
 use std::time::Duration;
 
@@ -84,7 +85,7 @@ pub struct WorkerInfo {
     pub claims: u64,
 }
 
-/// The facts from which [`explain`](crate::explain) diagnoses an issue, from one snapshot.
+/// The facts from which [`explain`](fn@crate::explain) diagnoses an issue, from one snapshot.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct IssueFacts {
     /// The issue.
@@ -152,8 +153,8 @@ pub struct Backlog {
     pub outbox_lag: Duration,
 }
 
-/// Record of a quarantine, a row of `dead_letters`. It is retained after the release. The unprocessed event logs of the issue
-/// carry the error.
+/// Record of a quarantine, a row of `dead_letters`. It is retained after the release. The unprocessed event logs of the
+/// issue carry the error.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct IssueDeadLetter {
     /// Id of the dead letter.
@@ -196,8 +197,8 @@ pub struct DeadOutboxRow {
 /// Administrative operations of a store.
 #[async_trait]
 pub trait AdminStore: Send + Sync {
-    /// Creates the integration if it does not exist. Fails with [`OtherProvider`](crate::IssueError::OtherProvider) if it
-    /// exists with a different provider.
+    /// Creates the integration if it does not exist. Fails with [`OtherProvider`](crate::IssueError::OtherProvider) if
+    /// it exists with a different provider.
     async fn ensure_integration(&self, name: &str, provider: &str) -> Result<IntegrationId>;
 
     /// One page of integrations in name order, after `after`; at most [`PAGE_MAX`](crate::limits::PAGE_MAX).
@@ -225,21 +226,23 @@ pub trait AdminStore: Send + Sync {
         limit: usize,
     ) -> Result<Vec<EventLog>>;
 
-    /// The payload of an event log exactly as received, if [`EventLog::payload`] differs from it in more than whitespace, key
-    /// order and number notation. `None` if it does not, or if the event log does not exist.
+    /// The payload of an event log exactly as received, if [`EventLog::payload`] differs from it in more than
+    /// whitespace, key order and number notation. `None` if it does not, or if the event log does not exist.
     async fn original_payload(&self, id: EventLogId) -> Result<Option<String>>;
 
-    /// The newest event log of the issue when this outbox row was committed. A deliverer compares it with the current newest
-    /// event log to detect a stale reply. `None` if the row does not exist or was written by a version without this column.
+    /// The newest event log of the issue when this outbox row was committed. A deliverer compares it with the current
+    /// newest event log to detect a stale reply. `None` if the row does not exist or was written by a version without
+    /// this column.
     async fn newest_event_log_at_commit(&self, id: OutboxId) -> Result<Option<EventLogId>>;
 
     /// Ends a quarantine. [`NotFound`](crate::IssueError::NotFound) if the issue does not exist.
     async fn release(&self, id: IssueId) -> Result<QuarantineCleared>;
 
-    /// Makes an issue claimable now: ends a quarantine, a backoff or a debounce window. `NotFound` if it does not exist.
+    /// Makes an issue claimable now: ends a quarantine, a backoff or a debounce window. `NotFound` if it does not
+    /// exist.
     async fn retry(&self, id: IssueId) -> Result<IssueRetried>;
 
-    /// Facts for [`explain`](crate::explain); `None` if the issue does not exist.
+    /// Facts for [`explain`](fn@crate::explain); `None` if the issue does not exist.
     async fn issue_facts(&self, id: IssueId) -> Result<Option<IssueFacts>>;
 
     /// Counts all event logs, and returns up to `limit` inconsistent issues. Reads all event logs.

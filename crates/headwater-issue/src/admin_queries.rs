@@ -1,10 +1,11 @@
 //! Administrative queries whose SQL is the same for both stores: listings and the consistency check.
 //!
-//! Upstream: `admin` of both stores, which add what differs. Downstream: the column lists of `statements` and the macros of
-//! `row_decoding`. Parameters are `$1`, `$2` and so on, which both databases accept; types are given by `CAST`.
+//! Upstream: `admin` of both stores, which add what differs. Downstream: the column lists of `statements` and the
+//! macros of `row_decoding`. Parameters are `$1`, `$2` and so on, which both databases accept; types are given by
+//! `CAST`.
 
-/// Implements [`AdminStore`](crate::AdminStore) for a store: the methods here and the given ones. The store must have a method
-/// `call` that runs an async closure on a connection.
+/// Implements [`AdminStore`](crate::AdminStore) for a store: the methods here and the given ones. The store must have a
+/// method `call` that runs an async closure on a connection.
 macro_rules! implement_admin_store {
     (for $store:ident, with { $($own:item)* }) => {
         #[async_trait::async_trait]

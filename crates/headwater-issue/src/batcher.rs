@@ -1,8 +1,8 @@
 //! Batches concurrent claims, completions and settlements into shared transactions.
 //!
-//! Upstream: `worker` and `outbox`. Downstream: `store`. Guarantees: items that arrive during a call go with the next one; a
-//! single item is not delayed. An invalid completion is rejected before batching. If a batch fails and one item may be the
-//! cause, each item is called on its own.
+//! Upstream: `worker` and `outbox`. Downstream: `store`. Guarantees: items that arrive during a call go with the next
+//! one; a single item is not delayed. An invalid completion is rejected before batching. If a batch fails and one item
+//! may be the cause, each item is called on its own.
 
 use std::sync::Arc;
 
@@ -19,22 +19,22 @@ use crate::store::Store;
 macro_rules! batch_then_singly {
     ($items:expr, |$batch:ident| $call:expr) => {{
         let items = $items;
-        let answers = {
+        let results = {
             let $batch = items.as_slice();
             $call.await
         };
-        match answers {
+        match results {
             Err(error) if items.len() > 1 && error.is_item_error() => {
                 let mut retries = SingleRetries::new(items.len());
                 for $batch in items.chunks(1) {
                     if retries.should_continue() {
-                        let answers = $call.await;
-                        retries.push(answers);
+                        let results = $call.await;
+                        retries.push(results);
                     }
                 }
                 retries.finish(error)
             }
-            answers => fan_out(items.len(), answers),
+            results => fan_out(items.len(), results),
         }
     }};
 }
@@ -107,30 +107,31 @@ fn invalid(error: StreamError) -> IssueError {
 /// Results of calls with one item each.
 struct SingleRetries<T> {
     count: usize,
-    answers: Vec<Result<T>>,
+    results: Vec<Result<T>>,
     consecutive_failures: usize,
 }
 
 impl<T> SingleRetries<T> {
     fn new(count: usize) -> Self {
-        Self { count, answers: Vec::with_capacity(count), consecutive_failures: 0 }
+        Self { count, results: Vec::with_capacity(count), consecutive_failures: 0 }
     }
 
     fn should_continue(&self) -> bool {
         self.consecutive_failures < CONSECUTIVE_FAILURES_MAX
     }
 
-    fn push(&mut self, answers: Result<Vec<T>>) {
-        let answer = answers.and_then(|answers| {
+    fn push(&mut self, results: Result<Vec<T>>) {
+        let answer = results.and_then(|results| {
             let problem = || "the store returned no result for an item".to_owned();
             let missing = || IssueError::Schema { problem: problem() };
-            answers.into_iter().next().ok_or_else(missing)
+            results.into_iter().next().ok_or_else(missing)
         });
         self.consecutive_failures = if answer.is_err() { self.consecutive_failures + 1 } else { 0 };
-        self.answers.push(answer);
+        self.results.push(answer);
     }
 
-    /// Items that were not called get the error of the batch. It may concern another item, so it is reported as `Unavailable`.
+    /// Items that were not called get the error of the batch. It may concern another item, so it is reported as
+    /// `Unavailable`.
     fn finish(mut self, error: IssueError) -> Vec<Result<T>> {
         let error = match error {
             IssueError::Unavailable { .. } => error,
@@ -139,15 +140,15 @@ impl<T> SingleRetries<T> {
                 source: Some(Arc::new(other)),
             },
         };
-        self.answers.resize_with(self.count, || Err(error.clone()));
-        self.answers
+        self.results.resize_with(self.count, || Err(error.clone()));
+        self.results
     }
 }
 
 /// One result per caller; an error of the batch is cloned for all.
-fn fan_out<T>(count: usize, answers: Result<Vec<T>>) -> Vec<Result<T>> {
-    match answers {
-        Ok(answers) => answers.into_iter().map(Ok).collect(),
+fn fan_out<T>(count: usize, results: Result<Vec<T>>) -> Vec<Result<T>> {
+    match results {
+        Ok(results) => results.into_iter().map(Ok).collect(),
         Err(error) => (0..count).map(|_| Err(error.clone())).collect(),
     }
 }

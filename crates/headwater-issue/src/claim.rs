@@ -1,7 +1,7 @@
 //! Data types of claims and runs: claim, renew, complete, fail, release and sweep.
 //!
-//! Every result is an enum of what the caller does next; a lost claim is a result, not an error. A result of `Fenced` means
-//! that the run is stale: its claim epoch is no longer the current one. Not here: executing runs (see `worker`).
+//! Every result is an enum of what the caller does next; a lost claim is a result, not an error. A result of `Fenced`
+//! means that the run is stale: its claim epoch is no longer the current one. Not here: executing runs (see `worker`).
 
 use std::time::Duration;
 
@@ -45,8 +45,9 @@ pub struct ClaimedIssue {
     pub epoch: ClaimEpoch,
     /// When the claim expires, by the database's clock. Use the local clock and the requested TTL to schedule renewals.
     pub expires_at: Timestamp,
-    /// Newest event log of the issue when its last run was completed; `None` before the first completion. An event log of
-    /// this claim with an id up to it arrived before that completion without being part of its run. Compare ids, not times.
+    /// Newest event log of the issue when its last run was completed; `None` before the first completion. An event log
+    /// of this claim with an id up to it arrived before that completion without being part of its run. Compare ids, not
+    /// times.
     pub completed_event_log_id: Option<EventLogId>,
     /// Unprocessed event logs in id order, at most `events_max`. Empty only if the tables were changed by hand.
     pub events: Vec<EventLog>,
@@ -93,7 +94,7 @@ pub enum Claim {
 
 /// Result of renewing a claim.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Renewal {
+pub enum ClaimRenewal {
     /// The claim was renewed.
     Kept {
         /// New expiry time, by the database's clock.
@@ -228,7 +229,8 @@ pub struct SweepOptions {
     pub nudge_overdue: Duration,
     /// Expired claims after which the issue is quarantined. Default: 5.
     pub crashes_max: u32,
-    /// Retention of delivered outbox rows, including their keys, and of dead letters after their release. Default: 7 days.
+    /// Retention of delivered outbox rows, including their keys, and of dead letters after their release. Default: 7
+    /// days.
     pub keep: Duration,
 }
 

@@ -1,9 +1,9 @@
 //! The issues in flight in this process, and the status of their claims.
 //!
-//! Upstream: `worker` enters an issue before it claims it. Downstream: heartbeats of the store, one call for all claims.
-//! Guarantees: one run of an issue at a time in this process; a request during a run is remembered; a claim that may have
-//! expired by the database's clock counts as lost, even if the database is unavailable. This is where a run becomes stale
-//! in its own process. Not here: what happens to a run whose claim is lost (see `worker`).
+//! Upstream: `worker` enters an issue before it claims it. Downstream: heartbeats of the store, one call for all
+//! claims. Guarantees: one run of an issue at a time in this process; a request during a run is remembered; a claim
+//! that may have expired by the database's clock counts as lost, even if the database is unavailable. This is where a
+//! run becomes stale in its own process. Not here: what happens to a run whose claim is lost (see `worker`).
 
 use std::collections::HashMap;
 use std::fmt;
@@ -13,7 +13,7 @@ use std::time::Duration;
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep_until};
 
-use crate::claim::{ClaimedIssue, Renewal};
+use crate::claim::{ClaimRenewal, ClaimedIssue};
 use crate::error::{IssueError, Result};
 use crate::issue::{ClaimEpoch, IssueId};
 use crate::limits::{BATCH_MAX, CONSECUTIVE_FAILURES_MAX};
@@ -96,7 +96,7 @@ impl ClaimRegistry {
     async fn renew_each(&self, claims: &[(IssueId, ClaimEpoch)]) -> Result<()> {
         let error = match self.renew(claims).await {
             Err(error) if claims.len() > 1 && error.is_item_error() => error,
-            answer => return answer.map(|_| ()),
+            result => return result.map(|_| ()),
         };
         let mut consecutive_failures = 0;
         for claim in claims.chunks(1) {
@@ -109,7 +109,7 @@ impl ClaimRegistry {
         Err(error)
     }
 
-    async fn renew(&self, claims: &[(IssueId, ClaimEpoch)]) -> Result<Vec<Renewal>> {
+    async fn renew(&self, claims: &[(IssueId, ClaimEpoch)]) -> Result<Vec<ClaimRenewal>> {
         let sent = Instant::now();
         let renewals = self.store.heartbeat(claims, self.ttl).await?;
         let until = self.valid_until(sent);
@@ -119,8 +119,8 @@ impl ClaimRegistry {
             let entry = entries.get(issue_id).and_then(|entry| entry.claim.as_ref());
             let Some(claim) = entry.filter(|claim| claim.epoch == *epoch) else { continue };
             claim.status.send_modify(|status| match renewal {
-                Renewal::Lost => status.valid_until = None,
-                Renewal::Kept { pending_events, .. } => {
+                ClaimRenewal::Lost => status.valid_until = None,
+                ClaimRenewal::Kept { pending_events, .. } => {
                     status.valid_until = Some(until);
                     status.has_newer_events |= *pending_events > claim.pending_events;
                 }
@@ -184,7 +184,7 @@ impl IssueSlot {
 
 impl Drop for IssueSlot {
     fn drop(&mut self) {
-        // A slot that was left may be somebody else's by now.
+        // A slot that was exited may belong to another run by now.
         if !self.is_exited {
             self.registry.lock().remove(&self.issue_id);
         }
@@ -280,8 +280,8 @@ impl ClaimHandle {
     pub(crate) async fn renew(&self) -> Result<()> {
         let (issue_id, epoch) = (self.issue_id, self.epoch);
         match self.registry.renew(&[(issue_id, epoch)]).await?.first() {
-            Some(Renewal::Kept { .. }) => Ok(()),
-            Some(Renewal::Lost) | None => Err(IssueError::Fenced { issue_id, epoch }),
+            Some(ClaimRenewal::Kept { .. }) => Ok(()),
+            Some(ClaimRenewal::Lost) | None => Err(IssueError::Fenced { issue_id, epoch }),
         }
     }
 }

@@ -1,11 +1,12 @@
 //! Detects steps of a store's wall clock, in either direction.
 //!
-//! Upstream: the stores read their clock before they compare deadlines. Downstream: their `clock` modules end all waits and
-//! renew all leases after a step. Guarantees: a step of more than [`STEP_MIN`] between two readings of one process is detected
-//! with the monotonic clock of the process; a slow reply is not mistaken for a step. Not here: the affected rows.
+//! Upstream: the stores read their clock before they compare deadlines. Downstream: their `clock` modules end all waits
+//! and renew all leases after a step. Guarantees: a step of more than [`STEP_MIN`] between two readings of one process
+//! is detected with the monotonic clock of the process; a slow reply is not mistaken for a step. Not here: the affected
+//! rows.
 //!
-//! Deadlines are wall-clock times of the database, because several processes share them. After a step back they lie too far
-//! ahead, and work stalls; after a step forward they have passed, and claims and taken rows seem to have expired.
+//! Deadlines are wall-clock times of the database, because several processes share them. After a step back they lie too
+//! far ahead, and work stalls; after a step forward they have passed, and claims and taken rows seem to have expired.
 
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
@@ -18,8 +19,8 @@ use crate::limits::CLAIM_TTL_DEFAULT;
 /// Smaller steps are ignored: every deadline has more slack.
 pub(crate) const STEP_MIN: Duration = Duration::from_secs(2);
 
-/// Interval of storing the current time. A shorter step back while no process runs may stay undetected; it prolongs waits by
-/// at most this time.
+/// Interval of storing the current time. A shorter step back while no process runs may stay undetected; it prolongs
+/// waits by at most this time.
 const STORE_EVERY: Duration = Duration::from_secs(60);
 
 /// How long a reading counts as fresh.
@@ -70,8 +71,8 @@ impl ClockWatch {
         self.clock.monotonic()
     }
 
-    /// Adds a reading `at` of the store's clock, requested at `before` and received now. Returns a step that is not handled
-    /// yet, of this or an earlier reading.
+    /// Adds a reading `at` of the store's clock, requested at `before` and received now. Returns a step that is not
+    /// handled yet, of this or an earlier reading.
     pub(crate) fn read(&self, at: Timestamp, before: Duration) -> Option<DetectedStep> {
         let now = ClockReading { at, before, after: self.clock.monotonic() };
         let mut state = self.lock();

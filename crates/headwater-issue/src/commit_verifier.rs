@@ -1,9 +1,9 @@
 //! Verifies that confirmed events are committed, by reading a random sample back on a separate connection.
 //!
-//! Upstream: `inbox` and other callers of `record` add the ids of confirmed events. Downstream: `store`. A confirmed event that
-//! is missing has no row that a consistency check could find, so its id is kept here until it is verified. Bounded memory,
-//! one read per interval, no effect on callers. Every missing event is logged as an error and counted in
-//! `headwater_confirmed_events_missing_total`. It is a detector, not a guarantee.
+//! Upstream: `inbox` and other callers of `record` add the ids of confirmed events. Downstream: `store`. A confirmed
+//! event that is missing has no row that a consistency check could find, so its id is kept here until it is verified.
+//! Bounded memory, one read per interval, no effect on callers. Every missing event is logged as an error and counted
+//! in `headwater_confirmed_events_missing_total`. It is a detector, not a guarantee.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;

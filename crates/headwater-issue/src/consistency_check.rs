@@ -1,7 +1,7 @@
 //! Consistency check: recorded = processed + pending + quarantined, in total and for every issue.
 //!
-//! Upstream: operators and tests. Downstream: `admin`, which counts in one snapshot, so the result is exact while work goes on.
-//! Not to be confused with the audit log of the binary, which records changes by operators.
+//! Upstream: operators and tests. Downstream: `admin`, which counts in one snapshot, so the result is exact while work
+//! goes on. Not to be confused with the audit log of the binary, which records changes by operators.
 
 use std::fmt;
 

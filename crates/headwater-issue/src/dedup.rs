@@ -1,7 +1,7 @@
 //! De-duplication key of an event, and the digest that distinguishes a duplicate from a conflicting event.
 //!
-//! Upstream: a store, for every event it records. Guarantees: the computed key is a wire format; whitespace in the JSON changes
-//! neither key nor digest. Not here: looking keys up.
+//! Upstream: a store, for every event it records. Guarantees: the computed key is a wire format; whitespace in the JSON
+//! changes neither key nor digest. Not here: looking keys up.
 
 use sha2::{Digest, Sha256};
 

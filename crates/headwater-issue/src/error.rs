@@ -1,7 +1,7 @@
 //! The error type of this crate, split by what the caller does next.
 //!
-//! Errors can be cloned, so that every caller of a failed batch gets one. Every variant except `Unavailable` means that the
-//! call had no effect.
+//! Errors can be cloned, so that every caller of a failed batch gets one. Every variant except `Unavailable` means that
+//! the call had no effect.
 
 use std::sync::Arc;
 
@@ -15,8 +15,8 @@ pub type Result<T, E = IssueError> = std::result::Result<T, E>;
 
 /// Why a call failed.
 ///
-/// After `Unavailable` the effect is unknown: the call may have taken effect. Every call of this crate can be retried: a
-/// repeated record is a duplicate, a repeated completion reports `repeated`, a repeated claim has a new epoch.
+/// After `Unavailable` the effect is unknown: the call may have taken effect. Every call of this crate can be retried:
+/// a repeated record is a duplicate, a repeated completion reports `repeated`, a repeated claim has a new epoch.
 #[derive(Clone, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum IssueError {
@@ -110,8 +110,8 @@ impl IssueError {
         Self::Invalid { what: what.into(), problem: problem.into() }
     }
 
-    /// Whether one item may have caused the failure of a batch, so that the items should be retried one by one. False if
-    /// the database is unavailable.
+    /// Whether one item may have caused the failure of a batch, so that the items should be retried one by one. False
+    /// if the database is unavailable.
     pub(crate) fn is_item_error(&self) -> bool {
         match self {
             Self::Invalid { .. } => true,

@@ -1,7 +1,7 @@
 //! Validates a batch of events and computes their keys and digests, before any transaction begins.
 //!
-//! Upstream: `record` and `record_in` of both stores. Guarantees: an invalid event fails alone; each key is passed to SQL once,
-//! even if a batch contains duplicates.
+//! Upstream: `record` and `record_in` of both stores. Guarantees: an invalid event fails alone; each key is passed to
+//! SQL once, even if a batch contains duplicates.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -92,14 +92,14 @@ impl<'a> EventBatch<'a> {
     pub(crate) fn into_results(self, stored: &[Result<Recorded>]) -> Vec<Result<Recorded>> {
         let again =
             |recorded: &Recorded| Recorded { duplicate: true, nudge: false, ..recorded.clone() };
-        let answer = |slot| match slot {
+        let result = |slot| match slot {
             BatchSlot::Rejected(error) | BatchSlot::Conflicting(_, error) => Err(error),
             BatchSlot::Stored(index) => stored[index].clone(),
             BatchSlot::DuplicateOf(index) => {
                 stored[index].as_ref().map(again).map_err(Clone::clone)
             }
         };
-        self.slots.into_iter().map(answer).collect()
+        self.slots.into_iter().map(result).collect()
     }
 }
 

@@ -1,8 +1,8 @@
 //! The handler of issues: user code that processes all pending events of one issue in one run.
 //!
-//! Upstream: `worker` calls it. Guarantees: a run contains the unprocessed event logs of its issue, up to a limit. The result
-//! of a run that lost its claim is discarded. No database transaction is open while a handler runs.
-//! Not here: delivery. A handler returns outbox rows, and `outbox` delivers them after the commit.
+//! Upstream: `worker` calls it. Guarantees: a run contains the unprocessed event logs of its issue, up to a limit. The
+//! result of a run that lost its claim is discarded. No database transaction is open while a handler runs. Not here:
+//! delivery. A handler returns outbox rows, and `outbox` delivers them after the commit.
 
 use std::any::Any;
 use std::fmt;
@@ -22,8 +22,8 @@ use crate::outbox::types::{NewOutboxRow, OutboxKind};
 /// Handles runs of issues. Any `Fn(Run) -> impl Future<Output = Result<Resolution, HandlerError>>` implements it.
 #[async_trait]
 pub trait IssueHandler: Send + Sync + 'static {
-    /// Processes the events of one run. The future is dropped when the claim is lost, when the deadline has passed, when
-    /// newer events supersede the run, or at shutdown. A panic counts as a failure.
+    /// Processes the events of one run. The future is dropped when the claim is lost, when the deadline has passed,
+    /// when newer events supersede the run, or at shutdown. A panic counts as a failure.
     async fn handle(&self, run: Run) -> Result<Resolution, HandlerError>;
 }
 
@@ -99,8 +99,8 @@ impl Run {
         self.claim.newer_events().await;
     }
 
-    /// Renews the claim now, or fails with `Fenced` if it is lost. The worker renews in the background; call this right before
-    /// an external effect that must not happen twice.
+    /// Renews the claim now, or fails with `Fenced` if it is lost. The worker renews in the background; call this right
+    /// before an external effect that must not happen twice.
     pub async fn heartbeat(&self) -> crate::Result<()> {
         self.claim.heartbeat().await
     }
@@ -150,8 +150,8 @@ impl Resolution {
     }
 }
 
-/// Why a run failed, and what to do next. `?` converts any error into a retry; an [`IssueError`] of an unavailable database
-/// becomes [`unavailable`](Self::unavailable), which counts no attempt.
+/// Why a run failed, and what to do next. `?` converts any error into a retry; an [`IssueError`] of an unavailable
+/// database becomes [`unavailable`](Self::unavailable), which counts no attempt.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HandlerError {
     pub(crate) reason: String,
@@ -191,15 +191,15 @@ impl HandlerError {
         Self { reason: reason.to_string(), then: FailureAction::RetryAfter(after) }
     }
 
-    /// Retries after this delay plus jitter, without counting an attempt, however often. For a resource that every run needs,
-    /// such as an exhausted budget. At least [`DEFER_MIN`], at most a year.
+    /// Retries after this delay plus jitter, without counting an attempt, however often. For a resource that every run
+    /// needs, such as an exhausted budget. At least [`DEFER_MIN`], at most a year.
     pub fn defer(after: Duration, reason: impl fmt::Display) -> Self {
         let after = after.clamp(DEFER_MIN, DELAY_MAX - DEFER_JITTER_MAX);
         Self { reason: reason.to_string(), then: FailureAction::Defer(after) }
     }
 
-    /// Retries without counting an attempt because a service that every run needs is unavailable, such as a database. Like
-    /// [`defer`](Self::defer), with a delay of a tenth of the time the events have waited: 1 s to 60 s.
+    /// Retries without counting an attempt because a service that every run needs is unavailable, such as a database.
+    /// Like [`defer`](Self::defer), with a delay of a tenth of the time the events have waited: 1 s to 60 s.
     pub fn unavailable(reason: impl fmt::Display) -> Self {
         Self { reason: reason.to_string(), then: FailureAction::Unavailable }
     }
@@ -228,7 +228,8 @@ impl<E: std::error::Error + 'static> From<E> for HandlerError {
     }
 }
 
-/// Delay after `unavailable`: a tenth of the time the oldest event has waited. Bounded, so that a clock step has no effect.
+/// Delay after `unavailable`: a tenth of the time the oldest event has waited. Bounded, so that a clock step has no
+/// effect.
 pub(crate) fn unavailable_delay(waited: Duration) -> Duration {
     (waited / 10).clamp(DEFER_MIN, UNAVAILABLE_DELAY_MAX)
 }

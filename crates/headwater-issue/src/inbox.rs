@@ -1,9 +1,9 @@
 //! The inbox: stores inbound events once and queues their issues.
 //!
-//! Upstream: webhooks, the ticket API, stream consumers. Downstream: `store`, then `nudge`.
-//! Guarantees: when `record` has returned, the event is committed. Concurrent calls share one commit, and an invalid event
-//! fails alone. A committed event is nudged for even if its caller was cancelled. Recording never waits for the streams.
-//! Not here: signatures and formats of webhooks (see `headwater`).
+//! Upstream: webhooks, the ticket API, stream consumers. Downstream: `store`, then `nudge`. Guarantees: when `record`
+//! has returned, the event is committed. Concurrent calls share one commit, and an invalid event fails alone. A
+//! committed event is nudged for even if its caller was cancelled. Recording never waits for the streams. Not here:
+//! signatures and formats of webhooks (see `headwater`).
 
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -28,8 +28,8 @@ pub struct InboxConfig {
     pub debounce: DebounceWindow,
     /// Maximum number of events in one commit. Default and limit: [`BATCH_MAX`].
     pub batch_max: usize,
-    /// How long an event waits for other events before its commit. Default: zero; events that arrive during a commit share
-    /// the next one anyway.
+    /// How long an event waits for other events before its commit. Default: zero; events that arrive during a commit
+    /// share the next one anyway.
     pub linger: Duration,
     /// Concurrent commits. Default: 1, so that events are stored in the order of calls.
     pub commits_max: usize,
@@ -122,8 +122,8 @@ impl Inbox {
 
     /// Stores an event and queues its issue. A duplicate is not an error: the result has the id of the first event log.
     ///
-    /// After `Unavailable` the effect is unknown; recording the event again is idempotent. Dropping the future does not undo
-    /// the commit or the nudge.
+    /// After `Unavailable` the effect is unknown; recording the event again is idempotent. Dropping the future does not
+    /// undo the commit or the nudge.
     pub async fn record(&self, event: NewEvent) -> Result<Recorded> {
         // Before batching: an invalid event must not cause a retry of the others.
         event.validate().inspect_err(|error| count(&Err(error.clone())))?;

@@ -148,7 +148,8 @@ pub struct EventLog {
     pub dedup_key: String,
     /// The JSON as received; a store may change whitespace and the order of keys. Values that `jsonb` cannot store are
     /// replaced: NUL and lone surrogates by U+FFFD, numbers outside the range of `f64` by strings; the last value of a
-    /// repeated key wins. [`AdminStore::original_payload`](crate::AdminStore::original_payload) returns the original then.
+    /// repeated key wins. [`AdminStore::original_payload`](crate::AdminStore::original_payload) returns the original
+    /// then.
     pub payload: String,
     /// When it was recorded.
     pub created_at: Timestamp,
@@ -207,8 +208,8 @@ pub struct Recorded {
     pub event_log_id: EventLogId,
     /// Whether the event was already recorded; nothing was changed then.
     pub duplicate: bool,
-    /// Whether to nudge: the call queued the issue, or the event is a duplicate that is still pending in a queued issue.
-    /// Set on the first event of an issue in a call only.
+    /// Whether to nudge: the call queued the issue, or the event is a duplicate that is still pending in a queued
+    /// issue. Set on the first event of an issue in a call only.
     pub nudge: bool,
     /// Earliest time of the next claim.
     pub not_before: Option<Timestamp>,
@@ -221,7 +222,7 @@ pub struct DebounceWindow {
     pub quiet_for: Duration,
     /// Maximum wait, counted from the oldest pending event that is in no run. Default: zero.
     pub max_wait: Duration,
-    /// The window ends early at this number of pending events; set it to the maximum of a run. Checked only while no run is
-    /// in progress, because the events of a run count as pending. Default: zero, no limit.
+    /// The window ends early at this number of pending events; set it to the maximum of a run. Checked only while no
+    /// run is in progress, because the events of a run count as pending. Default: zero, no limit.
     pub events_max: usize,
 }

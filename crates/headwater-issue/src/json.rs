@@ -1,9 +1,9 @@
 //! JSON as text: validated before it is stored, sanitized for `jsonb`, compacted for hashing.
 //!
-//! Upstream: `validate`, `event_batch` and `dedup`. Guarantees: every store accepts validated text. It is valid JSON, not too
-//! large, not too deep, without NUL in a string, and without a number that overflows or grows when written without exponent.
-//! [`sanitize`] converts any valid JSON into such text. No tree is built; validation costs three passes and eight bytes per
-//! key of the open objects.
+//! Upstream: `validate`, `event_batch` and `dedup`. Guarantees: every store accepts validated text. It is valid JSON,
+//! not too large, not too deep, without NUL in a string, and without a number that overflows or grows when written
+//! without exponent. [`sanitize`] converts any valid JSON into such text. No tree is built; validation costs three
+//! passes and eight bytes per key of the open objects.
 
 use std::borrow::Cow;
 use std::cell::Cell;
@@ -30,8 +30,8 @@ pub(crate) enum JsonShape {
 pub(crate) struct Storable<'a> {
     /// The text to store.
     pub(crate) text: Cow<'a, str>,
-    /// Whether storing `text` as `jsonb` loses part of the original: replaced characters or numbers, repeated keys, the sign
-    /// of zero.
+    /// Whether storing `text` as `jsonb` loses part of the original: replaced characters or numbers, repeated keys, the
+    /// sign of zero.
     pub(crate) is_lossy: bool,
 }
 
@@ -64,9 +64,9 @@ fn read(what: &str, text: &str) -> Result<Checked> {
     Ok(Checked { shape, is_lossy: is_lossy.get() })
 }
 
-/// Replaces values of valid JSON that PostgreSQL's `jsonb` cannot store: `\u0000` and lone surrogates become U+FFFD, and
-/// numbers outside the range of `f64` become strings with the same characters. Invalid JSON does not become valid. Borrowed
-/// if nothing was replaced.
+/// Replaces values of valid JSON that PostgreSQL's `jsonb` cannot store: `\u0000` and lone surrogates become U+FFFD,
+/// and numbers outside the range of `f64` become strings with the same characters. Invalid JSON does not become valid.
+/// Borrowed if nothing was replaced.
 pub fn sanitize(text: &str) -> Cow<'_, str> {
     let bytes = text.as_bytes();
     let mut sanitized = String::new();
@@ -167,8 +167,8 @@ fn is_storable_number(number: &str) -> bool {
     added_zeros(number).is_ok() && number.parse::<f64>().is_ok_and(f64::is_finite)
 }
 
-/// Rejects numbers that are short as text and long in a store: PostgreSQL writes `1e-16383` without exponent, and cannot
-/// store some numbers at all.
+/// Rejects numbers that are short as text and long in a store: PostgreSQL writes `1e-16383` without exponent, and
+/// cannot store some numbers at all.
 fn check_numbers(text: &str) -> Result<(), String> {
     let bytes = text.as_bytes();
     let mut written_out = text.len();

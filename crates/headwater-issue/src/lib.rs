@@ -79,8 +79,8 @@ pub use admin::{
     WorkerInfo,
 };
 pub use claim::{
-    AfterFailure, Claim, ClaimOptions, ClaimRelease, ClaimReleased, ClaimedIssue,
-    CompletionOutcome, FailureOutcome, Nudge, ReleaseReason, Renewal, RunCompletion, RunFailure,
+    AfterFailure, Claim, ClaimOptions, ClaimRelease, ClaimReleased, ClaimRenewal, ClaimedIssue,
+    CompletionOutcome, FailureOutcome, Nudge, ReleaseReason, RunCompletion, RunFailure,
     SweepOptions, SweepReport,
 };
 pub use commit_verifier::CommitVerifier;

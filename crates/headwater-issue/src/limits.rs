@@ -43,7 +43,8 @@ pub const RUN_EVENTS_DEFAULT: usize = 200;
 /// Bytes of all payloads of one claim; the first event log is always included.
 pub const RUN_BYTES_MAX: usize = 8 * 1024 * 1024;
 
-/// Bytes of payloads per claim of a batch, so that the batch stays within [`BATCH_BYTES_MAX`], apart from first event logs.
+/// Bytes of payloads per claim of a batch, so that the batch stays within [`BATCH_BYTES_MAX`], apart from first event
+/// logs.
 pub(crate) fn claim_bytes_max(claims: usize) -> usize {
     RUN_BYTES_MAX.min(BATCH_BYTES_MAX / claims.max(1))
 }

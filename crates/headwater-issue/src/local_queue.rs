@@ -1,8 +1,8 @@
 //! The local queue of a worker: issues to process in this process, now or at a given time.
 //!
-//! Upstream: `sweeper` while the stream is unavailable, `worker` when an issue can be claimed only later. Downstream: `worker`.
-//! Guarantees: an issue is queued at most once, at the earliest requested time. Not durable: after a crash, the sweep finds
-//! the issues in the database.
+//! Upstream: `sweeper` while the stream is unavailable, `worker` when an issue can be claimed only later. Downstream:
+//! `worker`. Guarantees: an issue is queued at most once, at the earliest requested time. Not durable: after a crash,
+//! the sweep finds the issues in the database.
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::{Mutex, MutexGuard};

@@ -54,7 +54,8 @@ pub const CONFIRMED_EVENTS_CHECKED: &str = "headwater_confirmed_events_checked_t
 /// Confirmed event logs that were missing when read back. Alert on any: confirmed events are lost.
 pub const CONFIRMED_EVENTS_MISSING: &str = "headwater_confirmed_events_missing_total";
 
-/// Reads the backlog once and sets the gauges. `redis_pending_messages` keeps its value while the streams are unavailable.
+/// Reads the backlog once and sets the gauges. `redis_pending_messages` keeps its value while the streams are
+/// unavailable.
 pub async fn sample(store: &dyn Store, streams: Option<&Arc<dyn Backend>>) -> Result<()> {
     if let Some(streams) = streams
         && let Ok(stream) = StreamName::new(STREAM)

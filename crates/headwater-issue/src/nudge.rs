@@ -1,9 +1,9 @@
 //! Nudges: entries of the stream `issue_work` that ask a worker to process an issue.
 //!
-//! Upstream: `inbox` after a commit, `worker` after a run that left pending events, `sweeper`. Downstream: the stream backend.
-//! Guarantees: enqueueing never blocks on an unavailable stream; only [`send`](Nudger::send) awaits it. A nudge that cannot be
-//! sent is dropped and counted, and the sweep sends it again. A nudge is a hint: it may be lost, duplicated or late. It carries
-//! the trace context of its cause (header `traceparent`), if traces are collected.
+//! Upstream: `inbox` after a commit, `worker` after a run that left pending events, `sweeper`. Downstream: the stream
+//! backend. Guarantees: enqueueing never blocks on an unavailable stream; only [`send`](Nudger::send) awaits it. A
+//! nudge that cannot be sent is dropped and counted, and the sweep sends it again. A nudge is a hint: it may be lost,
+//! duplicated or late. It carries the trace context of its cause (header `traceparent`), if traces are collected.
 
 use std::sync::Arc;
 
@@ -138,7 +138,8 @@ impl Nudger {
         self.enqueue_with_trace(Nudge { issue_id, event_log_id }, trace);
     }
 
-    /// Sends nudges now, in batches of at most [`BATCH_MAX`], without a trace context: the sender did not cause the events.
+    /// Sends nudges now, in batches of at most [`BATCH_MAX`], without a trace context: the sender did not cause the
+    /// events.
     pub async fn send(&self, nudges: &[Nudge]) -> Result<()> {
         for batch in nudges.chunks(BATCH_MAX) {
             let batch: Vec<TracedNudge> = batch.iter().map(|nudge| (*nudge, None)).collect();
@@ -207,7 +208,8 @@ fn to_fields((nudge, trace): &TracedNudge) -> Fields {
     }
 }
 
-/// Decodes a nudge, including those of other programs. `event_log_id` is optional. The error says why the entry is malformed.
+/// Decodes a nudge, including those of other programs. `event_log_id` is optional. The error says why the entry is
+/// malformed.
 pub(crate) fn read(fields: &Fields) -> std::result::Result<Nudge, String> {
     let Some(value) = fields.get(ISSUE_ID) else {
         return Err(format!("field `{ISSUE_ID}` is missing"));

@@ -1,7 +1,8 @@
 //! Operator actions on issues: release from quarantine and retry, followed by a nudge.
 //!
-//! Upstream: the command line and HTTP. Downstream: `admin` for the change, `nudge` for the nudge. Guarantees: the change is
-//! committed when a call has returned; if the nudge is lost, the next sweep sends it. Not here: the transitions (see `state`).
+//! Upstream: the command line and HTTP. Downstream: `admin` for the change, `nudge` for the nudge. Guarantees: the
+//! change is committed when a call has returned; if the nudge is lost, the next sweep sends it. Not here: the
+//! transitions (see `state`).
 
 use std::time::Duration;
 
@@ -31,8 +32,8 @@ pub async fn release(
     Ok(released)
 }
 
-/// Ends quarantines, then sends all nudges at once. Returns how many were ended; issues that are not quarantined or do not
-/// exist are skipped. Quarantines ended before an error stay ended.
+/// Ends quarantines, then sends all nudges at once. Returns how many were ended; issues that are not quarantined or do
+/// not exist are skipped. Quarantines ended before an error stay ended.
 pub async fn release_all(store: &dyn Store, nudger: &Nudger, issues: &[IssueId]) -> Result<u64> {
     let (mut count, mut nudges) = (0, Vec::new());
     let mut releasing = Ok(());
@@ -54,8 +55,8 @@ pub async fn release_all(store: &dyn Store, nudger: &Nudger, issues: &[IssueId])
     releasing.map(|()| count)
 }
 
-/// Makes a quarantined or waiting issue claimable now, and nudges. [`NotFound`](crate::IssueError::NotFound) if it does not
-/// exist.
+/// Makes a quarantined or waiting issue claimable now, and nudges. [`NotFound`](crate::IssueError::NotFound) if it does
+/// not exist.
 pub async fn retry(store: &dyn Store, nudger: &Nudger, issue_id: IssueId) -> Result<IssueRetried> {
     let retried = store.retry(issue_id).await?;
     if retried == IssueRetried::Queued {

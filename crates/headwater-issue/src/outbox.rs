@@ -1,13 +1,13 @@
 //! The outbox: delivers the replies and events that runs have committed.
 //!
-//! Upstream: `worker` commits rows with the end of a run. Downstream: [`Deliver`], which implements the providers and the bus.
-//! Guarantees: at-least-once delivery with one idempotency key per row. Replies of one issue are delivered in order, and so are
-//! its events; replies do not wait for events, so they are delivered while the streams are unavailable. After too many failures
-//! a row is dead and kept for an operator, and later rows continue; an unavailable target counts no attempt. Each target has a
-//! share of the delivery slots (`slots`), so that a slow, failing or pausing target does not delay the others. A shutdown waits
-//! for the deliveries in flight for a limited time; an unsettled delivery is repeated.
-//! Not here: the format of a reply at a provider, and whether a reply is stale; the deliverer decides that (see
-//! `AdminStore::newest_event_log_at_commit`).
+//! Upstream: `worker` commits rows with the end of a run. Downstream: [`Deliver`], which implements the providers and
+//! the bus. Guarantees: at-least-once delivery with one idempotency key per row. Replies of one issue are delivered in
+//! order, and so are its events; replies do not wait for events, so they are delivered while the streams are
+//! unavailable. After too many failures a row is dead and kept for an operator, and later rows continue; an unavailable
+//! target counts no attempt. Each target has a share of the delivery slots (`slots`), so that a slow, failing or
+//! pausing target does not delay the others. A shutdown waits for the deliveries in flight for a limited time; an
+//! unsettled delivery is repeated. Not here: the format of a reply at a provider, and whether a reply is stale; the
+//! deliverer decides that (see `AdminStore::newest_event_log_at_commit`).
 
 mod config;
 mod slots;
@@ -43,8 +43,8 @@ use crate::store::Store;
 /// Delay before a database call that failed is retried.
 const RETRY_DELAY: Duration = Duration::from_millis(200);
 
-/// Deliveries of a row after which a pause requested by the receiver counts as an attempt, so that a row cannot be paused
-/// forever.
+/// Deliveries of a row after which a pause requested by the receiver counts as an attempt, so that a row cannot be
+/// paused forever.
 const PAUSES_UNCOUNTED_MAX: u32 = 48;
 
 /// Maximum delay before a delivery to an unavailable target is retried.
@@ -83,8 +83,8 @@ pub enum DeliverError {
     /// The target is unavailable for every row: retry, and count no attempt.
     #[error("{0}")]
     Unavailable(String),
-    /// The target requested a pause, for example with `Retry-After`: retry after it, count no attempt, and deliver nothing
-    /// to this target before. At most [`DELIVERY_PAUSE_MAX`](crate::limits::DELIVERY_PAUSE_MAX).
+    /// The target requested a pause, for example with `Retry-After`: retry after it, count no attempt, and deliver
+    /// nothing to this target before. At most [`DELIVERY_PAUSE_MAX`](crate::limits::DELIVERY_PAUSE_MAX).
     #[error("{problem}")]
     Paused {
         /// Error of the target.
@@ -129,8 +129,8 @@ impl Outbox {
         Ok(Self { inner: Arc::new(inner) })
     }
 
-    /// Delivers all rows that are due, including rows that become due by that. Returns the number of ended deliveries. After
-    /// a database error, the deliveries in flight are finished before it returns.
+    /// Delivers all rows that are due, including rows that become due by that. Returns the number of ended deliveries.
+    /// After a database error, the deliveries in flight are finished before it returns.
     pub async fn run_once(&self) -> Result<usize> {
         let (mut in_flight, mut count) = (InFlightDeliveries::new(&self.inner.config), 0);
         loop {
@@ -176,8 +176,8 @@ impl Outbox {
         in_flight.drain(deadline).await;
     }
 
-    /// Takes as many rows as there are free slots, and delivers each on its own task, so that a delivery that waits for the
-    /// database does not block the others.
+    /// Takes as many rows as there are free slots, and delivers each on its own task, so that a delivery that waits for
+    /// the database does not block the others.
     async fn start_deliveries(&self, in_flight: &mut InFlightDeliveries) -> Result<()> {
         for row in self.inner.take(&mut in_flight.slots).await? {
             let (inner, cancel) = (Arc::clone(&self.inner), in_flight.cancel.subscribe());
@@ -209,8 +209,8 @@ impl InFlightDeliveries {
         }
     }
 
-    /// Waits until a delivery has ended, and returns how many have ended by then, so that rows are taken once for all of them.
-    /// Cancel-safe.
+    /// Waits until a delivery has ended, and returns how many have ended by then, so that rows are taken once for all
+    /// of them. Cancel-safe.
     async fn ended(&mut self) -> usize {
         let Some(first) = self.tasks.join_next_with_id().await else { return 0 };
         self.free(first);
@@ -318,15 +318,18 @@ impl Inner {
     }
 
     async fn deliver(&self, row: &OutboxRow) -> (OutboxDelivery, TargetResponse) {
-        let begun = Instant::now();
+        let started = Instant::now();
         // Unwind safety: the outbox shares no state with the deliverer that a panic could leave inconsistent.
         let delivering = std::panic::AssertUnwindSafe(self.deliver.deliver(row)).catch_unwind();
         let error = match timeout(self.config.deadline, delivering).await {
             Ok(Ok(Ok(()))) => {
-                return (OutboxDelivery::Delivered, TargetResponse::Answered(begun.elapsed()));
+                return (OutboxDelivery::Delivered, TargetResponse::Responded(started.elapsed()));
             }
             Ok(Ok(Err(DeliverError::Dead(error)))) => {
-                return (OutboxDelivery::Dead { error }, TargetResponse::Answered(begun.elapsed()));
+                return (
+                    OutboxDelivery::Dead { error },
+                    TargetResponse::Responded(started.elapsed()),
+                );
             }
             Ok(Ok(Err(DeliverError::Unavailable(error)))) => {
                 let after = self.unavailable_delay(row);

@@ -1,7 +1,7 @@
 //! Decodes rows of both stores, and maps database errors.
 //!
-//! Upstream: `sqlite` and `postgres`, whose statements return these columns in this order, times as milliseconds and JSON as
-//! text. Guarantees: an unexpected value is a `Schema` error, never a panic.
+//! Upstream: `sqlite` and `postgres`, whose statements return these columns in this order, times as milliseconds and
+//! JSON as text. Guarantees: an unexpected value is a `Schema` error, never a panic.
 
 use headwater_stream::clock::Timestamp;
 

@@ -1,9 +1,10 @@
 //! The state machine of an issue, as one pure function: [`apply`].
 //!
-//! Upstream: the SQLite store applies every transition with it; the PostgreSQL store implements the same transitions in SQL,
-//! and `conformance` compares the two. Guarantees: no I/O, no clock, no randomness. An issue with pending events is never idle
-//! unless it is quarantined ([`IssueState::check_invariants`]). A stale run is fenced here: transitions that present another
-//! epoch than the current claim have no effect. Not here: event logs, outbox rows and fields; they do not affect transitions.
+//! Upstream: the SQLite store applies every transition with it; the PostgreSQL store implements the same transitions in
+//! SQL, and `conformance` compares the two. Guarantees: no I/O, no clock, no randomness. An issue with pending events
+//! is never idle unless it is quarantined ([`IssueState::check_invariants`]). A stale run is fenced here: transitions
+//! that present another epoch than the current claim have no effect. Not here: event logs, outbox rows and fields; they
+//! do not affect transitions.
 
 use std::time::Duration;
 
@@ -17,8 +18,8 @@ use crate::issue::{ClaimEpoch, DebounceWindow, ProcessingStatus};
 pub struct IssueState {
     /// Processing status.
     pub status: ProcessingStatus,
-    /// Unprocessed event logs, including those of a run in progress. Every record writes it and every completion reads it, on
-    /// the row that both lock, so a completion cannot miss an event that arrived during its run.
+    /// Unprocessed event logs, including those of a run in progress. Every record writes it and every completion reads
+    /// it, on the row that both lock, so a completion cannot miss an event that arrived during its run.
     pub pending_events: u64,
     /// Epoch of the newest claim.
     pub claim_epoch: ClaimEpoch,
@@ -241,8 +242,9 @@ impl IssueState {
         TransitionEffect::Queued
     }
 
-    /// Whether enough events are pending to end the debounce window early. Not after a failed or deferred run: the issue may
-    /// wait for a backoff then, which events do not end. `last_error` tells, because deferred runs count no attempt.
+    /// Whether enough events are pending to end the debounce window early. Not after a failed or deferred run: the
+    /// issue may wait for a backoff then, which events do not end. `last_error` decides, because deferred runs count no
+    /// attempt.
     fn batch_is_full(&self, debounce: &DebounceWindow) -> bool {
         debounce.events_max > 0
             && self.pending_events >= debounce.events_max as u64

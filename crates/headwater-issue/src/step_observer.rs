@@ -1,7 +1,8 @@
 //! Processing steps of an event, and an observer that is called after each.
 //!
-//! Upstream: `inbox`, `nudge`, `worker` and `outbox` call [`StepObserver::on_step`] when a step is complete and before the next
-//! begins, so a process that dies inside the call dies exactly there. Observers have no effect on processing. For tests.
+//! Upstream: `inbox`, `nudge`, `worker` and `outbox` call [`StepObserver::on_step`] when a step is complete and before
+//! the next begins, so a process that dies inside the call dies exactly there. Observers have no effect on processing.
+//! For tests.
 
 use std::fmt;
 

@@ -1,11 +1,11 @@
 //! The interface to the database: transitions of issues and outbox rows. Each call is one transaction over a batch.
 //!
-//! Upstream: `inbox`, `worker`, `outbox`, `sweeper`. Downstream: `sqlite` and `postgres`. `state` defines each transition, and
-//! `conformance` tests the contract.
+//! Upstream: `inbox`, `worker`, `outbox`, `sweeper`. Downstream: `sqlite` and `postgres`. `state` defines each
+//! transition, and `conformance` tests the contract.
 //!
 //! Guarantees of every method:
-//! - A batch is one transaction. Results are in the order of the arguments. An issue named twice in a batch is handled in the
-//!   order of the batch, as if in two calls. An empty batch does nothing.
+//! - A batch is one transaction. Results are in the order of the arguments. An issue named twice in a batch is handled
+//!   in the order of the batch, as if in two calls. An empty batch does nothing.
 //! - All times are the database's; the clocks of workers do not matter.
 //! - Invalid arguments fail with [`Invalid`](crate::IssueError::Invalid) before any effect. After
 //!   [`Unavailable`](crate::IssueError::Unavailable) the effect is unknown, and the call can be retried.
@@ -20,28 +20,28 @@ use async_trait::async_trait;
 
 use crate::admin::AdminStore;
 use crate::claim::{
-    Claim, ClaimOptions, ClaimRelease, ClaimReleased, CompletionOutcome, FailureOutcome, Renewal,
-    RunCompletion, RunFailure, SweepOptions, SweepReport,
+    Claim, ClaimOptions, ClaimRelease, ClaimReleased, ClaimRenewal, CompletionOutcome,
+    FailureOutcome, RunCompletion, RunFailure, SweepOptions, SweepReport,
 };
 use crate::error::Result;
 use crate::issue::{ClaimEpoch, DebounceWindow, EventLogId, IssueId, NewEvent, Recorded};
 use crate::outbox::types::{OutboxRow, OutboxSettled, OutboxSettlement, OutboxTake};
 use crate::transaction::{ReadConnection, Transaction};
 
-/// A database of issues. Open one with [`connect`](crate::connect).
+/// A database of issues. Open one with [`connect`](fn@crate::connect).
 #[async_trait]
 pub trait Store: AdminStore + std::fmt::Debug {
     /// Stores events, each once per integration and de-duplication key, and queues their issues.
     ///
-    /// At most [`BATCH_MAX`](crate::limits::BATCH_MAX) events. Every event has its own result, so that an invalid event does
-    /// not fail the others: `Invalid`, `UnknownIntegration`, `DedupConflict`, or `Unavailable` for all.
+    /// At most [`BATCH_MAX`](crate::limits::BATCH_MAX) events. Every event has its own result, so that an invalid event
+    /// does not fail the others: `Invalid`, `UnknownIntegration`, `DedupConflict`, or `Unavailable` for all.
     async fn record(&self, events: &[NewEvent], debounce: &DebounceWindow)
     -> Vec<Result<Recorded>>;
 
     /// Tries to claim issues for one worker: queued issues that are due, and issues with an expired claim.
     ///
-    /// Returns the unprocessed event logs of claimed issues. Waits briefly for a lock held by a record instead of skipping the
-    /// issue. If an issue is named twice, the second result is `Taken`.
+    /// Returns the unprocessed event logs of claimed issues. Waits briefly for a lock held by a record instead of
+    /// skipping the issue. If an issue is named twice, the second result is `Taken`.
     async fn claim(&self, issues: &[IssueId], options: &ClaimOptions) -> Result<Vec<Claim>>;
 
     /// Renews claims for another `ttl`, and returns whether newer events have arrived.
@@ -49,7 +49,7 @@ pub trait Store: AdminStore + std::fmt::Debug {
         &self,
         claims: &[(IssueId, ClaimEpoch)],
         ttl: Duration,
-    ) -> Result<Vec<Renewal>>;
+    ) -> Result<Vec<ClaimRenewal>>;
 
     /// Ends runs with success: marks event logs as processed, merges fields, writes outbox rows, and sets the issue to
     /// `queued` if event logs are pending, else to `idle`. A fenced completion changes nothing.
@@ -70,9 +70,9 @@ pub trait Store: AdminStore + std::fmt::Debug {
     /// retention. Skips rows locked by other transactions.
     async fn sweep(&self, options: &SweepOptions) -> Result<SweepReport>;
 
-    /// Takes rows that are due for delivery, for at most `ttl`: per kind and issue only the oldest undelivered row, to keep
-    /// the order. Skips rows locked by other transactions. The cost depends on the number of targets with undelivered rows,
-    /// not on the number of rows.
+    /// Takes rows that are due for delivery, for at most `ttl`: per kind and issue only the oldest undelivered row, to
+    /// keep the order. Skips rows locked by other transactions. The cost depends on the number of targets with
+    /// undelivered rows, not on the number of rows.
     async fn take_outbox_from(&self, take: &OutboxTake) -> Result<Vec<OutboxRow>>;
 
     /// Like [`take_outbox_from`](Self::take_outbox_from), without a limit per target.

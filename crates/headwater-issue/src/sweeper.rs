@@ -2,8 +2,8 @@
 //!
 //! Upstream: every process that has a store runs one. Downstream: `store`, `nudge`, and the worker of this process.
 //! Guarantees: a queued issue is nudged until a worker claims it; an expired claim is requeued. While the stream is
-//! unavailable or the local worker is idle, issues are also passed to the local worker directly: the sweep is the guarantee,
-//! a nudge only a hint.
+//! unavailable or the local worker is idle, issues are also passed to the local worker directly: the sweep is the
+//! guarantee, a nudge only a hint.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -57,8 +57,8 @@ pub struct Sweeper {
 }
 
 impl Sweeper {
-    /// Creates a sweeper. `worker` receives issues directly while it is idle or the stream is unavailable; without one, issues
-    /// wait for the sweeper of a process with a worker.
+    /// Creates a sweeper. `worker` receives issues directly while it is idle or the stream is unavailable; without one,
+    /// issues wait for the sweeper of a process with a worker.
     pub fn new(
         store: Arc<dyn Store>,
         nudger: Nudger,
@@ -76,7 +76,7 @@ impl Sweeper {
         Ok(Self { store, nudger, worker, config })
     }
 
-    /// Sweeps until nothing is left, at most [`SWEEPS_PER_RUN_MAX`] times. Returns the combined report.
+    /// Sweeps until nothing is left, at most 64 times. Returns the combined report.
     pub async fn run_once(&self) -> Result<SweepReport> {
         let mut all = SweepReport::default();
         for _ in 0..SWEEPS_PER_RUN_MAX {
@@ -116,8 +116,8 @@ impl Sweeper {
         }
     }
 
-    /// The options, with a longer `nudge_overdue` while the stream has a backlog of unread nudges. Bounded, because a nudge may
-    /// be lost.
+    /// The options, with a longer `nudge_overdue` while the stream has a backlog of unread nudges. Bounded, because a
+    /// nudge may be lost.
     async fn options(&self) -> SweepOptions {
         match timeout(STREAM_DEADLINE, self.nudger.unread()).await {
             Ok(Ok(unread)) if unread > NUDGES_UNREAD_MAX => {
@@ -147,8 +147,8 @@ impl Sweeper {
         let sent = timeout(STREAM_DEADLINE, self.nudger.send(nudges)).await;
         if matches!(sent, Ok(Ok(()))) {
             counter!(SWEEP_NUDGES, "result" => "stream").increment(count);
-            // The stream may accept nudges without delivering them, so an idle local worker gets the issues too. If the nudge
-            // is also delivered, one of the two finds nothing to do.
+            // The stream may accept nudges without delivering them, so an idle local worker gets the issues too. If the
+            // nudge is also delivered, one of the two finds nothing to do.
             if let Some(worker) = &self.worker {
                 let free_slots = worker.free_slots();
                 worker.offer(nudges.iter().take(free_slots).map(|nudge| nudge.issue_id));

@@ -1,8 +1,9 @@
 //! Propagates the trace context of an event from the process that recorded it to the process that handles it.
 //!
-//! Upstream: a process that collects traces passes its [`TracePropagator`] to the nudger. Downstream: `inbox` and `nudge` read
-//! the current context, a nudge carries it in its headers, and `worker` records it in the receiving process. Best effort: a
-//! lost nudge loses its trace context, and the run starts a new trace. Without a propagator it has no cost.
+//! Upstream: a process that collects traces passes its [`TracePropagator`] to the nudger. Downstream: `inbox` and
+//! `nudge` read the current context, a nudge carries it in its headers, and `worker` records it in the receiving
+//! process. Best effort: a lost nudge loses its trace context, and the run starts a new trace. Without a propagator it
+//! has no cost.
 
 use std::fmt;
 

@@ -1,10 +1,10 @@
 //! Caller's transactions: the caller's tables and the tables of this crate change together.
 //!
 //! Upstream: callers with tables in the same database; [`Store::begin`](crate::Store::begin) begins a transaction.
-//! Downstream: `sqlite` and `postgres`. Guarantees: nothing is visible before the commit; dropping rolls back; deliverers are
-//! notified of outbox rows at the commit. The issues it touched stay locked until then, and on SQLite every other write of
-//! the process waits: commit soon, and do not call the store meanwhile.
-//! Not here: nudges. The caller sends them after the commit (`Nudger::nudge_recorded`), or the sweep does.
+//! Downstream: `sqlite` and `postgres`. Guarantees: nothing is visible before the commit; dropping rolls back;
+//! deliverers are notified of outbox rows at the commit. The issues it touched stay locked until then, and on SQLite
+//! every other write of the process waits: commit soon, and do not call the store meanwhile. Not here: nudges. The
+//! caller sends them after the commit (`Nudger::nudge_recorded`), or the sweep does.
 
 use std::any::Any;
 
@@ -19,7 +19,8 @@ use crate::outbox::types::{KeyedOutboxRow, OutboxWritten};
 /// ```
 /// # #[cfg(feature = "sqlite")]
 /// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), Box<dyn std::error::Error>> {
-/// # use headwater_issue::{StoreConnection, KeyedOutboxRow, NewEvent, NewOutboxRow, OutboxKind, DebounceWindow, StoreOptions, connect};
+/// # use headwater_issue::{DebounceWindow, KeyedOutboxRow, NewEvent, NewOutboxRow, OutboxKind, StoreConnection};
+/// # use headwater_issue::{StoreOptions, connect};
 /// let store = connect("sqlite::memory:", &StoreOptions::default()).await?;
 /// store.ensure_integration("desk", "desk").await?;
 ///
@@ -53,9 +54,9 @@ pub trait Transaction: Send + std::fmt::Debug {
     /// Appends rows to the outbox of an issue, after the rows of earlier runs and before those of later runs.
     ///
     /// A row with a known key is not written again while the old row is retained (see
-    /// [`SweepOptions::keep`](crate::SweepOptions::keep)): the same row is reported as a duplicate, a different row fails the
-    /// call with [`OutboxConflict`](crate::IssueError::OutboxConflict). `NotFound` if the issue does not exist. At most
-    /// [`OUTBOX_PER_RUN_MAX`](crate::limits::OUTBOX_PER_RUN_MAX) rows.
+    /// [`SweepOptions::keep`](crate::SweepOptions::keep)): the same row is reported as a duplicate, a different row
+    /// fails the call with [`OutboxConflict`](crate::IssueError::OutboxConflict). `NotFound` if the issue does not
+    /// exist. At most [`OUTBOX_PER_RUN_MAX`](crate::limits::OUTBOX_PER_RUN_MAX) rows.
     async fn write_outbox(
         &mut self,
         issue_id: IssueId,
@@ -83,10 +84,11 @@ pub enum StoreConnection<'a> {
     Other(&'a mut (dyn Any + Send)),
 }
 
-/// A connection of a store, for reading the caller's own tables. To write, [`begin`](crate::Store::begin) a transaction.
+/// A connection of a store, for reading the caller's own tables. To write, [`begin`](crate::Store::begin) a
+/// transaction.
 ///
-/// Return it with [`release`](ReadConnection::release) after the last statement. A PostgreSQL connection that is dropped
-/// instead is closed, because a statement may still be running on it.
+/// Return it with [`release`](ReadConnection::release) after the last statement. A PostgreSQL connection that is
+/// dropped instead is closed, because a statement may still be running on it.
 #[derive(Debug)]
 pub struct ReadConnection(ReadConnectionInner);
 

@@ -1,20 +1,23 @@
-//! The worker: receive a nudge, claim the issue, load its events, execute the handler, finish the run, acknowledge the nudge.
+//! The worker: receive a nudge, claim the issue, load its events, execute the handler, finish the run, acknowledge the
+//! nudge.
 //!
-//! Upstream: nudges from `headwater-queue`, and the local queue of this process. Downstream: `store`. Outbox rows are written
-//! in the transaction that finishes a run; `outbox` delivers them later.
+//! Upstream: nudges from `headwater-queue`, and the local queue of this process. Downstream: `store`. Outbox rows are
+//! written in the transaction that finishes a run; `outbox` delivers them later.
 //!
 //! Guarantees, at whichever line the process dies:
 //! - No database transaction is open while a handler runs.
 //! - At most one run of an issue takes effect at a time: every effect presents the epoch of its claim.
-//! - The nudge is acknowledged last. Until then the database has the remaining work: the issue is idle, queued, or claimed
-//!   until an expiry time, and the sweep finds queued issues and expired claims.
+//! - The nudge is acknowledged last. Until then the database has the remaining work: the issue is idle, queued, or
+//!   claimed until an expiry time, and the sweep finds queued issues and expired claims.
 //!
 //! Where this crate decides that a run or a reply is stale:
-//! - `state` and the stores fence a run by its claim epoch: completion, failure and heartbeat of an older epoch change nothing.
-//! - `claim_registry` stops trusting a claim that was not renewed in time, and notices newer events; [`execute`](Inner::execute)
+//! - `state` and the stores fence a run by its claim epoch: completion, failure and heartbeat of an older epoch change
+//!   nothing.
+//! - `claim_registry` stops trusting a claim that was not renewed in time, and notices newer events; `execute`
 //!   then cancels the handler. [`OnNewEvent`] says whether newer events cancel a run.
-//! - `ClaimedIssue::completed_event_log_id` and `AdminStore::newest_event_log_at_commit` tell the handler and the deliverer
-//!   which event logs existed when a run or a reply was committed. The caller decides from them whether a reply is stale.
+//! - `ClaimedIssue::completed_event_log_id` and `AdminStore::newest_event_log_at_commit` tell the handler and the
+//!   deliverer which event logs existed when a run or a reply was committed. The caller decides from them whether a
+//!   reply is stale.
 //!
 //! Not here: startup, heartbeats and shutdown (see `lifecycle`), renewal of claims (see `claim_registry`).
 
@@ -76,7 +79,8 @@ struct Inner {
     batcher: Batcher,
     claims: Arc<ClaimRegistry>,
     local_queue: DueQueue,
-    /// Claims to release when the database is available again; at most one per run in flight when it became unavailable.
+    /// Claims to release when the database is available again; at most one per run in flight when it became
+    /// unavailable.
     lapsed: Mutex<Vec<ClaimRelease>>,
     slots: Semaphore,
     /// Whether `run` was called.
@@ -150,9 +154,9 @@ impl Handler for Worker {
 }
 
 impl Worker {
-    /// Processes one issue until nothing is left to do for it now. A no-op if the issue needs no run or another worker has
-    /// claimed it. A stopped worker sends a nudge instead, so that another worker processes the issue. Never fails: errors
-    /// are stored on the issue, or the sweep finds it.
+    /// Processes one issue until nothing is left to do for it now. A no-op if the issue needs no run or another worker
+    /// has claimed it. A stopped worker sends a nudge instead, so that another worker processes the issue. Never fails:
+    /// errors are stored on the issue, or the sweep finds it.
     pub async fn process_issue(&self, issue_id: IssueId) {
         if let ProcessOutcome::Stopping = self.inner.process_issue(issue_id).await {
             // There is no stream entry to release, so send one; if that fails, the sweep finds the issue.
@@ -244,8 +248,8 @@ impl Inner {
 
 /// Claim.
 impl Inner {
-    /// Claims the issue. Retries while the database is unavailable, for at most the TTL of a claim; after that the sweep
-    /// finds the issue.
+    /// Claims the issue. Retries while the database is unavailable, for at most the TTL of a claim; after that the
+    /// sweep finds the issue.
     async fn claim(&self, slot: &IssueSlot) -> ClaimOutcome {
         let issue_id = slot.issue_id;
         let until = Instant::now() + self.config.claim_ttl;
@@ -369,8 +373,8 @@ impl Inner {
 
 /// Finish.
 impl Inner {
-    /// Ends a run in the database, according to how its handler ended. Returns the label for the metrics and the follow-up.
-    /// A result is committed whole or not at all.
+    /// Ends a run in the database, according to how its handler ended. Returns the label for the metrics and the
+    /// follow-up. A result is committed whole or not at all.
     async fn finish(
         &self,
         run: &Run,
@@ -496,8 +500,9 @@ impl Inner {
         }
     }
 
-    /// Retries a call that failed transiently, while the claim is held and for at most the TTL of a claim: a longer failure
-    /// is specific to this issue. Idempotent: each call that ends a run has taken effect, takes effect now, or is fenced.
+    /// Retries a call that failed transiently, while the claim is held and for at most the TTL of a claim: a longer
+    /// failure is specific to this issue. Idempotent: each call that ends a run has taken effect, takes effect now, or
+    /// is fenced.
     async fn retry_while_held<T, Calling: Future<Output = Result<T>>>(
         &self,
         held: &HeldClaim,
@@ -520,8 +525,8 @@ impl Inner {
         }
     }
 
-    /// The database was unavailable until the claim expired. If the end of the run was not stored, `release_lapsed` releases
-    /// the claim, or the sweep requeues the issue.
+    /// The database was unavailable until the claim expired. If the end of the run was not stored, `release_lapsed`
+    /// releases the claim, or the sweep requeues the issue.
     fn abandon(&self, run: &Run, held: &HeldClaim, error: &IssueError) -> (&'static str, FollowUp) {
         error!(
             issue_id = %run.issue().id, epoch = %run.epoch(), %error,

@@ -116,7 +116,7 @@ async fn while_one_issue_is_locked_other_issues_are_recorded_renewed_and_complet
     let events = [event_of("1", "b"), event_of("2", "b"), event_of("1", "c"), event_of("3", "b")];
     let recorded = system.store.record(&events, &DebounceWindow::default()).await;
     let is_unavailable =
-        |answer: &Result<_, IssueError>| answer.as_ref().is_err_and(IssueError::is_transient);
+        |result: &Result<_, IssueError>| result.as_ref().is_err_and(IssueError::is_transient);
     assert!(is_unavailable(&recorded[0]) && is_unavailable(&recorded[2]), "{recorded:?}");
     assert!(recorded[1].is_ok() && recorded[3].is_ok(), "{recorded:?}");
     // Longer than the TTL: only heartbeats keep the claim.

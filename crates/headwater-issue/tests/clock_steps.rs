@@ -1,5 +1,5 @@
-//! Steps of the wall clock while issues wait, run and are delivered: nothing stalls, nothing is done twice, and live workers do
-//! not count as dead.
+//! Steps of the wall clock while issues wait, run and are delivered: nothing stalls, nothing is done twice, and live
+//! workers do not count as dead.
 #![cfg(all(feature = "sqlite", feature = "postgres"))]
 
 mod support;
@@ -11,9 +11,10 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use headwater_issue::{
-    AfterFailure, Claim, ClaimOptions, ClaimedIssue, DebounceWindow, DiagnosisReason, EventLogId,
-    IssueId, NewOutboxRow, OutboxDelivery, OutboxKind, OutboxRow, OutboxSettled, OutboxSettlement,
-    Renewal, RunCompletion, RunFailure, Store, StoreOptions, SweepOptions, connect, explain,
+    AfterFailure, Claim, ClaimOptions, ClaimRenewal, ClaimedIssue, DebounceWindow, DiagnosisReason,
+    EventLogId, IssueId, NewOutboxRow, OutboxDelivery, OutboxKind, OutboxRow, OutboxSettled,
+    OutboxSettlement, RunCompletion, RunFailure, Store, StoreOptions, SweepOptions, connect,
+    explain,
 };
 use headwater_stream::clock::{Clock, TestClock};
 use headwater_testkit::{Postgres, WallClock};
@@ -117,7 +118,10 @@ impl Simulation {
             if now - *renewed >= TTL / 4 {
                 let claim = (claimed.issue.id, claimed.epoch);
                 let renewal = self.store.heartbeat(&[claim], TTL).await?.remove(0);
-                assert!(matches!(renewal, Renewal::Kept { .. }), "a live worker lost its claim");
+                assert!(
+                    matches!(renewal, ClaimRenewal::Kept { .. }),
+                    "a live worker lost its claim"
+                );
                 *renewed = now;
             }
         }
@@ -397,7 +401,7 @@ async fn on_postgres_a_clock_step_ends_waits_and_keeps_claims_and_taken_rows() -
             assert_eq!(swept.requeued, 0, "the claim is held; back: {is_back}");
         }
         let renewal = store.heartbeat(&[(held, claimed.epoch)], LONG_TTL).await?;
-        assert!(matches!(renewal[0], Renewal::Kept { .. }), "{renewal:?}");
+        assert!(matches!(renewal[0], ClaimRenewal::Kept { .. }), "{renewal:?}");
         if is_back {
             // An issue whose wait now ends an hour ahead is due.
             let claim = store.claim(&[waits], &claiming_with_long_ttl()).await?.remove(0);

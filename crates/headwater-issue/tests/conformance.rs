@@ -62,8 +62,8 @@ mod postgres {
     use super::*;
 
     /// Converts an error of the testkit.
-    fn testkit<T>(answer: anyhow::Result<T>) -> StoreTestResult<T> {
-        Ok(answer.map_err(|error| std::io::Error::other(format!("{error:#}")))?)
+    fn testkit<T>(result: anyhow::Result<T>) -> StoreTestResult<T> {
+        Ok(result.map_err(|error| std::io::Error::other(format!("{error:#}")))?)
     }
 
     /// The server's clock cannot be moved, so all stored times are moved into the past instead.

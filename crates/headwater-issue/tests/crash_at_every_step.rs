@@ -1,8 +1,8 @@
 //! A process is killed (SIGKILL) right after each processing step, and nothing is lost or done twice.
 //!
-//! The victim is this test binary in a child process: inbox, worker, sweeper and outbox. It kills itself inside the step
-//! observer. The test then starts a new system on the same database and streams, and asserts that every event is processed
-//! once, every reply was delivered with one idempotency key, the store is consistent, and no nudge is left.
+//! The victim is this test binary in a child process: inbox, worker, sweeper and outbox. It kills itself inside the
+//! step observer. The test then starts a new system on the same database and streams, and asserts that every event is
+//! processed once, every reply was delivered with one idempotency key, the store is consistent, and no nudge is left.
 
 mod support;
 

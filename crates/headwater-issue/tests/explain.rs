@@ -108,7 +108,7 @@ async fn an_expired_claim(backends: Backends) -> Result<()> {
     let system = System::at(&backends).await?;
     let id = system.record("1", "a").await?.issue_id;
     let since = claimed(&system, id, Duration::from_millis(50)).await?.expires_at;
-    wait_until("the claim to run out", || async {
+    wait_until("the claim to expire", || async {
         let diagnosis = explain(system.store.as_ref(), id).await.expect("the store replies");
         matches!(diagnosis.reason, DiagnosisReason::ClaimExpired { .. })
     })

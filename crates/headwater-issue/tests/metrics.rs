@@ -71,15 +71,15 @@ async fn the_metrics_report_queued_processing_and_done_issues(backends: Backends
     Ok(())
 }
 
-/// Asserts the gauges of pending entries and of issues by status. The second nudge, of the duplicate, is acknowledged after
-/// its no-op run.
+/// Asserts the gauges of pending entries and of issues by status. The second nudge, of the duplicate, is acknowledged
+/// after its no-op run.
 async fn sampled(
     metrics_seen: &CapturedMetrics,
     system: &System,
     pending: f64,
     issues: &[(&str, f64)],
 ) -> Result<()> {
-    wait_until("the entries in hand", || async {
+    wait_until("the pending entries", || async {
         metrics::sample(system.store.as_ref(), Some(&system.streams))
             .await
             .expect("the store replies");

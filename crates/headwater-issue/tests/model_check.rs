@@ -1,11 +1,12 @@
 //! Model checking of the issue protocol in every interleaving.
 //!
-//! The issue itself is not modelled: the tests use `headwater_issue::state`, the production code. Modelled is its environment: a
-//! sender with three events, a stream that loses and duplicates nudges, two workers that crash at any moment, claims that expire
-//! while their worker continues as a zombie, lost replies of the database, and handlers that fail.
+//! The issue itself is not modelled: the tests use `headwater_issue::state`, the production code. Modelled is its
+//! environment: a sender with three events, a stream that loses and duplicates nudges, two workers that crash at any
+//! moment, claims that expire while their worker continues as a zombie, lost replies of the database, and handlers that
+//! fail.
 //!
-//! The number of faults is limited, so every path ends; an event that is not processed at the end of a path is lost. Without
-//! one part of the protocol, the checker finds the failure that this part prevents.
+//! The number of faults is limited, so every path ends; an event that is not processed at the end of a path is lost.
+//! Without one part of the protocol, the checker finds the failure that this part prevents.
 
 use std::time::Duration;
 
@@ -434,11 +435,14 @@ impl Model for Checked {
             Property::eventually("in the end every event is processed", |_, world: &World| {
                 world.processed.count_ones() == u32::from(EVENTS)
             }),
-            Property::sometimes("a zombie comes back late", |_, world: &World| {
-                let late = |worker: &Worker| matches!(worker, Worker::Working { epoch, .. } if *epoch < world.issue.epoch);
-                world.workers.iter().any(late)
-            }),
-            Property::sometimes("an event arrives while a run is under way", |_, world: &World| {
+            Property::sometimes(
+                "a zombie continues after its claim was taken over",
+                |_, world: &World| {
+                    let late = |worker: &Worker| matches!(worker, Worker::Working { epoch, .. } if *epoch < world.issue.epoch);
+                    world.workers.iter().any(late)
+                },
+            ),
+            Property::sometimes("an event arrives during a run", |_, world: &World| {
                 let missed = |worker: &Worker| matches!(worker, Worker::Working { events, .. } if events & world.recorded != world.recorded);
                 world.workers.iter().any(missed)
             }),

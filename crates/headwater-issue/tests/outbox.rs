@@ -248,7 +248,7 @@ async fn backlog(system: &System, integration: &str, count: usize) -> Result<()>
 /// Hangs on rows of integrations whose names begin with `hangs`, and records the others.
 #[derive(Clone, Default)]
 struct Receivers {
-    begun: Arc<AtomicUsize>,
+    started: Arc<AtomicUsize>,
     hanging: Arc<AtomicUsize>,
     most_hanging: Arc<AtomicUsize>,
     delivered: Arc<Mutex<Vec<String>>>,
@@ -266,7 +266,7 @@ impl Drop for Hanging<'_> {
 impl Deliver for Receivers {
     async fn deliver(&self, row: &OutboxRow) -> Result<(), DeliverError> {
         if row.integration.starts_with("hangs") {
-            self.begun.fetch_add(1, Ordering::SeqCst);
+            self.started.fetch_add(1, Ordering::SeqCst);
             let hanging = self.hanging.fetch_add(1, Ordering::SeqCst) + 1;
             self.most_hanging.fetch_max(hanging, Ordering::SeqCst);
             let _hanging = Hanging(self);
@@ -329,7 +329,7 @@ async fn failing_targets_leave_half_of_the_slots_to_the_others() -> Result<()> {
     let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
     let running = tokio::spawn(async move { outbox.run(async { drop(stopped.await) }).await });
     // Every row has failed, so every target is failing.
-    wait_until("failures", || async { receivers.begun.load(Ordering::SeqCst) >= 120 }).await?;
+    wait_until("failures", || async { receivers.started.load(Ordering::SeqCst) >= 120 }).await?;
     backlog(&system, "prompt", 50).await?;
     let delivered = || receivers.delivered.lock().expect("not poisoned").len();
     wait_until("the others", || async { delivered() == 50 }).await?;

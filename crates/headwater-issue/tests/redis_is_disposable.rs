@@ -176,14 +176,14 @@ async fn a_worker_started_while_redis_is_unavailable_works_and_consumes_nudges_a
     let system = System::at(&backends).await?;
     redis.kill9()?;
     let member = Member::start(&system, &run_log, &deliveries)?;
-    let event = unique("away");
+    let event = unique("unavailable");
     system.record("1", &event).await?;
     system.wait_processed().await?;
 
     redis.restart()?;
     let stream = headwater_stream::StreamName::new(headwater_issue::STREAM)?;
     wait_until("the worker to take nudges", || async {
-        let event = unique("back");
+        let event = unique("recovered");
         system.record("2", &event).await.expect("it is recorded");
         let stats = system.streams.stats(&stream).await.ok().flatten();
         let groups = stats.map(|stats| stats.groups).unwrap_or_default();

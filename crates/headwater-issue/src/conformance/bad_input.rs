@@ -12,8 +12,8 @@ use crate::{
     RunFailure, SweepOptions,
 };
 
-fn is_invalid<T: std::fmt::Debug>(answer: &Result<T, IssueError>) -> bool {
-    matches!(answer, Err(IssueError::Invalid { .. }))
+fn is_invalid<T: std::fmt::Debug>(result: &Result<T, IssueError>) -> bool {
+    matches!(result, Err(IssueError::Invalid { .. }))
 }
 
 pub async fn an_invalid_event_does_not_fail_the_batch(env: StoreTestEnv) -> StoreTestResult {
@@ -45,11 +45,11 @@ pub async fn an_invalid_event_does_not_fail_the_batch(env: StoreTestEnv) -> Stor
     assert_eq!(recorded.len(), events.len());
     let (first, last) = (recorded[0].clone()?, recorded[events.len() - 1].clone()?);
     assert_eq!(first.issue_id, last.issue_id);
-    for (answer, event) in recorded[1..=bad.len()].iter().zip(&bad) {
-        assert!(is_invalid(answer), "{answer:?} for {:.80}", event.payload);
+    for (result, event) in recorded[1..=bad.len()].iter().zip(&bad) {
+        assert!(is_invalid(result), "{result:?} for {:.80}", event.payload);
     }
-    let answer = &recorded[bad.len() + 1];
-    assert!(matches!(answer, Err(IssueError::UnknownIntegration { .. })), "{answer:?}");
+    let result = &recorded[bad.len() + 1];
+    assert!(matches!(result, Err(IssueError::UnknownIntegration { .. })), "{result:?}");
     assert_eq!(env.claim(first.issue_id).await?.events.len(), 2);
     assert_eq!(env.store.check_consistency(10).await?.issues, 1);
     env.assert_consistent().await

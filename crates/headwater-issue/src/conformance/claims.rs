@@ -5,7 +5,8 @@ use std::time::Duration;
 use super::env::{StoreTestEnv, StoreTestResult, TTL, event, ids, options, won};
 use crate::limits::{PAYLOAD_BYTES_MAX, RUN_BYTES_MAX};
 use crate::{
-    Claim, ClaimEpoch, ClaimOptions, DebounceWindow, IssueId, NewEvent, ProcessingStatus, Renewal,
+    Claim, ClaimEpoch, ClaimOptions, ClaimRenewal, DebounceWindow, IssueId, NewEvent,
+    ProcessingStatus,
 };
 
 pub async fn a_claim_returns_all_pending_events_in_order(env: StoreTestEnv) -> StoreTestResult {
@@ -124,7 +125,7 @@ pub async fn a_heartbeat_renews_a_claim_and_reports_newer_events(
     let claimed = env.claim(issue).await?;
     env.advance(TTL / 2).await?;
     let renewal = env.store.heartbeat(&[(issue, claimed.epoch)], TTL).await?.remove(0);
-    let Renewal::Kept { expires_at, pending_events } = renewal else { panic!("{renewal:?}") };
+    let ClaimRenewal::Kept { expires_at, pending_events } = renewal else { panic!("{renewal:?}") };
     assert!(!claimed.has_newer(pending_events));
     assert_eq!(env.issue(issue).await?.claim_expires_at, Some(expires_at));
     env.advance(TTL / 2 + Duration::from_secs(10)).await?;
@@ -133,7 +134,7 @@ pub async fn a_heartbeat_renews_a_claim_and_reports_newer_events(
 
     env.store.record(&[event("42", "b")], &DebounceWindow::default()).await.remove(0)?;
     let renewal = env.store.heartbeat(&[(issue, claimed.epoch)], TTL).await?.remove(0);
-    let Renewal::Kept { pending_events, .. } = renewal else { panic!("{renewal:?}") };
+    let ClaimRenewal::Kept { pending_events, .. } = renewal else { panic!("{renewal:?}") };
     assert!(claimed.has_newer(pending_events));
     Ok(())
 }
@@ -150,8 +151,8 @@ pub async fn a_heartbeat_of_a_lost_claim_reports_the_loss_and_changes_nothing(
     let before = env.issue(issue).await?;
     let claims = [(issue, lost.epoch), (other, kept.epoch), (IssueId(987_654), ClaimEpoch(1))];
     let renewals = env.store.heartbeat(&claims, TTL).await?;
-    assert_eq!((renewals[0], renewals[2]), (Renewal::Lost, Renewal::Lost));
-    assert!(matches!(renewals[1], Renewal::Kept { .. }));
+    assert_eq!((renewals[0], renewals[2]), (ClaimRenewal::Lost, ClaimRenewal::Lost));
+    assert!(matches!(renewals[1], ClaimRenewal::Kept { .. }));
     assert_eq!(env.issue(issue).await?, before);
     Ok(())
 }

@@ -224,7 +224,7 @@ where
     loop {
         match call().await {
             Err(error) if error.is_transient() => tokio::task::yield_now().await,
-            answer => return answer,
+            result => return result,
         }
     }
 }

@@ -1,7 +1,7 @@
 //! Random sequences of calls; every result and every state is compared with the state machine.
 //!
-//! `HEADWATER_SEQUENCES` sets ten times the number of sequences (default 1000), `HEADWATER_SEED` the seed, which is printed. Time
-//! advances in steps of ten minutes, so that elapsed real time does not affect the results.
+//! `HEADWATER_SEQUENCES` sets ten times the number of sequences (default 1000), `HEADWATER_SEED` the seed, which is
+//! printed. Time advances in steps of ten minutes, so that elapsed real time does not affect the results.
 
 use std::ops::Range;
 use std::time::Duration;
@@ -12,9 +12,9 @@ use super::env::{StoreTestEnv, StoreTestResult, TTL, TestFailure, event};
 use super::random::{SeededRandom, from_environment, seed};
 use crate::state::{IssueState, Transition, TransitionEffect, apply};
 use crate::{
-    AfterFailure, Claim, ClaimEpoch, ClaimOptions, ClaimRelease, ClaimReleased, CompletionOutcome,
-    DebounceWindow, EventLogId, FailureOutcome, IssueId, IssueRetried, ProcessingStatus,
-    QuarantineCleared, ReleaseReason, Renewal, RunCompletion, RunFailure, SweepOptions,
+    AfterFailure, Claim, ClaimEpoch, ClaimOptions, ClaimRelease, ClaimReleased, ClaimRenewal,
+    CompletionOutcome, DebounceWindow, EventLogId, FailureOutcome, IssueId, IssueRetried,
+    ProcessingStatus, QuarantineCleared, ReleaseReason, RunCompletion, RunFailure, SweepOptions,
 };
 
 const SEQUENCES_DEFAULT: u64 = 1000;
@@ -225,11 +225,11 @@ impl<'a> Sequence<'a> {
         let renewal = self.env.store.heartbeat(&[(model.id, epoch)], TTL).await?.remove(0);
         let effect = model.apply(&Transition::Heartbeat { epoch, ttl: TTL }, self.now);
         let kept = match renewal {
-            Renewal::Kept { pending_events, .. } => {
+            ClaimRenewal::Kept { pending_events, .. } => {
                 assert_eq!(pending_events, model.state.pending_events, "{:?}", self.calls);
                 true
             }
-            Renewal::Lost => false,
+            ClaimRenewal::Lost => false,
         };
         assert_eq!(kept, effect == TransitionEffect::Kept, "{:?}", self.calls);
         Ok(())

@@ -1,7 +1,7 @@
 //! The public conformance suite for implementations of `Store`: one test per guarantee.
 //!
-//! [`store_conformance_suite!`](crate::store_conformance_suite) takes an expression that creates a [`StoreTestEnv`], and
-//! generates one `#[test]` per case, in a module per subject:
+//! [`store_conformance_suite!`](crate::store_conformance_suite) takes an expression that creates a [`StoreTestEnv`],
+//! and generates one `#[test]` per case, in a module per subject:
 //!
 //! ```ignore
 //! mod my_store {
@@ -13,8 +13,8 @@
 //! }
 //! ```
 //!
-//! Time advances only with [`StoreTestEnv::advance`]; no case depends on speed; random sequences print their seed. Not here:
-//! opening a store, or killing its process.
+//! Time advances only with [`StoreTestEnv::advance`]; no case depends on speed; random sequences print their seed. Not
+//! here: opening a store, or killing its process.
 
 #![allow(missing_docs, reason = "the name of a case is its documentation")]
 

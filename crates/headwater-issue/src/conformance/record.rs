@@ -96,8 +96,8 @@ pub async fn a_key_used_for_a_different_event_is_a_conflict_and_stores_nothing(
         event("43", "delivery-1"),
     ];
     for other in others {
-        let refused = env.store.record(&[other], &DebounceWindow::default()).await.remove(0);
-        assert!(matches!(refused, Err(IssueError::DedupConflict { .. })), "{refused:?}");
+        let rejected = env.store.record(&[other], &DebounceWindow::default()).await.remove(0);
+        assert!(matches!(rejected, Err(IssueError::DedupConflict { .. })), "{rejected:?}");
     }
     assert_eq!(env.issue(first.issue_id).await?.pending_events, 1);
     assert_eq!(env.store.find_issue(INTEGRATION, "project", "43").await?, None);
@@ -157,8 +157,8 @@ pub async fn equal_events_of_two_projects_without_a_key_are_both_stored(
     let first = NewEvent { dedup_key: None, ..event("42", "") };
     let second = NewEvent { external_project_id: "another".into(), ..first.clone() };
     let events = [first.clone(), second.clone(), first, second];
-    let answers = env.store.record(&events, &DebounceWindow::default()).await;
-    let recorded = answers.into_iter().collect::<Result<Vec<_>, _>>()?;
+    let results = env.store.record(&events, &DebounceWindow::default()).await;
+    let recorded = results.into_iter().collect::<Result<Vec<_>, _>>()?;
     assert_ne!(recorded[0].issue_id, recorded[1].issue_id);
     let duplicates: Vec<bool> = recorded.iter().map(|one| one.duplicate).collect();
     assert_eq!(duplicates, [false, false, true, true]);
@@ -365,8 +365,8 @@ pub async fn a_payload_that_jsonb_cannot_store_is_sanitized_and_the_original_is_
         let again = env.record_all(std::slice::from_ref(&event)).await?.remove(0);
         assert_eq!((again.event_log_id, again.duplicate), (recorded.event_log_id, true));
         let other = NewEvent { payload: expected.into(), ..event };
-        let answer = env.store.record(&[other], &DebounceWindow::default()).await.remove(0);
-        assert!(matches!(answer, Err(IssueError::DedupConflict { .. })), "{answer:?}");
+        let result = env.store.record(&[other], &DebounceWindow::default()).await.remove(0);
+        assert!(matches!(result, Err(IssueError::DedupConflict { .. })), "{result:?}");
     }
     // `jsonb` stores negative zero as zero.
     let zero = NewEvent { payload: "[-0.0]".into(), ..event("zero", "zero") };

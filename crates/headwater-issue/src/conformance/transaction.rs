@@ -96,9 +96,9 @@ pub async fn a_key_used_for_a_different_row_is_a_conflict_and_nothing_is_written
     write(&env, issue, &[keyed("k", "one")]).await?;
     let mut transaction = env.store.begin().await?;
     let rows = [keyed("l", "two"), keyed("k", "other")];
-    let refused = transaction.write_outbox(issue, &rows).await;
+    let rejected = transaction.write_outbox(issue, &rows).await;
     let conflict = IssueError::OutboxConflict { issue_id: issue, key: "k".into() };
-    assert_eq!(refused.expect_err("a conflict").to_string(), conflict.to_string());
+    assert_eq!(rejected.expect_err("a conflict").to_string(), conflict.to_string());
     transaction.write_outbox(issue, &[keyed("m", "three")]).await?;
     transaction.commit().await?;
     assert_eq!(texts(&env).await?, ["one", "three"]);
@@ -125,8 +125,8 @@ pub async fn invalid_rows_are_rejected_and_the_transaction_stays_usable(
         with(|row| row.target = "nul \0".into()),
     ];
     for rows in bad {
-        let refused = transaction.write_outbox(issue, &rows).await;
-        assert!(matches!(refused, Err(IssueError::Invalid { .. })), "{refused:?}");
+        let rejected = transaction.write_outbox(issue, &rows).await;
+        assert!(matches!(rejected, Err(IssueError::Invalid { .. })), "{rejected:?}");
     }
     let missing = transaction.write_outbox(IssueId(i64::MAX), &[keyed("k", "x")]).await;
     assert!(matches!(missing, Err(IssueError::NotFound { .. })), "{missing:?}");
@@ -154,7 +154,7 @@ pub async fn rows_of_transactions_and_runs_are_delivered_in_commit_order(
         loop {
             match store.complete(std::slice::from_ref(&run)).await {
                 Err(error) if error.is_transient() => {}
-                answer => return answer,
+                result => return result,
             }
         }
     });
@@ -184,7 +184,7 @@ pub async fn a_row_written_while_the_previous_one_is_settled_is_delivered(
         loop {
             match store.settle_outbox(std::slice::from_ref(&settlement)).await {
                 Err(error) if error.is_transient() => {}
-                answer => return answer,
+                result => return result,
             }
         }
     });

@@ -16,8 +16,9 @@ pub struct OutboxConfig {
     pub name: String,
     /// Maximum number of deliveries in flight. Default: 64.
     pub concurrency: usize,
-    /// Maximum number of deliveries in flight to one target (integration, kind and `target`), so that a slow target does not
-    /// delay the others. A prompt target reaches it, a failing target gets one. Default: 16; at most `concurrency`.
+    /// Maximum number of deliveries in flight to one target (integration, kind and `target`), so that a slow target
+    /// does not delay the others. A prompt target reaches it, a failing target gets one. Default: 16; at most
+    /// `concurrency`.
     pub per_target: usize,
     /// Timeout of one delivery. Default: 30 s.
     pub deadline: Duration,
@@ -25,8 +26,8 @@ pub struct OutboxConfig {
     pub ttl: Duration,
     /// Polling interval, in addition to wake-ups. Default: 1 s.
     pub every: Duration,
-    /// How long a shutdown waits for deliveries. Then they are cancelled, and their rows are released without counting an
-    /// attempt. Default: 25 s.
+    /// How long a shutdown waits for deliveries. Then they are cancelled, and their rows are released without counting
+    /// an attempt. Default: 25 s.
     pub drain: Duration,
     /// Retry policy of failed deliveries.
     pub retry: IssueRetryPolicy,

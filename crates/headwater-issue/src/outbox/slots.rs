@@ -1,9 +1,10 @@
 //! Delivery slots: the number of deliveries each target may have in flight (AIMD).
 //!
-//! Upstream: `outbox` asks before it takes rows and reports how deliveries ended. Guarantees: a target starts with a few slots
-//! and gets another one with each prompt response, up to its share; a failure halves them. All failing targets together hold at
-//! most half of all slots. A paused target gets none until the pause ends. A target with nothing in flight and no pause can
-//! always use a free slot. No I/O: time is passed in, and the state is that of one process.
+//! Upstream: `outbox` asks before it takes rows and reports how deliveries ended. Guarantees: a target starts with a
+//! few slots and gets another one with each prompt response, up to its share; a failure halves them. All failing
+//! targets together hold at most half of all slots. A paused target gets none until the pause ends. A target with
+//! nothing in flight and no pause can always use a free slot. No I/O: time is passed in, and the state is that of one
+//! process.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
@@ -24,7 +25,7 @@ const IDLE_TARGET_TTL: Duration = Duration::from_secs(10 * 60);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum TargetResponse {
     /// The target accepted or rejected the row, after this long.
-    Answered(Duration),
+    Responded(Duration),
     /// The target did not respond, or responded that it cannot serve.
     Failed,
     /// The target requested a pause.
@@ -114,7 +115,7 @@ impl DeliverySlots {
         target.in_flight = target.in_flight.saturating_sub(1);
         target.used_at = now;
         match response {
-            TargetResponse::Answered(after) => {
+            TargetResponse::Responded(after) => {
                 target.is_failing = false;
                 if after <= PROMPT_MAX {
                     target.slots = (target.slots + 1).min(per_target);
@@ -162,7 +163,7 @@ mod tests {
     use super::*;
     use crate::outbox::types::OutboxKind;
 
-    const PROMPTLY: TargetResponse = TargetResponse::Answered(Duration::from_millis(10));
+    const PROMPTLY: TargetResponse = TargetResponse::Responded(Duration::from_millis(10));
 
     fn target(name: &str) -> DeliveryTarget {
         DeliveryTarget { integration: name.into(), kind: OutboxKind::Reply, target: String::new() }
@@ -188,7 +189,7 @@ mod tests {
             assert_eq!(free_slots(&mut slots, "a", now), Some(expected));
         }
         slots.taken(&target("a"), now);
-        slots.ended(&target("a"), TargetResponse::Answered(Duration::from_secs(20)), now);
+        slots.ended(&target("a"), TargetResponse::Responded(Duration::from_secs(20)), now);
         assert_eq!(free_slots(&mut slots, "a", now), Some(1), "a slow response gains no slot");
         assert!(!slots.targets[&target("a")].is_failing);
     }

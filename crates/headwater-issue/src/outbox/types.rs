@@ -46,8 +46,8 @@ pub struct NewOutboxRow {
 /// A reply or event to write in a caller's [`Transaction`](crate::Transaction).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KeyedOutboxRow {
-    /// Key of the row within its issue. A row with the same key is written once, however often the transaction is repeated.
-    /// The idempotency key is derived from it.
+    /// Key of the row within its issue. A row with the same key is written once, however often the transaction is
+    /// repeated. The idempotency key is derived from it.
     pub key: String,
     /// The row.
     pub row: NewOutboxRow,
@@ -119,8 +119,8 @@ pub struct DeliveryTarget {
 
 /// Which rows of the outbox to take.
 ///
-/// Order: targets with fewer rows in flight first, then the least recently served, then those with the oldest row. Within a
-/// target: the earliest due time first.
+/// Order: targets with fewer rows in flight first, then the least recently served, then those with the oldest row.
+/// Within a target: the earliest due time first.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct OutboxTake {
     /// Name of the deliverer.
@@ -208,8 +208,8 @@ pub enum OutboxSettled {
     Fenced,
 }
 
-/// Idempotency key of the row at `index` of a run. `identity` identifies the database, so that keys of different databases,
-/// or of one that was recreated, never collide at a receiver.
+/// Idempotency key of the row at `index` of a run. `identity` identifies the database, so that keys of different
+/// databases, or of one that was recreated, never collide at a receiver.
 #[cfg(any(feature = "sqlite", feature = "postgres"))]
 pub(crate) fn idempotency_key(
     identity: &str,

@@ -7,8 +7,8 @@ use sqlx::postgres::{PgConnection, PgRow};
 use sqlx::{Error, Row};
 
 use crate::claim::{
-    AfterFailure, Claim, ClaimOptions, ClaimRelease, ClaimReleased, ClaimedIssue,
-    CompletionOutcome, FailureOutcome, ReleaseReason, Renewal, RunCompletion, RunFailure,
+    AfterFailure, Claim, ClaimOptions, ClaimRelease, ClaimReleased, ClaimRenewal, ClaimedIssue,
+    CompletionOutcome, FailureOutcome, ReleaseReason, RunCompletion, RunFailure,
 };
 use crate::error::Result;
 use crate::issue::{ClaimEpoch, EventLog, EventLogId, Issue, IssueId};
@@ -45,14 +45,14 @@ pub(super) async fn claim(
         found.insert(issue.id, read_claim(issue, row)?);
     }
     // If an issue is named twice, the second result is that of an attempt after the first.
-    let answer = |issue: &IssueId| match found.get_mut(issue) {
+    let result = |issue: &IssueId| match found.get_mut(issue) {
         None => Claim::Missing,
         Some(claim) => {
             let second = second_attempt(claim);
             std::mem::replace(claim, second)
         }
     };
-    Ok(issues.iter().map(answer).collect())
+    Ok(issues.iter().map(result).collect())
 }
 
 /// Result of a second attempt in the same call.
@@ -115,7 +115,7 @@ pub(super) async fn heartbeat(
     connection: &mut PgConnection,
     claims: &[(IssueId, ClaimEpoch)],
     ttl: Duration,
-) -> Result<Vec<Renewal>, Error> {
+) -> Result<Vec<ClaimRenewal>, Error> {
     let rows = sqlx::query("SELECT * FROM headwater_heartbeat_1($1, $2, $3)")
         .bind(claims.iter().map(|(issue, _)| issue.0).collect::<Vec<_>>())
         .bind(claims.iter().map(|(_, epoch)| epoch.0).collect::<Vec<_>>())
@@ -126,9 +126,9 @@ pub(super) async fn heartbeat(
     for row in &rows {
         let claim = (IssueId(row.try_get(0)?), ClaimEpoch(row.try_get(1)?));
         let (expires_at, pending_events) = (timestamp(row.try_get(2)?), count(row.try_get(3)?)?);
-        kept.insert(claim, Renewal::Kept { expires_at, pending_events });
+        kept.insert(claim, ClaimRenewal::Kept { expires_at, pending_events });
     }
-    Ok(claims.iter().map(|claim| kept.get(claim).copied().unwrap_or(Renewal::Lost)).collect())
+    Ok(claims.iter().map(|claim| kept.get(claim).copied().unwrap_or(ClaimRenewal::Lost)).collect())
 }
 
 pub(super) async fn complete(
@@ -137,10 +137,10 @@ pub(super) async fn complete(
     completions: &[RunCompletion],
 ) -> Result<Vec<CompletionOutcome>, Error> {
     // A run that is named twice is passed once; the second result is `repeated`.
-    let mut places = HashMap::new();
+    let mut indices = HashMap::new();
     let mut runs: Vec<&RunCompletion> = Vec::with_capacity(completions.len());
     for completion in completions {
-        places.entry((completion.issue_id, completion.epoch)).or_insert_with(|| {
+        indices.entry((completion.issue_id, completion.epoch)).or_insert_with(|| {
             runs.push(completion);
             runs.len()
         });
@@ -148,12 +148,12 @@ pub(super) async fn complete(
     let mut logs: Vec<(i64, i64)> = Vec::new();
     let mut outbox: Vec<(i64, String, &NewOutboxRow)> = Vec::new();
     for (index, run) in runs.iter().enumerate() {
-        let place = to_i64(index + 1);
-        logs.extend(run.event_log_ids.iter().map(|log| (place, log.0)));
+        let run_number = to_i64(index + 1);
+        logs.extend(run.event_log_ids.iter().map(|log| (run_number, log.0)));
         let key = |number| idempotency_key(identity, run.issue_id, run.epoch, number);
-        outbox.extend(run.outbox.iter().enumerate().map(|(n, row)| (place, key(n), row)));
+        outbox.extend(run.outbox.iter().enumerate().map(|(n, row)| (run_number, key(n), row)));
     }
-    let answers = sqlx::query(
+    let results = sqlx::query(
         "SELECT * FROM headwater_complete_1($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12)",
     )
     .bind(runs.iter().map(|run| run.issue_id.0).collect::<Vec<_>>())
@@ -171,28 +171,28 @@ pub(super) async fn complete(
     .fetch_all(connection)
     .await?;
     let mut found = HashMap::new();
-    for answer in &answers {
-        let requeued = answer.try_get::<&str, _>(2)? == "queued";
-        let not_before = optional_timestamp(answer.try_get(3)?).filter(|_| requeued);
+    for result in &results {
+        let requeued = result.try_get::<&str, _>(2)? == "queued";
+        let not_before = optional_timestamp(result.try_get(3)?).filter(|_| requeued);
         let completed =
-            CompletionOutcome::Committed { requeued, not_before, repeated: answer.try_get(1)? };
-        found.insert(count::<usize>(answer.try_get(0)?)?, completed);
+            CompletionOutcome::Committed { requeued, not_before, repeated: result.try_get(1)? };
+        found.insert(count::<usize>(result.try_get(0)?)?, completed);
     }
-    let answer = |completion: &RunCompletion| {
-        let place = places.get(&(completion.issue_id, completion.epoch));
-        let Some(completed) = place.and_then(|place| found.get_mut(place)) else {
+    let result = |completion: &RunCompletion| {
+        let index = indices.get(&(completion.issue_id, completion.epoch));
+        let Some(completed) = index.and_then(|index| found.get_mut(index)) else {
             return CompletionOutcome::Fenced;
         };
-        let told = *completed;
+        let reported = *completed;
         if let CompletionOutcome::Committed { repeated, .. } = completed {
             *repeated = true;
         }
-        told
+        reported
     };
-    Ok(completions.iter().map(answer).collect())
+    Ok(completions.iter().map(result).collect())
 }
 
-/// Each claim once. It ends once, so a second end of it in the same call is fenced.
+/// Each claim once: a second end of the same claim in one call is fenced.
 fn distinct<T>(items: &[T], claim: impl Fn(&T) -> (IssueId, ClaimEpoch)) -> Vec<&T> {
     let mut seen = HashSet::new();
     items.iter().filter(|item| seen.insert(claim(item))).collect()
@@ -224,12 +224,12 @@ pub(super) async fn fail(
     for row in &rows {
         let (issue_id, epoch) = (IssueId(row.try_get(0)?), ClaimEpoch(row.try_get(1)?));
         let attempts = count(row.try_get(2)?)?;
-        let answer = if row.try_get(3)? {
+        let result = if row.try_get(3)? {
             FailureOutcome::Quarantined { attempts }
         } else {
             FailureOutcome::Requeued { attempts, not_before: timestamp(row.try_get(4)?) }
         };
-        failed.insert((issue_id, epoch), answer);
+        failed.insert((issue_id, epoch), result);
     }
     Ok(failures
         .iter()

@@ -1,12 +1,13 @@
-//! The connection pool. A connection returns to the pool only after its call has completed and the server has reported that no
-//! transaction is open on it.
+//! The connection pool. A connection returns to the pool only after its call has completed and the server has reported
+//! that no transaction is open on it.
 //!
 //! Upstream: every call of the store. Downstream: the sqlx pool, which is private to this module.
 //!
-//! Reason: an sqlx future that is dropped halfway leaves its connection in an unknown state; after a cancelled `BEGIN`, inside a
-//! transaction that sqlx does not know of. The next call on that connection would succeed, be confirmed, and be rolled back
-//! when the connection closes. Therefore a [`Checkout`] that is dropped before [`release`](Checkout::release) closes its
-//! connection, and `release` asks the server before the caller confirms anything.
+//! Reason: an sqlx future that is dropped halfway leaves its connection in an unknown state; after a cancelled `BEGIN`,
+//! inside a transaction that sqlx does not know of. The next call on that connection would succeed, be confirmed, and
+//! be rolled back when the connection closes. Therefore a [`Checkout`] that is dropped before
+//! [`release`](Checkout::release) closes its connection, and `release` asks the server before the caller confirms
+//! anything.
 
 use std::ops::{Deref, DerefMut};
 use std::time::Duration;
@@ -89,10 +90,10 @@ impl PgConnections {
         call: impl AsyncFnOnce(&mut PgConnection) -> Result<T, Error>,
     ) -> Result<T, Error> {
         let mut checkout = self.checkout().await?;
-        let answer = call(&mut checkout).await.inspect_err(report_timeout);
+        let result = call(&mut checkout).await.inspect_err(report_timeout);
         match checkout.release().await {
-            Err(error) if answer.is_ok() => Err(error),
-            _ => answer,
+            Err(error) if result.is_ok() => Err(error),
+            _ => result,
         }
     }
 
@@ -102,10 +103,10 @@ impl PgConnections {
         call: impl AsyncFnOnce(&mut PgConnection) -> Result<T, Error>,
     ) -> Result<T, Error> {
         let mut connection = PgConnection::connect_with(&self.options).await?;
-        let answer = call(&mut connection).await;
+        let result = call(&mut connection).await;
         // An error of closing does not affect what was read.
         let _ = connection.close().await;
-        answer
+        result
     }
 
     pub(super) async fn close(&self) {
@@ -169,8 +170,8 @@ impl DerefMut for Checkout {
 
 /// Asks the server whether no transaction is open, after the statements still running on the connection.
 ///
-/// Both timestamps are equal if the query starts its own transaction, and differ inside an older one. Requires the simple query
-/// protocol: with a prepared statement they always differ. In a failed transaction the query is an error.
+/// Both timestamps are equal if the query starts its own transaction, and differ inside an older one. Requires the
+/// simple query protocol: with a prepared statement they always differ. In a failed transaction the query is an error.
 async fn is_outside_transaction(connection: &mut PgConnection) -> Result<bool, Error> {
     let check = sqlx::raw_sql("SELECT transaction_timestamp() = statement_timestamp()");
     let rows = connection.fetch_all(check).await.inspect_err(report_timeout)?;

@@ -1,10 +1,10 @@
 //! The PostgreSQL store, shared by many processes.
 //!
-//! Upstream: `connect` opens it. Downstream: SQL functions (see `migrations`) that implement the transitions of `state`; the
-//! conformance suite compares the two.
+//! Upstream: `connect` opens it. Downstream: SQL functions (see `migrations`) that implement the transitions of
+//! `state`; the conformance suite compares the two.
 //!
-//! Guarantees: a transition is one round trip and one transaction, so no row stays locked while a process stalls or dies. All
-//! times are the server's. No call takes longer than its deadline, neither here nor on the server.
+//! Guarantees: a transition is one round trip and one transaction, so no row stays locked while a process stalls or
+//! dies. All times are the server's. No call takes longer than its deadline, neither here nor on the server.
 
 mod admin;
 mod claims;
@@ -31,8 +31,8 @@ use self::outbox_listener::OutboxListener;
 use self::transaction::PostgresTransaction;
 pub use self::transaction::{outbox_in, record_in};
 use crate::claim::{
-    Claim, ClaimOptions, ClaimRelease, ClaimReleased, CompletionOutcome, FailureOutcome, Renewal,
-    RunCompletion, RunFailure, SweepOptions, SweepReport,
+    Claim, ClaimOptions, ClaimRelease, ClaimReleased, ClaimRenewal, CompletionOutcome,
+    FailureOutcome, RunCompletion, RunFailure, SweepOptions, SweepReport,
 };
 use crate::clock_watch::ClockWatch;
 use crate::connect::StoreOptions;
@@ -90,13 +90,14 @@ impl PostgresStore {
         call: impl AsyncFnOnce(&mut PgConnection) -> Result<T, sqlx::Error>,
     ) -> Result<T> {
         let running = async {
-            let answer = self.connections.run(call).await;
-            answer.map_err(|error| database_error(what, error))
+            let result = self.connections.run(call).await;
+            result.map_err(|error| database_error(what, error))
         };
         with_deadline(self.deadline, what, running).await
     }
 
-    /// Runs a transition within the deadline, and retries it after a deadlock or serialization failure with growing delays.
+    /// Runs a transition within the deadline, and retries it after a deadlock or serialization failure with growing
+    /// delays.
     async fn transition<T, F>(&self, what: &str, call: impl Fn() -> F) -> Result<T>
     where
         F: Future<Output = Result<T, sqlx::Error>>,
@@ -108,7 +109,7 @@ impl PostgresStore {
                         tracing::debug!(%error, "conflict with another transaction, retrying");
                         tokio::time::sleep(delay).await;
                     }
-                    answer => return answer,
+                    result => return result,
                 }
             }
             call().await
@@ -129,14 +130,14 @@ impl PostgresStore {
         .await
     }
 
-    /// Records events one by one after a batch failed because of one of them. Does not wait again for an issue that is locked,
-    /// or after too many locked issues.
+    /// Records events one by one after a batch failed because of one of them. Does not wait again for an issue that is
+    /// locked, or after too many locked issues.
     async fn record_singly(
         &self,
         events: &[ValidatedEvent<'_>],
         debounce: &DebounceWindow,
     ) -> Vec<Result<Recorded>> {
-        let mut answers: Vec<Result<Recorded>> = Vec::with_capacity(events.len());
+        let mut results: Vec<Result<Recorded>> = Vec::with_capacity(events.len());
         let mut unavailable: Vec<((&str, &str, &str), IssueError)> = Vec::new();
         for one in events {
             let NewEvent { integration, external_project_id, external_issue_id, .. } = one.event;
@@ -146,19 +147,19 @@ impl PostgresStore {
             let known = known
                 .or(unavailable.last().filter(|_| unavailable.len() >= CONSECUTIVE_FAILURES_MAX));
             if let Some((_, error)) = known {
-                answers.push(Err(error.clone()));
+                results.push(Err(error.clone()));
                 continue;
             }
-            let answer = self.record_batch(std::slice::from_ref(one), debounce).await;
-            let answer = answer.and_then(|mut answers| answers.remove(0));
-            if let Err(error) = &answer
+            let result = self.record_batch(std::slice::from_ref(one), debounce).await;
+            let result = result.and_then(|mut results| results.remove(0));
+            if let Err(error) = &result
                 && error.is_transient()
             {
                 unavailable.push((issue, error.clone()));
             }
-            answers.push(answer);
+            results.push(result);
         }
-        answers
+        results
     }
 }
 
@@ -187,11 +188,11 @@ impl Store for PostgresStore {
             Err(error) => return reject_all(events.len(), &error),
         };
         let needs_retry = batch.needs_retry(&stored);
-        let mut answers = batch.into_results(&stored);
+        let mut results = batch.into_results(&stored);
         for index in needs_retry {
-            answers[index] = self.record(&events[index..=index], debounce).await.remove(0);
+            results[index] = self.record(&events[index..=index], debounce).await.remove(0);
         }
-        answers
+        results
     }
 
     async fn claim(&self, issues: &[IssueId], options: &ClaimOptions) -> Result<Vec<Claim>> {
@@ -201,8 +202,8 @@ impl Store for PostgresStore {
             return Ok(vec![]);
         }
         self.watch.note_claim_ttl(options.ttl);
-        // A claim that only seems expired after a clock step must not be taken from its owner. Fencing would prevent a second
-        // effect, but the work would be done twice.
+        // A claim that only seems expired after a clock step must not be taken from its owner. Fencing would prevent a
+        // second effect, but the work would be done twice.
         if !self.watch.is_fresh()
             && let Err(error) = self.check_clock().await
         {
@@ -219,7 +220,7 @@ impl Store for PostgresStore {
         &self,
         claims: &[(IssueId, ClaimEpoch)],
         ttl: Duration,
-    ) -> Result<Vec<Renewal>> {
+    ) -> Result<Vec<ClaimRenewal>> {
         validate::batch("claims", claims.len())?;
         validate::ttl("ttl", ttl)?;
         if claims.is_empty() {
@@ -294,8 +295,8 @@ impl Store for PostgresStore {
         if !self.watch.is_fresh() {
             self.check_clock().await?;
         }
-        // A taken row must not be taken again because of a clock step since the last check. Half of its TTL is more than any
-        // call takes, and less than a delivery has left.
+        // A taken row must not be taken again because of a clock step since the last check. Half of its TTL is more
+        // than any call takes, and less than a delivery has left.
         let latest = self.watch.latest(take.ttl / 2);
         self.call("taking outbox rows", async |connection| {
             outbox::take(connection, take, latest).await

@@ -1,7 +1,7 @@
 //! Wakes deliverers when any process writes to the outbox, with `LISTEN`.
 //!
-//! Upstream: `outbox_wake`. A wake-up is a hint and may be lost; after a reconnection it wakes once for missed notifications. It
-//! uses its own connection, opened at the first wait and closed with the store.
+//! Upstream: `outbox_wake`. A wake-up is a hint and may be lost; after a reconnection it wakes once for missed
+//! notifications. It uses its own connection, opened at the first wait and closed with the store.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;

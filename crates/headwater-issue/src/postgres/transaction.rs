@@ -23,7 +23,8 @@ use crate::validate;
 /// Stores events inside a caller's transaction; issues are queued at the commit. Nudge after the commit.
 ///
 /// The issues stay locked until the commit, so commit soon. Requires the isolation level `READ COMMITTED`. Roll back on
-/// `Unavailable`; `Invalid`, `UnknownIntegration` and `DedupConflict` concern single events and leave the transaction usable.
+/// `Unavailable`; `Invalid`, `UnknownIntegration` and `DedupConflict` concern single events and leave the transaction
+/// usable.
 pub async fn record_in(
     connection: &mut PgConnection,
     events: &[NewEvent],
@@ -36,12 +37,12 @@ pub async fn record_in(
     match record::record(connection, &batch.events, debounce).await {
         Ok(stored) => {
             let needs_retry = batch.needs_retry(&stored);
-            let mut answers = batch.into_results(&stored);
+            let mut results = batch.into_results(&stored);
             for index in needs_retry {
                 let alone = std::slice::from_ref(&events[index]);
-                answers[index] = Box::pin(record_in(connection, alone, debounce)).await.remove(0);
+                results[index] = Box::pin(record_in(connection, alone, debounce)).await.remove(0);
             }
-            answers
+            results
         }
         Err(error) => reject_all(events.len(), &broken("recording events", error)),
     }
@@ -77,16 +78,16 @@ pub async fn outbox_in(
         let written = OutboxWritten { id: OutboxId(row.try_get(0)?), duplicate: row.try_get(1)? };
         Ok((written, row.try_get::<bool, _>(2)?))
     };
-    let mut answers = Vec::with_capacity(rows.len());
+    let mut results = Vec::with_capacity(rows.len());
     for (one, row) in rows.iter().zip(&written) {
         let (written, same) =
             read(row).map_err(|error| database_error("reading the outbox", error))?;
         if !same {
             return Err(IssueError::OutboxConflict { issue_id, key: one.key.clone() });
         }
-        answers.push(written);
+        results.push(written);
     }
-    Ok(answers)
+    Ok(results)
 }
 
 /// Every database error breaks the transaction, so it is `Unavailable`.
@@ -101,8 +102,8 @@ static NEXT_NUMBER: AtomicU64 = AtomicU64::new(1);
 
 /// A transaction on its own connection.
 ///
-/// Its number is stored in a transaction-local setting, and the commit fails if the setting is missing: in a transaction that
-/// failed, that the caller ended, or that is a different one.
+/// Its number is stored in a transaction-local setting, and the commit fails if the setting is missing: in a
+/// transaction that failed, that the caller ended, or that is a different one.
 #[derive(Debug)]
 pub(super) struct PostgresTransaction {
     /// `None` after the commit.
@@ -148,9 +149,9 @@ impl PostgresTransaction {
         };
         // Remains set if this future is dropped.
         self.is_interrupted = true;
-        let answer = tokio::time::timeout(self.deadline, call(connection)).await;
-        self.is_interrupted = answer.is_err();
-        answer.unwrap_or_else(|_| Err(timed_out(what, self.deadline)))
+        let result = tokio::time::timeout(self.deadline, call(connection)).await;
+        self.is_interrupted = result.is_err();
+        result.unwrap_or_else(|_| Err(timed_out(what, self.deadline)))
     }
 }
 

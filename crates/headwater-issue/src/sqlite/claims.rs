@@ -12,8 +12,8 @@ use super::state_batch::StateBatch;
 use super::statements::{event_log_columns, issue_columns, json_rows, to_column};
 use super::{WriteTx, outbox};
 use crate::claim::{
-    Claim, ClaimOptions, ClaimRelease, ClaimReleased, ClaimedIssue, CompletionOutcome,
-    FailureOutcome, Renewal, RunCompletion, RunFailure,
+    Claim, ClaimOptions, ClaimRelease, ClaimReleased, ClaimRenewal, ClaimedIssue,
+    CompletionOutcome, FailureOutcome, RunCompletion, RunFailure,
 };
 use crate::error::Result;
 use crate::issue::{ClaimEpoch, EventLog, EventLogId, Issue, IssueId, ProcessingStatus};
@@ -156,18 +156,18 @@ pub(super) async fn heartbeat(
     tx: &mut WriteTx,
     claims: &[(IssueId, ClaimEpoch)],
     ttl: Duration,
-) -> Result<Vec<Renewal>, Error> {
+) -> Result<Vec<ClaimRenewal>, Error> {
     let issues = claims.iter().map(|(issue, _)| *issue);
     let mut states = StateBatch::load(&mut tx.transaction, issues, tx.now).await?;
     let mut renewals = Vec::with_capacity(claims.len());
     for (issue, epoch) in claims {
         let effect = states.apply(*issue, &Transition::Heartbeat { epoch: *epoch, ttl });
         renewals.push(match (effect, states.get(*issue)) {
-            (Some(TransitionEffect::Kept), Some(state)) => Renewal::Kept {
+            (Some(TransitionEffect::Kept), Some(state)) => ClaimRenewal::Kept {
                 expires_at: state.claim_expires_at.unwrap_or_default(),
                 pending_events: state.pending_events,
             },
-            _ => Renewal::Lost,
+            _ => ClaimRenewal::Lost,
         });
     }
     states.save(&mut tx.transaction).await?;

@@ -2,9 +2,9 @@
 //!
 //! Upstream: `connect` opens it. Downstream: `state` defines every transition; the modules here load, save and list.
 //!
-//! Guarantees: committed changes survive `kill -9` and a power failure (WAL, `synchronous = FULL`). All writes of a process use
-//! one connection, in `BEGIN IMMEDIATE` transactions; other processes on the same file wait up to the deadline of a call.
-//! Not supported: a file on a network share, where SQLite's locks do not work.
+//! Guarantees: committed changes survive `kill -9` and a power failure (WAL, `synchronous = FULL`). All writes of a
+//! process use one connection, in `BEGIN IMMEDIATE` transactions; other processes on the same file wait up to the
+//! deadline of a call. Not supported: a file on a network share, where SQLite's locks do not work.
 
 mod admin;
 mod claims;
@@ -34,8 +34,8 @@ use self::file_identity::FileIdentity;
 use self::transaction::SqliteTransaction;
 pub use self::transaction::{outbox_in, record_in};
 use crate::claim::{
-    Claim, ClaimOptions, ClaimRelease, ClaimReleased, CompletionOutcome, FailureOutcome, Renewal,
-    RunCompletion, RunFailure, SweepOptions, SweepReport,
+    Claim, ClaimOptions, ClaimRelease, ClaimReleased, ClaimRenewal, CompletionOutcome,
+    FailureOutcome, RunCompletion, RunFailure, SweepOptions, SweepReport,
 };
 use crate::clock_watch::ClockWatch;
 use crate::connect::StoreOptions;
@@ -131,7 +131,8 @@ pub(crate) async fn open(url: &str, options: &StoreOptions) -> Result<Arc<dyn St
     }))
 }
 
-/// A write transaction and its time. The time is read after the write lock was acquired, so that times follow commit order.
+/// A write transaction and its time. The time is read after the write lock was acquired, so that times follow commit
+/// order.
 struct WriteTx {
     transaction: Transaction<'static, Sqlite>,
     now: Timestamp,
@@ -150,9 +151,9 @@ impl SqliteStore {
         call: impl AsyncFnOnce(&mut WriteTx) -> Result<T, sqlx::Error>,
     ) -> Result<T, sqlx::Error> {
         let mut tx = self.begin_write().await?;
-        let answer = call(&mut tx).await?;
+        let result = call(&mut tx).await?;
         tx.transaction.commit().await?;
-        Ok(answer)
+        Ok(result)
     }
 
     /// Runs `call` in a transaction and commits, within the deadline. `what` names the operation in errors.
@@ -173,16 +174,16 @@ impl SqliteStore {
         self.bounded(what, async { call(&mut *self.readers.acquire().await?).await }).await
     }
 
-    /// Runs `call` within the deadline. `what` names the operation in errors. `Ok` also means that the opened file still
-    /// exists.
+    /// Runs `call` within the deadline. `what` names the operation in errors. `Ok` also means that the opened file
+    /// still exists.
     async fn bounded<T>(
         &self,
         what: &str,
         call: impl Future<Output = Result<T, sqlx::Error>>,
     ) -> Result<T> {
         with_deadline(self.deadline, what, async {
-            let answer = call.await;
-            self.file.check().and(answer).map_err(|error| database_error(what, error))
+            let result = call.await;
+            self.file.check().and(result).map_err(|error| database_error(what, error))
         })
         .await
     }
@@ -208,11 +209,11 @@ impl Store for SqliteStore {
         match recording.await {
             Ok(stored) => {
                 let needs_retry = batch.needs_retry(&stored);
-                let mut answers = batch.into_results(&stored);
+                let mut results = batch.into_results(&stored);
                 for index in needs_retry {
-                    answers[index] = self.record(&events[index..=index], debounce).await.remove(0);
+                    results[index] = self.record(&events[index..=index], debounce).await.remove(0);
                 }
-                answers
+                results
             }
             Err(error) => reject_all(events.len(), &error),
         }
@@ -232,7 +233,7 @@ impl Store for SqliteStore {
         &self,
         claims: &[(IssueId, ClaimEpoch)],
         ttl: Duration,
-    ) -> Result<Vec<Renewal>> {
+    ) -> Result<Vec<ClaimRenewal>> {
         validate::batch("claims", claims.len())?;
         validate::ttl("ttl", ttl)?;
         if claims.is_empty() {

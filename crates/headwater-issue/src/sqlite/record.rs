@@ -110,7 +110,7 @@ async fn count_and_report(
             not_before: state.and_then(|state| state.not_before),
         }
     };
-    let answers = found.into_iter().zip(events).map(|(found, event)| match found {
+    let results = found.into_iter().zip(events).map(|(found, event)| match found {
         EventLookup::UnknownIntegration => Err(unknown_integration(event.event)),
         EventLookup::Conflict => Err(conflict(event.event, &event.key)),
         EventLookup::Duplicate(known) => {
@@ -118,9 +118,9 @@ async fn count_and_report(
         }
         EventLookup::Stored(issue_id, id) => Ok(recorded(issue_id, id, false, false)),
     });
-    let answers = answers.collect();
+    let results = results.collect();
     states.save(connection).await?;
-    Ok(answers)
+    Ok(results)
 }
 
 async fn integrations(

@@ -1,7 +1,7 @@
 //! The states of a batch of issues: loaded together, transitioned one by one, saved together.
 //!
-//! Upstream: every transition of the SQLite store. Downstream: `state::apply`. Guarantees: transitions of an issue that is named
-//! twice are applied in the order of the batch; one statement loads and one saves any number of issues.
+//! Upstream: every transition of the SQLite store. Downstream: `state::apply`. Guarantees: transitions of an issue that
+//! is named twice are applied in the order of the batch; one statement loads and one saves any number of issues.
 
 use std::collections::{BTreeMap, BTreeSet};
 

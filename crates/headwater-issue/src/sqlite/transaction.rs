@@ -48,21 +48,21 @@ async fn record_at(
     match record::record(connection, &batch.events, debounce, now).await {
         Ok(stored) => {
             let needs_retry = batch.needs_retry(&stored);
-            let mut answers = batch.into_results(&stored);
+            let mut results = batch.into_results(&stored);
             for index in needs_retry {
                 let alone = std::slice::from_ref(&events[index]);
-                answers[index] =
+                results[index] =
                     Box::pin(record_at(connection, alone, debounce, now)).await.remove(0);
             }
-            answers
+            results
         }
         Err(error) => reject_all(events.len(), &database_error("recording events", error)),
     }
 }
 
 /// Writes outbox rows of an issue inside a caller's transaction, like
-/// [`Transaction::write_outbox`](crate::Transaction::write_outbox). Deliverers find them by polling every second; a transaction
-/// of [`Store::begin`](crate::Store::begin) wakes those of its process at once.
+/// [`Transaction::write_outbox`](crate::Transaction::write_outbox). Deliverers find them by polling every second; a
+/// transaction of [`Store::begin`](crate::Store::begin) wakes those of its process at once.
 ///
 /// Begin the transaction with `BEGIN IMMEDIATE`.
 pub async fn outbox_in(
@@ -100,9 +100,9 @@ async fn outbox_at(
     if let Some(index) = rows.iter().zip(&keys).position(differs) {
         return Err(IssueError::OutboxConflict { issue_id, key: rows[index].key.clone() });
     }
-    let mut answers = Vec::with_capacity(rows.len());
+    let mut results = Vec::with_capacity(rows.len());
     for (one, key) in rows.iter().zip(&keys) {
-        answers.push(match known.get(key) {
+        results.push(match known.get(key) {
             Some(known) => OutboxWritten { id: known.id, duplicate: true },
             None => {
                 let id = super::outbox::insert(connection, issue_id, &one.row, key, now);
@@ -110,7 +110,7 @@ async fn outbox_at(
             }
         });
     }
-    Ok(answers)
+    Ok(results)
 }
 
 /// The identity of the database, if the issue exists.
@@ -173,8 +173,8 @@ impl Transaction for SqliteTransaction {
     ) -> Vec<Result<Recorded>> {
         let WriteTx { transaction, now } = &mut self.tx;
         let call = async { Ok(record_at(transaction, events, debounce, *now).await) };
-        let answers = with_deadline(self.deadline, "recording events", call).await;
-        answers.unwrap_or_else(|error| reject_all(events.len(), &error))
+        let results = with_deadline(self.deadline, "recording events", call).await;
+        results.unwrap_or_else(|error| reject_all(events.len(), &error))
     }
 
     async fn write_outbox(

@@ -43,8 +43,8 @@ pub struct WorkerConfig {
     pub on_new_event: OnNewEvent,
     /// Interval of checks for newer events, with [`OnNewEvent::Supersede`]. Default: 1 s.
     pub newer_events_every: Duration,
-    /// How long a shutdown waits for handlers. Then they are cancelled, and their claims are released without counting an
-    /// attempt. Default: 25 s.
+    /// How long a shutdown waits for handlers. Then they are cancelled, and their claims are released without counting
+    /// an attempt. Default: 25 s.
     pub drain: Duration,
     /// Concurrent batched calls, for claims and for completions each. Default: 2.
     pub calls_max: usize,

@@ -1,10 +1,10 @@
 //! Lifecycle of a worker: start, consume nudges, heartbeat, renew claims, drain and stop.
 //!
-//! Upstream: the process that owns the worker. Downstream: `headwater-queue`, which delivers the entries of `issue_work`,
-//! redelivers those of dead consumers, and acknowledges an entry after the worker has processed the issue.
-//! Guarantees: every task started by `run` ends before `run` returns, or when its future is dropped. A shutdown lets handlers
-//! finish within the drain time, then cancels them and releases their claims. While the queue is unavailable, the worker
-//! retries to subscribe and processes its local queue.
+//! Upstream: the process that owns the worker. Downstream: `headwater-queue`, which delivers the entries of
+//! `issue_work`, redelivers those of dead consumers, and acknowledges an entry after the worker has processed the
+//! issue. Guarantees: every task started by `run` ends before `run` returns, or when its future is dropped. A shutdown
+//! lets handlers finish within the drain time, then cancels them and releases their claims. While the queue is
+//! unavailable, the worker retries to subscribe and processes its local queue.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
@@ -166,8 +166,8 @@ impl Worker {
         subscription.stop().await;
     }
 
-    /// Subscribes; `None` if the drain begins first. An attempt is never dropped halfway: a half-joined member must leave the
-    /// group before another worker of this process joins.
+    /// Subscribes; `None` if the drain begins first. An attempt is never dropped halfway: a half-joined member must
+    /// leave the group before another worker of this process joins.
     async fn subscribe(
         &self,
         queue: &Queue,

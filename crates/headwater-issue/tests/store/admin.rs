@@ -72,11 +72,11 @@ async fn the_schema_names_of_the_seed_exist_on_postgres() -> Result<()> {
         index.contains("(processing_status, id) WHERE (processing_status <> 'idle'"),
         "{index}"
     );
-    let refused = database.query(
+    let rejected = database.query(
         "INSERT INTO issues (integration_id, external_project_id, external_issue_id, processing_status)
          VALUES (1, 'p', '1', 'busy')",
     );
-    assert!(refused.unwrap_err().to_string().contains("chk_issues_processing_status"));
+    assert!(rejected.unwrap_err().to_string().contains("chk_issues_processing_status"));
     let types = database.query(
         "SELECT string_agg(data_type, ',' ORDER BY column_name) FROM information_schema.columns
          WHERE (table_name, column_name) IN (('issues', 'discussions'), ('event_logs', 'payload'))",

@@ -56,13 +56,13 @@ async fn a_record_whose_reply_was_lost_is_a_duplicate_when_repeated() -> Result<
 async fn repeat<T>(
     call: impl AsyncFn() -> headwater_issue::Result<T>,
 ) -> headwater_issue::Result<T> {
-    let mut answer = call().await;
+    let mut result = call().await;
     for _ in 0..20 {
-        if answer.as_ref().is_err_and(IssueError::is_transient) {
-            answer = call().await;
+        if result.as_ref().is_err_and(IssueError::is_transient) {
+            result = call().await;
         }
     }
-    answer
+    result
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -140,9 +140,9 @@ async fn calls_blocked_by_a_lock_time_out_and_lose_nothing() -> Result<()> {
         let store = Arc::clone(&store);
         callers.spawn(async move { record(&*store, "1", &format!("b-{n}")).await });
     }
-    while let Some(answer) = callers.join_next().await {
-        let answer = answer?;
-        assert!(answer.as_ref().is_err_and(IssueError::is_transient), "{answer:?}");
+    while let Some(result) = callers.join_next().await {
+        let result = result?;
+        assert!(result.as_ref().is_err_and(IssueError::is_transient), "{result:?}");
     }
     holder.rollback().await?;
 

@@ -53,8 +53,8 @@ async fn nothing_is_confirmed_after_the_database_file_was_deleted_or_replaced() 
     transaction.record(&[event("1", "in between")], &Default::default()).await.remove(0)?;
 
     std::fs::rename(&path, &moved)?;
-    let assert_rejected = |answer: Result<(), headwater_issue::IssueError>, what: &str| {
-        let error = answer.expect_err(what).to_string();
+    let assert_rejected = |result: Result<(), headwater_issue::IssueError>, what: &str| {
+        let error = result.expect_err(what).to_string();
         assert!(error.contains("database file") && error.contains("while it was open"), "{error}");
     };
     assert_rejected(transaction.commit().await, "the commit of a transaction");

@@ -1,5 +1,5 @@
-//! Tests of the stores beyond the conformance suite: concurrent starts, caller's transactions, lost connections, foreign locks,
-//! and administrative SQL.
+//! Tests of the stores beyond the conformance suite: concurrent starts, caller's transactions, lost connections,
+//! foreign locks, and administrative SQL.
 #![cfg(all(feature = "sqlite", feature = "postgres"))]
 #![allow(clippy::unwrap_used, reason = "a test that panics has failed")]
 

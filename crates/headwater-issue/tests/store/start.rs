@@ -97,8 +97,8 @@ async fn a_database_of_a_newer_version_is_rejected_and_unchanged() -> Result<()>
     open(&database.url()).await?.close().await;
     database.query("INSERT INTO headwater_migrations VALUES (99)")?;
     for url in [file.url.clone(), database.url()] {
-        let refused = connect(&url, &StoreOptions::default()).await;
-        assert!(matches!(refused, Err(IssueError::Schema { .. })), "{refused:?}");
+        let rejected = connect(&url, &StoreOptions::default()).await;
+        assert!(matches!(rejected, Err(IssueError::Schema { .. })), "{rejected:?}");
     }
     Ok(())
 }
@@ -106,8 +106,8 @@ async fn a_database_of_a_newer_version_is_rejected_and_unchanged() -> Result<()>
 #[tokio::test(flavor = "multi_thread")]
 async fn a_url_with_an_unknown_scheme_is_rejected() -> Result<()> {
     for url in ["", "mysql://x", "postgres://[", "sqlite"] {
-        let refused = connect(url, &StoreOptions::default()).await;
-        assert!(matches!(refused, Err(IssueError::Invalid { .. })), "{url}: {refused:?}");
+        let rejected = connect(url, &StoreOptions::default()).await;
+        assert!(matches!(rejected, Err(IssueError::Invalid { .. })), "{url}: {rejected:?}");
     }
     Ok(())
 }

@@ -103,7 +103,7 @@ impl FlakyStore {
         self.lost_replies.lock().expect("not poisoned").values().all(|left| *left == 0)
     }
 
-    fn reply<T>(&self, call: &'static str, answer: Result<T>) -> Result<T> {
+    fn reply<T>(&self, call: &'static str, result: Result<T>) -> Result<T> {
         let mut lost_replies = self.lost_replies.lock().expect("not poisoned");
         match lost_replies.get_mut(call) {
             Some(left) if *left > 0 => {
@@ -113,7 +113,7 @@ impl FlakyStore {
                     source: None,
                 })
             }
-            _ => answer,
+            _ => result,
         }
     }
 }
@@ -123,12 +123,12 @@ fn invalid(problem: &str) -> IssueError {
 }
 
 macro_rules! delegate {
-    (impl $trait:ident { $($name:ident($($argument:ident: $type:ty),*) -> $answer:ty;)* } $($other:item)*) => {
+    (impl $trait:ident { $($name:ident($($argument:ident: $type:ty),*) -> $result:ty;)* } $($other:item)*) => {
         #[async_trait]
         impl $trait for FlakyStore {
-            $(async fn $name(&self, $($argument: $type),*) -> Result<$answer> {
-                let answer = self.store.$name($($argument),*).await;
-                self.reply(stringify!($name), answer)
+            $(async fn $name(&self, $($argument: $type),*) -> Result<$result> {
+                let result = self.store.$name($($argument),*).await;
+                self.reply(stringify!($name), result)
             })*
 
             $($other)*
@@ -138,7 +138,7 @@ macro_rules! delegate {
 
 delegate! {
     impl Store {
-        heartbeat(claims: &[(IssueId, ClaimEpoch)], ttl: Duration) -> Vec<Renewal>;
+        heartbeat(claims: &[(IssueId, ClaimEpoch)], ttl: Duration) -> Vec<ClaimRenewal>;
         fail(failures: &[RunFailure], attempts_max: u32) -> Vec<FailureOutcome>;
         release_claims(claims: &[ClaimRelease]) -> Vec<ClaimReleased>;
         sweep(options: &SweepOptions) -> SweepReport;
@@ -148,10 +148,10 @@ delegate! {
     }
 
     async fn record(&self, events: &[NewEvent], debounce: &DebounceWindow) -> Vec<Result<Recorded>> {
-        let answers = self.store.record(events, debounce).await;
+        let results = self.store.record(events, debounce).await;
         match self.reply("record", Ok(())) {
-            Ok(()) => answers,
-            Err(error) => answers.iter().map(|_| Err(error.clone())).collect(),
+            Ok(()) => results,
+            Err(error) => results.iter().map(|_| Err(error.clone())).collect(),
         }
     }
 
@@ -164,15 +164,15 @@ delegate! {
             }
             faults.claim_delay
         };
-        let answer = self.store.claim(issues, options).await;
+        let result = self.store.claim(issues, options).await;
         tokio::time::sleep(claim_delay).await;
-        self.reply("claim", answer)
+        self.reply("claim", result)
     }
 
     async fn complete(&self, completions: &[RunCompletion]) -> Result<Vec<CompletionOutcome>> {
         self.fail_completions(completions)?;
-        let answer = self.store.complete(completions).await;
-        self.reply("complete", answer)
+        let result = self.store.complete(completions).await;
+        self.reply("complete", result)
     }
 
     async fn take_outbox_from(&self, take: &OutboxTake) -> Result<Vec<OutboxRow>> {
@@ -183,8 +183,8 @@ delegate! {
                 return Err(invalid("too much at once"));
             }
         }
-        let answer = self.store.take_outbox_from(take).await;
-        self.reply("take_outbox", answer)
+        let result = self.store.take_outbox_from(take).await;
+        self.reply("take_outbox", result)
     }
 
     async fn settle_outbox(&self, settlements: &[OutboxSettlement]) -> Result<Vec<OutboxSettled>> {
@@ -195,8 +195,8 @@ delegate! {
                 return Err(invalid("no such thing"));
             }
         }
-        let answer = self.store.settle_outbox(settlements).await;
-        self.reply("settle_outbox", answer)
+        let result = self.store.settle_outbox(settlements).await;
+        self.reply("settle_outbox", result)
     }
 
     async fn outbox_wake(&self, wait: Duration) {

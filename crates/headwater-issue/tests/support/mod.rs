@@ -194,7 +194,7 @@ impl System {
     /// Waits until no event is pending.
     pub(crate) async fn wait_processed(&self) -> Result<()> {
         wait_until("all events to be processed", || async {
-            let report = self.store.check_consistency(10).await.expect("the store answers");
+            let report = self.store.check_consistency(10).await.expect("the store replies");
             report.pending == 0
         })
         .await
@@ -303,7 +303,8 @@ impl DeliveryLog {
         self.0.lock().expect("not poisoned").values().map(Vec::len).sum()
     }
 
-    /// Asserts that every event has one reply with one idempotency key, however often delivered, and that keys are unique.
+    /// Asserts that every event has one reply with one idempotency key, however often delivered, and that keys are
+    /// unique.
     pub(crate) fn assert_one_reply_each(&self, events: impl IntoIterator<Item = EventLogId>) {
         let deliveries = self.0.lock().expect("not poisoned");
         let expected: BTreeSet<String> =
