@@ -55,7 +55,7 @@ pub struct ClaimedIssue {
 
 impl ClaimedIssue {
     /// Whether this number of pending events, from a heartbeat, means that events arrived after the claim.
-    pub fn has_newer(&self, pending_events: u64) -> bool {
+    pub fn has_newer_events(&self, pending_events: u64) -> bool {
         pending_events > self.issue.pending_events
     }
 }
@@ -99,7 +99,7 @@ pub enum ClaimRenewal {
     Kept {
         /// New expiry time, by the database's clock.
         expires_at: Timestamp,
-        /// See [`ClaimedIssue::has_newer`].
+        /// See [`ClaimedIssue::has_newer_events`].
         pending_events: u64,
     },
     /// The claim is lost: cancel the handler.

@@ -21,7 +21,7 @@ use crate::nudge::Nudger;
 use crate::step_observer::{NoStepObserver, ProcessingStep, StepObserver};
 use crate::store::Store;
 
-/// Settings of an inbox.
+/// Configuration of an inbox.
 #[derive(Clone, Debug)]
 pub struct InboxConfig {
     /// Debounce window: a burst of events becomes one run. Default: none.

@@ -32,7 +32,7 @@ const BACKLOG_OVERDUE_MIN: Duration = Duration::from_secs(60);
 /// Timeout of stream calls.
 const STREAM_DEADLINE: Duration = Duration::from_secs(2);
 
-/// Settings of a sweeper.
+/// Configuration of a sweeper.
 #[derive(Clone, Copy, Debug)]
 pub struct SweeperConfig {
     /// Interval of sweeps. Default: 5 s.

@@ -126,7 +126,7 @@ pub async fn a_heartbeat_renews_a_claim_and_reports_newer_events(
     env.advance(TTL / 2).await?;
     let renewal = env.store.heartbeat(&[(issue, claimed.epoch)], TTL).await?.remove(0);
     let ClaimRenewal::Kept { expires_at, pending_events } = renewal else { panic!("{renewal:?}") };
-    assert!(!claimed.has_newer(pending_events));
+    assert!(!claimed.has_newer_events(pending_events));
     assert_eq!(env.issue(issue).await?.claim_expires_at, Some(expires_at));
     env.advance(TTL / 2 + Duration::from_secs(10)).await?;
     let second = env.second.claim(&[issue], &options("b")).await?.remove(0);
@@ -135,7 +135,7 @@ pub async fn a_heartbeat_renews_a_claim_and_reports_newer_events(
     env.store.record(&[event("42", "b")], &DebounceWindow::default()).await.remove(0)?;
     let renewal = env.store.heartbeat(&[(issue, claimed.epoch)], TTL).await?.remove(0);
     let ClaimRenewal::Kept { pending_events, .. } = renewal else { panic!("{renewal:?}") };
-    assert!(claimed.has_newer(pending_events));
+    assert!(claimed.has_newer_events(pending_events));
     Ok(())
 }
 
