@@ -1,9 +1,8 @@
-//! How fast the stores are, beside the same statements as raw SQL in the same run on the same machine.
+//! Throughput of the stores, compared with the same statements as raw SQL in the same process on the same machine.
 //!
-//! `record`: 64 clients whose events share transactions, beside one transaction per event. `claim + complete`: batches over
-//! issues, beside one job per transaction. Prints a line per store and path with both speeds and their ratio, which is to
-//! be at least 2.0 and 3.0. Each figure is the best of [`ROUNDS`] rounds, taken in turn: what else the machine does only
-//! slows a round down.
+//! `record`: 64 clients whose events share transactions, compared with one transaction per event. `claim + complete`:
+//! batches of issues, compared with one transaction per job. Prints a line per store and path with both rates and their
+//! ratio, which must be at least 2.0 and 3.0. Each figure is the best of [`ROUNDS`] rounds.
 //!
 //! `HEADWATER_BENCH_EVENTS` sets how many events a round has (default 4000).
 #![allow(clippy::unwrap_used, reason = "a benchmark that panics has failed")]
@@ -13,7 +12,7 @@ mod shared;
 use std::sync::Arc;
 
 use headwater_issue::{
-    Claim, ClaimOptions, Completion, IssueId, NewEvent, Quiet, Recorded, Store, limits,
+    Claim, ClaimOptions, DebounceWindow, IssueId, NewEvent, Recorded, RunCompletion, Store, limits,
 };
 use tokio::sync::{mpsc, oneshot};
 
@@ -41,7 +40,7 @@ async fn measure(name: &str, store: Arc<dyn Store>, raw: Raw) -> anyhow::Result<
         let issues = fill(&store, &format!("raw-jobs-{round}"), events).await?;
         raw_run = raw_run.max(runs_raw(&raw, issues).await?);
     }
-    assert!(store.audit(1).await?.discrepancies.is_empty());
+    assert!(store.check_consistency(1).await?.discrepancies.is_empty());
     report(name, "record, 64 clients", record, raw_record, 2.0);
     report(name, "claim + complete", run, raw_run, 3.0);
     Ok(())
@@ -49,7 +48,7 @@ async fn measure(name: &str, store: Arc<dyn Store>, raw: Raw) -> anyhow::Result<
 
 type Waiting = (NewEvent, oneshot::Sender<headwater_issue::Result<Recorded>>);
 
-/// Clients hand their events to one committer, which records what has gathered while it was busy.
+/// Clients send their events to one committer, which records them in batches.
 async fn record_shared(store: &Arc<dyn Store>, round: usize, events: usize) -> anyhow::Result<f64> {
     let (sender, mut receiver) = mpsc::channel::<Waiting>(limits::BATCH_MAX);
     let committer = tokio::spawn({
@@ -58,7 +57,7 @@ async fn record_shared(store: &Arc<dyn Store>, round: usize, events: usize) -> a
             let mut waiting = Vec::new();
             while receiver.recv_many(&mut waiting, limits::BATCH_MAX).await > 0 {
                 let (events, replies): (Vec<_>, Vec<_>) = waiting.drain(..).unzip();
-                let recorded = store.record(&events, &Quiet::default()).await;
+                let recorded = store.record(&events, &DebounceWindow::default()).await;
                 for (reply, recorded) in replies.into_iter().zip(recorded) {
                     let _ = reply.send(recorded);
                 }
@@ -68,9 +67,9 @@ async fn record_shared(store: &Arc<dyn Store>, round: usize, events: usize) -> a
     let speed = per_second(CLIENTS, events, move |n| {
         let sender = sender.clone();
         async move {
-            let (reply, answer) = oneshot::channel();
+            let (reply, result) = oneshot::channel();
             sender.send((event(&format!("shared-{round}"), n, ISSUES), reply)).await?;
-            answer.await??;
+            result.await??;
             Ok(())
         }
     })
@@ -88,7 +87,7 @@ async fn record_raw(raw: &Raw, round: usize, events: usize) -> anyhow::Result<f6
     .await
 }
 
-/// Claims and completes all that is there, so that every measurement begins alike.
+/// Claims and completes everything, so that every measurement starts from the same state.
 async fn drain(store: &Arc<dyn Store>) -> anyhow::Result<()> {
     let mut filter = headwater_issue::IssueFilter::default();
     loop {
@@ -100,7 +99,7 @@ async fn drain(store: &Arc<dyn Store>) -> anyhow::Result<()> {
     }
 }
 
-/// Issues with one event each, queued.
+/// Creates queued issues with one event each.
 async fn fill(store: &Arc<dyn Store>, prefix: &str, issues: usize) -> anyhow::Result<Vec<IssueId>> {
     let mut ids = Vec::new();
     for first in (0..issues).step_by(limits::BATCH_MAX) {
@@ -108,7 +107,7 @@ async fn fill(store: &Arc<dyn Store>, prefix: &str, issues: usize) -> anyhow::Re
         let new =
             |n| NewEvent { external_issue_id: format!("{prefix}-{n}"), ..event(prefix, n, ISSUES) };
         let events: Vec<NewEvent> = (first..last).map(new).collect();
-        for recorded in store.record(&events, &Quiet::default()).await {
+        for recorded in store.record(&events, &DebounceWindow::default()).await {
             ids.push(recorded?.issue_id);
         }
     }
@@ -119,11 +118,11 @@ async fn run_batch(store: &Arc<dyn Store>, issues: &[IssueId]) -> anyhow::Result
     let mut runs = Vec::new();
     for claim in store.claim(issues, &ClaimOptions::new("bench")).await? {
         if let Claim::Won(claimed) = claim {
-            runs.push(Completion {
+            runs.push(RunCompletion {
                 issue_id: claimed.issue.id,
                 epoch: claimed.epoch,
                 event_log_ids: claimed.events.iter().map(|event| event.id).collect(),
-                ..Completion::default()
+                ..RunCompletion::default()
             });
         }
     }
@@ -133,7 +132,7 @@ async fn run_batch(store: &Arc<dyn Store>, issues: &[IssueId]) -> anyhow::Result
 
 async fn runs_batched(store: &Arc<dyn Store>, issues: Vec<IssueId>) -> anyhow::Result<f64> {
     let (store, total) = (Arc::clone(store), issues.len());
-    // As many as 64 runs at once and a claim for the next ones give.
+    // The batch size of a worker with 64 concurrent runs.
     let batches: Arc<Vec<Vec<IssueId>>> =
         Arc::new(issues.chunks(CLIENTS).map(<[_]>::to_vec).collect());
     let count = batches.len();

@@ -1,4 +1,4 @@
-//! Two webhooks become one issue, one run answers both, and the reply is delivered: in one process, nothing installed.
+//! Two events of one issue are processed in one run, and the reply is delivered. In one process, without servers.
 
 use std::sync::Arc;
 

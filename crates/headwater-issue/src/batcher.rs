@@ -1,40 +1,40 @@
-//! Claims and completions of runs that happen at the same time share transactions; deliveries likewise.
+//! Batches concurrent claims, completions and settlements into shared transactions.
 //!
-//! Upstream: `worker` and `outbox`. Downstream: `store`. Promises: what gathers while one call is under way goes with the next; a lone
-//! run waits for nobody. A bad completion is refused before it shares a call; if the database refuses a shared call all the
-//! same, for what may be the fault of one, each is called on its own.
+//! Upstream: `worker` and `outbox`. Downstream: `store`. Guarantees: items that arrive during a call go with the next
+//! one; a single item is not delayed. An invalid completion is rejected before batching. If a batch fails and one item
+//! may be the cause, each item is called on its own.
 
 use std::sync::Arc;
 
 use headwater_stream::{Coalescer, CoalescerConfig, Gone, StreamError};
 
-use crate::claim::{Claim, ClaimOptions, Completed, Completion};
-use crate::delivery::{OutboxSettled, OutboxSettlement};
+use crate::claim::{Claim, ClaimOptions, CompletionOutcome, RunCompletion};
 use crate::error::{IssueError, Result};
 use crate::issue::IssueId;
-use crate::limits::{BATCH_BYTES_MAX, BATCH_MAX, SINGLE_FAILURES_MAX};
+use crate::limits::{BATCH_BYTES_MAX, BATCH_MAX, CONSECUTIVE_FAILURES_MAX};
+use crate::outbox::types::{OutboxSettled, OutboxSettlement};
 use crate::store::Store;
 
-/// Each item its answer: from one call for all of them, or else from one call each.
-macro_rules! each_its_answer {
+/// One result per item: from one call for the batch or, if an item may be the cause of its failure, from one call each.
+macro_rules! batch_then_singly {
     ($items:expr, |$batch:ident| $call:expr) => {{
         let items = $items;
-        let answers = {
+        let results = {
             let $batch = items.as_slice();
             $call.await
         };
-        match answers {
-            Err(error) if items.len() > 1 && error.may_concern_one() => {
-                let mut singly = Singly::new(items.len());
+        match results {
+            Err(error) if items.len() > 1 && error.is_item_error() => {
+                let mut retries = SingleRetries::new(items.len());
                 for $batch in items.chunks(1) {
-                    if singly.goes_on() {
-                        let answers = $call.await;
-                        singly.push(answers);
+                    if retries.should_continue() {
+                        let results = $call.await;
+                        retries.push(results);
                     }
                 }
-                singly.finish(error)
+                retries.finish(error)
             }
-            answers => spread(items.len(), answers),
+            results => fan_out(items.len(), results),
         }
     }};
 }
@@ -42,7 +42,7 @@ macro_rules! each_its_answer {
 #[derive(Debug)]
 pub(crate) struct Batcher {
     claims: Coalescer<IssueId, Result<Claim>>,
-    completions: Coalescer<Completion, Result<Completed>>,
+    completions: Coalescer<RunCompletion, Result<CompletionOutcome>>,
 }
 
 impl Batcher {
@@ -51,45 +51,47 @@ impl Batcher {
         options: ClaimOptions,
         calls_max: usize,
     ) -> Result<Self> {
-        let gathering = gathering(calls_max);
+        let coalescer_config = coalescer_config(calls_max);
         let options = Arc::new(options);
         let claim_store = Arc::clone(store);
-        let claims = Coalescer::new(gathering, move |issues: Vec<IssueId>| {
+        let claims = Coalescer::new(coalescer_config, move |issues: Vec<IssueId>| {
             let (store, options) = (Arc::clone(&claim_store), Arc::clone(&options));
-            async move { each_its_answer!(issues, |batch| store.claim(batch, &options)) }
+            async move { batch_then_singly!(issues, |batch| store.claim(batch, &options)) }
         });
         let complete_store = Arc::clone(store);
-        let completions = Coalescer::new(gathering, move |completions: Vec<Completion>| {
-            let store = Arc::clone(&complete_store);
-            async move { each_its_answer!(completions, |batch| store.complete(batch)) }
-        });
+        let completions =
+            Coalescer::new(coalescer_config, move |completions: Vec<RunCompletion>| {
+                let store = Arc::clone(&complete_store);
+                async move { batch_then_singly!(completions, |batch| store.complete(batch)) }
+            });
         Ok(Self { claims: claims.map_err(invalid)?, completions: completions.map_err(invalid)? })
     }
 
     pub(crate) async fn claim(&self, issue_id: IssueId) -> Result<Claim> {
-        self.claims.call(issue_id).await.unwrap_or_else(without_answer)
+        self.claims.call(issue_id).await.unwrap_or_else(batch_lost)
     }
 
-    pub(crate) async fn complete(&self, completion: Completion) -> Result<Completed> {
-        completion.check()?;
+    pub(crate) async fn complete(&self, completion: RunCompletion) -> Result<CompletionOutcome> {
+        completion.validate()?;
         let bytes = completion.bytes();
-        self.completions.call_weighing(completion, bytes).await.unwrap_or_else(without_answer)
+        self.completions.call_weighing(completion, bytes).await.unwrap_or_else(batch_lost)
     }
 }
 
-/// The ends of deliveries share transactions, too.
+/// Batches settlements of deliveries.
 pub(crate) fn settlements(
     store: &Arc<dyn Store>,
 ) -> Result<Coalescer<OutboxSettlement, Result<OutboxSettled>>> {
     let store = Arc::clone(store);
-    let settlements = Coalescer::new(gathering(1), move |settlements: Vec<OutboxSettlement>| {
-        let store = Arc::clone(&store);
-        async move { each_its_answer!(settlements, |batch| store.settle_outbox(batch)) }
-    });
+    let settlements =
+        Coalescer::new(coalescer_config(1), move |settlements: Vec<OutboxSettlement>| {
+            let store = Arc::clone(&store);
+            async move { batch_then_singly!(settlements, |batch| store.settle_outbox(batch)) }
+        });
     settlements.map_err(invalid)
 }
 
-fn gathering(calls_max: usize) -> CoalescerConfig {
+fn coalescer_config(calls_max: usize) -> CoalescerConfig {
     CoalescerConfig {
         max_items: BATCH_MAX,
         max_bytes: BATCH_BYTES_MAX,
@@ -102,33 +104,34 @@ fn invalid(error: StreamError) -> IssueError {
     IssueError::invalid("calls_max", error.to_string())
 }
 
-/// The answers to calls of one item each.
-struct Singly<T> {
+/// Results of calls with one item each.
+struct SingleRetries<T> {
     count: usize,
-    answers: Vec<Result<T>>,
-    failures_in_a_row: usize,
+    results: Vec<Result<T>>,
+    consecutive_failures: usize,
 }
 
-impl<T> Singly<T> {
+impl<T> SingleRetries<T> {
     fn new(count: usize) -> Self {
-        Self { count, answers: Vec::with_capacity(count), failures_in_a_row: 0 }
+        Self { count, results: Vec::with_capacity(count), consecutive_failures: 0 }
     }
 
-    fn goes_on(&self) -> bool {
-        self.failures_in_a_row < SINGLE_FAILURES_MAX
+    fn should_continue(&self) -> bool {
+        self.consecutive_failures < CONSECUTIVE_FAILURES_MAX
     }
 
-    fn push(&mut self, answers: Result<Vec<T>>) {
-        let answer = answers.and_then(|answers| {
-            let problem = || "the database gave no answer to a call".to_owned();
+    fn push(&mut self, results: Result<Vec<T>>) {
+        let answer = results.and_then(|results| {
+            let problem = || "the store returned no result for an item".to_owned();
             let missing = || IssueError::Schema { problem: problem() };
-            answers.into_iter().next().ok_or_else(missing)
+            results.into_iter().next().ok_or_else(missing)
         });
-        self.failures_in_a_row = if answer.is_err() { self.failures_in_a_row + 1 } else { 0 };
-        self.answers.push(answer);
+        self.consecutive_failures = if answer.is_err() { self.consecutive_failures + 1 } else { 0 };
+        self.results.push(answer);
     }
 
-    /// Those that were not tried have the error of the shared call. It concerned another one, so it is no verdict on them.
+    /// Items that were not called get the error of the batch. It may concern another item, so it is reported as
+    /// `Unavailable`.
     fn finish(mut self, error: IssueError) -> Vec<Result<T>> {
         let error = match error {
             IssueError::Unavailable { .. } => error,
@@ -137,20 +140,20 @@ impl<T> Singly<T> {
                 source: Some(Arc::new(other)),
             },
         };
-        self.answers.resize_with(self.count, || Err(error.clone()));
-        self.answers
+        self.results.resize_with(self.count, || Err(error.clone()));
+        self.results
     }
 }
 
-/// Each caller gets its answer, or all the same error.
-fn spread<T>(count: usize, answers: Result<Vec<T>>) -> Vec<Result<T>> {
-    match answers {
-        Ok(answers) => answers.into_iter().map(Ok).collect(),
+/// One result per caller; an error of the batch is cloned for all.
+fn fan_out<T>(count: usize, results: Result<Vec<T>>) -> Vec<Result<T>> {
+    match results {
+        Ok(results) => results.into_iter().map(Ok).collect(),
         Err(error) => (0..count).map(|_| Err(error.clone())).collect(),
     }
 }
 
-pub(crate) fn without_answer<T>(gone: Gone) -> Result<T> {
-    let problem = "the shared call ended without an answer".to_owned();
+pub(crate) fn batch_lost<T>(gone: Gone) -> Result<T> {
+    let problem = "the batch ended without a result".to_owned();
     Err(IssueError::Unavailable { problem, source: Some(Arc::new(gone)) })
 }

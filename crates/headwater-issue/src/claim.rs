@@ -1,31 +1,31 @@
-//! The data of a run: how an issue is claimed, kept, ended and swept.
+//! Data types of claims and runs: claim, renew, complete, fail, release and sweep.
 //!
-//! Upstream: `store` speaks in these types. Promises: every answer is an enum of what the caller does next; a lost claim is
-//! an answer, not an error. Not here: who runs the handler (see `worker`).
+//! Every result is an enum of what the caller does next; a lost claim is a result, not an error. A result of `Fenced`
+//! means that the run is stale: its claim epoch is no longer the current one. Not here: executing runs (see `worker`).
 
 use std::time::Duration;
 
 use headwater_stream::clock::Timestamp;
 
-use crate::delivery::NewOutbox;
 use crate::issue::{ClaimEpoch, EventLog, EventLogId, Issue, IssueId};
 use crate::limits::{CLAIM_TTL_DEFAULT, RUN_EVENTS_DEFAULT};
+use crate::outbox::types::NewOutboxRow;
 
-/// How to claim.
+/// Options of a claim.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ClaimOptions {
-    /// Who claims; unique per process start.
+    /// Name of the claiming worker; unique per process start.
     pub worker: String,
-    /// How long the claim lasts without a heartbeat. Default: 60 s.
+    /// TTL of the claim; a heartbeat renews it. Default: 60 s.
     pub ttl: Duration,
-    /// The most event logs to bring. Default: 200.
+    /// Maximum number of event logs to return. Default: 200.
     pub events_max: usize,
-    /// Claims that may run out before the issue is quarantined. Default: 5.
+    /// Expired claims after which the issue is quarantined. Default: 5.
     pub crashes_max: u32,
 }
 
 impl ClaimOptions {
-    /// The defaults, for this worker.
+    /// Default options for a worker.
     pub fn new(worker: impl Into<String>) -> Self {
         Self {
             worker: worker.into(),
@@ -36,202 +36,201 @@ impl ClaimOptions {
     }
 }
 
-/// An issue in the hands of one worker.
+/// A claimed issue with its unprocessed event logs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ClaimedIssue {
-    /// The issue, as it is with this claim.
+    /// The issue after the claim.
     pub issue: Issue,
-    /// The right to work on it, presented with every effect.
+    /// Fencing token of the claim, presented with every effect.
     pub epoch: ClaimEpoch,
-    /// When the claim runs out by the database's clock. Go by your own clock and the life you asked for.
+    /// When the claim expires, by the database's clock. Use the local clock and the requested TTL to schedule renewals.
     pub expires_at: Timestamp,
-    /// The newest event log that the issue had when its last run was completed. An event log of this claim up to it was
-    /// there already, but in no run: the order of ids tells that, not that of times. `None` if no run was.
+    /// Newest event log of the issue when its last run was completed; `None` before the first completion. An event log
+    /// of this claim with an id up to it arrived before that completion without being part of its run. Compare ids, not
+    /// times.
     pub completed_event_log_id: Option<EventLogId>,
-    /// Its unprocessed event logs in id order, at most as many as asked for. Never empty, unless somebody changed the
-    /// tables by hand.
+    /// Unprocessed event logs in id order, at most `events_max`. Empty only if the tables were changed by hand.
     pub events: Vec<EventLog>,
 }
 
 impl ClaimedIssue {
-    /// Whether a heartbeat that tells of this many pending events tells of newer ones than those known at the claim.
-    pub fn has_newer(&self, pending_events: u64) -> bool {
+    /// Whether this number of pending events, from a heartbeat, means that events arrived after the claim.
+    pub fn has_newer_events(&self, pending_events: u64) -> bool {
         pending_events > self.issue.pending_events
     }
 }
 
-/// What became of an attempt to claim.
+/// Result of an attempt to claim.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Claim {
-    /// Yours.
+    /// The claim was acquired.
     Won(Box<ClaimedIssue>),
-    /// Another worker has it. A nudge for it is a no-op: its completion requeues what is left.
+    /// Another worker holds the claim. A nudge is a no-op: the completion of that run requeues pending events.
     Taken {
-        /// Who.
+        /// Worker that holds the claim.
         owner: String,
-        /// Until when, unless a heartbeat comes.
+        /// When the claim expires unless it is renewed.
         expires_at: Timestamp,
     },
-    /// A quiet window or a backoff is not over. Come back then.
+    /// A debounce window or a backoff is not over. Retry after it.
     NotYet {
-        /// From when it can be claimed.
+        /// Earliest time of a claim.
         not_before: Timestamp,
-        /// How long that is from now, by the database's clock.
+        /// Time until then, by the database's clock.
         wait: Duration,
     },
-    /// Nothing to do.
+    /// The issue has no pending events.
     Idle,
-    /// Out of the way until an operator releases it.
+    /// The issue is quarantined until an operator releases it.
     Quarantined {
-        /// Since when.
+        /// When it was quarantined.
         since: Timestamp,
-        /// Whether this very call did it, because too many claims had run out.
+        /// Whether this call quarantined it, because too many claims had expired.
         just_now: bool,
     },
-    /// There is no such issue.
+    /// The issue does not exist.
     Missing,
 }
 
-/// What a heartbeat found.
+/// Result of renewing a claim.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Beat {
-    /// The claim holds for another life.
+pub enum ClaimRenewal {
+    /// The claim was renewed.
     Kept {
-        /// Until when, by the database's clock.
+        /// New expiry time, by the database's clock.
         expires_at: Timestamp,
-        /// See [`ClaimedIssue::has_newer`].
+        /// See [`ClaimedIssue::has_newer_events`].
         pending_events: u64,
     },
-    /// Somebody else has it, or nobody: cancel the handler.
+    /// The claim is lost: cancel the handler.
     Lost,
 }
 
-/// The successful end of a run.
+/// Successful end of a run.
 #[derive(Clone, Debug, PartialEq, Eq, Default)]
-pub struct Completion {
-    /// The issue.
+pub struct RunCompletion {
+    /// Issue of the run.
     pub issue_id: IssueId,
-    /// The claim.
+    /// Epoch of the claim.
     pub epoch: ClaimEpoch,
-    /// The event logs that the run handled.
+    /// Event logs processed by the run.
     pub event_log_ids: Vec<EventLogId>,
-    /// A JSON object whose members replace those of the issue's fields; `null` removes one.
+    /// JSON object merged into the issue's fields; `null` removes a field.
     pub fields: Option<String>,
     /// JSON that replaces the issue's discussions.
     pub discussions: Option<String>,
-    /// Replies and events, in the order in which to deliver them.
-    pub outbox: Vec<NewOutbox>,
+    /// Replies and events in delivery order.
+    pub outbox: Vec<NewOutboxRow>,
 }
 
-/// What became of a [`Completion`].
+/// Result of a [`RunCompletion`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Completed {
-    /// Everything of it is committed.
+pub enum CompletionOutcome {
+    /// The completion is committed.
     Committed {
-        /// Whether event logs are left, so the issue is queued again: nudge.
+        /// Whether event logs are pending, so the issue is queued again: nudge.
         requeued: bool,
-        /// No claim before this time, if it is queued.
+        /// Earliest time of the next claim, if it is queued.
         not_before: Option<Timestamp>,
-        /// Whether an earlier call with this epoch had done it already; then this one changed nothing.
+        /// Whether an earlier call with this epoch had committed it; this call changed nothing then.
         repeated: bool,
     },
-    /// The claim is not held any more. Nothing was changed.
+    /// The claim is no longer held. Nothing was changed.
     Fenced,
 }
 
-/// What to do after a failed run.
+/// Action after a failed run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AfterFailure {
-    /// Try again, unless the attempts are used up.
+    /// Retry, unless the attempts are exhausted.
     Retry {
-        /// After this long; see [`RetryPolicy::delay`](crate::RetryPolicy::delay).
+        /// Delay; see [`IssueRetryPolicy::delay`](crate::IssueRetryPolicy::delay).
         after: Duration,
     },
-    /// Try again, and blame nobody: what the run needs is not to be had now, whichever issue asks for it. No attempt is
-    /// counted.
-    PutOff {
-        /// After this long.
+    /// Retry without counting an attempt: a resource that every run needs is unavailable.
+    Defer {
+        /// Delay.
         after: Duration,
     },
-    /// Trying again is of no use.
+    /// Quarantine the issue: a retry cannot succeed.
     Quarantine,
 }
 
-/// The failed end of a run.
+/// Failed end of a run.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Failure {
-    /// The issue.
+pub struct RunFailure {
+    /// Issue of the run.
     pub issue_id: IssueId,
-    /// The claim.
+    /// Epoch of the claim.
     pub epoch: ClaimEpoch,
-    /// What went wrong; kept on the issue and on its unprocessed event logs.
+    /// Error text, stored on the issue and on its unprocessed event logs.
     pub error: String,
     /// What to do next.
     pub then: AfterFailure,
 }
 
-/// What became of a [`Failure`].
+/// Result of a [`RunFailure`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Failed {
-    /// It is queued again and can be claimed later: nudge then.
+pub enum FailureOutcome {
+    /// The issue is queued again and can be claimed at `not_before`.
     Requeued {
-        /// Failed tries so far.
+        /// Failed attempts so far.
         attempts: u32,
-        /// From when.
+        /// Earliest time of the next claim.
         not_before: Timestamp,
     },
-    /// It is out of the way until an operator releases it.
+    /// The issue is quarantined until an operator releases it.
     Quarantined {
-        /// Failed tries.
+        /// Failed attempts.
         attempts: u32,
     },
-    /// The claim is not held any more. Nothing was changed.
+    /// The claim is no longer held. Nothing was changed.
     Fenced,
 }
 
-/// Why a claim ends without success and without blame.
+/// Why a claim is released without a result.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum GiveBackReason {
-    /// The worker stops.
+pub enum ReleaseReason {
+    /// The worker is shutting down.
     Shutdown,
-    /// Newer events have arrived, and the handler was cancelled for them. Counted.
+    /// The handler was cancelled because newer events arrived. Counted in `superseded`.
     Superseded,
 }
 
-/// The end of a claim that counts no attempt.
+/// Release of a claim without counting an attempt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct GiveBack {
-    /// The issue.
+pub struct ClaimRelease {
+    /// Issue of the run.
     pub issue_id: IssueId,
-    /// The claim.
+    /// Epoch of the claim.
     pub epoch: ClaimEpoch,
-    /// Why.
-    pub reason: GiveBackReason,
+    /// Reason.
+    pub reason: ReleaseReason,
 }
 
-/// What became of a [`GiveBack`].
+/// Result of a [`ClaimRelease`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum GivenBack {
-    /// It is queued again: nudge.
+pub enum ClaimReleased {
+    /// The issue is queued again: nudge.
     Requeued {
-        /// No claim before this time.
+        /// Earliest time of the next claim.
         not_before: Option<Timestamp>,
     },
-    /// The claim is not held any more. Nothing was changed.
+    /// The claim is no longer held. Nothing was changed.
     Fenced,
 }
 
-/// How to sweep.
+/// Options of a sweep.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SweepOptions {
-    /// The most issues to requeue, the most to nudge, and the most rows to remove. Default: 256.
+    /// Maximum number of issues to requeue, of issues to nudge, and of rows to remove. Default: 256.
     pub limit: usize,
-    /// A queued issue is nudged again if its nudge is older than this. Default: 5 s.
+    /// A queued issue is nudged again when its last nudge is older than this. Default: 5 s.
     pub nudge_overdue: Duration,
-    /// Claims that may run out before the issue is quarantined. Default: 5.
+    /// Expired claims after which the issue is quarantined. Default: 5.
     pub crashes_max: u32,
-    /// How long delivered rows of the outbox are kept, and dead letters after their release; so long the key of a row is
-    /// remembered. Default: 7 days.
+    /// Retention of delivered outbox rows, including their keys, and of dead letters after their release. Default: 7
+    /// days.
     pub keep: Duration,
 }
 
@@ -242,26 +241,26 @@ impl Default for SweepOptions {
     }
 }
 
-/// "Look at this issue": what a stream entry of `issue_work` says.
+/// A nudge: an entry of the stream `issue_work` that asks a worker to process an issue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Nudge {
-    /// The issue.
+    /// Issue of the run.
     pub issue_id: IssueId,
-    /// Its oldest unprocessed event log; 0 if there is none.
+    /// Oldest unprocessed event log; 0 if unknown.
     pub event_log_id: EventLogId,
 }
 
-/// What a sweep found.
+/// Result of a sweep.
 #[derive(Clone, Debug, PartialEq, Eq, Default)]
-pub struct Swept {
-    /// Issues to nudge now: overdue ones and those just requeued. They count as nudged.
+pub struct SweepReport {
+    /// Issues to nudge now: overdue and just requeued ones. Their `nudged_at` is already updated.
     pub nudges: Vec<Nudge>,
-    /// How many claims had run out and were requeued.
+    /// Number of issues requeued because their claim expired.
     pub requeued: usize,
-    /// Issues quarantined because too many of their claims had run out.
+    /// Issues quarantined because too many of their claims expired.
     pub quarantined: Vec<IssueId>,
-    /// Rows removed because they were kept for long enough.
+    /// Number of rows removed after their retention.
     pub pruned: usize,
-    /// Whether a limit was reached, so that another sweep should follow at once.
+    /// Whether a limit was reached; run another sweep at once.
     pub more: bool,
 }

@@ -1,13 +1,12 @@
-//! Notices that the clock of a store was set, in either direction.
+//! Detects steps of a store's wall clock, in either direction.
 //!
-//! Upstream: the stores, which read their clock before they trust a deadline. Downstream: their `clock` files, which end all
-//! waits and renew all leases after a step. Promises: a step of more than [`STEP_MIN`] between two readings of one
-//! process is noticed, because the monotonic clock of the process cannot step; a slow reply is not mistaken for one.
-//! Not here: which rows a step concerns.
+//! Upstream: the stores read their clock before they compare deadlines. Downstream: their `clock` modules end all waits
+//! and renew all leases after a step. Guarantees: a step of more than [`STEP_MIN`] between two readings of one process
+//! is detected with the monotonic clock of the process; a slow reply is not mistaken for a step. Not here: the affected
+//! rows.
 //!
-//! Deadlines are wall-clock times of the database, since several processes share them. A step makes them mean something
-//! else: set back, they are hours ahead and work is stranded; set forward, they are over and work in progress is taken
-//! from its owner.
+//! Deadlines are wall-clock times of the database, because several processes share them. After a step back they lie too
+//! far ahead, and work stalls; after a step forward they have passed, and claims and taken rows seem to have expired.
 
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
@@ -17,54 +16,54 @@ use tracing::warn;
 
 use crate::limits::CLAIM_TTL_DEFAULT;
 
-/// Smaller steps are not worth the trouble: every deadline has more slack than this.
+/// Smaller steps are ignored: every deadline has more slack.
 pub(crate) const STEP_MIN: Duration = Duration::from_secs(2);
 
-/// How old the stored reading may become before it is written again. A step back of less than this that happens while no
-/// process runs may go unnoticed, and then prolongs waits by no more than it.
+/// Interval of storing the current time. A shorter step back while no process runs may stay undetected; it prolongs
+/// waits by at most this time.
 const STORE_EVERY: Duration = Duration::from_secs(60);
 
-/// How long a reading serves.
+/// How long a reading counts as fresh.
 #[cfg(feature = "postgres")]
 const FRESH_FOR: Duration = Duration::from_secs(1);
 
-/// Watches the clock of one store.
+/// Detector of clock steps of one store.
 #[derive(Debug)]
 pub(crate) struct ClockWatch {
     clock: Arc<dyn Clock>,
-    watched: Mutex<Watched>,
+    state: Mutex<WatchState>,
 }
 
 #[derive(Debug, Default)]
-struct Watched {
-    last: Option<Reading>,
-    /// Steps that were noticed, and how many of them the store has dealt with.
-    noticed: u64,
+struct WatchState {
+    last: Option<ClockReading>,
+    /// Number of detected steps, and how many of them the store has handled.
+    detected: u64,
     handled: u64,
-    /// How far the clock was set forward in all, less how far it was set back.
+    /// Total of the steps forward, minus the steps back.
     ahead: Duration,
     claim_ttl: Duration,
     outbox_ttl: Duration,
-    /// When a reading was last stored, by the monotonic clock.
+    /// When the time was last stored, by the monotonic clock.
     stored: Option<Duration>,
 }
 
-/// The store's clock showed `at` at some moment from `before` to `after` of the monotonic clock.
+/// The store's clock read `at` at some time between `before` and `after` of the monotonic clock.
 #[derive(Clone, Copy, Debug)]
-struct Reading {
+struct ClockReading {
     at: Timestamp,
     before: Duration,
     after: Duration,
 }
 
-/// A step that is to be dealt with, and all before it.
+/// A detected step that the store has to handle, including all earlier ones.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Noticed(u64);
+pub(crate) struct DetectedStep(u64);
 
 impl ClockWatch {
-    /// Watches a clock with the monotonic time of another, or of the same one.
+    /// Creates a detector. `clock` provides the monotonic time; its wall clock is not used.
     pub(crate) fn new(clock: Arc<dyn Clock>) -> Self {
-        Self { clock, watched: Mutex::default() }
+        Self { clock, state: Mutex::default() }
     }
 
     /// The monotonic time, for [`read`](Self::read).
@@ -72,73 +71,73 @@ impl ClockWatch {
         self.clock.monotonic()
     }
 
-    /// Notes that the store's clock shows `at`, which was asked for at `before` and is known now. Returns whether there is a
-    /// step to deal with, of now or of an earlier reading.
-    pub(crate) fn read(&self, at: Timestamp, before: Duration) -> Option<Noticed> {
-        let now = Reading { at, before, after: self.clock.monotonic() };
-        let mut watched = self.lock();
-        // A reply that was overtaken by that to a later question tells nothing new.
-        if watched.last.is_some_and(|last| now.before < last.before) {
-            return watched.pending();
+    /// Adds a reading `at` of the store's clock, requested at `before` and received now. Returns a step that is not
+    /// handled yet, of this or an earlier reading.
+    pub(crate) fn read(&self, at: Timestamp, before: Duration) -> Option<DetectedStep> {
+        let now = ClockReading { at, before, after: self.clock.monotonic() };
+        let mut state = self.lock();
+        // Ignore a reply that was overtaken by the reply to a later request.
+        if state.last.is_some_and(|last| now.before < last.before) {
+            return state.pending();
         }
-        if let Some(last) = watched.last.replace(now) {
+        if let Some(last) = state.last.replace(now) {
             let earliest = last.at.after(now.before).before(last.after);
             let latest = last.at.after(now.after).before(last.before);
             let (back, forward) = (earliest.since(at), at.since(latest));
             if back > STEP_MIN {
-                watched.step(&format!("set back by about {back:?}"));
-                watched.ahead = watched.ahead.saturating_sub(back);
+                state.step(&format!("set back by about {back:?}"));
+                state.ahead = state.ahead.saturating_sub(back);
             } else if forward > STEP_MIN {
-                watched.step(&format!("set forward by about {forward:?}"));
-                watched.ahead = watched.ahead.saturating_add(forward);
+                state.step(&format!("set forward by about {forward:?}"));
+                state.ahead = state.ahead.saturating_add(forward);
             }
         }
-        watched.pending()
+        state.pending()
     }
 
-    /// Compares what was read with what was stored, perhaps by another process.
-    pub(crate) fn compare(&self, at: Timestamp, stored: Timestamp) -> Option<Noticed> {
-        let mut watched = self.lock();
+    /// Compares a reading with the time stored by any process.
+    pub(crate) fn compare(&self, at: Timestamp, stored: Timestamp) -> Option<DetectedStep> {
+        let mut state = self.lock();
         let back = stored.since(at);
-        if back > STEP_MIN && watched.pending().is_none() {
-            watched.step(&format!("set back by about {back:?} since it was last read"));
+        if back > STEP_MIN && state.pending().is_none() {
+            state.step(&format!("set back by about {back:?} since it was last read"));
         }
-        watched.pending()
+        state.pending()
     }
 
-    /// The step was dealt with.
-    pub(crate) fn handled(&self, Noticed(noticed): Noticed) {
-        let mut watched = self.lock();
-        watched.handled = watched.handled.max(noticed);
+    /// Marks a step as handled.
+    pub(crate) fn handled(&self, DetectedStep(detected): DetectedStep) {
+        let mut state = self.lock();
+        state.handled = state.handled.max(detected);
     }
 
-    /// Whether the step was dealt with, by whichever caller.
+    /// Whether the step was handled by any caller.
     #[cfg(feature = "sqlite")]
-    pub(crate) fn is_handled(&self, Noticed(noticed): Noticed) -> bool {
-        self.lock().handled >= noticed
+    pub(crate) fn is_handled(&self, DetectedStep(detected): DetectedStep) -> bool {
+        self.lock().handled >= detected
     }
 
-    /// Whether a reading is to be stored now; then it counts as stored.
+    /// Whether the time is to be stored now; it counts as stored then.
     pub(crate) fn should_store(&self) -> bool {
         let now = self.clock.monotonic();
-        let mut watched = self.lock();
-        let is_due = watched.stored.is_none_or(|stored| now.saturating_sub(stored) >= STORE_EVERY);
+        let mut state = self.lock();
+        let is_due = state.stored.is_none_or(|stored| now.saturating_sub(stored) >= STORE_EVERY);
         if is_due {
-            watched.stored = Some(now);
+            state.stored = Some(now);
         }
         is_due
     }
 
-    /// Whether the last reading is recent, and nothing is to be dealt with.
+    /// Whether the last reading is recent and every step is handled.
     #[cfg(feature = "postgres")]
     pub(crate) fn is_fresh(&self) -> bool {
         let now = self.clock.monotonic();
-        let watched = self.lock();
-        let is_recent = |last: &Reading| now.saturating_sub(last.after) < FRESH_FOR;
-        watched.last.as_ref().is_some_and(is_recent) && watched.pending().is_none()
+        let state = self.lock();
+        let is_recent = |last: &ClockReading| now.saturating_sub(last.after) < FRESH_FOR;
+        state.last.as_ref().is_some_and(is_recent) && state.pending().is_none()
     }
 
-    /// The latest time that the store's clock can show now, unless it was set forward by more than `slack`.
+    /// The latest time the store's clock can show now, unless it stepped forward by more than `slack`.
     #[cfg(feature = "postgres")]
     pub(crate) fn latest(&self, slack: Duration) -> Timestamp {
         let now = self.clock.monotonic();
@@ -148,49 +147,49 @@ impl ClockWatch {
         })
     }
 
-    /// How much longer than usual to keep what is removed by age: fresh rows must not look old.
+    /// Added to retention times, so that a step forward does not remove fresh rows.
     pub(crate) fn ahead(&self) -> Duration {
         self.lock().ahead
     }
 
-    /// A claim is held for this long.
+    /// Records the TTL of a claim.
     pub(crate) fn note_claim_ttl(&self, ttl: Duration) {
-        let mut watched = self.lock();
-        if ttl > watched.claim_ttl {
-            watched.claim_ttl = ttl;
-            watched.stored = None;
+        let mut state = self.lock();
+        if ttl > state.claim_ttl {
+            state.claim_ttl = ttl;
+            state.stored = None;
         }
     }
 
-    /// A row of the outbox is taken for this long.
+    /// Records the TTL of a taken outbox row.
     pub(crate) fn note_outbox_ttl(&self, ttl: Duration) {
-        let mut watched = self.lock();
-        if ttl > watched.outbox_ttl {
-            watched.outbox_ttl = ttl;
-            watched.stored = None;
+        let mut state = self.lock();
+        if ttl > state.outbox_ttl {
+            state.outbox_ttl = ttl;
+            state.stored = None;
         }
     }
 
-    /// The longest of these, for claims and for rows of the outbox.
+    /// The longest recorded TTLs of claims and of outbox rows.
     pub(crate) fn ttls(&self) -> (Duration, Duration) {
-        let watched = self.lock();
+        let state = self.lock();
         let or_default = |ttl: Duration| if ttl.is_zero() { CLAIM_TTL_DEFAULT } else { ttl };
-        (or_default(watched.claim_ttl), or_default(watched.outbox_ttl))
+        (or_default(state.claim_ttl), or_default(state.outbox_ttl))
     }
 
-    fn lock(&self) -> MutexGuard<'_, Watched> {
-        self.watched.lock().expect("no code panics while it holds this lock")
+    fn lock(&self) -> MutexGuard<'_, WatchState> {
+        self.state.lock().expect("no code panics while it holds this lock")
     }
 }
 
-impl Watched {
+impl WatchState {
     fn step(&mut self, how: &str) {
-        self.noticed += 1;
-        warn!("the clock of the database was {how}; waits end now and leases start anew");
+        self.detected += 1;
+        warn!("the clock of the database was {how}; waits are ended and leases are renewed");
     }
 
-    fn pending(&self) -> Option<Noticed> {
-        (self.noticed > self.handled).then_some(Noticed(self.noticed))
+    fn pending(&self) -> Option<DetectedStep> {
+        (self.detected > self.handled).then_some(DetectedStep(self.detected))
     }
 }
 
@@ -210,25 +209,25 @@ mod tests {
     }
 
     #[test]
-    fn a_step_is_noticed_until_it_is_handled_and_passing_time_is_none() {
+    fn a_step_is_reported_until_it_is_handled_and_elapsed_time_is_not_a_step() {
         let (clock, watch) = watch();
         let read = || watch.read(clock.now(), clock.monotonic());
         clock.advance(HOUR * 100);
         assert!(read().is_none());
         for step in [TestClock::step_back, TestClock::step_forward] {
             step(&clock, HOUR);
-            let noticed = read().expect("a step");
+            let detected = read().expect("a step");
             clock.advance(HOUR);
-            assert!(read().is_some(), "still to be handled");
-            watch.handled(noticed);
+            assert!(read().is_some(), "not handled yet");
+            watch.handled(detected);
             assert!(read().is_none());
         }
     }
 
     #[test]
-    fn a_reply_that_took_long_is_not_mistaken_for_a_step() {
+    fn a_slow_reply_is_not_mistaken_for_a_step() {
         let (clock, watch) = watch();
-        // Read at once, and known ten seconds later; the next one the other way round.
+        // The first reading is taken at once and received ten seconds later; the second the other way round.
         let (at, before) = (clock.now(), clock.monotonic());
         clock.advance(Duration::from_secs(10));
         assert!(watch.read(at, before).is_none());
@@ -238,13 +237,13 @@ mod tests {
     }
 
     #[test]
-    fn replies_that_overtake_each_other_are_not_mistaken_for_a_step() {
+    fn reordered_replies_are_not_mistaken_for_a_step() {
         let (clock, watch) = watch();
         let (at, before) = (clock.now(), clock.monotonic());
         clock.advance(Duration::from_secs(9));
         assert!(watch.read(clock.now(), clock.monotonic()).is_none());
-        assert!(watch.read(at, before).is_none(), "asked first, known last");
-        // Two questions under way at once.
+        assert!(watch.read(at, before).is_none(), "requested first, received last");
+        // Two concurrent requests.
         let before = clock.monotonic();
         clock.advance(Duration::from_secs(9));
         let (at, later) = (clock.now(), clock.monotonic());
@@ -254,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_stored_tells_of_a_step_back_and_of_nothing_else() {
+    fn the_stored_time_reveals_only_a_step_back() {
         let (clock, watch) = watch();
         let now = clock.now();
         for stored in [Timestamp::default(), now.before(HOUR), now, now.after(STEP_MIN)] {
@@ -264,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_kept_for_a_time_is_kept_longer_after_a_step_forward() {
+    fn retention_is_extended_after_a_step_forward() {
         let (clock, watch) = watch();
         clock.step_forward(HOUR * 2);
         watch.read(clock.now(), clock.monotonic());

@@ -1,4 +1,6 @@
-//! The one place where a URL becomes a store.
+//! Opens a store from its URL, and bounds database calls by a deadline.
+//!
+//! Upstream: the caller, and the stores for `with_deadline`. Downstream: `sqlite` and `postgres`.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,14 +10,14 @@ use headwater_stream::clock::{Clock, SystemClock};
 use crate::error::{IssueError, Result};
 use crate::store::Store;
 
-/// How to open a store.
+/// Options for opening a store.
 #[derive(Clone, Debug)]
 pub struct StoreOptions {
-    /// The time, for SQLite, which has no server's clock to go by. Default: the machine's.
+    /// Clock of a SQLite store; a PostgreSQL store uses the server's clock. Default: the system clock.
     pub clock: Arc<dyn Clock>,
-    /// How long any call may take before it fails with `Unavailable`. Default: 10 s.
+    /// Timeout of every call; a call that exceeds it fails with `Unavailable`. Default: 10 s.
     pub call_deadline: Duration,
-    /// The most connections to keep open. Default: 16; SQLite always writes through one.
+    /// Maximum number of open connections. Default: 16. SQLite always writes through one.
     pub connections_max: u32,
 }
 
@@ -29,16 +31,36 @@ impl Default for StoreOptions {
     }
 }
 
-/// Opens the store that `url` names, and brings its tables up to date.
+/// Runs `call` and fails with `Unavailable` after `deadline`; the effect of the call is unknown then.
+#[cfg(any(feature = "sqlite", feature = "postgres"))]
+pub(crate) async fn with_deadline<T>(
+    deadline: Duration,
+    what: &str,
+    call: impl Future<Output = Result<T>>,
+) -> Result<T> {
+    match tokio::time::timeout(deadline, call).await {
+        Ok(result) => result,
+        Err(_) => Err(timed_out(what, deadline)),
+    }
+}
+
+/// The error of a call that reached its deadline.
+#[cfg(any(feature = "sqlite", feature = "postgres"))]
+pub(crate) fn timed_out(what: &str, deadline: Duration) -> IssueError {
+    let problem = format!("{what}: no reply within {deadline:?}");
+    IssueError::Unavailable { problem, source: None }
+}
+
+/// Opens the store at `url` and applies missing migrations.
 ///
 /// | URL | store |
 /// |---|---|
-/// | `sqlite:FILE` | one file, created if it is missing |
-/// | `sqlite::memory:` | in this process, gone with it |
-/// | `postgres://user:password@host:port/database` | a Postgres server |
+/// | `sqlite:FILE` | one file, created if missing |
+/// | `sqlite::memory:` | in memory, lost when the store is closed |
+/// | `postgres://user:password@host:port/database` | a PostgreSQL server |
 pub async fn connect(url: &str, options: &StoreOptions) -> Result<Arc<dyn Store>> {
     if options.call_deadline.is_zero() || options.connections_max == 0 {
-        let problem = "it is zero; no call could succeed";
+        let problem = "must be greater than zero";
         return Err(IssueError::invalid("call_deadline or connections_max", problem));
     }
     let opened = match url.split_once(':') {
@@ -46,11 +68,11 @@ pub async fn connect(url: &str, options: &StoreOptions) -> Result<Arc<dyn Store>
         Some(("postgres" | "postgresql", _)) => open_postgres(url, options).await,
         _ => Err(IssueError::invalid(
             "the database URL",
-            "it must begin with sqlite: or postgres://",
+            "must begin with `sqlite:` or `postgres://`",
         )),
     };
     #[cfg(any(feature = "sqlite", feature = "postgres"))]
-    return opened.map_err(crate::rows::opening_error);
+    return opened.map_err(crate::row_decoding::connect_error);
     #[cfg(not(any(feature = "sqlite", feature = "postgres")))]
     opened
 }

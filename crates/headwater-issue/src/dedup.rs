@@ -1,14 +1,14 @@
-//! The key under which an event is stored once, and the digest that tells "again" from "another".
+//! De-duplication key of an event, and the digest that distinguishes a duplicate from a conflicting event.
 //!
-//! Upstream: a store, for every event it records. Promises: WIRE's hash to the byte; the same event, with other spaces
-//! in its JSON, has the same digest. Not here: looking keys up.
+//! Upstream: a store, for every event it records. Guarantees: the computed key is a wire format; whitespace in the JSON
+//! changes neither key nor digest. Not here: looking keys up.
 
 use sha2::{Digest, Sha256};
 
 use crate::issue::NewEvent;
 use crate::json;
 
-/// The key of an event: the provider's delivery id, or a hash of what the event says.
+/// De-duplication key of an event: the provider's delivery id, or a hash of the event.
 pub fn dedup_key(event: &NewEvent) -> String {
     match &event.dedup_key {
         Some(key) => key.clone(),
@@ -32,10 +32,10 @@ fn computed_key(event: &NewEvent, compact_payload: &str) -> String {
     key
 }
 
-/// Key and digest of an event as they are stored. Two events with one key are the same if their digests are.
+/// Key and digest of an event as stored. Two events with the same key are equal if their digests are.
 ///
-/// A computed key says nothing of the project, and issues of two projects may well have the same number and events, so
-/// the project follows it. A delivery id is the provider's word and stays as it is.
+/// A computed key does not contain the project, and issues of two projects can have the same number and events, so the
+/// project is appended. A delivery id is stored unchanged.
 pub(crate) fn key_and_digest(event: &NewEvent) -> (String, Vec<u8>) {
     let payload = json::compact(&event.payload);
     let key = match &event.dedup_key {
@@ -45,7 +45,7 @@ pub(crate) fn key_and_digest(event: &NewEvent) -> (String, Vec<u8>) {
     let mut digest = Sha256::new();
     for part in [&event.external_project_id, &event.external_issue_id, &event.event_type, &payload]
     {
-        // The length stands first, so that no two lists of parts read the same.
+        // The length prefix makes the concatenation unambiguous.
         digest.update((part.len() as u64).to_be_bytes());
         digest.update(part);
     }
@@ -69,21 +69,21 @@ mod tests {
     }
 
     #[test]
-    fn a_computed_key_is_the_one_other_programs_compute() {
+    fn a_computed_key_matches_the_wire_format() {
         let expected = "gitlab:b36d52b59ad798850c0d1088f0cbfc21a7ada605b3947098acbb500ce961eb49";
         assert_eq!(dedup_key(&event(r#"{"action":"open"}"#)), expected);
         assert_eq!(dedup_key(&event("{ \"action\" : \"open\" }\n")), expected);
     }
 
     #[test]
-    fn the_providers_delivery_id_goes_before_a_hash() {
+    fn a_delivery_id_takes_precedence_over_a_hash() {
         let event = NewEvent { dedup_key: Some("delivery-1".into()), ..event("{}") };
         assert_eq!(dedup_key(&event), "delivery-1");
         assert_eq!(key_and_digest(&event).0, "delivery-1");
     }
 
     #[test]
-    fn the_digest_tells_events_apart_by_payload_type_issue_and_project() {
+    fn the_digest_depends_on_payload_type_issue_and_project() {
         let digest = |event: &NewEvent| key_and_digest(event).1;
         let first = event("{}");
         assert_eq!(digest(&first), digest(&event(" { } ")));

@@ -1,13 +1,13 @@
-//! What can go wrong with issues, split by what the caller does next.
+//! The error type of this crate, split by what the caller does next.
 //!
-//! Upstream: everything in this crate. Promises: an error can be cloned, so that one failed group commit tells each of
-//! its callers; every variant but `Unavailable` means that the call had no effect.
+//! Errors can be cloned, so that every caller of a failed batch gets one. Every variant except `Unavailable` means that
+//! the call had no effect.
 
 use std::sync::Arc;
 
 use crate::issue::{ClaimEpoch, IssueId};
 
-/// Any error as a source of ours; shared, so that all callers of one batch can have it.
+/// Source of an error; shared by all callers of a batch.
 pub type SharedError = Arc<dyn std::error::Error + Send + Sync + 'static>;
 
 /// A result of this crate.
@@ -15,41 +15,39 @@ pub type Result<T, E = IssueError> = std::result::Result<T, E>;
 
 /// Why a call failed.
 ///
-/// After `Unavailable` the effect is unknown: the call may have happened. Repeating it is safe for everything in this
-/// crate: a record is a duplicate then, a completion says that it was there already, a claim has a new epoch.
+/// After `Unavailable` the effect is unknown: the call may have taken effect. Every call of this crate can be retried:
+/// a repeated record is a duplicate, a repeated completion reports `repeated`, a repeated claim has a new epoch.
 #[derive(Clone, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum IssueError {
-    /// The caller asked for something that no store does. Mend the call; repeating it fails again.
+    /// An argument is invalid. Fix the arguments; retrying will not help.
     #[error("{what} is invalid: {problem}")]
     Invalid {
-        /// Which argument.
+        /// Name of the argument.
         what: String,
-        /// What is wrong with it, and which limit it breaks.
+        /// What is wrong, and which limit it exceeds.
         problem: String,
     },
 
-    /// There is no integration of this name. Create it with `ensure_integration`, or mend the sender's address.
-    #[error("there is no integration `{integration}`; create it first")]
+    /// The integration does not exist. Create it with `ensure_integration`, or fix the name that the sender uses.
+    #[error("integration `{integration}` does not exist; create it first")]
     UnknownIntegration {
-        /// The name asked for.
+        /// The requested name.
         integration: String,
     },
 
-    /// The integration exists with another provider. Choose another name.
-    #[error(
-        "integration `{integration}` belongs to the provider `{provider}`; choose another name"
-    )]
+    /// The integration exists with a different provider. Use a different name.
+    #[error("integration `{integration}` belongs to provider `{provider}`; use a different name")]
     OtherProvider {
-        /// The name asked for.
+        /// The requested name.
         integration: String,
-        /// The provider it has.
+        /// The provider of the existing integration.
         provider: String,
     },
 
-    /// The de-duplication key was used before for a different event. The new event was not stored; give it its own key.
+    /// The de-duplication key was already used for a different event. The new event was not stored; use a unique key.
     #[error(
-        "the key `{dedup_key}` of integration `{integration}` was used for another event; the new one was not stored"
+        "de-duplication key `{dedup_key}` of integration `{integration}` was already used for a different event; the new event was not stored"
     )]
     DedupConflict {
         /// The integration within which keys are unique.
@@ -58,9 +56,9 @@ pub enum IssueError {
         dedup_key: String,
     },
 
-    /// The key was used before for another row in the outbox of this issue. Nothing was written; give the row its own key.
+    /// The key was already used for a different outbox row of this issue. Nothing was written; use a unique key.
     #[error(
-        "the key `{key}` was used for another row in the outbox of issue {issue_id}; nothing was written"
+        "key `{key}` was already used for a different outbox row of issue `{issue_id}`; nothing was written"
     )]
     OutboxConflict {
         /// The issue within which keys are unique.
@@ -69,59 +67,63 @@ pub enum IssueError {
         key: String,
     },
 
-    /// There is no such issue, or no such row of the outbox.
+    /// The issue or outbox row does not exist.
     #[error("{what} does not exist")]
     NotFound {
-        /// What was asked for.
+        /// The requested object.
         what: String,
     },
 
-    /// The claim has a newer holder, or none. Stop working on this issue at once; nothing was changed.
-    #[error("issue {issue_id} is no longer claimed with epoch {epoch}: nothing was changed")]
+    /// The claim is lost: another worker holds it, or it ended. Stop working on the issue; nothing was changed.
+    #[error(
+        "claim on issue `{issue_id}` with epoch {epoch} is no longer held; nothing was changed"
+    )]
     Fenced {
-        /// The issue that was claimed.
+        /// The claimed issue.
         issue_id: IssueId,
-        /// The epoch that was presented.
+        /// The presented epoch.
         epoch: ClaimEpoch,
     },
 
-    /// The database was written by a newer version of this program, or by another text of one of its migrations, or is
-    /// not ours. Run the program that made it, or upgrade this one; nothing was changed.
-    #[error("the schema of the database does not fit: {problem}")]
+    /// The schema does not match: it was created by a newer version, by a different text of a migration, or by another
+    /// program. Run the version that created it, or upgrade; nothing was changed.
+    #[error("the database schema does not match: {problem}")]
     Schema {
-        /// What is there and what was expected.
+        /// What was found and what was expected.
         problem: String,
     },
 
-    /// The database did not answer in time, or not at all. The same call may succeed later.
+    /// The database did not reply in time, or the call failed. The same call may succeed later.
     #[error("the database is unavailable: {problem}")]
     Unavailable {
-        /// What was tried, and what came instead.
+        /// The operation and its error.
         problem: String,
-        /// The cause, where there is one.
+        /// The cause, if known.
         #[source]
         source: Option<SharedError>,
     },
 }
 
 impl IssueError {
-    /// An invalid argument: which one, and what is wrong with it.
+    /// An invalid argument: its name and the problem.
     pub(crate) fn invalid(what: impl Into<String>, problem: impl Into<String>) -> Self {
         Self::Invalid { what: what.into(), problem: problem.into() }
     }
 
-    /// Whether a batch failed for what may be the fault of one of its items, so that the others are worth a call of their
-    /// own. Not so if the database is away.
-    pub(crate) fn may_concern_one(&self) -> bool {
+    /// Whether one item may have caused the failure of a batch, so that the items should be retried one by one. False
+    /// if the database is unavailable.
+    pub(crate) fn is_item_error(&self) -> bool {
         match self {
             Self::Invalid { .. } => true,
             #[cfg(any(feature = "sqlite", feature = "postgres"))]
-            Self::Unavailable { source: Some(source), .. } => crate::rows::is_of_one_row(source),
+            Self::Unavailable { source: Some(source), .. } => {
+                crate::row_decoding::is_row_error(source)
+            }
             _ => false,
         }
     }
 
-    /// Whether the same call may succeed later without anybody mending anything.
+    /// Whether the same call may succeed later without a change.
     pub fn is_transient(&self) -> bool {
         matches!(self, Self::Unavailable { .. })
     }

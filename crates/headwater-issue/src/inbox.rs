@@ -1,10 +1,9 @@
-//! The inbox: where events come in, are stored once, and their issues are queued.
+//! The inbox: stores inbound events once and queues their issues.
 //!
-//! Upstream: webhooks, the ticket API, readers of streams. Downstream: `store`, then `nudge`.
-//! Promises: when `record` has returned, the event is committed; concurrent calls share one commit, and a bad event
-//! among them fails alone. What is committed is nudged for, whether or not its caller is still there. Nobody waits for the
-//! stream backend: a nudge is a hint.
-//! Not here: signatures and formats of webhooks (see `headwater`).
+//! Upstream: webhooks, the ticket API, stream consumers. Downstream: `store`, then `nudge`. Guarantees: when `record`
+//! has returned, the event is committed. Concurrent calls share one commit, and an invalid event fails alone. A
+//! committed event is nudged for even if its caller was cancelled. Recording never waits for the streams. Not here:
+//! signatures and formats of webhooks (see `headwater`).
 
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -13,122 +12,125 @@ use headwater_queue::TraceContext;
 use headwater_stream::{Coalescer, CoalescerConfig};
 use metrics::counter;
 
-use crate::confirmations::Confirmations;
+use crate::commit_verifier::CommitVerifier;
 use crate::error::{IssueError, Result};
-use crate::issue::{NewEvent, Quiet, Recorded};
+use crate::issue::{DebounceWindow, NewEvent, Recorded};
 use crate::limits::{BATCH_BYTES_MAX, BATCH_MAX};
 use crate::metrics::EVENTS_RECORDED;
 use crate::nudge::Nudger;
-use crate::steps::{NoSteps, Step, Steps};
+use crate::step_observer::{NoStepObserver, ProcessingStep, StepObserver};
 use crate::store::Store;
 
-/// Settings of an inbox.
+/// Configuration of an inbox.
 #[derive(Clone, Debug)]
 pub struct InboxConfig {
-    /// The quiet window: a burst of events becomes one run. Default: none.
-    pub quiet: Quiet,
-    /// Events in one commit. Default and limit: [`BATCH_MAX`].
+    /// Debounce window: a burst of events becomes one run. Default: none.
+    pub debounce: DebounceWindow,
+    /// Maximum number of events in one commit. Default and limit: [`BATCH_MAX`].
     pub batch_max: usize,
-    /// How long an event waits for company before its commit. Default: zero, since what arrives during one commit
-    /// shares the next anyway. Design allows up to 2 ms.
+    /// How long an event waits for other events before its commit. Default: zero; events that arrive during a commit
+    /// share the next one anyway.
     pub linger: Duration,
-    /// Commits under way at once. Default: 1, so that events are stored in the order of calls.
+    /// Concurrent commits. Default: 1, so that events are stored in the order of calls.
     pub commits_max: usize,
-    /// Notes what was confirmed, so that a sample is read back; see [`Confirmations::run`]. Default: nothing reads it.
-    pub confirmations: Confirmations,
-    /// Is told of every step. Default: nobody.
-    pub steps: Arc<dyn Steps>,
+    /// Receives the ids of confirmed events, to read a sample back; see [`CommitVerifier::run`]. Default: not run.
+    pub commit_verifier: CommitVerifier,
+    /// Observer of processing steps, for tests. Default: none.
+    pub step_observer: Arc<dyn StepObserver>,
 }
 
 impl Default for InboxConfig {
     fn default() -> Self {
         Self {
-            quiet: Quiet::default(),
+            debounce: DebounceWindow::default(),
             batch_max: BATCH_MAX,
             linger: Duration::ZERO,
             commits_max: 1,
-            confirmations: Confirmations::default(),
-            steps: Arc::new(NoSteps),
+            commit_verifier: CommitVerifier::default(),
+            step_observer: Arc::new(NoStepObserver),
         }
     }
 }
 
-/// An event, and the trace of whoever brings it.
-type Coming = (NewEvent, Option<TraceContext>);
+/// An event with the trace context of its caller.
+type IncomingEvent = (NewEvent, Option<TraceContext>);
 
-/// Takes events in.
+/// Records events.
 #[derive(Debug)]
 pub struct Inbox {
-    records: Coalescer<Coming, Result<Recorded>>,
+    records: Coalescer<IncomingEvent, Result<Recorded>>,
     nudger: Nudger,
-    refused_at: RefusedAt,
+    failed_at: FailedAt,
 }
 
-/// When the database last refused a commit, if none has succeeded since.
-type RefusedAt = Arc<Mutex<Option<Instant>>>;
+/// Time of the last failed commit, if none has succeeded since.
+type FailedAt = Arc<Mutex<Option<Instant>>>;
 
 impl Inbox {
-    /// An inbox of a store. Its task ends when it is dropped, after the commits under way.
+    /// Creates an inbox. When it is dropped, its task ends after the commits in flight.
     ///
     /// # Panics
     ///
     /// Outside of a tokio runtime.
     pub fn new(store: Arc<dyn Store>, nudger: Nudger, config: InboxConfig) -> Result<Self> {
-        config.quiet.check()?;
+        config.debounce.validate()?;
         if config.batch_max > BATCH_MAX {
-            return Err(IssueError::invalid("batch_max", format!("it is above {BATCH_MAX}")));
+            return Err(IssueError::invalid("batch_max", format!("must be at most {BATCH_MAX}")));
         }
-        let gathering = CoalescerConfig {
+        let coalescer_config = CoalescerConfig {
             max_items: config.batch_max,
             max_bytes: BATCH_BYTES_MAX,
             linger: config.linger,
             in_flight_max: config.commits_max,
         };
-        let quiet = config.quiet;
-        let (sender, told, confirmations) = (nudger.clone(), config.steps, config.confirmations);
-        let refused_at = RefusedAt::default();
-        let noted = Arc::clone(&refused_at);
-        let records = Coalescer::new(gathering, move |coming: Vec<Coming>| {
-            let (store, nudger, steps) = (Arc::clone(&store), sender.clone(), Arc::clone(&told));
-            let (confirmations, noted) = (confirmations.clone(), Arc::clone(&noted));
+        let debounce = config.debounce;
+        let (sender, observer) = (nudger.clone(), config.step_observer);
+        let commit_verifier = config.commit_verifier;
+        let failed_at = FailedAt::default();
+        let last_failure = Arc::clone(&failed_at);
+        let records = Coalescer::new(coalescer_config, move |incoming: Vec<IncomingEvent>| {
+            let (store, nudger, step_observer) =
+                (Arc::clone(&store), sender.clone(), Arc::clone(&observer));
+            let (commit_verifier, last_failure) =
+                (commit_verifier.clone(), Arc::clone(&last_failure));
             async move {
-                let (events, traces): (Vec<_>, Vec<_>) = coming.into_iter().unzip();
-                let answers = store.record(&events, &quiet).await;
-                note(&noted, &answers);
-                // Here and not in the caller: one that hung up meanwhile would nudge nobody.
-                for (answer, trace) in answers.iter().zip(traces) {
-                    count(answer);
-                    if let Ok(recorded) = answer {
-                        confirmations.note(recorded.event_log_id);
-                        steps.taken(Step::Recorded, recorded.issue_id);
-                        nudger.after_in(recorded, trace);
+                let (events, traces): (Vec<_>, Vec<_>) = incoming.into_iter().unzip();
+                let results = store.record(&events, &debounce).await;
+                update_last_failure(&last_failure, &results);
+                // Here and not in the caller, which may have been cancelled meanwhile.
+                for (result, trace) in results.iter().zip(traces) {
+                    count(result);
+                    if let Ok(recorded) = result {
+                        commit_verifier.add(recorded.event_log_id);
+                        step_observer.on_step(ProcessingStep::Recorded, recorded.issue_id);
+                        nudger.nudge_recorded_with_trace(recorded, trace);
                     }
                 }
-                answers
+                results
             }
         });
         let records =
             records.map_err(|error| IssueError::invalid("the inbox", error.to_string()))?;
-        Ok(Self { records, nudger, refused_at })
+        Ok(Self { records, nudger, failed_at })
     }
 
-    /// Whether the database refused events within this time and has stored none since.
-    pub fn is_refused(&self, within: Duration) -> bool {
-        let refused_at = *self.refused_at.lock().expect("no code panics while it holds this lock");
-        refused_at.is_some_and(|at| at.elapsed() <= within)
+    /// Whether a commit failed within this time and none has succeeded since.
+    pub fn has_failed_within(&self, within: Duration) -> bool {
+        let failed_at = *self.failed_at.lock().expect("no code panics while it holds this lock");
+        failed_at.is_some_and(|at| at.elapsed() <= within)
     }
 
-    /// Stores an event and queues its issue. A duplicate is no error: it says which event log it is a duplicate of.
+    /// Stores an event and queues its issue. A duplicate is not an error: the result has the id of the first event log.
     ///
-    /// After `Unavailable` the event may be stored or not; recording it again is safe. Dropping the call does not undo
-    /// it, and the nudge is sent all the same.
+    /// After `Unavailable` the effect is unknown; recording the event again is idempotent. Dropping the future does not
+    /// undo the commit or the nudge.
     pub async fn record(&self, event: NewEvent) -> Result<Recorded> {
-        // Before it shares a commit: what no store can keep must not cost the neighbours a retry.
-        event.check().inspect_err(|error| count(&Err(error.clone())))?;
+        // Before batching: an invalid event must not cause a retry of the others.
+        event.validate().inspect_err(|error| count(&Err(error.clone())))?;
         let bytes = event.payload.len();
-        let coming = (event, self.nudger.origins().current());
-        self.records.call_weighing(coming, bytes).await.unwrap_or_else(|gone| {
-            let problem = "the commit ended without an answer".to_owned();
+        let incoming = (event, self.nudger.propagator().current());
+        self.records.call_weighing(incoming, bytes).await.unwrap_or_else(|gone| {
+            let problem = "the commit ended without a result".to_owned();
             let gone = Err(IssueError::Unavailable { problem, source: Some(Arc::new(gone)) });
             count(&gone);
             gone
@@ -136,22 +138,22 @@ impl Inbox {
     }
 }
 
-/// Events that are at fault themselves, or whose issue is locked, say nothing of the database.
-fn note(refused_at: &RefusedAt, answers: &[Result<Recorded>]) {
-    let mut refused_at = refused_at.lock().expect("no code panics while it holds this lock");
-    if answers.iter().any(Result::is_ok) {
-        *refused_at = None;
-    } else if answers.iter().any(|answer| answer.as_ref().is_err_and(is_of_the_database)) {
-        *refused_at = Some(Instant::now());
+/// Invalid events and locked issues are not failures of the database.
+fn update_last_failure(failed_at: &FailedAt, results: &[Result<Recorded>]) {
+    let mut failed_at = failed_at.lock().expect("no code panics while it holds this lock");
+    if results.iter().any(Result::is_ok) {
+        *failed_at = None;
+    } else if results.iter().any(|result| result.as_ref().is_err_and(is_database_failure)) {
+        *failed_at = Some(Instant::now());
     }
 }
 
-fn is_of_the_database(error: &IssueError) -> bool {
-    error.is_transient() && !error.may_concern_one()
+fn is_database_failure(error: &IssueError) -> bool {
+    error.is_transient() && !error.is_item_error()
 }
 
-fn count(answer: &Result<Recorded>) {
-    let result = match answer {
+fn count(recorded: &Result<Recorded>) {
+    let result = match recorded {
         Ok(recorded) if recorded.duplicate => "duplicate",
         Ok(_) => "recorded",
         Err(error) if error.is_transient() => "error",

@@ -1,14 +1,13 @@
-//! The plain data of issues: what goes into a store and what comes out.
+//! Data types of issues and events, as passed to and returned by a store. All timestamps are the database's.
 //!
-//! Upstream: `store` speaks in these types. Promises: no behaviour but checks and names; every time is the database's.
-//! Not here: how an issue changes (see `state`), and where it is kept.
+//! Not here: the transitions of an issue (see `state`), and persistence (see `store`).
 
 use std::fmt;
 use std::time::Duration;
 
 use headwater_stream::clock::Timestamp;
 
-macro_rules! number {
+macro_rules! numeric_id {
     ($(#[$doc:meta])* $name:ident) => {
         $(#[$doc])*
         #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
@@ -22,38 +21,38 @@ macro_rules! number {
     };
 }
 
-number! {
+numeric_id! {
     /// The id of an issue, a row of `issues`.
     IssueId
 }
-number! {
-    /// The id of an event log, a row of `event_logs`. Within one issue, ids grow in the order of recording.
+numeric_id! {
+    /// The id of an event log, a row of `event_logs`. Within one issue, ids increase in the order of recording.
     EventLogId
 }
-number! {
+numeric_id! {
     /// The id of an integration, a row of `integrations`.
     IntegrationId
 }
-number! {
-    /// Grows with every claim of an issue; the fencing token that every effect of a run presents.
+numeric_id! {
+    /// Fencing token of a claim. It increases with every claim of an issue; every effect of a run presents it.
     ClaimEpoch
 }
-number! {
+numeric_id! {
     /// The id of a row of `dead_letters`.
     DeadLetterId
 }
-number! {
-    /// The id of a row of `outbox`. Within one issue, ids grow in the order of delivery.
+numeric_id! {
+    /// The id of a row of `outbox`. Within one issue, ids increase in the order of delivery.
     OutboxId
 }
 
-/// Where an issue stands.
+/// Processing status of an issue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 pub enum ProcessingStatus {
-    /// Nothing to do, or quarantined.
+    /// No pending events, or quarantined.
     #[default]
     Idle,
-    /// Waits for a worker.
+    /// Waiting for a worker.
     Queued,
     /// A worker has claimed it.
     Processing,
@@ -69,9 +68,11 @@ impl ProcessingStatus {
         }
     }
 
-    /// The status of this name, if there is one.
+    /// Parses the name in SQL.
     pub fn parse(name: &str) -> Option<Self> {
-        [Self::Idle, Self::Queued, Self::Processing].into_iter().find(|one| one.as_str() == name)
+        [Self::Idle, Self::Queued, Self::Processing]
+            .into_iter()
+            .find(|status| status.as_str() == name)
     }
 }
 
@@ -84,101 +85,101 @@ impl fmt::Display for ProcessingStatus {
 /// The unit of work, a row of `issues`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Issue {
-    /// Its id.
+    /// Id of the issue.
     pub id: IssueId,
-    /// The integration it came through, by name.
+    /// Name of its integration.
     pub integration: String,
-    /// The provider of that integration.
+    /// Provider of the integration.
     pub provider: String,
-    /// The project, in the provider's words.
+    /// Project id at the provider.
     pub external_project_id: String,
-    /// The issue, in the provider's words; repeats between projects.
+    /// Issue id at the provider; unique only within a project.
     pub external_issue_id: String,
-    /// Where it stands.
+    /// Processing status.
     pub status: ProcessingStatus,
-    /// Event logs not yet processed, those of a run in progress included.
+    /// Unprocessed event logs, including those of a run in progress.
     pub pending_events: u64,
-    /// The epoch of the newest claim; 0 before the first.
+    /// Epoch of the newest claim; 0 before the first.
     pub claim_epoch: ClaimEpoch,
-    /// Who has claimed it, while it is `processing`.
+    /// Worker that holds the claim, while `processing`.
     pub claim_owner: Option<String>,
-    /// When that claim runs out unless a heartbeat comes.
+    /// When the claim expires unless it is renewed.
     pub claim_expires_at: Option<Timestamp>,
-    /// No claim before this time: a quiet window or a backoff.
+    /// Earliest time of the next claim: end of a debounce window or a backoff.
     pub not_before: Option<Timestamp>,
-    /// Failed tries since the last success.
+    /// Failed attempts since the last success.
     pub attempts: u32,
-    /// Claims that ran out since the last success: workers that died or hung.
+    /// Claims that expired since the last success: workers that died or hung.
     pub crashes: u32,
-    /// Runs given up for newer events since the last success.
+    /// Runs cancelled for newer events since the last success.
     pub superseded: u32,
-    /// Since when it is out of the way, waiting for an operator.
+    /// When it was quarantined; an operator has to release it.
     pub quarantined_at: Option<Timestamp>,
-    /// What the last failure said.
+    /// Error of the last failure.
     pub last_error: Option<String>,
-    /// What handlers know about it: a JSON object, changed only by completions.
+    /// Fields set by handlers: a JSON object, changed only by completions.
     pub fields: String,
     /// The conversation, as JSON; changed only by completions.
     pub discussions: String,
-    /// When the claim in progress, or the last one, began.
+    /// Start of the current or the last claim.
     pub processing_started_at: Option<Timestamp>,
-    /// When a run last succeeded.
+    /// Time of the last successful run.
     pub last_processed_at: Option<Timestamp>,
-    /// When a nudge was last due to be sent for it.
+    /// When the last nudge for it was due to be sent.
     pub nudged_at: Option<Timestamp>,
-    /// When its first event was recorded.
+    /// Time of its first event.
     pub created_at: Timestamp,
-    /// When it last changed.
+    /// Time of the last change.
     pub updated_at: Timestamp,
 }
 
-/// One stored, immutable inbound event, a row of `event_logs`.
+/// A stored inbound event, a row of `event_logs`. Its payload never changes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EventLog {
-    /// Its id.
+    /// Id of the event log.
     pub id: EventLogId,
-    /// The issue it belongs to.
+    /// Issue of the event.
     pub issue_id: IssueId,
-    /// Where it came from, such as `github`.
+    /// Source of the event, such as `github`.
     pub source: String,
-    /// What happened, such as `issue_created`.
+    /// Type of the event, such as `issue_created`.
     pub event_type: String,
-    /// The key under which it is stored once.
+    /// De-duplication key, unique within an integration.
     pub dedup_key: String,
-    /// The JSON as received; a store may change its spaces and the order of keys. What `jsonb` cannot hold is replaced:
-    /// NUL and lone surrogates by U+FFFD, numbers beyond the range of a `f64` by strings; of a repeated key the last
-    /// value counts. Then [`Operator::original_payload`](crate::Operator::original_payload) has the original.
+    /// The JSON as received; a store may change whitespace and the order of keys. Values that `jsonb` cannot store are
+    /// replaced: NUL and lone surrogates by U+FFFD, numbers outside the range of `f64` by strings; the last value of a
+    /// repeated key wins. [`AdminStore::original_payload`](crate::AdminStore::original_payload) returns the original
+    /// then.
     pub payload: String,
     /// When it was recorded.
     pub created_at: Timestamp,
-    /// When a run that handled it was committed.
+    /// When the run that processed it was committed.
     pub processed_at: Option<Timestamp>,
-    /// What the last failed run that had it said.
+    /// Error of the last failed run that included it.
     pub processing_error: Option<String>,
 }
 
 /// An event to record.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NewEvent {
-    /// The integration, by name; it must exist.
+    /// Name of an existing integration.
     pub integration: String,
-    /// The project, in the provider's words; empty if the provider has none.
+    /// Project id at the provider; empty if the provider has no projects.
     pub external_project_id: String,
-    /// The issue, in the provider's words.
+    /// Issue id at the provider.
     pub external_issue_id: String,
-    /// Where it came from, such as `github`.
+    /// Source of the event, such as `github`.
     pub source: String,
-    /// What happened, such as `issue_created`.
+    /// Type of the event, such as `issue_created`.
     pub event_type: String,
-    /// The provider's delivery id. If there is none, a hash of the event serves, so equal events are one.
+    /// Delivery id of the provider. `None`: a hash of the event is used, so equal events are stored once.
     pub dedup_key: Option<String>,
-    /// JSON, any that is valid; see [`EventLog::payload`] for what is stored.
+    /// Valid JSON; see [`EventLog::payload`] for what is stored.
     pub payload: String,
 }
 
 impl NewEvent {
-    /// An event of a provider without projects, whose source is the integration and which has no delivery id. Set what
-    /// differs.
+    /// Creates an event without project and delivery id, whose source is the integration name.
     pub fn new(
         integration: impl Into<String>,
         external_issue_id: impl Into<String>,
@@ -198,30 +199,30 @@ impl NewEvent {
     }
 }
 
-/// What became of a [`NewEvent`].
+/// Result of recording a [`NewEvent`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Recorded {
-    /// The issue it belongs to.
+    /// Issue of the event.
     pub issue_id: IssueId,
-    /// The event log, also that of an earlier delivery.
+    /// The event log; for a duplicate, that of the first delivery.
     pub event_log_id: EventLogId,
-    /// Whether the event had been recorded before; then nothing was changed.
+    /// Whether the event was already recorded; nothing was changed then.
     pub duplicate: bool,
-    /// Whether to nudge: this call made the issue `queued`, or it is a duplicate whose event still waits in a queued
-    /// issue. Of several events of one issue in a call, the first says so.
+    /// Whether to nudge: the call queued the issue, or the event is a duplicate that is still pending in a queued
+    /// issue. Set on the first event of an issue in a call only.
     pub nudge: bool,
-    /// No claim before this time.
+    /// Earliest time of the next claim.
     pub not_before: Option<Timestamp>,
 }
 
-/// The quiet window: wait while events still arrive, so that a burst is one run.
+/// Debounce window: a run waits while events still arrive, so that a burst becomes one run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
-pub struct Quiet {
-    /// A run waits until no event has come for this long. Zero (default): at once.
-    pub quiet: Duration,
-    /// But no event waits longer than this, counted from the first that waits. Default zero.
+pub struct DebounceWindow {
+    /// A run waits until no event has arrived for this long. Default: zero, no debounce.
+    pub quiet_for: Duration,
+    /// Maximum wait, counted from the oldest pending event that is in no run. Default: zero.
     pub max_wait: Duration,
-    /// Nor does an issue wait that has so many events: as many as a run can have. Those of a run in progress count, so
-    /// the number is looked at when none is. Zero (default): any number waits.
+    /// The window ends early at this number of pending events; set it to the maximum of a run. Checked only while no
+    /// run is in progress, because the events of a run count as pending. Default: zero, no limit.
     pub events_max: usize,
 }

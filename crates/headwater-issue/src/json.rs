@@ -1,9 +1,9 @@
-//! JSON as text: checked before it is stored, sanitized where a store cannot hold it, compacted where it is hashed.
+//! JSON as text: validated before it is stored, sanitized for `jsonb`, compacted for hashing.
 //!
-//! Upstream: `check`, `prepared` and `dedup`. Promises: what passes the check is stored by every store and read by every
-//! reader: it is valid, not too large, not too deep, has no NUL in a string and no number that overflows or grows when
-//! written out. [`sanitize`] makes such text of any valid JSON.
-//! Not here: any meaning. No tree is built; a check costs three passes and eight bytes per key of the open objects.
+//! Upstream: `validate`, `event_batch` and `dedup`. Guarantees: every store accepts validated text. It is valid JSON,
+//! not too large, not too deep, without NUL in a string, and without a number that overflows or grows when written
+//! without exponent. [`sanitize`] converts any valid JSON into such text. No tree is built; validation costs three
+//! passes and eight bytes per key of the open objects.
 
 use std::borrow::Cow;
 use std::cell::Cell;
@@ -18,24 +18,24 @@ use crate::limits::{
     JSON_DEPTH_MAX, NUMBER_BYTES_MAX, NUMBER_EXPONENT_MAX, NUMBER_EXPONENT_MIN, PAYLOAD_BYTES_MAX,
 };
 
-/// What a JSON text is at its top level.
+/// Type of a JSON text at its top level.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Shape {
+pub(crate) enum JsonShape {
     Object,
     Other,
 }
 
-/// JSON that every store can hold.
+/// JSON that every store accepts.
 #[derive(Debug)]
 pub(crate) struct Storable<'a> {
     /// The text to store.
     pub(crate) text: Cow<'a, str>,
-    /// Whether a store that keeps `text` as `jsonb` loses something of the original: replaced characters or numbers,
-    /// repeated keys, the sign of zero.
+    /// Whether storing `text` as `jsonb` loses part of the original: replaced characters or numbers, repeated keys, the
+    /// sign of zero.
     pub(crate) is_lossy: bool,
 }
 
-/// Makes JSON that every store can hold of any valid JSON within the limits. `what` names the argument in the error.
+/// Converts valid JSON within the limits into text that every store accepts. `what` names the argument in the error.
 pub(crate) fn storable<'a>(what: &str, text: &'a str) -> Result<Storable<'a>> {
     let sanitized = sanitize(text);
     let Checked { is_lossy, .. } = read(what, &sanitized)?;
@@ -43,15 +43,14 @@ pub(crate) fn storable<'a>(what: &str, text: &'a str) -> Result<Storable<'a>> {
     Ok(Storable { text: sanitized, is_lossy })
 }
 
-/// Refuses what some store could not keep. `what` names the argument in the error.
-pub(crate) fn check(what: &str, text: &str) -> Result<Shape> {
+/// Rejects text that some store cannot store. `what` names the argument in the error.
+pub(crate) fn validate(what: &str, text: &str) -> Result<JsonShape> {
     read(what, text).map(|checked| checked.shape)
 }
 
 fn read(what: &str, text: &str) -> Result<Checked> {
     if text.len() > PAYLOAD_BYTES_MAX {
-        let problem =
-            format!("it has {} bytes, at most {PAYLOAD_BYTES_MAX} are allowed", text.len());
+        let problem = format!("has {} bytes, at most {PAYLOAD_BYTES_MAX} are allowed", text.len());
         return Err(IssueError::invalid(what, problem));
     }
     let is_lossy = Cell::new(false);
@@ -59,15 +58,15 @@ fn read(what: &str, text: &str) -> Result<Checked> {
     let level = Level { depth: 0, is_lossy: &is_lossy, hasher: &RandomState::new() };
     let shape = level.deserialize(&mut deserializer);
     let shape = shape.and_then(|shape| deserializer.end().map(|()| shape)).map_err(|error| {
-        IssueError::invalid(what, format!("it is not JSON we can store: {error}"))
+        IssueError::invalid(what, format!("is not JSON that can be stored: {error}"))
     })?;
     check_numbers(text).map_err(|problem| IssueError::invalid(what, problem))?;
     Ok(Checked { shape, is_lossy: is_lossy.get() })
 }
 
-/// Replaces what valid JSON may contain and PostgreSQL's `jsonb` cannot hold: `\u0000` and lone surrogates become
-/// U+FFFD, and numbers beyond the range of a `f64` become strings with the same characters. Text that is not valid JSON
-/// does not become valid. Borrowed if there is nothing to replace.
+/// Replaces values of valid JSON that PostgreSQL's `jsonb` cannot store: `\u0000` and lone surrogates become U+FFFD,
+/// and numbers outside the range of `f64` become strings with the same characters. Invalid JSON does not become valid.
+/// Borrowed if nothing was replaced.
 pub fn sanitize(text: &str) -> Cow<'_, str> {
     let bytes = text.as_bytes();
     let mut sanitized = String::new();
@@ -90,7 +89,7 @@ pub fn sanitize(text: &str) -> Cow<'_, str> {
             b'-' | b'0'..=b'9' => {
                 let length = number_length(&bytes[position..]);
                 let (number, end) = (&text[position..position + length], position + length);
-                // A number in the place of a key is not JSON, and must not become it.
+                // A number as a key is invalid JSON and must stay invalid.
                 let is_key = bytes[end..].trim_ascii_start().first() == Some(&b':');
                 if !is_key && is_number(number) && !is_storable_number(number) {
                     replace(position, end, &format!("\"{number}\""));
@@ -110,7 +109,7 @@ pub fn sanitize(text: &str) -> Cow<'_, str> {
 /// The bytes of `\u` and four hexadecimal digits.
 const ESCAPE_LENGTH: usize = 6;
 
-/// Where in the string that begins at `position` an escape stands for NUL or for half a character.
+/// Positions of escapes of NUL and of lone surrogates in the string that begins at `position`.
 fn unstorable_escapes(bytes: &[u8], mut position: usize) -> Vec<usize> {
     let mut found = Vec::new();
     while let Some(offset) = bytes[position..].iter().position(|byte| *byte == b'\\') {
@@ -129,7 +128,7 @@ fn unstorable_escapes(bytes: &[u8], mut position: usize) -> Vec<usize> {
     found
 }
 
-/// The UTF-16 code unit of the `\uXXXX` that begins here, if there is one.
+/// The UTF-16 code unit of the `\uXXXX` at this position, if any.
 fn escaped_unit(bytes: &[u8], position: usize) -> Option<u16> {
     let digits = bytes.get(position..position + ESCAPE_LENGTH)?.strip_prefix(b"\\u")?;
     if !digits.iter().all(u8::is_ascii_hexdigit) {
@@ -138,13 +137,13 @@ fn escaped_unit(bytes: &[u8], position: usize) -> Option<u16> {
     u16::from_str_radix(std::str::from_utf8(digits).ok()?, 16).ok()
 }
 
-/// The length of what looks like a number here.
+/// Length of the number-like text at the start.
 fn number_length(bytes: &[u8]) -> usize {
     let is_part = |byte: &u8| matches!(byte, b'0'..=b'9' | b'+' | b'-' | b'.' | b'e' | b'E');
     bytes.iter().take_while(|byte| is_part(byte)).count()
 }
 
-/// Whether text is a number by the grammar of JSON, of any size.
+/// Whether the text is a JSON number of any size.
 fn is_number(text: &str) -> bool {
     let digits = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
     let unsigned = text.strip_prefix('-').unwrap_or(text);
@@ -163,13 +162,13 @@ fn is_number(text: &str) -> bool {
         && exponent.is_none_or(exponent_digits)
 }
 
-/// Whether every store can hold a number, and write it out at a bounded length.
+/// Whether every store accepts the number and writes it at a bounded length.
 fn is_storable_number(number: &str) -> bool {
     added_zeros(number).is_ok() && number.parse::<f64>().is_ok_and(f64::is_finite)
 }
 
-/// Refuses numbers of valid JSON that are small as text and large in a store: Postgres keeps every digit and writes
-/// `1e-16383` out as that many zeros, and some it cannot keep at all.
+/// Rejects numbers that are short as text and long in a store: PostgreSQL writes `1e-16383` without exponent, and
+/// cannot store some numbers at all.
 fn check_numbers(text: &str) -> Result<(), String> {
     let bytes = text.as_bytes();
     let mut written_out = text.len();
@@ -188,13 +187,13 @@ fn check_numbers(text: &str) -> Result<(), String> {
     }
     if written_out > PAYLOAD_BYTES_MAX {
         return Err(format!(
-            "with its numbers written out it has {written_out} bytes, at most {PAYLOAD_BYTES_MAX} are allowed"
+            "has {written_out} bytes with its numbers written out, at most {PAYLOAD_BYTES_MAX} are allowed"
         ));
     }
     Ok(())
 }
 
-/// The length of the string that begins here, with its quotation marks.
+/// Length of the string at the start, including its quotation marks.
 fn string_length(bytes: &[u8]) -> usize {
     let mut escaped = false;
     let is_end = |(index, byte): (usize, &u8)| {
@@ -205,7 +204,7 @@ fn string_length(bytes: &[u8]) -> usize {
     bytes.iter().enumerate().position(is_end).map_or(bytes.len(), |last| last + 1)
 }
 
-/// How much longer a number is when it is written without its exponent, at most.
+/// Upper bound of the characters added when a number is written without exponent.
 fn added_zeros(number: &str) -> Result<usize, String> {
     if number.len() > NUMBER_BYTES_MAX {
         let length = number.len();
@@ -219,22 +218,22 @@ fn added_zeros(number: &str) -> Result<usize, String> {
             Ok(exponent.unsigned_abs() as usize)
         }
         _ => Err(format!(
-            "the exponent {exponent} of a number is not from {NUMBER_EXPONENT_MIN} to {NUMBER_EXPONENT_MAX}"
+            "the exponent {exponent} of a number is outside {NUMBER_EXPONENT_MIN} to {NUMBER_EXPONENT_MAX}"
         )),
     }
 }
 
-/// What is known of a JSON text that was read to its end without an error.
+/// Result of reading a valid JSON text.
 struct Checked {
-    shape: Shape,
+    shape: JsonShape,
     is_lossy: bool,
 }
 
-/// Reads one value that lies this many arrays and objects deep.
+/// Reads one value at this nesting depth.
 #[derive(Clone, Copy)]
 struct Level<'a> {
     depth: usize,
-    /// Becomes true when `jsonb` would drop a part of the text.
+    /// Set when `jsonb` would drop part of the text.
     is_lossy: &'a Cell<bool>,
     hasher: &'a RandomState,
 }
@@ -242,22 +241,22 @@ struct Level<'a> {
 impl Level<'_> {
     fn below<E: Error>(self) -> Result<Self, E> {
         if self.depth == JSON_DEPTH_MAX {
-            return Err(E::custom(format_args!("it is deeper than {JSON_DEPTH_MAX} levels")));
+            return Err(E::custom(format_args!("nesting is deeper than {JSON_DEPTH_MAX} levels")));
         }
         Ok(Self { depth: self.depth + 1, ..self })
     }
 }
 
 impl<'de> DeserializeSeed<'de> for Level<'_> {
-    type Value = Shape;
+    type Value = JsonShape;
 
-    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Shape, D::Error> {
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<JsonShape, D::Error> {
         deserializer.deserialize_any(self)
     }
 }
 
-fn refuse_nul<E: Error>(text: &str) -> Result<(), E> {
-    // PostgreSQL stores no NUL in a string, so no store accepts one.
+fn reject_nul<E: Error>(text: &str) -> Result<(), E> {
+    // PostgreSQL cannot store NUL in a string, so no store accepts it.
     if text.contains('\0') {
         return Err(E::custom("a string contains a NUL character"));
     }
@@ -283,55 +282,55 @@ impl Visitor<'_> for Key<'_> {
     }
 
     fn visit_str<E: Error>(self, text: &str) -> Result<u64, E> {
-        refuse_nul(text)?;
+        reject_nul(text)?;
         Ok(self.0.hash_one(text))
     }
 }
 
 impl<'de> Visitor<'de> for Level<'_> {
-    type Value = Shape;
+    type Value = JsonShape;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("a JSON value")
     }
 
-    fn visit_unit<E>(self) -> Result<Shape, E> {
-        Ok(Shape::Other)
+    fn visit_unit<E>(self) -> Result<JsonShape, E> {
+        Ok(JsonShape::Other)
     }
 
-    fn visit_bool<E>(self, _: bool) -> Result<Shape, E> {
-        Ok(Shape::Other)
+    fn visit_bool<E>(self, _: bool) -> Result<JsonShape, E> {
+        Ok(JsonShape::Other)
     }
 
-    fn visit_i64<E>(self, _: i64) -> Result<Shape, E> {
-        Ok(Shape::Other)
+    fn visit_i64<E>(self, _: i64) -> Result<JsonShape, E> {
+        Ok(JsonShape::Other)
     }
 
-    fn visit_u64<E>(self, _: u64) -> Result<Shape, E> {
-        Ok(Shape::Other)
+    fn visit_u64<E>(self, _: u64) -> Result<JsonShape, E> {
+        Ok(JsonShape::Other)
     }
 
-    fn visit_f64<E>(self, number: f64) -> Result<Shape, E> {
+    fn visit_f64<E>(self, number: f64) -> Result<JsonShape, E> {
         if number == 0.0 && number.is_sign_negative() {
             self.is_lossy.set(true);
         }
-        Ok(Shape::Other)
+        Ok(JsonShape::Other)
     }
 
-    fn visit_str<E: Error>(self, text: &str) -> Result<Shape, E> {
-        refuse_nul(text)?;
-        Ok(Shape::Other)
+    fn visit_str<E: Error>(self, text: &str) -> Result<JsonShape, E> {
+        reject_nul(text)?;
+        Ok(JsonShape::Other)
     }
 
-    fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<Shape, A::Error> {
+    fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<JsonShape, A::Error> {
         let below = self.below()?;
         while items.next_element_seed(below)?.is_some() {}
-        Ok(Shape::Other)
+        Ok(JsonShape::Other)
     }
 
-    fn visit_map<A: MapAccess<'de>>(self, mut members: A) -> Result<Shape, A::Error> {
+    fn visit_map<A: MapAccess<'de>>(self, mut members: A) -> Result<JsonShape, A::Error> {
         let below = self.below()?;
-        // Two keys with one hash cost a needless copy of the original, no more.
+        // A hash collision only causes a needless copy of the original.
         let mut keys = HashSet::new();
         while let Some(key) = members.next_key_seed(Key(self.hasher))? {
             if !keys.insert(key) {
@@ -339,11 +338,11 @@ impl<'de> Visitor<'de> for Level<'_> {
             }
             members.next_value_seed(below)?;
         }
-        Ok(Shape::Object)
+        Ok(JsonShape::Object)
     }
 }
 
-/// Valid JSON without spaces between its parts, and with the characters escaped that are dangerous inside HTML.
+/// Removes whitespace between the tokens of valid JSON, and escapes the characters that are unsafe in HTML.
 pub(crate) fn compact(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     let mut in_string = false;
@@ -369,22 +368,22 @@ mod tests {
     use super::*;
 
     fn problem(text: &str) -> String {
-        check("payload", text).expect_err("it is not stored").to_string()
+        validate("payload", text).expect_err("rejected").to_string()
     }
 
     #[test]
-    fn every_kind_of_json_passes_and_an_object_is_told_apart() {
+    fn every_type_of_json_value_is_valid_and_objects_are_recognized() {
         assert_eq!(
-            check("payload", r#"{"a":[1,-2,3.5e10,null,true,"é\n"]}"#).unwrap(),
-            Shape::Object
+            validate("payload", r#"{"a":[1,-2,3.5e10,null,true,"é\n"]}"#).unwrap(),
+            JsonShape::Object
         );
         for text in ["[]", "1", "\"\"", "null", "false", "18446744073709551615"] {
-            assert_eq!(check("payload", text).unwrap(), Shape::Other, "{text}");
+            assert_eq!(validate("payload", text).unwrap(), JsonShape::Other, "{text}");
         }
     }
 
     #[test]
-    fn what_is_not_json_is_refused() {
+    fn invalid_json_is_rejected() {
         for text in
             ["", "{", "{} {}", "{\"a\":}", "nul", "\"\u{1}\"", "1e400", "\"\\ud800\"", "NaN"]
         {
@@ -393,18 +392,20 @@ mod tests {
     }
 
     #[test]
-    fn every_number_that_a_program_computes_passes() {
+    fn every_f64_is_valid() {
         for text in ["5e-324", "1.7976931348623157e+308", "-2.5E-10", "1e21", "[0.1,1e5,-7]"] {
-            assert!(check("payload", text).is_ok(), "{text}");
+            assert!(validate("payload", text).is_ok(), "{text}");
         }
         let written_out = format!("0.{}5", "0".repeat(323));
-        assert!(check("payload", &written_out).is_ok());
-        // What looks like a number within a string is none.
-        assert!(check("payload", r#"["1e-16383","\\\"1e-16383", "\\", {"1e-16383":1}]"#).is_ok());
+        assert!(validate("payload", &written_out).is_ok());
+        // Digits within a string are not numbers.
+        assert!(
+            validate("payload", r#"["1e-16383","\\\"1e-16383", "\\", {"1e-16383":1}]"#).is_ok()
+        );
     }
 
     #[test]
-    fn a_number_that_grows_when_it_is_written_out_is_refused() {
+    fn a_number_that_grows_when_written_out_is_rejected() {
         let digits = format!("0.{}", "1".repeat(20_000));
         for text in
             ["1e-16383", "[1,-1E-20000]", "0e20000", r#"{"a\\":1e-400}"#, "1e-99999999999", &digits]
@@ -417,21 +418,21 @@ mod tests {
     }
 
     #[test]
-    fn a_nul_is_refused_in_strings_and_in_names_however_it_is_spelled() {
+    fn nul_is_rejected_in_strings_and_keys() {
         for text in [r#"["a\u0000b"]"#, r#"{"a\u0000":1}"#] {
             assert!(problem(text).contains("NUL"), "{text}");
         }
-        assert!(check("payload", r#""a\\u0000""#).is_ok());
+        assert!(validate("payload", r#""a\\u0000""#).is_ok());
     }
 
     fn sanitized(text: &str) -> String {
-        let storable = storable("payload", text).expect("it can be stored");
+        let storable = storable("payload", text).expect("storable");
         assert!(storable.is_lossy, "{text}");
         storable.text.into_owned()
     }
 
     #[test]
-    fn what_jsonb_cannot_hold_is_replaced() {
+    fn values_that_jsonb_cannot_store_are_replaced() {
         for (text, expected) in [
             (r#""a\u0000b""#, r#""a\ufffdb""#),
             (r#"{"\u0000":"\\\u0000"}"#, r#"{"\ufffd":"\\\ufffd"}"#),
@@ -451,7 +452,7 @@ mod tests {
     }
 
     #[test]
-    fn what_jsonb_drops_without_an_error_is_noticed_and_left_as_it_is() {
+    fn values_that_jsonb_drops_silently_are_detected_and_unchanged() {
         for text in [r#"[{"a":1,"b":[{"c":1,"\u0063":2}]}]"#, "-0", "[-0.0e5]"] {
             assert_eq!(sanitized(text), text);
         }
@@ -462,7 +463,7 @@ mod tests {
     }
 
     #[test]
-    fn sanitizing_makes_no_json_of_what_is_none() {
+    fn sanitizing_does_not_make_invalid_json_valid() {
         for text in [
             "",
             "\"",
@@ -492,22 +493,22 @@ mod tests {
     }
 
     #[test]
-    fn the_deepest_json_passes_and_one_level_more_does_not() {
+    fn the_maximum_depth_is_valid_and_one_level_more_is_rejected() {
         let nested = |depth: usize| format!("{}{}", "[".repeat(depth), "]".repeat(depth));
-        assert!(check("payload", &nested(JSON_DEPTH_MAX)).is_ok());
+        assert!(validate("payload", &nested(JSON_DEPTH_MAX)).is_ok());
         assert!(problem(&nested(JSON_DEPTH_MAX + 1)).contains("deeper"));
-        assert!(check("payload", &"[".repeat(500_000)).is_err());
+        assert!(validate("payload", &"[".repeat(500_000)).is_err());
     }
 
     #[test]
-    fn the_largest_json_passes_and_one_byte_more_does_not() {
+    fn the_maximum_size_is_valid_and_one_byte_more_is_rejected() {
         let sized = |bytes: usize| format!("\"{}\"", "x".repeat(bytes - 2));
-        assert!(check("payload", &sized(PAYLOAD_BYTES_MAX)).is_ok());
+        assert!(validate("payload", &sized(PAYLOAD_BYTES_MAX)).is_ok());
         assert!(problem(&sized(PAYLOAD_BYTES_MAX + 1)).contains("at most"));
     }
 
     #[test]
-    fn compact_json_has_no_spaces_but_those_in_strings() {
+    fn compact_json_has_whitespace_only_inside_strings() {
         assert_eq!(compact("{ \"a b\" :\n[ 1 ,\t2 ] }"), r#"{"a b":[1,2]}"#);
         assert_eq!(compact(r#"["\" ", "\\" , " "]"#), r#"["\" ","\\"," "]"#);
         assert_eq!(compact("\"<&>\u{2028}\""), r#""\u003c\u0026\u003e\u2028""#);

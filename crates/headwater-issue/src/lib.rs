@@ -1,13 +1,12 @@
 #![doc = include_str!("../README.md")]
 
-// In dependency order: each module uses only those above it.
+// In dependency order: each module uses only those above it, except that `outbox::types` is used by the stores.
 mod error;
 mod issue;
 pub mod limits;
 
 mod claim;
-mod delivery;
-mod retry;
+mod retry_policy;
 
 mod json;
 
@@ -15,53 +14,51 @@ mod json;
     not(any(feature = "sqlite", feature = "postgres")),
     allow(dead_code, reason = "only the stores use all of it")
 )]
-mod check;
+mod dedup;
 #[cfg_attr(
     not(any(feature = "sqlite", feature = "postgres")),
     allow(dead_code, reason = "only the stores use all of it")
 )]
-mod dedup;
+mod validate;
 
 pub mod state;
 
-mod operator;
+mod admin;
 mod transaction;
 
 mod migrations;
 mod store;
 
+mod connect;
+
+#[cfg(any(feature = "sqlite", feature = "postgres"))]
+mod admin_queries;
 #[cfg(any(feature = "sqlite", feature = "postgres"))]
 mod clock_watch;
 #[cfg(any(feature = "sqlite", feature = "postgres"))]
-mod deadline;
+mod event_batch;
 #[cfg(any(feature = "sqlite", feature = "postgres"))]
-mod prepared;
-#[cfg(any(feature = "sqlite", feature = "postgres"))]
-mod queries;
-#[cfg(any(feature = "sqlite", feature = "postgres"))]
-mod rows;
+mod row_decoding;
 
 #[cfg(feature = "postgres")]
 pub mod postgres;
 #[cfg(feature = "sqlite")]
 pub mod sqlite;
 
-mod connect;
-
-mod chance;
-mod origins;
-mod steps;
+mod random;
+mod step_observer;
+mod trace_propagation;
 
 pub mod metrics;
 mod nudge;
 
-mod confirmations;
+mod commit_verifier;
 mod inbox;
-mod release;
+mod operator_actions;
 
-mod agenda;
 mod batcher;
-mod held;
+mod claim_registry;
+mod local_queue;
 
 mod handler;
 mod worker;
@@ -69,46 +66,48 @@ mod worker;
 mod outbox;
 mod sweeper;
 
-mod audit;
-mod why;
+mod consistency_check;
+mod explain;
 
 #[cfg(feature = "conformance")]
 pub mod conformance;
 
-pub use audit::audit;
+pub use admin::{
+    AdminStore, Backlog, ConsistencyReport, DeadOutboxRow, Discrepancy, EventLogFilter,
+    IntegrationInfo, IssueDeadLetter, IssueFacts, IssueFilter, IssueRetried, QuarantineCleared,
+    WorkerInfo,
+};
 pub use claim::{
-    AfterFailure, Beat, Claim, ClaimOptions, ClaimedIssue, Completed, Completion, Failed, Failure,
-    GiveBack, GiveBackReason, GivenBack, Nudge, SweepOptions, Swept,
+    AfterFailure, Claim, ClaimOptions, ClaimRelease, ClaimReleased, ClaimRenewal, ClaimedIssue,
+    CompletionOutcome, FailureOutcome, Nudge, ReleaseReason, RunCompletion, RunFailure,
+    SweepOptions, SweepReport,
 };
-pub use confirmations::Confirmations;
+pub use commit_verifier::CommitVerifier;
 pub use connect::{StoreOptions, connect};
+pub use migrations::Migration;
+pub use consistency_check::check_consistency;
 pub use dedup::dedup_key;
-pub use delivery::{
-    Delivery, DeliveryTarget, KeyedOutbox, NewOutbox, OutboxKind, OutboxRow, OutboxSettled,
-    OutboxSettlement, OutboxTake, OutboxWritten, TargetState,
-};
 pub use error::{IssueError, Result, SharedError};
+pub use explain::{DiagnosisReason, IssueDiagnosis, explain};
 pub use handler::{HandlerError, IssueHandler, Resolution, Run};
 pub use headwater_queue::TraceContext;
 pub use inbox::{Inbox, InboxConfig};
 pub use issue::{
-    ClaimEpoch, DeadLetterId, EventLog, EventLogId, IntegrationId, Issue, IssueId, NewEvent,
-    OutboxId, ProcessingStatus, Quiet, Recorded,
+    ClaimEpoch, DeadLetterId, DebounceWindow, EventLog, EventLogId, IntegrationId, Issue, IssueId,
+    NewEvent, OutboxId, ProcessingStatus, Recorded,
 };
 pub use json::sanitize as sanitize_json;
-pub use migrations::Migration;
 pub use nudge::{GROUP, Nudger, STREAM};
-pub use operator::{
-    Audit, Backlog, DeadLetter, DeadOutbox, Discrepancy, EventLogFilter, Integration, IssueFilter,
-    Operator, Released, Retried, WhyFacts, WorkerInfo,
+pub use operator_actions::{release, release_all, retry};
+pub use outbox::types::{
+    DeliveryTarget, KeyedOutboxRow, NewOutboxRow, OutboxDelivery, OutboxKind, OutboxRow,
+    OutboxSettled, OutboxSettlement, OutboxTake, OutboxWritten, TargetState,
 };
-pub use origins::Origins;
 pub use outbox::{Deliver, DeliverError, Outbox, OutboxConfig};
-pub use release::{release, release_all, retry};
-pub use retry::RetryPolicy;
-pub use steps::{NoSteps, Step, Steps};
+pub use retry_policy::IssueRetryPolicy;
+pub use step_observer::{NoStepObserver, ProcessingStep, StepObserver};
 pub use store::Store;
 pub use sweeper::{Sweeper, SweeperConfig};
-pub use transaction::{Connection, ReadConnection, Transaction};
-pub use why::{Reason, Why, why};
+pub use trace_propagation::TracePropagator;
+pub use transaction::{ReadConnection, StoreConnection, Transaction};
 pub use worker::{OnNewEvent, Worker, WorkerConfig};

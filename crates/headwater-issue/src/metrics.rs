@@ -1,4 +1,4 @@
-//! Every metric of this crate: its name, its labels, its meaning. All names are here and nowhere else.
+//! Names of all metrics of this crate, with their labels and meaning.
 
 use std::sync::Arc;
 
@@ -9,52 +9,53 @@ use crate::error::Result;
 use crate::nudge::{GROUP, STREAM};
 use crate::store::Store;
 
-/// Events offered to the inbox. Labels: result (`recorded`, `duplicate`, `refused`, `error`).
+/// Events passed to the inbox. Labels: result (`recorded`, `duplicate`, `refused`, `error`).
 pub const EVENTS_RECORDED: &str = "headwater_events_recorded_total";
-/// Issues that changed to `queued` by a record.
+/// Issues queued by a recorded event.
 pub const ISSUES_QUEUED: &str = "headwater_issues_queued_total";
-/// Seconds from claim to the end of a run. Labels: result, as below.
+/// Seconds from claim to the end of a run. Labels: result, as in [`ISSUES_PROCESSED`].
 pub const ISSUES_PROCESSING_DURATION: &str = "headwater_issues_processing_duration_seconds";
-/// Runs that ended. Labels: result (`done`, `failed`, `put_off`, `quarantined`, `fenced`, `superseded`, `given_back`,
-/// `error`: the database did not take the end).
+/// Runs that ended. Labels: result (`done`, `failed`, `put_off`: deferred, `quarantined`, `fenced`, `superseded`,
+/// `given_back`: claim released, `error`: the end of the run was not stored).
 pub const ISSUES_PROCESSED: &str = "headwater_issues_processed_total";
 /// Event logs in one run.
 pub const EVENTS_PER_ISSUE_BATCH: &str = "headwater_events_per_issue_batch";
-/// Entries of `issue_work` that are delivered and not acknowledged.
+/// Pending entries of `issue_work`: delivered and not acknowledged.
 pub const REDIS_PENDING_MESSAGES: &str = "headwater_redis_pending_messages";
-/// Nudges sent. Labels: result (`sent`, `lost`); what is lost is found by the sweep.
+/// Nudges sent. Labels: result (`sent`, `lost`: dropped, the sweep sends it again).
 pub const NUDGES: &str = "headwater_nudges_total";
-/// Nudges that led to no run. Labels: result (`idle`, `taken`, `waiting`, `quarantined`, `missing`, `malformed`,
+/// Nudges that caused no run. Labels: result (`idle`, `taken`, `waiting`, `quarantined`, `missing`, `malformed`,
 /// `error`).
 pub const NUDGES_WITHOUT_RUN: &str = "headwater_nudges_without_run_total";
-/// Nudges that the sweep sent or handed to the worker of its own process. Labels: result (`stream`, `direct`).
+/// Nudges of the sweep. Labels: result (`stream`, `direct`: added to the local queue of this process).
 pub const SWEEP_NUDGES: &str = "headwater_sweep_nudges_total";
-/// Claims that had run out and were requeued by the sweep.
+/// Issues requeued by the sweep because their claim expired.
 pub const SWEEP_REQUEUED: &str = "headwater_sweep_requeued_total";
-/// Issues that were quarantined by the sweep, because too many of their claims had run out.
+/// Issues quarantined by the sweep because too many of their claims expired.
 pub const SWEEP_QUARANTINED: &str = "headwater_sweep_quarantined_total";
-/// Deliveries of the outbox. Labels: kind, result (`delivered`, `retry`, `away`, `dead`, `released`,
-/// `fenced`, `unsettled`).
+/// Outbox deliveries. Labels: kind, result (`delivered`, `retry`, `away`: target
+/// unavailable, `dead`, `released`, `fenced`, `unsettled`).
 pub const OUTBOX_DELIVERIES: &str = "headwater_outbox_deliveries_total";
-/// Seconds the oldest undelivered row of the outbox has waited.
+/// Age in seconds of the oldest undelivered outbox row.
 pub const OUTBOX_LAG: &str = "headwater_outbox_lag_seconds";
-/// Rows of the outbox. Labels: status (`pending`, `dead`).
+/// Outbox rows. Labels: status (`pending`, `dead`).
 pub const OUTBOX_ROWS: &str = "headwater_outbox_rows";
 /// Issues. Labels: status (`queued`, `processing`, `quarantined`).
 pub const ISSUES: &str = "headwater_issues";
 
-/// Connections to PostgreSQL that were found inside a transaction that no call had open; each was closed. Alert on any.
+/// PostgreSQL connections found inside a transaction that no call had open; each was closed. Alert on any.
 pub const CONNECTIONS_IN_TRANSACTION: &str = "headwater_database_connections_in_transaction_total";
-/// Sessions that PostgreSQL ended because they were idle inside a transaction (SQL state 25P03). Alert on any.
+/// Sessions terminated by PostgreSQL because they were idle in a transaction (SQL state 25P03). Alert on any.
 pub const IDLE_IN_TRANSACTION_TIMEOUTS: &str =
     "headwater_database_idle_in_transaction_timeouts_total";
 
-/// Confirmed event logs that were read back on another connection.
+/// Confirmed event logs that were read back on a separate connection.
 pub const CONFIRMED_EVENTS_CHECKED: &str = "headwater_confirmed_events_checked_total";
-/// Confirmed event logs that were read back and not found. Alert on any: confirmed events are lost.
+/// Confirmed event logs that were missing when read back. Alert on any: confirmed events are lost.
 pub const CONFIRMED_EVENTS_MISSING: &str = "headwater_confirmed_events_missing_total";
 
-/// Looks at the backlog once and sets the gauges. `redis_pending_messages` keeps its value while the streams are away.
+/// Reads the backlog once and sets the gauges. `redis_pending_messages` keeps its value while the streams are
+/// unavailable.
 pub async fn sample(store: &dyn Store, streams: Option<&Arc<dyn Backend>>) -> Result<()> {
     if let Some(streams) = streams
         && let Ok(stream) = StreamName::new(STREAM)

@@ -39,7 +39,7 @@ mod migrator {
 
     use super::Migration;
     use crate::error::IssueError;
-    use crate::rows::database_error;
+    use crate::row_decoding::database_error;
 
     /// Not `_sqlx_migrations`, which may belong to an application that shares the database.
     const TABLE: &str = "headwater_migrations";

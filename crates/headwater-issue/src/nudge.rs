@@ -1,9 +1,9 @@
-//! Nudges: entries of the stream `issue_work` that say "look at issue N".
+//! Nudges: entries of the stream `issue_work` that ask a worker to process an issue.
 //!
-//! Upstream: `inbox` after a commit, `worker` after a run that left events over, `sweeper`. Downstream: the stream backend.
-//! Promises: nobody waits for a stream that is away unless he asks to; what cannot be sent is dropped and counted, and
-//! the sweep finds it. A nudge carries no truth: it may be lost, doubled or late. It carries the trace of whoever caused it
-//! (header `traceparent`), where traces are collected.
+//! Upstream: `inbox` after a commit, `worker` after a run that left pending events, `sweeper`. Downstream: the stream
+//! backend. Guarantees: enqueueing never blocks on an unavailable stream; only [`send`](Nudger::send) awaits it. A
+//! nudge that cannot be sent is dropped and counted, and the sweep sends it again. A nudge is a hint: it may be lost,
+//! duplicated or late. It carries the trace context of its cause (header `traceparent`), if traces are collected.
 
 use std::sync::Arc;
 
@@ -17,40 +17,40 @@ use tracing::{debug, warn};
 use crate::claim::Nudge;
 use crate::error::{IssueError, Result};
 use crate::issue::{EventLogId, IssueId, Recorded};
-use crate::limits::{BATCH_MAX, NUDGES_WAITING_MAX};
+use crate::limits::{BATCH_MAX, NUDGE_QUEUE_MAX};
 use crate::metrics::{ISSUES_QUEUED, NUDGES};
-use crate::origins::{NoOrigins, Origins};
-use crate::steps::{NoSteps, Step, Steps};
+use crate::step_observer::{NoStepObserver, ProcessingStep, StepObserver};
+use crate::trace_propagation::{NoTracing, TracePropagator};
 
-/// The stream that nudges go to.
+/// Stream of the nudges.
 pub const STREAM: &str = "issue_work";
-/// The group that shares them.
+/// Consumer group of the workers.
 pub const GROUP: &str = "issue-workers";
 
-/// Acknowledged nudges that are kept, for people who look.
+/// Entries retained in the stream, for inspection.
 const RETENTION: Retention = Retention::max_len(10_000);
 
 const ISSUE_ID: &str = "issue_id";
 const EVENT_LOG_ID: &str = "event_log_id";
-/// A JSON object, as in every entry of the queue.
+/// JSON object, as in every entry of a queue topic.
 const HEADERS: &str = "headers";
 
-/// A nudge, and the trace of whoever caused it.
-type Traced = (Nudge, Option<TraceContext>);
+/// A nudge with the trace context of its cause.
+type TracedNudge = (Nudge, Option<TraceContext>);
 
-/// Sends nudges. Clones share one queue; its task ends with the last of them.
+/// Sends nudges. Clones share one queue; its task ends when the last clone is dropped.
 #[derive(Clone, Debug)]
 pub struct Nudger {
     sender: Arc<Sender>,
-    waiting: mpsc::Sender<Traced>,
-    _task: Arc<AbortOnDrop>,
+    queue: mpsc::Sender<TracedNudge>,
+    _task: Arc<SenderTask>,
 }
 
 struct Sender {
     streams: Arc<dyn Backend>,
     stream: StreamName,
-    steps: Arc<dyn Steps>,
-    origins: Arc<dyn Origins>,
+    step_observer: Arc<dyn StepObserver>,
+    propagator: Arc<dyn TracePropagator>,
 }
 
 impl std::fmt::Debug for Sender {
@@ -59,67 +59,75 @@ impl std::fmt::Debug for Sender {
     }
 }
 
-/// Nothing is lost by it that the sweep would not find.
+/// The background task, aborted on drop. The sweep sends the nudges that are still queued.
 #[derive(Debug)]
-struct AbortOnDrop(JoinHandle<()>);
+struct SenderTask(JoinHandle<()>);
 
-impl Drop for AbortOnDrop {
+impl Drop for SenderTask {
     fn drop(&mut self) {
         self.0.abort();
     }
 }
 
 impl Nudger {
-    /// Sends to `issue_work` of this backend.
+    /// Creates a nudger for the stream `issue_work` of this backend.
     ///
     /// # Panics
     ///
     /// Outside of a tokio runtime.
     pub fn new(streams: Arc<dyn Backend>) -> Self {
-        Self::with(streams, Arc::new(NoSteps), Arc::new(NoOrigins))
+        Self::with(streams, Arc::new(NoStepObserver), Arc::new(NoTracing))
     }
 
-    /// The same, telling of every step.
-    pub fn observed(streams: Arc<dyn Backend>, steps: Arc<dyn Steps>) -> Self {
-        Self::with(streams, steps, Arc::new(NoOrigins))
+    /// Like [`new`](Self::new), with an observer of processing steps.
+    pub fn with_observer(streams: Arc<dyn Backend>, step_observer: Arc<dyn StepObserver>) -> Self {
+        Self::with(streams, step_observer, Arc::new(NoTracing))
     }
 
-    /// The same for a process that collects traces: what is nudged for now is handled in the trace of now.
-    pub fn traced(streams: Arc<dyn Backend>, origins: Arc<dyn Origins>) -> Self {
-        Self::with(streams, Arc::new(NoSteps), origins)
+    /// Like [`new`](Self::new), for a process that collects traces: a nudge carries the current trace context.
+    pub fn with_tracing(streams: Arc<dyn Backend>, propagator: Arc<dyn TracePropagator>) -> Self {
+        Self::with(streams, Arc::new(NoStepObserver), propagator)
     }
 
-    fn with(streams: Arc<dyn Backend>, steps: Arc<dyn Steps>, origins: Arc<dyn Origins>) -> Self {
-        let stream = StreamName::new(STREAM).expect("the name is short and plain");
-        let sender = Arc::new(Sender { streams, stream, steps, origins });
-        let (waiting, queue) = mpsc::channel(NUDGES_WAITING_MAX);
-        let task = tokio::spawn(send_all(Arc::clone(&sender), queue));
-        Self { sender, waiting, _task: Arc::new(AbortOnDrop(task)) }
+    fn with(
+        streams: Arc<dyn Backend>,
+        step_observer: Arc<dyn StepObserver>,
+        propagator: Arc<dyn TracePropagator>,
+    ) -> Self {
+        let stream = StreamName::new(STREAM).expect("the name is valid");
+        let sender = Arc::new(Sender { streams, stream, step_observer, propagator });
+        let (queue, receiver) = mpsc::channel(NUDGE_QUEUE_MAX);
+        let task = tokio::spawn(send_all(Arc::clone(&sender), receiver));
+        Self { sender, queue, _task: Arc::new(SenderTask(task)) }
     }
 
-    /// Sends in the background. If too many wait already, the nudge is dropped: the sweep will send it.
-    pub fn send_soon(&self, nudge: Nudge) {
-        self.send_soon_in(nudge, self.origins().current());
+    /// Queues a nudge for sending in the background. Dropped if the queue is full: the sweep will send it.
+    pub fn enqueue(&self, nudge: Nudge) {
+        self.enqueue_with_trace(nudge, self.propagator().current());
     }
 
-    /// The same for somebody else, whose trace this is.
-    pub(crate) fn send_soon_in(&self, nudge: Nudge, trace: Option<TraceContext>) {
-        // Here as well: if the nudge is lost, the sweep of this process may bring the issue to its worker.
+    /// Like [`enqueue`](Self::enqueue), with the trace context of the caller that caused it.
+    pub(crate) fn enqueue_with_trace(&self, nudge: Nudge, trace: Option<TraceContext>) {
+        // Record it here too: if the nudge is lost, the sweep of this process may pass the issue to the local worker.
         if let Some(trace) = trace {
-            self.origins().came_with(nudge.event_log_id, trace);
+            self.propagator().record_parent(nudge.event_log_id, trace);
         }
-        if self.waiting.try_send((nudge, trace)).is_err() {
+        if self.queue.try_send((nudge, trace)).is_err() {
             counter!(NUDGES, "result" => "lost").increment(1);
         }
     }
 
-    /// Sends in the background what was recorded wants to be sent, if anything: after the commit of a transaction of your own.
-    pub fn after(&self, recorded: &Recorded) {
-        self.after_in(recorded, self.origins().current());
+    /// Queues the nudge for a recorded event, if it needs one. Call it after the commit of a caller's transaction.
+    pub fn nudge_recorded(&self, recorded: &Recorded) {
+        self.nudge_recorded_with_trace(recorded, self.propagator().current());
     }
 
-    /// The same for somebody else, whose trace this is.
-    pub(crate) fn after_in(&self, recorded: &Recorded, trace: Option<TraceContext>) {
+    /// Like [`nudge_recorded`](Self::nudge_recorded), with the trace context of the caller that recorded the event.
+    pub(crate) fn nudge_recorded_with_trace(
+        &self,
+        recorded: &Recorded,
+        trace: Option<TraceContext>,
+    ) {
         let Recorded { issue_id, event_log_id, duplicate, nudge, .. } = *recorded;
         if !nudge {
             return;
@@ -127,14 +135,14 @@ impl Nudger {
         if !duplicate {
             counter!(ISSUES_QUEUED).increment(1);
         }
-        self.send_soon_in(Nudge { issue_id, event_log_id }, trace);
+        self.enqueue_with_trace(Nudge { issue_id, event_log_id }, trace);
     }
 
-    /// Sends now and says whether it is done. At most [`BATCH_MAX`] at once reach the stream together. These nudges are of
-    /// no trace: whoever sends them has not caused the events.
+    /// Sends nudges now, in batches of at most [`BATCH_MAX`], without a trace context: the sender did not cause the
+    /// events.
     pub async fn send(&self, nudges: &[Nudge]) -> Result<()> {
         for batch in nudges.chunks(BATCH_MAX) {
-            let batch: Vec<Traced> = batch.iter().map(|nudge| (*nudge, None)).collect();
+            let batch: Vec<TracedNudge> = batch.iter().map(|nudge| (*nudge, None)).collect();
             self.sender.send(&batch).await.map_err(|error| IssueError::Unavailable {
                 problem: format!("{} nudges were not sent", batch.len()),
                 source: Some(Arc::new(error)),
@@ -143,7 +151,7 @@ impl Nudger {
         Ok(())
     }
 
-    /// About how many nudges nobody has read yet.
+    /// Approximate number of unread nudges.
     pub(crate) async fn unread(&self) -> Result<u64, StreamError> {
         let Some(stats) = self.sender.streams.stats(&self.sender.stream).await? else {
             return Ok(0);
@@ -152,29 +160,29 @@ impl Nudger {
         Ok(workers.map_or(stats.length, |group| group.lag.unwrap_or_default()))
     }
 
-    /// Who knows traces here.
-    pub(crate) fn origins(&self) -> &dyn Origins {
-        self.sender.origins.as_ref()
+    /// The trace propagator of this process.
+    pub(crate) fn propagator(&self) -> &dyn TracePropagator {
+        self.sender.propagator.as_ref()
     }
 
-    /// The backend that nudges go to.
+    /// The stream backend.
     pub fn streams(&self) -> &Arc<dyn Backend> {
         &self.sender.streams
     }
 }
 
-async fn send_all(sender: Arc<Sender>, mut queue: mpsc::Receiver<Traced>) {
+async fn send_all(sender: Arc<Sender>, mut receiver: mpsc::Receiver<TracedNudge>) {
     let mut batch = Vec::with_capacity(BATCH_MAX);
-    while queue.recv_many(&mut batch, BATCH_MAX).await > 0 {
+    while receiver.recv_many(&mut batch, BATCH_MAX).await > 0 {
         if let Err(error) = sender.send(&batch).await {
-            warn!(%error, count = batch.len(), "nudges were not sent, the sweep will send them");
+            warn!(%error, count = batch.len(), "nudges were not sent, the sweep will send them again");
         }
         batch.clear();
     }
 }
 
 impl Sender {
-    async fn send(&self, nudges: &[Traced]) -> Result<(), StreamError> {
+    async fn send(&self, nudges: &[TracedNudge]) -> Result<(), StreamError> {
         let entries: Vec<Fields> = nudges.iter().map(to_fields).collect();
         let sent = self.streams.append(&self.stream, &entries, &RETENTION).await;
         let result = if sent.is_ok() { "sent" } else { "lost" };
@@ -182,13 +190,13 @@ impl Sender {
         sent?;
         for (nudge, _) in nudges {
             debug!(issue_id = %nudge.issue_id, event_log_id = %nudge.event_log_id, "nudged");
-            self.steps.taken(Step::Nudged, nudge.issue_id);
+            self.step_observer.on_step(ProcessingStep::Nudged, nudge.issue_id);
         }
         Ok(())
     }
 }
 
-fn to_fields((nudge, trace): &Traced) -> Fields {
+fn to_fields((nudge, trace): &TracedNudge) -> Fields {
     let issue = (ISSUE_ID, nudge.issue_id.to_string());
     let event = (EVENT_LOG_ID, nudge.event_log_id.to_string());
     match trace {
@@ -200,15 +208,16 @@ fn to_fields((nudge, trace): &Traced) -> Fields {
     }
 }
 
-/// Reads a nudge, also one of another program. The event log is of no consequence; without a valid issue it says why.
+/// Decodes a nudge, including those of other programs. `event_log_id` is optional. The error says why the entry is
+/// malformed.
 pub(crate) fn read(fields: &Fields) -> std::result::Result<Nudge, String> {
     let Some(value) = fields.get(ISSUE_ID) else {
-        return Err(format!("the entry has no field `{ISSUE_ID}`"));
+        return Err(format!("field `{ISSUE_ID}` is missing"));
     };
     let number = |value: &[u8]| std::str::from_utf8(value).ok()?.parse::<i64>().ok();
     let Some(issue_id) = number(value).filter(|id| *id > 0) else {
         let shown: String = String::from_utf8_lossy(value).chars().take(40).collect();
-        return Err(format!("`{ISSUE_ID}` is not the id of an issue: `{shown}`"));
+        return Err(format!("field `{ISSUE_ID}` is not a valid issue id: `{shown}`"));
     };
     let event_log_id = fields.get(EVENT_LOG_ID).and_then(|value| number(value));
     Ok(Nudge {

@@ -1,16 +1,17 @@
 //! The outbox: delivers the replies and events that runs have committed.
 //!
-//! Upstream: `worker` commits rows with the end of a run. Downstream: [`Deliver`], which knows providers and the bus.
-//! Promises: at least once, with the same idempotency key at every try; replies of one issue in order, and its events, a later
-//! one waits for an earlier one; but no reply waits for an event, so that an answer leaves while the streams are away. After too
-//! many failures a row is dead and kept for an operator, and later rows go on; a way that is closed to all is no failure. Rows are found by
-//! their status, never by a position, so none is passed by. Each target has a share of the slots (`slots`): one that is slow,
-//! dead or asks for a pause does not delay the others.
-//! A stop waits for the deliveries under way, but not for ever; what a database does not hear of comes again.
-//! Not here: what a reply looks like to a provider.
+//! Upstream: `worker` commits rows with the end of a run. Downstream: [`Deliver`], which implements the providers and
+//! the bus. Guarantees: at-least-once delivery with one idempotency key per row. Replies of one issue are delivered in
+//! order, and so are its events; replies do not wait for events, so they are delivered while the streams are
+//! unavailable. After too many failures a row is dead and kept for an operator, and later rows continue; an unavailable
+//! target counts no attempt. Each target has a share of the delivery slots (`slots`), so that a slow, failing or
+//! pausing target does not delay the others. A shutdown waits for the deliveries in flight for a limited time; an
+//! unsettled delivery is repeated. Not here: the format of a reply at a provider, and whether a reply is stale; the
+//! deliverer decides that (see `AdminStore::newest_event_log_at_commit`).
 
 mod config;
 mod slots;
+pub(crate) mod types;
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -26,38 +27,38 @@ use tokio::time::{sleep, timeout, timeout_at};
 use tracing::{debug, error, warn};
 
 pub use self::config::OutboxConfig;
-use self::slots::{Response, Slots};
+use self::slots::{DeliverySlots, TargetResponse};
 use crate::batcher;
-use crate::chance;
-use crate::delivery::{
-    Delivery, DeliveryTarget, OutboxRow, OutboxSettled, OutboxSettlement, OutboxTake,
-};
 use crate::error::{IssueError, Result};
 use crate::handler::panic_text;
 use crate::limits::DELIVERY_PAUSE_MAX;
 use crate::metrics::OUTBOX_DELIVERIES;
-use crate::steps::Step;
+use crate::outbox::types::{
+    DeliveryTarget, OutboxDelivery, OutboxRow, OutboxSettled, OutboxSettlement, OutboxTake,
+};
+use crate::random;
+use crate::step_observer::ProcessingStep;
 use crate::store::Store;
 
-/// How long to wait before a database that did not answer is asked again.
-const ASK_AGAIN_AFTER: Duration = Duration::from_millis(200);
+/// Delay before a database call that failed is retried.
+const RETRY_DELAY: Duration = Duration::from_millis(200);
 
-/// Deliveries of a row that may end with a pause the receiver asked for and count no attempt. A receiver that asks for ever
-/// does not keep a row for ever.
+/// Deliveries of a row after which a pause requested by the receiver counts as an attempt, so that a row cannot be
+/// paused forever.
 const PAUSES_UNCOUNTED_MAX: u32 = 48;
 
-/// How long to wait at most before a way that was closed is tried again: somebody waits at its end.
-const AWAY_MAX: Duration = Duration::from_secs(10);
+/// Maximum delay before a delivery to an unavailable target is retried.
+const UNAVAILABLE_DELAY_MAX: Duration = Duration::from_secs(10);
 
-/// How long cancelled deliveries may take to give their rows back.
-const GIVE_BACK_MAX: Duration = Duration::from_secs(5);
+/// How long cancelled deliveries may take to release their rows.
+const RELEASE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Delivers one row. It may come twice, with the same idempotency key: hand the key on, or remember it.
+/// Delivers rows. A row may be delivered twice, with the same idempotency key: forward the key, or de-duplicate by it.
 ///
-/// Any `Fn(OutboxRow) -> impl Future<Output = Result<(), DeliverError>>` is one.
+/// Any `Fn(OutboxRow) -> impl Future<Output = Result<(), DeliverError>>` implements it.
 #[async_trait]
 pub trait Deliver: Send + Sync + 'static {
-    /// Delivers. A panic and a time-out count as failures that may pass.
+    /// Delivers a row. A panic and a timeout count as [`DeliverError::Retry`].
     async fn deliver(&self, row: &OutboxRow) -> Result<(), DeliverError>;
 }
 
@@ -76,27 +77,27 @@ where
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum DeliverError {
-    /// It may succeed later: try again.
+    /// The delivery may succeed later: retry, and count an attempt.
     #[error("{0}")]
     Retry(String),
-    /// Nothing goes this way at the moment, whatever the row: try again, and count no attempt.
+    /// The target is unavailable for every row: retry, and count no attempt.
     #[error("{0}")]
-    Away(String),
-    /// The target asked for a pause, such as by `Retry-After`: try again after it, count no attempt, and deliver nothing
-    /// else to this target before. At most [`DELIVERY_PAUSE_MAX`](crate::limits::DELIVERY_PAUSE_MAX).
+    Unavailable(String),
+    /// The target requested a pause, for example with `Retry-After`: retry after it, count no attempt, and deliver
+    /// nothing to this target before. At most [`DELIVERY_PAUSE_MAX`](crate::limits::DELIVERY_PAUSE_MAX).
     #[error("{problem}")]
     Paused {
-        /// What the target said.
+        /// Error of the target.
         problem: String,
-        /// How long to wait.
+        /// Length of the pause.
         after: Duration,
     },
-    /// It can never succeed: the row is dead now.
+    /// The delivery cannot succeed: the row is dead.
     #[error("{0}")]
     Dead(String),
 }
 
-/// Delivers the outbox of a store. Any number of processes may do so at once.
+/// Delivers the outbox of a store. Several processes can run one each. Clones share one deliverer.
 #[derive(Clone)]
 pub struct Outbox {
     inner: Arc<Inner>,
@@ -116,7 +117,7 @@ impl std::fmt::Debug for Outbox {
 }
 
 impl Outbox {
-    /// The outbox of a store.
+    /// Creates a deliverer.
     ///
     /// # Panics
     ///
@@ -128,89 +129,88 @@ impl Outbox {
         Ok(Self { inner: Arc::new(inner) })
     }
 
-    /// Delivers everything that is due now, rows that become due by it included. Returns how many deliveries ended. After
-    /// an error of the database, those that were under way have ended, too.
+    /// Delivers all rows that are due, including rows that become due by that. Returns the number of ended deliveries.
+    /// After a database error, the deliveries in flight are finished before it returns.
     pub async fn run_once(&self) -> Result<usize> {
-        let (mut under_way, mut count) = (UnderWay::new(&self.inner.config), 0);
+        let (mut in_flight, mut count) = (InFlightDeliveries::new(&self.inner.config), 0);
         loop {
-            if let Err(error) = self.begin(&mut under_way).await {
-                // Dropped half way, they would come again although they may have arrived.
-                under_way.all_ended().await;
+            if let Err(error) = self.start_deliveries(&mut in_flight).await {
+                // Dropping them would repeat deliveries that may have been accepted.
+                in_flight.all_ended().await;
                 return Err(error);
             }
-            match under_way.ended().await {
+            match in_flight.ended().await {
                 0 => return Ok(count),
                 ended => count += ended,
             }
         }
     }
 
-    /// Delivers until `shutdown` completes, and returns when the deliveries under way have ended, or are given back
-    /// because they take longer than [`OutboxConfig::drain`].
+    /// Delivers until `shutdown` completes. Returns when the deliveries in flight have ended, or are released after
+    /// [`OutboxConfig::drain`].
     pub async fn run(&self, shutdown: impl Future<Output = ()>) {
-        let told = async {
+        let deadline = async {
             shutdown.await;
             Instant::now() + self.inner.config.drain
         };
-        self.run_until(told).await;
+        self.run_until(deadline).await;
     }
 
-    /// The same for a stop whose end is known: `shutdown` says until when the deliveries under way may go on, whatever
-    /// [`OutboxConfig::drain`] is.
+    /// Like [`run`](Self::run), but `shutdown` returns the drain deadline, which replaces [`OutboxConfig::drain`].
     pub async fn run_until(&self, shutdown: impl Future<Output = Instant>) {
-        let mut under_way = UnderWay::new(&self.inner.config);
+        let mut in_flight = InFlightDeliveries::new(&self.inner.config);
         tokio::pin!(shutdown);
         let deadline = loop {
-            if let Err(error) = self.begin(&mut under_way).await {
-                warn!(%error, "the outbox was not read, trying again");
+            if let Err(error) = self.start_deliveries(&mut in_flight).await {
+                warn!(%error, "outbox rows were not taken, retrying");
             }
-            let has_room = under_way.slots.free() > 0;
+            let has_free_slot = in_flight.slots.free() > 0;
             tokio::select! {
                 deadline = &mut shutdown => break deadline,
-                // A row that is settled makes room, and lets the next one of its issue go.
-                1.. = under_way.ended() => {}
-                // Cancel-safe: an announcement that is missed here ends the next wait.
-                () = self.inner.store.outbox_wake(self.inner.config.every), if has_room => {}
+                // A settled row frees a slot and unblocks the next row of its issue.
+                1.. = in_flight.ended() => {}
+                // Cancel-safe: a wake-up that is missed here ends the next wait.
+                () = self.inner.store.outbox_wake(self.inner.config.every), if has_free_slot => {}
             }
         };
-        under_way.drain(deadline).await;
+        in_flight.drain(deadline).await;
     }
 
-    /// Takes as many rows as there are slots for, and begins to deliver them, each on a task of its own: one that waits
-    /// for the database must not hold it up for the others.
-    async fn begin(&self, under_way: &mut UnderWay) -> Result<()> {
-        for row in self.inner.take(&mut under_way.slots).await? {
-            let (inner, cancel) = (Arc::clone(&self.inner), under_way.cancel.subscribe());
+    /// Takes as many rows as there are free slots, and delivers each on its own task, so that a delivery that waits for
+    /// the database does not block the others.
+    async fn start_deliveries(&self, in_flight: &mut InFlightDeliveries) -> Result<()> {
+        for row in self.inner.take(&mut in_flight.slots).await? {
+            let (inner, cancel) = (Arc::clone(&self.inner), in_flight.cancel.subscribe());
             let target = row.delivery_target();
-            let task = under_way.tasks.spawn(async move { inner.handle(row, cancel).await });
-            under_way.targets.insert(task.id(), target);
+            let task = in_flight.tasks.spawn(async move { inner.handle(row, cancel).await });
+            in_flight.targets.insert(task.id(), target);
         }
         Ok(())
     }
 }
 
-/// The deliveries under way. They are aborted when this is dropped; their rows come again.
-struct UnderWay {
-    tasks: JoinSet<Response>,
-    /// Where each task delivers to.
+/// The deliveries in flight. Dropping it aborts them; their rows are delivered again after the TTL.
+struct InFlightDeliveries {
+    tasks: JoinSet<TargetResponse>,
+    /// Target of each task.
     targets: HashMap<Id, DeliveryTarget>,
-    slots: Slots,
-    /// Becomes true when those that have not arrived yet are to be given back.
+    slots: DeliverySlots,
+    /// Becomes true when the remaining deliveries are to be cancelled and released.
     cancel: watch::Sender<bool>,
 }
 
-impl UnderWay {
+impl InFlightDeliveries {
     fn new(config: &OutboxConfig) -> Self {
         Self {
             tasks: JoinSet::new(),
             targets: HashMap::new(),
-            slots: Slots::new(config.concurrency, config.per_target),
+            slots: DeliverySlots::new(config.concurrency, config.per_target),
             cancel: watch::Sender::default(),
         }
     }
 
-    /// Waits for a delivery to end, and counts those that have ended with it: one look at the database serves them all.
-    /// Cancel-safe.
+    /// Waits until a delivery has ended, and returns how many have ended by then, so that rows are taken once for all
+    /// of them. Cancel-safe.
     async fn ended(&mut self) -> usize {
         let Some(first) = self.tasks.join_next_with_id().await else { return 0 };
         self.free(first);
@@ -222,9 +222,9 @@ impl UnderWay {
         count
     }
 
-    fn free(&mut self, ended: Result<(Id, Response), JoinError>) {
-        // Only a bug of ours ends a task without a response.
-        let (id, response) = ended.unwrap_or_else(|error| (error.id(), Response::Failed));
+    fn free(&mut self, ended: Result<(Id, TargetResponse), JoinError>) {
+        // Only a bug ends a task without a response.
+        let (id, response) = ended.unwrap_or_else(|error| (error.id(), TargetResponse::Failed));
         if let Some(target) = self.targets.remove(&id) {
             self.slots.ended(&target, response, Instant::now());
         }
@@ -234,53 +234,58 @@ impl UnderWay {
         while self.ended().await > 0 {}
     }
 
-    /// Lets deliveries end until then, and cancels the rest and gives their rows back.
+    /// Waits for deliveries until the deadline, then cancels the rest and releases their rows.
     async fn drain(mut self, deadline: Instant) {
         if timeout_at(deadline.into(), self.all_ended()).await.is_ok() {
             return;
         }
-        warn!(
-            count = self.tasks.len(),
-            "deliveries did not end in time, their rows are given back"
-        );
+        warn!(count = self.tasks.len(), "deliveries did not end in time, releasing their rows");
         self.cancel.send_replace(true);
-        if timeout(GIVE_BACK_MAX, self.all_ended()).await.is_err() {
-            warn!(count = self.tasks.len(), "rows were not given back, they come again later");
+        if timeout(RELEASE_TIMEOUT, self.all_ended()).await.is_err() {
+            warn!(
+                count = self.tasks.len(),
+                "outbox rows were not released, they will be delivered again after their TTL"
+            );
         }
     }
 }
 
 impl Inner {
-    async fn take(&self, slots: &mut Slots) -> Result<Vec<OutboxRow>> {
+    async fn take(&self, slots: &mut DeliverySlots) -> Result<Vec<OutboxRow>> {
         let take = slots.take(&self.config.name, self.config.ttl, Instant::now());
         let rows = match take.limit {
             0 => return Ok(Vec::new()),
             _ => self.take_from(&take, slots).await,
         };
         let rows = match rows {
-            Err(error) if take.limit > 1 && error.may_concern_one() => {
-                self.take_singly(take.limit, slots, error).await
+            Err(error) if take.limit > 1 && error.is_item_error() => {
+                self.take_one_by_one(take.limit, slots, error).await
             }
             rows => rows,
         }?;
-        rows.iter().for_each(|row| self.config.steps.taken(Step::Taken, row.issue_id));
+        rows.iter()
+            .for_each(|row| self.config.step_observer.on_step(ProcessingStep::Taken, row.issue_id));
         Ok(rows)
     }
 
-    async fn take_from(&self, take: &OutboxTake, slots: &mut Slots) -> Result<Vec<OutboxRow>> {
+    async fn take_from(
+        &self,
+        take: &OutboxTake,
+        slots: &mut DeliverySlots,
+    ) -> Result<Vec<OutboxRow>> {
         let rows = self.store.take_outbox_from(take).await?;
         rows.iter().for_each(|row| slots.taken(&row.delivery_target(), Instant::now()));
         Ok(rows)
     }
 
-    /// What cannot be taken together, because it is too much or one is in the way, is taken one by one, as far as it goes.
-    async fn take_singly(
+    /// Takes rows one by one after a batch failed because it was too large or because of one row.
+    async fn take_one_by_one(
         &self,
         limit: usize,
-        slots: &mut Slots,
+        slots: &mut DeliverySlots,
         error: IssueError,
     ) -> Result<Vec<OutboxRow>> {
-        warn!(%error, "rows were not taken together, trying one by one");
+        warn!(%error, "outbox rows were not taken as a batch, retrying one by one");
         let mut rows = Vec::new();
         while rows.len() < limit {
             let take = slots.take(&self.config.name, self.config.ttl, Instant::now());
@@ -288,104 +293,109 @@ impl Inner {
                 Ok(row) if row.is_empty() => break,
                 Ok(row) => rows.extend(row),
                 Err(error) if rows.is_empty() => return Err(error),
-                // Those in hand must not wait for it.
+                // Deliver the rows taken so far.
                 Err(_) => break,
             }
         }
         Ok(rows)
     }
 
-    /// Delivers a row, then tells the store.
-    async fn handle(&self, row: OutboxRow, mut cancel: watch::Receiver<bool>) -> Response {
-        let (delivery, response) = match self.died_too_often(&row) {
-            Some(error) => (Delivery::Dead { error }, Response::Cancelled),
+    /// Delivers a row and settles it.
+    async fn handle(&self, row: OutboxRow, mut cancel: watch::Receiver<bool>) -> TargetResponse {
+        let (delivery, response) = match self.exceeds_crash_limit(&row) {
+            Some(error) => (OutboxDelivery::Dead { error }, TargetResponse::Cancelled),
             None => tokio::select! {
                 biased;
                 ended = self.deliver(&row) => ended,
-                // It may have arrived. Then it comes again, with the same key; late rather than never.
-                _ = cancel.wait_for(|cancel| *cancel) => (Delivery::Release, Response::Cancelled),
+                // The receiver may have accepted it; it will be delivered again with the same key.
+                _ = cancel.wait_for(|cancel| *cancel) => (OutboxDelivery::Release, TargetResponse::Cancelled),
             },
         };
-        self.config.steps.taken(Step::Delivered, row.issue_id);
+        self.config.step_observer.on_step(ProcessingStep::Delivered, row.issue_id);
         self.settle(&row, delivery).await;
-        self.config.steps.taken(Step::Settled, row.issue_id);
+        self.config.step_observer.on_step(ProcessingStep::Settled, row.issue_id);
         response
     }
 
-    async fn deliver(&self, row: &OutboxRow) -> (Delivery, Response) {
-        let begun = Instant::now();
-        // A deliverer that panicked may have left something of its own in disorder; we share nothing with it.
+    async fn deliver(&self, row: &OutboxRow) -> (OutboxDelivery, TargetResponse) {
+        let started = Instant::now();
+        // Unwind safety: the outbox shares no state with the deliverer that a panic could leave inconsistent.
         let delivering = std::panic::AssertUnwindSafe(self.deliver.deliver(row)).catch_unwind();
         let error = match timeout(self.config.deadline, delivering).await {
-            Ok(Ok(Ok(()))) => return (Delivery::Delivered, Response::Answered(begun.elapsed())),
-            Ok(Ok(Err(DeliverError::Dead(error)))) => {
-                return (Delivery::Dead { error }, Response::Answered(begun.elapsed()));
+            Ok(Ok(Ok(()))) => {
+                return (OutboxDelivery::Delivered, TargetResponse::Responded(started.elapsed()));
             }
-            Ok(Ok(Err(DeliverError::Away(error)))) => {
-                let after = self.away(row);
-                return (Delivery::Away { after, error }, Response::Failed);
+            Ok(Ok(Err(DeliverError::Dead(error)))) => {
+                return (
+                    OutboxDelivery::Dead { error },
+                    TargetResponse::Responded(started.elapsed()),
+                );
+            }
+            Ok(Ok(Err(DeliverError::Unavailable(error)))) => {
+                let after = self.unavailable_delay(row);
+                return (OutboxDelivery::Unavailable { after, error }, TargetResponse::Failed);
             }
             Ok(Ok(Err(DeliverError::Paused { problem, after: pause }))) => {
-                let after = self.away(row).max(pause.min(DELIVERY_PAUSE_MAX));
+                let after = self.unavailable_delay(row).max(pause.min(DELIVERY_PAUSE_MAX));
                 let attempt = row.attempts + 1;
                 let delivery = if row.deliveries <= PAUSES_UNCOUNTED_MAX {
-                    Delivery::Away { after, error: problem }
+                    OutboxDelivery::Unavailable { after, error: problem }
                 } else if attempt < self.config.retry.attempts_max {
-                    Delivery::Retry { after, error: problem }
+                    OutboxDelivery::Retry { after, error: problem }
                 } else {
-                    Delivery::Dead { error: problem }
+                    OutboxDelivery::Dead { error: problem }
                 };
-                return (delivery, Response::Paused(pause));
+                return (delivery, TargetResponse::Paused(pause));
             }
             Ok(Ok(Err(DeliverError::Retry(error)))) => error,
             Ok(Err(panic)) => format!("the deliverer panicked: {}", panic_text(panic.as_ref())),
-            Err(_) => format!("it took longer than {:?}", self.config.deadline),
+            Err(_) => format!("the delivery took longer than {:?}", self.config.deadline),
         };
         let attempt = row.attempts + 1;
         if attempt >= self.config.retry.attempts_max {
-            return (Delivery::Dead { error }, Response::Failed);
+            return (OutboxDelivery::Dead { error }, TargetResponse::Failed);
         }
-        let after = self.config.retry.delay(attempt, chance::part());
-        (Delivery::Retry { after, error }, Response::Failed)
+        let after = self.config.retry.delay(attempt, random::unit_f64());
+        (OutboxDelivery::Retry { after, error }, TargetResponse::Failed)
     }
 
-    /// How long a row waits that found its way closed.
-    fn away(&self, row: &OutboxRow) -> Duration {
-        self.config.retry.delay(row.deliveries, chance::part()).min(AWAY_MAX)
+    /// Delay of a row whose target is unavailable.
+    fn unavailable_delay(&self, row: &OutboxRow) -> Duration {
+        self.config.retry.delay(row.deliveries, random::unit_f64()).min(UNAVAILABLE_DELAY_MAX)
     }
 
-    /// A row that is taken again and again without an end kills those who deliver it.
-    fn died_too_often(&self, row: &OutboxRow) -> Option<String> {
+    /// The error of a row that was taken too often without being settled: it probably crashes its deliverers.
+    fn exceeds_crash_limit(&self, row: &OutboxRow) -> Option<String> {
         let too_often = row.crashes >= self.config.retry.crashes_max;
-        too_often.then(|| format!("{} deliverers died or hung with it", row.crashes))
+        too_often.then(|| format!("{} deliverers died or hung while delivering it", row.crashes))
     }
 
-    /// Tells the store, again and again if it does not answer: the row is hidden from others meanwhile.
-    async fn settle(&self, row: &OutboxRow, delivery: Delivery) {
+    /// Settles a delivery. Retries while the database is unavailable, for at most the TTL of the row.
+    async fn settle(&self, row: &OutboxRow, delivery: OutboxDelivery) {
         let result = match &delivery {
-            Delivery::Delivered => "delivered",
-            Delivery::Retry { error, .. } => {
-                warn!(issue_id = %row.issue_id, attempt = row.attempts + 1, %error, "delivery failed, trying again");
+            OutboxDelivery::Delivered => "delivered",
+            OutboxDelivery::Retry { error, .. } => {
+                warn!(issue_id = %row.issue_id, attempt = row.attempts + 1, %error, "delivery failed, will be retried");
                 "retry"
             }
-            Delivery::Away { error, .. } => {
-                warn!(issue_id = %row.issue_id, %error, "delivery is not possible now, trying again");
+            OutboxDelivery::Unavailable { error, .. } => {
+                warn!(issue_id = %row.issue_id, %error, "delivery target unavailable, will be retried");
                 "away"
             }
-            Delivery::Dead { error } => {
-                error!(issue_id = %row.issue_id, outbox_id = %row.id, %error, "delivery is dead, retry it when it is mended");
+            OutboxDelivery::Dead { error } => {
+                error!(issue_id = %row.issue_id, outbox_id = %row.id, %error, "delivery failed permanently; fix the cause, then run `headwater outbox retry ID`");
                 "dead"
             }
-            Delivery::Release => "released",
+            OutboxDelivery::Release => "released",
         };
         let settlement = OutboxSettlement { id: row.id, deliveries: row.deliveries, delivery };
         let settling = async {
             loop {
                 let call = self.settlements.call(settlement.clone()).await;
-                match call.unwrap_or_else(batcher::without_answer) {
+                match call.unwrap_or_else(batcher::batch_lost) {
                     Err(error) if error.is_transient() => {
-                        warn!(issue_id = %row.issue_id, %error, "delivery was not settled, trying again");
-                        sleep(ASK_AGAIN_AFTER).await;
+                        warn!(issue_id = %row.issue_id, %error, "delivery was not settled, retrying");
+                        sleep(RETRY_DELAY).await;
                     }
                     answer => return answer,
                 }
@@ -395,11 +405,11 @@ impl Inner {
             Ok(Ok(OutboxSettled::Done)) => result,
             Ok(Ok(OutboxSettled::Fenced)) => "fenced",
             Ok(Err(error)) => {
-                error!(issue_id = %row.issue_id, outbox_id = %row.id, %error, "delivery was not settled, it will come again");
+                error!(issue_id = %row.issue_id, outbox_id = %row.id, %error, "delivery was not settled, the row will be delivered again");
                 "unsettled"
             }
             Err(_) => {
-                error!(issue_id = %row.issue_id, outbox_id = %row.id, "delivery was not settled in time, it will come again");
+                error!(issue_id = %row.issue_id, outbox_id = %row.id, "delivery was not settled in time, the row will be delivered again");
                 "unsettled"
             }
         };

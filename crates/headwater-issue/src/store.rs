@@ -1,77 +1,82 @@
-//! The seam to SQL: the transitions of issues and of the outbox, each call one transaction over a batch.
+//! The interface to the database: transitions of issues and outbox rows. Each call is one transaction over a batch.
 //!
-//! Upstream: `inbox`, `worker`, `outbox`, `sweeper`. Downstream: the folders `sqlite` and `postgres`; `conformance` says what
-//! they promise, `state` what each transition does.
+//! Upstream: `inbox`, `worker`, `outbox`, `sweeper`. Downstream: `sqlite` and `postgres`. `state` defines each
+//! transition, and `conformance` tests the contract.
 //!
-//! Promises, for every method:
-//! - A batch is one transaction. An answer stands at the place of its question. An issue named twice in a batch is
-//!   handled in the order of the batch, as if in two calls; an empty batch does nothing.
-//! - All times are the database's; no worker's clock matters.
-//! - Bad input is [`Invalid`](crate::IssueError::Invalid) before anything happens. After
-//!   [`Unavailable`](crate::IssueError::Unavailable) the effect is unknown, and repeating the call is safe.
-//! - Batches wait for each other at most for a moment and never dead-lock; nothing is open when a call has returned.
-//! - Dropping a call is safe: it happens wholly or not at all.
+//! Guarantees of every method:
+//! - A batch is one transaction. Results are in the order of the arguments. An issue named twice in a batch is handled
+//!   in the order of the batch, as if in two calls. An empty batch does nothing.
+//! - All times are the database's; the clocks of workers do not matter.
+//! - Invalid arguments fail with [`Invalid`](crate::IssueError::Invalid) before any effect. After
+//!   [`Unavailable`](crate::IssueError::Unavailable) the effect is unknown, and the call can be retried.
+//! - Batches do not deadlock and hold locks only briefly; no transaction is open when a call has returned.
+//! - Cancel-safe: a dropped call takes effect completely or not at all.
 //!
-//! Not here: nudges, handlers, deliveries. A store knows nothing of streams.
+//! Not here: nudges, handlers, deliveries. A store does not use streams.
 
 use std::time::Duration;
 
 use async_trait::async_trait;
 
+use crate::admin::AdminStore;
 use crate::claim::{
-    Beat, Claim, ClaimOptions, Completed, Completion, Failed, Failure, GiveBack, GivenBack,
-    SweepOptions, Swept,
+    Claim, ClaimOptions, ClaimRelease, ClaimReleased, ClaimRenewal, CompletionOutcome,
+    FailureOutcome, RunCompletion, RunFailure, SweepOptions, SweepReport,
 };
-use crate::delivery::{OutboxRow, OutboxSettled, OutboxSettlement, OutboxTake};
 use crate::error::Result;
-use crate::issue::{ClaimEpoch, EventLogId, IssueId, NewEvent, Quiet, Recorded};
+use crate::issue::{ClaimEpoch, DebounceWindow, EventLogId, IssueId, NewEvent, Recorded};
 use crate::migrations::Migration;
-use crate::operator::Operator;
+use crate::outbox::types::{OutboxRow, OutboxSettled, OutboxSettlement, OutboxTake};
 use crate::transaction::{ReadConnection, Transaction};
 
-/// A database with issues in it. `connect` opens one.
+/// A database of issues. Open one with [`connect`](fn@crate::connect).
 #[async_trait]
-pub trait Store: Operator + std::fmt::Debug {
+pub trait Store: AdminStore + std::fmt::Debug {
     /// Stores events, each once per integration and de-duplication key, and queues their issues.
     ///
-    /// At most [`BATCH_MAX`](crate::limits::BATCH_MAX) events. One bad event never fails its neighbours, so each has a
-    /// result of its own: `Invalid`, `UnknownIntegration`, `DedupConflict`, or `Unavailable` for all.
-    async fn record(&self, events: &[NewEvent], quiet: &Quiet) -> Vec<Result<Recorded>>;
+    /// At most [`BATCH_MAX`](crate::limits::BATCH_MAX) events. Every event has its own result, so that an invalid event
+    /// does not fail the others: `Invalid`, `UnknownIntegration`, `DedupConflict`, or `Unavailable` for all.
+    async fn record(&self, events: &[NewEvent], debounce: &DebounceWindow)
+    -> Vec<Result<Recorded>>;
 
-    /// Tries to claim issues for one worker: those that are queued and due, and those whose claim has run out.
+    /// Tries to claim issues for one worker: queued issues that are due, and issues with an expired claim.
     ///
-    /// Brings the unprocessed event logs of what was won. Waits for a record that holds an issue for a moment, rather
-    /// than pass it by. Of an issue named twice, the second answer is `Taken`.
+    /// Returns the unprocessed event logs of claimed issues. Waits briefly for a lock held by a record instead of
+    /// skipping the issue. If an issue is named twice, the second result is `Taken`.
     async fn claim(&self, issues: &[IssueId], options: &ClaimOptions) -> Result<Vec<Claim>>;
 
-    /// Lets claims live for another `ttl`, and tells whether newer events have arrived.
-    async fn heartbeat(&self, claims: &[(IssueId, ClaimEpoch)], ttl: Duration)
-    -> Result<Vec<Beat>>;
+    /// Renews claims for another `ttl`, and returns whether newer events have arrived.
+    async fn heartbeat(
+        &self,
+        claims: &[(IssueId, ClaimEpoch)],
+        ttl: Duration,
+    ) -> Result<Vec<ClaimRenewal>>;
 
-    /// Ends runs with success: event logs processed, fields changed, outbox written, and the issue `queued` if event
-    /// logs are left, else `idle`; all of a completion or, if it is fenced, nothing of it.
+    /// Ends runs with success: marks event logs as processed, merges fields, writes outbox rows, and sets the issue to
+    /// `queued` if event logs are pending, else to `idle`. A fenced completion changes nothing.
     ///
-    /// An event log that is not an unprocessed one of the issue is passed by. A repeated completion says so. A bad
-    /// completion (see [`limits`](crate::limits)) is `Invalid` for the whole batch: check with
-    /// [`Completion::check`](crate::Completion::check) before sharing a batch with others.
-    async fn complete(&self, completions: &[Completion]) -> Result<Vec<Completed>>;
+    /// Event logs that are processed or belong to another issue are ignored. A repeated completion is reported as
+    /// `repeated`. An invalid completion (see [`limits`](crate::limits)) fails the whole batch with `Invalid`: call
+    /// [`RunCompletion::validate`](crate::RunCompletion::validate) before batching.
+    async fn complete(&self, completions: &[RunCompletion]) -> Result<Vec<CompletionOutcome>>;
 
-    /// Ends runs with a failure: queued again after a while, or quarantined with the `attempts_max`-th.
-    async fn fail(&self, failures: &[Failure], attempts_max: u32) -> Result<Vec<Failed>>;
+    /// Ends runs with a failure: the issue is queued again after a delay, or quarantined after `attempts_max` attempts.
+    async fn fail(&self, failures: &[RunFailure], attempts_max: u32)
+    -> Result<Vec<FailureOutcome>>;
 
-    /// Ends claims that came to nothing, without counting an attempt.
-    async fn give_back(&self, claims: &[GiveBack]) -> Result<Vec<GivenBack>>;
+    /// Releases claims without a result and without counting an attempt.
+    async fn release_claims(&self, claims: &[ClaimRelease]) -> Result<Vec<ClaimReleased>>;
 
-    /// Requeues claims that have run out, finds queued issues whose nudge is overdue, and removes what was kept for long
-    /// enough. Passes by what others hold at the moment.
-    async fn sweep(&self, options: &SweepOptions) -> Result<Swept>;
+    /// Requeues issues with expired claims, finds queued issues whose nudge is overdue, and removes rows after their
+    /// retention. Skips rows locked by other transactions.
+    async fn sweep(&self, options: &SweepOptions) -> Result<SweepReport>;
 
-    /// Takes rows that are due for delivery: of each kind and issue only the oldest undelivered one, so that order is kept,
-    /// for at most `ttl`. Skips rows that other transactions have locked. The cost grows with the number of targets that
-    /// have undelivered rows, not with the number of rows.
+    /// Takes rows that are due for delivery, for at most `ttl`: per kind and issue only the oldest undelivered row, to
+    /// keep the order. Skips rows locked by other transactions. The cost depends on the number of targets with
+    /// undelivered rows, not on the number of rows.
     async fn take_outbox_from(&self, take: &OutboxTake) -> Result<Vec<OutboxRow>>;
 
-    /// The same without a limit per target.
+    /// Like [`take_outbox_from`](Self::take_outbox_from), without a limit per target.
     async fn take_outbox(
         &self,
         worker: &str,
@@ -81,31 +86,31 @@ pub trait Store: Operator + std::fmt::Debug {
         self.take_outbox_from(&OutboxTake::any(worker, limit, ttl)).await
     }
 
-    /// Ends deliveries.
+    /// Settles deliveries.
     async fn settle_outbox(&self, settlements: &[OutboxSettlement]) -> Result<Vec<OutboxSettled>>;
 
-    /// Returns when something was put into the outbox, by any process, or after `wait`. A hint: it may be lost or
-    /// come for nothing. Cancel-safe; what came between two calls ends the next at once.
+    /// Completes when a row was written to the outbox, by any process, or after `wait`. A hint: wake-ups may be lost or
+    /// spurious. Cancel-safe; a row written between two calls completes the next call at once.
     async fn outbox_wake(&self, wait: Duration);
 
-    /// Shows that a worker is alive for another `ttl`; zero: it is gone.
-    async fn beat_worker(&self, worker: &str, ttl: Duration) -> Result<()>;
+    /// Registers a worker as alive for another `ttl`; zero deregisters it.
+    async fn heartbeat_worker(&self, worker: &str, ttl: Duration) -> Result<()>;
 
-    /// Which of these event logs are not committed, as a connection sees it that wrote none of them. At most
+    /// Returns those of these event logs that are not committed, as seen by a separate connection. At most
     /// [`PAGE_MAX`](crate::limits::PAGE_MAX) ids.
     async fn missing_event_logs(&self, ids: &[EventLogId]) -> Result<Vec<EventLogId>>;
 
-    /// Begins a transaction of the caller's own; see [`Transaction`]. Commit it soon.
+    /// Begins a caller's transaction; see [`Transaction`]. Commit it soon: it holds locks.
     async fn begin(&self) -> Result<Box<dyn Transaction>>;
 
-    /// Migrates tables of your own, in one transaction, after the tables of this crate. Idempotent; several processes may call
-    /// it at once. Fails with `Schema`, and changes nothing, if the database has a newer version of these tables or
+    /// Migrates the caller's own tables, in one transaction, after the tables of this crate. Idempotent; several processes may
+    /// call it at once. Fails with `Schema`, and changes nothing, if the database has a newer version of these tables or
     /// if the text of an applied migration has changed.
     async fn migrate(&self, migrations: &[Migration]) -> Result<()>;
 
-    /// A connection, for reading tables of your own.
+    /// A connection for reading the caller's own tables.
     async fn read_connection(&self) -> Result<ReadConnection>;
 
-    /// Ends all connections, after what is under way. Later calls are `Unavailable`.
+    /// Closes all connections after the calls in flight. Later calls fail with `Unavailable`.
     async fn close(&self);
 }

@@ -1,9 +1,9 @@
-//! The sweeper: finds what nobody was nudged for, and what a dead worker has left.
+//! The sweeper: sends overdue nudges again and requeues issues with expired claims.
 //!
 //! Upstream: every process that has a store runs one. Downstream: `store`, `nudge`, and the worker of this process.
-//! Promises: a queued issue is nudged again and again until somebody claims it; a claim that ran out is requeued. When the
-//! stream is away, issues go straight to the worker of this process, and so they do if it is idle: the sweep is the guarantee, a nudge only a hint.
-//! Not here: work.
+//! Guarantees: a queued issue is nudged until a worker claims it; an expired claim is requeued. While the stream is
+//! unavailable or the local worker is idle, issues are also passed to the local worker directly: the sweep is the
+//! guarantee, a nudge only a hint.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,7 +12,7 @@ use metrics::counter;
 use tokio::time::timeout;
 use tracing::{debug, error, warn};
 
-use crate::claim::{Nudge, SweepOptions, Swept};
+use crate::claim::{Nudge, SweepOptions, SweepReport};
 use crate::error::{IssueError, Result};
 use crate::limits::{DELAY_MAX, NUDGE_OVERDUE_MIN, NUDGES_UNREAD_MAX};
 use crate::metrics::{SWEEP_NUDGES, SWEEP_QUARANTINED, SWEEP_REQUEUED};
@@ -20,24 +20,24 @@ use crate::nudge::Nudger;
 use crate::store::Store;
 use crate::worker::Worker;
 
-/// Sweeps in a row before others get a turn.
+/// Consecutive sweeps of one `run_once`.
 const SWEEPS_PER_RUN_MAX: usize = 64;
 
-/// How many times as long a nudge may take while the stream is full of unread ones.
-const CROWDED_PATIENCE: u32 = 12;
+/// Factor of `nudge_overdue` while the stream has a backlog of unread nudges.
+const BACKLOG_OVERDUE_FACTOR: u32 = 12;
 
-/// How long it may take then at least.
-const CROWDED_OVERDUE_MIN: Duration = Duration::from_secs(60);
+/// Minimum of `nudge_overdue` while the stream has a backlog.
+const BACKLOG_OVERDUE_MIN: Duration = Duration::from_secs(60);
 
-/// How long a stream may take before it counts as away.
+/// Timeout of stream calls.
 const STREAM_DEADLINE: Duration = Duration::from_secs(2);
 
-/// Settings of a sweeper.
+/// Configuration of a sweeper.
 #[derive(Clone, Copy, Debug)]
 pub struct SweeperConfig {
-    /// How often to sweep. Default: 5 s.
+    /// Interval of sweeps. Default: 5 s.
     pub every: Duration,
-    /// What to look for.
+    /// Options of each sweep.
     pub options: SweepOptions,
 }
 
@@ -57,88 +57,88 @@ pub struct Sweeper {
 }
 
 impl Sweeper {
-    /// A sweeper of a store. `worker` is the one to feed when it is idle or the stream is away; without one, issues wait for the sweep
-    /// of a process that has one.
+    /// Creates a sweeper. `worker` receives issues directly while it is idle or the stream is unavailable; without one,
+    /// issues wait for the sweeper of a process with a worker.
     pub fn new(
         store: Arc<dyn Store>,
         nudger: Nudger,
         worker: Option<Worker>,
         config: SweeperConfig,
     ) -> Result<Self> {
-        config.options.check()?;
+        config.options.validate()?;
         if config.every.is_zero() {
-            return Err(IssueError::invalid("every", "it is zero"));
+            return Err(IssueError::invalid("every", "must be greater than zero"));
         }
         if config.options.nudge_overdue < NUDGE_OVERDUE_MIN {
-            let problem = format!("it is shorter than {NUDGE_OVERDUE_MIN:?}");
+            let problem = format!("must be at least {NUDGE_OVERDUE_MIN:?}");
             return Err(IssueError::invalid("nudge_overdue", problem));
         }
         Ok(Self { store, nudger, worker, config })
     }
 
-    /// Sweeps once, and once more as long as there is more. Returns everything that was found.
-    pub async fn run_once(&self) -> Result<Swept> {
-        let mut all = Swept::default();
+    /// Sweeps until nothing is left, at most 64 times. Returns the combined report.
+    pub async fn run_once(&self) -> Result<SweepReport> {
+        let mut all = SweepReport::default();
         for _ in 0..SWEEPS_PER_RUN_MAX {
-            let swept = self.store.sweep(&self.options().await).await?;
-            self.pass_on(&swept).await;
-            all.nudges.extend(swept.nudges);
-            all.quarantined.extend(swept.quarantined);
-            all.requeued += swept.requeued;
-            all.pruned += swept.pruned;
-            all.more = swept.more;
-            if !swept.more {
+            let report = self.store.sweep(&self.options().await).await?;
+            self.dispatch(&report).await;
+            all.nudges.extend(report.nudges);
+            all.quarantined.extend(report.quarantined);
+            all.requeued += report.requeued;
+            all.pruned += report.pruned;
+            all.more = report.more;
+            if !report.more {
                 break;
             }
         }
         Ok(all)
     }
 
-    /// Sweeps until `shutdown` completes. A database that is away is asked again.
+    /// Sweeps until `shutdown` completes. Failed sweeps are retried.
     pub async fn run(&self, shutdown: impl Future<Output = ()>) {
         let sweeping = async {
             loop {
                 match self.run_once().await {
-                    // There is more: others get a turn, but nobody waits.
-                    Ok(Swept { more: true, .. }) => tokio::task::yield_now().await,
+                    // More work is left: continue at once, but yield first.
+                    Ok(SweepReport { more: true, .. }) => tokio::task::yield_now().await,
                     Ok(_) => tokio::time::sleep(self.config.every).await,
                     Err(error) => {
-                        warn!(%error, "sweep failed, trying again");
+                        warn!(%error, "sweep failed, retrying");
                         tokio::time::sleep(self.config.every).await;
                     }
                 }
             }
         };
-        // A sweep that is dropped half way has nudged nobody; the issues are overdue again soon.
+        // Cancel-safe: nudges of a dropped sweep become overdue again.
         tokio::select! {
             () = shutdown => {}
             () = sweeping => {}
         }
     }
 
-    /// While workers have plenty of nudges to read, more of the same would only fill the stream: then a nudge is given
-    /// more time. Not for ever: it may be lost.
+    /// The options, with a longer `nudge_overdue` while the stream has a backlog of unread nudges. Bounded, because a
+    /// nudge may be lost.
     async fn options(&self) -> SweepOptions {
         match timeout(STREAM_DEADLINE, self.nudger.unread()).await {
             Ok(Ok(unread)) if unread > NUDGES_UNREAD_MAX => {
                 let nudge_overdue =
-                    self.config.options.nudge_overdue.saturating_mul(CROWDED_PATIENCE);
-                let nudge_overdue = nudge_overdue.clamp(CROWDED_OVERDUE_MIN, DELAY_MAX);
+                    self.config.options.nudge_overdue.saturating_mul(BACKLOG_OVERDUE_FACTOR);
+                let nudge_overdue = nudge_overdue.clamp(BACKLOG_OVERDUE_MIN, DELAY_MAX);
                 SweepOptions { nudge_overdue, ..self.config.options }
             }
             _ => self.config.options,
         }
     }
 
-    async fn pass_on(&self, swept: &Swept) {
-        counter!(SWEEP_REQUEUED).increment(swept.requeued as u64);
-        counter!(SWEEP_QUARANTINED).increment(swept.quarantined.len() as u64);
-        for issue_id in &swept.quarantined {
-            error!(%issue_id, "issue quarantined: too many workers died or hung with it");
+    async fn dispatch(&self, report: &SweepReport) {
+        counter!(SWEEP_REQUEUED).increment(report.requeued as u64);
+        counter!(SWEEP_QUARANTINED).increment(report.quarantined.len() as u64);
+        for issue_id in &report.quarantined {
+            error!(%issue_id, "issue quarantined because too many workers died or hung while processing it");
         }
-        if !swept.nudges.is_empty() {
-            debug!(count = swept.nudges.len(), requeued = swept.requeued, "sweep found issues");
-            self.nudge(&swept.nudges).await;
+        if !report.nudges.is_empty() {
+            debug!(count = report.nudges.len(), requeued = report.requeued, "sweep found issues");
+            self.nudge(&report.nudges).await;
         }
     }
 
@@ -147,18 +147,18 @@ impl Sweeper {
         let sent = timeout(STREAM_DEADLINE, self.nudger.send(nudges)).await;
         if matches!(sent, Ok(Ok(()))) {
             counter!(SWEEP_NUDGES, "result" => "stream").increment(count);
-            // A stream that takes nudges need not hand them out. Whoever is idle here looks by himself; if the nudge comes
-            // too, one of the two finds nothing to do.
+            // The stream may accept nudges without delivering them, so an idle local worker gets the issues too. If the
+            // nudge is also delivered, one of the two finds nothing to do.
             if let Some(worker) = &self.worker {
-                let idle = worker.idle();
-                worker.offer(nudges.iter().take(idle).map(|nudge| nudge.issue_id));
+                let free_slots = worker.free_slots();
+                worker.offer(nudges.iter().take(free_slots).map(|nudge| nudge.issue_id));
             }
         } else if let Some(worker) = &self.worker {
             let taken = worker.offer(nudges.iter().map(|nudge| nudge.issue_id));
             counter!(SWEEP_NUDGES, "result" => "direct").increment(taken as u64);
-            warn!(count, "the stream is away, issues go straight to the worker");
+            warn!(count, "the stream is unavailable, issues are passed to the local worker");
         } else {
-            warn!(count, "the stream is away, issues wait for the next sweep");
+            warn!(count, "the stream is unavailable, nudges wait for the next sweep");
         }
     }
 }

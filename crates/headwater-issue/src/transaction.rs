@@ -1,41 +1,42 @@
-//! A transaction of the caller's own on a store: rows of his tables and ours, committed together or not at all.
+//! Caller's transactions: the caller's tables and the tables of this crate change together.
 //!
-//! Upstream: whoever keeps tables beside ours in the same database; [`Store::begin`](crate::Store::begin) begins one.
-//! Downstream: the folders `sqlite` and `postgres`. Promises: nothing shows before the commit; dropping it rolls back; what
-//! was put into the outbox is announced when it is committed. The issues it touched stay locked until then, and on SQLite
-//! every other write of the process waits: commit soon, and call nothing of the store meanwhile.
-//! Not here: nudges, which are the caller's to send after the commit (`Nudger::after`), or the sweep's.
+//! Upstream: callers with tables in the same database; [`Store::begin`](crate::Store::begin) begins a transaction.
+//! Downstream: `sqlite` and `postgres`. Guarantees: nothing is visible before the commit; dropping rolls back;
+//! deliverers are notified of outbox rows at the commit. The issues it touched stay locked until then, and on SQLite
+//! every other write of the process waits: commit soon, and do not call the store meanwhile. Not here: nudges. The
+//! caller sends them after the commit (`Nudger::nudge_recorded`), or the sweep does.
 
 use std::any::Any;
 
 use async_trait::async_trait;
 
-use crate::delivery::{KeyedOutbox, OutboxWritten};
 use crate::error::Result;
-use crate::issue::{IssueId, NewEvent, Quiet, Recorded};
+use crate::issue::{DebounceWindow, IssueId, NewEvent, Recorded};
+use crate::outbox::types::{KeyedOutboxRow, OutboxWritten};
 
-/// A transaction that has begun. After `Unavailable` only dropping it is of use; every other error leaves it usable.
+/// A transaction in progress. After `Unavailable` it can only be dropped; after any other error it is still usable.
 ///
 /// ```
 /// # #[cfg(feature = "sqlite")]
 /// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), Box<dyn std::error::Error>> {
-/// # use headwater_issue::{Connection, KeyedOutbox, NewEvent, NewOutbox, OutboxKind, Quiet, StoreOptions, connect};
+/// # use headwater_issue::{DebounceWindow, KeyedOutboxRow, NewEvent, NewOutboxRow, OutboxKind, StoreConnection};
+/// # use headwater_issue::{StoreOptions, connect};
 /// let store = connect("sqlite::memory:", &StoreOptions::default()).await?;
 /// store.ensure_integration("desk", "desk").await?;
 ///
 /// let mut transaction = store.begin().await?;
 /// match transaction.connection() {
-///     Connection::Sqlite(sqlite) => {
+///     StoreConnection::Sqlite(sqlite) => {
 ///         sqlx::query("CREATE TABLE tickets (id TEXT PRIMARY KEY)").execute(&mut *sqlite).await?;
 ///         sqlx::query("INSERT INTO tickets VALUES ('42')").execute(&mut *sqlite).await?;
 ///     }
-///     other => panic!("this store is a SQLite file, not {other:?}"),
+///     other => panic!("expected a SQLite connection, got {other:?}"),
 /// }
 /// let event = NewEvent::new("desk", "42", "message", r#"{"text":"My parcel is late."}"#);
-/// let recorded = transaction.record(&[event], &Quiet::default()).await.remove(0)?;
+/// let recorded = transaction.record(&[event], &DebounceWindow::default()).await.remove(0)?;
 /// let (target, payload) = ("ticket_events".to_owned(), r#"{"type":"TICKET_CREATED"}"#.to_owned());
-/// let row = NewOutbox { kind: OutboxKind::Event, target, payload };
-/// transaction.write_outbox(recorded.issue_id, &[KeyedOutbox { key: "created".into(), row }]).await?;
+/// let row = NewOutboxRow { kind: OutboxKind::Event, target, payload };
+/// transaction.write_outbox(recorded.issue_id, &[KeyedOutboxRow { key: "created".into(), row }]).await?;
 /// transaction.commit().await?;
 /// assert_eq!(store.backlog().await?.outbox_pending, 1);
 /// # Ok(()) }
@@ -43,52 +44,56 @@ use crate::issue::{IssueId, NewEvent, Quiet, Recorded};
 /// ```
 #[async_trait]
 pub trait Transaction: Send + std::fmt::Debug {
-    /// Stores events as [`Store::record`](crate::Store::record) does; nothing is queued before the commit.
-    async fn record(&mut self, events: &[NewEvent], quiet: &Quiet) -> Vec<Result<Recorded>>;
+    /// Stores events like [`Store::record`](crate::Store::record); issues are queued at the commit.
+    async fn record(
+        &mut self,
+        events: &[NewEvent],
+        debounce: &DebounceWindow,
+    ) -> Vec<Result<Recorded>>;
 
-    /// Puts rows into the outbox of an issue, behind all that is there: those of earlier runs come first, those of later
-    /// runs after it.
+    /// Appends rows to the outbox of an issue, after the rows of earlier runs and before those of later runs.
     ///
-    /// A row whose key this issue has seen is not written again, as long as the old one is kept (see
-    /// [`SweepOptions::keep`](crate::SweepOptions::keep)): the answer says so if it is the same row, else the whole
-    /// call is [`OutboxConflict`](crate::IssueError::OutboxConflict). `NotFound` if there is no such issue. At most
-    /// [`OUTBOX_PER_RUN_MAX`](crate::limits::OUTBOX_PER_RUN_MAX) rows.
+    /// A row with a known key is not written again while the old row is retained (see
+    /// [`SweepOptions::keep`](crate::SweepOptions::keep)): the same row is reported as a duplicate, a different row
+    /// fails the call with [`OutboxConflict`](crate::IssueError::OutboxConflict). `NotFound` if the issue does not
+    /// exist. At most [`OUTBOX_PER_RUN_MAX`](crate::limits::OUTBOX_PER_RUN_MAX) rows.
     async fn write_outbox(
         &mut self,
         issue_id: IssueId,
-        rows: &[KeyedOutbox],
+        rows: &[KeyedOutboxRow],
     ) -> Result<Vec<OutboxWritten>>;
 
-    /// The connection, for statements of your own. Leave beginning and ending to [`commit`](Transaction::commit) and drop.
-    fn connection(&mut self) -> Connection<'_>;
+    /// The connection, for the caller's own statements. Do not begin or end transactions on it.
+    fn connection(&mut self) -> StoreConnection<'_>;
 
-    /// Makes all of it so. After `Unavailable` it may have happened: repeat the whole transaction, its keys make that safe.
+    /// Commits. After `Unavailable` the effect is unknown: repeat the whole transaction; its keys make that idempotent.
     async fn commit(self: Box<Self>) -> Result<()>;
 }
 
 /// The connection of a [`Transaction`] or a [`ReadConnection`].
 #[derive(Debug)]
 #[non_exhaustive]
-pub enum Connection<'a> {
-    /// To a Postgres server.
+pub enum StoreConnection<'a> {
+    /// A PostgreSQL connection.
     #[cfg(feature = "postgres")]
     Postgres(&'a mut sqlx::PgConnection),
-    /// To a SQLite file.
+    /// A SQLite connection.
     #[cfg(feature = "sqlite")]
     Sqlite(&'a mut sqlx::SqliteConnection),
-    /// Of a store that is not in this crate.
+    /// A connection of a store outside this crate.
     Other(&'a mut (dyn Any + Send)),
 }
 
-/// A connection of a store, for reading tables of your own. To write, [`begin`](crate::Store::begin).
+/// A connection of a store, for reading the caller's own tables. To write, [`begin`](crate::Store::begin) a
+/// transaction.
 ///
-/// Hand it back with [`release`](ReadConnection::release) when the last statement has returned. One to PostgreSQL that is
-/// dropped before that is closed, because a statement may still be running on it.
+/// Return it with [`release`](ReadConnection::release) after the last statement. A PostgreSQL connection that is
+/// dropped instead is closed, because a statement may still be running on it.
 #[derive(Debug)]
-pub struct ReadConnection(Reading);
+pub struct ReadConnection(ReadConnectionInner);
 
 #[derive(Debug)]
-enum Reading {
+enum ReadConnectionInner {
     #[cfg(feature = "postgres")]
     Postgres(crate::postgres::Checkout),
     #[cfg(feature = "sqlite")]
@@ -99,37 +104,37 @@ enum Reading {
 impl ReadConnection {
     #[cfg(feature = "postgres")]
     pub(crate) fn postgres(checkout: crate::postgres::Checkout) -> Self {
-        Self(Reading::Postgres(checkout))
+        Self(ReadConnectionInner::Postgres(checkout))
     }
 
     #[cfg(feature = "sqlite")]
     pub(crate) fn sqlite(connection: sqlx::pool::PoolConnection<sqlx::Sqlite>) -> Self {
-        Self(Reading::Sqlite(connection))
+        Self(ReadConnectionInner::Sqlite(connection))
     }
 
-    /// The connection of a store that is not in this crate.
+    /// Wraps the connection of a store outside this crate.
     pub fn other(connection: Box<dyn Any + Send>) -> Self {
-        Self(Reading::Other(connection))
+        Self(ReadConnectionInner::Other(connection))
     }
 
-    /// The connection, for statements that read. One to SQLite refuses to write.
-    pub fn connection(&mut self) -> Connection<'_> {
+    /// The connection, for reading statements. A SQLite connection rejects writes.
+    pub fn connection(&mut self) -> StoreConnection<'_> {
         match &mut self.0 {
             #[cfg(feature = "postgres")]
-            Reading::Postgres(checkout) => Connection::Postgres(checkout),
+            ReadConnectionInner::Postgres(checkout) => StoreConnection::Postgres(checkout),
             #[cfg(feature = "sqlite")]
-            Reading::Sqlite(connection) => Connection::Sqlite(connection),
-            Reading::Other(connection) => Connection::Other(&mut **connection),
+            ReadConnectionInner::Sqlite(connection) => StoreConnection::Sqlite(connection),
+            ReadConnectionInner::Other(connection) => StoreConnection::Other(&mut **connection),
         }
     }
 
-    /// Hands the connection back for the next caller; one that cannot be used any more is closed.
+    /// Returns the connection to the pool, or closes it if it is no longer usable.
     pub async fn release(self) {
         #[cfg(feature = "postgres")]
-        if let Reading::Postgres(checkout) = self.0
+        if let ReadConnectionInner::Postgres(checkout) = self.0
             && let Err(error) = checkout.release().await
         {
-            tracing::debug!(%error, "a connection that was read from is closed");
+            tracing::debug!(%error, "a read connection was closed instead of returned to the pool");
         }
     }
 }

@@ -1,56 +1,71 @@
-//! The worker: nudge -> claim -> load -> handle -> complete -> acknowledge. Each is a named step below, in this order.
+//! The worker: receive a nudge, claim the issue, load its events, execute the handler, finish the run, acknowledge the
+//! nudge.
 //!
-//! Upstream: nudges from `headwater-queue`, and the agenda of this process. Downstream: `store`; the outbox is written with
-//! the end of a run and sent by `outbox`.
+//! Upstream: nudges from `headwater-queue`, and the local queue of this process. Downstream: `store`. Outbox rows are
+//! written in the transaction that finishes a run; `outbox` delivers them later.
 //!
-//! Promises, whichever line the process dies at:
+//! Guarantees, at whichever line the process dies:
 //! - No database transaction is open while a handler runs.
-//! - One run of an issue at a time counts: every effect presents the epoch of its claim.
-//! - The nudge is acknowledged last. Before that, SQL knows what is left to do: the issue is idle, queued, or claimed until
-//!   a certain time, and the sweep finds the latter two.
+//! - At most one run of an issue takes effect at a time: every effect presents the epoch of its claim.
+//! - The nudge is acknowledged last. Until then the database has the remaining work: the issue is idle, queued, or
+//!   claimed until an expiry time, and the sweep finds queued issues and expired claims.
 //!
-//! Not here: how each step deals with what goes wrong (see `claiming`, `handling` and `ending`), when the worker starts and
-//! stops (see `life`), and how claims are kept alive (see `held`).
+//! Where this crate decides that a run or a reply is stale:
+//! - `state` and the stores fence a run by its claim epoch: completion, failure and heartbeat of an older epoch change
+//!   nothing.
+//! - `claim_registry` stops trusting a claim that was not renewed in time, and notices newer events; `execute`
+//!   then cancels the handler. [`OnNewEvent`] says whether newer events cancel a run.
+//! - `ClaimedIssue::completed_event_log_id` and `AdminStore::newest_event_log_at_commit` tell the handler and the
+//!   deliverer which event logs existed when a run or a reply was committed. The caller decides from them whether a
+//!   reply is stale.
+//!
+//! Not here: startup, heartbeats and shutdown (see `lifecycle`), renewal of claims (see `claim_registry`).
 
-mod claiming;
 mod config;
-mod ending;
-mod handling;
-mod intake;
-mod life;
+mod lifecycle;
 
+use std::panic::AssertUnwindSafe;
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use async_trait::async_trait;
+use futures_util::FutureExt;
 use headwater_queue::{Handler, Message, Outcome, TRACEPARENT, TraceContext};
+use headwater_stream::clock::{Clock, SystemClock};
 use metrics::{counter, histogram};
 use tokio::sync::{Semaphore, SemaphorePermit, watch};
-use tokio::time::Instant;
-use tracing::{debug, warn};
+use tokio::time::{Instant, sleep, sleep_until, timeout};
+use tracing::{debug, error, info, warn};
 
-use self::claiming::Claiming;
 pub(crate) use self::config::unique_name;
 pub use self::config::{OnNewEvent, WorkerConfig};
-use self::ending::Next;
-use crate::agenda::Agenda;
 use crate::batcher::Batcher;
-use crate::claim::{ClaimedIssue, GiveBack, Nudge};
-use crate::handler::{IssueHandler, Run};
-use crate::held::{Claims, HeldClaim, Seat};
-use crate::issue::{EventLogId, IssueId};
+use crate::claim::{
+    AfterFailure, Claim, ClaimRelease, ClaimReleased, ClaimedIssue, CompletionOutcome,
+    FailureOutcome, Nudge, ReleaseReason, RunCompletion, RunFailure,
+};
+use crate::claim_registry::{ClaimRegistry, HeldClaim, IssueSlot};
+use crate::error::{IssueError, Result};
+use crate::handler::{
+    DEFER_JITTER_MAX, FailureAction, HandlerError, IssueHandler, Resolution, Run, panic_text,
+    unavailable_delay,
+};
+use crate::issue::{EventLogId, IssueId, ProcessingStatus};
+use crate::limits::BATCH_MAX;
+use crate::local_queue::DueQueue;
 use crate::metrics::{
     EVENTS_PER_ISSUE_BATCH, ISSUES_PROCESSED, ISSUES_PROCESSING_DURATION, NUDGES_WITHOUT_RUN,
 };
 use crate::nudge::{self, Nudger};
-use crate::steps::Step;
+use crate::random;
+use crate::step_observer::ProcessingStep;
 use crate::store::Store;
 
-/// How long to wait before a database that did not answer is asked again.
-const ASK_AGAIN_AFTER: Duration = Duration::from_millis(200);
+/// Delay before a database call that failed is retried.
+const RETRY_DELAY: Duration = Duration::from_millis(200);
 
-/// Works on issues. Clones are the same worker.
+/// Processes issues. Clones share one worker.
 #[derive(Clone)]
 pub struct Worker {
     inner: Arc<Inner>,
@@ -62,26 +77,57 @@ struct Inner {
     handler: Arc<dyn IssueHandler>,
     config: WorkerConfig,
     batcher: Batcher,
-    claims: Arc<Claims>,
-    agenda: Agenda,
-    /// Claims to release when the database answers again; at most one per run that was under way when it stopped to.
-    lapsed: Mutex<Vec<GiveBack>>,
+    claims: Arc<ClaimRegistry>,
+    local_queue: DueQueue,
+    /// Claims to release when the database is available again; at most one per run in flight when it became
+    /// unavailable.
+    lapsed: Mutex<Vec<ClaimRelease>>,
     slots: Semaphore,
     /// Whether `run` was called.
     has_run: AtomicBool,
-    /// Becomes true when handlers that still run are to be cancelled.
+    /// Becomes true when the handlers still running are to be cancelled.
     stop: watch::Sender<bool>,
 }
 
-/// What became of the wish to look at an issue.
-enum Looked {
-    /// Somebody has looked, or has it in hand and will look once more.
+/// Result of processing an issue.
+enum ProcessOutcome {
+    /// The issue was processed, or the run in flight will process it again.
     Done,
-    /// The worker stops, and nobody has.
+    /// The worker is stopping and did not process the issue.
     Stopping,
 }
 
-/// From a nudge to its acknowledgement, which is what is returned here to the queue.
+/// Result of an attempt to claim an issue.
+enum ClaimOutcome {
+    Won(Box<ClaimedIssue>, HeldClaim),
+    /// This worker has nothing to do for the issue now.
+    Nothing,
+    /// The worker is stopping and did not claim the issue.
+    Stopping,
+}
+
+/// How the handler of a run ended.
+enum RunOutcome {
+    Resolved(Resolution),
+    Failed(HandlerError),
+    /// Newer events have arrived.
+    Superseded,
+    /// The worker is stopping.
+    Stopped,
+    /// The claim is lost, or may be.
+    Lost,
+}
+
+/// What is left to do after a run.
+enum FollowUp {
+    Nothing,
+    /// Nudge: any worker should process the issue now.
+    Nudge,
+    /// Put the issue into the local queue, due after this time.
+    Later(Duration),
+}
+
+/// Handles one nudge. The returned outcome makes the queue acknowledge or release the entry.
 #[async_trait]
 impl Handler for Worker {
     async fn handle(&self, message: Message) -> Outcome {
@@ -89,31 +135,31 @@ impl Handler for Worker {
             Ok(nudge) => {
                 let trace = message.headers.get(TRACEPARENT);
                 if let Some(trace) = trace.and_then(|text| TraceContext::parse(text)) {
-                    self.inner.nudger.origins().came_with(nudge.event_log_id, trace);
+                    self.inner.nudger.propagator().record_parent(nudge.event_log_id, trace);
                 }
                 nudge.issue_id
             }
             Err(reason) => {
-                no_run("malformed");
-                warn!(entry_id = %message.id, error = %reason, "nudge makes no sense");
+                count_nudge_without_run("malformed");
+                warn!(entry_id = %message.id, error = %reason, "malformed nudge moved to the dead letters");
                 return Outcome::DeadLetter { reason };
             }
         };
-        self.inner.config.steps.taken(Step::Received, issue_id);
-        match self.inner.look_at(issue_id).await {
-            Looked::Done => Outcome::Done,
-            Looked::Stopping => Outcome::Release,
+        self.inner.config.step_observer.on_step(ProcessingStep::Received, issue_id);
+        match self.inner.process_issue(issue_id).await {
+            ProcessOutcome::Done => Outcome::Done,
+            ProcessOutcome::Stopping => Outcome::Release,
         }
     }
 }
 
 impl Worker {
-    /// Works on one issue until nothing is left to do for it now. A no-op if there is nothing to do, or if somebody else
-    /// does it; a worker that has stopped leaves it to others. Never fails: what goes wrong is written to the issue, or
-    /// found by the sweep.
-    pub async fn look_at(&self, issue_id: IssueId) {
-        if let Looked::Stopping = self.inner.look_at(issue_id).await {
-            // There is no entry to give back, so others hear of it by a new one; if not, the sweep finds it.
+    /// Processes one issue until nothing is left to do for it now. A no-op if the issue needs no run or another worker
+    /// has claimed it. A stopped worker sends a nudge instead, so that another worker processes the issue. Never fails:
+    /// errors are stored on the issue, or the sweep finds it.
+    pub async fn process_issue(&self, issue_id: IssueId) {
+        if let ProcessOutcome::Stopping = self.inner.process_issue(issue_id).await {
+            // There is no stream entry to release, so send one; if that fails, the sweep finds the issue.
             let nudge = Nudge { issue_id, event_log_id: EventLogId::default() };
             let _ = self.inner.nudger.send(&[nudge]).await;
         }
@@ -121,77 +167,77 @@ impl Worker {
 }
 
 impl Inner {
-    /// Runs an issue, and once more if somebody asked for it meanwhile.
-    async fn look_at(&self, issue_id: IssueId) -> Looked {
-        let Some(_slot) = self.slot().await else { return Looked::Stopping };
-        // In hand already: whoever has it looks once more, so this wake-up is not lost.
-        let mut taken = self.claims.sit(issue_id);
-        while let Some(seat) = taken {
-            if let Looked::Stopping = self.run(&seat).await {
-                return Looked::Stopping;
+    /// Runs an issue, and again if it was requested meanwhile.
+    async fn process_issue(&self, issue_id: IssueId) -> ProcessOutcome {
+        let Some(_permit) = self.permit().await else { return ProcessOutcome::Stopping };
+        // If the issue is in flight, its run repeats after it ends, so this request is not lost.
+        let mut entered = self.claims.try_enter(issue_id);
+        while let Some(slot) = entered {
+            if let ProcessOutcome::Stopping = self.run(&slot).await {
+                return ProcessOutcome::Stopping;
             }
-            taken = seat.leave();
+            entered = slot.exit();
         }
-        Looked::Done
+        ProcessOutcome::Done
     }
 
-    /// One run: its steps.
-    async fn run(&self, seat: &Seat) -> Looked {
-        let (claimed, held) = match self.claim(seat).await {
-            Claiming::Won(claimed, held) => (claimed, held),
-            Claiming::Nothing => return Looked::Done,
-            Claiming::Stopping => return Looked::Stopping,
+    /// One run: claim, load, execute, finish, follow up.
+    async fn run(&self, slot: &IssueSlot) -> ProcessOutcome {
+        let (claimed, held) = match self.claim(slot).await {
+            ClaimOutcome::Won(claimed, held) => (claimed, held),
+            ClaimOutcome::Nothing => return ProcessOutcome::Done,
+            ClaimOutcome::Stopping => return ProcessOutcome::Stopping,
         };
         let started = Instant::now();
         let run = self.load(*claimed, &held, started);
 
-        let ending = self.handle(&run).await;
-        self.config.steps.taken(Step::Handled, seat.issue_id);
+        let outcome = self.execute(&run).await;
+        self.config.step_observer.on_step(ProcessingStep::Handled, slot.issue_id);
 
-        let (result, next) = self.complete(&run, &held, ending).await;
-        self.config.steps.taken(Step::Completed, seat.issue_id);
+        let (result, follow_up) = self.finish(&run, &held, outcome).await;
+        self.config.step_observer.on_step(ProcessingStep::Completed, slot.issue_id);
         drop(held);
         counter!(ISSUES_PROCESSED, "result" => result).increment(1);
         histogram!(ISSUES_PROCESSING_DURATION, "result" => result).record(started.elapsed());
         let elapsed_ms = started.elapsed().as_millis() as u64;
-        debug!(issue_id = %seat.issue_id, epoch = %run.epoch(), result, elapsed_ms, "run ended");
+        debug!(issue_id = %slot.issue_id, epoch = %run.epoch(), result, elapsed_ms, "run ended");
 
-        self.follow_up(&run, next).await;
-        Looked::Done
+        self.follow_up(&run, follow_up).await;
+        ProcessOutcome::Done
     }
 
-    /// What a handler needs to know. The claim has brought the pending event logs along, in the same transaction.
+    /// Builds the run. The claim returned the pending event logs from its own transaction.
     fn load(&self, claimed: ClaimedIssue, held: &HeldClaim, started: Instant) -> Run {
         histogram!(EVENTS_PER_ISSUE_BATCH).record(claimed.events.len() as f64);
         let deadline = started + self.config.deadline;
-        Run { claimed: Arc::new(claimed), claim: held.watch().clone(), deadline }
+        Run { claimed: Arc::new(claimed), claim: held.handle().clone(), deadline }
     }
 
-    /// Asks for what a run has left to do, before its nudge is acknowledged.
-    async fn follow_up(&self, run: &Run, next: Next) {
+    /// Schedules the work that a run left, before its nudge is acknowledged.
+    async fn follow_up(&self, run: &Run, follow_up: FollowUp) {
         let issue_id = run.issue().id;
-        match next {
-            Next::Nothing => {}
-            Next::Later(wait) => {
-                self.agenda.add(issue_id, Instant::now() + wait);
+        match follow_up {
+            FollowUp::Nothing => {}
+            FollowUp::Later(wait) => {
+                self.local_queue.add(issue_id, Instant::now() + wait);
             }
-            Next::Nudge => {
+            FollowUp::Nudge => {
                 let event_log_id = run.events().last().map(|event| event.id).unwrap_or_default();
                 let sent = self.nudger.send(&[Nudge { issue_id, event_log_id }]).await;
                 if sent.is_err() && !self.is_stopping() {
-                    self.agenda.add(issue_id, Instant::now());
+                    self.local_queue.add(issue_id, Instant::now());
                 }
             }
         }
     }
 
-    /// Room for one more run; none if the worker stops before there is any.
-    async fn slot(&self) -> Option<SemaphorePermit<'_>> {
+    /// A permit for one more run; `None` if the worker stops first.
+    async fn permit(&self) -> Option<SemaphorePermit<'_>> {
         let mut stop = self.stop.subscribe();
         tokio::select! {
             biased;
             _ = stop.wait_for(|stop| *stop) => None,
-            slot = self.slots.acquire() => slot.ok(),
+            permit = self.slots.acquire() => permit.ok(),
         }
     }
 
@@ -200,6 +246,341 @@ impl Inner {
     }
 }
 
-fn no_run(reason: &'static str) {
+/// Claim.
+impl Inner {
+    /// Claims the issue. Retries while the database is unavailable, for at most the TTL of a claim; after that the
+    /// sweep finds the issue.
+    async fn claim(&self, slot: &IssueSlot) -> ClaimOutcome {
+        let issue_id = slot.issue_id;
+        let until = Instant::now() + self.config.claim_ttl;
+        while !self.is_stopping() {
+            let requested_at = Instant::now();
+            let reason = match self.batcher.claim(issue_id).await {
+                Ok(Claim::Won(claimed)) => {
+                    let held = slot.hold(&claimed, requested_at);
+                    if !self.confirm_claim(&held).await {
+                        continue;
+                    }
+                    self.config.step_observer.on_step(ProcessingStep::Claimed, issue_id);
+                    return ClaimOutcome::Won(claimed, held);
+                }
+                Ok(Claim::Taken { owner, .. }) if owner == self.config.name => {
+                    // This worker owns the claim but has no run for it: the reply to an earlier claim was lost.
+                    self.release_orphaned_claim(issue_id).await;
+                    continue;
+                }
+                Err(error) if error.is_transient() && Instant::now() < until => {
+                    warn!(%issue_id, %error, "claim failed, retrying");
+                    self.pause().await;
+                    continue;
+                }
+                Err(error) => {
+                    error!(%issue_id, %error, "claim failed, the sweep will nudge again");
+                    "error"
+                }
+                Ok(Claim::NotYet { wait, .. }) => {
+                    self.local_queue.add(issue_id, Instant::now() + wait);
+                    "waiting"
+                }
+                Ok(Claim::Taken { .. }) => "taken",
+                Ok(Claim::Idle) => "idle",
+                Ok(Claim::Quarantined { .. }) => "quarantined",
+                Ok(Claim::Missing) => "missing",
+            };
+            count_nudge_without_run(reason);
+            return ClaimOutcome::Nothing;
+        }
+        ClaimOutcome::Stopping
+    }
+
+    /// Confirms with a heartbeat a claim whose reply took so long that the claim may have expired meanwhile.
+    async fn confirm_claim(&self, held: &HeldClaim) -> bool {
+        if held.handle().is_held() {
+            return true;
+        }
+        match held.handle().renew().await {
+            Ok(()) => held.handle().is_held(),
+            Err(error) => {
+                let issue_id = held.handle().issue_id();
+                warn!(%issue_id, %error, "claim reply arrived too late, retrying");
+                self.pause().await;
+                false
+            }
+        }
+    }
+
+    /// Releases an issue that this worker has claimed without having received the reply.
+    async fn release_orphaned_claim(&self, issue_id: IssueId) {
+        let release = async {
+            let Some(issue) = self.store.issue(issue_id).await? else { return Ok(()) };
+            let is_owner = issue.claim_owner.as_deref() == Some(self.config.name.as_str());
+            if issue.status == ProcessingStatus::Processing && is_owner {
+                let (epoch, reason) = (issue.claim_epoch, ReleaseReason::Shutdown);
+                self.store.release_claims(&[ClaimRelease { issue_id, epoch, reason }]).await?;
+            }
+            Ok::<(), IssueError>(())
+        };
+        if let Err(error) = release.await {
+            warn!(%issue_id, %error, "orphaned claim was not released, retrying");
+            self.pause().await;
+        }
+    }
+
+    /// Waits for [`RETRY_DELAY`], or until the worker stops.
+    async fn pause(&self) {
+        let mut stop = self.stop.subscribe();
+        let _ = timeout(RETRY_DELAY, stop.wait_for(|stop| *stop)).await;
+    }
+}
+
+/// Execute.
+impl Inner {
+    /// Executes the handler while its result can take effect. The handler is dropped when this returns. A panic and an
+    /// exceeded deadline are failures.
+    async fn execute(&self, run: &Run) -> RunOutcome {
+        let mut stop = self.stop.subscribe();
+        tokio::select! {
+            biased;
+            () = run.cancelled() => RunOutcome::Lost,
+            _ = stop.wait_for(|stop| *stop) => RunOutcome::Stopped,
+            () = self.superseded(run) => RunOutcome::Superseded,
+            () = sleep_until(run.deadline) => {
+                let limit = self.config.deadline;
+                RunOutcome::Failed(HandlerError::retry(format!("the handler took longer than {limit:?}")))
+            }
+            // Unwind safety: the worker shares no state with the handler that a panic could leave inconsistent.
+            result = AssertUnwindSafe(self.handler.handle(run.clone())).catch_unwind() => match result {
+                Ok(Ok(resolution)) => RunOutcome::Resolved(resolution),
+                Ok(Err(error)) => RunOutcome::Failed(error),
+                Err(panic) => {
+                    let text = panic_text(panic.as_ref());
+                    RunOutcome::Failed(HandlerError::retry(format!("the handler panicked: {text}")))
+                }
+            },
+        }
+    }
+
+    /// Completes when a newer event supersedes this run; never, if the configuration lets the run continue.
+    async fn superseded(&self, run: &Run) {
+        match self.config.on_new_event {
+            OnNewEvent::Supersede { times_max } if run.issue().superseded < times_max => {
+                run.newer_events().await;
+            }
+            _ => std::future::pending().await,
+        }
+    }
+}
+
+/// Finish.
+impl Inner {
+    /// Ends a run in the database, according to how its handler ended. Returns the label for the metrics and the
+    /// follow-up. A result is committed whole or not at all.
+    async fn finish(
+        &self,
+        run: &Run,
+        held: &HeldClaim,
+        outcome: RunOutcome,
+    ) -> (&'static str, FollowUp) {
+        match outcome {
+            RunOutcome::Resolved(resolution) => self.commit(run, held, resolution).await,
+            RunOutcome::Failed(error) => self.fail(run, held, error).await,
+            RunOutcome::Superseded => self.release(run, held, ReleaseReason::Superseded).await,
+            RunOutcome::Stopped => self.release(run, held, ReleaseReason::Shutdown).await,
+            RunOutcome::Lost => {
+                warn!(issue_id = %run.issue().id, epoch = %run.epoch(), "claim lost, run cancelled");
+                self.release_later(run, held);
+                ("fenced", FollowUp::Nothing)
+            }
+        }
+    }
+
+    /// Commits the result of a run: events processed, fields changed and outbox rows written, in one transaction.
+    async fn commit(
+        &self,
+        run: &Run,
+        held: &HeldClaim,
+        resolution: Resolution,
+    ) -> (&'static str, FollowUp) {
+        let completion = RunCompletion {
+            issue_id: run.issue().id,
+            epoch: run.epoch(),
+            event_log_ids: run.events().iter().map(|event| event.id).collect(),
+            fields: resolution.fields,
+            discussions: resolution.discussions,
+            outbox: resolution.outbox,
+        };
+        match self.retry_while_held(held, || self.batcher.complete(completion.clone())).await {
+            Ok(CompletionOutcome::Committed { requeued: false, .. }) => ("done", FollowUp::Nothing),
+            Ok(CompletionOutcome::Committed { not_before: None, .. }) => ("done", FollowUp::Nudge),
+            // A debounce window started during the run; the next claim returns how long it still lasts.
+            Ok(CompletionOutcome::Committed { .. }) => ("done", FollowUp::Later(Duration::ZERO)),
+            Ok(CompletionOutcome::Fenced) => ("fenced", FollowUp::Nothing),
+            Err(error @ IssueError::Invalid { .. }) => {
+                let error = HandlerError::retry(format!("the handler's result: {error}"));
+                self.fail(run, held, error).await
+            }
+            // The database renews the claim but does not store the result. If it was stored after all, this is fenced.
+            Err(error) if error.is_transient() && held.handle().is_held() => {
+                let reason = format!("the result was not stored: {error}");
+                self.fail(run, held, HandlerError::unavailable(reason)).await
+            }
+            Err(error) => self.abandon(run, held, &error),
+        }
+    }
+
+    /// Stores a failure: the issue is retried later, deferred or quarantined.
+    async fn fail(
+        &self,
+        run: &Run,
+        held: &HeldClaim,
+        error: HandlerError,
+    ) -> (&'static str, FollowUp) {
+        let (issue_id, attempt) = (run.issue().id, run.issue().attempts + 1);
+        let then = match error.then {
+            FailureAction::Retry => {
+                AfterFailure::Retry { after: self.config.retry.delay(attempt, random::unit_f64()) }
+            }
+            FailureAction::RetryAfter(after) => AfterFailure::Retry { after },
+            FailureAction::Defer(after) => defer_with_jitter(after),
+            FailureAction::Unavailable => {
+                let oldest = run.events().first().map(|event| event.created_at);
+                let waited = oldest.map(|oldest| SystemClock.now().since(oldest));
+                defer_with_jitter(unavailable_delay(waited.unwrap_or_default()))
+            }
+            FailureAction::Quarantine => AfterFailure::Quarantine,
+        };
+        let (delay, result) = match then {
+            AfterFailure::Defer { after } => {
+                warn!(%issue_id, ?after, reason = %error.reason, "run deferred, no attempt counted");
+                (after, "put_off")
+            }
+            AfterFailure::Retry { after } => {
+                warn!(%issue_id, attempt, error = %error.reason, "run failed");
+                (after, "failed")
+            }
+            AfterFailure::Quarantine => {
+                warn!(%issue_id, attempt, error = %error.reason, "run failed");
+                (Duration::ZERO, "failed")
+            }
+        };
+        let failure = RunFailure { issue_id, epoch: run.epoch(), error: error.reason, then };
+        let failures = [failure];
+        let call = || self.store.fail(&failures, self.config.retry.attempts_max);
+        match first(self.retry_while_held(held, call).await) {
+            Ok(Some(FailureOutcome::Requeued { .. })) => (result, FollowUp::Later(delay)),
+            Ok(Some(FailureOutcome::Quarantined { attempts })) => {
+                error!(
+                    %issue_id, attempts,
+                    "issue quarantined; fix the cause, then run `headwater issue release ID`"
+                );
+                ("quarantined", FollowUp::Nothing)
+            }
+            Ok(Some(FailureOutcome::Fenced) | None) => ("fenced", FollowUp::Nothing),
+            Err(error) => self.abandon(run, held, &error),
+        }
+    }
+
+    /// Releases the claim without a result and without counting an attempt.
+    async fn release(
+        &self,
+        run: &Run,
+        held: &HeldClaim,
+        reason: ReleaseReason,
+    ) -> (&'static str, FollowUp) {
+        let (issue_id, epoch) = (run.issue().id, run.epoch());
+        info!(%issue_id, %epoch, ?reason, "run cancelled, claim released");
+        let claims = [ClaimRelease { issue_id, epoch, reason }];
+        match first(self.retry_while_held(held, || self.store.release_claims(&claims)).await) {
+            Ok(Some(ClaimReleased::Requeued { .. })) if reason == ReleaseReason::Superseded => {
+                ("superseded", FollowUp::Later(Duration::ZERO))
+            }
+            Ok(Some(ClaimReleased::Requeued { .. })) => ("given_back", FollowUp::Nudge),
+            Ok(Some(ClaimReleased::Fenced) | None) => ("fenced", FollowUp::Nothing),
+            Err(error) => self.abandon(run, held, &error),
+        }
+    }
+
+    /// Retries a call that failed transiently, while the claim is held and for at most the TTL of a claim: a longer
+    /// failure is specific to this issue. Idempotent: each call that ends a run has taken effect, takes effect now, or
+    /// is fenced.
+    async fn retry_while_held<T, Calling: Future<Output = Result<T>>>(
+        &self,
+        held: &HeldClaim,
+        call: impl Fn() -> Calling,
+    ) -> Result<T> {
+        let until = Instant::now() + self.config.claim_ttl;
+        loop {
+            match call().await {
+                Err(error)
+                    if error.is_transient()
+                        && held.handle().is_held()
+                        && Instant::now() < until =>
+                {
+                    let issue_id = held.handle().issue_id();
+                    warn!(%issue_id, %error, "end of the run was not stored, retrying");
+                    sleep(RETRY_DELAY).await;
+                }
+                result => return result,
+            }
+        }
+    }
+
+    /// The database was unavailable until the claim expired. If the end of the run was not stored, `release_lapsed`
+    /// releases the claim, or the sweep requeues the issue.
+    fn abandon(&self, run: &Run, held: &HeldClaim, error: &IssueError) -> (&'static str, FollowUp) {
+        error!(
+            issue_id = %run.issue().id, epoch = %run.epoch(), %error,
+            "end of the run was not stored; the issue will be run again"
+        );
+        self.release_later(run, held);
+        ("error", FollowUp::Nothing)
+    }
+
+    /// Leaves the claim to `release_lapsed`, unless the database reported it as lost.
+    fn release_later(&self, run: &Run, held: &HeldClaim) {
+        if !held.handle().is_lost() {
+            let (issue_id, epoch, reason) = (run.issue().id, run.epoch(), ReleaseReason::Shutdown);
+            self.lapsed().push(ClaimRelease { issue_id, epoch, reason });
+        }
+    }
+
+    /// Releases claims whose runs ended while the database was unavailable. An expired claim counts as a crash of its
+    /// worker, and this worker did not crash. Claims of a call that fails stay for the next one.
+    async fn release_lapsed(&self) -> Result<()> {
+        loop {
+            let claims: Vec<ClaimRelease> = self.lapsed().iter().take(BATCH_MAX).copied().collect();
+            if claims.is_empty() {
+                return Ok(());
+            }
+            let released = self.store.release_claims(&claims).await?;
+            self.lapsed().drain(..claims.len());
+            for (claim, released) in claims.iter().zip(released) {
+                if let ClaimReleased::Requeued { .. } = released {
+                    info!(
+                        issue_id = %claim.issue_id, epoch = %claim.epoch,
+                        "claim released after the database was unavailable"
+                    );
+                    self.local_queue.add(claim.issue_id, Instant::now());
+                }
+            }
+        }
+    }
+
+    fn lapsed(&self) -> MutexGuard<'_, Vec<ClaimRelease>> {
+        self.lapsed.lock().expect("no code panics while it holds this lock")
+    }
+}
+
+/// Defers a run, with jitter, so that runs deferred until the same time do not resume at once.
+fn defer_with_jitter(after: Duration) -> AfterFailure {
+    let spread = (after / 10).min(DEFER_JITTER_MAX);
+    AfterFailure::Defer { after: after + spread.mul_f64(random::unit_f64()) }
+}
+
+fn first<T>(results: Result<Vec<T>>) -> Result<Option<T>> {
+    results.map(|results| results.into_iter().next())
+}
+
+fn count_nudge_without_run(reason: &'static str) {
     counter!(NUDGES_WITHOUT_RUN, "result" => reason).increment(1);
 }

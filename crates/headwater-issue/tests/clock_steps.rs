@@ -1,5 +1,5 @@
-//! The wall clock is set back and forward by an hour while issues wait, run and are delivered: nothing is stranded, nothing
-//! is done twice, and nobody who lives counts as dead.
+//! Steps of the wall clock while issues wait, run and are delivered: nothing stalls, nothing is done twice, and live
+//! workers do not count as dead.
 #![cfg(all(feature = "sqlite", feature = "postgres"))]
 
 mod support;
@@ -11,9 +11,10 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use headwater_issue::{
-    AfterFailure, Beat, Claim, ClaimOptions, ClaimedIssue, Completion, Delivery, EventLogId,
-    Failure, IssueId, NewOutbox, OutboxKind, OutboxRow, OutboxSettled, OutboxSettlement, Quiet,
-    Reason, Store, StoreOptions, SweepOptions, connect, why,
+    AfterFailure, Claim, ClaimOptions, ClaimRenewal, ClaimedIssue, DebounceWindow, DiagnosisReason,
+    EventLogId, IssueId, NewOutboxRow, OutboxDelivery, OutboxKind, OutboxRow, OutboxSettled,
+    OutboxSettlement, RunCompletion, RunFailure, Store, StoreOptions, SweepOptions, connect,
+    explain,
 };
 use headwater_stream::clock::{Clock, TestClock};
 use headwater_testkit::{Postgres, WallClock};
@@ -22,15 +23,18 @@ use support::{LONG, event_of};
 const HOUR: Duration = Duration::from_secs(3600);
 const TTL: Duration = Duration::from_secs(60);
 const WORKER_TTL: Duration = Duration::from_secs(15);
-const QUIET: Quiet =
-    Quiet { quiet: Duration::from_millis(800), max_wait: Duration::from_secs(5), events_max: 0 };
+const DEBOUNCE: DebounceWindow = DebounceWindow {
+    quiet_for: Duration::from_millis(800),
+    max_wait: Duration::from_secs(5),
+    events_max: 0,
+};
 const WORKER: &str = "worker";
 
-/// More than any wait of this file, each after one step: a claim of a dead worker, a backoff, a nudge.
+/// Longer than any wait in this file after a step: a claim of a dead worker, a backoff, a nudge.
 const BOUND: Duration = Duration::from_secs(4 * 60);
 
 fn claiming() -> ClaimOptions {
-    // Workers die often here.
+    // Workers crash often in this test.
     ClaimOptions { ttl: TTL, crashes_max: 1_000_000, ..ClaimOptions::new(WORKER) }
 }
 
@@ -39,25 +43,25 @@ fn sweeping() -> SweepOptions {
 }
 
 /// A reply to each event of a run.
-fn completion(claimed: &ClaimedIssue) -> Completion {
-    let reply = |id: EventLogId| NewOutbox {
+fn completion(claimed: &ClaimedIssue) -> RunCompletion {
+    let reply = |id: EventLogId| NewOutboxRow {
         kind: OutboxKind::Reply,
         target: String::new(),
         payload: format!(r#"{{"event":{id}}}"#),
     };
     let event_log_ids: Vec<EventLogId> = claimed.events.iter().map(|event| event.id).collect();
-    Completion {
+    RunCompletion {
         issue_id: claimed.issue.id,
         epoch: claimed.epoch,
         outbox: event_log_ids.iter().copied().map(reply).collect(),
         event_log_ids,
-        ..Completion::default()
+        ..RunCompletion::default()
     }
 }
 
-struct Chance(u64);
+struct SeededRandom(u64);
 
-impl Chance {
+impl SeededRandom {
     fn new() -> Self {
         let seed = std::env::var("HEADWATER_SEED").ok().and_then(|seed| seed.parse().ok());
         let seed = seed.unwrap_or_else(|| RandomState::new().hash_one("seed") >> 32);
@@ -75,50 +79,53 @@ impl Chance {
     }
 
     fn index(&mut self, length: usize) -> usize {
-        usize::try_from(self.below(length as u64)).expect("it was a length")
+        usize::try_from(self.below(length as u64)).expect("an index fits")
     }
 }
 
-/// A worker and a deliverer that live, with what they have in hand, and the store they share with others that died.
-struct World {
+/// A live worker and deliverer with their runs and rows, and the store they share with crashed ones.
+struct Simulation {
     clock: TestClock,
     store: Arc<dyn Store>,
-    chance: Chance,
+    random: SeededRandom,
     issues: BTreeSet<IssueId>,
     recorded: BTreeSet<EventLogId>,
     runs: Vec<(ClaimedIssue, Duration)>,
     rows: Vec<(OutboxRow, Duration)>,
-    /// How often each reply was begun to be delivered by somebody who did not die of it.
+    /// Number of completed deliveries of each reply.
     sent: BTreeMap<String, usize>,
-    /// Runs and deliveries may end badly.
+    /// Whether runs and deliveries may fail.
     may_fail: bool,
 }
 
-impl World {
-    async fn new(chance: Chance) -> Result<Self> {
+impl Simulation {
+    async fn new(random: SeededRandom) -> Result<Self> {
         let clock = TestClock::default();
         let options = StoreOptions { clock: Arc::new(clock.clone()), ..StoreOptions::default() };
         let store = connect("sqlite::memory:", &options).await?;
         store.ensure_integration("main", "gitlab").await?;
-        store.beat_worker(WORKER, WORKER_TTL).await?;
+        store.heartbeat_worker(WORKER, WORKER_TTL).await?;
         let (issues, recorded, runs, rows, sent) = Default::default();
-        Ok(Self { clock, store, chance, issues, recorded, runs, rows, sent, may_fail: true })
+        Ok(Self { clock, store, random, issues, recorded, runs, rows, sent, may_fail: true })
     }
 
-    /// The living renew what they hold in good time.
-    async fn pass(&mut self, time: Duration) -> Result<()> {
+    /// Advances time. Live processes renew their claims in time.
+    async fn advance(&mut self, time: Duration) -> Result<()> {
         self.clock.advance(time);
         let now = self.clock.monotonic();
-        self.store.beat_worker(WORKER, WORKER_TTL).await?;
+        self.store.heartbeat_worker(WORKER, WORKER_TTL).await?;
         for (claimed, renewed) in &mut self.runs {
             if now - *renewed >= TTL / 4 {
                 let claim = (claimed.issue.id, claimed.epoch);
-                let beat = self.store.heartbeat(&[claim], TTL).await?.remove(0);
-                assert!(matches!(beat, Beat::Kept { .. }), "a worker that lives lost its claim");
+                let renewal = self.store.heartbeat(&[claim], TTL).await?.remove(0);
+                assert!(
+                    matches!(renewal, ClaimRenewal::Kept { .. }),
+                    "a live worker lost its claim"
+                );
                 *renewed = now;
             }
         }
-        // A delivery takes half of the life of its row at most.
+        // A delivery takes at most half of the TTL of its row.
         while let Some(late) = self.rows.iter().position(|(_, taken)| now - *taken >= TTL / 2) {
             self.settle(late).await?;
         }
@@ -126,14 +133,14 @@ impl World {
     }
 
     async fn record(&mut self) -> Result<()> {
-        let (issue, event) = (self.chance.below(6).to_string(), self.recorded.len().to_string());
-        let recorded = self.store.record(&[event_of(&issue, &event)], &QUIET).await.remove(0)?;
+        let (issue, event) = (self.random.below(6).to_string(), self.recorded.len().to_string());
+        let recorded = self.store.record(&[event_of(&issue, &event)], &DEBOUNCE).await.remove(0)?;
         self.issues.insert(recorded.issue_id);
         self.recorded.insert(recorded.event_log_id);
         Ok(())
     }
 
-    /// What the worker of a real process does when it is nudged.
+    /// Claims the issues that a sweep nudges.
     async fn sweep_and_claim(&mut self) -> Result<()> {
         let swept = self.store.sweep(&sweeping()).await?;
         let nudged: Vec<IssueId> = swept.nudges.iter().map(|nudge| nudge.issue_id).collect();
@@ -144,7 +151,7 @@ impl World {
         for claim in self.store.claim(issues, &claiming()).await? {
             if let Claim::Won(claimed) = claim {
                 let is_held = self.runs.iter().any(|(held, _)| held.issue.id == claimed.issue.id);
-                assert!(!is_held, "an issue in hand was given to another");
+                assert!(!is_held, "an issue in flight was claimed again");
                 self.runs.push((*claimed, self.clock.monotonic()));
             }
         }
@@ -154,7 +161,7 @@ impl World {
     async fn take(&mut self) -> Result<()> {
         for row in self.store.take_outbox(WORKER, 10, TTL).await? {
             let is_held = self.rows.iter().any(|(held, _)| held.id == row.id);
-            assert!(!is_held, "a reply on its way was given to another deliverer");
+            assert!(!is_held, "a reply in flight was taken by another deliverer");
             self.rows.push((row, self.clock.monotonic()));
         }
         Ok(())
@@ -162,45 +169,45 @@ impl World {
 
     async fn settle(&mut self, index: usize) -> Result<()> {
         let (row, _) = self.rows.swap_remove(index);
-        let fails = self.may_fail && self.chance.below(4) == 0;
+        let fails = self.may_fail && self.random.below(4) == 0;
         let delivery = if fails {
-            Delivery::Away { after: Duration::from_secs(30), error: "busy".into() }
+            OutboxDelivery::Unavailable { after: Duration::from_secs(30), error: "busy".into() }
         } else {
             *self.sent.entry(row.payload.clone()).or_default() += 1;
-            Delivery::Delivered
+            OutboxDelivery::Delivered
         };
         let settlement = OutboxSettlement { id: row.id, deliveries: row.deliveries, delivery };
         let settled = self.store.settle_outbox(&[settlement]).await?;
-        assert_eq!(settled, [OutboxSettled::Done], "a deliverer that lives lost its row");
+        assert_eq!(settled, [OutboxSettled::Done], "a live deliverer lost its row");
         Ok(())
     }
 
     async fn end_run(&mut self, index: usize) -> Result<()> {
         let (claimed, _) = self.runs.swap_remove(index);
         let (issue_id, epoch) = (claimed.issue.id, claimed.epoch);
-        match self.chance.below(8) {
-            // The worker dies with it, but for its other runs.
+        match self.random.below(8) {
+            // The run crashes; the other runs of the worker continue.
             0 => {}
             1 => {
-                let then = AfterFailure::PutOff { after: Duration::from_secs(20) };
-                let failure = Failure { issue_id, epoch, error: "busy".into(), then };
+                let then = AfterFailure::Defer { after: Duration::from_secs(20) };
+                let failure = RunFailure { issue_id, epoch, error: "busy".into(), then };
                 self.store.fail(&[failure], 1_000_000).await?;
             }
             _ => {
                 let completed = self.store.complete(&[completion(&claimed)]).await?;
                 assert!(
-                    matches!(completed[0], headwater_issue::Completed::Committed { .. }),
-                    "the answer of a worker that lives was fenced"
+                    matches!(completed[0], headwater_issue::CompletionOutcome::Committed { .. }),
+                    "the completion of a live worker was fenced"
                 );
             }
         }
         Ok(())
     }
 
-    /// Sets the clock, and looks at once: nothing may be reported falsely.
-    async fn step(&mut self) -> Result<()> {
-        let by = [HOUR, HOUR * 24 * 30, Duration::from_secs(30)][self.chance.index(3)];
-        if self.chance.below(2) == 0 {
+    /// Steps the clock, and checks at once that no live worker is reported as dead.
+    async fn step_clock(&mut self) -> Result<()> {
+        let by = [HOUR, HOUR * 24 * 30, Duration::from_secs(30)][self.random.index(3)];
+        if self.random.below(2) == 0 {
             self.clock.step_back(by);
         } else {
             self.clock.step_forward(by);
@@ -208,37 +215,37 @@ impl World {
         let workers = self.store.workers().await?;
         assert!(workers.iter().any(|worker| worker.worker == WORKER), "a worker counts as dead");
         for issue in &self.issues {
-            let why = why(self.store.as_ref(), *issue).await?;
-            assert!(!matches!(why.reason, Reason::NoWorker), "{why}");
+            let diagnosis = explain(self.store.as_ref(), *issue).await?;
+            assert!(!matches!(diagnosis.reason, DiagnosisReason::NoWorker), "{diagnosis}");
         }
         Ok(())
     }
 
     async fn act(&mut self) -> Result<()> {
-        match self.chance.below(20) {
+        match self.random.below(20) {
             0..4 => self.record().await?,
             4..8 => {
-                let time = Duration::from_millis(self.chance.below(3000));
-                self.pass(time).await?;
+                let time = Duration::from_millis(self.random.below(3000));
+                self.advance(time).await?;
             }
-            8 => self.step().await?,
+            8 => self.step_clock().await?,
             9..12 => self.sweep_and_claim().await?,
             12 => {
                 let all: Vec<IssueId> = self.issues.iter().copied().collect();
                 self.claim(&all).await?;
             }
             13..15 if !self.runs.is_empty() => {
-                let index = self.chance.index(self.runs.len());
+                let index = self.random.index(self.runs.len());
                 self.end_run(index).await?;
             }
             15..17 => self.take().await?,
             17 | 18 if !self.rows.is_empty() => {
-                let index = self.chance.index(self.rows.len());
+                let index = self.random.index(self.rows.len());
                 self.settle(index).await?;
             }
-            // The deliverer dies before it has sent it, but for its other rows.
+            // A delivery crashes before it is sent; the other rows continue.
             19 if !self.rows.is_empty() => {
-                let index = self.chance.index(self.rows.len());
+                let index = self.random.index(self.rows.len());
                 self.rows.swap_remove(index);
             }
             _ => {}
@@ -246,7 +253,7 @@ impl World {
         Ok(())
     }
 
-    /// Everything ends within a time that no step makes longer.
+    /// Everything completes within a time that does not depend on clock steps.
     async fn finish(&mut self) -> Result<()> {
         self.may_fail = false;
         let began = self.clock.monotonic();
@@ -260,85 +267,83 @@ impl World {
             while !self.rows.is_empty() {
                 self.settle(0).await?;
             }
-            let (audit, backlog) = (self.store.audit(10).await?, self.store.backlog().await?);
-            if audit.pending == 0 && backlog.outbox_pending == 0 {
+            let (report, backlog) =
+                (self.store.check_consistency(10).await?, self.store.backlog().await?);
+            if report.pending == 0 && backlog.outbox_pending == 0 {
                 return Ok(());
             }
             let waited = self.clock.monotonic() - began;
-            assert!(waited < BOUND, "stranded: {audit:?} {backlog:?}");
-            self.pass(Duration::from_millis(500)).await?;
+            assert!(waited < BOUND, "stalled: {report:?} {backlog:?}");
+            self.advance(Duration::from_millis(500)).await?;
         }
     }
 }
 
 #[tokio::test]
-async fn with_a_clock_that_is_set_at_random_nothing_is_stranded_lost_doubled_or_falsely_dead()
--> Result<()> {
-    let mut chance = Chance::new();
+async fn random_clock_steps_neither_stall_lose_nor_duplicate_work() -> Result<()> {
+    let mut random = SeededRandom::new();
     for _ in 0..40 {
-        let mut world = World::new(Chance(chance.below(u64::MAX))).await?;
+        let mut simulation = Simulation::new(SeededRandom(random.below(u64::MAX))).await?;
         for _ in 0..300 {
-            world.act().await?;
+            simulation.act().await?;
         }
-        world.step().await?;
-        world.finish().await?;
+        simulation.step_clock().await?;
+        simulation.finish().await?;
         let expected: BTreeMap<String, usize> =
-            world.recorded.iter().map(|id| (format!(r#"{{"event":{id}}}"#), 1)).collect();
-        assert_eq!(world.sent, expected, "each event is answered once");
+            simulation.recorded.iter().map(|id| (format!(r#"{{"event":{id}}}"#), 1)).collect();
+        assert_eq!(simulation.sent, expected, "each event has one reply");
     }
     Ok(())
 }
 
 #[tokio::test]
-async fn what_waits_in_a_file_is_due_in_time_when_the_clock_was_set_back_before_a_restart()
--> Result<()> {
+async fn waiting_issues_are_due_in_time_after_a_clock_step_back_before_a_restart() -> Result<()> {
     let directory = tempfile::tempdir()?;
     let url = format!("sqlite:{}", directory.path().join("issues.db").display());
     let clock = TestClock::default();
     let options = StoreOptions { clock: Arc::new(clock.clone()), ..StoreOptions::default() };
     let store = connect(&url, &options).await?;
     store.ensure_integration("main", "gitlab").await?;
-    let issue = store.record(&[event_of("1", "a")], &QUIET).await.remove(0)?.issue_id;
+    let issue = store.record(&[event_of("1", "a")], &DEBOUNCE).await.remove(0)?.issue_id;
     store.sweep(&sweeping()).await?;
     store.close().await;
 
     clock.step_back(HOUR);
     let store = connect(&url, &options).await?;
-    clock.advance(QUIET.quiet);
+    clock.advance(DEBOUNCE.quiet_for);
     let claim = store.claim(&[issue], &claiming()).await?.remove(0);
     assert!(matches!(claim, Claim::Won(_)), "{claim:?}");
     Ok(())
 }
 
 #[tokio::test]
-async fn fresh_rows_are_not_removed_when_the_clock_is_set_forward_by_more_than_they_are_kept()
--> Result<()> {
-    let mut world = World::new(Chance(1)).await?;
-    world.record().await?;
-    world.clock.advance(QUIET.quiet);
-    world.finish().await?;
+async fn a_clock_step_forward_does_not_remove_fresh_rows() -> Result<()> {
+    let mut simulation = Simulation::new(SeededRandom(1)).await?;
+    simulation.record().await?;
+    simulation.clock.advance(DEBOUNCE.quiet_for);
+    simulation.finish().await?;
     let options = sweeping();
-    world.clock.step_forward(options.keep * 2);
-    assert_eq!(world.store.sweep(&options).await?.pruned, 0);
-    world.clock.advance(options.keep);
-    assert_eq!(world.store.sweep(&options).await?.pruned, 1);
+    simulation.clock.step_forward(options.keep * 2);
+    assert_eq!(simulation.store.sweep(&options).await?.pruned, 0);
+    simulation.clock.advance(options.keep);
+    assert_eq!(simulation.store.sweep(&options).await?.pruned, 1);
     Ok(())
 }
 
-/// A store on a server whose clock the test sets, as one process sees it.
+/// Opens a store on a server whose clock the test sets.
 async fn open(url: &str) -> Result<Arc<dyn Store>> {
     let options = StoreOptions { call_deadline: LONG, ..StoreOptions::default() };
     let store = connect(url, &options).await?;
     store.ensure_integration("main", "gitlab").await?;
-    store.beat_worker(WORKER, LONG * 10).await?;
+    store.heartbeat_worker(WORKER, LONG * 10).await?;
     Ok(store)
 }
 
-/// Time passes by itself here, and a busy machine may be slow.
-const SLOW_TTL: Duration = Duration::from_secs(600);
+/// Long TTL, because these tests use real time on a possibly slow machine.
+const LONG_TTL: Duration = Duration::from_secs(600);
 
-fn slowly() -> ClaimOptions {
-    ClaimOptions { ttl: SLOW_TTL, ..claiming() }
+fn claiming_with_long_ttl() -> ClaimOptions {
+    ClaimOptions { ttl: LONG_TTL, ..claiming() }
 }
 
 fn offset(is_back: bool) -> i64 {
@@ -346,89 +351,87 @@ fn offset(is_back: bool) -> i64 {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn on_postgres_waits_end_and_holders_keep_what_they_have_when_its_clock_is_set() -> Result<()>
-{
+async fn on_postgres_a_clock_step_ends_waits_and_keeps_claims_and_taken_rows() -> Result<()> {
     for is_back in [true, false] {
         let clock = WallClock::start()?;
         let server = Postgres::start_at(&clock)?;
         let database = server.database()?;
         let (store, other) = (open(&database.url()).await?, open(&database.url()).await?);
-        let record = async |issue: &str, quiet: &Quiet| {
-            store.record(&[event_of(issue, "a")], quiet).await.remove(0)
+        let record = async |issue: &str, debounce: &DebounceWindow| {
+            store.record(&[event_of(issue, "a")], debounce).await.remove(0)
         };
-        // One waits, one is in a run; of three replies one is on its way, one waits for it, and one has failed.
-        let long = Quiet { quiet: LONG * 30, max_wait: LONG * 30, ..QUIET };
+        // One issue waits, one is in a run; of three replies one is in flight, one waits behind it, and one has failed.
+        let long = DebounceWindow { quiet_for: LONG * 30, max_wait: LONG * 30, ..DEBOUNCE };
         let waits = record("1", &long).await?.issue_id;
-        let held = record("2", &Quiet::default()).await?.issue_id;
+        let held = record("2", &DebounceWindow::default()).await?.issue_id;
         let answered = [
-            record("3", &Quiet::default()).await?.issue_id,
-            record("4", &Quiet::default()).await?.issue_id,
+            record("3", &DebounceWindow::default()).await?.issue_id,
+            record("4", &DebounceWindow::default()).await?.issue_id,
         ];
         let mut completions = Vec::new();
-        for claim in store.claim(&answered, &slowly()).await? {
+        for claim in store.claim(&answered, &claiming_with_long_ttl()).await? {
             let Claim::Won(claimed) = claim else { panic!("{claim:?}") };
             completions.push(completion(&claimed));
         }
         let behind = completions[0].outbox[0].clone();
-        completions[0].outbox.push(NewOutbox { payload: r#"{"event":0}"#.into(), ..behind });
+        completions[0].outbox.push(NewOutboxRow { payload: r#"{"event":0}"#.into(), ..behind });
         store.complete(&completions).await?;
-        let claim = store.claim(&[held], &slowly()).await?.remove(0);
+        let claim = store.claim(&[held], &claiming_with_long_ttl()).await?.remove(0);
         let Claim::Won(claimed) = claim else { panic!("{claim:?}") };
-        let mut rows = store.take_outbox(WORKER, 10, SLOW_TTL).await?;
+        let mut rows = store.take_outbox(WORKER, 10, LONG_TTL).await?;
         assert_eq!(rows.len(), 2);
         let failed = rows.pop().context("two rows")?;
-        let delivery = Delivery::Away { after: LONG * 30, error: "busy".into() };
+        let delivery = OutboxDelivery::Unavailable { after: LONG * 30, error: "busy".into() };
         let (id, deliveries) = (failed.id, failed.deliveries);
         store.settle_outbox(&[OutboxSettlement { id, deliveries, delivery }]).await?;
-        // Both processes have read the clock.
+        // Both processes read the clock.
         for store in [&store, &other] {
             assert_eq!(store.sweep(&sweeping()).await?.requeued, 0);
         }
 
         clock.set(offset(is_back))?;
-        // Whoever asks first, and whatever: nobody who lives is dead, and nobody loses what he holds.
+        // In any order of calls, live workers are alive and keep their claims and rows.
         for store in [&other, &store] {
             assert_eq!(store.workers().await?.len(), 1, "back: {is_back}");
-            let why = why(store.as_ref(), waits).await?;
-            assert!(!matches!(why.reason, Reason::NoWorker), "{why}");
-            let again = store.take_outbox("other", 10, SLOW_TTL).await?;
-            assert!(again.iter().all(|row| row.id != rows[0].id), "it is on its way: {again:?}");
+            let diagnosis = explain(store.as_ref(), waits).await?;
+            assert!(!matches!(diagnosis.reason, DiagnosisReason::NoWorker), "{diagnosis}");
+            let again = store.take_outbox("other", 10, LONG_TTL).await?;
+            assert!(again.iter().all(|row| row.id != rows[0].id), "it is in flight: {again:?}");
             let swept = store.sweep(&sweeping()).await?;
             assert_eq!(swept.requeued, 0, "the claim is held; back: {is_back}");
         }
-        let beat = store.heartbeat(&[(held, claimed.epoch)], SLOW_TTL).await?;
-        assert!(matches!(beat[0], Beat::Kept { .. }), "{beat:?}");
+        let renewal = store.heartbeat(&[(held, claimed.epoch)], LONG_TTL).await?;
+        assert!(matches!(renewal[0], ClaimRenewal::Kept { .. }), "{renewal:?}");
         if is_back {
-            // What waited until a time that is now an hour ahead is due, at most one of its own waits later.
-            let claim = store.claim(&[waits], &slowly()).await?.remove(0);
+            // An issue whose wait now ends an hour ahead is due.
+            let claim = store.claim(&[waits], &claiming_with_long_ttl()).await?.remove(0);
             assert!(matches!(claim, Claim::Won(_)), "{claim:?}");
         }
         let (id, deliveries) = (rows[0].id, rows[0].deliveries);
-        let delivery = Delivery::Delivered;
+        let delivery = OutboxDelivery::Delivered;
         let settled = store.settle_outbox(&[OutboxSettlement { id, deliveries, delivery }]).await?;
         assert_eq!(settled, [OutboxSettled::Done]);
-        // The one behind it can go now, though it was written before the step.
-        let next = other.take_outbox("other", 10, SLOW_TTL).await?;
+        // The row behind it can be taken now, although it was written before the step.
+        let next = other.take_outbox("other", 10, LONG_TTL).await?;
         assert!(next.iter().any(|row| row.issue_id == answered[0]), "{next:?}; back: {is_back}");
     }
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn on_postgres_a_process_that_starts_after_the_clock_was_set_back_ends_the_waits()
--> Result<()> {
+async fn on_postgres_a_process_started_after_a_clock_step_back_ends_waits() -> Result<()> {
     let clock = WallClock::start()?;
     let server = Postgres::start_at(&clock)?;
     let database = server.database()?;
     let store = open(&database.url()).await?;
-    let issue = store.record(&[event_of("1", "a")], &QUIET).await.remove(0)?.issue_id;
+    let issue = store.record(&[event_of("1", "a")], &DEBOUNCE).await.remove(0)?.issue_id;
     store.sweep(&sweeping()).await?;
     store.close().await;
     clock.set(-3600)?;
     let store = open(&database.url()).await?;
     let swept = store.sweep(&sweeping()).await?;
     assert_eq!(swept.nudges.len(), 1, "{swept:?}");
-    let claim = store.claim(&[issue], &slowly()).await?.remove(0);
+    let claim = store.claim(&[issue], &claiming_with_long_ttl()).await?.remove(0);
     assert!(matches!(claim, Claim::Won(_)), "{claim:?}");
     Ok(())
 }

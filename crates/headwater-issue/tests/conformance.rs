@@ -1,12 +1,12 @@
-//! The conformance suite on every store there is.
+//! The conformance suite for every store.
 #![cfg(all(feature = "conformance", any(feature = "sqlite", feature = "postgres")))]
 
 use std::sync::Arc;
 
-use headwater_issue::conformance::{Env, TestResult};
-use headwater_issue::{Store, StoreOptions, conformance_suite, connect};
+use headwater_issue::conformance::{StoreTestEnv, StoreTestResult};
+use headwater_issue::{Store, StoreOptions, connect, store_conformance_suite};
 
-async fn open(url: &str, options: &StoreOptions) -> TestResult<Arc<dyn Store>> {
+async fn open(url: &str, options: &StoreOptions) -> StoreTestResult<Arc<dyn Store>> {
     Ok(connect(url, options).await?)
 }
 
@@ -16,18 +16,18 @@ mod sqlite_memory {
 
     use super::*;
 
-    async fn setup() -> TestResult<Env> {
+    async fn setup() -> StoreTestResult<StoreTestEnv> {
         let clock = TestClock::default();
         let options = StoreOptions { clock: Arc::new(clock.clone()), ..StoreOptions::default() };
         let store = open("sqlite::memory:", &options).await?;
-        Env::new(Arc::clone(&store), store, move |duration| {
+        StoreTestEnv::new(Arc::clone(&store), store, move |duration| {
             clock.advance(duration);
             async { Ok(()) }
         })
         .await
     }
 
-    conformance_suite!(setup());
+    store_conformance_suite!(setup());
 }
 
 #[cfg(feature = "sqlite")]
@@ -36,20 +36,20 @@ mod sqlite_file {
 
     use super::*;
 
-    async fn setup() -> TestResult<Env> {
+    async fn setup() -> StoreTestResult<StoreTestEnv> {
         let clock = TestClock::default();
         let options = StoreOptions { clock: Arc::new(clock.clone()), ..StoreOptions::default() };
         let directory = tempfile::tempdir()?;
         let url = format!("sqlite:{}", directory.path().join("issues.db").display());
         let (store, second) = (open(&url, &options).await?, open(&url, &options).await?);
-        let env = Env::new(store, second, move |duration| {
+        let env = StoreTestEnv::new(store, second, move |duration| {
             clock.advance(duration);
             async { Ok(()) }
         });
         Ok(env.await?.keep(directory))
     }
 
-    conformance_suite!(setup());
+    store_conformance_suite!(setup());
 }
 
 #[cfg(feature = "postgres")]
@@ -61,13 +61,13 @@ mod postgres {
 
     use super::*;
 
-    /// An error of the testkit, as the suite knows errors.
-    fn testkit<T>(answer: anyhow::Result<T>) -> TestResult<T> {
-        Ok(answer.map_err(|error| std::io::Error::other(format!("{error:#}")))?)
+    /// Converts an error of the testkit.
+    fn testkit<T>(result: anyhow::Result<T>) -> StoreTestResult<T> {
+        Ok(result.map_err(|error| std::io::Error::other(format!("{error:#}")))?)
     }
 
-    /// Nobody can move the server's clock, so all that was written down moves into the past instead.
-    async fn pass(pool: PgPool, duration: Duration) -> TestResult {
+    /// The server's clock cannot be moved, so all stored times are moved into the past instead.
+    async fn advance(pool: PgPool, duration: Duration) -> StoreTestResult {
         let ms = i64::try_from(duration.as_millis())?;
         let statements = [
             "UPDATE issues SET claim_expires_at = claim_expires_at - headwater_interval($1),
@@ -79,7 +79,7 @@ mod postgres {
             "UPDATE outbox SET due_at = due_at - headwater_interval($1),
                  created_at = created_at - headwater_interval($1),
                  delivered_at = delivered_at - headwater_interval($1)",
-            "UPDATE dead_letters SET released_at = released_at - headwater_interval($1)",
+            "UPDATE dead_deliveries SET released_at = released_at - headwater_interval($1)",
             "UPDATE workers SET expires_at = expires_at - headwater_interval($1)",
         ];
         for statement in statements {
@@ -88,7 +88,7 @@ mod postgres {
         Ok(())
     }
 
-    async fn setup() -> TestResult<Env> {
+    async fn setup() -> StoreTestResult<StoreTestEnv> {
         let database = testkit(testkit(Postgres::shared())?.database())?;
         let options = StoreOptions {
             call_deadline: Duration::from_secs(60),
@@ -98,9 +98,9 @@ mod postgres {
         let (store, second) =
             (open(&database.url(), &options).await?, open(&database.url(), &options).await?);
         let pool = PgPoolOptions::new().max_connections(1).connect(&database.url()).await?;
-        let env = Env::new(store, second, move |duration| pass(pool.clone(), duration));
+        let env = StoreTestEnv::new(store, second, move |duration| advance(pool.clone(), duration));
         Ok(env.await?.keep(database))
     }
 
-    conformance_suite!(setup());
+    store_conformance_suite!(setup());
 }

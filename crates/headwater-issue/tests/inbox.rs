@@ -1,4 +1,4 @@
-//! The inbox and its callers: one that goes away after the commit has recorded its event all the same.
+//! A caller of the inbox that is cancelled after the commit has recorded its event.
 
 mod support;
 
@@ -7,53 +7,53 @@ use std::sync::{Arc, Mutex};
 use anyhow::Result;
 use futures_util::FutureExt as _;
 use futures_util::future::BoxFuture;
-use headwater_issue::{InboxConfig, IssueId, Recorded, Step, Steps, WorkerConfig};
-use support::{Journal, Place, System, until};
+use headwater_issue::{InboxConfig, IssueId, ProcessingStep, Recorded, StepObserver, WorkerConfig};
+use support::{Backends, RunLog, System, wait_until};
 
 type Caller = BoxFuture<'static, Result<Recorded>>;
 
-/// Drops the caller as soon as its event is committed, before anything else happens.
+/// Drops the caller as soon as its event is committed.
 #[derive(Default)]
-struct HangUp(Mutex<Option<Caller>>);
+struct CancelAfterCommit(Mutex<Option<Caller>>);
 
-impl std::fmt::Debug for HangUp {
+impl std::fmt::Debug for CancelAfterCommit {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("HangUp").finish_non_exhaustive()
+        f.debug_struct("CancelAfterCommit").finish_non_exhaustive()
     }
 }
 
-impl HangUp {
-    fn call(&self) -> std::sync::MutexGuard<'_, Option<Caller>> {
+impl CancelAfterCommit {
+    fn caller(&self) -> std::sync::MutexGuard<'_, Option<Caller>> {
         self.0.lock().expect("not poisoned")
     }
 }
 
-impl Steps for HangUp {
-    fn taken(&self, step: Step, _: IssueId) {
-        if step == Step::Recorded {
-            drop(self.call().take());
+impl StepObserver for CancelAfterCommit {
+    fn on_step(&self, step: ProcessingStep, _: IssueId) {
+        if step == ProcessingStep::Recorded {
+            drop(self.caller().take());
         }
     }
 }
 
 #[tokio::test]
-async fn a_caller_that_hangs_up_after_the_commit_has_nudged_all_the_same() -> Result<()> {
-    let hang_up = Arc::new(HangUp::default());
-    let config = InboxConfig { steps: hang_up.clone(), ..InboxConfig::default() };
-    let system = Arc::new(System::with(&Place::now(), config).await?);
-    let journal = Journal::default();
-    // Nobody sweeps: only the nudge brings the worker to the issue.
-    let worker = system.start(journal.handler(), WorkerConfig::default())?;
+async fn a_caller_cancelled_after_the_commit_still_nudges() -> Result<()> {
+    let cancel = Arc::new(CancelAfterCommit::default());
+    let config = InboxConfig { step_observer: cancel.clone(), ..InboxConfig::default() };
+    let system = Arc::new(System::with(&Backends::in_memory(), config).await?);
+    let run_log = RunLog::default();
+    // There is no sweeper: only the nudge makes the worker process the issue.
+    let worker = system.start(run_log.handler(), WorkerConfig::default())?;
 
     let calling = Arc::clone(&system);
     let mut caller = async move { calling.record("1", "a").await }.boxed();
-    // Asked once, and never again: it has sent its event off and waits for the answer.
+    // Polled once: it has submitted its event and waits for the result.
     assert!(futures_util::poll!(&mut caller).is_pending());
-    *hang_up.call() = Some(caller);
+    *cancel.caller() = Some(caller);
 
-    until("the caller to hang up", || async { hang_up.call().is_none() }).await?;
-    system.settled().await?;
+    wait_until("the caller to be cancelled", || async { cancel.caller().is_none() }).await?;
+    system.wait_processed().await?;
     worker.stop().await?;
-    assert_eq!(journal.runs(), [["a"]]);
+    assert_eq!(run_log.runs(), [["a"]]);
     Ok(())
 }

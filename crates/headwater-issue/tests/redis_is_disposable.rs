@@ -1,4 +1,4 @@
-//! Redis may lose everything at any time, or be away: every event is processed exactly once in effect, and work goes on.
+//! Redis may lose all data or be unavailable at any time: every event takes effect once, and processing continues.
 
 mod support;
 
@@ -11,26 +11,26 @@ use headwater_issue::{
     EventLogFilter, InboxConfig, IssueFilter, SweepOptions, Sweeper, SweeperConfig, WorkerConfig,
 };
 use headwater_testkit::{Proxy, Redis, unique};
-use support::{Journal, LONG, Letters, Place, Running, System, until};
+use support::{Backends, DeliveryLog, LONG, RunLog, RunningWorker, System, wait_until};
 use tokio::task::JoinSet;
 
 const ISSUES: usize = 20;
 const WRITERS: usize = 4;
 
-/// One process of a fleet: a worker with its sweeper and its outbox.
+/// One process: a worker with its sweeper and its outbox.
 struct Member {
-    worker: Running,
+    worker: RunningWorker,
     others: JoinSet<()>,
 }
 
 impl Member {
-    fn start(system: &System, journal: &Journal, letters: &Letters) -> Result<Self> {
+    fn start(system: &System, run_log: &RunLog, deliveries: &DeliveryLog) -> Result<Self> {
         let config = WorkerConfig {
             claim_ttl: Duration::from_secs(5),
             heartbeat_every: Duration::from_secs(1),
             ..WorkerConfig::default()
         };
-        let worker = system.start(journal.handler(), config)?;
+        let worker = system.start(run_log.handler(), config)?;
         let options =
             SweepOptions { nudge_overdue: Duration::from_millis(500), ..SweepOptions::default() };
         let sweeper = Sweeper::new(
@@ -39,7 +39,7 @@ impl Member {
             Some(worker.worker.clone()),
             SweeperConfig { every: Duration::from_millis(200), options },
         )?;
-        let outbox = system.outbox(letters.clone(), Default::default())?;
+        let outbox = system.outbox(deliveries.clone(), Default::default())?;
         let mut others = JoinSet::new();
         others.spawn(async move { sweeper.run(std::future::pending()).await });
         others.spawn(async move { outbox.run(std::future::pending()).await });
@@ -52,7 +52,7 @@ impl Member {
     }
 }
 
-/// Load from many senders until it is told to stop; each event is recorded once for sure.
+/// Records events from several senders until `stop`.
 async fn load(system: Arc<System>, stop: Arc<AtomicBool>, recorded: Arc<AtomicUsize>) {
     let mut writers = JoinSet::new();
     for writer in 0..WRITERS {
@@ -65,7 +65,7 @@ async fn load(system: Arc<System>, stop: Arc<AtomicBool>, recorded: Arc<AtomicUs
                 }
                 let issue = ((number * WRITERS + writer) % ISSUES).to_string();
                 let event = format!("{writer}-{number}");
-                // A webhook waits for the database only, so it succeeds whatever Redis does.
+                // Recording waits only for the database, so it succeeds while Redis is unavailable.
                 let done = tokio::time::timeout(LONG, system.record(&issue, &event)).await;
                 done.expect("in time").expect("it is recorded");
                 recorded.fetch_add(1, Ordering::SeqCst);
@@ -78,117 +78,120 @@ async fn load(system: Arc<System>, stop: Arc<AtomicBool>, recorded: Arc<AtomicUs
     }
 }
 
-/// Waits until so many events more are recorded.
-async fn more_load(recorded: &AtomicUsize) -> Result<()> {
+/// Waits until 60 more events are recorded.
+async fn wait_more_recorded(recorded: &AtomicUsize) -> Result<()> {
     let goal = recorded.load(Ordering::SeqCst) + 60;
-    until("load", || async { recorded.load(Ordering::SeqCst) >= goal }).await
+    wait_until("load", || async { recorded.load(Ordering::SeqCst) >= goal }).await
 }
 
-/// Waits until so many events more are processed.
-async fn more_work(system: &System) -> Result<()> {
-    let processed = || async { system.store.audit(1).await.expect("it answers").processed };
+/// Waits until 60 more events are processed.
+async fn wait_more_processed(system: &System) -> Result<()> {
+    let processed =
+        || async { system.store.check_consistency(1).await.expect("the store replies").processed };
     let goal = processed().await + 60;
-    until("work to go on", || async { processed().await >= goal }).await
+    wait_until("more processed events", || async { processed().await >= goal }).await
 }
 
-async fn survives(database: &Place) -> Result<()> {
+async fn assert_survives_redis_failures(database: &Backends) -> Result<()> {
     let redis = Redis::start()?;
     let proxy = Proxy::start(redis.addr())?;
     let streams = redis.url_at(proxy.addr());
-    let place = Place::named(&database.database, &streams);
-    let (journal, letters) = (Journal::default(), Letters::default());
-    let first = Arc::new(System::with(&place, InboxConfig::default()).await?);
-    let second = System::with(&place, InboxConfig::default()).await?;
-    let members =
-        [Member::start(&first, &journal, &letters)?, Member::start(&second, &journal, &letters)?];
+    let backends = Backends::named(&database.database, &streams);
+    let (run_log, deliveries) = (RunLog::default(), DeliveryLog::default());
+    let first = Arc::new(System::with(&backends, InboxConfig::default()).await?);
+    let second = System::with(&backends, InboxConfig::default()).await?;
+    let members = [
+        Member::start(&first, &run_log, &deliveries)?,
+        Member::start(&second, &run_log, &deliveries)?,
+    ];
     let (stop, recorded) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicUsize::new(0)));
     let loading = tokio::spawn(load(Arc::clone(&first), Arc::clone(&stop), Arc::clone(&recorded)));
 
-    more_load(&recorded).await?;
+    wait_more_recorded(&recorded).await?;
     redis.command(&["FLUSHALL"])?;
-    more_load(&recorded).await?;
-    more_work(&first).await?;
+    wait_more_recorded(&recorded).await?;
+    wait_more_processed(&first).await?;
 
     redis.kill9()?;
-    more_load(&recorded).await?;
-    // Redis is away: the sweep is the way of delivery.
-    more_work(&first).await?;
+    wait_more_recorded(&recorded).await?;
+    // While Redis is unavailable, the sweep passes issues to the workers.
+    wait_more_processed(&first).await?;
     redis.restart()?;
-    more_load(&recorded).await?;
+    wait_more_recorded(&recorded).await?;
 
     proxy.cut()?;
-    more_load(&recorded).await?;
-    more_work(&first).await?;
+    wait_more_recorded(&recorded).await?;
+    wait_more_processed(&first).await?;
     proxy.heal()?;
-    more_load(&recorded).await?;
+    wait_more_recorded(&recorded).await?;
     redis.command(&["FLUSHALL"])?;
 
     stop.store(true, Ordering::SeqCst);
     loading.await?;
-    first.settled().await?;
-    until("all replies to be delivered", || async {
-        first.store.backlog().await.expect("it answers").outbox_pending == 0
+    first.wait_processed().await?;
+    wait_until("all replies to be delivered", || async {
+        first.store.backlog().await.expect("the store replies").outbox_pending == 0
     })
     .await?;
     for member in members {
         member.stop().await?;
     }
 
-    let audit = first.assert_balanced().await?;
-    assert_eq!(audit.recorded, recorded.load(Ordering::SeqCst) as u64);
-    assert_eq!(audit.processed, audit.recorded);
+    let report = first.assert_consistent().await?;
+    assert_eq!(report.recorded, recorded.load(Ordering::SeqCst) as u64);
+    assert_eq!(report.processed, report.recorded);
     let mut ids = Vec::new();
     for issue in first.store.issues(&IssueFilter::default(), 1000).await? {
         for log in first.store.event_logs(issue.id, &EventLogFilter::default(), 1000).await? {
             ids.push(log.id);
         }
     }
-    assert_eq!(ids.len() as u64, audit.recorded);
-    letters.assert_one_reply_each(ids);
-    println!("{audit}; {} runs, {} deliveries", journal.runs().len(), letters.deliveries());
+    assert_eq!(ids.len() as u64, report.recorded);
+    deliveries.assert_one_reply_each(ids);
+    println!("{report}; {} runs, {} deliveries", run_log.runs().len(), deliveries.deliveries());
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn with_sqlite_every_event_is_processed_once_though_redis_is_flushed_killed_and_cut_off()
+async fn with_sqlite_every_event_is_processed_once_while_redis_is_flushed_killed_and_disconnected()
 -> Result<()> {
-    survives(&Place::directory()?).await
+    assert_survives_redis_failures(&Backends::directory()?).await
 }
 
 #[cfg(feature = "postgres")]
 #[tokio::test(flavor = "multi_thread")]
-async fn with_postgres_every_event_is_processed_once_though_redis_is_flushed_killed_and_cut_off()
+async fn with_postgres_every_event_is_processed_once_while_redis_is_flushed_killed_and_disconnected()
 -> Result<()> {
     let postgres = headwater_testkit::Postgres::shared()?.database()?;
-    survives(&Place::named(&postgres.url(), "")).await
+    assert_survives_redis_failures(&Backends::named(&postgres.url(), "")).await
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_worker_that_starts_while_redis_is_away_works_and_takes_nudges_once_it_is_back()
+async fn a_worker_started_while_redis_is_unavailable_works_and_consumes_nudges_after_recovery()
 -> Result<()> {
     let redis = Redis::start()?;
-    let database = Place::directory()?;
-    let place = Place::named(&database.database, &redis.url());
-    let (journal, letters) = (Journal::default(), Letters::default());
-    let system = System::at(&place).await?;
+    let database = Backends::directory()?;
+    let backends = Backends::named(&database.database, &redis.url());
+    let (run_log, deliveries) = (RunLog::default(), DeliveryLog::default());
+    let system = System::at(&backends).await?;
     redis.kill9()?;
-    let member = Member::start(&system, &journal, &letters)?;
-    let event = unique("away");
+    let member = Member::start(&system, &run_log, &deliveries)?;
+    let event = unique("unavailable");
     system.record("1", &event).await?;
-    system.settled().await?;
+    system.wait_processed().await?;
 
     redis.restart()?;
     let stream = headwater_stream::StreamName::new(headwater_issue::STREAM)?;
-    until("the worker to take nudges", || async {
-        let event = unique("back");
+    wait_until("the worker to take nudges", || async {
+        let event = unique("recovered");
         system.record("2", &event).await.expect("it is recorded");
         let stats = system.streams.stats(&stream).await.ok().flatten();
         let groups = stats.map(|stats| stats.groups).unwrap_or_default();
         groups.iter().any(|group| group.last_delivered > headwater_stream::EntryId::MIN)
     })
     .await?;
-    system.settled().await?;
+    system.wait_processed().await?;
     member.stop().await?;
-    system.assert_balanced().await?;
+    system.assert_consistent().await?;
     Ok(())
 }

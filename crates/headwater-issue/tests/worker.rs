@@ -1,5 +1,4 @@
-//! What a worker does with runs that fail, hang, lose their claim, are superseded or stopped, and with a database or a
-//! stream that is away.
+//! Runs that fail, hang, lose their claim, are superseded or stopped, and an unavailable database or stream.
 
 mod support;
 
@@ -9,13 +8,14 @@ use std::time::Duration;
 
 use anyhow::Result;
 use headwater_issue::{
-    HandlerError, InboxConfig, IssueHandler, IssueId, OnNewEvent, ProcessingStatus, Quiet, Reason,
-    Resolution, RetryPolicy, Run, Step, Steps, WorkerConfig, limits, why,
+    DebounceWindow, DiagnosisReason, HandlerError, InboxConfig, IssueHandler, IssueId,
+    IssueRetryPolicy, OnNewEvent, ProcessingStatus, ProcessingStep, Resolution, Run, StepObserver,
+    WorkerConfig, explain, limits,
 };
-use support::flaky::Flaky;
-use support::{Door, Journal, LONG, Letters, Place, System, event_ids, replies, until};
+use support::flaky_store::FlakyStore;
+use support::{Backends, DeliveryLog, Gate, LONG, RunLog, System, event_ids, replies, wait_until};
 
-const NO_WAIT: RetryPolicy = RetryPolicy {
+const NO_WAIT: IssueRetryPolicy = IssueRetryPolicy {
     attempts_max: 3,
     crashes_max: 3,
     backoff_first: Duration::ZERO,
@@ -23,18 +23,18 @@ const NO_WAIT: RetryPolicy = RetryPolicy {
     backoff_max: Duration::ZERO,
 };
 
-fn patient() -> WorkerConfig {
+fn no_backoff() -> WorkerConfig {
     WorkerConfig { retry: NO_WAIT, ..WorkerConfig::default() }
 }
 
-/// A handler that writes each run down and waits at a door before it replies.
-fn at_door(journal: &Journal, door: &Door) -> impl IssueHandler + use<> {
-    let (journal, door) = (journal.clone(), door.clone());
+/// A handler that records each run and waits at a gate before it replies.
+fn at_gate(run_log: &RunLog, gate: &Gate) -> impl IssueHandler + use<> {
+    let (run_log, gate) = (run_log.clone(), gate.clone());
     move |run: Run| {
-        let (journal, door) = (journal.clone(), door.clone());
+        let (run_log, gate) = (run_log.clone(), gate.clone());
         async move {
-            journal.write(&run);
-            door.pass().await;
+            run_log.record(&run);
+            gate.wait().await;
             Ok::<_, HandlerError>(replies(&run))
         }
     }
@@ -45,15 +45,15 @@ async fn issue(system: &System, issue_id: IssueId) -> Result<headwater_issue::Is
 }
 
 async fn replies_of(system: &System, issue_id: IssueId) -> Result<()> {
-    let letters = Letters::default();
-    system.outbox(letters.clone(), Default::default())?.run_once().await?;
-    letters.assert_one_reply_each(event_ids(system.store.as_ref(), issue_id).await?);
+    let deliveries = DeliveryLog::default();
+    system.outbox(deliveries.clone(), Default::default())?.run_once().await?;
+    deliveries.assert_one_reply_each(event_ids(system.store.as_ref(), issue_id).await?);
     Ok(())
 }
 
 #[tokio::test]
-async fn a_run_that_fails_is_tried_again_and_then_succeeds() -> Result<()> {
-    let system = System::at(&Place::now()).await?;
+async fn a_failed_run_is_retried_and_then_succeeds() -> Result<()> {
+    let system = System::at(&Backends::in_memory()).await?;
     let issue_id = system.record("1", "a").await?.issue_id;
     let attempts = Arc::new(std::sync::Mutex::new(Vec::new()));
     let handler = {
@@ -70,59 +70,59 @@ async fn a_run_that_fails_is_tried_again_and_then_succeeds() -> Result<()> {
             }
         }
     };
-    let worker = system.start(handler, patient())?;
-    system.settled().await?;
+    let worker = system.start(handler, no_backoff())?;
+    system.wait_processed().await?;
     worker.stop().await?;
     assert_eq!(*attempts.lock().expect("not poisoned"), [1, 2, 3]);
     let issue = issue(&system, issue_id).await?;
-    assert_eq!((issue.attempts, issue.last_error), (0, None), "a success forgets failures");
+    assert_eq!((issue.attempts, issue.last_error), (0, None), "a success resets failures");
     replies_of(&system, issue_id).await
 }
 
 #[tokio::test]
-async fn an_issue_that_always_fails_is_quarantined_and_works_again_when_it_is_released()
--> Result<()> {
-    let system = System::at(&Place::now()).await?;
+async fn an_issue_that_always_fails_is_quarantined_and_processed_after_a_release() -> Result<()> {
+    let system = System::at(&Backends::in_memory()).await?;
     let issue_id = system.record("1", "a").await?.issue_id;
     let worker = system.start(
         |_: Run| async { Err::<Resolution, _>(HandlerError::retry("no model")) },
-        patient(),
+        no_backoff(),
     )?;
-    until("the quarantine", || async {
-        let issue = system.store.issue(issue_id).await.expect("it answers").expect("it exists");
+    wait_until("the quarantine", || async {
+        let issue =
+            system.store.issue(issue_id).await.expect("the store replies").expect("it exists");
         issue.quarantined_at.is_some()
     })
     .await?;
     worker.stop().await?;
-    let reason = why(system.store.as_ref(), issue_id).await?;
+    let reason = explain(system.store.as_ref(), issue_id).await?;
     assert!(
-        matches!(&reason.reason, Reason::Quarantined { error: Some(error), .. } if error == "no model"),
+        matches!(&reason.reason, DiagnosisReason::Quarantined { error: Some(error), .. } if error == "no model"),
         "{reason}"
     );
-    let audit = system.assert_balanced().await?;
-    assert_eq!((audit.pending, audit.quarantined), (0, 1));
+    let report = system.assert_consistent().await?;
+    assert_eq!((report.pending, report.quarantined), (0, 1));
 
-    // Neither a nudge nor a new event wakes it.
-    let journal = Journal::default();
-    let worker = system.worker(journal.handler(), patient())?;
+    // Neither a nudge nor a new event ends the quarantine.
+    let run_log = RunLog::default();
+    let worker = system.worker(run_log.handler(), no_backoff())?;
     system.record("1", "b").await?;
-    worker.look_at(issue_id).await;
-    assert!(journal.runs().is_empty());
+    worker.process_issue(issue_id).await;
+    assert!(run_log.runs().is_empty());
 
     system.store.release(issue_id).await?;
-    worker.look_at(issue_id).await;
-    assert_eq!(journal.runs(), [["a", "b"]]);
-    system.assert_balanced().await?;
+    worker.process_issue(issue_id).await;
+    assert_eq!(run_log.runs(), [["a", "b"]]);
+    system.assert_consistent().await?;
     replies_of(&system, issue_id).await
 }
 
 #[tokio::test]
-async fn a_handler_that_knows_better_quarantines_at_once() -> Result<()> {
-    let system = System::at(&Place::now()).await?;
+async fn a_handler_can_quarantine_at_once() -> Result<()> {
+    let system = System::at(&Backends::in_memory()).await?;
     let issue_id = system.record("1", "a").await?.issue_id;
     let refuse =
         |_: Run| async { Err::<Resolution, _>(HandlerError::quarantine("unknown project")) };
-    system.worker(refuse, patient())?.look_at(issue_id).await;
+    system.worker(refuse, no_backoff())?.process_issue(issue_id).await;
     let issue = issue(&system, issue_id).await?;
     assert!(issue.quarantined_at.is_some());
     assert_eq!(issue.last_error.as_deref(), Some("unknown project"));
@@ -130,24 +130,24 @@ async fn a_handler_that_knows_better_quarantines_at_once() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_handler_that_takes_too_long_has_failed() -> Result<()> {
-    let system = System::at(&Place::now()).await?;
+async fn a_handler_timeout_is_a_failure() -> Result<()> {
+    let system = System::at(&Backends::in_memory()).await?;
     let issue_id = system.record("1", "a").await?.issue_id;
     let hangs = |_: Run| std::future::pending::<Result<Resolution, HandlerError>>();
     let config = WorkerConfig {
         deadline: Duration::from_millis(20),
-        retry: RetryPolicy { attempts_max: 1, ..NO_WAIT },
+        retry: IssueRetryPolicy { attempts_max: 1, ..NO_WAIT },
         ..WorkerConfig::default()
     };
-    system.worker(hangs, config)?.look_at(issue_id).await;
+    system.worker(hangs, config)?.process_issue(issue_id).await;
     let error = issue(&system, issue_id).await?.last_error.expect("it failed");
     assert!(error.contains("took longer"), "{error}");
     Ok(())
 }
 
 #[tokio::test]
-async fn a_run_that_waits_for_its_backoff_says_so_and_is_looked_at_in_time() -> Result<()> {
-    let system = System::at(&Place::now()).await?;
+async fn an_issue_in_backoff_is_diagnosed_and_retried_in_time() -> Result<()> {
+    let system = System::at(&Backends::in_memory()).await?;
     let issue_id = system.record("1", "a").await?.issue_id;
     let handler = |run: Run| async move {
         match run.attempt() {
@@ -155,26 +155,27 @@ async fn a_run_that_waits_for_its_backoff_says_so_and_is_looked_at_in_time() -> 
             _ => Ok(replies(&run)),
         }
     };
-    let worker = system.start(handler, patient())?;
-    until("the failure", || async {
-        let issue = system.store.issue(issue_id).await.expect("it answers").expect("it exists");
+    let worker = system.start(handler, no_backoff())?;
+    wait_until("the failure", || async {
+        let issue =
+            system.store.issue(issue_id).await.expect("the store replies").expect("it exists");
         issue.attempts == 1
     })
     .await?;
-    let reason = why(system.store.as_ref(), issue_id).await?;
-    let waits = matches!(&reason.reason, Reason::Waiting { error: Some(error), .. } if error == "rate limit");
+    let reason = explain(system.store.as_ref(), issue_id).await?;
+    let waits = matches!(&reason.reason, DiagnosisReason::Waiting { error: Some(error), .. } if error == "rate limit");
     assert!(waits || issue(&system, issue_id).await?.pending_events == 0, "{reason}");
-    // There is no sweeper: the worker comes back by itself.
-    system.settled().await?;
+    // There is no sweeper: the worker retries from its local queue.
+    system.wait_processed().await?;
     worker.stop().await?;
     replies_of(&system, issue_id).await
 }
 
 #[tokio::test]
-async fn a_run_that_is_put_off_for_no_time_at_all_still_waits() -> Result<()> {
-    // The clock of the database stands still: whoever is run twice has not waited.
-    let place = Place::memory();
-    let system = System::at(&place).await?;
+async fn a_run_deferred_by_zero_still_waits() -> Result<()> {
+    // The clock of the database stands still, so a second run would not have waited.
+    let backends = Backends::in_memory_with_test_clock();
+    let system = System::at(&backends).await?;
     let issue_id = system.record("1", "a").await?.issue_id;
     let runs = Arc::new(AtomicUsize::new(0));
     let handler = {
@@ -183,110 +184,113 @@ async fn a_run_that_is_put_off_for_no_time_at_all_still_waits() -> Result<()> {
             let first = runs.fetch_add(1, Ordering::SeqCst) == 0;
             async move {
                 match first {
-                    true => Err(HandlerError::put_off(Duration::ZERO, "no budget")),
+                    true => Err(HandlerError::defer(Duration::ZERO, "no budget")),
                     false => Ok(replies(&run)),
                 }
             }
         }
     };
-    let worker = system.start(handler, patient())?;
-    until("the run to be put off", || async {
-        let issue = system.store.issue(issue_id).await.expect("it answers").expect("it exists");
+    let worker = system.start(handler, no_backoff())?;
+    wait_until("the run to be put off", || async {
+        let issue =
+            system.store.issue(issue_id).await.expect("the store replies").expect("it exists");
         issue.not_before.is_some() || runs.load(Ordering::SeqCst) > 1
     })
     .await?;
     let waits = issue(&system, issue_id).await?;
-    let until = waits.not_before.expect("it was put off");
-    assert!(until.since(waits.updated_at) >= limits::PUT_OFF_MIN, "{waits:?}");
+    let until = waits.not_before.expect("a deferred issue");
+    assert!(until.since(waits.updated_at) >= limits::DEFER_MIN, "{waits:?}");
     assert_eq!((waits.attempts, runs.load(Ordering::SeqCst)), (0, 1));
 
-    place.clock.as_ref().expect("a clock").advance(limits::PUT_OFF_MIN * 2);
-    system.settled().await?;
+    backends.clock.as_ref().expect("a test clock").advance(limits::DEFER_MIN * 2);
+    system.wait_processed().await?;
     worker.stop().await?;
     assert_eq!(runs.load(Ordering::SeqCst), 2);
     replies_of(&system, issue_id).await
 }
 
 #[tokio::test]
-async fn a_worker_that_has_lost_its_claim_cancels_the_handler_and_changes_nothing() -> Result<()> {
-    struct Alarm(Arc<AtomicUsize>);
-    impl Drop for Alarm {
+async fn a_worker_that_lost_its_claim_cancels_the_handler_and_changes_nothing() -> Result<()> {
+    struct DropCounter(Arc<AtomicUsize>);
+    impl Drop for DropCounter {
         fn drop(&mut self) {
             self.0.fetch_add(1, Ordering::SeqCst);
         }
     }
-    let place = Place::memory();
-    let (system, journal, door) = (System::at(&place).await?, Journal::default(), Door::default());
+    let backends = Backends::in_memory_with_test_clock();
+    let (system, run_log, gate) =
+        (System::at(&backends).await?, RunLog::default(), Gate::default());
     let issue_id = system.record("1", "a").await?.issue_id;
     let cancelled = Arc::new(AtomicUsize::new(0));
     let handler = {
-        let (door, cancelled) = (door.clone(), Arc::clone(&cancelled));
+        let (gate, cancelled) = (gate.clone(), Arc::clone(&cancelled));
         move |_: Run| {
-            let (door, alarm) = (door.clone(), Alarm(Arc::clone(&cancelled)));
+            let (gate, drop_counter) = (gate.clone(), DropCounter(Arc::clone(&cancelled)));
             async move {
-                door.pass().await;
-                drop(alarm);
+                gate.wait().await;
+                drop(drop_counter);
                 Ok::<_, HandlerError>(Resolution::new().reply(r#""from a zombie""#))
             }
         }
     };
-    let config = WorkerConfig { heartbeat_every: Duration::from_millis(20), ..patient() };
-    // Its claims run out by the database's clock, which is the only one that counts.
+    let config = WorkerConfig { heartbeat_every: Duration::from_millis(20), ..no_backoff() };
+    // Its claims expire by the database's clock.
     let zombie = system.start(handler, config)?;
-    door.arrivals(1).await?;
-    let rescuer = system.worker(journal.handler(), patient())?;
-    while journal.runs().is_empty() {
-        // A heartbeat that comes in between revives the claim; then it takes another try.
-        place.clock.as_ref().expect("time is ours").advance(Duration::from_secs(60));
-        rescuer.look_at(issue_id).await;
+    gate.wait_for_arrivals(1).await?;
+    let rescuer = system.worker(run_log.handler(), no_backoff())?;
+    while run_log.runs().is_empty() {
+        // Repeat if a heartbeat renews the claim in between.
+        backends.clock.as_ref().expect("a test clock").advance(Duration::from_secs(60));
+        rescuer.process_issue(issue_id).await;
     }
-    until("the handler to be cancelled", || async { cancelled.load(Ordering::SeqCst) == 1 })
+    wait_until("the handler to be cancelled", || async { cancelled.load(Ordering::SeqCst) == 1 })
         .await?;
-    door.open();
+    gate.open();
     zombie.stop().await?;
     replies_of(&system, issue_id).await?;
-    system.assert_balanced().await?;
+    system.assert_consistent().await?;
     Ok(())
 }
 
 #[tokio::test]
-async fn what_a_zombie_returns_before_it_knows_is_fenced() -> Result<()> {
-    let place = Place::memory();
-    let (system, journal, door) = (System::at(&place).await?, Journal::default(), Door::default());
+async fn the_result_of_a_zombie_is_fenced() -> Result<()> {
+    let backends = Backends::in_memory_with_test_clock();
+    let (system, run_log, gate) =
+        (System::at(&backends).await?, RunLog::default(), Gate::default());
     let issue_id = system.record("1", "a").await?.issue_id;
-    let zombie = system.worker(at_door(&Journal::default(), &door), patient())?;
-    let zombie = tokio::spawn(async move { zombie.look_at(issue_id).await });
-    door.arrivals(1).await?;
-    place.clock.as_ref().expect("time is ours").advance(Duration::from_secs(60));
-    let rescuer = system.worker(journal.handler(), patient())?;
-    rescuer.look_at(issue_id).await;
-    door.open();
+    let zombie = system.worker(at_gate(&RunLog::default(), &gate), no_backoff())?;
+    let zombie = tokio::spawn(async move { zombie.process_issue(issue_id).await });
+    gate.wait_for_arrivals(1).await?;
+    backends.clock.as_ref().expect("a test clock").advance(Duration::from_secs(60));
+    let rescuer = system.worker(run_log.handler(), no_backoff())?;
+    rescuer.process_issue(issue_id).await;
+    gate.open();
     zombie.await?;
-    assert_eq!(journal.runs(), [["a"]]);
+    assert_eq!(run_log.runs(), [["a"]]);
     replies_of(&system, issue_id).await?;
-    system.assert_balanced().await?;
+    system.assert_consistent().await?;
     Ok(())
 }
 
 #[tokio::test]
-async fn a_newer_event_supersedes_a_run_as_often_as_allowed_and_then_waits() -> Result<()> {
-    let (system, journal, door) =
-        (System::at(&Place::now()).await?, Journal::default(), Door::default());
+async fn a_newer_event_supersedes_a_run_up_to_the_limit_and_then_waits() -> Result<()> {
+    let (system, run_log, gate) =
+        (System::at(&Backends::in_memory()).await?, RunLog::default(), Gate::default());
     let issue_id = system.record("1", "a").await?.issue_id;
     let config = WorkerConfig {
         on_new_event: OnNewEvent::Supersede { times_max: 2 },
         newer_events_every: Duration::from_millis(10),
-        ..patient()
+        ..no_backoff()
     };
     let handler = {
-        let (journal, door) = (journal.clone(), door.clone());
+        let (run_log, gate) = (run_log.clone(), gate.clone());
         move |run: Run| {
-            let (journal, door) = (journal.clone(), door.clone());
+            let (run_log, gate) = (run_log.clone(), gate.clone());
             async move {
-                journal.write(&run);
-                door.arrive();
+                run_log.record(&run);
+                gate.arrive();
                 match (run.events().len(), run.issue().superseded) {
-                    // The last one that may be: it knows of the newest event, and goes on.
+                    // The limit is reached: the run is notified of the newest event and continues.
                     (3, 2) => run.newer_events().await,
                     (_, 0) if run.epoch().0 == 4 => {}
                     _ => std::future::pending().await,
@@ -297,29 +301,29 @@ async fn a_newer_event_supersedes_a_run_as_often_as_allowed_and_then_waits() -> 
     };
     let worker = system.start(handler, config)?;
     for (arrivals, event) in [(1, "b"), (2, "c"), (3, "d")] {
-        door.arrivals(arrivals).await?;
+        gate.wait_for_arrivals(arrivals).await?;
         system.record("1", event).await?;
     }
-    system.settled().await?;
+    system.wait_processed().await?;
     worker.stop().await?;
-    assert_eq!(journal.runs(), [vec!["a"], vec!["a", "b"], vec!["a", "b", "c"], vec!["d"]]);
+    assert_eq!(run_log.runs(), [vec!["a"], vec!["a", "b"], vec!["a", "b", "c"], vec!["d"]]);
     assert_eq!(issue(&system, issue_id).await?.attempts, 0);
     replies_of(&system, issue_id).await
 }
 
 #[tokio::test]
-async fn a_run_hears_of_newer_events() -> Result<()> {
-    let system = System::at(&Place::now()).await?;
+async fn a_run_is_notified_of_newer_events() -> Result<()> {
+    let system = System::at(&Backends::in_memory()).await?;
     system.record("1", "a").await?;
-    let door = Door::default();
+    let gate = Gate::default();
     let handler = {
-        let door = door.clone();
+        let gate = gate.clone();
         move |run: Run| {
-            let door = door.clone();
+            let gate = gate.clone();
             async move {
                 if run.events().len() == 1 && run.epoch().0 == 1 {
                     assert!(!run.has_newer_events());
-                    door.pass().await;
+                    gate.wait().await;
                     run.newer_events().await;
                     run.heartbeat().await?;
                     assert!(run.has_newer_events() && !run.is_cancelled());
@@ -328,105 +332,106 @@ async fn a_run_hears_of_newer_events() -> Result<()> {
             }
         }
     };
-    let config = WorkerConfig { heartbeat_every: Duration::from_millis(20), ..patient() };
+    let config = WorkerConfig { heartbeat_every: Duration::from_millis(20), ..no_backoff() };
     let worker = system.start(handler, config)?;
-    door.arrivals(1).await?;
+    gate.wait_for_arrivals(1).await?;
     system.record("1", "b").await?;
-    door.open();
-    system.settled().await?;
+    gate.open();
+    system.wait_processed().await?;
     worker.stop().await?;
     Ok(())
 }
 
-fn window(quiet: Duration, events_max: usize) -> Quiet {
-    Quiet { quiet, max_wait: quiet * 50, events_max }
+fn window(quiet_for: Duration, events_max: usize) -> DebounceWindow {
+    DebounceWindow { quiet_for, max_wait: quiet_for * 50, events_max }
 }
 
 #[tokio::test]
-async fn a_quiet_window_ends_early_when_there_is_enough_for_a_run() -> Result<()> {
-    // Longer than the test would wait.
-    let config = InboxConfig { quiet: window(LONG * 10, 3), ..Default::default() };
-    let (system, journal) = (System::with(&Place::now(), config).await?, Journal::default());
-    let worker = system.start(journal.handler(), patient())?;
+async fn a_debounce_window_ends_early_at_events_max() -> Result<()> {
+    // Longer than the timeout of the test.
+    let config = InboxConfig { debounce: window(LONG * 10, 3), ..Default::default() };
+    let (system, run_log) =
+        (System::with(&Backends::in_memory(), config).await?, RunLog::default());
+    let worker = system.start(run_log.handler(), no_backoff())?;
     for event in ["a", "b", "c"] {
         system.record("1", event).await?;
     }
-    system.settled().await?;
+    system.wait_processed().await?;
     worker.stop().await?;
-    assert_eq!(journal.runs(), [["a", "b", "c"]]);
+    assert_eq!(run_log.runs(), [["a", "b", "c"]]);
     Ok(())
 }
 
 #[tokio::test]
-async fn a_burst_within_the_quiet_window_is_one_run() -> Result<()> {
-    let config = InboxConfig { quiet: window(Duration::from_secs(3), 0), ..Default::default() };
-    let (system, journal) = (System::with(&Place::now(), config).await?, Journal::default());
-    let worker = system.start(journal.handler(), patient())?;
+async fn a_burst_within_the_debounce_window_is_one_run() -> Result<()> {
+    let config = InboxConfig { debounce: window(Duration::from_secs(3), 0), ..Default::default() };
+    let (system, run_log) =
+        (System::with(&Backends::in_memory(), config).await?, RunLog::default());
+    let worker = system.start(run_log.handler(), no_backoff())?;
     for event in ["a", "b", "c", "d"] {
         system.record("1", event).await?;
     }
-    system.settled().await?;
+    system.wait_processed().await?;
     worker.stop().await?;
-    assert_eq!(journal.runs(), [["a", "b", "c", "d"]]);
+    assert_eq!(run_log.runs(), [["a", "b", "c", "d"]]);
     Ok(())
 }
 
 #[tokio::test]
-async fn more_events_than_a_run_can_have_come_in_several_runs_in_order() -> Result<()> {
-    let (system, journal) = (System::at(&Place::now()).await?, Journal::default());
+async fn events_over_the_run_limit_are_processed_in_several_runs_in_order() -> Result<()> {
+    let (system, run_log) = (System::at(&Backends::in_memory()).await?, RunLog::default());
     let mut issue_id = IssueId(0);
     for event in ["a", "b", "c", "d", "e"] {
         issue_id = system.record("1", event).await?.issue_id;
     }
-    let worker = system.start(journal.handler(), WorkerConfig { events_max: 2, ..patient() })?;
-    system.settled().await?;
+    let worker = system.start(run_log.handler(), WorkerConfig { events_max: 2, ..no_backoff() })?;
+    system.wait_processed().await?;
     worker.stop().await?;
-    assert_eq!(journal.runs(), [vec!["a", "b"], vec!["c", "d"], vec!["e"]]);
+    assert_eq!(run_log.runs(), [vec!["a", "b"], vec!["c", "d"], vec!["e"]]);
     replies_of(&system, issue_id).await
 }
 
 #[tokio::test]
-async fn a_worker_that_stops_lets_its_handlers_finish() -> Result<()> {
-    let (system, journal, door) =
-        (System::at(&Place::now()).await?, Journal::default(), Door::default());
+async fn a_shutdown_lets_handlers_finish() -> Result<()> {
+    let (system, run_log, gate) =
+        (System::at(&Backends::in_memory()).await?, RunLog::default(), Gate::default());
     let issue_id = system.record("1", "a").await?.issue_id;
-    let worker = system.start(at_door(&journal, &door), patient())?;
-    door.arrivals(1).await?;
+    let worker = system.start(at_gate(&run_log, &gate), no_backoff())?;
+    gate.wait_for_arrivals(1).await?;
     let stopping = tokio::spawn(worker.stop());
     system.record("2", "a").await?;
-    door.open();
+    gate.open();
     stopping.await??;
     assert_eq!(issue(&system, issue_id).await?.pending_events, 0);
-    assert_eq!(journal.runs().len(), 1, "nothing new was begun");
-    assert!(system.store.workers().await?.is_empty(), "it is gone");
+    assert_eq!(run_log.runs().len(), 1, "no new run was started");
+    assert!(system.store.workers().await?.is_empty(), "the worker is deregistered");
     Ok(())
 }
 
 #[tokio::test]
-async fn a_worker_that_cannot_wait_gives_its_issues_back_without_counting_an_attempt() -> Result<()>
-{
-    let (system, journal, door) =
-        (System::at(&Place::now()).await?, Journal::default(), Door::default());
+async fn a_shutdown_without_drain_releases_claims_without_counting_an_attempt() -> Result<()> {
+    let (system, run_log, gate) =
+        (System::at(&Backends::in_memory()).await?, RunLog::default(), Gate::default());
     let issue_id = system.record("1", "a").await?.issue_id;
-    let config = WorkerConfig { drain: Duration::ZERO, ..patient() };
-    let worker = system.start(at_door(&Journal::default(), &door), config)?;
-    door.arrivals(1).await?;
+    let config = WorkerConfig { drain: Duration::ZERO, ..no_backoff() };
+    let worker = system.start(at_gate(&RunLog::default(), &gate), config)?;
+    gate.wait_for_arrivals(1).await?;
     worker.stop().await?;
     let left = issue(&system, issue_id).await?;
     assert_eq!((left.status, left.attempts, left.crashes), (ProcessingStatus::Queued, 0, 0));
 
-    // Nobody sweeps: the nudge is there.
-    let worker = system.start(journal.handler(), patient())?;
-    system.settled().await?;
+    // There is no sweeper: the worker sent a nudge when it released the claim.
+    let worker = system.start(run_log.handler(), no_backoff())?;
+    system.wait_processed().await?;
     worker.stop().await?;
-    assert_eq!(journal.runs(), [["a"]]);
+    assert_eq!(run_log.runs(), [["a"]]);
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_storm_of_nudges_never_makes_two_runs_of_one_issue_at_once() -> Result<()> {
+async fn concurrent_nudges_never_cause_concurrent_runs_of_an_issue() -> Result<()> {
     const WORKERS: usize = 3;
-    let system = Arc::new(System::at(&Place::now()).await?);
+    let system = Arc::new(System::at(&Backends::in_memory()).await?);
     let issue_id = system.record("1", "first").await?.issue_id;
     let (running, most) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
     let mut tasks = tokio::task::JoinSet::new();
@@ -441,13 +446,13 @@ async fn a_storm_of_nudges_never_makes_two_runs_of_one_issue_at_once() -> Result
                 Ok::<_, HandlerError>(replies(&run))
             }
         };
-        let worker = system.worker(handler, patient())?;
+        let worker = system.worker(handler, no_backoff())?;
         for nudge in 0..30 {
             let (worker, system) = (worker.clone(), Arc::clone(&system));
             let event = format!("{}-{nudge}", worker.name());
             tasks.spawn(async move {
                 system.record("1", &event).await.expect("it is recorded");
-                worker.look_at(issue_id).await;
+                worker.process_issue(issue_id).await;
             });
         }
     }
@@ -455,31 +460,31 @@ async fn a_storm_of_nudges_never_makes_two_runs_of_one_issue_at_once() -> Result
         done?;
     }
     assert_eq!(most.load(Ordering::SeqCst), 1);
-    // Every record was followed by a look, so nothing is left over for a sweep.
+    // Every record was followed by `process_issue`, so nothing is left for a sweep.
     assert_eq!(issue(&system, issue_id).await?.pending_events, 0);
-    system.assert_balanced().await?;
+    system.assert_consistent().await?;
     replies_of(&system, issue_id).await
 }
 
 #[tokio::test]
-async fn a_worker_handles_as_many_issues_at_once_as_it_may() -> Result<()> {
-    let (system, door) = (System::at(&Place::now()).await?, Door::default());
+async fn a_worker_runs_at_most_its_concurrency() -> Result<()> {
+    let (system, gate) = (System::at(&Backends::in_memory()).await?, Gate::default());
     for issue in 0..10 {
         system.record(&issue.to_string(), "a").await?;
     }
-    let config = WorkerConfig { concurrency: 3, ..patient() };
-    let worker = system.start(at_door(&Journal::default(), &door), config)?;
+    let config = WorkerConfig { concurrency: 3, ..no_backoff() };
+    let worker = system.start(at_gate(&RunLog::default(), &gate), config)?;
     for done in 0..10 {
-        door.arrivals((done + 3).min(10)).await?;
-        assert!(worker.worker.in_hand() <= 3);
-        door.open();
+        gate.wait_for_arrivals((done + 3).min(10)).await?;
+        assert!(worker.worker.in_flight() <= 3);
+        gate.open();
     }
-    system.settled().await?;
+    system.wait_processed().await?;
     worker.stop().await
 }
 
 #[tokio::test]
-async fn answers_that_get_lost_on_the_way_neither_lose_nor_repeat_anything() -> Result<()> {
+async fn lost_replies_of_the_database_neither_lose_nor_repeat_work() -> Result<()> {
     let calls = [
         ("claim", 2),
         ("complete", 2),
@@ -489,13 +494,13 @@ async fn answers_that_get_lost_on_the_way_neither_lose_nor_repeat_anything() -> 
         ("take_outbox", 2),
     ];
     for (call, times) in calls {
-        let place = Place::now();
-        let flaky = Flaky::new(place.store().await?);
-        let system = System::on(flaky.clone(), place.streams().await?, InboxConfig::default())?;
+        let backends = Backends::in_memory();
+        let flaky = FlakyStore::new(backends.store().await?);
+        let system = System::on(flaky.clone(), backends.streams().await?, InboxConfig::default())?;
         let issue_id = system.record("1", "a").await?.issue_id;
-        flaky.lose(call, times);
+        flaky.lose_replies(call, times);
         let handler = |run: Run| async move {
-            // A handler may ask, too, and does not mind.
+            // A lost heartbeat reply does not affect the handler.
             let _ = run.heartbeat().await;
             let _ = run.heartbeat().await;
             match run.attempt() {
@@ -503,51 +508,52 @@ async fn answers_that_get_lost_on_the_way_neither_lose_nor_repeat_anything() -> 
                 _ => Ok(replies(&run)),
             }
         };
-        let worker = system.start(handler, patient())?;
-        // If the database has heard of a failure and we have not heard of that, the sweep finds the issue.
+        let worker = system.start(handler, no_backoff())?;
+        // If the reply to a failure was lost, the sweep finds the issue.
         let sweeper = system.sweeper(Some(&worker.worker))?;
         let sweeping = tokio::spawn(async move { sweeper.run(std::future::pending()).await });
-        system.settled().await?;
+        system.wait_processed().await?;
         sweeping.abort();
         worker.stop().await?;
-        let letters = Letters::default();
+        let deliveries = DeliveryLog::default();
         let config = headwater_issue::OutboxConfig {
             ttl: Duration::from_millis(200),
             deadline: Duration::from_millis(100),
             every: Duration::from_millis(20),
             ..Default::default()
         };
-        let outbox = system.outbox(letters.clone(), config)?;
+        let outbox = system.outbox(deliveries.clone(), config)?;
         let delivering = tokio::spawn(async move { outbox.run(std::future::pending()).await });
-        until("the outbox to be empty", || async {
-            let backlog = system.store.backlog().await.expect("it answers");
-            backlog.outbox_pending == 0 && flaky.is_done()
+        wait_until("the outbox to be empty", || async {
+            let backlog = system.store.backlog().await.expect("the store replies");
+            backlog.outbox_pending == 0 && flaky.all_replies_lost()
         })
         .await?;
         delivering.abort();
-        letters.assert_one_reply_each(event_ids(system.store.as_ref(), issue_id).await?);
-        system.assert_balanced().await?;
+        deliveries.assert_one_reply_each(event_ids(system.store.as_ref(), issue_id).await?);
+        system.assert_consistent().await?;
     }
     Ok(())
 }
 
 #[tokio::test]
-async fn a_record_whose_answer_is_lost_can_be_repeated() -> Result<()> {
-    let place = Place::now();
-    let flaky = Flaky::new(place.store().await?);
-    let system = System::on(flaky.clone(), place.streams().await?, InboxConfig::default())?;
-    flaky.lose("record", 1);
+async fn a_record_whose_reply_is_lost_can_be_repeated() -> Result<()> {
+    let backends = Backends::in_memory();
+    let flaky = FlakyStore::new(backends.store().await?);
+    let system = System::on(flaky.clone(), backends.streams().await?, InboxConfig::default())?;
+    flaky.lose_replies("record", 1);
     assert!(system.record("1", "a").await.is_err());
     let again = system.record("1", "a").await?;
-    assert!(again.duplicate && again.nudge, "the first had no chance to nudge");
-    assert_eq!(system.assert_balanced().await?.recorded, 1);
+    assert!(again.duplicate && again.nudge, "the first had no random to nudge");
+    assert_eq!(system.assert_consistent().await?.recorded, 1);
     Ok(())
 }
 
 #[tokio::test]
-async fn when_the_stream_is_away_the_sweep_feeds_the_worker_of_its_process() -> Result<()> {
-    let (system, journal) = (System::at(&Place::now()).await?, Journal::default());
-    let worker = system.start(journal.handler(), patient())?;
+async fn while_the_stream_is_unavailable_the_sweep_passes_issues_to_the_local_worker() -> Result<()>
+{
+    let (system, run_log) = (System::at(&Backends::in_memory()).await?, RunLog::default());
+    let worker = system.start(run_log.handler(), no_backoff())?;
     system.streams.close().await?;
     for issue in 0..5 {
         let recorded = tokio::time::timeout(LONG, system.record(&issue.to_string(), "a")).await??;
@@ -555,17 +561,17 @@ async fn when_the_stream_is_away_the_sweep_feeds_the_worker_of_its_process() -> 
     }
     let sweeper = system.sweeper(Some(&worker.worker))?;
     let sweeping = tokio::spawn(async move { sweeper.run(std::future::pending()).await });
-    system.settled().await?;
+    system.wait_processed().await?;
     sweeping.abort();
-    assert_eq!(journal.runs().len(), 5);
-    system.assert_balanced().await?;
+    assert_eq!(run_log.runs().len(), 5);
+    system.assert_consistent().await?;
     worker.abort().await;
     Ok(())
 }
 
 #[tokio::test]
-async fn a_sweep_does_not_fill_a_stream_that_nobody_reads() -> Result<()> {
-    let system = System::at(&Place::now()).await?;
+async fn a_sweep_does_not_fill_a_stream_without_readers() -> Result<()> {
+    let system = System::at(&Backends::in_memory()).await?;
     let most = limits::NUDGES_UNREAD_MAX as usize;
     let records = (0..most + 200)
         .map(|issue| system.inbox.record(support::event_of(&issue.to_string(), "a")));
@@ -574,56 +580,58 @@ async fn a_sweep_does_not_fill_a_stream_that_nobody_reads() -> Result<()> {
     }
     let stream = headwater_stream::StreamName::new(headwater_issue::STREAM)?;
     let length = || async {
-        let stats = system.streams.stats(&stream).await.expect("it answers");
+        let stats = system.streams.stats(&stream).await.expect("the store replies");
         stats.map_or(0, |stats| stats.length as usize)
     };
-    until("all nudges to be sent", || async { length().await == most + 200 }).await?;
+    wait_until("all nudges to be sent", || async { length().await == most + 200 }).await?;
     let sweeper = system.sweeper(None)?;
     assert!(sweeper.run_once().await?.nudges.is_empty());
 
-    // The stream has lost everything: now nudges are sent again, but not more than somebody may read soon.
+    // After the stream lost everything, nudges are sent again, up to the limit of unread nudges.
     system.streams.delete_stream(&stream).await?;
     assert!(!sweeper.run_once().await?.nudges.is_empty());
     assert!((most..most + 300).contains(&length().await), "{}", length().await);
     Ok(())
 }
 
-/// Says when a run is committed, and waits there for a word of the test.
+/// Reports when a run is committed, and blocks until the test continues.
 #[derive(Debug)]
-struct HoldAfterCommit {
+struct BlockAfterCommit {
     committed: std::sync::mpsc::SyncSender<()>,
-    go_on: std::sync::Mutex<std::sync::mpsc::Receiver<()>>,
+    resume: std::sync::Mutex<std::sync::mpsc::Receiver<()>>,
 }
 
-impl Steps for HoldAfterCommit {
-    fn taken(&self, step: Step, _: IssueId) {
-        if step == Step::Completed {
+impl StepObserver for BlockAfterCommit {
+    fn on_step(&self, step: ProcessingStep, _: IssueId) {
+        if step == ProcessingStep::Completed {
             let _ = self.committed.send(());
-            let _ = self.go_on.lock().expect("not poisoned").recv();
+            let _ = self.resume.lock().expect("not poisoned").recv();
         }
     }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
-async fn a_nudge_that_comes_between_commit_and_farewell_is_not_lost() -> Result<()> {
-    let (system, journal) = (System::at(&Place::now()).await?, Journal::default());
+async fn a_nudge_between_commit_and_slot_exit_is_not_lost() -> Result<()> {
+    let (system, run_log) = (System::at(&Backends::in_memory()).await?, RunLog::default());
     let issue_id = system.record("1", "a").await?.issue_id;
     let (committed, is_committed) = std::sync::mpsc::sync_channel(1);
-    let (go_on, may_go_on) = std::sync::mpsc::channel();
-    let steps = HoldAfterCommit { committed, go_on: std::sync::Mutex::new(may_go_on) };
-    let worker =
-        system.worker(journal.handler(), WorkerConfig { steps: Arc::new(steps), ..patient() })?;
+    let (resume, resumed) = std::sync::mpsc::channel();
+    let step_observer = BlockAfterCommit { committed, resume: std::sync::Mutex::new(resumed) };
+    let worker = system.worker(
+        run_log.handler(),
+        WorkerConfig { step_observer: Arc::new(step_observer), ..no_backoff() },
+    )?;
     let first = {
         let worker = worker.clone();
-        tokio::spawn(async move { worker.look_at(issue_id).await })
+        tokio::spawn(async move { worker.process_issue(issue_id).await })
     };
     is_committed.recv_timeout(LONG)?;
 
-    // Committed and idle, but the issue is still in hand. A new event queues it, and its nudge finds it in hand.
+    // The issue is committed and idle, but still in flight. A new event queues it, and its nudge finds it in flight.
     assert!(system.record("1", "b").await?.nudge);
-    worker.look_at(issue_id).await;
-    drop(go_on);
+    worker.process_issue(issue_id).await;
+    drop(resume);
     first.await?;
-    assert_eq!(journal.runs(), [["a"], ["b"]], "nobody sweeps, and nobody else was nudged");
+    assert_eq!(run_log.runs(), [["a"], ["b"]], "there is no sweeper and no other worker");
     Ok(())
 }

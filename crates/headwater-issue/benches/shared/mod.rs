@@ -1,4 +1,4 @@
-//! What the benchmarks share: the databases, the events, the clients and the report.
+//! Shared by the benchmarks: databases, events, clients and the report.
 
 mod raw;
 
@@ -19,7 +19,7 @@ pub(crate) const CLIENTS: usize = 64;
 pub(crate) const ROUNDS: usize = 3;
 pub(crate) const ISSUES: usize = 512;
 
-/// Measures on Postgres, then on SQLite: a store, and raw SQL on the same tables.
+/// Measures a store and raw SQL on the same tables, on PostgreSQL and SQLite.
 pub(crate) fn on_each_store(
     measure: impl AsyncFn(&str, Arc<dyn Store>, Raw) -> Result<()>,
 ) -> Result<()> {
@@ -46,7 +46,7 @@ pub(crate) fn on_each_store(
             .journal_mode(SqliteJournalMode::Wal)
             .synchronous(SqliteSynchronous::Full)
             .foreign_keys(true);
-        // One connection: SQLite has one writer, and waiting in a queue is faster than polling for the lock.
+        // One connection: SQLite has one writer, and a queue is faster than polling for the lock.
         let pool = SqlitePoolOptions::new()
             .max_connections(1)
             .test_before_acquire(false)
@@ -56,7 +56,7 @@ pub(crate) fn on_each_store(
     })
 }
 
-/// How many events a round has.
+/// Number of events per round.
 pub(crate) fn events_of_a_round() -> usize {
     let events = std::env::var("HEADWATER_BENCH_EVENTS").ok().and_then(|text| text.parse().ok());
     events.unwrap_or(4000)
@@ -64,13 +64,13 @@ pub(crate) fn events_of_a_round() -> usize {
 
 pub(crate) fn report(store: &str, path: &str, ours: f64, raw: f64, wanted: f64) {
     let ratio = ours / raw;
-    let verdict = if ratio >= wanted { "reached" } else { "MISSED" };
+    let status = if ratio >= wanted { "reached" } else { "MISSED" };
     println!(
-        "{store:9} {path:20} {ours:8.0}/s  raw {raw:8.0}/s  ratio {ratio:5.2} (to reach {wanted}: {verdict})"
+        "{store:9} {path:20} {ours:8.0}/s  raw {raw:8.0}/s  ratio {ratio:5.2} (to reach {wanted}: {status})"
     );
 }
 
-/// Event number `n`, of one of so many issues: of the usual ones, or of issues that only this prefix has.
+/// Event number `n` of one of `issues` issues. Issues other than the default number belong to the prefix.
 pub(crate) fn event(prefix: &str, n: usize, issues: usize) -> NewEvent {
     NewEvent {
         integration: "main".into(),
@@ -83,7 +83,7 @@ pub(crate) fn event(prefix: &str, n: usize, issues: usize) -> NewEvent {
     }
 }
 
-/// Runs `one` for every number below `total`, by as many clients at once, and returns how many a second.
+/// Runs `one` for every number below `total` with `clients` concurrent clients, and returns the rate per second.
 pub(crate) async fn per_second<F>(
     clients: usize,
     total: usize,

@@ -1,4 +1,4 @@
-//! The same tables by hand: a transaction per event, a transaction per job.
+//! Raw SQL on the same tables: one transaction per event, one transaction per job.
 
 use headwater_issue::{IssueId, NewEvent};
 use sqlx::Row;
@@ -12,7 +12,7 @@ pub(crate) enum Raw {
     Sqlite(SqlitePool),
 }
 
-/// One body for both dialects, whose statements are the same but for the time and the start of a transaction.
+/// One body for both databases; only the time, the JSON type and the start of the transaction differ.
 macro_rules! raw_record {
     ($transaction:expr, $event:expr, $now:literal, $json:literal) => {{
         let mut transaction = $transaction;

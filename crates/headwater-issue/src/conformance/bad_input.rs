@@ -1,22 +1,22 @@
-//! What is refused, and that it has no effect.
+//! Invalid input is rejected without effect.
 
 use std::time::Duration;
 
-use super::env::{Env, TTL, TestResult, completion, event, options, reply};
+use super::env::{StoreTestEnv, StoreTestResult, TTL, completion, event, options, reply};
 use crate::limits::{
     BATCH_MAX, CLAIM_TTL_MAX, DELAY_MAX, JSON_DEPTH_MAX, NAME_BYTES_MAX, OUTBOX_PER_RUN_MAX,
     PAYLOAD_BYTES_MAX,
 };
 use crate::{
-    AfterFailure, ClaimOptions, Completion, Failure, IssueError, NewEvent, NewOutbox, Quiet,
-    SweepOptions,
+    AfterFailure, ClaimOptions, DebounceWindow, IssueError, NewEvent, NewOutboxRow, RunCompletion,
+    RunFailure, SweepOptions,
 };
 
-fn is_invalid<T: std::fmt::Debug>(answer: &Result<T, IssueError>) -> bool {
-    matches!(answer, Err(IssueError::Invalid { .. }))
+fn is_invalid<T: std::fmt::Debug>(result: &Result<T, IssueError>) -> bool {
+    matches!(result, Err(IssueError::Invalid { .. }))
 }
 
-pub async fn a_bad_event_does_not_fail_its_neighbours(env: Env) -> TestResult {
+pub async fn an_invalid_event_does_not_fail_the_batch(env: StoreTestEnv) -> StoreTestResult {
     let deep = format!("{}{}", "[".repeat(JSON_DEPTH_MAX + 1), "]".repeat(JSON_DEPTH_MAX + 1));
     let large = format!("\"{}\"", "x".repeat(PAYLOAD_BYTES_MAX));
     let long = "x".repeat(NAME_BYTES_MAX + 1);
@@ -36,31 +36,31 @@ pub async fn a_bad_event_does_not_fail_its_neighbours(env: Env) -> TestResult {
         NewEvent { dedup_key: Some("\0".into()), ..event("1", "m") },
         NewEvent { dedup_key: Some(String::new()), ..event("1", "n") },
     ];
-    let unknown = NewEvent { integration: "nobody".into(), ..event("1", "o") };
+    let unknown = NewEvent { integration: "unknown".into(), ..event("1", "o") };
     let mut events = vec![event("1", "good-1")];
     events.extend(bad.iter().cloned());
     events.extend([unknown, event("1", "good-2")]);
 
-    let recorded = env.store.record(&events, &Quiet::default()).await;
+    let recorded = env.store.record(&events, &DebounceWindow::default()).await;
     assert_eq!(recorded.len(), events.len());
     let (first, last) = (recorded[0].clone()?, recorded[events.len() - 1].clone()?);
     assert_eq!(first.issue_id, last.issue_id);
-    for (answer, event) in recorded[1..=bad.len()].iter().zip(&bad) {
-        assert!(is_invalid(answer), "{answer:?} for {:.80}", event.payload);
+    for (result, event) in recorded[1..=bad.len()].iter().zip(&bad) {
+        assert!(is_invalid(result), "{result:?} for {:.80}", event.payload);
     }
-    let answer = &recorded[bad.len() + 1];
-    assert!(matches!(answer, Err(IssueError::UnknownIntegration { .. })), "{answer:?}");
+    let result = &recorded[bad.len() + 1];
+    assert!(matches!(result, Err(IssueError::UnknownIntegration { .. })), "{result:?}");
     assert_eq!(env.claim(first.issue_id).await?.events.len(), 2);
-    assert_eq!(env.store.audit(10).await?.issues, 1);
-    env.assert_sound().await
+    assert_eq!(env.store.check_consistency(10).await?.issues, 1);
+    env.assert_consistent().await
 }
 
-pub async fn batches_beyond_a_limit_are_refused_whole(env: Env) -> TestResult {
+pub async fn batches_over_a_limit_are_rejected(env: StoreTestEnv) -> StoreTestResult {
     let many: Vec<NewEvent> = (0..=BATCH_MAX).map(|n| event("1", &n.to_string())).collect();
-    let recorded = env.store.record(&many, &Quiet::default()).await;
+    let recorded = env.store.record(&many, &DebounceWindow::default()).await;
     assert_eq!(recorded.len(), BATCH_MAX + 1);
     assert!(recorded.iter().all(is_invalid));
-    assert_eq!(env.store.audit(10).await?.recorded, 0);
+    assert_eq!(env.store.check_consistency(10).await?.recorded, 0);
 
     let issue = env.record("1", "a").await?.issue_id;
     let issues = vec![issue; BATCH_MAX + 1];
@@ -73,39 +73,42 @@ pub async fn batches_beyond_a_limit_are_refused_whole(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn a_completion_that_cannot_be_kept_is_refused(env: Env) -> TestResult {
+pub async fn an_invalid_completion_is_rejected(env: StoreTestEnv) -> StoreTestResult {
     let issue = env.record("1", "a").await?.issue_id;
     let claimed = env.claim(issue).await?;
     let before = env.issue(issue).await?;
     let run = completion(&claimed);
-    let payload = |payload: String| NewOutbox { payload, ..reply("") };
+    let payload = |payload: String| NewOutboxRow { payload, ..reply("") };
     let bad = [
-        Completion { outbox: vec![reply("x"); OUTBOX_PER_RUN_MAX + 1], ..run.clone() },
-        Completion { outbox: vec![payload("x".into())], ..run.clone() },
-        Completion { outbox: vec![payload(r#""\u0000""#.into())], ..run.clone() },
-        Completion {
+        RunCompletion { outbox: vec![reply("x"); OUTBOX_PER_RUN_MAX + 1], ..run.clone() },
+        RunCompletion { outbox: vec![payload("x".into())], ..run.clone() },
+        RunCompletion { outbox: vec![payload(r#""\u0000""#.into())], ..run.clone() },
+        RunCompletion {
             outbox: vec![payload(format!("\"{}\"", "x".repeat(PAYLOAD_BYTES_MAX)))],
             ..run.clone()
         },
-        Completion { outbox: vec![NewOutbox { target: "\0".into(), ..reply("") }], ..run.clone() },
-        Completion { fields: Some("[]".into()), ..run.clone() },
-        Completion { fields: Some("{".into()), ..run.clone() },
-        Completion { discussions: Some("{".into()), ..run.clone() },
-        Completion { fields: Some(r#"{"a":1e-16383}"#.into()), ..run.clone() },
-        Completion { discussions: Some("[1e-20000]".into()), ..run.clone() },
-        Completion { outbox: vec![payload("[1e-20000]".into())], ..run.clone() },
+        RunCompletion {
+            outbox: vec![NewOutboxRow { target: "\0".into(), ..reply("") }],
+            ..run.clone()
+        },
+        RunCompletion { fields: Some("[]".into()), ..run.clone() },
+        RunCompletion { fields: Some("{".into()), ..run.clone() },
+        RunCompletion { discussions: Some("{".into()), ..run.clone() },
+        RunCompletion { fields: Some(r#"{"a":1e-16383}"#.into()), ..run.clone() },
+        RunCompletion { discussions: Some("[1e-20000]".into()), ..run.clone() },
+        RunCompletion { outbox: vec![payload("[1e-20000]".into())], ..run.clone() },
     ];
     for completion in bad {
-        assert!(is_invalid(&completion.check()));
+        assert!(is_invalid(&completion.validate()));
         assert!(is_invalid(&env.store.complete(&[completion]).await));
     }
     assert_eq!(env.issue(issue).await?, before);
-    let many = Completion { outbox: vec![reply("x"); OUTBOX_PER_RUN_MAX], ..run };
+    let many = RunCompletion { outbox: vec![reply("x"); OUTBOX_PER_RUN_MAX], ..run };
     env.complete(many).await?;
-    env.assert_sound().await
+    env.assert_consistent().await
 }
 
-pub async fn options_that_make_no_sense_are_refused(env: Env) -> TestResult {
+pub async fn invalid_options_are_rejected(env: StoreTestEnv) -> StoreTestResult {
     let issue = env.record("1", "a").await?.issue_id;
     let too_long = Duration::from_secs(1) + CLAIM_TTL_MAX;
     for bad in [
@@ -119,21 +122,21 @@ pub async fn options_that_make_no_sense_are_refused(env: Env) -> TestResult {
         assert!(is_invalid(&env.store.claim(&[issue], &bad).await), "{bad:?}");
     }
     let far = DELAY_MAX + Duration::from_secs(1);
-    let quiet = Quiet { quiet: far, max_wait: far, ..Quiet::default() };
-    assert!(is_invalid(&env.store.record(&[event("1", "b")], &quiet).await[0]));
+    let debounce = DebounceWindow { quiet_for: far, max_wait: far, ..DebounceWindow::default() };
+    assert!(is_invalid(&env.store.record(&[event("1", "b")], &debounce).await[0]));
     let sweep = SweepOptions { limit: 0, ..SweepOptions::default() };
     assert!(is_invalid(&env.store.sweep(&sweep).await));
     assert!(is_invalid(&env.store.take_outbox("", 1, TTL).await));
-    assert!(is_invalid(&env.store.beat_worker("", TTL).await));
+    assert!(is_invalid(&env.store.heartbeat_worker("", TTL).await));
     assert!(is_invalid(&env.store.issues(&Default::default(), 0).await));
     assert!(is_invalid(&env.store.ensure_integration("", "x").await));
     let claimed = env.claim(issue).await?;
-    let failure = Failure {
+    let failure = RunFailure {
         issue_id: issue,
         epoch: claimed.epoch,
         error: String::new(),
         then: AfterFailure::Retry { after: far },
     };
     assert!(is_invalid(&env.store.fail(&[failure], 5).await));
-    env.assert_sound().await
+    env.assert_consistent().await
 }

@@ -1,12 +1,15 @@
-//! Who works on an issue, and for how long.
+//! Claims and heartbeats.
 
 use std::time::Duration;
 
-use super::env::{Env, TTL, TestResult, event, ids, options, won};
+use super::env::{StoreTestEnv, StoreTestResult, TTL, event, ids, options, won};
 use crate::limits::{PAYLOAD_BYTES_MAX, RUN_BYTES_MAX};
-use crate::{Beat, Claim, ClaimEpoch, ClaimOptions, IssueId, NewEvent, ProcessingStatus, Quiet};
+use crate::{
+    Claim, ClaimEpoch, ClaimOptions, ClaimRenewal, DebounceWindow, IssueId, NewEvent,
+    ProcessingStatus,
+};
 
-pub async fn a_claim_brings_all_pending_events_in_order(env: Env) -> TestResult {
+pub async fn a_claim_returns_all_pending_events_in_order(env: StoreTestEnv) -> StoreTestResult {
     let mut recorded = Vec::new();
     for key in ["a", "b", "c"] {
         recorded.push(env.record("42", key).await?);
@@ -21,10 +24,10 @@ pub async fn a_claim_brings_all_pending_events_in_order(env: Env) -> TestResult 
     assert_eq!(claimed.issue.claim_owner.as_deref(), Some("a"));
     assert!(claimed.issue.processing_started_at.is_some());
     assert!(claimed.expires_at > claimed.issue.updated_at);
-    env.assert_sound().await
+    env.assert_consistent().await
 }
 
-pub async fn a_claim_brings_at_most_as_many_events_as_asked_for(env: Env) -> TestResult {
+pub async fn a_claim_returns_at_most_events_max_events(env: StoreTestEnv) -> StoreTestResult {
     let mut recorded = Vec::new();
     for key in ["a", "b", "c"] {
         recorded.push(env.record("42", key).await?);
@@ -35,7 +38,7 @@ pub async fn a_claim_brings_at_most_as_many_events_as_asked_for(env: Env) -> Tes
     Ok(())
 }
 
-pub async fn a_run_is_bounded_in_bytes_and_never_empty(env: Env) -> TestResult {
+pub async fn a_claim_is_limited_in_bytes_and_never_empty(env: StoreTestEnv) -> StoreTestResult {
     let payload = format!("\"{}\"", "x".repeat(PAYLOAD_BYTES_MAX - 2));
     let most = RUN_BYTES_MAX / PAYLOAD_BYTES_MAX;
     let events: Vec<NewEvent> = (0..most + 3)
@@ -46,7 +49,7 @@ pub async fn a_run_is_bounded_in_bytes_and_never_empty(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn a_second_worker_is_told_who_has_the_issue(env: Env) -> TestResult {
+pub async fn a_second_worker_gets_the_owner_of_the_claim(env: StoreTestEnv) -> StoreTestResult {
     let issue = env.record("42", "a").await?.issue_id;
     let claimed = env.claim(issue).await?;
     let second = env.second.claim(&[issue], &options("b")).await?.remove(0);
@@ -54,7 +57,7 @@ pub async fn a_second_worker_is_told_who_has_the_issue(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn an_issue_that_is_missing_or_idle_says_so(env: Env) -> TestResult {
+pub async fn a_claim_of_an_idle_or_missing_issue_reports_so(env: StoreTestEnv) -> StoreTestResult {
     let issue = env.record("42", "a").await?.issue_id;
     let claimed = env.claim(issue).await?;
     env.complete(super::env::completion(&claimed)).await?;
@@ -63,7 +66,7 @@ pub async fn an_issue_that_is_missing_or_idle_says_so(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn an_issue_named_twice_is_won_once(env: Env) -> TestResult {
+pub async fn an_issue_named_twice_is_claimed_once(env: StoreTestEnv) -> StoreTestResult {
     let issue = env.record("42", "a").await?.issue_id;
     let claims = env.store.claim(&[issue, issue], &options("a")).await?;
     assert!(matches!(claims[0], Claim::Won(_)), "{claims:?}");
@@ -71,7 +74,7 @@ pub async fn an_issue_named_twice_is_won_once(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn issues_are_claimed_in_one_call_and_answered_in_order(env: Env) -> TestResult {
+pub async fn results_of_a_batch_of_claims_are_in_order(env: StoreTestEnv) -> StoreTestResult {
     let mut issues = Vec::new();
     for name in ["1", "2", "3"] {
         issues.push(env.record(name, name).await?.issue_id);
@@ -87,63 +90,69 @@ pub async fn issues_are_claimed_in_one_call_and_answered_in_order(env: Env) -> T
     Ok(())
 }
 
-pub async fn a_claim_that_ran_out_goes_to_the_next_worker_with_a_new_epoch(env: Env) -> TestResult {
+pub async fn an_expired_claim_goes_to_the_next_worker_with_a_new_epoch(
+    env: StoreTestEnv,
+) -> StoreTestResult {
     let issue = env.record("42", "a").await?.issue_id;
     let first = env.claim(issue).await?;
-    env.pass(TTL).await?;
+    env.advance(TTL).await?;
     let second = won(env.second.claim(&[issue], &options("b")).await?.remove(0));
     assert!(second.epoch > first.epoch);
     assert_eq!(ids(&second), ids(&first));
     assert_eq!((second.issue.crashes, second.issue.attempts), (1, 0));
     assert_eq!(second.issue.last_error.as_deref(), Some("the claim of worker a ran out"));
-    env.assert_sound().await
+    env.assert_consistent().await
 }
 
-pub async fn too_many_claims_that_ran_out_quarantine_the_issue(env: Env) -> TestResult {
+pub async fn too_many_expired_claims_quarantine_the_issue(env: StoreTestEnv) -> StoreTestResult {
     let issue = env.record("42", "a").await?.issue_id;
     let options = ClaimOptions { crashes_max: 2, ..options("a") };
     for _ in 0..2 {
         won(env.store.claim(&[issue], &options).await?.remove(0));
-        env.pass(TTL).await?;
+        env.advance(TTL).await?;
     }
     let claim = env.store.claim(&[issue], &options).await?.remove(0);
     assert!(matches!(claim, Claim::Quarantined { just_now: true, .. }), "{claim:?}");
     let claim = env.store.claim(&[issue], &options).await?.remove(0);
     assert!(matches!(claim, Claim::Quarantined { just_now: false, .. }), "{claim:?}");
-    env.assert_sound().await
+    env.assert_consistent().await
 }
 
-pub async fn a_heartbeat_keeps_a_claim_and_tells_of_newer_events(env: Env) -> TestResult {
+pub async fn a_heartbeat_renews_a_claim_and_reports_newer_events(
+    env: StoreTestEnv,
+) -> StoreTestResult {
     let issue = env.record("42", "a").await?.issue_id;
     let claimed = env.claim(issue).await?;
-    env.pass(TTL / 2).await?;
-    let beat = env.store.heartbeat(&[(issue, claimed.epoch)], TTL).await?.remove(0);
-    let Beat::Kept { expires_at, pending_events } = beat else { panic!("{beat:?}") };
-    assert!(!claimed.has_newer(pending_events));
+    env.advance(TTL / 2).await?;
+    let renewal = env.store.heartbeat(&[(issue, claimed.epoch)], TTL).await?.remove(0);
+    let ClaimRenewal::Kept { expires_at, pending_events } = renewal else { panic!("{renewal:?}") };
+    assert!(!claimed.has_newer_events(pending_events));
     assert_eq!(env.issue(issue).await?.claim_expires_at, Some(expires_at));
-    env.pass(TTL / 2 + Duration::from_secs(10)).await?;
+    env.advance(TTL / 2 + Duration::from_secs(10)).await?;
     let second = env.second.claim(&[issue], &options("b")).await?.remove(0);
     assert!(matches!(second, Claim::Taken { .. }), "{second:?}");
 
-    env.store.record(&[event("42", "b")], &Quiet::default()).await.remove(0)?;
-    let beat = env.store.heartbeat(&[(issue, claimed.epoch)], TTL).await?.remove(0);
-    let Beat::Kept { pending_events, .. } = beat else { panic!("{beat:?}") };
-    assert!(claimed.has_newer(pending_events));
+    env.store.record(&[event("42", "b")], &DebounceWindow::default()).await.remove(0)?;
+    let renewal = env.store.heartbeat(&[(issue, claimed.epoch)], TTL).await?.remove(0);
+    let ClaimRenewal::Kept { pending_events, .. } = renewal else { panic!("{renewal:?}") };
+    assert!(claimed.has_newer_events(pending_events));
     Ok(())
 }
 
-pub async fn a_heartbeat_of_a_lost_claim_says_so_and_changes_nothing(env: Env) -> TestResult {
+pub async fn a_heartbeat_of_a_lost_claim_reports_the_loss_and_changes_nothing(
+    env: StoreTestEnv,
+) -> StoreTestResult {
     let issue = env.record("42", "a").await?.issue_id;
     let other = env.record("43", "b").await?.issue_id;
     let lost = env.claim(issue).await?;
-    env.pass(TTL).await?;
+    env.advance(TTL).await?;
     won(env.second.claim(&[issue], &options("b")).await?.remove(0));
     let kept = env.claim(other).await?;
     let before = env.issue(issue).await?;
     let claims = [(issue, lost.epoch), (other, kept.epoch), (IssueId(987_654), ClaimEpoch(1))];
-    let beats = env.store.heartbeat(&claims, TTL).await?;
-    assert_eq!((beats[0], beats[2]), (Beat::Lost, Beat::Lost));
-    assert!(matches!(beats[1], Beat::Kept { .. }));
+    let renewals = env.store.heartbeat(&claims, TTL).await?;
+    assert_eq!((renewals[0], renewals[2]), (ClaimRenewal::Lost, ClaimRenewal::Lost));
+    assert!(matches!(renewals[1], ClaimRenewal::Kept { .. }));
     assert_eq!(env.issue(issue).await?, before);
     Ok(())
 }

@@ -1,18 +1,20 @@
-//! The successful end of a run.
+//! Completion of runs.
 
 use std::time::Duration;
 
 use serde_json::{Value, json};
 
-use super::env::{Env, TTL, TestResult, completion, ids, options, reply, won};
+use super::env::{StoreTestEnv, StoreTestResult, TTL, completion, ids, options, reply, won};
 use crate::limits::FIELDS_BYTES_MAX;
 use crate::{
-    ClaimEpoch, Completed, Completion, EventLogFilter, IssueId, ProcessingStatus, SweepOptions,
+    ClaimEpoch, CompletionOutcome, EventLogFilter, IssueId, ProcessingStatus, RunCompletion,
+    SweepOptions,
 };
 
-const DONE: Completed = Completed::Committed { requeued: false, not_before: None, repeated: false };
+const DONE: CompletionOutcome =
+    CompletionOutcome::Committed { requeued: false, not_before: None, repeated: false };
 
-pub async fn a_completed_run_leaves_its_issue_idle(env: Env) -> TestResult {
+pub async fn a_completed_run_leaves_its_issue_idle(env: StoreTestEnv) -> StoreTestResult {
     let issue = env.record("42", "a").await?.issue_id;
     let claimed = env.claim(issue).await?;
     assert_eq!(env.complete(completion(&claimed)).await?, DONE);
@@ -22,72 +24,81 @@ pub async fn a_completed_run_leaves_its_issue_idle(env: Env) -> TestResult {
     assert!(after.last_processed_at.is_some());
     let processed = EventLogFilter { processed: Some(true), after: None };
     assert_eq!(env.store.event_logs(issue, &processed, 10).await?.len(), 1);
-    env.assert_sound().await
+    env.assert_consistent().await
 }
 
-pub async fn an_event_that_arrives_while_processing_is_not_lost(env: Env) -> TestResult {
+pub async fn an_event_that_arrives_while_processing_is_not_lost(
+    env: StoreTestEnv,
+) -> StoreTestResult {
     let issue = env.record("42", "a").await?.issue_id;
     let claimed = env.claim(issue).await?;
-    assert!(!env.record("42", "b").await?.nudge, "a nudge would do nothing while it is processed");
+    assert!(!env.record("42", "b").await?.nudge, "no nudge while the issue is processed");
     let completed = env.complete(completion(&claimed)).await?;
-    assert!(matches!(completed, Completed::Committed { requeued: true, not_before: None, .. }));
+    assert!(matches!(
+        completed,
+        CompletionOutcome::Committed { requeued: true, not_before: None, .. }
+    ));
     let next = env.claim(issue).await?;
     assert_eq!(next.events.len(), 1);
     assert_eq!(next.events[0].dedup_key, "b");
-    env.assert_sound().await
+    env.assert_consistent().await
 }
 
-pub async fn events_beyond_the_run_requeue_the_issue(env: Env) -> TestResult {
+pub async fn events_beyond_the_run_requeue_the_issue(env: StoreTestEnv) -> StoreTestResult {
     let issue = env.record("42", "a").await?.issue_id;
     env.record("42", "b").await?;
     let options = crate::ClaimOptions { events_max: 1, ..options("a") };
     let claimed = won(env.store.claim(&[issue], &options).await?.remove(0));
     let completed = env.complete(completion(&claimed)).await?;
-    assert!(matches!(completed, Completed::Committed { requeued: true, .. }));
+    assert!(matches!(completed, CompletionOutcome::Committed { requeued: true, .. }));
     assert_eq!(env.issue(issue).await?.pending_events, 1);
-    env.assert_sound().await
+    env.assert_consistent().await
 }
 
-pub async fn a_zombie_completes_nothing_and_writes_nothing(env: Env) -> TestResult {
+pub async fn a_completion_of_a_lost_claim_is_fenced_and_writes_nothing(
+    env: StoreTestEnv,
+) -> StoreTestResult {
     let issue = env.record("42", "a").await?.issue_id;
-    let zombie = env.claim(issue).await?;
-    env.pass(TTL).await?;
+    let lost = env.claim(issue).await?;
+    env.advance(TTL).await?;
     let holder = won(env.second.claim(&[issue], &options("b")).await?.remove(0));
     let before = env.issue(issue).await?;
 
-    let fields = Some(r#"{"by":"zombie"}"#.to_owned());
+    let fields = Some(r#"{"by":"lost claim"}"#.to_owned());
     let discussions = Some("[1]".to_owned());
-    let outbox = vec![reply("from the grave")];
-    let late = Completion { fields, discussions, outbox, ..completion(&zombie) };
-    assert_eq!(env.complete(late).await?, Completed::Fenced);
+    let outbox = vec![reply("from a lost claim")];
+    let late = RunCompletion { fields, discussions, outbox, ..completion(&lost) };
+    assert_eq!(env.complete(late).await?, CompletionOutcome::Fenced);
 
     assert_eq!(env.issue(issue).await?, before);
     assert!(env.store.take_outbox("deliverer", 10, TTL).await?.is_empty());
     assert_eq!(env.complete(completion(&holder)).await?, DONE);
-    env.assert_sound().await
+    env.assert_consistent().await
 }
 
-pub async fn a_repeated_completion_says_so_and_changes_nothing(env: Env) -> TestResult {
+pub async fn a_repeated_completion_is_reported_and_changes_nothing(
+    env: StoreTestEnv,
+) -> StoreTestResult {
     let issue = env.record("42", "a").await?.issue_id;
     let claimed = env.claim(issue).await?;
-    let run = Completion { outbox: vec![reply("once")], ..completion(&claimed) };
+    let run = RunCompletion { outbox: vec![reply("once")], ..completion(&claimed) };
     assert_eq!(env.complete(run.clone()).await?, DONE);
     let before = env.issue(issue).await?;
     let again = env.complete(run.clone()).await?;
-    assert!(matches!(again, Completed::Committed { repeated: true, requeued: false, .. }));
+    assert!(matches!(again, CompletionOutcome::Committed { repeated: true, requeued: false, .. }));
     assert_eq!(env.issue(issue).await?, before);
     assert_eq!(env.store.take_outbox("deliverer", 10, TTL).await?.len(), 1);
 
-    // Two in one batch are as good as two calls.
+    // Two completions in one batch behave like two calls.
     env.record("42", "b").await?;
     let claimed = env.claim(issue).await?;
     let completed = env.store.complete(&[completion(&claimed), completion(&claimed)]).await?;
     assert_eq!(completed[0], DONE);
-    assert!(matches!(completed[1], Completed::Committed { repeated: true, .. }));
-    env.assert_sound().await
+    assert!(matches!(completed[1], CompletionOutcome::Committed { repeated: true, .. }));
+    env.assert_consistent().await
 }
 
-pub async fn fields_are_merged_and_discussions_replaced(env: Env) -> TestResult {
+pub async fn fields_are_merged_and_discussions_replaced(env: StoreTestEnv) -> StoreTestResult {
     let issue = env.record("42", "a").await?.issue_id;
     let steps = [
         (json!({ "a": 1, "b": { "c": null, "d": 2 } }), json!(["first"])),
@@ -96,7 +107,7 @@ pub async fn fields_are_merged_and_discussions_replaced(env: Env) -> TestResult 
     for (n, (fields, discussions)) in steps.iter().enumerate() {
         env.record("42", &format!("step-{n}")).await?;
         let claimed = env.claim(issue).await?;
-        let changes = Completion {
+        let changes = RunCompletion {
             fields: Some(fields.to_string()),
             discussions: Some(discussions.to_string()),
             ..completion(&claimed)
@@ -110,80 +121,94 @@ pub async fn fields_are_merged_and_discussions_replaced(env: Env) -> TestResult 
     Ok(())
 }
 
-pub async fn a_completion_counts_only_its_own_unprocessed_events(env: Env) -> TestResult {
+pub async fn a_completion_counts_only_its_own_unprocessed_events(
+    env: StoreTestEnv,
+) -> StoreTestResult {
     let issue = env.record("42", "a").await?.issue_id;
-    let stranger = env.record("43", "b").await?;
+    let other = env.record("43", "b").await?;
     let first = env.claim(issue).await?;
     let id = ids(&first)[0];
-    let foreign = vec![id, id, stranger.event_log_id, crate::EventLogId(987_654)];
+    let ids = vec![id, id, other.event_log_id, crate::EventLogId(987_654)];
     assert_eq!(
-        env.complete(Completion { event_log_ids: foreign, ..completion(&first) }).await?,
+        env.complete(RunCompletion { event_log_ids: ids, ..completion(&first) }).await?,
         DONE
     );
-    assert_eq!(env.issue(stranger.issue_id).await?.pending_events, 1);
+    assert_eq!(env.issue(other.issue_id).await?.pending_events, 1);
 
-    // An event log that was processed before is not counted again.
+    // A processed event log is not counted again.
     env.record("42", "c").await?;
     let second = env.claim(issue).await?;
-    let old = Completion { event_log_ids: vec![id], ..completion(&second) };
-    assert!(matches!(env.complete(old).await?, Completed::Committed { requeued: true, .. }));
+    let old = RunCompletion { event_log_ids: vec![id], ..completion(&second) };
+    assert!(matches!(
+        env.complete(old).await?,
+        CompletionOutcome::Committed { requeued: true, .. }
+    ));
     assert_eq!(env.issue(issue).await?.pending_events, 1);
-    env.assert_sound().await
+    env.assert_consistent().await
 }
 
-pub async fn a_fenced_completion_does_not_fail_its_neighbours(env: Env) -> TestResult {
+pub async fn a_fenced_completion_does_not_fail_the_batch(env: StoreTestEnv) -> StoreTestResult {
     let mut runs = Vec::new();
     for name in ["1", "2", "3"] {
         let issue = env.record(name, name).await?.issue_id;
         runs.push(completion(&env.claim(issue).await?));
     }
     runs[1].epoch = ClaimEpoch(77);
-    runs.push(Completion { issue_id: IssueId(987_654), epoch: ClaimEpoch(1), ..runs[0].clone() });
+    runs.push(RunCompletion {
+        issue_id: IssueId(987_654),
+        epoch: ClaimEpoch(1),
+        ..runs[0].clone()
+    });
     runs.reverse();
     let completed = env.store.complete(&runs).await?;
-    assert_eq!(completed, [Completed::Fenced, DONE, Completed::Fenced, DONE]);
-    env.assert_sound().await
+    assert_eq!(completed, [CompletionOutcome::Fenced, DONE, CompletionOutcome::Fenced, DONE]);
+    env.assert_consistent().await
 }
 
-pub async fn a_run_may_complete_without_having_handled_anything(env: Env) -> TestResult {
+pub async fn a_run_may_complete_without_processing_any_event(env: StoreTestEnv) -> StoreTestResult {
     let issue = env.record("42", "a").await?.issue_id;
     let claimed = env.claim(issue).await?;
-    let nothing = Completion { event_log_ids: vec![], ..completion(&claimed) };
+    let nothing = RunCompletion { event_log_ids: vec![], ..completion(&claimed) };
     let completed = env.complete(nothing).await?;
-    assert!(matches!(completed, Completed::Committed { requeued: true, .. }));
+    assert!(matches!(completed, CompletionOutcome::Committed { requeued: true, .. }));
     assert_eq!(env.claim(issue).await?.events.len(), 1);
-    env.assert_sound().await
+    env.assert_consistent().await
 }
 
-pub async fn a_completion_after_its_claim_was_swept_is_fenced(env: Env) -> TestResult {
+pub async fn a_completion_after_its_claim_was_swept_is_fenced(
+    env: StoreTestEnv,
+) -> StoreTestResult {
     let issue = env.record("42", "a").await?.issue_id;
     let claimed = env.claim(issue).await?;
-    env.pass(TTL + Duration::from_secs(1)).await?;
+    env.advance(TTL + Duration::from_secs(1)).await?;
     assert_eq!(env.second.sweep(&SweepOptions::default()).await?.requeued, 1);
-    assert_eq!(env.complete(completion(&claimed)).await?, Completed::Fenced);
+    assert_eq!(env.complete(completion(&claimed)).await?, CompletionOutcome::Fenced);
     assert_eq!(env.claim(issue).await?.events.len(), 1);
-    env.assert_sound().await
+    env.assert_consistent().await
 }
 
-pub async fn fields_that_would_grow_beyond_their_limit_are_refused(env: Env) -> TestResult {
+pub async fn fields_over_the_size_limit_are_rejected(env: StoreTestEnv) -> StoreTestResult {
     let large = |name: &str| format!(r#"{{"{name}":"{}"}}"#, "x".repeat(FIELDS_BYTES_MAX * 2 / 3));
     let issue = env.record("42", "a").await?.issue_id;
     let claimed = env.claim(issue).await?;
-    env.complete(Completion { fields: Some(large("a")), ..completion(&claimed) }).await?;
+    env.complete(RunCompletion { fields: Some(large("a")), ..completion(&claimed) }).await?;
 
     env.record("42", "b").await?;
     let claimed = env.claim(issue).await?;
     let before = env.issue(issue).await?;
-    let grown = Completion { fields: Some(large("b")), ..completion(&claimed) };
-    let refused = env.store.complete(&[grown]).await;
-    assert!(matches!(refused, Err(crate::IssueError::Invalid { .. })), "{refused:?}");
-    let problem = format!("{refused:?}");
+    let grown = RunCompletion { fields: Some(large("b")), ..completion(&claimed) };
+    let rejected = env.store.complete(&[grown]).await;
+    assert!(matches!(rejected, Err(crate::IssueError::Invalid { .. })), "{rejected:?}");
+    let problem = format!("{rejected:?}");
     assert!(problem.contains("fields of issue"), "{problem}");
     assert!(env.issue(issue).await? == before, "nothing was changed");
 
-    // What takes the place of something is no growth.
-    let changed = Completion { fields: Some(large("a")), ..completion(&claimed) };
+    // Replacing a field of the same size is allowed.
+    let changed = RunCompletion { fields: Some(large("a")), ..completion(&claimed) };
     let completed = env.complete(changed).await?;
-    assert!(matches!(completed, Completed::Committed { repeated: false, .. }), "{completed:?}");
+    assert!(
+        matches!(completed, CompletionOutcome::Committed { repeated: false, .. }),
+        "{completed:?}"
+    );
     Ok(())
 }

@@ -1,34 +1,38 @@
-//! Many at once: nothing is lost, nothing happens twice, and nobody blocks anybody for good.
+//! Concurrent calls: nothing is lost, nothing takes effect twice, and nothing deadlocks.
 
 use std::collections::HashMap;
 use std::sync::Arc;
 
 use tokio::task::JoinSet;
 
-use super::env::{Env, TTL, TestResult, completion, event, options, reply, text_of, won};
-use super::random::{Random, seed};
+use super::env::{
+    StoreTestEnv, StoreTestResult, TTL, completion, event, options, reply, text_of, won,
+};
+use super::random::{SeededRandom, seed};
 use crate::{
-    Claim, Completed, Completion, Delivery, IssueId, KeyedOutbox, NewEvent, OutboxSettlement,
-    Quiet, Recorded, Store, SweepOptions,
+    Claim, CompletionOutcome, DebounceWindow, IssueId, KeyedOutboxRow, NewEvent, OutboxDelivery,
+    OutboxSettlement, Recorded, RunCompletion, Store, SweepOptions,
 };
 
-/// The store under test and the other process, in turn.
-fn store(env: &Env, n: usize) -> Arc<dyn Store> {
+/// The two connections in turn.
+fn store(env: &StoreTestEnv, n: usize) -> Arc<dyn Store> {
     Arc::clone(if n.is_multiple_of(2) { &env.store } else { &env.second })
 }
 
-pub async fn events_recorded_by_64_at_once_are_all_there_once(env: Env) -> TestResult {
+pub async fn events_recorded_by_64_concurrent_callers_are_stored_once(
+    env: StoreTestEnv,
+) -> StoreTestResult {
     let mut tasks = JoinSet::new();
     for n in 0..64 {
         let store = store(&env, n);
         tasks.spawn(async move {
-            // Every event is sent twice, by two senders, and the issues are few.
+            // Every event is sent twice, by two senders, to few issues.
             let sender = n / 2;
             let events: Vec<NewEvent> = (0..8)
                 .map(|k| event(&((sender + k) % 5).to_string(), &format!("{sender}-{k}")))
                 .collect();
-            repeat(|| async {
-                let recorded = store.record(&events, &Quiet::default()).await;
+            with_retries(|| async {
+                let recorded = store.record(&events, &DebounceWindow::default()).await;
                 recorded.into_iter().collect::<crate::Result<Vec<_>>>()
             })
             .await
@@ -40,13 +44,13 @@ pub async fn events_recorded_by_64_at_once_are_all_there_once(env: Env) -> TestR
         assert_eq!(recorded.len(), 8);
         new += recorded.iter().filter(|one| !one.duplicate).count();
     }
-    // Fewer only if a call had to be repeated whose first answer was lost.
-    assert!(new <= 32 * 8, "{new} were told that theirs is new");
-    assert_eq!(env.store.audit(10).await?.recorded, 32 * 8);
-    env.assert_sound().await
+    // Fewer only if a call was repeated after its first reply was lost.
+    assert!(new <= 32 * 8, "{new} events were reported as new");
+    assert_eq!(env.store.check_consistency(10).await?.recorded, 32 * 8);
+    env.assert_consistent().await
 }
 
-pub async fn twins_recorded_at_once_are_stored_once(env: Env) -> TestResult {
+pub async fn concurrent_duplicates_are_stored_once(env: StoreTestEnv) -> StoreTestResult {
     for round in 0..20 {
         let mut tasks = JoinSet::new();
         for n in 0..4 {
@@ -57,20 +61,20 @@ pub async fn twins_recorded_at_once_are_stored_once(env: Env) -> TestResult {
         while let Some(recorded) = tasks.join_next().await {
             new += usize::from(!recorded??.duplicate);
         }
-        assert!(new <= 1, "round {round}: {new} were told that theirs is new");
-        assert_eq!(env.store.audit(10).await?.recorded, round + 1);
+        assert!(new <= 1, "round {round}: {new} events were reported as new");
+        assert_eq!(env.store.check_consistency(10).await?.recorded, round + 1);
     }
-    env.assert_sound().await
+    env.assert_consistent().await
 }
 
-pub async fn of_eight_workers_one_wins_the_claim(env: Env) -> TestResult {
+pub async fn one_of_eight_concurrent_claims_wins(env: StoreTestEnv) -> StoreTestResult {
     for round in 0..20 {
         let issue = env.record(&round.to_string(), &round.to_string()).await?.issue_id;
         let mut tasks = JoinSet::new();
         for n in 0..8 {
             let store = store(&env, n);
             let (worker, issues) = (options(&format!("w{n}")), [issue]);
-            tasks.spawn(async move { repeat(|| store.claim(&issues, &worker)).await });
+            tasks.spawn(async move { with_retries(|| store.claim(&issues, &worker)).await });
         }
         let mut wins = 0;
         while let Some(claims) = tasks.join_next().await {
@@ -81,7 +85,9 @@ pub async fn of_eight_workers_one_wins_the_claim(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn recorders_and_workers_at_once_lose_and_repeat_nothing(env: Env) -> TestResult {
+pub async fn concurrent_recorders_and_workers_lose_and_repeat_nothing(
+    env: StoreTestEnv,
+) -> StoreTestResult {
     const ISSUES: u64 = 6;
     const EVENTS: usize = 240;
     let seed = seed();
@@ -89,7 +95,7 @@ pub async fn recorders_and_workers_at_once_lose_and_repeat_nothing(env: Env) -> 
     for n in 0..4 {
         let store = store(&env, n);
         recorders.spawn(async move {
-            let mut random = Random::seeded(seed.wrapping_add(n as u64));
+            let mut random = SeededRandom::seeded(seed.wrapping_add(n as u64));
             for k in 0..EVENTS / 4 {
                 let issue = random.below(ISSUES).to_string();
                 let event = event(&issue, &format!("{n}-{k}"));
@@ -107,10 +113,10 @@ pub async fn recorders_and_workers_at_once_lose_and_repeat_nothing(env: Env) -> 
     while let Some(done) = recorders.join_next().await {
         done??;
     }
-    // Nobody nudges here: workers look at everything, until all is processed.
+    // There are no nudges: workers poll all issues until everything is processed.
     loop {
-        let audit = env.store.audit(1).await?;
-        if audit.processed == EVENTS as u64 {
+        let report = env.store.check_consistency(1).await?;
+        if report.processed == EVENTS as u64 {
             break;
         }
         if let Some(ended) = workers.try_join_next() {
@@ -127,7 +133,7 @@ pub async fn recorders_and_workers_at_once_lose_and_repeat_nothing(env: Env) -> 
     }
     assert_eq!(handled.len(), EVENTS);
     assert!(handled.values().all(|times| *times == 1));
-    env.assert_sound().await
+    env.assert_consistent().await
 }
 
 /// Claims and completes whatever is queued; returns the keys of the events whose run was committed.
@@ -140,10 +146,10 @@ async fn work(
     while !*stopped.borrow() {
         let issues: Vec<IssueId> =
             store.issues(&Default::default(), 100).await?.iter().map(|issue| issue.id).collect();
-        let mut runs: Vec<Completion> = Vec::new();
+        let mut runs: Vec<RunCompletion> = Vec::new();
         let mut keys = Vec::new();
         let worker = options(&format!("w{n}"));
-        for claim in repeat(|| store.claim(&issues, &worker)).await? {
+        for claim in with_retries(|| store.claim(&issues, &worker)).await? {
             if let Claim::Won(claimed) = claim {
                 keys.push(
                     claimed.events.iter().map(|log| log.dedup_key.clone()).collect::<Vec<_>>(),
@@ -151,16 +157,16 @@ async fn work(
                 runs.push(completion(&claimed));
             }
         }
-        let completed = repeat(|| store.complete(&runs)).await?;
+        let completed = with_retries(|| store.complete(&runs)).await?;
         for (completed, keys) in completed.into_iter().zip(keys) {
-            assert!(matches!(completed, Completed::Committed { repeated: false, .. }));
+            assert!(matches!(completed, CompletionOutcome::Committed { repeated: false, .. }));
             handled.extend(keys);
         }
     }
     Ok(handled)
 }
 
-pub async fn batches_in_any_order_never_block_each_other(env: Env) -> TestResult {
+pub async fn batches_in_any_order_do_not_deadlock(env: StoreTestEnv) -> StoreTestResult {
     const ISSUES: u64 = 24;
     let seed = seed();
     let events: Vec<NewEvent> =
@@ -171,28 +177,28 @@ pub async fn batches_in_any_order_never_block_each_other(env: Env) -> TestResult
     for n in 0..8 {
         let (store, mut issues) = (store(&env, n), issues.clone());
         tasks.spawn(async move {
-            let mut random = Random::seeded(seed.wrapping_add(n as u64));
+            let mut random = SeededRandom::seeded(seed.wrapping_add(n as u64));
             for round in 0..15 {
                 random.shuffle(&mut issues);
-                // Old issues and new ones, in any order.
+                // Existing and new issues in any order.
                 let mut events: Vec<NewEvent> = (0..ISSUES * 2)
                     .map(|k| event(&(k + round).to_string(), &format!("{n}-{round}-{k}")))
                     .collect();
                 random.shuffle(&mut events);
-                repeat(|| async {
-                    let recorded = store.record(&events, &Quiet::default()).await;
+                with_retries(|| async {
+                    let recorded = store.record(&events, &DebounceWindow::default()).await;
                     recorded.into_iter().collect::<crate::Result<Vec<_>>>()
                 })
                 .await?;
                 let worker = options(&format!("w{n}"));
-                let claims = repeat(|| store.claim(&issues, &worker)).await?;
+                let claims = with_retries(|| store.claim(&issues, &worker)).await?;
                 let claims = claims.into_iter().filter(|claim| matches!(claim, Claim::Won(_)));
-                let mut runs: Vec<Completion> =
+                let mut runs: Vec<RunCompletion> =
                     claims.map(|claim| completion(&won(claim))).collect();
                 random.shuffle(&mut runs);
                 let sweep = SweepOptions::default();
-                repeat(|| store.sweep(&sweep)).await?;
-                repeat(|| store.complete(&runs)).await?;
+                with_retries(|| store.sweep(&sweep)).await?;
+                with_retries(|| store.complete(&runs)).await?;
             }
             Ok::<_, crate::IssueError>(())
         });
@@ -200,38 +206,38 @@ pub async fn batches_in_any_order_never_block_each_other(env: Env) -> TestResult
     while let Some(done) = tasks.join_next().await {
         done??;
     }
-    env.assert_sound().await
+    env.assert_consistent().await
 }
 
 async fn record(store: &dyn Store, event: &NewEvent) -> crate::Result<Recorded> {
-    repeat(|| async {
-        store.record(std::slice::from_ref(event), &Quiet::default()).await.remove(0)
+    with_retries(|| async {
+        store.record(std::slice::from_ref(event), &DebounceWindow::default()).await.remove(0)
     })
     .await
 }
 
-/// Repeats a call that a busy machine was too slow for.
-async fn repeat<T, F>(call: impl Fn() -> F) -> crate::Result<T>
+/// Retries transient errors of a busy machine.
+async fn with_retries<T, F>(call: impl Fn() -> F) -> crate::Result<T>
 where
     F: Future<Output = crate::Result<T>>,
 {
     loop {
         match call().await {
             Err(error) if error.is_transient() => tokio::task::yield_now().await,
-            answer => return answer,
+            result => return result,
         }
     }
 }
 
-async fn write(store: &dyn Store, issue: IssueId, row: &KeyedOutbox) -> crate::Result<()> {
+async fn write(store: &dyn Store, issue: IssueId, row: &KeyedOutboxRow) -> crate::Result<()> {
     let mut transaction = store.begin().await?;
     transaction.write_outbox(issue, std::slice::from_ref(row)).await?;
     transaction.commit().await
 }
 
-pub async fn rows_written_while_others_are_delivered_are_all_delivered_in_order(
-    env: Env,
-) -> TestResult {
+pub async fn rows_written_during_deliveries_are_delivered_in_order(
+    env: StoreTestEnv,
+) -> StoreTestResult {
     const ISSUES: usize = 3;
     const ROWS: usize = 40;
     let mut writers = JoinSet::new();
@@ -240,40 +246,40 @@ pub async fn rows_written_while_others_are_delivered_are_all_delivered_in_order(
         let store = store(&env, issue);
         writers.spawn(async move {
             for n in 0..ROWS {
-                let row = KeyedOutbox { key: n.to_string(), row: reply(&n.to_string()) };
-                repeat(|| write(&*store, id, &row)).await?;
+                let row = KeyedOutboxRow { key: n.to_string(), row: reply(&n.to_string()) };
+                with_retries(|| write(&*store, id, &row)).await?;
             }
             Ok::<_, crate::IssueError>(())
         });
     }
     let mut delivered: HashMap<IssueId, Vec<usize>> = HashMap::new();
     let seed = seed();
-    let mut random = Random::seeded(seed);
-    // Until nothing is left and nobody writes any more: a row that nobody lets go would make this end too early.
+    let mut random = SeededRandom::seeded(seed);
+    // Until all writers are done and nothing is left: a row that is never unblocked would end this too early.
     loop {
         let writes = !writers.is_empty();
         while let Some(done) = writers.try_join_next() {
             done??;
         }
-        let rows = repeat(|| env.store.take_outbox("deliverer", 10, TTL)).await?;
+        let rows = with_retries(|| env.store.take_outbox("deliverer", 10, TTL)).await?;
         if rows.is_empty() && !writes {
             break;
         }
         let mut settlements = Vec::new();
         for row in rows {
             let delivery = match random.below(4) {
-                0 => Delivery::Release,
-                1 => Delivery::Dead { error: "gone".into() },
-                _ => Delivery::Delivered,
+                0 => OutboxDelivery::Release,
+                1 => OutboxDelivery::Dead { error: "gone".into() },
+                _ => OutboxDelivery::Delivered,
             };
-            if delivery != Delivery::Release {
+            if delivery != OutboxDelivery::Release {
                 let number = text_of(&row.payload).parse()?;
                 delivered.entry(row.issue_id).or_default().push(number);
             }
             let (id, deliveries) = (row.id, row.deliveries);
             settlements.push(OutboxSettlement { id, deliveries, delivery });
         }
-        repeat(|| env.second.settle_outbox(&settlements)).await?;
+        with_retries(|| env.second.settle_outbox(&settlements)).await?;
     }
     let in_order: Vec<usize> = (0..ROWS).collect();
     assert_eq!(delivered.len(), ISSUES);

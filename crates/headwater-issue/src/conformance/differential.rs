@@ -1,47 +1,47 @@
-//! Random sequences of calls, each answer and each state compared with the state machine.
+//! Random sequences of calls; every result and every state is compared with the state machine.
 //!
-//! `HEADWATER_SEQUENCES` sets how many (a tenth of it, for each call is a transaction; default 1000), `HEADWATER_SEED` the
-//! seed, which is printed. Time passes in steps of ten minutes, so that the moments which real time adds decide nothing.
+//! `HEADWATER_SEQUENCES` sets ten times the number of sequences (default 1000), `HEADWATER_SEED` the seed, which is
+//! printed. Time advances in steps of ten minutes, so that elapsed real time does not affect the results.
 
 use std::ops::Range;
 use std::time::Duration;
 
 use headwater_stream::clock::Timestamp;
 
-use super::env::{Env, Failure as Unexpected, TTL, TestResult, event};
-use super::random::{Random, from_environment, seed};
-use crate::state::{Effect, IssueState, Transition, step};
+use super::env::{StoreTestEnv, StoreTestResult, TTL, TestFailure, event};
+use super::random::{SeededRandom, from_environment, seed};
+use crate::state::{IssueState, Transition, TransitionEffect, apply};
 use crate::{
-    AfterFailure, Beat, Claim, ClaimEpoch, ClaimOptions, Completed, Completion, EventLogId, Failed,
-    Failure, GiveBack, GiveBackReason, GivenBack, IssueId, ProcessingStatus, Quiet, Released,
-    Retried, SweepOptions,
+    AfterFailure, Claim, ClaimEpoch, ClaimOptions, ClaimRelease, ClaimReleased, ClaimRenewal,
+    CompletionOutcome, DebounceWindow, EventLogId, FailureOutcome, IssueId, IssueRetried,
+    ProcessingStatus, QuarantineCleared, ReleaseReason, RunCompletion, RunFailure, SweepOptions,
 };
 
 const SEQUENCES_DEFAULT: u64 = 1000;
 const CALLS: usize = 40;
 const ISSUES: usize = 3;
 const MINUTE: Duration = Duration::from_secs(60);
-/// What real time may add to a sequence, and what a comparison of times therefore forgives.
+/// Tolerance of comparisons of times, for the real time that elapses during a sequence.
 const SLACK: Duration = Duration::from_secs(240);
 const CRASHES_MAX: u32 = 3;
 const ATTEMPTS_MAX: u32 = 3;
 
-/// What the state machine says about one issue.
+/// The expected state of one issue.
 #[derive(Debug, Default)]
-struct Model {
+struct IssueModel {
     id: IssueId,
     name: String,
     state: IssueState,
-    /// Every event ever recorded: its key, its id, and whether it is processed.
+    /// All recorded events: key, id, and whether processed.
     events: Vec<(String, EventLogId, bool)>,
-    /// Every claim ever won.
+    /// All acquired claims.
     claims: Vec<(ClaimEpoch, Vec<EventLogId>)>,
 }
 
-impl Model {
-    fn step(&mut self, transition: &Transition, now: Timestamp) -> Effect {
-        let (state, effect) = step(&self.state, transition, now);
-        state.check().unwrap_or_else(|problem| panic!("{problem}: {state:?}"));
+impl IssueModel {
+    fn apply(&mut self, transition: &Transition, now: Timestamp) -> TransitionEffect {
+        let (state, effect) = apply(&self.state, transition, now);
+        state.check_invariants().unwrap_or_else(|problem| panic!("{problem}: {state:?}"));
         self.state = state;
         effect
     }
@@ -50,8 +50,8 @@ impl Model {
         self.events.iter().filter(|(.., processed)| !processed).map(|(_, id, _)| *id)
     }
 
-    /// A claim to present: mostly the newest, sometimes one of long ago.
-    fn any_claim(&self, random: &mut Random) -> (ClaimEpoch, Vec<EventLogId>) {
+    /// A claim to present: mostly the newest, sometimes an old one.
+    fn any_claim(&self, random: &mut SeededRandom) -> (ClaimEpoch, Vec<EventLogId>) {
         match self.claims.last() {
             None => (ClaimEpoch(1), vec![]),
             Some(newest) if random.below(4) > 0 => newest.clone(),
@@ -60,17 +60,19 @@ impl Model {
     }
 }
 
-/// One sequence: its issues, and the time as the state machine has it.
+/// One sequence: its issues, and the time of the state machine.
 struct Sequence<'a> {
-    env: &'a Env,
-    random: Random,
+    env: &'a StoreTestEnv,
+    random: SeededRandom,
     now: Timestamp,
-    issues: Vec<Model>,
-    /// What was called, for the message of a failed comparison.
+    issues: Vec<IssueModel>,
+    /// The calls so far, for failure messages.
     calls: Vec<String>,
 }
 
-pub async fn random_sequences_of_calls_follow_the_state_machine(env: Env) -> TestResult {
+pub async fn random_sequences_of_calls_match_the_state_machine(
+    env: StoreTestEnv,
+) -> StoreTestResult {
     let sequences = from_environment("HEADWATER_SEQUENCES").unwrap_or(SEQUENCES_DEFAULT) / 10;
     let seed = seed();
     for number in 0..sequences.max(1) {
@@ -82,12 +84,12 @@ pub async fn random_sequences_of_calls_follow_the_state_machine(env: Env) -> Tes
         sequence.compare(0..ISSUES).await?;
         sequence.drain().await?;
     }
-    env.assert_sound().await
+    env.assert_consistent().await
 }
 
 impl<'a> Sequence<'a> {
-    async fn new(env: &'a Env, number: u64, seed: u64) -> TestResult<Self> {
-        let random = Random::seeded(seed.wrapping_add(number.wrapping_mul(0x1234_5678_9abc)));
+    async fn new(env: &'a StoreTestEnv, number: u64, seed: u64) -> StoreTestResult<Self> {
+        let random = SeededRandom::seeded(seed.wrapping_add(number.wrapping_mul(0x1234_5678_9abc)));
         let now = Timestamp::from_millis(1_800_000_000_000);
         let mut sequence = Self {
             env,
@@ -98,14 +100,14 @@ impl<'a> Sequence<'a> {
         };
         for issue in 0..ISSUES {
             let name = format!("{seed}-{number}-{issue}");
-            sequence.issues.push(Model { name, ..Model::default() });
+            sequence.issues.push(IssueModel { name, ..IssueModel::default() });
             sequence.record(issue).await?;
         }
         Ok(sequence)
     }
 
-    /// Makes a call, and returns which issues it may have changed.
-    async fn call(&mut self) -> TestResult<Range<usize>> {
+    /// Makes a call, and returns the issues it may have changed.
+    async fn call(&mut self) -> StoreTestResult<Range<usize>> {
         let issue = usize::try_from(self.random.below(ISSUES as u64)).unwrap_or(0);
         match self.random.below(20) {
             0..4 => self.record(issue).await?,
@@ -113,33 +115,33 @@ impl<'a> Sequence<'a> {
             8 => self.heartbeat(issue).await?,
             9..12 => self.complete(issue).await?,
             12..14 => self.fail(issue).await?,
-            14 => self.give_back(issue).await?,
+            14 => self.release_claims(issue).await?,
             15 => {
                 self.sweep().await?;
                 return Ok(0..ISSUES);
             }
-            16 => self.operate(issue).await?,
+            16 => self.release_or_retry(issue).await?,
             _ => {
-                self.pass().await?;
+                self.advance().await?;
                 return Ok(0..0);
             }
         }
         Ok(issue..issue + 1)
     }
 
-    async fn pass(&mut self) -> TestResult {
+    async fn advance(&mut self) -> StoreTestResult {
         let time = MINUTE * 10 * u32::try_from(1 + self.random.below(8)).unwrap_or(1);
-        self.calls.push(format!("pass {time:?}"));
+        self.calls.push(format!("advance {time:?}"));
         self.now = self.now.after(time);
-        self.env.pass(time).await
+        self.env.advance(time).await
     }
 
-    async fn record(&mut self, issue: usize) -> TestResult {
+    async fn record(&mut self, issue: usize) -> StoreTestResult {
         let model = &mut self.issues[issue];
         let events_max = usize::try_from(self.random.below(3) * 3).unwrap_or_default();
-        let quiet = match self.random.below(2) {
-            0 => Quiet { events_max, ..Quiet::default() },
-            _ => Quiet { quiet: MINUTE * 20, max_wait: MINUTE * 40, events_max },
+        let debounce = match self.random.below(2) {
+            0 => DebounceWindow { events_max, ..DebounceWindow::default() },
+            _ => DebounceWindow { quiet_for: MINUTE * 20, max_wait: MINUTE * 40, events_max },
         };
         let count = 1 + self.random.below(3);
         let mut keys = Vec::new();
@@ -149,16 +151,16 @@ impl<'a> Sequence<'a> {
             keys.push(if old { self.random.pick(&model.events).0.clone() } else { new });
         }
         keys.dedup();
-        self.calls.push(format!("record {issue} {keys:?} {quiet:?}"));
+        self.calls.push(format!("record {issue} {keys:?} {debounce:?}"));
         let known =
-            |model: &Model, key: &str| model.events.iter().find(|one| one.0 == key).cloned();
+            |model: &IssueModel, key: &str| model.events.iter().find(|one| one.0 == key).cloned();
 
         let events: Vec<_> = keys.iter().map(|key| event(&model.name, key)).collect();
-        let recorded = self.env.store.record(&events, &quiet).await;
+        let recorded = self.env.store.record(&events, &debounce).await;
         let fresh = keys.iter().filter(|key| known(model, key).is_none()).count() as u64;
         let effect = match fresh {
-            0 => Effect::Nothing,
-            events => model.step(&Transition::Record { events, quiet }, self.now),
+            0 => TransitionEffect::Nothing,
+            events => model.apply(&Transition::Record { events, debounce }, self.now),
         };
         let mut nudged = false;
         for (key, recorded) in keys.iter().zip(recorded) {
@@ -167,7 +169,8 @@ impl<'a> Sequence<'a> {
             let before = known(model, key);
             assert_eq!(recorded.duplicate, before.is_some(), "{:?}", self.calls);
             let queued = model.state.status == ProcessingStatus::Queued;
-            let wanted = before.as_ref().map_or(effect == Effect::Queued, |one| !one.2 && queued);
+            let wanted =
+                before.as_ref().map_or(effect == TransitionEffect::Queued, |one| !one.2 && queued);
             assert_eq!(recorded.nudge, wanted && !nudged, "{:?}", self.calls);
             nudged |= wanted;
             match before {
@@ -178,7 +181,7 @@ impl<'a> Sequence<'a> {
         Ok(())
     }
 
-    async fn claim(&mut self, issue: usize) -> TestResult {
+    async fn claim(&mut self, issue: usize) -> StoreTestResult {
         let model = &mut self.issues[issue];
         let worker = (*self.random.pick(&["a", "b"])).to_owned();
         let events_max = usize::try_from(1 + self.random.below(4)).unwrap_or(1);
@@ -186,26 +189,27 @@ impl<'a> Sequence<'a> {
         let (ttl, crashes_max) = (TTL, CRASHES_MAX);
         let options = ClaimOptions { worker: worker.clone(), ttl, events_max, crashes_max };
         let claim = self.env.store.claim(&[model.id], &options).await?.remove(0);
-        let effect = model.step(&Transition::Claim { owner: worker, ttl, crashes_max }, self.now);
+        let effect = model.apply(&Transition::Claim { owner: worker, ttl, crashes_max }, self.now);
         let state = &model.state;
         let fits = match (&claim, &effect) {
-            (Claim::Won(claimed), Effect::Won(epoch)) => {
+            (Claim::Won(claimed), TransitionEffect::Won(epoch)) => {
                 let events: Vec<_> = claimed.events.iter().map(|event| event.id).collect();
                 let expected: Vec<_> = model.unprocessed().take(events_max).collect();
                 assert_eq!(events, expected, "{:?}", self.calls);
                 model.claims.push((*epoch, events));
                 claimed.epoch == *epoch
             }
-            (Claim::NotYet { wait, .. }, Effect::NotYet(not_before)) => {
+            (Claim::NotYet { wait, .. }, TransitionEffect::NotYet(not_before)) => {
                 wait.abs_diff(not_before.since(self.now)) < SLACK
             }
             (Claim::Quarantined { just_now, .. }, effect) => {
-                state.quarantined_at.is_some() && *just_now == (*effect == Effect::Quarantined)
+                state.quarantined_at.is_some()
+                    && *just_now == (*effect == TransitionEffect::Quarantined)
             }
-            (Claim::Taken { owner, .. }, Effect::Nothing) => {
+            (Claim::Taken { owner, .. }, TransitionEffect::Nothing) => {
                 Some(owner) == state.claim_owner.as_ref()
             }
-            (Claim::Idle, Effect::Nothing) => {
+            (Claim::Idle, TransitionEffect::Nothing) => {
                 state.status == ProcessingStatus::Idle && state.quarantined_at.is_none()
             }
             _ => false,
@@ -214,42 +218,44 @@ impl<'a> Sequence<'a> {
         Ok(())
     }
 
-    async fn heartbeat(&mut self, issue: usize) -> TestResult {
+    async fn heartbeat(&mut self, issue: usize) -> StoreTestResult {
         let model = &mut self.issues[issue];
         let (epoch, _) = model.any_claim(&mut self.random);
         self.calls.push(format!("heartbeat {issue} {epoch}"));
-        let beat = self.env.store.heartbeat(&[(model.id, epoch)], TTL).await?.remove(0);
-        let effect = model.step(&Transition::Heartbeat { epoch, ttl: TTL }, self.now);
-        let kept = match beat {
-            Beat::Kept { pending_events, .. } => {
+        let renewal = self.env.store.heartbeat(&[(model.id, epoch)], TTL).await?.remove(0);
+        let effect = model.apply(&Transition::Heartbeat { epoch, ttl: TTL }, self.now);
+        let kept = match renewal {
+            ClaimRenewal::Kept { pending_events, .. } => {
                 assert_eq!(pending_events, model.state.pending_events, "{:?}", self.calls);
                 true
             }
-            Beat::Lost => false,
+            ClaimRenewal::Lost => false,
         };
-        assert_eq!(kept, effect == Effect::Kept, "{:?}", self.calls);
+        assert_eq!(kept, effect == TransitionEffect::Kept, "{:?}", self.calls);
         Ok(())
     }
 
-    async fn complete(&mut self, issue: usize) -> TestResult {
+    async fn complete(&mut self, issue: usize) -> StoreTestResult {
         let model = &mut self.issues[issue];
         let (epoch, event_log_ids) = model.any_claim(&mut self.random);
         self.calls.push(format!("complete {issue} {epoch}"));
         let issue_id = model.id;
-        let run = Completion { issue_id, epoch, event_log_ids, ..Completion::default() };
+        let run = RunCompletion { issue_id, epoch, event_log_ids, ..RunCompletion::default() };
         let completed = self.env.store.complete(std::slice::from_ref(&run)).await?.remove(0);
         let done = |one: &(String, EventLogId, bool)| !one.2 && run.event_log_ids.contains(&one.1);
         let processed = model.events.iter().filter(|one| done(one)).count() as u64;
-        let effect = model.step(&Transition::Complete { epoch, processed }, self.now);
-        if matches!(effect, Effect::Queued | Effect::Finished) {
+        let effect = model.apply(&Transition::Complete { epoch, processed }, self.now);
+        if matches!(effect, TransitionEffect::Queued | TransitionEffect::Finished) {
             model.events.iter_mut().filter(|one| done(one)).for_each(|one| one.2 = true);
         }
         let fits = match (completed, &effect) {
-            (Completed::Fenced, Effect::Fenced) => true,
-            (Completed::Committed { repeated: true, .. }, Effect::Repeated) => true,
-            (Completed::Committed { requeued, repeated: false, .. }, effect) => {
-                matches!(effect, Effect::Queued | Effect::Finished)
-                    && requeued == (*effect == Effect::Queued)
+            (CompletionOutcome::Fenced, TransitionEffect::Fenced) => true,
+            (CompletionOutcome::Committed { repeated: true, .. }, TransitionEffect::Repeated) => {
+                true
+            }
+            (CompletionOutcome::Committed { requeued, repeated: false, .. }, effect) => {
+                matches!(effect, TransitionEffect::Queued | TransitionEffect::Finished)
+                    && requeued == (*effect == TransitionEffect::Queued)
             }
             _ => false,
         };
@@ -257,24 +263,24 @@ impl<'a> Sequence<'a> {
         Ok(())
     }
 
-    async fn fail(&mut self, issue: usize) -> TestResult {
+    async fn fail(&mut self, issue: usize) -> StoreTestResult {
         let model = &mut self.issues[issue];
         let (epoch, _) = model.any_claim(&mut self.random);
         let then = match self.random.below(5) {
             0 => AfterFailure::Quarantine,
-            1 => AfterFailure::PutOff { after: MINUTE * 10 },
+            1 => AfterFailure::Defer { after: MINUTE * 10 },
             n => AfterFailure::Retry { after: MINUTE * 10 * u32::try_from(n).unwrap_or(1) },
         };
         let error = format!("failed after {} calls", self.calls.len());
         self.calls.push(format!("fail {issue} {epoch} {then:?}"));
-        let failure = Failure { issue_id: model.id, epoch, error: error.clone(), then };
+        let failure = RunFailure { issue_id: model.id, epoch, error: error.clone(), then };
         let failed = self.env.store.fail(&[failure], ATTEMPTS_MAX).await?.remove(0);
         let transition = Transition::Fail { epoch, error, then, attempts_max: ATTEMPTS_MAX };
-        let effect = model.step(&transition, self.now);
+        let effect = model.apply(&transition, self.now);
         let fits = match (failed, &effect) {
-            (Failed::Fenced, Effect::Fenced) => true,
-            (Failed::Requeued { attempts, .. }, Effect::Queued)
-            | (Failed::Quarantined { attempts }, Effect::Quarantined) => {
+            (FailureOutcome::Fenced, TransitionEffect::Fenced) => true,
+            (FailureOutcome::Requeued { attempts, .. }, TransitionEffect::Queued)
+            | (FailureOutcome::Quarantined { attempts }, TransitionEffect::Quarantined) => {
                 attempts == model.state.attempts
             }
             _ => false,
@@ -283,74 +289,80 @@ impl<'a> Sequence<'a> {
         Ok(())
     }
 
-    async fn give_back(&mut self, issue: usize) -> TestResult {
+    async fn release_claims(&mut self, issue: usize) -> StoreTestResult {
         let model = &mut self.issues[issue];
         let (epoch, _) = model.any_claim(&mut self.random);
-        let reason = *self.random.pick(&[GiveBackReason::Shutdown, GiveBackReason::Superseded]);
-        self.calls.push(format!("give back {issue} {epoch} {reason:?}"));
-        let give = GiveBack { issue_id: model.id, epoch, reason };
-        let given = self.env.store.give_back(&[give]).await?.remove(0);
-        let effect = model.step(&Transition::GiveBack { epoch, reason }, self.now);
-        assert_eq!(given == GivenBack::Fenced, effect == Effect::Fenced, "{:?}", self.calls);
+        let reason = *self.random.pick(&[ReleaseReason::Shutdown, ReleaseReason::Superseded]);
+        self.calls.push(format!("release claim {issue} {epoch} {reason:?}"));
+        let release = ClaimRelease { issue_id: model.id, epoch, reason };
+        let released = self.env.store.release_claims(&[release]).await?.remove(0);
+        let effect = model.apply(&Transition::ReleaseClaim { epoch, reason }, self.now);
+        assert_eq!(
+            released == ClaimReleased::Fenced,
+            effect == TransitionEffect::Fenced,
+            "{:?}",
+            self.calls
+        );
         Ok(())
     }
 
-    async fn sweep(&mut self) -> TestResult {
+    async fn sweep(&mut self) -> StoreTestResult {
         self.calls.push("sweep".into());
         let overdue = MINUTE * 20;
         let (nudge_overdue, crashes_max) = (overdue, CRASHES_MAX);
         let options = SweepOptions { nudge_overdue, crashes_max, ..SweepOptions::default() };
         let swept = self.env.store.sweep(&options).await?;
         for model in &mut self.issues {
-            let expired = model.step(&Transition::Expire { crashes_max: CRASHES_MAX }, self.now);
+            let expired = model.apply(&Transition::Expire { crashes_max: CRASHES_MAX }, self.now);
             let due = model.state.not_before.is_none_or(|not_before| not_before <= self.now);
-            let mut nudge = expired == Effect::Queued && due;
-            if expired == Effect::Nothing {
-                nudge |= model.step(&Transition::Nudge { overdue }, self.now) == Effect::Queued;
+            let mut nudge = expired == TransitionEffect::Queued && due;
+            if expired == TransitionEffect::Nothing {
+                nudge |= model.apply(&Transition::Nudge { overdue }, self.now)
+                    == TransitionEffect::Queued;
             }
-            let told = swept.nudges.iter().find(|one| one.issue_id == model.id);
-            assert_eq!(told.is_some(), nudge, "{:?}", self.calls);
+            let found = swept.nudges.iter().find(|one| one.issue_id == model.id);
+            assert_eq!(found.is_some(), nudge, "{:?}", self.calls);
             assert_eq!(
-                told.map(|one| one.event_log_id),
+                found.map(|one| one.event_log_id),
                 model.unprocessed().next().filter(|_| nudge),
                 "{:?}",
                 self.calls
             );
             let quarantined = swept.quarantined.contains(&model.id);
-            assert_eq!(quarantined, expired == Effect::Quarantined, "{:?}", self.calls);
+            assert_eq!(quarantined, expired == TransitionEffect::Quarantined, "{:?}", self.calls);
         }
         Ok(())
     }
 
-    async fn operate(&mut self, issue: usize) -> TestResult {
+    async fn release_or_retry(&mut self, issue: usize) -> StoreTestResult {
         let model = &mut self.issues[issue];
         if self.random.below(2) == 0 {
             self.calls.push(format!("release {issue}"));
             let released = self.env.store.release(model.id).await?;
-            let expected = match model.step(&Transition::Release, self.now) {
-                Effect::Queued => Released::Queued,
-                Effect::Finished => Released::Idle,
-                _ => Released::NotQuarantined,
+            let expected = match model.apply(&Transition::Release, self.now) {
+                TransitionEffect::Queued => QuarantineCleared::Queued,
+                TransitionEffect::Finished => QuarantineCleared::Idle,
+                _ => QuarantineCleared::NotQuarantined,
             };
             assert_eq!(released, expected, "{:?}", self.calls);
         } else {
             self.calls.push(format!("retry {issue}"));
             let retried = self.env.store.retry(model.id).await?;
-            let expected = match (model.step(&Transition::Retry, self.now), model.state.status) {
-                (Effect::Queued, _) => Retried::Queued,
-                (_, ProcessingStatus::Processing) => Retried::Processing,
-                _ => Retried::Idle,
+            let expected = match (model.apply(&Transition::Retry, self.now), model.state.status) {
+                (TransitionEffect::Queued, _) => IssueRetried::Queued,
+                (_, ProcessingStatus::Processing) => IssueRetried::Processing,
+                _ => IssueRetried::Idle,
             };
             assert_eq!(retried, expected, "{:?}", self.calls);
         }
         Ok(())
     }
 
-    /// Compares issues with their models, times by how far they are from now.
-    async fn compare(&self, issues: Range<usize>) -> TestResult {
+    /// Compares issues with their models; times relative to the current time.
+    async fn compare(&self, issues: Range<usize>) -> StoreTestResult {
         for model in &self.issues[issues] {
-            let facts = self.env.store.facts_for_why(model.id).await?;
-            let facts = facts.unwrap_or_else(|| panic!("{model:?} is gone"));
+            let facts = self.env.store.issue_facts(model.id).await?;
+            let facts = facts.unwrap_or_else(|| panic!("{model:?} does not exist"));
             let (issue, state) = (&facts.issue, &model.state);
             let found = IssueState {
                 status: issue.status,
@@ -378,7 +390,7 @@ impl<'a> Sequence<'a> {
                 ("claim_expires_at", issue.claim_expires_at, state.claim_expires_at),
                 ("not_before", issue.not_before, state.not_before),
                 ("quarantined_at", issue.quarantined_at, state.quarantined_at),
-                // An idle issue's last nudge means nothing.
+                // `nudged_at` is undefined for idle issues.
                 (
                     "nudged_at",
                     issue.nudged_at.filter(|_| queued),
@@ -403,9 +415,9 @@ impl<'a> Sequence<'a> {
         Ok(())
     }
 
-    /// Whatever happened, an operator and a worker can bring everything to its end.
-    async fn drain(mut self) -> TestResult {
-        self.env.pass(MINUTE * 600).await?;
+    /// After any sequence, an operator and a worker can process everything.
+    async fn drain(mut self) -> StoreTestResult {
+        self.env.advance(MINUTE * 600).await?;
         for model in &mut self.issues {
             self.env.store.release(model.id).await?;
             for _ in 0..CALLS {
@@ -419,6 +431,6 @@ impl<'a> Sequence<'a> {
             assert_eq!(after.status, ProcessingStatus::Idle, "{:?}", self.calls);
             assert_eq!((after.pending_events, after.quarantined_at), (0, None), "{:?}", self.calls);
         }
-        Ok::<_, Unexpected>(())
+        Ok::<_, TestFailure>(())
     }
 }

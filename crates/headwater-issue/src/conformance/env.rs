@@ -1,4 +1,4 @@
-//! What a promise is tested in: two connections to one store, a way to let time pass, and the calls that most tests make.
+//! The test environment: two connections to one store, a way to advance time, and helpers for common calls.
 
 use std::any::Any;
 use std::error::Error;
@@ -9,134 +9,134 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::{
-    Claim, ClaimOptions, ClaimedIssue, Completed, Completion, EventLogId, Issue, IssueId, NewEvent,
-    NewOutbox, OutboxKind, Quiet, Recorded, Store,
+    Claim, ClaimOptions, ClaimedIssue, CompletionOutcome, DebounceWindow, EventLogId, Issue,
+    IssueId, NewEvent, NewOutboxRow, OutboxKind, Recorded, RunCompletion, Store,
 };
 
-/// What a promise returns. A broken promise panics; an error that was not expected comes back here.
-pub type TestResult<T = ()> = Result<T, Failure>;
+/// Result of a case. A violated guarantee panics; an unexpected error is returned.
+pub type StoreTestResult<T = ()> = Result<T, TestFailure>;
 
-/// An error that was not expected, with the place that met it.
-pub struct Failure {
+/// An unexpected error, with the location of its `?`.
+pub struct TestFailure {
     message: String,
     at: &'static Location<'static>,
 }
 
-impl<E: Error + 'static> From<E> for Failure {
+impl<E: Error + 'static> From<E> for TestFailure {
     #[track_caller]
     fn from(error: E) -> Self {
         Self { message: error.to_string(), at: Location::caller() }
     }
 }
 
-// What the test harness prints.
-impl fmt::Debug for Failure {
+// The test harness prints errors with `Debug`.
+impl fmt::Debug for TestFailure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}: expected success, found an error: {}", self.at, self.message)
     }
 }
 
-type Passing = Pin<Box<dyn Future<Output = TestResult> + Send>>;
+type Advancing = Pin<Box<dyn Future<Output = StoreTestResult> + Send>>;
 
-/// The surroundings of one test: an empty store of its own.
-pub struct Env {
+/// The environment of one test: an empty store.
+pub struct StoreTestEnv {
     /// The connection under test.
     pub store: Arc<dyn Store>,
-    /// Another process on the same data.
+    /// A second connection to the same data, as of another process.
     pub second: Arc<dyn Store>,
-    pass: Box<dyn Fn(Duration) -> Passing + Send + Sync>,
+    advance: Box<dyn Fn(Duration) -> Advancing + Send + Sync>,
     _kept: Vec<Box<dyn Any + Send>>,
 }
 
-impl fmt::Debug for Env {
+impl fmt::Debug for StoreTestEnv {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Env").field("store", &self.store).finish_non_exhaustive()
+        f.debug_struct("StoreTestEnv").field("store", &self.store).finish_non_exhaustive()
     }
 }
 
-/// The integration that is there in every test.
+/// The integration that exists in every test.
 pub(super) const INTEGRATION: &str = "main";
 
-/// The life of claims in tests: long, so that only [`Env::pass`] ends one.
+/// TTL of claims in tests: long, so that a claim expires only with [`StoreTestEnv::advance`].
 pub(super) const TTL: Duration = Duration::from_secs(3600);
 
-impl Env {
-    /// Surroundings from two connections to the same empty store, and a function that lets time pass in it.
+impl StoreTestEnv {
+    /// Creates an environment from two connections to the same empty store, and a function that advances its time.
     pub async fn new<F>(
         store: Arc<dyn Store>,
         second: Arc<dyn Store>,
-        pass: impl Fn(Duration) -> F + Send + Sync + 'static,
-    ) -> TestResult<Self>
+        advance: impl Fn(Duration) -> F + Send + Sync + 'static,
+    ) -> StoreTestResult<Self>
     where
-        F: Future<Output = TestResult> + Send + 'static,
+        F: Future<Output = StoreTestResult> + Send + 'static,
     {
         store.ensure_integration(INTEGRATION, "github").await?;
-        let pass = Box::new(move |duration| Box::pin(pass(duration)) as Passing);
-        Ok(Self { store, second, pass, _kept: Vec::new() })
+        let advance = Box::new(move |duration| Box::pin(advance(duration)) as Advancing);
+        Ok(Self { store, second, advance, _kept: Vec::new() })
     }
 
-    /// Keeps a server or a directory for as long as the test runs.
+    /// Keeps a server or a directory alive until the test ends.
     #[must_use]
     pub fn keep(mut self, thing: impl Any + Send) -> Self {
         self._kept.push(Box::new(thing));
         self
     }
 
-    /// Lets time pass in the store.
-    pub async fn pass(&self, duration: Duration) -> TestResult {
-        (self.pass)(duration).await
+    /// Advances the time of the store.
+    pub async fn advance(&self, duration: Duration) -> StoreTestResult {
+        (self.advance)(duration).await
     }
 
-    /// Records one event without a quiet window.
-    pub async fn record(&self, issue: &str, key: &str) -> TestResult<Recorded> {
+    /// Records one event without a debounce window.
+    pub async fn record(&self, issue: &str, key: &str) -> StoreTestResult<Recorded> {
         Ok(self.record_all(&[event(issue, key)]).await?.remove(0))
     }
 
-    /// Records events, none of which is refused.
-    pub async fn record_all(&self, events: &[NewEvent]) -> TestResult<Vec<Recorded>> {
-        let recorded = self.store.record(events, &Quiet::default()).await;
+    /// Records events; fails if one is rejected.
+    pub async fn record_all(&self, events: &[NewEvent]) -> StoreTestResult<Vec<Recorded>> {
+        let recorded = self.store.record(events, &DebounceWindow::default()).await;
         Ok(recorded.into_iter().collect::<Result<_, _>>()?)
     }
 
     /// Tries to claim one issue as worker `a`.
-    pub async fn try_claim(&self, issue: IssueId) -> TestResult<Claim> {
+    pub async fn try_claim(&self, issue: IssueId) -> StoreTestResult<Claim> {
         Ok(self.store.claim(&[issue], &options("a")).await?.remove(0))
     }
 
     /// Claims one issue as worker `a`.
-    pub async fn claim(&self, issue: IssueId) -> TestResult<ClaimedIssue> {
+    pub async fn claim(&self, issue: IssueId) -> StoreTestResult<ClaimedIssue> {
         Ok(won(self.try_claim(issue).await?))
     }
 
     /// Completes one run.
-    pub async fn complete(&self, completion: Completion) -> TestResult<Completed> {
+    pub async fn complete(&self, completion: RunCompletion) -> StoreTestResult<CompletionOutcome> {
         Ok(self.store.complete(&[completion]).await?.remove(0))
     }
 
-    /// The issue as it is.
-    pub async fn issue(&self, id: IssueId) -> TestResult<Issue> {
+    /// The current issue.
+    pub async fn issue(&self, id: IssueId) -> StoreTestResult<Issue> {
         Ok(self.second.issue(id).await?.expect("the issue exists"))
     }
 
-    /// The books balance, and no issue is idle with work to do.
-    pub async fn assert_sound(&self) -> TestResult {
-        let audit = self.second.audit(10).await?;
-        assert_eq!(audit.discrepancies, [], "the books balance");
-        assert_eq!(audit.recorded, audit.processed + audit.pending + audit.quarantined);
+    /// Asserts that the consistency report has no discrepancies.
+    pub async fn assert_consistent(&self) -> StoreTestResult {
+        let report = self.second.check_consistency(10).await?;
+        assert_eq!(report.discrepancies, [], "the store is consistent");
+        assert_eq!(report.recorded, report.processed + report.pending + report.quarantined);
         Ok(())
     }
 
-    /// Records one event and ends its run with these replies.
-    pub async fn replied(&self, issue: &str, replies: &[&str]) -> TestResult<IssueId> {
+    /// Records one event and completes its run with these replies.
+    pub async fn replied(&self, issue: &str, replies: &[&str]) -> StoreTestResult<IssueId> {
         let recorded = self.record(issue, &format!("{issue}/{}", replies.join("/"))).await?;
         let claimed = self.claim(recorded.issue_id).await?;
         let outbox = replies.iter().map(|text| reply(text)).collect();
-        self.complete(Completion { outbox, ..completion(&claimed) }).await?;
+        self.complete(RunCompletion { outbox, ..completion(&claimed) }).await?;
         Ok(recorded.issue_id)
     }
 }
 
-/// An event of an issue of [`INTEGRATION`], with a payload that follows from its key.
+/// An event of an issue of [`INTEGRATION`], with a payload derived from its key.
 pub(super) fn event(issue: &str, key: &str) -> NewEvent {
     NewEvent {
         integration: INTEGRATION.into(),
@@ -149,26 +149,26 @@ pub(super) fn event(issue: &str, key: &str) -> NewEvent {
     }
 }
 
-/// How most tests claim.
+/// Claim options of most tests.
 pub(super) fn options(worker: &str) -> ClaimOptions {
     ClaimOptions { ttl: TTL, ..ClaimOptions::new(worker) }
 }
 
-/// What was won, or a failed test.
+/// The claimed issue; panics if the claim was not acquired.
 pub(super) fn won(claim: Claim) -> ClaimedIssue {
     match claim {
         Claim::Won(claimed) => *claimed,
-        other => panic!("expected to win the claim, found {other:?}"),
+        other => panic!("expected the claim to be acquired, found {other:?}"),
     }
 }
 
-/// The end of a run that handled all it was given.
-pub(super) fn completion(claimed: &ClaimedIssue) -> Completion {
-    Completion {
+/// Completion of a run that processed all its events.
+pub(super) fn completion(claimed: &ClaimedIssue) -> RunCompletion {
+    RunCompletion {
         issue_id: claimed.issue.id,
         epoch: claimed.epoch,
         event_log_ids: ids(claimed),
-        ..Completion::default()
+        ..RunCompletion::default()
     }
 }
 
@@ -178,9 +178,9 @@ pub(super) fn ids(claimed: &ClaimedIssue) -> Vec<EventLogId> {
 }
 
 /// A reply with this text.
-pub(super) fn reply(text: &str) -> NewOutbox {
+pub(super) fn reply(text: &str) -> NewOutboxRow {
     let payload = serde_json::json!({ "text": text }).to_string();
-    NewOutbox { kind: OutboxKind::Reply, target: "comment".into(), payload }
+    NewOutboxRow { kind: OutboxKind::Reply, target: "comment".into(), payload }
 }
 
 /// The text of a [`reply`].

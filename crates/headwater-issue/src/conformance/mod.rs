@@ -1,38 +1,38 @@
-//! The public suite: every promise of a store, as a test whose name is the promise.
+//! The public conformance suite for implementations of `Store`: one test per guarantee.
 //!
-//! A store's author gives [`conformance_suite!`](crate::conformance_suite) an expression that makes an [`Env`]; the macro
-//! makes one `#[test]` of each promise, in a module per subject:
+//! [`store_conformance_suite!`](crate::store_conformance_suite) takes an expression that creates a [`StoreTestEnv`],
+//! and generates one `#[test]` per case, in a module per subject:
 //!
 //! ```ignore
 //! mod my_store {
-//!     async fn setup() -> headwater_issue::conformance::TestResult<headwater_issue::conformance::Env> {
+//!     async fn setup() -> headwater_issue::conformance::StoreTestResult<headwater_issue::conformance::StoreTestEnv> {
 //!         let store = MyStore::open().await?;
-//!         headwater_issue::conformance::Env::new(store.clone(), store, |duration| { ... }).await
+//!         headwater_issue::conformance::StoreTestEnv::new(store.clone(), store, |duration| { ... }).await
 //!     }
-//!     headwater_issue::conformance_suite!(setup());
+//!     headwater_issue::store_conformance_suite!(setup());
 //! }
 //! ```
 //!
-//! Promises: time passes only when a test says so ([`Env::pass`]), nothing is asserted to be fast, and random sequences
-//! print their seed. Not here: how a store is opened, or killed.
+//! Time advances only with [`StoreTestEnv::advance`]; no case depends on speed; random sequences print their seed. Not
+//! here: opening a store, or killing its process.
 
-#![allow(missing_docs, reason = "the name of a promise is its documentation")]
+#![allow(missing_docs, reason = "the name of a case is its documentation")]
 
+mod cases;
 mod env;
-mod list;
 mod random;
 
+pub mod admin;
 pub mod bad_input;
 pub mod claims;
 pub mod completion;
 pub mod concurrency;
 pub mod differential;
 pub mod failure;
-pub mod operator;
 pub mod outbox;
 pub mod record;
 pub mod sweep;
 pub mod transaction;
 
-pub use env::{Env, Failure, TestResult};
-pub use list::run;
+pub use cases::run;
+pub use env::{StoreTestEnv, StoreTestResult, TestFailure};

@@ -1,25 +1,31 @@
-//! Replies and events on their way out.
+//! Outbox rows: taking, settling, order and targets.
 
 use std::collections::{BTreeMap, HashSet};
 use std::time::Duration;
 
-use super::env::{Env, TTL, TestResult, completion, event, options, reply, text_of, won};
+use super::env::{
+    StoreTestEnv, StoreTestResult, TTL, completion, event, options, reply, text_of, won,
+};
 use crate::{
-    Completion, Delivery, DeliveryTarget, IssueError, NewEvent, NewOutbox, OutboxKind, OutboxRow,
-    OutboxSettled, OutboxSettlement, OutboxTake, TargetState,
+    DeliveryTarget, IssueError, NewEvent, NewOutboxRow, OutboxDelivery, OutboxKind, OutboxRow,
+    OutboxSettled, OutboxSettlement, OutboxTake, RunCompletion, TargetState,
 };
 
 const LATER: Duration = Duration::from_secs(600);
 
-fn settle(row: &OutboxRow, delivery: Delivery) -> OutboxSettlement {
+fn settle(row: &OutboxRow, delivery: OutboxDelivery) -> OutboxSettlement {
     OutboxSettlement { id: row.id, deliveries: row.deliveries, delivery }
 }
 
-async fn take(env: &Env) -> TestResult<Vec<OutboxRow>> {
+async fn take(env: &StoreTestEnv) -> StoreTestResult<Vec<OutboxRow>> {
     Ok(env.store.take_outbox("deliverer", 10, TTL).await?)
 }
 
-async fn end(env: &Env, row: &OutboxRow, delivery: Delivery) -> TestResult<OutboxSettled> {
+async fn settle_as(
+    env: &StoreTestEnv,
+    row: &OutboxRow,
+    delivery: OutboxDelivery,
+) -> StoreTestResult<OutboxSettled> {
     Ok(env.store.settle_outbox(&[settle(row, delivery)]).await?.remove(0))
 }
 
@@ -27,7 +33,9 @@ fn texts(rows: &[OutboxRow]) -> Vec<String> {
     rows.iter().map(|row| text_of(&row.payload)).collect()
 }
 
-pub async fn replies_come_in_order_one_issue_at_a_time(env: Env) -> TestResult {
+pub async fn replies_of_an_issue_are_taken_in_order_one_at_a_time(
+    env: StoreTestEnv,
+) -> StoreTestResult {
     let issue = env.replied("1", &["a", "b"]).await?;
     env.replied("2", &["c"]).await?;
     let first = take(&env).await?;
@@ -41,21 +49,21 @@ pub async fn replies_come_in_order_one_issue_at_a_time(env: Env) -> TestResult {
     );
     assert_eq!(row.target, "comment");
     assert!(take(&env).await?.is_empty(), "b waits for a");
-    assert_eq!(end(&env, row, Delivery::Delivered).await?, OutboxSettled::Done);
+    assert_eq!(settle_as(&env, row, OutboxDelivery::Delivered).await?, OutboxSettled::Done);
     assert_eq!(texts(&take(&env).await?), ["b"]);
     Ok(())
 }
 
-pub async fn a_reply_that_failed_holds_back_the_later_ones_of_its_issue_only(
-    env: Env,
-) -> TestResult {
+pub async fn a_failed_reply_blocks_only_later_replies_of_its_issue(
+    env: StoreTestEnv,
+) -> StoreTestResult {
     env.replied("1", &["a", "b"]).await?;
     let row = take(&env).await?.remove(0);
-    let failed = Delivery::Retry { after: LATER, error: "busy".into() };
-    assert_eq!(end(&env, &row, failed).await?, OutboxSettled::Done);
+    let failed = OutboxDelivery::Retry { after: LATER, error: "busy".into() };
+    assert_eq!(settle_as(&env, &row, failed).await?, OutboxSettled::Done);
     env.replied("2", &["c"]).await?;
     assert_eq!(texts(&take(&env).await?), ["c"]);
-    env.pass(LATER).await?;
+    env.advance(LATER).await?;
     let again = take(&env).await?;
     assert_eq!(texts(&again), ["a"]);
     assert_eq!((again[0].attempts, again[0].deliveries), (1, 2));
@@ -63,10 +71,10 @@ pub async fn a_reply_that_failed_holds_back_the_later_ones_of_its_issue_only(
     Ok(())
 }
 
-pub async fn a_dead_reply_lets_the_later_ones_go_on(env: Env) -> TestResult {
+pub async fn a_dead_reply_unblocks_later_replies(env: StoreTestEnv) -> StoreTestResult {
     env.replied("1", &["a", "b"]).await?;
     let row = take(&env).await?.remove(0);
-    end(&env, &row, Delivery::Dead { error: "no such issue".into() }).await?;
+    settle_as(&env, &row, OutboxDelivery::Dead { error: "no such issue".into() }).await?;
     assert_eq!(texts(&take(&env).await?), ["b"]);
     let dead = env.second.dead_outbox(None, 10).await?;
     assert_eq!(dead.len(), 1);
@@ -75,10 +83,10 @@ pub async fn a_dead_reply_lets_the_later_ones_go_on(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn a_dead_reply_can_be_tried_again(env: Env) -> TestResult {
+pub async fn a_dead_reply_can_be_retried(env: StoreTestEnv) -> StoreTestResult {
     env.replied("1", &["a"]).await?;
     let row = take(&env).await?.remove(0);
-    end(&env, &row, Delivery::Dead { error: "gone".into() }).await?;
+    settle_as(&env, &row, OutboxDelivery::Dead { error: "gone".into() }).await?;
     env.second.retry_outbox(row.id).await?;
     let again = take(&env).await?.remove(0);
     assert_eq!((again.id, again.attempts), (row.id, 0));
@@ -88,68 +96,72 @@ pub async fn a_dead_reply_can_be_tried_again(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn a_reply_of_a_dead_deliverer_comes_back_with_the_same_key(env: Env) -> TestResult {
+pub async fn a_reply_of_a_dead_deliverer_is_redelivered_with_the_same_key(
+    env: StoreTestEnv,
+) -> StoreTestResult {
     env.replied("1", &["a"]).await?;
     let lost = take(&env).await?.remove(0);
-    env.pass(TTL).await?;
+    env.advance(TTL).await?;
     let row = env.second.take_outbox("other", 10, TTL).await?.remove(0);
     assert_eq!((row.id, row.deliveries, row.attempts), (lost.id, 2, 0));
     assert_eq!(row.idempotency_key, lost.idempotency_key);
-    assert_eq!(end(&env, &lost, Delivery::Delivered).await?, OutboxSettled::Fenced);
-    assert_eq!(end(&env, &row, Delivery::Delivered).await?, OutboxSettled::Done);
+    assert_eq!(settle_as(&env, &lost, OutboxDelivery::Delivered).await?, OutboxSettled::Fenced);
+    assert_eq!(settle_as(&env, &row, OutboxDelivery::Delivered).await?, OutboxSettled::Done);
     assert!(take(&env).await?.is_empty());
     Ok(())
 }
 
-pub async fn a_released_reply_counts_no_attempt(env: Env) -> TestResult {
+pub async fn a_released_reply_counts_no_attempt(env: StoreTestEnv) -> StoreTestResult {
     env.replied("1", &["a"]).await?;
     let row = take(&env).await?.remove(0);
-    assert_eq!(end(&env, &row, Delivery::Release).await?, OutboxSettled::Done);
+    assert_eq!(settle_as(&env, &row, OutboxDelivery::Release).await?, OutboxSettled::Done);
     let again = take(&env).await?.remove(0);
     assert_eq!((again.id, again.attempts), (row.id, 0));
     Ok(())
 }
 
-pub async fn a_way_that_is_closed_counts_no_attempt(env: Env) -> TestResult {
+pub async fn an_unavailable_target_counts_no_attempt(env: StoreTestEnv) -> StoreTestResult {
     env.replied("1", &["a", "b"]).await?;
     let row = take(&env).await?.remove(0);
-    let away = |after| Delivery::Away { after, error: "closed".into() };
-    assert_eq!(end(&env, &row, away(Duration::ZERO)).await?, OutboxSettled::Done);
+    let unavailable = |after| OutboxDelivery::Unavailable { after, error: "unreachable".into() };
+    assert_eq!(settle_as(&env, &row, unavailable(Duration::ZERO)).await?, OutboxSettled::Done);
     let again = take(&env).await?.remove(0);
     assert_eq!((again.id, again.deliveries, again.attempts, again.crashes), (row.id, 2, 0, 0));
-    end(&env, &again, away(LATER)).await?;
-    assert!(take(&env).await?.is_empty(), "it has its time, and b waits for a");
+    settle_as(&env, &again, unavailable(LATER)).await?;
+    assert!(take(&env).await?.is_empty(), "a is not due yet, and b waits for a");
     Ok(())
 }
 
-pub async fn no_reply_waits_for_an_event_and_each_kind_keeps_its_order(env: Env) -> TestResult {
-    let event = |text| NewOutbox { kind: OutboxKind::Event, ..reply(text) };
+pub async fn no_reply_waits_for_an_event_and_each_kind_keeps_its_order(
+    env: StoreTestEnv,
+) -> StoreTestResult {
+    let event = |text| NewOutboxRow { kind: OutboxKind::Event, ..reply(text) };
     let recorded = env.record("1", "1").await?;
     let claimed = env.claim(recorded.issue_id).await?;
     let outbox = vec![event("fact one"), reply("a"), event("fact two"), reply("b")];
-    env.complete(Completion { outbox, ..completion(&claimed) }).await?;
+    env.complete(RunCompletion { outbox, ..completion(&claimed) }).await?;
     let first = take(&env).await?;
     assert_eq!(texts(&first), ["fact one", "a"]);
-    let error = "the streams are away".to_owned();
-    end(&env, &first[0], Delivery::Away { after: LATER, error }).await?;
-    end(&env, &first[1], Delivery::Delivered).await?;
+    let error = "the streams are unavailable".to_owned();
+    settle_as(&env, &first[0], OutboxDelivery::Unavailable { after: LATER, error }).await?;
+    settle_as(&env, &first[1], OutboxDelivery::Delivered).await?;
     let second = take(&env).await?;
-    assert_eq!(texts(&second), ["b"], "replies go on, events wait");
-    end(&env, &second[0], Delivery::Dead { error: "no".into() }).await?;
+    assert_eq!(texts(&second), ["b"], "replies continue, events wait");
+    settle_as(&env, &second[0], OutboxDelivery::Dead { error: "no".into() }).await?;
     assert!(take(&env).await?.is_empty());
 
-    // The same with rows that come later, and with one that is tried again.
+    // The same for later rows and for a retried one.
     env.store.retry_outbox(second[0].id).await?;
     env.replied("1", &["c"]).await?;
     let third = take(&env).await?;
     assert_eq!(texts(&third), ["b"]);
-    end(&env, &third[0], Delivery::Delivered).await?;
+    settle_as(&env, &third[0], OutboxDelivery::Delivered).await?;
     assert_eq!(texts(&take(&env).await?), ["c"]);
     Ok(())
 }
 
-/// Replies of an integration, one of each of as many issues.
-async fn backlog(env: &Env, integration: &str, count: usize) -> TestResult {
+/// Creates `count` replies of an integration, one per issue.
+async fn backlog(env: &StoreTestEnv, integration: &str, count: usize) -> StoreTestResult {
     env.store.ensure_integration(integration, "github").await?;
     for first in (0..count).step_by(100) {
         let events: Vec<NewEvent> = (first..count.min(first + 100))
@@ -163,7 +175,7 @@ async fn backlog(env: &Env, integration: &str, count: usize) -> TestResult {
         let claims = env.store.claim(&issues, &options("a")).await?;
         let complete = |claim| {
             let text = format!("{integration}-reply");
-            Completion { outbox: vec![reply(&text)], ..completion(&won(claim)) }
+            RunCompletion { outbox: vec![reply(&text)], ..completion(&won(claim)) }
         };
         let completions: Vec<_> = claims.into_iter().map(complete).collect();
         env.store.complete(&completions).await?;
@@ -171,8 +183,8 @@ async fn backlog(env: &Env, integration: &str, count: usize) -> TestResult {
     Ok(())
 }
 
-/// How many rows of each integration are taken.
-async fn taken(env: &Env, take: &OutboxTake) -> TestResult<BTreeMap<String, usize>> {
+/// Number of rows taken per integration.
+async fn taken(env: &StoreTestEnv, take: &OutboxTake) -> StoreTestResult<BTreeMap<String, usize>> {
     let mut taken = BTreeMap::new();
     for row in env.store.take_outbox_from(take).await? {
         *taken.entry(row.integration).or_default() += 1;
@@ -180,23 +192,23 @@ async fn taken(env: &Env, take: &OutboxTake) -> TestResult<BTreeMap<String, usiz
     Ok(taken)
 }
 
-fn state(integration: &str, in_flight: usize, room: usize) -> TargetState {
+fn state(integration: &str, in_flight: usize, free_slots: usize) -> TargetState {
     let target = DeliveryTarget {
         integration: integration.into(),
         kind: OutboxKind::Reply,
         target: "comment".into(),
     };
-    TargetState { target, in_flight, room, is_failing: false, served: 0 }
+    TargetState { target, in_flight, free_slots, is_failing: false, served: 0 }
 }
 
 fn counts<const N: usize>(counts: [(&str, usize); N]) -> BTreeMap<String, usize> {
     counts.map(|(integration, count)| (integration.to_owned(), count)).into()
 }
 
-pub async fn a_backlog_of_one_target_does_not_hold_back_another(env: Env) -> TestResult {
+pub async fn a_backlog_of_one_target_does_not_block_another(env: StoreTestEnv) -> StoreTestResult {
     backlog(&env, "slow", 300).await?;
     backlog(&env, "other", 1).await?;
-    // However few are taken: the one that waits alone is among them.
+    // Even a small batch includes the single row of the other target.
     let any = OutboxTake::any("deliverer", 2, TTL);
     assert_eq!(taken(&env, &any).await?, counts([("other", 1), ("slow", 1)]));
     backlog(&env, "third", 3).await?;
@@ -208,14 +220,16 @@ pub async fn a_backlog_of_one_target_does_not_hold_back_another(env: Env) -> Tes
     assert_eq!(taken(&env, &take).await?, counts([("third", 3)]));
     let take = OutboxTake { targets: vec![], ..take };
     assert_eq!(taken(&env, &take).await?, counts([("slow", 4)]));
-    // All of them come in the end, each once.
+    // Every row is taken once in the end.
     let rest = taken(&env, &OutboxTake::any("deliverer", 256, TTL)).await?;
     assert_eq!(rest, counts([("slow", 256)]));
     assert_eq!(taken(&env, &any).await?, counts([("slow", 2)]));
     Ok(())
 }
 
-pub async fn free_slots_go_to_the_target_with_the_fewest_in_flight(env: Env) -> TestResult {
+pub async fn free_slots_go_to_the_target_with_the_fewest_in_flight(
+    env: StoreTestEnv,
+) -> StoreTestResult {
     for integration in ["a", "b", "c"] {
         backlog(&env, integration, 10).await?;
     }
@@ -223,10 +237,10 @@ pub async fn free_slots_go_to_the_target_with_the_fewest_in_flight(env: Env) -> 
         targets: vec![state("a", 5, 9), state("b", 3, 9), state("c", 0, 2)],
         ..OutboxTake::any("deliverer", 7, TTL)
     };
-    // Two of c, for which there is room; two of b, which then has as many as a; then both in turn.
+    // Two of c, which has two free slots; two of b, until it has as many in flight as a; then both in turn.
     assert_eq!(taken(&env, &take).await?, counts([("a", 2), ("b", 3), ("c", 2)]));
 
-    // With as many in flight, the one that was served longest ago.
+    // With equal numbers in flight, the least recently served target.
     let served = |integration, served| TargetState { served, ..state(integration, 1, 9) };
     for (targets, expected) in [
         ([served("a", 7), served("b", 9), served("c", 8)], "a"),
@@ -239,7 +253,7 @@ pub async fn free_slots_go_to_the_target_with_the_fewest_in_flight(env: Env) -> 
     Ok(())
 }
 
-pub async fn failing_targets_share_one_limit(env: Env) -> TestResult {
+pub async fn failing_targets_share_one_limit(env: StoreTestEnv) -> StoreTestResult {
     for integration in ["a", "b", "c", "healthy"] {
         backlog(&env, integration, 2).await?;
     }
@@ -256,7 +270,7 @@ pub async fn failing_targets_share_one_limit(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn two_deliverers_never_have_the_same_reply(env: Env) -> TestResult {
+pub async fn two_deliverers_never_take_the_same_reply(env: StoreTestEnv) -> StoreTestResult {
     for n in 0..40 {
         env.replied(&n.to_string(), &["x"]).await?;
     }
@@ -280,20 +294,20 @@ pub async fn two_deliverers_never_have_the_same_reply(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn a_row_settled_twice_is_settled_once(env: Env) -> TestResult {
+pub async fn a_row_settled_twice_is_settled_once(env: StoreTestEnv) -> StoreTestResult {
     env.replied("1", &["a"]).await?;
     let row = take(&env).await?.remove(0);
-    let failed = Delivery::Retry { after: Duration::ZERO, error: "x".into() };
-    let both = [settle(&row, Delivery::Delivered), settle(&row, failed)];
+    let failed = OutboxDelivery::Retry { after: Duration::ZERO, error: "x".into() };
+    let both = [settle(&row, OutboxDelivery::Delivered), settle(&row, failed)];
     let settled = env.store.settle_outbox(&both).await?;
     assert_eq!(settled, [OutboxSettled::Done, OutboxSettled::Fenced]);
-    assert_eq!(end(&env, &row, Delivery::Delivered).await?, OutboxSettled::Fenced);
+    assert_eq!(settle_as(&env, &row, OutboxDelivery::Delivered).await?, OutboxSettled::Fenced);
     assert!(take(&env).await?.is_empty());
     Ok(())
 }
 
-pub async fn an_entry_in_the_outbox_wakes_who_waits_for_it(env: Env) -> TestResult {
-    // The wait is bounded only so that a broken promise ends; it is far longer than any wake takes.
+pub async fn a_new_outbox_row_wakes_a_waiting_deliverer(env: StoreTestEnv) -> StoreTestResult {
+    // The timeout only ends a failing test; it is far longer than any wake-up takes.
     let store = std::sync::Arc::clone(&env.store);
     let waiter = tokio::spawn(async move {
         let started = tokio::time::Instant::now();
@@ -305,7 +319,7 @@ pub async fn an_entry_in_the_outbox_wakes_who_waits_for_it(env: Env) -> TestResu
     Ok(())
 }
 
-pub async fn idempotency_keys_are_never_used_twice(env: Env) -> TestResult {
+pub async fn idempotency_keys_are_unique(env: StoreTestEnv) -> StoreTestResult {
     let mut keys = HashSet::new();
     for round in 0..3 {
         for issue in ["1", "2"] {
@@ -313,7 +327,7 @@ pub async fn idempotency_keys_are_never_used_twice(env: Env) -> TestResult {
             let found = env.store.find_issue("main", "project", issue).await?.expect("it exists");
             let claimed = env.claim(found.id).await?;
             let outbox = vec![reply("a"), reply("a")];
-            env.complete(Completion { outbox, ..completion(&claimed) }).await?;
+            env.complete(RunCompletion { outbox, ..completion(&claimed) }).await?;
         }
     }
     loop {
@@ -323,54 +337,56 @@ pub async fn idempotency_keys_are_never_used_twice(env: Env) -> TestResult {
         }
         for row in rows {
             assert!(keys.insert(row.idempotency_key.clone()));
-            end(&env, &row, Delivery::Delivered).await?;
+            settle_as(&env, &row, OutboxDelivery::Delivered).await?;
         }
     }
     assert_eq!(keys.len(), 12);
     Ok(())
 }
 
-pub async fn a_wait_for_the_outbox_ends(env: Env) -> TestResult {
-    // What came before may end the first wait at once; the second runs its time.
+pub async fn a_wait_for_the_outbox_times_out(env: StoreTestEnv) -> StoreTestResult {
+    // An earlier row may complete the first wait at once; the second times out.
     env.store.outbox_wake(Duration::from_millis(10)).await;
     env.store.outbox_wake(Duration::from_millis(10)).await;
     Ok(())
 }
 
-pub async fn a_dead_reply_that_is_tried_again_is_the_next_of_its_issue(env: Env) -> TestResult {
+pub async fn a_retried_dead_reply_is_the_next_of_its_issue(env: StoreTestEnv) -> StoreTestResult {
     env.replied("1", &["a", "b", "c"]).await?;
     let dead = take(&env).await?.remove(0);
-    end(&env, &dead, Delivery::Dead { error: "gone".into() }).await?;
+    settle_as(&env, &dead, OutboxDelivery::Dead { error: "gone".into() }).await?;
     let b = take(&env).await?.remove(0);
     env.store.retry_outbox(dead.id).await?;
-    assert!(take(&env).await?.is_empty(), "one of an issue at a time");
-    end(&env, &b, Delivery::Delivered).await?;
+    assert!(take(&env).await?.is_empty(), "one row per issue at a time");
+    settle_as(&env, &b, OutboxDelivery::Delivered).await?;
     let a = take(&env).await?;
     assert_eq!(texts(&a), ["a"]);
-    end(&env, &a[0], Delivery::Delivered).await?;
+    settle_as(&env, &a[0], OutboxDelivery::Delivered).await?;
     assert_eq!(texts(&take(&env).await?), ["c"]);
     Ok(())
 }
 
-pub async fn deliverers_that_die_are_counted_until_an_operator_tries_again(env: Env) -> TestResult {
+pub async fn unsettled_deliveries_are_counted_until_an_operator_retries(
+    env: StoreTestEnv,
+) -> StoreTestResult {
     env.replied("1", &["a"]).await?;
     let mut row = take(&env).await?.remove(0);
-    // Only what was never heard of again counts.
-    let failed = Delivery::Retry { after: Duration::ZERO, error: "busy".into() };
-    end(&env, &row, failed).await?;
+    // Only unsettled deliveries count.
+    let failed = OutboxDelivery::Retry { after: Duration::ZERO, error: "busy".into() };
+    settle_as(&env, &row, failed).await?;
     row = take(&env).await?.remove(0);
-    end(&env, &row, Delivery::Release).await?;
+    settle_as(&env, &row, OutboxDelivery::Release).await?;
     for crashes in 0..3 {
         row = take(&env).await?.remove(0);
         assert_eq!((row.crashes, row.attempts), (crashes, 1));
-        env.pass(TTL).await?;
+        env.advance(TTL).await?;
     }
     row = take(&env).await?.remove(0);
-    end(&env, &row, Delivery::Dead { error: "three died".into() }).await?;
+    settle_as(&env, &row, OutboxDelivery::Dead { error: "three died".into() }).await?;
     assert_eq!(env.store.dead_outbox(None, 10).await?[0].row.crashes, 3);
     env.store.retry_outbox(row.id).await?;
     let again = take(&env).await?.remove(0);
     assert_eq!((again.crashes, again.attempts), (0, 0));
-    assert_eq!(again.deliveries, row.deliveries + 1, "a right to a row is never given twice");
+    assert_eq!(again.deliveries, row.deliveries + 1, "a fencing token is never reused");
     Ok(())
 }

@@ -1,12 +1,12 @@
-//! Random numbers from a seed that is printed, so that a failed run can be repeated.
+//! Random numbers from a printed seed, so that a failed test can be reproduced.
 
 use std::hash::{BuildHasher, RandomState};
 
-/// A small generator (splitmix64); its numbers decide only which calls a test makes.
+/// SplitMix64 generator.
 #[derive(Clone, Debug)]
-pub(super) struct Random(u64);
+pub(super) struct SeededRandom(u64);
 
-impl Random {
+impl SeededRandom {
     pub(super) fn seeded(seed: u64) -> Self {
         Self(seed)
     }
@@ -24,13 +24,13 @@ impl Random {
         self.next() % end
     }
 
-    /// One of these.
+    /// A random element.
     pub(super) fn pick<'a, T>(&mut self, from: &'a [T]) -> &'a T {
         let index = self.below(from.len() as u64);
         &from[usize::try_from(index).expect("an index of a slice")]
     }
 
-    /// The same, in another order.
+    /// Shuffles the items.
     pub(super) fn shuffle<T>(&mut self, items: &mut [T]) {
         for end in (1..items.len()).rev() {
             let other = self.below(end as u64 + 1);

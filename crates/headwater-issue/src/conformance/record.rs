@@ -1,14 +1,15 @@
-//! Events on their way in.
+//! Recording events: de-duplication, debounce windows and payloads.
 
 use std::time::Duration;
 
-use super::env::{Env, INTEGRATION, TestResult, completion, event};
+use super::env::{INTEGRATION, StoreTestEnv, StoreTestResult, completion, event};
 use crate::limits::{BATCH_MAX, JSON_DEPTH_MAX, PAYLOAD_BYTES_MAX};
 use crate::{
-    AfterFailure, Claim, Completed, Failure, IssueError, IssueId, NewEvent, ProcessingStatus, Quiet,
+    AfterFailure, Claim, CompletionOutcome, DebounceWindow, IssueError, IssueId, NewEvent,
+    ProcessingStatus, RunFailure,
 };
 
-pub async fn an_event_creates_its_issue_and_queues_it(env: Env) -> TestResult {
+pub async fn an_event_creates_its_issue_and_queues_it(env: StoreTestEnv) -> StoreTestResult {
     let recorded = env.record("42", "delivery-1").await?;
     assert!(!recorded.duplicate && recorded.nudge);
     assert_eq!(recorded.not_before, None);
@@ -27,25 +28,25 @@ pub async fn an_event_creates_its_issue_and_queues_it(env: Env) -> TestResult {
     assert_eq!(logs[0].id, recorded.event_log_id);
     assert_eq!((logs[0].source.as_str(), logs[0].event_type.as_str()), ("github", "comment"));
     assert_eq!((logs[0].dedup_key.as_str(), logs[0].processed_at), ("delivery-1", None));
-    env.assert_sound().await
+    env.assert_consistent().await
 }
 
-pub async fn the_same_event_again_is_a_duplicate_that_nudges_while_it_waits(
-    env: Env,
-) -> TestResult {
+pub async fn a_duplicate_of_a_pending_event_nudges_again(env: StoreTestEnv) -> StoreTestResult {
     let first = env.record("42", "delivery-1").await?;
     let again = env.record("42", "delivery-1").await?;
     assert_eq!((again.issue_id, again.event_log_id), (first.issue_id, first.event_log_id));
     assert!(again.duplicate && again.nudge);
     assert_eq!(env.issue(first.issue_id).await?.pending_events, 1);
 
-    // A nudge would do nothing for an issue in hand.
+    // No nudge while the issue is processed.
     env.claim(first.issue_id).await?;
     assert!(!env.record("42", "delivery-1").await?.nudge);
-    env.assert_sound().await
+    env.assert_consistent().await
 }
 
-pub async fn a_duplicate_of_a_processed_event_changes_nothing(env: Env) -> TestResult {
+pub async fn a_duplicate_of_a_processed_event_changes_nothing(
+    env: StoreTestEnv,
+) -> StoreTestResult {
     let first = env.record("42", "delivery-1").await?;
     let claimed = env.claim(first.issue_id).await?;
     env.complete(completion(&claimed)).await?;
@@ -54,20 +55,22 @@ pub async fn a_duplicate_of_a_processed_event_changes_nothing(env: Env) -> TestR
     let again = env.record("42", "delivery-1").await?;
     assert!(again.duplicate && !again.nudge);
     assert_eq!(env.issue(first.issue_id).await?, before);
-    env.assert_sound().await
+    env.assert_consistent().await
 }
 
-pub async fn events_of_one_issue_share_one_nudge(env: Env) -> TestResult {
+pub async fn events_of_one_issue_share_one_nudge(env: StoreTestEnv) -> StoreTestResult {
     let events = [event("1", "a"), event("2", "b"), event("1", "c"), event("1", "a")];
     let recorded = env.record_all(&events).await?;
     let nudges: Vec<bool> = recorded.iter().map(|one| one.nudge).collect();
     assert_eq!(nudges, [true, true, false, false]);
     assert!(!env.record("1", "d").await?.nudge, "it is queued already");
     assert_eq!(env.issue(recorded[0].issue_id).await?.pending_events, 3);
-    env.assert_sound().await
+    env.assert_consistent().await
 }
 
-pub async fn issue_numbers_repeat_between_projects_and_integrations(env: Env) -> TestResult {
+pub async fn issue_numbers_repeat_between_projects_and_integrations(
+    env: StoreTestEnv,
+) -> StoreTestResult {
     env.store.ensure_integration("other", "gitlab").await?;
     let events = [
         event("42", "a"),
@@ -83,7 +86,9 @@ pub async fn issue_numbers_repeat_between_projects_and_integrations(env: Env) ->
     Ok(())
 }
 
-pub async fn a_key_used_for_another_event_is_refused_and_stores_nothing(env: Env) -> TestResult {
+pub async fn a_key_used_for_a_different_event_is_a_conflict_and_stores_nothing(
+    env: StoreTestEnv,
+) -> StoreTestResult {
     let first = env.record("42", "delivery-1").await?;
     let others = [
         NewEvent { payload: "{}".into(), ..event("42", "delivery-1") },
@@ -91,15 +96,15 @@ pub async fn a_key_used_for_another_event_is_refused_and_stores_nothing(env: Env
         event("43", "delivery-1"),
     ];
     for other in others {
-        let refused = env.store.record(&[other], &Quiet::default()).await.remove(0);
-        assert!(matches!(refused, Err(IssueError::DedupConflict { .. })), "{refused:?}");
+        let rejected = env.store.record(&[other], &DebounceWindow::default()).await.remove(0);
+        assert!(matches!(rejected, Err(IssueError::DedupConflict { .. })), "{rejected:?}");
     }
     assert_eq!(env.issue(first.issue_id).await?.pending_events, 1);
     assert_eq!(env.store.find_issue(INTEGRATION, "project", "43").await?, None);
-    env.assert_sound().await
+    env.assert_consistent().await
 }
 
-pub async fn one_key_serves_two_integrations(env: Env) -> TestResult {
+pub async fn keys_are_unique_per_integration(env: StoreTestEnv) -> StoreTestResult {
     env.store.ensure_integration("other", "gitlab").await?;
     let there = NewEvent { integration: "other".into(), ..event("42", "delivery-1") };
     let recorded = env.record_all(&[event("42", "delivery-1"), there]).await?;
@@ -107,31 +112,35 @@ pub async fn one_key_serves_two_integrations(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn twins_in_one_batch_are_stored_once(env: Env) -> TestResult {
+pub async fn duplicates_in_one_batch_are_stored_once(env: StoreTestEnv) -> StoreTestResult {
     let other = NewEvent { payload: "{}".into(), ..event("42", "a") };
     let events = [event("42", "a"), event("42", "a"), other];
-    let recorded = env.store.record(&events, &Quiet::default()).await;
+    let recorded = env.store.record(&events, &DebounceWindow::default()).await;
     let first = recorded[0].clone()?;
     let second = recorded[1].clone()?;
     assert!(!first.duplicate && first.nudge && second.duplicate && !second.nudge);
     assert_eq!(first.event_log_id, second.event_log_id);
     assert!(matches!(recorded[2], Err(IssueError::DedupConflict { .. })));
     assert_eq!(env.issue(first.issue_id).await?.pending_events, 1);
-    env.assert_sound().await
+    env.assert_consistent().await
 }
 
-pub async fn a_false_twin_does_not_take_the_place_of_the_right_one(env: Env) -> TestResult {
+pub async fn a_conflicting_event_in_a_batch_does_not_hide_a_duplicate(
+    env: StoreTestEnv,
+) -> StoreTestResult {
     env.record("42", "a").await?;
     let other = NewEvent { payload: "{}".into(), ..event("42", "a") };
     let events = [other.clone(), event("42", "a"), other];
-    let recorded = env.store.record(&events, &Quiet::default()).await;
+    let recorded = env.store.record(&events, &DebounceWindow::default()).await;
     assert!(matches!(recorded[0], Err(IssueError::DedupConflict { .. })), "{recorded:?}");
     assert!(recorded[1].as_ref().is_ok_and(|one| one.duplicate && one.nudge), "{recorded:?}");
     assert!(matches!(recorded[2], Err(IssueError::DedupConflict { .. })), "{recorded:?}");
-    env.assert_sound().await
+    env.assert_consistent().await
 }
 
-pub async fn an_event_without_a_key_is_stored_once_by_what_it_says(env: Env) -> TestResult {
+pub async fn an_event_without_a_key_is_deduplicated_by_its_content(
+    env: StoreTestEnv,
+) -> StoreTestResult {
     let event =
         NewEvent { dedup_key: None, payload: r#"{"action": "open"}"#.into(), ..event("42", "") };
     let spaced = NewEvent { payload: "{ \"action\":\"open\" }".into(), ..event.clone() };
@@ -142,135 +151,148 @@ pub async fn an_event_without_a_key_is_stored_once_by_what_it_says(env: Env) -> 
     Ok(())
 }
 
-pub async fn the_same_event_of_two_projects_without_a_key_is_two_events(env: Env) -> TestResult {
+pub async fn equal_events_of_two_projects_without_a_key_are_both_stored(
+    env: StoreTestEnv,
+) -> StoreTestResult {
     let first = NewEvent { dedup_key: None, ..event("42", "") };
     let second = NewEvent { external_project_id: "another".into(), ..first.clone() };
     let events = [first.clone(), second.clone(), first, second];
-    let answers = env.store.record(&events, &Quiet::default()).await;
-    let recorded = answers.into_iter().collect::<Result<Vec<_>, _>>()?;
+    let results = env.store.record(&events, &DebounceWindow::default()).await;
+    let recorded = results.into_iter().collect::<Result<Vec<_>, _>>()?;
     assert_ne!(recorded[0].issue_id, recorded[1].issue_id);
     let duplicates: Vec<bool> = recorded.iter().map(|one| one.duplicate).collect();
     assert_eq!(duplicates, [false, false, true, true]);
-    env.assert_sound().await
+    env.assert_consistent().await
 }
 
-/// A quiet window of ten minutes.
-fn window(max_wait: Duration, events_max: usize) -> Quiet {
-    Quiet { quiet: Duration::from_secs(600), max_wait, events_max }
+/// A debounce window of ten minutes.
+fn window(max_wait: Duration, events_max: usize) -> DebounceWindow {
+    DebounceWindow { quiet_for: Duration::from_secs(600), max_wait, events_max }
 }
 
-pub async fn a_burst_in_a_quiet_window_is_one_run_with_all_its_events(env: Env) -> TestResult {
-    let quiet = window(Duration::from_secs(6000), 0);
+pub async fn a_burst_in_a_debounce_window_is_one_run_with_all_its_events(
+    env: StoreTestEnv,
+) -> StoreTestResult {
+    let debounce = window(Duration::from_secs(6000), 0);
     let mut issue = Default::default();
     for key in ["a", "b", "c"] {
-        let recorded = env.store.record(&[event("42", key)], &quiet).await.remove(0)?;
+        let recorded = env.store.record(&[event("42", key)], &debounce).await.remove(0)?;
         assert!(recorded.not_before.is_some());
         issue = recorded.issue_id;
-        env.pass(Duration::from_secs(400)).await?;
+        env.advance(Duration::from_secs(400)).await?;
         assert!(matches!(env.try_claim(issue).await?, Claim::NotYet { .. }));
     }
-    env.pass(Duration::from_secs(400)).await?;
+    env.advance(Duration::from_secs(400)).await?;
     let claimed = env.claim(issue).await?;
     assert_eq!(claimed.events.len(), 3);
 
-    // What comes during the run waits for its own quiet.
-    env.store.record(&[event("42", "d")], &quiet).await.remove(0)?;
+    // An event during the run starts its own debounce window.
+    env.store.record(&[event("42", "d")], &debounce).await.remove(0)?;
     let completed = env.complete(completion(&claimed)).await?;
-    assert!(matches!(completed, Completed::Committed { requeued: true, not_before: Some(_), .. }));
+    assert!(matches!(
+        completed,
+        CompletionOutcome::Committed { requeued: true, not_before: Some(_), .. }
+    ));
     assert!(matches!(env.try_claim(issue).await?, Claim::NotYet { .. }));
-    env.assert_sound().await
+    env.assert_consistent().await
 }
 
-pub async fn no_event_waits_longer_than_the_longest_wait(env: Env) -> TestResult {
-    let quiet = window(Duration::from_secs(1000), 0);
-    let first = env.store.record(&[event("42", "a")], &quiet).await.remove(0)?;
-    env.pass(Duration::from_secs(500)).await?;
-    env.store.record(&[event("42", "b")], &quiet).await.remove(0)?;
+pub async fn no_event_waits_longer_than_max_wait(env: StoreTestEnv) -> StoreTestResult {
+    let debounce = window(Duration::from_secs(1000), 0);
+    let first = env.store.record(&[event("42", "a")], &debounce).await.remove(0)?;
+    env.advance(Duration::from_secs(500)).await?;
+    env.store.record(&[event("42", "b")], &debounce).await.remove(0)?;
     let Claim::NotYet { wait, .. } = env.try_claim(first.issue_id).await? else {
-        panic!("the window is open")
+        panic!("expected an open debounce window")
     };
     assert!(wait <= Duration::from_secs(500), "{wait:?}");
-    env.pass(Duration::from_secs(510)).await?;
+    env.advance(Duration::from_secs(510)).await?;
     assert_eq!(env.claim(first.issue_id).await?.events.len(), 2);
     Ok(())
 }
 
-pub async fn a_quiet_window_ends_with_as_many_events_as_a_run_can_have(env: Env) -> TestResult {
-    let quiet = window(Duration::from_secs(6000), 3);
+pub async fn a_debounce_window_ends_early_at_events_max(env: StoreTestEnv) -> StoreTestResult {
+    let debounce = window(Duration::from_secs(6000), 3);
     let mut nudges = Vec::new();
     let mut issue = Default::default();
     for key in ["a", "b", "c", "d"] {
-        let recorded = env.store.record(&[event("42", key)], &quiet).await.remove(0)?;
+        let recorded = env.store.record(&[event("42", key)], &debounce).await.remove(0)?;
         issue = recorded.issue_id;
         nudges.push((recorded.nudge, recorded.not_before.is_some()));
     }
-    // The third ends the window, and is nudged for: whoever came for the first was sent away.
+    // The third event ends the window and nudges again: the nudge of the first found the issue not due.
     assert_eq!(nudges, [(true, true), (false, true), (true, false), (false, false)]);
     let claimed = env.claim(issue).await?;
     assert_eq!(claimed.events.len(), 4);
 
-    // Nobody counts the events of a run in progress; what comes meanwhile waits for its own quiet.
-    let recorded = env.store.record(&[event("42", "e")], &quiet).await.remove(0)?;
+    // Events of a run in progress do not count; an event during the run starts its own window.
+    let recorded = env.store.record(&[event("42", "e")], &debounce).await.remove(0)?;
     assert!(!recorded.nudge && recorded.not_before.is_some());
     env.complete(completion(&claimed)).await?;
     assert!(matches!(env.try_claim(issue).await?, Claim::NotYet { .. }));
 
-    // All at once is enough, too.
+    // The same with all events in one call.
     let events = ["x", "y", "z"].map(|key| event("43", key));
-    let recorded = env.store.record(&events, &quiet).await.remove(0)?;
+    let recorded = env.store.record(&events, &debounce).await.remove(0)?;
     assert!(recorded.nudge && recorded.not_before.is_none());
     assert_eq!(env.claim(recorded.issue_id).await?.events.len(), 3);
-    env.assert_sound().await
+    env.assert_consistent().await
 }
 
-/// Ends a run of this issue with a wait that is longer than any window here.
-async fn fail(env: &Env, issue_id: IssueId, then: AfterFailure) -> TestResult {
+/// Fails a run of this issue.
+async fn fail(env: &StoreTestEnv, issue_id: IssueId, then: AfterFailure) -> StoreTestResult {
     let epoch = env.claim(issue_id).await?.epoch;
-    let failure = Failure { issue_id, epoch, error: "no model".into(), then };
+    let failure = RunFailure { issue_id, epoch, error: "no model".into(), then };
     env.store.fail(&[failure], 5).await?;
     Ok(())
 }
 
-pub async fn a_backoff_does_not_end_with_the_number_of_events(env: Env) -> TestResult {
-    let quiet = window(Duration::from_secs(6000), 2);
+pub async fn events_do_not_end_a_backoff(env: StoreTestEnv) -> StoreTestResult {
+    let debounce = window(Duration::from_secs(6000), 2);
     let issue_id = env.record("42", "a").await?.issue_id;
     fail(&env, issue_id, AfterFailure::Retry { after: Duration::from_secs(6000) }).await?;
-    let recorded = env.store.record(&[event("42", "b")], &quiet).await.remove(0)?;
+    let recorded = env.store.record(&[event("42", "b")], &debounce).await.remove(0)?;
     assert!(!recorded.nudge && recorded.not_before.is_some());
     assert!(matches!(env.try_claim(issue_id).await?, Claim::NotYet { .. }));
-    env.assert_sound().await
+    env.assert_consistent().await
 }
 
-pub async fn a_run_that_was_put_off_stays_so_however_many_events_come(env: Env) -> TestResult {
-    let put_off = AfterFailure::PutOff { after: Duration::from_secs(20_000) };
-    let windows =
-        [window(Duration::from_secs(6000), 2), Quiet { events_max: 2, ..Quiet::default() }];
-    for (quiet, issue) in windows.into_iter().zip(["1", "2"]) {
+pub async fn events_do_not_end_the_delay_of_a_deferred_run(env: StoreTestEnv) -> StoreTestResult {
+    let defer = AfterFailure::Defer { after: Duration::from_secs(20_000) };
+    let windows = [
+        window(Duration::from_secs(6000), 2),
+        DebounceWindow { events_max: 2, ..DebounceWindow::default() },
+    ];
+    for (debounce, issue) in windows.into_iter().zip(["1", "2"]) {
         let key = |key: &str| event(issue, &format!("{issue}/{key}"));
         let issue_id = env.record_all(&[key("a"), key("b"), key("c")]).await?.remove(0).issue_id;
-        fail(&env, issue_id, put_off).await?;
+        fail(&env, issue_id, defer).await?;
         for events in [vec![key("d")], vec![key("e"), key("f")], vec![key("d")]] {
-            let recorded = env.store.record(&events, &quiet).await.remove(0)?;
-            // A duplicate of what waits is nudged for, as ever; whoever comes is sent away.
+            let recorded = env.store.record(&events, &debounce).await.remove(0)?;
+            // A duplicate of a pending event nudges, but the issue is not due.
             assert_eq!(recorded.nudge, recorded.duplicate);
             let claim = env.try_claim(issue_id).await?;
-            let Claim::NotYet { wait, .. } = claim else { panic!("it was put off: {claim:?}") };
+            let Claim::NotYet { wait, .. } = claim else {
+                panic!("expected a deferred issue: {claim:?}")
+            };
             assert!(wait > Duration::from_secs(10_000), "{wait:?}");
         }
-        env.pass(Duration::from_secs(20_000)).await?;
+        env.advance(Duration::from_secs(20_000)).await?;
         let claimed = env.claim(issue_id).await?;
         assert_eq!((claimed.events.len(), claimed.issue.attempts), (6, 0));
 
-        // A run that ended well leaves nothing of that: a window is ended by events again.
+        // After a success, events end a debounce window again.
         env.complete(completion(&claimed)).await?;
-        let recorded = env.store.record(&[key("g"), key("h")], &quiet).await.remove(0)?;
+        let recorded = env.store.record(&[key("g"), key("h")], &debounce).await.remove(0)?;
         assert!(recorded.nudge && recorded.not_before.is_none());
         env.claim(issue_id).await?;
     }
-    env.assert_sound().await
+    env.assert_consistent().await
 }
 
-pub async fn the_largest_and_the_deepest_payloads_come_back(env: Env) -> TestResult {
+pub async fn payloads_of_maximum_size_and_depth_are_returned_unchanged(
+    env: StoreTestEnv,
+) -> StoreTestResult {
     let largest = format!("\"{}\"", "x".repeat(PAYLOAD_BYTES_MAX - 2));
     let deepest = format!("{}{}", "[".repeat(JSON_DEPTH_MAX), "]".repeat(JSON_DEPTH_MAX));
     for (issue, payload) in [("1", largest), ("2", deepest)] {
@@ -281,20 +303,20 @@ pub async fn the_largest_and_the_deepest_payloads_come_back(env: Env) -> TestRes
     Ok(())
 }
 
-pub async fn as_many_events_as_allowed_are_taken_in_one_call(env: Env) -> TestResult {
+pub async fn a_batch_of_maximum_size_is_recorded(env: StoreTestEnv) -> StoreTestResult {
     let events: Vec<NewEvent> =
         (0..BATCH_MAX).map(|n| event(&(n % 10).to_string(), &n.to_string())).collect();
     let recorded = env.record_all(&events).await?;
     assert_eq!(recorded.iter().filter(|one| one.nudge).count(), 10);
-    // Ids grow in the order of recording, within each issue.
+    // Within each issue, ids increase in the order of recording.
     for (n, one) in recorded.iter().enumerate().skip(10) {
         assert_eq!(one.issue_id, recorded[n - 10].issue_id);
         assert!(one.event_log_id > recorded[n - 10].event_log_id);
     }
-    env.assert_sound().await
+    env.assert_consistent().await
 }
 
-pub async fn text_in_any_script_comes_back(env: Env) -> TestResult {
+pub async fn text_in_any_script_is_returned_unchanged(env: StoreTestEnv) -> StoreTestResult {
     let text = "ключ 键 😀 \" \\ ' % _ \n\t\u{1} \u{7f} \u{2028} {} , NULL";
     let payload = serde_json::json!({ text: text }).to_string();
     let event = NewEvent {
@@ -317,9 +339,9 @@ pub async fn text_in_any_script_comes_back(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn a_payload_that_a_store_cannot_hold_is_sanitized_and_the_original_is_kept(
-    env: Env,
-) -> TestResult {
+pub async fn a_payload_that_jsonb_cannot_store_is_sanitized_and_the_original_is_kept(
+    env: StoreTestEnv,
+) -> StoreTestResult {
     let value = |text: &str| serde_json::from_str::<serde_json::Value>(text);
     let payloads = [
         (r#"{"a\u0000b": "\u0000"}"#, "{\"a\u{fffd}b\": \"\u{fffd}\"}"),
@@ -339,36 +361,38 @@ pub async fn a_payload_that_a_store_cannot_hold_is_sanitized_and_the_original_is
         let original = env.second.original_payload(recorded.event_log_id).await?;
         assert_eq!(original.as_deref(), Some(payload));
 
-        // The key is compared with the payload as it came.
+        // Duplicates are compared by the payload as received.
         let again = env.record_all(std::slice::from_ref(&event)).await?.remove(0);
         assert_eq!((again.event_log_id, again.duplicate), (recorded.event_log_id, true));
         let other = NewEvent { payload: expected.into(), ..event };
-        let answer = env.store.record(&[other], &Quiet::default()).await.remove(0);
-        assert!(matches!(answer, Err(IssueError::DedupConflict { .. })), "{answer:?}");
+        let result = env.store.record(&[other], &DebounceWindow::default()).await.remove(0);
+        assert!(matches!(result, Err(IssueError::DedupConflict { .. })), "{result:?}");
     }
-    // Negative zero is a number to every store, and zero to one of them.
+    // `jsonb` stores negative zero as zero.
     let zero = NewEvent { payload: "[-0.0]".into(), ..event("zero", "zero") };
     let recorded = env.record_all(&[zero]).await?.remove(0);
     let original = env.store.original_payload(recorded.event_log_id).await?;
     assert_eq!(original.as_deref(), Some("[-0.0]"));
-    env.assert_sound().await
+    env.assert_consistent().await
 }
 
-pub async fn originals_are_stored_once_and_only_with_their_event(env: Env) -> TestResult {
+pub async fn originals_are_stored_once_and_only_with_their_event(
+    env: StoreTestEnv,
+) -> StoreTestResult {
     let odd = |issue: &str, key: &str| NewEvent {
         payload: format!(r#"{{"{key}": "\u0000"}}"#),
         ..event(issue, key)
     };
-    // Among others, twice in one batch, and with a neighbour that is refused.
+    // Among other events, twice in one batch, and next to a rejected one.
     let events = [
         event("1", "a"),
         odd("1", "b"),
         odd("2", "c"),
         odd("1", "b"),
-        NewEvent { integration: "nobody".into(), ..odd("1", "d") },
+        NewEvent { integration: "unknown".into(), ..odd("1", "d") },
         event("2", "e"),
     ];
-    let recorded = env.store.record(&events, &Quiet::default()).await;
+    let recorded = env.store.record(&events, &DebounceWindow::default()).await;
     for (index, expected) in [(0, None), (1, Some("b")), (2, Some("c")), (5, None)] {
         let id = recorded[index].clone()?.event_log_id;
         let expected = expected.map(|key| format!(r#"{{"{key}": "\u0000"}}"#));
@@ -377,15 +401,15 @@ pub async fn originals_are_stored_once_and_only_with_their_event(env: Env) -> Te
     assert_eq!(recorded[3].clone()?.event_log_id, recorded[1].clone()?.event_log_id);
     assert!(matches!(recorded[4], Err(IssueError::UnknownIntegration { .. })));
     assert_eq!(env.store.original_payload(crate::EventLogId(i64::MAX)).await?, None);
-    env.assert_sound().await
+    env.assert_consistent().await
 }
 
-pub async fn no_events_are_no_work(env: Env) -> TestResult {
-    assert!(env.store.record(&[], &Quiet::default()).await.is_empty());
+pub async fn empty_batches_have_no_effect(env: StoreTestEnv) -> StoreTestResult {
+    assert!(env.store.record(&[], &DebounceWindow::default()).await.is_empty());
     assert!(env.store.claim(&[], &super::env::options("a")).await?.is_empty());
     assert!(env.store.complete(&[]).await?.is_empty());
     assert!(env.store.fail(&[], 5).await?.is_empty());
-    assert!(env.store.give_back(&[]).await?.is_empty());
+    assert!(env.store.release_claims(&[]).await?.is_empty());
     assert!(env.store.heartbeat(&[], super::env::TTL).await?.is_empty());
     assert!(env.store.settle_outbox(&[]).await?.is_empty());
     Ok(())

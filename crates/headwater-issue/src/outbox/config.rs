@@ -1,37 +1,38 @@
-//! Settings of the outbox.
+//! Configuration of the outbox.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use crate::error::{IssueError, Result};
-use crate::limits::DELIVERIES_AT_ONCE_MAX;
-use crate::retry::RetryPolicy;
-use crate::steps::{NoSteps, Steps};
+use crate::limits::CONCURRENT_DELIVERIES_MAX;
+use crate::retry_policy::IssueRetryPolicy;
+use crate::step_observer::{NoStepObserver, StepObserver};
 use crate::worker::unique_name;
 
-/// Settings of the outbox.
+/// Configuration of the outbox.
 #[derive(Clone, Debug)]
 pub struct OutboxConfig {
-    /// How this deliverer is called, unique per start. Default: like a worker.
+    /// Name of the deliverer, unique per start. Default: like a worker.
     pub name: String,
-    /// Deliveries in flight at once, each of another issue. Default: 64.
+    /// Maximum number of deliveries in flight. Default: 64.
     pub concurrency: usize,
-    /// Deliveries in flight to one target (integration, kind and `target`), so that a slow one does not delay the others. A
-    /// target that responds promptly gets as many, one that fails gets one. Default: 16; at most `concurrency`.
+    /// Maximum number of deliveries in flight to one target (integration, kind and `target`), so that a slow target
+    /// does not delay the others. A prompt target reaches it, a failing target gets one. Default: 16; at most
+    /// `concurrency`.
     pub per_target: usize,
-    /// How long one delivery may take. Default: 30 s.
+    /// Timeout of one delivery. Default: 30 s.
     pub deadline: Duration,
-    /// How long a row in hand is hidden from others. Default: 60 s; longer than `deadline`.
+    /// How long a taken row is invisible to other deliverers. Default: 60 s; longer than `deadline`.
     pub ttl: Duration,
-    /// How often to look for rows, besides when one is announced. Default: 1 s.
+    /// Polling interval, in addition to wake-ups. Default: 1 s.
     pub every: Duration,
-    /// How long stopping waits for deliveries; what is left is cancelled and given back without counting an attempt.
-    /// Default: 25 s.
+    /// How long a shutdown waits for deliveries. Then they are cancelled, and their rows are released without counting
+    /// an attempt. Default: 25 s.
     pub drain: Duration,
-    /// When and how often a failed delivery is tried again.
-    pub retry: RetryPolicy,
-    /// Is told of every step. Default: nobody.
-    pub steps: Arc<dyn Steps>,
+    /// Retry policy of failed deliveries.
+    pub retry: IssueRetryPolicy,
+    /// Observer of processing steps, for tests. Default: none.
+    pub step_observer: Arc<dyn StepObserver>,
 }
 
 impl Default for OutboxConfig {
@@ -44,8 +45,8 @@ impl Default for OutboxConfig {
             ttl: Duration::from_secs(60),
             every: Duration::from_secs(1),
             drain: Duration::from_secs(25),
-            retry: RetryPolicy::default(),
-            steps: Arc::new(NoSteps),
+            retry: IssueRetryPolicy::default(),
+            step_observer: Arc::new(NoStepObserver),
         }
     }
 }
@@ -53,19 +54,21 @@ impl Default for OutboxConfig {
 impl OutboxConfig {
     pub(super) fn validate(&self) -> Result<()> {
         self.retry.validate()?;
-        if !(1..=DELIVERIES_AT_ONCE_MAX).contains(&self.concurrency) {
-            let problem = format!("{}; 1 to {DELIVERIES_AT_ONCE_MAX}", self.concurrency);
+        if !(1..=CONCURRENT_DELIVERIES_MAX).contains(&self.concurrency) {
+            let problem =
+                format!("is {}, must be from 1 to {CONCURRENT_DELIVERIES_MAX}", self.concurrency);
             return Err(IssueError::invalid("concurrency", problem));
         }
         if self.per_target == 0 {
-            return Err(IssueError::invalid("per_target", "it is zero"));
+            return Err(IssueError::invalid("per_target", "must be at least 1"));
         }
         if self.deadline.is_zero() || self.deadline >= self.ttl {
-            let problem = format!("{:?} is not shorter than ttl {:?}", self.deadline, self.ttl);
+            let problem =
+                format!("{:?} must be shorter than `ttl`, which is {:?}", self.deadline, self.ttl);
             return Err(IssueError::invalid("deadline", problem));
         }
         if self.every.is_zero() {
-            return Err(IssueError::invalid("every", "it is zero"));
+            return Err(IssueError::invalid("every", "must be greater than zero"));
         }
         Ok(())
     }

@@ -1,61 +1,61 @@
-//! Delivery slots: how many deliveries each target may have in flight.
+//! Delivery slots: the number of deliveries each target may have in flight (AIMD).
 //!
-//! Upstream: `outbox`, which asks before it takes rows and reports how deliveries ended. Promises: a target starts with a
-//! few slots and gets another one with each prompt response, up to its share; failures halve them. All targets that keep
-//! failing hold at most half of all slots. A target that asked for a pause gets none until it is over. A target with
-//! nothing in flight and no pause always has a slot if any is free that it may use.
-//! Not here: I/O. Time is passed in; the state is that of one process.
+//! Upstream: `outbox` asks before it takes rows and reports how deliveries ended. Guarantees: a target starts with a
+//! few slots and gets another one with each prompt response, up to its share; a failure halves them. All failing
+//! targets together hold at most half of all slots. A paused target gets none until the pause ends. A target with
+//! nothing in flight and no pause can always use a free slot. No I/O: time is passed in, and the state is that of one
+//! process.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
-use crate::delivery::{DeliveryTarget, OutboxTake, TargetState};
 use crate::limits::{DELIVERY_PAUSE_MAX, OUTBOX_TAKE_MAX, OUTBOX_TARGETS_MAX};
+use crate::outbox::types::{DeliveryTarget, OutboxTake, TargetState};
 
-/// Slots of a target that nothing is known of.
-const SLOTS_FIRST: usize = 4;
+/// Slots of a new target.
+const INITIAL_SLOTS: usize = 4;
 
-/// A response within this time earns the target another slot.
-const PROMPT: Duration = Duration::from_secs(2);
+/// Maximum duration of a prompt response.
+const PROMPT_MAX: Duration = Duration::from_secs(2);
 
-/// How long an idle target is remembered.
-const REMEMBERED: Duration = Duration::from_secs(10 * 60);
+/// How long an idle target is tracked.
+const IDLE_TARGET_TTL: Duration = Duration::from_secs(10 * 60);
 
-/// What a delivery showed about its target.
+/// How a target responded to a delivery.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Response {
+pub(super) enum TargetResponse {
     /// The target accepted or rejected the row, after this long.
-    Answered(Duration),
+    Responded(Duration),
     /// The target did not respond, or responded that it cannot serve.
     Failed,
-    /// The target asked for a pause.
+    /// The target requested a pause.
     Paused(Duration),
-    /// The delivery was cancelled here.
+    /// The delivery was cancelled by this process.
     Cancelled,
 }
 
 /// The slots of all targets.
 #[derive(Debug)]
-pub(super) struct Slots {
+pub(super) struct DeliverySlots {
     total: usize,
     per_target: usize,
-    targets: HashMap<DeliveryTarget, Target>,
+    targets: HashMap<DeliveryTarget, TargetSlots>,
     /// Rows taken so far.
     served: u64,
 }
 
 #[derive(Debug)]
-struct Target {
+struct TargetSlots {
     in_flight: usize,
     slots: usize,
     is_failing: bool,
     paused_until: Option<Instant>,
-    /// [`Slots::served`] when its last row was taken.
+    /// [`DeliverySlots::served`] when its last row was taken.
     served: u64,
     used_at: Instant,
 }
 
-impl Slots {
+impl DeliverySlots {
     pub(super) fn new(total: usize, per_target: usize) -> Self {
         Self { total, per_target: per_target.min(total), targets: HashMap::new(), served: 0 }
     }
@@ -66,15 +66,15 @@ impl Slots {
         self.total.saturating_sub(in_flight)
     }
 
-    /// Which rows may be taken now.
+    /// The rows that may be taken now.
     pub(super) fn take(&mut self, worker: &str, ttl: Duration, now: Instant) -> OutboxTake {
-        self.forget(now);
+        self.evict_idle(now);
         let failing = self.targets.values().filter(|target| target.is_failing);
         let failing: usize = failing.map(|target| target.in_flight).sum();
         let targets = self.targets.iter().map(|(key, target)| TargetState {
             target: key.clone(),
             in_flight: target.in_flight,
-            room: match target.paused_until {
+            free_slots: match target.paused_until {
                 Some(until) if until > now => 0,
                 _ => target.slots.saturating_sub(target.in_flight),
             },
@@ -85,7 +85,7 @@ impl Slots {
             worker: worker.to_owned(),
             limit: self.free().min(OUTBOX_TAKE_MAX),
             ttl,
-            per_target: self.first(),
+            per_target: self.initial_slots(),
             failing_limit: self.total.div_ceil(2).saturating_sub(failing),
             targets: targets.collect(),
         }
@@ -94,8 +94,8 @@ impl Slots {
     /// A row of this target was taken.
     pub(super) fn taken(&mut self, key: &DeliveryTarget, now: Instant) {
         self.served += 1;
-        let (slots, served) = (self.first(), self.served);
-        let target = self.targets.entry(key.clone()).or_insert_with(|| Target {
+        let (slots, served) = (self.initial_slots(), self.served);
+        let target = self.targets.entry(key.clone()).or_insert_with(|| TargetSlots {
             in_flight: 0,
             slots,
             is_failing: false,
@@ -109,41 +109,41 @@ impl Slots {
     }
 
     /// A delivery to this target ended.
-    pub(super) fn ended(&mut self, key: &DeliveryTarget, response: Response, now: Instant) {
+    pub(super) fn ended(&mut self, key: &DeliveryTarget, response: TargetResponse, now: Instant) {
         let per_target = self.per_target;
         let Some(target) = self.targets.get_mut(key) else { return };
         target.in_flight = target.in_flight.saturating_sub(1);
         target.used_at = now;
         match response {
-            Response::Answered(after) => {
+            TargetResponse::Responded(after) => {
                 target.is_failing = false;
-                if after <= PROMPT {
+                if after <= PROMPT_MAX {
                     target.slots = (target.slots + 1).min(per_target);
                 }
             }
-            Response::Failed | Response::Paused(_) => {
+            TargetResponse::Failed | TargetResponse::Paused(_) => {
                 target.slots = (target.slots / 2).max(1);
                 target.is_failing = target.slots == 1;
             }
-            Response::Cancelled => {}
+            TargetResponse::Cancelled => {}
         }
-        if let Response::Paused(pause) = response {
+        if let TargetResponse::Paused(pause) = response {
             let until = now + pause.min(DELIVERY_PAUSE_MAX);
             target.paused_until = target.paused_until.max(Some(until));
         }
     }
 
-    fn first(&self) -> usize {
-        SLOTS_FIRST.min(self.per_target)
+    fn initial_slots(&self) -> usize {
+        INITIAL_SLOTS.min(self.per_target)
     }
 
-    /// Forgets targets that were idle for long, and the least recently used beyond the limit.
-    fn forget(&mut self, now: Instant) {
-        let is_paused = |target: &Target| target.paused_until.is_some_and(|until| until > now);
+    /// Stops tracking targets that were idle for [`IDLE_TARGET_TTL`], and the least recently used ones over the limit.
+    fn evict_idle(&mut self, now: Instant) {
+        let is_paused = |target: &TargetSlots| target.paused_until.is_some_and(|until| until > now);
         self.targets.retain(|_, target| {
             target.in_flight > 0
                 || is_paused(target)
-                || now.saturating_duration_since(target.used_at) < REMEMBERED
+                || now.saturating_duration_since(target.used_at) < IDLE_TARGET_TTL
         });
         if self.targets.len() > OUTBOX_TARGETS_MAX {
             let idle = self.targets.iter().filter(|(_, target)| target.in_flight == 0);
@@ -161,46 +161,46 @@ impl Slots {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::delivery::OutboxKind;
+    use crate::outbox::types::OutboxKind;
 
-    const PROMPTLY: Response = Response::Answered(Duration::from_millis(10));
+    const PROMPTLY: TargetResponse = TargetResponse::Responded(Duration::from_millis(10));
 
     fn target(name: &str) -> DeliveryTarget {
         DeliveryTarget { integration: name.into(), kind: OutboxKind::Reply, target: String::new() }
     }
 
-    fn room(slots: &mut Slots, name: &str, now: Instant) -> Option<usize> {
+    fn free_slots(slots: &mut DeliverySlots, name: &str, now: Instant) -> Option<usize> {
         let take = slots.take("w", Duration::from_secs(60), now);
-        take.targets.iter().find(|one| one.target == target(name)).map(|one| one.room)
+        take.targets.iter().find(|state| state.target == target(name)).map(|state| state.free_slots)
     }
 
     #[test]
-    fn a_target_earns_slots_by_prompt_responses_and_loses_them_by_failures() {
-        let (mut slots, now) = (Slots::new(64, 16), Instant::now());
+    fn a_target_gains_slots_by_prompt_responses_and_loses_them_by_failures() {
+        let (mut slots, now) = (DeliverySlots::new(64, 16), Instant::now());
         assert_eq!(slots.take("w", Duration::ZERO, now).per_target, 4);
         for _ in 0..40 {
             slots.taken(&target("a"), now);
             slots.ended(&target("a"), PROMPTLY, now);
         }
-        assert_eq!(room(&mut slots, "a", now), Some(16), "its share and no more");
+        assert_eq!(free_slots(&mut slots, "a", now), Some(16), "its share and no more");
         for expected in [8, 4, 2, 1, 1] {
             slots.taken(&target("a"), now);
-            slots.ended(&target("a"), Response::Failed, now);
-            assert_eq!(room(&mut slots, "a", now), Some(expected));
+            slots.ended(&target("a"), TargetResponse::Failed, now);
+            assert_eq!(free_slots(&mut slots, "a", now), Some(expected));
         }
         slots.taken(&target("a"), now);
-        slots.ended(&target("a"), Response::Answered(Duration::from_secs(20)), now);
-        assert_eq!(room(&mut slots, "a", now), Some(1), "a slow response earns nothing");
+        slots.ended(&target("a"), TargetResponse::Responded(Duration::from_secs(20)), now);
+        assert_eq!(free_slots(&mut slots, "a", now), Some(1), "a slow response gains no slot");
         assert!(!slots.targets[&target("a")].is_failing);
     }
 
     #[test]
     fn failing_targets_together_hold_at_most_half_of_the_slots() {
-        let (mut slots, now) = (Slots::new(8, 4), Instant::now());
+        let (mut slots, now) = (DeliverySlots::new(8, 4), Instant::now());
         for name in 0..20 {
             for _ in 0..3 {
                 slots.taken(&target(&name.to_string()), now);
-                slots.ended(&target(&name.to_string()), Response::Failed, now);
+                slots.ended(&target(&name.to_string()), TargetResponse::Failed, now);
             }
         }
         assert_eq!(slots.take("w", Duration::ZERO, now).failing_limit, 4);
@@ -213,24 +213,24 @@ mod tests {
 
     #[test]
     fn a_pause_ends_and_is_bounded() {
-        let (mut slots, now) = (Slots::new(64, 16), Instant::now());
+        let (mut slots, now) = (DeliverySlots::new(64, 16), Instant::now());
         slots.taken(&target("a"), now);
-        slots.ended(&target("a"), Response::Paused(Duration::MAX), now);
-        assert_eq!(room(&mut slots, "a", now), Some(0));
+        slots.ended(&target("a"), TargetResponse::Paused(Duration::MAX), now);
+        assert_eq!(free_slots(&mut slots, "a", now), Some(0));
         let nearly = now + DELIVERY_PAUSE_MAX - Duration::from_millis(1);
-        assert_eq!(room(&mut slots, "a", nearly), Some(0));
-        assert_ne!(room(&mut slots, "a", now + DELIVERY_PAUSE_MAX), Some(0));
+        assert_eq!(free_slots(&mut slots, "a", nearly), Some(0));
+        assert_ne!(free_slots(&mut slots, "a", now + DELIVERY_PAUSE_MAX), Some(0));
     }
 
     #[test]
-    fn what_is_remembered_is_bounded_and_never_what_is_in_flight() {
-        let (mut slots, now) = (Slots::new(64, 16), Instant::now());
+    fn tracked_targets_are_bounded_and_targets_in_flight_are_never_evicted() {
+        let (mut slots, now) = (DeliverySlots::new(64, 16), Instant::now());
         slots.taken(&target("busy"), now);
         for name in 0..2 * OUTBOX_TARGETS_MAX {
             slots.taken(&target(&name.to_string()), now + Duration::from_millis(1));
             slots.ended(&target(&name.to_string()), PROMPTLY, now + Duration::from_millis(1));
         }
-        let later = now + REMEMBERED * 2;
+        let later = now + IDLE_TARGET_TTL * 2;
         assert_eq!(slots.take("w", Duration::ZERO, now).targets.len(), OUTBOX_TARGETS_MAX);
         let left = slots.take("w", Duration::ZERO, later).targets;
         assert_eq!(left.len(), 1);

@@ -1,4 +1,4 @@
-//! The clock of the server, and what is done when it was set.
+//! Handles steps of the server's clock: ends all waits and renews all leases.
 
 use sqlx::postgres::PgConnection;
 use sqlx::{Error, Row};
@@ -6,34 +6,34 @@ use sqlx::{Error, Row};
 use super::PostgresStore;
 use crate::clock_watch::ClockWatch;
 use crate::error::Result;
-use crate::rows::{ms, number, time};
+use crate::row_decoding::{ms, timestamp, to_i64};
 
-/// Rows of one kind that one call changes.
-const RESTARTED_AT_ONCE: usize = 1000;
+/// Maximum number of rows of each table that one call changes.
+const RESTART_BATCH_MAX: usize = 1000;
 
 impl PostgresStore {
-    /// Reads the clock. If it was set since the last reading, all waits end and all leases start anew.
-    pub(super) async fn follow_clock(&self) -> Result<()> {
-        let what = "following the clock of the database";
+    /// Reads the clock. After a step, ends all waits and renews all leases.
+    pub(super) async fn check_clock(&self) -> Result<()> {
+        let what = "checking the clock of the database";
         self.transition(what, || {
-            self.connections.run(async |connection| follow_clock(&self.watch, connection).await)
+            self.connections.run(async |connection| check_clock(&self.watch, connection).await)
         })
         .await
     }
 }
 
-async fn follow_clock(watch: &ClockWatch, connection: &mut PgConnection) -> Result<(), Error> {
-    let asked = watch.monotonic();
+async fn check_clock(watch: &ClockWatch, connection: &mut PgConnection) -> Result<(), Error> {
+    let requested_at = watch.monotonic();
     let row = sqlx::query(
         "SELECT headwater_ms(headwater_now()), headwater_ms(seen_at) FROM headwater_clock",
     )
     .fetch_one(&mut *connection)
     .await?;
-    let (now, stored) = (time(row.try_get(0)?), time(row.try_get(1)?));
-    let noticed = watch.read(now, asked).or_else(|| watch.compare(now, stored));
-    let Some(noticed) = noticed else {
+    let (now, stored) = (timestamp(row.try_get(0)?), timestamp(row.try_get(1)?));
+    let detected = watch.read(now, requested_at).or_else(|| watch.compare(now, stored));
+    let Some(detected) = detected else {
         if watch.should_store() {
-            // Never earlier than what is stored: a process that has not yet noticed a step back must find it.
+            // Never decrease the stored time: other processes have to detect a step back with it.
             let (claim_ttl, outbox_ttl) = watch.ttls();
             sqlx::query(
                 "UPDATE headwater_clock SET seen_at = greatest(seen_at, headwater_now()),
@@ -52,16 +52,16 @@ async fn follow_clock(watch: &ClockWatch, connection: &mut PgConnection) -> Resu
         let row = sqlx::query("SELECT headwater_restart_deadlines($1, $2, $3)")
             .bind(ms(claim_ttl))
             .bind(ms(outbox_ttl))
-            .bind(number(RESTARTED_AT_ONCE))
+            .bind(to_i64(RESTART_BATCH_MAX))
             .fetch_one(&mut *connection)
             .await?;
         match row.try_get::<i64, _>(0)? {
             0 => break,
-            // Another process is at it, or holds the rest locked: the next reading goes on.
+            // Another process is handling the step, or has locked the remaining rows: continue at the next reading.
             left if left < 0 || left >= left_before => return Ok(()),
             left => left_before = left,
         }
     }
-    watch.handled(noticed);
+    watch.handled(detected);
     Ok(())
 }

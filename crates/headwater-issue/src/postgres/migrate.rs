@@ -11,7 +11,7 @@ use super::functions;
 
 use crate::error::Result;
 use crate::migrations::{ISSUES, Migration, OwnedMigrations, schema_error};
-use crate::rows::database_error;
+use crate::row_decoding::database_error;
 
 /// Key of the advisory lock of migrations: "headwate" in ASCII.
 const LOCK: i64 = 0x6865_6164_7761_7465;

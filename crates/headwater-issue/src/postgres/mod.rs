@@ -1,21 +1,20 @@
-//! Issues on a Postgres server, shared by many processes.
+//! The PostgreSQL store, shared by many processes.
 //!
-//! Upstream: `connect` opens it. Downstream: the functions of `functions/`, which say in SQL what
-//! `state` says in Rust; the suite compares the two.
+//! Upstream: `connect` opens it. Downstream: SQL functions (see `migrations`) that implement the transitions of
+//! `state`; the conformance suite compares the two.
 //!
-//! Promises: a transition is one round trip and one transaction of its own, so no row stays locked while a process
-//! thinks, stalls or dies. All times are the server's. Refuses: nothing waits longer than the deadline of a call, neither
-//! here nor on the server.
+//! Guarantees: a transition is one round trip and one transaction, so no row stays locked while a process stalls or
+//! dies. All times are the server's. No call takes longer than its deadline, neither here nor on the server.
 
+mod admin;
+mod claims;
 mod clock;
 mod connections;
 mod functions;
-mod listen;
 mod migrate;
-mod operator;
 mod outbox;
+mod outbox_listener;
 mod record;
-mod runs;
 mod statements;
 mod sweep;
 mod transaction;
@@ -28,181 +27,193 @@ use headwater_stream::clock::SystemClock;
 use sqlx::postgres::{PgConnectOptions, PgConnection};
 
 pub use self::connections::Checkout;
-use self::connections::Connections;
-use self::listen::Listener;
+use self::connections::PgConnections;
+use self::outbox_listener::OutboxListener;
 use self::transaction::PostgresTransaction;
 pub use self::transaction::{outbox_in, record_in};
-use crate::check;
 use crate::claim::{
-    Beat, Claim, ClaimOptions, Completed, Completion, Failed, Failure, GiveBack, GivenBack,
-    SweepOptions, Swept,
+    Claim, ClaimOptions, ClaimRelease, ClaimReleased, ClaimRenewal, CompletionOutcome,
+    FailureOutcome, RunCompletion, RunFailure, SweepOptions, SweepReport,
 };
 use crate::clock_watch::ClockWatch;
 use crate::connect::StoreOptions;
-use crate::deadline::within;
-use crate::delivery::{OutboxRow, OutboxSettled, OutboxSettlement, OutboxTake};
+use crate::connect::with_deadline;
 use crate::error::{IssueError, Result};
-use crate::issue::{ClaimEpoch, EventLogId, IssueId, NewEvent, Quiet, Recorded};
-use crate::limits::{PAGE_MAX, SINGLE_FAILURES_MAX, WAIT_MAX};
+use crate::event_batch::{EventBatch, ValidatedEvent, reject_all};
+use crate::issue::{ClaimEpoch, DebounceWindow, EventLogId, IssueId, NewEvent, Recorded};
+use crate::limits::{CONSECUTIVE_FAILURES_MAX, PAGE_MAX, WAIT_MAX};
 use crate::migrations::Migration;
-use crate::prepared::{Batch, Prepared, refuse_all};
-use crate::rows::{database_error, is_conflict};
+use crate::outbox::types::{OutboxRow, OutboxSettled, OutboxSettlement, OutboxTake};
+use crate::row_decoding::{database_error, is_conflict};
 use crate::store::Store;
 use crate::transaction::{ReadConnection, Transaction};
+use crate::validate;
 
-/// How long bringing tables up to date may take.
-const MIGRATION_MAX: Duration = Duration::from_secs(10 * 60);
+/// Timeout of migrations.
+const MIGRATION_TIMEOUT: Duration = Duration::from_secs(10 * 60);
 
-/// How long to wait after a conflict with another transaction, before a call is repeated for the first time and later.
-const CONFLICT_PAUSES: [Duration; 3] =
+/// Delays before a call is retried after a conflict with another transaction.
+const CONFLICT_RETRY_DELAYS: [Duration; 3] =
     [Duration::from_millis(50), Duration::from_millis(200), Duration::from_millis(500)];
 
-/// A store on a Postgres server.
+/// A store on a PostgreSQL server.
 #[derive(Debug)]
 pub(crate) struct PostgresStore {
-    connections: Connections,
-    /// See [`idempotency_key`](crate::delivery::idempotency_key).
+    connections: PgConnections,
+    /// See [`idempotency_key`](crate::outbox::types::idempotency_key).
     identity: String,
     deadline: Duration,
-    listener: Listener,
+    listener: OutboxListener,
     watch: ClockWatch,
 }
 
-/// Connects to the server and brings the tables up to date.
+/// Connects to the server and applies missing migrations.
 pub(crate) async fn open(url: &str, options: &StoreOptions) -> Result<Arc<dyn Store>> {
     let connect: PgConnectOptions =
         url.parse().map_err(|error| IssueError::invalid("the database URL", format!("{error}")))?;
     let connect = connect.application_name("headwater");
-    let connections = Connections::new(connect.clone(), options);
-    // Each statement has its own deadline, but for those that change large tables.
-    let deadline = options.call_deadline.max(MIGRATION_MAX);
-    let identity = within(deadline, "connecting to Postgres", migrate::open(&connections)).await?;
-    let listener = Listener::new(connect);
-    // Only the monotonic time is ours; the clock is the server's.
+    let connections = PgConnections::new(connect.clone(), options);
+    // Statements of migrations have no timeout of their own, because they may change large tables.
+    let deadline = options.call_deadline.max(MIGRATION_TIMEOUT);
+    let identity =
+        with_deadline(deadline, "connecting to PostgreSQL", migrate::open(&connections)).await?;
+    let listener = OutboxListener::new(connect);
+    // Only the monotonic time of this clock is used; the wall clock is the server's.
     let watch = ClockWatch::new(Arc::new(SystemClock));
     let deadline = options.call_deadline;
     Ok(Arc::new(PostgresStore { connections, identity, deadline, listener, watch }))
 }
 
 impl PostgresStore {
-    /// Runs `call` on a connection, to its end or to the deadline; its error says what was tried. `Ok`: it is committed.
+    /// Runs `call` on a connection within the deadline. `what` names the operation in errors. `Ok` means committed.
     async fn call<T>(
         &self,
         what: &str,
         call: impl AsyncFnOnce(&mut PgConnection) -> Result<T, sqlx::Error>,
     ) -> Result<T> {
         let running = async {
-            let answer = self.connections.run(call).await;
-            answer.map_err(|error| database_error(what, error))
+            let result = self.connections.run(call).await;
+            result.map_err(|error| database_error(what, error))
         };
-        within(self.deadline, what, running).await
+        with_deadline(self.deadline, what, running).await
     }
 
-    /// The same for a transition. One that met another transaction which waited for it in turn is repeated, each time after
-    /// a longer pause: at once, it would often be back before the other one has noticed that the way is free.
+    /// Runs a transition within the deadline, and retries it after a deadlock or serialization failure with growing
+    /// delays.
     async fn transition<T, F>(&self, what: &str, call: impl Fn() -> F) -> Result<T>
     where
         F: Future<Output = Result<T, sqlx::Error>>,
     {
         let repeating = async {
-            for pause in CONFLICT_PAUSES {
+            for delay in CONFLICT_RETRY_DELAYS {
                 match call().await {
                     Err(error) if is_conflict(&error) => {
-                        tracing::debug!(%error, "in conflict with another transaction, trying again");
-                        tokio::time::sleep(pause).await;
+                        tracing::debug!(%error, "conflict with another transaction, retrying");
+                        tokio::time::sleep(delay).await;
                     }
-                    answer => return answer,
+                    result => return result,
                 }
             }
             call().await
         };
         let repeating = async { repeating.await.map_err(|error| database_error(what, error)) };
-        within(self.deadline, what, repeating).await
+        with_deadline(self.deadline, what, repeating).await
     }
 
     async fn record_batch(
         &self,
-        events: &[Prepared<'_>],
-        quiet: &Quiet,
+        events: &[ValidatedEvent<'_>],
+        debounce: &DebounceWindow,
     ) -> Result<Vec<Result<Recorded>>> {
         self.transition("recording events", || {
-            self.connections.run(async |connection| record::record(connection, events, quiet).await)
+            self.connections
+                .run(async |connection| record::record(connection, events, debounce).await)
         })
         .await
     }
 
-    /// Records events one by one, after one of them made the server refuse the batch. An issue that is locked, or that
-    /// many are, is not waited for again.
-    async fn record_singly(&self, events: &[Prepared<'_>], quiet: &Quiet) -> Vec<Result<Recorded>> {
-        let mut answers: Vec<Result<Recorded>> = Vec::with_capacity(events.len());
-        let mut away: Vec<((&str, &str, &str), IssueError)> = Vec::new();
+    /// Records events one by one after a batch failed because of one of them. Does not wait again for an issue that is
+    /// locked, or after too many locked issues.
+    async fn record_singly(
+        &self,
+        events: &[ValidatedEvent<'_>],
+        debounce: &DebounceWindow,
+    ) -> Vec<Result<Recorded>> {
+        let mut results: Vec<Result<Recorded>> = Vec::with_capacity(events.len());
+        let mut unavailable: Vec<((&str, &str, &str), IssueError)> = Vec::new();
         for one in events {
             let NewEvent { integration, external_project_id, external_issue_id, .. } = one.event;
             let issue =
                 (integration.as_str(), external_project_id.as_str(), external_issue_id.as_str());
-            let known = away.iter().find(|(locked, _)| *locked == issue);
-            let known = known.or(away.last().filter(|_| away.len() >= SINGLE_FAILURES_MAX));
+            let known = unavailable.iter().find(|(locked, _)| *locked == issue);
+            let known = known
+                .or(unavailable.last().filter(|_| unavailable.len() >= CONSECUTIVE_FAILURES_MAX));
             if let Some((_, error)) = known {
-                answers.push(Err(error.clone()));
+                results.push(Err(error.clone()));
                 continue;
             }
-            let answer = self.record_batch(std::slice::from_ref(one), quiet).await;
-            let answer = answer.and_then(|mut answers| answers.remove(0));
-            if let Err(error) = &answer
+            let result = self.record_batch(std::slice::from_ref(one), debounce).await;
+            let result = result.and_then(|mut results| results.remove(0));
+            if let Err(error) = &result
                 && error.is_transient()
             {
-                away.push((issue, error.clone()));
+                unavailable.push((issue, error.clone()));
             }
-            answers.push(answer);
+            results.push(result);
         }
-        answers
+        results
     }
 }
 
 #[async_trait]
 impl Store for PostgresStore {
-    async fn record(&self, events: &[NewEvent], quiet: &Quiet) -> Vec<Result<Recorded>> {
-        let batch = match quiet.check().and_then(|()| Batch::prepare(events)) {
+    async fn record(
+        &self,
+        events: &[NewEvent],
+        debounce: &DebounceWindow,
+    ) -> Vec<Result<Recorded>> {
+        let batch = match debounce.validate().and_then(|()| EventBatch::prepare(events)) {
             Ok(batch) => batch,
-            Err(error) => return refuse_all(events.len(), &error),
+            Err(error) => return reject_all(events.len(), &error),
         };
         if batch.events.is_empty() {
-            return batch.answer(&[]);
+            return batch.into_results(&[]);
         }
-        let stored = match self.record_batch(&batch.events, quiet).await {
+        let stored = match self.record_batch(&batch.events, debounce).await {
             Ok(stored) => stored,
-            // Also of one event: a conflict with another transaction is over when it is repeated.
+            // Also for a single event: a conflict with another transaction is over when it is retried.
             Err(error)
-                if error.may_concern_one() && (batch.events.len() > 1 || error.is_transient()) =>
+                if error.is_item_error() && (batch.events.len() > 1 || error.is_transient()) =>
             {
-                self.record_singly(&batch.events, quiet).await
+                self.record_singly(&batch.events, debounce).await
             }
-            Err(error) => return refuse_all(events.len(), &error),
+            Err(error) => return reject_all(events.len(), &error),
         };
-        let undecided = batch.undecided(&stored);
-        let mut answers = batch.answer(&stored);
-        for index in undecided {
-            answers[index] = self.record(&events[index..=index], quiet).await.remove(0);
+        let needs_retry = batch.needs_retry(&stored);
+        let mut results = batch.into_results(&stored);
+        for index in needs_retry {
+            results[index] = self.record(&events[index..=index], debounce).await.remove(0);
         }
-        answers
+        results
     }
 
     async fn claim(&self, issues: &[IssueId], options: &ClaimOptions) -> Result<Vec<Claim>> {
-        check::batch("issues", issues.len())?;
-        options.check()?;
+        validate::batch("issues", issues.len())?;
+        options.validate()?;
         if issues.is_empty() {
             return Ok(vec![]);
         }
         self.watch.note_claim_ttl(options.ttl);
-        // A claim that looks expired because the clock was set forward must not be taken from its owner. Fencing would keep
-        // its answer from being given twice, but the work would be done twice.
+        // A claim that only seems expired after a clock step must not be taken from its owner. Fencing would prevent a
+        // second effect, but the work would be done twice.
         if !self.watch.is_fresh()
-            && let Err(error) = self.follow_clock().await
+            && let Err(error) = self.check_clock().await
         {
-            tracing::warn!(%error, "the clock of the database was not read, claiming all the same");
+            tracing::warn!(%error, "the clock of the database was not checked, claiming anyway");
         }
         self.transition("claiming issues", || {
-            self.connections.run(async |connection| runs::claim(connection, issues, options).await)
+            self.connections
+                .run(async |connection| claims::claim(connection, issues, options).await)
         })
         .await
     }
@@ -211,26 +222,27 @@ impl Store for PostgresStore {
         &self,
         claims: &[(IssueId, ClaimEpoch)],
         ttl: Duration,
-    ) -> Result<Vec<Beat>> {
-        check::batch("claims", claims.len())?;
-        check::ttl("ttl", ttl)?;
+    ) -> Result<Vec<ClaimRenewal>> {
+        validate::batch("claims", claims.len())?;
+        validate::ttl("ttl", ttl)?;
         if claims.is_empty() {
             return Ok(vec![]);
         }
-        self.transition("extending claims", || {
-            self.connections.run(async |connection| runs::heartbeat(connection, claims, ttl).await)
+        self.transition("renewing claims", || {
+            self.connections
+                .run(async |connection| claims::heartbeat(connection, claims, ttl).await)
         })
         .await
     }
 
-    async fn complete(&self, completions: &[Completion]) -> Result<Vec<Completed>> {
-        check::completions(completions)?;
+    async fn complete(&self, completions: &[RunCompletion]) -> Result<Vec<CompletionOutcome>> {
+        validate::completions(completions)?;
         if completions.is_empty() {
             return Ok(vec![]);
         }
         let completing = self.transition("completing runs", || {
             self.connections.run(async |connection| {
-                runs::complete(connection, &self.identity, completions).await
+                claims::complete(connection, &self.identity, completions).await
             })
         });
         let completed = completing.await?;
@@ -240,32 +252,37 @@ impl Store for PostgresStore {
         Ok(completed)
     }
 
-    async fn fail(&self, failures: &[Failure], attempts_max: u32) -> Result<Vec<Failed>> {
-        check::failures(failures, attempts_max)?;
+    async fn fail(
+        &self,
+        failures: &[RunFailure],
+        attempts_max: u32,
+    ) -> Result<Vec<FailureOutcome>> {
+        validate::failures(failures, attempts_max)?;
         if failures.is_empty() {
             return Ok(vec![]);
         }
         self.transition("failing runs", || {
             self.connections
-                .run(async |connection| runs::fail(connection, failures, attempts_max).await)
+                .run(async |connection| claims::fail(connection, failures, attempts_max).await)
         })
         .await
     }
 
-    async fn give_back(&self, claims: &[GiveBack]) -> Result<Vec<GivenBack>> {
-        check::batch("claims", claims.len())?;
+    async fn release_claims(&self, claims: &[ClaimRelease]) -> Result<Vec<ClaimReleased>> {
+        validate::batch("claims", claims.len())?;
         if claims.is_empty() {
             return Ok(vec![]);
         }
-        self.transition("giving claims back", || {
-            self.connections.run(async |connection| runs::give_back(connection, claims).await)
+        self.transition("releasing claims", || {
+            self.connections
+                .run(async |connection| claims::release_claims(connection, claims).await)
         })
         .await
     }
 
-    async fn sweep(&self, options: &SweepOptions) -> Result<Swept> {
-        options.check()?;
-        self.follow_clock().await?;
+    async fn sweep(&self, options: &SweepOptions) -> Result<SweepReport> {
+        options.validate()?;
+        self.check_clock().await?;
         let keep = options.keep.saturating_add(self.watch.ahead());
         let options = SweepOptions { keep, ..*options };
         self.transition("sweeping", || {
@@ -275,22 +292,22 @@ impl Store for PostgresStore {
     }
 
     async fn take_outbox_from(&self, take: &OutboxTake) -> Result<Vec<OutboxRow>> {
-        check::outbox_take(take)?;
+        validate::outbox_take(take)?;
         self.watch.note_outbox_ttl(take.ttl);
         if !self.watch.is_fresh() {
-            self.follow_clock().await?;
+            self.check_clock().await?;
         }
-        // A row in hand must not come again because the clock was set forward just now. Half of its life is more than any
-        // call takes, and less than a delivery has left.
+        // A taken row must not be taken again because of a clock step since the last check. Half of its TTL is more
+        // than any call takes, and less than a delivery has left.
         let latest = self.watch.latest(take.ttl / 2);
-        self.call("taking from the outbox", async |connection| {
+        self.call("taking outbox rows", async |connection| {
             outbox::take(connection, take, latest).await
         })
         .await
     }
 
     async fn settle_outbox(&self, settlements: &[OutboxSettlement]) -> Result<Vec<OutboxSettled>> {
-        check::settlements(settlements)?;
+        validate::settlements(settlements)?;
         if settlements.is_empty() {
             return Ok(vec![]);
         }
@@ -304,33 +321,33 @@ impl Store for PostgresStore {
         self.listener.wait(wait.min(WAIT_MAX)).await;
     }
 
-    async fn beat_worker(&self, worker: &str, ttl: Duration) -> Result<()> {
-        check::name("worker", worker)?;
-        check::delay("ttl", ttl)?;
-        // Workers that live are not to be removed because the clock was set forward.
-        self.follow_clock().await?;
-        self.call("showing that a worker is alive", async |connection| {
-            operator::beat_worker(connection, worker, ttl).await
+    async fn heartbeat_worker(&self, worker: &str, ttl: Duration) -> Result<()> {
+        validate::name("worker", worker)?;
+        validate::delay("ttl", ttl)?;
+        // A clock step must not remove live workers.
+        self.check_clock().await?;
+        self.call("registering a worker heartbeat", async |connection| {
+            admin::heartbeat_worker(connection, worker, ttl).await
         })
         .await
     }
 
     async fn missing_event_logs(&self, ids: &[EventLogId]) -> Result<Vec<EventLogId>> {
-        check::count("ids", ids.len(), PAGE_MAX)?;
+        validate::count("ids", ids.len(), PAGE_MAX)?;
         let what = "reading confirmed events back";
         let reading = async {
             let read = self
                 .connections
-                .run_apart(async |connection| record::existing(connection, ids).await);
+                .run_on_new_connection(async |connection| record::existing(connection, ids).await);
             read.await.map_err(|error| database_error(what, error))
         };
-        let existing = within(self.deadline, what, reading).await?;
+        let existing = with_deadline(self.deadline, what, reading).await?;
         Ok(ids.iter().copied().filter(|id| !existing.contains(id)).collect())
     }
 
     async fn begin(&self) -> Result<Box<dyn Transaction>> {
         let beginning = PostgresTransaction::begin(&self.connections, self.deadline);
-        Ok(Box::new(within(self.deadline, "beginning a transaction", beginning).await?))
+        Ok(Box::new(with_deadline(self.deadline, "beginning a transaction", beginning).await?))
     }
 
     async fn read_connection(&self) -> Result<ReadConnection> {
@@ -338,14 +355,14 @@ impl Store for PostgresStore {
             let checkout = self.connections.checkout().await;
             checkout.map_err(|error| database_error("connecting to PostgreSQL", error))
         };
-        let checkout = within(self.deadline, "connecting to PostgreSQL", checkout).await?;
+        let checkout = with_deadline(self.deadline, "connecting to PostgreSQL", checkout).await?;
         Ok(ReadConnection::postgres(checkout))
     }
 
     async fn migrate(&self, migrations: &[Migration]) -> Result<()> {
-        let deadline = self.deadline.max(MIGRATION_MAX);
+        let deadline = self.deadline.max(MIGRATION_TIMEOUT);
         let migrating = migrate::migrate(&self.connections, migrations);
-        within(deadline, "migrating the database", migrating).await
+        with_deadline(deadline, "migrating the database", migrating).await
     }
 
     async fn close(&self) {

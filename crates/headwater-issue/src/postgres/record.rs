@@ -1,4 +1,4 @@
-//! Events on their way to the server: one function call for all of them.
+//! Records events on PostgreSQL with one function call per batch.
 
 use std::collections::HashSet;
 
@@ -6,17 +6,18 @@ use sqlx::postgres::{PgConnection, PgRow};
 use sqlx::{Error, Row};
 
 use crate::error::{IssueError, Result};
-use crate::issue::{EventLogId, IssueId, Quiet, Recorded};
-use crate::prepared::{Prepared, conflict, unknown};
-use crate::rows::{maybe_time, ms, number};
+use crate::event_batch::{ValidatedEvent, conflict, unknown_integration};
+use crate::issue::{DebounceWindow, EventLogId, IssueId, Recorded};
+use crate::row_decoding::{ms, optional_timestamp, to_i64};
 
-/// Stores events whose keys differ, in the transaction of `connection` or in one of its own.
+/// Stores events with distinct keys, in the transaction of `connection` or in its own.
 pub(super) async fn record(
     connection: &mut PgConnection,
-    events: &[Prepared<'_>],
-    quiet: &Quiet,
+    events: &[ValidatedEvent<'_>],
+    debounce: &DebounceWindow,
 ) -> Result<Vec<Result<Recorded>>, Error> {
-    let texts = |text: fn(&Prepared<'_>) -> String| events.iter().map(text).collect::<Vec<_>>();
+    let texts =
+        |text: fn(&ValidatedEvent<'_>) -> String| events.iter().map(text).collect::<Vec<_>>();
     let originals: Vec<Option<&[u8]>> =
         events.iter().map(|one| one.original.map(str::as_bytes)).collect();
     let statement =
@@ -30,9 +31,9 @@ pub(super) async fn record(
         .bind(texts(|one| one.key.clone()))
         .bind(events.iter().map(|one| one.digest.clone()).collect::<Vec<_>>())
         .bind(texts(|one| one.payload.clone().into_owned()))
-        .bind(ms(quiet.quiet))
-        .bind(ms(quiet.max_wait))
-        .bind(number(quiet.events_max))
+        .bind(ms(debounce.quiet_for))
+        .bind(ms(debounce.max_wait))
+        .bind(to_i64(debounce.events_max))
         .bind(originals)
         .fetch_all(connection)
         .await?;
@@ -40,20 +41,21 @@ pub(super) async fn record(
     events.iter().zip(&rows).map(|(event, row)| read(event, row, &mut nudged)).collect()
 }
 
-/// What became of one event. The inner error concerns it alone.
+/// Result of one event. The inner error concerns only this event.
 fn read(
-    event: &Prepared<'_>,
+    event: &ValidatedEvent<'_>,
     row: &PgRow,
     nudged: &mut HashSet<IssueId>,
 ) -> Result<Result<Recorded>, Error> {
     if !row.try_get::<bool, _>(1)? {
-        return Ok(Err(unknown(event.event)));
+        return Ok(Err(unknown_integration(event.event)));
     }
     let (Some(issue_id), Some(event_log_id)): (Option<i64>, Option<i64>) =
         (row.try_get(2)?, row.try_get(3)?)
     else {
-        // Only in a caller's transaction that cannot see what was committed after it began.
-        let problem = "another transaction recorded this event at the same time; repeat yours";
+        // Only in a caller's transaction with a snapshot older than a concurrent commit.
+        let problem =
+            "another transaction recorded this event concurrently; repeat the transaction";
         return Ok(Err(IssueError::Unavailable { problem: problem.into(), source: None }));
     };
     if !row.try_get::<bool, _>(5)? {
@@ -71,11 +73,11 @@ fn read(
         event_log_id: EventLogId(event_log_id),
         duplicate: !new,
         nudge: wanted && nudged.insert(issue_id),
-        not_before: maybe_time(row.try_get(9)?),
+        not_before: optional_timestamp(row.try_get(9)?),
     }))
 }
 
-/// Those of these event logs that are there.
+/// Returns those of these event logs that exist.
 pub(super) async fn existing(
     connection: &mut PgConnection,
     ids: &[EventLogId],

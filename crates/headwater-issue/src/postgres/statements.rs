@@ -1,4 +1,4 @@
-//! What the statements of this folder share: column lists, and values on their way in.
+//! Column lists shared by the statements of the PostgreSQL store.
 
 /// The columns of `read_issue!`; `i` is the issue, `g` its integration.
 macro_rules! issue_columns {

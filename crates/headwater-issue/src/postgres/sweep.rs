@@ -1,17 +1,17 @@
-//! The sweep: claims that have run out, nudges that are overdue, and what was kept for long enough.
+//! The sweep on PostgreSQL: expired claims, overdue nudges, and rows after their retention.
 
 use sqlx::postgres::PgConnection;
 use sqlx::{Error, Row};
 use tracing::warn;
 
-use crate::claim::{Nudge, SweepOptions, Swept};
+use crate::claim::{Nudge, SweepOptions, SweepReport};
 use crate::error::Result;
 use crate::issue::{EventLogId, IssueId};
-use crate::rows::{count, ms, number};
+use crate::row_decoding::{count, ms, to_i64};
 
 async fn prune(connection: &mut PgConnection, options: &SweepOptions) -> Result<usize, Error> {
     let row = sqlx::query("SELECT headwater_prune($1, $2)")
-        .bind(number(options.limit))
+        .bind(to_i64(options.limit))
         .bind(ms(options.keep))
         .fetch_one(connection)
         .await?;
@@ -21,19 +21,19 @@ async fn prune(connection: &mut PgConnection, options: &SweepOptions) -> Result<
 pub(super) async fn sweep(
     connection: &mut PgConnection,
     options: &SweepOptions,
-) -> Result<Swept, Error> {
-    // First: what the other statement found is committed with it, and is told only by its answer. It is what matters.
+) -> Result<SweepReport, Error> {
+    // Before the sweep: its result must not be lost by a later error, because it is already committed.
     let pruned = prune(&mut *connection, options).await.unwrap_or_else(|error| {
-        warn!(%error, "what was kept for long enough was not removed");
+        warn!(%error, "expired rows were not removed, the next sweep retries");
         0
     });
     let rows = sqlx::query("SELECT * FROM headwater_sweep($1, $2, $3)")
-        .bind(number(options.limit))
+        .bind(to_i64(options.limit))
         .bind(ms(options.nudge_overdue))
         .bind(i64::from(options.crashes_max))
         .fetch_all(connection)
         .await?;
-    let mut swept = Swept { pruned, ..Swept::default() };
+    let mut swept = SweepReport { pruned, ..SweepReport::default() };
     let mut overdue = 0;
     for row in &rows {
         let issue_id = IssueId(row.try_get(0)?);

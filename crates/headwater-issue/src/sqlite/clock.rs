@@ -1,36 +1,35 @@
-//! The clock of the machine that holds the file, and what is done when it was set.
+//! Handles steps of the machine's clock: ends all waits and renews all leases.
 
 use headwater_stream::clock::Timestamp;
 use sqlx::sqlite::SqliteConnection;
 use sqlx::{Error, Row, SqlitePool};
 
 use super::SqliteStore;
-use super::statements::column;
-use crate::rows::{ms, time};
+use super::statements::to_column;
+use crate::row_decoding::{ms, timestamp};
 
 impl SqliteStore {
-    /// Reads the clock. If it was set since the last reading, all waits end and all leases start anew, in a transaction of
-    /// their own.
-    pub(super) async fn follow_clock(&self) -> Result<(), Error> {
-        // First the monotonic time: the clock shows its time at some moment after it.
-        let asked = self.watch.monotonic();
-        let Some(noticed) = self.watch.read(self.clock.now(), asked) else {
+    /// Reads the clock. After a step, ends all waits and renews all leases, in one transaction.
+    pub(super) async fn check_clock(&self) -> Result<(), Error> {
+        // Read the monotonic time first: the wall clock is read after it.
+        let requested_at = self.watch.monotonic();
+        let Some(detected) = self.watch.read(self.clock.now(), requested_at) else {
             return Ok(());
         };
         let mut transaction = self.writer.begin_with("BEGIN IMMEDIATE").await?;
-        // Another caller may have dealt with it while this one waited for the right to write.
-        if self.watch.is_handled(noticed) {
+        // Another caller may have handled it while this one waited for the writer.
+        if self.watch.is_handled(detected) {
             return transaction.rollback().await;
         }
         let (claim_ttl, outbox_ttl) = self.watch.ttls();
         let (claim_ttl, outbox_ttl) = (ms(claim_ttl), ms(outbox_ttl));
         restart_deadlines(&mut transaction, self.clock.now(), claim_ttl, outbox_ttl).await?;
         transaction.commit().await?;
-        self.watch.handled(noticed);
+        self.watch.handled(detected);
         Ok(())
     }
 
-    /// Stores the time now and then, for processes that open the file later.
+    /// Stores the time at intervals, for processes that open the file later.
     pub(super) async fn store_time(&self) -> Result<(), Error> {
         if self.watch.should_store() {
             let (claim_ttl, outbox_ttl) = self.watch.ttls();
@@ -38,7 +37,7 @@ impl SqliteStore {
                 "UPDATE headwater_clock SET seen_at = ?1, claim_ttl_ms = max(claim_ttl_ms, ?2),
                      outbox_ttl_ms = max(outbox_ttl_ms, ?3)",
             )
-            .bind(column(self.clock.now()))
+            .bind(to_column(self.clock.now()))
             .bind(ms(claim_ttl))
             .bind(ms(outbox_ttl))
             .execute(&self.writer)
@@ -48,29 +47,28 @@ impl SqliteStore {
     }
 }
 
-/// The time that was last stored, by whichever process.
+/// The time last stored by any process.
 pub(super) async fn stored(writer: &SqlitePool) -> Result<Timestamp, Error> {
     let row = sqlx::query("SELECT seen_at FROM headwater_clock").fetch_one(writer).await?;
-    Ok(time(row.try_get(0)?))
+    Ok(timestamp(row.try_get(0)?))
 }
 
-/// Ends all waits, and gives those who hold something their whole time again. A deadline that was set after the step, within
-/// its `ttl`, is left alone.
+/// Ends all waits, and renews all claims and taken rows. A deadline set after the step, within its TTL, is not changed.
 async fn restart_deadlines(
     connection: &mut SqliteConnection,
     now: Timestamp,
     claim_ttl_ms: i64,
     outbox_ttl_ms: i64,
 ) -> Result<(), Error> {
-    let now = column(now);
-    // Other processes may hold claims and rows for longer than this one does.
+    let now = to_column(now);
+    // Other processes may use longer TTLs.
     let row = sqlx::query("SELECT claim_ttl_ms, outbox_ttl_ms FROM headwater_clock")
         .fetch_one(&mut *connection)
         .await?;
     let longest = |ours: i64, stored: i64| ours.max(stored);
     let statements = [
         (
-            // Overdue at once: no nudge may be on its way.
+            // Make nudges overdue: none may be in the stream.
             "UPDATE issues SET not_before = iif(not_before > ?1, NULL, not_before),
                  first_pending_at = iif(first_pending_at > ?1, ?1, first_pending_at),
                  nudged_at = iif(processing_status = 'queued', NULL, min(nudged_at, ?1)),

@@ -1,6 +1,6 @@
-//! Dead letters: why issues were quarantined, kept for an operator.
+//! Dead letters on SQLite: records of quarantines.
 //!
-//! Upstream: `states`, when a step has quarantined or released an issue and its state is saved.
+//! Upstream: `state_batch`, when it saves issues that a transition has quarantined or released.
 
 use std::collections::BTreeSet;
 
@@ -8,16 +8,16 @@ use headwater_stream::clock::Timestamp;
 use sqlx::Error;
 use sqlx::sqlite::SqliteConnection;
 
-use super::statements::{column, table};
+use super::statements::{json_rows, to_column};
 use crate::issue::IssueId;
 use crate::limits::RUN_EVENTS_MAX;
-use crate::rows::number;
+use crate::row_decoding::to_i64;
 
 fn ids(issues: &BTreeSet<IssueId>) -> String {
-    table(issues.iter().map(|issue| issue.0.into()).collect())
+    json_rows(issues.iter().map(|issue| issue.0.into()).collect())
 }
 
-/// Writes a dead letter for each of these issues, and their errors on their oldest unprocessed event logs.
+/// Writes a dead letter for each of these issues, and its error on the oldest unprocessed event logs.
 pub(super) async fn write(
     connection: &mut SqliteConnection,
     issues: &BTreeSet<IssueId>,
@@ -46,13 +46,13 @@ pub(super) async fn write(
          WHERE event_logs.id = oldest.id",
     )
     .bind(ids(issues))
-    .bind(number(RUN_EVENTS_MAX))
+    .bind(to_i64(RUN_EVENTS_MAX))
     .execute(connection)
     .await?;
     Ok(())
 }
 
-/// These issues are not quarantined any more.
+/// Marks the dead letters of these issues as released.
 pub(super) async fn release(
     connection: &mut SqliteConnection,
     issues: &BTreeSet<IssueId>,
@@ -66,7 +66,7 @@ pub(super) async fn release(
          WHERE released_at IS NULL AND issue_id IN (SELECT value FROM json_each(?1))",
     )
     .bind(ids(issues))
-    .bind(column(now))
+    .bind(to_column(now))
     .execute(connection)
     .await?;
     Ok(())

@@ -11,7 +11,7 @@ use sqlx::{Row, SqlitePool};
 
 use crate::error::Result;
 use crate::migrations::{ISSUES, Migration, OwnedMigrations, schema_error};
-use crate::rows::database_error;
+use crate::row_decoding::database_error;
 
 /// Between two tries to open a file that another process is just creating.
 const BUSY_PAUSE: Duration = Duration::from_millis(20);

@@ -1,21 +1,21 @@
-//! Issues in one SQLite file: nothing to install.
+//! The SQLite store: one file, no server.
 //!
-//! Upstream: `connect` opens it. Downstream: `state` decides every step; the files here load, save and list.
+//! Upstream: `connect` opens it. Downstream: `state` defines every transition; the modules here load, save and list.
 //!
-//! Promises: what a call has returned survives `kill -9` and a power cut (WAL, `synchronous = FULL`). All writes of a process go
-//! through one connection, in `BEGIN IMMEDIATE` transactions; other processes on the same file wait for each other up to
-//! the deadline of a call. Refuses: a file on a network share, where SQLite's locks do not hold, is the user's mistake.
+//! Guarantees: committed changes survive `kill -9` and a power failure (WAL, `synchronous = FULL`). All writes of a
+//! process use one connection, in `BEGIN IMMEDIATE` transactions; other processes on the same file wait up to the
+//! deadline of a call. Not supported: a file on a network share, where SQLite's locks do not work.
 
+mod admin;
+mod claims;
 mod clock;
 mod dead_letters;
 mod file_identity;
 mod migrate;
-mod operator;
 mod outbox;
 mod record;
-mod runs;
+mod state_batch;
 mod statements;
-mod states;
 mod sweep;
 mod transaction;
 
@@ -33,35 +33,35 @@ use tokio::sync::Notify;
 use self::file_identity::FileIdentity;
 use self::transaction::SqliteTransaction;
 pub use self::transaction::{outbox_in, record_in};
-use crate::check;
 use crate::claim::{
-    Beat, Claim, ClaimOptions, Completed, Completion, Failed, Failure, GiveBack, GivenBack,
-    SweepOptions, Swept,
+    Claim, ClaimOptions, ClaimRelease, ClaimReleased, ClaimRenewal, CompletionOutcome,
+    FailureOutcome, RunCompletion, RunFailure, SweepOptions, SweepReport,
 };
 use crate::clock_watch::ClockWatch;
 use crate::connect::StoreOptions;
-use crate::deadline::within;
-use crate::delivery::{OutboxRow, OutboxSettled, OutboxSettlement, OutboxTake};
+use crate::connect::with_deadline;
 use crate::error::{IssueError, Result};
-use crate::issue::{ClaimEpoch, EventLogId, IssueId, NewEvent, Quiet, Recorded};
+use crate::event_batch::{EventBatch, reject_all};
+use crate::issue::{ClaimEpoch, DebounceWindow, EventLogId, IssueId, NewEvent, Recorded};
 use crate::limits::{PAGE_MAX, WAIT_MAX};
 use crate::migrations::Migration;
-use crate::prepared::{Batch, refuse_all};
-use crate::rows::database_error;
+use crate::outbox::types::{OutboxRow, OutboxSettled, OutboxSettlement, OutboxTake};
+use crate::row_decoding::database_error;
 use crate::store::Store;
 use crate::transaction::{ReadConnection, Transaction as CallersTransaction};
+use crate::validate;
 
-/// Connections that read beside the one that writes.
+/// Maximum number of read connections, in addition to the writer.
 const READERS_MAX: u32 = 8;
 
 /// A store in a SQLite file.
 #[derive(Debug)]
 pub(crate) struct SqliteStore {
-    /// One connection, so the pool is the queue of all writers of this process.
+    /// One connection, so the pool serializes all writes of this process.
     writer: SqlitePool,
     readers: SqlitePool,
     file: FileIdentity,
-    /// See [`idempotency_key`](crate::delivery::idempotency_key).
+    /// See [`idempotency_key`](crate::outbox::types::idempotency_key).
     identity: String,
     clock: Arc<dyn Clock>,
     watch: ClockWatch,
@@ -69,7 +69,7 @@ pub(crate) struct SqliteStore {
     wake: Arc<Notify>,
 }
 
-/// Opens the file, or a database in memory, and brings its tables up to date.
+/// Opens the file, or a database in memory, and applies missing migrations.
 pub(crate) async fn open(url: &str, options: &StoreOptions) -> Result<Arc<dyn Store>> {
     let in_memory = url.contains(":memory:");
     let connect: SqliteConnectOptions =
@@ -90,12 +90,12 @@ pub(crate) async fn open(url: &str, options: &StoreOptions) -> Result<Arc<dyn St
             .min_connections(u32::from(in_memory))
             .acquire_timeout(options.call_deadline)
             .test_before_acquire(false)
-            // A full disk ends a transaction behind the back of sqlx, which then takes the connection to be in one for ever.
+            // SQLite ends a transaction when the disk is full; sqlx does not notice and considers it open.
             .before_acquire(move |connection, _| {
                 let is_usable = in_memory || !connection.is_in_transaction();
                 Box::pin(async move { Ok(is_usable) })
             })
-            // A database in memory lives in its one connection.
+            // A database in memory exists only in its connection.
             .max_lifetime(None)
             .idle_timeout(None)
     };
@@ -116,9 +116,9 @@ pub(crate) async fn open(url: &str, options: &StoreOptions) -> Result<Arc<dyn St
         Ok::<_, IssueError>((writer, readers, identity, file, stored))
     };
     let (writer, readers, identity, file, stored) =
-        within(options.call_deadline, "opening the SQLite database", opening).await?;
+        with_deadline(options.call_deadline, "opening the SQLite database", opening).await?;
     let watch = ClockWatch::new(Arc::clone(&options.clock));
-    // What it finds is dealt with before the first write.
+    // A detected step is handled before the first write.
     let _ = watch.compare(options.clock.now(), stored);
     Ok(Arc::new(SqliteStore {
         writer,
@@ -132,58 +132,59 @@ pub(crate) async fn open(url: &str, options: &StoreOptions) -> Result<Arc<dyn St
     }))
 }
 
-/// A transaction that writes, and its time: read when the right to write was there, so that times grow with changes.
-struct Writing {
+/// A write transaction and its time. The time is read after the write lock was acquired, so that times follow commit
+/// order.
+struct WriteTx {
     transaction: Transaction<'static, Sqlite>,
     now: Timestamp,
 }
 
 impl SqliteStore {
-    async fn writing(&self) -> Result<Writing, sqlx::Error> {
-        self.follow_clock().await?;
+    async fn begin_write(&self) -> Result<WriteTx, sqlx::Error> {
+        self.check_clock().await?;
         let transaction = self.writer.begin_with("BEGIN IMMEDIATE").await?;
-        Ok(Writing { transaction, now: self.clock.now() })
+        Ok(WriteTx { transaction, now: self.clock.now() })
     }
 
-    /// Runs `call` in a transaction of its own, and commits.
+    /// Runs `call` in a transaction and commits.
     async fn commit<T>(
         &self,
-        call: impl AsyncFnOnce(&mut Writing) -> Result<T, sqlx::Error>,
+        call: impl AsyncFnOnce(&mut WriteTx) -> Result<T, sqlx::Error>,
     ) -> Result<T, sqlx::Error> {
-        let mut writing = self.writing().await?;
-        let answer = call(&mut writing).await?;
-        writing.transaction.commit().await?;
-        Ok(answer)
+        let mut tx = self.begin_write().await?;
+        let result = call(&mut tx).await?;
+        tx.transaction.commit().await?;
+        Ok(result)
     }
 
-    /// The same to its end or to the deadline; its error says what was tried.
+    /// Runs `call` in a transaction and commits, within the deadline. `what` names the operation in errors.
     async fn write<T>(
         &self,
         what: &str,
-        call: impl AsyncFnOnce(&mut Writing) -> Result<T, sqlx::Error>,
+        call: impl AsyncFnOnce(&mut WriteTx) -> Result<T, sqlx::Error>,
     ) -> Result<T> {
-        self.limited(what, self.commit(call)).await
+        self.bounded(what, self.commit(call)).await
     }
 
-    /// Runs `call` on a connection that reads, to its end or to the deadline; its error says what was tried.
+    /// Runs `call` on a read connection within the deadline. `what` names the operation in errors.
     async fn call<T>(
         &self,
         what: &str,
         call: impl AsyncFnOnce(&mut SqliteConnection) -> Result<T, sqlx::Error>,
     ) -> Result<T> {
-        self.limited(what, async { call(&mut *self.readers.acquire().await?).await }).await
+        self.bounded(what, async { call(&mut *self.readers.acquire().await?).await }).await
     }
 
-    /// Runs `call` to its end or to the deadline; its error says what was tried. `Ok`: it is in the file that was opened,
-    /// and that file is still there.
-    async fn limited<T>(
+    /// Runs `call` within the deadline. `what` names the operation in errors. `Ok` also means that the opened file
+    /// still exists.
+    async fn bounded<T>(
         &self,
         what: &str,
         call: impl Future<Output = Result<T, sqlx::Error>>,
     ) -> Result<T> {
-        within(self.deadline, what, async {
-            let answer = call.await;
-            self.file.check().and(answer).map_err(|error| database_error(what, error))
+        with_deadline(self.deadline, what, async {
+            let result = call.await;
+            self.file.check().and(result).map_err(|error| database_error(what, error))
         })
         .await
     }
@@ -191,62 +192,64 @@ impl SqliteStore {
 
 #[async_trait]
 impl Store for SqliteStore {
-    async fn record(&self, events: &[NewEvent], quiet: &Quiet) -> Vec<Result<Recorded>> {
-        let batch = match quiet.check().and_then(|()| Batch::prepare(events)) {
+    async fn record(
+        &self,
+        events: &[NewEvent],
+        debounce: &DebounceWindow,
+    ) -> Vec<Result<Recorded>> {
+        let batch = match debounce.validate().and_then(|()| EventBatch::prepare(events)) {
             Ok(batch) => batch,
-            Err(error) => return refuse_all(events.len(), &error),
+            Err(error) => return reject_all(events.len(), &error),
         };
         if batch.events.is_empty() {
-            return batch.answer(&[]);
+            return batch.into_results(&[]);
         }
-        let recording = self.write("recording events", async |Writing { transaction, now }| {
-            record::record(transaction, &batch.events, quiet, *now).await
+        let recording = self.write("recording events", async |WriteTx { transaction, now }| {
+            record::record(transaction, &batch.events, debounce, *now).await
         });
         match recording.await {
             Ok(stored) => {
-                let undecided = batch.undecided(&stored);
-                let mut answers = batch.answer(&stored);
-                for index in undecided {
-                    answers[index] = self.record(&events[index..=index], quiet).await.remove(0);
+                let needs_retry = batch.needs_retry(&stored);
+                let mut results = batch.into_results(&stored);
+                for index in needs_retry {
+                    results[index] = self.record(&events[index..=index], debounce).await.remove(0);
                 }
-                answers
+                results
             }
-            Err(error) => refuse_all(events.len(), &error),
+            Err(error) => reject_all(events.len(), &error),
         }
     }
 
     async fn claim(&self, issues: &[IssueId], options: &ClaimOptions) -> Result<Vec<Claim>> {
-        check::batch("issues", issues.len())?;
-        options.check()?;
+        validate::batch("issues", issues.len())?;
+        options.validate()?;
         if issues.is_empty() {
             return Ok(vec![]);
         }
         self.watch.note_claim_ttl(options.ttl);
-        self.write("claiming issues", async |writing| runs::claim(writing, issues, options).await)
-            .await
+        self.write("claiming issues", async |tx| claims::claim(tx, issues, options).await).await
     }
 
     async fn heartbeat(
         &self,
         claims: &[(IssueId, ClaimEpoch)],
         ttl: Duration,
-    ) -> Result<Vec<Beat>> {
-        check::batch("claims", claims.len())?;
-        check::ttl("ttl", ttl)?;
+    ) -> Result<Vec<ClaimRenewal>> {
+        validate::batch("claims", claims.len())?;
+        validate::ttl("ttl", ttl)?;
         if claims.is_empty() {
             return Ok(vec![]);
         }
-        self.write("extending claims", async |writing| runs::heartbeat(writing, claims, ttl).await)
-            .await
+        self.write("renewing claims", async |tx| claims::heartbeat(tx, claims, ttl).await).await
     }
 
-    async fn complete(&self, completions: &[Completion]) -> Result<Vec<Completed>> {
-        check::completions(completions)?;
+    async fn complete(&self, completions: &[RunCompletion]) -> Result<Vec<CompletionOutcome>> {
+        validate::completions(completions)?;
         if completions.is_empty() {
             return Ok(vec![]);
         }
-        let completing = self.write("completing runs", async |writing| {
-            runs::complete(writing, &self.identity, completions).await
+        let completing = self.write("completing runs", async |tx| {
+            claims::complete(tx, &self.identity, completions).await
         });
         let completed = completing.await?;
         if completions.iter().any(|completion| !completion.outbox.is_empty()) {
@@ -255,86 +258,83 @@ impl Store for SqliteStore {
         Ok(completed)
     }
 
-    async fn fail(&self, failures: &[Failure], attempts_max: u32) -> Result<Vec<Failed>> {
-        check::failures(failures, attempts_max)?;
+    async fn fail(
+        &self,
+        failures: &[RunFailure],
+        attempts_max: u32,
+    ) -> Result<Vec<FailureOutcome>> {
+        validate::failures(failures, attempts_max)?;
         if failures.is_empty() {
             return Ok(vec![]);
         }
-        self.write("failing runs", async |writing| {
-            runs::fail(writing, failures, attempts_max).await
-        })
-        .await
+        self.write("failing runs", async |tx| claims::fail(tx, failures, attempts_max).await).await
     }
 
-    async fn give_back(&self, claims: &[GiveBack]) -> Result<Vec<GivenBack>> {
-        check::batch("claims", claims.len())?;
+    async fn release_claims(&self, claims: &[ClaimRelease]) -> Result<Vec<ClaimReleased>> {
+        validate::batch("claims", claims.len())?;
         if claims.is_empty() {
             return Ok(vec![]);
         }
-        self.write("giving claims back", async |writing| runs::give_back(writing, claims).await)
-            .await
+        self.write("releasing claims", async |tx| claims::release_claims(tx, claims).await).await
     }
 
-    async fn sweep(&self, options: &SweepOptions) -> Result<Swept> {
-        options.check()?;
-        self.limited("sweeping", async {
-            self.follow_clock().await?;
+    async fn sweep(&self, options: &SweepOptions) -> Result<SweepReport> {
+        options.validate()?;
+        self.bounded("sweeping", async {
+            self.check_clock().await?;
             self.store_time().await?;
             let keep = options.keep.saturating_add(self.watch.ahead());
             let options = &SweepOptions { keep, ..*options };
-            // Most sweeps find nothing, and those must not stand in the way of writers.
+            // Most sweeps find nothing; they must not block writers.
             let mut reader = self.readers.acquire().await?;
             if !sweep::is_needed(&mut reader, options, self.clock.now()).await? {
-                return Ok(Swept::default());
+                return Ok(SweepReport::default());
             }
             drop(reader);
-            self.commit(async |writing| sweep::sweep(writing, options).await).await
+            self.commit(async |tx| sweep::sweep(tx, options).await).await
         })
         .await
     }
 
     async fn take_outbox_from(&self, take: &OutboxTake) -> Result<Vec<OutboxRow>> {
-        check::outbox_take(take)?;
+        validate::outbox_take(take)?;
         self.watch.note_outbox_ttl(take.ttl);
-        self.limited("taking from the outbox", async {
-            self.follow_clock().await?;
+        self.bounded("taking outbox rows", async {
+            self.check_clock().await?;
             let mut reader = self.readers.acquire().await?;
             if !outbox::is_due(&mut reader, self.clock.now()).await? {
                 return Ok(vec![]);
             }
             drop(reader);
-            self.commit(async |writing| outbox::take(writing, take).await).await
+            self.commit(async |tx| outbox::take(tx, take).await).await
         })
         .await
     }
 
     async fn settle_outbox(&self, settlements: &[OutboxSettlement]) -> Result<Vec<OutboxSettled>> {
-        check::settlements(settlements)?;
+        validate::settlements(settlements)?;
         if settlements.is_empty() {
             return Ok(vec![]);
         }
-        self.write("settling deliveries", async |writing| {
-            outbox::settle(writing, settlements).await
-        })
-        .await
+        self.write("settling deliveries", async |tx| outbox::settle(tx, settlements).await).await
     }
 
     async fn outbox_wake(&self, wait: Duration) {
-        // Running out of time is one of the two ways to return.
+        // A timeout is not an error here.
         let _ = tokio::time::timeout(wait.min(WAIT_MAX), self.wake.notified()).await;
     }
 
-    async fn beat_worker(&self, worker: &str, ttl: Duration) -> Result<()> {
-        check::name("worker", worker)?;
-        check::delay("ttl", ttl)?;
-        self.write("showing that a worker is alive", async |writing| {
-            operator::beat_worker(writing, worker, ttl).await
+    async fn heartbeat_worker(&self, worker: &str, ttl: Duration) -> Result<()> {
+        validate::name("worker", worker)?;
+        validate::delay("ttl", ttl)?;
+        self.write("registering a worker heartbeat", async |tx| {
+            admin::heartbeat_worker(tx, worker, ttl).await
         })
         .await
     }
 
     async fn missing_event_logs(&self, ids: &[EventLogId]) -> Result<Vec<EventLogId>> {
-        check::count("ids", ids.len(), PAGE_MAX)?;
+        validate::count("ids", ids.len(), PAGE_MAX)?;
         let existing = self.call("reading confirmed events back", async |connection| {
             record::existing(connection, ids).await
         });
@@ -343,19 +343,19 @@ impl Store for SqliteStore {
     }
 
     async fn begin(&self) -> Result<Box<dyn CallersTransaction>> {
-        let writing = self.limited("beginning a transaction", self.writing()).await?;
+        let tx = self.bounded("beginning a transaction", self.begin_write()).await?;
         let (deadline, wake, file) = (self.deadline, Arc::clone(&self.wake), self.file.clone());
-        Ok(Box::new(SqliteTransaction { writing, deadline, file, wake, wakes: false }))
+        Ok(Box::new(SqliteTransaction { tx, deadline, file, wake, wakes: false }))
     }
 
     async fn read_connection(&self) -> Result<ReadConnection> {
-        let acquiring = self.limited("opening the SQLite database", self.readers.acquire());
+        let acquiring = self.bounded("opening the SQLite database", self.readers.acquire());
         Ok(ReadConnection::sqlite(acquiring.await?))
     }
 
     async fn migrate(&self, migrations: &[Migration]) -> Result<()> {
         let migrating = migrate::migrate(&self.writer, migrations);
-        within(self.deadline, "migrating the database", migrating).await
+        with_deadline(self.deadline, "migrating the database", migrating).await
     }
 
     async fn close(&self) {

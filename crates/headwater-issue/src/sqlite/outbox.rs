@@ -1,4 +1,4 @@
-//! The outbox: rows taken for delivery, one of each kind and issue, and the ends of deliveries.
+//! Outbox rows on SQLite: insert rows, take rows for delivery, one per kind and issue, and settle deliveries.
 
 use std::collections::HashSet;
 
@@ -7,15 +7,15 @@ use serde_json::{Value, json};
 use sqlx::sqlite::SqliteConnection;
 use sqlx::{Error, Row};
 
-use super::Writing;
-use super::statements::{column, outbox_columns, table};
-use crate::check::error_text;
-use crate::delivery::{
-    Delivery, NewOutbox, OutboxRow, OutboxSettled, OutboxSettlement, OutboxTake,
-};
+use super::WriteTx;
+use super::statements::{json_rows, outbox_columns, to_column};
 use crate::error::Result;
 use crate::issue::{IssueId, OutboxId};
-use crate::rows::{number, read_outbox};
+use crate::outbox::types::{
+    NewOutboxRow, OutboxDelivery, OutboxRow, OutboxSettled, OutboxSettlement, OutboxTake,
+};
+use crate::row_decoding::{read_outbox, to_i64};
+use crate::validate::error_text;
 
 /// Whether any row may be due.
 pub(super) async fn is_due(
@@ -25,17 +25,17 @@ pub(super) async fn is_due(
     let row = sqlx::query(
         "SELECT EXISTS (SELECT 1 FROM outbox WHERE status IN ('pending', 'taken') AND due_at <= ?1)",
     )
-    .bind(column(now))
+    .bind(to_column(now))
     .fetch_one(connection)
     .await?;
     row.try_get(0)
 }
 
-/// Puts a row behind all others of its kind and issue: ids grow in the order of delivery.
+/// Appends a row after all others of its kind and issue; ids increase in delivery order.
 pub(super) async fn insert(
     connection: &mut SqliteConnection,
     issue_id: IssueId,
-    row: &NewOutbox,
+    row: &NewOutboxRow,
     key: &str,
     now: Timestamp,
 ) -> Result<OutboxId, Error> {
@@ -54,30 +54,27 @@ pub(super) async fn insert(
     .bind(row.target.as_str())
     .bind(key)
     .bind(row.payload.as_str())
-    .bind(column(now))
+    .bind(to_column(now))
     .fetch_one(connection)
     .await?;
     Ok(OutboxId(inserted.try_get(0)?))
 }
 
-pub(super) async fn take(
-    writing: &mut Writing,
-    take: &OutboxTake,
-) -> Result<Vec<OutboxRow>, Error> {
-    let ids = choose(due(writing, take).await?, take);
+pub(super) async fn take(tx: &mut WriteTx, take: &OutboxTake) -> Result<Vec<OutboxRow>, Error> {
+    let ids = choose(due_by_target(tx, take).await?, take);
     if ids.is_empty() {
         return Ok(vec![]);
     }
-    let ids = table(ids.into_iter().map(Value::from).collect());
+    let ids = json_rows(ids.into_iter().map(Value::from).collect());
     sqlx::query(
         "UPDATE outbox SET status = 'taken', deliveries = deliveries + 1, taken_by = ?1, due_at = ?2,
              crashes = crashes + (status = 'taken')
          WHERE id IN (SELECT value FROM json_each(?3))",
     )
     .bind(take.worker.as_str())
-    .bind(column(writing.now.after(take.ttl)))
+    .bind(to_column(tx.now.after(take.ttl)))
     .bind(ids.as_str())
-    .execute(&mut *writing.transaction)
+    .execute(&mut *tx.transaction)
     .await?;
     let rows = sqlx::query(concat!(
         "SELECT ",
@@ -87,22 +84,22 @@ pub(super) async fn take(
           WHERE o.id IN (SELECT value FROM json_each(?1)) ORDER BY o.id"
     ))
     .bind(ids)
-    .fetch_all(&mut *writing.transaction)
+    .fetch_all(&mut *tx.transaction)
     .await?;
     rows.iter().map(|row| Ok(read_outbox!(row))).collect()
 }
 
-/// The rows of one target that are due, as far as there is room.
-struct Due {
+/// The due rows of one target, up to its free slots.
+struct DueTarget {
     in_flight: usize,
     is_failing: bool,
     served: u64,
-    /// Ids and due times, in the order of delivery.
+    /// Ids and due times in delivery order.
     rows: Vec<(i64, i64)>,
 }
 
-/// What is due of each target: one index probe per target, however many rows it has.
-async fn due(writing: &mut Writing, take: &OutboxTake) -> Result<Vec<Due>, Error> {
+/// The due rows of each target, with one index probe per target regardless of its number of rows.
+async fn due_by_target(tx: &mut WriteTx, take: &OutboxTake) -> Result<Vec<DueTarget>, Error> {
     let mut due = Vec::new();
     let mut last: (i64, String, String) = (i64::MIN, String::new(), String::new());
     loop {
@@ -115,7 +112,7 @@ async fn due(writing: &mut Writing, take: &OutboxTake) -> Result<Vec<Due>, Error
         .bind(last.0)
         .bind(last.1.as_str())
         .bind(last.2.as_str())
-        .fetch_optional(&mut *writing.transaction)
+        .fetch_optional(&mut *tx.transaction)
         .await?;
         let Some(next) = next else { return Ok(due) };
         last = (next.try_get(0)?, next.try_get(1)?, next.try_get(2)?);
@@ -126,7 +123,7 @@ async fn due(writing: &mut Writing, take: &OutboxTake) -> Result<Vec<Due>, Error
                 && target.kind.as_str() == last.1
                 && target.target == last.2
         });
-        let room = state.map_or(take.per_target, |state| state.room).min(take.limit);
+        let limit = state.map_or(take.per_target, |state| state.free_slots).min(take.limit);
         let rows = sqlx::query(
             "SELECT id, due_at FROM outbox INDEXED BY idx_outbox_target
              WHERE integration_id = ?1 AND kind = ?2 AND target = ?3 AND status IN ('pending', 'taken')
@@ -136,12 +133,12 @@ async fn due(writing: &mut Writing, take: &OutboxTake) -> Result<Vec<Due>, Error
         .bind(last.0)
         .bind(last.1.as_str())
         .bind(last.2.as_str())
-        .bind(column(writing.now))
-        .bind(number(room))
-        .fetch_all(&mut *writing.transaction)
+        .bind(to_column(tx.now))
+        .bind(to_i64(limit))
+        .fetch_all(&mut *tx.transaction)
         .await?;
         let rows = rows.iter().map(|row| Ok((row.try_get(0)?, row.try_get(1)?)));
-        due.push(Due {
+        due.push(DueTarget {
             in_flight: state.map_or(0, |state| state.in_flight),
             is_failing: state.is_some_and(|state| state.is_failing),
             served: state.map_or(0, |state| state.served),
@@ -151,12 +148,12 @@ async fn due(writing: &mut Writing, take: &OutboxTake) -> Result<Vec<Due>, Error
 }
 
 /// Which rows to take, in the order that [`OutboxTake`] describes.
-fn choose(due: Vec<Due>, take: &OutboxTake) -> Vec<i64> {
+fn choose(due: Vec<DueTarget>, take: &OutboxTake) -> Vec<i64> {
     let mut ranked = Vec::new();
     for target in &due {
         let oldest = target.rows.first().map(|(_, due_at)| *due_at);
-        for (place, (id, _)) in target.rows.iter().enumerate() {
-            let rank = (target.in_flight + place, target.served, oldest);
+        for (index, (id, _)) in target.rows.iter().enumerate() {
+            let rank = (target.in_flight + index, target.served, oldest);
             ranked.push((rank, target.is_failing, *id));
         }
     }
@@ -170,14 +167,14 @@ fn choose(due: Vec<Due>, take: &OutboxTake) -> Vec<i64> {
 }
 
 pub(super) async fn settle(
-    writing: &mut Writing,
+    tx: &mut WriteTx,
     settlements: &[OutboxSettlement],
 ) -> Result<Vec<OutboxSettled>, Error> {
-    // Of a row named twice the first settlement counts.
+    // If a row is named twice, the first settlement counts.
     let mut named = HashSet::new();
     let first: Vec<bool> = settlements.iter().map(|one| named.insert(one.id)).collect();
     let rows = settlements.iter().zip(&first).filter(|(_, first)| **first);
-    let rows = rows.map(|(one, _)| write(one, writing.now)).collect();
+    let rows = rows.map(|(one, _)| write(one, tx.now)).collect();
     let done = sqlx::query(
         "UPDATE outbox SET
              status = new.row ->> 2, attempts = attempts + (new.row ->> 3),
@@ -190,28 +187,31 @@ pub(super) async fn settle(
              AND outbox.status = 'taken'
          RETURNING outbox.id, outbox.issue_id, outbox.status IN ('delivered', 'dead'), outbox.kind",
     )
-    .bind(table(rows))
-    .bind(column(writing.now))
-    .fetch_all(&mut *writing.transaction)
+    .bind(json_rows(rows))
+    .bind(to_column(tx.now))
+    .fetch_all(&mut *tx.transaction)
     .await?;
-    let mut freed = Vec::new();
+    let mut unblocked = Vec::new();
     for row in &done {
-        let has_gone: bool = row.try_get(2)?;
-        if has_gone {
-            freed.push(json!([row.try_get::<i64, _>(1)?, row.try_get::<&str, _>(3)?]));
+        let is_final: bool = row.try_get(2)?;
+        if is_final {
+            unblocked.push(json!([row.try_get::<i64, _>(1)?, row.try_get::<&str, _>(3)?]));
         }
     }
     let done = done.iter().map(|row| row.try_get(0)).collect::<Result<HashSet<i64>, Error>>()?;
-    let_next_go(&mut writing.transaction, freed).await?;
+    unblock_next(&mut tx.transaction, unblocked).await?;
     let settled = settlements.iter().zip(first).map(|(one, first)| {
         if first && done.contains(&one.id.0) { OutboxSettled::Done } else { OutboxSettled::Fenced }
     });
     Ok(settled.collect())
 }
 
-/// Of each of these issues and kinds, the oldest row that waits can go, unless another one is on its way.
-async fn let_next_go(connection: &mut SqliteConnection, freed: Vec<Value>) -> Result<(), Error> {
-    if freed.is_empty() {
+/// Makes the oldest waiting row of each of these issues and kinds deliverable, unless another row is in flight.
+async fn unblock_next(
+    connection: &mut SqliteConnection,
+    unblocked: Vec<Value>,
+) -> Result<(), Error> {
+    if unblocked.is_empty() {
         return Ok(());
     }
     sqlx::query(
@@ -220,39 +220,41 @@ async fn let_next_go(connection: &mut SqliteConnection, freed: Vec<Value>) -> Re
                  AND status IN ('waiting', 'pending', 'taken') ORDER BY id LIMIT 1)
              FROM json_each(?1) AS freed)",
     )
-    .bind(table(freed))
+    .bind(json_rows(unblocked))
     .execute(connection)
     .await?;
     Ok(())
 }
 
-/// Lets a dead row go again, as the next one of its issue. Returns whether there is such a row.
-pub(super) async fn revive(writing: &mut Writing, id: OutboxId) -> Result<bool, Error> {
-    let revived = sqlx::query(
+/// Makes a dead row deliverable again, as the next row of its issue. Returns whether such a row exists.
+pub(super) async fn requeue_dead(tx: &mut WriteTx, id: OutboxId) -> Result<bool, Error> {
+    let requeued = sqlx::query(
         "UPDATE outbox SET attempts = 0, crashes = 0, due_at = ?2, status = iif(EXISTS (
              SELECT 1 FROM outbox AS other WHERE other.issue_id = outbox.issue_id AND other.kind = outbox.kind
                  AND other.status IN ('waiting', 'pending', 'taken')), 'waiting', 'pending')
          WHERE id = ?1 AND status = 'dead'",
     )
     .bind(id.0)
-    .bind(column(writing.now))
-    .execute(&mut *writing.transaction)
+    .bind(to_column(tx.now))
+    .execute(&mut *tx.transaction)
     .await?;
-    Ok(revived.rows_affected() > 0)
+    Ok(requeued.rows_affected() > 0)
 }
 
-/// Id, deliveries, and what becomes of status, attempts, due time and error.
+/// Id, deliveries, and the new status, counted attempts, due time and error.
 fn write(settlement: &OutboxSettlement, now: Timestamp) -> Value {
     let (id, deliveries) = (settlement.id.0, settlement.deliveries);
     match &settlement.delivery {
-        Delivery::Delivered => json!([id, deliveries, "delivered", 0, null, null]),
-        Delivery::Retry { after, error } => {
-            json!([id, deliveries, "pending", 1, column(now.after(*after)), error_text(error)])
+        OutboxDelivery::Delivered => json!([id, deliveries, "delivered", 0, null, null]),
+        OutboxDelivery::Retry { after, error } => {
+            json!([id, deliveries, "pending", 1, to_column(now.after(*after)), error_text(error)])
         }
-        Delivery::Away { after, error } => {
-            json!([id, deliveries, "pending", 0, column(now.after(*after)), error_text(error)])
+        OutboxDelivery::Unavailable { after, error } => {
+            json!([id, deliveries, "pending", 0, to_column(now.after(*after)), error_text(error)])
         }
-        Delivery::Dead { error } => json!([id, deliveries, "dead", 1, null, error_text(error)]),
-        Delivery::Release => json!([id, deliveries, "pending", 0, column(now), null]),
+        OutboxDelivery::Dead { error } => {
+            json!([id, deliveries, "dead", 1, null, error_text(error)])
+        }
+        OutboxDelivery::Release => json!([id, deliveries, "pending", 0, to_column(now), null]),
     }
 }

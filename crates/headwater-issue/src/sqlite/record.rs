@@ -1,4 +1,4 @@
-//! Events on their way into the file: found by their keys, or stored and counted on their issues.
+//! Records events on SQLite: looks up their keys, stores new events and counts them on their issues.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
@@ -7,39 +7,42 @@ use serde_json::{Value, json};
 use sqlx::sqlite::SqliteConnection;
 use sqlx::{Error, Row};
 
-use super::statements::{column, table};
-use super::states::States;
+use super::state_batch::StateBatch;
+use super::statements::{json_rows, to_column};
 use crate::error::Result;
-use crate::issue::{EventLogId, IntegrationId, IssueId, ProcessingStatus, Quiet, Recorded};
-use crate::prepared::{Prepared, conflict, unknown};
-use crate::rows::number;
-use crate::state::{Effect, Transition};
+use crate::event_batch::{ValidatedEvent, conflict, unknown_integration};
+use crate::issue::{
+    DebounceWindow, EventLogId, IntegrationId, IssueId, ProcessingStatus, Recorded,
+};
+use crate::row_decoding::to_i64;
+use crate::state::{Transition, TransitionEffect};
 
-/// An event log that has the key of an event.
-struct Known {
+/// An existing event log with the key of an event.
+struct ExistingEvent {
     id: EventLogId,
     issue_id: IssueId,
     digest: Vec<u8>,
     processed: bool,
 }
 
-/// What became of an event, before it is known whether to nudge.
-enum Found {
-    Unknown,
+/// Result of looking up an event, before it is known whether to nudge.
+enum EventLookup {
+    UnknownIntegration,
     Conflict,
-    Duplicate(Known),
+    Duplicate(ExistingEvent),
     Stored(IssueId, EventLogId),
 }
 
-/// Stores events whose keys differ, in the transaction of `connection`.
+/// Stores events with distinct keys, in the transaction of `connection`.
 pub(super) async fn record(
     connection: &mut SqliteConnection,
-    events: &[Prepared<'_>],
-    quiet: &Quiet,
+    events: &[ValidatedEvent<'_>],
+    debounce: &DebounceWindow,
     now: Timestamp,
 ) -> Result<Vec<Result<Recorded>>, Error> {
     let integrations = integrations(connection, events).await?;
-    let integration = |event: &Prepared<'_>| integrations.get(&event.event.integration).copied();
+    let integration =
+        |event: &ValidatedEvent<'_>| integrations.get(&event.event.integration).copied();
     let mut known = known_keys(connection, events, &integration).await?;
     let mut issues = known_issues(connection, events, &integration).await?;
 
@@ -47,11 +50,11 @@ pub(super) async fn record(
     let mut counts: BTreeMap<IssueId, u64> = BTreeMap::new();
     for (index, event) in events.iter().enumerate() {
         found.push(match (integration(event), known.remove(&index)) {
-            (None, _) => Found::Unknown,
-            (_, Some(known)) if known.digest != event.digest => Found::Conflict,
-            (_, Some(known)) => Found::Duplicate(known),
+            (None, _) => EventLookup::UnknownIntegration,
+            (_, Some(known)) if known.digest != event.digest => EventLookup::Conflict,
+            (_, Some(known)) => EventLookup::Duplicate(known),
             (Some(integration), None) => {
-                let (project, issue) = outside_names(event);
+                let (project, issue) = provider_ids(event);
                 let names = (integration, project, issue);
                 let issue_id = match issues.get(&names) {
                     Some(issue_id) => *issue_id,
@@ -63,32 +66,33 @@ pub(super) async fn record(
                 };
                 *counts.entry(issue_id).or_default() += 1;
                 let id = insert(connection, event, integration, issue_id, now).await?;
-                Found::Stored(issue_id, id)
+                EventLookup::Stored(issue_id, id)
             }
         });
     }
-    count_and_answer(connection, events, found, &counts, quiet, now).await
+    count_and_report(connection, events, found, &counts, debounce, now).await
 }
 
-/// Counts what was stored on its issues, and says of each event what became of it.
-async fn count_and_answer(
+/// Counts the stored events on their issues, and returns the result of each event.
+async fn count_and_report(
     connection: &mut SqliteConnection,
-    events: &[Prepared<'_>],
-    found: Vec<Found>,
+    events: &[ValidatedEvent<'_>],
+    found: Vec<EventLookup>,
     counts: &BTreeMap<IssueId, u64>,
-    quiet: &Quiet,
+    debounce: &DebounceWindow,
     now: Timestamp,
 ) -> Result<Vec<Result<Recorded>>, Error> {
     let touched = found.iter().filter_map(|found| match found {
-        Found::Stored(issue_id, _) => Some(*issue_id),
-        Found::Duplicate(known) => Some(known.issue_id),
-        Found::Unknown | Found::Conflict => None,
+        EventLookup::Stored(issue_id, _) => Some(*issue_id),
+        EventLookup::Duplicate(known) => Some(known.issue_id),
+        EventLookup::UnknownIntegration | EventLookup::Conflict => None,
     });
-    let mut states = States::load(connection, touched, now).await?;
+    let mut states = StateBatch::load(connection, touched, now).await?;
     let mut queued = HashSet::new();
     for (issue_id, events) in counts {
-        let effect = states.step(*issue_id, &Transition::Record { events: *events, quiet: *quiet });
-        if effect == Some(Effect::Queued) {
+        let effect =
+            states.apply(*issue_id, &Transition::Record { events: *events, debounce: *debounce });
+        if effect == Some(TransitionEffect::Queued) {
             queued.insert(*issue_id);
         }
     }
@@ -106,38 +110,40 @@ async fn count_and_answer(
             not_before: state.and_then(|state| state.not_before),
         }
     };
-    let answers = found.into_iter().zip(events).map(|(found, event)| match found {
-        Found::Unknown => Err(unknown(event.event)),
-        Found::Conflict => Err(conflict(event.event, &event.key)),
-        Found::Duplicate(known) => Ok(recorded(known.issue_id, known.id, true, known.processed)),
-        Found::Stored(issue_id, id) => Ok(recorded(issue_id, id, false, false)),
+    let results = found.into_iter().zip(events).map(|(found, event)| match found {
+        EventLookup::UnknownIntegration => Err(unknown_integration(event.event)),
+        EventLookup::Conflict => Err(conflict(event.event, &event.key)),
+        EventLookup::Duplicate(known) => {
+            Ok(recorded(known.issue_id, known.id, true, known.processed))
+        }
+        EventLookup::Stored(issue_id, id) => Ok(recorded(issue_id, id, false, false)),
     });
-    let answers = answers.collect();
+    let results = results.collect();
     states.save(connection).await?;
-    Ok(answers)
+    Ok(results)
 }
 
 async fn integrations(
     connection: &mut SqliteConnection,
-    events: &[Prepared<'_>],
+    events: &[ValidatedEvent<'_>],
 ) -> Result<HashMap<String, IntegrationId>, Error> {
     let names: HashSet<&str> =
         events.iter().map(|event| event.event.integration.as_str()).collect();
     let rows = sqlx::query(
         "SELECT name, id FROM integrations WHERE name IN (SELECT value FROM json_each(?1))",
     )
-    .bind(table(names.into_iter().map(Value::from).collect()))
+    .bind(json_rows(names.into_iter().map(Value::from).collect()))
     .fetch_all(connection)
     .await?;
     rows.iter().map(|row| Ok((row.try_get(0)?, IntegrationId(row.try_get(1)?)))).collect()
 }
 
-/// The event logs that have the keys of these events, by the place of the event.
+/// Existing event logs with the keys of these events, by the index of the event.
 async fn known_keys(
     connection: &mut SqliteConnection,
-    events: &[Prepared<'_>],
-    integration: &impl Fn(&Prepared<'_>) -> Option<IntegrationId>,
-) -> Result<HashMap<usize, Known>, Error> {
+    events: &[ValidatedEvent<'_>],
+    integration: &impl Fn(&ValidatedEvent<'_>) -> Option<IntegrationId>,
+) -> Result<HashMap<usize, ExistingEvent>, Error> {
     let keys = events.iter().map(|event| json!([integration(event).map(|id| id.0), event.key]));
     let rows = sqlx::query(
         "SELECT asked.key, e.id, e.issue_id, e.digest, e.processed_at IS NOT NULL
@@ -145,29 +151,29 @@ async fn known_keys(
          CROSS JOIN event_logs AS e
              ON e.integration_id = asked.value ->> 0 AND e.dedup_key = asked.value ->> 1",
     )
-    .bind(table(keys.collect()))
+    .bind(json_rows(keys.collect()))
     .fetch_all(connection)
     .await?;
     let read = |row: &sqlx::sqlite::SqliteRow| {
-        let known = Known {
+        let known = ExistingEvent {
             id: EventLogId(row.try_get(1)?),
             issue_id: IssueId(row.try_get(2)?),
             digest: row.try_get(3)?,
             processed: row.try_get(4)?,
         };
-        Ok((crate::rows::count(row.try_get(0)?)?, known))
+        Ok((crate::row_decoding::count(row.try_get(0)?)?, known))
     };
     rows.iter().map(read).collect()
 }
 
-/// The issues of these events that exist, by their outside names.
+/// Existing issues of these events, by their ids at the provider.
 async fn known_issues<'a>(
     connection: &mut SqliteConnection,
-    events: &[Prepared<'a>],
-    integration: &impl Fn(&Prepared<'_>) -> Option<IntegrationId>,
+    events: &[ValidatedEvent<'a>],
+    integration: &impl Fn(&ValidatedEvent<'_>) -> Option<IntegrationId>,
 ) -> Result<HashMap<(IntegrationId, &'a str, &'a str), IssueId>, Error> {
     let names = events.iter().map(|event| {
-        let (project, issue) = outside_names(event);
+        let (project, issue) = provider_ids(event);
         json!([integration(event).map(|id| id.0), project, issue])
     });
     let rows = sqlx::query(
@@ -176,24 +182,24 @@ async fn known_issues<'a>(
              AND i.external_project_id = asked.value ->> 1
              AND i.external_issue_id = asked.value ->> 2",
     )
-    .bind(table(names.collect()))
+    .bind(json_rows(names.collect()))
     .fetch_all(connection)
     .await?;
     let mut issues = HashMap::new();
     for row in &rows {
-        let index: usize = crate::rows::count(row.try_get(0)?)?;
+        let index: usize = crate::row_decoding::count(row.try_get(0)?)?;
         if let Some(event) = events.get(index)
             && let Some(integration) = integration(event)
         {
-            let (project, issue) = outside_names(event);
+            let (project, issue) = provider_ids(event);
             issues.insert((integration, project, issue), IssueId(row.try_get(1)?));
         }
     }
     Ok(issues)
 }
 
-/// Project and issue of an event, in the provider's words.
-fn outside_names<'a>(event: &Prepared<'a>) -> (&'a str, &'a str) {
+/// Project and issue id of an event at the provider.
+fn provider_ids<'a>(event: &ValidatedEvent<'a>) -> (&'a str, &'a str) {
     (&event.event.external_project_id, &event.event.external_issue_id)
 }
 
@@ -210,7 +216,7 @@ async fn create_issue(
     .bind(integration.0)
     .bind(project)
     .bind(issue)
-    .bind(column(now))
+    .bind(to_column(now))
     .fetch_one(connection)
     .await?;
     Ok(IssueId(row.try_get(0)?))
@@ -218,7 +224,7 @@ async fn create_issue(
 
 async fn insert(
     connection: &mut SqliteConnection,
-    event: &Prepared<'_>,
+    event: &ValidatedEvent<'_>,
     integration: IntegrationId,
     issue_id: IssueId,
     now: Timestamp,
@@ -235,8 +241,8 @@ async fn insert(
     .bind(event.key.as_str())
     .bind(event.digest.as_slice())
     .bind(event.payload.as_ref())
-    .bind(number(event.payload.len()))
-    .bind(column(now))
+    .bind(to_i64(event.payload.len()))
+    .bind(to_column(now))
     .fetch_one(&mut *connection)
     .await?;
     let id = row.try_get(0)?;
@@ -250,14 +256,14 @@ async fn insert(
     Ok(EventLogId(id))
 }
 
-/// Those of these event logs that are there.
+/// Returns those of these event logs that exist.
 pub(super) async fn existing(
     connection: &mut SqliteConnection,
     ids: &[EventLogId],
 ) -> Result<HashSet<EventLogId>, Error> {
     let rows =
         sqlx::query("SELECT id FROM event_logs WHERE id IN (SELECT value FROM json_each(?1))")
-            .bind(table(ids.iter().map(|id| Value::from(id.0)).collect()))
+            .bind(json_rows(ids.iter().map(|id| Value::from(id.0)).collect()))
             .fetch_all(connection)
             .await?;
     rows.iter().map(|row| Ok(EventLogId(row.try_get(0)?))).collect()

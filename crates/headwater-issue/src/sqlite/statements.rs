@@ -1,4 +1,4 @@
-//! What the statements of this folder share: column lists, and values on their way in.
+//! Column lists and parameter conversions shared by the statements of the SQLite store.
 
 use headwater_stream::clock::Timestamp;
 use serde_json::Value;
@@ -41,17 +41,17 @@ macro_rules! outbox_columns {
 }
 pub(super) use outbox_columns;
 
-/// A time as a column.
-pub(super) fn column(time: Timestamp) -> i64 {
+/// Converts a timestamp into a column value.
+pub(super) fn to_column(time: Timestamp) -> i64 {
     i64::try_from(time.as_millis()).unwrap_or(i64::MAX)
 }
 
-/// A time that may be absent, as a JSON value on its way into a column.
-pub(super) fn maybe(time: Option<Timestamp>) -> Value {
-    time.map_or(Value::Null, |time| column(time).into())
+/// Converts an optional timestamp into a JSON value for a column.
+pub(super) fn optional_column(time: Option<Timestamp>) -> Value {
+    time.map_or(Value::Null, |time| to_column(time).into())
 }
 
-/// Rows, or ids, as one parameter: SQLite has no arrays, but `json_each` makes a table of this.
-pub(super) fn table(rows: Vec<Value>) -> String {
+/// Rows or ids as one JSON parameter for `json_each`, because SQLite has no arrays.
+pub(super) fn json_rows(rows: Vec<Value>) -> String {
     Value::Array(rows).to_string()
 }

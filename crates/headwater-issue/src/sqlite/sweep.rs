@@ -1,17 +1,17 @@
-//! The sweep: claims that have run out, nudges that are overdue, and what was kept for long enough.
+//! The sweep on SQLite: expired claims, overdue nudges, and rows after their retention.
 
 use headwater_stream::clock::Timestamp;
 use sqlx::sqlite::SqliteConnection;
 use sqlx::{Error, Row};
 
-use super::Writing;
-use super::statements::{column, table};
-use super::states::States;
-use crate::claim::{Nudge, SweepOptions, Swept};
+use super::WriteTx;
+use super::state_batch::StateBatch;
+use super::statements::{json_rows, to_column};
+use crate::claim::{Nudge, SweepOptions, SweepReport};
 use crate::error::Result;
 use crate::issue::{EventLogId, IssueId};
-use crate::rows::number;
-use crate::state::{Effect, Transition};
+use crate::row_decoding::to_i64;
+use crate::state::{Transition, TransitionEffect};
 
 /// Whether there is anything to sweep.
 pub(super) async fn is_needed(
@@ -22,22 +22,25 @@ pub(super) async fn is_needed(
     let options = SweepOptions { limit: 1, ..*options };
     Ok(!expired(connection, &options, now).await?.is_empty()
         || !overdue(connection, &options, now).await?.is_empty()
-        || is_old_there(connection, now.before(options.keep)).await?)
+        || has_expired_rows(connection, now.before(options.keep)).await?)
 }
 
-async fn is_old_there(connection: &mut SqliteConnection, old: Timestamp) -> Result<bool, Error> {
+async fn has_expired_rows(
+    connection: &mut SqliteConnection,
+    old: Timestamp,
+) -> Result<bool, Error> {
     let row = sqlx::query(
         "SELECT EXISTS (SELECT 1 FROM outbox WHERE status = 'delivered' AND delivered_at <= ?1)
              OR EXISTS (SELECT 1 FROM dead_letters WHERE released_at <= ?1)",
     )
-    .bind(column(old))
+    .bind(to_column(old))
     .fetch_one(connection)
     .await?;
     row.try_get(0)
 }
 
-/// Removes what was kept for long enough, and returns how many rows of the more numerous kind.
-async fn prune(writing: &mut Writing, options: &SweepOptions) -> Result<usize, Error> {
+/// Removes rows after their retention, and returns the larger of the two counts.
+async fn prune(tx: &mut WriteTx, options: &SweepOptions) -> Result<usize, Error> {
     let statements = [
         "DELETE FROM outbox WHERE id IN (SELECT id FROM outbox
              WHERE status = 'delivered' AND delivered_at <= ?1 ORDER BY delivered_at LIMIT ?2)",
@@ -47,47 +50,47 @@ async fn prune(writing: &mut Writing, options: &SweepOptions) -> Result<usize, E
     let mut most = 0;
     for statement in statements {
         let removed = sqlx::query(statement)
-            .bind(column(writing.now.before(options.keep)))
-            .bind(number(options.limit))
-            .execute(&mut *writing.transaction)
+            .bind(to_column(tx.now.before(options.keep)))
+            .bind(to_i64(options.limit))
+            .execute(&mut *tx.transaction)
             .await?;
         most = removed.rows_affected().max(most);
     }
     Ok(usize::try_from(most).unwrap_or(usize::MAX))
 }
 
-pub(super) async fn sweep(writing: &mut Writing, options: &SweepOptions) -> Result<Swept, Error> {
-    let now = writing.now;
-    let expired = expired(&mut writing.transaction, options, now).await?;
-    let overdue = overdue(&mut writing.transaction, options, now).await?;
+pub(super) async fn sweep(tx: &mut WriteTx, options: &SweepOptions) -> Result<SweepReport, Error> {
+    let now = tx.now;
+    let expired = expired(&mut tx.transaction, options, now).await?;
+    let overdue = overdue(&mut tx.transaction, options, now).await?;
     let issues = expired.iter().chain(&overdue).copied();
-    let mut states = States::load(&mut writing.transaction, issues, now).await?;
+    let mut states = StateBatch::load(&mut tx.transaction, issues, now).await?;
 
-    let pruned = prune(writing, options).await?;
+    let pruned = prune(tx, options).await?;
     let more = [expired.len(), overdue.len(), pruned].contains(&options.limit);
-    let mut swept = Swept { pruned, more, ..Swept::default() };
+    let mut swept = SweepReport { pruned, more, ..SweepReport::default() };
     let mut nudged = Vec::new();
     for issue in &expired {
-        match states.step(*issue, &Transition::Expire { crashes_max: options.crashes_max }) {
-            Some(Effect::Queued) => {
+        match states.apply(*issue, &Transition::Expire { crashes_max: options.crashes_max }) {
+            Some(TransitionEffect::Queued) => {
                 swept.requeued += 1;
                 let not_before = states.get(*issue).and_then(|state| state.not_before);
                 if not_before.is_none_or(|not_before| not_before <= now) {
                     nudged.push(issue.0);
                 }
             }
-            Some(Effect::Quarantined) => swept.quarantined.push(*issue),
+            Some(TransitionEffect::Quarantined) => swept.quarantined.push(*issue),
             _ => {}
         }
     }
     for issue in &overdue {
         let transition = Transition::Nudge { overdue: options.nudge_overdue };
-        if states.step(*issue, &transition) == Some(Effect::Queued) {
+        if states.apply(*issue, &transition) == Some(TransitionEffect::Queued) {
             nudged.push(issue.0);
         }
     }
-    states.save(&mut writing.transaction).await?;
-    swept.nudges = nudges(&mut writing.transaction, nudged).await?;
+    states.save(&mut tx.transaction).await?;
+    swept.nudges = nudges(&mut tx.transaction, nudged).await?;
     Ok(swept)
 }
 
@@ -101,8 +104,8 @@ async fn expired(
              AND coalesce(claim_expires_at, 0) <= ?1
          ORDER BY coalesce(claim_expires_at, 0) LIMIT ?2",
     )
-    .bind(column(now))
-    .bind(number(options.limit))
+    .bind(to_column(now))
+    .bind(to_i64(options.limit))
     .fetch_all(connection)
     .await?;
     rows.iter().map(|row| Ok(IssueId(row.try_get(0)?))).collect()
@@ -118,8 +121,8 @@ async fn overdue(
              AND max(coalesce(nudged_at, 0), coalesce(not_before, 0)) <= ?1
          ORDER BY max(coalesce(nudged_at, 0), coalesce(not_before, 0)) LIMIT ?2",
     )
-    .bind(column(now.before(options.nudge_overdue)))
-    .bind(number(options.limit))
+    .bind(to_column(now.before(options.nudge_overdue)))
+    .bind(to_i64(options.limit))
     .fetch_all(connection)
     .await?;
     rows.iter().map(|row| Ok(IssueId(row.try_get(0)?))).collect()
@@ -131,7 +134,7 @@ async fn nudges(connection: &mut SqliteConnection, issues: Vec<i64>) -> Result<V
              WHERE e.issue_id = asked.value AND e.processed_at IS NULL), 0)
          FROM json_each(?1) AS asked",
     )
-    .bind(table(issues.into_iter().map(Into::into).collect()))
+    .bind(json_rows(issues.into_iter().map(Into::into).collect()))
     .fetch_all(connection)
     .await?;
     let read = |row: &sqlx::sqlite::SqliteRow| {

@@ -1,4 +1,4 @@
-//! Events and outbox rows inside a transaction of the caller.
+//! Caller's transactions on SQLite.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -12,62 +12,63 @@ use sqlx::{Error, Row};
 use tokio::sync::Notify;
 
 use super::file_identity::FileIdentity;
-use super::statements::table;
-use super::{Writing, record};
-use crate::check;
-use crate::deadline::within;
-use crate::delivery::{KeyedOutbox, OutboxWritten, caller_key};
+use super::statements::json_rows;
+use super::{WriteTx, record};
+use crate::connect::with_deadline;
 use crate::error::{IssueError, Result};
-use crate::issue::{IssueId, NewEvent, OutboxId, Quiet, Recorded};
-use crate::prepared::{Batch, refuse_all};
-use crate::rows::database_error;
-use crate::transaction::{Connection, Transaction};
+use crate::event_batch::{EventBatch, reject_all};
+use crate::issue::{DebounceWindow, IssueId, NewEvent, OutboxId, Recorded};
+use crate::outbox::types::{KeyedOutboxRow, OutboxWritten, caller_key};
+use crate::row_decoding::database_error;
+use crate::transaction::{StoreConnection, Transaction};
+use crate::validate;
 
-/// Stores events inside a transaction of your own; nothing is queued before you commit. Nudge after that.
+/// Stores events inside a caller's transaction; issues are queued at the commit. Nudge after the commit.
 ///
-/// The transaction should have begun with `BEGIN IMMEDIATE`; else SQLite may refuse the first write with "busy". Roll
-/// back on `Unavailable`; other errors concern single events and leave the transaction usable.
+/// Begin the transaction with `BEGIN IMMEDIATE`; otherwise the first write may fail with `SQLITE_BUSY`. Roll back on
+/// `Unavailable`; other errors concern single events and leave the transaction usable.
 pub async fn record_in(
     connection: &mut SqliteConnection,
     events: &[NewEvent],
-    quiet: &Quiet,
+    debounce: &DebounceWindow,
 ) -> Vec<Result<Recorded>> {
-    record_at(connection, events, quiet, SystemClock.now()).await
+    record_at(connection, events, debounce, SystemClock.now()).await
 }
 
 async fn record_at(
     connection: &mut SqliteConnection,
     events: &[NewEvent],
-    quiet: &Quiet,
+    debounce: &DebounceWindow,
     now: Timestamp,
 ) -> Vec<Result<Recorded>> {
-    let batch = match quiet.check().and_then(|()| Batch::prepare(events)) {
+    let batch = match debounce.validate().and_then(|()| EventBatch::prepare(events)) {
         Ok(batch) => batch,
-        Err(error) => return refuse_all(events.len(), &error),
+        Err(error) => return reject_all(events.len(), &error),
     };
-    match record::record(connection, &batch.events, quiet, now).await {
+    match record::record(connection, &batch.events, debounce, now).await {
         Ok(stored) => {
-            let undecided = batch.undecided(&stored);
-            let mut answers = batch.answer(&stored);
-            for index in undecided {
+            let needs_retry = batch.needs_retry(&stored);
+            let mut results = batch.into_results(&stored);
+            for index in needs_retry {
                 let alone = std::slice::from_ref(&events[index]);
-                answers[index] = Box::pin(record_at(connection, alone, quiet, now)).await.remove(0);
+                results[index] =
+                    Box::pin(record_at(connection, alone, debounce, now)).await.remove(0);
             }
-            answers
+            results
         }
-        Err(error) => refuse_all(events.len(), &database_error("recording events", error)),
+        Err(error) => reject_all(events.len(), &database_error("recording events", error)),
     }
 }
 
-/// Puts rows into the outbox of an issue inside a transaction of your own, as
-/// [`Transaction::write_outbox`](crate::Transaction::write_outbox) does. Deliverers look for them every second; a
-/// transaction of [`Store::begin`](crate::Store::begin) tells those of its process at once.
+/// Writes outbox rows of an issue inside a caller's transaction, like
+/// [`Transaction::write_outbox`](crate::Transaction::write_outbox). Deliverers find them by polling every second; a
+/// transaction of [`Store::begin`](crate::Store::begin) wakes those of its process at once.
 ///
-/// The transaction should have begun with `BEGIN IMMEDIATE`.
+/// Begin the transaction with `BEGIN IMMEDIATE`.
 pub async fn outbox_in(
     connection: &mut SqliteConnection,
     issue_id: IssueId,
-    rows: &[KeyedOutbox],
+    rows: &[KeyedOutboxRow],
 ) -> Result<Vec<OutboxWritten>> {
     outbox_at(connection, issue_id, rows, SystemClock.now()).await
 }
@@ -75,14 +76,14 @@ pub async fn outbox_in(
 async fn outbox_at(
     connection: &mut SqliteConnection,
     issue_id: IssueId,
-    rows: &[KeyedOutbox],
+    rows: &[KeyedOutboxRow],
     now: Timestamp,
 ) -> Result<Vec<OutboxWritten>> {
-    check::keyed_outbox(rows)?;
+    validate::keyed_outbox(rows)?;
     if rows.is_empty() {
         return Ok(vec![]);
     }
-    let failed = |error| database_error("writing to the outbox", error);
+    let failed = |error| database_error("tx to the outbox", error);
     let identity = identity_of(connection, issue_id).await.map_err(failed)?;
     let Some(identity) = identity else {
         return Err(IssueError::NotFound { what: format!("issue {issue_id}") });
@@ -90,18 +91,18 @@ async fn outbox_at(
     let keys: Vec<String> =
         rows.iter().map(|one| caller_key(&identity, issue_id, &one.key)).collect();
     let known = known_rows(connection, &keys).await.map_err(failed)?;
-    let differs = |(one, key): (&KeyedOutbox, &String)| {
+    let differs = |(one, key): (&KeyedOutboxRow, &String)| {
         known.get(key).is_some_and(|known| {
             let row = &one.row;
-            known.words != [row.kind.as_str(), row.target.as_str(), row.payload.as_str()]
+            known.content != [row.kind.as_str(), row.target.as_str(), row.payload.as_str()]
         })
     };
-    if let Some(place) = rows.iter().zip(&keys).position(differs) {
-        return Err(IssueError::OutboxConflict { issue_id, key: rows[place].key.clone() });
+    if let Some(index) = rows.iter().zip(&keys).position(differs) {
+        return Err(IssueError::OutboxConflict { issue_id, key: rows[index].key.clone() });
     }
-    let mut answers = Vec::with_capacity(rows.len());
+    let mut results = Vec::with_capacity(rows.len());
     for (one, key) in rows.iter().zip(&keys) {
-        answers.push(match known.get(key) {
+        results.push(match known.get(key) {
             Some(known) => OutboxWritten { id: known.id, duplicate: true },
             None => {
                 let id = super::outbox::insert(connection, issue_id, &one.row, key, now);
@@ -109,10 +110,10 @@ async fn outbox_at(
             }
         });
     }
-    Ok(answers)
+    Ok(results)
 }
 
-/// What tells this database from every other one, if the issue exists.
+/// The identity of the database, if the issue exists.
 async fn identity_of(
     connection: &mut SqliteConnection,
     issue_id: IssueId,
@@ -124,33 +125,33 @@ async fn identity_of(
     row.map(|row| row.try_get(0)).transpose()
 }
 
-/// A row that is there: its id, and its kind, target and payload.
-struct Known {
+/// An existing row: its id, and its kind, target and payload.
+struct ExistingOutboxRow {
     id: OutboxId,
-    words: [String; 3],
+    content: [String; 3],
 }
 
 async fn known_rows(
     connection: &mut SqliteConnection,
     keys: &[String],
-) -> Result<HashMap<String, Known>, Error> {
+) -> Result<HashMap<String, ExistingOutboxRow>, Error> {
     let rows = sqlx::query(
         "SELECT idempotency_key, id, kind, target, payload FROM outbox
          WHERE idempotency_key IN (SELECT value FROM json_each(?1))",
     )
-    .bind(table(keys.iter().map(|key| Value::from(key.as_str())).collect()))
+    .bind(json_rows(keys.iter().map(|key| Value::from(key.as_str())).collect()))
     .fetch_all(connection)
     .await?;
     let read = |row: &sqlx::sqlite::SqliteRow| {
-        let words = [row.try_get(2)?, row.try_get(3)?, row.try_get(4)?];
-        Ok((row.try_get(0)?, Known { id: OutboxId(row.try_get(1)?), words }))
+        let content = [row.try_get(2)?, row.try_get(3)?, row.try_get(4)?];
+        Ok((row.try_get(0)?, ExistingOutboxRow { id: OutboxId(row.try_get(1)?), content }))
     };
     rows.iter().map(read).collect()
 }
 
-/// A transaction on the connection that writes.
+/// A transaction on the writer connection.
 pub(super) struct SqliteTransaction {
-    pub(super) writing: Writing,
+    pub(super) tx: WriteTx,
     pub(super) deadline: Duration,
     pub(super) file: FileIdentity,
     pub(super) wake: Arc<Notify>,
@@ -165,36 +166,40 @@ impl std::fmt::Debug for SqliteTransaction {
 
 #[async_trait]
 impl Transaction for SqliteTransaction {
-    async fn record(&mut self, events: &[NewEvent], quiet: &Quiet) -> Vec<Result<Recorded>> {
-        let Writing { transaction, now } = &mut self.writing;
-        let call = async { Ok(record_at(transaction, events, quiet, *now).await) };
-        let answers = within(self.deadline, "recording events", call).await;
-        answers.unwrap_or_else(|error| refuse_all(events.len(), &error))
+    async fn record(
+        &mut self,
+        events: &[NewEvent],
+        debounce: &DebounceWindow,
+    ) -> Vec<Result<Recorded>> {
+        let WriteTx { transaction, now } = &mut self.tx;
+        let call = async { Ok(record_at(transaction, events, debounce, *now).await) };
+        let results = with_deadline(self.deadline, "recording events", call).await;
+        results.unwrap_or_else(|error| reject_all(events.len(), &error))
     }
 
     async fn write_outbox(
         &mut self,
         issue_id: IssueId,
-        rows: &[KeyedOutbox],
+        rows: &[KeyedOutboxRow],
     ) -> Result<Vec<OutboxWritten>> {
-        let Writing { transaction, now } = &mut self.writing;
+        let WriteTx { transaction, now } = &mut self.tx;
         let call = outbox_at(transaction, issue_id, rows, *now);
-        let written = within(self.deadline, "writing to the outbox", call).await?;
+        let written = with_deadline(self.deadline, "tx to the outbox", call).await?;
         self.wakes |= written.iter().any(|one| !one.duplicate);
         Ok(written)
     }
 
-    fn connection(&mut self) -> Connection<'_> {
-        Connection::Sqlite(&mut self.writing.transaction)
+    fn connection(&mut self) -> StoreConnection<'_> {
+        StoreConnection::Sqlite(&mut self.tx.transaction)
     }
 
     async fn commit(self: Box<Self>) -> Result<()> {
-        let Self { writing, deadline, file, wake, wakes } = *self;
+        let Self { tx, deadline, file, wake, wakes } = *self;
         let commit = async {
-            let committed = writing.transaction.commit().await.and_then(|()| file.check());
+            let committed = tx.transaction.commit().await.and_then(|()| file.check());
             committed.map_err(|error| database_error("committing", error))
         };
-        within(deadline, "committing", commit).await?;
+        with_deadline(deadline, "committing", commit).await?;
         if wakes {
             wake.notify_one();
         }

@@ -1,54 +1,55 @@
-//! Settings of a worker.
+//! Configuration of a worker.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use crate::claim::ClaimOptions;
 use crate::error::{IssueError, Result};
-use crate::limits::{CLAIM_TTL_DEFAULT, RUN_EVENTS_DEFAULT, RUNS_AT_ONCE_MAX};
-use crate::retry::RetryPolicy;
-use crate::steps::{NoSteps, Steps};
+use crate::limits::{CLAIM_TTL_DEFAULT, CONCURRENT_RUNS_MAX, RUN_EVENTS_DEFAULT};
+use crate::retry_policy::IssueRetryPolicy;
+use crate::step_observer::{NoStepObserver, StepObserver};
 
-/// What to do with a run when a newer event of its issue arrives.
+/// What happens to a run when a newer event of its issue arrives.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum OnNewEvent {
-    /// The run goes on; the event comes with the next one.
+    /// The run continues; the event is in the next run.
     #[default]
     Queue,
-    /// The run is cancelled and begins anew with all events. What it had is thrown away.
+    /// The run is stale: it is cancelled, its result is discarded, and a new run starts with all events.
     Supersede {
-        /// How often in a row; then a run goes on to its end.
+        /// Maximum number of consecutive cancellations; the next run continues to its end.
         times_max: u32,
     },
 }
 
-/// Settings of a worker.
+/// Configuration of a worker.
 #[derive(Clone, Debug)]
 pub struct WorkerConfig {
-    /// How this worker is called, unique per start. Default: `worker:HOST:PID:` and a random number.
+    /// Name of the worker, unique per start. Default: `worker:HOST:PID:` and a random number.
     pub name: String,
-    /// Issues that are handled at once. Default: 64; at most [`RUNS_AT_ONCE_MAX`].
+    /// Maximum number of concurrent runs. Default: 64; at most [`CONCURRENT_RUNS_MAX`].
     pub concurrency: usize,
-    /// How long a claim lives without a heartbeat. Default: 60 s.
+    /// TTL of a claim without a heartbeat. Default: 60 s.
     pub claim_ttl: Duration,
-    /// How often claims are renewed. Default: 15 s; at most a third of `claim_ttl`.
+    /// Interval of claim renewals. Default: 15 s; at most a third of `claim_ttl`.
     pub heartbeat_every: Duration,
-    /// Event logs in one run. Default: 200.
+    /// Maximum number of event logs in one run. Default: 200.
     pub events_max: usize,
-    /// How long a handler may take; then the run is a failure. Default: 15 min.
+    /// Timeout of a handler; exceeding it is a failure. Default: 15 min.
     pub deadline: Duration,
-    /// When and how often a failed run is tried again.
-    pub retry: RetryPolicy,
-    /// What to do when a newer event arrives during a run. Default: the run goes on.
+    /// Retry policy of failed runs.
+    pub retry: IssueRetryPolicy,
+    /// What happens when a newer event arrives during a run. Default: the run continues.
     pub on_new_event: OnNewEvent,
-    /// How often to look for newer events, where runs are superseded. Default: 1 s.
+    /// Interval of checks for newer events, with [`OnNewEvent::Supersede`]. Default: 1 s.
     pub newer_events_every: Duration,
-    /// How long stopping waits for handlers; what is left is given back without counting an attempt. Default: 25 s.
+    /// How long a shutdown waits for handlers. Then they are cancelled, and their claims are released without counting
+    /// an attempt. Default: 25 s.
     pub drain: Duration,
-    /// Shared transactions under way at once, for claims and for completions. Default: 2.
+    /// Concurrent batched calls, for claims and for completions each. Default: 2.
     pub calls_max: usize,
-    /// Is told of every step. Default: nobody.
-    pub steps: Arc<dyn Steps>,
+    /// Observer of processing steps, for tests. Default: none.
+    pub step_observer: Arc<dyn StepObserver>,
 }
 
 impl Default for WorkerConfig {
@@ -60,12 +61,12 @@ impl Default for WorkerConfig {
             heartbeat_every: Duration::from_secs(15),
             events_max: RUN_EVENTS_DEFAULT,
             deadline: Duration::from_secs(15 * 60),
-            retry: RetryPolicy::default(),
+            retry: IssueRetryPolicy::default(),
             on_new_event: OnNewEvent::Queue,
             newer_events_every: Duration::from_secs(1),
             drain: Duration::from_secs(25),
             calls_max: 2,
-            steps: Arc::new(NoSteps),
+            step_observer: Arc::new(NoStepObserver),
         }
     }
 }
@@ -73,18 +74,23 @@ impl Default for WorkerConfig {
 impl WorkerConfig {
     pub(crate) fn validate(&self) -> Result<()> {
         self.retry.validate()?;
-        self.claim_options().check()?;
-        if !(1..=RUNS_AT_ONCE_MAX).contains(&self.concurrency) {
-            let problem = format!("{}; 1 to {RUNS_AT_ONCE_MAX}", self.concurrency);
+        self.claim_options().validate()?;
+        if !(1..=CONCURRENT_RUNS_MAX).contains(&self.concurrency) {
+            let problem =
+                format!("is {}, must be from 1 to {CONCURRENT_RUNS_MAX}", self.concurrency);
             return Err(IssueError::invalid("concurrency", problem));
         }
-        // Two heartbeats may be lost before the claim is.
+        // Two renewals may fail before the claim is lost.
         if self.heartbeat_every.is_zero() || self.heartbeat_every * 3 > self.claim_ttl {
-            let problem = format!("it is not within a third of claim_ttl {:?}", self.claim_ttl);
+            let problem =
+                format!("must be at most a third of `claim_ttl`, which is {:?}", self.claim_ttl);
             return Err(IssueError::invalid("heartbeat_every", problem));
         }
         if self.newer_events_every.is_zero() || self.deadline.is_zero() {
-            return Err(IssueError::invalid("newer_events_every or deadline", "it is zero"));
+            return Err(IssueError::invalid(
+                "newer_events_every or deadline",
+                "must be greater than zero",
+            ));
         }
         Ok(())
     }
@@ -98,8 +104,8 @@ impl WorkerConfig {
         }
     }
 
-    /// How often claims are renewed and newer events looked for.
-    pub(crate) fn beat_every(&self) -> Duration {
+    /// Interval of claim renewals, which also check for newer events.
+    pub(crate) fn renew_every(&self) -> Duration {
         match self.on_new_event {
             OnNewEvent::Queue => self.heartbeat_every,
             OnNewEvent::Supersede { .. } => self.heartbeat_every.min(self.newer_events_every),
@@ -107,14 +113,14 @@ impl WorkerConfig {
     }
 }
 
-/// Names of workers are compared over processes and over time, so a name is never used twice.
+/// A worker name that is unique over processes and time.
 pub(crate) fn unique_name() -> String {
     let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
     let host = match host.trim() {
         "" => "localhost",
         host => host,
     };
-    format!("worker:{host}:{}:{:016x}", std::process::id(), crate::chance::bits())
+    format!("worker:{host}:{}:{:016x}", std::process::id(), crate::random::u64())
 }
 
 #[cfg(test)]
@@ -122,7 +128,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn settings_that_make_no_sense_are_refused_by_name() {
+    fn an_invalid_setting_is_rejected_by_name() {
         let default = WorkerConfig::default;
         let minute = Duration::from_secs(60);
         for (name, config) in [

@@ -1,4 +1,4 @@
-//! What people read with SQL: the seed's queries, word for word, and an audit that finds what was changed by hand.
+//! Administrative SQL: the queries of the seed, and the consistency check after changes by hand.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -22,7 +22,7 @@ FROM event_logs
 WHERE processed_at IS NULL 
 GROUP BY issue_id;";
 
-/// Two issues queued with one and two events, one being processed.
+/// Two queued issues with one and two events, and one in processing.
 async fn fill(store: &dyn Store) -> Result<()> {
     record(store, "1", "a").await?;
     record(store, "2", "b").await?;
@@ -34,7 +34,7 @@ async fn fill(store: &dyn Store) -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_three_admin_queries_run_verbatim_on_postgres_and_tell_the_truth() -> Result<()> {
+async fn the_three_admin_queries_of_the_seed_are_correct_on_postgres() -> Result<()> {
     let database = Postgres::shared()?.database()?;
     fill(&*open(&database.url()).await?).await?;
     assert_eq!(database.query(QUEUED)?, "2");
@@ -50,7 +50,7 @@ async fn the_three_admin_queries_run_verbatim_on_postgres_and_tell_the_truth() -
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_admin_queries_that_sqlite_understands_tell_the_truth_there_too() -> Result<()> {
+async fn the_portable_admin_queries_are_correct_on_sqlite() -> Result<()> {
     let file = File::new()?;
     fill(&*open(&file.url).await?).await?;
     let mut connection = sqlx::SqliteConnection::connect(&file.url).await?;
@@ -63,7 +63,7 @@ async fn the_admin_queries_that_sqlite_understands_tell_the_truth_there_too() ->
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_names_of_the_seed_are_there_on_postgres() -> Result<()> {
+async fn the_schema_names_of_the_seed_exist_on_postgres() -> Result<()> {
     let database = Postgres::shared()?.database()?;
     open(&database.url()).await?;
     let index = database
@@ -72,11 +72,11 @@ async fn the_names_of_the_seed_are_there_on_postgres() -> Result<()> {
         index.contains("(processing_status, id) WHERE (processing_status <> 'idle'"),
         "{index}"
     );
-    let refused = database.query(
+    let rejected = database.query(
         "INSERT INTO issues (integration_id, external_project_id, external_issue_id, processing_status)
          VALUES (1, 'p', '1', 'busy')",
     );
-    assert!(refused.unwrap_err().to_string().contains("chk_issues_processing_status"));
+    assert!(rejected.unwrap_err().to_string().contains("chk_issues_processing_status"));
     let types = database.query(
         "SELECT string_agg(data_type, ',' ORDER BY column_name) FROM information_schema.columns
          WHERE (table_name, column_name) IN (('issues', 'discussions'), ('event_logs', 'payload'))",
@@ -86,7 +86,7 @@ async fn the_names_of_the_seed_are_there_on_postgres() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_audit_names_every_issue_whose_books_were_changed_by_hand() -> Result<()> {
+async fn the_consistency_check_reports_every_issue_changed_by_hand() -> Result<()> {
     let (file, database) = (File::new()?, Postgres::shared()?.database()?);
     let tampering = [
         "UPDATE issues SET pending_events = 7 WHERE external_issue_id = '1'",
@@ -108,17 +108,17 @@ async fn the_audit_names_every_issue_whose_books_were_changed_by_hand() -> Resul
                 database.query(statement)?;
             }
         }
-        let audit = store.audit(2).await?;
-        assert_eq!((audit.discrepancies.len(), audit.discrepancies_total), (2, 3));
-        let audit = store.audit(10).await?;
+        let report = store.check_consistency(2).await?;
+        assert_eq!((report.discrepancies.len(), report.discrepancies_total), (2, 3));
+        let report = store.check_consistency(10).await?;
         let problems: Vec<&str> =
-            audit.discrepancies.iter().map(|one| one.problem.as_str()).collect();
+            report.discrepancies.iter().map(|one| one.problem.as_str()).collect();
         assert_eq!(
             problems,
             [
-                "it counts 7 pending event logs, but 1 are unprocessed",
+                "pending_events is 7, but 1 event logs are unprocessed",
                 "it is idle with unprocessed event logs",
-                "it counts 1 pending event logs, but 0 are unprocessed",
+                "pending_events is 1, but 0 event logs are unprocessed",
             ]
         );
     }
@@ -126,7 +126,7 @@ async fn the_audit_names_every_issue_whose_books_were_changed_by_hand() -> Resul
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_clock_of_a_process_decides_nothing_on_postgres() -> Result<()> {
+async fn the_clock_of_a_process_has_no_effect_on_postgres() -> Result<()> {
     let database = Postgres::shared()?.database()?;
     let behind = Arc::new(TestClock::at(Timestamp::from_millis(1_000)));
     let options = StoreOptions { clock: behind, ..StoreOptions::default() };
@@ -135,7 +135,7 @@ async fn the_clock_of_a_process_decides_nothing_on_postgres() -> Result<()> {
     let issue = record(&*slow, "1", "a").await?.issue_id;
     let claims = slow.claim(&[issue], &ClaimOptions::new("slow")).await?;
     let headwater_issue::Claim::Won(claimed) = &claims[0] else { panic!("{claims:?}") };
-    let now = right.facts_for_why(issue).await?.unwrap().now;
+    let now = right.issue_facts(issue).await?.unwrap().now;
     assert!(claimed.expires_at > now && claimed.expires_at <= now.after(Duration::from_secs(60)));
     let taken = right.claim(&[issue], &ClaimOptions::new("right")).await?;
     assert!(matches!(taken[0], headwater_issue::Claim::Taken { .. }), "{taken:?}");
@@ -143,7 +143,7 @@ async fn the_clock_of_a_process_decides_nothing_on_postgres() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_claim_without_an_end_that_another_program_wrote_has_run_out() -> Result<()> {
+async fn a_claim_without_expiry_written_by_another_program_is_expired() -> Result<()> {
     let (file, database) = (File::new()?, Postgres::shared()?.database()?);
     for url in [file.url.clone(), database.url()] {
         let store = open(&url).await?;
@@ -157,9 +157,12 @@ async fn a_claim_without_an_end_that_another_program_wrote_has_run_out() -> Resu
         } else {
             database.query(forever)?;
         }
-        assert_eq!(store.audit(10).await?.discrepancies, []);
-        let why = headwater_issue::why(&*store, swept).await?;
-        assert!(matches!(why.reason, headwater_issue::Reason::ClaimRanOut { .. }), "{why:?}");
+        assert_eq!(store.check_consistency(10).await?.discrepancies, []);
+        let diagnosis = headwater_issue::explain(&*store, swept).await?;
+        assert!(
+            matches!(diagnosis.reason, headwater_issue::DiagnosisReason::ClaimExpired { .. }),
+            "{diagnosis:?}"
+        );
         let claims = store.claim(&[claimed], &ClaimOptions::new("worker")).await?;
         assert!(matches!(claims[0], headwater_issue::Claim::Won(_)), "{claims:?}");
         let found = store.sweep(&headwater_issue::SweepOptions::default()).await?;
@@ -170,7 +173,7 @@ async fn a_claim_without_an_end_that_another_program_wrote_has_run_out() -> Resu
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn only_one_row_of_an_issue_is_ever_among_those_to_take() -> Result<()> {
+async fn only_one_row_of_an_issue_can_be_taken() -> Result<()> {
     let (file, database) = (File::new()?, Postgres::shared()?.database()?);
     for url in [file.url.clone(), database.url()] {
         let store = open(&url).await?;
@@ -179,8 +182,8 @@ async fn only_one_row_of_an_issue_is_ever_among_those_to_take() -> Result<()> {
             let claims = store.claim(&[issue], &ClaimOptions::new("worker")).await?;
             let headwater_issue::Claim::Won(claimed) = &claims[0] else { panic!("{claims:?}") };
             let (kind, target) = (headwater_issue::OutboxKind::Reply, String::new());
-            let row = headwater_issue::NewOutbox { kind, target, payload: "1".into() };
-            let run = headwater_issue::Completion {
+            let row = headwater_issue::NewOutboxRow { kind, target, payload: "1".into() };
+            let run = headwater_issue::RunCompletion {
                 issue_id: issue,
                 epoch: claimed.epoch,
                 outbox: vec![row; 50],
@@ -190,10 +193,10 @@ async fn only_one_row_of_an_issue_is_ever_among_those_to_take() -> Result<()> {
         }
         let seen = "SELECT count(*) FROM outbox WHERE status IN ('pending', 'taken')";
         let count: i64 = match store.read_connection().await?.connection() {
-            headwater_issue::Connection::Postgres(connection) => {
+            headwater_issue::StoreConnection::Postgres(connection) => {
                 sqlx::query(seen).fetch_one(connection).await?.try_get(0)?
             }
-            headwater_issue::Connection::Sqlite(connection) => {
+            headwater_issue::StoreConnection::Sqlite(connection) => {
                 sqlx::query(seen).fetch_one(connection).await?.try_get(0)?
             }
             other => panic!("{other:?}"),

@@ -1,4 +1,4 @@
-//! How the outbox fares with much in it that cannot go yet.
+//! Cost of taking outbox rows with a large blocked backlog.
 
 use std::time::Duration;
 
@@ -9,11 +9,11 @@ use sqlx::Row;
 
 use super::{File, open_with, record};
 
-/// Rows that wait behind one which is in backoff.
+/// Rows that wait behind a row in backoff.
 const BLOCKED: i64 = 100_000;
 
 #[tokio::test(flavor = "multi_thread")]
-async fn looking_for_rows_to_deliver_costs_the_same_however_many_are_blocked() -> Result<()> {
+async fn the_cost_of_taking_rows_does_not_depend_on_blocked_rows() -> Result<()> {
     let (file, database) = (File::new()?, Postgres::shared()?.database()?);
     for url in [file.url.clone(), database.url()] {
         let options =
@@ -21,9 +21,9 @@ async fn looking_for_rows_to_deliver_costs_the_same_however_many_are_blocked() -
         let store = open_with(&url, &options).await?;
         let issue = record(&*store, "1", "a").await?.issue_id;
         let mut transaction = store.begin().await?;
-        let row = |n: i64| headwater_issue::KeyedOutbox {
+        let row = |n: i64| headwater_issue::KeyedOutboxRow {
             key: n.to_string(),
-            row: headwater_issue::NewOutbox {
+            row: headwater_issue::NewOutboxRow {
                 kind: headwater_issue::OutboxKind::Reply,
                 target: String::new(),
                 payload: "{}".into(),
@@ -32,7 +32,7 @@ async fn looking_for_rows_to_deliver_costs_the_same_however_many_are_blocked() -
         transaction.write_outbox(issue, &[row(0), row(1)]).await?;
         transaction.commit().await?;
         let head = store.take_outbox("d", 1, Duration::from_secs(60)).await?.remove(0);
-        let delivery = headwater_issue::Delivery::Retry {
+        let delivery = headwater_issue::OutboxDelivery::Retry {
             after: Duration::from_secs(3600),
             error: "busy".into(),
         };
@@ -49,10 +49,10 @@ async fn looking_for_rows_to_deliver_costs_the_same_however_many_are_blocked() -
         );
         let mut transaction = store.begin().await?;
         match transaction.connection() {
-            headwater_issue::Connection::Postgres(connection) => {
+            headwater_issue::StoreConnection::Postgres(connection) => {
                 sqlx::query(sqlx::AssertSqlSafe(many)).execute(connection).await?;
             }
-            headwater_issue::Connection::Sqlite(connection) => {
+            headwater_issue::StoreConnection::Sqlite(connection) => {
                 sqlx::query(sqlx::AssertSqlSafe(many)).execute(connection).await?;
             }
             other => panic!("{other:?}"),
@@ -67,15 +67,15 @@ async fn looking_for_rows_to_deliver_costs_the_same_however_many_are_blocked() -
     Ok(())
 }
 
-/// What a look costs: pages on Postgres, rows that are looked at on SQLite. Neither depends on what else the machine does.
+/// Cost of a take: pages on PostgreSQL, visited rows on SQLite. Independent of the load of the machine.
 async fn cost(store: &dyn headwater_issue::Store) -> Result<i64> {
     match store.read_connection().await?.connection() {
-        headwater_issue::Connection::Postgres(connection) => {
+        headwater_issue::StoreConnection::Postgres(connection) => {
             let look =
                 "EXPLAIN (ANALYZE, BUFFERS) SELECT * FROM headwater_take_outbox('d', 32, 60000, 32, 32,
                 '{}', '{}', '{}', '{}', '{}', '{}', '{}')";
             let mut pages = i64::MAX;
-            // The first looks of a connection read the catalog, too, and so does one after the statistics changed.
+            // The first takes of a connection, and the first after changed statistics, also read the catalog.
             for _ in 0..4 {
                 let rows = sqlx::query(look).fetch_all(&mut *connection).await?;
                 let lines = rows.iter().map(|row| row.try_get::<String, _>(0));
@@ -86,7 +86,7 @@ async fn cost(store: &dyn headwater_issue::Store) -> Result<i64> {
             }
             Ok(pages)
         }
-        headwater_issue::Connection::Sqlite(connection) => {
+        headwater_issue::StoreConnection::Sqlite(connection) => {
             let rows = sqlx::query(
                 "SELECT id FROM outbox WHERE status IN ('pending', 'taken') AND due_at <= 9e15",
             )

@@ -1,22 +1,24 @@
-//! Calls that are given up half-way: whatever is confirmed afterwards is committed, whichever connection it ran on.
+//! Cancelled calls: everything confirmed afterwards is committed, on any connection.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Result;
-use headwater_issue::{Confirmations, Connection, IssueError, Quiet, Store, StoreOptions};
+use headwater_issue::{
+    CommitVerifier, DebounceWindow, IssueError, Store, StoreConnection, StoreOptions,
+};
 use headwater_testkit::{Postgres, Proxy, Random};
 
 use super::{File, event, open, open_with, record};
 
 const DEADLINE: Duration = Duration::from_millis(500);
 
-/// One connection, so that a call runs on what the call before it left behind.
+/// One connection, so that a call uses the connection of the previous call.
 fn one_connection() -> StoreOptions {
     StoreOptions { call_deadline: DEADLINE, connections_max: 1, ..StoreOptions::default() }
 }
 
-/// Records an event as its sender would: it is sent again until it is confirmed.
+/// Records an event until it is confirmed, like a sender.
 async fn confirmed(store: &dyn Store, issue: &str, key: &str) -> Result<()> {
     for _ in 0..60 {
         match record(store, issue, key).await {
@@ -33,12 +35,15 @@ async fn pending(store: &dyn Store, issue: &str) -> Result<u64> {
     Ok(issue.map_or(0, |issue| issue.pending_events))
 }
 
-async fn execute(connection: Connection<'_>, statement: &'static str) -> Result<(), sqlx::Error> {
+async fn execute(
+    connection: StoreConnection<'_>,
+    statement: &'static str,
+) -> Result<(), sqlx::Error> {
     match connection {
-        Connection::Postgres(postgres) => {
+        StoreConnection::Postgres(postgres) => {
             sqlx::query(statement).execute(postgres).await.map(|_| ())
         }
-        Connection::Sqlite(sqlite) => sqlx::query(statement).execute(sqlite).await.map(|_| ()),
+        StoreConnection::Sqlite(sqlite) => sqlx::query(statement).execute(sqlite).await.map(|_| ()),
         other => panic!("{other:?}"),
     }
 }
@@ -63,7 +68,7 @@ async fn an_event_confirmed_after_an_abandoned_begin_is_committed() -> Result<()
     Ok(())
 }
 
-/// Drops calls of every kind after a random time, while replies come late, and confirms events in between.
+/// Drops calls of every kind after a random time while replies are delayed, and confirms events in between.
 async fn drops_calls_at_random(store: &Arc<dyn Store>, random: &mut Random) -> Result<u64> {
     let mut count = 0;
     for round in 0..120_u32 {
@@ -74,11 +79,11 @@ async fn drops_calls_at_random(store: &Arc<dyn Store>, random: &mut Random) -> R
             match kind {
                 0 => drop(calling.begin().await),
                 1 => drop(record(&*calling, "abandoned", &key).await),
-                2 => drop(calling.audit(10).await),
+                2 => drop(calling.check_consistency(10).await),
                 _ => {
                     let Ok(mut transaction) = calling.begin().await else { return };
                     let event = event("abandoned", &key);
-                    drop(transaction.record(&[event], &Quiet::default()).await);
+                    drop(transaction.record(&[event], &DebounceWindow::default()).await);
                     drop(execute(transaction.connection(), "SELECT 1").await);
                     drop(transaction.commit().await);
                 }
@@ -112,7 +117,7 @@ async fn events_confirmed_between_calls_that_are_dropped_at_random_are_committed
     let confirmed = drops_calls_at_random(&store, &mut random).await?;
     store.close().await;
     assert_eq!(counted(&*direct).await?, confirmed);
-    assert!(direct.audit(10).await?.balances());
+    assert!(direct.check_consistency(10).await?.is_consistent());
     Ok(())
 }
 
@@ -126,7 +131,7 @@ async fn events_confirmed_between_calls_that_are_dropped_at_random_are_committed
     store.close().await;
     let store = open(&file.url).await?;
     assert_eq!(counted(&*store).await?, confirmed);
-    assert!(store.audit(10).await?.balances());
+    assert!(store.check_consistency(10).await?.is_consistent());
     Ok(())
 }
 
@@ -137,15 +142,15 @@ async fn the_commit_of_a_failed_transaction_is_an_error() -> Result<()> {
         let store = open(&url).await?;
         // On PostgreSQL a transaction with a failed statement is rolled back by `COMMIT`, which reports no error.
         let mut transaction = store.begin().await?;
-        transaction.record(&[event("1", "a")], &Quiet::default()).await.remove(0)?;
+        transaction.record(&[event("1", "a")], &DebounceWindow::default()).await.remove(0)?;
         let failed = execute(transaction.connection(), "SELECT * FROM no_such_table").await;
         assert!(failed.is_err());
         let committed = transaction.commit().await.is_ok();
         assert_eq!(pending(&*store, "1").await?, u64::from(committed), "{url}");
 
-        // One that the caller ended is not confirmed a second time.
+        // A transaction that the caller ended is not confirmed.
         let mut transaction = store.begin().await?;
-        transaction.record(&[event("2", "b")], &Quiet::default()).await.remove(0)?;
+        transaction.record(&[event("2", "b")], &DebounceWindow::default()).await.remove(0)?;
         execute(transaction.connection(), "ROLLBACK").await?;
         assert!(transaction.commit().await.is_err(), "{url}");
         assert_eq!(pending(&*store, "2").await?, 0, "{url}");
@@ -160,7 +165,7 @@ async fn a_connection_that_is_left_inside_a_transaction_confirms_nothing() -> Re
     let database = Postgres::shared()?.database()?;
     let direct = open(&database.url()).await?;
     let store = open_with(&database.url(), &one_connection()).await?;
-    // As a cancelled BEGIN would leave it: the library does not know of the transaction.
+    // Like after a cancelled BEGIN: sqlx does not know of the transaction.
     let mut reading = store.read_connection().await?;
     execute(reading.connection(), "BEGIN").await?;
     reading.release().await;
@@ -170,22 +175,22 @@ async fn a_connection_that_is_left_inside_a_transaction_confirms_nothing() -> Re
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_read_back_finds_a_confirmed_event_that_is_not_committed() -> Result<()> {
+async fn the_commit_verifier_finds_a_confirmed_event_that_is_not_committed() -> Result<()> {
     let (file, database) = (File::new()?, Postgres::shared()?.database()?);
     for url in [file.url.clone(), database.url()] {
         let store = open(&url).await?;
-        let confirmations = Confirmations::default();
-        assert_eq!(confirmations.check_once(&*store).await?, []);
+        let commit_verifier = CommitVerifier::default();
+        assert_eq!(commit_verifier.verify_once(&*store).await?, []);
         let committed = record(&*store, "1", "a").await?.event_log_id;
         let mut transaction = store.begin().await?;
-        let recorded = transaction.record(&[event("2", "b")], &Quiet::default()).await;
+        let recorded = transaction.record(&[event("2", "b")], &DebounceWindow::default()).await;
         let uncommitted = recorded.into_iter().next().unwrap()?.event_log_id;
-        confirmations.note(committed);
-        confirmations.note(uncommitted);
-        assert_eq!(confirmations.check_once(&*store).await?, [uncommitted], "{url}");
+        commit_verifier.add(committed);
+        commit_verifier.add(uncommitted);
+        assert_eq!(commit_verifier.verify_once(&*store).await?, [uncommitted], "{url}");
         transaction.commit().await?;
-        confirmations.note(uncommitted);
-        assert_eq!(confirmations.check_once(&*store).await?, [], "{url}");
+        commit_verifier.add(uncommitted);
+        assert_eq!(commit_verifier.verify_once(&*store).await?, [], "{url}");
     }
     Ok(())
 }

@@ -1,20 +1,20 @@
-//! Servers that die, replies that are lost, and locks that others hold: typed errors, and nothing half-done.
+//! Killed servers, lost replies and foreign locks: typed errors, and no partial effect.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Result;
 use headwater_issue::{
-    Claim, ClaimOptions, Completed, Completion, IssueError, NewOutbox, OutboxKind, Quiet, Store,
-    StoreOptions,
+    Claim, ClaimOptions, CompletionOutcome, DebounceWindow, IssueError, NewOutboxRow, OutboxKind,
+    RunCompletion, Store, StoreOptions,
 };
 use headwater_testkit::{Postgres, Proxy};
 use sqlx::{Connection, PgConnection, SqliteConnection};
 
 use super::{File, event, open, open_with, record};
 
-/// Short, so that a test need not wait long for what cannot succeed.
-fn impatient() -> StoreOptions {
+/// A short timeout, for calls that cannot succeed.
+fn short_timeout() -> StoreOptions {
     StoreOptions {
         call_deadline: Duration::from_secs(5),
         connections_max: 2,
@@ -22,10 +22,10 @@ fn impatient() -> StoreOptions {
     }
 }
 
-/// The tables are made in peace first.
-async fn impatient_store(url: &str) -> Result<Arc<dyn Store>> {
+/// Applies the migrations with the default timeout first.
+async fn store_with_short_timeout(url: &str) -> Result<Arc<dyn Store>> {
     open(url).await?.close().await;
-    open_with(url, &impatient()).await
+    open_with(url, &short_timeout()).await
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -35,7 +35,7 @@ async fn a_record_whose_reply_was_lost_is_a_duplicate_when_repeated() -> Result<
     let proxy = Proxy::start(Postgres::shared()?.addr())?;
     let store = open(&database.url_at(proxy.addr())).await?;
 
-    // The reply that is lost may be that of a ping or of a preparation: then the event is new when repeated.
+    // The lost reply may be that of a ping or a prepare; the event is new when repeated then.
     let mut duplicates = 0;
     let mut rounds = 0;
     while duplicates < 3 {
@@ -52,21 +52,21 @@ async fn a_record_whose_reply_was_lost_is_a_duplicate_when_repeated() -> Result<
     Ok(())
 }
 
-/// Repeats a call while its connection is lost; a few times are enough for any number of lost ones.
+/// Repeats a call that failed because its connection was lost.
 async fn repeat<T>(
     call: impl AsyncFn() -> headwater_issue::Result<T>,
 ) -> headwater_issue::Result<T> {
-    let mut answer = call().await;
+    let mut result = call().await;
     for _ in 0..20 {
-        if answer.as_ref().is_err_and(IssueError::is_transient) {
-            answer = call().await;
+        if result.as_ref().is_err_and(IssueError::is_transient) {
+            result = call().await;
         }
     }
-    answer
+    result
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_completion_whose_reply_was_lost_happened_once() -> Result<()> {
+async fn a_completion_whose_reply_was_lost_takes_effect_once() -> Result<()> {
     let database = Postgres::shared()?.database()?;
     let proxy = Proxy::start(Postgres::shared()?.addr())?;
     let store = open(&database.url_at(proxy.addr())).await?;
@@ -79,18 +79,20 @@ async fn a_completion_whose_reply_was_lost_happened_once() -> Result<()> {
         let claims = direct.claim(&[issue], &ClaimOptions::new("w")).await?;
         let Claim::Won(claimed) = &claims[0] else { panic!("{claims:?}") };
         let (target, payload) = (String::new(), "{}".to_owned());
-        let run = Completion {
+        let run = RunCompletion {
             issue_id: issue,
             epoch: claimed.epoch,
             event_log_ids: claimed.events.iter().map(|event| event.id).collect(),
-            outbox: vec![NewOutbox { kind: OutboxKind::Reply, target, payload }],
-            ..Completion::default()
+            outbox: vec![NewOutboxRow { kind: OutboxKind::Reply, target, payload }],
+            ..RunCompletion::default()
         };
         proxy.drop_reply()?;
         let lost = store.complete(std::slice::from_ref(&run)).await;
         assert!(lost.is_ok() || lost.as_ref().is_err_and(IssueError::is_transient), "{lost:?}");
         let again = repeat(async || store.complete(std::slice::from_ref(&run)).await).await?;
-        let Completed::Committed { repeated: before, .. } = again[0] else { panic!("{again:?}") };
+        let CompletionOutcome::Committed { repeated: before, .. } = again[0] else {
+            panic!("{again:?}")
+        };
         repeated += u32::from(lost.is_err() && before);
         let rows = database.query("SELECT count(*) FROM outbox")?;
         assert_eq!(rows, rounds.to_string(), "one reply for each run");
@@ -99,7 +101,7 @@ async fn a_completion_whose_reply_was_lost_happened_once() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_server_that_was_killed_is_an_error_and_after_its_return_all_goes_on() -> Result<()> {
+async fn a_killed_server_is_an_error_and_calls_succeed_after_its_restart() -> Result<()> {
     let postgres = Postgres::start()?;
     let database = postgres.database()?;
     let store = open(&database.url()).await?;
@@ -110,7 +112,7 @@ async fn a_server_that_was_killed_is_an_error_and_after_its_return_all_goes_on()
         assert!(dead.as_ref().is_err_and(IssueError::is_transient), "{dead:?}");
     }
     postgres.restart()?;
-    // Connections of before the crash may each fail once.
+    // Each connection from before the crash may fail once.
     let mut recorded = record(&*store, "1", "b").await;
     for _ in 0..StoreOptions::default().connections_max {
         if recorded.is_ok() {
@@ -119,14 +121,14 @@ async fn a_server_that_was_killed_is_an_error_and_after_its_return_all_goes_on()
         recorded = record(&*store, "1", "b").await;
     }
     assert_eq!(store.issue(recorded?.issue_id).await?.unwrap().pending_events, 2);
-    assert_eq!(store.audit(10).await?.discrepancies, []);
+    assert_eq!(store.check_consistency(10).await?.discrepancies, []);
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_lock_that_somebody_holds_ends_calls_at_their_deadline_and_loses_nothing() -> Result<()> {
+async fn calls_blocked_by_a_lock_time_out_and_lose_nothing() -> Result<()> {
     let database = Postgres::shared()?.database()?;
-    let store = impatient_store(&database.url()).await?;
+    let store = store_with_short_timeout(&database.url()).await?;
     let issue = record(&*store, "1", "a").await?.issue_id;
     let mut connection = PgConnection::connect(&database.url()).await?;
     let mut holder = connection.begin().await?;
@@ -138,9 +140,9 @@ async fn a_lock_that_somebody_holds_ends_calls_at_their_deadline_and_loses_nothi
         let store = Arc::clone(&store);
         callers.spawn(async move { record(&*store, "1", &format!("b-{n}")).await });
     }
-    while let Some(answer) = callers.join_next().await {
-        let answer = answer?;
-        assert!(answer.as_ref().is_err_and(IssueError::is_transient), "{answer:?}");
+    while let Some(result) = callers.join_next().await {
+        let result = result?;
+        assert!(result.as_ref().is_err_and(IssueError::is_transient), "{result:?}");
     }
     holder.rollback().await?;
 
@@ -149,20 +151,20 @@ async fn a_lock_that_somebody_holds_ends_calls_at_their_deadline_and_loses_nothi
         record(&*patient, "1", &format!("b-{n}")).await?;
     }
     assert_eq!(patient.issue(issue).await?.unwrap().pending_events, 7);
-    assert_eq!(patient.audit(10).await?.discrepancies, []);
+    assert_eq!(patient.check_consistency(10).await?.discrepancies, []);
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_busy_sqlite_file_ends_calls_at_their_deadline_and_loses_nothing() -> Result<()> {
+async fn calls_on_a_locked_sqlite_file_time_out_and_lose_nothing() -> Result<()> {
     let file = File::new()?;
-    let store = impatient_store(&file.url).await?;
+    let store = store_with_short_timeout(&file.url).await?;
     let issue = record(&*store, "1", "a").await?.issue_id;
     let mut connection = SqliteConnection::connect(&file.url).await?;
     let holder = connection.begin_with("BEGIN IMMEDIATE").await?;
     let busy = record(&*store, "1", "b").await;
     assert!(busy.as_ref().is_err_and(IssueError::is_transient), "{busy:?}");
-    // Readers are not in the way of anybody.
+    // Reads are not blocked.
     assert_eq!(store.issue(issue).await?.unwrap().pending_events, 1);
     holder.rollback().await?;
 
@@ -173,27 +175,27 @@ async fn a_busy_sqlite_file_ends_calls_at_their_deadline_and_loses_nothing() -> 
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_call_that_is_dropped_happens_wholly_or_not_at_all() -> Result<()> {
+async fn a_dropped_call_takes_effect_completely_or_not_at_all() -> Result<()> {
     let (file, database) = (File::new()?, Postgres::shared()?.database()?);
     for url in [file.url.clone(), database.url()] {
         let store = open(&url).await?;
         for n in 0..40_u64 {
             let events = [event("1", &format!("{n}-a")), event("2", &format!("{n}-b"))];
-            let quiet = Quiet::default();
-            let call = store.record(&events, &quiet);
-            // A moment that differs each time, from at once to after the end.
+            let debounce = DebounceWindow::default();
+            let call = store.record(&events, &debounce);
+            // A different moment each time, from immediately to after the end.
             let _ = tokio::time::timeout(Duration::from_micros(n * 150), call).await;
         }
         record(&*store, "3", "last").await?;
-        let audit = store.audit(10).await?;
-        assert_eq!(audit.discrepancies, []);
-        assert_eq!(audit.recorded % 2, 1, "both events of a batch, or none");
+        let report = store.check_consistency(10).await?;
+        assert_eq!(report.discrepancies, []);
+        assert_eq!(report.recorded % 2, 1, "both events of a batch, or none");
     }
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_database_that_prefers_another_isolation_level_works_too() -> Result<()> {
+async fn a_database_with_another_default_isolation_level_works() -> Result<()> {
     let database = Postgres::shared()?.database()?;
     database.query(&format!(
         "ALTER DATABASE {} SET default_transaction_isolation = 'serializable'",
@@ -213,15 +215,15 @@ async fn a_database_that_prefers_another_isolation_level_works_too() -> Result<(
         }
         assert_eq!(new, 1);
     }
-    assert_eq!(store.audit(10).await?.discrepancies, []);
+    assert_eq!(store.check_consistency(10).await?.discrepancies, []);
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_outbox_filled_by_another_process_wakes_who_waits_on_postgres() -> Result<()> {
+async fn an_outbox_row_of_another_process_wakes_a_waiting_deliverer_on_postgres() -> Result<()> {
     let database = Postgres::shared()?.database()?;
     let (waiter, other) = (open(&database.url()).await?, open(&database.url()).await?);
-    // The first wait ends when it listens; from then on each wake has a cause.
+    // The first wait completes when LISTEN has started; later wake-ups have a cause.
     waiter.outbox_wake(Duration::from_secs(60)).await;
     let waiting = tokio::spawn(async move {
         let started = tokio::time::Instant::now();
@@ -231,26 +233,27 @@ async fn an_outbox_filled_by_another_process_wakes_who_waits_on_postgres() -> Re
     let issue = record(&*other, "1", "a").await?.issue_id;
     let claims = other.claim(&[issue], &ClaimOptions::new("w")).await?;
     let Claim::Won(claimed) = &claims[0] else { panic!("{claims:?}") };
-    let reply = NewOutbox { kind: OutboxKind::Event, target: String::new(), payload: "{}".into() };
+    let reply =
+        NewOutboxRow { kind: OutboxKind::Event, target: String::new(), payload: "{}".into() };
     let (epoch, outbox) = (claimed.epoch, vec![reply]);
     other
-        .complete(&[Completion { issue_id: issue, epoch, outbox, ..Completion::default() }])
+        .complete(&[RunCompletion { issue_id: issue, epoch, outbox, ..RunCompletion::default() }])
         .await?;
     assert!(waiting.await? < Duration::from_secs(30));
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_call_that_was_ended_for_a_deadlock_is_repeated_and_nobody_notices() -> Result<()> {
+async fn a_call_aborted_by_a_deadlock_is_retried() -> Result<()> {
     let database = Postgres::shared()?.database()?;
-    // Our connections look for deadlocks soon, and so ours is the call that is ended; the other one never looks.
+    // The store's connections detect deadlocks early, so their call is aborted and not the other.
     let name = database.name();
     database.query(&format!("ALTER DATABASE {name} SET deadlock_timeout = '300ms'"))?;
     let store = open(&database.url()).await?;
     let mut connection = PgConnection::connect(&database.url()).await?;
     sqlx::query("SET deadlock_timeout = '60s'").execute(&mut connection).await?;
     let found = format!("SELECT deadlocks FROM pg_stat_database WHERE datname = '{name}'");
-    // Once is enough; on a machine that is slow, ours may look before there is anything to find.
+    // One deadlock is enough; on a slow machine the detection may run before there is one.
     for round in 0.. {
         let first = record(&*store, "1", &format!("{round}-a")).await?.issue_id;
         let second = record(&*store, "2", &format!("{round}-b")).await?.issue_id;
@@ -261,7 +264,7 @@ async fn a_call_that_was_ended_for_a_deadlock_is_repeated_and_nobody_notices() -
             let store = Arc::clone(&store);
             async move { store.claim(&[first, second], &ClaimOptions::new("w")).await }
         });
-        // Not before ours has the first and waits for the second.
+        // Wait until the claim has locked the first issue and waits for the second.
         let waits = "SELECT count(*) FROM pg_stat_activity
                      WHERE wait_event_type = 'Lock' AND datname = current_database()";
         while database.query(waits)? != "1" && !claiming.is_finished() {}
@@ -273,8 +276,12 @@ async fn a_call_that_was_ended_for_a_deadlock_is_repeated_and_nobody_notices() -
                     let Claim::Won(claimed) = claim else { panic!("{claim:?}") };
                     let (issue_id, epoch) = (claimed.issue.id, claimed.epoch);
                     let event_log_ids = claimed.events.iter().map(|event| event.id).collect();
-                    let run =
-                        Completion { issue_id, epoch, event_log_ids, ..Completion::default() };
+                    let run = RunCompletion {
+                        issue_id,
+                        epoch,
+                        event_log_ids,
+                        ..RunCompletion::default()
+                    };
                     store.complete(&[run]).await?;
                 }
             }
@@ -289,20 +296,20 @@ async fn a_call_that_was_ended_for_a_deadlock_is_repeated_and_nobody_notices() -
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_audit_has_more_time_than_other_calls() -> Result<()> {
+async fn a_consistency_check_has_a_longer_timeout_than_other_calls() -> Result<()> {
     let database = Postgres::shared()?.database()?;
-    let store = impatient_store(&database.url()).await?;
+    let store = store_with_short_timeout(&database.url()).await?;
     record(&*store, "1", "a").await?;
     let mut connection = PgConnection::connect(&database.url()).await?;
     let mut holder = connection.begin().await?;
     sqlx::query("LOCK TABLE event_logs").execute(&mut *holder).await?;
-    let auditing = tokio::spawn({
+    let checking = tokio::spawn({
         let store = Arc::clone(&store);
-        async move { store.audit(10).await }
+        async move { store.check_consistency(10).await }
     });
-    // Beyond the deadline of a call.
-    tokio::time::sleep(impatient().call_deadline + Duration::from_millis(200)).await;
+    // Longer than the timeout of a call.
+    tokio::time::sleep(short_timeout().call_deadline + Duration::from_millis(200)).await;
     holder.rollback().await?;
-    assert_eq!(auditing.await??.recorded, 1);
+    assert_eq!(checking.await??.recorded, 1);
     Ok(())
 }

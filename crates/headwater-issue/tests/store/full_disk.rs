@@ -1,4 +1,4 @@
-//! A disk that is full for a while, and a file that is taken away.
+//! A full disk, and a deleted or replaced database file.
 
 use anyhow::Result;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
@@ -6,10 +6,10 @@ use tokio::signal::unix::{SignalKind, signal};
 
 use super::{File, event, open, record};
 
-/// What the system sends to a process that writes beyond its limit. Unheard, it would end the process.
+/// Signal of a write over the file size limit. Unhandled, it ends the process.
 const SIGXFSZ: i32 = 25;
 
-/// Lets no file of this process grow beyond `bytes`, as a full disk would; `None` ends that.
+/// Limits the file size of this process, to simulate a full disk; `None` removes the limit.
 fn limit_files(bytes: Option<u64>) -> Result<()> {
     let maximum = getrlimit(Resource::Fsize).maximum;
     setrlimit(Resource::Fsize, Rlimit { current: bytes.or(maximum), maximum })?;
@@ -17,14 +17,14 @@ fn limit_files(bytes: Option<u64>) -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn after_a_full_disk_the_same_store_goes_on() -> Result<()> {
+async fn a_store_recovers_after_a_full_disk() -> Result<()> {
     let _ignored = signal(SignalKind::from_raw(SIGXFSZ))?;
     let file = File::new()?;
     let store = open(&file.url).await?;
     record(&*store, "42", "before").await?;
 
     limit_files(Some(4096))?;
-    // In single statements and at their commit: both end a transaction in a way of their own.
+    // Failures of a statement and of the commit end the transaction in different ways.
     for round in 0..5 {
         let full = record(&*store, "42", &format!("full {round}")).await;
         assert!(full.as_ref().is_err_and(|error| error.is_transient()), "{full:?}");
@@ -37,8 +37,8 @@ async fn after_a_full_disk_the_same_store_goes_on() -> Result<()> {
     limit_files(None)?;
 
     record(&*store, "42", "after").await?;
-    let audit = store.audit(1).await?;
-    assert_eq!(audit.recorded, 2);
+    let report = store.check_consistency(1).await?;
+    assert_eq!(report.recorded, 2);
     Ok(())
 }
 
@@ -53,17 +53,17 @@ async fn nothing_is_confirmed_after_the_database_file_was_deleted_or_replaced() 
     transaction.record(&[event("1", "in between")], &Default::default()).await.remove(0)?;
 
     std::fs::rename(&path, &moved)?;
-    let is_refused = |answer: Result<(), headwater_issue::IssueError>, what: &str| {
-        let error = answer.expect_err(what).to_string();
+    let assert_rejected = |result: Result<(), headwater_issue::IssueError>, what: &str| {
+        let error = result.expect_err(what).to_string();
         assert!(error.contains("database file") && error.contains("while it was open"), "{error}");
     };
-    is_refused(transaction.commit().await, "the commit of a transaction");
-    is_refused(record(&*store, "1", "deleted").await.map(drop), "a record");
-    is_refused(store.workers().await.map(drop), "a read, which readiness asks for");
+    assert_rejected(transaction.commit().await, "the commit of a transaction");
+    assert_rejected(record(&*store, "1", "deleted").await.map(drop), "a record");
+    assert_rejected(store.workers().await.map(drop), "a read, which readiness asks for");
     std::fs::write(&path, b"")?;
-    is_refused(record(&*store, "1", "replaced").await.map(drop), "a record");
+    assert_rejected(record(&*store, "1", "replaced").await.map(drop), "a record");
 
-    // The same file at its place again: nothing has to be restarted.
+    // The same file is back: no restart is needed.
     std::fs::rename(&moved, &path)?;
     record(&*store, "1", "after").await?;
     Ok(())

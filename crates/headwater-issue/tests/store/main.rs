@@ -1,5 +1,5 @@
-//! What the suite cannot ask of every store: starts at the same time, foreign transactions, lost connections, locks held by
-//! others, and what people read with SQL.
+//! Tests of the stores beyond the conformance suite: concurrent starts, caller's transactions, lost connections,
+//! foreign locks, and administrative SQL.
 #![cfg(all(feature = "sqlite", feature = "postgres"))]
 #![allow(clippy::unwrap_used, reason = "a test that panics has failed")]
 
@@ -15,7 +15,7 @@ mod transactions;
 use std::sync::Arc;
 
 use anyhow::Result;
-use headwater_issue::{NewEvent, Quiet, Recorded, Store, StoreOptions, connect};
+use headwater_issue::{DebounceWindow, NewEvent, Recorded, Store, StoreOptions, connect};
 
 fn event(issue: &str, key: &str) -> NewEvent {
     NewEvent {
@@ -30,7 +30,7 @@ fn event(issue: &str, key: &str) -> NewEvent {
 }
 
 async fn record(store: &dyn Store, issue: &str, key: &str) -> headwater_issue::Result<Recorded> {
-    store.record(&[event(issue, key)], &Quiet::default()).await.remove(0)
+    store.record(&[event(issue, key)], &DebounceWindow::default()).await.remove(0)
 }
 
 async fn open(url: &str) -> Result<Arc<dyn Store>> {
@@ -43,7 +43,7 @@ async fn open_with(url: &str, options: &StoreOptions) -> Result<Arc<dyn Store>> 
     Ok(store)
 }
 
-/// A SQLite file in a directory of its own.
+/// A SQLite file in its own directory.
 struct File {
     _directory: tempfile::TempDir,
     url: String,

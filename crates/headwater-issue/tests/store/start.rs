@@ -1,4 +1,4 @@
-//! Opening a store: several processes at once, and a database that is not ours to touch.
+//! Opening a store: several processes at once, invalid URLs, and incompatible databases.
 
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use sqlx::Connection;
 use super::{File, open, record};
 
 const PROCESSES: usize = 6;
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 #[test]
 #[ignore = "a role that other tests of this file start as a process of its own"]
@@ -24,7 +24,7 @@ fn opener() -> Result<()> {
     })
 }
 
-/// Processes that open the same empty database at the same moment, each writing one event.
+/// Starts processes that open the same empty database at once and record one event each.
 async fn start_at_once(url: &str) -> Result<()> {
     let keys: Vec<String> = (0..PROCESSES).map(|n| format!("key-{n}")).collect();
     let children = keys
@@ -32,23 +32,23 @@ async fn start_at_once(url: &str) -> Result<()> {
         .map(|key| Child::spawn_self("start::opener", &[("STORE_URL", url), ("STORE_KEY", key)]))
         .collect::<Result<Vec<_>>>()?;
     for child in &children {
-        child.line_after("OPENED", PATIENCE)?;
-        assert!(child.wait(PATIENCE)?.success());
+        child.line_after("OPENED", TIMEOUT)?;
+        assert!(child.wait(TIMEOUT)?.success());
     }
-    let audit = open(url).await?.audit(10).await?;
-    assert_eq!((audit.issues, audit.recorded), (1, PROCESSES as u64));
-    assert_eq!(audit.discrepancies, []);
+    let report = open(url).await?.check_consistency(10).await?;
+    assert_eq!((report.issues, report.recorded), (1, PROCESSES as u64));
+    assert_eq!(report.discrepancies, []);
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn six_processes_that_start_at_once_share_a_new_sqlite_file() -> Result<()> {
+async fn six_processes_started_at_once_share_a_new_sqlite_file() -> Result<()> {
     let file = File::new()?;
     start_at_once(&file.url).await
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn six_processes_that_start_at_once_share_a_new_postgres_database() -> Result<()> {
+async fn six_processes_started_at_once_share_a_new_postgres_database() -> Result<()> {
     let database = Postgres::shared()?.database()?;
     start_at_once(&database.url()).await?;
     assert_eq!(database.query("SELECT count(*) FROM headwater_migrations")?, "1");
@@ -56,7 +56,7 @@ async fn six_processes_that_start_at_once_share_a_new_postgres_database() -> Res
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_url_that_is_wrong_for_good_is_told_from_a_server_that_is_away() -> Result<()> {
+async fn an_invalid_url_is_distinguished_from_an_unavailable_server() -> Result<()> {
     let directory = tempfile::tempdir()?;
     let text = directory.path().join("notes.txt");
     std::fs::write(&text, "no database, but long enough to be taken for one\n".repeat(50))?;
@@ -64,7 +64,7 @@ async fn a_url_that_is_wrong_for_good_is_told_from_a_server_that_is_away() -> Re
     let missing = database.url().replace(database.name(), "nobody_made_this");
     for (url, said) in [
         (missing, "does not exist"),
-        (format!("sqlite:{}", text.display()), "no SQLite database"),
+        (format!("sqlite:{}", text.display()), "not a SQLite database"),
         (format!("sqlite:{}/missing/issues.db", directory.path().display()), "cannot be opened"),
     ] {
         let error = connect(&url, &StoreOptions::default()).await.unwrap_err();
@@ -75,7 +75,7 @@ async fn a_url_that_is_wrong_for_good_is_told_from_a_server_that_is_away() -> Re
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_was_recorded_is_there_when_the_store_is_opened_again() -> Result<()> {
+async fn recorded_events_exist_after_the_store_is_reopened() -> Result<()> {
     let (file, database) = (File::new()?, Postgres::shared()?.database()?);
     for url in [file.url.clone(), database.url()] {
         let store = open(&url).await?;
@@ -89,7 +89,7 @@ async fn what_was_recorded_is_there_when_the_store_is_opened_again() -> Result<(
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_database_of_a_newer_version_is_refused_and_left_alone() -> Result<()> {
+async fn a_database_of_a_newer_version_is_rejected_and_unchanged() -> Result<()> {
     let (file, database) = (File::new()?, Postgres::shared()?.database()?);
     open(&file.url).await?.close().await;
     let mut sqlite = sqlx::SqliteConnection::connect(&file.url).await?;
@@ -100,17 +100,17 @@ async fn a_database_of_a_newer_version_is_refused_and_left_alone() -> Result<()>
     open(&database.url()).await?.close().await;
     database.query(newer)?;
     for url in [file.url.clone(), database.url()] {
-        let refused = connect(&url, &StoreOptions::default()).await;
-        assert!(matches!(refused, Err(IssueError::Schema { .. })), "{refused:?}");
+        let rejected = connect(&url, &StoreOptions::default()).await;
+        assert!(matches!(rejected, Err(IssueError::Schema { .. })), "{rejected:?}");
     }
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_url_that_names_no_store_is_refused() -> Result<()> {
+async fn a_url_with_an_unknown_scheme_is_rejected() -> Result<()> {
     for url in ["", "mysql://x", "postgres://[", "sqlite"] {
-        let refused = connect(url, &StoreOptions::default()).await;
-        assert!(matches!(refused, Err(IssueError::Invalid { .. })), "{url}: {refused:?}");
+        let rejected = connect(url, &StoreOptions::default()).await;
+        assert!(matches!(rejected, Err(IssueError::Invalid { .. })), "{url}: {rejected:?}");
     }
     Ok(())
 }

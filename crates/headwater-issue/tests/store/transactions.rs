@@ -1,8 +1,9 @@
-//! Transactions of the caller: events, outbox rows and rows of his own tables together.
+//! Caller's transactions: events, outbox rows and the caller's tables change together.
 
 use anyhow::Result;
 use headwater_issue::{
-    IssueError, KeyedOutbox, NewEvent, NewOutbox, OutboxKind, Quiet, Store, postgres, sqlite,
+    DebounceWindow, IssueError, KeyedOutboxRow, NewEvent, NewOutboxRow, OutboxKind, Store,
+    postgres, sqlite,
 };
 use headwater_testkit::Postgres;
 use sqlx::{Connection, PgConnection, Row, SqliteConnection};
@@ -12,7 +13,7 @@ use super::{File, event, open, record};
 fn with_bad_ones() -> Vec<NewEvent> {
     vec![
         event("1", "a"),
-        NewEvent { integration: "nobody".into(), ..event("1", "x") },
+        NewEvent { integration: "unknown".into(), ..event("1", "x") },
         NewEvent { payload: "{".into(), ..event("1", "y") },
         NewEvent { payload: "{}".into(), ..event("1", "old") },
         event("1", "old"),
@@ -39,21 +40,26 @@ async fn events_and_the_callers_own_rows_are_committed_together_on_postgres() ->
     let mut connection = PgConnection::connect(&database.url()).await?;
     for commits in [false, true] {
         let mut transaction = connection.begin().await?;
-        let recorded = postgres::record_in(&mut transaction, &events, &Quiet::default()).await;
+        let recorded =
+            postgres::record_in(&mut transaction, &events, &DebounceWindow::default()).await;
         check(&recorded);
         assert!(recorded[4].as_ref().is_ok_and(|one| one.duplicate));
         sqlx::query("INSERT INTO mine VALUES (1)").execute(&mut *transaction).await?;
-        assert_eq!(store.audit(10).await?.recorded, 1, "nothing shows before the commit");
+        assert_eq!(
+            store.check_consistency(10).await?.recorded,
+            1,
+            "nothing shows before the commit"
+        );
         if commits {
             transaction.commit().await?;
         } else {
             transaction.rollback().await?;
         }
         let expected = if commits { (3, "1") } else { (1, "0") };
-        assert_eq!(store.audit(10).await?.recorded, expected.0);
+        assert_eq!(store.check_consistency(10).await?.recorded, expected.0);
         assert_eq!(database.query("SELECT count(*) FROM mine")?, expected.1);
     }
-    assert_eq!(store.audit(10).await?.discrepancies, []);
+    assert_eq!(store.check_consistency(10).await?.discrepancies, []);
     Ok(())
 }
 
@@ -68,39 +74,47 @@ async fn events_and_the_callers_own_rows_are_committed_together_on_sqlite() -> R
     sqlx::query("CREATE TABLE mine (n int)").execute(&mut connection).await?;
     for commits in [false, true] {
         let mut transaction = connection.begin_with("BEGIN IMMEDIATE").await?;
-        let recorded = sqlite::record_in(&mut transaction, &events, &Quiet::default()).await;
+        let recorded =
+            sqlite::record_in(&mut transaction, &events, &DebounceWindow::default()).await;
         check(&recorded);
         assert!(recorded[4].as_ref().is_ok_and(|one| one.duplicate));
         sqlx::query("INSERT INTO mine VALUES (1)").execute(&mut *transaction).await?;
-        assert_eq!(store.audit(10).await?.recorded, 1, "nothing shows before the commit");
+        assert_eq!(
+            store.check_consistency(10).await?.recorded,
+            1,
+            "nothing shows before the commit"
+        );
         if commits {
             transaction.commit().await?;
         } else {
             transaction.rollback().await?;
         }
-        assert_eq!(store.audit(10).await?.recorded, if commits { 3 } else { 1 });
+        assert_eq!(store.check_consistency(10).await?.recorded, if commits { 3 } else { 1 });
     }
     let rows = sqlx::query("SELECT n FROM mine").fetch_all(&mut connection).await?;
     assert_eq!(rows.len(), 1);
-    assert_eq!(store.audit(10).await?.discrepancies, []);
+    assert_eq!(store.check_consistency(10).await?.discrepancies, []);
     Ok(())
 }
 
-fn reply(key: &str, text: &str) -> KeyedOutbox {
+fn reply(key: &str, text: &str) -> KeyedOutboxRow {
     let (target, payload) = ("comment".to_owned(), format!(r#"{{"text":"{text}"}}"#));
-    KeyedOutbox { key: key.into(), row: NewOutbox { kind: OutboxKind::Reply, target, payload } }
+    KeyedOutboxRow {
+        key: key.into(),
+        row: NewOutboxRow { kind: OutboxKind::Reply, target, payload },
+    }
 }
 
-/// One statement on whatever connection a transaction has.
+/// Executes a statement on the connection of a transaction.
 async fn execute(
     transaction: &mut dyn headwater_issue::Transaction,
     statement: &'static str,
 ) -> Result<()> {
     match transaction.connection() {
-        headwater_issue::Connection::Postgres(postgres) => {
+        headwater_issue::StoreConnection::Postgres(postgres) => {
             sqlx::query(statement).execute(postgres).await?;
         }
-        headwater_issue::Connection::Sqlite(sqlite) => {
+        headwater_issue::StoreConnection::Sqlite(sqlite) => {
             sqlx::query(statement).execute(sqlite).await?;
         }
         other => anyhow::bail!("{other:?}"),
@@ -111,10 +125,10 @@ async fn execute(
 async fn count(store: &dyn Store, statement: &'static str) -> Result<i64> {
     let mut reading = store.read_connection().await?;
     let count = match reading.connection() {
-        headwater_issue::Connection::Postgres(connection) => {
+        headwater_issue::StoreConnection::Postgres(connection) => {
             sqlx::query(statement).fetch_one(connection).await?.try_get(0)?
         }
-        headwater_issue::Connection::Sqlite(connection) => {
+        headwater_issue::StoreConnection::Sqlite(connection) => {
             sqlx::query(statement).fetch_one(connection).await?.try_get(0)?
         }
         other => anyhow::bail!("{other:?}"),
@@ -124,7 +138,7 @@ async fn count(store: &dyn Store, statement: &'static str) -> Result<i64> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn tables_of_the_caller_change_together_with_ours_on_both_stores() -> Result<()> {
+async fn tables_of_the_caller_and_of_the_store_change_together() -> Result<()> {
     let (file, database) = (File::new()?, Postgres::shared()?.database()?);
     for url in [file.url.clone(), database.url()] {
         let store = open(&url).await?;
@@ -134,7 +148,8 @@ async fn tables_of_the_caller_change_together_with_ours_on_both_stores() -> Resu
         for commits in [false, true] {
             let mut transaction = store.begin().await?;
             execute(&mut *transaction, "INSERT INTO tickets VALUES ('42')").await?;
-            let recorded = transaction.record(&[event("42", "a")], &Quiet::default()).await;
+            let recorded =
+                transaction.record(&[event("42", "a")], &DebounceWindow::default()).await;
             let issue = recorded[0].as_ref().map_err(Clone::clone)?.issue_id;
             transaction.write_outbox(issue, &[reply("created", "hello")]).await?;
             let seen = count(&*store, "SELECT count(*) FROM tickets").await?;
@@ -147,13 +162,13 @@ async fn tables_of_the_caller_change_together_with_ours_on_both_stores() -> Resu
         let rows = store.take_outbox("deliverer", 10, std::time::Duration::from_secs(60)).await?;
         assert_eq!(rows.len(), 1);
         assert!(rows[0].idempotency_key.ends_with(":created"), "{rows:?}");
-        assert_eq!(store.audit(10).await?.recorded, 1);
+        assert_eq!(store.check_consistency(10).await?.recorded, 1);
     }
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn rows_are_put_into_the_outbox_on_a_connection_of_the_caller() -> Result<()> {
+async fn outbox_rows_are_written_on_a_connection_of_the_caller() -> Result<()> {
     let (file, database) = (File::new()?, Postgres::shared()?.database()?);
     let rows = [reply("a", "one"), reply("b", "two")];
     let store = open(&file.url).await?;
@@ -175,7 +190,7 @@ async fn rows_are_put_into_the_outbox_on_a_connection_of_the_caller() -> Result<
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_transaction_that_is_forgotten_is_ended_by_the_server() -> Result<()> {
+async fn an_idle_transaction_is_terminated_by_the_server() -> Result<()> {
     let database = Postgres::shared()?.database()?;
     let patient = open(&database.url()).await?;
     let options = headwater_issue::StoreOptions {
@@ -186,7 +201,7 @@ async fn a_transaction_that_is_forgotten_is_ended_by_the_server() -> Result<()> 
     let issue = record(&*store, "1", "a").await?.issue_id;
     let mut forgotten = store.begin().await?;
     forgotten.write_outbox(issue, &[reply("a", "never")]).await?;
-    // The issue is locked until the server ends the transaction; nobody else does here.
+    // The issue is locked until the server terminates the transaction.
     let mut recorded = record(&*patient, "1", "b").await;
     for _ in 0..60 {
         if recorded.is_ok() {

@@ -1,10 +1,9 @@
-//! What the tests of this crate share: places to keep things, a whole system in one value, a handler and a deliverer that
-//! remember what they did.
+//! Shared by the tests of this crate: backends, a complete system, and recording handlers and deliverers.
 
-#![allow(dead_code, reason = "each test binary uses a part of it")]
+#![allow(dead_code, reason = "each test binary uses only a part")]
 
-pub(crate) mod flaky;
-pub(crate) mod meters;
+pub(crate) mod captured_telemetry;
+pub(crate) mod flaky_store;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -24,20 +23,20 @@ use headwater_stream::{Backend, KeeperConfig};
 use tokio::sync::{Notify, oneshot};
 use tokio::task::JoinHandle;
 
-/// Long enough for anything on a slow machine.
+/// Timeout that is long enough for a slow machine.
 pub(crate) const LONG: Duration = Duration::from_secs(60);
 
-/// Where a system keeps what it knows.
-pub(crate) struct Place {
+/// URLs of the database and the streams of a system, and its clock.
+pub(crate) struct Backends {
     pub(crate) database: String,
     pub(crate) streams: String,
     pub(crate) clock: Option<TestClock>,
     _keep: Vec<Box<dyn std::any::Any + Send + Sync>>,
 }
 
-impl Place {
-    /// In this process, gone with it; time is moved by the test.
-    pub(crate) fn memory() -> Self {
+impl Backends {
+    /// In memory, with a clock that the test moves.
+    pub(crate) fn in_memory_with_test_clock() -> Self {
         Self {
             database: "sqlite::memory:".into(),
             streams: "embedded:memory".into(),
@@ -46,12 +45,12 @@ impl Place {
         }
     }
 
-    /// In this process, in real time.
-    pub(crate) fn now() -> Self {
-        Self { clock: None, ..Self::memory() }
+    /// In memory, with the system clock.
+    pub(crate) fn in_memory() -> Self {
+        Self { clock: None, ..Self::in_memory_with_test_clock() }
     }
 
-    /// In a directory, for processes that die.
+    /// In a directory, for processes that crash.
     pub(crate) fn directory() -> Result<Self> {
         let directory = tempfile::tempdir()?;
         let path = directory.path().display();
@@ -63,7 +62,7 @@ impl Place {
         })
     }
 
-    /// On servers.
+    /// PostgreSQL and Redis.
     pub(crate) fn servers() -> Result<Self> {
         let postgres = headwater_testkit::Postgres::shared()?.database()?;
         let redis = headwater_testkit::Redis::start()?;
@@ -75,13 +74,13 @@ impl Place {
         })
     }
 
-    /// On servers, from a process whose own clock shows this.
+    /// The same backends, with another process clock.
     pub(crate) fn with_clock(&self, clock: TestClock) -> Self {
         Self { clock: Some(clock), ..Self::named(&self.database, &self.streams) }
     }
 
-    /// Makes all claims run out, by the clock of the database.
-    pub(crate) async fn let_claims_run_out(&self, ttl: Duration) -> Result<()> {
+    /// Makes all claims expire, by the clock of the database.
+    pub(crate) async fn expire_claims(&self, ttl: Duration) -> Result<()> {
         if let Some(clock) = &self.clock {
             clock.advance(ttl);
             return Ok(());
@@ -93,14 +92,14 @@ impl Place {
         Ok(())
     }
 
-    /// Where somebody else has told us.
+    /// Existing backends.
     pub(crate) fn named(database: &str, streams: &str) -> Self {
         let (database, streams) = (database.to_owned(), streams.to_owned());
         Self { database, streams, clock: None, _keep: Vec::new() }
     }
 
     pub(crate) async fn store(&self) -> Result<Arc<dyn Store>> {
-        // A busy machine may be slow, above all with calls of many bytes.
+        // Large calls may be slow on a busy machine.
         let mut options =
             StoreOptions { call_deadline: Duration::from_secs(60), ..StoreOptions::default() };
         if let Some(clock) = &self.clock {
@@ -116,7 +115,7 @@ impl Place {
     }
 }
 
-/// Store, stream and inbox, and what is needed to start the rest.
+/// Store, streams and inbox, and what is needed to start workers and deliverers.
 pub(crate) struct System {
     pub(crate) store: Arc<dyn Store>,
     pub(crate) streams: Arc<dyn Backend>,
@@ -126,13 +125,13 @@ pub(crate) struct System {
 }
 
 impl System {
-    pub(crate) async fn at(place: &Place) -> Result<Self> {
-        Self::with(place, InboxConfig::default()).await
+    pub(crate) async fn at(backends: &Backends) -> Result<Self> {
+        Self::with(backends, InboxConfig::default()).await
     }
 
-    pub(crate) async fn with(place: &Place, config: InboxConfig) -> Result<Self> {
-        let streams = place.streams().await?;
-        Self::on(place.store().await?, streams, config)
+    pub(crate) async fn with(backends: &Backends, config: InboxConfig) -> Result<Self> {
+        let streams = backends.streams().await?;
+        Self::on(backends.store().await?, streams, config)
     }
 
     pub(crate) fn on(
@@ -140,9 +139,9 @@ impl System {
         streams: Arc<dyn Backend>,
         config: InboxConfig,
     ) -> Result<Self> {
-        let nudger = Nudger::observed(Arc::clone(&streams), Arc::clone(&config.steps));
+        let nudger = Nudger::with_observer(Arc::clone(&streams), Arc::clone(&config.step_observer));
         let inbox = Inbox::new(Arc::clone(&store), nudger.clone(), config)?;
-        // Short leases, so that what a dead process had in hand is taken over soon.
+        // Short leases, so that entries of a dead process are redelivered soon.
         let lease = KeeperConfig {
             ttl: Duration::from_secs(2),
             renew_every: Duration::from_millis(400),
@@ -165,22 +164,22 @@ impl System {
         Ok(Worker::new(Arc::clone(&self.store), self.nudger.clone(), handler, config)?)
     }
 
-    /// A worker that runs until it is stopped.
+    /// Starts a worker that runs until it is stopped.
     pub(crate) fn start(
         &self,
         handler: impl IssueHandler,
         config: WorkerConfig,
-    ) -> Result<Running> {
+    ) -> Result<RunningWorker> {
         let worker = self.worker(handler, config)?;
         let (stop, stopped) = oneshot::channel::<()>();
         let (running, queue) = (worker.clone(), self.queue.clone());
         let task = tokio::spawn(async move {
             running.run(&queue, async { drop(stopped.await) }).await;
         });
-        Ok(Running { worker, stop, task })
+        Ok(RunningWorker { worker, stop, task })
     }
 
-    /// A sweeper to which every queued issue is overdue at once.
+    /// A sweeper for which every queued issue is overdue at once.
     pub(crate) fn sweeper(&self, worker: Option<&Worker>) -> Result<Sweeper> {
         let nudge_overdue = headwater_issue::limits::NUDGE_OVERDUE_MIN;
         let options = SweepOptions { nudge_overdue, ..SweepOptions::default() };
@@ -192,37 +191,37 @@ impl System {
         Ok(Outbox::new(Arc::clone(&self.store), deliver, config)?)
     }
 
-    /// Waits until nothing is pending anywhere.
-    pub(crate) async fn settled(&self) -> Result<()> {
-        until("all events to be processed", || async {
-            let audit = self.store.audit(10).await.expect("the store answers");
-            audit.pending == 0
+    /// Waits until no event is pending.
+    pub(crate) async fn wait_processed(&self) -> Result<()> {
+        wait_until("all events to be processed", || async {
+            let report = self.store.check_consistency(10).await.expect("the store replies");
+            report.pending == 0
         })
         .await
     }
 
-    pub(crate) async fn assert_balanced(&self) -> Result<headwater_issue::Audit> {
-        let audit = headwater_issue::audit(self.store.as_ref()).await?;
-        assert!(audit.balances(), "{audit}");
-        Ok(audit)
+    pub(crate) async fn assert_consistent(&self) -> Result<headwater_issue::ConsistencyReport> {
+        let report = headwater_issue::check_consistency(self.store.as_ref()).await?;
+        assert!(report.is_consistent(), "{report}");
+        Ok(report)
     }
 }
 
-/// A worker that runs.
-pub(crate) struct Running {
+/// A running worker.
+pub(crate) struct RunningWorker {
     pub(crate) worker: Worker,
     stop: oneshot::Sender<()>,
     task: JoinHandle<()>,
 }
 
-impl Running {
+impl RunningWorker {
     pub(crate) async fn stop(self) -> Result<()> {
         let _ = self.stop.send(());
-        tokio::time::timeout(LONG, self.task).await.context("the worker does not stop")??;
+        tokio::time::timeout(LONG, self.task).await.context("the worker did not stop")??;
         Ok(())
     }
 
-    /// As if the process had died: nothing is finished or given back.
+    /// Like a crash of the process: nothing is finished or released.
     pub(crate) async fn abort(self) {
         self.task.abort();
         let _ = self.task.await;
@@ -241,28 +240,28 @@ pub(crate) fn event_of(issue: &str, event: &str) -> NewEvent {
     }
 }
 
-/// What was called, by whom, with what.
+/// Records the events of each run.
 #[derive(Clone, Default)]
-pub(crate) struct Journal(Arc<Mutex<Vec<Vec<String>>>>);
+pub(crate) struct RunLog(Arc<Mutex<Vec<Vec<String>>>>);
 
-impl Journal {
-    /// A handler that writes the events of each run down and replies to each event.
+impl RunLog {
+    /// A handler that records the events of each run and replies to each event.
     pub(crate) fn handler(&self) -> impl IssueHandler + use<> {
-        let journal = self.clone();
+        let run_log = self.clone();
         move |run: Run| {
-            let journal = journal.clone();
+            let run_log = run_log.clone();
             async move {
-                journal.write(&run);
+                run_log.record(&run);
                 Ok::<_, HandlerError>(replies(&run))
             }
         }
     }
 
-    pub(crate) fn write(&self, run: &Run) {
+    pub(crate) fn record(&self, run: &Run) {
         self.0.lock().expect("not poisoned").push(texts(run));
     }
 
-    /// The events of each run, in the order of runs.
+    /// The events of each run, in order.
     pub(crate) fn runs(&self) -> Vec<Vec<String>> {
         self.0.lock().expect("not poisoned").clone()
     }
@@ -274,28 +273,28 @@ pub(crate) fn texts(run: &Run) -> Vec<String> {
     run.events().iter().map(|event| text(&event.dedup_key)).collect()
 }
 
-/// One reply for each event, which names it.
+/// One reply per event, with its id.
 pub(crate) fn replies(run: &Run) -> Resolution {
     run.events().iter().fold(Resolution::new(), |resolution, event| {
         resolution.reply(format!(r#"{{"event":{}}}"#, event.id))
     })
 }
 
-/// Deliveries: for each reply the idempotency keys it came with, and how often.
+/// Records deliveries: the idempotency keys of each reply.
 #[derive(Clone, Default)]
-pub(crate) struct Letters(Arc<Mutex<BTreeMap<String, Vec<String>>>>);
+pub(crate) struct DeliveryLog(Arc<Mutex<BTreeMap<String, Vec<String>>>>);
 
 #[async_trait]
-impl Deliver for Letters {
+impl Deliver for DeliveryLog {
     async fn deliver(&self, row: &OutboxRow) -> Result<(), DeliverError> {
-        self.note(&row.payload, &row.idempotency_key);
+        self.add(&row.payload, &row.idempotency_key);
         Ok(())
     }
 }
 
-impl Letters {
-    pub(crate) fn note(&self, payload: &str, key: &str) {
-        // Stores may change spaces in JSON.
+impl DeliveryLog {
+    pub(crate) fn add(&self, payload: &str, key: &str) {
+        // Stores may change whitespace in JSON.
         let payload = payload.replace(' ', "");
         self.0.lock().expect("not poisoned").entry(payload).or_default().push(key.to_owned());
     }
@@ -304,15 +303,16 @@ impl Letters {
         self.0.lock().expect("not poisoned").values().map(Vec::len).sum()
     }
 
-    /// Every event has one reply, with one idempotency key however often it was delivered, and no key is used twice.
+    /// Asserts that every event has one reply with one idempotency key, however often delivered, and that keys are
+    /// unique.
     pub(crate) fn assert_one_reply_each(&self, events: impl IntoIterator<Item = EventLogId>) {
-        let letters = self.0.lock().expect("not poisoned");
+        let deliveries = self.0.lock().expect("not poisoned");
         let expected: BTreeSet<String> =
             events.into_iter().map(|id| format!(r#"{{"event":{id}}}"#)).collect();
-        let seen: BTreeSet<String> = letters.keys().cloned().collect();
+        let seen: BTreeSet<String> = deliveries.keys().cloned().collect();
         assert_eq!(seen, expected, "replies and events");
         let mut all_keys = BTreeSet::new();
-        for (reply, keys) in letters.iter() {
+        for (reply, keys) in deliveries.iter() {
             let keys: BTreeSet<&String> = keys.iter().collect();
             assert_eq!(keys.len(), 1, "{reply} came with {keys:?}");
             for key in keys {
@@ -322,54 +322,54 @@ impl Letters {
     }
 }
 
-/// A door that a handler waits at, and a bell that it rings when it has come.
+/// A gate at which handlers wait, and which counts their arrivals.
 #[derive(Clone, Default)]
-pub(crate) struct Door(Arc<DoorState>);
+pub(crate) struct Gate(Arc<GateState>);
 
 #[derive(Default)]
-struct DoorState {
+struct GateState {
     arrived: AtomicUsize,
-    bell: Notify,
+    arrival: Notify,
     opened: Notify,
 }
 
-impl Door {
-    /// Rings and waits to be let through.
-    pub(crate) async fn pass(&self) {
+impl Gate {
+    /// Counts an arrival and waits until the gate is opened.
+    pub(crate) async fn wait(&self) {
         let opened = self.0.opened.notified();
         self.arrive();
         opened.await;
     }
 
-    /// Rings and goes on.
+    /// Counts an arrival without waiting.
     pub(crate) fn arrive(&self) {
         self.0.arrived.fetch_add(1, Ordering::SeqCst);
-        self.0.bell.notify_one();
+        self.0.arrival.notify_one();
     }
 
-    /// Waits until so many have come in all.
-    pub(crate) async fn arrivals(&self, count: usize) -> Result<()> {
+    /// Waits for this total number of arrivals.
+    pub(crate) async fn wait_for_arrivals(&self, count: usize) -> Result<()> {
         let waiting = async {
             while self.0.arrived.load(Ordering::SeqCst) < count {
-                self.0.bell.notified().await;
+                self.0.arrival.notified().await;
             }
         };
-        tokio::time::timeout(LONG, waiting).await.context("nobody came to the door")
+        tokio::time::timeout(LONG, waiting).await.context("no arrival at the gate")
     }
 
-    /// Lets everybody through who waits.
+    /// Opens the gate for all waiting handlers.
     pub(crate) fn open_all(&self) {
         self.0.opened.notify_waiters();
     }
 
-    /// Lets one through: who waits, or who comes next.
+    /// Opens the gate for one handler, waiting or next to arrive.
     pub(crate) fn open(&self) {
         self.0.opened.notify_one();
     }
 }
 
-/// Asks again and again until it holds.
-pub(crate) async fn until<Asking: Future<Output = bool>>(
+/// Polls the condition until it holds.
+pub(crate) async fn wait_until<Asking: Future<Output = bool>>(
     what: &str,
     condition: impl Fn() -> Asking,
 ) -> Result<()> {
@@ -378,7 +378,9 @@ pub(crate) async fn until<Asking: Future<Output = bool>>(
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     };
-    tokio::time::timeout(LONG, asking).await.with_context(|| format!("waited in vain for {what}"))
+    tokio::time::timeout(LONG, asking)
+        .await
+        .with_context(|| format!("timed out waiting for {what}"))
 }
 
 /// All event logs of an issue.

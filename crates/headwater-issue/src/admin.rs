@@ -1,0 +1,273 @@
+//! The administrative interface of a store: listings, diagnosis, consistency check, release and retry.
+//!
+//! Upstream: `explain`, `consistency_check`, the command line and HTTP. Downstream: `sqlite` and `postgres`.
+//! Guarantees: a read sees one consistent snapshot and changes nothing; listings are paged. Not here: the hot path (see
+//! `store`).
+
+use std::time::Duration;
+
+use async_trait::async_trait;
+use headwater_stream::clock::Timestamp;
+
+use crate::error::Result;
+use crate::issue::{
+    DeadLetterId, EventLog, EventLogId, IntegrationId, Issue, IssueId, OutboxId, ProcessingStatus,
+};
+use crate::outbox::types::OutboxRow;
+
+/// An integration, a row of `integrations`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct IntegrationInfo {
+    /// Id of the integration.
+    pub id: IntegrationId,
+    /// Unique name.
+    pub name: String,
+    /// Provider: `github`, `gitlab`, `desk` and so on.
+    pub provider: String,
+}
+
+/// Filter of issues, listed in id order.
+#[derive(Clone, Debug, PartialEq, Eq, Default)]
+pub struct IssueFilter {
+    /// Only issues with this status.
+    pub status: Option<ProcessingStatus>,
+    /// Only issues that are, or are not, quarantined.
+    pub quarantined: Option<bool>,
+    /// Only issues of the integration with this name.
+    pub integration: Option<String>,
+    /// Only issues with a larger id: the last id of the previous page.
+    pub after: Option<IssueId>,
+}
+
+/// Filter of the event logs of an issue, listed in id order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub struct EventLogFilter {
+    /// Only event logs that are, or are not, processed.
+    pub processed: Option<bool>,
+    /// Only event logs with a larger id: the last id of the previous page.
+    pub after: Option<EventLogId>,
+}
+
+/// Result of releasing an issue from quarantine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum QuarantineCleared {
+    /// The issue is queued again, with its counters reset. Nudge, or leave it to the next sweep.
+    Queued,
+    /// The quarantine ended, but the issue has no pending events.
+    Idle,
+    /// The issue was not quarantined; nothing was changed.
+    NotQuarantined,
+}
+
+/// Result of retrying an issue now.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum IssueRetried {
+    /// The issue can be claimed now; a quarantined one was released. Nudge, or leave it to the next sweep.
+    Queued,
+    /// A worker is processing the issue; nothing was changed.
+    Processing,
+    /// The issue has no pending events; nothing was changed.
+    Idle,
+}
+
+/// A worker that is alive, a row of `workers`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct WorkerInfo {
+    /// Name, unique per process start.
+    pub worker: String,
+    /// Time of its first heartbeat.
+    pub started_at: Timestamp,
+    /// Time of its last heartbeat.
+    pub seen_at: Timestamp,
+    /// Until when it counts as alive.
+    pub expires_at: Timestamp,
+    /// Number of claims it holds.
+    pub claims: u64,
+}
+
+/// The facts from which [`explain`](fn@crate::explain) diagnoses an issue, from one snapshot.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct IssueFacts {
+    /// The issue.
+    pub issue: Issue,
+    /// Time of its oldest unprocessed event log.
+    pub oldest_pending_at: Option<Timestamp>,
+    /// Number of workers that are alive.
+    pub workers_alive: u64,
+    /// Whether the owner of the claim is alive.
+    pub owner_alive: bool,
+    /// Current time of the database.
+    pub now: Timestamp,
+}
+
+/// An issue whose counters or status are inconsistent with its event logs.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Discrepancy {
+    /// The issue.
+    pub issue_id: IssueId,
+    /// Processing status.
+    pub status: ProcessingStatus,
+    /// `pending_events` of the issue.
+    pub pending_events: i64,
+    /// Number of event logs without `processed_at`.
+    pub unprocessed: u64,
+    /// Whether it is quarantined.
+    pub quarantined: bool,
+    /// Description of the inconsistency.
+    pub problem: String,
+}
+
+/// Totals of all issues from one snapshot. Consistent if recorded = processed + pending + quarantined.
+#[derive(Clone, Debug, PartialEq, Eq, Default)]
+pub struct ConsistencyReport {
+    /// Number of issues.
+    pub issues: u64,
+    /// Number of event logs.
+    pub recorded: u64,
+    /// Number of processed event logs.
+    pub processed: u64,
+    /// Pending event logs, by the counters of their issues.
+    pub pending: u64,
+    /// Pending event logs of quarantined issues, by the counters of their issues.
+    pub quarantined: u64,
+    /// Inconsistent issues, at most one page.
+    pub discrepancies: Vec<Discrepancy>,
+    /// Total number of inconsistent issues.
+    pub discrepancies_total: u64,
+}
+
+/// Size of the backlog, for gauges.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub struct Backlog {
+    /// Queued issues.
+    pub queued: u64,
+    /// Issues in processing.
+    pub processing: u64,
+    /// Quarantined issues.
+    pub quarantined: u64,
+    /// Undelivered outbox rows.
+    pub outbox_pending: u64,
+    /// Dead outbox rows.
+    pub outbox_dead: u64,
+    /// Age of the oldest undelivered outbox row.
+    pub outbox_lag: Duration,
+}
+
+/// Record of a quarantine, a row of `dead_letters`. It is retained after the release. The unprocessed event logs of the
+/// issue carry the error.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct IssueDeadLetter {
+    /// Id of the dead letter.
+    pub id: DeadLetterId,
+    /// The issue.
+    pub issue_id: IssueId,
+    /// Name of the issue's integration.
+    pub integration: String,
+    /// Provider of the integration.
+    pub provider: String,
+    /// Project id at the provider.
+    pub external_project_id: String,
+    /// Issue id at the provider.
+    pub external_issue_id: String,
+    /// Error of the last attempt.
+    pub error: String,
+    /// Failed attempts.
+    pub attempts: u32,
+    /// Expired claims.
+    pub crashes: u32,
+    /// Pending event logs at that time.
+    pub pending_events: u64,
+    /// The oldest of them; 0 if none.
+    pub event_log_id: EventLogId,
+    /// Time of the quarantine.
+    pub quarantined_at: Timestamp,
+    /// Time of the release by an operator.
+    pub released_at: Option<Timestamp>,
+}
+
+/// An outbox row whose delivery failed permanently.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DeadOutboxRow {
+    /// The row.
+    pub row: OutboxRow,
+    /// Error of the last attempt.
+    pub error: String,
+}
+
+/// Administrative operations of a store.
+#[async_trait]
+pub trait AdminStore: Send + Sync {
+    /// Creates the integration if it does not exist. Fails with [`OtherProvider`](crate::IssueError::OtherProvider) if
+    /// it exists with a different provider.
+    async fn ensure_integration(&self, name: &str, provider: &str) -> Result<IntegrationId>;
+
+    /// One page of integrations in name order, after `after`; at most [`PAGE_MAX`](crate::limits::PAGE_MAX).
+    async fn integrations(&self, after: Option<&str>) -> Result<Vec<IntegrationInfo>>;
+
+    /// The issue with this id, if it exists.
+    async fn issue(&self, id: IssueId) -> Result<Option<Issue>>;
+
+    /// The issue with these ids at the provider, if it exists.
+    async fn find_issue(
+        &self,
+        integration: &str,
+        external_project_id: &str,
+        external_issue_id: &str,
+    ) -> Result<Option<Issue>>;
+
+    /// One page of issues in id order, at most `limit`.
+    async fn issues(&self, filter: &IssueFilter, limit: usize) -> Result<Vec<Issue>>;
+
+    /// One page of the event logs of an issue in id order, at most `limit`; empty if the issue does not exist.
+    async fn event_logs(
+        &self,
+        issue_id: IssueId,
+        filter: &EventLogFilter,
+        limit: usize,
+    ) -> Result<Vec<EventLog>>;
+
+    /// The payload of an event log exactly as received, if [`EventLog::payload`] differs from it in more than
+    /// whitespace, key order and number notation. `None` if it does not, or if the event log does not exist.
+    async fn original_payload(&self, id: EventLogId) -> Result<Option<String>>;
+
+    /// The newest event log of the issue when this outbox row was committed. A deliverer compares it with the current
+    /// newest event log to detect a stale reply. `None` if the row does not exist or was written by a version without
+    /// this column.
+    async fn newest_event_log_at_commit(&self, id: OutboxId) -> Result<Option<EventLogId>>;
+
+    /// Ends a quarantine. [`NotFound`](crate::IssueError::NotFound) if the issue does not exist.
+    async fn release(&self, id: IssueId) -> Result<QuarantineCleared>;
+
+    /// Makes an issue claimable now: ends a quarantine, a backoff or a debounce window. `NotFound` if it does not
+    /// exist.
+    async fn retry(&self, id: IssueId) -> Result<IssueRetried>;
+
+    /// Facts for [`explain`](fn@crate::explain); `None` if the issue does not exist.
+    async fn issue_facts(&self, id: IssueId) -> Result<Option<IssueFacts>>;
+
+    /// Counts all event logs, and returns up to `limit` inconsistent issues. Reads all event logs.
+    async fn check_consistency(&self, limit: usize) -> Result<ConsistencyReport>;
+
+    /// Size of the backlog.
+    async fn backlog(&self) -> Result<Backlog>;
+
+    /// Workers that are alive, in name order; at most [`PAGE_MAX`](crate::limits::PAGE_MAX).
+    async fn workers(&self) -> Result<Vec<WorkerInfo>>;
+
+    /// One page of dead letters in id order, after `after`, at most `limit`.
+    async fn dead_letters(
+        &self,
+        after: Option<DeadLetterId>,
+        limit: usize,
+    ) -> Result<Vec<IssueDeadLetter>>;
+
+    /// One page of dead outbox rows in id order, after `after`, at most `limit`.
+    async fn dead_outbox(
+        &self,
+        after: Option<OutboxId>,
+        limit: usize,
+    ) -> Result<Vec<DeadOutboxRow>>;
+
+    /// Makes a dead outbox row deliverable again, with its attempts reset. `NotFound` if there is no such dead row.
+    async fn retry_outbox(&self, id: OutboxId) -> Result<()>;
+}

@@ -1,0 +1,287 @@
+//! The issues in flight in this process, and the status of their claims.
+//!
+//! Upstream: `worker` enters an issue before it claims it. Downstream: heartbeats of the store, one call for all
+//! claims. Guarantees: one run of an issue at a time in this process; a request during a run is remembered; a claim
+//! that may have expired by the database's clock counts as lost, even if the database is unavailable. This is where a
+//! run becomes stale in its own process. Not here: what happens to a run whose claim is lost (see `worker`).
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Duration;
+
+use tokio::sync::watch;
+use tokio::time::{Instant, sleep_until};
+
+use crate::claim::{ClaimRenewal, ClaimedIssue};
+use crate::error::{IssueError, Result};
+use crate::issue::{ClaimEpoch, IssueId};
+use crate::limits::{BATCH_MAX, CONSECUTIVE_FAILURES_MAX};
+use crate::store::Store;
+
+/// Part of the TTL for which a claim counts as held, from the time it was requested. The rest allows for slow replies.
+const VALID_PERCENT: u32 = 90;
+
+/// The issues in flight and their claims.
+pub(crate) struct ClaimRegistry {
+    store: Arc<dyn Store>,
+    ttl: Duration,
+    entries: Mutex<HashMap<IssueId, RegistryEntry>>,
+}
+
+#[derive(Default)]
+struct RegistryEntry {
+    /// Whether the issue was requested during its run.
+    requested_again: bool,
+    claim: Option<ActiveClaim>,
+}
+
+struct ActiveClaim {
+    epoch: ClaimEpoch,
+    /// Pending events at the time of the claim.
+    pending_events: u64,
+    status: watch::Sender<LeaseStatus>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct LeaseStatus {
+    /// `None` once the claim is lost or ended.
+    valid_until: Option<Instant>,
+    has_newer_events: bool,
+}
+
+impl fmt::Debug for ClaimRegistry {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ClaimRegistry").field("ttl", &self.ttl).finish_non_exhaustive()
+    }
+}
+
+impl ClaimRegistry {
+    pub(crate) fn new(store: Arc<dyn Store>, ttl: Duration) -> Arc<Self> {
+        Arc::new(Self { store, ttl, entries: Mutex::default() })
+    }
+
+    /// Enters an issue; `None` if it is in flight already. Its run is repeated then.
+    pub(crate) fn try_enter(self: &Arc<Self>, issue_id: IssueId) -> Option<IssueSlot> {
+        let mut entries = self.lock();
+        if let Some(entry) = entries.get_mut(&issue_id) {
+            entry.requested_again = true;
+            return None;
+        }
+        entries.insert(issue_id, RegistryEntry::default());
+        Some(IssueSlot { registry: Arc::clone(self), issue_id, is_exited: false })
+    }
+
+    /// Number of issues in flight.
+    pub(crate) fn len(&self) -> usize {
+        self.lock().len()
+    }
+
+    /// Renews all claims, and updates which are lost and which have newer events.
+    pub(crate) async fn renew_all(&self) -> Result<()> {
+        let claims: Vec<(IssueId, ClaimEpoch)> = {
+            let entries = self.lock();
+            let epoch = |entry: &RegistryEntry| entry.claim.as_ref().map(|claim| claim.epoch);
+            entries.iter().filter_map(|(id, entry)| Some((*id, epoch(entry)?))).collect()
+        };
+        // Continue after an error: the failure of one batch must not let the claims of another expire.
+        let mut first_error = Ok(());
+        for batch in claims.chunks(BATCH_MAX) {
+            first_error = first_error.and(self.renew_each(batch).await);
+        }
+        first_error
+    }
+
+    /// Renews claims in one call or, if one of them makes the call fail, one by one.
+    async fn renew_each(&self, claims: &[(IssueId, ClaimEpoch)]) -> Result<()> {
+        let error = match self.renew(claims).await {
+            Err(error) if claims.len() > 1 && error.is_item_error() => error,
+            result => return result.map(|_| ()),
+        };
+        let mut consecutive_failures = 0;
+        for claim in claims.chunks(1) {
+            let is_failed = self.renew(claim).await.is_err();
+            consecutive_failures = if is_failed { consecutive_failures + 1 } else { 0 };
+            if consecutive_failures == CONSECUTIVE_FAILURES_MAX {
+                break;
+            }
+        }
+        Err(error)
+    }
+
+    async fn renew(&self, claims: &[(IssueId, ClaimEpoch)]) -> Result<Vec<ClaimRenewal>> {
+        let sent = Instant::now();
+        let renewals = self.store.heartbeat(claims, self.ttl).await?;
+        let until = self.valid_until(sent);
+        let entries = self.lock();
+        for ((issue_id, epoch), renewal) in claims.iter().zip(&renewals) {
+            // Skip a claim that ended or was replaced during the heartbeat.
+            let entry = entries.get(issue_id).and_then(|entry| entry.claim.as_ref());
+            let Some(claim) = entry.filter(|claim| claim.epoch == *epoch) else { continue };
+            claim.status.send_modify(|status| match renewal {
+                ClaimRenewal::Lost => status.valid_until = None,
+                ClaimRenewal::Kept { pending_events, .. } => {
+                    status.valid_until = Some(until);
+                    status.has_newer_events |= *pending_events > claim.pending_events;
+                }
+            });
+        }
+        Ok(renewals)
+    }
+
+    fn valid_until(&self, sent: Instant) -> Instant {
+        sent + self.ttl * VALID_PERCENT / 100
+    }
+
+    fn lock(&self) -> MutexGuard<'_, HashMap<IssueId, RegistryEntry>> {
+        self.entries.lock().expect("no code panics while it holds this lock")
+    }
+}
+
+/// The right to run an issue within this process. Dropping it frees the slot.
+#[derive(Debug)]
+pub(crate) struct IssueSlot {
+    registry: Arc<ClaimRegistry>,
+    pub(crate) issue_id: IssueId,
+    is_exited: bool,
+}
+
+impl IssueSlot {
+    /// Frees the slot. Returns it instead if the issue was requested during the run.
+    pub(crate) fn exit(mut self) -> Option<Self> {
+        let mut entries = self.registry.lock();
+        // Atomic under the lock: a concurrent request is either seen here or finds the slot free.
+        let requested_again = entries
+            .get_mut(&self.issue_id)
+            .is_some_and(|entry| std::mem::take(&mut entry.requested_again));
+        if !requested_again {
+            entries.remove(&self.issue_id);
+        }
+        drop(entries);
+        self.is_exited = !requested_again;
+        requested_again.then_some(self)
+    }
+
+    /// Registers the claim for renewal. `requested_at` is a time before the claim was requested.
+    pub(crate) fn hold(&self, claimed: &ClaimedIssue, requested_at: Instant) -> HeldClaim {
+        let valid_until = Some(self.registry.valid_until(requested_at));
+        let (status, receiver) =
+            watch::channel(LeaseStatus { valid_until, has_newer_events: false });
+        let claim = ActiveClaim {
+            epoch: claimed.epoch,
+            pending_events: claimed.issue.pending_events,
+            status,
+        };
+        self.registry.lock().entry(self.issue_id).or_default().claim = Some(claim);
+        HeldClaim(ClaimHandle {
+            registry: Arc::clone(&self.registry),
+            issue_id: self.issue_id,
+            epoch: claimed.epoch,
+            status: receiver,
+        })
+    }
+}
+
+impl Drop for IssueSlot {
+    fn drop(&mut self) {
+        // A slot that was exited may belong to another run by now.
+        if !self.is_exited {
+            self.registry.lock().remove(&self.issue_id);
+        }
+    }
+}
+
+/// A claim that is renewed until this is dropped.
+#[derive(Debug)]
+pub(crate) struct HeldClaim(ClaimHandle);
+
+impl HeldClaim {
+    pub(crate) fn handle(&self) -> &ClaimHandle {
+        &self.0
+    }
+}
+
+impl Drop for HeldClaim {
+    fn drop(&mut self) {
+        let claim = match self.0.registry.lock().get_mut(&self.0.issue_id) {
+            Some(entry) => entry.claim.take(),
+            None => None,
+        };
+        if let Some(claim) = claim {
+            claim.status.send_modify(|status| status.valid_until = None);
+        }
+    }
+}
+
+/// Read access to the status of a claim.
+#[derive(Clone)]
+pub(crate) struct ClaimHandle {
+    registry: Arc<ClaimRegistry>,
+    issue_id: IssueId,
+    epoch: ClaimEpoch,
+    status: watch::Receiver<LeaseStatus>,
+}
+
+impl fmt::Debug for ClaimHandle {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut claim = f.debug_struct("ClaimHandle");
+        claim.field("issue_id", &self.issue_id).field("epoch", &self.epoch).finish_non_exhaustive()
+    }
+}
+
+impl ClaimHandle {
+    pub(crate) fn issue_id(&self) -> IssueId {
+        self.issue_id
+    }
+
+    pub(crate) fn is_held(&self) -> bool {
+        self.status.borrow().valid_until.is_some_and(|until| Instant::now() < until)
+    }
+
+    /// Whether the database reported the claim as lost. A claim that was only not renewed in time may still be held.
+    pub(crate) fn is_lost(&self) -> bool {
+        self.status.borrow().valid_until.is_none()
+    }
+
+    /// Completes when the claim is lost, may be lost, or is released. Cancel-safe.
+    pub(crate) async fn ended(&self) {
+        let mut status = self.status.clone();
+        loop {
+            let Some(until) = status.borrow_and_update().valid_until else { return };
+            tokio::select! {
+                changed = status.changed() => if changed.is_err() { return },
+                () = sleep_until(until) => return,
+            }
+        }
+    }
+
+    pub(crate) fn has_newer_events(&self) -> bool {
+        self.status.borrow().has_newer_events
+    }
+
+    /// Completes when newer events have arrived; never, if the claim ends first. Cancel-safe.
+    pub(crate) async fn newer_events(&self) {
+        let mut status = self.status.clone();
+        if status.wait_for(|status| status.has_newer_events).await.is_err() {
+            // The claim ended, so there will be no further updates.
+            std::future::pending::<()>().await;
+        }
+    }
+
+    pub(crate) async fn heartbeat(&self) -> Result<()> {
+        let (issue_id, epoch) = (self.issue_id, self.epoch);
+        if !self.is_held() {
+            return Err(IssueError::Fenced { issue_id, epoch });
+        }
+        self.renew().await
+    }
+
+    /// Renews the claim even if it counts as lost locally; it counts as held again if the database still has it.
+    pub(crate) async fn renew(&self) -> Result<()> {
+        let (issue_id, epoch) = (self.issue_id, self.epoch);
+        match self.registry.renew(&[(issue_id, epoch)]).await?.first() {
+            Some(ClaimRenewal::Kept { .. }) => Ok(()),
+            Some(ClaimRenewal::Lost) | None => Err(IssueError::Fenced { issue_id, epoch }),
+        }
+    }
+}

@@ -1,0 +1,211 @@
+//! Administrative operations.
+
+use std::time::Duration;
+
+use super::env::{INTEGRATION, StoreTestEnv, StoreTestResult, TTL, completion, event};
+use crate::{
+    AfterFailure, Backlog, Claim, EventLogFilter, IssueError, IssueFilter, IssueId, IssueRetried,
+    OutboxId, ProcessingStatus, QuarantineCleared, RunFailure,
+};
+
+async fn quarantine(env: &StoreTestEnv, issue: &str) -> StoreTestResult<IssueId> {
+    let id = env.record(issue, issue).await?.issue_id;
+    let epoch = env.claim(id).await?.epoch;
+    let (error, then) = ("broken".to_owned(), AfterFailure::Quarantine);
+    env.store.fail(&[RunFailure { issue_id: id, epoch, error, then }], 5).await?;
+    Ok(id)
+}
+
+pub async fn an_integration_is_created_once_and_keeps_its_provider(
+    env: StoreTestEnv,
+) -> StoreTestResult {
+    let id = env.store.ensure_integration("a", "gitlab").await?;
+    assert_eq!(env.second.ensure_integration("a", "gitlab").await?, id);
+    let other = env.store.ensure_integration("a", "github").await;
+    assert!(matches!(other, Err(IssueError::OtherProvider { .. })), "{other:?}");
+    let names = |list: Vec<crate::IntegrationInfo>| {
+        list.into_iter().map(|one| one.name).collect::<Vec<_>>()
+    };
+    assert_eq!(names(env.store.integrations(None).await?), ["a", INTEGRATION]);
+    assert_eq!(names(env.store.integrations(Some("a")).await?), [INTEGRATION]);
+    Ok(())
+}
+
+pub async fn pages_of_issues_contain_each_issue_once(env: StoreTestEnv) -> StoreTestResult {
+    let events: Vec<_> = (0..7).map(|n| event(&n.to_string(), &n.to_string())).collect();
+    let mut expected: Vec<_> =
+        env.record_all(&events).await?.iter().map(|one| one.issue_id).collect();
+    expected.sort();
+    let mut filter = IssueFilter::default();
+    let mut listed = Vec::new();
+    loop {
+        let page = env.store.issues(&filter, 3).await?;
+        let Some(last) = page.last() else { break };
+        filter.after = Some(last.id);
+        listed.extend(page.iter().map(|issue| issue.id));
+    }
+    assert_eq!(listed, expected);
+    Ok(())
+}
+
+pub async fn issues_are_listed_by_status_and_quarantine(env: StoreTestEnv) -> StoreTestResult {
+    let queued = env.record("1", "1").await?.issue_id;
+    let processing = env.record("2", "2").await?.issue_id;
+    env.claim(processing).await?;
+    let quarantined = quarantine(&env, "3").await?;
+    let list = async |filter: IssueFilter| -> StoreTestResult<Vec<IssueId>> {
+        Ok(env.store.issues(&filter, 10).await?.iter().map(|issue| issue.id).collect())
+    };
+    for (status, expected) in [
+        (ProcessingStatus::Queued, queued),
+        (ProcessingStatus::Processing, processing),
+        (ProcessingStatus::Idle, quarantined),
+    ] {
+        let filter = IssueFilter { status: Some(status), ..IssueFilter::default() };
+        assert_eq!(list(filter).await?, [expected]);
+    }
+    let filter = IssueFilter { quarantined: Some(true), ..IssueFilter::default() };
+    assert_eq!(list(filter).await?, [quarantined]);
+    let filter = IssueFilter { quarantined: Some(false), ..IssueFilter::default() };
+    assert_eq!(list(filter).await?, [queued, processing]);
+    let filter = IssueFilter { integration: Some("other".into()), ..IssueFilter::default() };
+    assert_eq!(list(filter).await?, []);
+    let filter = IssueFilter { integration: Some(INTEGRATION.into()), ..IssueFilter::default() };
+    assert_eq!(list(filter).await?.len(), 3);
+    Ok(())
+}
+
+pub async fn event_logs_are_listed_by_whether_they_are_processed(
+    env: StoreTestEnv,
+) -> StoreTestResult {
+    let first = env.record("1", "a").await?;
+    let claimed = env.claim(first.issue_id).await?;
+    env.complete(completion(&claimed)).await?;
+    let second = env.record("1", "b").await?;
+    let list = async |processed, after| -> StoreTestResult<Vec<_>> {
+        let filter = EventLogFilter { processed, after };
+        let logs = env.store.event_logs(first.issue_id, &filter, 10).await?;
+        Ok(logs.iter().map(|log| log.id).collect())
+    };
+    assert_eq!(list(None, None).await?, [first.event_log_id, second.event_log_id]);
+    assert_eq!(list(Some(true), None).await?, [first.event_log_id]);
+    assert_eq!(list(Some(false), None).await?, [second.event_log_id]);
+    assert_eq!(list(None, Some(first.event_log_id)).await?, [second.event_log_id]);
+    let missing = env.store.event_logs(IssueId(987_654), &EventLogFilter::default(), 10).await?;
+    assert_eq!(missing, []);
+    Ok(())
+}
+
+pub async fn an_issue_is_found_by_its_ids_at_the_provider(env: StoreTestEnv) -> StoreTestResult {
+    let id = env.record("42", "a").await?.issue_id;
+    let found = env.store.find_issue(INTEGRATION, "project", "42").await?.expect("it exists");
+    assert_eq!(found, env.issue(id).await?);
+    assert_eq!(env.store.find_issue(INTEGRATION, "elsewhere", "42").await?, None);
+    assert_eq!(env.store.issue(IssueId(987_654)).await?, None);
+    Ok(())
+}
+
+pub async fn releasing_an_issue_that_is_not_quarantined_changes_nothing(
+    env: StoreTestEnv,
+) -> StoreTestResult {
+    let id = env.record("42", "a").await?.issue_id;
+    let before = env.issue(id).await?;
+    assert_eq!(env.store.release(id).await?, QuarantineCleared::NotQuarantined);
+    assert_eq!(env.issue(id).await?, before);
+    Ok(())
+}
+
+pub async fn a_retry_ends_a_wait_but_not_a_run(env: StoreTestEnv) -> StoreTestResult {
+    let id = env.record("42", "a").await?.issue_id;
+    let claimed = env.claim(id).await?;
+    assert_eq!(env.store.retry(id).await?, IssueRetried::Processing);
+    let then = AfterFailure::Retry { after: TTL };
+    let (epoch, error) = (claimed.epoch, "broken".to_owned());
+    env.store.fail(&[RunFailure { issue_id: id, epoch, error, then }], 5).await?;
+    assert!(matches!(env.try_claim(id).await?, Claim::NotYet { .. }));
+    assert_eq!(env.second.retry(id).await?, IssueRetried::Queued);
+    let claimed = env.claim(id).await?;
+    env.complete(completion(&claimed)).await?;
+    assert_eq!(env.store.retry(id).await?, IssueRetried::Idle);
+    let quarantined = quarantine(&env, "43").await?;
+    assert_eq!(env.store.retry(quarantined).await?, IssueRetried::Queued);
+    assert_eq!(env.issue(quarantined).await?.attempts, 0);
+    env.assert_consistent().await
+}
+
+pub async fn operations_on_missing_objects_are_not_found(env: StoreTestEnv) -> StoreTestResult {
+    let missing = IssueId(987_654);
+    assert!(matches!(env.store.release(missing).await, Err(IssueError::NotFound { .. })));
+    assert!(matches!(env.store.retry(missing).await, Err(IssueError::NotFound { .. })));
+    assert!(env.store.issue_facts(missing).await?.is_none());
+    let row = env.store.retry_outbox(OutboxId(987_654)).await;
+    assert!(matches!(row, Err(IssueError::NotFound { .. })));
+    Ok(())
+}
+
+pub async fn the_facts_report_live_workers(env: StoreTestEnv) -> StoreTestResult {
+    let recorded = env.record("42", "a").await?;
+    let facts = async || -> StoreTestResult<crate::IssueFacts> {
+        Ok(env.store.issue_facts(recorded.issue_id).await?.expect("the issue exists"))
+    };
+    let before = facts().await?;
+    assert_eq!((before.workers_alive, before.owner_alive), (0, false));
+    let logs = env.store.event_logs(recorded.issue_id, &EventLogFilter::default(), 1).await?;
+    assert_eq!(before.oldest_pending_at, Some(logs[0].created_at));
+    assert!(before.now >= before.issue.created_at);
+
+    env.second.heartbeat_worker("a", TTL).await?;
+    env.claim(recorded.issue_id).await?;
+    let claimed = facts().await?;
+    assert_eq!((claimed.workers_alive, claimed.owner_alive), (1, true));
+    env.advance(TTL + Duration::from_secs(1)).await?;
+    let dead = facts().await?;
+    assert_eq!((dead.workers_alive, dead.owner_alive), (0, false));
+    Ok(())
+}
+
+pub async fn a_worker_is_alive_until_its_heartbeat_expires(env: StoreTestEnv) -> StoreTestResult {
+    env.store.heartbeat_worker("a", TTL).await?;
+    env.store.heartbeat_worker("b", TTL * 3).await?;
+    env.claim(env.record("42", "x").await?.issue_id).await?;
+    let names = async || -> StoreTestResult<Vec<(String, u64)>> {
+        let workers = env.second.workers().await?;
+        Ok(workers.into_iter().map(|one| (one.worker, one.claims)).collect())
+    };
+    assert_eq!(names().await?, [("a".to_owned(), 1), ("b".to_owned(), 0)]);
+    env.advance(TTL * 2).await?;
+    assert_eq!(names().await?, [("b".to_owned(), 0)]);
+    env.store.heartbeat_worker("b", Duration::ZERO).await?;
+    assert_eq!(names().await?, []);
+    env.store.heartbeat_worker("a", TTL).await?;
+    assert_eq!(names().await?.len(), 1);
+    Ok(())
+}
+
+pub async fn the_backlog_is_counted(env: StoreTestEnv) -> StoreTestResult {
+    assert_eq!(env.store.backlog().await?, Backlog::default());
+    env.record("1", "1").await?;
+    env.claim(env.record("2", "2").await?.issue_id).await?;
+    quarantine(&env, "3").await?;
+    env.replied("4", &["x", "y"]).await?;
+    env.advance(Duration::from_secs(100)).await?;
+    let backlog = env.second.backlog().await?;
+    assert_eq!((backlog.queued, backlog.processing, backlog.quarantined), (1, 1, 1));
+    assert_eq!((backlog.outbox_pending, backlog.outbox_dead), (2, 0));
+    assert!(backlog.outbox_lag >= Duration::from_secs(100));
+    Ok(())
+}
+
+pub async fn the_consistency_report_is_consistent_in_every_state(
+    env: StoreTestEnv,
+) -> StoreTestResult {
+    env.record("1", "1").await?;
+    env.claim(env.record("2", "2").await?.issue_id).await?;
+    quarantine(&env, "3").await?;
+    env.replied("4", &[]).await?;
+    let report = env.store.check_consistency(10).await?;
+    assert_eq!((report.issues, report.recorded, report.processed), (4, 4, 1));
+    assert_eq!((report.pending, report.quarantined), (2, 1));
+    assert_eq!((report.discrepancies.len(), report.discrepancies_total), (0, 0));
+    env.assert_consistent().await
+}

@@ -1,0 +1,79 @@
+//! Consistency check: recorded = processed + pending + quarantined, in total and for every issue.
+//!
+//! Upstream: operators and tests. Downstream: `admin`, which counts in one snapshot, so the result is exact while work
+//! goes on. Not to be confused with the audit log of the binary, which records changes by operators.
+
+use std::fmt;
+
+use crate::admin::ConsistencyReport;
+use crate::error::Result;
+use crate::limits::PAGE_MAX;
+use crate::store::Store;
+
+/// Counts all event logs and reports inconsistent issues. Expensive: it reads all event logs.
+pub async fn check_consistency(store: &dyn Store) -> Result<ConsistencyReport> {
+    store.check_consistency(PAGE_MAX).await
+}
+
+impl ConsistencyReport {
+    /// Whether the totals match and no issue is inconsistent.
+    pub fn is_consistent(&self) -> bool {
+        let accounted = self.processed + self.pending + self.quarantined;
+        self.recorded == accounted && self.discrepancies_total == 0
+    }
+}
+
+impl fmt::Display for ConsistencyReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { issues, recorded, processed, pending, quarantined, .. } = self;
+        let sign = if self.is_consistent() { "=" } else { "does not equal" };
+        write!(
+            f,
+            "{issues} issues: {recorded} recorded {sign} {processed} processed + {pending} pending + {quarantined} quarantined"
+        )?;
+        for discrepancy in &self.discrepancies {
+            write!(f, "; issue {}: {}", discrepancy.issue_id, discrepancy.problem)?;
+        }
+        let omitted = self.discrepancies_total - self.discrepancies.len() as u64;
+        if omitted > 0 { write!(f, "; and {omitted} more") } else { Ok(()) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::admin::Discrepancy;
+    use crate::issue::{IssueId, ProcessingStatus};
+
+    #[test]
+    fn the_report_is_one_sentence_that_names_inconsistent_issues() {
+        let mut report = ConsistencyReport {
+            issues: 2,
+            recorded: 6,
+            processed: 3,
+            pending: 2,
+            quarantined: 1,
+            ..ConsistencyReport::default()
+        };
+        assert!(report.is_consistent());
+        assert_eq!(
+            report.to_string(),
+            "2 issues: 6 recorded = 3 processed + 2 pending + 1 quarantined"
+        );
+        report.discrepancies_total = 2;
+        report.discrepancies.push(Discrepancy {
+            issue_id: IssueId(7),
+            status: ProcessingStatus::Idle,
+            pending_events: 0,
+            unprocessed: 1,
+            quarantined: false,
+            problem: "it is idle with unprocessed event logs".into(),
+        });
+        assert!(!report.is_consistent());
+        let text = report.to_string();
+        assert!(
+            text.ends_with("issue 7: it is idle with unprocessed event logs; and 1 more"),
+            "{text}"
+        );
+    }
+}
