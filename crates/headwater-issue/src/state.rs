@@ -306,7 +306,7 @@ impl IssueState {
         }
         self.crashes += 1;
         let owner = self.claim_owner.as_deref().unwrap_or_default();
-        self.last_error = Some(format!("the claim of worker {owner} ran out"));
+        self.last_error = Some(format!("claim of worker `{owner}` expired"));
         if self.crashes >= crashes_max { self.quarantine(now) } else { self.requeue(now) }
     }
 

@@ -100,7 +100,7 @@ pub async fn an_expired_claim_goes_to_the_next_worker_with_a_new_epoch(
     assert!(second.epoch > first.epoch);
     assert_eq!(ids(&second), ids(&first));
     assert_eq!((second.issue.crashes, second.issue.attempts), (1, 0));
-    assert_eq!(second.issue.last_error.as_deref(), Some("the claim of worker a ran out"));
+    assert_eq!(second.issue.last_error.as_deref(), Some("claim of worker `a` expired"));
     env.assert_consistent().await
 }
 

@@ -210,7 +210,7 @@ pub async fn a_claim_that_quarantines_leaves_a_dead_letter(env: StoreTestEnv) ->
     let claim = env.store.claim(&[issue], &strict).await?.remove(0);
     assert!(matches!(claim, Claim::Quarantined { just_now: true, .. }), "{claim:?}");
     let letter = env.store.dead_letters(None, 10).await?.remove(0);
-    let error = "the claim of worker a ran out";
+    let error = "claim of worker `a` expired";
     assert_eq!((letter.error.as_str(), letter.attempts, letter.crashes), (error, 0, 1));
     let log = env.store.event_logs(issue, &Default::default(), 1).await?.remove(0);
     assert_eq!(log.processing_error.as_deref(), Some(error));

@@ -64,7 +64,7 @@ pub async fn repeatedly_expired_claims_are_quarantined(env: StoreTestEnv) -> Sto
     assert_eq!(swept.nudges, []);
     assert!(env.issue(issue).await?.quarantined_at.is_some());
     let letter = env.second.dead_letters(None, 10).await?.remove(0);
-    let error = "the claim of worker a ran out";
+    let error = "claim of worker `a` expired";
     assert_eq!((letter.issue_id, letter.error.as_str(), letter.crashes), (issue, error, 2));
     let log = env.store.event_logs(issue, &Default::default(), 1).await?.remove(0);
     assert_eq!(log.processing_error.as_deref(), Some(error));

@@ -1,6 +1,6 @@
 //! The PostgreSQL store, shared by many processes.
 //!
-//! Upstream: `connect` opens it. Downstream: SQL functions (see `migrations`) that implement the transitions of
+//! Upstream: `connect` opens it. Downstream: SQL functions (`functions/`) that implement the transitions of
 //! `state`; the conformance suite compares the two.
 //!
 //! Guarantees: a transition is one round trip and one transaction, so no row stays locked while a process stalls or

@@ -136,7 +136,7 @@ fn repeatedly_expired_claims_quarantine() {
     issue.claim("a");
     issue.wait(MINUTE);
     assert_eq!(issue.claim("b"), TransitionEffect::Quarantined);
-    assert_eq!(issue.state.last_error.as_deref(), Some("the claim of worker a ran out"));
+    assert_eq!(issue.state.last_error.as_deref(), Some("claim of worker `a` expired"));
 }
 
 #[test]

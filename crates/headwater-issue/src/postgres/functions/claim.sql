@@ -45,7 +45,7 @@ BEGIN
                 WHEN i.pending_events = 0 THEN NULL ELSE coalesce(i.first_pending_at, v_now) END,
             crashes = i.crashes + CASE WHEN d.expired THEN 1 ELSE 0 END,
             last_error = CASE WHEN d.expired
-                THEN 'the claim of worker ' || coalesce(i.claim_owner, '') || ' ran out' ELSE i.last_error END,
+                THEN 'claim of worker `' || coalesce(i.claim_owner, '') || '` expired' ELSE i.last_error END,
             nudged_at = CASE WHEN d.expired AND NOT d.quarantines AND i.pending_events > 0
                 THEN v_now ELSE i.nudged_at END,
             quarantined_at = CASE WHEN d.quarantines THEN v_now ELSE i.quarantined_at END,

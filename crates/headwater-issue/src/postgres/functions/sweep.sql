@@ -28,7 +28,7 @@ BEGIN
     RETURN QUERY
     UPDATE issues i SET
         crashes = i.crashes + 1, claim_owner = NULL, claim_expires_at = NULL,
-        last_error = 'the claim of worker ' || coalesce(i.claim_owner, '') || ' ran out',
+        last_error = 'claim of worker `' || coalesce(i.claim_owner, '') || '` expired',
         processing_status = CASE WHEN d.quarantines OR i.pending_events = 0 THEN 'idle' ELSE 'queued' END,
         quarantined_at = CASE WHEN d.quarantines THEN v_now END,
         not_before = CASE WHEN NOT d.quarantines AND i.pending_events > 0 THEN i.not_before END,
