@@ -7,22 +7,22 @@ use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 use crate::support::sender::{github, github_issues, integrations, send};
-use crate::support::{LIMIT, Place, Server};
+use crate::support::{LIMIT, ServerDir, Server};
 
 const READ: &str = "read-read-read-read";
 const WRITE: &str = "write-write-write-write";
 const ADMIN: &str = "admin-admin-admin-admin";
 
-fn with_tokens() -> Result<(Place, Server)> {
+fn with_tokens() -> Result<(ServerDir, Server)> {
     let tokens = [("reader", "read", READ), ("writer", "write", WRITE), ("boss", "admin", ADMIN)];
     let mut settings = integrations();
     for (name, role, token) in tokens {
         settings +=
             &format!("[[token]]\nname = \"{name}\"\nrole = \"{role}\"\ntoken = \"{token}\"\n");
     }
-    let place = Place::new()?.settings(&settings)?;
-    let server = place.serve(&["--issue-quiet", "50ms"])?;
-    Ok((place, server))
+    let dir = ServerDir::new()?.settings(&settings)?;
+    let server = dir.serve(&["--issue-quiet", "50ms"])?;
+    Ok((dir, server))
 }
 
 async fn ask(
@@ -40,7 +40,7 @@ async fn ask(
 
 #[tokio::test]
 async fn each_role_may_do_its_part_and_no_more() -> Result<()> {
-    let (_place, server) = with_tokens()?;
+    let (_dir, server) = with_tokens()?;
     let body = github_issues("opened", 42, "x").to_string();
     let (status, recorded) = send(github(&server, "issues", "d-1", body.as_bytes())).await?;
     assert_eq!(status, 200, "a signature is enough for a webhook");
@@ -82,7 +82,7 @@ async fn each_role_may_do_its_part_and_no_more() -> Result<()> {
 
 #[tokio::test]
 async fn every_change_is_in_the_audit_log_with_who_what_and_when() -> Result<()> {
-    let (_place, server) = with_tokens()?;
+    let (_dir, server) = with_tokens()?;
     assert_eq!(ask(&server, "POST", "/api/v1/issues/7/retry", Some(WRITE)).await?.0, 404);
     assert_eq!(ask(&server, "POST", "/api/v1/issues/7/release", Some(ADMIN)).await?.0, 404);
     assert_eq!(ask(&server, "POST", "/api/v1/issues/7/retry", Some(READ)).await?.0, 403);
@@ -129,8 +129,8 @@ async fn every_change_is_in_the_audit_log_with_who_what_and_when() -> Result<()>
 
 #[tokio::test]
 async fn issues_that_do_not_exist_and_questions_that_make_no_sense_are_refused() -> Result<()> {
-    let place = Place::new()?;
-    let server = place.serve(&[])?;
+    let dir = ServerDir::new()?;
+    let server = dir.serve(&[])?;
     for (method, path, status) in [
         ("GET", "/api/v1/issues/7", 404),
         ("GET", "/api/v1/issues/7/why", 404),
@@ -169,8 +169,8 @@ async fn issues_that_do_not_exist_and_questions_that_make_no_sense_are_refused()
 
 #[tokio::test]
 async fn pages_of_issues_follow_each_other_and_filters_hold() -> Result<()> {
-    let place = Place::new()?.settings(&integrations())?;
-    let server = place.serve(&["--issue-quiet", "1h", "--issue-max-wait", "2h"])?;
+    let dir = ServerDir::new()?.settings(&integrations())?;
+    let server = dir.serve(&["--issue-quiet", "1h", "--issue-max-wait", "2h"])?;
     for number in 1..=5 {
         let body = github_issues("opened", number, "x").to_string();
         send(github(&server, "issues", &format!("d-{number}"), body.as_bytes())).await?;
@@ -211,8 +211,8 @@ async fn pages_of_issues_follow_each_other_and_filters_hold() -> Result<()> {
 
 #[tokio::test]
 async fn the_status_page_escapes_what_others_wrote_and_fetches_nothing() -> Result<()> {
-    let place = Place::new()?.settings(&integrations())?;
-    let server = place.serve(&["--issue-quiet", "1h", "--issue-max-wait", "2h"])?;
+    let dir = ServerDir::new()?.settings(&integrations())?;
+    let server = dir.serve(&["--issue-quiet", "1h", "--issue-max-wait", "2h"])?;
     let mut payload = github_issues("opened", 1, "x");
     payload["repository"]["full_name"] = "<script>alert(1)</script>'\"&".into();
     send(github(&server, "issues", "d", payload.to_string().as_bytes())).await?;
@@ -231,8 +231,8 @@ async fn the_status_page_escapes_what_others_wrote_and_fetches_nothing() -> Resu
 
 #[tokio::test]
 async fn a_page_of_another_site_cannot_change_anything_through_the_users_browser() -> Result<()> {
-    let place = Place::new()?;
-    let server = place.serve(&[])?;
+    let dir = ServerDir::new()?;
+    let server = dir.serve(&[])?;
     let change = || server.client.post(server.url("/api/v1/issues/1/retry"));
     let (status, answer) = send(change().header("origin", "https://evil.example")).await?;
     assert_eq!((status, answer["error"]["code"].as_str()), (403, Some("other_page")));
@@ -254,8 +254,8 @@ async fn raw(server: &Server, bytes: &[u8]) -> Result<String> {
 
 #[tokio::test]
 async fn slow_large_and_broken_headers_are_cut_off() -> Result<()> {
-    let place = Place::new()?;
-    let server = place.serve(&["--http-read-timeout", "3s", "--http-header-bytes-max", "8192"])?;
+    let dir = ServerDir::new()?;
+    let server = dir.serve(&["--http-read-timeout", "3s", "--http-header-bytes-max", "8192"])?;
     let large = format!("GET / HTTP/1.1\r\nhost: localhost\r\nx: {}\r\n\r\n", "x".repeat(20_000));
     assert!(raw(&server, large.as_bytes()).await?.starts_with("HTTP/1.1 431 "));
     let many = format!("GET / HTTP/1.1\r\nhost: localhost\r\n{}\r\n", "x: 1\r\n".repeat(150));
@@ -272,7 +272,7 @@ async fn slow_large_and_broken_headers_are_cut_off() -> Result<()> {
 
 #[tokio::test]
 async fn the_systems_own_messages_are_for_admins() -> Result<()> {
-    let (_place, server) = with_tokens()?;
+    let (_dir, server) = with_tokens()?;
     let consume = async |topic: &str, group: &str, token: &str| -> Result<u16> {
         let path = format!("/api/v1/topics/{topic}/groups/{group}/consume");
         let request = server.client.post(server.url(&path)).bearer_auth(token);
@@ -300,13 +300,13 @@ async fn the_systems_own_messages_are_for_admins() -> Result<()> {
 
 #[tokio::test]
 async fn another_web_page_can_lead_here_and_ask_for_nothing() -> Result<()> {
-    let place = Place::new()?;
-    let server = place.serve(&[])?;
+    let dir = ServerDir::new()?;
+    let server = dir.serve(&[])?;
     server.until("/health/ready", |status, _| status == 200).await?;
-    let look = async |path: &str, mode: &str, place: &str| -> Result<(u16, Value)> {
+    let look = async |path: &str, mode: &str, dest: &str| -> Result<(u16, Value)> {
         let request = server.client.get(server.url(path));
         let request = request.header("sec-fetch-site", "cross-site").header("sec-fetch-mode", mode);
-        send(request.header("sec-fetch-dest", place)).await
+        send(request.header("sec-fetch-dest", dest)).await
     };
     let costly =
         ["/api/v1/sql?query=select%201", "/api/v1/audit/books", "/api/v1/topics", "/metrics"];

@@ -10,13 +10,13 @@ use reqwest::{Method, StatusCode};
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
-use crate::support::nasty::{encoded, nasty, with_text};
+use crate::support::hostile_text::{encoded, hostile_texts, with_text};
 use crate::support::sender::integrations;
-use crate::support::{LIMIT, Place, Server};
+use crate::support::{LIMIT, ServerDir, Server};
 
 /// Who may call a route.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Needs {
+enum RequiredAccess {
     /// Everybody.
     Nothing,
     /// A signature of an integration, which `tests/webhooks.rs` is about.
@@ -29,10 +29,10 @@ enum Needs {
 /// A body that would be taken; every text in it is replaced by worse ones.
 type Body = Option<fn() -> Value>;
 
-use Needs::{Admin, Nothing, Read, Signature, Write};
+use RequiredAccess::{Admin, Nothing, Read, Signature, Write};
 
 /// A line for every route, or more where a route takes several kinds of bodies.
-const CASES: &[(&str, Needs, Body)] = &[
+const CASES: &[(&str, RequiredAccess, Body)] = &[
     ("get /", Read, None),
     ("get /metrics", Read, None),
     ("get /openapi.json", Read, None),
@@ -134,17 +134,17 @@ fn settle() -> Value {
     json!({"settlements": [{"delivery": 1, "outcome": "retry", "reason": "r"}]})
 }
 
-const TOKENS: [(&str, &str, Needs); 3] = [
+const TOKENS: [(&str, &str, RequiredAccess); 3] = [
     ("read", "read-read-read-read", Read),
     ("write", "write-write-write-write", Write),
     ("admin", "admin-admin-admin-admin", Admin),
 ];
-const BOSS: Option<&str> = Some(TOKENS[2].1);
+const ADMIN_TOKEN: Option<&str> = Some(TOKENS[2].1);
 
 struct Routes {
     server: Server,
     description: Value,
-    _place: Place,
+    _dir: ServerDir,
 }
 
 impl Routes {
@@ -154,12 +154,12 @@ impl Routes {
             settings +=
                 &format!("[[token]]\nname = \"{role}\"\nrole = \"{role}\"\ntoken = \"{token}\"\n");
         }
-        let place = Place::new()?.settings(&settings)?;
+        let dir = ServerDir::new()?.settings(&settings)?;
         let many = ["--http-rate-per-second", "1000000", "--http-rate-burst", "1000000"];
-        let server = place.serve(&many)?;
+        let server = dir.serve(&many)?;
         let asked = server.client.get(server.url("/openapi.json")).bearer_auth(TOKENS[2].1);
         let description = asked.send().await?.json().await?;
-        Ok(Self { server, description, _place: place })
+        Ok(Self { server, description, _dir: dir })
     }
 
     /// Sends a request, and returns the status and, of a refusal, its body. What goes on for ever is not read.
@@ -192,7 +192,7 @@ impl Routes {
         }
         let refusal: Value = serde_json::from_str(&refusal)
             .with_context(|| format!("{}: {status} {refusal:?} is not JSON", what()))?;
-        // 503 is an answer about a dependency or a place that is full, 501 about what is not built in; 500 is a mistake.
+        // 503 is an answer about a dependency or a dir that is full, 501 about what is not built in; 500 is a mistake.
         ensure!(status != StatusCode::INTERNAL_SERVER_ERROR, "{}: {status} {refusal}", what());
         if refusal["checks"].is_null() {
             let words = [&refusal["error"]["code"], &refusal["error"]["message"]];
@@ -211,7 +211,7 @@ fn json_body(value: &Value) -> Option<(&'static str, Vec<u8>)> {
     Some(("application/json", value.to_string().into_bytes()))
 }
 
-/// The path of an operation, with this in place of each name.
+/// The path of an operation, with this in dir of each name.
 fn path_of(operation: &str, fill: impl Fn(&str) -> String) -> String {
     let (_, template) = operation.split_once(' ').unwrap_or_default();
     let mut path = String::new();
@@ -280,7 +280,7 @@ async fn a_token_opens_what_its_role_allows_and_nothing_else() -> Result<()> {
                 _ => assert_eq!(status, 401, "{operation} with {token:?}"),
             }
         }
-        let rank = |needs: Needs| needs as usize;
+        let rank = |needs: RequiredAccess| needs as usize;
         for (role, token, has) in TOKENS {
             if matches!(needs, Nothing | Signature) {
                 continue;
@@ -300,15 +300,15 @@ async fn ids_that_are_unknown_or_odd_are_refused_and_break_nothing() -> Result<(
     let makes = ["/messages", "/consume", "/import", "/tail", "/webhooks/"];
     for (operation, needs, body) in CASES.iter().filter(|case| case.0.contains('{')) {
         let body = || body.and_then(|body| json_body(&body()));
-        let (status, refusal) = routes.call(operation, &unknown(operation), BOSS, body()).await?;
+        let (status, refusal) = routes.call(operation, &unknown(operation), ADMIN_TOKEN, body()).await?;
         let is_made =
             operation.contains("/topics/") || makes.iter().any(|it| operation.contains(it));
         if !is_made {
             assert_eq!(status, 404, "{operation} {needs:?}: {refusal}");
         }
-        for text in nasty() {
+        for text in hostile_texts() {
             let path = path_of(operation, |_| encoded(&text));
-            let (status, refusal) = routes.call(operation, &path, BOSS, body()).await?;
+            let (status, refusal) = routes.call(operation, &path, ADMIN_TOKEN, body()).await?;
             if !is_made {
                 assert!(status.is_client_error(), "{operation} {text:?}: {status} {refusal}");
             }
@@ -327,7 +327,7 @@ async fn bodies_that_are_cut_large_deep_or_of_another_kind_are_refused() -> Resu
         let path = unknown(operation);
         let call = async |kind: &str, bytes: Vec<u8>| {
             let (status, refusal) =
-                routes.call(operation, &path, BOSS, Some((kind, bytes))).await?;
+                routes.call(operation, &path, ADMIN_TOKEN, Some((kind, bytes))).await?;
             anyhow::Ok((status.as_u16(), refusal))
         };
         let json = "application/json";
@@ -374,43 +374,43 @@ async fn sql_and_html_in_every_text_are_text() -> Result<()> {
     let routes = Routes::start().await?;
     for (operation, _, body) in CASES {
         let path = unknown(operation);
-        for text in nasty() {
+        for text in hostile_texts() {
             for body in body.iter().flat_map(|body| with_text(&body(), &text)) {
-                routes.call(operation, &path, BOSS, json_body(&body)).await?;
+                routes.call(operation, &path, ADMIN_TOKEN, json_body(&body)).await?;
             }
             for name in parameters(&routes, operation, "query") {
                 let path = format!("{path}?{name}={}", encoded(&text));
                 let body = body.and_then(|body| json_body(&body()));
-                routes.call(operation, &path, BOSS, body).await?;
+                routes.call(operation, &path, ADMIN_TOKEN, body).await?;
             }
         }
         let slip = format!("{path}?no_such_parameter=1");
-        routes.call(operation, &slip, BOSS, body.and_then(|body| json_body(&body()))).await?;
+        routes.call(operation, &slip, ADMIN_TOKEN, body.and_then(|body| json_body(&body()))).await?;
     }
     // Every text field of every body was among them, also those inside of lists and objects.
     for (operation, ..) in CASES {
         let content = &routes.described(operation)["requestBody"]["content"]["application/json"];
         let examples = CASES.iter().filter(|case| case.0 == *operation);
         let examples: Vec<Value> = examples.filter_map(|case| Some(case.2?())).collect();
-        for place in texts(&routes.description, &content["schema"], &[]) {
-            let is_tried = examples.iter().any(|example| has_text(example, &place));
-            assert!(is_tried, "{operation}: give `{}` a text", place.join("."));
+        for location in texts(&routes.description, &content["schema"], &[]) {
+            let is_tried = examples.iter().any(|example| has_text(example, &location));
+            assert!(is_tried, "{operation}: give `{}` a text", location.join("."));
         }
     }
     whole(&routes).await
 }
 
 /// Where a schema has texts. `*` is any item of a list, and any field of an object with free names.
-fn texts(description: &Value, schema: &Value, place: &[&str]) -> Vec<Vec<String>> {
-    assert!(place.len() < 20, "the schema has no end");
-    let below = |schema: &Value, name: &str| texts(description, schema, &[place, &[name]].concat());
+fn texts(description: &Value, schema: &Value, location: &[&str]) -> Vec<Vec<String>> {
+    assert!(location.len() < 20, "the schema has no end");
+    let below = |schema: &Value, name: &str| texts(description, schema, &[location, &[name]].concat());
     if let Some(reference) = schema["$ref"].as_str() {
         let schema = description.pointer(reference.trim_start_matches('#'));
-        return texts(description, schema.unwrap_or(&Value::Null), place);
+        return texts(description, schema.unwrap_or(&Value::Null), location);
     }
     let mut found = Vec::new();
     if schema["type"] == "string" || schema["type"] == json!(["string", "null"]) {
-        found.push(place.iter().map(|name| (*name).to_owned()).collect());
+        found.push(location.iter().map(|name| (*name).to_owned()).collect());
     }
     for (name, field) in schema["properties"].as_object().into_iter().flatten() {
         found.extend(below(field, name));
@@ -422,13 +422,13 @@ fn texts(description: &Value, schema: &Value, place: &[&str]) -> Vec<Vec<String>
     }
     for ways in ["oneOf", "anyOf", "allOf"] {
         let ways = schema[ways].as_array().into_iter().flatten();
-        found.extend(ways.flat_map(|way| texts(description, way, place)));
+        found.extend(ways.flat_map(|way| texts(description, way, location)));
     }
     found
 }
 
-fn has_text(value: &Value, place: &[String]) -> bool {
-    match (place.split_first(), value) {
+fn has_text(value: &Value, location: &[String]) -> bool {
+    match (location.split_first(), value) {
         (None, value) => value.is_string(),
         (Some((_, rest)), Value::Array(items)) => items.iter().any(|item| has_text(item, rest)),
         (Some((name, rest)), Value::Object(fields)) if name == "*" => {
@@ -447,7 +447,7 @@ async fn what_is_no_text_at_all_breaks_nothing_wherever_it_stands() -> Result<()
         for odd in odd {
             if operation.contains('{') {
                 let path = path_of(operation, |_| odd.to_owned());
-                let (status, refusal) = routes.call(operation, &path, BOSS, body()).await?;
+                let (status, refusal) = routes.call(operation, &path, ADMIN_TOKEN, body()).await?;
                 // A percent sign that begins nothing is a letter, and so may be a name that can be made.
                 let is_name = ["%", "%zz"].contains(&odd) && status.is_success();
                 let is_refused = status.is_client_error() || status == 501;
@@ -455,7 +455,7 @@ async fn what_is_no_text_at_all_breaks_nothing_wherever_it_stands() -> Result<()
             }
             for parameter in parameters(&routes, operation, "query") {
                 let path = format!("{}?{parameter}={odd}", unknown(operation));
-                routes.call(operation, &path, BOSS, body()).await?;
+                routes.call(operation, &path, ADMIN_TOKEN, body()).await?;
             }
         }
     }
@@ -465,7 +465,7 @@ async fn what_is_no_text_at_all_breaks_nothing_wherever_it_stands() -> Result<()
 #[tokio::test]
 async fn headers_with_odd_values_break_nothing() -> Result<()> {
     let routes = Routes::start().await?;
-    let texts = nasty().into_iter().map(String::into_bytes);
+    let texts = hostile_texts().into_iter().map(String::into_bytes);
     let odd = [b"\xff\xfe".to_vec(), "键".into(), b"1-0-0".to_vec()];
     let values: Vec<_> =
         texts.chain(odd).filter(|it| HeaderValue::from_bytes(it).is_ok()).collect();
@@ -506,7 +506,7 @@ async fn every_change_by_any_route_is_in_the_audit_log() -> Result<()> {
     for (operation, _, body) in CASES.iter().filter(|case| is_written(case.0)) {
         let path = unknown(operation);
         let body = body.and_then(|body| json_body(&body()));
-        routes.call(operation, &path, BOSS, body).await?;
+        routes.call(operation, &path, ADMIN_TOKEN, body).await?;
         let method = operation.split(' ').next().unwrap_or_default().to_uppercase();
         expected.insert((method, path));
     }
@@ -585,7 +585,7 @@ async fn a_body_that_nobody_asked_for_harms_nobody() -> Result<()> {
     for (operation, ..) in CASES.iter().filter(|case| case.2.is_none()) {
         for bytes in [b"{".to_vec(), vec![0xff; 64], b"[".repeat(2000), vec![b' '; 20_000]] {
             let body = Some(("application/json", bytes));
-            routes.call(operation, &unknown(operation), BOSS, body).await?;
+            routes.call(operation, &unknown(operation), ADMIN_TOKEN, body).await?;
         }
     }
     whole(&routes).await
@@ -594,7 +594,7 @@ async fn a_body_that_nobody_asked_for_harms_nobody() -> Result<()> {
 /// Everything is there, nothing was run, and nobody panicked.
 async fn whole(routes: &Routes) -> Result<()> {
     for path in ["/api/v1/tickets", "/api/v1/issues", "/api/v1/audit", "/api/v1/topics"] {
-        let (status, _) = routes.call("get", path, BOSS, None).await?;
+        let (status, _) = routes.call("get", path, ADMIN_TOKEN, None).await?;
         assert_eq!(status, 200, "{path}");
     }
     let page = routes.server.client.get(routes.server.url("/")).bearer_auth(TOKENS[2].1);

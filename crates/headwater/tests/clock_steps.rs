@@ -19,12 +19,12 @@ use tokio::sync::Semaphore;
 use crate::support::desk::all_idle;
 use crate::support::model::FakeModel;
 use crate::support::sender::{SECRET, github, github_comment, github_issues, send};
-use crate::support::{Place, Server, eventually};
+use crate::support::{ServerDir, Server, eventually};
 
 const HOUR_SECONDS: i64 = 3600;
 
 /// Longer than it is from one sweep, or one heartbeat of a worker, to the next.
-const A_WHILE: Duration = Duration::from_secs(8);
+const OBSERVE_FOR: Duration = Duration::from_secs(8);
 
 /// A GitHub that keeps comments, and lets those who post one wait at its gate.
 #[derive(Clone)]
@@ -61,18 +61,18 @@ async fn comment(State(hub): State<GatedGithub>, Json(body): Json<Value>) -> Sta
 }
 
 /// A server under a clock, with its model and its GitHub.
-struct Scene {
+struct ClockScenario {
     clock: WallClock,
     offset: i64,
     step: i64,
     server: Server,
     model: FakeModel,
     hub: GatedGithub,
-    _place: Place,
+    _dir: ServerDir,
     _postgres: Option<Postgres>,
 }
 
-impl Scene {
+impl ClockScenario {
     async fn start(step: i64, on_postgres: bool) -> Result<Self> {
         let clock = WallClock::start()?;
         let (hub, hub_url) = GatedGithub::start().await?;
@@ -81,9 +81,9 @@ impl Scene {
             "[[integration]]\nid = \"shop\"\nprovider = \"github\"\nsecret = \"{SECRET}\"\n\
              reply_token_env = \"SHOP_TOKEN\"\nbase_url = \"{hub_url}\"\n"
         );
-        let mut place = Place::new()?.settings(&settings)?.variable("SHOP_TOKEN", "a token");
+        let mut dir = ServerDir::new()?.settings(&settings)?.variable("SHOP_TOKEN", "a token");
         for (name, value) in clock.environment() {
-            place = place.variable(&name, &value);
+            dir = dir.variable(&name, &value);
         }
         let postgres = if on_postgres { Some(Postgres::start_at(&clock)?) } else { None };
         let database = match &postgres {
@@ -94,7 +94,7 @@ impl Scene {
                 std::mem::forget(database);
                 url
             }
-            None => format!("sqlite:{}", place.file("headwater.db")),
+            None => format!("sqlite:{}", dir.file("headwater.db")),
         };
         let arguments = [
             ["--database-url", &database],
@@ -103,16 +103,16 @@ impl Scene {
             ["--model-url", &model_url],
             ["--model-name", "m"],
         ];
-        let server = place.serve(&arguments.concat())?;
-        let (offset, _place, _postgres) = (0, place, postgres);
-        Ok(Self { clock, offset, step, server, model, hub, _place, _postgres })
+        let server = dir.serve(&arguments.concat())?;
+        let (offset, _dir, _postgres) = (0, dir, postgres);
+        Ok(Self { clock, offset, step, server, model, hub, _dir, _postgres })
     }
 
     /// Sets the clock by another step, and sees that everything is well, at once and for a while.
     async fn step(&mut self, is_well: impl Fn(&Self) -> Result<()>) -> Result<()> {
         self.offset += self.step;
         self.clock.set(self.offset)?;
-        let until = Instant::now() + A_WHILE;
+        let until = Instant::now() + OBSERVE_FOR;
         while Instant::now() < until {
             let (status, body) = self.server.get("/health/ready").await?;
             ensure!(status == 200, "not ready: {body:#}\n{}", self.server.log());
@@ -132,37 +132,37 @@ impl Scene {
 }
 
 async fn everything_happens_once(step: i64, on_postgres: bool) -> Result<()> {
-    let mut scene = Scene::start(step, on_postgres).await?;
+    let mut scenario = ClockScenario::start(step, on_postgres).await?;
 
     // Within the debounce window: the event is not stranded. The window may end early, but there is one run.
     let body = github_issues("opened", 42, "Where is it?").to_string();
-    let (status, answer) = send(github(&scene.server, "issues", "d-1", body.as_bytes())).await?;
+    let (status, answer) = send(github(&scenario.server, "issues", "d-1", body.as_bytes())).await?;
     ensure!(status < 300, "{status} {answer}");
-    scene.step(|scene| check(scene.questions() <= 1, "two runs")).await?;
-    let asked = scene.model.clone();
+    scenario.step(|scenario| check(scenario.questions() <= 1, "two runs")).await?;
+    let asked = scenario.model.clone();
     eventually("a question to the model", || !asked.asked("Where is it?").is_empty()).await?;
 
     // Within the run: the worker keeps its claim, and the model is not asked again.
-    scene.step(|scene| check(scene.questions() == 1, "the run was repeated")).await?;
-    scene.model.open_door();
-    let hub = scene.hub.clone();
+    scenario.step(|scenario| check(scenario.questions() == 1, "the run was repeated")).await?;
+    scenario.model.open_door();
+    let hub = scenario.hub.clone();
     eventually("the comment to be posted", || hub.posts() == 1).await?;
 
     // Within the delivery: the reply is not sent a second time.
-    scene.step(|scene| check(scene.hub.posts() == 1, "the reply was sent twice")).await?;
-    scene.hub.gate.add_permits(1_000);
-    all_idle(&scene.server).await?;
+    scenario.step(|scenario| check(scenario.hub.posts() == 1, "the reply was sent twice")).await?;
+    scenario.hub.gate.add_permits(1_000);
+    all_idle(&scenario.server).await?;
 
     // Between two events: the answer that was given stays given.
-    scene.step(|scene| check(scene.questions() == 1, "a run for nothing")).await?;
+    scenario.step(|scenario| check(scenario.questions() == 1, "a run for nothing")).await?;
     let body = github_comment(42, "ann", "And now?").to_string();
-    let comment = github(&scene.server, "issue_comment", "d-2", body.as_bytes());
+    let comment = github(&scenario.server, "issue_comment", "d-2", body.as_bytes());
     let (status, answer) = send(comment).await?;
     ensure!(status < 300, "{status} {answer}");
-    let hub = scene.hub.clone();
+    let hub = scenario.hub.clone();
     eventually("the second comment", || hub.posts() == 2).await?;
-    all_idle(&scene.server).await?;
-    let questions = scene.model.asked("");
+    all_idle(&scenario.server).await?;
+    let questions = scenario.model.asked("");
     ensure!(questions.len() == 2, "{} questions", questions.len());
     // The thread stands in the prompt, a line of JSON for each text.
     let turns = questions[1].body["messages"].as_array().context("messages")?;
@@ -172,7 +172,7 @@ async fn everything_happens_once(step: i64, on_postgres: bool) -> Result<()> {
     ensure!(lines.iter().filter(pending).count() == 1, "only the comment is new: {lines:#?}");
     let answered = lines.iter().any(|line| line["author"] == "assistant");
     ensure!(answered, "the first answer was withdrawn: {lines:#?}");
-    ensure!(scene.hub.posts() == 2, "{:?}", scene.hub.posts.lock().expect("no panic"));
+    ensure!(scenario.hub.posts() == 2, "{:?}", scenario.hub.posts.lock().expect("no panic"));
     Ok(())
 }
 

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use tokio::time::Instant;
 
 use crate::support::sender::{github, github_issues, integrations, send};
-use crate::support::{LIMIT, Place, Server};
+use crate::support::{LIMIT, ServerDir, Server};
 
 /// What those are told who are not kept waiting for the pool.
 const KNOWN: &str = "the database cannot be reached; try again";
@@ -21,9 +21,9 @@ async fn open(server: &Server) -> Result<(u16, Value)> {
 async fn who_comes_while_postgres_is_away_is_told_so_and_nothing_is_stored_twice() -> Result<()> {
     let postgres = Postgres::start()?;
     let database = postgres.database()?;
-    let place = Place::new()?.settings(&integrations())?;
+    let dir = ServerDir::new()?.settings(&integrations())?;
     let server =
-        place.serve(&["--database-url", &database.url(), "--http-request-timeout", "60s"])?;
+        dir.serve(&["--database-url", &database.url(), "--http-request-timeout", "60s"])?;
     assert_eq!(open(&server).await?.0, 201);
     let event = github_issues("opened", 7, "Where is it?").to_string();
     let webhook = || send(github(&server, "issues", "d-1", event.as_bytes()));

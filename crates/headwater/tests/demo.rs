@@ -6,13 +6,13 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 
-use crate::support::{Place, text};
+use crate::support::{ServerDir, text};
 
 #[test]
 fn the_demo_shows_the_whole_way_and_leaves_nothing_behind() -> Result<()> {
-    let place = Place::new()?;
+    let dir = ServerDir::new()?;
     let started = Instant::now();
-    let output = place.run(&["serve", "--http-listen", "127.0.0.1:0", "--demo", "--demo-exit"])?;
+    let output = dir.run(&["serve", "--http-listen", "127.0.0.1:0", "--demo", "--demo-exit"])?;
     let (told, log) = (text(&output.stdout), text(&output.stderr));
     assert!(output.status.success(), "{told}\n{log}");
     assert!(started.elapsed() < Duration::from_secs(60), "it takes less than a minute");
@@ -29,7 +29,7 @@ fn the_demo_shows_the_whole_way_and_leaves_nothing_behind() -> Result<()> {
     assert!(told.contains("6 messages in a row got 1 reply"), "{told}");
     assert!(!log.contains("\"level\":\"ERROR\""), "{log}");
     assert_eq!(
-        std::fs::read_dir(place.path())?.count(),
+        std::fs::read_dir(dir.path())?.count(),
         0,
         "its data was in a directory of its own"
     );
@@ -38,8 +38,8 @@ fn the_demo_shows_the_whole_way_and_leaves_nothing_behind() -> Result<()> {
 
 #[tokio::test]
 async fn after_the_demo_it_goes_on_serving_until_it_is_stopped() -> Result<()> {
-    let place = Place::new()?;
-    let mut server = place.serve(&["--demo", "--log-level", "info"])?;
+    let dir = ServerDir::new()?;
+    let mut server = dir.serve(&["--demo", "--log-level", "info"])?;
     server
         .until("/api/v1/issues", |_, body| {
             body["issues"].as_array().is_some_and(|issues| issues.len() == 5)

@@ -5,12 +5,12 @@ mod support;
 
 use headwater_testkit::{Postgres, Redis};
 use serde_json::Value;
-use support::reach::Reach;
-use support::{Place, Server, text};
+use support::cli::CliFixture;
+use support::{ServerDir, Server, text};
 
 /// The exit code, and what was found.
-fn doctor(place: &Place, server: &Server) -> (Option<i32>, Vec<Value>) {
-    let output = place.run(&["doctor", "--json", "--url", &server.url("")]).unwrap();
+fn doctor(dir: &ServerDir, server: &Server) -> (Option<i32>, Vec<Value>) {
+    let output = dir.run(&["doctor", "--json", "--url", &server.url("")]).unwrap();
     let lines = text(&output.stdout);
     let findings: Vec<Value> =
         lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
@@ -27,12 +27,12 @@ fn severity<'a>(findings: &'a [Value], subject: &str) -> &'a str {
 
 #[test]
 fn it_tells_what_redis_is_now_and_not_what_it_was_when_the_server_started() {
-    let reach = Reach::server();
-    let redis = reach.redis.as_ref().unwrap();
+    let cli = CliFixture::with_server();
+    let redis = cli.redis.as_ref().unwrap();
     let set = |name: &str, value: &str| {
         redis.command(&["CONFIG", "SET", name, value]).unwrap();
     };
-    let look = || doctor(&reach.place, reach.the_server());
+    let look = || doctor(&cli.dir, cli.server());
     for (name, wrong, right, subject, expected) in [
         ("maxmemory-policy", "allkeys-lru", "noeviction", "eviction", "error"),
         ("notify-keyspace-events", "", "Ex", "notify-keyspace-events", "warning"),
@@ -57,8 +57,8 @@ fn it_tells_what_redis_is_now_and_not_what_it_was_when_the_server_started() {
         assert_eq!(severity(&of_redis(findings), subject), expected, "{name} {wrong}");
         if subject == "memory" {
             // Whoever wants to write is told the same.
-            let said = reach.refused(&["produce", "orders", "--payload", "x"], 3);
-            assert!(said.contains("the streams are full"), "{said}");
+            let message = cli.fails(&["produce", "orders", "--payload", "x"], 3);
+            assert!(message.contains("the streams are full"), "{message}");
         }
         assert!(code == Some(1) || expected == "warning" && code == Some(4), "{name}: {code:?}");
         set(name, right);
@@ -69,14 +69,14 @@ fn it_tells_what_redis_is_now_and_not_what_it_was_when_the_server_started() {
 async fn with_a_server_away_or_silent_it_tells_of_that_one_and_of_all_the_rest() {
     let (redis, postgres) = (Redis::start().unwrap(), Postgres::start().unwrap());
     let database = postgres.database().unwrap();
-    let place = Place::new().unwrap();
+    let dir = ServerDir::new().unwrap();
     let server =
-        place.serve(&["--stream-url", &redis.url(), "--database-url", &database.url()]).unwrap();
+        dir.serve(&["--stream-url", &redis.url(), "--database-url", &database.url()]).unwrap();
     server.until("/health/ready", |status, _| status == 200).await.unwrap();
     let of_streams = ["eviction", "commands", "groups"];
     let of_database = ["migrations", "audit", "workers", "outbox"];
     let check = |away: &str, told: &[&str], untold: &[&str]| {
-        let (code, findings) = doctor(&place, &server);
+        let (code, findings) = doctor(&dir, &server);
         assert_eq!(code, Some(3), "{findings:?}");
         assert_eq!(severity(&findings, away), "unreachable", "{findings:?}");
         told.iter().for_each(|subject| assert_eq!(severity(&findings, subject), "ok"));
@@ -99,6 +99,6 @@ async fn with_a_server_away_or_silent_it_tells_of_that_one_and_of_all_the_rest()
     check("database", &of_streams, &of_database);
     postgres.restart().unwrap();
     server.until("/health/ready", |status, _| status == 200).await.unwrap();
-    let (_, findings) = doctor(&place, &server);
+    let (_, findings) = doctor(&dir, &server);
     assert_eq!(severity(&findings, "database"), "ok", "{findings:?}");
 }

@@ -11,13 +11,13 @@ use headwater_testkit::Postgres;
 use sqlx::{Connection, PgConnection};
 
 use crate::support::sender::{github, github_issues, integrations, send};
-use crate::support::{LIMIT, Place, Server};
+use crate::support::{LIMIT, ServerDir, Server};
 
 /// As many as held every connection of a server with default settings.
 const SOCKETS: usize = 1_500;
 
 /// Longer than a test takes: what ends in time does so without this.
-const PATIENT: [&str; 4] = ["--http-read-timeout", "10m", "--http-request-timeout", "10m"];
+const LONG_TIMEOUTS: [&str; 4] = ["--http-read-timeout", "10m", "--http-request-timeout", "10m"];
 
 /// Sockets that have sent the beginning of a request, and are kept open.
 fn slow_sockets(server: &Server, begin: &str) -> Vec<TcpStream> {
@@ -54,8 +54,8 @@ async fn all_are_answered(server: &Server) -> Result<()> {
 async fn clients_that_send_headers_slowly_keep_out_neither_probes_nor_other_clients() -> Result<()>
 {
     support::client();
-    let place = Place::new()?;
-    let server = place.serve(&PATIENT)?;
+    let dir = ServerDir::new()?;
+    let server = dir.serve(&LONG_TIMEOUTS)?;
     let _sockets =
         slow_sockets(&server, "GET /health/live HTTP/1.1\r\nHost: localhost\r\nX-Slow: ");
     all_are_answered(&server).await
@@ -64,8 +64,8 @@ async fn clients_that_send_headers_slowly_keep_out_neither_probes_nor_other_clie
 #[tokio::test]
 async fn clients_that_send_nothing_keep_out_neither_probes_nor_other_clients() -> Result<()> {
     support::client();
-    let place = Place::new()?;
-    let server = place.serve(&PATIENT)?;
+    let dir = ServerDir::new()?;
+    let server = dir.serve(&LONG_TIMEOUTS)?;
     let _sockets = slow_sockets(&server, "");
     all_are_answered(&server).await
 }
@@ -74,8 +74,8 @@ async fn clients_that_send_nothing_keep_out_neither_probes_nor_other_clients() -
 #[tokio::test]
 async fn clients_that_send_bodies_slowly_keep_out_neither_probes_nor_other_clients() -> Result<()> {
     support::client();
-    let place = Place::new()?.settings(&integrations())?;
-    let server = place.serve(&[&PATIENT[..], &["--http-rate-burst", "100000"]].concat())?;
+    let dir = ServerDir::new()?.settings(&integrations())?;
+    let server = dir.serve(&[&LONG_TIMEOUTS[..], &["--http-rate-burst", "100000"]].concat())?;
     let begin = "POST /webhooks/github/shop HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n\
                  Content-Length: 1000\r\n\r\n{";
     let _sockets = slow_sockets(&server, begin);
@@ -97,8 +97,8 @@ fn is_ended(socket: &mut TcpStream) -> bool {
 
 #[tokio::test]
 async fn headers_have_a_deadline_from_the_accept_on_and_idle_connections_too() -> Result<()> {
-    let place = Place::new()?;
-    let server = place.serve(&["--http-read-timeout", "500ms"])?;
+    let dir = ServerDir::new()?;
+    let server = dir.serve(&["--http-read-timeout", "500ms"])?;
     let connect = || TcpStream::connect(server.address);
     let mut silent = connect()?;
     let mut idle = connect()?;
@@ -132,8 +132,8 @@ fn raw(address: SocketAddr, request: &str) -> Result<String> {
 
 #[tokio::test]
 async fn a_host_that_only_begins_like_loopback_is_refused() -> Result<()> {
-    let place = Place::new()?;
-    let server = place.serve(&[])?;
+    let dir = ServerDir::new()?;
+    let server = dir.serve(&[])?;
     for (host, status) in [
         ("127.0.0.1:80", "200"),
         ("127.0.0.1:x@evil.example", "403"),
@@ -165,9 +165,9 @@ const OBJECTS: usize = 60_000;
 #[tokio::test(flavor = "multi_thread")]
 async fn bodies_that_grow_when_they_are_decoded_stay_within_the_budget_of_all_requests()
 -> Result<()> {
-    let place = Place::new()?.settings(&integrations())?;
+    let dir = ServerDir::new()?.settings(&integrations())?;
     let database = Postgres::shared()?.database()?;
-    let server = place.serve(&["--database-url", &database.url()])?;
+    let server = dir.serve(&["--database-url", &database.url()])?;
     server.until("/health/ready", |status, _| status == 200).await?;
     let mut locked = PgConnection::connect(&database.url()).await?;
     sqlx::query("BEGIN").execute(&mut locked).await?;
@@ -210,8 +210,8 @@ async fn bodies_that_grow_when_they_are_decoded_stay_within_the_budget_of_all_re
 #[tokio::test(flavor = "multi_thread")]
 async fn bodies_that_are_held_back_take_no_more_than_one_clients_share_and_are_told_to_come_back()
 -> Result<()> {
-    let place = Place::new()?.settings(&integrations())?;
-    let server = place.serve(&["--http-body-memory-bytes-max", "16777216"])?;
+    let dir = ServerDir::new()?.settings(&integrations())?;
+    let server = dir.serve(&["--http-body-memory-bytes-max", "16777216"])?;
     // One client holds 8 bodies of a megabyte but for a byte: its share of 16 MiB.
     let head = "POST /webhooks/github/shop HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n\
                 Content-Length: 1048576\r\n\r\n";

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
-use support::reach::Reach;
-use support::{LIMIT, Place, Server, answer, text};
+use support::cli::CliFixture;
+use support::{LIMIT, ServerDir, Server, answer, text};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
@@ -49,11 +49,11 @@ async fn import(server: &Server, session: &str, body: impl Into<reqwest::Body>) 
 }
 
 /// An import whose lines come one by one.
-struct Slowly {
+struct SlowImport {
     connection: TcpStream,
 }
 
-impl Slowly {
+impl SlowImport {
     async fn begin(server: &Server, session: &str) -> Self {
         let mut connection = TcpStream::connect(server.address).await.unwrap();
         let head = format!(
@@ -93,15 +93,15 @@ async fn can_be_imported(server: &Server, session: &str, file: &str) {
     assert_eq!((status, &made["stage"]), (201, &json!("open")), "{made}\n{}", server.log());
 }
 
-async fn however_an_import_ends_early_its_id_is_free(reach: &Reach) {
-    let server = reach.the_server();
+async fn however_an_import_ends_early_its_id_is_free(cli: &CliFixture) {
+    let server = cli.server();
     let (all, file) = (lines(3), joined(&lines(3)));
 
     // The caller hangs up.
-    let mut slowly = Slowly::begin(server, "hung-up").await;
-    slowly.send(joined(&all[..2]).as_bytes()).await;
+    let mut import_in_progress = SlowImport::begin(server, "hung-up").await;
+    import_in_progress.send(joined(&all[..2]).as_bytes()).await;
     is_filling(server, "hung-up").await;
-    drop(slowly);
+    drop(import_in_progress);
     can_be_imported(server, "hung-up", &file).await;
 
     // A line is no text, or not the line it should be, or the last one is missing.
@@ -123,37 +123,37 @@ async fn however_an_import_ends_early_its_id_is_free(reach: &Reach) {
 
 #[tokio::test]
 async fn however_an_import_ends_early_its_id_is_free_on_embedded_streams() {
-    however_an_import_ends_early_its_id_is_free(&Reach::embedded().serving()).await;
+    however_an_import_ends_early_its_id_is_free(&CliFixture::embedded().start_server()).await;
 }
 
 #[tokio::test]
 async fn however_an_import_ends_early_its_id_is_free_on_redis() {
-    however_an_import_ends_early_its_id_is_free(&Reach::server()).await;
+    however_an_import_ends_early_its_id_is_free(&CliFixture::with_server()).await;
 }
 
 #[tokio::test]
 async fn an_import_may_take_longer_than_a_request() {
-    let place = Place::new().unwrap();
-    let server = place.serve(&["--http-request-timeout", "100ms"]).unwrap();
+    let dir = ServerDir::new().unwrap();
+    let server = dir.serve(&["--http-request-timeout", "100ms"]).unwrap();
     let all = lines(3);
-    let mut slowly = Slowly::begin(&server, "slow").await;
+    let mut import_in_progress = SlowImport::begin(&server, "slow").await;
     for line in &all {
-        slowly.send(format!("{line}\n").as_bytes()).await;
+        import_in_progress.send(format!("{line}\n").as_bytes()).await;
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
-    let answer = slowly.answer().await;
+    let answer = import_in_progress.answer().await;
     assert!(answer.starts_with("HTTP/1.1 201"), "{answer}\n{}", server.log());
 }
 
 #[tokio::test]
 async fn an_import_whose_lines_stop_coming_ends_and_leaves_its_id() {
-    let place = Place::new().unwrap();
-    let server = place.serve(&["--http-read-timeout", "2s"]).unwrap();
+    let dir = ServerDir::new().unwrap();
+    let server = dir.serve(&["--http-read-timeout", "2s"]).unwrap();
     let all = lines(3);
-    let mut slowly = Slowly::begin(&server, "silent").await;
-    slowly.send(joined(&all[..2]).as_bytes()).await;
+    let mut import_in_progress = SlowImport::begin(&server, "silent").await;
+    import_in_progress.send(joined(&all[..2]).as_bytes()).await;
     let mut answer = Vec::new();
-    let _ = slowly.connection.read_to_end(&mut answer).await;
+    let _ = import_in_progress.connection.read_to_end(&mut answer).await;
     let answer = text(&answer);
     assert!(answer.starts_with("HTTP/1.1 408") && answer.contains("\"timeout\""), "{answer}");
     can_be_imported(&server, "silent", &joined(&all)).await;
@@ -161,8 +161,8 @@ async fn an_import_whose_lines_stop_coming_ends_and_leaves_its_id() {
 
 #[tokio::test]
 async fn an_import_with_too_many_bytes_is_refused_and_leaves_its_id() {
-    let place = Place::new().unwrap();
-    let server = place.serve(&["--http-import-bytes-max", "2048"]).unwrap();
+    let dir = ServerDir::new().unwrap();
+    let server = dir.serve(&["--http-import-bytes-max", "2048"]).unwrap();
     let (small, large) = (joined(&lines(3)), joined(&lines(200)));
     assert!(small.len() < 2048 && large.len() > 4096);
     let is_refused = |status: u16, refused: &Value| {
@@ -181,20 +181,20 @@ async fn an_import_with_too_many_bytes_is_refused_and_leaves_its_id() {
 
 #[tokio::test]
 async fn a_stop_of_the_process_leaves_nothing_of_an_import() {
-    let place = Place::new().unwrap();
-    let mut server = place.serve(&[]).unwrap();
+    let dir = ServerDir::new().unwrap();
+    let mut server = dir.serve(&[]).unwrap();
     let all = lines(3);
-    let mut slowly = Slowly::begin(&server, "stopped").await;
-    slowly.send(joined(&all[..2]).as_bytes()).await;
+    let mut import_in_progress = SlowImport::begin(&server, "stopped").await;
+    import_in_progress.send(joined(&all[..2]).as_bytes()).await;
     is_filling(&server, "stopped").await;
     server.signal(Signal::TERM).unwrap();
     let mut answer = Vec::new();
-    let _ = slowly.connection.read_to_end(&mut answer).await;
+    let _ = import_in_progress.connection.read_to_end(&mut answer).await;
     let answer = text(&answer);
     assert!(answer.starts_with("HTTP/1.1 503") && answer.contains("import it again"), "{answer}");
     assert!(server.wait(LIMIT).unwrap().success(), "{}", server.log());
 
-    let server = place.serve(&[]).unwrap();
+    let server = dir.serve(&[]).unwrap();
     let (status, _) = server.get("/api/v1/sessions/stopped").await.unwrap();
     assert_eq!(status, 404);
     can_be_imported(&server, "stopped", &joined(&all)).await;
@@ -206,16 +206,16 @@ fn a_verb_that_is_stopped_leaves_nothing_of_an_import() {
     use std::io::Write;
     use std::process::Stdio;
 
-    let reach = Reach::redis();
+    let cli = CliFixture::redis();
     let words = ["session", "import", "interrupted", "--json"];
-    let direct: Vec<&str> = reach.direct.iter().map(String::as_str).collect();
-    let mut command = reach.place.command(&[&words[..], &direct].concat());
+    let direct: Vec<&str> = cli.direct_args.iter().map(String::as_str).collect();
+    let mut command = cli.dir.command(&[&words[..], &direct].concat());
     command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut child = command.spawn().unwrap();
     let mut input = child.stdin.take().unwrap();
     input.write_all(joined(&lines(3)[..2]).as_bytes()).unwrap();
     let deadline = Instant::now() + LIMIT;
-    while !reach.json(&["session", "list"]).iter().any(|one| one["stage"] == "filling") {
+    while !cli.json(&["session", "list"]).iter().any(|one| one["stage"] == "filling") {
         assert!(Instant::now() < deadline, "the import does not begin");
     }
     let pid = Pid::from_raw(i32::try_from(child.id()).unwrap()).unwrap();
@@ -224,8 +224,8 @@ fn a_verb_that_is_stopped_leaves_nothing_of_an_import() {
     assert_eq!(ended.status.code(), Some(1), "{}", text(&ended.stderr));
     assert!(text(&ended.stderr).contains("stopped before its end"), "{}", text(&ended.stderr));
     drop(input);
-    let said = reach.refused(&["session", "show", "interrupted"], 1);
-    assert!(said.contains("no session"), "{said}");
+    let message = cli.fails(&["session", "show", "interrupted"], 1);
+    assert!(message.contains("no session"), "{message}");
 }
 
 /// The verb opens the streams itself, and is killed half way: nobody removes what it stored.
@@ -234,11 +234,11 @@ fn an_import_that_was_killed_can_be_repeated_at_once() {
     use std::io::Write;
     use std::process::Stdio;
 
-    let reach = Reach::redis();
+    let cli = CliFixture::redis();
     let import = || {
         let words = ["session", "import", "killed", "--json"];
-        let direct: Vec<&str> = reach.direct.iter().map(String::as_str).collect();
-        let mut command = reach.place.command(&[&words[..], &direct].concat());
+        let direct: Vec<&str> = cli.direct_args.iter().map(String::as_str).collect();
+        let mut command = cli.dir.command(&[&words[..], &direct].concat());
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = command.spawn().unwrap();
         let input = child.stdin.take().unwrap();
@@ -248,7 +248,7 @@ fn an_import_that_was_killed_can_be_repeated_at_once() {
     let (child, mut input) = import();
     input.write_all(joined(&all[..2]).as_bytes()).unwrap();
     let deadline = Instant::now() + LIMIT;
-    while !reach.json(&["session", "list"]).iter().any(|one| one["stage"] == "filling") {
+    while !cli.json(&["session", "list"]).iter().any(|one| one["stage"] == "filling") {
         assert!(Instant::now() < deadline, "the import does not begin");
     }
     let pid = Pid::from_raw(i32::try_from(child.id()).unwrap()).unwrap();
@@ -260,17 +260,17 @@ fn an_import_that_was_killed_can_be_repeated_at_once() {
     drop(input);
     let ended = child.wait_with_output().unwrap();
     assert!(ended.status.success(), "{}", text(&ended.stderr));
-    let shown = &reach.json(&["session", "list"])[0];
+    let shown = &cli.json(&["session", "list"])[0];
     assert_eq!((&shown["stage"], &shown["length"]), (&json!("open"), &json!(3)), "{shown}");
 }
 
 #[tokio::test]
 async fn an_import_that_comes_byte_by_byte_is_ended_and_leaves_its_id() {
-    let place = Place::new().unwrap();
-    let server = place.serve(&["--http-read-timeout", "2s"]).unwrap();
+    let dir = ServerDir::new().unwrap();
+    let server = dir.serve(&["--http-read-timeout", "2s"]).unwrap();
     let file = joined(&lines(3));
-    let slowly = Slowly::begin(&server, "slow").await;
-    let (mut reading, mut writing) = slowly.connection.into_split();
+    let import_in_progress = SlowImport::begin(&server, "slow").await;
+    let (mut reading, mut writing) = import_in_progress.connection.into_split();
     // Each byte comes in time, and all of them would take for ever.
     let sending = tokio::spawn(async move {
         while writing.write_all(b"1\r\n \r\n").await.is_ok() {

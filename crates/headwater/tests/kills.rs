@@ -20,7 +20,7 @@ use uuid::Uuid;
 use crate::support::desk::{all_idle, answered, by, open};
 use crate::support::model::FakeModel;
 use crate::support::sender::{SECRET, github, github_issues, send};
-use crate::support::{LIMIT, Place, eventually};
+use crate::support::{LIMIT, ServerDir, eventually};
 
 /// A GitHub that keeps comments and, while told to, does not answer who has posted one.
 #[derive(Clone, Default)]
@@ -75,12 +75,12 @@ async fn a_kill_after_a_comment_was_posted_and_before_it_was_noted_posts_it_once
         "[[integration]]\nid = \"shop\"\nprovider = \"github\"\nsecret = \"{SECRET}\"\n\
          reply_token_env = \"SHOP_TOKEN\"\nbase_url = \"http://{address}\"\n"
     );
-    let place = Place::new()?.settings(&settings)?.variable("SHOP_TOKEN", "a token");
+    let dir = ServerDir::new()?.settings(&settings)?.variable("SHOP_TOKEN", "a token");
     let url = database.url();
     let arguments = ["--issue-quiet", "10ms", "--database-url", &url];
 
     // The comment is there, and nobody has told the process so.
-    let mut server = place.serve(&arguments)?;
+    let mut server = dir.serve(&arguments)?;
     let body = github_issues("opened", 42, "Where is it?").to_string();
     send(github(&server, "issues", "d-1", body.as_bytes())).await?;
     let posted = || hub.comments.lock().expect("no panic").len();
@@ -90,7 +90,7 @@ async fn a_kill_after_a_comment_was_posted_and_before_it_was_noted_posts_it_once
 
     let_rows_run_out(&database)?;
     hub.is_silent.store(false, Ordering::SeqCst);
-    let _server = place.serve(&arguments)?;
+    let _server = dir.serve(&arguments)?;
     let is_noted = || count(&database, "outbox WHERE kind = 'reply' AND status = 'delivered'") == 1;
     eventually("the reply to be noted", is_noted).await?;
     assert!(hub.looked.load(Ordering::SeqCst) >= 1, "it was looked for first");
@@ -103,12 +103,12 @@ async fn a_kill_after_an_answer_is_in_its_ticket_and_before_it_was_noted_adds_it
 {
     let database = Postgres::shared()?.database()?;
     let (model, model_url) = FakeModel::start((5, 5)).await?;
-    let place = Place::new()?;
+    let dir = ServerDir::new()?;
     let url = database.url();
     let quiet = ["--issue-quiet", "10ms", "--sweep-every", "200ms"];
     let model_at = ["--model-url", &model_url, "--model-name", "m"];
     let arguments = [&["--database-url", &url][..], &quiet, &model_at].concat();
-    let mut server = place.serve(&arguments)?;
+    let mut server = dir.serve(&arguments)?;
     let created = open(&server, "Where is it?").await?;
     let ticket = created["ticket_id"].as_str().context("a ticket")?.to_owned();
     eventually("a question", || !model.asked("Where is it?").is_empty()).await?;
@@ -138,7 +138,7 @@ async fn a_kill_after_an_answer_is_in_its_ticket_and_before_it_was_noted_adds_it
     assert_eq!(count(&database, "outbox WHERE kind = 'reply' AND status = 'delivered'"), 0);
 
     let_rows_run_out(&database)?;
-    let server = place.serve(&arguments)?;
+    let server = dir.serve(&arguments)?;
     let left = "outbox WHERE status NOT IN ('delivered')";
     eventually("everything to be noted", || {
         // A row that waited for its turn may have been taken and given back before the kill.
@@ -159,13 +159,13 @@ async fn a_kill_after_an_entry_is_in_sql_and_before_it_was_acknowledged_counts_i
     let redis = Redis::start()?;
     let proxy = Proxy::start(redis.addr())?;
     let database = Postgres::shared()?.database()?;
-    let place = Place::new()?;
+    let dir = ServerDir::new()?;
     let (url, way) = (database.url(), redis.url_at(proxy.addr()));
     let arguments = ["--issue-quiet", "10ms", "--database-url", &url, "--stream-url"];
-    let mut server = place.serve(&[&arguments[..], &[&way]].concat())?;
+    let mut server = dir.serve(&[&arguments[..], &[&way]].concat())?;
     server.until("/health/ready", |status, _| status == 200).await?;
 
-    // The desk has read the entry and waits for the table; then it cannot reach Redis any more, and then the table is free.
+    // The desk has read the entry and waits for the table; then it cannot cli Redis any more, and then the table is free.
     let (ticket, message) = (Uuid::new_v4(), Uuid::new_v4());
     let event = json!({"event_type": "MESSAGE_RECEIVED", "ticket_id": ticket, "message_id": message, "content": "once"});
     let mut gate = PgConnection::connect(&url).await?;
@@ -200,7 +200,7 @@ async fn a_kill_after_an_entry_is_in_sql_and_before_it_was_acknowledged_counts_i
     };
     assert_eq!(pending(), Some(1), "it is stored, and not acknowledged");
 
-    let server = place.serve(&[&arguments[..], &[&redis.url()]].concat())?;
+    let server = dir.serve(&[&arguments[..], &[&redis.url()]].concat())?;
     let shown = answered(&server, &ticket.to_string(), 1).await?;
     eventually("the entry to be acknowledged", || pending() == Some(0)).await?;
     all_idle(&server).await?;

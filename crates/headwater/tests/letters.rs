@@ -5,71 +5,71 @@
 mod support;
 
 use serde_json::{Value, json};
-use support::reach::Reach;
+use support::cli::CliFixture;
 use support::text;
 
 /// Dead letters of the test.
 const LETTERS: usize = 40;
 
 /// A topic with so many dead letters.
-fn dead(reach: &Reach) {
-    reach.json(&["topic", "create", "orders", "--partitions", "1", "--max-retries", "0"]);
+fn dead(cli: &CliFixture) {
+    cli.json(&["topic", "create", "orders", "--partitions", "1", "--max-retries", "0"]);
     // The good one comes last, and ends the verb.
     let lines = "bad\n".repeat(LETTERS) + "good\n";
-    reach.json_of(&["produce", "orders", "--payload", "-"], &lines);
+    cli.json_of(&["produce", "orders", "--payload", "-"], &lines);
     let script = r#"read -r line; [ "$line" = good ]"#;
     let words = ["consume", "orders", "--group", "g", "--count", "1", "--timeout", "90s"];
-    let output = reach.run(&[&words[..], &["--exec", script]].concat(), "");
-    let said = text(&output.stderr);
-    assert!(output.status.success(), "{said}");
-    assert_eq!(said.matches("becomes a dead letter").count(), LETTERS, "{said}");
-    assert!(!said.contains("will be tried again"), "{said}");
+    let output = cli.run(&[&words[..], &["--exec", script]].concat(), "");
+    let message = text(&output.stderr);
+    assert!(output.status.success(), "{message}");
+    assert_eq!(message.matches("becomes a dead letter").count(), LETTERS, "{message}");
+    assert!(!message.contains("will be tried again"), "{message}");
 }
 
-fn left(reach: &Reach) -> usize {
-    reach.json(&["dlq", "list", "orders", "--limit", "1000"]).len()
+fn left(cli: &CliFixture) -> usize {
+    cli.json(&["dlq", "list", "orders", "--limit", "1000"]).len()
 }
 
-fn all_are_replayed_and_purged(reach: &Reach) {
-    dead(reach);
-    assert_eq!(left(reach), LETTERS);
-    let dry = &reach.json(&["dlq", "replay", "orders", "--all", "--dry-run"])[0];
+fn all_are_replayed_and_purged(cli: &CliFixture) {
+    dead(cli);
+    assert_eq!(left(cli), LETTERS);
+    let dry = &cli.json(&["dlq", "replay", "orders", "--all", "--dry-run"])[0];
     assert_eq!((&dry["replayed"], &dry["is_done"]), (&json!(LETTERS), &json!(false)));
     // Slowly enough that there is something to tell; a program sees the answer alone.
     let words = ["dlq", "replay", "orders", "--all", "--limit", "30", "--rate", "50", "--json"];
-    let output = reach.run(&words, "");
+    let output = cli.run(&words, "");
     assert!(output.status.success() && output.stderr.is_empty(), "{output:?}");
     let answer: Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!((&answer["replayed"], &answer["is_done"]), (&json!(30), &json!(true)));
-    assert_eq!(left(reach), LETTERS - 30);
-    let purged = &reach.json(&["dlq", "purge", "orders", "--all", "--yes"])[0];
+    assert_eq!(left(cli), LETTERS - 30);
+    let purged = &cli.json(&["dlq", "purge", "orders", "--all", "--yes"])[0];
     assert_eq!((&purged["purged"], &purged["is_done"]), (&json!(LETTERS - 30), &json!(true)));
-    assert_eq!(left(reach), 0);
-    let said = reach.refused(&["dlq", "replay", "nothing", "--all"], 1);
-    assert!(said.contains("`nothing`"), "{said}");
-    reach.refused(&["dlq", "replay", "orders", "7-7"], 1);
-    reach.refused(&["dlq", "replay", "orders"], 2);
+    assert_eq!(left(cli), 0);
+    let message = cli.fails(&["dlq", "replay", "nothing", "--all"], 1);
+    assert!(message.contains("`nothing`"), "{message}");
+    cli.fails(&["dlq", "replay", "orders", "7-7"], 1);
+    cli.fails(&["dlq", "replay", "orders"], 2);
 }
 
 #[test]
 fn all_are_replayed_and_purged_on_embedded_streams() {
-    all_are_replayed_and_purged(&Reach::embedded());
+    all_are_replayed_and_purged(&CliFixture::embedded());
 }
 
 #[test]
 fn all_are_replayed_and_purged_over_a_server() {
-    all_are_replayed_and_purged(&Reach::server());
+    all_are_replayed_and_purged(&CliFixture::with_server());
 }
 
 #[tokio::test]
 async fn a_server_tells_how_far_it_is_to_those_who_want_to_know() {
-    let reach = Reach::embedded();
-    dead(&reach);
-    let reach = reach.serving();
-    let server = reach.the_server();
+    let cli = CliFixture::embedded();
+    dead(&cli);
+    let cli = cli.start_server();
+    let server = cli.server();
     let path = server.url("/api/v1/topics/orders/dead-letters/replay");
-    let wish = json!({"all": true, "per_second": 8, "progress": true});
-    let mut response = server.client.post(path).json(&wish).send().await.unwrap();
+    let request = json!({"all": true, "per_second": 8, "progress": true});
+    let mut response = server.client.post(path).json(&request).send().await.unwrap();
     assert_eq!(response.headers()["content-type"], "application/x-ndjson");
     let ended = async || {
         let (_, page) = server.get("/api/v1/audit?limit=1").await.unwrap();

@@ -8,16 +8,16 @@ use std::path::Path;
 
 use reqwest::Method;
 use serde_json::Value;
-use support::{Place, Server, answer};
+use support::{ServerDir, Server, answer};
 
 const METHODS: [&str; 4] = ["get", "post", "put", "delete"];
 
-async fn described() -> (Place, Server, Value) {
-    let place = Place::new().unwrap();
-    let server = place.serve(&[]).unwrap();
+async fn described() -> (ServerDir, Server, Value) {
+    let dir = ServerDir::new().unwrap();
+    let server = dir.serve(&[]).unwrap();
     let (status, description) = server.get("/openapi.json").await.unwrap();
     assert_eq!(status, 200);
-    (place, server, description)
+    (dir, server, description)
 }
 
 /// Every operation with its method and path.
@@ -54,7 +54,7 @@ fn references(value: &Value, found: &mut BTreeSet<String>) {
 
 #[tokio::test]
 async fn the_description_is_a_whole_openapi_document() {
-    let (_place, _server, description) = described().await;
+    let (_dir, _server, description) = described().await;
     let spec = oas3::from_json(description.to_string()).unwrap();
     spec.validate_version().unwrap();
     assert!(spec.openapi.starts_with("3.1."), "{}", spec.openapi);
@@ -78,7 +78,7 @@ async fn the_description_is_a_whole_openapi_document() {
 
 #[tokio::test]
 async fn every_operation_says_what_it_takes_gives_and_refuses() {
-    let (_place, _server, description) = described().await;
+    let (_dir, _server, description) = described().await;
     let mut ids = BTreeMap::new();
     for (method, path, operation) in operations(&description) {
         let name = format!("{method} {path}");
@@ -119,7 +119,7 @@ async fn every_operation_says_what_it_takes_gives_and_refuses() {
 
 #[tokio::test]
 async fn every_described_route_is_there() {
-    let (_place, server, description) = described().await;
+    let (_dir, server, description) = described().await;
     let all = operations(&description);
     assert!(all.len() > 40, "{}", all.len());
     for (method, path, _) in all {

@@ -11,7 +11,7 @@ use std::process::{Command, Stdio};
 
 use headwater_testkit::{Postgres, Redis, wait_until};
 use rustix::process::{Pid, Signal, kill_process_group};
-use support::{LIMIT, Place, text};
+use support::{LIMIT, ServerDir, text};
 
 fn root() -> PathBuf {
     headwater_testkit::package_folder().join("../..")
@@ -35,9 +35,9 @@ fn ports() -> Vec<u16> {
 }
 
 /// Ends everything that a script started, however the test ends.
-struct Group(Pid);
+struct ProcessGroup(Pid);
 
-impl Drop for Group {
+impl Drop for ProcessGroup {
     fn drop(&mut self) {
         let _ = kill_process_group(self.0, Signal::KILL);
     }
@@ -55,17 +55,17 @@ fn script(blocks: &[String]) -> String {
 
 /// Runs a script to its end in a directory of its own. Returns what it printed.
 fn run(script: &str, variables: &[(&str, &str)]) -> String {
-    let place = Place::new().unwrap();
+    let dir = ServerDir::new().unwrap();
     // The binary under its name, as whoever installed it has it.
-    let programs = place.path().join("programs");
+    let programs = dir.path().join("programs");
     std::fs::create_dir(&programs).unwrap();
     std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_headwater"), programs.join("headwater"))
         .unwrap();
-    std::fs::write(place.path().join("commands.sh"), script).unwrap();
+    std::fs::write(dir.path().join("commands.sh"), script).unwrap();
 
     let path = std::env::var("PATH").unwrap();
     let mut command = Command::new("bash");
-    command.arg("commands.sh").current_dir(place.path());
+    command.arg("commands.sh").current_dir(dir.path());
     for (name, _) in
         std::env::vars_os().filter(|(name, _)| name.to_string_lossy().starts_with("HEADWATER_"))
     {
@@ -76,16 +76,16 @@ fn run(script: &str, variables: &[(&str, &str)]) -> String {
         .env("HEADWATER_LOG_LEVEL", "warn")
         .envs(variables.iter().copied());
     // Into files: what runs in the background would hold a pipe open.
-    let file = |name: &str| std::fs::File::create(place.path().join(name)).unwrap();
+    let file = |name: &str| std::fs::File::create(dir.path().join(name)).unwrap();
     command.stdin(Stdio::null()).stdout(file("out")).stderr(file("err")).process_group(0);
     let mut child = command.spawn().unwrap();
-    let _group = Group(Pid::from_raw(i32::try_from(child.id()).unwrap()).unwrap());
+    let _group = ProcessGroup(Pid::from_raw(i32::try_from(child.id()).unwrap()).unwrap());
     let mut status = None;
     let ended = wait_until("the commands to end", LIMIT * 5, || {
         status = child.try_wait().unwrap();
         status.is_some()
     });
-    let read = |name: &str| text(&std::fs::read(place.path().join(name)).unwrap());
+    let read = |name: &str| text(&std::fs::read(dir.path().join(name)).unwrap());
     let (out, err) = (read("out"), read("err"));
     assert!(ended.is_ok() && status.unwrap().success(), "{status:?}\n{err}\n{out}");
     assert!(out.ends_with("this is the end\n"), "{err}\n{out}");
@@ -146,7 +146,7 @@ fn measured(folder: &Path, found: &mut BTreeSet<String>) {
             measured(&path, found);
         } else if path.extension().is_some_and(|extension| extension == "rs") {
             let text = std::fs::read_to_string(&path).unwrap();
-            // A metric is a constant with this prefix, and is said to be one by its unit or its gauge.
+            // A metric is a constant with this prefix, and is message to be one by its unit or its gauge.
             let constants = text
                 .lines()
                 .filter(|line| line.contains("const ") && line.contains("\"headwater_"));

@@ -10,7 +10,7 @@ use headwater_testkit::{Postgres, Redis};
 use serde_json::json;
 use sqlx::{Connection, PgConnection};
 
-use crate::support::{LIMIT, Place, Server, eventually};
+use crate::support::{LIMIT, ServerDir, Server, eventually};
 
 /// More than can consume at once.
 const MANY: usize = 250;
@@ -23,16 +23,16 @@ fn consume(server: &Server, topic: &str) -> reqwest::RequestBuilder {
 #[tokio::test]
 async fn consumers_that_hang_up_while_they_join_leave_their_places_to_others() -> Result<()> {
     let redis = Redis::start()?;
-    let place = Place::new()?;
+    let dir = ServerDir::new()?;
     // Who hangs up would otherwise be outlived by the limit of time of his request.
     let many = ["--http-rate-per-second", "1000000", "--http-rate-burst", "1000000"];
-    let server = place.serve(&[&["--stream-url", &redis.url()][..], &many].concat())?;
+    let server = dir.serve(&[&["--stream-url", &redis.url()][..], &many].concat())?;
     server.until("/health/ready", |status, _| status == 200).await?;
     let (status, made) =
         server.post("/api/v1/topics", &json!({"name": "orders", "partitions": 1})).await?;
     assert_eq!(status, 201, "{made}");
 
-    // Redis stands still: whoever joins has a place, and waits. Each of them hangs up.
+    // Redis stands still: whoever joins has a dir, and waits. Each of them hangs up.
     redis.pause()?;
     let joining = (0..MANY).map(|_| {
         let request = consume(&server, "orders").timeout(Duration::from_secs(3));
@@ -53,7 +53,7 @@ async fn consumers_that_hang_up_while_they_join_leave_their_places_to_others() -
     assert!(hung_up >= 200, "{hung_up} hung up, {refused} were refused");
     redis.resume()?;
 
-    // One after another, as many as there is room for: each has its place and keeps it.
+    // One after another, as many as there is room for: each has its dir and keeps it.
     let mut guests = Vec::new();
     let deadline = tokio::time::Instant::now() + LIMIT;
     while guests.len() < 20 {
@@ -78,9 +78,9 @@ async fn consumers_that_hang_up_while_they_join_leave_their_places_to_others() -
 #[tokio::test(flavor = "multi_thread")]
 async fn the_books_are_counted_for_one_caller_at_a_time() -> Result<()> {
     let database = Postgres::shared()?.database()?;
-    let place = Place::new()?;
+    let dir = ServerDir::new()?;
     let url = database.url();
-    let server = place.serve(&["--database-url", &url])?;
+    let server = dir.serve(&["--database-url", &url])?;
     server.until("/health/ready", |status, _| status == 200).await?;
 
     // Whoever counts waits at the table of events.
@@ -121,9 +121,9 @@ async fn the_books_are_counted_for_one_caller_at_a_time() -> Result<()> {
 
 #[tokio::test]
 async fn tails_have_a_maximum_and_who_ends_one_makes_room() -> Result<()> {
-    let place = Place::new()?;
+    let dir = ServerDir::new()?;
     let many = ["--http-rate-per-second", "1000000", "--http-rate-burst", "1000000"];
-    let server = place.serve(&many)?;
+    let server = dir.serve(&many)?;
     let path = "/api/v1/topics/orders/tail";
     let mut tails = Vec::new();
     let refused = loop {
@@ -147,8 +147,8 @@ async fn tails_have_a_maximum_and_who_ends_one_makes_room() -> Result<()> {
 #[tokio::test]
 async fn delayed_messages_of_one_call_keep_their_order_per_key_and_are_not_endless() -> Result<()> {
     let redis = Redis::start()?;
-    let place = Place::new()?;
-    let server = place.serve(&["--stream-url", &redis.url()])?;
+    let dir = ServerDir::new()?;
+    let server = dir.serve(&["--stream-url", &redis.url()])?;
     let (status, _) =
         server.post("/api/v1/topics", &json!({"name": "orders", "partitions": 1})).await?;
     assert_eq!(status, 201);

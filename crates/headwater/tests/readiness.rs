@@ -10,7 +10,7 @@ use headwater_testkit::{Redis, unique};
 use serde_json::Value;
 
 use crate::support::sender::{github, github_issues, integrations, send};
-use crate::support::{Place, Server};
+use crate::support::{ServerDir, Server};
 
 /// Whether a check of the answer says that it fails.
 fn fails(readiness: &Value, name: &str) -> bool {
@@ -25,8 +25,8 @@ async fn ready(server: &Server) -> Result<Value> {
 #[tokio::test]
 async fn a_redis_that_refuses_writes_is_not_ready_until_it_takes_them_again() -> Result<()> {
     let redis = Redis::start()?;
-    let place = Place::new()?;
-    let server = place.serve(&["--stream-url", &redis.url()])?;
+    let dir = ServerDir::new()?;
+    let server = dir.serve(&["--stream-url", &redis.url()])?;
     ready(&server).await?;
     for (refuse, allow) in [
         (["maxmemory", "1"], ["maxmemory", "0"]),
@@ -82,13 +82,13 @@ async fn a_full_disk_is_not_ready_and_after_it_has_space_all_goes_on_without_a_r
         println!("only root can mount a small file system");
         return Ok(());
     }
-    let place = Place::new()?.settings(&integrations())?;
-    let data = support::directory(&place, "data")?;
+    let dir = ServerDir::new()?.settings(&integrations())?;
+    let data = support::directory(&dir, "data")?;
     let disk = SmallDisk::mount(&data)?;
     let (database, streams) =
         (format!("sqlite:{}/issues.db", data.display()), format!("embedded:{}", data.display()));
     let urls = ["--database-url", &database, "--stream-url", &streams, "--issue-quiet", "10ms"];
-    let server = place.serve(&urls)?;
+    let server = dir.serve(&urls)?;
     ready(&server).await?;
     let body = github_issues("opened", 7, &"Where is it? ".repeat(2000)).to_string();
     let (status, answer) = send(github(&server, "issues", "before", body.as_bytes())).await?;

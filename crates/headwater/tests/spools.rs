@@ -4,36 +4,36 @@
 mod support;
 
 use headwater_testkit::Redis;
-use support::{Place, directory};
+use support::{ServerDir, directory};
 
 #[tokio::test]
 async fn a_default_spool_that_cannot_be_written_is_done_without() {
     let redis = Redis::start().unwrap();
-    let place = Place::new().unwrap();
+    let dir = ServerDir::new().unwrap();
     // A file stands where the directory should be.
-    directory(&place, "headwater-data").unwrap();
-    std::fs::write(place.file("headwater-data/spool"), "x").unwrap();
-    let server = place.serve(&["--stream-url", &redis.url()]).unwrap();
+    directory(&dir, "headwater-data").unwrap();
+    std::fs::write(dir.file("headwater-data/spool"), "x").unwrap();
+    let server = dir.serve(&["--stream-url", &redis.url()]).unwrap();
     server.wait_for_log("the spool is left as it is").unwrap();
     server.wait_for_log("no spool").unwrap();
     server.until("/health/ready", |status, _| status == 200).await.unwrap();
     drop(server);
-    let worker = place.worker(&["--stream-url", &redis.url()]).unwrap();
+    let worker = dir.worker(&["--stream-url", &redis.url()]).unwrap();
     worker.until("/health/ready", |status, _| status == 200).await.unwrap();
 }
 
 #[tokio::test]
 async fn a_default_spool_that_is_damaged_stays_as_it_is_and_the_next_place_is_taken() {
     let redis = Redis::start().unwrap();
-    let place = Place::new().unwrap();
-    directory(&place, "headwater-data/spool").unwrap();
-    let damaged = place.file("headwater-data/spool/0.spool");
+    let dir = ServerDir::new().unwrap();
+    directory(&dir, "headwater-data/spool").unwrap();
+    let damaged = dir.file("headwater-data/spool/0.spool");
     std::fs::write(&damaged, "this is no spool at all, and never was one").unwrap();
-    let server = place.serve(&["--stream-url", &redis.url()]).unwrap();
+    let server = dir.serve(&["--stream-url", &redis.url()]).unwrap();
     let warned = server.wait_for_log("the spool is left as it is").unwrap();
     assert!(warned["error"].as_str().unwrap().contains("0.spool"), "{warned}");
     assert!(!server.log().contains("no spool:"), "{}", server.log());
-    assert!(std::fs::metadata(place.file("headwater-data/spool/1.spool")).is_ok());
+    assert!(std::fs::metadata(dir.file("headwater-data/spool/1.spool")).is_ok());
     assert!(std::fs::read_to_string(&damaged).unwrap().starts_with("this is no spool"));
 }
 
@@ -41,14 +41,14 @@ async fn a_default_spool_that_is_damaged_stays_as_it_is_and_the_next_place_is_ta
 fn a_spool_that_was_named_must_work() {
     let redis = Redis::start().unwrap();
     for verb in ["serve", "worker"] {
-        let place = Place::new().unwrap();
-        std::fs::write(place.file("mine"), "x").unwrap();
+        let dir = ServerDir::new().unwrap();
+        std::fs::write(dir.file("mine"), "x").unwrap();
         let listen = ["--http-listen", "127.0.0.1:0"];
         let url = redis.url();
         let words = [verb, "--stream-url", &url, "--stream-spool", "mine", listen[0], listen[1]];
-        let output = place.run(&words).unwrap();
-        let said = support::text(&output.stderr);
-        assert_eq!(output.status.code(), Some(1), "{said}");
-        assert!(said.contains("stream.spool"), "{said}");
+        let output = dir.run(&words).unwrap();
+        let message = support::text(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{message}");
+        assert!(message.contains("stream.spool"), "{message}");
     }
 }

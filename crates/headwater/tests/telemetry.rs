@@ -16,13 +16,13 @@ use tokio::sync::mpsc;
 
 use crate::support::desk::new_ticket;
 use crate::support::sender::{github, github_issues, integrations, send};
-use crate::support::{LIMIT, Place, Server};
+use crate::support::{LIMIT, ServerDir, Server};
 
 fn contains(bytes: &[u8], text: &str) -> bool {
     bytes.windows(text.len()).any(|window| window == text.as_bytes())
 }
 
-/// A collector of the test's own: its address, and the batches that reach it.
+/// A collector of the test's own: its address, and the batches that cli it.
 async fn collector() -> Result<(String, mpsc::UnboundedReceiver<Bytes>)> {
     let (sender, batches) = mpsc::unbounded_channel::<Bytes>();
     let take = |State(sender): State<mpsc::UnboundedSender<Bytes>>, body: Bytes| async move {
@@ -41,8 +41,8 @@ async fn collector() -> Result<(String, mpsc::UnboundedReceiver<Bytes>)> {
 async fn traces_go_to_the_collector_and_keep_the_trace_of_the_caller() -> Result<()> {
     let (url, mut batches) = collector().await?;
 
-    let place = Place::new()?;
-    let mut server = place.serve(&["--otlp-url", &url])?;
+    let dir = ServerDir::new()?;
+    let mut server = dir.serve(&["--otlp-url", &url])?;
     let trace = "4bf92f3577b34da6a3ce929d0e0e4736";
     let request = server.client.get(server.url("/health/live"));
     send(request.header("traceparent", format!("00-{trace}-00f067aa0ba902b7-01"))).await?;
@@ -124,8 +124,8 @@ fn spans(batch: &[u8]) -> Vec<(String, String)> {
 async fn a_run_goes_on_with_the_trace_of_the_webhook_that_led_to_it() -> Result<()> {
     let (url, mut batches) = collector().await?;
 
-    let place = Place::new()?.settings(&integrations())?;
-    let mut server = place.serve(&["--otlp-url", &url, "--issue-quiet", "200ms"])?;
+    let dir = ServerDir::new()?.settings(&integrations())?;
+    let mut server = dir.serve(&["--otlp-url", &url, "--issue-quiet", "200ms"])?;
     let mut traces = Vec::new();
     for number in 1..=5 {
         let recorded = webhook(&server, number).await?;
@@ -191,13 +191,13 @@ async fn a_run_in_another_process_goes_on_with_the_trace_of_its_webhook_or_ticke
     let database = Postgres::shared()?.database()?;
     let (of_server, mut from_server) = collector().await?;
     let (of_worker, mut from_worker) = collector().await?;
-    let place = Place::new()?.settings(&integrations())?;
+    let dir = ServerDir::new()?.settings(&integrations())?;
     let (streams, database) = (redis.url(), database.url());
     // What the sweep finds has no trace: here only nudges bring issues to workers.
     let rarely = ["--sweep-every", "1h", "--issue-quiet", "10ms"];
     let both = [&["--stream-url", &streams, "--database-url", &database][..], &rarely].concat();
-    let mut server = place.serve(&[&both[..], &["--otlp-url", &of_server]].concat())?;
-    let mut worker = place.worker(&[&both[..], &["--otlp-url", &of_worker]].concat())?;
+    let mut server = dir.serve(&[&both[..], &["--otlp-url", &of_server]].concat())?;
+    let mut worker = dir.worker(&[&both[..], &["--otlp-url", &of_worker]].concat())?;
     worker.until("/health/ready", |status, _| status == 200).await?;
 
     // One after another, two of a kind each time, until the other process had some of either kind.
@@ -236,8 +236,8 @@ async fn a_run_in_another_process_goes_on_with_the_trace_of_its_webhook_or_ticke
 
 #[tokio::test]
 async fn a_collector_that_is_away_costs_nothing() -> Result<()> {
-    let place = Place::new()?;
-    let mut server = place.serve(&["--otlp-url", "http://127.0.0.1:1"])?;
+    let dir = ServerDir::new()?;
+    let mut server = dir.serve(&["--otlp-url", "http://127.0.0.1:1"])?;
     server.until("/health/ready", |status, _| status == 200).await?;
     assert!(server.stop()?.success(), "{}", server.log());
     Ok(())
@@ -245,8 +245,8 @@ async fn a_collector_that_is_away_costs_nothing() -> Result<()> {
 
 #[tokio::test]
 async fn metrics_have_the_names_that_are_promised() -> Result<()> {
-    let place = Place::new()?.settings(&integrations())?;
-    let server = place.serve(&["--issue-quiet", "50ms"])?;
+    let dir = ServerDir::new()?.settings(&integrations())?;
+    let server = dir.serve(&["--issue-quiet", "50ms"])?;
     let body = github_issues("opened", 1, "x").to_string();
     let (_, recorded) = send(github(&server, "issues", "d", body.as_bytes())).await?;
     let path = format!("/api/v1/issues/{}", recorded["issue_id"]);
@@ -278,8 +278,8 @@ async fn metrics_have_the_names_that_are_promised() -> Result<()> {
 
 #[tokio::test]
 async fn logs_are_json_lines_without_secrets_and_text_if_asked_for() -> Result<()> {
-    let place = Place::new()?.settings(&integrations())?;
-    let mut server = place.serve(&["--log-level", "debug"])?;
+    let dir = ServerDir::new()?.settings(&integrations())?;
+    let mut server = dir.serve(&["--log-level", "debug"])?;
     send(github(&server, "ping", "d", b"{}")).await?;
     server.stop()?;
     let log = server.log();
@@ -288,7 +288,7 @@ async fn logs_are_json_lines_without_secrets_and_text_if_asked_for() -> Result<(
     }
     assert!(!log.contains("a secret that both sides know"), "{log}");
 
-    let output = place
+    let output = dir
         .command(&[
             "serve",
             "--http-listen",

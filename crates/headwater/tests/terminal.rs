@@ -5,7 +5,7 @@ mod support;
 
 use serde_json::{Value, json};
 
-use crate::support::reach::Reach;
+use crate::support::cli::CliFixture;
 use crate::support::text;
 
 /// Escape sequences, C1 controls, bidirectional overrides and isolates, zero-width characters.
@@ -18,33 +18,33 @@ fn nasty_in(printed: &str) -> Vec<char> {
 
 #[test]
 fn nothing_that_a_terminal_obeys_is_printed_for_people_and_nothing_is_changed_for_programs() {
-    let reach = Reach::embedded();
-    reach.json(&["topic", "create", "jobs", "--max-retries", "0"]);
-    reach.json(&["produce", "jobs", "--key", NASTY, "--payload", NASTY]);
+    let cli = CliFixture::embedded();
+    cli.json(&["topic", "create", "jobs", "--max-retries", "0"]);
+    cli.json(&["produce", "jobs", "--key", NASTY, "--payload", NASTY]);
 
     let tail = ["tail", "jobs", "--from", "beginning", "--count", "1"];
     let consume = |group| ["consume", "jobs", "--group", group, "--count", "1", "--timeout", "90s"];
     for verb in [&tail[..], &consume("people")] {
-        let said = reach.said(verb);
-        assert!(nasty_in(&said).is_empty(), "{verb:?}: {said:?}");
-        let value: Value = serde_json::from_str(&said).unwrap();
+        let message = cli.stdout(verb);
+        assert!(nasty_in(&message).is_empty(), "{verb:?}: {message:?}");
+        let value: Value = serde_json::from_str(&message).unwrap();
         assert_eq!((&value["payload"], &value["key"]), (&json!(NASTY), &json!(NASTY)), "{verb:?}");
     }
     for verb in [&tail[..], &consume("programs")] {
-        let said = reach.said(&[verb, &["--json"]].concat());
-        assert!(said.contains("\u{9b}31m\u{202e}\u{2066}\u{200b}"), "{verb:?}: {said:?}");
+        let message = cli.stdout(&[verb, &["--json"]].concat());
+        assert!(message.contains("\u{9b}31m\u{202e}\u{2066}\u{200b}"), "{verb:?}: {message:?}");
     }
 
-    // The reason is what the command said: bytes of anybody.
+    // The reason is what the command message: bytes of anybody.
     let script = "cat >&2; exit 1";
     let failing = ["consume", "jobs", "--group", "g", "--timeout", "3s", "--exec", script];
-    let told = text(&reach.run(&failing, "").stderr);
+    let told = text(&cli.run(&failing, "").stderr);
     assert!(told.contains("becomes a dead letter"), "{told}");
     assert!(nasty_in(&told).is_empty(), "{told:?}");
-    let list = reach.said(&["dlq", "list", "jobs"]);
+    let list = cli.stdout(&["dlq", "list", "jobs"]);
     assert!(list.contains("a\\u001b[2J") && nasty_in(&list).is_empty(), "{list:?}");
-    let letter = &reach.json(&["dlq", "list", "jobs"])[0];
+    let letter = &cli.json(&["dlq", "list", "jobs"])[0];
     assert!(letter["reason"].as_str().unwrap().contains(NASTY), "{letter}");
-    let shown = reach.said(&["dlq", "show", "jobs", letter["id"].as_str().unwrap()]);
+    let shown = cli.stdout(&["dlq", "show", "jobs", letter["id"].as_str().unwrap()]);
     assert!(nasty_in(&shown).is_empty(), "{shown:?}");
 }

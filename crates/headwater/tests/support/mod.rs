@@ -6,8 +6,8 @@
 
 pub(crate) mod desk;
 pub(crate) mod model;
-pub(crate) mod nasty;
-pub(crate) mod reach;
+pub(crate) mod hostile_text;
+pub(crate) mod cli;
 pub(crate) mod receivers;
 pub(crate) mod sender;
 
@@ -27,13 +27,13 @@ use serde_json::Value;
 /// How long anything may take on a slow and busy machine.
 pub(crate) const LIMIT: Duration = Duration::from_secs(60);
 
-/// A place of its own for every server: working directory, data and settings file.
-pub(crate) struct Place {
+/// A dir of its own for every server: working directory, data and settings file.
+pub(crate) struct ServerDir {
     directory: tempfile::TempDir,
     environment: Vec<(String, String)>,
 }
 
-impl Place {
+impl ServerDir {
     pub(crate) fn new() -> Result<Self> {
         Ok(Self { directory: tempfile::tempdir()?, environment: Vec::new() })
     }
@@ -54,7 +54,7 @@ impl Place {
         self
     }
 
-    /// The binary in this place, with nothing of ours in its environment but any free port instead of the default one.
+    /// The binary in this dir, with nothing of ours in its environment but any free port instead of the default one.
     pub(crate) fn command(&self, arguments: &[&str]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_headwater"));
         for (name, _) in std::env::vars_os() {
@@ -95,7 +95,7 @@ impl Place {
         Server::start(self.command(&[&["worker"][..], arguments].concat()))
     }
 
-    /// A path below the place, as text.
+    /// A path below the dir, as text.
     pub(crate) fn file(&self, name: &str) -> String {
         self.path().join(name).display().to_string()
     }
@@ -283,8 +283,8 @@ pub(crate) fn text(bytes: &[u8]) -> String {
 }
 
 /// A directory that exists, for settings that want one.
-pub(crate) fn directory(place: &Place, name: &str) -> Result<PathBuf> {
-    let path = place.path().join(name);
+pub(crate) fn directory(dir: &ServerDir, name: &str) -> Result<PathBuf> {
+    let path = dir.path().join(name);
     std::fs::create_dir_all(&path)?;
     Ok(path)
 }

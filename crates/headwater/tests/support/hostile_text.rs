@@ -3,7 +3,7 @@
 use serde_json::Value;
 
 /// SQL, HTML, other scripts, directions, nothing, and much.
-pub(crate) fn nasty() -> Vec<String> {
+pub(crate) fn hostile_texts() -> Vec<String> {
     let texts = [
         "'; DROP TABLE tickets; --",
         "<script>alert(1)</script><img src=x onerror=alert(1)>",
@@ -30,12 +30,12 @@ pub(crate) fn with_text(value: &Value, text: &str) -> Vec<Value> {
     match value {
         Value::String(_) => vec![text.into()],
         Value::Array(items) => (0..items.len())
-            .flat_map(|place| {
-                with_text(&items[place], text).into_iter().map(move |new| (place, new))
+            .flat_map(|index| {
+                with_text(&items[index], text).into_iter().map(move |new| (index, new))
             })
-            .map(|(place, new)| {
+            .map(|(index, new)| {
                 let mut items = items.clone();
-                items[place] = new;
+                items[index] = new;
                 items.into()
             })
             .collect(),
