@@ -12,12 +12,16 @@ use std::sync::Arc;
 use futures_util::future::LocalBoxFuture;
 use headwater_issue::IssueHandler;
 
-use crate::cli::args::{self, CommandLine, ConfigArgs, ParsedCommandLine, ServeArgs, HeadwaterCommand};
+use crate::cli::args::{
+    self, CommandLine, ConfigArgs, HeadwaterCommand, ParsedCommandLine, ServeArgs,
+};
 use crate::cli::supervise;
-use crate::config::{self, FILE, FILE_VARIABLE, RawSettings, ResolvedSettings, SecretsPolicy, SettingsError};
+use crate::config::{
+    self, FILE, FILE_VARIABLE, RawSettings, ResolvedSettings, SecretsPolicy, SettingsError,
+};
 use crate::exit::CliError;
 use crate::http_client;
-use crate::server::demo::{Demo, AfterDemo};
+use crate::server::demo::{AfterDemo, Demo};
 use crate::server::run::{self, ProcessRole};
 use crate::telemetry;
 use crate::text::printable;
@@ -58,7 +62,10 @@ async fn run_command_line(handler: Option<Arc<dyn IssueHandler>>) -> ExitCode {
     }
 }
 
-async fn dispatch(parsed: ParsedCommandLine, handler: Option<Arc<dyn IssueHandler>>) -> Result<(), CliError> {
+async fn dispatch(
+    parsed: ParsedCommandLine,
+    handler: Option<Arc<dyn IssueHandler>>,
+) -> Result<(), CliError> {
     let ParsedCommandLine { line, flags, .. } = parsed;
     // Boxed: the future of the server is too large for the compiler to hold by value.
     let running: LocalBoxFuture<'_, _> = match &line.verb {
@@ -143,10 +150,9 @@ fn load(
         Err(error) if error.kind() == std::io::ErrorKind::NotFound && named.is_none() => None,
         Err(error) => {
             let path = path.display();
-            return Err(SettingsError::new(format!(
-                "cannot read settings file `{path}`: {error}"
-            ))
-            .into());
+            return Err(
+                SettingsError::new(format!("cannot read settings file `{path}`: {error}")).into()
+            );
         }
     };
     Ok(config::load(&RawSettings { flags, environment, file }, secrets)?)

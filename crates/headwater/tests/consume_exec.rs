@@ -1,4 +1,4 @@
-//! `consume --exec` on the real binary: what a command gets, and what becomes of it when its consumer is killed.
+//! `consume --exec` of the real binary: the command's input, and its fate when the consumer is killed.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 mod support;
@@ -14,7 +14,7 @@ use sha2::{Digest, Sha256};
 use crate::support::LIMIT;
 use crate::support::cli::CliFixture;
 
-/// More than a pipe holds.
+/// Larger than a pipe buffer.
 const PAYLOAD_BYTES: usize = 400_000;
 
 fn payload() -> String {
@@ -57,7 +57,7 @@ fn process_ids(path: &Path) -> Vec<u32> {
     lines(path).iter().flat_map(|line| line.split(' ')).map(|pid| pid.parse().unwrap()).collect()
 }
 
-/// Waits until none of the processes runs.
+/// Waits until none of the processes is running.
 fn none_survives(path: &Path) {
     for pid in process_ids(path) {
         let what = format!("process {pid} of a killed consumer to end");
@@ -66,7 +66,7 @@ fn none_survives(path: &Path) {
 }
 
 #[test]
-fn a_command_learns_the_length_and_the_checksum_of_the_payload_that_it_reads() {
+fn a_command_gets_length_and_checksum_of_its_payload() {
     let cli = CliFixture::embedded();
     cli.json(&["topic", "create", "jobs"]);
     let payload = payload();
@@ -84,21 +84,21 @@ fn a_command_learns_the_length_and_the_checksum_of_the_payload_that_it_reads() {
 }
 
 #[test]
-fn a_failed_command_gives_the_end_of_its_standard_error_as_the_reason() {
+fn the_failure_reason_is_the_end_of_standard_error() {
     let cli = CliFixture::embedded();
     cli.json(&["topic", "create", "jobs", "--max-retries", "0"]);
     produce(&cli, "jobs", "x");
     let script = "head -c 100000 /dev/zero | tr '\\0' y >&2; echo last >&2; exit 7";
     let verb = ["consume", "jobs", "--group", "g", "--timeout", "5s", "--exec", script];
-    let told = support::text(&cli.run(&verb, "").stderr);
-    let (_, reason) = told.trim().split_once("becomes a dead letter: ").unwrap();
+    let stderr = support::text(&cli.run(&verb, "").stderr);
+    let (_, reason) = stderr.trim().split_once("becomes a dead letter: ").unwrap();
     assert!(reason.contains("exit status: 7") && reason.ends_with("ylast"), "{reason}");
     assert!(reason.len() < 1000, "{}", reason.len());
 }
 
-/// The command waits for the kill before it reads its input, so the consumer cannot have written all of it to a pipe.
+/// The command reads its input only after the kill, so the consumer cannot have written all of it to a pipe.
 #[test]
-fn a_command_whose_consumer_is_killed_before_it_reads_is_killed_with_its_children() {
+fn killing_the_consumer_kills_its_command_and_children() {
     let cli = CliFixture::embedded();
     cli.json(&["topic", "create", "jobs"]);
     produce(&cli, "jobs", &payload());
@@ -115,12 +115,12 @@ fn a_command_whose_consumer_is_killed_before_it_reads_is_killed_with_its_childre
     none_survives(&file("begun"));
     let whole = PAYLOAD_BYTES.to_string();
     for ended in lines(&file("ended")) {
-        assert_eq!(ended.trim(), whole, "a command took a cut payload for a whole one");
+        assert_eq!(ended.trim(), whole, "a command accepted a truncated payload");
     }
 }
 
 #[test]
-fn commands_of_consumers_killed_at_random_read_whole_payloads_and_none_survives() {
+fn commands_of_randomly_killed_consumers_read_whole_payloads_and_do_not_survive() {
     let kills = number("HEADWATER_COMMAND_KILLS").unwrap_or(6);
     let clock = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap();
     let seed = number("HEADWATER_SEED").unwrap_or(clock.as_nanos() as u64) | 1;
@@ -142,7 +142,7 @@ fn commands_of_consumers_killed_at_random_read_whole_payloads_and_none_survives(
     let script = r#"echo $$ >> begun; set -- $(sha256sum); echo "$1" >> ended"#;
     for kill in 0..kills {
         let _ = std::fs::remove_file(file("begun"));
-        // A group of its own each time, so that no lease of a killed consumer has to run out.
+        // A new group each time, so that no lease of a killed consumer has to expire.
         let group = format!("g{kill}");
         let mut child = consumer(&cli, &group, script, &["--concurrency", "4"]);
         let wanted = 1 + below(15) as usize;

@@ -1,4 +1,4 @@
-//! Groups that are not needed any more: removed by the real binary, directly and over a server; and seen by the doctor.
+//! Abandoned groups: deleted directly and over a server, and reported by the doctor.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 mod support;
@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use support::cli::{CliFixture, until};
 use support::text;
 
-/// A topic that keeps one message, with five; group `g` has read one, and group `typo` none of the rest.
+/// A topic with retention 1 and five messages; groups `g` and `typo` have read one of them.
 fn behind(cli: &CliFixture) {
     cli.json(&["topic", "create", "orders", "--partitions", "1", "--retention-count", "1"]);
     cli.json(&["produce", "orders", "--payload", "first"]);
@@ -20,7 +20,7 @@ fn behind(cli: &CliFixture) {
     assert_eq!(cli.json_of(&["produce", "orders", "--payload", "-"], "2\n3\n4\n5\n").len(), 4);
 }
 
-/// What the doctor says of groups.
+/// The doctor's findings about groups.
 fn of_groups(cli: &CliFixture) -> Vec<Value> {
     let output = cli.run(&["doctor", "--json"], "");
     let lines = text(&output.stdout);
@@ -54,7 +54,7 @@ fn a_group_is_removed(cli: &CliFixture) {
         .collect();
     assert_eq!(left, ["g"]);
 
-    // The other one still holds back what it needs, until it is gone, too.
+    // The other group still blocks retention until it is deleted.
     let trim = ["topic", "trim", "orders", "--count", "0", "--yes"];
     assert_eq!(cli.json(&trim)[0]["held_back"], true);
     assert!(cli.stdout(&["group", "delete", "orders", "g", "--yes"]).contains("partitions"));
@@ -84,7 +84,7 @@ fn a_group_is_removed_over_a_server() {
     assert_eq!(entry.unwrap()["method"], "DELETE", "{log:?}");
 }
 
-/// A process that is killed with the test.
+/// A process that is killed on drop.
 struct KillOnDrop(Child);
 
 impl Drop for KillOnDrop {
@@ -95,7 +95,7 @@ impl Drop for KillOnDrop {
 }
 
 #[test]
-fn a_group_with_a_member_is_left_alone() {
+fn a_group_with_an_active_member_is_not_deleted() {
     let cli = CliFixture::redis();
     cli.json(&["topic", "create", "orders", "--partitions", "1"]);
     let direct: Vec<&str> = cli.direct_args.iter().map(String::as_str).collect();

@@ -1,4 +1,4 @@
-//! The real binary: how it starts, what it says when it cannot, and how it stops.
+//! Startup, startup errors and shutdown of the real binary.
 
 mod support;
 
@@ -9,7 +9,7 @@ use serde_json::Value;
 use crate::support::{ServerDir, text};
 
 #[tokio::test]
-async fn with_nothing_installed_it_serves_is_ready_and_stops_in_good_order() -> Result<()> {
+async fn without_other_services_it_becomes_ready_and_shuts_down_gracefully() -> Result<()> {
     let dir = ServerDir::new()?;
     let mut server = dir.serve(&[])?;
 
@@ -27,7 +27,7 @@ async fn with_nothing_installed_it_serves_is_ready_and_stops_in_good_order() -> 
 }
 
 #[tokio::test]
-async fn what_no_route_has_is_refused_in_the_shape_of_every_refusal() -> Result<()> {
+async fn unknown_paths_and_methods_are_errors_in_the_common_format() -> Result<()> {
     let dir = ServerDir::new()?;
     let server = dir.serve(&[])?;
     let (status, body) = server.get("/nowhere").await?;
@@ -38,7 +38,7 @@ async fn what_no_route_has_is_refused_in_the_shape_of_every_refusal() -> Result<
 }
 
 #[test]
-fn wrong_usage_and_wrong_settings_end_with_two_and_say_what_is_allowed() -> Result<()> {
+fn invalid_usage_and_settings_are_exit_code_2_with_allowed_values() -> Result<()> {
     let dir = ServerDir::new()?.settings("[worker]\nconcurrency = 0\n")?;
     for (arguments, words) in [
         (&["serve"][..], &["`worker.concurrency`", "`0`", "from 1 to 10000", "headwater.toml"][..]),
@@ -96,8 +96,7 @@ fn settings_are_checked_before_a_port_is_bound() -> Result<()> {
 }
 
 #[test]
-fn a_server_that_cannot_be_reached_ends_with_three_and_is_named_without_its_password() -> Result<()>
-{
+fn an_unreachable_server_is_exit_code_3_and_named_without_its_password() -> Result<()> {
     let dir = ServerDir::new()?;
     let wait = ["serve", "--http-listen", "127.0.0.1:0", "--start-wait", "1s"];
     let redis = ["--stream-url", "redis://:hunter2@127.0.0.1:1"];
@@ -108,14 +107,14 @@ fn a_server_that_cannot_be_reached_ends_with_three_and_is_named_without_its_pass
         let output = dir.run(&[&wait[..], &url].concat())?;
         let error = text(&output.stderr);
         assert_eq!(output.status.code(), Some(3), "{error}");
-        assert!(error.contains(address) && error.contains("cannot be reached yet"), "{error}");
+        assert!(error.contains(address) && error.contains("not reachable yet"), "{error}");
         assert!(!error.contains("hunter2"), "{error}");
     }
     Ok(())
 }
 
 #[tokio::test]
-async fn servers_that_come_up_late_are_waited_for() -> Result<()> {
+async fn servers_that_start_late_are_waited_for() -> Result<()> {
     let redis = Redis::start()?;
     let postgres = Postgres::start()?;
     let database = postgres.database()?;
@@ -126,9 +125,9 @@ async fn servers_that_come_up_late_are_waited_for() -> Result<()> {
     let dir = ServerDir::new()?;
     let arguments = ["--stream-url", &stream_url, "--database-url", &database_url];
     let mut server = dir.serve_soon(&arguments)?;
-    server.wait_for_log("the streams cannot be reached yet")?;
+    server.wait_for_log("stream backend not reachable yet")?;
     redis.restart()?;
-    server.wait_for_log("the database cannot be reached yet")?;
+    server.wait_for_log("database not reachable yet")?;
     postgres.restart()?;
     server.listening()?;
     server.until("/health/ready", |status, _| status == 200).await?;
@@ -136,7 +135,7 @@ async fn servers_that_come_up_late_are_waited_for() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_directory_that_another_process_has_is_refused_with_its_name() -> Result<()> {
+async fn a_locked_directory_names_the_owning_process() -> Result<()> {
     let dir = ServerDir::new()?;
     let server = dir.serve(&[])?;
     let output = dir.run(&["serve", "--http-listen", "127.0.0.1:0"])?;
@@ -149,7 +148,7 @@ async fn a_directory_that_another_process_has_is_refused_with_its_name() -> Resu
 }
 
 #[tokio::test]
-async fn readiness_tells_which_dependency_is_away_and_that_it_is_back() -> Result<()> {
+async fn readiness_names_an_unavailable_dependency_and_recovers() -> Result<()> {
     let redis = Redis::start()?;
     let database = Postgres::shared()?.database()?;
     let dir = ServerDir::new()?;
@@ -172,7 +171,7 @@ async fn readiness_tells_which_dependency_is_away_and_that_it_is_back() -> Resul
 }
 
 #[tokio::test]
-async fn a_worker_answers_for_health_and_metrics_and_nothing_else() -> Result<()> {
+async fn a_worker_serves_only_health_and_metrics() -> Result<()> {
     let redis = Redis::start()?;
     let database = Postgres::shared()?.database()?;
     let dir = ServerDir::new()?;
@@ -188,7 +187,7 @@ async fn a_worker_answers_for_health_and_metrics_and_nothing_else() -> Result<()
 }
 
 #[test]
-fn config_prints_each_value_and_where_it_came_from_and_no_secret() -> Result<()> {
+fn config_prints_each_value_and_its_source_without_secrets() -> Result<()> {
     let dir = ServerDir::new()?.settings("[worker]\nconcurrency = 7\n")?;
     let mut command = dir.command(&["config", "--issue-quiet", "2s"]);
     command.env("HEADWATER_DATABASE_URL", "postgres://ann:hunter2@localhost/a");

@@ -1,4 +1,4 @@
-//! What verbs print for people holds nothing that a terminal would obey or hide; what they print for programs is exact.
+//! Output for people contains no terminal control characters; output for programs is exact.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 mod support;
@@ -17,7 +17,7 @@ fn nasty_in(printed: &str) -> Vec<char> {
 }
 
 #[test]
-fn nothing_that_a_terminal_obeys_is_printed_for_people_and_nothing_is_changed_for_programs() {
+fn output_is_escaped_for_people_and_exact_for_programs() {
     let cli = CliFixture::embedded();
     cli.json(&["topic", "create", "jobs", "--max-retries", "0"]);
     cli.json(&["produce", "jobs", "--key", NASTY, "--payload", NASTY]);
@@ -35,12 +35,12 @@ fn nothing_that_a_terminal_obeys_is_printed_for_people_and_nothing_is_changed_fo
         assert!(message.contains("\u{9b}31m\u{202e}\u{2066}\u{200b}"), "{verb:?}: {message:?}");
     }
 
-    // The reason is what the command message: bytes of anybody.
+    // The reason comes from the command's standard error: arbitrary bytes.
     let script = "cat >&2; exit 1";
     let failing = ["consume", "jobs", "--group", "g", "--timeout", "3s", "--exec", script];
-    let told = text(&cli.run(&failing, "").stderr);
-    assert!(told.contains("becomes a dead letter"), "{told}");
-    assert!(nasty_in(&told).is_empty(), "{told:?}");
+    let stderr = text(&cli.run(&failing, "").stderr);
+    assert!(stderr.contains("becomes a dead letter"), "{stderr}");
+    assert!(nasty_in(&stderr).is_empty(), "{stderr:?}");
     let list = cli.stdout(&["dlq", "list", "jobs"]);
     assert!(list.contains("a\\u001b[2J") && nasty_in(&list).is_empty(), "{list:?}");
     let letter = &cli.json(&["dlq", "list", "jobs"])[0];

@@ -105,10 +105,8 @@ pub(crate) struct AnalyticsResponse {
 /// List the built-in reports.
 #[utoipa::path(get, path = "/reports", tag = "analytics", responses((status = 200, body = ReportListResponse)))]
 async fn reports() -> Json<ReportListResponse> {
-    let to_dto = |report: &headwater_analytics::Report| ReportDto {
-        name: report.name,
-        title: report.title,
-    };
+    let to_dto =
+        |report: &headwater_analytics::Report| ReportDto { name: report.name, title: report.title };
     Json(ReportListResponse { reports: REPORTS.iter().map(to_dto).collect() })
 }
 
@@ -146,7 +144,10 @@ async fn query_sql(
 
 /// Show the state of analytics and its latest rebuild. Reasons are included only for the role `admin`.
 #[utoipa::path(get, path = "/analytics", tag = "analytics", responses((status = 200, body = AnalyticsResponse)))]
-async fn status(State(analytics): State<Analytics>, principal: Principal) -> Json<AnalyticsResponse> {
+async fn status(
+    State(analytics): State<Analytics>,
+    principal: Principal,
+) -> Json<AnalyticsResponse> {
     let (state, rebuild) = (analytics.state(), analytics.rebuilding());
     Json(match principal.require_role(Role::Admin) {
         Ok(()) => AnalyticsResponse { state, rebuild },
@@ -160,7 +161,10 @@ async fn status(State(analytics): State<Analytics>, principal: Principal) -> Jso
 #[utoipa::path(post, path = "/analytics/rebuild", tag = "analytics",
     responses((status = 202, body = Rebuilding), (status = 409, description = "A rebuild is in progress"),
         (status = 501, description = "Analytics is disabled or not built in"), (status = 503, description = "The DuckDB file is not open yet")))]
-async fn rebuild(State(analytics): State<Analytics>, principal: Principal) -> Result<Response, ApiError> {
+async fn rebuild(
+    State(analytics): State<Analytics>,
+    principal: Principal,
+) -> Result<Response, ApiError> {
     principal.require_role(Role::Admin)?;
     let begun = analytics.rebuild()?;
     Ok((StatusCode::ACCEPTED, Json(begun)).into_response())

@@ -27,12 +27,12 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use crate::api::Operations;
-use crate::api::dto::{PayloadDto, all_fields, parse_entry_id, id, time};
+use crate::api::dto::{PayloadDto, all_fields, id, parse_entry_id, time};
 use crate::api::ndjson::{error_line, lines};
 use crate::config::Role;
 use crate::http::ApiError;
 use crate::http::auth::Principal;
-use crate::http::body::{JsonResult, JsonBody};
+use crate::http::body::{JsonBody, JsonResult};
 use crate::http::extract::{PathParams, QueryParams};
 
 /// Interval of progress lines.
@@ -167,7 +167,8 @@ impl DeadLettersRequest {
         let has_filter = filter != DeadLetterFilter::default();
         match (&self.ids, has_filter, self.all) {
             (Some(ids), false, false) => {
-                let ids = ids.iter().map(|id| parse_entry_id("ids", id)).collect::<Result<_, _>>()?;
+                let ids =
+                    ids.iter().map(|id| parse_entry_id("ids", id)).collect::<Result<_, _>>()?;
                 Ok(Letters::Ids(ids))
             }
             (None, true, false) | (None, false, true) => Ok(Letters::Matching(filter)),
@@ -188,7 +189,9 @@ fn filter(
     let at = |what: &str, text: Option<&str>| match text {
         None => Ok(None),
         Some(text) => Timestamp::from_rfc3339(text).map(Some).ok_or_else(|| {
-            ApiError::invalid(format!("invalid `{what}` = `{text}`; expected a time such as 2026-11-15T10:00:00Z"))
+            ApiError::invalid(format!(
+                "invalid `{what}` = `{text}`; expected a time such as 2026-11-15T10:00:00Z"
+            ))
         }),
     };
     Ok(DeadLetterFilter { reason, key, partition, from: at("from", from)?, to: at("to", to)? })
@@ -203,7 +206,7 @@ async fn browse(
     QueryParams(query): QueryParams<DeadLetterListQuery>,
 ) -> JsonResult<DeadLetterPage> {
     let defaults = DeadLetterQuery::default();
-    let asked = DeadLetterQuery {
+    let letter_query = DeadLetterQuery {
         filter: filter(
             query.reason,
             query.key,
@@ -215,7 +218,7 @@ async fn browse(
         limit: query.limit.unwrap_or(defaults.limit),
         cursor: query.cursor,
     };
-    let page = operations.queue.dead_letters(&topic).await?.browse(&asked).await?;
+    let page = operations.queue.dead_letters(&topic).await?.browse(&letter_query).await?;
     let items = page.items.into_iter().map(|letter| to_dto(letter, false)).collect();
     Ok(Json(DeadLetterPage { dead_letters: items, next_cursor: page.next }))
 }
@@ -320,7 +323,8 @@ async fn purge(
     let count = Arc::clone(&done);
     let purging = async move {
         let report_progress = |report: &PurgeReport| count.store(report.purged, Ordering::Relaxed);
-        let PurgeReport { purged, is_done } = dead.purge_telling(letters, &config, &report_progress).await?;
+        let PurgeReport { purged, is_done } =
+            dead.purge_telling(letters, &config, &report_progress).await?;
         Ok(PurgeResponse { purged, is_done })
     };
     respond(purging, done, with_progress, &operations).await

@@ -92,7 +92,11 @@ impl MessageDto {
             headers: message.as_ref().map(|message| message.headers.clone()).unwrap_or_default(),
             attempt: message.as_ref().map_or(1, |message| message.attempt),
             stored_at: time(stored_at),
-            fields: if is_ours && problem.is_none() { BTreeMap::new() } else { all_fields(&fields) },
+            fields: if is_ours && problem.is_none() {
+                BTreeMap::new()
+            } else {
+                all_fields(&fields)
+            },
             problem,
         }
     }
@@ -128,14 +132,17 @@ pub(crate) fn parse_position(what: &str, text: &str) -> Result<EntryPosition, Ap
         return Ok(EntryPosition::Time(at));
     }
     text.parse().map(EntryPosition::Id).map_err(|_| {
-        let allowed = "expected an entry id such as 1700000000000-0 or a time such as 2026-11-15T10:00:00Z";
+        let allowed =
+            "expected an entry id such as 1700000000000-0 or a time such as 2026-11-15T10:00:00Z";
         ApiError::invalid(format!("invalid `{what}` = `{text}`; {allowed}"))
     })
 }
 
 pub(crate) fn parse_entry_id(what: &str, text: &str) -> Result<EntryId, ApiError> {
     text.parse().map_err(|_| {
-        ApiError::invalid(format!("invalid `{what}` = `{text}`; expected an entry id such as 1700000000000-0"))
+        ApiError::invalid(format!(
+            "invalid `{what}` = `{text}`; expected an entry id such as 1700000000000-0"
+        ))
     })
 }
 
@@ -164,7 +171,10 @@ mod tests {
     fn a_position_is_an_entry_id_or_a_time() {
         assert_eq!(parse_position("from", "5-1").unwrap(), EntryPosition::Id(EntryId::new(5, 1)));
         let at = Timestamp::from_rfc3339("2026-11-15T10:00:00Z").unwrap();
-        assert_eq!(parse_position("from", "2026-11-15T10:00:00Z").unwrap(), EntryPosition::Time(at));
+        assert_eq!(
+            parse_position("from", "2026-11-15T10:00:00Z").unwrap(),
+            EntryPosition::Time(at)
+        );
         assert_eq!(parse_position("from", "yesterday").unwrap_err().code(), "invalid");
     }
 }

@@ -20,7 +20,7 @@ use crate::api::{Operations, run_to_completion};
 use crate::config::Role;
 use crate::http::ApiError;
 use crate::http::auth::Principal;
-use crate::http::body::{JsonResult, JsonBody};
+use crate::http::body::{JsonBody, JsonResult};
 use crate::http::extract::{PathParams, QueryParams};
 use crate::inbound::ticket_events_consumer::AI_PROCESSOR_GROUP;
 use crate::tickets::TICKET_EVENTS;

@@ -21,7 +21,7 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use crate::http::ApiError;
-use crate::http::body::{JsonResult, JsonBody};
+use crate::http::body::{JsonBody, JsonResult};
 use crate::http::extract::{PathParams, QueryParams};
 use crate::http::paging;
 use crate::server::app_state::App;
@@ -73,7 +73,10 @@ pub(crate) struct IssuePage {
 
 /// List issues by id.
 #[utoipa::path(get, path = "/issues", tag = "issues", params(IssueListQuery), responses((status = 200, body = IssuePage)))]
-async fn list(State(app): State<App>, QueryParams(query): QueryParams<IssueListQuery>) -> JsonResult<IssuePage> {
+async fn list(
+    State(app): State<App>,
+    QueryParams(query): QueryParams<IssueListQuery>,
+) -> JsonResult<IssuePage> {
     let status = query.status.as_deref().map(|name| {
         ProcessingStatus::parse(name)
             .ok_or_else(|| ApiError::invalid("`status` must be `idle`, `queued` or `processing`"))
@@ -90,7 +93,8 @@ async fn list(State(app): State<App>, QueryParams(query): QueryParams<IssueListQ
         let store = Arc::clone(&app.store);
         async move { store.issues(&filter, count).await }
     };
-    let (issues, last) = paging::read_page(limit, |issue| (issue.id, bytes_of(issue)), read).await?;
+    let (issues, last) =
+        paging::read_page(limit, |issue| (issue.id, bytes_of(issue)), read).await?;
     let next = last.map(|id| id.0);
     Ok(Json(IssuePage { issues: issues.iter().map(to_dto).collect(), next_cursor: next }))
 }
@@ -145,9 +149,13 @@ async fn events(
         let store = Arc::clone(&app.store);
         async move { store.event_logs(IssueId(id), &filter, count).await }
     };
-    let (events, last) = paging::read_page(limit, |event| (event.id, event.payload.len()), read).await?;
+    let (events, last) =
+        paging::read_page(limit, |event| (event.id, event.payload.len()), read).await?;
     let next = last.map(|id| id.0);
-    Ok(Json(IssueEventPage { events: events.iter().map(event_to_dto).collect(), next_cursor: next }))
+    Ok(Json(IssueEventPage {
+        events: events.iter().map(event_to_dto).collect(),
+        next_cursor: next,
+    }))
 }
 
 /// Show the original payload of an event, byte for byte if the database could not store it exactly: in the list, NUL
@@ -186,7 +194,10 @@ pub(crate) struct IssueWhyResponse {
 /// Explain why an issue is not being processed.
 #[utoipa::path(get, path = "/issues/{id}/why", tag = "issues", params(("id" = i64, Path)),
     responses((status = 200, body = IssueWhyResponse), (status = 404)))]
-async fn why(State(app): State<App>, PathParams(id): PathParams<i64>) -> JsonResult<IssueWhyResponse> {
+async fn why(
+    State(app): State<App>,
+    PathParams(id): PathParams<i64>,
+) -> JsonResult<IssueWhyResponse> {
     let why = headwater_issue::why(app.store.as_ref(), IssueId(id)).await?;
     let reason = match &why.reason {
         Reason::Idle => "idle",
@@ -220,7 +231,10 @@ pub(crate) struct IssueChangeResponse {
 /// Make an issue claimable now: ends a backoff or quarantine.
 #[utoipa::path(post, path = "/issues/{id}/retry", tag = "issues", params(("id" = i64, Path)),
     responses((status = 200, body = IssueChangeResponse), (status = 404)))]
-async fn retry(State(app): State<App>, PathParams(id): PathParams<i64>) -> JsonResult<IssueChangeResponse> {
+async fn retry(
+    State(app): State<App>,
+    PathParams(id): PathParams<i64>,
+) -> JsonResult<IssueChangeResponse> {
     let result = match headwater_issue::retry(app.store.as_ref(), &app.nudger, IssueId(id)).await? {
         Retried::Queued => "queued",
         Retried::Processing => "processing",
@@ -232,7 +246,10 @@ async fn retry(State(app): State<App>, PathParams(id): PathParams<i64>) -> JsonR
 /// End the quarantine of an issue.
 #[utoipa::path(post, path = "/issues/{id}/release", tag = "issues", params(("id" = i64, Path)),
     responses((status = 200, body = IssueChangeResponse), (status = 404)))]
-async fn release(State(app): State<App>, PathParams(id): PathParams<i64>) -> JsonResult<IssueChangeResponse> {
+async fn release(
+    State(app): State<App>,
+    PathParams(id): PathParams<i64>,
+) -> JsonResult<IssueChangeResponse> {
     let result =
         match headwater_issue::release(app.store.as_ref(), &app.nudger, IssueId(id)).await? {
             Released::Queued => "queued",

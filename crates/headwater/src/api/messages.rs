@@ -21,10 +21,10 @@ use utoipa::{IntoParams, ToSchema};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
-use crate::api::dto::{MessageDto, PayloadDto, EntryPosition, parse_position};
+use crate::api::dto::{EntryPosition, MessageDto, PayloadDto, parse_position};
 use crate::api::{BUSY_RETRY_AFTER, Operations};
 use crate::http::ApiError;
-use crate::http::body::{JsonResult, JsonBody};
+use crate::http::body::{JsonBody, JsonResult};
 use crate::http::extract::{PathParams, QueryParams};
 
 /// How long a tail waits before it checks for shutdown.
@@ -122,7 +122,9 @@ async fn produce(
             results.push((index, to_result(result)));
         }
     }
-    let sending = group_by_key(delayed_messages).into_iter().map(|batch| send_delayed(&operations, &topic, batch));
+    let sending = group_by_key(delayed_messages)
+        .into_iter()
+        .map(|batch| send_delayed(&operations, &topic, batch));
     let sent: Vec<_> = stream::iter(sending).buffer_unordered(DELAYED_CONCURRENCY).collect().await;
     results.extend(sent.into_iter().flatten());
     results.sort_by_key(|(index, _)| *index);
@@ -138,11 +140,11 @@ async fn produce(
 }
 
 /// A delayed message with its index in the call.
-type DelayedMessage = (usize, Duration, NewMessage);
+type IndexedDelayed = (usize, Duration, NewMessage);
 
 /// Groups messages of the same key, which must keep their order; a message without a key is its own group.
-fn group_by_key(messages: Vec<DelayedMessage>) -> Vec<Vec<DelayedMessage>> {
-    let (mut batches, mut batch_of_key) = (Vec::<Vec<DelayedMessage>>::new(), HashMap::new());
+fn group_by_key(messages: Vec<IndexedDelayed>) -> Vec<Vec<IndexedDelayed>> {
+    let (mut batches, mut batch_of_key) = (Vec::<Vec<IndexedDelayed>>::new(), HashMap::new());
     for message in messages {
         match message.2.key.clone() {
             None => batches.push(vec![message]),
@@ -161,7 +163,7 @@ fn group_by_key(messages: Vec<DelayedMessage>) -> Vec<Vec<DelayedMessage>> {
 async fn send_delayed(
     operations: &Operations,
     topic: &str,
-    batch: Vec<DelayedMessage>,
+    batch: Vec<IndexedDelayed>,
 ) -> Vec<(usize, Result<ProduceResult, QueueError>)> {
     let mut results = Vec::with_capacity(batch.len());
     for (index, delay, message) in batch {
@@ -175,7 +177,9 @@ async fn send_delayed(
     results
 }
 
-fn to_result(result: Result<headwater_queue::Sent, QueueError>) -> Result<ProduceResult, QueueError> {
+fn to_result(
+    result: Result<headwater_queue::Sent, QueueError>,
+) -> Result<ProduceResult, QueueError> {
     result.map(|sent| ProduceResult::Sent {
         id: sent.id.to_string(),
         partition: sent.partition,
@@ -226,7 +230,7 @@ async fn list(
         }))
     };
     let defaults = MessageQuery::default();
-    let asked = MessageQuery {
+    let message_query = MessageQuery {
         from: bound("from", query.from)?,
         to: bound("to", query.to)?,
         direction: if query.newest_first { Direction::Backward } else { Direction::Forward },
@@ -234,7 +238,7 @@ async fn list(
         limit: query.limit.unwrap_or(defaults.limit),
         cursor: query.cursor,
     };
-    let page = operations.queue.inspect().messages(&topic, &asked).await?;
+    let page = operations.queue.inspect().messages(&topic, &message_query).await?;
     let items = page.items.into_iter().map(|stored| MessageDto::new(&topic, stored)).collect();
     Ok(Json(MessagePage { messages: items, next_cursor: page.next }))
 }
@@ -308,5 +312,7 @@ async fn tail(
 
 pub(super) fn event<T: Serialize>(name: &str, data: &T) -> Result<Event, Infallible> {
     let event = Event::default().event(name);
-    Ok(event.json_data(data).unwrap_or_else(|_| Event::default().comment("event could not be serialized")))
+    Ok(event
+        .json_data(data)
+        .unwrap_or_else(|_| Event::default().comment("event could not be serialized")))
 }

@@ -43,7 +43,7 @@ use crate::server::app_state::App;
 use crate::server::shutdown::ShutdownSignal;
 
 use crate::api::consume::session::ConsumerSessions;
-pub(crate) use crate::api::consume::{LEASE, ConsumeMode};
+pub(crate) use crate::api::consume::{ConsumeMode, LEASE};
 pub(crate) use crate::api::dto::PayloadDto;
 
 /// `Retry-After` when another change holds the lock.

@@ -12,7 +12,7 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use crate::api::dto::time;
-use crate::http::body::{JsonResult, JsonBody};
+use crate::http::body::{JsonBody, JsonResult};
 use crate::http::extract::{PathParams, QueryParams};
 use crate::http::paging;
 use crate::server::app_state::App;
@@ -68,7 +68,10 @@ struct OutboxListQuery {
 
 /// List dead replies and events, oldest first.
 #[utoipa::path(get, path = "/outbox/dead", tag = "outbox", params(OutboxListQuery), responses((status = 200, body = OutboxPage)))]
-async fn list(State(app): State<App>, QueryParams(query): QueryParams<OutboxListQuery>) -> JsonResult<OutboxPage> {
+async fn list(
+    State(app): State<App>,
+    QueryParams(query): QueryParams<OutboxListQuery>,
+) -> JsonResult<OutboxPage> {
     let limit = paging::limit(query.limit, PAGE_DEFAULT, PAGE_MAX)?;
     let from = query.cursor.map(OutboxId);
     let read = |last: Option<OutboxId>, count| {
@@ -110,7 +113,10 @@ pub(crate) struct OutboxRetryResponse {
 /// Retry a dead reply or event.
 #[utoipa::path(post, path = "/outbox/{id}/retry", tag = "outbox", params(("id" = i64, Path)),
     responses((status = 200, body = OutboxRetryResponse), (status = 404)))]
-async fn retry(State(app): State<App>, PathParams(id): PathParams<i64>) -> JsonResult<OutboxRetryResponse> {
+async fn retry(
+    State(app): State<App>,
+    PathParams(id): PathParams<i64>,
+) -> JsonResult<OutboxRetryResponse> {
     app.store.retry_outbox(OutboxId(id)).await?;
     Ok(Json(OutboxRetryResponse { id, result: "queued" }))
 }

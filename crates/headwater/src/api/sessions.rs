@@ -22,10 +22,10 @@ use utoipa::{IntoParams, ToSchema};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
-use crate::api::dto::{EntryPosition, parse_entry_id, milliseconds, parse_position, time};
+use crate::api::dto::{EntryPosition, milliseconds, parse_entry_id, parse_position, time};
 use crate::api::ndjson::{error_line, lines};
 use crate::http::ApiError;
-use crate::http::body::{JsonResult, JsonBody};
+use crate::http::body::{JsonBody, JsonResult};
 use crate::http::extract::{PathParams, QueryParams};
 use crate::http::paging::{self, PageQuery};
 use crate::server::app_state::App;
@@ -98,9 +98,13 @@ fn to_dto(info: SessionInfo) -> SessionDto {
 
 /// List sessions in the order of creation.
 #[utoipa::path(get, path = "/sessions", tag = "sessions", params(PageQuery), responses((status = 200, body = SessionPage)))]
-async fn list(State(app): State<App>, QueryParams(query): QueryParams<PageQuery>) -> JsonResult<SessionPage> {
+async fn list(
+    State(app): State<App>,
+    QueryParams(query): QueryParams<PageQuery>,
+) -> JsonResult<SessionPage> {
     let limit = paging::limit(query.limit, PAGE_DEFAULT, PAGE_MAX)?;
-    let after = query.cursor.as_deref().map(|cursor| parse_entry_id("cursor", cursor)).transpose()?;
+    let after =
+        query.cursor.as_deref().map(|cursor| parse_entry_id("cursor", cursor)).transpose()?;
     let found = app.sessions.list(after.unwrap_or(EntryId::MIN), limit).await?;
     let next = found.last().filter(|_| found.len() == limit).map(|info| info.index.to_string());
     Ok(Json(SessionPage { sessions: found.into_iter().map(to_dto).collect(), next_cursor: next }))

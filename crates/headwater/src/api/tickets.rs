@@ -15,7 +15,7 @@ use uuid::Uuid;
 
 use crate::api::tickets_sse;
 use crate::http::ApiError;
-use crate::http::body::{JsonResult, JsonBody};
+use crate::http::body::{JsonBody, JsonResult};
 use crate::http::extract::{PathParams, QueryParams};
 use crate::http::paging;
 use crate::limits::{PAGE_DEFAULT, PAGE_MAX};
@@ -130,7 +130,10 @@ pub(crate) struct TicketPage {
 
 /// List tickets, newest first.
 #[utoipa::path(get, path = "/tickets", tag = "tickets", params(TicketListQuery), responses((status = 200, body = TicketPage)))]
-async fn list(State(app): State<App>, QueryParams(query): QueryParams<TicketListQuery>) -> JsonResult<TicketPage> {
+async fn list(
+    State(app): State<App>,
+    QueryParams(query): QueryParams<TicketListQuery>,
+) -> JsonResult<TicketPage> {
     let status = query.status.as_deref().map(|name| {
         TicketStatus::parse(name)
             .ok_or_else(|| ApiError::invalid("`status` must be `open` or `closed`"))
@@ -170,7 +173,10 @@ pub(crate) struct TicketResponse {
 /// Show a ticket with its first messages.
 #[utoipa::path(get, path = "/tickets/{id}", tag = "tickets", params(("id" = Uuid, Path)),
     responses((status = 200, body = TicketResponse), (status = 404)))]
-async fn show(State(app): State<App>, PathParams(id): PathParams<Uuid>) -> JsonResult<TicketResponse> {
+async fn show(
+    State(app): State<App>,
+    PathParams(id): PathParams<Uuid>,
+) -> JsonResult<TicketResponse> {
     let ticket = app.tickets.ticket(id).await?.ok_or(TicketError::NotFound(id))?;
     let TicketMessagePage { messages, next_cursor } = message_page(&app, id, 0, PAGE_MAX).await?;
     Ok(Json(TicketResponse { ticket: to_dto(&ticket), messages, next_cursor }))
@@ -224,7 +230,10 @@ pub(crate) struct TicketStatusResponse {
 /// Close a ticket.
 #[utoipa::path(post, path = "/tickets/{id}/close", tag = "tickets", params(("id" = Uuid, Path)),
     responses((status = 200, body = TicketStatusResponse), (status = 404)))]
-async fn close(State(app): State<App>, PathParams(id): PathParams<Uuid>) -> JsonResult<TicketStatusResponse> {
+async fn close(
+    State(app): State<App>,
+    PathParams(id): PathParams<Uuid>,
+) -> JsonResult<TicketStatusResponse> {
     let changed = app.tickets.close(id).await?;
     Ok(Json(TicketStatusResponse { ticket_id: id, status: "closed", changed }))
 }
@@ -232,7 +241,10 @@ async fn close(State(app): State<App>, PathParams(id): PathParams<Uuid>) -> Json
 /// Reopen a closed ticket.
 #[utoipa::path(post, path = "/tickets/{id}/reopen", tag = "tickets", params(("id" = Uuid, Path)),
     responses((status = 200, body = TicketStatusResponse), (status = 404)))]
-async fn reopen(State(app): State<App>, PathParams(id): PathParams<Uuid>) -> JsonResult<TicketStatusResponse> {
+async fn reopen(
+    State(app): State<App>,
+    PathParams(id): PathParams<Uuid>,
+) -> JsonResult<TicketStatusResponse> {
     let changed = app.tickets.reopen(id).await?;
     Ok(Json(TicketStatusResponse { ticket_id: id, status: "open", changed }))
 }

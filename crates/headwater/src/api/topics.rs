@@ -18,7 +18,7 @@ use crate::api::{Operations, run_to_completion};
 use crate::config::Role;
 use crate::http::ApiError;
 use crate::http::auth::Principal;
-use crate::http::body::{JsonResult, JsonBody};
+use crate::http::body::{JsonBody, JsonResult};
 use crate::http::extract::{PathParams, QueryParams};
 use crate::tickets::TICKET_EVENTS;
 
@@ -136,7 +136,9 @@ async fn list(
 ) -> JsonResult<TopicPage> {
     let limit = query.limit.unwrap_or(PAGE_DEFAULT);
     if !(1..=PAGE_MAX).contains(&limit) {
-        return Err(ApiError::invalid(format!("invalid `limit` = {limit}; allowed: 1 to {PAGE_MAX}")));
+        return Err(ApiError::invalid(format!(
+            "invalid `limit` = {limit}; allowed: 1 to {PAGE_MAX}"
+        )));
     }
     let mut names = operations.queue.topics().list().await?;
     names.sort();

@@ -52,18 +52,27 @@ impl ApiClient {
         }
         http_client::install_tls_provider();
         let client = reqwest::Client::builder().connect_timeout(CONNECT_TIMEOUT).build();
-        let client = client.map_err(|error| CliError::new(format!("failed to build the HTTP client: {error}")))?;
-        let token = std::env::var(TOKEN_VARIABLE).ok().filter(|token| !token.is_empty()).map(Into::into);
+        let client = client
+            .map_err(|error| CliError::new(format!("failed to build the HTTP client: {error}")))?;
+        let token =
+            std::env::var(TOKEN_VARIABLE).ok().filter(|token| !token.is_empty()).map(Into::into);
         Ok(Self::Network { client, base, token })
     }
 
     /// Opens the backends of the settings.
-    pub(super) async fn in_process(settings: &Settings, requirements: Requirements) -> Result<Self, CliError> {
+    pub(super) async fn in_process(
+        settings: &Settings,
+        requirements: Requirements,
+    ) -> Result<Self, CliError> {
         Ok(Self::InProcess(Box::new(InProcessApi::open(settings, requirements).await?)))
     }
 
     /// GET.
-    pub(super) async fn get(&self, path: &str, query: &[(&str, String)]) -> Result<Value, CliError> {
+    pub(super) async fn get(
+        &self,
+        path: &str,
+        query: &[(&str, String)],
+    ) -> Result<Value, CliError> {
         self.call(Method::GET, path, query, None).await
     }
 
@@ -320,15 +329,16 @@ async fn check_status(response: reqwest::Response) -> Result<reqwest::Response, 
     if status.is_success() {
         return Ok(response);
     }
-    let asked = response.url().clone();
+    let url = response.url().clone();
     let body = http_client::read_prefix(response, ERROR_BYTES_MAX).await;
     // A 404 without our error format comes from another program; one for an unknown path means a wrong base URL.
     let error = serde_json::from_slice::<Value>(&body).unwrap_or_default();
     let message = error["error"]["message"].as_str();
-    if status == StatusCode::NOT_FOUND && message.is_none_or(|message| message == NOT_FOUND_MESSAGE) {
-        let asked = shown_url(asked.as_str());
+    if status == StatusCode::NOT_FOUND && message.is_none_or(|message| message == NOT_FOUND_MESSAGE)
+    {
+        let url = shown_url(url.as_str());
         return Err(CliError::new(format!(
-            "no Headwater API at {asked}; --url must be http://HOST:PORT"
+            "no Headwater API at {url}; --url must be http://HOST:PORT"
         )));
     }
     Err(to_cli_error(status, &body))
@@ -420,7 +430,9 @@ fn to_cli_error(status: StatusCode, body: &[u8]) -> CliError {
         StatusCode::BAD_REQUEST => CliError::usage(message),
         StatusCode::SERVICE_UNAVAILABLE | StatusCode::BAD_GATEWAY => CliError::Unreachable(message),
         StatusCode::NOT_FOUND => CliError::NotFound(message),
-        StatusCode::UNAUTHORIZED => CliError::new(format!("{message}; set {TOKEN_VARIABLE} to a valid token")),
+        StatusCode::UNAUTHORIZED => {
+            CliError::new(format!("{message}; set {TOKEN_VARIABLE} to a valid token"))
+        }
         _ => CliError::new(message),
     }
 }

@@ -7,7 +7,7 @@
 use clap::{Arg, ArgMatches, Command, CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use crate::cli;
-use crate::config::{ValueType, TABLE};
+use crate::config::{TABLE, ValueType};
 
 /// Settings shown by `-h`; `--help` shows all.
 const IN_SHORT_HELP: [&str; 3] = ["stream.url", "database.url", "http.listen"];

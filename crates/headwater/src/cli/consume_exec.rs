@@ -52,10 +52,10 @@ pub(super) async fn execute(command: &str, message: &Value) -> Result<(), String
         .spawn()
         .map_err(|error| format!("failed to start `{command}`: {error}"))?;
     let mut group = ProcessGroup(child.id().and_then(|id| Pid::from_raw(id.cast_signed())));
-    let said = child.stderr.take();
+    let stderr = child.stderr.take();
     let listen = async {
-        match said {
-            Some(said) => read_tail(said).await,
+        match stderr {
+            Some(stderr) => read_tail(stderr).await,
             None => Vec::new(),
         }
     };
@@ -69,16 +69,16 @@ pub(super) async fn execute(command: &str, message: &Value) -> Result<(), String
         drop(group);
         status
     };
-    let (said, status) = tokio::join!(listen, wait);
+    let (stderr, status) = tokio::join!(listen, wait);
     let status = status.map_err(|error| format!("failed to wait for `{command}`: {error}"))?;
     if status.success() {
         return Ok(());
     }
-    let said = String::from_utf8_lossy(&said);
-    let said = said.trim();
-    let skipped = said.chars().count().saturating_sub(REASON_MAX);
-    let said: String = said.chars().skip(skipped).collect();
-    Err(format!("`{command}` failed with {status}: {said}"))
+    let stderr = String::from_utf8_lossy(&stderr);
+    let stderr = stderr.trim();
+    let skipped = stderr.chars().count().saturating_sub(REASON_MAX);
+    let stderr: String = stderr.chars().skip(skipped).collect();
+    Err(format!("`{command}` failed with {status}: {stderr}"))
 }
 
 /// Process group of supervisor, shell and command; killed on drop.
@@ -123,9 +123,9 @@ fn own_program() -> PathBuf {
 }
 
 /// Reads to the end and keeps the last bytes.
-async fn read_tail(mut said: impl AsyncRead + Unpin) -> Vec<u8> {
+async fn read_tail(mut stderr: impl AsyncRead + Unpin) -> Vec<u8> {
     let (mut kept, mut buffer) = (Vec::new(), [0; STDERR_BYTES_MAX]);
-    while let Ok(length) = said.read(&mut buffer).await
+    while let Ok(length) = stderr.read(&mut buffer).await
         && length > 0
     {
         kept.extend_from_slice(&buffer[..length]);
@@ -144,9 +144,9 @@ mod tests {
     #[tokio::test]
     async fn only_the_end_of_standard_error_is_kept() {
         let endless = tokio::io::repeat(b'x').take(10 * STDERR_BYTES_MAX as u64 + 7);
-        let said = read_tail(endless.chain(&b"the end"[..])).await;
-        assert_eq!(said.len(), STDERR_BYTES_MAX);
-        assert!(said.ends_with(b"xthe end"));
+        let stderr = read_tail(endless.chain(&b"the end"[..])).await;
+        assert_eq!(stderr.len(), STDERR_BYTES_MAX);
+        assert!(stderr.ends_with(b"xthe end"));
     }
 
     #[test]

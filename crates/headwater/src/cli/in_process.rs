@@ -28,7 +28,7 @@ use crate::desk::build;
 use crate::exit::CliError;
 use crate::http::audit::{self, AuditLog};
 use crate::http::router;
-use crate::http::{Authenticator, BodyBudget, BackgroundJobs, RateLimiter};
+use crate::http::{Authenticator, BackgroundJobs, BodyBudget, RateLimiter};
 use crate::server::app_state::{App, AppState};
 use crate::server::db_availability::DatabaseMonitor;
 use crate::server::health::ProcessHealth;
@@ -88,7 +88,10 @@ pub(super) struct InProcessApi {
 }
 
 impl InProcessApi {
-    pub(super) async fn open(settings: &Settings, requirements: Requirements) -> Result<Self, CliError> {
+    pub(super) async fn open(
+        settings: &Settings,
+        requirements: Requirements,
+    ) -> Result<Self, CliError> {
         let mut settings = settings.clone();
         if requirements.is_read_only {
             if requirements.backends != RequiredBackends::Database {
@@ -225,7 +228,7 @@ pub(super) fn require_given_database(settings: &Settings) -> Result<(), CliError
 /// Uses an empty backend instead of creating missing data.
 fn use_empty_backend(what: &str, missing: Option<String>, url: &mut SecretString, nothing: &str) {
     if let Some(path) = missing {
-        eprintln!("headwater: {what} `{path}` does not exist yet; `headwater serve` creates it");
+        eprintln!("headwater: no {what} at `{path}` yet; `headwater serve` creates it");
         *url = nothing.into();
     }
 }

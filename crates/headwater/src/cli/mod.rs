@@ -101,8 +101,12 @@ impl OperatorCommand {
             Self::Top(top) => (&top.connection, Requirements::streams(true)),
             Self::Issue(issue) => (&issue.connection, issue.requirements()),
             Self::Ticket(ticket) => (&ticket.connection, ticket.requirements()),
-            Self::Session(session) => (&session.connection, Requirements::everything(session.is_read_only())),
-            Self::Outbox(outbox) => (&outbox.connection, Requirements::database(outbox.is_read_only())),
+            Self::Session(session) => {
+                (&session.connection, Requirements::everything(session.is_read_only()))
+            }
+            Self::Outbox(outbox) => {
+                (&outbox.connection, Requirements::database(outbox.is_read_only()))
+            }
             Self::Audit(audit) => (&audit.connection, Requirements::database(true)),
         };
         let client = match connection.url() {
@@ -173,7 +177,9 @@ impl ConfirmArgs {
             return Ok(());
         }
         if !std::io::stdin().is_terminal() {
-            return Err(CliError::usage(format!("{question} Refusing to continue without confirmation; pass --yes.")));
+            return Err(CliError::usage(format!(
+                "{question} Refusing to continue without confirmation; pass --yes."
+            )));
         }
         eprint!("{question} [y/N] ");
         let _ = std::io::stderr().flush();
@@ -188,7 +194,8 @@ impl ConfirmArgs {
 
 /// Parses a duration: `500ms`, `5s`, `2h`.
 fn time(text: &str) -> Result<Duration, String> {
-    crate::config::time(text).ok_or_else(|| "expected a number with ms, s, m, h or d, such as 5s".to_owned())
+    crate::config::time(text)
+        .ok_or_else(|| "expected a number with ms, s, m, h or d, such as 5s".to_owned())
 }
 
 /// Parses the id of an issue or an outbox row.

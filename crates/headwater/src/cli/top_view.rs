@@ -16,11 +16,11 @@ pub(super) struct TopSnapshot {
 
 /// Rates and states between two snapshots.
 pub(super) struct Frame {
-    topics: Vec<TopicStats>,
-    groups: Vec<GroupStats>,
+    topics: Vec<TopTopicRow>,
+    groups: Vec<TopGroupRow>,
 }
 
-struct TopicStats {
+struct TopTopicRow {
     topic: String,
     partitions: u64,
     length: u64,
@@ -29,7 +29,7 @@ struct TopicStats {
     in_per_second: Throughput,
 }
 
-struct GroupStats {
+struct TopGroupRow {
     topic: String,
     group: String,
     lag: Option<u64>,
@@ -57,11 +57,11 @@ impl Frame {
     pub(super) fn between(before: &TopSnapshot, now: &TopSnapshot) -> Self {
         let seconds = now.at.duration_since(before.at).as_secs_f64().max(0.001);
         let topics: Vec<_> =
-            now.topics.iter().map(|topic| topic_stats(topic, before, seconds)).collect();
+            now.topics.iter().map(|topic| topic_row(topic, before, seconds)).collect();
         let groups = now.groups.iter().map(|group| {
             let arrived = topics.iter().find(|topic| topic.topic == group["topic"]);
             let arrived = arrived.map(|topic| topic.in_per_second).unwrap_or_default();
-            group_stats(group, before, arrived, seconds)
+            group_row(group, before, arrived, seconds)
         });
         Self { groups: groups.collect(), topics }
     }
@@ -134,7 +134,7 @@ fn partitions(topic: &Value) -> u64 {
     list.unwrap_or_else(|| number(topic, "partitions"))
 }
 
-fn topic_stats(topic: &Value, before: &TopSnapshot, seconds: f64) -> TopicStats {
+fn topic_row(topic: &Value, before: &TopSnapshot, seconds: f64) -> TopTopicRow {
     let earlier = before.topics.iter().find(|earlier| earlier["name"] == topic["name"]);
     let rate = earlier.map_or_else(Throughput::default, |earlier| {
         let grown = number(topic, "length").saturating_sub(number(earlier, "length"));
@@ -143,7 +143,7 @@ fn topic_stats(topic: &Value, before: &TopSnapshot, seconds: f64) -> TopicStats 
         let is_at_least = !was_empty && earlier["first_id"] != topic["first_id"];
         Throughput { per_second: grown as f64 / seconds, is_at_least }
     });
-    TopicStats {
+    TopTopicRow {
         topic: topic["name"].as_str().unwrap_or_default().to_owned(),
         partitions: partitions(topic),
         length: number(topic, "length"),
@@ -153,7 +153,12 @@ fn topic_stats(topic: &Value, before: &TopSnapshot, seconds: f64) -> TopicStats 
     }
 }
 
-fn group_stats(group: &Value, before: &TopSnapshot, arrived: Throughput, seconds: f64) -> GroupStats {
+fn group_row(
+    group: &Value,
+    before: &TopSnapshot,
+    arrived: Throughput,
+    seconds: f64,
+) -> TopGroupRow {
     let earlier = before
         .groups
         .iter()
@@ -173,7 +178,7 @@ fn group_stats(group: &Value, before: &TopSnapshot, arrived: Throughput, seconds
             None => owners.push((holder.to_owned(), 1)),
         }
     }
-    GroupStats {
+    TopGroupRow {
         topic: group["topic"].as_str().unwrap_or_default().to_owned(),
         group: group["group"].as_str().unwrap_or_default().to_owned(),
         lag: group["lag"].as_u64(),
@@ -205,7 +210,8 @@ mod tests {
     fn rates_follow_arrivals_and_open_messages() {
         let began = Instant::now();
         let later = began + Duration::from_secs(2);
-        let frame = Frame::between(&snapshot(began, 10, "1-0", 5, 1), &snapshot(later, 30, "1-0", 9, 3));
+        let frame =
+            Frame::between(&snapshot(began, 10, "1-0", 5, 1), &snapshot(later, 30, "1-0", 9, 3));
         let lines = frame.lines();
         assert_eq!(lines[0]["in_per_second"], 10.0);
         assert_eq!(
@@ -223,7 +229,8 @@ mod tests {
     fn trimming_makes_a_rate_a_lower_bound() {
         let began = Instant::now();
         let later = began + Duration::from_secs(1);
-        let frame = Frame::between(&snapshot(began, 10, "1-0", 0, 0), &snapshot(later, 15, "2-0", 0, 0));
+        let frame =
+            Frame::between(&snapshot(began, 10, "1-0", 0, 0), &snapshot(later, 15, "2-0", 0, 0));
         assert_eq!(frame.lines()[0]["is_at_least"], true);
         assert!(frame.table().contains(">=5.0"));
     }

@@ -8,7 +8,7 @@ use std::fmt::Write;
 use serde_json::json;
 
 use crate::config::redact::HIDDEN;
-use crate::config::{IntegrationSettings, ValueType, ResolvedSettings, TABLE, shown_url};
+use crate::config::{IntegrationSettings, ResolvedSettings, TABLE, ValueType, shown_url};
 
 /// One line per setting: name, value, source.
 pub(crate) fn as_text(loaded: &ResolvedSettings) -> String {

@@ -202,9 +202,12 @@ impl ListSections {
             .collect::<Result<Vec<_>, _>>()?;
         check_unique("[[integration]] id", integrations.iter().map(|one| one.id.as_str()))?;
         check_unique("[[token]] name", tokens.iter().map(|one| one.name.as_str()))?;
-        check_unique("[[token]] token", tokens.iter().map(|one| one.token.expose_secret())).map_err(
-            |_| SettingsError::new("two [[token]] sections have the same token; each must be unique"),
-        )?;
+        check_unique("[[token]] token", tokens.iter().map(|one| one.token.expose_secret()))
+            .map_err(|_| {
+                SettingsError::new(
+                    "two [[token]] sections have the same token; each must be unique",
+                )
+            })?;
         Ok((integrations, tokens))
     }
 }
@@ -218,7 +221,8 @@ impl RawIntegration {
         let id = check_name("[[integration]] id", self.id)?;
         let location = format!("[[integration]] `{id}`");
         let from = (environment, secrets);
-        let secret = resolve_secret(&location, "secret", self.secret, self.secret_env.as_deref(), from)?;
+        let secret =
+            resolve_secret(&location, "secret", self.secret, self.secret_env.as_deref(), from)?;
         let has_secret = secret.is_some() || self.secret_env.is_some();
         if !has_secret && self.provider != Provider::Desk {
             return Err(SettingsError::new(format!(
@@ -250,7 +254,8 @@ impl RawToken {
         let name = check_name("[[token]] name", self.name)?;
         let location = format!("[[token]] `{name}`");
         let from = (environment, SecretsPolicy::Required);
-        let token = resolve_secret(&location, "token", self.token, self.token_env.as_deref(), from)?;
+        let token =
+            resolve_secret(&location, "token", self.token, self.token_env.as_deref(), from)?;
         let token = token.ok_or_else(|| {
             SettingsError::new(format!(
                 "{location} has no token; set `token_env` to the name of a variable, or `token`"

@@ -25,7 +25,9 @@ use crate::desk::{Budget, DeskConfig, Prices, SearchScope};
 pub(crate) use crate::config::docs::{as_json, as_markdown, as_text};
 pub(crate) use crate::config::error::SettingsError;
 use crate::config::integrations::ListSections;
-pub(crate) use crate::config::integrations::{IntegrationSettings, Provider, Role, SecretsPolicy, TokenSettings};
+pub(crate) use crate::config::integrations::{
+    IntegrationSettings, Provider, Role, SecretsPolicy, TokenSettings,
+};
 pub(crate) use crate::config::redact::url as shown_url;
 pub(crate) use crate::config::sources::{FILE_VARIABLE, RawSettings, SettingSource, SettingValues};
 pub(crate) use crate::config::table::TABLE;
@@ -171,7 +173,10 @@ pub(crate) struct ResolvedSettings {
 }
 
 /// Resolves and validates the settings.
-pub(crate) fn load(given: &RawSettings, secrets: SecretsPolicy) -> Result<ResolvedSettings, SettingsError> {
+pub(crate) fn load(
+    given: &RawSettings,
+    secrets: SecretsPolicy,
+) -> Result<ResolvedSettings, SettingsError> {
     let (mut file, path) = match &given.file {
         Some((path, text)) => {
             let parsed = text.parse::<toml::Table>().map_err(|error| unreadable(path, &error))?;
@@ -371,7 +376,8 @@ impl SettingsReader<'_> {
 
     /// Resolves the host name again, which may fail since validation.
     fn listen(&self, name: &str) -> Result<SocketAddr, SettingsError> {
-        value_type::listen(self.text(name)).ok_or_else(|| SettingsError::invalid_value(self.0.get(name)))
+        value_type::listen(self.text(name))
+            .ok_or_else(|| SettingsError::invalid_value(self.0.get(name)))
     }
 }
 

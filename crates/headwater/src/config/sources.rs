@@ -82,7 +82,11 @@ pub(crate) struct SettingValue {
 }
 
 impl SettingValue {
-    fn new(setting: &'static Setting, text: String, source: SettingSource) -> Result<Self, SettingsError> {
+    fn new(
+        setting: &'static Setting,
+        text: String,
+        source: SettingSource,
+    ) -> Result<Self, SettingsError> {
         let value = Self { setting, source, text: text.into() };
         // Settings without a default may be empty.
         if value.text().is_empty() && setting.default.is_empty() {
@@ -102,9 +106,10 @@ impl SettingValue {
         match self.setting.value_type {
             ValueType::Secret if self.text().is_empty() => String::new(),
             ValueType::Secret => redact::HIDDEN.to_owned(),
-            ValueType::StreamUrl | ValueType::DatabaseUrl | ValueType::WebUrl | ValueType::ModelUrl => {
-                redact::url(self.text())
-            }
+            ValueType::StreamUrl
+            | ValueType::DatabaseUrl
+            | ValueType::WebUrl
+            | ValueType::ModelUrl => redact::url(self.text()),
             _ => self.text().to_owned(),
         }
     }

@@ -9,7 +9,10 @@ fn loaded(given: &RawSettings) -> Result<ResolvedSettings, SettingsError> {
 }
 
 fn given(file: &str) -> RawSettings {
-    RawSettings { file: Some((PathBuf::from("headwater.toml"), file.to_owned())), ..RawSettings::default() }
+    RawSettings {
+        file: Some((PathBuf::from("headwater.toml"), file.to_owned())),
+        ..RawSettings::default()
+    }
 }
 
 fn variable(name: &str, value: &str) -> (String, String) {

@@ -155,7 +155,9 @@ mod tests {
     fn durations_are_a_number_and_a_unit() {
         assert_eq!(time("800ms"), Some(Duration::from_millis(800)));
         assert_eq!(time("2m"), Some(Duration::from_secs(120)));
-        for invalid_value in ["", "5", "s", "5 s", "-5s", "1.5s", "5S", "99999999999999999999s", "5s5"] {
+        for invalid_value in
+            ["", "5", "s", "5 s", "-5s", "1.5s", "5S", "99999999999999999999s", "5s5"]
+        {
             assert_eq!(time(invalid_value), None, "{invalid_value}");
         }
         for text in ["0ms", "800ms", "5s", "15m", "1h", "1d", "90s"] {

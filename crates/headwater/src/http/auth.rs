@@ -49,14 +49,20 @@ impl Authenticator {
     }
 
     /// The principal of a request with these headers.
-    fn authenticate(&self, method: &Method, path: &str, headers: &HeaderMap) -> Result<Principal, ApiError> {
+    fn authenticate(
+        &self,
+        method: &Method,
+        path: &str,
+        headers: &HeaderMap,
+    ) -> Result<Principal, ApiError> {
         reject_cross_origin(method, path, headers)?;
         if self.tokens.is_empty() {
             reject_non_loopback_host(headers)?;
             return Ok(Principal { name: "local".to_owned(), role: Role::Admin });
         }
-        let presented_token = presented_token(method, headers)
-            .ok_or_else(|| unauthorized("authentication required: send `Authorization: Bearer TOKEN`"))?;
+        let presented_token = presented_token(method, headers).ok_or_else(|| {
+            unauthorized("authentication required: send `Authorization: Bearer TOKEN`")
+        })?;
         self.find(&presented_token).ok_or_else(|| unauthorized("unknown token"))
     }
 
@@ -64,13 +70,13 @@ impl Authenticator {
     /// token.
     fn find(&self, presented_token: &str) -> Option<Principal> {
         let hash: [u8; 32] = Sha256::digest(presented_token.as_bytes()).into();
-        let (mut found, mut index) = (Choice::from(0), 0_u32);
+        let (mut found, mut position) = (Choice::from(0), 0_u32);
         for (index, (known, _)) in self.tokens.iter().enumerate() {
             let is_it = known.ct_eq(&hash);
-            index.conditional_assign(&u32::try_from(index).unwrap_or(u32::MAX), is_it);
+            position.conditional_assign(&u32::try_from(index).unwrap_or(u32::MAX), is_it);
             found |= is_it;
         }
-        bool::from(found).then(|| self.tokens[index as usize].1.clone())
+        bool::from(found).then(|| self.tokens[position as usize].1.clone())
     }
 }
 
@@ -111,7 +117,11 @@ impl<S: Sync> FromRequestParts<S> for Principal {
 
     async fn from_request_parts(parts: &mut Parts, _: &S) -> Result<Self, ApiError> {
         // Without the middleware there is no principal, so the request is rejected.
-        parts.extensions.get::<Self>().cloned().ok_or_else(|| unauthorized("authentication required"))
+        parts
+            .extensions
+            .get::<Self>()
+            .cloned()
+            .ok_or_else(|| unauthorized("authentication required"))
     }
 }
 
@@ -145,10 +155,10 @@ fn reject_cross_origin(method: &Method, path: &str, headers: &HeaderMap) -> Resu
     let host = text("host").unwrap_or_default();
     let is_of_this_site = text("sec-fetch-site") != Some("cross-site");
     let is_followed = text("sec-fetch-mode") == Some("navigate")
-        && text("sec-fetch-dest").is_none_or(|index| index == "document")
+        && text("sec-fetch-dest").is_none_or(|dest| dest == "document")
         && !path.starts_with(API_PREFIX);
     let is_ours = match text("origin").filter(|_| !is_read_only(method)) {
-        Some(origin) => origin.split_once("://").is_some_and(|(_, index)| index == host),
+        Some(origin) => origin.split_once("://").is_some_and(|(_, authority)| authority == host),
         None => is_of_this_site || (is_read_only(method) && is_followed),
     };
     if is_ours {
@@ -213,7 +223,11 @@ mod tests {
     #[test]
     fn a_token_determines_name_and_role() {
         let principal = |value: &str| {
-            authenticator().authenticate(&Method::POST, "/api/v1/x", &headers(&[("authorization", value)]))
+            authenticator().authenticate(
+                &Method::POST,
+                "/api/v1/x",
+                &headers(&[("authorization", value)]),
+            )
         };
         assert_eq!(principal("Bearer bbbbbbbbbbbbbbbb").unwrap().name, "bob");
         assert_eq!(principal("bearer aaaaaaaaaaaaaaaa").unwrap().role, Role::Read);
@@ -280,20 +294,21 @@ mod tests {
     #[test]
     fn cross_origin_navigation_to_a_page_is_allowed_and_nothing_else() {
         let open = Authenticator::new(&[]);
-        let look = |path: &str, site: &str, mode: &str, index: &str| {
+        let look = |path: &str, site: &str, mode: &str, dest: &str| {
             let pairs = [
                 ("host", "localhost:8080"),
                 ("sec-fetch-site", site),
                 ("sec-fetch-mode", mode),
-                ("sec-fetch-dest", index),
+                ("sec-fetch-dest", dest),
             ];
-            open.authenticate(&Method::GET, path, &headers(&pairs)).map_err(|refusal| refusal.code())
+            open.authenticate(&Method::GET, path, &headers(&pairs))
+                .map_err(|refusal| refusal.code())
         };
         for path in ["/", "/metrics", "/api/v1/sql", "/api/v1/doctor"] {
-            for (mode, index) in [("no-cors", "image"), ("cors", "empty"), ("navigate", "iframe")] {
-                assert_eq!(look(path, "cross-site", mode, index), Err("other_page"), "{path}");
-                assert!(look(path, "same-origin", mode, index).is_ok(), "{path} {mode}");
-                assert!(look(path, "none", mode, index).is_ok(), "{path} {mode}");
+            for (mode, dest) in [("no-cors", "image"), ("cors", "empty"), ("navigate", "iframe")] {
+                assert_eq!(look(path, "cross-site", mode, dest), Err("other_page"), "{path}");
+                assert!(look(path, "same-origin", mode, dest).is_ok(), "{path} {mode}");
+                assert!(look(path, "none", mode, dest).is_ok(), "{path} {mode}");
             }
         }
         assert!(look("/", "cross-site", "navigate", "document").is_ok());
@@ -304,7 +319,13 @@ mod tests {
     #[test]
     fn a_role_includes_lower_roles() {
         let principal = Principal { name: "ann".to_owned(), role: Role::Write };
-        assert!(principal.require_role(Role::Read).is_ok() && principal.require_role(Role::Write).is_ok());
-        assert_eq!(principal.require_role(Role::Admin).unwrap_err().status(), StatusCode::FORBIDDEN);
+        assert!(
+            principal.require_role(Role::Read).is_ok()
+                && principal.require_role(Role::Write).is_ok()
+        );
+        assert_eq!(
+            principal.require_role(Role::Admin).unwrap_err().status(),
+            StatusCode::FORBIDDEN
+        );
     }
 }

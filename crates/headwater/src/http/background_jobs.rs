@@ -31,7 +31,11 @@ pub(crate) struct BackgroundJobs {
 impl Default for BackgroundJobs {
     fn default() -> Self {
         let semaphore = |permits| Arc::new(Semaphore::new(permits));
-        Self { permits: semaphore(JOBS_MAX), consistency_check: semaphore(1), tasks: Mutex::default() }
+        Self {
+            permits: semaphore(JOBS_MAX),
+            consistency_check: semaphore(1),
+            tasks: Mutex::default(),
+        }
     }
 }
 
@@ -136,7 +140,8 @@ mod tests {
             Ok(())
         });
         assert!(consistency_check.now_or_never().is_none(), "the caller disconnects");
-        let refused = work.run_consistency_check(shutdown.clone(), async { Ok(()) }).await.unwrap_err();
+        let refused =
+            work.run_consistency_check(shutdown.clone(), async { Ok(()) }).await.unwrap_err();
         assert_eq!((refused.status(), refused.code()), (StatusCode::TOO_MANY_REQUESTS, "busy"));
         assert_eq!(work.run(async { Ok(7) }).await, Ok(7), "imports have separate permits");
         resume.notify_one();
@@ -147,7 +152,10 @@ mod tests {
     #[tokio::test]
     async fn shutdown_cancels_a_consistency_check() {
         let (work, shutdown) = (BackgroundJobs::default(), ShutdownSignal::default());
-        let consistency_check = work.run_consistency_check(shutdown.clone(), std::future::pending::<Result<(), ApiError>>());
+        let consistency_check = work.run_consistency_check(
+            shutdown.clone(),
+            std::future::pending::<Result<(), ApiError>>(),
+        );
         shutdown.trigger();
         assert_eq!(consistency_check.await.unwrap_err().status(), StatusCode::SERVICE_UNAVAILABLE);
         work.close().await;

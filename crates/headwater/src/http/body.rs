@@ -41,9 +41,8 @@ impl RequestBody {
         if let Some(memory) = &self.memory {
             memory.reserve(decoded_bytes(text.as_bytes())).await?;
         }
-        serde_json::from_str(text).map_err(|error| {
-            ApiError::invalid(format!("invalid JSON in request body: {error}"))
-        })
+        serde_json::from_str(text)
+            .map_err(|error| ApiError::invalid(format!("invalid JSON in request body: {error}")))
     }
 }
 

@@ -83,7 +83,11 @@ impl ConnectionLimiter {
     }
 
     /// Admits a new connection of a client; `None` means that it must be closed.
-    pub(super) fn admit(self: &Arc<Self>, client: IpAddr, now: Instant) -> Option<ConnectionPermit> {
+    pub(super) fn admit(
+        self: &Arc<Self>,
+        client: IpAddr,
+        now: Instant,
+    ) -> Option<ConnectionPermit> {
         let mut open = self.open();
         let of_client = open.by_client.get(&client).copied().unwrap_or(0);
         let all: usize = open.by_client.values().sum();
@@ -115,8 +119,12 @@ impl ConnectionLimiter {
         if class == ConnectionClass::Full {
             *open.by_client.entry(client).or_default() += 1;
         }
-        let connection =
-            OpenConnection { client, class, waiting_since: Some(now), closing: Arc::clone(&closing) };
+        let connection = OpenConnection {
+            client,
+            class,
+            waiting_since: Some(now),
+            closing: Arc::clone(&closing),
+        };
         open.by_id.insert(id, connection);
         Some(ConnectionPermit { connections: Arc::clone(self), id, class, closing })
     }
@@ -139,7 +147,9 @@ impl OpenConnections {
     /// The client with the most connections that have been idle long enough.
     fn largest_client(&self, has_waited: impl Fn(Instant) -> bool) -> Option<IpAddr> {
         let mut counts: HashMap<IpAddr, usize> = HashMap::new();
-        for connection in self.by_id.values().filter(|connection| connection.class == ConnectionClass::Full) {
+        for connection in
+            self.by_id.values().filter(|connection| connection.class == ConnectionClass::Full)
+        {
             if connection.waiting_since.is_some_and(&has_waited) {
                 *counts.entry(connection.client).or_default() += 1;
             }
@@ -148,7 +158,11 @@ impl OpenConnections {
     }
 
     /// Closes the connection that has been idle longest among those that may be closed.
-    fn close_one(&mut self, class: ConnectionClass, may: impl Fn(&OpenConnection, Instant) -> bool) -> bool {
+    fn close_one(
+        &mut self,
+        class: ConnectionClass,
+        may: impl Fn(&OpenConnection, Instant) -> bool,
+    ) -> bool {
         let waiting = self.by_id.iter().filter_map(|(id, connection)| {
             let since = connection.waiting_since?;
             (connection.class == class && may(connection, since)).then_some((since, *id))
@@ -224,7 +238,10 @@ mod tests {
 
     use super::*;
 
-    fn connections(connections_max: usize, client_connections_max: usize) -> Arc<ConnectionLimiter> {
+    fn connections(
+        connections_max: usize,
+        client_connections_max: usize,
+    ) -> Arc<ConnectionLimiter> {
         let open = Mutex::default();
         Arc::new(ConnectionLimiter { open, connections_max, client_connections_max })
     }
@@ -287,7 +304,9 @@ mod tests {
         // A client whose connections are all in use loses none.
         let _requests: Vec<_> = many.iter().filter_map(ConnectionPermit::begin).collect();
         let next = [(); 2].map(|()| all.admit(client(3), now + WAIT_MIN));
-        assert!(is_closed(&few) && next.iter().flatten().all(|it| it.class == ConnectionClass::Full));
+        assert!(
+            is_closed(&few) && next.iter().flatten().all(|it| it.class == ConnectionClass::Full)
+        );
     }
 
     #[tokio::test(start_paused = true)]

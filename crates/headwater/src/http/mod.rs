@@ -24,6 +24,6 @@ pub(crate) mod timeouts;
 pub(crate) use crate::http::auth::Authenticator;
 pub(crate) use crate::http::background_jobs::BackgroundJobs;
 pub(crate) use crate::http::body_memory::{BodyBudget, BodyMemory, decoded_bytes};
-pub(crate) use crate::http::error::{ApiError, NOT_FOUND_MESSAGE, ErrorResponse};
+pub(crate) use crate::http::error::{ApiError, ErrorResponse, NOT_FOUND_MESSAGE};
 pub(crate) use crate::http::rate_limit::RateLimiter;
 pub(crate) use crate::http::server::{BoundListener, Peer};

@@ -26,12 +26,13 @@ pub(crate) fn build_document(mut described: OpenApi) -> String {
     let scheme = HttpBuilder::new().scheme(HttpAuthScheme::Bearer).description(Some(
         "A `[[token]]` of the settings. Without configured tokens only loopback requests are served.",
     ));
-    components.add_security_scheme(SECURITY_SCHEME, SecurityScheme::HttpSettings(scheme.build()));
+    components.add_security_scheme(SECURITY_SCHEME, SecurityScheme::Http(scheme.build()));
     components.schemas.insert(ErrorResponse::name().into_owned(), ErrorResponse::schema());
     let mut schemas = Vec::new();
     ErrorResponse::schemas(&mut schemas);
     components.schemas.extend(schemas);
-    described.security = Some(vec![SecurityRequirement::new(SECURITY_SCHEME, Vec::<String>::new())]);
+    described.security =
+        Some(vec![SecurityRequirement::new(SECURITY_SCHEME, Vec::<String>::new())]);
     for item in described.paths.paths.values_mut() {
         let operations = [&mut item.get, &mut item.post, &mut item.put, &mut item.delete];
         for operation in operations.into_iter().flatten() {

@@ -26,8 +26,8 @@ pub(crate) struct PageQuery {
 }
 
 /// Validates the requested number of rows.
-pub(crate) fn limit(asked: Option<usize>, default: usize, max: usize) -> Result<usize, ApiError> {
-    let limit = asked.unwrap_or(default);
+pub(crate) fn limit(requested: Option<usize>, default: usize, max: usize) -> Result<usize, ApiError> {
+    let limit = requested.unwrap_or(default);
     if (1..=max).contains(&limit) {
         return Ok(limit);
     }
@@ -90,7 +90,11 @@ mod tests {
         let (rows, is_full, _) = page(600, 100, 500).await;
         assert_eq!((rows, is_full), ((1..=500).collect(), true));
         let (rows, is_full, _) = page(500, 100, 500).await;
-        assert_eq!((rows.len(), is_full), (500, true), "a full page cannot know that it is the last");
+        assert_eq!(
+            (rows.len(), is_full),
+            (500, true),
+            "a full page cannot know that it is the last"
+        );
         assert!(!page(0, 100, 500).await.1);
 
         let megabyte = 1024 * 1024;

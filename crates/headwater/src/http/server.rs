@@ -32,7 +32,9 @@ use tracing::{debug, info, warn};
 use crate::config::HttpSettings;
 use crate::exit::CliError;
 use crate::http::ApiError;
-use crate::http::connections::{ConnectionClass, ConnectionLimiter, RequestInProgress, ConnectionPermit, RESERVED_MAX};
+use crate::http::connections::{
+    ConnectionClass, ConnectionLimiter, ConnectionPermit, RESERVED_MAX, RequestInProgress,
+};
 use crate::http::rate_limit::client_network;
 use crate::server::shutdown::ShutdownSignal;
 
@@ -69,7 +71,9 @@ impl BoundListener {
         let problem = |error: std::io::Error| {
             let advice = match error.kind() {
                 ErrorKind::AddrInUse => "stop the other program, or set",
-                ErrorKind::PermissionDenied => "ports below 1024 require privileges; grant them, or set",
+                ErrorKind::PermissionDenied => {
+                    "ports below 1024 require privileges; grant them, or set"
+                }
                 _ => "set",
             };
             CliError::new(format!(
@@ -126,7 +130,10 @@ impl BoundListener {
         drop(self.listener);
         let ending = async { while connections.join_next().await.is_some() {} };
         if timeout_at(Instant::now() + drain, ending).await.is_err() {
-            warn!(count = connections.len(), "connections did not end before the deadline, closing them");
+            warn!(
+                count = connections.len(),
+                "connections did not end before the deadline, closing them"
+            );
         }
     }
 }
@@ -151,7 +158,9 @@ async fn serve_connection(
                 true => router.oneshot(request.map(Body::new)).await?,
                 false => too_many_connections(),
             };
-            Ok::<_, Infallible>(response.map(|body| TrackedBody { body, _in_progress: in_progress }))
+            Ok::<_, Infallible>(
+                response.map(|body| TrackedBody { body, _in_progress: in_progress }),
+            )
         }
     });
     let is_full = permit.class == ConnectionClass::Full;

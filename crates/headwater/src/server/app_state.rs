@@ -13,7 +13,7 @@ use metrics_exporter_prometheus::PrometheusHandle;
 use crate::api::tickets_sse::SseListeners;
 use crate::config::Settings;
 use crate::http::audit::AuditLog;
-use crate::http::{Authenticator, BodyBudget, BackgroundJobs, RateLimiter};
+use crate::http::{Authenticator, BackgroundJobs, BodyBudget, RateLimiter};
 use crate::server::db_availability::DatabaseMonitor;
 use crate::server::health::ProcessHealth;
 use crate::server::shutdown::ShutdownSignal;

@@ -46,7 +46,10 @@ pub(crate) struct DatabaseMonitor {
 
 impl Default for DatabaseMonitor {
     fn default() -> Self {
-        Self { is_unavailable: Arc::new(watch::Sender::new(false)), probe_requested: Arc::default() }
+        Self {
+            is_unavailable: Arc::new(watch::Sender::new(false)),
+            probe_requested: Arc::default(),
+        }
     }
 }
 
@@ -152,7 +155,10 @@ mod tests {
             let waiting = timeout(UNAVAILABLE_AFTER - RETRY_INTERVAL, watch.wait_unavailable());
             assert!(waiting.await.is_err(), "the outage is shorter than the threshold");
             is_refused.store(false, Ordering::SeqCst);
-            assert!(timeout(UNAVAILABLE_AFTER * 10, watch.wait_unavailable()).await.is_err(), "the database is available");
+            assert!(
+                timeout(UNAVAILABLE_AFTER * 10, watch.wait_unavailable()).await.is_err(),
+                "the database is available"
+            );
         }
         running.abort();
     }
@@ -163,7 +169,11 @@ mod tests {
         is_refused.store(true, Ordering::SeqCst);
         let began = Instant::now();
         watch.wait_unavailable().await;
-        assert!((UNAVAILABLE_AFTER..UNAVAILABLE_AFTER * 2).contains(&began.elapsed()), "{:?}", began.elapsed());
+        assert!(
+            (UNAVAILABLE_AFTER..UNAVAILABLE_AFTER * 2).contains(&began.elapsed()),
+            "{:?}",
+            began.elapsed()
+        );
         let began = Instant::now();
         watch.wait_unavailable().await;
         assert!((SLOW_REQUEST..SLOW_REQUEST * 2).contains(&began.elapsed()));

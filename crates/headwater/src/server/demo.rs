@@ -24,7 +24,9 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
 use uuid::Uuid;
 
-use crate::config::{IntegrationSettings, ResolvedSettings, Provider, Role, SettingSource, TokenSettings};
+use crate::config::{
+    IntegrationSettings, Provider, ResolvedSettings, Role, SettingSource, TokenSettings,
+};
 use crate::exit::CliError;
 use crate::outbound::sign;
 use crate::server::shutdown::ShutdownSignal;
@@ -67,7 +69,8 @@ impl Demo {
         loaded: &mut ResolvedSettings,
         after: AfterDemo,
     ) -> Result<(Self, TempDir), CliError> {
-        let directory = tempfile::tempdir().context("failed to create a temporary directory for the demo")?;
+        let directory =
+            tempfile::tempdir().context("failed to create a temporary directory for the demo")?;
         let callback = TcpListener::bind(("127.0.0.1", 0)).await;
         let callback = callback.context("failed to bind a port for demo callbacks")?;
         let address = callback.local_addr().context("failed to bind a port for demo callbacks")?;
@@ -135,7 +138,10 @@ impl Demo {
         receiving.spawn(receive(self.callback, sender));
         let client = Client::builder().no_proxy().timeout(STEP_MAX).build()?;
         let server = DemoClient { client, root: format!("http://{address}"), token: self.token };
-        print_step("started", &format!("everything in one process at {}; {}", server.root, self.location));
+        print_step(
+            "started",
+            &format!("everything in one process at {}; {}", server.root, self.location),
+        );
 
         server.show_tickets().await?;
         server.show_burst().await?;
@@ -198,13 +204,20 @@ impl DemoClient {
                 self.post("/api/v1/tickets", &json!({"title": title, "content": content})).await?;
             opened.push((title, text(&ticket, "ticket_id")?, Instant::now()));
         }
-        print_step("opened", &format!("{} tickets, each committed before the response", opened.len()));
+        print_step(
+            "opened",
+            &format!("{} tickets, each committed before the response", opened.len()),
+        );
         for (title, id, since) in &opened {
             let replies = self.replies(id, 1).await?;
             let reply = replies.first().context("missing reply")?;
             print_step(
                 "answered",
-                &format!("\"{title}\" after {} ms: {}", since.elapsed().as_millis(), truncated(reply)),
+                &format!(
+                    "\"{title}\" after {} ms: {}",
+                    since.elapsed().as_millis(),
+                    truncated(reply)
+                ),
             );
         }
         Ok(())
@@ -248,10 +261,7 @@ impl DemoClient {
                 .body(body.clone())
         };
         let (status, first) = self.send(webhook(&right)).await?;
-        ensure!(
-            status == 200 && first["status"] == "ok",
-            "webhook returned {status}: {first}"
-        );
+        ensure!(status == 200 && first["status"] == "ok", "webhook returned {status}: {first}");
         print_step(
             "received",
             &format!(
@@ -265,10 +275,7 @@ impl DemoClient {
             again["duplicate"] == true && forged == 401,
             "duplicate or forged webhook was accepted: {again}, {forged}"
         );
-        print_step(
-            "rejected",
-            "a resent webhook is a duplicate, a forged one gets 401",
-        );
+        print_step("rejected", "a resent webhook is a duplicate, a forged one gets 401");
         Ok(())
     }
 
@@ -277,7 +284,9 @@ impl DemoClient {
         let deadline = Instant::now() + STEP_MAX;
         loop {
             let issues = self.get("/api/v1/issues?limit=500").await?;
-            let issues = issues["no issues in the response"].as_array().context("no issues in the response")?;
+            let issues = issues["no issues in the response"]
+                .as_array()
+                .context("no issues in the response")?;
             let is_done = |issue: &Value| {
                 issue["pending_events"] == 0 && issue["processing_status"] == "idle"
             };

@@ -134,7 +134,11 @@ impl ProcessHealth {
         let is_ready = checks.iter().all(|check| check.ok);
         // This endpoint is unauthenticated, so no reason is shown.
         let analytics = self.analytics.as_ref().map(|it| it.state().without_reason());
-        ReadinessResponse { status: if is_ready { "ready" } else { "not_ready" }, checks, analytics }
+        ReadinessResponse {
+            status: if is_ready { "ready" } else { "not_ready" },
+            checks,
+            analytics,
+        }
     }
 
     /// One query checks the connection, the tables and the worker's heartbeat.

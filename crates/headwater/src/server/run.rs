@@ -38,7 +38,7 @@ use crate::desk::build::DeskParts;
 use crate::exit::CliError;
 use crate::http::audit::AuditLog;
 use crate::http::router;
-use crate::http::{Authenticator, BodyBudget, BoundListener, BackgroundJobs, RateLimiter};
+use crate::http::{Authenticator, BackgroundJobs, BodyBudget, BoundListener, RateLimiter};
 use crate::server::app_state::{App, AppState};
 use crate::server::db_availability::DatabaseMonitor;
 use crate::server::demo::Demo;
@@ -108,7 +108,9 @@ pub(crate) async fn run(
     startup::check(&settings)?;
     let listening = match role {
         ProcessRole::Serve => BoundListener::bind("http.listen", settings.http.listen).await?,
-        ProcessRole::Worker => BoundListener::bind("worker.listen", settings.http.worker_listen).await?,
+        ProcessRole::Worker => {
+            BoundListener::bind("worker.listen", settings.http.worker_listen).await?
+        }
     };
 
     // Database and stream backend.
@@ -123,8 +125,8 @@ pub(crate) async fn run(
     let nudger = telemetry.nudger(Arc::clone(&streams));
     let confirmations = Confirmations::default();
     let inbox_config = inbox_config(&settings.work, &confirmations);
-    let inbox =
-        Inbox::new(Arc::clone(&store), nudger.clone(), inbox_config).context("failed to start the inbox")?;
+    let inbox = Inbox::new(Arc::clone(&store), nudger.clone(), inbox_config)
+        .context("failed to start the inbox")?;
 
     // Work: claim, handle, complete. The desk is the default handler.
     let desk =
@@ -155,7 +157,8 @@ pub(crate) async fn run(
     let analytics = Analytics::of_server(path, Arc::clone(&store), shutdown.clone());
 
     // HTTP.
-    let health = ProcessHealth::new(worker.name(), shutdown.clone()).with_analytics(analytics.clone());
+    let health =
+        ProcessHealth::new(worker.name(), shutdown.clone()).with_analytics(analytics.clone());
     let audit = AuditLog::open(Arc::clone(&store), settings.audit_rows_max).await;
     let model_runs = Arc::clone(&sessions);
     let app: App = Arc::new(AppState {
@@ -202,12 +205,14 @@ pub(crate) async fn run(
     services.start("gauges", async move {
         tokio::select! { () = stopped => {}, () = sampling => {} }
     });
-    let (stopped, watching) = (stop_requested(), app.database.clone().run(settings.database_url.clone()));
+    let (stopped, watching) =
+        (stop_requested(), app.database.clone().run(settings.database_url.clone()));
     services.start("database monitor", async move {
         tokio::select! { () = stopped => {}, () = watching => {} }
     });
     let (stopped, confirming) = (stop_requested(), Arc::clone(&store));
-    services.start("confirmation check", async move { confirmations.run(confirming, stopped).await });
+    services
+        .start("confirmation check", async move { confirmations.run(confirming, stopped).await });
     // Sessions of runs that started while the stream backend was unavailable.
     let (stopped, late) = (stop_requested(), desk.late_sessions());
     services.start("pending sessions", async move { late.run(stopped).await });
@@ -239,7 +244,13 @@ pub(crate) async fn run(
         listening.serve(routes, settings.http.clone(), settings.work.drain, shutdown.clone());
     services.start("http", serving);
     let (streams_at, database_at) = (settings.stream_shown(), settings.database_shown());
-    info!(role = role.as_str(), url, streams = streams_at, database = database_at, "server running");
+    info!(
+        role = role.as_str(),
+        url,
+        streams = streams_at,
+        database = database_at,
+        "server running"
+    );
 
     // Shutdown. Work that does not finish in time is retried later: claims and outbox leases expire.
     shutdown.wait().await;
@@ -249,7 +260,11 @@ pub(crate) async fn run(
             tokio::join!(
                 services.join(drained + SERVICES_MAX),
                 finish_before(drained + SERVICES_MAX, operations.close(), "HTTP consumers"),
-                finish_before(drained + SERVICES_MAX, app.background_jobs.close(), "imports and forks"),
+                finish_before(
+                    drained + SERVICES_MAX,
+                    app.background_jobs.close(),
+                    "imports and forks"
+                ),
             )
         };
         tokio::pin!(ending);
@@ -278,7 +293,9 @@ pub(crate) async fn run(
         finish_before(end, close(streams), "streams")
     );
     match failed {
-        Some(part) => Err(CliError::new(format!("service `{part}` ended unexpectedly; see the log"))),
+        Some(part) => {
+            Err(CliError::new(format!("service `{part}` ended unexpectedly; see the log")))
+        }
         None => {
             info!("stopped");
             Ok(())
@@ -340,7 +357,10 @@ impl Services {
             }
         };
         if timeout_at(deadline, joining).await.is_err() {
-            warn!(count = self.tasks.len(), "services did not end before the deadline, aborting them");
+            warn!(
+                count = self.tasks.len(),
+                "services did not end before the deadline, aborting them"
+            );
             let _ = timeout(ABORT_MAX, self.tasks.shutdown()).await;
         }
         failed

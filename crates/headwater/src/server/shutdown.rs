@@ -53,10 +53,14 @@ impl ShutdownSignal {
                     _ = interrupt.recv() => {}
                 }
                 if shutdown.is_triggered() {
-                    warn!("second signal received, exiting at once; open claims expire and are retried");
+                    warn!(
+                        "second signal received, exiting at once; open claims expire and are retried"
+                    );
                     std::process::exit(1);
                 }
-                info!("shutdown signal received: draining work in progress; send it again to exit at once");
+                info!(
+                    "shutdown signal received: draining work in progress; send it again to exit at once"
+                );
                 shutdown.trigger();
             }
         });

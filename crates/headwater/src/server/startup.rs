@@ -42,7 +42,9 @@ pub(crate) fn check(settings: &Settings) -> Result<(), CliError> {
         true => url.parse::<SqliteConnectOptions>().map(drop),
         false => url.parse::<PgConnectOptions>().map(drop),
     };
-    parsed.map_err(|error| invalid_setting("database.url", &settings.database_shown(), &error.to_string()))
+    parsed.map_err(|error| {
+        invalid_setting("database.url", &settings.database_shown(), &error.to_string())
+    })
 }
 
 /// Opens the database and applies migrations.
@@ -58,14 +60,19 @@ pub(crate) async fn store(
     let options =
         StoreOptions { connections_max: settings.database_connections, ..StoreOptions::default() };
     let open = || headwater_issue::connect(url, &options);
-    let store = connect_with_retry("database", &shown, settings, shutdown, open, |error| match error {
-        IssueError::Unavailable { .. } => RetryDecision::Retry(simplify_pool_error(&with_causes(error))),
-        IssueError::Invalid { problem, .. } => {
-            RetryDecision::Fail(invalid_setting("database.url", &shown, problem))
-        }
-        other => RetryDecision::Fail(CliError::new(format!("failed to open database `{shown}`: {other}"))),
-    })
-    .await?;
+    let store =
+        connect_with_retry("database", &shown, settings, shutdown, open, |error| match error {
+            IssueError::Unavailable { .. } => {
+                RetryDecision::Retry(simplify_pool_error(&with_causes(error)))
+            }
+            IssueError::Invalid { problem, .. } => {
+                RetryDecision::Fail(invalid_setting("database.url", &shown, problem))
+            }
+            other => RetryDecision::Fail(CliError::new(format!(
+                "failed to open database `{shown}`: {other}"
+            ))),
+        })
+        .await?;
     info!(database = %shown, "database opened");
     Ok(store)
 }
@@ -134,7 +141,7 @@ async fn connect_with_retry<T, E, Opening: Future<Output = Result<T, E>>>(
         let waited = settings.start_wait;
         if Instant::now() + pause > deadline {
             return Err(CliError::Unreachable(format!(
-                "{what} `{shown}` not reachable within {waited:?}: {problem}; start it or fix its URL"
+                "{what} `{shown}` is unreachable: {problem} (tried for {waited:?}); start it or fix its URL"
             )));
         }
         warn!(address = shown, error = problem, "{what} not reachable yet, retrying");

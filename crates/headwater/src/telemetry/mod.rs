@@ -49,7 +49,8 @@ pub(crate) fn init(settings: &config::TelemetrySettings) -> Result<Telemetry, Cl
     let filter = EnvFilter::try_new(&settings.level).context("invalid setting `log.level`")?;
     // PostgreSQL sends a notice at every start for tables that already exist.
     let filter = match should_quiet_notices(&settings.level) {
-        true => filter.add_directive("sqlx::postgres::notice=warn".parse().context("invalid log directive")?),
+        true => filter
+            .add_directive("sqlx::postgres::notice=warn".parse().context("invalid log directive")?),
         false => filter,
     };
     let as_json = match settings.format.as_str() {
@@ -77,7 +78,10 @@ pub(crate) fn init(settings: &config::TelemetrySettings) -> Result<Telemetry, Cl
         }
         None => None,
     };
-    tracing_subscriber::registry().with(layers).try_init().context("logging is already initialized")?;
+    tracing_subscriber::registry()
+        .with(layers)
+        .try_init()
+        .context("logging is already initialized")?;
 
     let metrics = PrometheusBuilder::new()
         .set_buckets_for_metric(Matcher::Suffix("_seconds".to_owned()), &SECONDS)

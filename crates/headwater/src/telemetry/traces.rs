@@ -50,7 +50,8 @@ impl Traces {
             .with_batch_exporter(exporter)
             .with_resource(resource)
             .build();
-        let ours = filter_fn(|metadata| metadata.is_span() && metadata.target().starts_with("headwater"));
+        let ours =
+            filter_fn(|metadata| metadata.is_span() && metadata.target().starts_with("headwater"));
         let layer = tracing_opentelemetry::layer().with_tracer(provider.tracer("headwater"));
         Ok((layer.with_filter(UncachedFilter(ours)).boxed(), Self(provider)))
     }

@@ -102,7 +102,8 @@ mod tests {
     #[test]
     fn log_enabled_does_not_drop_the_next_span() {
         let (logs, traces) = (CountingLayer::default(), CountingLayer::default());
-        let ours = traces.clone().with_filter(UncachedFilter(filter_fn(|metadata| metadata.is_span())));
+        let ours =
+            traces.clone().with_filter(UncachedFilter(filter_fn(|metadata| metadata.is_span())));
         let layers: Vec<AnyLayer> =
             vec![logs.clone().with_filter(UncachedFilter(LevelFilter::INFO)).boxed(), ours.boxed()];
         tracing::subscriber::with_default(Registry::default().with(layers), || {

@@ -1,4 +1,4 @@
-//! A dir, and the args that lead every verb to the same servers.
+//! Runs commands of the real binary against embedded streams, Redis and PostgreSQL, or a server.
 
 use std::io::Write;
 use std::process::{Output, Stdio};
@@ -7,14 +7,14 @@ use std::time::Instant;
 use headwater_testkit::{Database, Postgres, Redis};
 use serde_json::Value;
 
-use super::{LIMIT, ServerDir, Server, text};
+use super::{LIMIT, Server, ServerDir, text};
 
-/// A dir, and the args that lead every verb to the same servers.
+/// A working directory with the arguments that select the backends or the server.
 pub(crate) struct CliFixture {
     pub(crate) dir: ServerDir,
-    /// To the server if there is one, else to streams and database.
+    /// Arguments for the server if there is one, else for the backends.
     args: Vec<String>,
-    /// To streams and database.
+    /// Arguments for the backends.
     pub(crate) direct_args: Vec<String>,
     server: Option<Server>,
     pub(crate) redis: Option<Redis>,
@@ -26,7 +26,7 @@ fn owned(args: &[&str]) -> Vec<String> {
 }
 
 impl CliFixture {
-    /// Nothing is installed, and the verbs open what there is themselves.
+    /// Embedded streams and SQLite, opened by the commands.
     pub(crate) fn embedded() -> Self {
         Self::embedded_at(ServerDir::new().unwrap())
     }
@@ -38,7 +38,7 @@ impl CliFixture {
         Self { dir, args, direct_args, server: None, redis: None, database: None }
     }
 
-    /// On Redis and Postgres, which the verbs open themselves.
+    /// Redis and PostgreSQL, opened by the commands.
     pub(crate) fn redis() -> Self {
         let redis = Redis::start().unwrap();
         let database = Postgres::shared().unwrap().database().unwrap();
@@ -48,12 +48,12 @@ impl CliFixture {
         Self { dir, args, direct_args, server: None, redis, database }
     }
 
-    /// Over a server, which is on Redis and Postgres.
+    /// A server on Redis and PostgreSQL.
     pub(crate) fn with_server() -> Self {
         Self::redis().start_server()
     }
 
-    /// The same with a server in between.
+    /// Starts a server on these backends and uses it.
     pub(crate) fn start_server(mut self) -> Self {
         let server = self.spawn_server();
         self.args = owned(&["--url", &format!("http://{}", server.address)]);
@@ -74,7 +74,7 @@ impl CliFixture {
         self.server.as_ref().unwrap()
     }
 
-    /// Asks while a server works on this dir: that which there is, or one that is stopped afterwards.
+    /// Calls `ask` while a server runs: the existing one, or one that is stopped afterwards.
     pub(crate) fn while_serving(&self, ask: impl FnOnce(&dyn Fn(&[&str]) -> Output)) {
         match &self.server {
             Some(_) => ask(&|verb| self.run(verb, "")),
@@ -96,12 +96,12 @@ impl CliFixture {
         let mut command = self.dir.command(&[verb, to].concat());
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = command.spawn().unwrap();
-        // A verb need not read its input.
+        // A command may not read its input.
         let _ = child.stdin.take().unwrap().write_all(input.as_bytes());
         child.wait_with_output().unwrap()
     }
 
-    /// The lines of a verb that succeeds, as JSON.
+    /// The JSON lines of a successful command.
     pub(crate) fn json(&self, verb: &[&str]) -> Vec<Value> {
         self.json_of(verb, "")
     }
@@ -110,14 +110,14 @@ impl CliFixture {
         lines(verb, &self.run(&[verb, &["--json"]].concat(), input))
     }
 
-    /// What a verb prints that succeeds, for people.
+    /// Standard output of a successful command.
     pub(crate) fn stdout(&self, verb: &[&str]) -> String {
         let output = self.run(verb, "");
         assert!(output.status.success(), "{verb:?}: {}", text(&output.stderr));
         text(&output.stdout)
     }
 
-    /// What a verb says that ends with this code.
+    /// Output of a command that fails with this exit code.
     pub(crate) fn fails(&self, verb: &[&str], code: i32) -> String {
         let output = self.run(verb, "");
         let message = text(&output.stdout) + &text(&output.stderr);
@@ -126,14 +126,14 @@ impl CliFixture {
     }
 }
 
-/// The lines of a verb that succeeded, as JSON.
+/// The JSON lines of a successful command.
 pub(crate) fn lines(verb: &[&str], output: &Output) -> Vec<Value> {
     let (out, err) = (text(&output.stdout), text(&output.stderr));
     assert!(output.status.success(), "{verb:?}: {out}{err}");
     out.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
 }
 
-/// Asks until `condition` holds of the lines.
+/// Runs a command until `condition` holds for its lines.
 pub(crate) fn until(
     ask: &dyn Fn(&[&str]) -> Output,
     verb: &[&str],
@@ -146,7 +146,7 @@ pub(crate) fn until(
         if condition(&found) {
             return found;
         }
-        assert!(Instant::now() < deadline, "{verb:?} does not become so: {found:?}");
+        assert!(Instant::now() < deadline, "{verb:?} condition not met: {found:?}");
         std::thread::sleep(std::time::Duration::from_millis(50));
     }
 }

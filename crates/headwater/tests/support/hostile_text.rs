@@ -1,8 +1,8 @@
-//! Texts that are meant to do harm, and ways to put them wherever a text may stand.
+//! Hostile texts, and how to insert them into requests.
 
 use serde_json::Value;
 
-/// SQL, HTML, other scripts, directions, nothing, and much.
+/// SQL, HTML, templates, paths, control characters, and empty and long texts.
 pub(crate) fn hostile_texts() -> Vec<String> {
     let texts = [
         "'; DROP TABLE tickets; --",
@@ -20,7 +20,7 @@ pub(crate) fn hostile_texts() -> Vec<String> {
     texts.into_iter().map(str::to_owned).chain([long]).collect()
 }
 
-/// A text as a part of a path or a query.
+/// Percent-encodes a text.
 pub(crate) fn encoded(text: &str) -> String {
     text.bytes().map(|byte| format!("%{byte:02X}")).collect()
 }

@@ -31,13 +31,13 @@ use utoipa_axum::routes;
 use uuid::Uuid;
 
 use crate::api::Operations;
-use crate::api::consume::session::{ConsumerSession, CONSUMERS_MAX, ConsumerSessions, SessionEnd};
+use crate::api::consume::session::{CONSUMERS_MAX, ConsumerSession, ConsumerSessions, SessionEnd};
 use crate::api::dto::{PayloadDto, all_fields, milliseconds};
 use crate::api::messages::event;
 use crate::config::Role;
 use crate::http::ApiError;
 use crate::http::auth::Principal;
-use crate::http::body::{JsonResult, JsonBody};
+use crate::http::body::{JsonBody, JsonResult};
 use crate::http::extract::PathParams;
 use crate::inbound::ticket_events_consumer::AI_PROCESSOR_GROUP;
 use crate::server::shutdown::ShutdownSignal;
@@ -167,7 +167,9 @@ async fn consume(
     }
     for (name, count) in [("concurrency", request.concurrency), ("in_flight", request.in_flight)] {
         if !(1..=IN_FLIGHT_MAX).contains(&count) {
-            return Err(ApiError::invalid(format!("invalid `{name}` = {count}; allowed: 1 to {IN_FLIGHT_MAX}")));
+            return Err(ApiError::invalid(format!(
+                "invalid `{name}` = {count}; allowed: 1 to {IN_FLIGHT_MAX}"
+            )));
         }
     }
     let session = Arc::new(ConsumerSession::new(&topic, &group));

@@ -260,7 +260,8 @@ mod tests {
     fn a_dropped_permit_frees_its_slot() {
         let consumers = Arc::new(ConsumerSessions::default());
         let session = Arc::new(ConsumerSession::new("orders", "workers"));
-        let admit = |number: usize| ConsumerSessions::admit(&consumers, &number.to_string(), &session);
+        let admit =
+            |number: usize| ConsumerSessions::admit(&consumers, &number.to_string(), &session);
         let mut permits: Vec<ConsumerPermit> = (0..CONSUMERS_MAX).filter_map(admit).collect();
         assert_eq!(permits.len(), CONSUMERS_MAX);
         assert!(admit(CONSUMERS_MAX).is_none(), "all slots are taken");

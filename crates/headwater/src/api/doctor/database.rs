@@ -14,13 +14,13 @@ const SPARE: i64 = 5;
 /// Checks the server.
 pub(super) async fn server(settings: &Settings, store: &dyn Store) -> Result<Vec<Finding>, String> {
     let mut reading = store.read_connection().await.map_err(|error| error.to_string())?;
-    let looked = match reading.connection() {
+    let checked = match reading.connection() {
         Connection::Postgres(connection) => postgres(settings, connection).await,
         Connection::Sqlite(connection) => sqlite(settings, connection).await,
         _ => Ok(vec![Finding::ok("database", settings.database_shown())]),
     };
     reading.release().await;
-    looked.map_err(|error| error.to_string())
+    checked.map_err(|error| error.to_string())
 }
 
 async fn postgres(
@@ -43,11 +43,7 @@ async fn postgres(
     let found = format!("postgres {} at {}", text(0)?, settings.database_shown());
     let mut findings = vec![Finding::ok("database", found)];
     for (name, index, harm) in [
-        (
-            "fsync",
-            1,
-            "a machine crash may lose commits or corrupt the database",
-        ),
+        ("fsync", 1, "a machine crash may lose commits or corrupt the database"),
         ("full_page_writes", 3, "a machine crash may corrupt the database"),
     ] {
         findings.push(match text(index)?.as_str() {

@@ -26,7 +26,7 @@ pub(super) async fn check(queue: &Queue) -> Vec<Finding> {
         Ok(topics) => topics,
         Err(error) => return vec![Finding::warning("groups", error.to_string(), "")],
     };
-    let unseen = topics.len().saturating_sub(TOPICS_MAX);
+    let skipped = topics.len().saturating_sub(TOPICS_MAX);
     topics.truncate(TOPICS_MAX);
     topics.extend(PLAIN.map(|(name, _)| name.to_owned()));
     let mut findings = Vec::new();
@@ -46,8 +46,8 @@ pub(super) async fn check(queue: &Queue) -> Vec<Finding> {
         let found = "no abandoned consumer group blocks retention";
         findings.push(Finding::ok("groups", found));
     }
-    if unseen > 0 {
-        findings.push(Finding::ok("groups", format!("{unseen} topics were not checked")));
+    if skipped > 0 {
+        findings.push(Finding::ok("groups", format!("{skipped} topics were not checked")));
     }
     findings
 }

@@ -138,9 +138,13 @@ pub(crate) async fn database(
     let consistency_check = timeout(settings.http.request_timeout / 2, consistency_check);
     let (consistency, workers, backlog_findings) = tokio::join!(
         async { consistency_check.await.map_or_else(|_| too_slow("audit"), consistency) },
-        async { timeout(check_timeout, workers(store)).await.unwrap_or_else(|_| too_slow("workers")) },
         async {
-            timeout(check_timeout, backlog_findings(store)).await.unwrap_or_else(|_| vec![too_slow("outbox")])
+            timeout(check_timeout, workers(store)).await.unwrap_or_else(|_| too_slow("workers"))
+        },
+        async {
+            timeout(check_timeout, backlog_findings(store))
+                .await
+                .unwrap_or_else(|_| vec![too_slow("outbox")])
         },
     );
     findings.extend([consistency, workers]);
@@ -174,7 +178,8 @@ fn clock(of: &str, before: SystemTime, theirs_ms: u64) -> Finding {
     let ours = before.duration_since(UNIX_EPOCH).unwrap_or_default() + took / 2;
     let ours_ms = u64::try_from(ours.as_millis()).unwrap_or(u64::MAX);
     let skew = Duration::from_millis(theirs_ms.abs_diff(ours_ms)).saturating_sub(took);
-    let advice = "synchronize both machines with NTP: entry ids and due times use the server's clock";
+    let advice =
+        "synchronize both machines with NTP: entry ids and due times use the server's clock";
     let differs = format!("differs from the {of} clock by {skew:?}");
     match skew {
         skew if skew >= SKEW_ERROR => Finding::error("clock", differs, advice),

@@ -12,33 +12,36 @@ use secrecy::ExposeSecret;
 use tokio::time::timeout;
 
 use crate::api::doctor::groups;
-use crate::api::doctor::{Finding, Severity, clock, check_timeout};
+use crate::api::doctor::{Finding, Severity, check_timeout, clock};
 use crate::config::Settings;
 
 /// Checks the stream backend.
 pub(crate) async fn streams(settings: &Settings, streams: &Arc<dyn Backend>) -> Vec<Finding> {
     let check_timeout = check_timeout(settings);
-    let away = |problem: String| {
+    let unreachable = |problem: String| {
         let found = format!("{} is unreachable: {problem}", settings.stream_shown());
         let advice = "start it; until then processing continues from SQL, with higher latency";
         vec![Finding::new(Severity::Unreachable, "streams", found, advice)]
     };
-    let mut findings = match timeout(check_timeout, describe_now(settings, streams, check_timeout)).await {
-        Ok(Ok(description)) => findings_of(&description),
-        Ok(Err(problem)) => return away(problem),
-        Err(_) => return away(format!("no answer within {check_timeout:?}")),
-    };
+    let mut findings =
+        match timeout(check_timeout, describe_now(settings, streams, check_timeout)).await {
+            Ok(Ok(description)) => findings_of(&description),
+            Ok(Err(problem)) => return unreachable(problem),
+            Err(_) => return unreachable(format!("no answer within {check_timeout:?}")),
+        };
     let before = SystemTime::now();
     findings.push(match timeout(check_timeout, streams.now()).await {
         Ok(Ok(theirs)) => clock("streams", before, theirs.as_millis()),
         Ok(Err(error)) => Finding::new(Severity::Unreachable, "clock", error.to_string(), ""),
-        Err(_) => Finding::new(Severity::Unreachable, "clock", "the stream backend is too slow", ""),
+        Err(_) => {
+            Finding::new(Severity::Unreachable, "clock", "the stream backend is too slow", "")
+        }
     });
     let queue = Queue::new(Arc::clone(streams));
-    let looked = timeout(check_timeout, groups::check(&queue)).await;
+    let checked = timeout(check_timeout, groups::check(&queue)).await;
     let too_slow =
         |_| vec![Finding::warning("groups", "skipped: the stream backend is too slow", "")];
-    findings.extend(looked.unwrap_or_else(too_slow));
+    findings.extend(checked.unwrap_or_else(too_slow));
     findings
 }
 
@@ -122,9 +125,7 @@ fn commands(version: Option<&str>) -> Finding {
             format!("{in_use}; this server does not report the lag of groups"),
             "upgrade to Redis 7.0 or later to see the lag of groups",
         ),
-        Some(_) => {
-            Finding::ok("commands", format!("{in_use}, plus the group lag of Redis 7.0"))
-        }
+        Some(_) => Finding::ok("commands", format!("{in_use}, plus the group lag of Redis 7.0")),
         None => Finding::warning(
             "commands",
             format!("{in_use}; this server does not report its version"),
@@ -174,7 +175,8 @@ mod tests {
 
     #[test]
     fn full_memory_is_an_error() {
-        let of = |memory: &str| findings_of(&redis(vec![("memory", memory.to_owned())]))[2].severity;
+        let of =
+            |memory: &str| findings_of(&redis(vec![("memory", memory.to_owned())]))[2].severity;
         assert_eq!(of("full, 2 of 1 bytes"), Severity::Error);
         assert_eq!(of("1 of 2 bytes"), Severity::Ok);
     }

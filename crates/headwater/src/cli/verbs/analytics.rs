@@ -107,7 +107,10 @@ pub(crate) enum AnalyticsSource {
 
 impl AnalyticsSource {
     /// Connects to a server, or opens the file of the settings.
-    pub(crate) async fn open(connection: &ConnectionArgs, settings: &Settings) -> Result<Self, CliError> {
+    pub(crate) async fn open(
+        connection: &ConnectionArgs,
+        settings: &Settings,
+    ) -> Result<Self, CliError> {
         if let Some(url) = connection.url() {
             return Ok(Self::Network(ApiClient::network(&url)?));
         }
@@ -121,16 +124,18 @@ impl AnalyticsSource {
         analytics::Analytics::check(settings.analytics_path.as_deref())?;
         let store = in_process::store(settings).await?;
         let prepared = tickets::prepare(&store).await;
-        prepared.map_err(|error| CliError::new(format!("failed to open the ticket tables: {error}")))?;
+        prepared
+            .map_err(|error| CliError::new(format!("failed to open the ticket tables: {error}")))?;
         let path = settings.analytics_path.as_deref();
         let opened = analytics::Analytics::to_rebuild(path, Arc::clone(&store)).await;
         let opened = opened.map_err(|problem| open_error(problem, settings))?;
         let audit = AuditLog::open_append_only(store).await;
-        let audit = audit.map_err(|error| CliError::new(format!("failed to open the audit log: {error}")))?;
+        let audit = audit
+            .map_err(|error| CliError::new(format!("failed to open the audit log: {error}")))?;
         // Recorded like the route that does the same.
         let change = ("POST", "/api/v1/analytics/rebuild");
-        let noted = audit.record_local(&local_audit::principal(), change, 202).await;
-        noted.map_err(|refusal| CliError::Unreachable(refusal.message().to_owned()))?;
+        let recorded = audit.record_local(&local_audit::principal(), change, 202).await;
+        recorded.map_err(|refusal| CliError::Unreachable(refusal.message().to_owned()))?;
         Ok(Self::Local(opened))
     }
 
@@ -190,7 +195,9 @@ pub(crate) fn show(format: OutputFormat, table: &Table) -> Result<(), CliError> 
     match format {
         OutputFormat::Table => columns(table)?,
         OutputFormat::Csv => output::exact(table.to_csv().trim_end_matches('\n'))?,
-        OutputFormat::Json | OutputFormat::Svg => table.to_json_lines().lines().try_for_each(output::exact)?,
+        OutputFormat::Json | OutputFormat::Svg => {
+            table.to_json_lines().lines().try_for_each(output::exact)?
+        }
     }
     if table.is_cut {
         output::note(&format!("result truncated to the first {} rows", table.rows.len()));

@@ -51,7 +51,9 @@ impl AuditArgs {
                     ("PATH", "/path"),
                     ("STATUS", "/status"),
                 ];
-                client.show_pages(OutputRows::new(json, columns), "/audit", &[], "entries", *limit).await
+                client
+                    .show_pages(OutputRows::new(json, columns), "/audit", &[], "entries", *limit)
+                    .await
             }
         }
     }

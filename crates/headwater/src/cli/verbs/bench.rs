@@ -125,7 +125,10 @@ impl BenchArgs {
         output::line(&line.to_string())?;
         match lost {
             0 => Ok(()),
-            lost => Err(CliError::new(format!("{lost} of {} messages or events are missing", self.count))),
+            lost => Err(CliError::new(format!(
+                "{lost} of {} messages or events are missing",
+                self.count
+            ))),
         }
     }
 

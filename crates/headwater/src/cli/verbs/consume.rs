@@ -12,7 +12,7 @@ use futures_util::{FutureExt, future};
 use serde_json::{Value, json};
 use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until, timeout};
 
-use crate::api::{LEASE, ConsumeMode};
+use crate::api::{ConsumeMode, LEASE};
 use crate::cli::api_client::{ApiClient, escape};
 use crate::cli::consume_exec::execute;
 use crate::cli::output;
@@ -105,7 +105,11 @@ impl ConsumeArgs {
     }
 
     /// Consumes until enough messages are done, none arrives any more, or a signal is received.
-    async fn work(&self, member: &mut GroupMember<'_>, shutdown: &ShutdownSignal) -> Result<(), CliError> {
+    async fn work(
+        &self,
+        member: &mut GroupMember<'_>,
+        shutdown: &ShutdownSignal,
+    ) -> Result<(), CliError> {
         let mut heartbeats = interval(HEARTBEAT_INTERVAL);
         heartbeats.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut active = Instant::now();

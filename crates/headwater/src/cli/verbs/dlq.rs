@@ -6,7 +6,7 @@ use clap::Subcommand;
 use futures_util::StreamExt;
 use serde_json::{Value, json};
 
-use crate::cli::api_client::{ApiClient, escape, error_in_line};
+use crate::cli::api_client::{ApiClient, error_in_line, escape};
 use crate::cli::output::{self, OutputRows};
 use crate::cli::progress::ProgressBar;
 use crate::cli::{ConfirmArgs, ConnectionArgs};
@@ -105,7 +105,9 @@ impl DeadLetterSelectionArgs {
         let texts = [reason, key, from, to];
         let is_filtered = texts.iter().any(|text| text.is_some()) || partition.is_some();
         if !is_filtered && !self.all && self.ids.is_empty() {
-            return Err(CliError::usage("select dead letters: IDS, --all, or a filter such as --reason"));
+            return Err(CliError::usage(
+                "select dead letters: IDS, --all, or a filter such as --reason",
+            ));
         }
         let ids = (!self.ids.is_empty()).then_some(&self.ids);
         Ok(json!({

@@ -69,7 +69,7 @@ async fn ask(client: &ApiClient) -> Result<Vec<Finding>, CliError> {
 async fn look(settings: &Settings) -> Vec<Finding> {
     let mut findings = Vec::new();
     let nothing = |subject: &str, path: &str| {
-        let found = format!("`{path}` does not exist yet");
+        let found = format!("no data at `{path}` yet");
         Finding::new(Severity::Warning, subject, found, "`headwater serve` creates it")
     };
     match in_process::streams_read_only(settings).await {

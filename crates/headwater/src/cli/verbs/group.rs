@@ -76,11 +76,11 @@ impl GroupArgs {
                 confirm.ask(&format!(
                     "Delete group `{group}` of topic `{topic}`? Its unread and pending messages are skipped."
                 ))?;
-                let cut = format!(
+                let interrupted = format!(
                     "interrupted; the group may be deleted from some partitions only. Run the same command again to finish, or check with `headwater group describe {topic} {group}`"
                 );
                 let path = path(topic, group);
-                output::object(json, &or_interrupted(client.delete(&path), cut).await?)
+                output::object(json, &or_interrupted(client.delete(&path), interrupted).await?)
             }
             GroupCommand::Reset { topic, group, to, partition, dry_run, force, confirm } => {
                 if !dry_run {
@@ -88,11 +88,11 @@ impl GroupArgs {
                 }
                 let request =
                     json!({"to": to, "partition": partition, "dry_run": dry_run, "force": force});
-                let cut = format!(
+                let interrupted = format!(
                     "interrupted; the reset may be done on some partitions only. Run the same command again to finish, or check with `headwater group describe {topic} {group}`"
                 );
                 let to = format!("{}/reset", path(topic, group));
-                let answer = or_interrupted(client.post(&to, request), cut).await?;
+                let answer = or_interrupted(client.post(&to, request), interrupted).await?;
                 if *dry_run && !json {
                     let count = |of: &str| {
                         let more = if answer[of]["or_more"] == true { " or more" } else { "" };
@@ -146,7 +146,13 @@ impl PendingArgs {
         ];
         let path = format!("{}/pending", path(&self.topic, &self.group));
         client
-            .show_pages(OutputRows::new(self.connection.json, columns), &path, &query, "pending", self.limit)
+            .show_pages(
+                OutputRows::new(self.connection.json, columns),
+                &path,
+                &query,
+                "pending",
+                self.limit,
+            )
             .await
     }
 }

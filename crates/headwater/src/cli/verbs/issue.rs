@@ -76,8 +76,12 @@ enum IssueCommand {
 impl IssueArgs {
     pub(in crate::cli) fn requirements(&self) -> Requirements {
         match self.command {
-            IssueCommand::List { .. } | IssueCommand::Show { .. } | IssueCommand::Why { .. } => Requirements::database(true),
-            IssueCommand::Retry { .. } | IssueCommand::Release { .. } => Requirements::everything(false),
+            IssueCommand::List { .. } | IssueCommand::Show { .. } | IssueCommand::Why { .. } => {
+                Requirements::database(true)
+            }
+            IssueCommand::Retry { .. } | IssueCommand::Release { .. } => {
+                Requirements::everything(false)
+            }
         }
     }
 
@@ -119,7 +123,9 @@ impl IssueArgs {
             }
             IssueCommand::Retry { id } => self.change(client, *id, "retry").await,
             IssueCommand::Release { id: Some(id), .. } => self.change(client, *id, "release").await,
-            IssueCommand::Release { all: false, .. } => Err(CliError::usage("specify an ID or --all")),
+            IssueCommand::Release { all: false, .. } => {
+                Err(CliError::usage("specify an ID or --all"))
+            }
             IssueCommand::Release { integration, confirm, .. } => {
                 confirm.ask("Release all quarantined issues?")?;
                 let (progress, mut cursor, mut released) =
@@ -146,8 +152,12 @@ impl IssueArgs {
         let answer = client.post(&format!("{}/{request}", path(id)), json!({})).await?;
         output::object(self.connection.json, &answer)?;
         match answer["result"].as_str() {
-            Some("processing") => Err(CliError::new(format!("issue `{id}` is already being processed"))),
-            Some("not_quarantined") => Err(CliError::new(format!("issue `{id}` is not quarantined"))),
+            Some("processing") => {
+                Err(CliError::new(format!("issue `{id}` is already being processed")))
+            }
+            Some("not_quarantined") => {
+                Err(CliError::new(format!("issue `{id}` is not quarantined")))
+            }
             Some("idle") if request == "retry" => {
                 Err(CliError::new(format!("issue `{id}` has no pending events")))
             }

@@ -68,10 +68,13 @@ impl OutboxArgs {
                 let answer = client.post(&format!("/outbox/{id}/retry"), json!({})).await?;
                 output::object(json, &answer)
             }
-            OutboxCommand::Retry { all: false, .. } => Err(CliError::usage("specify an ID or --all")),
+            OutboxCommand::Retry { all: false, .. } => {
+                Err(CliError::usage("specify an ID or --all"))
+            }
             OutboxCommand::Retry { integration, confirm, .. } => {
                 confirm.ask("Retry all dead replies and events?")?;
-                let (progress, mut cursor, mut queued) = (ProgressBar::new("queued", None), None, 0);
+                let (progress, mut cursor, mut queued) =
+                    (ProgressBar::new("queued", None), None, 0);
                 loop {
                     let request = json!({"integration": integration, "cursor": cursor});
                     let answer = client.post("/outbox/retry", request).await?;

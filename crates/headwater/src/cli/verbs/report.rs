@@ -5,7 +5,7 @@ use serde_json::json;
 
 use crate::cli::ConnectionArgs;
 use crate::cli::output;
-use crate::cli::verbs::analytics::{OutputFormat, AnalyticsSource, show};
+use crate::cli::verbs::analytics::{AnalyticsSource, OutputFormat, show};
 use crate::config::Settings;
 use crate::exit::CliError;
 

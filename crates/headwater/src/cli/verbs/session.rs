@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use tokio::sync::mpsc;
 
 use crate::cli::ConnectionArgs;
-use crate::cli::api_client::{ApiClient, escape, error_in_line};
+use crate::cli::api_client::{ApiClient, error_in_line, escape};
 use crate::cli::output::{self, OutputRows};
 use crate::cli::progress::ProgressBar;
 use crate::exit::CliError;
@@ -91,10 +91,18 @@ impl SessionArgs {
                     ("FORKED FROM", "/parent/session"),
                 ];
                 client
-                    .show_pages(OutputRows::new(json, columns), "/sessions", &[], "sessions", *limit)
+                    .show_pages(
+                        OutputRows::new(json, columns),
+                        "/sessions",
+                        &[],
+                        "sessions",
+                        *limit,
+                    )
                     .await
             }
-            SessionCommand::Show { session } => output::object(json, &client.get(&path(session), &[]).await?),
+            SessionCommand::Show { session } => {
+                output::object(json, &client.get(&path(session), &[]).await?)
+            }
             SessionCommand::Replay { session, until } => {
                 let query: Vec<_> =
                     until.clone().map(|until| ("until", until)).into_iter().collect();
@@ -105,10 +113,10 @@ impl SessionArgs {
             SessionCommand::Fork { session, new, until } => {
                 let request = json!({"session": new, "until": until});
                 let to = format!("{}/fork", path(session));
-                let cut = format!(
+                let interrupted = format!(
                     "interrupted; the fork continues on the server: check it with `headwater session show {new}`"
                 );
-                output::object(json, &or_interrupted(client.post_long(&to, request), cut).await?)
+                output::object(json, &or_interrupted(client.post_long(&to, request), interrupted).await?)
             }
             SessionCommand::Export { session, output } => {
                 let lines = client.lines(&format!("{}/export", path(session)), &[]).await?;
@@ -125,10 +133,10 @@ impl SessionArgs {
                 });
                 let to = format!("{}/import", path(session));
                 let uploading = client.upload(&to, counted.boxed());
-                let cut = format!(
+                let interrupted = format!(
                     "interrupted; session `{session}` was not imported. Run the same command again to replace what is left of it"
                 );
-                output::object(json, &or_interrupted(uploading, cut).await?)
+                output::object(json, &or_interrupted(uploading, interrupted).await?)
             }
         }
     }
@@ -143,7 +151,8 @@ async fn each(
         let line = line?;
         if line.starts_with("{\"error\":") {
             let error: Value = serde_json::from_str(&line).unwrap_or_default();
-            return Err(error_in_line(&error).unwrap_or_else(|| CliError::new("the server reported an error")));
+            return Err(error_in_line(&error)
+                .unwrap_or_else(|| CliError::new("the server reported an error")));
         }
         let is_end = line.starts_with("{\"end\":");
         show(&line, is_end)?;
@@ -151,7 +160,9 @@ async fn each(
             return Ok(());
         }
     }
-    Err(CliError::Unreachable("the connection was lost before the end of the session; try again".to_owned()))
+    Err(CliError::Unreachable(
+        "the connection was lost before the end of the session; try again".to_owned(),
+    ))
 }
 
 /// Writes lines to a file that appears only when it is complete.
@@ -214,16 +225,16 @@ fn read_chunks(
     Ok((chunks.boxed(), total))
 }
 
-/// Waits for `work`; a signal ends the wait with the error `cut`. The server completes the work.
+/// Waits for `work`; a signal ends the wait with the error `interrupted`. The server completes the work.
 pub(crate) async fn or_interrupted(
     work: impl Future<Output = Result<Value, CliError>>,
-    cut: String,
+    interrupted: String,
 ) -> Result<Value, CliError> {
     let shutdown = ShutdownSignal::default();
     shutdown.on_signals().map_err(|error| CliError::new(error.to_string()))?;
     tokio::select! {
         done = work => done,
-        () = shutdown.wait() => Err(CliError::new(cut)),
+        () = shutdown.wait() => Err(CliError::new(interrupted)),
     }
 }
 

@@ -3,7 +3,7 @@
 use std::io::Read;
 
 use crate::cli::ConnectionArgs;
-use crate::cli::verbs::analytics::{OutputFormat, AnalyticsSource, show};
+use crate::cli::verbs::analytics::{AnalyticsSource, OutputFormat, show};
 use crate::config::Settings;
 use crate::exit::CliError;
 

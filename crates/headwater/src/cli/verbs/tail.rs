@@ -32,7 +32,9 @@ impl TailArgs {
         let topic = format!("/topics/{}", escape(&self.topic));
         if client.get_optional(&topic, &[]).await?.is_none() {
             let name = &self.topic;
-            output::note(&format!("topic `{name}` does not exist yet; waiting for its first message"));
+            output::note(&format!(
+                "topic `{name}` does not exist yet; waiting for its first message"
+            ));
         }
         let path = format!("{topic}/tail");
         let mut events = client.events(&path, &query).await?;

@@ -88,9 +88,10 @@ impl TicketArgs {
     pub(in crate::cli) fn requirements(&self) -> Requirements {
         match self.command {
             TicketCommand::List { .. } | TicketCommand::Show { .. } => Requirements::database(true),
-            TicketCommand::New { .. } | TicketCommand::Reply { .. } | TicketCommand::Close { .. } | TicketCommand::Reopen { .. } => {
-                Requirements::everything(false)
-            }
+            TicketCommand::New { .. }
+            | TicketCommand::Reply { .. }
+            | TicketCommand::Close { .. }
+            | TicketCommand::Reopen { .. } => Requirements::everything(false),
         }
     }
 
@@ -116,7 +117,13 @@ impl TicketArgs {
                     ("TITLE", "/title"),
                 ];
                 client
-                    .show_pages(OutputRows::new(json, columns), "/tickets", &query, "tickets", *limit)
+                    .show_pages(
+                        OutputRows::new(json, columns),
+                        "/tickets",
+                        &query,
+                        "tickets",
+                        *limit,
+                    )
                     .await
             }
             TicketCommand::Show { id, messages } => {
@@ -130,8 +137,7 @@ impl TicketArgs {
                 output::object(json, &ticket)
             }
             TicketCommand::Reply { id, content, author, message_id } => {
-                let request =
-                    json!({"content": content_or_stdin(content)?, "author": author, "message_id": message_id});
+                let request = json!({"content": content_or_stdin(content)?, "author": author, "message_id": message_id});
                 let answer = client.post(&format!("{}/messages", path(*id)), request).await?;
                 output::object(json, &answer)
             }

@@ -137,7 +137,9 @@ impl TopicArgs {
                     )
                     .await
             }
-            TopicCommand::Describe { name } => output::object(json, &client.get(&path(name), &[]).await?),
+            TopicCommand::Describe { name } => {
+                output::object(json, &client.get(&path(name), &[]).await?)
+            }
             TopicCommand::Grow { name, partitions } => {
                 let request = json!({"partitions": partitions});
                 let answer = client.post(&format!("{}/grow", path(name)), request).await?;
@@ -158,11 +160,11 @@ impl TopicArgs {
             }
             TopicCommand::Delete { name, confirm } => {
                 confirm.ask(&format!("Delete topic `{name}` with all its messages?"))?;
-                let cut = format!(
+                let interrupted = format!(
                     "interrupted; the topic may be partially deleted. Run the same command again to finish, or check with `headwater topic describe {name}`"
                 );
                 let path = path(name);
-                let answer = or_interrupted(client.delete(&path), cut).await?;
+                let answer = or_interrupted(client.delete(&path), interrupted).await?;
                 output::object(json, &answer)?;
                 match answer["deleted"].as_bool() {
                     Some(true) => Ok(()),

@@ -157,7 +157,8 @@ impl AuditWriter {
     /// Writes a batch in one transaction; every item gets its result.
     pub(super) async fn write(&self, batch: &[AuditWrite]) -> Vec<Result<(), IssueError>> {
         let written = self.write_all(batch).await;
-        let begun = batch.iter().filter(|write| matches!(write, AuditWrite::Begin(_))).count() as u64;
+        let begun =
+            batch.iter().filter(|write| matches!(write, AuditWrite::Begin(_))).count() as u64;
         // Batches are written one at a time, so the counter cannot change in between.
         let is_due = self.since_trim.fetch_add(begun, Ordering::Relaxed) + begun >= TRIM_EVERY;
         if let Some(rows_max) = self.rows_max.filter(|_| is_due) {

@@ -1,4 +1,4 @@
-//! Changes by verbs that open the streams themselves: in the audit log of the database, where there is one.
+//! Audit log of commands that open the streams themselves.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 mod support;
@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use support::cli::CliFixture;
 use support::{ServerDir, text};
 
-fn changes_of_streams_are_written_down(cli: &CliFixture) {
+fn stream_changes_are_recorded(cli: &CliFixture) {
     cli.json(&["topic", "create", "orders", "--partitions", "2"]);
     cli.json(&["produce", "orders", "--payload", "espresso"]);
     let words = ["consume", "orders", "--group", "g", "--count", "1", "--timeout", "90s"];
@@ -36,17 +36,17 @@ fn changes_of_streams_are_written_down(cli: &CliFixture) {
 }
 
 #[test]
-fn changes_of_embedded_streams_are_written_down() {
-    changes_of_streams_are_written_down(&CliFixture::embedded());
+fn changes_of_embedded_streams_are_recorded() {
+    stream_changes_are_recorded(&CliFixture::embedded());
 }
 
 #[test]
-fn changes_of_streams_on_redis_are_written_down_in_postgres() {
-    changes_of_streams_are_written_down(&CliFixture::redis());
+fn changes_of_redis_streams_are_recorded_in_postgres() {
+    stream_changes_are_recorded(&CliFixture::redis());
 }
 
 #[test]
-fn without_a_database_nothing_is_written_and_none_is_made() {
+fn without_a_database_nothing_is_recorded_and_none_is_created() {
     let redis = Redis::start().unwrap();
     let dir = ServerDir::new().unwrap();
     let create = ["topic", "create", "orders", "--stream-url", &redis.url()];
@@ -56,17 +56,17 @@ fn without_a_database_nothing_is_written_and_none_is_made() {
 }
 
 #[test]
-fn a_change_that_cannot_be_written_down_is_not_made() {
+fn a_change_that_cannot_be_recorded_is_rejected() {
     let redis = Redis::start().unwrap();
     let dir = ServerDir::new().unwrap();
-    // Nobody listens there.
+    // No server listens there.
     let to = ["--stream-url", &redis.url(), "--database-url", "postgres://nobody@127.0.0.1:1/none"];
     let to = [&to[..], &["--start-wait", "0s"]].concat();
     let output = dir.run(&[&["topic", "create", "orders"][..], &to].concat()).unwrap();
     let message = text(&output.stderr);
     assert_eq!(output.status.code(), Some(3), "{message}");
-    assert!(message.contains("the audit log cannot be written"), "{message}");
-    // Looking needs no database.
+    assert!(message.contains("cannot write the audit log"), "{message}");
+    // Reading needs no database.
     let output = dir.run(&[&["topic", "list", "--json"][..], &to].concat()).unwrap();
     assert!(output.status.success(), "{}", text(&output.stderr));
     assert!(output.stdout.is_empty(), "{}", text(&output.stdout));

@@ -1,5 +1,4 @@
-//! Replays and purges of many dead letters by the real binary: how far they are is shown to people and nobody else, and they
-//! take as long as they take.
+//! Replay and purge of many dead letters: progress is shown only on a terminal, and there is no timeout.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 mod support;
@@ -8,13 +7,13 @@ use serde_json::{Value, json};
 use support::cli::CliFixture;
 use support::text;
 
-/// Dead letters of the test.
+/// Number of dead letters.
 const LETTERS: usize = 40;
 
-/// A topic with so many dead letters.
+/// Creates a topic with dead letters.
 fn dead(cli: &CliFixture) {
     cli.json(&["topic", "create", "orders", "--partitions", "1", "--max-retries", "0"]);
-    // The good one comes last, and ends the verb.
+    // The good message comes last and ends the command.
     let lines = "bad\n".repeat(LETTERS) + "good\n";
     cli.json_of(&["produce", "orders", "--payload", "-"], &lines);
     let script = r#"read -r line; [ "$line" = good ]"#;
@@ -23,7 +22,7 @@ fn dead(cli: &CliFixture) {
     let message = text(&output.stderr);
     assert!(output.status.success(), "{message}");
     assert_eq!(message.matches("becomes a dead letter").count(), LETTERS, "{message}");
-    assert!(!message.contains("will be tried again"), "{message}");
+    assert!(!message.contains("will be retried"), "{message}");
 }
 
 fn left(cli: &CliFixture) -> usize {
@@ -35,7 +34,7 @@ fn all_are_replayed_and_purged(cli: &CliFixture) {
     assert_eq!(left(cli), LETTERS);
     let dry = &cli.json(&["dlq", "replay", "orders", "--all", "--dry-run"])[0];
     assert_eq!((&dry["replayed"], &dry["is_done"]), (&json!(LETTERS), &json!(false)));
-    // Slowly enough that there is something to tell; a program sees the answer alone.
+    // Slow enough for progress; a program sees only the result.
     let words = ["dlq", "replay", "orders", "--all", "--limit", "30", "--rate", "50", "--json"];
     let output = cli.run(&words, "");
     assert!(output.status.success() && output.stderr.is_empty(), "{output:?}");
@@ -62,7 +61,7 @@ fn all_are_replayed_and_purged_over_a_server() {
 }
 
 #[tokio::test]
-async fn a_server_tells_how_far_it_is_to_those_who_want_to_know() {
+async fn a_server_streams_progress_on_request() {
     let cli = CliFixture::embedded();
     dead(&cli);
     let cli = cli.start_server();
@@ -78,14 +77,14 @@ async fn a_server_tells_how_far_it_is_to_those_who_want_to_know() {
         entry["status"].clone()
     };
     let mut body = text(&response.chunk().await.unwrap().unwrap());
-    assert_eq!(ended().await, Value::Null, "it goes on");
+    assert_eq!(ended().await, Value::Null, "the replay is in progress");
     body += &response.text().await.unwrap();
-    assert_eq!(ended().await, 200, "it has ended when its last line was read");
+    assert_eq!(ended().await, 200, "the entry is complete after the last line");
     let lines: Vec<Value> = body.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
-    let (last, told) = lines.split_last().unwrap();
+    let (last, progress) = lines.split_last().unwrap();
     assert_eq!(last["end"]["replayed"], LETTERS, "{body}");
     let done: Vec<u64> =
-        told.iter().map(|line| line["progress"]["done"].as_u64().unwrap()).collect();
+        progress.iter().map(|line| line["progress"]["done"].as_u64().unwrap()).collect();
     assert!(done.len() >= 2 && done.is_sorted(), "{done:?}");
     assert!(done.iter().any(|done| *done > 0), "{done:?}");
 }

@@ -1,4 +1,4 @@
-//! Every verb there is, one by one: wrong words, and servers that are away. A verb without a line in the table fails.
+//! Every command: invalid arguments and unreachable servers. A command without a line in the table fails.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 mod support;
@@ -10,10 +10,10 @@ use std::time::Instant;
 
 use support::{LIMIT, ServerDir, text};
 
-/// What a verb cannot do without.
+/// What a command requires.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Requirement {
-    /// Nothing: it never asks anybody.
+    /// Nothing.
     Nothing,
     /// Streams, or a server.
     Streams,
@@ -21,14 +21,14 @@ enum Requirement {
     Database,
     /// Streams and a database, or a server.
     Both,
-    /// Streams and a database; it is no client of a server.
+    /// Streams and a database; it has no `--url`.
     Direct,
-    /// A server, or a file of this machine.
+    /// A server, or a local file.
     ServerOrFile,
 }
-use Requirement::{ServerOrFile, Both, Database, Direct, Nothing, Streams};
+use Requirement::{Both, Database, Direct, Nothing, ServerOrFile, Streams};
 
-/// Every verb, with words that are right.
+/// Every command with valid arguments.
 const VERBS: &[(&str, Requirement, &[&str])] = &[
     ("serve", Direct, &["--http-listen", "127.0.0.1:0", "--start-wait", "1s"]),
     ("worker", Direct, &["--start-wait", "1s"]),
@@ -78,14 +78,14 @@ const VERBS: &[(&str, Requirement, &[&str])] = &[
     ("completion", Nothing, &["bash"]),
 ];
 
-/// Verbs of analytics; without them the rest works.
+/// Commands of analytics, which may not be built in.
 const ANALYTICS: &[(&str, Requirement, &[&str])] = &[
     ("sql", ServerOrFile, &["SELECT 1"]),
     ("report", ServerOrFile, &["tickets-per-day"]),
     ("analytics rebuild", ServerOrFile, &["--yes"]),
 ];
 
-/// The table, with those of analytics that this binary has.
+/// The table, with the analytics commands that this binary has.
 fn table(dir: &ServerDir) -> Vec<(&'static str, Requirement, &'static [&'static str])> {
     let there = verbs(dir);
     let analytics = ANALYTICS.iter().filter(|(verb, _, _)| there.contains(*verb));
@@ -99,14 +99,14 @@ fn below(dir: &ServerDir, path: &[&str]) -> Vec<String> {
     let help = text(&output.stdout);
     let list = help.lines().skip_while(|line| *line != "Commands:").skip(1);
     let list = list.take_while(|line| !line.trim().is_empty());
-    // A name stands two spaces in; what follows it may go on further in.
+    // Names are indented by two spaces, continuation lines by more.
     let names =
         list.filter_map(|line| line.strip_prefix("  ").filter(|rest| !rest.starts_with(' ')));
     let names = names.filter_map(|line| line.split_whitespace().next());
     names.filter(|name| *name != "help").map(str::to_owned).collect()
 }
 
-/// Every verb that the binary knows.
+/// Every command of the binary.
 fn verbs(dir: &ServerDir) -> BTreeSet<String> {
     let mut found = BTreeSet::new();
     for verb in below(dir, &[]) {
@@ -120,15 +120,15 @@ fn verbs(dir: &ServerDir) -> BTreeSet<String> {
 }
 
 #[test]
-fn every_verb_has_a_line_in_the_table() {
+fn every_command_is_in_the_table() {
     let dir = ServerDir::new().unwrap();
     let known = table(&dir).into_iter().map(|(verb, _, _)| verb.to_owned()).collect();
     assert_eq!(verbs(&dir), known);
 }
 
-/// By name: each verb is run for what it does by some test here.
+/// By name: some test runs each command for its effect.
 #[test]
-fn every_verb_is_run_by_a_test() {
+fn every_command_is_run_by_a_test() {
     let mut tests = String::new();
     read(&headwater_testkit::package_folder().join("tests"), &mut tests);
     let table = table(&ServerDir::new().unwrap());
@@ -138,20 +138,20 @@ fn every_verb_is_run_by_a_test() {
     }
 }
 
-/// The text of all tests but this one.
+/// The text of all other tests.
 fn read(folder: &Path, tests: &mut String) {
     for entry in std::fs::read_dir(folder).unwrap() {
         let path = entry.unwrap().path();
         if path.is_dir() {
             read(&path, tests);
-        } else if !path.ends_with("operator_words.rs") {
+        } else if !path.ends_with("cli_errors.rs") {
             tests.push_str(&std::fs::read_to_string(path).unwrap());
         }
     }
 }
 
 #[test]
-fn words_that_no_verb_knows_are_exit_code_2_with_a_usage_line_and_a_hint() {
+fn unknown_arguments_are_exit_code_2_with_usage_and_hint() {
     let dir = ServerDir::new().unwrap();
     for (verb, _, right) in table(&dir) {
         let path: Vec<&str> = verb.split(' ').collect();
@@ -165,13 +165,13 @@ fn words_that_no_verb_knows_are_exit_code_2_with_a_usage_line_and_a_hint() {
 }
 
 #[test]
-fn words_that_a_server_refuses_are_exit_code_2_with_a_usage_line_and_a_hint() {
+fn arguments_rejected_by_the_api_are_exit_code_2_with_usage_and_hint() {
     let dir = ServerDir::new().unwrap();
     let direct = ["--stream-url", "embedded:memory", "--database-url", "sqlite:headwater.db"];
     for (words, hint) in [
         (&["topic", "create", "none", "--partitions", "0"][..], "partition"),
         (&["tail", "orders", "--from", "yesterday"][..], "such as"),
-        (&["dlq", "replay", "orders"][..], "say which"),
+        (&["dlq", "replay", "orders"][..], "select dead letters"),
         (&["topic", "delete", "orders"][..], "--yes"),
         (&["session", "show", "no/such name"][..], "session"),
         (&["ticket", "new", "--title", "", "--content", "c"][..], "title"),
@@ -194,14 +194,14 @@ fn words_that_a_server_refuses_are_exit_code_2_with_a_usage_line_and_a_hint() {
     }
 }
 
-/// The ways to servers that are away.
-fn away(needs: Requirement, port: u16) -> Vec<Vec<String>> {
+/// Arguments for unreachable servers.
+fn unreachable_args(needs: Requirement, port: u16) -> Vec<Vec<String>> {
     let words = |words: &[&str]| words.iter().map(|word| (*word).to_owned()).collect::<Vec<_>>();
     let server = words(&["--url", &format!("http://127.0.0.1:{port}")]);
     let streams = words(&["--stream-url", &format!("redis://127.0.0.1:{port}")]);
     let database = format!("postgres://nobody:nothing@127.0.0.1:{port}/none");
     let memory = match needs {
-        // Nobody asks the streams, so it is no matter that they are away.
+        // These commands do not open the streams, so an unreachable Redis does not matter.
         Database => format!("redis://127.0.0.1:{port}"),
         _ => "embedded:memory".to_owned(),
     };
@@ -217,19 +217,19 @@ fn away(needs: Requirement, port: u16) -> Vec<Vec<String>> {
 }
 
 #[test]
-fn a_server_that_is_away_is_exit_code_3_within_the_deadline_of_every_verb() {
-    // A port that nobody listens on: it was free a moment ago.
+fn an_unreachable_server_is_exit_code_3_within_the_deadline_of_every_command() {
+    // A port without a listener: it was free a moment ago.
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let mut cases = Vec::new();
     for (verb, needs, right) in table(&ServerDir::new().unwrap()) {
-        for way in away(needs, port) {
+        for args in unreachable_args(needs, port) {
             let words: Vec<String> =
                 verb.split(' ').chain(right.iter().copied()).map(str::to_owned).collect();
-            cases.push([words, way].concat());
+            cases.push([words, args].concat());
         }
     }
     assert!(cases.len() > 80, "{}", cases.len());
-    // They only wait, so many can wait at once.
+    // They only wait, so many can run at once.
     for some in cases.chunks(24) {
         let dir = ServerDir::new().unwrap();
         let started = Instant::now();
@@ -246,21 +246,21 @@ fn a_server_that_is_away_is_exit_code_3_within_the_deadline_of_every_verb() {
             let output = child.wait_with_output().unwrap();
             let message = text(&output.stdout) + &text(&output.stderr);
             assert_eq!(output.status.code(), Some(3), "{words:?}: {message}");
-            assert!(message.contains("cannot be reached"), "{words:?}: {message}");
+            assert!(message.contains("unreachable"), "{words:?}: {message}");
         }
-        // The deadline is five seconds; the rest is for a busy machine that starts so many at once.
+        // The deadline is five seconds; the rest is for a busy machine.
         assert!(started.elapsed() < LIMIT * 5, "{some:?}");
     }
 }
 
 #[test]
-fn an_id_that_is_none_is_told_what_an_id_is() {
+fn an_invalid_id_is_explained() {
     let dir = ServerDir::new().unwrap();
     for (words, hint) in [
-        (&["ticket", "show", "x"][..], "a ticket id is a UUID"),
-        (&["ticket", "reopen", "7"], "a ticket id is a UUID"),
-        (&["issue", "show", "abc"], "an id is a number"),
-        (&["outbox", "retry", "abc"], "an id is a number"),
+        (&["ticket", "show", "x"][..], "expected a UUID"),
+        (&["ticket", "reopen", "7"], "expected a UUID"),
+        (&["issue", "show", "abc"], "expected a numeric id"),
+        (&["outbox", "retry", "abc"], "expected a numeric id"),
     ] {
         let output = dir.run(words).unwrap();
         let message = text(&output.stderr);
@@ -269,7 +269,7 @@ fn an_id_that_is_none_is_told_what_an_id_is() {
 }
 
 #[test]
-fn looking_makes_no_file_and_says_that_there_is_none() {
+fn read_only_commands_create_no_files_and_say_what_is_missing() {
     let dir = ServerDir::new().unwrap();
     for (words, code) in [
         (&["topic", "list"][..], 0),
@@ -292,18 +292,21 @@ fn looking_makes_no_file_and_says_that_there_is_none() {
         let output = dir.run(words).unwrap();
         let message = text(&output.stdout) + &text(&output.stderr);
         assert_eq!(output.status.code(), Some(code), "{words:?}: {message}");
-        assert!(message.contains("there is nothing at headwater-data"), "{words:?}: {message}");
+        assert!(message.contains("at `headwater-data"), "{words:?}: {message}");
         assert!(!dir.path().join("headwater-data").exists(), "{words:?}");
     }
-    // Of a database that was named, nothing is message to be well that is not there.
+    // A configured database that does not exist is an error.
     for words in [&["audit"][..], &["audit", "log"]] {
         let given = [words, &["--database-url", "sqlite:some%20where.db"]].concat();
         let output = dir.run(&given).unwrap();
         let message = text(&output.stderr);
         assert_eq!(output.status.code(), Some(1), "{words:?}: {message}");
-        assert!(message.contains("there is no database at some where.db"), "{words:?}: {message}");
+        assert!(
+            message.contains("database `some where.db` does not exist"),
+            "{words:?}: {message}"
+        );
     }
-    // What changes something makes what it needs.
+    // A change creates what it needs.
     assert!(dir.run(&["topic", "create", "orders"]).unwrap().status.success());
     assert!(dir.path().join("headwater-data").exists());
 }

@@ -1,5 +1,5 @@
-//! The verbs on issues, tickets, sessions, the outbox and the audit, by the real binary: on servers that it opens itself,
-//! embedded and on Redis with Postgres, and over a server.
+//! Commands on issues, tickets, sessions, the outbox and the audit log: embedded, on Redis and PostgreSQL, and over a
+//! server.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 mod support;
@@ -9,14 +9,14 @@ use support::cli::{CliFixture, until};
 use support::sender::{github, github_issues, integrations, send};
 use support::{ServerDir, text};
 
-/// A desk that answered a ticket: its id, its issue and its session.
+/// An answered ticket with its issue and session.
 struct AnsweredTicket {
     ticket: String,
     issue: String,
     session: String,
 }
 
-/// Opens a ticket and waits until it is answered. A dir without a server gets one for this.
+/// Opens a ticket and waits for the reply. Starts a server for this if there is none.
 fn answered(cli: &CliFixture) -> AnsweredTicket {
     let words = ["ticket", "new", "--title", "Wi-Fi", "--content", "It is slow.", "--user", "ada"];
     let opened = &cli.json(&words)[0];
@@ -40,7 +40,7 @@ fn every_verb(cli: &CliFixture) {
     let AnsweredTicket { ticket, issue, session } = answered(cli);
     tickets(cli, &ticket);
     if cli.has_server() {
-        // What is message twice is the same only when nobody works on it meanwhile.
+        // Repeated commands give the same result only when nothing is being processed.
         cli.while_serving(|ask| {
             until(ask, &["audit"], |books| books[0]["pending"] == 0);
         });
@@ -74,7 +74,7 @@ fn tickets(cli: &CliFixture, ticket: &str) {
     let reopened = &cli.json(&["ticket", "reopen", ticket])[0];
     assert_eq!((&reopened["changed"], &reopened["status"]), (&json!(true), &json!("open")));
     assert_eq!(cli.json(&["ticket", "reopen", ticket])[0]["changed"], false);
-    // Whoever took over gives it back in the same way.
+    // Reopening also returns a ticket that a person took over.
     assert_eq!(cli.json(&["ticket", "show", ticket])[0]["handed_over"], false);
     cli.json(&["ticket", "close", ticket]);
     let message = cli.fails(&["ticket", "show", "6f1c1a35-5a0e-4f6f-8f43-3d1f7a1affff"], 1);
@@ -95,7 +95,7 @@ fn issues(cli: &CliFixture, issue: &str) {
     assert_eq!(message.trim_end(), why["sentence"].as_str().unwrap());
     let message = cli.fails(&["issue", "release", issue], 1);
     assert!(message.contains("is not quarantined"), "{message}");
-    // What is left to do depends on whether somebody works; the exit code follows what is message.
+    // The result depends on whether a worker is active; the exit code follows it.
     let output = cli.run(&["issue", "retry", issue, "--json"], "");
     let retried: Value = serde_json::from_slice(&output.stdout).unwrap();
     let result = retried["result"].as_str().unwrap();
@@ -126,7 +126,7 @@ fn sessions(cli: &CliFixture, session: &str) {
     let forked = &cli.json(&["session", "fork", session, "half", "--until", first])[0];
     assert_eq!((&forked["length"], &forked["parent"]["session"]), (&json!(1), &json!(session)));
     let message = cli.fails(&["session", "fork", session, "half"], 1);
-    assert!(message.contains("exists already"), "{message}");
+    assert!(message.contains("already exists"), "{message}");
     cli.fails(&["session", "fork", session, "never", "--until", "7-7"], 2);
 
     let exported = &cli.json(&["session", "export", session, "--output", "run.jsonl"])[0];
@@ -140,7 +140,7 @@ fn sessions(cli: &CliFixture, session: &str) {
         value.iter().map(|one| one["payload"].to_string()).collect()
     };
     assert_eq!(names(&cli.json(&["session", "replay", "piped"])), names(&replay));
-    // A file that was cut off leaves nothing behind.
+    // A truncated file leaves nothing behind.
     let torn: String = file.lines().take(2).map(|line| format!("{line}\n")).collect();
     let refused = cli.run(&["session", "import", "torn"], &torn);
     assert_eq!(refused.status.code(), Some(2), "{}", text(&refused.stderr));
@@ -164,7 +164,7 @@ fn rest(cli: &CliFixture) {
     assert_eq!((&books["balances"], &books["quarantined"]), (&json!(true), &json!(0)));
     assert_eq!(&cli.json(&["audit", "books"])[0], books);
     let log = cli.json(&["audit", "log"]);
-    // Who changed it over HTTP is known by a token, and who opened the servers to the operating system.
+    // Over HTTP the caller is a token, otherwise the operating system user.
     let opened = log.iter().find(|entry| entry["path"] == "/api/v1/tickets").unwrap();
     let caller = opened["caller"].as_str().unwrap();
     assert_eq!(caller.starts_with("cli:"), !cli.has_server(), "{opened}");
@@ -173,28 +173,27 @@ fn rest(cli: &CliFixture) {
 }
 
 #[test]
-fn every_verb_of_the_desk_on_embedded_streams() {
+fn every_desk_command_on_embedded_streams() {
     every_verb(&CliFixture::embedded());
 }
 
 #[test]
-fn every_verb_of_the_desk_on_redis_and_postgres() {
+fn every_desk_command_on_redis_and_postgres() {
     every_verb(&CliFixture::redis());
 }
 
 #[test]
-fn every_verb_of_the_desk_over_a_server() {
+fn every_desk_command_over_a_server() {
     every_verb(&CliFixture::with_server());
 }
 
 #[tokio::test]
-async fn what_was_given_up_is_listed_and_sent_again() {
-    // Its replies have nowhere to go: there is no token.
+async fn dead_replies_are_listed_and_retried() {
+    // Replies cannot be delivered without a token.
     let dir = ServerDir::new().unwrap().settings(&integrations()).unwrap();
     let cli = CliFixture::embedded_at(dir).start_server();
     let event = github_issues("opened", 7, "Where is it?");
-    let sent =
-        send(github(cli.server(), "issues", "d-1", event.to_string().as_bytes())).await;
+    let sent = send(github(cli.server(), "issues", "d-1", event.to_string().as_bytes())).await;
     assert_eq!(sent.unwrap().0, 200);
     let ask = |verb: &[&str]| cli.run(verb, "");
     let dead =
@@ -205,15 +204,15 @@ async fn what_was_given_up_is_listed_and_sent_again() {
 
     let id = reply["id"].to_string();
     assert_eq!(cli.json(&["outbox", "retry", &id])[0]["result"], "queued");
-    // It is given up again: there still is no token.
+    // It becomes dead again, because there still is no token.
     until(&ask, &["outbox", "list"], |rows| rows.iter().any(|row| row["id"] == reply["id"]));
 }
 
-/// More than one call sends again or releases.
+/// More than one batch of a retry or release.
 const MANY: usize = 120;
 
 #[test]
-fn all_that_was_given_up_or_quarantined_goes_on_or_all_of_one_integration() {
+fn all_dead_rows_and_quarantined_issues_are_retried_also_by_integration() {
     let cli = CliFixture::redis();
     cli.json(&["ticket", "new", "--title", "t", "--content", "c"]);
     let database = cli.database.as_ref().unwrap();
@@ -241,7 +240,7 @@ fn all_that_was_given_up_or_quarantined_goes_on_or_all_of_one_integration() {
 }
 
 #[test]
-fn what_lies_in_tables_is_looked_at_while_redis_is_away() {
+fn database_commands_work_while_redis_is_down() {
     let cli = CliFixture::redis();
     let ticket = cli.json(&["ticket", "new", "--title", "t", "--content", "c"])[0].clone();
     let (ticket, issue) = (ticket["ticket_id"].as_str().unwrap(), ticket["issue_id"].to_string());
@@ -263,7 +262,7 @@ fn what_lies_in_tables_is_looked_at_while_redis_is_away() {
 }
 
 #[test]
-fn what_lies_in_tables_is_looked_at_beside_a_server_that_has_the_streams() {
+fn database_commands_work_next_to_a_server_with_embedded_streams() {
     let cli = CliFixture::embedded().start_server();
     cli.json(&["ticket", "new", "--title", "t", "--content", "c"]);
     let to: Vec<&str> = cli.direct_args.iter().map(String::as_str).collect();

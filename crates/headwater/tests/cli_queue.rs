@@ -1,4 +1,4 @@
-//! The verbs of operators, by the real binary: on streams that it opens itself, embedded and on Redis, and over a server.
+//! Operator commands on queues: on embedded streams, on Redis, and over a server.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 mod support;
@@ -52,10 +52,7 @@ fn topics(cli: &CliFixture) {
     cli.json(&["topic", "create", "gone/away ü"]);
     let message = cli.fails(&["topic", "delete", "gone/away ü"], 2);
     assert!(message.contains("--yes"), "{message}");
-    assert_eq!(
-        cli.json(&["topic", "delete", "gone/away ü", "--yes"]),
-        [json!({"deleted": true})]
-    );
+    assert_eq!(cli.json(&["topic", "delete", "gone/away ü", "--yes"]), [json!({"deleted": true})]);
     cli.fails(&["topic", "delete", "gone/away ü", "--yes"], 1);
 }
 
@@ -96,7 +93,7 @@ fn messages(cli: &CliFixture) {
     assert_eq!(first["id"], sent[0]["id"]);
     assert_eq!((&first["key"], &first["attempt"]), (&json!("ada"), &json!(1)));
     assert_eq!(first["headers"]["kind"], "new");
-    // Acknowledged after printing: nothing comes again.
+    // Acknowledged after printing: nothing is redelivered.
     let none = cli.json(&["consume", "orders", "--group", "g", "--timeout", "500ms"]);
     assert!(none.is_empty(), "{none:?}");
 
@@ -140,7 +137,7 @@ fn groups(cli: &CliFixture) {
 
 fn dead_letters(cli: &CliFixture) {
     cli.json(&["topic", "create", "jobs", "--max-retries", "0"]);
-    // The good one comes last, and ends the verb.
+    // The good message comes last and ends the command.
     for (key, payload) in [("b", "bad"), ("c", "bad"), ("a", "good")] {
         cli.json(&["produce", "jobs", "--key", key, "--payload", payload]);
     }
@@ -185,7 +182,7 @@ fn watching(cli: &CliFixture) {
 }
 
 #[test]
-fn shells_learn_every_verb() {
+fn completions_contain_every_command() {
     let dir = ServerDir::new().unwrap();
     for shell in ["bash", "zsh", "fish"] {
         let output = dir.run(&["completion", shell]).unwrap();
@@ -193,7 +190,7 @@ fn shells_learn_every_verb() {
         let script = text(&output.stdout);
         for word in ["topic", "release", "session", "--retention-age", "--stream-url"] {
             let word = if shell == "fish" { word.trim_start_matches("--") } else { word };
-            assert!(script.contains(word), "{shell} does not know {word}");
+            assert!(script.contains(word), "{shell} lacks {word}");
         }
     }
     let checked = dir.run(&["completion", "bash"]).unwrap();
@@ -204,14 +201,14 @@ fn shells_learn_every_verb() {
 }
 
 #[test]
-fn settings_are_printed_with_where_they_came_from() {
+fn settings_are_printed_with_their_source() {
     let dir = ServerDir::new().unwrap();
     let output = dir.run(&["config", "--json", "--stream-url", "embedded:here"]).unwrap();
     assert!(output.status.success(), "{}", text(&output.stderr));
     assert!(text(&output.stdout).contains("embedded:here"));
 }
 
-/// Starts a verb that is killed with everything it started.
+/// Starts a command in its own process group.
 fn start(cli: &CliFixture, verb: &[&str]) -> std::process::Child {
     let url = format!("http://{}", cli.server().address);
     let mut command = cli.dir.command(&[verb, &["--url", &url]].concat());
@@ -219,7 +216,7 @@ fn start(cli: &CliFixture, verb: &[&str]) -> std::process::Child {
 }
 
 #[test]
-fn a_consumer_over_http_that_is_killed_loses_nothing_and_has_failed_once() {
+fn a_killed_http_consumer_loses_nothing_and_counts_one_attempt() {
     let cli = CliFixture::with_server();
     cli.json(&["topic", "create", "jobs"]);
     cli.json(&["produce", "jobs", "--key", "k", "--payload", "precious"]);
@@ -233,8 +230,7 @@ fn a_consumer_over_http_that_is_killed_loses_nothing_and_has_failed_once() {
     kill_process_group(group, Signal::KILL).unwrap();
     child.wait().unwrap();
 
-    let again =
-        cli.json(&["consume", "jobs", "--group", "g", "--count", "1", "--timeout", "90s"]);
+    let again = cli.json(&["consume", "jobs", "--group", "g", "--count", "1", "--timeout", "90s"]);
     assert_eq!((&again[0]["payload"], &again[0]["attempt"]), (&json!("precious"), &json!(2)));
     assert!(cli.json(&["pending", "jobs", "--group", "g"]).is_empty());
 }
@@ -248,7 +244,7 @@ fn consumers_over_one_server_share_the_partitions_of_a_group() {
     let consumers: Vec<_> = (0..2)
         .map(|_| cli.dir.command(&verb).stdout(std::process::Stdio::piped()).spawn().unwrap())
         .collect();
-    // A group is there as soon as one has joined.
+    // The group exists once a consumer has joined.
     let owners = || {
         let output = cli.run(&["group", "describe", "pairs", "g", "--json"], "");
         let group: Value = serde_json::from_slice(&output.stdout).unwrap_or_default();
@@ -276,12 +272,12 @@ fn consumers_over_one_server_share_the_partitions_of_a_group() {
 }
 
 #[test]
-fn a_consumer_over_http_that_is_stopped_gives_back_what_it_has_and_counts_no_attempt() {
+fn a_stopped_http_consumer_releases_its_deliveries_without_an_attempt() {
     let cli = CliFixture::with_server();
     cli.json(&["topic", "create", "jobs"]);
     cli.json(&["produce", "jobs", "--payload", "first"]);
     cli.json(&["produce", "jobs", "--payload", "second"]);
-    // The command for the first goes on until it is told; the second is in hand, and not begun.
+    // The command for the first message waits for a file; the second message is in flight.
     let script = "touch started; until [ -e go ]; do sleep 0.05; done";
     let verb = ["consume", "jobs", "--group", "g", "--exec", script];
     let mut child = start(&cli, &verb);
@@ -300,22 +296,22 @@ fn a_consumer_over_http_that_is_stopped_gives_back_what_it_has_and_counts_no_att
 }
 
 #[test]
-fn every_verb_on_embedded_streams() {
+fn every_command_on_embedded_streams() {
     every_verb(&CliFixture::embedded());
 }
 
 #[test]
-fn every_verb_on_redis() {
+fn every_command_on_redis() {
     every_verb(&CliFixture::redis());
 }
 
 #[test]
-fn every_verb_over_a_server() {
+fn every_command_over_a_server() {
     every_verb(&CliFixture::with_server());
 }
 
 #[test]
-fn wrong_words_are_exit_code_2_with_a_usage_line_and_a_hint() {
+fn invalid_arguments_are_exit_code_2_with_usage_and_hint() {
     let cli = CliFixture::embedded();
     for (verb, hint) in [
         (&["topic", "cretae", "x"][..], "Usage"),
@@ -332,7 +328,7 @@ fn wrong_words_are_exit_code_2_with_a_usage_line_and_a_hint() {
 }
 
 #[test]
-fn every_workload_of_bench_counts_what_arrived() {
+fn every_bench_workload_counts_arrivals() {
     for cli in [CliFixture::embedded(), CliFixture::redis()] {
         for workload in ["produce", "consume", "latency", "record", "claim"] {
             let line = &cli.json(&["bench", workload, "--count", "200", "--partitions", "3"])[0];
@@ -344,13 +340,13 @@ fn every_workload_of_bench_counts_what_arrived() {
             assert_eq!((&line["lost"], &line["duplicated"]), (&json!(0), &json!(0)), "{line}");
             assert!(line["per_second"].as_f64().unwrap() > 0.0, "{line}");
         }
-        // The topics of the runs are gone.
+        // The topics of the runs are deleted.
         assert!(cli.json(&["topic", "list"]).is_empty());
     }
 }
 
 #[test]
-fn the_doctor_says_what_to_change() {
+fn the_doctor_gives_advice() {
     let cli = CliFixture::redis();
     let redis = cli.redis.as_ref().unwrap();
     redis.command(&["CONFIG", "SET", "maxmemory-policy", "allkeys-lru"]).unwrap();
@@ -365,11 +361,11 @@ fn the_doctor_says_what_to_change() {
     let output = cli.run_at(&["doctor"], &to, "");
     let message = text(&output.stdout);
     assert_eq!(output.status.code(), Some(4), "{message}");
-    assert!(message.contains("workers: none is alive"), "{message}");
+    assert!(message.contains("workers: no active worker"), "{message}");
     assert!(message.contains("audit: every event is accounted for"), "{message}");
     assert!(message.contains("synchronous is"), "{message}");
 
-    // The Postgres of tests need not survive a power cut.
+    // The test PostgreSQL runs without fsync.
     let output = cli.run(&["doctor"], "");
     assert_eq!(output.status.code(), Some(1), "{}", text(&output.stdout));
     assert!(text(&output.stdout).contains("set `fsync = on`"));
@@ -389,30 +385,30 @@ fn the_doctor_says_what_to_change() {
     fine("migrations", "up to date");
     fine("connections", "in use");
     fine("persistence", "full_page_writes is on");
-    fine("clock", "of that of the database");
-    fine("clock", "of that of the streams");
-    fine("quarantine", "no issue");
+    fine("clock", "of the database clock");
+    fine("clock", "of the streams clock");
+    fine("quarantine", "no quarantined issues");
 
     redis.stop().unwrap();
     let output = cli.run(&["doctor"], "");
     assert_eq!(output.status.code(), Some(3), "{}", text(&output.stdout));
 }
 
-/// The lines of a verb that may end with warnings.
+/// The JSON lines of a command that may end with warnings.
 fn lines_of(output: &std::process::Output) -> Vec<Value> {
     text(&output.stdout).lines().map(|line| serde_json::from_str(line).unwrap()).collect()
 }
 
 #[test]
-fn the_doctor_of_a_server_sees_what_the_server_stands_on() {
+fn the_doctor_of_a_server_checks_its_backends() {
     let cli = CliFixture::embedded().start_server();
     let mut found = String::new();
-    // The server listens before its worker is known.
-    wait_until("its worker to be alive", LIMIT, || {
+    // The server listens before its worker is registered.
+    wait_until("its worker to be active", LIMIT, || {
         let lines = lines_of(&cli.run(&["doctor", "--json"], ""));
         let each = lines.iter().map(|line| format!("{} {}\n", line["subject"], line["found"]));
         found = each.collect();
-        found.contains("1 alive")
+        found.contains("1 active")
     })
     .unwrap();
     for words in ["embedded", "sqlite", "journal_mode is wal", "every event is accounted for"] {
@@ -422,7 +418,7 @@ fn the_doctor_of_a_server_sees_what_the_server_stands_on() {
 }
 
 #[test]
-fn a_verb_that_comes_too_soon_waits_as_long_as_the_server_says() {
+fn a_rate_limited_command_waits_for_retry_after() {
     let dir = ServerDir::new().unwrap();
     let server = dir.serve(&["--http-rate-per-second", "1", "--http-rate-burst", "1"]).unwrap();
     let url = format!("http://{}", server.address);
@@ -433,7 +429,7 @@ fn a_verb_that_comes_too_soon_waits_as_long_as_the_server_says() {
 }
 
 #[test]
-fn the_streams_of_the_server_are_no_topics_to_make_or_remove() {
+fn reserved_topics_cannot_be_created_or_deleted() {
     let dir = ServerDir::new().unwrap();
     for name in ["ticket_events", "issue_work"] {
         for words in [
@@ -444,13 +440,16 @@ fn the_streams_of_the_server_are_no_topics_to_make_or_remove() {
             let output = dir.run(words).unwrap();
             let message = text(&output.stderr);
             assert!(!output.status.success(), "{words:?}");
-            assert!(message.contains(name) && message.contains("belongs to the server"), "{message}");
+            assert!(
+                message.contains(name) && message.contains("is reserved for the server"),
+                "{message}"
+            );
         }
     }
 }
 
 #[test]
-fn a_tail_of_a_topic_that_is_not_there_says_so_and_waits_for_it() {
+fn a_tail_of_a_missing_topic_says_so_and_waits() {
     let cli = CliFixture::with_server();
     let url = format!("http://{}", cli.server().address);
     let mut command = cli.dir.command(&["tail", "later", "--count", "1", "--url", &url]);
@@ -458,8 +457,8 @@ fn a_tail_of_a_topic_that_is_not_there_says_so_and_waits_for_it() {
     let mut message = std::io::BufReader::new(tail.stderr.take().unwrap());
     let mut line = String::new();
     std::io::BufRead::read_line(&mut message, &mut line).unwrap();
-    assert!(line.contains("there is no topic `later` yet; waiting"), "{line}");
-    // It may not be waiting yet: one of these comes after.
+    assert!(line.contains("topic `later` does not exist yet; waiting"), "{line}");
+    // The tail may not have started yet: one of these messages comes after.
     let mut ended = None;
     wait_until("the end of the tail", LIMIT, || {
         cli.json(&["produce", "later", "--payload", "x"]);
@@ -471,13 +470,13 @@ fn a_tail_of_a_topic_that_is_not_there_says_so_and_waits_for_it() {
 }
 
 #[test]
-fn a_url_that_leads_elsewhere_is_told_from_a_thing_that_is_not_there() {
+fn a_wrong_url_is_distinguished_from_a_missing_object() {
     let cli = CliFixture::embedded().start_server();
     let address = cli.server().address;
     for (url, code, words) in [
         (format!("http://{address}"), 1, "no topic `nothing`"),
-        (format!("http://{address}/api/v1"), 1, "there is no Headwater at"),
-        (format!("https://{address}"), 3, "speaks http, not https"),
+        (format!("http://{address}/api/v1"), 1, "no Headwater API at"),
+        (format!("https://{address}"), 3, "uses http, not https"),
     ] {
         let output = cli.run_at(&["topic", "describe", "nothing"], &["--url", &url], "");
         let message = text(&output.stderr);

@@ -1,4 +1,4 @@
-//! A spool that cannot be used, against the real binary: the default one is done without, one that was named is not.
+//! An unusable spool: the default one is skipped, a configured one is an error.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 mod support;
@@ -7,10 +7,10 @@ use headwater_testkit::Redis;
 use support::{ServerDir, directory};
 
 #[tokio::test]
-async fn a_default_spool_that_cannot_be_written_is_done_without() {
+async fn an_unwritable_default_spool_is_skipped() {
     let redis = Redis::start().unwrap();
     let dir = ServerDir::new().unwrap();
-    // A file stands where the directory should be.
+    // A file is in place of the directory.
     directory(&dir, "headwater-data").unwrap();
     std::fs::write(dir.file("headwater-data/spool"), "x").unwrap();
     let server = dir.serve(&["--stream-url", &redis.url()]).unwrap();
@@ -23,7 +23,7 @@ async fn a_default_spool_that_cannot_be_written_is_done_without() {
 }
 
 #[tokio::test]
-async fn a_default_spool_that_is_damaged_stays_as_it_is_and_the_next_place_is_taken() {
+async fn a_damaged_default_spool_is_kept_and_the_next_file_is_used() {
     let redis = Redis::start().unwrap();
     let dir = ServerDir::new().unwrap();
     directory(&dir, "headwater-data/spool").unwrap();
@@ -38,7 +38,7 @@ async fn a_default_spool_that_is_damaged_stays_as_it_is_and_the_next_place_is_ta
 }
 
 #[test]
-fn a_spool_that_was_named_must_work() {
+fn a_configured_spool_must_be_usable() {
     let redis = Redis::start().unwrap();
     for verb in ["serve", "worker"] {
         let dir = ServerDir::new().unwrap();
