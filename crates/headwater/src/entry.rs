@@ -1,7 +1,8 @@
-//! One function per verb: from the command line to the exit code.
+//! Runs the command line: one function per command, from the arguments to the exit code.
 //!
-//! Upstream: `main`. Downstream: `settings`, then `run`. Promises: whatever goes wrong ends in one sentence on standard
-//! error and the exit code that `Failure` gives it.
+//! Upstream: `main.rs`. Downstream: `config` reads the settings, then `server/run.rs` or `cli` does the work.
+//! Promises: every error is printed as one sentence on standard error and ends with the exit code of its
+//! [`CliError`].
 
 use std::io::Write;
 use std::path::PathBuf;
@@ -11,22 +12,26 @@ use std::sync::Arc;
 use futures_util::future::LocalBoxFuture;
 use headwater_issue::IssueHandler;
 
-use crate::cli::args::{self, CommandLine, Config, Parsed, Serve, Verb};
+use crate::cli::args::{
+    self, CommandLine, ConfigArgs, HeadwaterCommand, ParsedCommandLine, ServeArgs,
+};
 use crate::cli::supervise;
-use crate::config::{self, FILE, FILE_VARIABLE, Given, Loaded, Secrets, SettingsError};
-use crate::exit::Failure;
+use crate::config::{
+    self, FILE, FILE_VARIABLE, RawSettings, ResolvedSettings, SecretsPolicy, SettingsError,
+};
+use crate::exit::CliError;
 use crate::http_client;
-use crate::server::demo::{Demo, Then};
-use crate::server::run::{self, Role};
+use crate::server::demo::{AfterDemo, Demo};
+use crate::server::run::{self, ProcessRole};
 use crate::telemetry;
 use crate::text::printable;
 
-/// Runs the command line of this process, with the desk as handler.
+/// Runs the command line of this process with the desk as handler.
 pub async fn main() -> ExitCode {
     run_command_line(None).await
 }
 
-/// The same, with a handler of your own in place of the desk.
+/// Runs the command line of this process with `handler` instead of the desk.
 pub async fn main_with(handler: impl IssueHandler) -> ExitCode {
     run_command_line(Some(Arc::new(handler))).await
 }
@@ -46,10 +51,10 @@ async fn run_command_line(handler: Option<Arc<dyn IssueHandler>>) -> ExitCode {
     let path = parsed.path.clone();
     match dispatch(parsed, handler).await {
         Ok(()) => ExitCode::SUCCESS,
-        Err(Failure::NobodyReads) => ExitCode::SUCCESS,
+        Err(CliError::BrokenPipe) => ExitCode::SUCCESS,
         Err(failure) => {
             eprintln!("headwater: {}", printable(&failure.to_string()));
-            if let Failure::Usage(_) = &failure {
+            if let CliError::Usage(_) = &failure {
                 eprintln!("\n{}", args::usage(&path));
             }
             failure.exit_code()
@@ -57,21 +62,23 @@ async fn run_command_line(handler: Option<Arc<dyn IssueHandler>>) -> ExitCode {
     }
 }
 
-async fn dispatch(parsed: Parsed, handler: Option<Arc<dyn IssueHandler>>) -> Result<(), Failure> {
-    let Parsed { line, flags, .. } = parsed;
-    // In boxes: the future of a whole server holds those of all its parts, and the compiler gives up on a `main` that holds
-    // it by value.
+async fn dispatch(
+    parsed: ParsedCommandLine,
+    handler: Option<Arc<dyn IssueHandler>>,
+) -> Result<(), CliError> {
+    let ParsedCommandLine { line, flags, .. } = parsed;
+    // Boxed: the future of the server is too large for the compiler to hold by value.
     let running: LocalBoxFuture<'_, _> = match &line.verb {
-        Verb::Config(config) => return print_settings(config, &line, flags),
-        Verb::Serve(options) => {
-            Box::pin(serve(options, load(&line, flags, Secrets::Needed)?, handler))
+        HeadwaterCommand::Config(config) => return print_settings(config, &line, flags),
+        HeadwaterCommand::Serve(options) => {
+            Box::pin(serve(options, load(&line, flags, SecretsPolicy::Required)?, handler))
         }
-        Verb::Worker => {
-            let loaded = load(&line, flags, Secrets::Needed)?;
-            Box::pin(start(Role::Worker, loaded, handler, None))
+        HeadwaterCommand::Worker => {
+            let loaded = load(&line, flags, SecretsPolicy::Required)?;
+            Box::pin(start(ProcessRole::Worker, loaded, handler, None))
         }
-        Verb::Operator(verb) => {
-            let loaded = load(&line, flags, Secrets::NotNeeded)?;
+        HeadwaterCommand::Operator(verb) => {
+            let loaded = load(&line, flags, SecretsPolicy::Optional)?;
             Box::pin(async move { verb.run(&loaded.settings).await })
         }
     };
@@ -79,58 +86,58 @@ async fn dispatch(parsed: Parsed, handler: Option<Arc<dyn IssueHandler>>) -> Res
 }
 
 async fn serve(
-    options: &Serve,
-    mut loaded: Loaded,
+    options: &ServeArgs,
+    mut loaded: ResolvedSettings,
     handler: Option<Arc<dyn IssueHandler>>,
-) -> Result<(), Failure> {
+) -> Result<(), CliError> {
     if !options.demo {
-        return start(Role::Serve, loaded, handler, None).await;
+        return start(ProcessRole::Serve, loaded, handler, None).await;
     }
-    let then = if options.demo_exit { Then::Exit } else { Then::Serve };
+    let then = if options.demo_exit { AfterDemo::Exit } else { AfterDemo::Serve };
     let (demo, directory) = Demo::prepare(&mut loaded, then).await?;
-    let outcome = start(Role::Serve, loaded, handler, Some(demo)).await;
-    // Not before everything in it is closed.
+    let outcome = start(ProcessRole::Serve, loaded, handler, Some(demo)).await;
+    // The server has stopped, so no file in the directory is open.
     drop(directory);
     outcome
 }
 
 async fn start(
-    role: Role,
-    loaded: Loaded,
+    role: ProcessRole,
+    loaded: ResolvedSettings,
     handler: Option<Arc<dyn IssueHandler>>,
     demo: Option<Demo>,
-) -> Result<(), Failure> {
-    http_client::choose_tls();
-    let telemetry = telemetry::begin(&loaded.settings.telemetry)?;
+) -> Result<(), CliError> {
+    http_client::install_tls_provider();
+    let telemetry = telemetry::init(&loaded.settings.telemetry)?;
     let running: LocalBoxFuture<'_, _> =
         Box::pin(run::run(role, loaded.settings, handler, demo, &telemetry));
     let outcome = running.await;
-    telemetry.end().await;
+    telemetry.flush().await;
     outcome
 }
 
 fn print_settings(
-    config: &Config,
+    config: &ConfigArgs,
     line: &CommandLine,
     flags: Vec<(&'static str, String)>,
-) -> Result<(), Failure> {
+) -> Result<(), CliError> {
     let text = if config.markdown {
         config::as_markdown()
     } else {
-        let loaded = load(line, flags, Secrets::NotNeeded)?;
+        let loaded = load(line, flags, SecretsPolicy::Optional)?;
         if config.json { config::as_json(&loaded) + "\n" } else { config::as_text(&loaded) }
     };
-    // A reader that went away, such as `head`, is no failure.
+    // A closed pipe, as with `head`, is not an error.
     let _ = std::io::stdout().write_all(text.as_bytes());
     Ok(())
 }
 
-/// What was said on the command line, in the environment and in the file, as checked settings.
+/// Resolves and checks the settings from flags, environment and file.
 fn load(
     line: &CommandLine,
     flags: Vec<(&'static str, String)>,
-    secrets: Secrets,
-) -> Result<Loaded, Failure> {
+    secrets: SecretsPolicy,
+) -> Result<ResolvedSettings, CliError> {
     let lossy = |text: std::ffi::OsString| text.to_string_lossy().into_owned();
     let environment: Vec<_> =
         std::env::vars_os().map(|(name, value)| (lossy(name), lossy(value))).collect();
@@ -139,15 +146,14 @@ fn load(
     let path = named.clone().unwrap_or_else(|| PathBuf::from(FILE));
     let file = match std::fs::read_to_string(&path) {
         Ok(text) => Some((path, text)),
-        // Only a file that somebody asked for must be there.
+        // The default file may be missing; a file named explicitly may not.
         Err(error) if error.kind() == std::io::ErrorKind::NotFound && named.is_none() => None,
         Err(error) => {
             let path = path.display();
-            return Err(SettingsError::new(format!(
-                "the settings file {path} cannot be read: {error}"
-            ))
-            .into());
+            return Err(
+                SettingsError::new(format!("cannot read settings file `{path}`: {error}")).into()
+            );
         }
     };
-    Ok(config::load(&Given { flags, environment, file }, secrets)?)
+    Ok(config::load(&RawSettings { flags, environment, file }, secrets)?)
 }

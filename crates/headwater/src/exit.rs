@@ -1,7 +1,7 @@
-//! Why a command ended without success, split by its exit code.
+//! Errors that end a command, with their exit codes.
 //!
-//! Upstream: everything that can stop the start. Downstream: `command`, which prints it and ends. Promises: each is one
-//! sentence that says what happened and what to do; none holds a secret.
+//! Upstream: every command. Downstream: `entry.rs`, which prints the error. Promises: a message is one sentence that
+//! says what failed and what to do; it contains no secret.
 
 use std::process::ExitCode;
 
@@ -9,54 +9,54 @@ use crate::config::SettingsError;
 
 /// Why a command failed.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum Failure {
-    /// Exit code 2: mend the setting.
+pub(crate) enum CliError {
+    /// Exit code 2: fix the setting.
     #[error("{0}")]
     Settings(#[from] SettingsError),
-    /// Exit code 2: mend the command line.
+    /// Exit code 2: fix the command line.
     #[error("{0}")]
     Usage(String),
-    /// Exit code 4: nothing is broken, but something should be changed.
-    #[error("there are warnings, see above")]
+    /// Exit code 4: `doctor` has warnings but no errors.
+    #[error("warnings found; see above")]
     Warnings,
-    /// Exit code 0: whoever read our output has gone, as `head` does.
-    #[error("nobody reads the output any more")]
-    NobodyReads,
-    /// Exit code 3: start the server, or mend its address.
+    /// Exit code 0: the reader of standard output closed the pipe, as `head` does.
+    #[error("standard output was closed by its reader")]
+    BrokenPipe,
+    /// Exit code 3: start the server, or fix its address.
     #[error("{0}")]
     Unreachable(String),
-    /// Exit code 1: there is no such thing.
+    /// Exit code 1: the named object does not exist.
     #[error("{0}")]
-    Missing(String),
-    /// Exit code 1: everything else.
+    NotFound(String),
+    /// Exit code 1: any other error.
     #[error("{0:#}")]
     Failed(anyhow::Error),
 }
 
-impl Failure {
-    /// Anything that is neither a setting nor a server.
+impl CliError {
+    /// An error with exit code 1.
     pub(crate) fn new(sentence: impl Into<String>) -> Self {
         Self::Failed(anyhow::Error::msg(sentence.into()))
     }
 
-    /// A wrong command line.
+    /// A usage error (exit code 2).
     pub(crate) fn usage(sentence: impl Into<String>) -> Self {
         Self::Usage(sentence.into())
     }
 
-    /// 1 failed, 2 usage or a wrong setting, 3 a server cannot be reached.
+    /// 0 for a closed pipe, 1 failed, 2 usage or setting, 3 unreachable, 4 warnings.
     pub(crate) fn exit_code(&self) -> ExitCode {
         match self {
-            Self::Failed(_) | Self::Missing(_) => ExitCode::FAILURE,
+            Self::Failed(_) | Self::NotFound(_) => ExitCode::FAILURE,
             Self::Settings(_) | Self::Usage(_) => ExitCode::from(2),
-            Self::NobodyReads => ExitCode::SUCCESS,
+            Self::BrokenPipe => ExitCode::SUCCESS,
             Self::Warnings => ExitCode::from(4),
             Self::Unreachable(_) => ExitCode::from(3),
         }
     }
 }
 
-impl From<anyhow::Error> for Failure {
+impl From<anyhow::Error> for CliError {
     fn from(error: anyhow::Error) -> Self {
         Self::Failed(error)
     }

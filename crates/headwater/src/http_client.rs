@@ -1,7 +1,7 @@
-//! The one HTTP client: how everything here talks to servers of others.
+//! The HTTP client for calls to other servers.
 //!
-//! Upstream: `desk` (models) and `replies`. Promises: no redirect is followed, since it would carry keys elsewhere; a body
-//! is read up to a limit; errors name what went wrong without the address, which may hold a secret.
+//! Upstream: `desk` (models), `outbound` and `telemetry`. Promises: redirects are not followed, because they would
+//! forward credentials; a body is read up to a limit; errors do not contain the URL, which may hold a secret.
 
 use std::sync::Once;
 use std::time::Duration;
@@ -14,45 +14,45 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
 static PROVIDER: Once = Once::new();
 
-/// One TLS stack for everything.
-pub(crate) fn choose_tls() {
+/// Installs the process-wide TLS provider (ring). Idempotent.
+pub(crate) fn install_tls_provider() {
     PROVIDER.call_once(|| {
-        // Somebody may have installed one before: theirs serves as well.
+        // The caller's program may have installed another provider; that one is kept.
         let _ = tokio_rustls::rustls::crypto::ring::default_provider().install_default();
     });
 }
 
-/// A client with TLS by rustls and ring, and the roots of the system.
+/// Builds a client with rustls, ring and the system's root certificates.
 pub(crate) fn build() -> Result<Client, String> {
-    choose_tls();
+    install_tls_provider();
     Client::builder()
         .redirect(redirect::Policy::none())
         .connect_timeout(CONNECT_TIMEOUT)
         .user_agent(concat!("headwater/", env!("CARGO_PKG_VERSION")))
         .build()
-        .map_err(|error| format!("there is no HTTP client: {}", describe(&error)))
+        .map_err(|error| format!("failed to build the HTTP client: {}", describe(&error)))
 }
 
-/// What went wrong, with its causes, without the address.
+/// Describes the error with its causes, without the URL.
 pub(crate) fn describe(error: &reqwest::Error) -> String {
     let kind = if error.is_timeout() {
-        "no answer in time"
+        "request timed out"
     } else if error.is_connect() {
-        "no connection"
+        "connection failed"
     } else if error.is_body() || error.is_decode() {
-        "the answer broke off"
+        "response ended early"
     } else {
-        "the request failed"
+        "request failed"
     };
-    // Its own text names the address.
+    // `reqwest::Error` itself prints the URL, so only its causes are used.
     match std::error::Error::source(error) {
         None => kind.to_owned(),
         Some(cause) => format!("{kind}: {}", with_causes(cause)),
     }
 }
 
-/// The beginning of a body, for people; whatever comes of the rest.
-pub(crate) async fn read_beginning(mut response: Response, limit: usize) -> Vec<u8> {
+/// Reads at most `limit` bytes of a body, for error messages. A read error ends it early.
+pub(crate) async fn read_prefix(mut response: Response, limit: usize) -> Vec<u8> {
     let mut body = Vec::new();
     while body.len() < limit
         && let Ok(Some(chunk)) = response.chunk().await
@@ -63,12 +63,12 @@ pub(crate) async fn read_beginning(mut response: Response, limit: usize) -> Vec<
     body
 }
 
-/// Reads a body; one that is longer than `limit` is an error.
+/// Reads a whole body. Fails if it is longer than `limit` bytes.
 pub(crate) async fn read_limited(mut response: Response, limit: usize) -> Result<Vec<u8>, String> {
     let mut body = Vec::new();
     while let Some(chunk) = response.chunk().await.map_err(|error| describe(&error))? {
         if body.len() + chunk.len() > limit {
-            return Err(format!("the answer is longer than {limit} bytes"));
+            return Err(format!("response is longer than {limit} bytes"));
         }
         body.extend_from_slice(&chunk);
     }

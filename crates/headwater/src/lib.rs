@@ -1,9 +1,9 @@
-//! The binary `headwater` as a library: from webhook to reply in one process, with your own handler if you like.
+//! The `headwater` binary as a library: webhook to reply in one process.
 //!
-//! `main` reads the command line and runs what it asks for; a program of your own calls [`main_with`] instead and has the
-//! same server, with a handler of its own in place of the desk.
+//! [`main`] runs the command line of this process. To use your own handler instead of the desk, call [`main_with`]
+//! from your own binary.
 
-// In dependency order, except for names that several modules share.
+// In dependency order; modules shared by several others come first.
 mod exit;
 mod http_client;
 pub mod limits;

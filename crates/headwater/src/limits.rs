@@ -1,101 +1,103 @@
-//! The maximum of everything that comes into the desk or goes out of it.
+//! Hard limits of the desk and its integrations.
 //!
-//! Upstream: `tickets`, `ticket_events`, `desk` and `replies` check against these. What breaks one is refused by name
-//! before it has any effect, or cut where the text says so.
+//! Checked by `tickets`, `inbound`, `desk` and `outbound`. Input over a limit is rejected before it has any effect,
+//! unless the constant says that it is truncated.
 
 use std::time::Duration;
 
-/// Bytes of the text of one message of a ticket.
+/// Maximum bytes of the text of one ticket message.
 pub const CONTENT_BYTES_MAX: usize = 64 * 1024;
 
-/// Bytes of the title of a ticket.
+/// Maximum bytes of a ticket title.
 pub const TITLE_BYTES_MAX: usize = 500;
 
-/// Bytes of the name of a user.
+/// Maximum bytes of a user id.
 pub const USER_ID_BYTES_MAX: usize = 128;
 
-/// Tickets or messages in one page.
+/// Maximum number of tickets or messages on one page.
 pub const PAGE_MAX: usize = 200;
 
-/// Tickets or messages in one page if nobody says otherwise.
+/// Default number of tickets or messages on one page.
 pub const PAGE_DEFAULT: usize = 50;
 
-/// Bytes of one answer of a model, all pieces together; a longer one is an error.
+/// Maximum bytes of one model response, all chunks together; a longer response is an error.
 pub const ANSWER_BYTES_MAX: usize = 256 * 1024;
 
-/// Bytes that a model's server may send for one answer, its wrapping included.
+/// Maximum bytes that a model server may send for one response, protocol overhead included.
 pub const RESPONSE_BYTES_MAX: usize = 8 * 1024 * 1024;
 
-/// Bytes of one line that a model's server streams.
+/// Maximum bytes of one streamed line of a model server.
 pub const LINE_BYTES_MAX: usize = 512 * 1024;
 
-/// Bytes of an error answer that are read and kept.
+/// Maximum bytes of an error response that are read and kept.
 pub const ERROR_BODY_BYTES_MAX: usize = 4 * 1024;
 
-/// Calls of tools in one answer of a model; more are an error.
+/// Maximum tool calls in one model response; more is an error.
 pub const TOOL_CALLS_MAX: usize = 8;
 
-/// Bytes of the arguments of one call of a tool.
+/// Maximum bytes of the arguments of one tool call.
 pub const TOOL_ARGUMENTS_BYTES_MAX: usize = 16 * 1024;
 
-/// How often in one run a model may ask for tools; then it has to answer without.
+/// Maximum rounds of tool calls in one run; the next model call offers no tools.
 pub const TOOL_ROUNDS_MAX: usize = 4;
 
-/// Bytes of a reason or a query that a model gives a tool; longer ones are cut.
+/// Maximum bytes of a reason or query in a tool call; longer text is truncated.
 pub const TOOL_TEXT_BYTES_MAX: usize = 1024;
 
-/// Tickets that one search finds.
+/// Maximum tickets returned by one search.
 pub const SEARCH_RESULTS_MAX: usize = 5;
 
-/// Words of a query that are looked for.
+/// Maximum words of a query that are searched for.
 pub const SEARCH_WORDS_MAX: usize = 8;
 
-/// Bytes of a found ticket's answer that the model gets to see; more is cut.
+/// Maximum bytes of a found ticket's reply that the model sees; longer text is truncated.
 pub const SEARCH_EXCERPT_BYTES_MAX: usize = 600;
 
-/// Entries of a thread that are kept with an issue; the oldest are forgotten.
+/// Maximum entries of a conversation stored with an issue; the oldest are dropped.
 pub const THREAD_ENTRIES_MAX: usize = 400;
 
-/// Bytes of a thread that are kept with an issue; the oldest entries are forgotten.
+/// Maximum bytes of a conversation stored with an issue; the oldest entries are dropped.
 pub const THREAD_BYTES_MAX: usize = 512 * 1024;
 
-/// Bytes of a thread that go into a prompt; older entries are left out, and the prompt says how many.
+/// Maximum bytes of a conversation in a prompt; older entries are left out, and the prompt says how many.
 pub const PROMPT_THREAD_BYTES_MAX: usize = 96 * 1024;
 
-/// Bytes of one text in a prompt; the rest of it is cut, and the prompt says so.
+/// Maximum bytes of one text in a prompt; longer text is truncated, and the prompt says so.
 pub const PROMPT_TEXT_BYTES_MAX: usize = 24 * 1024;
 
-/// Bytes of a reply; a longer one is cut. GitHub takes 65536 characters, and escaping makes some longer.
+/// Maximum bytes of a reply; a longer one is truncated. GitHub allows 65536 characters, and escaping lengthens the
+/// text.
 pub const REPLY_BYTES_MAX: usize = 48 * 1024;
 
-/// Bytes of a comment as it is sent to GitHub or GitLab, escaped and marked.
+/// Maximum bytes of a comment sent to GitHub or GitLab, after escaping and with its marker.
 pub const COMMENT_BYTES_MAX: usize = 64 * 1024;
 
-/// Pages of comments since a reply was committed that are searched for it; with more, the reply is not posted.
+/// Maximum pages of comments, since the reply was committed, that are searched for it. With more, the reply is not
+/// posted.
 pub const COMMENT_PAGES_MAX: usize = 100;
 
-/// Bytes of one page of existing comments.
+/// Maximum bytes of one page of existing comments.
 pub const COMMENT_PAGE_BYTES_MAX: usize = 16 * 1024 * 1024;
 
-/// Bytes of the `data` of one entry of `ticket_events`.
+/// Maximum bytes of the `data` field of a `ticket_events` entry.
 pub const ENTRY_BYTES_MAX: usize = 256 * 1024;
 
-/// Entries that `ticket_events` keeps once everybody has read them.
+/// Number of `ticket_events` entries kept after all groups have read them.
 pub const TICKET_EVENTS_KEPT: u64 = 10_000;
 
-/// How long ids of handled messages are kept in the stream backend.
+/// How long the ids of handled messages are kept in the stream backend.
 pub const PROCESSED_KEPT: Duration = Duration::from_secs(24 * 60 * 60);
 
-/// How long the stream backend remembers which events were appended: longer than the outbox goes on trying.
+/// How long the stream backend remembers appended event ids: longer than the outbox retries.
 pub const APPENDED_KEPT: Duration = Duration::from_secs(24 * 60 * 60);
 
-/// Listeners to server-sent events of tickets in one process.
+/// Maximum number of open server-sent event streams of tickets in one process.
 pub const LISTENERS_MAX: usize = 1000;
 
-/// The longest that a model's server can put us off; what it says beyond that is taken for this.
+/// Maximum `Retry-After` accepted from a model server; a longer one is shortened to this.
 pub const RETRY_AFTER_MAX: Duration = Duration::from_secs(60 * 60);
 
-// A message becomes an event with a little around it; every byte of text may need six in JSON.
+// A message becomes an event with some fields added; JSON escaping may need six bytes per byte of text.
 const _: () = assert!(CONTENT_BYTES_MAX * 6 + 4096 <= headwater_issue::limits::PAYLOAD_BYTES_MAX);
 const _: () = assert!(THREAD_BYTES_MAX <= headwater_issue::limits::PAYLOAD_BYTES_MAX);
 const _: () = assert!(PROMPT_TEXT_BYTES_MAX <= PROMPT_THREAD_BYTES_MAX);

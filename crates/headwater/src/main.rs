@@ -1,4 +1,4 @@
-//! `headwater`, the binary: thin, everything is in the library beside it.
+//! The `headwater` binary: starts the async runtime and calls `headwater::main`.
 
 use std::process::ExitCode;
 
@@ -6,12 +6,12 @@ fn main() -> ExitCode {
     let runtime = match tokio::runtime::Builder::new_multi_thread().enable_all().build() {
         Ok(runtime) => runtime,
         Err(error) => {
-            eprintln!("headwater: no threads to run on: {error}");
+            eprintln!("headwater: failed to start the async runtime: {error}");
             return ExitCode::FAILURE;
         }
     };
     let code = runtime.block_on(headwater::main());
-    // What holds a thread by now was waited for long enough.
+    // Do not wait for blocked threads: `run` has already applied its shutdown deadlines.
     runtime.shutdown_background();
     code
 }

@@ -1,18 +1,19 @@
-//! Text of others: checked when it comes in, cut where it must be short, escaped for terminals.
+//! Cleans, truncates and escapes text from outside.
 //!
-//! Upstream: `tickets`, `ticket_events` and `desk`. Promises: what was cleaned holds no control character but line ends
-//! and tabs, so every database and every terminal can keep it; nothing else of it is changed. What is printable for a
-//! terminal is decided in [`printable`] alone; escaping for JSON, HTML and comments is done where these are written.
+//! Upstream: `tickets`, `inbound` and `desk`. Promises: cleaned text contains no control characters except line feeds
+//! and tabs, so every database and terminal accepts it; nothing else is changed. Only [`printable`] decides what a
+//! terminal may show. Escaping for JSON, HTML and comments is done where those are written.
 
-/// Takes control characters out, and makes every line end a `\n`.
+/// Removes control characters except tabs, and turns every line ending into `
+/// `.
 pub fn cleaned(text: &str) -> String {
     let text = text.replace("\r\n", "\n").replace('\r', "\n");
     text.chars().filter(|c| matches!(c, '\n' | '\t') || !c.is_control()).collect()
 }
 
-/// Escapes characters that a terminal would obey, or that hide or reorder what it shows: control characters other than line
-/// ends and tabs (C0, C1, DEL), bidirectional controls, and characters without a width. They become `\uXXXX` as in JSON, so
-/// a line of JSON keeps its meaning.
+/// Escapes characters that a terminal would interpret, hide or reorder: control characters except line feed and tab
+/// (C0, C1, DEL), bidirectional controls and zero-width characters. They become `\uXXXX` as in JSON, so a line of
+/// JSON keeps its meaning.
 pub fn printable(text: &str) -> String {
     let mut shown = String::with_capacity(text.len());
     for character in text.chars() {
@@ -40,18 +41,18 @@ fn is_unprintable(character: char) -> bool {
     }
 }
 
-/// The beginning of a text, at most so many bytes, cut between characters.
+/// The longest prefix of at most `bytes_max` bytes that ends on a character boundary.
 pub fn cut(text: &str, bytes_max: usize) -> &str {
     &text[..text.floor_char_boundary(bytes_max)]
 }
 
-/// The same on one line, for titles and names.
+/// Cleans a text, joins its words with single spaces, and truncates it. For titles and names.
 pub fn one_line(text: &str, bytes_max: usize) -> String {
     let line = cleaned(text).split_whitespace().collect::<Vec<_>>().join(" ");
     cut(&line, bytes_max).to_owned()
 }
 
-/// One segment of a path, or one value of a query, whatever it holds.
+/// Percent-encodes one path segment or query value.
 pub fn percent_encoded(text: &str) -> String {
     let mut encoded = String::with_capacity(text.len());
     for byte in text.bytes() {
@@ -65,7 +66,7 @@ pub fn percent_encoded(text: &str) -> String {
     encoded
 }
 
-/// An error with its causes, each once.
+/// An error with its causes, each mentioned once.
 pub fn with_causes(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut source = error.source();
@@ -79,7 +80,7 @@ pub fn with_causes(error: &dyn std::error::Error) -> String {
     text
 }
 
-/// How many there are, with the words for one or for several.
+/// A count with its noun: `one` for 1, else `several`.
 pub fn counted(count: u64, one: &str, several: &str) -> String {
     format!("{count} {}", if count == 1 { one } else { several })
 }
@@ -89,7 +90,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_control_characters_go() {
+    fn only_control_characters_are_removed() {
         assert_eq!(
             cleaned("a\r\nb\rc\td\0e\u{1b}[31m\u{85}<b>&'\"ü键"),
             "a\nb\nc\tde[31m<b>&'\"ü键"
@@ -97,7 +98,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_terminal_would_obey_or_hide_is_escaped_and_json_keeps_its_meaning() {
+    fn terminal_control_and_invisible_characters_are_escaped_as_in_json() {
         let nasty = "a\u{1b}[2J\u{7f}\u{9b}31m\r\u{202e}\u{2066}\u{200b}\u{feff}\u{e0041}ü键🙂";
         let shown = printable(nasty);
         assert!(
@@ -112,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn a_cut_never_splits_a_character() {
+    fn truncation_never_splits_a_character() {
         assert_eq!((cut("aü", 2), cut("aü", 3), cut("", 5)), ("a", "aü", ""));
         assert_eq!(one_line(" Help\n me\u{0} ", 100), "Help me");
     }

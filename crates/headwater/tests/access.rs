@@ -1,4 +1,4 @@
-//! Who may do what, what is written down about it, and what HTTP refuses, against the real binary.
+//! Authentication, roles, the audit log and HTTP limits of the real binary.
 
 mod support;
 
@@ -7,22 +7,22 @@ use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 use crate::support::sender::{github, github_issues, integrations, send};
-use crate::support::{LIMIT, Place, Server};
+use crate::support::{LIMIT, Server, ServerDir};
 
 const READ: &str = "read-read-read-read";
 const WRITE: &str = "write-write-write-write";
 const ADMIN: &str = "admin-admin-admin-admin";
 
-fn with_tokens() -> Result<(Place, Server)> {
+fn with_tokens() -> Result<(ServerDir, Server)> {
     let tokens = [("reader", "read", READ), ("writer", "write", WRITE), ("boss", "admin", ADMIN)];
     let mut settings = integrations();
     for (name, role, token) in tokens {
         settings +=
             &format!("[[token]]\nname = \"{name}\"\nrole = \"{role}\"\ntoken = \"{token}\"\n");
     }
-    let place = Place::new()?.settings(&settings)?;
-    let server = place.serve(&["--issue-quiet", "50ms"])?;
-    Ok((place, server))
+    let dir = ServerDir::new()?.settings(&settings)?;
+    let server = dir.serve(&["--issue-quiet", "50ms"])?;
+    Ok((dir, server))
 }
 
 async fn ask(
@@ -39,11 +39,11 @@ async fn ask(
 }
 
 #[tokio::test]
-async fn each_role_may_do_its_part_and_no_more() -> Result<()> {
-    let (_place, server) = with_tokens()?;
+async fn each_role_grants_its_operations_and_no_more() -> Result<()> {
+    let (_dir, server) = with_tokens()?;
     let body = github_issues("opened", 42, "x").to_string();
     let (status, recorded) = send(github(&server, "issues", "d-1", body.as_bytes())).await?;
-    assert_eq!(status, 200, "a signature is enough for a webhook");
+    assert_eq!(status, 200, "a signed webhook needs no token");
     let id = recorded["issue_id"].as_i64().context("an id")?;
 
     let look = [
@@ -74,7 +74,7 @@ async fn each_role_may_do_its_part_and_no_more() -> Result<()> {
         assert_eq!(ask(&server, "GET", "/api/v1/audit", token).await?.0, status, "{token:?}");
     }
     for path in ["/health/live", "/health/ready"] {
-        assert_ne!(ask(&server, "GET", path, None).await?.0, 401, "{path} is for everybody");
+        assert_ne!(ask(&server, "GET", path, None).await?.0, 401, "{path} is unauthenticated");
     }
     assert!(!server.log().contains(READ) && !server.log().contains(ADMIN), "no token is logged");
     Ok(())
@@ -82,7 +82,7 @@ async fn each_role_may_do_its_part_and_no_more() -> Result<()> {
 
 #[tokio::test]
 async fn every_change_is_in_the_audit_log_with_who_what_and_when() -> Result<()> {
-    let (_place, server) = with_tokens()?;
+    let (_dir, server) = with_tokens()?;
     assert_eq!(ask(&server, "POST", "/api/v1/issues/7/retry", Some(WRITE)).await?.0, 404);
     assert_eq!(ask(&server, "POST", "/api/v1/issues/7/release", Some(ADMIN)).await?.0, 404);
     assert_eq!(ask(&server, "POST", "/api/v1/issues/7/retry", Some(READ)).await?.0, 403);
@@ -90,7 +90,7 @@ async fn every_change_is_in_the_audit_log_with_who_what_and_when() -> Result<()>
 
     let (_, log) = ask(&server, "GET", "/api/v1/audit", Some(ADMIN)).await?;
     let entries = log["entries"].as_array().context("entries")?;
-    let told: Vec<_> = entries
+    let recorded: Vec<_> = entries
         .iter()
         .map(|entry| {
             (
@@ -102,12 +102,12 @@ async fn every_change_is_in_the_audit_log_with_who_what_and_when() -> Result<()>
         })
         .collect();
     assert_eq!(
-        told,
+        recorded,
         [
             (Some("boss"), Some("POST"), Some("/api/v1/issues/7/release"), Some(404)),
             (Some("writer"), Some("POST"), Some("/api/v1/issues/7/retry"), Some(404)),
         ],
-        "newest first, looks and refusals are no changes"
+        "newest first; reads and rejected requests are not recorded"
     );
     for entry in entries {
         assert!(entry["at"].as_str().is_some_and(|at| at.starts_with("20") && at.ends_with('Z')));
@@ -128,9 +128,9 @@ async fn every_change_is_in_the_audit_log_with_who_what_and_when() -> Result<()>
 }
 
 #[tokio::test]
-async fn issues_that_do_not_exist_and_questions_that_make_no_sense_are_refused() -> Result<()> {
-    let place = Place::new()?;
-    let server = place.serve(&[])?;
+async fn unknown_issues_and_invalid_queries_are_rejected() -> Result<()> {
+    let dir = ServerDir::new()?;
+    let server = dir.serve(&[])?;
     for (method, path, status) in [
         ("GET", "/api/v1/issues/7", 404),
         ("GET", "/api/v1/issues/7/why", 404),
@@ -168,9 +168,9 @@ async fn issues_that_do_not_exist_and_questions_that_make_no_sense_are_refused()
 }
 
 #[tokio::test]
-async fn pages_of_issues_follow_each_other_and_filters_hold() -> Result<()> {
-    let place = Place::new()?.settings(&integrations())?;
-    let server = place.serve(&["--issue-quiet", "1h", "--issue-max-wait", "2h"])?;
+async fn issue_pages_are_complete_and_filters_apply() -> Result<()> {
+    let dir = ServerDir::new()?.settings(&integrations())?;
+    let server = dir.serve(&["--issue-quiet", "1h", "--issue-max-wait", "2h"])?;
     for number in 1..=5 {
         let body = github_issues("opened", number, "x").to_string();
         send(github(&server, "issues", &format!("d-{number}"), body.as_bytes())).await?;
@@ -200,7 +200,7 @@ async fn pages_of_issues_follow_each_other_and_filters_hold() -> Result<()> {
     );
 
     let (_, retried) = server.post("/api/v1/issues/1/retry", &json!({})).await?;
-    assert_eq!(retried["result"], "queued", "it does not wait for quiet any more");
+    assert_eq!(retried["result"], "queued", "it no longer waits for the debounce window");
     server.until("/api/v1/issues/1", |_, issue| issue["pending_events"] == 0).await?;
     assert_eq!(
         server.post("/api/v1/issues/1/release", &json!({})).await?.1["result"],
@@ -210,9 +210,9 @@ async fn pages_of_issues_follow_each_other_and_filters_hold() -> Result<()> {
 }
 
 #[tokio::test]
-async fn the_status_page_escapes_what_others_wrote_and_fetches_nothing() -> Result<()> {
-    let place = Place::new()?.settings(&integrations())?;
-    let server = place.serve(&["--issue-quiet", "1h", "--issue-max-wait", "2h"])?;
+async fn the_status_page_escapes_text_and_loads_no_resources() -> Result<()> {
+    let dir = ServerDir::new()?.settings(&integrations())?;
+    let server = dir.serve(&["--issue-quiet", "1h", "--issue-max-wait", "2h"])?;
     let mut payload = github_issues("opened", 1, "x");
     payload["repository"]["full_name"] = "<script>alert(1)</script>'\"&".into();
     send(github(&server, "issues", "d", payload.to_string().as_bytes())).await?;
@@ -230,9 +230,9 @@ async fn the_status_page_escapes_what_others_wrote_and_fetches_nothing() -> Resu
 }
 
 #[tokio::test]
-async fn a_page_of_another_site_cannot_change_anything_through_the_users_browser() -> Result<()> {
-    let place = Place::new()?;
-    let server = place.serve(&[])?;
+async fn cross_origin_requests_cannot_change_anything() -> Result<()> {
+    let dir = ServerDir::new()?;
+    let server = dir.serve(&[])?;
     let change = || server.client.post(server.url("/api/v1/issues/1/retry"));
     let (status, answer) = send(change().header("origin", "https://evil.example")).await?;
     assert_eq!((status, answer["error"]["code"].as_str()), (403, Some("other_page")));
@@ -242,26 +242,26 @@ async fn a_page_of_another_site_cannot_change_anything_through_the_users_browser
     Ok(())
 }
 
-/// Sends bytes as they are and returns what comes back until the connection ends.
+/// Sends raw bytes and returns everything received until the connection ends.
 async fn raw(server: &Server, bytes: &[u8]) -> Result<String> {
     let mut stream = tokio::net::TcpStream::connect(server.address).await?;
     stream.write_all(bytes).await?;
     let mut answer = Vec::new();
-    // A connection that is cut off may end with an error after its answer.
+    // A closed connection may end with an error after its response.
     let _ = tokio::time::timeout(LIMIT, stream.read_to_end(&mut answer)).await?;
     Ok(String::from_utf8_lossy(&answer).into_owned())
 }
 
 #[tokio::test]
-async fn slow_large_and_broken_headers_are_cut_off() -> Result<()> {
-    let place = Place::new()?;
-    let server = place.serve(&["--http-read-timeout", "3s", "--http-header-bytes-max", "8192"])?;
+async fn slow_large_and_malformed_headers_are_rejected() -> Result<()> {
+    let dir = ServerDir::new()?;
+    let server = dir.serve(&["--http-read-timeout", "3s", "--http-header-bytes-max", "8192"])?;
     let large = format!("GET / HTTP/1.1\r\nhost: localhost\r\nx: {}\r\n\r\n", "x".repeat(20_000));
     assert!(raw(&server, large.as_bytes()).await?.starts_with("HTTP/1.1 431 "));
     let many = format!("GET / HTTP/1.1\r\nhost: localhost\r\n{}\r\n", "x: 1\r\n".repeat(150));
     assert!(raw(&server, many.as_bytes()).await?.starts_with("HTTP/1.1 431 "));
     assert!(raw(&server, b"nonsense\r\n\r\n").await?.starts_with("HTTP/1.1 400 "));
-    // It ends although nothing more is ever sent.
+    // The server closes it although nothing more is sent.
     raw(&server, b"GET / HTTP/1.1\r\nhost: ").await?;
     let slow =
         "POST /api/v1/issues/1/retry HTTP/1.1\r\nhost: localhost\r\ncontent-length: 10\r\n\r\n{";
@@ -271,12 +271,12 @@ async fn slow_large_and_broken_headers_are_cut_off() -> Result<()> {
 }
 
 #[tokio::test]
-async fn the_systems_own_messages_are_for_admins() -> Result<()> {
-    let (_place, server) = with_tokens()?;
+async fn consuming_system_streams_requires_the_admin_role() -> Result<()> {
+    let (_dir, server) = with_tokens()?;
     let consume = async |topic: &str, group: &str, token: &str| -> Result<u16> {
         let path = format!("/api/v1/topics/{topic}/groups/{group}/consume");
         let request = server.client.post(server.url(&path)).bearer_auth(token);
-        // The answer goes on for as long as messages come; its head is enough.
+        // The response streams; its head is enough.
         Ok(request.json(&json!({"mode": "shared"})).send().await?.status().as_u16())
     };
     for (topic, group) in [
@@ -292,21 +292,21 @@ async fn the_systems_own_messages_are_for_admins() -> Result<()> {
         assert_eq!(consume(topic, group, WRITE).await?, 403, "{topic} {group}");
     }
     assert_eq!(consume("issue_work", "mine", ADMIN).await?, 200);
-    // What others may read beside the desk, and topics of their own.
+    // Other groups of `ticket_events` and user topics need only `write`.
     assert_eq!(consume("ticket_events", "mine", WRITE).await?, 200);
     assert_eq!(consume("orders", "mine", WRITE).await?, 200);
     Ok(())
 }
 
 #[tokio::test]
-async fn another_web_page_can_lead_here_and_ask_for_nothing() -> Result<()> {
-    let place = Place::new()?;
-    let server = place.serve(&[])?;
+async fn cross_origin_navigation_is_allowed_and_other_requests_are_rejected() -> Result<()> {
+    let dir = ServerDir::new()?;
+    let server = dir.serve(&[])?;
     server.until("/health/ready", |status, _| status == 200).await?;
-    let look = async |path: &str, mode: &str, place: &str| -> Result<(u16, Value)> {
+    let look = async |path: &str, mode: &str, dest: &str| -> Result<(u16, Value)> {
         let request = server.client.get(server.url(path));
         let request = request.header("sec-fetch-site", "cross-site").header("sec-fetch-mode", mode);
-        send(request.header("sec-fetch-dest", place)).await
+        send(request.header("sec-fetch-dest", dest)).await
     };
     let costly =
         ["/api/v1/sql?query=select%201", "/api/v1/audit/books", "/api/v1/topics", "/metrics"];
@@ -316,6 +316,6 @@ async fn another_web_page_can_lead_here_and_ask_for_nothing() -> Result<()> {
     }
     assert_eq!(look("/", "navigate", "document").await?.0, 200);
     assert_eq!(look("/api/v1/topics", "navigate", "document").await?.0, 403);
-    assert_eq!(look("/health/ready", "no-cors", "image").await?.0, 200, "it costs next to nothing");
+    assert_eq!(look("/health/ready", "no-cors", "image").await?.0, 200, "health is not protected");
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! Bad input for every route there is: the description of the routes is the list, and a route without a case fails here.
+//! Invalid input for every route. The OpenAPI document is the list of routes; a route without a case fails here.
 
 mod support;
 
@@ -10,29 +10,29 @@ use reqwest::{Method, StatusCode};
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
-use crate::support::nasty::{encoded, nasty, with_text};
+use crate::support::hostile_text::{encoded, hostile_texts, with_text};
 use crate::support::sender::integrations;
-use crate::support::{LIMIT, Place, Server};
+use crate::support::{LIMIT, Server, ServerDir};
 
 /// Who may call a route.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Needs {
-    /// Everybody.
+enum RequiredAccess {
+    /// Everyone.
     Nothing,
-    /// A signature of an integration, which `tests/webhooks.rs` is about.
+    /// A signed request of an integration, see `tests/webhooks.rs`.
     Signature,
     Read,
     Write,
     Admin,
 }
 
-/// A body that would be taken; every text in it is replaced by worse ones.
+/// A valid body; each text in it is replaced by hostile ones.
 type Body = Option<fn() -> Value>;
 
-use Needs::{Admin, Nothing, Read, Signature, Write};
+use RequiredAccess::{Admin, Nothing, Read, Signature, Write};
 
-/// A line for every route, or more where a route takes several kinds of bodies.
-const CASES: &[(&str, Needs, Body)] = &[
+/// One or more cases for every route.
+const CASES: &[(&str, RequiredAccess, Body)] = &[
     ("get /", Read, None),
     ("get /metrics", Read, None),
     ("get /openapi.json", Read, None),
@@ -134,17 +134,17 @@ fn settle() -> Value {
     json!({"settlements": [{"delivery": 1, "outcome": "retry", "reason": "r"}]})
 }
 
-const TOKENS: [(&str, &str, Needs); 3] = [
+const TOKENS: [(&str, &str, RequiredAccess); 3] = [
     ("read", "read-read-read-read", Read),
     ("write", "write-write-write-write", Write),
     ("admin", "admin-admin-admin-admin", Admin),
 ];
-const BOSS: Option<&str> = Some(TOKENS[2].1);
+const ADMIN_TOKEN: Option<&str> = Some(TOKENS[2].1);
 
 struct Routes {
     server: Server,
     description: Value,
-    _place: Place,
+    _dir: ServerDir,
 }
 
 impl Routes {
@@ -154,15 +154,15 @@ impl Routes {
             settings +=
                 &format!("[[token]]\nname = \"{role}\"\nrole = \"{role}\"\ntoken = \"{token}\"\n");
         }
-        let place = Place::new()?.settings(&settings)?;
+        let dir = ServerDir::new()?.settings(&settings)?;
         let many = ["--http-rate-per-second", "1000000", "--http-rate-burst", "1000000"];
-        let server = place.serve(&many)?;
+        let server = dir.serve(&many)?;
         let asked = server.client.get(server.url("/openapi.json")).bearer_auth(TOKENS[2].1);
         let description = asked.send().await?.json().await?;
-        Ok(Self { server, description, _place: place })
+        Ok(Self { server, description, _dir: dir })
     }
 
-    /// Sends a request, and returns the status and, of a refusal, its body. What goes on for ever is not read.
+    /// Sends a request. Returns the status and, for an error, its body. A streamed success is not read.
     async fn call(
         &self,
         operation: &str,
@@ -186,13 +186,13 @@ impl Routes {
             return Ok((status, Value::Null));
         }
         let refusal = response.text().await.with_context(what)?;
-        // The status page of a process that is not ready, which a busy machine may make of it at any time.
+        // The status page of a process that is not ready, which can happen on a busy machine.
         if status == StatusCode::SERVICE_UNAVAILABLE && refusal.starts_with("<!DOCTYPE html>") {
             return Ok((status, Value::Null));
         }
         let refusal: Value = serde_json::from_str(&refusal)
             .with_context(|| format!("{}: {status} {refusal:?} is not JSON", what()))?;
-        // 503 is an answer about a dependency or a place that is full, 501 about what is not built in; 500 is a mistake.
+        // 503 means an unavailable dependency or a full limit, 501 a feature that is not built in; 500 is a bug.
         ensure!(status != StatusCode::INTERNAL_SERVER_ERROR, "{}: {status} {refusal}", what());
         if refusal["checks"].is_null() {
             let words = [&refusal["error"]["code"], &refusal["error"]["message"]];
@@ -211,7 +211,7 @@ fn json_body(value: &Value) -> Option<(&'static str, Vec<u8>)> {
     Some(("application/json", value.to_string().into_bytes()))
 }
 
-/// The path of an operation, with this in place of each name.
+/// The path of an operation with its parameters filled in.
 fn path_of(operation: &str, fill: impl Fn(&str) -> String) -> String {
     let (_, template) = operation.split_once(' ').unwrap_or_default();
     let mut path = String::new();
@@ -225,7 +225,7 @@ fn path_of(operation: &str, fill: impl Fn(&str) -> String) -> String {
     path + rest
 }
 
-/// A path whose ids could be, but are not.
+/// A path with valid but unknown ids.
 fn unknown(operation: &str) -> String {
     let is_ticket = operation.contains("/tickets/");
     path_of(operation, |name| match name {
@@ -253,18 +253,18 @@ async fn every_route_has_a_case_and_every_case_a_route() -> Result<()> {
     let cases: BTreeSet<String> =
         CASES.iter().map(|(operation, ..)| (*operation).to_owned()).collect();
     let without: Vec<_> = described.difference(&cases).collect();
-    assert!(without.is_empty(), "add a case for {without:?}");
+    assert!(without.is_empty(), "missing cases: {without:?}");
     let gone: Vec<_> = cases.difference(&described).collect();
-    assert!(gone.is_empty(), "there is no route {gone:?}");
+    assert!(gone.is_empty(), "cases without a route: {gone:?}");
     for (operation, _, body) in CASES {
         let takes = routes.described(operation).get("requestBody").is_some();
-        assert_eq!(takes, body.is_some(), "{operation}: does it take a body?");
+        assert_eq!(takes, body.is_some(), "{operation}: body in case and document differ");
     }
     Ok(())
 }
 
 #[tokio::test]
-async fn a_token_opens_what_its_role_allows_and_nothing_else() -> Result<()> {
+async fn a_token_grants_only_what_its_role_allows() -> Result<()> {
     let routes = Routes::start().await?;
     for (operation, needs, body) in CASES {
         let (path, body) = (unknown(operation), body.map(|body| body()));
@@ -280,7 +280,7 @@ async fn a_token_opens_what_its_role_allows_and_nothing_else() -> Result<()> {
                 _ => assert_eq!(status, 401, "{operation} with {token:?}"),
             }
         }
-        let rank = |needs: Needs| needs as usize;
+        let rank = |needs: RequiredAccess| needs as usize;
         for (role, token, has) in TOKENS {
             if matches!(needs, Nothing | Signature) {
                 continue;
@@ -294,21 +294,22 @@ async fn a_token_opens_what_its_role_allows_and_nothing_else() -> Result<()> {
 }
 
 #[tokio::test]
-async fn ids_that_are_unknown_or_odd_are_refused_and_break_nothing() -> Result<()> {
+async fn unknown_and_hostile_ids_are_rejected() -> Result<()> {
     let routes = Routes::start().await?;
-    // What may be made by naming it is there afterwards; all else is not found.
+    // Some objects are created when they are named; all others are not found.
     let makes = ["/messages", "/consume", "/import", "/tail", "/webhooks/"];
     for (operation, needs, body) in CASES.iter().filter(|case| case.0.contains('{')) {
         let body = || body.and_then(|body| json_body(&body()));
-        let (status, refusal) = routes.call(operation, &unknown(operation), BOSS, body()).await?;
+        let (status, refusal) =
+            routes.call(operation, &unknown(operation), ADMIN_TOKEN, body()).await?;
         let is_made =
             operation.contains("/topics/") || makes.iter().any(|it| operation.contains(it));
         if !is_made {
             assert_eq!(status, 404, "{operation} {needs:?}: {refusal}");
         }
-        for text in nasty() {
+        for text in hostile_texts() {
             let path = path_of(operation, |_| encoded(&text));
-            let (status, refusal) = routes.call(operation, &path, BOSS, body()).await?;
+            let (status, refusal) = routes.call(operation, &path, ADMIN_TOKEN, body()).await?;
             if !is_made {
                 assert!(status.is_client_error(), "{operation} {text:?}: {status} {refusal}");
             }
@@ -318,7 +319,7 @@ async fn ids_that_are_unknown_or_odd_are_refused_and_break_nothing() -> Result<(
 }
 
 #[tokio::test]
-async fn bodies_that_are_cut_large_deep_or_of_another_kind_are_refused() -> Result<()> {
+async fn truncated_large_deep_and_mistyped_bodies_are_rejected() -> Result<()> {
     let routes = Routes::start().await?;
     let deep = [b"[".repeat(100_000), b"]".repeat(100_000)].concat();
     let deep_field = [br#"{"a":"#.repeat(20_000), b"1".to_vec(), b"}".repeat(20_000)].concat();
@@ -327,11 +328,11 @@ async fn bodies_that_are_cut_large_deep_or_of_another_kind_are_refused() -> Resu
         let path = unknown(operation);
         let call = async |kind: &str, bytes: Vec<u8>| {
             let (status, refusal) =
-                routes.call(operation, &path, BOSS, Some((kind, bytes))).await?;
+                routes.call(operation, &path, ADMIN_TOKEN, Some((kind, bytes))).await?;
             anyhow::Ok((status.as_u16(), refusal))
         };
         let json = "application/json";
-        // Lines, and whatever is not signed, are refused by other words.
+        // JSON lines and unsigned webhooks are rejected with other statuses.
         let is_plain = *needs != Signature && !operation.ends_with("/import");
         let expect = |status: u16| if is_plain { vec![status] } else { vec![status, 400, 401] };
         let cut = good.as_bytes()[..good.len() - 1].to_vec();
@@ -360,7 +361,7 @@ async fn bodies_that_are_cut_large_deep_or_of_another_kind_are_refused() -> Resu
         if operation.contains("/webhooks/") {
             continue;
         }
-        // A slip of the pen in a name is told.
+        // A typo in a field name is reported.
         let mut slip: Value = serde_json::from_str(&good)?;
         slip["no_such_field"] = 1.into();
         let (status, refusal) = call(json, slip.to_string().into_bytes()).await?;
@@ -370,47 +371,50 @@ async fn bodies_that_are_cut_large_deep_or_of_another_kind_are_refused() -> Resu
 }
 
 #[tokio::test]
-async fn sql_and_html_in_every_text_are_text() -> Result<()> {
+async fn sql_and_html_in_every_text_are_treated_as_text() -> Result<()> {
     let routes = Routes::start().await?;
     for (operation, _, body) in CASES {
         let path = unknown(operation);
-        for text in nasty() {
+        for text in hostile_texts() {
             for body in body.iter().flat_map(|body| with_text(&body(), &text)) {
-                routes.call(operation, &path, BOSS, json_body(&body)).await?;
+                routes.call(operation, &path, ADMIN_TOKEN, json_body(&body)).await?;
             }
             for name in parameters(&routes, operation, "query") {
                 let path = format!("{path}?{name}={}", encoded(&text));
                 let body = body.and_then(|body| json_body(&body()));
-                routes.call(operation, &path, BOSS, body).await?;
+                routes.call(operation, &path, ADMIN_TOKEN, body).await?;
             }
         }
         let slip = format!("{path}?no_such_parameter=1");
-        routes.call(operation, &slip, BOSS, body.and_then(|body| json_body(&body()))).await?;
+        routes
+            .call(operation, &slip, ADMIN_TOKEN, body.and_then(|body| json_body(&body())))
+            .await?;
     }
-    // Every text field of every body was among them, also those inside of lists and objects.
+    // Every text field of every body was covered, nested ones included.
     for (operation, ..) in CASES {
         let content = &routes.described(operation)["requestBody"]["content"]["application/json"];
         let examples = CASES.iter().filter(|case| case.0 == *operation);
         let examples: Vec<Value> = examples.filter_map(|case| Some(case.2?())).collect();
-        for place in texts(&routes.description, &content["schema"], &[]) {
-            let is_tried = examples.iter().any(|example| has_text(example, &place));
-            assert!(is_tried, "{operation}: give `{}` a text", place.join("."));
+        for location in texts(&routes.description, &content["schema"], &[]) {
+            let is_tried = examples.iter().any(|example| has_text(example, &location));
+            assert!(is_tried, "{operation}: `{}` has no text in its case", location.join("."));
         }
     }
     whole(&routes).await
 }
 
-/// Where a schema has texts. `*` is any item of a list, and any field of an object with free names.
-fn texts(description: &Value, schema: &Value, place: &[&str]) -> Vec<Vec<String>> {
-    assert!(place.len() < 20, "the schema has no end");
-    let below = |schema: &Value, name: &str| texts(description, schema, &[place, &[name]].concat());
+/// Locations of texts in a schema. `*` is any list item or any field with a free name.
+fn texts(description: &Value, schema: &Value, location: &[&str]) -> Vec<Vec<String>> {
+    assert!(location.len() < 20, "the schema is recursive");
+    let below =
+        |schema: &Value, name: &str| texts(description, schema, &[location, &[name]].concat());
     if let Some(reference) = schema["$ref"].as_str() {
         let schema = description.pointer(reference.trim_start_matches('#'));
-        return texts(description, schema.unwrap_or(&Value::Null), place);
+        return texts(description, schema.unwrap_or(&Value::Null), location);
     }
     let mut found = Vec::new();
     if schema["type"] == "string" || schema["type"] == json!(["string", "null"]) {
-        found.push(place.iter().map(|name| (*name).to_owned()).collect());
+        found.push(location.iter().map(|name| (*name).to_owned()).collect());
     }
     for (name, field) in schema["properties"].as_object().into_iter().flatten() {
         found.extend(below(field, name));
@@ -422,13 +426,13 @@ fn texts(description: &Value, schema: &Value, place: &[&str]) -> Vec<Vec<String>
     }
     for ways in ["oneOf", "anyOf", "allOf"] {
         let ways = schema[ways].as_array().into_iter().flatten();
-        found.extend(ways.flat_map(|way| texts(description, way, place)));
+        found.extend(ways.flat_map(|way| texts(description, way, location)));
     }
     found
 }
 
-fn has_text(value: &Value, place: &[String]) -> bool {
-    match (place.split_first(), value) {
+fn has_text(value: &Value, location: &[String]) -> bool {
+    match (location.split_first(), value) {
         (None, value) => value.is_string(),
         (Some((_, rest)), Value::Array(items)) => items.iter().any(|item| has_text(item, rest)),
         (Some((name, rest)), Value::Object(fields)) if name == "*" => {
@@ -439,7 +443,7 @@ fn has_text(value: &Value, place: &[String]) -> bool {
 }
 
 #[tokio::test]
-async fn what_is_no_text_at_all_breaks_nothing_wherever_it_stands() -> Result<()> {
+async fn invalid_utf8_in_paths_and_queries_is_rejected() -> Result<()> {
     let routes = Routes::start().await?;
     let odd = ["%FF%FE", "%C3%28", "%00", "%ED%A0%80", "%", "%zz"];
     for (operation, _, body) in CASES {
@@ -447,15 +451,15 @@ async fn what_is_no_text_at_all_breaks_nothing_wherever_it_stands() -> Result<()
         for odd in odd {
             if operation.contains('{') {
                 let path = path_of(operation, |_| odd.to_owned());
-                let (status, refusal) = routes.call(operation, &path, BOSS, body()).await?;
-                // A percent sign that begins nothing is a letter, and so may be a name that can be made.
+                let (status, refusal) = routes.call(operation, &path, ADMIN_TOKEN, body()).await?;
+                // An invalid percent-encoding is taken literally, which may be the name of a new object.
                 let is_name = ["%", "%zz"].contains(&odd) && status.is_success();
                 let is_refused = status.is_client_error() || status == 501;
                 assert!(is_refused || is_name, "{operation} {odd}: {status} {refusal}");
             }
             for parameter in parameters(&routes, operation, "query") {
                 let path = format!("{}?{parameter}={odd}", unknown(operation));
-                routes.call(operation, &path, BOSS, body()).await?;
+                routes.call(operation, &path, ADMIN_TOKEN, body()).await?;
             }
         }
     }
@@ -463,9 +467,9 @@ async fn what_is_no_text_at_all_breaks_nothing_wherever_it_stands() -> Result<()
 }
 
 #[tokio::test]
-async fn headers_with_odd_values_break_nothing() -> Result<()> {
+async fn hostile_header_values_are_handled() -> Result<()> {
     let routes = Routes::start().await?;
-    let texts = nasty().into_iter().map(String::into_bytes);
+    let texts = hostile_texts().into_iter().map(String::into_bytes);
     let odd = [b"\xff\xfe".to_vec(), "键".into(), b"1-0-0".to_vec()];
     let values: Vec<_> =
         texts.chain(odd).filter(|it| HeaderValue::from_bytes(it).is_ok()).collect();
@@ -481,7 +485,7 @@ async fn headers_with_odd_values_break_nothing() -> Result<()> {
                 if let Some(body) = body {
                     request = request.json(&body());
                 }
-                // `header` adds: what the client would say by itself is replaced.
+                // `insert` replaces the client's own header.
                 let mut headers = HeaderMap::new();
                 headers.insert(HeaderName::try_from(&name)?, HeaderValue::from_bytes(value)?);
                 let request = request.headers(headers).bearer_auth(TOKENS[2].1);
@@ -496,7 +500,7 @@ async fn headers_with_odd_values_break_nothing() -> Result<()> {
 #[tokio::test]
 async fn every_change_by_any_route_is_in_the_audit_log() -> Result<()> {
     let routes = Routes::start().await?;
-    // Webhooks are written down as events; what is settled is a part of a change that has its entry.
+    // Webhooks are recorded as events; settling belongs to the entry of `consume`.
     let is_written = |operation: &str| {
         !operation.starts_with("get ")
             && !operation.contains("/webhooks/")
@@ -506,7 +510,7 @@ async fn every_change_by_any_route_is_in_the_audit_log() -> Result<()> {
     for (operation, _, body) in CASES.iter().filter(|case| is_written(case.0)) {
         let path = unknown(operation);
         let body = body.and_then(|body| json_body(&body()));
-        routes.call(operation, &path, BOSS, body).await?;
+        routes.call(operation, &path, ADMIN_TOKEN, body).await?;
         let method = operation.split(' ').next().unwrap_or_default().to_uppercase();
         expected.insert((method, path));
     }
@@ -527,7 +531,7 @@ fn parameters(routes: &Routes, operation: &str, kind: &str) -> Vec<String> {
     of_kind.filter_map(|parameter| Some(parameter["name"].as_str()?.to_owned())).collect()
 }
 
-/// Sends a request whose body is shorter than it says, and returns what comes back until the connection ends.
+/// Sends a request whose body is shorter than announced. Returns everything received until the connection ends.
 async fn cut_off(routes: &Routes, operation: &str, body: &str) -> Result<String> {
     let (method, _) = operation.split_once(' ').context("a method")?;
     let head = format!(
@@ -542,13 +546,13 @@ async fn cut_off(routes: &Routes, operation: &str, body: &str) -> Result<String>
     stream.write_all(head.as_bytes()).await?;
     stream.shutdown().await?;
     let mut answer = Vec::new();
-    // A connection that is cut off may end with an error after its answer.
+    // A closed connection may end with an error after its response.
     let _ = tokio::time::timeout(LIMIT, stream.read_to_end(&mut answer)).await?;
     Ok(String::from_utf8_lossy(&answer).into_owned())
 }
 
 #[tokio::test]
-async fn a_body_that_is_cut_off_on_its_way_changes_nothing() -> Result<()> {
+async fn a_truncated_body_changes_nothing() -> Result<()> {
     let routes = Routes::start().await?;
     let made = ["/api/v1/tickets", "/api/v1/sessions", "/api/v1/issues"];
     let look = async |path: &str| {
@@ -561,7 +565,7 @@ async fn a_body_that_is_cut_off_on_its_way_changes_nothing() -> Result<()> {
     }
     for (operation, _, body) in CASES {
         let Some(body) = body else { continue };
-        // Whole as JSON, but not as long as it says: what was meant to follow is not known.
+        // Valid JSON, but shorter than announced.
         for text in [body().to_string(), String::new(), "{\"".to_owned()] {
             let answer = cut_off(&routes, operation, &text).await?;
             let is_refused = ["400 ", "401 ", "404 "]
@@ -573,28 +577,28 @@ async fn a_body_that_is_cut_off_on_its_way_changes_nothing() -> Result<()> {
     for (path, before) in made.into_iter().zip(before) {
         assert_eq!(look(path).await?, before, "{path}");
     }
-    // The system's own topics may have come meanwhile.
+    // System topics may have been created in the meantime.
     let topics = look("/api/v1/topics").await?;
     assert!(!topics.contains("no-such-topic") && !topics.contains("\"a\""), "{topics}");
     whole(&routes).await
 }
 
 #[tokio::test]
-async fn a_body_that_nobody_asked_for_harms_nobody() -> Result<()> {
+async fn an_unexpected_body_is_ignored() -> Result<()> {
     let routes = Routes::start().await?;
     for (operation, ..) in CASES.iter().filter(|case| case.2.is_none()) {
         for bytes in [b"{".to_vec(), vec![0xff; 64], b"[".repeat(2000), vec![b' '; 20_000]] {
             let body = Some(("application/json", bytes));
-            routes.call(operation, &unknown(operation), BOSS, body).await?;
+            routes.call(operation, &unknown(operation), ADMIN_TOKEN, body).await?;
         }
     }
     whole(&routes).await
 }
 
-/// Everything is there, nothing was run, and nobody panicked.
+/// All data is intact, nothing was executed, and nothing panicked.
 async fn whole(routes: &Routes) -> Result<()> {
     for path in ["/api/v1/tickets", "/api/v1/issues", "/api/v1/audit", "/api/v1/topics"] {
-        let (status, _) = routes.call("get", path, BOSS, None).await?;
+        let (status, _) = routes.call("get", path, ADMIN_TOKEN, None).await?;
         assert_eq!(status, 200, "{path}");
     }
     let page = routes.server.client.get(routes.server.url("/")).bearer_auth(TOKENS[2].1);

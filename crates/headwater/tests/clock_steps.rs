@@ -1,5 +1,5 @@
-//! The real binary while the wall clock of its machine is set back and forward by an hour, again and again: within a
-//! debounce window, within a run, within a delivery, and between two events of an issue.
+//! The real binary while the wall clock is set back or forward by an hour repeatedly: within a debounce window, a
+//! run, a delivery, and between two events of an issue.
 
 mod support;
 
@@ -19,14 +19,14 @@ use tokio::sync::Semaphore;
 use crate::support::desk::all_idle;
 use crate::support::model::FakeModel;
 use crate::support::sender::{SECRET, github, github_comment, github_issues, send};
-use crate::support::{Place, Server, eventually};
+use crate::support::{Server, ServerDir, eventually};
 
 const HOUR_SECONDS: i64 = 3600;
 
-/// Longer than it is from one sweep, or one heartbeat of a worker, to the next.
-const A_WHILE: Duration = Duration::from_secs(8);
+/// Longer than the interval of sweeps and worker heartbeats.
+const OBSERVE_FOR: Duration = Duration::from_secs(8);
 
-/// A GitHub that keeps comments, and lets those who post one wait at its gate.
+/// A GitHub that stores comments and delays its response until permitted.
 #[derive(Clone)]
 struct GatedGithub {
     posts: Arc<Mutex<Vec<String>>>,
@@ -47,7 +47,7 @@ impl GatedGithub {
         Ok((hub, format!("http://{address}")))
     }
 
-    /// Every attempt counts, answered or not: it lists no comments, so nothing hides a second one.
+    /// Counts every attempt: comments are never listed, so a second attempt is not suppressed.
     fn posts(&self) -> usize {
         self.posts.lock().expect("no panic").len()
     }
@@ -56,23 +56,23 @@ impl GatedGithub {
 async fn comment(State(hub): State<GatedGithub>, Json(body): Json<Value>) -> StatusCode {
     hub.posts.lock().expect("no panic").push(body["body"].to_string());
     let passed = hub.gate.acquire().await;
-    passed.expect("it is never closed").forget();
+    passed.expect("the semaphore is never closed").forget();
     StatusCode::CREATED
 }
 
-/// A server under a clock, with its model and its GitHub.
-struct Scene {
+/// A server with a controlled clock, a model and a GitHub.
+struct ClockScenario {
     clock: WallClock,
     offset: i64,
     step: i64,
     server: Server,
     model: FakeModel,
     hub: GatedGithub,
-    _place: Place,
+    _dir: ServerDir,
     _postgres: Option<Postgres>,
 }
 
-impl Scene {
+impl ClockScenario {
     async fn start(step: i64, on_postgres: bool) -> Result<Self> {
         let clock = WallClock::start()?;
         let (hub, hub_url) = GatedGithub::start().await?;
@@ -81,20 +81,20 @@ impl Scene {
             "[[integration]]\nid = \"shop\"\nprovider = \"github\"\nsecret = \"{SECRET}\"\n\
              reply_token_env = \"SHOP_TOKEN\"\nbase_url = \"{hub_url}\"\n"
         );
-        let mut place = Place::new()?.settings(&settings)?.variable("SHOP_TOKEN", "a token");
+        let mut dir = ServerDir::new()?.settings(&settings)?.variable("SHOP_TOKEN", "a token");
         for (name, value) in clock.environment() {
-            place = place.variable(&name, &value);
+            dir = dir.variable(&name, &value);
         }
         let postgres = if on_postgres { Some(Postgres::start_at(&clock)?) } else { None };
         let database = match &postgres {
-            // Not dropped before the server: it goes with it.
+            // Not dropped before the server.
             Some(postgres) => {
                 let database = postgres.database()?;
                 let url = database.url();
                 std::mem::forget(database);
                 url
             }
-            None => format!("sqlite:{}", place.file("headwater.db")),
+            None => format!("sqlite:{}", dir.file("headwater.db")),
         };
         let arguments = [
             ["--database-url", &database],
@@ -103,16 +103,16 @@ impl Scene {
             ["--model-url", &model_url],
             ["--model-name", "m"],
         ];
-        let server = place.serve(&arguments.concat())?;
-        let (offset, _place, _postgres) = (0, place, postgres);
-        Ok(Self { clock, offset, step, server, model, hub, _place, _postgres })
+        let server = dir.serve(&arguments.concat())?;
+        let (offset, _dir, _postgres) = (0, dir, postgres);
+        Ok(Self { clock, offset, step, server, model, hub, _dir, _postgres })
     }
 
-    /// Sets the clock by another step, and sees that everything is well, at once and for a while.
+    /// Sets the clock by another step and observes the server for a while.
     async fn step(&mut self, is_well: impl Fn(&Self) -> Result<()>) -> Result<()> {
         self.offset += self.step;
         self.clock.set(self.offset)?;
-        let until = Instant::now() + A_WHILE;
+        let until = Instant::now() + OBSERVE_FOR;
         while Instant::now() < until {
             let (status, body) = self.server.get("/health/ready").await?;
             ensure!(status == 200, "not ready: {body:#}\n{}", self.server.log());
@@ -132,67 +132,67 @@ impl Scene {
 }
 
 async fn everything_happens_once(step: i64, on_postgres: bool) -> Result<()> {
-    let mut scene = Scene::start(step, on_postgres).await?;
+    let mut scenario = ClockScenario::start(step, on_postgres).await?;
 
-    // Within the debounce window: the event is not stranded. The window may end early, but there is one run.
+    // Within the debounce window: the event is not lost. The window may end early, but there is one run.
     let body = github_issues("opened", 42, "Where is it?").to_string();
-    let (status, answer) = send(github(&scene.server, "issues", "d-1", body.as_bytes())).await?;
+    let (status, answer) = send(github(&scenario.server, "issues", "d-1", body.as_bytes())).await?;
     ensure!(status < 300, "{status} {answer}");
-    scene.step(|scene| check(scene.questions() <= 1, "two runs")).await?;
-    let asked = scene.model.clone();
+    scenario.step(|scenario| check(scenario.questions() <= 1, "two runs")).await?;
+    let asked = scenario.model.clone();
     eventually("a question to the model", || !asked.asked("Where is it?").is_empty()).await?;
 
-    // Within the run: the worker keeps its claim, and the model is not asked again.
-    scene.step(|scene| check(scene.questions() == 1, "the run was repeated")).await?;
-    scene.model.open_door();
-    let hub = scene.hub.clone();
+    // Within the run: the worker keeps its claim, and the model is not called again.
+    scenario.step(|scenario| check(scenario.questions() == 1, "the run was repeated")).await?;
+    scenario.model.open_door();
+    let hub = scenario.hub.clone();
     eventually("the comment to be posted", || hub.posts() == 1).await?;
 
-    // Within the delivery: the reply is not sent a second time.
-    scene.step(|scene| check(scene.hub.posts() == 1, "the reply was sent twice")).await?;
-    scene.hub.gate.add_permits(1_000);
-    all_idle(&scene.server).await?;
+    // Within the delivery: the reply is not sent twice.
+    scenario.step(|scenario| check(scenario.hub.posts() == 1, "the reply was sent twice")).await?;
+    scenario.hub.gate.add_permits(1_000);
+    all_idle(&scenario.server).await?;
 
-    // Between two events: the answer that was given stays given.
-    scene.step(|scene| check(scene.questions() == 1, "a run for nothing")).await?;
+    // Between two events: the first reply stays.
+    scenario.step(|scenario| check(scenario.questions() == 1, "an unnecessary run")).await?;
     let body = github_comment(42, "ann", "And now?").to_string();
-    let comment = github(&scene.server, "issue_comment", "d-2", body.as_bytes());
+    let comment = github(&scenario.server, "issue_comment", "d-2", body.as_bytes());
     let (status, answer) = send(comment).await?;
     ensure!(status < 300, "{status} {answer}");
-    let hub = scene.hub.clone();
+    let hub = scenario.hub.clone();
     eventually("the second comment", || hub.posts() == 2).await?;
-    all_idle(&scene.server).await?;
-    let questions = scene.model.asked("");
+    all_idle(&scenario.server).await?;
+    let questions = scenario.model.asked("");
     ensure!(questions.len() == 2, "{} questions", questions.len());
-    // The thread stands in the prompt, a line of JSON for each text.
+    // The prompt contains the conversation, one line of JSON for each text.
     let turns = questions[1].body["messages"].as_array().context("messages")?;
     let texts = turns.iter().filter_map(|turn| turn["content"].as_str()).flat_map(str::lines);
     let lines: Vec<Value> = texts.filter_map(|line| serde_json::from_str(line).ok()).collect();
     let pending = |line: &&Value| line["pending"] == true;
     ensure!(lines.iter().filter(pending).count() == 1, "only the comment is new: {lines:#?}");
     let answered = lines.iter().any(|line| line["author"] == "assistant");
-    ensure!(answered, "the first answer was withdrawn: {lines:#?}");
-    ensure!(scene.hub.posts() == 2, "{:?}", scene.hub.posts.lock().expect("no panic"));
+    ensure!(answered, "the first reply is missing: {lines:#?}");
+    ensure!(scenario.hub.posts() == 2, "{:?}", scenario.hub.posts.lock().expect("no panic"));
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_clock_set_back_strands_doubles_and_withdraws_nothing_on_sqlite() -> Result<()> {
+async fn a_clock_set_back_loses_and_duplicates_nothing_on_sqlite() -> Result<()> {
     everything_happens_once(-HOUR_SECONDS, false).await
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_clock_set_forward_strands_doubles_and_withdraws_nothing_on_sqlite() -> Result<()> {
+async fn a_clock_set_forward_loses_and_duplicates_nothing_on_sqlite() -> Result<()> {
     everything_happens_once(HOUR_SECONDS, false).await
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_clock_set_back_strands_doubles_and_withdraws_nothing_on_postgres() -> Result<()> {
+async fn a_clock_set_back_loses_and_duplicates_nothing_on_postgres() -> Result<()> {
     everything_happens_once(-HOUR_SECONDS, true).await
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_clock_set_forward_strands_doubles_and_withdraws_nothing_on_postgres() -> Result<()> {
+async fn a_clock_set_forward_loses_and_duplicates_nothing_on_postgres() -> Result<()> {
     everything_happens_once(HOUR_SECONDS, true).await
 }
 

@@ -1,4 +1,4 @@
-//! `consume --exec` on the real binary: what a command gets, and what becomes of it when its consumer is killed.
+//! `consume --exec` of the real binary: the command's input, and its fate when the consumer is killed.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 mod support;
@@ -12,9 +12,9 @@ use headwater_testkit::{is_alive, wait_until};
 use sha2::{Digest, Sha256};
 
 use crate::support::LIMIT;
-use crate::support::reach::Reach;
+use crate::support::cli::CliFixture;
 
-/// More than a pipe holds.
+/// Larger than a pipe buffer.
 const PAYLOAD_BYTES: usize = 400_000;
 
 fn payload() -> String {
@@ -32,16 +32,16 @@ fn sha256(bytes: &[u8]) -> String {
     })
 }
 
-fn produce(reach: &Reach, topic: &str, payload: &str) {
-    let sent = reach.json_of(&["produce", topic, "--payload", "-"], payload);
+fn produce(cli: &CliFixture, topic: &str, payload: &str) {
+    let sent = cli.json_of(&["produce", topic, "--payload", "-"], payload);
     assert_eq!(sent.len(), 1, "{sent:?}");
 }
 
 /// Starts a consumer that runs a script for each message.
-fn consumer(reach: &Reach, group: &str, script: &str, more: &[&str]) -> Child {
-    let direct: Vec<&str> = reach.direct.iter().map(String::as_str).collect();
+fn consumer(cli: &CliFixture, group: &str, script: &str, more: &[&str]) -> Child {
+    let direct: Vec<&str> = cli.direct_args.iter().map(String::as_str).collect();
     let verb = ["consume", "jobs", "--group", group, "--exec", script];
-    let mut command = reach.place.command(&[&verb[..], more, &direct].concat());
+    let mut command = cli.dir.command(&[&verb[..], more, &direct].concat());
     command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap()
 }
 
@@ -57,7 +57,7 @@ fn process_ids(path: &Path) -> Vec<u32> {
     lines(path).iter().flat_map(|line| line.split(' ')).map(|pid| pid.parse().unwrap()).collect()
 }
 
-/// Waits until none of the processes runs.
+/// Waits until none of the processes is running.
 fn none_survives(path: &Path) {
     for pid in process_ids(path) {
         let what = format!("process {pid} of a killed consumer to end");
@@ -66,47 +66,47 @@ fn none_survives(path: &Path) {
 }
 
 #[test]
-fn a_command_learns_the_length_and_the_checksum_of_the_payload_that_it_reads() {
-    let reach = Reach::embedded();
-    reach.json(&["topic", "create", "jobs"]);
+fn a_command_gets_length_and_checksum_of_its_payload() {
+    let cli = CliFixture::embedded();
+    cli.json(&["topic", "create", "jobs"]);
     let payload = payload();
-    produce(&reach, "jobs", &payload);
-    produce(&reach, "jobs", "x");
+    produce(&cli, "jobs", &payload);
+    produce(&cli, "jobs", "x");
     let script = r#"set -- $(sha256sum); echo "$HEADWATER_PAYLOAD_BYTES $HEADWATER_PAYLOAD_SHA256 $1" >> seen"#;
     let verb = ["consume", "jobs", "--group", "g", "--count", "2", "--exec", script];
-    let output = reach.run(&verb, "");
+    let output = cli.run(&verb, "");
     assert!(output.status.success(), "{}", support::text(&output.stderr));
     let expected = [payload.as_str(), "x"].map(|payload| {
         let sha256 = sha256(payload.as_bytes());
         format!("{} {sha256} {sha256}", payload.len())
     });
-    assert_eq!(lines(&reach.place.path().join("seen")), expected);
+    assert_eq!(lines(&cli.dir.path().join("seen")), expected);
 }
 
 #[test]
-fn a_failed_command_gives_the_end_of_its_standard_error_as_the_reason() {
-    let reach = Reach::embedded();
-    reach.json(&["topic", "create", "jobs", "--max-retries", "0"]);
-    produce(&reach, "jobs", "x");
+fn the_failure_reason_is_the_end_of_standard_error() {
+    let cli = CliFixture::embedded();
+    cli.json(&["topic", "create", "jobs", "--max-retries", "0"]);
+    produce(&cli, "jobs", "x");
     let script = "head -c 100000 /dev/zero | tr '\\0' y >&2; echo last >&2; exit 7";
     let verb = ["consume", "jobs", "--group", "g", "--timeout", "5s", "--exec", script];
-    let told = support::text(&reach.run(&verb, "").stderr);
-    let (_, reason) = told.trim().split_once("becomes a dead letter: ").unwrap();
+    let stderr = support::text(&cli.run(&verb, "").stderr);
+    let (_, reason) = stderr.trim().split_once("becomes a dead letter: ").unwrap();
     assert!(reason.contains("exit status: 7") && reason.ends_with("ylast"), "{reason}");
     assert!(reason.len() < 1000, "{}", reason.len());
 }
 
-/// The command waits for the kill before it reads its input, so the consumer cannot have written all of it to a pipe.
+/// The command reads its input only after the kill, so the consumer cannot have written all of it to a pipe.
 #[test]
-fn a_command_whose_consumer_is_killed_before_it_reads_is_killed_with_its_children() {
-    let reach = Reach::embedded();
-    reach.json(&["topic", "create", "jobs"]);
-    produce(&reach, "jobs", &payload());
-    let file = |name: &str| reach.place.path().join(name);
+fn killing_the_consumer_kills_its_command_and_children() {
+    let cli = CliFixture::embedded();
+    cli.json(&["topic", "create", "jobs"]);
+    produce(&cli, "jobs", &payload());
+    let file = |name: &str| cli.dir.path().join(name);
     let script = r#"sleep 600 & echo "$$ $!" > begun.new; mv begun.new begun
         until [ -e killed ]; do sleep 0.02; done
         wc -c >> ended"#;
-    let mut child = consumer(&reach, "g", script, &[]);
+    let mut child = consumer(&cli, "g", script, &[]);
     wait_until("the command to begin", LIMIT, || file("begun").exists()).unwrap();
     child.kill().unwrap();
     child.wait().unwrap();
@@ -115,12 +115,12 @@ fn a_command_whose_consumer_is_killed_before_it_reads_is_killed_with_its_childre
     none_survives(&file("begun"));
     let whole = PAYLOAD_BYTES.to_string();
     for ended in lines(&file("ended")) {
-        assert_eq!(ended.trim(), whole, "a command took a cut payload for a whole one");
+        assert_eq!(ended.trim(), whole, "a command accepted a truncated payload");
     }
 }
 
 #[test]
-fn commands_of_consumers_killed_at_random_read_whole_payloads_and_none_survives() {
+fn commands_of_randomly_killed_consumers_read_whole_payloads_and_do_not_survive() {
     let kills = number("HEADWATER_COMMAND_KILLS").unwrap_or(6);
     let clock = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap();
     let seed = number("HEADWATER_SEED").unwrap_or(clock.as_nanos() as u64) | 1;
@@ -132,19 +132,19 @@ fn commands_of_consumers_killed_at_random_read_whole_payloads_and_none_survives(
         state ^= state << 17;
         state % limit
     };
-    let reach = Reach::embedded();
-    reach.json(&["topic", "create", "jobs", "--partitions", "4"]);
+    let cli = CliFixture::embedded();
+    cli.json(&["topic", "create", "jobs", "--partitions", "4"]);
     let payload = payload();
     for _ in 0..20 {
-        produce(&reach, "jobs", &payload);
+        produce(&cli, "jobs", &payload);
     }
-    let file = |name: &str| reach.place.path().join(name);
+    let file = |name: &str| cli.dir.path().join(name);
     let script = r#"echo $$ >> begun; set -- $(sha256sum); echo "$1" >> ended"#;
     for kill in 0..kills {
         let _ = std::fs::remove_file(file("begun"));
-        // A group of its own each time, so that no lease of a killed consumer has to run out.
+        // A new group each time, so that no lease of a killed consumer has to expire.
         let group = format!("g{kill}");
-        let mut child = consumer(&reach, &group, script, &["--concurrency", "4"]);
+        let mut child = consumer(&cli, &group, script, &["--concurrency", "4"]);
         let wanted = 1 + below(15) as usize;
         wait_until("commands to begin", LIMIT, || lines(&file("begun")).len() >= wanted).unwrap();
         std::thread::sleep(Duration::from_micros(below(20_000)));

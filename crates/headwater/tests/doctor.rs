@@ -1,16 +1,16 @@
-//! The doctor of a server, asked by the real binary: it tells what is so now, and with a server away it tells the rest.
+//! The doctor of a server: it reports the current state, and checks the rest if one server is unreachable.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 mod support;
 
 use headwater_testkit::{Postgres, Redis};
 use serde_json::Value;
-use support::reach::Reach;
-use support::{Place, Server, text};
+use support::cli::CliFixture;
+use support::{Server, ServerDir, text};
 
-/// The exit code, and what was found.
-fn doctor(place: &Place, server: &Server) -> (Option<i32>, Vec<Value>) {
-    let output = place.run(&["doctor", "--json", "--url", &server.url("")]).unwrap();
+/// Exit code and findings.
+fn doctor(dir: &ServerDir, server: &Server) -> (Option<i32>, Vec<Value>) {
+    let output = dir.run(&["doctor", "--json", "--url", &server.url("")]).unwrap();
     let lines = text(&output.stdout);
     let findings: Vec<Value> =
         lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
@@ -18,7 +18,7 @@ fn doctor(place: &Place, server: &Server) -> (Option<i32>, Vec<Value>) {
     (output.status.code(), findings)
 }
 
-/// How bad it is with a subject, which has one line.
+/// Severity of the only finding about a subject.
 fn severity<'a>(findings: &'a [Value], subject: &str) -> &'a str {
     let found: Vec<_> = findings.iter().filter(|finding| finding["subject"] == subject).collect();
     assert_eq!(found.len(), 1, "{subject}: {findings:?}");
@@ -26,13 +26,13 @@ fn severity<'a>(findings: &'a [Value], subject: &str) -> &'a str {
 }
 
 #[test]
-fn it_tells_what_redis_is_now_and_not_what_it_was_when_the_server_started() {
-    let reach = Reach::server();
-    let redis = reach.redis.as_ref().unwrap();
+fn it_reports_the_current_state_of_redis() {
+    let cli = CliFixture::with_server();
+    let redis = cli.redis.as_ref().unwrap();
     let set = |name: &str, value: &str| {
         redis.command(&["CONFIG", "SET", name, value]).unwrap();
     };
-    let look = || doctor(&reach.place, reach.the_server());
+    let look = || doctor(&cli.dir, cli.server());
     for (name, wrong, right, subject, expected) in [
         ("maxmemory-policy", "allkeys-lru", "noeviction", "eviction", "error"),
         ("notify-keyspace-events", "", "Ex", "notify-keyspace-events", "warning"),
@@ -40,7 +40,7 @@ fn it_tells_what_redis_is_now_and_not_what_it_was_when_the_server_started() {
         ("maxmemory", "1", "1gb", "memory", "error"),
     ] {
         let of_redis = |findings: Vec<Value>| -> Vec<Value> {
-            // The database has a line on its persistence, too.
+            // The database has findings about persistence as well.
             let is_redis = |finding: &Value| !finding["found"].as_str().unwrap().contains("sync");
             let is_ours =
                 |finding: &Value| finding["subject"] != "persistence" || is_redis(finding);
@@ -56,9 +56,9 @@ fn it_tells_what_redis_is_now_and_not_what_it_was_when_the_server_started() {
         let (code, findings) = look();
         assert_eq!(severity(&of_redis(findings), subject), expected, "{name} {wrong}");
         if subject == "memory" {
-            // Whoever wants to write is told the same.
-            let said = reach.refused(&["produce", "orders", "--payload", "x"], 3);
-            assert!(said.contains("the streams are full"), "{said}");
+            // Writes fail with the same reason.
+            let message = cli.fails(&["produce", "orders", "--payload", "x"], 3);
+            assert!(message.contains("stream backend is full"), "{message}");
         }
         assert!(code == Some(1) || expected == "warning" && code == Some(4), "{name}: {code:?}");
         set(name, right);
@@ -66,22 +66,22 @@ fn it_tells_what_redis_is_now_and_not_what_it_was_when_the_server_started() {
 }
 
 #[tokio::test]
-async fn with_a_server_away_or_silent_it_tells_of_that_one_and_of_all_the_rest() {
+async fn an_unreachable_or_silent_server_is_reported_with_all_other_findings() {
     let (redis, postgres) = (Redis::start().unwrap(), Postgres::start().unwrap());
     let database = postgres.database().unwrap();
-    let place = Place::new().unwrap();
+    let dir = ServerDir::new().unwrap();
     let server =
-        place.serve(&["--stream-url", &redis.url(), "--database-url", &database.url()]).unwrap();
+        dir.serve(&["--stream-url", &redis.url(), "--database-url", &database.url()]).unwrap();
     server.until("/health/ready", |status, _| status == 200).await.unwrap();
     let of_streams = ["eviction", "commands", "groups"];
     let of_database = ["migrations", "audit", "workers", "outbox"];
-    let check = |away: &str, told: &[&str], untold: &[&str]| {
-        let (code, findings) = doctor(&place, &server);
+    let check = |unreachable: &str, reported: &[&str], missing: &[&str]| {
+        let (code, findings) = doctor(&dir, &server);
         assert_eq!(code, Some(3), "{findings:?}");
-        assert_eq!(severity(&findings, away), "unreachable", "{findings:?}");
-        told.iter().for_each(|subject| assert_eq!(severity(&findings, subject), "ok"));
-        let is_told = |subject: &&str| findings.iter().any(|it| it["subject"] == **subject);
-        assert!(!untold.iter().any(is_told), "{findings:?}");
+        assert_eq!(severity(&findings, unreachable), "unreachable", "{findings:?}");
+        reported.iter().for_each(|subject| assert_eq!(severity(&findings, subject), "ok"));
+        let is_reported = |subject: &&str| findings.iter().any(|it| it["subject"] == **subject);
+        assert!(!missing.iter().any(is_reported), "{findings:?}");
     };
 
     redis.pause().unwrap();
@@ -99,6 +99,6 @@ async fn with_a_server_away_or_silent_it_tells_of_that_one_and_of_all_the_rest()
     check("database", &of_streams, &of_database);
     postgres.restart().unwrap();
     server.until("/health/ready", |status, _| status == 200).await.unwrap();
-    let (_, findings) = doctor(&place, &server);
+    let (_, findings) = doctor(&dir, &server);
     assert_eq!(severity(&findings, "database"), "ok", "{findings:?}");
 }

@@ -1,4 +1,4 @@
-//! What the documents say is so.
+//! Checks of the documentation.
 
 use std::path::{Path, PathBuf};
 

@@ -1,4 +1,4 @@
-//! Groups that are not needed any more: removed by the real binary, directly and over a server; and seen by the doctor.
+//! Abandoned groups: deleted directly and over a server, and reported by the doctor.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 mod support;
@@ -6,31 +6,31 @@ mod support;
 use std::process::{Child, Stdio};
 
 use serde_json::{Value, json};
-use support::reach::{Reach, until};
+use support::cli::{CliFixture, until};
 use support::text;
 
-/// A topic that keeps one message, with five; group `g` has read one, and group `typo` none of the rest.
-fn behind(reach: &Reach) {
-    reach.json(&["topic", "create", "orders", "--partitions", "1", "--retention-count", "1"]);
-    reach.json(&["produce", "orders", "--payload", "first"]);
+/// A topic with retention 1 and five messages; groups `g` and `typo` have read one of them.
+fn behind(cli: &CliFixture) {
+    cli.json(&["topic", "create", "orders", "--partitions", "1", "--retention-count", "1"]);
+    cli.json(&["produce", "orders", "--payload", "first"]);
     for group in ["g", "typo"] {
         let words = ["consume", "orders", "--group", group, "--count", "1", "--timeout", "90s"];
-        assert_eq!(reach.json(&words).len(), 1);
+        assert_eq!(cli.json(&words).len(), 1);
     }
-    assert_eq!(reach.json_of(&["produce", "orders", "--payload", "-"], "2\n3\n4\n5\n").len(), 4);
+    assert_eq!(cli.json_of(&["produce", "orders", "--payload", "-"], "2\n3\n4\n5\n").len(), 4);
 }
 
-/// What the doctor says of groups.
-fn of_groups(reach: &Reach) -> Vec<Value> {
-    let output = reach.run(&["doctor", "--json"], "");
+/// The doctor's findings about groups.
+fn of_groups(cli: &CliFixture) -> Vec<Value> {
+    let output = cli.run(&["doctor", "--json"], "");
     let lines = text(&output.stdout);
     let findings = lines.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
     findings.filter(|finding| finding["subject"] == "groups").collect()
 }
 
-fn a_group_is_removed(reach: &Reach) {
-    behind(reach);
-    let found = of_groups(reach);
+fn a_group_is_removed(cli: &CliFixture) {
+    behind(cli);
+    let found = of_groups(cli);
     assert_eq!(found.len(), 2, "{found:?}");
     for finding in &found {
         assert_eq!(finding["severity"], "warning", "{finding}");
@@ -38,56 +38,56 @@ fn a_group_is_removed(reach: &Reach) {
     }
     assert!(found[1]["advice"].as_str().unwrap().contains("headwater group delete orders typo"));
 
-    let said = reach.refused(&["group", "delete", "orders", "typo"], 2);
-    assert!(said.contains("--yes"), "{said}");
-    let removed = reach.json(&["group", "delete", "orders", "typo", "--yes"]);
+    let message = cli.fails(&["group", "delete", "orders", "typo"], 2);
+    assert!(message.contains("--yes"), "{message}");
+    let removed = cli.json(&["group", "delete", "orders", "typo", "--yes"]);
     let expected =
         json!({"topic": "orders", "group": "typo", "pending": 0, "lag": 4, "partitions": 1});
     assert_eq!(removed, [expected]);
-    let said = reach.refused(&["group", "delete", "orders", "typo", "--yes"], 1);
-    assert!(said.contains("`typo`"), "{said}");
-    reach.refused(&["group", "delete", "nothing", "typo", "--yes"], 1);
-    let left: Vec<Value> = reach
+    let message = cli.fails(&["group", "delete", "orders", "typo", "--yes"], 1);
+    assert!(message.contains("`typo`"), "{message}");
+    cli.fails(&["group", "delete", "nothing", "typo", "--yes"], 1);
+    let left: Vec<Value> = cli
         .json(&["group", "list", "orders"])
         .into_iter()
         .map(|one| one["group"].clone())
         .collect();
     assert_eq!(left, ["g"]);
 
-    // The other one still holds back what it needs, until it is gone, too.
+    // The other group still blocks retention until it is deleted.
     let trim = ["topic", "trim", "orders", "--count", "0", "--yes"];
-    assert_eq!(reach.json(&trim)[0]["held_back"], true);
-    assert!(reach.said(&["group", "delete", "orders", "g", "--yes"]).contains("partitions"));
-    let trimmed = &reach.json(&trim)[0];
+    assert_eq!(cli.json(&trim)[0]["held_back"], true);
+    assert!(cli.stdout(&["group", "delete", "orders", "g", "--yes"]).contains("partitions"));
+    let trimmed = &cli.json(&trim)[0];
     assert_eq!((&trimmed["held_back"], &trimmed["removed"]), (&json!(false), &json!(4)));
-    let found = of_groups(reach);
+    let found = of_groups(cli);
     assert_eq!((found.len(), &found[0]["severity"]), (1, &json!("ok")), "{found:?}");
 }
 
 #[test]
 fn a_group_is_removed_on_embedded_streams() {
-    a_group_is_removed(&Reach::embedded());
+    a_group_is_removed(&CliFixture::embedded());
 }
 
 #[test]
 fn a_group_is_removed_on_redis() {
-    a_group_is_removed(&Reach::redis());
+    a_group_is_removed(&CliFixture::redis());
 }
 
 #[test]
 fn a_group_is_removed_over_a_server() {
-    let reach = Reach::server();
-    a_group_is_removed(&reach);
-    let log = reach.json(&["audit", "log"]);
+    let cli = CliFixture::with_server();
+    a_group_is_removed(&cli);
+    let log = cli.json(&["audit", "log"]);
     let path = "/api/v1/topics/orders/groups/typo";
     let entry = log.iter().find(|entry| entry["path"] == path && entry["status"] == 200);
     assert_eq!(entry.unwrap()["method"], "DELETE", "{log:?}");
 }
 
-/// A process that is killed with the test.
-struct Killed(Child);
+/// A process that is killed on drop.
+struct KillOnDrop(Child);
 
-impl Drop for Killed {
+impl Drop for KillOnDrop {
     fn drop(&mut self) {
         let _ = self.0.kill();
         let _ = self.0.wait();
@@ -95,20 +95,20 @@ impl Drop for Killed {
 }
 
 #[test]
-fn a_group_with_a_member_is_left_alone() {
-    let reach = Reach::redis();
-    reach.json(&["topic", "create", "orders", "--partitions", "1"]);
-    let direct: Vec<&str> = reach.direct.iter().map(String::as_str).collect();
+fn a_group_with_an_active_member_is_not_deleted() {
+    let cli = CliFixture::redis();
+    cli.json(&["topic", "create", "orders", "--partitions", "1"]);
+    let direct: Vec<&str> = cli.direct_args.iter().map(String::as_str).collect();
     let words = [&["consume", "orders", "--group", "g"][..], &direct].concat();
-    let mut command = reach.place.command(&words);
+    let mut command = cli.dir.command(&words);
     command.stdout(Stdio::null()).stderr(Stdio::null());
-    let consumer = Killed(command.spawn().unwrap());
-    let ask = |verb: &[&str]| reach.run(verb, "");
+    let consumer = KillOnDrop(command.spawn().unwrap());
+    let ask = |verb: &[&str]| cli.run(verb, "");
     until(&ask, &["group", "list", "orders"], |groups| {
         groups.iter().any(|group| !group["members"].as_array().unwrap().is_empty())
     });
-    let said = reach.refused(&["group", "delete", "orders", "g", "--yes"], 1);
-    assert!(said.contains("is at work"), "{said}");
-    assert_eq!(reach.json(&["group", "list", "orders"]).len(), 1);
+    let message = cli.fails(&["group", "delete", "orders", "g", "--yes"], 1);
+    assert!(message.contains("is at work"), "{message}");
+    assert_eq!(cli.json(&["group", "list", "orders"]).len(), 1);
     drop(consumer);
 }

@@ -1,4 +1,4 @@
-//! Clients that hold connections, send too much, or lie about where they went, on the real binary.
+//! Clients that hold connections, send too much, or forge the Host header, against the real binary.
 
 mod support;
 
@@ -11,15 +11,15 @@ use headwater_testkit::Postgres;
 use sqlx::{Connection, PgConnection};
 
 use crate::support::sender::{github, github_issues, integrations, send};
-use crate::support::{LIMIT, Place, Server};
+use crate::support::{LIMIT, Server, ServerDir};
 
-/// As many as held every connection of a server with default settings.
+/// More than the default connection limit.
 const SOCKETS: usize = 1_500;
 
-/// Longer than a test takes: what ends in time does so without this.
-const PATIENT: [&str; 4] = ["--http-read-timeout", "10m", "--http-request-timeout", "10m"];
+/// Longer than a test, so that no test passes because of these timeouts.
+const LONG_TIMEOUTS: [&str; 4] = ["--http-read-timeout", "10m", "--http-request-timeout", "10m"];
 
-/// Sockets that have sent the beginning of a request, and are kept open.
+/// Open sockets that have sent only the start of a request.
 fn slow_sockets(server: &Server, begin: &str) -> Vec<TcpStream> {
     let open = |_| {
         let mut socket = TcpStream::connect(server.address).expect("a connection");
@@ -30,7 +30,7 @@ fn slow_sockets(server: &Server, begin: &str) -> Vec<TcpStream> {
     (0..SOCKETS).map(open).collect()
 }
 
-/// Asks over a connection of its own, from this address.
+/// Sends a request over a new connection from this address.
 async fn ask(server: &Server, from: [u8; 4], path: &str) -> Result<(u16, String)> {
     let client = reqwest::Client::builder().local_address(std::net::IpAddr::from(from));
     let client = client.no_proxy().timeout(LIMIT / 4).build()?;
@@ -51,38 +51,37 @@ async fn all_are_answered(server: &Server) -> Result<()> {
 }
 
 #[tokio::test]
-async fn clients_that_send_headers_slowly_keep_out_neither_probes_nor_other_clients() -> Result<()>
-{
+async fn clients_with_slow_headers_do_not_block_probes_or_other_clients() -> Result<()> {
     support::client();
-    let place = Place::new()?;
-    let server = place.serve(&PATIENT)?;
+    let dir = ServerDir::new()?;
+    let server = dir.serve(&LONG_TIMEOUTS)?;
     let _sockets =
         slow_sockets(&server, "GET /health/live HTTP/1.1\r\nHost: localhost\r\nX-Slow: ");
     all_are_answered(&server).await
 }
 
 #[tokio::test]
-async fn clients_that_send_nothing_keep_out_neither_probes_nor_other_clients() -> Result<()> {
+async fn silent_clients_do_not_block_probes_or_other_clients() -> Result<()> {
     support::client();
-    let place = Place::new()?;
-    let server = place.serve(&PATIENT)?;
+    let dir = ServerDir::new()?;
+    let server = dir.serve(&LONG_TIMEOUTS)?;
     let _sockets = slow_sockets(&server, "");
     all_are_answered(&server).await
 }
 
 /// These requests are in progress, so none of their connections may be closed.
 #[tokio::test]
-async fn clients_that_send_bodies_slowly_keep_out_neither_probes_nor_other_clients() -> Result<()> {
+async fn clients_with_slow_bodies_do_not_block_probes_or_other_clients() -> Result<()> {
     support::client();
-    let place = Place::new()?.settings(&integrations())?;
-    let server = place.serve(&[&PATIENT[..], &["--http-rate-burst", "100000"]].concat())?;
+    let dir = ServerDir::new()?.settings(&integrations())?;
+    let server = dir.serve(&[&LONG_TIMEOUTS[..], &["--http-rate-burst", "100000"]].concat())?;
     let begin = "POST /webhooks/github/shop HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n\
                  Content-Length: 1000\r\n\r\n{";
     let _sockets = slow_sockets(&server, begin);
     all_are_answered(&server).await
 }
 
-/// Whether the server ends the connection; what it says before is skipped.
+/// Whether the server closes the connection; received data is skipped.
 fn is_ended(socket: &mut TcpStream) -> bool {
     let mut buffer = [0; 4096];
     socket.set_read_timeout(Some(LIMIT)).expect("a time limit");
@@ -96,9 +95,9 @@ fn is_ended(socket: &mut TcpStream) -> bool {
 }
 
 #[tokio::test]
-async fn headers_have_a_deadline_from_the_accept_on_and_idle_connections_too() -> Result<()> {
-    let place = Place::new()?;
-    let server = place.serve(&["--http-read-timeout", "500ms"])?;
+async fn headers_and_idle_connections_have_a_deadline() -> Result<()> {
+    let dir = ServerDir::new()?;
+    let server = dir.serve(&["--http-read-timeout", "500ms"])?;
     let connect = || TcpStream::connect(server.address);
     let mut silent = connect()?;
     let mut idle = connect()?;
@@ -106,7 +105,7 @@ async fn headers_have_a_deadline_from_the_accept_on_and_idle_connections_too() -
     let mut dripping = connect()?;
     dripping.write_all(b"GET /health/live HTTP/1.1\r\nX-Slow: ")?;
     let mut drips = dripping.try_clone()?;
-    // A byte now and then does not extend the deadline; it ends when the server has hung up.
+    // Single bytes do not extend the deadline; this ends when the server closes the connection.
     let drip = std::thread::spawn(move || {
         while drips.write_all(b"x").is_ok() {
             std::thread::sleep(Duration::from_millis(50));
@@ -131,9 +130,9 @@ fn raw(address: SocketAddr, request: &str) -> Result<String> {
 }
 
 #[tokio::test]
-async fn a_host_that_only_begins_like_loopback_is_refused() -> Result<()> {
-    let place = Place::new()?;
-    let server = place.serve(&[])?;
+async fn a_host_with_a_loopback_prefix_is_rejected() -> Result<()> {
+    let dir = ServerDir::new()?;
+    let server = dir.serve(&[])?;
     for (host, status) in [
         ("127.0.0.1:80", "200"),
         ("127.0.0.1:x@evil.example", "403"),
@@ -148,7 +147,7 @@ async fn a_host_that_only_begins_like_loopback_is_refused() -> Result<()> {
     Ok(())
 }
 
-/// The most memory that the process ever had, in MiB.
+/// Peak memory of the process in MiB.
 fn peak_mib(server: &Server) -> Result<u64> {
     let status = std::fs::read_to_string(format!("/proc/{}/status", server.pid()))?;
     let line = status.lines().find(|line| line.starts_with("VmHWM:")).context("VmHWM")?;
@@ -156,18 +155,17 @@ fn peak_mib(server: &Server) -> Result<u64> {
     Ok(kib / 1024)
 }
 
-/// Requests at once.
+/// Concurrent requests.
 const BOMBS: u64 = 24;
 /// Small objects in one body of 420 KB; decoded they take a hundred times as much.
 const OBJECTS: usize = 60_000;
 
-/// The database does not answer, so every request that was decoded stays in memory.
+/// The database does not answer, so decoded requests stay in memory.
 #[tokio::test(flavor = "multi_thread")]
-async fn bodies_that_grow_when_they_are_decoded_stay_within_the_budget_of_all_requests()
--> Result<()> {
-    let place = Place::new()?.settings(&integrations())?;
+async fn decoded_bodies_stay_within_the_memory_budget() -> Result<()> {
+    let dir = ServerDir::new()?.settings(&integrations())?;
     let database = Postgres::shared()?.database()?;
-    let server = place.serve(&["--database-url", &database.url()])?;
+    let server = dir.serve(&["--database-url", &database.url()])?;
     server.until("/health/ready", |status, _| status == 200).await?;
     let mut locked = PgConnection::connect(&database.url()).await?;
     sqlx::query("BEGIN").execute(&mut locked).await?;
@@ -191,10 +189,10 @@ async fn bodies_that_grow_when_they_are_decoded_stay_within_the_budget_of_all_re
     let peak = peak_mib(&server)?;
     println!("peak {before} MiB before, {peak} MiB after: {statuses:?}");
     assert!(statuses.iter().all(|status| *status == 503), "{statuses:?}");
-    // The budget is 256 MiB; the rest is for what is not counted: buffers, fragments of the heap.
+    // The budget is 256 MiB; the rest covers buffers and heap fragmentation.
     assert!(peak - before < 512, "the peak rose from {before} to {peak} MiB");
 
-    // What they reserved is free again, and more than can ever be decoded is refused for good.
+    // Reservations are released, and a body that can never fit is rejected permanently.
     sqlx::query("ROLLBACK").execute(&mut locked).await?;
     let body = github_issues("opened", 1, "Where is it?").to_string();
     let (status, answer) = send(github(&server, "issues", "last", body.as_bytes())).await?;
@@ -208,11 +206,10 @@ async fn bodies_that_grow_when_they_are_decoded_stay_within_the_budget_of_all_re
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn bodies_that_are_held_back_take_no_more_than_one_clients_share_and_are_told_to_come_back()
--> Result<()> {
-    let place = Place::new()?.settings(&integrations())?;
-    let server = place.serve(&["--http-body-memory-bytes-max", "16777216"])?;
-    // One client holds 8 bodies of a megabyte but for a byte: its share of 16 MiB.
+async fn unfinished_bodies_use_only_one_clients_share_and_get_retry_after() -> Result<()> {
+    let dir = ServerDir::new()?.settings(&integrations())?;
+    let server = dir.serve(&["--http-body-memory-bytes-max", "16777216"])?;
+    // One client holds 8 bodies of almost a megabyte: its share of 16 MiB.
     let head = "POST /webhooks/github/shop HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n\
                 Content-Length: 1048576\r\n\r\n";
     let mut held = Vec::new();
@@ -225,7 +222,7 @@ async fn bodies_that_are_held_back_take_no_more_than_one_clients_share_and_are_t
     let body = format!("{{\"zen\":\"{}\"}}", "x".repeat(1_000_000));
     let request = || github(&server, "ping", "1", body.as_bytes());
     let refused = loop {
-        // Until the server has read all that is held back.
+        // Until the server has read all unfinished bodies.
         let response = request().send().await?;
         if response.status() == 503 {
             break response;

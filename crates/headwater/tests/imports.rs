@@ -1,5 +1,5 @@
-//! Imports of sessions, against the real binary: one that ends early leaves nothing behind and its id free, and a long one
-//! may take its time.
+//! Session imports of the real binary: a failed import leaves nothing behind and its id free, and a long one has no
+//! timeout.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 mod support;
@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
-use support::reach::Reach;
-use support::{LIMIT, Place, Server, answer, text};
+use support::cli::CliFixture;
+use support::{LIMIT, Server, ServerDir, answer, text};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
@@ -31,7 +31,7 @@ fn lines(events: u64) -> Vec<String> {
     lines
 }
 
-/// One byte more of a CRC-32 (IEEE).
+/// Adds a byte to a CRC-32 (IEEE).
 fn crc32(sum: u32, byte: u8) -> u32 {
     (0..8).fold(
         sum ^ u32::from(byte),
@@ -48,12 +48,12 @@ async fn import(server: &Server, session: &str, body: impl Into<reqwest::Body>) 
     answer(request.body(body).send().await.unwrap()).await.unwrap()
 }
 
-/// An import whose lines come one by one.
-struct Slowly {
+/// An import whose lines are sent one by one.
+struct SlowImport {
     connection: TcpStream,
 }
 
-impl Slowly {
+impl SlowImport {
     async fn begin(server: &Server, session: &str) -> Self {
         let mut connection = TcpStream::connect(server.address).await.unwrap();
         let head = format!(
@@ -70,7 +70,7 @@ impl Slowly {
         self.connection.write_all(&chunk).await.unwrap();
     }
 
-    /// The answer, which comes when the body has ended, or before.
+    /// The response, after the body has ended or before.
     async fn answer(mut self) -> String {
         // The server may have closed its side.
         let _ = self.connection.write_all(b"0\r\n\r\n").await;
@@ -80,31 +80,31 @@ impl Slowly {
     }
 }
 
-/// Waits until an import has taken its id.
+/// Waits until an import is registered.
 async fn is_filling(server: &Server, session: &str) {
     let path = format!("/api/v1/sessions/{session}");
     server.until(&path, |_, shown| shown["stage"] == "filling").await.unwrap();
 }
 
-/// Waits until nothing is left of an import, and makes the session.
+/// Waits until an import is cleaned up, then imports the session.
 async fn can_be_imported(server: &Server, session: &str, file: &str) {
     server.until(&format!("/api/v1/sessions/{session}"), |status, _| status == 404).await.unwrap();
     let (status, made) = import(server, session, file.to_owned()).await;
     assert_eq!((status, &made["stage"]), (201, &json!("open")), "{made}\n{}", server.log());
 }
 
-async fn however_an_import_ends_early_its_id_is_free(reach: &Reach) {
-    let server = reach.the_server();
+async fn a_failed_import_leaves_its_id_free(cli: &CliFixture) {
+    let server = cli.server();
     let (all, file) = (lines(3), joined(&lines(3)));
 
-    // The caller hangs up.
-    let mut slowly = Slowly::begin(server, "hung-up").await;
-    slowly.send(joined(&all[..2]).as_bytes()).await;
+    // The client disconnects.
+    let mut import_in_progress = SlowImport::begin(server, "hung-up").await;
+    import_in_progress.send(joined(&all[..2]).as_bytes()).await;
     is_filling(server, "hung-up").await;
-    drop(slowly);
+    drop(import_in_progress);
     can_be_imported(server, "hung-up", &file).await;
 
-    // A line is no text, or not the line it should be, or the last one is missing.
+    // A line is not UTF-8, or invalid, or the last one is missing.
     let odd = [joined(&all[..2]).as_bytes(), b"\xff\n"].concat();
     let wrong = joined(&all[..2]) + "{}\n";
     for (name, body) in [("odd", odd), ("wrong", wrong.into()), ("torn", joined(&all[..3]).into())]
@@ -114,7 +114,7 @@ async fn however_an_import_ends_early_its_id_is_free(reach: &Reach) {
         can_be_imported(server, name, &file).await;
     }
 
-    // There is one already, and it stays as it is.
+    // The session exists and is not changed.
     let (status, refused) = import(server, "odd", file.clone()).await;
     assert_eq!((status, &refused["error"]["code"]), (409, &json!("conflict")));
     let (_, shown) = server.get("/api/v1/sessions/odd").await.unwrap();
@@ -122,54 +122,54 @@ async fn however_an_import_ends_early_its_id_is_free(reach: &Reach) {
 }
 
 #[tokio::test]
-async fn however_an_import_ends_early_its_id_is_free_on_embedded_streams() {
-    however_an_import_ends_early_its_id_is_free(&Reach::embedded().serving()).await;
+async fn a_failed_import_leaves_its_id_free_on_embedded_streams() {
+    a_failed_import_leaves_its_id_free(&CliFixture::embedded().start_server()).await;
 }
 
 #[tokio::test]
-async fn however_an_import_ends_early_its_id_is_free_on_redis() {
-    however_an_import_ends_early_its_id_is_free(&Reach::server()).await;
+async fn a_failed_import_leaves_its_id_free_on_redis() {
+    a_failed_import_leaves_its_id_free(&CliFixture::with_server()).await;
 }
 
 #[tokio::test]
 async fn an_import_may_take_longer_than_a_request() {
-    let place = Place::new().unwrap();
-    let server = place.serve(&["--http-request-timeout", "100ms"]).unwrap();
+    let dir = ServerDir::new().unwrap();
+    let server = dir.serve(&["--http-request-timeout", "100ms"]).unwrap();
     let all = lines(3);
-    let mut slowly = Slowly::begin(&server, "slow").await;
+    let mut import_in_progress = SlowImport::begin(&server, "slow").await;
     for line in &all {
-        slowly.send(format!("{line}\n").as_bytes()).await;
+        import_in_progress.send(format!("{line}\n").as_bytes()).await;
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
-    let answer = slowly.answer().await;
+    let answer = import_in_progress.answer().await;
     assert!(answer.starts_with("HTTP/1.1 201"), "{answer}\n{}", server.log());
 }
 
 #[tokio::test]
-async fn an_import_whose_lines_stop_coming_ends_and_leaves_its_id() {
-    let place = Place::new().unwrap();
-    let server = place.serve(&["--http-read-timeout", "2s"]).unwrap();
+async fn a_stalled_import_times_out_and_leaves_its_id_free() {
+    let dir = ServerDir::new().unwrap();
+    let server = dir.serve(&["--http-read-timeout", "2s"]).unwrap();
     let all = lines(3);
-    let mut slowly = Slowly::begin(&server, "silent").await;
-    slowly.send(joined(&all[..2]).as_bytes()).await;
+    let mut import_in_progress = SlowImport::begin(&server, "silent").await;
+    import_in_progress.send(joined(&all[..2]).as_bytes()).await;
     let mut answer = Vec::new();
-    let _ = slowly.connection.read_to_end(&mut answer).await;
+    let _ = import_in_progress.connection.read_to_end(&mut answer).await;
     let answer = text(&answer);
     assert!(answer.starts_with("HTTP/1.1 408") && answer.contains("\"timeout\""), "{answer}");
     can_be_imported(&server, "silent", &joined(&all)).await;
 }
 
 #[tokio::test]
-async fn an_import_with_too_many_bytes_is_refused_and_leaves_its_id() {
-    let place = Place::new().unwrap();
-    let server = place.serve(&["--http-import-bytes-max", "2048"]).unwrap();
+async fn an_oversized_import_is_rejected_and_leaves_its_id_free() {
+    let dir = ServerDir::new().unwrap();
+    let server = dir.serve(&["--http-import-bytes-max", "2048"]).unwrap();
     let (small, large) = (joined(&lines(3)), joined(&lines(200)));
     assert!(small.len() < 2048 && large.len() > 4096);
     let is_refused = |status: u16, refused: &Value| {
         assert_eq!((status, &refused["error"]["code"]), (413, &json!("too_large")), "{refused}");
         assert!(refused["error"]["message"].as_str().unwrap().contains("2048"), "{refused}");
     };
-    // One that says how long it is, and one that does not.
+    // One with a content length, and one without.
     let (status, refused) = import(&server, "large", large.clone()).await;
     is_refused(status, &refused);
     let pieces = vec![Ok::<_, std::io::Error>(large.clone()), Ok(large)];
@@ -180,65 +180,65 @@ async fn an_import_with_too_many_bytes_is_refused_and_leaves_its_id() {
 }
 
 #[tokio::test]
-async fn a_stop_of_the_process_leaves_nothing_of_an_import() {
-    let place = Place::new().unwrap();
-    let mut server = place.serve(&[]).unwrap();
+async fn shutdown_removes_an_unfinished_import() {
+    let dir = ServerDir::new().unwrap();
+    let mut server = dir.serve(&[]).unwrap();
     let all = lines(3);
-    let mut slowly = Slowly::begin(&server, "stopped").await;
-    slowly.send(joined(&all[..2]).as_bytes()).await;
+    let mut import_in_progress = SlowImport::begin(&server, "stopped").await;
+    import_in_progress.send(joined(&all[..2]).as_bytes()).await;
     is_filling(&server, "stopped").await;
     server.signal(Signal::TERM).unwrap();
     let mut answer = Vec::new();
-    let _ = slowly.connection.read_to_end(&mut answer).await;
+    let _ = import_in_progress.connection.read_to_end(&mut answer).await;
     let answer = text(&answer);
-    assert!(answer.starts_with("HTTP/1.1 503") && answer.contains("import it again"), "{answer}");
+    assert!(answer.starts_with("HTTP/1.1 503") && answer.contains("repeat the import"), "{answer}");
     assert!(server.wait(LIMIT).unwrap().success(), "{}", server.log());
 
-    let server = place.serve(&[]).unwrap();
+    let server = dir.serve(&[]).unwrap();
     let (status, _) = server.get("/api/v1/sessions/stopped").await.unwrap();
     assert_eq!(status, 404);
     can_be_imported(&server, "stopped", &joined(&all)).await;
 }
 
-/// The verb opens the streams itself, and is told to stop half way.
+/// The command opens the streams itself and is interrupted during the import.
 #[test]
-fn a_verb_that_is_stopped_leaves_nothing_of_an_import() {
+fn an_interrupted_command_removes_its_import() {
     use std::io::Write;
     use std::process::Stdio;
 
-    let reach = Reach::redis();
+    let cli = CliFixture::redis();
     let words = ["session", "import", "interrupted", "--json"];
-    let direct: Vec<&str> = reach.direct.iter().map(String::as_str).collect();
-    let mut command = reach.place.command(&[&words[..], &direct].concat());
+    let direct: Vec<&str> = cli.direct_args.iter().map(String::as_str).collect();
+    let mut command = cli.dir.command(&[&words[..], &direct].concat());
     command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut child = command.spawn().unwrap();
     let mut input = child.stdin.take().unwrap();
     input.write_all(joined(&lines(3)[..2]).as_bytes()).unwrap();
     let deadline = Instant::now() + LIMIT;
-    while !reach.json(&["session", "list"]).iter().any(|one| one["stage"] == "filling") {
-        assert!(Instant::now() < deadline, "the import does not begin");
+    while !cli.json(&["session", "list"]).iter().any(|one| one["stage"] == "filling") {
+        assert!(Instant::now() < deadline, "the import does not start");
     }
     let pid = Pid::from_raw(i32::try_from(child.id()).unwrap()).unwrap();
     kill_process(pid, Signal::INT).unwrap();
     let ended = child.wait_with_output().unwrap();
     assert_eq!(ended.status.code(), Some(1), "{}", text(&ended.stderr));
-    assert!(text(&ended.stderr).contains("stopped before its end"), "{}", text(&ended.stderr));
+    assert!(text(&ended.stderr).contains("was not imported"), "{}", text(&ended.stderr));
     drop(input);
-    let said = reach.refused(&["session", "show", "interrupted"], 1);
-    assert!(said.contains("no session"), "{said}");
+    let message = cli.fails(&["session", "show", "interrupted"], 1);
+    assert!(message.contains("no session"), "{message}");
 }
 
-/// The verb opens the streams itself, and is killed half way: nobody removes what it stored.
+/// The command opens the streams itself and is killed, so its entries remain.
 #[test]
-fn an_import_that_was_killed_can_be_repeated_at_once() {
+fn a_killed_import_can_be_repeated_at_once() {
     use std::io::Write;
     use std::process::Stdio;
 
-    let reach = Reach::redis();
+    let cli = CliFixture::redis();
     let import = || {
         let words = ["session", "import", "killed", "--json"];
-        let direct: Vec<&str> = reach.direct.iter().map(String::as_str).collect();
-        let mut command = reach.place.command(&[&words[..], &direct].concat());
+        let direct: Vec<&str> = cli.direct_args.iter().map(String::as_str).collect();
+        let mut command = cli.dir.command(&[&words[..], &direct].concat());
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = command.spawn().unwrap();
         let input = child.stdin.take().unwrap();
@@ -248,8 +248,8 @@ fn an_import_that_was_killed_can_be_repeated_at_once() {
     let (child, mut input) = import();
     input.write_all(joined(&all[..2]).as_bytes()).unwrap();
     let deadline = Instant::now() + LIMIT;
-    while !reach.json(&["session", "list"]).iter().any(|one| one["stage"] == "filling") {
-        assert!(Instant::now() < deadline, "the import does not begin");
+    while !cli.json(&["session", "list"]).iter().any(|one| one["stage"] == "filling") {
+        assert!(Instant::now() < deadline, "the import does not start");
     }
     let pid = Pid::from_raw(i32::try_from(child.id()).unwrap()).unwrap();
     kill_process(pid, Signal::KILL).unwrap();
@@ -260,18 +260,18 @@ fn an_import_that_was_killed_can_be_repeated_at_once() {
     drop(input);
     let ended = child.wait_with_output().unwrap();
     assert!(ended.status.success(), "{}", text(&ended.stderr));
-    let shown = &reach.json(&["session", "list"])[0];
+    let shown = &cli.json(&["session", "list"])[0];
     assert_eq!((&shown["stage"], &shown["length"]), (&json!("open"), &json!(3)), "{shown}");
 }
 
 #[tokio::test]
-async fn an_import_that_comes_byte_by_byte_is_ended_and_leaves_its_id() {
-    let place = Place::new().unwrap();
-    let server = place.serve(&["--http-read-timeout", "2s"]).unwrap();
+async fn an_import_below_the_minimum_rate_is_rejected_and_leaves_its_id_free() {
+    let dir = ServerDir::new().unwrap();
+    let server = dir.serve(&["--http-read-timeout", "2s"]).unwrap();
     let file = joined(&lines(3));
-    let slowly = Slowly::begin(&server, "slow").await;
-    let (mut reading, mut writing) = slowly.connection.into_split();
-    // Each byte comes in time, and all of them would take for ever.
+    let import_in_progress = SlowImport::begin(&server, "slow").await;
+    let (mut reading, mut writing) = import_in_progress.connection.into_split();
+    // Each byte arrives in time, but all of them would take too long.
     let sending = tokio::spawn(async move {
         while writing.write_all(b"1\r\n \r\n").await.is_ok() {
             tokio::time::sleep(Duration::from_millis(100)).await;
@@ -280,11 +280,8 @@ async fn an_import_that_comes_byte_by_byte_is_ended_and_leaves_its_id() {
     let mut answer = Vec::new();
     let reading = tokio::time::timeout(LIMIT, reading.read_to_end(&mut answer)).await;
     sending.abort();
-    assert!(reading.is_ok(), "it goes on");
+    assert!(reading.is_ok(), "the import is still running");
     let answer = text(&answer);
-    assert!(
-        answer.starts_with("HTTP/1.1 408") && answer.contains("bytes came a second"),
-        "{answer}"
-    );
+    assert!(answer.starts_with("HTTP/1.1 408") && answer.contains("bytes per second"), "{answer}");
     can_be_imported(&server, "slow", &file).await;
 }

@@ -9,14 +9,14 @@ use serde_json::{Value, json};
 
 use crate::support::desk::{all_idle, answered, by, new_ticket, open};
 use crate::support::model::{Does, FakeModel};
-use crate::support::{Place, Server};
+use crate::support::{Server, ServerDir};
 
 fn id(created: &Value) -> Result<String> {
     Ok(created["ticket_id"].as_str().context("a ticket")?.to_owned())
 }
 
 /// A desk whose model is at this address. Failures cost it nothing but time.
-fn desk(place: &Place, url: &str, more: &[&str]) -> Result<Server> {
+fn desk(place: &ServerDir, url: &str, more: &[&str]) -> Result<Server> {
     let model = ["--model-url", url, "--model-name", "test-model", "--worker-attempts", "1000"];
     let quick = ["--issue-quiet", "10ms", "--sweep-every", "200ms"];
     place.serve(&[&model[..], &quick, more].concat())
@@ -40,7 +40,7 @@ async fn whatever_the_model_does_each_ticket_gets_one_whole_answer() -> Result<(
     for (word, does) in plans {
         model.plan(word, does);
     }
-    let place = Place::new()?;
+    let place = ServerDir::new()?;
     let server = desk(&place, &url, &["--model-idle-timeout", "2s"])?;
     let mut tickets = Vec::new();
     for (word, does) in plans {
@@ -71,7 +71,7 @@ async fn whatever_the_model_does_each_ticket_gets_one_whole_answer() -> Result<(
 async fn an_issue_that_has_used_up_its_tokens_goes_to_a_person() -> Result<()> {
     // An answer takes most of what the issue may cost.
     let (model, url) = FakeModel::open((9_000, 500)).await?;
-    let place = Place::new()?;
+    let place = ServerDir::new()?;
     let server = desk(&place, &url, &["--desk-issue-tokens-max", "10000"])?;
     let ticket = id(&open(&server, "first question").await?)?;
     let shown = answered(&server, &ticket, 1).await?;
@@ -96,7 +96,7 @@ async fn an_issue_that_has_used_up_its_tokens_goes_to_a_person() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn when_the_tokens_of_the_day_are_used_up_tickets_wait_and_none_is_lost() -> Result<()> {
     let (model, url) = FakeModel::open((19_000, 500)).await?;
-    let place = Place::new()?;
+    let place = ServerDir::new()?;
     let mut server = desk(&place, &url, &["--desk-day-tokens-max", "20000"])?;
     let first = id(&open(&server, "first question").await?)?;
     answered(&server, &first, 1).await?;

@@ -1,4 +1,4 @@
-//! The description of the routes: a whole OpenAPI document, which tells of every route there is and of no other.
+//! The OpenAPI document is valid and describes exactly the routes that exist.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 mod support;
@@ -8,16 +8,16 @@ use std::path::Path;
 
 use reqwest::Method;
 use serde_json::Value;
-use support::{Place, Server, answer};
+use support::{Server, ServerDir, answer};
 
 const METHODS: [&str; 4] = ["get", "post", "put", "delete"];
 
-async fn described() -> (Place, Server, Value) {
-    let place = Place::new().unwrap();
-    let server = place.serve(&[]).unwrap();
+async fn described() -> (ServerDir, Server, Value) {
+    let dir = ServerDir::new().unwrap();
+    let server = dir.serve(&[]).unwrap();
     let (status, description) = server.get("/openapi.json").await.unwrap();
     assert_eq!(status, 200);
-    (place, server, description)
+    (dir, server, description)
 }
 
 /// Every operation with its method and path.
@@ -34,7 +34,7 @@ fn operations(description: &Value) -> Vec<(String, String, &Value)> {
     found
 }
 
-/// The parts of a path in braces.
+/// The parameters in a path.
 fn names_in(path: &str) -> BTreeSet<String> {
     path.split('{').skip(1).map(|rest| rest.split('}').next().unwrap().to_owned()).collect()
 }
@@ -53,8 +53,8 @@ fn references(value: &Value, found: &mut BTreeSet<String>) {
 }
 
 #[tokio::test]
-async fn the_description_is_a_whole_openapi_document() {
-    let (_place, _server, description) = described().await;
+async fn the_document_is_valid_openapi() {
+    let (_dir, _server, description) = described().await;
     let spec = oas3::from_json(description.to_string()).unwrap();
     spec.validate_version().unwrap();
     assert!(spec.openapi.starts_with("3.1."), "{}", spec.openapi);
@@ -66,24 +66,24 @@ async fn the_description_is_a_whole_openapi_document() {
         operations(&description).into_iter().map(|(method, path, _)| (method, path)).collect();
     assert_eq!(parsed, written);
 
-    // Whatever is referred to is there.
+    // Every reference resolves.
     let mut wanted = BTreeSet::new();
     references(&description, &mut wanted);
     assert!(wanted.len() > 20, "{wanted:?}");
     for reference in wanted {
         let pointer = reference.strip_prefix('#').unwrap();
-        assert!(description.pointer(pointer).is_some(), "{reference} leads nowhere");
+        assert!(description.pointer(pointer).is_some(), "{reference} does not resolve");
     }
 }
 
 #[tokio::test]
-async fn every_operation_says_what_it_takes_gives_and_refuses() {
-    let (_place, _server, description) = described().await;
+async fn every_operation_describes_parameters_responses_and_errors() {
+    let (_dir, _server, description) = described().await;
     let mut ids = BTreeMap::new();
     for (method, path, operation) in operations(&description) {
         let name = format!("{method} {path}");
         let summary = operation["summary"].as_str().or(operation["description"].as_str());
-        assert!(summary.is_some_and(|text| text.len() > 5), "{name} says nothing of itself");
+        assert!(summary.is_some_and(|text| text.len() > 5), "{name} has no description");
         assert!(operation["tags"][0].is_string(), "{name} has no tag");
 
         let parameters = operation["parameters"].as_array().cloned().unwrap_or_default();
@@ -99,15 +99,18 @@ async fn every_operation_says_what_it_takes_gives_and_refuses() {
         );
 
         let responses = operation["responses"].as_object().unwrap();
-        assert!(responses.keys().any(|status| status.starts_with('2')), "{name} gives nothing");
+        assert!(
+            responses.keys().any(|status| status.starts_with('2')),
+            "{name} has no success response"
+        );
         let refusal = &responses["default"]["content"]["application/json"]["schema"]["$ref"];
-        assert_eq!(refusal, "#/components/schemas/Refusal", "{name}");
+        assert_eq!(refusal, "#/components/schemas/ErrorResponse", "{name}");
         for (status, response) in responses {
             assert!(response["description"].is_string(), "{name} {status}");
             let content = response["content"].as_object();
             assert!(
                 content.is_some_and(|content| !content.is_empty()),
-                "{name} {status} is of no kind"
+                "{name} {status} has no content type"
             );
         }
         *ids.entry(format!("{} {}", operation["tags"][0], operation["operationId"]))
@@ -118,12 +121,12 @@ async fn every_operation_says_what_it_takes_gives_and_refuses() {
 }
 
 #[tokio::test]
-async fn every_described_route_is_there() {
-    let (_place, server, description) = described().await;
+async fn every_described_route_exists() {
+    let (_dir, server, description) = described().await;
     let all = operations(&description);
     assert!(all.len() > 40, "{}", all.len());
     for (method, path, _) in all {
-        // Names that no thing has, of the right kind.
+        // Unknown ids of the right type.
         let address = path
             .replace("/tickets/{id}", "/tickets/6f1c1a35-5a0e-4f6f-8f43-3d1f7a1affff")
             .replace("{id}", "1")
@@ -136,27 +139,27 @@ async fn every_described_route_is_there() {
         let request = server.client.request(asked, server.url(&address));
         let request = if method == "post" { request.json(&serde_json::json!({})) } else { request };
         let response = request.send().await.unwrap();
-        // A stream has no end to wait for.
+        // An event stream has no end to wait for.
         let kind = response.headers().get("content-type").cloned();
         if kind.is_some_and(|kind| kind == "text/event-stream") {
             continue;
         }
         let (status, body) = answer(response).await.unwrap();
         assert_ne!(status, 405, "{method} {path}: {body}");
-        assert_ne!(body["error"]["message"], "there is nothing at this address", "{method} {path}");
+        assert_ne!(body["error"]["message"], "no such path", "{method} {path}");
     }
 }
 
-/// A route that is added with `routes!` brings its description; one that is added with `route` would not.
+/// Routes added with `routes!` are described; those added with `route` would not be.
 #[test]
-fn no_route_is_added_without_its_description() {
+fn no_route_is_added_without_a_description() {
     fn look(folder: &Path, found: &mut Vec<String>) {
         for entry in std::fs::read_dir(folder).unwrap() {
             let path = entry.unwrap().path();
             if path.is_dir() {
                 look(&path, found);
             } else if path.extension().is_some_and(|extension| extension == "rs")
-                // The demo plays somebody else's server, too.
+                // The demo also runs a callback server.
                 && !path.ends_with("src/server/demo.rs")
             {
                 let text = std::fs::read_to_string(&path).unwrap();

@@ -1,4 +1,4 @@
-//! What `docs/operations.md` and `docs/topics.md` say is so: their commands run, and the first knows every metric there is.
+//! The commands in `docs/operations.md` and `docs/topics.md` run, and the former describes every metric.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 mod support;
@@ -11,7 +11,7 @@ use std::process::{Command, Stdio};
 
 use headwater_testkit::{Postgres, Redis, wait_until};
 use rustix::process::{Pid, Signal, kill_process_group};
-use support::{LIMIT, Place, text};
+use support::{LIMIT, ServerDir, text};
 
 fn root() -> PathBuf {
     headwater_testkit::package_folder().join("../..")
@@ -21,29 +21,29 @@ fn document(path: &str) -> String {
     std::fs::read_to_string(root().join(path)).unwrap()
 }
 
-/// The blocks of commands, from top to bottom.
+/// The command blocks of a document.
 fn blocks(document: &str) -> Vec<String> {
     let blocks = document.split("```sh\n").skip(1);
     blocks.map(|rest| rest.split("```").next().unwrap().to_owned()).collect()
 }
 
-/// Ports that nobody has, from a range that is not given to those who ask for any port.
+/// Free ports outside the ephemeral range.
 fn ports() -> Vec<u16> {
     let first = 20_000 + u16::try_from(std::process::id() % 10_000).unwrap();
     let free = (first..32_000).filter(|port| TcpListener::bind(("127.0.0.1", *port)).is_ok());
     free.take(3).collect()
 }
 
-/// Ends everything that a script started, however the test ends.
-struct Group(Pid);
+/// Kills everything a script started, on drop.
+struct ProcessGroup(Pid);
 
-impl Drop for Group {
+impl Drop for ProcessGroup {
     fn drop(&mut self) {
         let _ = kill_process_group(self.0, Signal::KILL);
     }
 }
 
-/// The commands as one script, which says on standard error where it is.
+/// The commands as one script that prints the number of each block on standard error.
 fn script(blocks: &[String]) -> String {
     let mut script = "set -euo pipefail\n".to_owned();
     for (number, block) in blocks.iter().enumerate() {
@@ -53,19 +53,19 @@ fn script(blocks: &[String]) -> String {
     script + "echo 'this is the end'\n"
 }
 
-/// Runs a script to its end in a directory of its own. Returns what it printed.
+/// Runs a script in its own directory and returns its output.
 fn run(script: &str, variables: &[(&str, &str)]) -> String {
-    let place = Place::new().unwrap();
-    // The binary under its name, as whoever installed it has it.
-    let programs = place.path().join("programs");
+    let dir = ServerDir::new().unwrap();
+    // The binary under its installed name.
+    let programs = dir.path().join("programs");
     std::fs::create_dir(&programs).unwrap();
     std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_headwater"), programs.join("headwater"))
         .unwrap();
-    std::fs::write(place.path().join("commands.sh"), script).unwrap();
+    std::fs::write(dir.path().join("commands.sh"), script).unwrap();
 
     let path = std::env::var("PATH").unwrap();
     let mut command = Command::new("bash");
-    command.arg("commands.sh").current_dir(place.path());
+    command.arg("commands.sh").current_dir(dir.path());
     for (name, _) in
         std::env::vars_os().filter(|(name, _)| name.to_string_lossy().starts_with("HEADWATER_"))
     {
@@ -75,17 +75,17 @@ fn run(script: &str, variables: &[(&str, &str)]) -> String {
         .env("PATH", format!("{}:{path}", programs.display()))
         .env("HEADWATER_LOG_LEVEL", "warn")
         .envs(variables.iter().copied());
-    // Into files: what runs in the background would hold a pipe open.
-    let file = |name: &str| std::fs::File::create(place.path().join(name)).unwrap();
+    // Into files: background processes would keep a pipe open.
+    let file = |name: &str| std::fs::File::create(dir.path().join(name)).unwrap();
     command.stdin(Stdio::null()).stdout(file("out")).stderr(file("err")).process_group(0);
     let mut child = command.spawn().unwrap();
-    let _group = Group(Pid::from_raw(i32::try_from(child.id()).unwrap()).unwrap());
+    let _group = ProcessGroup(Pid::from_raw(i32::try_from(child.id()).unwrap()).unwrap());
     let mut status = None;
     let ended = wait_until("the commands to end", LIMIT * 5, || {
         status = child.try_wait().unwrap();
         status.is_some()
     });
-    let read = |name: &str| text(&std::fs::read(place.path().join(name)).unwrap());
+    let read = |name: &str| text(&std::fs::read(dir.path().join(name)).unwrap());
     let (out, err) = (read("out"), read("err"));
     assert!(ended.is_ok() && status.unwrap().success(), "{status:?}\n{err}\n{out}");
     assert!(out.ends_with("this is the end\n"), "{err}\n{out}");
@@ -109,7 +109,7 @@ fn every_command_runs_from_top_to_bottom() {
     assert!(out.contains("My parcel is late") && out.contains("espresso"), "{out}");
 }
 
-/// Runs the commands about topics and looks at what they printed.
+/// Runs the commands of `docs/topics.md` and checks their output.
 fn run_topics(variables: &[(&str, &str)]) {
     let blocks = blocks(&document("docs/topics.md"));
     assert!(blocks.len() > 5, "{}", blocks.len());
@@ -117,7 +117,11 @@ fn run_topics(variables: &[(&str, &str)]) {
     for expected in ["bob gets tea, attempt 3", "the bank is closed", "mocha", "exit code 1"] {
         assert!(out.contains(expected), "no {expected:?} in {out}");
     }
-    assert_eq!(out.matches("ada gets ristretto").count(), 1, "its id counts once: {out}");
+    assert_eq!(
+        out.matches("ada gets ristretto").count(),
+        1,
+        "its idempotency id is used twice: {out}"
+    );
 }
 
 #[test]
@@ -131,7 +135,7 @@ fn every_command_about_topics_runs_on_redis() {
     run_topics(&[("HEADWATER_STREAM_URL", &redis.url())]);
 }
 
-/// Words of a text that look like names of metrics.
+/// Words that look like metric names.
 fn metrics(text: &str) -> BTreeSet<String> {
     let is_name = |c: char| c.is_ascii_lowercase() || c == '_';
     let words = text.split(|c: char| !is_name(c)).filter(|word| word.starts_with("headwater_"));
@@ -146,12 +150,12 @@ fn measured(folder: &Path, found: &mut BTreeSet<String>) {
             measured(&path, found);
         } else if path.extension().is_some_and(|extension| extension == "rs") {
             let text = std::fs::read_to_string(&path).unwrap();
-            // A metric is a constant with this prefix, and is said to be one by its unit or its gauge.
+            // A metric is a constant with this prefix.
             let constants = text
                 .lines()
                 .filter(|line| line.contains("const ") && line.contains("\"headwater_"));
             found.extend(constants.flat_map(metrics));
-            // A name that is too long for the line of its constant stands on the next.
+            // A long name is on the line after its constant.
             let alone = text
                 .lines()
                 .map(str::trim)
@@ -162,18 +166,18 @@ fn measured(folder: &Path, found: &mut BTreeSet<String>) {
 }
 
 #[test]
-fn every_metric_is_explained_and_every_explained_metric_is_there() {
+fn every_metric_is_documented_and_every_documented_metric_exists() {
     let mut there = BTreeSet::new();
     for entry in std::fs::read_dir(root().join("crates")).unwrap() {
         measured(&entry.unwrap().path().join("src"), &mut there);
     }
-    // The name of a channel of Postgres.
+    // A PostgreSQL notification channel, not a metric.
     there.remove("headwater_outbox");
     assert!(there.len() > 60, "{there:?}");
     let document = document("docs/operations.md");
     let (_, tables) = document.split_once("\n## Metrics\n").unwrap();
     assert_eq!(metrics(tables), there);
-    // What alerts speak of is explained, too.
+    // Metrics in alerts are documented as well.
     let unknown: Vec<_> = metrics(&document).difference(&there).cloned().collect();
     assert!(unknown.is_empty(), "{unknown:?}");
 }

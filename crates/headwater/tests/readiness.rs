@@ -1,4 +1,4 @@
-//! `/health/ready` while a dependency answers and yet takes no writes.
+//! `/health/ready` while a dependency answers but accepts no writes.
 
 mod support;
 
@@ -10,9 +10,9 @@ use headwater_testkit::{Redis, unique};
 use serde_json::Value;
 
 use crate::support::sender::{github, github_issues, integrations, send};
-use crate::support::{Place, Server};
+use crate::support::{Server, ServerDir};
 
-/// Whether a check of the answer says that it fails.
+/// Whether a check failed.
 fn fails(readiness: &Value, name: &str) -> bool {
     let mut checks = readiness["checks"].as_array().into_iter().flatten();
     checks.any(|check| check["name"] == name && check["ok"] == false)
@@ -23,25 +23,25 @@ async fn ready(server: &Server) -> Result<Value> {
 }
 
 #[tokio::test]
-async fn a_redis_that_refuses_writes_is_not_ready_until_it_takes_them_again() -> Result<()> {
+async fn readiness_fails_while_redis_rejects_writes() -> Result<()> {
     let redis = Redis::start()?;
-    let place = Place::new()?;
-    let server = place.serve(&["--stream-url", &redis.url()])?;
+    let dir = ServerDir::new()?;
+    let server = dir.serve(&["--stream-url", &redis.url()])?;
     ready(&server).await?;
     for (refuse, allow) in [
         (["maxmemory", "1"], ["maxmemory", "0"]),
         (["min-replicas-to-write", "1"], ["min-replicas-to-write", "0"]),
     ] {
         redis.command(&[&["CONFIG", "SET"][..], &refuse].concat())?.ok()?;
-        let is_told = |status: u16, body: &Value| status == 503 && fails(body, "streams");
-        server.until("/health/ready", is_told).await?;
+        let has_failed = |status: u16, body: &Value| status == 503 && fails(body, "streams");
+        server.until("/health/ready", has_failed).await?;
         redis.command(&[&["CONFIG", "SET"][..], &allow].concat())?.ok()?;
         ready(&server).await?;
     }
     Ok(())
 }
 
-/// A small file system of its own, which root can mount.
+/// A small file system, which root can mount.
 struct SmallDisk<'a>(&'a Path);
 
 impl<'a> SmallDisk<'a> {
@@ -55,7 +55,7 @@ impl<'a> SmallDisk<'a> {
         Ok(Self(path))
     }
 
-    /// Fills all that is left.
+    /// Fills the free space.
     fn fill(&self) -> Result<()> {
         let file = self.0.join("filler");
         let mut filler = std::fs::File::create(file)?;
@@ -76,19 +76,18 @@ impl Drop for SmallDisk<'_> {
 }
 
 #[tokio::test]
-async fn a_full_disk_is_not_ready_and_after_it_has_space_all_goes_on_without_a_restart()
--> Result<()> {
+async fn readiness_fails_on_a_full_disk_and_recovers_without_a_restart() -> Result<()> {
     if !rustix::process::geteuid().is_root() {
         println!("only root can mount a small file system");
         return Ok(());
     }
-    let place = Place::new()?.settings(&integrations())?;
-    let data = support::directory(&place, "data")?;
+    let dir = ServerDir::new()?.settings(&integrations())?;
+    let data = support::directory(&dir, "data")?;
     let disk = SmallDisk::mount(&data)?;
     let (database, streams) =
         (format!("sqlite:{}/issues.db", data.display()), format!("embedded:{}", data.display()));
     let urls = ["--database-url", &database, "--stream-url", &streams, "--issue-quiet", "10ms"];
-    let server = place.serve(&urls)?;
+    let server = dir.serve(&urls)?;
     ready(&server).await?;
     let body = github_issues("opened", 7, &"Where is it? ".repeat(2000)).to_string();
     let (status, answer) = send(github(&server, "issues", "before", body.as_bytes())).await?;

@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use uuid::Uuid;
 
 use crate::support::desk::{answered, by};
-use crate::support::{LIMIT, Place, Server, text};
+use crate::support::{LIMIT, Server, ServerDir, text};
 
 const CREATE: &str = "XGROUP CREATE ticket_events ai_processor_group $ MKSTREAM";
 const ADD: &str = r#"XADD ticket_events * data '{"event_type": "MESSAGE_RECEIVED", "ticket_id": "...", "message_id": "..."}'"#;
@@ -75,7 +75,7 @@ fn events(redis: &Redis, event_type: &str, ticket: Uuid) -> Vec<Value> {
     entries.items().iter().filter_map(read).collect()
 }
 
-fn desk(place: &Place, redis: &Redis) -> Result<Server> {
+fn desk(place: &ServerDir, redis: &Redis) -> Result<Server> {
     let idle = ["--desk-reclaim-idle", "500ms"];
     // Analytics would be a second reader of the stream, with dead letters of its own.
     let alone = ["--analytics-path", ""];
@@ -86,7 +86,7 @@ fn desk(place: &Place, redis: &Redis) -> Result<Server> {
 #[tokio::test]
 async fn redis_cli_runs_the_sample_commands_as_they_are_written() -> Result<()> {
     let redis = Redis::start()?;
-    let place = Place::new()?;
+    let place = ServerDir::new()?;
     let server = desk(&place, &redis)?;
     wait_until("the desk's group", LIMIT, || has_group(&redis))?;
 
@@ -121,7 +121,7 @@ async fn redis_cli_runs_the_sample_commands_as_they_are_written() -> Result<()> 
 #[tokio::test]
 async fn the_sample_commands_of_the_seed_work_against_a_running_desk() -> Result<()> {
     let redis = Redis::start()?;
-    let place = Place::new()?;
+    let place = ServerDir::new()?;
     // Somebody may have made the group before the desk came.
     let create: Vec<&str> = CREATE.split(' ').collect();
     redis.command(&create)?.ok()?;
@@ -188,7 +188,7 @@ async fn the_sample_commands_of_the_seed_work_against_a_running_desk() -> Result
 #[tokio::test]
 async fn an_entry_that_another_program_read_and_left_is_taken_over() -> Result<()> {
     let redis = Redis::start()?;
-    let place = Place::new()?;
+    let place = ServerDir::new()?;
     let server = desk(&place, &redis)?;
     wait_until("the desk's group", LIMIT, || has_group(&redis))?;
     let late = Uuid::new_v4();
@@ -209,7 +209,7 @@ async fn an_entry_that_another_program_read_and_left_is_taken_over() -> Result<(
 #[tokio::test]
 async fn what_makes_no_sense_is_a_dead_letter_and_stops_nobody() -> Result<()> {
     let redis = Redis::start()?;
-    let place = Place::new()?;
+    let place = ServerDir::new()?;
     let server = desk(&place, &redis)?;
     for fields in [["data", "no json"], ["other", "field"], ["data", r#"{"event_type":"X"}"#]] {
         redis.command(&["XADD", "ticket_events", "*", fields[0], fields[1]])?.ok()?;
@@ -229,7 +229,7 @@ async fn what_makes_no_sense_is_a_dead_letter_and_stops_nobody() -> Result<()> {
 #[tokio::test]
 async fn when_everything_in_redis_is_gone_the_desk_goes_on_and_no_ticket_is_lost() -> Result<()> {
     let redis = Redis::start()?;
-    let place = Place::new()?;
+    let place = ServerDir::new()?;
     let server = desk(&place, &redis)?;
     wait_until("the desk's group", LIMIT, || has_group(&redis))?;
     let (before, after) = (Uuid::new_v4(), Uuid::new_v4());
@@ -248,7 +248,7 @@ async fn when_everything_in_redis_is_gone_the_desk_goes_on_and_no_ticket_is_lost
 #[tokio::test]
 async fn what_the_cache_says_is_believed_only_if_sql_says_so_too() -> Result<()> {
     let redis = Redis::start()?;
-    let place = Place::new()?;
+    let place = ServerDir::new()?;
     let server = desk(&place, &redis)?;
     wait_until("the desk's group", LIMIT, || has_group(&redis))?;
     // A process died after it had noted the message here and before its commit, or somebody restored an old database.
@@ -266,7 +266,7 @@ async fn an_entry_that_comes_while_the_database_is_away_waits_for_it() -> Result
     let redis = Redis::start()?;
     let postgres = Postgres::start()?;
     let database = postgres.database()?;
-    let place = Place::new()?;
+    let place = ServerDir::new()?;
     let always = ["--stream-url", &redis.url(), "--issue-quiet", "50ms", "--analytics-path", ""];
     let server = place.serve(&[&always[..], &["--database-url", &database.url()]].concat())?;
     wait_until("the desk's group", LIMIT, || has_group(&redis))?;

@@ -1,4 +1,4 @@
-//! The real binary: how it starts, what it says when it cannot, and how it stops.
+//! Startup, startup errors and shutdown of the real binary.
 
 mod support;
 
@@ -6,12 +6,12 @@ use anyhow::Result;
 use headwater_testkit::{Postgres, Redis};
 use serde_json::Value;
 
-use crate::support::{Place, text};
+use crate::support::{ServerDir, text};
 
 #[tokio::test]
-async fn with_nothing_installed_it_serves_is_ready_and_stops_in_good_order() -> Result<()> {
-    let place = Place::new()?;
-    let mut server = place.serve(&[])?;
+async fn without_other_services_it_becomes_ready_and_shuts_down_gracefully() -> Result<()> {
+    let dir = ServerDir::new()?;
+    let mut server = dir.serve(&[])?;
 
     assert_eq!(server.get("/health/live").await?.0, 200);
     let ready = server.until("/health/ready", |status, _| status == 200).await?;
@@ -27,9 +27,9 @@ async fn with_nothing_installed_it_serves_is_ready_and_stops_in_good_order() -> 
 }
 
 #[tokio::test]
-async fn what_no_route_has_is_refused_in_the_shape_of_every_refusal() -> Result<()> {
-    let place = Place::new()?;
-    let server = place.serve(&[])?;
+async fn unknown_paths_and_methods_are_errors_in_the_common_format() -> Result<()> {
+    let dir = ServerDir::new()?;
+    let server = dir.serve(&[])?;
     let (status, body) = server.get("/nowhere").await?;
     assert_eq!((status, body["error"]["code"].as_str()), (404, Some("not_found")));
     let (status, body) = server.post("/health/live", &serde_json::json!({})).await?;
@@ -38,8 +38,8 @@ async fn what_no_route_has_is_refused_in_the_shape_of_every_refusal() -> Result<
 }
 
 #[test]
-fn wrong_usage_and_wrong_settings_end_with_two_and_say_what_is_allowed() -> Result<()> {
-    let place = Place::new()?.settings("[worker]\nconcurrency = 0\n")?;
+fn invalid_usage_and_settings_are_exit_code_2_with_allowed_values() -> Result<()> {
+    let dir = ServerDir::new()?.settings("[worker]\nconcurrency = 0\n")?;
     for (arguments, words) in [
         (&["serve"][..], &["`worker.concurrency`", "`0`", "from 1 to 10000", "headwater.toml"][..]),
         (&["serve", "--worker-concurrency", "many"], &["`many`", "--worker-concurrency"]),
@@ -58,7 +58,7 @@ fn wrong_usage_and_wrong_settings_end_with_two_and_say_what_is_allowed() -> Resu
             &["`stream.url`"],
         ),
     ] {
-        let output = place.run(arguments)?;
+        let output = dir.run(arguments)?;
         let error = text(&output.stderr);
         assert_eq!(output.status.code(), Some(2), "{arguments:?}: {error}");
         for word in words {
@@ -73,7 +73,7 @@ fn wrong_usage_and_wrong_settings_end_with_two_and_say_what_is_allowed() -> Resu
 fn settings_are_checked_before_a_port_is_bound() -> Result<()> {
     let taken = std::net::TcpListener::bind("127.0.0.1:0")?;
     let address = taken.local_addr()?.to_string();
-    let place = Place::new()?;
+    let dir = ServerDir::new()?;
     for (verb, listen) in [("serve", "--http-listen"), ("worker", "--worker-listen")] {
         for (setting, url) in [
             ("stream.url", "redis://:hunter2@a:b:c"),
@@ -82,12 +82,12 @@ fn settings_are_checked_before_a_port_is_bound() -> Result<()> {
             ("database.url", "sqlite:x?mode=sometimes"),
         ] {
             let flag = format!("--{}", setting.replace('.', "-"));
-            let output = place.run(&[verb, listen, &address, &flag, url])?;
+            let output = dir.run(&[verb, listen, &address, &flag, url])?;
             let error = text(&output.stderr);
             assert_eq!(output.status.code(), Some(2), "{verb} {url}: {error}");
             assert!(error.contains(setting) && !error.contains("hunter2"), "{error}");
         }
-        let output = place.run(&[verb, listen, &address])?;
+        let output = dir.run(&[verb, listen, &address])?;
         let error = text(&output.stderr);
         assert_eq!(output.status.code(), Some(1), "{error}");
         assert!(error.contains(&format!("cannot listen on {address}")), "{error}");
@@ -96,26 +96,25 @@ fn settings_are_checked_before_a_port_is_bound() -> Result<()> {
 }
 
 #[test]
-fn a_server_that_cannot_be_reached_ends_with_three_and_is_named_without_its_password() -> Result<()>
-{
-    let place = Place::new()?;
+fn an_unreachable_server_is_exit_code_3_and_named_without_its_password() -> Result<()> {
+    let dir = ServerDir::new()?;
     let wait = ["serve", "--http-listen", "127.0.0.1:0", "--start-wait", "1s"];
     let redis = ["--stream-url", "redis://:hunter2@127.0.0.1:1"];
     let postgres = ["--database-url", "postgres://ann:hunter2@127.0.0.1:1/headwater"];
     for (url, address) in
         [(redis, "redis://:***@127.0.0.1:1"), (postgres, "postgres://ann:***@127.0.0.1:1")]
     {
-        let output = place.run(&[&wait[..], &url].concat())?;
+        let output = dir.run(&[&wait[..], &url].concat())?;
         let error = text(&output.stderr);
         assert_eq!(output.status.code(), Some(3), "{error}");
-        assert!(error.contains(address) && error.contains("cannot be reached yet"), "{error}");
+        assert!(error.contains(address) && error.contains("not reachable yet"), "{error}");
         assert!(!error.contains("hunter2"), "{error}");
     }
     Ok(())
 }
 
 #[tokio::test]
-async fn servers_that_come_up_late_are_waited_for() -> Result<()> {
+async fn servers_that_start_late_are_waited_for() -> Result<()> {
     let redis = Redis::start()?;
     let postgres = Postgres::start()?;
     let database = postgres.database()?;
@@ -123,12 +122,12 @@ async fn servers_that_come_up_late_are_waited_for() -> Result<()> {
     redis.stop()?;
     postgres.stop()?;
 
-    let place = Place::new()?;
+    let dir = ServerDir::new()?;
     let arguments = ["--stream-url", &stream_url, "--database-url", &database_url];
-    let mut server = place.serve_soon(&arguments)?;
-    server.wait_for_log("the streams cannot be reached yet")?;
+    let mut server = dir.serve_soon(&arguments)?;
+    server.wait_for_log("stream backend not reachable yet")?;
     redis.restart()?;
-    server.wait_for_log("the database cannot be reached yet")?;
+    server.wait_for_log("database not reachable yet")?;
     postgres.restart()?;
     server.listening()?;
     server.until("/health/ready", |status, _| status == 200).await?;
@@ -136,10 +135,10 @@ async fn servers_that_come_up_late_are_waited_for() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_directory_that_another_process_has_is_refused_with_its_name() -> Result<()> {
-    let place = Place::new()?;
-    let server = place.serve(&[])?;
-    let output = place.run(&["serve", "--http-listen", "127.0.0.1:0"])?;
+async fn a_locked_directory_names_the_owning_process() -> Result<()> {
+    let dir = ServerDir::new()?;
+    let server = dir.serve(&[])?;
+    let output = dir.run(&["serve", "--http-listen", "127.0.0.1:0"])?;
     let error = text(&output.stderr);
     assert_eq!(output.status.code(), Some(1), "{error}");
     for word in ["in use by process", &server.pid().to_string(), "`stream.url`", "Redis"] {
@@ -149,11 +148,11 @@ async fn a_directory_that_another_process_has_is_refused_with_its_name() -> Resu
 }
 
 #[tokio::test]
-async fn readiness_tells_which_dependency_is_away_and_that_it_is_back() -> Result<()> {
+async fn readiness_names_an_unavailable_dependency_and_recovers() -> Result<()> {
     let redis = Redis::start()?;
     let database = Postgres::shared()?.database()?;
-    let place = Place::new()?;
-    let server = place.serve(&["--stream-url", &redis.url(), "--database-url", &database.url()])?;
+    let dir = ServerDir::new()?;
+    let server = dir.serve(&["--stream-url", &redis.url(), "--database-url", &database.url()])?;
     server.until("/health/ready", |status, _| status == 200).await?;
 
     redis.pause()?;
@@ -172,12 +171,12 @@ async fn readiness_tells_which_dependency_is_away_and_that_it_is_back() -> Resul
 }
 
 #[tokio::test]
-async fn a_worker_answers_for_health_and_metrics_and_nothing_else() -> Result<()> {
+async fn a_worker_serves_only_health_and_metrics() -> Result<()> {
     let redis = Redis::start()?;
     let database = Postgres::shared()?.database()?;
-    let place = Place::new()?;
+    let dir = ServerDir::new()?;
     let mut worker =
-        place.worker(&["--stream-url", &redis.url(), "--database-url", &database.url()])?;
+        dir.worker(&["--stream-url", &redis.url(), "--database-url", &database.url()])?;
     worker.until("/health/ready", |status, _| status == 200).await?;
     let (status, metrics) = worker.get("/metrics").await?;
     assert_eq!(status, 200);
@@ -188,9 +187,9 @@ async fn a_worker_answers_for_health_and_metrics_and_nothing_else() -> Result<()
 }
 
 #[test]
-fn config_prints_each_value_and_where_it_came_from_and_no_secret() -> Result<()> {
-    let place = Place::new()?.settings("[worker]\nconcurrency = 7\n")?;
-    let mut command = place.command(&["config", "--issue-quiet", "2s"]);
+fn config_prints_each_value_and_its_source_without_secrets() -> Result<()> {
+    let dir = ServerDir::new()?.settings("[worker]\nconcurrency = 7\n")?;
+    let mut command = dir.command(&["config", "--issue-quiet", "2s"]);
     command.env("HEADWATER_DATABASE_URL", "postgres://ann:hunter2@localhost/a");
     command.env_remove("HEADWATER_HTTP_LISTEN");
     let output = command.output()?;

@@ -19,7 +19,7 @@ use uuid::Uuid;
 
 use crate::support::desk::{all_idle, answered, by, open};
 use crate::support::model::FakeModel;
-use crate::support::{LIMIT, Place, Server, eventually};
+use crate::support::{LIMIT, Server, ServerDir, eventually};
 
 /// The types of the steps in a session's stream, in order, without what stands before their last dot.
 fn steps(redis: &Redis, session: &str) -> Vec<String> {
@@ -48,7 +48,7 @@ async fn the_steps_of_a_run_during_an_outage_reach_its_session_when_redis_is_bac
     let redis = Redis::start()?;
     let proxy = Proxy::start(redis.addr())?;
     let (model, model_url) = FakeModel::start((5, 5)).await?;
-    let place = Place::new()?;
+    let place = ServerDir::new()?;
     let way = redis.url_at(proxy.addr());
     // On a busy machine a run may outlive its place in the group; its claim runs out soon, and it comes again.
     let quick = ["--issue-quiet", "10ms", "--sweep-every", "200ms", "--worker-claim", "10s"];
@@ -94,7 +94,7 @@ async fn a_kill_during_an_outage_leaves_the_steps_to_the_next_process() -> Resul
     let redis = Redis::start()?;
     let proxy = Proxy::start(redis.addr())?;
     let (_model, model_url) = FakeModel::open((5, 5)).await?;
-    let place = Place::new()?;
+    let place = ServerDir::new()?;
     let way = redis.url_at(proxy.addr());
     let quick = ["--issue-quiet", "10ms", "--sweep-every", "200ms"];
     let model_at = ["--model-url", &model_url, "--model-name", "m"];
@@ -160,7 +160,7 @@ fn told(redis: &Redis) -> Vec<(String, String, String)> {
 async fn many_events_of_an_outage_hold_up_no_reply_and_are_told_once_and_in_order() -> Result<()> {
     const TICKETS: usize = 80;
     let redis = Redis::builder().persistence(Persistence::Always).start()?;
-    let place = Place::new()?;
+    let place = ServerDir::new()?;
     let quick = ["--issue-quiet", "500ms", "--sweep-every", "200ms"];
     let many = ["--http-rate-per-second", "1000000", "--http-rate-burst", "1000000"];
     let server = place.serve(&[&["--stream-url", &redis.url()][..], &quick, &many].concat())?;

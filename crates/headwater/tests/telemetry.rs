@@ -1,4 +1,4 @@
-//! What the real binary tells of itself: metrics, logs and traces.
+//! Metrics, logs and traces of the real binary.
 
 mod support;
 
@@ -16,13 +16,13 @@ use tokio::sync::mpsc;
 
 use crate::support::desk::new_ticket;
 use crate::support::sender::{github, github_issues, integrations, send};
-use crate::support::{LIMIT, Place, Server};
+use crate::support::{LIMIT, Server, ServerDir};
 
 fn contains(bytes: &[u8], text: &str) -> bool {
     bytes.windows(text.len()).any(|window| window == text.as_bytes())
 }
 
-/// A collector of the test's own: its address, and the batches that reach it.
+/// A collector: its URL and the received batches.
 async fn collector() -> Result<(String, mpsc::UnboundedReceiver<Bytes>)> {
     let (sender, batches) = mpsc::unbounded_channel::<Bytes>();
     let take = |State(sender): State<mpsc::UnboundedSender<Bytes>>, body: Bytes| async move {
@@ -36,13 +36,13 @@ async fn collector() -> Result<(String, mpsc::UnboundedReceiver<Bytes>)> {
     Ok((url, batches))
 }
 
-// The collector must answer while the test waits for the end of the server.
+// The collector must respond while the test waits for the server to end.
 #[tokio::test(flavor = "multi_thread")]
-async fn traces_go_to_the_collector_and_keep_the_trace_of_the_caller() -> Result<()> {
+async fn traces_are_exported_and_continue_the_callers_trace() -> Result<()> {
     let (url, mut batches) = collector().await?;
 
-    let place = Place::new()?;
-    let mut server = place.serve(&["--otlp-url", &url])?;
+    let dir = ServerDir::new()?;
+    let mut server = dir.serve(&["--otlp-url", &url])?;
     let trace = "4bf92f3577b34da6a3ce929d0e0e4736";
     let request = server.client.get(server.url("/health/live"));
     send(request.header("traceparent", format!("00-{trace}-00f067aa0ba902b7-01"))).await?;
@@ -56,13 +56,13 @@ async fn traces_go_to_the_collector_and_keep_the_trace_of_the_caller() -> Result
         (0..16).filter_map(|at| u8::from_str_radix(&trace[2 * at..2 * at + 2], 16).ok()).collect();
     assert!(
         contains(&all, "headwater") && contains(&all, "/health/live"),
-        "what is left is sent at the end"
+        "remaining traces are sent at shutdown"
     );
-    assert!(all.windows(16).any(|window| window == id), "the caller's trace goes on");
+    assert!(all.windows(16).any(|window| window == id), "the caller's trace is continued");
     Ok(())
 }
 
-/// The fields of a message of Protocol Buffers that have a length: number and bytes.
+/// The length-delimited fields of a Protocol Buffers message: number and bytes.
 fn fields(mut bytes: &[u8]) -> Vec<(u64, &[u8])> {
     fn number(bytes: &mut &[u8]) -> Option<u64> {
         let (mut value, mut shift) = (0, 0);
@@ -95,7 +95,7 @@ fn fields(mut bytes: &[u8]) -> Vec<(u64, &[u8])> {
     found
 }
 
-/// Of every span in a batch: its trace, in hexadecimal digits, and its name.
+/// Trace id (hexadecimal) and name of every span in a batch.
 fn spans(batch: &[u8]) -> Vec<(String, String)> {
     let inner = |messages: Vec<&'_ [u8]>, wanted: u64| -> Vec<Vec<u8>> {
         let all = messages.iter().flat_map(|message| fields(message));
@@ -119,13 +119,13 @@ fn spans(batch: &[u8]) -> Vec<(String, String)> {
     spans.iter().map(describe).collect()
 }
 
-// The collector must answer while the test waits for the end of the server.
+// The collector must respond while the test waits for the server to end.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_run_goes_on_with_the_trace_of_the_webhook_that_led_to_it() -> Result<()> {
+async fn a_run_continues_the_trace_of_its_webhook() -> Result<()> {
     let (url, mut batches) = collector().await?;
 
-    let place = Place::new()?.settings(&integrations())?;
-    let mut server = place.serve(&["--otlp-url", &url, "--issue-quiet", "200ms"])?;
+    let dir = ServerDir::new()?.settings(&integrations())?;
+    let mut server = dir.serve(&["--otlp-url", &url, "--issue-quiet", "200ms"])?;
     let mut traces = Vec::new();
     for number in 1..=5 {
         let recorded = webhook(&server, number).await?;
@@ -141,7 +141,7 @@ async fn a_run_goes_on_with_the_trace_of_the_webhook_that_led_to_it() -> Result<
     Ok(())
 }
 
-/// The trace of a caller.
+/// The trace id of a caller.
 fn trace(number: u64) -> String {
     format!("4bf92f3577b34da6a3ce929d0e0e4{number:03}")
 }
@@ -150,20 +150,20 @@ fn traceparent(number: u64) -> String {
     format!("00-{}-00f067aa0ba902b7-01", trace(number))
 }
 
-/// A webhook about an issue of its own, in a trace of its own.
+/// Sends a webhook about a new issue in a new trace.
 async fn webhook(server: &Server, number: u64) -> Result<Value> {
     let body = github_issues("opened", number, "x").to_string();
     let request = github(server, "issues", &format!("d-{number}"), body.as_bytes());
     Ok(send(request.header("traceparent", traceparent(number))).await?.1)
 }
 
-/// A ticket in a trace of its own.
+/// Opens a ticket in a new trace.
 async fn ticket(server: &Server, number: u64) -> Result<Value> {
     let request = server.client.post(server.url("/api/v1/tickets")).json(&new_ticket("x"));
     Ok(send(request.header("traceparent", traceparent(number))).await?.1)
 }
 
-/// All spans that have come so far.
+/// All spans received so far.
 fn collected(batches: &mut mpsc::UnboundedReceiver<Bytes>) -> Vec<(String, String)> {
     let mut all = Vec::new();
     while let Ok(batch) = batches.try_recv() {
@@ -176,7 +176,7 @@ fn has(spans: &[(String, String)], trace: &str, name: &str) -> bool {
     spans.iter().any(|span| span.0 == trace && span.1 == name)
 }
 
-/// How many runs a process has ended.
+/// Number of completed runs of a process.
 async fn runs(process: &Server) -> Result<u64> {
     let (_, metrics) = process.get("/metrics").await?;
     let lines = metrics.as_str().context("text")?.lines();
@@ -186,21 +186,21 @@ async fn runs(process: &Server) -> Result<u64> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_run_in_another_process_goes_on_with_the_trace_of_its_webhook_or_ticket() -> Result<()> {
+async fn a_run_in_another_process_continues_the_trace_of_its_event() -> Result<()> {
     let redis = Redis::start()?;
     let database = Postgres::shared()?.database()?;
     let (of_server, mut from_server) = collector().await?;
     let (of_worker, mut from_worker) = collector().await?;
-    let place = Place::new()?.settings(&integrations())?;
+    let dir = ServerDir::new()?.settings(&integrations())?;
     let (streams, database) = (redis.url(), database.url());
-    // What the sweep finds has no trace: here only nudges bring issues to workers.
+    // Issues found by the sweeper have no trace, so only nudges may bring issues to workers.
     let rarely = ["--sweep-every", "1h", "--issue-quiet", "10ms"];
     let both = [&["--stream-url", &streams, "--database-url", &database][..], &rarely].concat();
-    let mut server = place.serve(&[&both[..], &["--otlp-url", &of_server]].concat())?;
-    let mut worker = place.worker(&[&both[..], &["--otlp-url", &of_worker]].concat())?;
+    let mut server = dir.serve(&[&both[..], &["--otlp-url", &of_server]].concat())?;
+    let mut worker = dir.worker(&[&both[..], &["--otlp-url", &of_worker]].concat())?;
     worker.until("/health/ready", |status, _| status == 200).await?;
 
-    // One after another, two of a kind each time, until the other process had some of either kind.
+    // Alternating pairs, until the other process has run both kinds.
     let mut elsewhere = (Vec::new(), Vec::new());
     for number in 1.. {
         assert!(number < 200, "all runs were in one process: {}", worker.log());
@@ -235,18 +235,18 @@ async fn a_run_in_another_process_goes_on_with_the_trace_of_its_webhook_or_ticke
 }
 
 #[tokio::test]
-async fn a_collector_that_is_away_costs_nothing() -> Result<()> {
-    let place = Place::new()?;
-    let mut server = place.serve(&["--otlp-url", "http://127.0.0.1:1"])?;
+async fn an_unavailable_collector_has_no_effect() -> Result<()> {
+    let dir = ServerDir::new()?;
+    let mut server = dir.serve(&["--otlp-url", "http://127.0.0.1:1"])?;
     server.until("/health/ready", |status, _| status == 200).await?;
     assert!(server.stop()?.success(), "{}", server.log());
     Ok(())
 }
 
 #[tokio::test]
-async fn metrics_have_the_names_that_are_promised() -> Result<()> {
-    let place = Place::new()?.settings(&integrations())?;
-    let server = place.serve(&["--issue-quiet", "50ms"])?;
+async fn metrics_have_the_documented_names() -> Result<()> {
+    let dir = ServerDir::new()?.settings(&integrations())?;
+    let server = dir.serve(&["--issue-quiet", "50ms"])?;
     let body = github_issues("opened", 1, "x").to_string();
     let (_, recorded) = send(github(&server, "issues", "d", body.as_bytes())).await?;
     let path = format!("/api/v1/issues/{}", recorded["issue_id"]);
@@ -265,7 +265,7 @@ async fn metrics_have_the_names_that_are_promised() -> Result<()> {
         "headwater_http_requests_total",
         "headwater_http_duration_seconds_bucket",
     ];
-    // Gauges are set every few seconds.
+    // Gauges are updated every few seconds.
     let has_all = |text: &str| names.iter().all(|name| text.contains(name));
     let metrics = server.until("/metrics", |_, text| text.as_str().is_some_and(has_all)).await;
     let metrics = metrics.context("a metric is missing")?;
@@ -277,9 +277,9 @@ async fn metrics_have_the_names_that_are_promised() -> Result<()> {
 }
 
 #[tokio::test]
-async fn logs_are_json_lines_without_secrets_and_text_if_asked_for() -> Result<()> {
-    let place = Place::new()?.settings(&integrations())?;
-    let mut server = place.serve(&["--log-level", "debug"])?;
+async fn logs_are_json_without_secrets_or_text_on_request() -> Result<()> {
+    let dir = ServerDir::new()?.settings(&integrations())?;
+    let mut server = dir.serve(&["--log-level", "debug"])?;
     send(github(&server, "ping", "d", b"{}")).await?;
     server.stop()?;
     let log = server.log();
@@ -288,7 +288,7 @@ async fn logs_are_json_lines_without_secrets_and_text_if_asked_for() -> Result<(
     }
     assert!(!log.contains("a secret that both sides know"), "{log}");
 
-    let output = place
+    let output = dir
         .command(&[
             "serve",
             "--http-listen",

@@ -1,11 +1,11 @@
-//! What verbs print for people holds nothing that a terminal would obey or hide; what they print for programs is exact.
+//! Output for people contains no terminal control characters; output for programs is exact.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 mod support;
 
 use serde_json::{Value, json};
 
-use crate::support::reach::Reach;
+use crate::support::cli::CliFixture;
 use crate::support::text;
 
 /// Escape sequences, C1 controls, bidirectional overrides and isolates, zero-width characters.
@@ -17,34 +17,34 @@ fn nasty_in(printed: &str) -> Vec<char> {
 }
 
 #[test]
-fn nothing_that_a_terminal_obeys_is_printed_for_people_and_nothing_is_changed_for_programs() {
-    let reach = Reach::embedded();
-    reach.json(&["topic", "create", "jobs", "--max-retries", "0"]);
-    reach.json(&["produce", "jobs", "--key", NASTY, "--payload", NASTY]);
+fn output_is_escaped_for_people_and_exact_for_programs() {
+    let cli = CliFixture::embedded();
+    cli.json(&["topic", "create", "jobs", "--max-retries", "0"]);
+    cli.json(&["produce", "jobs", "--key", NASTY, "--payload", NASTY]);
 
     let tail = ["tail", "jobs", "--from", "beginning", "--count", "1"];
     let consume = |group| ["consume", "jobs", "--group", group, "--count", "1", "--timeout", "90s"];
     for verb in [&tail[..], &consume("people")] {
-        let said = reach.said(verb);
-        assert!(nasty_in(&said).is_empty(), "{verb:?}: {said:?}");
-        let value: Value = serde_json::from_str(&said).unwrap();
+        let message = cli.stdout(verb);
+        assert!(nasty_in(&message).is_empty(), "{verb:?}: {message:?}");
+        let value: Value = serde_json::from_str(&message).unwrap();
         assert_eq!((&value["payload"], &value["key"]), (&json!(NASTY), &json!(NASTY)), "{verb:?}");
     }
     for verb in [&tail[..], &consume("programs")] {
-        let said = reach.said(&[verb, &["--json"]].concat());
-        assert!(said.contains("\u{9b}31m\u{202e}\u{2066}\u{200b}"), "{verb:?}: {said:?}");
+        let message = cli.stdout(&[verb, &["--json"]].concat());
+        assert!(message.contains("\u{9b}31m\u{202e}\u{2066}\u{200b}"), "{verb:?}: {message:?}");
     }
 
-    // The reason is what the command said: bytes of anybody.
+    // The reason comes from the command's standard error: arbitrary bytes.
     let script = "cat >&2; exit 1";
     let failing = ["consume", "jobs", "--group", "g", "--timeout", "3s", "--exec", script];
-    let told = text(&reach.run(&failing, "").stderr);
-    assert!(told.contains("becomes a dead letter"), "{told}");
-    assert!(nasty_in(&told).is_empty(), "{told:?}");
-    let list = reach.said(&["dlq", "list", "jobs"]);
+    let stderr = text(&cli.run(&failing, "").stderr);
+    assert!(stderr.contains("becomes a dead letter"), "{stderr}");
+    assert!(nasty_in(&stderr).is_empty(), "{stderr:?}");
+    let list = cli.stdout(&["dlq", "list", "jobs"]);
     assert!(list.contains("a\\u001b[2J") && nasty_in(&list).is_empty(), "{list:?}");
-    let letter = &reach.json(&["dlq", "list", "jobs"])[0];
+    let letter = &cli.json(&["dlq", "list", "jobs"])[0];
     assert!(letter["reason"].as_str().unwrap().contains(NASTY), "{letter}");
-    let shown = reach.said(&["dlq", "show", "jobs", letter["id"].as_str().unwrap()]);
+    let shown = cli.stdout(&["dlq", "show", "jobs", letter["id"].as_str().unwrap()]);
     assert!(nasty_in(&shown).is_empty(), "{shown:?}");
 }

@@ -10,15 +10,15 @@ use headwater_testkit::{Postgres, Redis};
 use serde_json::{Value, json};
 
 use crate::support::desk::all_idle;
-use crate::support::nasty::{nasty, with_text};
+use crate::support::hostile_text::{hostile_texts, with_text};
 use crate::support::sender::{
     SECRET, github, github_comment, github_issues, github_signature, gitlab, gitlab_issue,
     gitlab_note, integrations, now, send, standard,
 };
-use crate::support::{LIMIT, Place, Server};
+use crate::support::{LIMIT, Server, ServerDir};
 
-fn server() -> Result<(Place, Server)> {
-    let place = Place::new()?.settings(&integrations())?;
+fn server() -> Result<(ServerDir, Server)> {
+    let place = ServerDir::new()?.settings(&integrations())?;
     let server = place.serve(&["--issue-quiet", "50ms"])?;
     Ok((place, server))
 }
@@ -258,7 +258,7 @@ async fn bad_requests_are_refused_by_the_right_code_and_change_nothing() -> Resu
 #[tokio::test]
 async fn a_webhook_that_jsonb_cannot_hold_is_stored_as_it_came() -> Result<()> {
     let database = Postgres::shared()?.database()?;
-    let place = Place::new()?.settings(&integrations())?;
+    let place = ServerDir::new()?.settings(&integrations())?;
     let database = database.url();
     for arguments in [vec![], vec!["--database-url", &database]] {
         let server = place.serve(&[&["--issue-quiet", "50ms"][..], &arguments].concat())?;
@@ -331,11 +331,11 @@ async fn a_delivery_is_known_by_its_id_and_not_by_what_it_says() -> Result<()> {
 
 #[tokio::test]
 async fn sql_and_html_in_every_text_of_a_signed_webhook_are_text() -> Result<()> {
-    let place = Place::new()?.settings(&integrations())?;
+    let place = ServerDir::new()?.settings(&integrations())?;
     let many = ["--http-rate-per-second", "1000000", "--http-rate-burst", "1000000"];
     let server = place.serve(&[&["--issue-quiet", "100ms"][..], &many].concat())?;
     let mut requests = Vec::new();
-    for text in nasty() {
+    for text in hostile_texts() {
         let standard_payload =
             json!({"type": "t", "issue": {"id": "i"}, "project": {"id": "p"}, "data": {"x": "y"}});
         for payload in with_text(&standard_payload, &text) {
@@ -423,7 +423,7 @@ async fn a_body_is_counted_while_it_is_read_whatever_its_headers_say() -> Result
 
 #[tokio::test]
 async fn one_client_that_asks_too_often_is_told_when_to_come_back() -> Result<()> {
-    let place = Place::new()?.settings(&integrations())?;
+    let place = ServerDir::new()?.settings(&integrations())?;
     let server = place.serve(&["--http-rate-per-second", "1", "--http-rate-burst", "5"])?;
     let mut refused = None;
     // One comes back each second: on a slow machine it takes some more than the five.
@@ -451,7 +451,7 @@ async fn while_the_database_is_away_webhooks_are_told_to_come_back_and_nothing_i
     let redis = Redis::start()?;
     let postgres = Postgres::start()?;
     let database = postgres.database()?;
-    let place = Place::new()?.settings(&integrations())?;
+    let place = ServerDir::new()?.settings(&integrations())?;
     let server = place.serve(&[
         "--stream-url",
         &redis.url(),

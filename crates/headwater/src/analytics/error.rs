@@ -5,7 +5,7 @@ use headwater_analytics::AnalyticsError;
 use std::time::Duration;
 use tracing::error;
 
-use crate::exit::Failure;
+use crate::exit::CliError;
 use crate::http::ApiError;
 
 /// How soon to come back when others ask.
@@ -66,7 +66,7 @@ impl From<Problem> for ApiError {
     }
 }
 
-impl From<Problem> for Failure {
+impl From<Problem> for CliError {
     fn from(problem: Problem) -> Self {
         match problem {
             Problem::Analytics(AnalyticsError::Invalid { .. } | AnalyticsError::Query(_)) => {
@@ -85,7 +85,7 @@ mod tests {
     fn a_program_without_analytics_says_how_to_have_it() {
         let refused = ApiError::from(Problem::NotBuiltIn);
         assert_eq!(refused.status(), StatusCode::NOT_IMPLEMENTED);
-        let failure = Failure::from(Problem::NotBuiltIn).to_string();
+        let failure = CliError::from(Problem::NotBuiltIn).to_string();
         assert!(failure.contains("--features analytics") && failure.contains("docs/analytics.md"));
     }
 }

@@ -26,7 +26,7 @@ use tokio::task::JoinHandle;
 use tracing::{info, warn};
 use utoipa::ToSchema;
 
-use crate::server::shutdown::Stopping;
+use crate::server::shutdown::ShutdownSignal;
 use crate::server::startup;
 
 #[cfg(not(feature = "analytics"))]
@@ -83,7 +83,7 @@ struct Inner {
     sink: Sink,
     path: Option<PathBuf>,
     store: Option<Arc<dyn Store>>,
-    stopping: Stopping,
+    shutdown: ShutdownSignal,
     state: Mutex<State>,
     questions: Arc<Semaphore>,
     rebuilding: Arc<Mutex<Rebuilding>>,
@@ -95,14 +95,14 @@ impl Analytics {
     pub(crate) fn of_server(
         path: Option<&Path>,
         store: Arc<dyn Store>,
-        stopping: Stopping,
+        shutdown: ShutdownSignal,
     ) -> Self {
         let state = match (Sink::IS_BUILT_IN, path) {
             (false, _) => State::NotBuiltIn,
             (true, None) => State::Off,
             (true, Some(_)) => State::Starting,
         };
-        Self::new(Sink::default(), path, Some(store), state, stopping)
+        Self::new(Sink::default(), path, Some(store), state, shutdown)
     }
 
     /// Whether there is a file that could be asked.
@@ -113,7 +113,7 @@ impl Analytics {
     /// For questions, on a file that no process writes.
     pub(crate) async fn to_ask(path: Option<&Path>) -> Result<Self, Problem> {
         let sink = Sink::to_read(checked(path)?).await?;
-        Ok(Self::new(sink, path, None, State::Off, Stopping::default()))
+        Ok(Self::new(sink, path, None, State::Off, ShutdownSignal::default()))
     }
 
     /// For a rebuild, on a file that no other process has.
@@ -124,7 +124,7 @@ impl Analytics {
         let path = checked(path)?;
         create_parent(path)?;
         let sink = Sink::to_write(path).await?;
-        Ok(Self::new(sink, Some(path), Some(store), State::Off, Stopping::default()))
+        Ok(Self::new(sink, Some(path), Some(store), State::Off, ShutdownSignal::default()))
     }
 
     fn new(
@@ -132,13 +132,13 @@ impl Analytics {
         path: Option<&Path>,
         store: Option<Arc<dyn Store>>,
         state: State,
-        stopping: Stopping,
+        shutdown: ShutdownSignal,
     ) -> Self {
         Self(Arc::new(Inner {
             sink,
             path: path.map(Path::to_owned),
             store,
-            stopping,
+            shutdown,
             state: Mutex::new(state),
             questions: Arc::new(Semaphore::new(QUESTIONS_MAX)),
             rebuilding: Arc::default(),
@@ -158,28 +158,28 @@ impl Analytics {
 
     /// Opens the file and takes events in until the stop. What does not work is tried again.
     pub(crate) async fn run(&self, queue: Queue) {
-        let (inner, stopping) = (&self.0, &self.0.stopping);
-        let Some(path) = &inner.path else { return stopping.begun().await };
+        let (inner, shutdown) = (&self.0, &self.0.shutdown);
+        let Some(path) = &inner.path else { return shutdown.wait().await };
         let ingesting = loop {
             let beginning = async {
                 create_parent(path)?;
                 inner.sink.begin(path, &queue).await
             };
             tokio::select! {
-                () = stopping.begun() => return,
+                () = shutdown.wait() => return,
                 begun = beginning => match begun {
                     Ok(ingesting) => break ingesting,
                     Err(problem) => self.waits(problem.to_string()),
                 },
             }
             tokio::select! {
-                () = stopping.begun() => return,
+                () = shutdown.wait() => return,
                 () = tokio::time::sleep(TRY_EVERY) => {}
             }
         };
         info!(path = %path.display(), "analytics takes events in");
         self.becomes(State::Ingesting);
-        ingesting.run(stopping.begun()).await;
+        ingesting.run(shutdown.wait()).await;
         self.becomes(State::Starting);
     }
 
@@ -225,7 +225,7 @@ impl Analytics {
         *progress.lock().unwrap_or_else(PoisonError::into_inner) = Rebuilding::begun();
         let whole = self.clone();
         *job = Some(tokio::spawn(async move {
-            let batches = rebuild::batches(store, Arc::clone(&progress), whole.0.stopping.clone());
+            let batches = rebuild::batches(store, Arc::clone(&progress), whole.0.shutdown.clone());
             let ended = match batches.await {
                 Ok(batches) => whole.0.sink.rebuild(batches).await,
                 Err(error) => Err(error.into()),

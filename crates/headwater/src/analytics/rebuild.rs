@@ -15,7 +15,7 @@ use tracing::{info, warn};
 use utoipa::ToSchema;
 
 use crate::analytics::{Batches, Problem};
-use crate::server::shutdown::Stopping;
+use crate::server::shutdown::ShutdownSignal;
 use crate::tickets::History;
 
 /// How a rebuild stands.
@@ -51,7 +51,7 @@ impl Rebuilding {
 pub(super) async fn batches(
     store: Arc<dyn Store>,
     progress: Arc<Mutex<Rebuilding>>,
-    stopping: Stopping,
+    shutdown: ShutdownSignal,
 ) -> Result<Batches, AnalyticsError> {
     let mut history = History::new(store);
     let total = history.count().await.map_err(unreadable)?;
@@ -62,7 +62,7 @@ pub(super) async fn batches(
         if has_failed {
             return None;
         }
-        let page = match stopping.has_begun() {
+        let page = match shutdown.is_triggered() {
             true => Err(AnalyticsError::Source("the server is stopping".to_owned())),
             false => runtime.block_on(history.next()).map_err(unreadable),
         };

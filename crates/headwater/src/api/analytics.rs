@@ -1,7 +1,7 @@
-//! Reports, SQL and the rebuild of analytics, as routes below `/api/v1`.
+//! Reports, SQL queries and the rebuild of analytics, below `/api/v1`.
 //!
-//! Upstream: `router`. Downstream: `analytics`. Promises: asking takes the role `read`, rebuilding takes `admin`; a question
-//! changes nothing, whatever it is.
+//! Upstream: `http/router.rs`. Downstream: `analytics`. Promises: queries require the role `read` and are read-only;
+//! a rebuild requires `admin`.
 
 use axum::Json;
 use axum::extract::State;
@@ -17,59 +17,59 @@ use utoipa_axum::routes;
 use crate::analytics::{self, Analytics, Rebuilding};
 use crate::config::Role;
 use crate::http::ApiError;
-use crate::http::auth::Caller;
-use crate::http::body::Answer;
-use crate::http::extract::{PathOf, QueryOf};
+use crate::http::auth::Principal;
+use crate::http::body::JsonResult;
+use crate::http::extract::{PathParams, QueryParams};
 
-/// The routes with their description.
+/// The routes with their descriptions.
 pub(crate) fn routes() -> OpenApiRouter<Analytics> {
     OpenApiRouter::new()
         .routes(routes!(reports))
         .routes(routes!(show_report))
-        .routes(routes!(ask))
+        .routes(routes!(query_sql))
         .routes(routes!(status))
         .routes(routes!(rebuild))
 }
 
-/// The questions that have names.
+/// The built-in reports.
 #[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct ReportList {
-    reports: Vec<ReportLine>,
+pub(crate) struct ReportListResponse {
+    reports: Vec<ReportDto>,
 }
 
-/// A question that has a name.
+/// A built-in report.
 #[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct ReportLine {
+pub(crate) struct ReportDto {
     name: &'static str,
-    /// What it answers.
+    /// What it shows.
     title: &'static str,
 }
 
-/// An answer: columns and rows.
+/// A query result.
 #[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct TableView {
+pub(crate) struct TableResponse {
     columns: Vec<String>,
-    /// A value for each column.
+    /// One value for each column.
     #[schema(value_type = Vec<Vec<Object>>)]
     rows: Vec<Vec<Value>>,
-    /// Whether there were more rows than an answer may have.
+    /// Whether rows were left out because of the row limit.
     is_cut: bool,
 }
 
-impl From<Table> for TableView {
+impl From<Table> for TableResponse {
     fn from(table: Table) -> Self {
         Self { columns: table.columns, rows: table.rows, is_cut: table.is_cut }
     }
 }
 
-/// How an answer looks.
+/// Format of a report.
 #[derive(Clone, Copy, Debug, Default, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
-pub(crate) enum Format {
+pub(crate) enum ReportFormat {
     /// Columns and rows.
     #[default]
     Json,
-    /// With a header line.
+    /// CSV with a header line.
     Csv,
     /// A chart.
     Svg,
@@ -79,89 +79,93 @@ pub(crate) enum Format {
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 struct ReportQuery {
-    /// `json` by default.
+    /// Output format, `json` by default.
     #[serde(default)]
     #[param(inline)]
-    format: Format,
+    format: ReportFormat,
 }
 
 #[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 struct SqlQuery {
-    /// One `SELECT`, in the dialect of DuckDB.
+    /// One `SELECT` in the DuckDB dialect.
     query: String,
 }
 
-/// How analytics stands.
+/// State of analytics.
 #[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct AnalyticsView {
+pub(crate) struct AnalyticsResponse {
     #[serde(flatten)]
     state: analytics::State,
-    /// The last rebuild since the server started.
+    /// The latest rebuild since the server started.
     rebuild: Rebuilding,
 }
 
-/// Lists the reports.
-#[utoipa::path(get, path = "/reports", tag = "analytics", responses((status = 200, body = ReportList)))]
-async fn reports() -> Json<ReportList> {
-    let line = |report: &headwater_analytics::Report| ReportLine {
-        name: report.name,
-        title: report.title,
-    };
-    Json(ReportList { reports: REPORTS.iter().map(line).collect() })
+/// List the built-in reports.
+#[utoipa::path(get, path = "/reports", tag = "analytics", responses((status = 200, body = ReportListResponse)))]
+async fn reports() -> Json<ReportListResponse> {
+    let to_dto =
+        |report: &headwater_analytics::Report| ReportDto { name: report.name, title: report.title };
+    Json(ReportListResponse { reports: REPORTS.iter().map(to_dto).collect() })
 }
 
-/// The answer to a report.
+/// Run a built-in report.
 #[utoipa::path(get, path = "/reports/{name}", tag = "analytics", params(("name" = String, Path), ReportQuery),
-    responses((status = 200, body = TableView), (status = 404), (status = 501, description = "Analytics is off, or not built in"),
-        (status = 503, description = "The file is not open yet")))]
+    responses((status = 200, body = TableResponse), (status = 404), (status = 501, description = "Analytics is disabled or not built in"),
+        (status = 503, description = "The DuckDB file is not open yet")))]
 async fn show_report(
     State(analytics): State<Analytics>,
-    PathOf(name): PathOf<String>,
-    QueryOf(query): QueryOf<ReportQuery>,
+    PathParams(name): PathParams<String>,
+    QueryParams(query): QueryParams<ReportQuery>,
 ) -> Result<Response, ApiError> {
     let report = report(&name).map_err(|error| ApiError::not_found(error.to_string()))?;
     let table = analytics.query(report.sql).await?;
     let with =
         |kind: &'static str, text: String| ([(header::CONTENT_TYPE, kind)], text).into_response();
     Ok(match query.format {
-        Format::Json => Json(TableView::from(table)).into_response(),
-        Format::Csv => with("text/csv; charset=utf-8", table.to_csv()),
-        Format::Svg => with("image/svg+xml", svg(report.title, &report.chart, &table)),
+        ReportFormat::Json => Json(TableResponse::from(table)).into_response(),
+        ReportFormat::Csv => with("text/csv; charset=utf-8", table.to_csv()),
+        ReportFormat::Svg => with("image/svg+xml", svg(report.title, &report.chart, &table)),
     })
 }
 
-/// The answer to a question of your own.
+/// Run an SQL query.
 #[utoipa::path(get, path = "/sql", tag = "analytics", params(SqlQuery),
-    responses((status = 200, body = TableView), (status = 400, description = "Not one SELECT, or it cannot be answered"),
-        (status = 501, description = "Analytics is off, or not built in"), (status = 503, description = "The file is not open yet"),
-        (status = 504, description = "It took too long")))]
-async fn ask(
+    responses((status = 200, body = TableResponse), (status = 400, description = "Not a single SELECT, or the query failed"),
+        (status = 501, description = "Analytics is disabled or not built in"), (status = 503, description = "The DuckDB file is not open yet"),
+        (status = 504, description = "The query timed out")))]
+async fn query_sql(
     State(analytics): State<Analytics>,
-    QueryOf(query): QueryOf<SqlQuery>,
-) -> Answer<TableView> {
+    QueryParams(query): QueryParams<SqlQuery>,
+) -> JsonResult<TableResponse> {
     Ok(Json(analytics.query(&query.query).await?.into()))
 }
 
-/// How analytics stands, and its last rebuild. Reasons are for the role `admin`; others are told that the log has them.
-#[utoipa::path(get, path = "/analytics", tag = "analytics", responses((status = 200, body = AnalyticsView)))]
-async fn status(State(analytics): State<Analytics>, caller: Caller) -> Json<AnalyticsView> {
+/// Show the state of analytics and its latest rebuild. Reasons are included only for the role `admin`.
+#[utoipa::path(get, path = "/analytics", tag = "analytics", responses((status = 200, body = AnalyticsResponse)))]
+async fn status(
+    State(analytics): State<Analytics>,
+    principal: Principal,
+) -> Json<AnalyticsResponse> {
     let (state, rebuild) = (analytics.state(), analytics.rebuilding());
-    Json(match caller.must_be(Role::Admin) {
-        Ok(()) => AnalyticsView { state, rebuild },
+    Json(match principal.require_role(Role::Admin) {
+        Ok(()) => AnalyticsResponse { state, rebuild },
         Err(_) => {
-            AnalyticsView { state: state.without_reason(), rebuild: rebuild.without_reason() }
+            AnalyticsResponse { state: state.without_reason(), rebuild: rebuild.without_reason() }
         }
     })
 }
 
-/// Begins to replace all events in the DuckDB file by those of the database; `GET /analytics` says how far it is.
+/// Start to replace all events in the DuckDB file by those of the database; `GET /analytics` shows the progress.
 #[utoipa::path(post, path = "/analytics/rebuild", tag = "analytics",
-    responses((status = 202, body = Rebuilding), (status = 409, description = "One is under way"),
-        (status = 501, description = "Analytics is off, or not built in"), (status = 503, description = "The file is not open yet")))]
-async fn rebuild(State(analytics): State<Analytics>, caller: Caller) -> Result<Response, ApiError> {
-    caller.must_be(Role::Admin)?;
+    responses((status = 202, body = Rebuilding), (status = 409, description = "A rebuild is in progress"),
+        (status = 501, description = "Analytics is disabled or not built in"), (status = 503, description = "The DuckDB file is not open yet")))]
+async fn rebuild(
+    State(analytics): State<Analytics>,
+    principal: Principal,
+) -> Result<Response, ApiError> {
+    principal.require_role(Role::Admin)?;
     let begun = analytics.rebuild()?;
     Ok((StatusCode::ACCEPTED, Json(begun)).into_response())
 }

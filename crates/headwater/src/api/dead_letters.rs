@@ -1,7 +1,7 @@
-//! Dead letters: browse, show, replay, purge.
+//! Dead letters: list, show, replay, purge.
 //!
-//! Upstream: `router`, and the verb `dlq`. Promises: whoever asks for it is told how far a replay or a purge is, line by line; then
-//! it takes as long as it takes, and ends when its caller goes away. Both can be repeated.
+//! Upstream: `http/router.rs` and `cli/verbs/dlq.rs`. Promises: with `progress`, a replay or purge streams its
+//! progress as JSON lines and has no timeout; it ends when the client disconnects. Both are idempotent.
 
 use std::collections::BTreeMap;
 use std::num::NonZeroU32;
@@ -27,16 +27,16 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use crate::api::Operations;
-use crate::api::dto::{Payload, all, entry_id, id, time};
+use crate::api::dto::{PayloadDto, all_fields, id, parse_entry_id, time};
 use crate::api::ndjson::{error_line, lines};
 use crate::config::Role;
 use crate::http::ApiError;
-use crate::http::auth::Caller;
-use crate::http::body::{Answer, JsonBody};
-use crate::http::extract::{PathOf, QueryOf};
+use crate::http::auth::Principal;
+use crate::http::body::{JsonBody, JsonResult};
+use crate::http::extract::{PathParams, QueryParams};
 
-/// How often somebody is told how far it is.
-const TOLD_EVERY: Duration = Duration::from_millis(200);
+/// Interval of progress lines.
+const PROGRESS_INTERVAL: Duration = Duration::from_millis(200);
 
 pub(super) fn routes() -> OpenApiRouter<Operations> {
     OpenApiRouter::new()
@@ -46,38 +46,38 @@ pub(super) fn routes() -> OpenApiRouter<Operations> {
         .routes(routes!(purge))
 }
 
-/// A message that ran out of attempts.
+/// A message that exhausted its attempts.
 #[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct LetterView {
-    /// The id of the dead letter.
+pub(crate) struct DeadLetterDto {
+    /// Entry id of the dead letter.
     id: String,
     topic: Option<String>,
     partition: Option<u16>,
     original_id: Option<String>,
     key: Option<String>,
     #[serde(flatten)]
-    payload: Payload,
+    payload: PayloadDto,
     headers: Headers,
     failures: u32,
     sent_at: Option<String>,
     failed_at: Option<String>,
     reason: String,
     replayed_from: Option<String>,
-    /// How often it was replayed before.
+    /// Number of earlier replays.
     replays: u32,
-    /// All fields as they are.
+    /// All fields of the entry.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     fields: BTreeMap<String, String>,
 }
 
-fn view(letter: DeadLetter, with_fields: bool) -> LetterView {
-    LetterView {
+fn to_dto(letter: DeadLetter, with_fields: bool) -> DeadLetterDto {
+    DeadLetterDto {
         id: letter.id.to_string(),
         topic: letter.original_topic,
         partition: letter.partition,
         original_id: id(letter.original_id),
         key: letter.key,
-        payload: Payload::of(&letter.payload),
+        payload: PayloadDto::from_bytes(&letter.payload),
         headers: letter.headers,
         failures: letter.failures,
         sent_at: letter.sent_at.map(time),
@@ -85,76 +85,77 @@ fn view(letter: DeadLetter, with_fields: bool) -> LetterView {
         reason: letter.reason,
         replayed_from: id(letter.replayed_from),
         replays: letter.replays,
-        fields: if with_fields { all(&letter.fields) } else { BTreeMap::new() },
+        fields: if with_fields { all_fields(&letter.fields) } else { BTreeMap::new() },
     }
 }
 
-/// A part of a list.
+/// A page of dead letters.
 #[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct LetterPage {
-    dead_letters: Vec<LetterView>,
-    /// Where the next part begins: pass it as `cursor`. `null` after the last one.
+pub(crate) struct DeadLetterPage {
+    dead_letters: Vec<DeadLetterDto>,
+    /// Cursor of the next page, or `null`.
     next_cursor: Option<String>,
 }
 
-/// Which dead letters.
+/// Filter of dead letters.
 #[derive(Debug, Default, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
-struct BrowseQuery {
-    /// Only those whose reason holds this text.
+struct DeadLetterListQuery {
+    /// Only those whose reason contains this text.
     reason: Option<String>,
     /// Only those with this key.
     key: Option<String>,
     partition: Option<u16>,
-    /// Given up at this time or later.
+    /// Only those that failed at this time or later.
     from: Option<String>,
-    /// Given up at this time or earlier.
+    /// Only those that failed at this time or earlier.
     to: Option<String>,
-    /// The newest first.
+    /// Newest first.
     #[serde(default)]
     newest_first: bool,
-    /// At most this many; 100 by default, 1000 at most.
+    /// Maximum number: 100 by default, 1000 at most.
     limit: Option<usize>,
-    /// `next_cursor` of the page before.
+    /// `next_cursor` of the previous page.
     cursor: Option<String>,
 }
 
-/// Which dead letters to do something with: those named, or all that match.
+/// Selection of dead letters: by id, by filter, or all.
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
-pub(crate) struct LettersWish {
-    /// These, at most 100.
+pub(crate) struct DeadLettersRequest {
+    /// Entry ids, at most 100.
     ids: Option<Vec<String>>,
-    /// Or all whose reason holds this text,
+    /// Filter: reason contains this text.
     reason: Option<String>,
-    /// with this key,
+    /// Filter: has this key.
     key: Option<String>,
-    /// of this partition,
+    /// Filter: belongs to this partition.
     partition: Option<u16>,
-    /// given up at this time or later,
+    /// Filter: failed at this time or later.
     from: Option<String>,
-    /// given up at this time or earlier.
+    /// Filter: failed at this time or earlier.
     to: Option<String>,
-    /// Or all there are: to be said in so many words.
+    /// Select all dead letters.
     #[serde(default)]
     all: bool,
-    /// Only say what would happen.
+    /// Only report what would happen.
     #[serde(default)]
     dry_run: bool,
-    /// Replay: at most so many a second.
+    /// Replay: maximum rate per second.
     #[schema(value_type = Option<u32>, minimum = 1)]
     per_second: Option<NonZeroU32>,
-    /// Replay: letters that were replayed so often are left alone.
+    /// Replay: skip dead letters that were already replayed this often.
     max_replays: Option<u32>,
-    /// Replay: at most so many.
+    /// Replay: maximum number.
     limit: Option<u64>,
-    /// Answer with lines of JSON: `{"progress":{"done":N}}` a few times a second, and `{"end":...}` or `{"error":...}` at last.
+    /// Respond with JSON lines: `{"progress":{"done":N}}` several times a second, then `{"end":...}` or
+    /// `{"error":...}`.
     #[serde(default)]
     progress: bool,
 }
 
-impl LettersWish {
+impl DeadLettersRequest {
     fn letters(&self) -> Result<Letters, ApiError> {
         let filter = filter(
             self.reason.clone(),
@@ -166,12 +167,13 @@ impl LettersWish {
         let has_filter = filter != DeadLetterFilter::default();
         match (&self.ids, has_filter, self.all) {
             (Some(ids), false, false) => {
-                let ids = ids.iter().map(|id| entry_id("ids", id)).collect::<Result<_, _>>()?;
+                let ids =
+                    ids.iter().map(|id| parse_entry_id("ids", id)).collect::<Result<_, _>>()?;
                 Ok(Letters::Ids(ids))
             }
             (None, true, false) | (None, false, true) => Ok(Letters::Matching(filter)),
             _ => Err(ApiError::invalid(
-                "say which: `ids`, or a filter, or `all: true`; one of the three",
+                "select dead letters with exactly one of `ids`, a filter, or `all: true`",
             )),
         }
     }
@@ -187,22 +189,24 @@ fn filter(
     let at = |what: &str, text: Option<&str>| match text {
         None => Ok(None),
         Some(text) => Timestamp::from_rfc3339(text).map(Some).ok_or_else(|| {
-            ApiError::invalid(format!("`{what}` is `{text}`; a time such as 2026-11-15T10:00:00Z"))
+            ApiError::invalid(format!(
+                "invalid `{what}` = `{text}`; expected a time such as 2026-11-15T10:00:00Z"
+            ))
         }),
     };
     Ok(DeadLetterFilter { reason, key, partition, from: at("from", from)?, to: at("to", to)? })
 }
 
-/// The dead letters of a topic; copies are shown once.
-#[utoipa::path(get, path = "/topics/{topic}/dead-letters", tag = "dead letters", params(("topic" = String, Path), BrowseQuery),
-    responses((status = 200, body = LetterPage), (status = 404)))]
+/// List the dead letters of a topic; copies are listed once.
+#[utoipa::path(get, path = "/topics/{topic}/dead-letters", tag = "dead letters", params(("topic" = String, Path), DeadLetterListQuery),
+    responses((status = 200, body = DeadLetterPage), (status = 404)))]
 async fn browse(
     State(operations): State<Operations>,
-    PathOf(topic): PathOf<String>,
-    QueryOf(query): QueryOf<BrowseQuery>,
-) -> Answer<LetterPage> {
+    PathParams(topic): PathParams<String>,
+    QueryParams(query): QueryParams<DeadLetterListQuery>,
+) -> JsonResult<DeadLetterPage> {
     let defaults = DeadLetterQuery::default();
-    let asked = DeadLetterQuery {
+    let letter_query = DeadLetterQuery {
         filter: filter(
             query.reason,
             query.key,
@@ -214,74 +218,74 @@ async fn browse(
         limit: query.limit.unwrap_or(defaults.limit),
         cursor: query.cursor,
     };
-    let page = operations.queue.dead_letters(&topic).await?.browse(&asked).await?;
-    let items = page.items.into_iter().map(|letter| view(letter, false)).collect();
-    Ok(Json(LetterPage { dead_letters: items, next_cursor: page.next }))
+    let page = operations.queue.dead_letters(&topic).await?.browse(&letter_query).await?;
+    let items = page.items.into_iter().map(|letter| to_dto(letter, false)).collect();
+    Ok(Json(DeadLetterPage { dead_letters: items, next_cursor: page.next }))
 }
 
-/// One dead letter with all its fields.
+/// Show a dead letter with all its fields.
 #[utoipa::path(get, path = "/topics/{topic}/dead-letters/{id}", tag = "dead letters",
-    params(("topic" = String, Path), ("id" = String, Path)), responses((status = 200, body = LetterView), (status = 404)))]
+    params(("topic" = String, Path), ("id" = String, Path)), responses((status = 200, body = DeadLetterDto), (status = 404)))]
 async fn show(
     State(operations): State<Operations>,
-    PathOf((topic, id)): PathOf<(String, String)>,
-) -> Answer<LetterView> {
-    let id = entry_id("id", &id)?;
+    PathParams((topic, id)): PathParams<(String, String)>,
+) -> JsonResult<DeadLetterDto> {
+    let id = parse_entry_id("id", &id)?;
     let letter = operations.queue.dead_letters(&topic).await?.show(id).await?;
-    Ok(Json(view(letter, true)))
+    Ok(Json(to_dto(letter, true)))
 }
 
-/// What a replay did, or would do.
+/// Result of a replay or its dry run.
 #[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct ReplayAnswer {
+pub(crate) struct ReplayResponse {
     replayed: u64,
     already_replayed: u64,
     refused: u64,
-    /// Some of those that were refused.
-    refusals: Vec<RefusalLine>,
-    /// `false` for a dry run, and where the limit left some.
+    /// Some of the refused dead letters.
+    refusals: Vec<RefusedReplayDto>,
+    /// `false` for a dry run, or if `limit` left some.
     is_done: bool,
 }
 
-/// A dead letter that was left alone.
+/// A dead letter that was not replayed.
 #[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct RefusalLine {
+pub(crate) struct RefusedReplayDto {
     id: String,
     problem: String,
 }
 
-/// Sends dead letters to their partitions again.
+/// Send dead letters to their partitions again.
 #[utoipa::path(post, path = "/topics/{topic}/dead-letters/replay", tag = "dead letters", params(("topic" = String, Path)),
-    request_body = LettersWish, responses((status = 200, body = ReplayAnswer), (status = 404)))]
+    request_body = DeadLettersRequest, responses((status = 200, body = ReplayResponse), (status = 404)))]
 async fn replay(
     State(operations): State<Operations>,
-    PathOf(topic): PathOf<String>,
-    JsonBody(wish): JsonBody<LettersWish>,
+    PathParams(topic): PathParams<String>,
+    JsonBody(request): JsonBody<DeadLettersRequest>,
 ) -> Result<Response, ApiError> {
-    let letters = wish.letters()?;
+    let letters = request.letters()?;
     let defaults = ReplayConfig::default();
     let config = ReplayConfig {
-        dry_run: wish.dry_run,
-        per_second: wish.per_second.or(defaults.per_second),
-        max_replays: wish.max_replays.unwrap_or(defaults.max_replays),
-        limit: wish.limit.or(defaults.limit),
+        dry_run: request.dry_run,
+        per_second: request.per_second.or(defaults.per_second),
+        max_replays: request.max_replays.unwrap_or(defaults.max_replays),
+        limit: request.limit.or(defaults.limit),
     };
     let dead = operations.queue.dead_letters(&topic).await?;
-    let (done, told) = (Arc::new(AtomicU64::new(0)), wish.progress);
+    let (done, with_progress) = (Arc::new(AtomicU64::new(0)), request.progress);
     let count = Arc::clone(&done);
     let replaying = async move {
-        let tell = |report: &ReplayReport| {
+        let report_progress = |report: &ReplayReport| {
             let handled = report.replayed + report.already_replayed + report.refused;
             count.store(handled, Ordering::Relaxed);
         };
-        Ok(ReplayAnswer::from(dead.replay_telling(letters, &config, &tell).await?))
+        Ok(ReplayResponse::from(dead.replay_telling(letters, &config, &report_progress).await?))
     };
-    answer(replaying, done, told, &operations).await
+    respond(replaying, done, with_progress, &operations).await
 }
 
-impl From<ReplayReport> for ReplayAnswer {
+impl From<ReplayReport> for ReplayResponse {
     fn from(report: ReplayReport) -> Self {
-        let line = |refusal: headwater_queue::Refusal| RefusalLine {
+        let dto = |refusal: headwater_queue::Refusal| RefusedReplayDto {
             id: refusal.id.to_string(),
             problem: refusal.problem,
         };
@@ -289,62 +293,63 @@ impl From<ReplayReport> for ReplayAnswer {
             replayed: report.replayed,
             already_replayed: report.already_replayed,
             refused: report.refused,
-            refusals: report.refusals.into_iter().map(line).collect(),
+            refusals: report.refusals.into_iter().map(dto).collect(),
             is_done: report.is_done,
         }
     }
 }
 
-/// What a purge did, or would do.
+/// Result of a purge or its dry run.
 #[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct PurgeAnswer {
+pub(crate) struct PurgeResponse {
     purged: u64,
     is_done: bool,
 }
 
-/// Removes dead letters for good.
+/// Delete dead letters permanently.
 #[utoipa::path(post, path = "/topics/{topic}/dead-letters/purge", tag = "dead letters", params(("topic" = String, Path)),
-    request_body = LettersWish, responses((status = 200, body = PurgeAnswer), (status = 404)))]
+    request_body = DeadLettersRequest, responses((status = 200, body = PurgeResponse), (status = 404)))]
 async fn purge(
     State(operations): State<Operations>,
-    PathOf(topic): PathOf<String>,
-    caller: Caller,
-    JsonBody(wish): JsonBody<LettersWish>,
+    PathParams(topic): PathParams<String>,
+    principal: Principal,
+    JsonBody(request): JsonBody<DeadLettersRequest>,
 ) -> Result<Response, ApiError> {
-    caller.must_be(Role::Admin)?;
-    let letters = wish.letters()?;
-    let config = PurgeConfig { dry_run: wish.dry_run };
+    principal.require_role(Role::Admin)?;
+    let letters = request.letters()?;
+    let config = PurgeConfig { dry_run: request.dry_run };
     let dead = operations.queue.dead_letters(&topic).await?;
-    let (done, told) = (Arc::new(AtomicU64::new(0)), wish.progress);
+    let (done, with_progress) = (Arc::new(AtomicU64::new(0)), request.progress);
     let count = Arc::clone(&done);
     let purging = async move {
-        let tell = |report: &PurgeReport| count.store(report.purged, Ordering::Relaxed);
-        let PurgeReport { purged, is_done } = dead.purge_telling(letters, &config, &tell).await?;
-        Ok(PurgeAnswer { purged, is_done })
+        let report_progress = |report: &PurgeReport| count.store(report.purged, Ordering::Relaxed);
+        let PurgeReport { purged, is_done } =
+            dead.purge_telling(letters, &config, &report_progress).await?;
+        Ok(PurgeResponse { purged, is_done })
     };
-    answer(purging, done, told, &operations).await
+    respond(purging, done, with_progress, &operations).await
 }
 
-/// What came of it; or, for those who want to be told, lines that say how far it is until then.
-async fn answer<T: Serialize + Send + 'static>(
+/// Returns the result of `work`, or with progress a stream of JSON lines that ends with it.
+async fn respond<T: Serialize + Send + 'static>(
     work: impl Future<Output = Result<T, ApiError>> + Send + 'static,
     done: Arc<AtomicU64>,
-    is_told: bool,
+    with_progress: bool,
     operations: &Operations,
 ) -> Result<Response, ApiError> {
-    if !is_told {
+    if !with_progress {
         return Ok(Json(work.await?).into_response());
     }
-    let stopping = operations.stopping.clone();
-    let state = Some((Box::pin(work), done, stopping));
+    let shutdown = operations.shutdown.clone();
+    let state = Some((Box::pin(work), done, shutdown));
     Ok(lines(stream::unfold(state, |state| async move {
-        let (mut work, done, stopping) = state?;
+        let (mut work, done, shutdown) = state?;
         let ended = tokio::select! {
             ended = &mut work => ended,
-            () = stopping.begun() => Err(ApiError::unavailable("the process stops; do it again")),
-            () = sleep(TOLD_EVERY) => {
+            () = shutdown.wait() => Err(ApiError::unavailable("the server is shutting down; run it again")),
+            () = sleep(PROGRESS_INTERVAL) => {
                 let line = json!({"progress": {"done": done.load(Ordering::Relaxed)}});
-                return Some((line.to_string(), Some((work, done, stopping))));
+                return Some((line.to_string(), Some((work, done, shutdown))));
             }
         };
         let line = match ended {

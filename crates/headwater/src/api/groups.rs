@@ -1,4 +1,4 @@
-//! Groups: who reads a topic, how far they are, what they have in hand; reset and removal.
+//! Consumer groups: list, describe, reset, delete, and their pending messages.
 
 use std::time::Duration;
 
@@ -15,13 +15,13 @@ use utoipa::{IntoParams, ToSchema};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
-use crate::api::dto::{Point, id, milliseconds, point};
-use crate::api::{Operations, to_its_end};
+use crate::api::dto::{EntryPosition, id, milliseconds, parse_position};
+use crate::api::{Operations, run_to_completion};
 use crate::config::Role;
 use crate::http::ApiError;
-use crate::http::auth::Caller;
-use crate::http::body::{Answer, JsonBody};
-use crate::http::extract::{PathOf, QueryOf};
+use crate::http::auth::Principal;
+use crate::http::body::{JsonBody, JsonResult};
+use crate::http::extract::{PathParams, QueryParams};
 use crate::inbound::ticket_events_consumer::AI_PROCESSOR_GROUP;
 use crate::tickets::TICKET_EVENTS;
 
@@ -33,29 +33,29 @@ pub(super) fn routes() -> OpenApiRouter<Operations> {
         .routes(routes!(pending))
 }
 
-/// A group on a topic.
+/// A consumer group of a topic.
 #[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct GroupDescription {
+pub(crate) struct GroupResponse {
     topic: String,
     group: String,
-    /// Messages delivered and not settled.
+    /// Messages delivered and not yet settled.
     pending: u64,
-    /// Messages not delivered yet; absent where the server cannot tell.
+    /// Messages not yet delivered; `null` if the server does not report it.
     lag: Option<u64>,
-    members: Vec<MemberLine>,
-    consumers: Vec<ConsumerLine>,
-    partitions: Vec<GroupPartitionLine>,
+    members: Vec<MemberDto>,
+    consumers: Vec<ConsumerDto>,
+    partitions: Vec<GroupPartitionDto>,
 }
 
 /// The groups of a topic.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct GroupPage {
-    groups: Vec<GroupDescription>,
+    groups: Vec<GroupResponse>,
 }
 
-/// A process that takes part.
+/// A member of a group.
 #[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct MemberLine {
+pub(crate) struct MemberDto {
     member: String,
     consumer: Option<String>,
     /// `owned` or `shared`.
@@ -63,9 +63,9 @@ pub(crate) struct MemberLine {
     heartbeat_age_ms: Option<u64>,
 }
 
-/// A consumer as the server knows it.
+/// A consumer as the stream backend reports it.
 #[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct ConsumerLine {
+pub(crate) struct ConsumerDto {
     name: String,
     pending: u64,
     idle_ms: u64,
@@ -74,26 +74,26 @@ pub(crate) struct ConsumerLine {
 
 /// One partition of a group.
 #[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct GroupPartitionLine {
+pub(crate) struct GroupPartitionDto {
     partition: u16,
     pending: u64,
     lag: Option<u64>,
     last_delivered: Option<String>,
     last_id: Option<String>,
-    owner: Option<OwnerLine>,
+    owner: Option<PartitionOwnerDto>,
 }
 
-/// Who owns a partition.
+/// Owner of a partition.
 #[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct OwnerLine {
+pub(crate) struct PartitionOwnerDto {
     holder: String,
     epoch: u64,
     heartbeat_age_ms: u64,
     remaining_ms: u64,
 }
 
-fn description(view: GroupView) -> GroupDescription {
-    let members = view.members.into_iter().map(|member| MemberLine {
+fn to_response(view: GroupView) -> GroupResponse {
+    let members = view.members.into_iter().map(|member| MemberDto {
         member: member.member,
         consumer: member.consumer,
         mode: match member.mode {
@@ -102,26 +102,26 @@ fn description(view: GroupView) -> GroupDescription {
         },
         heartbeat_age_ms: member.heartbeat_age.map(milliseconds),
     });
-    let consumers = view.consumers.into_iter().map(|consumer| ConsumerLine {
+    let consumers = view.consumers.into_iter().map(|consumer| ConsumerDto {
         name: consumer.name,
         pending: consumer.pending,
         idle_ms: milliseconds(consumer.idle),
         partitions: consumer.partitions,
     });
-    let partitions = view.partitions.into_iter().map(|partition| GroupPartitionLine {
+    let partitions = view.partitions.into_iter().map(|partition| GroupPartitionDto {
         partition: partition.partition,
         pending: partition.pending,
         lag: partition.lag,
         last_delivered: id(partition.last_delivered),
         last_id: id(partition.last_id),
-        owner: partition.owner.map(|owner| OwnerLine {
+        owner: partition.owner.map(|owner| PartitionOwnerDto {
             holder: owner.holder,
             epoch: owner.epoch,
             heartbeat_age_ms: milliseconds(owner.heartbeat_age),
             remaining_ms: milliseconds(owner.remaining),
         }),
     });
-    GroupDescription {
+    GroupResponse {
         members: members.collect(),
         consumers: consumers.collect(),
         partitions: partitions.collect(),
@@ -132,100 +132,100 @@ fn description(view: GroupView) -> GroupDescription {
     }
 }
 
-/// The groups of a topic.
+/// List the groups of a topic.
 #[utoipa::path(get, path = "/topics/{topic}/groups", tag = "groups", params(("topic" = String, Path)),
     responses((status = 200, body = GroupPage), (status = 404)))]
 async fn list(
     State(operations): State<Operations>,
-    PathOf(topic): PathOf<String>,
-) -> Answer<GroupPage> {
+    PathParams(topic): PathParams<String>,
+) -> JsonResult<GroupPage> {
     let groups = operations.queue.inspect().groups(&topic).await?;
-    Ok(Json(GroupPage { groups: groups.into_iter().map(description).collect() }))
+    Ok(Json(GroupPage { groups: groups.into_iter().map(to_response).collect() }))
 }
 
-/// One group: lag, pending, consumers, owners with epoch and heartbeat age.
+/// Describe a group: lag, pending messages, consumers, and owners with epoch and heartbeat age.
 #[utoipa::path(get, path = "/topics/{topic}/groups/{group}", tag = "groups",
-    params(("topic" = String, Path), ("group" = String, Path)), responses((status = 200, body = GroupDescription), (status = 404)))]
+    params(("topic" = String, Path), ("group" = String, Path)), responses((status = 200, body = GroupResponse), (status = 404)))]
 async fn describe(
     State(operations): State<Operations>,
-    PathOf((topic, group)): PathOf<(String, String)>,
-) -> Answer<GroupDescription> {
-    Ok(Json(description(operations.queue.inspect().group(&topic, &group).await?)))
+    PathParams((topic, group)): PathParams<(String, String)>,
+) -> JsonResult<GroupResponse> {
+    Ok(Json(to_response(operations.queue.inspect().group(&topic, &group).await?)))
 }
 
-/// Where the group goes on.
+/// Target of a reset.
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
-pub(crate) struct ResetWish {
+pub(crate) struct GroupResetRequest {
     /// `beginning`, `end`, an entry id, or a time.
     to: String,
     /// Only this partition.
     partition: Option<u16>,
-    /// Only say what would happen.
+    /// Only report what would happen.
     #[serde(default)]
     dry_run: bool,
-    /// Also while members are at work.
+    /// Reset even if the group has active members.
     #[serde(default)]
     force: bool,
 }
 
-/// What a reset did, or would do.
+/// Result of a reset or its dry run.
 #[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct ResetAnswer {
-    /// Messages that will be delivered again.
-    again: CountView,
-    /// Messages that will not be delivered.
-    skipped: CountView,
-    /// Messages in hand whose outcome will count for nothing.
-    dropped: CountView,
+pub(crate) struct GroupResetResponse {
+    /// Messages that will be redelivered.
+    again: CountDto,
+    /// Messages that will be skipped.
+    skipped: CountDto,
+    /// Pending messages whose outcome will be ignored.
+    dropped: CountDto,
     /// `false` for a dry run.
     is_done: bool,
 }
 
-/// A count that may have been given up on.
+/// A count that may be a lower bound.
 #[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct CountView {
+pub(crate) struct CountDto {
     count: u64,
-    /// Whether there are more.
+    /// Whether the actual count may be higher.
     or_more: bool,
 }
 
-impl From<Counted> for CountView {
+impl From<Counted> for CountDto {
     fn from(counted: Counted) -> Self {
         Self { count: counted.count, or_more: counted.or_more }
     }
 }
 
-/// Moves a group to another place, partition by partition. A reset that is interrupted says which partitions are done, and what
-/// to repeat.
+/// Move a group to another position, partition by partition. If it is interrupted, the error says which partitions
+/// are done and what to repeat.
 #[utoipa::path(post, path = "/topics/{topic}/groups/{group}/reset", tag = "groups",
-    params(("topic" = String, Path), ("group" = String, Path)), request_body = ResetWish,
-    responses((status = 200, body = ResetAnswer), (status = 404), (status = 409, description = "The group is at work."),
-        (status = 503, description = "`interrupted`: done on some partitions; the message says which, and what to repeat.")))]
+    params(("topic" = String, Path), ("group" = String, Path)), request_body = GroupResetRequest,
+    responses((status = 200, body = GroupResetResponse), (status = 404), (status = 409, description = "The group has active members."),
+        (status = 503, description = "`interrupted`: done on some partitions; the message names them and what to repeat.")))]
 async fn reset(
     State(operations): State<Operations>,
-    PathOf((topic, group)): PathOf<(String, String)>,
-    caller: Caller,
-    JsonBody(wish): JsonBody<ResetWish>,
-) -> Answer<ResetAnswer> {
-    caller.must_be(Role::Admin)?;
-    let to = match wish.to.as_str() {
+    PathParams((topic, group)): PathParams<(String, String)>,
+    principal: Principal,
+    JsonBody(request): JsonBody<GroupResetRequest>,
+) -> JsonResult<GroupResetResponse> {
+    principal.require_role(Role::Admin)?;
+    let to = match request.to.as_str() {
         "beginning" => ResetTo::Beginning,
         "end" => ResetTo::End,
-        text => match point("to", text).map_err(|_| {
+        text => match parse_position("to", text).map_err(|_| {
             ApiError::invalid(format!(
-                "`to` is `{text}`; `beginning`, `end`, an entry id or a time"
+                "invalid `to` = `{text}`; expected `beginning`, `end`, an entry id or a time"
             ))
         })? {
-            Point::Id(id) => ResetTo::Id(id),
-            Point::Time(at) => ResetTo::Time(at),
+            EntryPosition::Id(id) => ResetTo::Id(id),
+            EntryPosition::Time(at) => ResetTo::Time(at),
         },
     };
-    let guard = if wish.force { ResetGuard::Force } else { ResetGuard::NobodyAtWork };
-    let reset = Reset { to, partition: wish.partition, guard, dry_run: wish.dry_run };
+    let guard = if request.force { ResetGuard::Force } else { ResetGuard::NobodyAtWork };
+    let reset = Reset { to, partition: request.partition, guard, dry_run: request.dry_run };
     let resetting = async move { Ok(operations.queue.reset_group(&topic, &group, &reset).await?) };
-    let ResetReport { again, skipped, dropped, is_done, .. } = to_its_end(resetting).await?;
-    Ok(Json(ResetAnswer {
+    let ResetReport { again, skipped, dropped, is_done, .. } = run_to_completion(resetting).await?;
+    Ok(Json(GroupResetResponse {
         again: again.into(),
         skipped: skipped.into(),
         dropped: dropped.into(),
@@ -233,71 +233,71 @@ async fn reset(
     }))
 }
 
-/// A group that is gone.
+/// A deleted group.
 #[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct GroupRemoved {
+pub(crate) struct GroupRemovedResponse {
     topic: String,
     group: String,
-    /// Messages it had in hand, which nobody will settle.
+    /// Messages that were pending.
     pending: u64,
-    /// Messages it had not read; absent where the server cannot tell.
+    /// Messages that were not delivered; `null` if the server does not report it.
     lag: Option<u64>,
-    /// Partitions it was removed from.
+    /// Partitions the group was removed from.
     partitions: u16,
 }
 
-/// Removes a group: nothing is kept for it any more. Messages stay.
+/// Delete a group. Messages are kept, but retention no longer waits for the group.
 #[utoipa::path(delete, path = "/topics/{topic}/groups/{group}", tag = "groups",
     params(("topic" = String, Path), ("group" = String, Path)),
-    responses((status = 200, body = GroupRemoved), (status = 404), (status = 409, description = "A member of it lives.")))]
+    responses((status = 200, body = GroupRemovedResponse), (status = 404), (status = 409, description = "The group has active members.")))]
 async fn remove(
     State(operations): State<Operations>,
-    PathOf((topic, group)): PathOf<(String, String)>,
-    caller: Caller,
-) -> Answer<GroupRemoved> {
-    caller.must_be(Role::Admin)?;
+    PathParams((topic, group)): PathParams<(String, String)>,
+    principal: Principal,
+) -> JsonResult<GroupRemovedResponse> {
+    principal.require_role(Role::Admin)?;
     if [(STREAM, GROUP), (TICKET_EVENTS, AI_PROCESSOR_GROUP)].contains(&(&*topic, &*group)) {
         return Err(ApiError::new(
             StatusCode::CONFLICT,
             "reserved",
             format!(
-                "`{group}` of `{topic}` belongs to the server, which works through it; start `headwater serve`"
+                "group `{group}` of topic `{topic}` is used by the server and cannot be deleted; run `headwater serve` to process it"
             ),
         ));
     }
     let removed = (topic.clone(), group.clone());
     let removing = async move { Ok(operations.queue.remove_group(&removed.0, &removed.1).await?) };
-    let RemovedGroup { pending, lag, partitions } = to_its_end(removing).await?;
-    Ok(Json(GroupRemoved { topic, group, pending, lag, partitions }))
+    let RemovedGroup { pending, lag, partitions } = run_to_completion(removing).await?;
+    Ok(Json(GroupRemovedResponse { topic, group, pending, lag, partitions }))
 }
 
-/// Which pending messages.
+/// Filter of pending messages.
 #[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
-struct PendingQuery {
+struct PendingListQuery {
     partition: Option<u16>,
     /// Only those of this consumer.
     consumer: Option<String>,
-    /// Only those that have not been touched for so many milliseconds.
+    /// Only those idle for at least this many milliseconds.
     min_idle_ms: Option<u64>,
-    /// At most this many; 100 by default, 1000 at most.
+    /// Maximum number: 100 by default, 1000 at most.
     limit: Option<usize>,
-    /// `next_cursor` of the page before.
+    /// `next_cursor` of the previous page.
     cursor: Option<String>,
 }
 
-/// A part of a list.
+/// A page of pending messages.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct PendingPage {
-    pending: Vec<PendingLine>,
-    /// Where the next part begins: pass it as `cursor`. `null` after the last one.
+    pending: Vec<PendingDto>,
+    /// Cursor of the next page, or `null`.
     next_cursor: Option<String>,
 }
 
-/// A message that is delivered and not settled.
+/// A message delivered and not yet settled.
 #[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct PendingLine {
+pub(crate) struct PendingDto {
     id: String,
     partition: u16,
     consumer: String,
@@ -305,15 +305,15 @@ pub(crate) struct PendingLine {
     deliveries: u64,
 }
 
-/// Messages in hand, of all partitions in the order they were stored.
+/// List pending messages of all partitions, oldest first.
 #[utoipa::path(get, path = "/topics/{topic}/groups/{group}/pending", tag = "groups",
-    params(("topic" = String, Path), ("group" = String, Path), PendingQuery),
+    params(("topic" = String, Path), ("group" = String, Path), PendingListQuery),
     responses((status = 200, body = PendingPage), (status = 404)))]
 async fn pending(
     State(operations): State<Operations>,
-    PathOf((topic, group)): PathOf<(String, String)>,
-    QueryOf(query): QueryOf<PendingQuery>,
-) -> Answer<PendingPage> {
+    PathParams((topic, group)): PathParams<(String, String)>,
+    QueryParams(query): QueryParams<PendingListQuery>,
+) -> JsonResult<PendingPage> {
     let defaults = PendingFilter::default();
     let filter = PendingFilter {
         partition: query.partition,
@@ -323,7 +323,7 @@ async fn pending(
         cursor: query.cursor,
     };
     let page = operations.queue.inspect().pending(&topic, &group, &filter).await?;
-    let line = |pending: PendingView| PendingLine {
+    let dto = |pending: PendingView| PendingDto {
         id: pending.id.to_string(),
         partition: pending.partition,
         consumer: pending.consumer,
@@ -331,7 +331,7 @@ async fn pending(
         deliveries: pending.deliveries,
     };
     Ok(Json(PendingPage {
-        pending: page.items.into_iter().map(line).collect(),
+        pending: page.items.into_iter().map(dto).collect(),
         next_cursor: page.next,
     }))
 }

@@ -1,8 +1,7 @@
-//! Issues over HTTP, for operators: list, show, why, events, retry, release.
+//! Issues: list, show, explain, events, retry, release.
 //!
-//! Upstream: `router`, behind access. Downstream: the operator's side of the store.
-//! Promises: pages follow ids, so nothing is shown twice or passed by while things change, and
-//! are bounded in bytes; a change nudges the workers.
+//! Upstream: `http/router.rs`. Downstream: the admin methods of the store. Promises: pages follow ids, so that
+//! concurrent changes neither repeat nor skip rows, and are limited in bytes; a change nudges the workers.
 
 use std::sync::Arc;
 
@@ -22,19 +21,19 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use crate::http::ApiError;
-use crate::http::body::{Answer, JsonBody};
-use crate::http::extract::{PathOf, QueryOf};
+use crate::http::body::{JsonBody, JsonResult};
+use crate::http::extract::{PathParams, QueryParams};
 use crate::http::paging;
 use crate::server::app_state::App;
 
-/// Issues on one page, if nobody says otherwise, and at most.
+/// Default and maximum issues of a page.
 const PAGE_DEFAULT: usize = 50;
 const PAGE_MAX: usize = 500;
 
-/// Issues that one call releases.
-const RELEASED_AT_ONCE: usize = 50;
+/// Maximum issues released by one call.
+const RELEASE_BATCH: usize = 50;
 
-/// Below `/api/v1`.
+/// Routes below `/api/v1`.
 pub(crate) fn routes() -> OpenApiRouter<App> {
     OpenApiRouter::new()
         .routes(routes!(list))
@@ -47,34 +46,37 @@ pub(crate) fn routes() -> OpenApiRouter<App> {
         .routes(routes!(release_all))
 }
 
-/// Which issues.
+/// Filter of issues.
 #[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
-struct ListQuery {
+struct IssueListQuery {
     /// `idle`, `queued` or `processing`.
     status: Option<String>,
     /// Only those that are, or are not, quarantined.
     quarantined: Option<bool>,
     /// Only those of this integration.
     integration: Option<String>,
-    /// `next_cursor` of the page before.
+    /// `next_cursor` of the previous page.
     cursor: Option<i64>,
-    /// At most this many; 50 by default, 500 at most. A page of large ones has fewer.
+    /// Maximum number: 50 by default, 500 at most. Large issues shorten a page.
     limit: Option<usize>,
 }
 
-/// A part of a list.
+/// A page of issues.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct IssuePage {
-    issues: Vec<IssueView>,
-    /// Where the next part begins: pass it as `cursor`. `null` after the last one.
+    issues: Vec<IssueDto>,
+    /// Cursor of the next page, or `null`.
     next_cursor: Option<i64>,
 }
 
-/// Issues, in the order of their ids.
-#[utoipa::path(get, path = "/issues", tag = "issues", params(ListQuery), responses((status = 200, body = IssuePage)))]
-async fn list(State(app): State<App>, QueryOf(query): QueryOf<ListQuery>) -> Answer<IssuePage> {
+/// List issues by id.
+#[utoipa::path(get, path = "/issues", tag = "issues", params(IssueListQuery), responses((status = 200, body = IssuePage)))]
+async fn list(
+    State(app): State<App>,
+    QueryParams(query): QueryParams<IssueListQuery>,
+) -> JsonResult<IssuePage> {
     let status = query.status.as_deref().map(|name| {
         ProcessingStatus::parse(name)
             .ok_or_else(|| ApiError::invalid("`status` must be `idle`, `queued` or `processing`"))
@@ -91,103 +93,111 @@ async fn list(State(app): State<App>, QueryOf(query): QueryOf<ListQuery>) -> Ans
         let store = Arc::clone(&app.store);
         async move { store.issues(&filter, count).await }
     };
-    let (issues, last) = paging::fill(limit, |issue| (issue.id, bytes_of(issue)), read).await?;
+    let (issues, last) =
+        paging::read_page(limit, |issue| (issue.id, bytes_of(issue)), read).await?;
     let next = last.map(|id| id.0);
-    Ok(Json(IssuePage { issues: issues.iter().map(describe).collect(), next_cursor: next }))
+    Ok(Json(IssuePage { issues: issues.iter().map(to_dto).collect(), next_cursor: next }))
 }
 
-/// About how many bytes an issue has.
+/// Approximate size of an issue in bytes.
 fn bytes_of(issue: &Issue) -> usize {
     issue.fields.len() + issue.discussions.len() + issue.last_error.as_ref().map_or(0, String::len)
 }
 
-/// One issue.
+/// Show an issue.
 #[utoipa::path(get, path = "/issues/{id}", tag = "issues", params(("id" = i64, Path)),
-    responses((status = 200, body = IssueView), (status = 404)))]
-async fn show(State(app): State<App>, PathOf(id): PathOf<i64>) -> Answer<IssueView> {
+    responses((status = 200, body = IssueDto), (status = 404)))]
+async fn show(State(app): State<App>, PathParams(id): PathParams<i64>) -> JsonResult<IssueDto> {
     let issue = app.store.issue(IssueId(id)).await?;
-    Ok(Json(describe(&issue.ok_or_else(|| missing(id))?)))
+    Ok(Json(to_dto(&issue.ok_or_else(|| not_found(id))?)))
 }
 
-/// Which events.
+/// Filter of events.
 #[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
-struct EventsQuery {
+struct IssueEventsQuery {
     /// Only those that are, or are not, processed.
     processed: Option<bool>,
-    /// `next_cursor` of the page before.
+    /// `next_cursor` of the previous page.
     cursor: Option<i64>,
-    /// At most this many; 50 by default, 500 at most. A page of large ones has fewer.
+    /// Maximum number: 50 by default, 500 at most. Large events shorten a page.
     limit: Option<usize>,
 }
 
-/// A part of a list.
+/// A page of events.
 #[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct EventPage {
-    events: Vec<EventView>,
-    /// Where the next part begins: pass it as `cursor`. `null` after the last one.
+pub(crate) struct IssueEventPage {
+    events: Vec<IssueEventDto>,
+    /// Cursor of the next page, or `null`.
     next_cursor: Option<i64>,
 }
 
-/// The events of an issue, oldest first.
-#[utoipa::path(get, path = "/issues/{id}/events", tag = "issues", params(("id" = i64, Path), EventsQuery),
-    responses((status = 200, body = EventPage), (status = 404)))]
+/// List the events of an issue, oldest first.
+#[utoipa::path(get, path = "/issues/{id}/events", tag = "issues", params(("id" = i64, Path), IssueEventsQuery),
+    responses((status = 200, body = IssueEventPage), (status = 404)))]
 async fn events(
     State(app): State<App>,
-    PathOf(id): PathOf<i64>,
-    QueryOf(query): QueryOf<EventsQuery>,
-) -> Answer<EventPage> {
+    PathParams(id): PathParams<i64>,
+    QueryParams(query): QueryParams<IssueEventsQuery>,
+) -> JsonResult<IssueEventPage> {
     let limit = paging::limit(query.limit, PAGE_DEFAULT, PAGE_MAX)?;
-    app.store.issue(IssueId(id)).await?.ok_or_else(|| missing(id))?;
+    app.store.issue(IssueId(id)).await?.ok_or_else(|| not_found(id))?;
     let (processed, from) = (query.processed, query.cursor.map(EventLogId));
     let read = |last: Option<EventLogId>, count| {
         let filter = EventLogFilter { processed, after: last.or(from) };
         let store = Arc::clone(&app.store);
         async move { store.event_logs(IssueId(id), &filter, count).await }
     };
-    let (events, last) = paging::fill(limit, |event| (event.id, event.payload.len()), read).await?;
+    let (events, last) =
+        paging::read_page(limit, |event| (event.id, event.payload.len()), read).await?;
     let next = last.map(|id| id.0);
-    Ok(Json(EventPage { events: events.iter().map(describe_event).collect(), next_cursor: next }))
+    Ok(Json(IssueEventPage {
+        events: events.iter().map(event_to_dto).collect(),
+        next_cursor: next,
+    }))
 }
 
-/// The payload of an event. Exactly as it was received where the list cannot show it: there NUL and lone surrogates are
-/// U+FFFD, numbers beyond the range of a 64-bit float are strings, and of a repeated key the last value counts. Otherwise as
-/// it is stored, with the same values.
+/// Show the original payload of an event, byte for byte if the database could not store it exactly: in the list, NUL
+/// and lone surrogates become U+FFFD, numbers beyond the range of a 64-bit float become strings, and of a repeated
+/// key the last value counts. Otherwise as stored.
 #[utoipa::path(get, path = "/issues/{id}/events/{event}/original", tag = "issues",
     params(("id" = i64, Path), ("event" = i64, Path)), responses((status = 200, body = Value), (status = 404)))]
 async fn original(
     State(app): State<App>,
-    PathOf((id, event)): PathOf<(i64, i64)>,
+    PathParams((id, event)): PathParams<(i64, i64)>,
 ) -> Result<impl IntoResponse, ApiError> {
     let filter =
         EventLogFilter { processed: None, after: Some(EventLogId(event.saturating_sub(1))) };
     let found = app.store.event_logs(IssueId(id), &filter, 1).await?.pop();
     let found = found
         .filter(|found| found.id == EventLogId(event))
-        .ok_or_else(|| ApiError::not_found(format!("issue {id} has no event {event}")))?;
+        .ok_or_else(|| ApiError::not_found(format!("issue `{id}` has no event `{event}`")))?;
     let original = app.store.original_payload(found.id).await?;
     let json = [(header::CONTENT_TYPE, "application/json")];
     Ok((json, original.unwrap_or(found.payload)))
 }
 
-/// Why an issue is not being worked on, or that it is.
+/// Why an issue is or is not being processed.
 #[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct WhyView {
+pub(crate) struct IssueWhyResponse {
     issue_id: i64,
     /// `idle`, `claimed`, `claim_ran_out`, `quarantined`, `no_worker`, `waiting`, `queued` or `other`.
     reason: &'static str,
-    /// The same for people, with what to do.
+    /// Explanation with the next step.
     sentence: String,
     pending_events: u64,
-    /// How long its oldest event has waited.
+    /// How long its oldest event has been waiting.
     waiting_ms: Option<u64>,
 }
 
-/// Says why an issue stands where it stands.
+/// Explain why an issue is not being processed.
 #[utoipa::path(get, path = "/issues/{id}/why", tag = "issues", params(("id" = i64, Path)),
-    responses((status = 200, body = WhyView), (status = 404)))]
-async fn why(State(app): State<App>, PathOf(id): PathOf<i64>) -> Answer<WhyView> {
+    responses((status = 200, body = IssueWhyResponse), (status = 404)))]
+async fn why(
+    State(app): State<App>,
+    PathParams(id): PathParams<i64>,
+) -> JsonResult<IssueWhyResponse> {
     let why = headwater_issue::why(app.store.as_ref(), IssueId(id)).await?;
     let reason = match &why.reason {
         Reason::Idle => "idle",
@@ -200,7 +210,7 @@ async fn why(State(app): State<App>, PathOf(id): PathOf<i64>) -> Answer<WhyView>
         _ => "other",
     };
     let waiting_ms = why.waiting_for.map(|waited| waited.as_millis());
-    Ok(Json(WhyView {
+    Ok(Json(IssueWhyResponse {
         issue_id: id,
         reason,
         sentence: why.to_string(),
@@ -209,85 +219,91 @@ async fn why(State(app): State<App>, PathOf(id): PathOf<i64>) -> Answer<WhyView>
     }))
 }
 
-/// What became of a wish.
+/// Result of a retry or release.
 #[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct IssueChange {
+pub(crate) struct IssueChangeResponse {
     issue_id: i64,
-    /// `queued`: it will be worked on now. `processing`: a worker has it. `idle`: nothing is pending.
+    /// `queued`: it can be claimed now. `processing`: a worker has claimed it. `idle`: no events are pending.
     /// `not_quarantined`: there was nothing to release.
     result: &'static str,
 }
 
-/// Makes an issue claimable now: ends a wait or a quarantine.
+/// Make an issue claimable now: ends a backoff or quarantine.
 #[utoipa::path(post, path = "/issues/{id}/retry", tag = "issues", params(("id" = i64, Path)),
-    responses((status = 200, body = IssueChange), (status = 404)))]
-async fn retry(State(app): State<App>, PathOf(id): PathOf<i64>) -> Answer<IssueChange> {
+    responses((status = 200, body = IssueChangeResponse), (status = 404)))]
+async fn retry(
+    State(app): State<App>,
+    PathParams(id): PathParams<i64>,
+) -> JsonResult<IssueChangeResponse> {
     let result = match headwater_issue::retry(app.store.as_ref(), &app.nudger, IssueId(id)).await? {
         Retried::Queued => "queued",
         Retried::Processing => "processing",
         Retried::Idle => "idle",
     };
-    Ok(Json(IssueChange { issue_id: id, result }))
+    Ok(Json(IssueChangeResponse { issue_id: id, result }))
 }
 
-/// Ends a quarantine.
+/// End the quarantine of an issue.
 #[utoipa::path(post, path = "/issues/{id}/release", tag = "issues", params(("id" = i64, Path)),
-    responses((status = 200, body = IssueChange), (status = 404)))]
-async fn release(State(app): State<App>, PathOf(id): PathOf<i64>) -> Answer<IssueChange> {
+    responses((status = 200, body = IssueChangeResponse), (status = 404)))]
+async fn release(
+    State(app): State<App>,
+    PathParams(id): PathParams<i64>,
+) -> JsonResult<IssueChangeResponse> {
     let result =
         match headwater_issue::release(app.store.as_ref(), &app.nudger, IssueId(id)).await? {
             Released::Queued => "queued",
             Released::Idle => "idle",
             Released::NotQuarantined => "not_quarantined",
         };
-    Ok(Json(IssueChange { issue_id: id, result }))
+    Ok(Json(IssueChangeResponse { issue_id: id, result }))
 }
 
-/// Which of the quarantined.
+/// Filter of quarantined issues.
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
-pub(crate) struct ReleaseWish {
+pub(crate) struct IssueReleaseRequest {
     /// Only those of this integration.
     integration: Option<String>,
-    /// `next_cursor` of the answer before.
+    /// `next_cursor` of the previous response.
     cursor: Option<i64>,
 }
 
-/// How many may go on.
+/// Number of released issues.
 #[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct IssuesReleased {
+pub(crate) struct IssueReleaseResponse {
     released: u64,
-    /// Where to go on: pass it as `cursor`. `null` after the last one.
+    /// Pass as `cursor` to continue; `null` at the end.
     next_cursor: Option<i64>,
 }
 
-/// Ends all quarantines, some at a time: ask again with `next_cursor` until there is none.
-#[utoipa::path(post, path = "/issues/release", tag = "issues", request_body = ReleaseWish,
-    responses((status = 200, body = IssuesReleased)))]
+/// End all quarantines, in batches: repeat with `next_cursor` until it is `null`.
+#[utoipa::path(post, path = "/issues/release", tag = "issues", request_body = IssueReleaseRequest,
+    responses((status = 200, body = IssueReleaseResponse)))]
 async fn release_all(
     State(app): State<App>,
-    JsonBody(wish): JsonBody<ReleaseWish>,
-) -> Answer<IssuesReleased> {
+    JsonBody(request): JsonBody<IssueReleaseRequest>,
+) -> JsonResult<IssueReleaseResponse> {
     let filter = IssueFilter {
         quarantined: Some(true),
-        integration: wish.integration,
-        after: wish.cursor.map(IssueId),
+        integration: request.integration,
+        after: request.cursor.map(IssueId),
         ..IssueFilter::default()
     };
-    let issues = app.store.issues(&filter, RELEASED_AT_ONCE).await?;
-    let next = issues.last().filter(|_| issues.len() == RELEASED_AT_ONCE).map(|issue| issue.id.0);
+    let issues = app.store.issues(&filter, RELEASE_BATCH).await?;
+    let next = issues.last().filter(|_| issues.len() == RELEASE_BATCH).map(|issue| issue.id.0);
     let ids: Vec<_> = issues.iter().map(|issue| issue.id).collect();
     let released = headwater_issue::release_all(app.store.as_ref(), &app.nudger, &ids).await?;
-    Ok(Json(IssuesReleased { released, next_cursor: next }))
+    Ok(Json(IssueReleaseResponse { released, next_cursor: next }))
 }
 
-fn missing(id: i64) -> ApiError {
-    ApiError::not_found(format!("there is no issue {id}"))
+fn not_found(id: i64) -> ApiError {
+    ApiError::not_found(format!("issue {id} does not exist"))
 }
 
 /// An issue.
 #[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct IssueView {
+pub(crate) struct IssueDto {
     id: i64,
     integration: String,
     provider: String,
@@ -296,11 +312,11 @@ pub(crate) struct IssueView {
     /// `idle`, `queued` or `processing`.
     processing_status: &'static str,
     pending_events: u64,
-    /// Grows with each claim.
+    /// Incremented by each claim.
     claim_epoch: i64,
     claim_owner: Option<String>,
     claim_expires_at: Option<String>,
-    /// Nobody claims it before.
+    /// Earliest time at which it can be claimed.
     not_before: Option<String>,
     attempts: u32,
     crashes: u32,
@@ -315,8 +331,8 @@ pub(crate) struct IssueView {
     updated_at: String,
 }
 
-fn describe(issue: &Issue) -> IssueView {
-    IssueView {
+fn to_dto(issue: &Issue) -> IssueDto {
+    IssueDto {
         id: issue.id.0,
         integration: issue.integration.clone(),
         provider: issue.provider.clone(),
@@ -333,8 +349,8 @@ fn describe(issue: &Issue) -> IssueView {
         superseded: issue.superseded,
         last_error: issue.last_error.clone(),
         quarantined_at: time(issue.quarantined_at),
-        fields: parsed(&issue.fields),
-        discussions: parsed(&issue.discussions),
+        fields: json_or_text(&issue.fields),
+        discussions: json_or_text(&issue.discussions),
         processing_started_at: time(issue.processing_started_at),
         last_processed_at: time(issue.last_processed_at),
         created_at: issue.created_at.to_rfc3339(),
@@ -342,29 +358,29 @@ fn describe(issue: &Issue) -> IssueView {
     }
 }
 
-/// One stored event.
+/// A recorded event.
 #[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct EventView {
+pub(crate) struct IssueEventDto {
     id: i64,
     issue_id: i64,
     source: String,
     event_type: String,
     dedup_key: String,
-    /// `GET /issues/{id}/events/{event}/original` has what the database cannot hold.
+    /// `GET /issues/{id}/events/{event}/original` returns what the database cannot store.
     payload: Value,
     created_at: String,
     processed_at: Option<String>,
     processing_error: Option<String>,
 }
 
-fn describe_event(event: &EventLog) -> EventView {
-    EventView {
+fn event_to_dto(event: &EventLog) -> IssueEventDto {
+    IssueEventDto {
         id: event.id.0,
         issue_id: event.issue_id.0,
         source: event.source.clone(),
         event_type: event.event_type.clone(),
         dedup_key: event.dedup_key.clone(),
-        payload: parsed(&event.payload),
+        payload: json_or_text(&event.payload),
         created_at: event.created_at.to_rfc3339(),
         processed_at: time(event.processed_at),
         processing_error: event.processing_error.clone(),
@@ -375,7 +391,7 @@ fn time(at: Option<Timestamp>) -> Option<String> {
     at.map(Timestamp::to_rfc3339)
 }
 
-/// JSON that the store keeps as text; text that is none of it is shown as text.
-fn parsed(text: &str) -> Value {
+/// Parses stored JSON; anything else is shown as a string.
+fn json_or_text(text: &str) -> Value {
     serde_json::from_str(text).unwrap_or_else(|_| Value::String(text.to_owned()))
 }

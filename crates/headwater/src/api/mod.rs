@@ -1,8 +1,14 @@
-//! What operators do with topics, groups, messages, dead letters, sessions and the outbox, as routes below `/api/v1`.
+//! The HTTP API below `/api/v1`.
 //!
-//! Upstream: `router` puts them behind access and limits; the command line calls the same routes in its own process
-//! (`operator`), so that a verb does the same over the network and without. Downstream: `headwater-queue`.
-//! Promises: what destroys needs the role `admin`; listings come in pages; bytes that are no text travel as base64.
+//! Upstream: `http/router.rs` adds authentication and limits; `cli/in_process.rs` calls the same routes in its own
+//! process, so that a command behaves the same with and without a server. Downstream: `headwater-queue`,
+//! `headwater-bus`, the store and `tickets`.
+//! Flow: queue routes (`topics.rs`, `messages.rs`, `consume/`, `groups.rs`, `dead_letters.rs`) work on
+//! [`Operations`]; the others (`issues.rs`, `tickets.rs` and `tickets_sse.rs`, `outbox.rs`, `sessions.rs` and
+//! `session_import.rs`, `analytics.rs`, `doctor/`, `status_page.rs`) on the state of the server. `dto.rs` and
+//! `ndjson.rs` define common output.
+//! Promises: destructive operations require the role `admin`; lists are paged; payloads that are not UTF-8 are
+//! base64.
 
 pub(crate) mod analytics;
 mod consume;
@@ -30,56 +36,56 @@ use tokio::sync::Semaphore;
 use tracing::warn;
 use utoipa_axum::router::OpenApiRouter;
 
-use crate::config::Http;
+use crate::config::HttpSettings;
 use crate::http::ApiError;
 use crate::http::body::ReadLimits;
 use crate::server::app_state::App;
-use crate::server::shutdown::Stopping;
+use crate::server::shutdown::ShutdownSignal;
 
-use crate::api::consume::session::Consumers;
-pub(crate) use crate::api::consume::{LEASE, ModeName};
-pub(crate) use crate::api::dto::Payload;
+use crate::api::consume::session::ConsumerSessions;
+pub(crate) use crate::api::consume::{ConsumeMode, LEASE};
+pub(crate) use crate::api::dto::PayloadDto;
 
-/// How soon to come back when somebody else changes the same thing.
-const BUSY_FOR: Duration = Duration::from_secs(1);
+/// `Retry-After` when another change holds the lock.
+const BUSY_RETRY_AFTER: Duration = Duration::from_secs(1);
 
-/// What the routes work on.
+/// State of the queue routes.
 #[derive(Clone)]
 pub(crate) struct Operations {
     queue: Queue,
     producer: Producer,
-    http: Http,
-    stopping: Stopping,
-    consumers: Arc<Consumers>,
+    http: HttpSettings,
+    shutdown: ShutdownSignal,
+    consumers: Arc<ConsumerSessions>,
     tails: Arc<Semaphore>,
 }
 
 impl Operations {
-    /// On these streams.
+    /// Creates the state on this stream backend.
     pub(crate) fn new(
         streams: Arc<dyn Backend>,
-        http: Http,
-        stopping: Stopping,
+        http: HttpSettings,
+        shutdown: ShutdownSignal,
     ) -> Result<Self, QueueError> {
         let queue = Queue::new(streams);
         let producer = queue.producer(ProducerConfig::default())?;
         let tails = Arc::new(Semaphore::new(messages::TAILS_MAX));
-        Ok(Self { queue, producer, http, stopping, consumers: Arc::default(), tails })
+        Ok(Self { queue, producer, http, shutdown, consumers: Arc::default(), tails })
     }
 
-    /// Waits for what runs by itself: consumers leave their groups.
+    /// Waits until all HTTP consumers have left their groups.
     pub(crate) async fn close(&self) {
         self.consumers.close().await;
     }
 }
 
 impl ReadLimits for Operations {
-    fn read_limits(&self) -> &Http {
+    fn read_limits(&self) -> &HttpSettings {
         &self.http
     }
 }
 
-/// The routes with their description.
+/// Queue routes with their descriptions.
 pub(crate) fn routes() -> OpenApiRouter<Operations> {
     OpenApiRouter::new()
         .merge(topics::routes())
@@ -89,14 +95,14 @@ pub(crate) fn routes() -> OpenApiRouter<Operations> {
         .merge(dead_letters::routes())
 }
 
-/// Those that need more than streams.
-pub(crate) fn routes_of_app() -> OpenApiRouter<App> {
+/// Routes that also need the database.
+pub(crate) fn app_routes() -> OpenApiRouter<App> {
     let sessions = sessions::routes().merge(session_import::routes());
     OpenApiRouter::new().merge(outbox::routes()).merge(sessions).merge(doctor::routes())
 }
 
-/// Carries a change of several steps to its end, also if its caller goes away meanwhile.
-async fn to_its_end<T: Send + 'static>(
+/// Completes a change of several steps even if the client disconnects.
+async fn run_to_completion<T: Send + 'static>(
     change: impl Future<Output = Result<T, ApiError>> + Send + 'static,
 ) -> Result<T, ApiError> {
     tokio::spawn(change).await.unwrap_or_else(|_| Err(ApiError::internal()))
@@ -114,7 +120,7 @@ impl From<QueueError> for ApiError {
             | QueueError::NoGroup { .. }
             | QueueError::NoDeadLetter { .. } => Self::not_found(message),
             QueueError::TopicExists { .. } | QueueError::GroupAtWork { .. } => conflict(message),
-            QueueError::Busy { .. } => conflict(message).retry_after(BUSY_FOR),
+            QueueError::Busy { .. } => conflict(message).retry_after(BUSY_RETRY_AFTER),
             QueueError::Backlogged { retry_after, .. } => {
                 Self::new(StatusCode::TOO_MANY_REQUESTS, "backlogged", message)
                     .retry_after(*retry_after)
@@ -122,13 +128,13 @@ impl From<QueueError> for ApiError {
             QueueError::DeadlineExceeded { .. } => {
                 Self::new(StatusCode::GATEWAY_TIMEOUT, "unconfirmed", message)
             }
-            QueueError::Backend(StreamError::Full { .. }) => Self::streams_are_full(&problem),
+            QueueError::Backend(StreamError::Full { .. }) => Self::streams_full(&problem),
             QueueError::Interrupted(interrupted) => {
-                warn!(error = %interrupted, "a change was interrupted");
+                warn!(error = %interrupted, "change interrupted");
                 let message = interrupted.progress();
                 Self::new(StatusCode::SERVICE_UNAVAILABLE, "interrupted", message)
             }
-            other => Self::of_streams(other, other.is_transient()),
+            other => Self::from_stream_error(other, other.is_transient()),
         }
     }
 }
@@ -140,7 +146,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_interrupted_change_says_how_far_it_came_and_names_no_server() {
+    fn an_interrupted_change_reports_its_progress_and_names_no_server() {
         let source = StreamError::Unavailable { problem: "10.0.0.7:6379".to_owned(), source: None };
         let error = ApiError::from(QueueError::Interrupted(Box::new(Interrupted {
             what: "the deletion of topic `orders`".to_owned(),

@@ -1,6 +1,7 @@
-//! Answers that are lines of JSON, one value each, as they come.
+//! Responses that stream JSON lines.
 //!
-//! Upstream: routes whose answer is long, or takes long. Promises: the last line says that it is the last, or why there are no more.
+//! Upstream: routes with a long or slow response. Promises: the last line marks the end, or says why there are no
+//! more.
 
 use std::convert::Infallible;
 
@@ -12,15 +13,15 @@ use futures_util::stream::{Stream, StreamExt};
 use serde_json::json;
 
 use crate::http::ApiError;
-use crate::http::body::LINES;
+use crate::http::body::NDJSON;
 
-/// A body of lines.
+/// A response body of lines.
 pub(super) fn lines(lines: impl Stream<Item = String> + Send + 'static) -> Response {
     let bytes = lines.map(|line| Ok::<_, Infallible>(Bytes::from(line + "\n")));
-    ([(header::CONTENT_TYPE, LINES)], Body::from_stream(bytes)).into_response()
+    ([(header::CONTENT_TYPE, NDJSON)], Body::from_stream(bytes)).into_response()
 }
 
-/// The last line of one that failed.
+/// The last line of a failed response.
 pub(super) fn error_line(refusal: &ApiError) -> String {
     json!({"error": {"code": refusal.code(), "message": refusal.message()}}).to_string()
 }

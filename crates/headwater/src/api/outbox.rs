@@ -1,4 +1,4 @@
-//! The outbox: replies and events that were given up after their last try; and another try.
+//! The outbox: list dead replies and events, and retry them.
 
 use std::sync::Arc;
 
@@ -12,33 +12,33 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use crate::api::dto::time;
-use crate::http::body::{Answer, JsonBody};
-use crate::http::extract::{PathOf, QueryOf};
+use crate::http::body::{JsonBody, JsonResult};
+use crate::http::extract::{PathParams, QueryParams};
 use crate::http::paging;
 use crate::server::app_state::App;
 
-/// Rows on a page, by default and at most.
+/// Default and maximum rows of a page.
 const PAGE_DEFAULT: usize = 50;
 const PAGE_MAX: usize = 500;
 
-/// Rows that one call sends again: a row may hold a megabyte.
-const RETRIED_AT_ONCE: usize = 50;
+/// Maximum rows retried by one call; a row may hold a megabyte.
+const RETRY_BATCH: usize = 50;
 
 pub(super) fn routes() -> OpenApiRouter<App> {
     OpenApiRouter::new().routes(routes!(list)).routes(routes!(retry)).routes(routes!(retry_all))
 }
 
-/// A part of a list.
+/// A page of dead outbox rows.
 #[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct DeadRowPage {
-    rows: Vec<DeadRow>,
-    /// Where the next part begins: pass it as `cursor`. `null` after the last one.
+pub(crate) struct OutboxPage {
+    rows: Vec<OutboxRowDto>,
+    /// Cursor of the next page, or `null`.
     next_cursor: Option<i64>,
 }
 
-/// A reply or an event that nobody got.
+/// A reply or event whose delivery attempts are exhausted.
 #[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct DeadRow {
+pub(crate) struct OutboxRowDto {
     id: i64,
     issue_id: i64,
     integration: String,
@@ -51,24 +51,27 @@ pub(crate) struct DeadRow {
     attempts: u32,
     crashes: u32,
     created_at: String,
-    /// What went wrong the last time.
+    /// Error of the last attempt.
     error: String,
 }
 
-/// Which rows.
+/// Page of outbox rows.
 #[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
-struct ListQuery {
-    /// `next_cursor` of the page before.
+struct OutboxListQuery {
+    /// `next_cursor` of the previous page.
     cursor: Option<i64>,
-    /// At most this many; 50 by default, 500 at most. A page of large ones has fewer.
+    /// Maximum number: 50 by default, 500 at most. Large rows shorten a page.
     limit: Option<usize>,
 }
 
-/// Replies and events that were given up, oldest first.
-#[utoipa::path(get, path = "/outbox/dead", tag = "outbox", params(ListQuery), responses((status = 200, body = DeadRowPage)))]
-async fn list(State(app): State<App>, QueryOf(query): QueryOf<ListQuery>) -> Answer<DeadRowPage> {
+/// List dead replies and events, oldest first.
+#[utoipa::path(get, path = "/outbox/dead", tag = "outbox", params(OutboxListQuery), responses((status = 200, body = OutboxPage)))]
+async fn list(
+    State(app): State<App>,
+    QueryParams(query): QueryParams<OutboxListQuery>,
+) -> JsonResult<OutboxPage> {
     let limit = paging::limit(query.limit, PAGE_DEFAULT, PAGE_MAX)?;
     let from = query.cursor.map(OutboxId);
     let read = |last: Option<OutboxId>, count| {
@@ -76,14 +79,14 @@ async fn list(State(app): State<App>, QueryOf(query): QueryOf<ListQuery>) -> Ans
         async move { store.dead_outbox(last.or(from), count).await }
     };
     let measure = |dead: &DeadOutbox| (dead.row.id, dead.row.payload.len() + dead.error.len());
-    let (rows, last) = paging::fill(limit, measure, read).await?;
+    let (rows, last) = paging::read_page(limit, measure, read).await?;
     let next = last.map(|id| id.0);
-    Ok(Json(DeadRowPage { rows: rows.into_iter().map(view).collect(), next_cursor: next }))
+    Ok(Json(OutboxPage { rows: rows.into_iter().map(to_dto).collect(), next_cursor: next }))
 }
 
-fn view(dead: DeadOutbox) -> DeadRow {
+fn to_dto(dead: DeadOutbox) -> OutboxRowDto {
     let DeadOutbox { row, error } = dead;
-    DeadRow {
+    OutboxRowDto {
         id: row.id.0,
         issue_id: row.issue_id.0,
         integration: row.integration,
@@ -99,60 +102,63 @@ fn view(dead: DeadOutbox) -> DeadRow {
     }
 }
 
-/// What became of a wish to send something again.
+/// Result of a retry.
 #[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct OutboxRetried {
+pub(crate) struct OutboxRetryResponse {
     id: i64,
-    /// `queued`: it is sent again, with no attempts counted.
+    /// `queued`: it will be delivered again, with its attempts reset.
     result: &'static str,
 }
 
-/// Sends a reply or an event again that was given up.
+/// Retry a dead reply or event.
 #[utoipa::path(post, path = "/outbox/{id}/retry", tag = "outbox", params(("id" = i64, Path)),
-    responses((status = 200, body = OutboxRetried), (status = 404)))]
-async fn retry(State(app): State<App>, PathOf(id): PathOf<i64>) -> Answer<OutboxRetried> {
+    responses((status = 200, body = OutboxRetryResponse), (status = 404)))]
+async fn retry(
+    State(app): State<App>,
+    PathParams(id): PathParams<i64>,
+) -> JsonResult<OutboxRetryResponse> {
     app.store.retry_outbox(OutboxId(id)).await?;
-    Ok(Json(OutboxRetried { id, result: "queued" }))
+    Ok(Json(OutboxRetryResponse { id, result: "queued" }))
 }
 
-/// Which of those that were given up.
+/// Filter of dead rows.
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
-pub(crate) struct RetryWish {
+pub(crate) struct OutboxRetryRequest {
     /// Only those of this integration.
     integration: Option<String>,
-    /// `next_cursor` of the answer before.
+    /// `next_cursor` of the previous response.
     cursor: Option<i64>,
 }
 
-/// How many are sent again.
+/// Number of retried rows.
 #[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct OutboxRetriedAll {
+pub(crate) struct OutboxRetryAllResponse {
     queued: u64,
-    /// Where to go on: pass it as `cursor`. `null` after the last one.
+    /// Pass as `cursor` to continue; `null` at the end.
     next_cursor: Option<i64>,
 }
 
-/// Sends everything again that was given up, some at a time: ask again with `next_cursor` until there is none.
-#[utoipa::path(post, path = "/outbox/retry", tag = "outbox", request_body = RetryWish,
-    responses((status = 200, body = OutboxRetriedAll)))]
+/// Retry all dead replies and events, in batches: repeat with `next_cursor` until it is `null`.
+#[utoipa::path(post, path = "/outbox/retry", tag = "outbox", request_body = OutboxRetryRequest,
+    responses((status = 200, body = OutboxRetryAllResponse)))]
 async fn retry_all(
     State(app): State<App>,
-    JsonBody(wish): JsonBody<RetryWish>,
-) -> Answer<OutboxRetriedAll> {
-    let rows = app.store.dead_outbox(wish.cursor.map(OutboxId), RETRIED_AT_ONCE).await?;
-    let next = rows.last().filter(|_| rows.len() == RETRIED_AT_ONCE).map(|dead| dead.row.id.0);
-    let is_wanted = |dead: &&DeadOutbox| {
-        wish.integration.as_ref().is_none_or(|integration| dead.row.integration == *integration)
+    JsonBody(request): JsonBody<OutboxRetryRequest>,
+) -> JsonResult<OutboxRetryAllResponse> {
+    let rows = app.store.dead_outbox(request.cursor.map(OutboxId), RETRY_BATCH).await?;
+    let next = rows.last().filter(|_| rows.len() == RETRY_BATCH).map(|dead| dead.row.id.0);
+    let is_selected = |dead: &&DeadOutbox| {
+        request.integration.as_ref().is_none_or(|integration| dead.row.integration == *integration)
     };
     let mut queued = 0;
-    for dead in rows.iter().filter(is_wanted) {
+    for dead in rows.iter().filter(is_selected) {
         match app.store.retry_outbox(dead.row.id).await {
             Ok(_) => queued += 1,
-            // Somebody else has done so.
+            // Already retried by another caller.
             Err(IssueError::NotFound { .. }) => {}
             Err(error) => return Err(error.into()),
         }
     }
-    Ok(Json(OutboxRetriedAll { queued, next_cursor: next }))
+    Ok(Json(OutboxRetryAllResponse { queued, next_cursor: next }))
 }

@@ -1,8 +1,8 @@
-//! Sessions: list, show, replay, fork, export. `importing` has the way back.
+//! Sessions: list, show, replay, fork, export. Import is in `session_import.rs`.
 //!
-//! Upstream: `router`, and the verbs of `operator`. Downstream: the sessions of `headwater-bus`.
-//! Promises: what is missing of a session is told, never passed over; a replay or an export that is cut off is told from a
-//! whole one by its last line; a fork is carried to its end, also when its caller goes away.
+//! Upstream: `http/router.rs` and `cli/verbs/session.rs`. Downstream: the sessions of `headwater-bus`. Promises:
+//! missing entries are reported, never skipped silently; the last line distinguishes a complete replay or export from
+//! a truncated one; a fork completes even if the client disconnects.
 
 use std::sync::Arc;
 
@@ -22,15 +22,15 @@ use utoipa::{IntoParams, ToSchema};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
-use crate::api::dto::{Point, entry_id, milliseconds, point, time};
+use crate::api::dto::{EntryPosition, milliseconds, parse_entry_id, parse_position, time};
 use crate::api::ndjson::{error_line, lines};
 use crate::http::ApiError;
-use crate::http::body::{Answer, JsonBody};
-use crate::http::extract::{PathOf, QueryOf};
+use crate::http::body::{JsonBody, JsonResult};
+use crate::http::extract::{PathParams, QueryParams};
 use crate::http::paging::{self, PageQuery};
 use crate::server::app_state::App;
 
-/// Sessions on a page, by default and at most.
+/// Default and maximum sessions of a page.
 const PAGE_DEFAULT: usize = 50;
 const PAGE_MAX: usize = 500;
 
@@ -43,41 +43,41 @@ pub(super) fn routes() -> OpenApiRouter<App> {
         .routes(routes!(export))
 }
 
-/// A part of a list.
+/// A page of sessions.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct SessionPage {
-    sessions: Vec<SessionView>,
-    /// Where the next part begins: pass it as `cursor`. `null` after the last one.
+    sessions: Vec<SessionDto>,
+    /// Cursor of the next page, or `null`.
     next_cursor: Option<String>,
 }
 
-/// What there is to know of a session without reading its events.
+/// Metadata of a session.
 #[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct SessionView {
+pub(crate) struct SessionDto {
     session: String,
-    /// `open`; `filling`: a fork or import that is under way, or was cut off; `expired`.
+    /// `open`; `filling`: a fork or import that is in progress or was interrupted; `expired`.
     stage: &'static str,
     created_at: String,
-    /// Entries that are there.
+    /// Stored entries.
     length: u64,
-    /// Entries that were compacted, or went when it expired.
+    /// Entries removed by compaction or expiry.
     gone: u64,
     last_entry: Option<String>,
-    /// The session it was forked from, and the entry it left it at.
-    parent: Option<ParentView>,
-    /// How long it lives after its last event.
+    /// The session it was forked from, and the last entry copied.
+    parent: Option<SessionParentDto>,
+    /// Lifetime after its last event.
     ttl_ms: Option<u64>,
 }
 
-/// Where a session comes from.
+/// Parent of a fork.
 #[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct ParentView {
+pub(crate) struct SessionParentDto {
     session: String,
     entry: String,
 }
 
-fn view(info: SessionInfo) -> SessionView {
-    SessionView {
+fn to_dto(info: SessionInfo) -> SessionDto {
+    SessionDto {
         session: info.session.to_string(),
         stage: match info.stage {
             SessionStage::Copying => "filling",
@@ -88,7 +88,7 @@ fn view(info: SessionInfo) -> SessionView {
         length: info.length,
         gone: info.removed,
         last_entry: info.last_entry.map(|id| id.to_string()),
-        parent: info.parent.map(|parent| ParentView {
+        parent: info.parent.map(|parent| SessionParentDto {
             session: parent.session.to_string(),
             entry: parent.entry_id.to_string(),
         }),
@@ -96,101 +96,103 @@ fn view(info: SessionInfo) -> SessionView {
     }
 }
 
-/// Sessions, in the order they were made.
+/// List sessions in the order of creation.
 #[utoipa::path(get, path = "/sessions", tag = "sessions", params(PageQuery), responses((status = 200, body = SessionPage)))]
-async fn list(State(app): State<App>, QueryOf(query): QueryOf<PageQuery>) -> Answer<SessionPage> {
+async fn list(
+    State(app): State<App>,
+    QueryParams(query): QueryParams<PageQuery>,
+) -> JsonResult<SessionPage> {
     let limit = paging::limit(query.limit, PAGE_DEFAULT, PAGE_MAX)?;
-    let after = query.cursor.as_deref().map(|cursor| entry_id("cursor", cursor)).transpose()?;
+    let after =
+        query.cursor.as_deref().map(|cursor| parse_entry_id("cursor", cursor)).transpose()?;
     let found = app.sessions.list(after.unwrap_or(EntryId::MIN), limit).await?;
     let next = found.last().filter(|_| found.len() == limit).map(|info| info.index.to_string());
-    Ok(Json(SessionPage { sessions: found.into_iter().map(view).collect(), next_cursor: next }))
+    Ok(Json(SessionPage { sessions: found.into_iter().map(to_dto).collect(), next_cursor: next }))
 }
 
-/// A session and what became of its events.
+/// A session with a summary of its events.
 #[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct SessionDescription {
+pub(crate) struct SessionResponse {
     #[serde(flatten)]
-    info: SessionView,
-    /// Events that count; absent if they cannot be told.
+    info: SessionDto,
+    /// Number of events; `null` if the session is incomplete.
     events: Option<u64>,
-    /// Entries that no known type fits.
+    /// Number of entries that match no known event type.
     unreadable: Option<u64>,
-    /// Why its state cannot be told: what is missing, or that it is not finished.
+    /// Why the events cannot be counted: missing entries, or the session is unfinished.
     problem: Option<String>,
 }
 
-/// One session.
+/// Show a session.
 #[utoipa::path(get, path = "/sessions/{session}", tag = "sessions", params(("session" = String, Path)),
-    responses((status = 200, body = SessionDescription), (status = 404)))]
+    responses((status = 200, body = SessionResponse), (status = 404)))]
 async fn show(
     State(app): State<App>,
-    PathOf(session): PathOf<String>,
-) -> Answer<SessionDescription> {
-    let session = named(&session)?;
+    PathParams(session): PathParams<String>,
+) -> JsonResult<SessionResponse> {
+    let session = parse_session_id(&session)?;
     let info = match app.sessions.info(&session).await? {
         Some(info) => info,
-        // Events that another program wrote, or that waited in the spool of a process that was killed meanwhile. Who looks
-        // changes nothing: they are not put into the list.
-        None => {
-            app.sessions.info_including_foreign(&session).await.map_err(|error| match error {
-                error if error.is_transient() => error,
-                // There is none, or what is there of it is not to be one.
-                _ => SessionError::NotFound { session: session.clone() },
-            })?
-        }
+        // Events written by another program, or spooled by a process that was killed. A read does not register the
+        // session.
+        None => app.sessions.info_of_any(&session).await.map_err(|error| match error {
+            error if error.is_transient() => error,
+            // No session, or entries that do not form one.
+            _ => SessionError::NotFound { session: session.clone() },
+        })?,
     };
-    let (events, unreadable, problem) =
-        match app.sessions.state_at(&session, ReplayUntil::End).await {
-            Ok(state) => (Some(state.events()), Some(state.unreadable()), None),
-            Err(error) if error.is_transient() => return Err(error.into()),
-            Err(error) => (None, None, Some(error.to_string())),
-        };
-    Ok(Json(SessionDescription { info: view(info), events, unreadable, problem }))
+    let (events, unreadable, problem) = match app.sessions.state_at(&session, Until::End).await {
+        Ok(state) => (Some(state.events()), Some(state.unreadable()), None),
+        Err(error) if error.is_transient() => return Err(error.into()),
+        Err(error) => (None, None, Some(error.to_string())),
+    };
+    Ok(Json(SessionResponse { info: to_dto(info), events, unreadable, problem }))
 }
 
-/// How far.
+/// End of a replay.
 #[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
-struct ReplayQuery {
+struct SessionReplayQuery {
     /// Up to this entry id or time; by default to the end.
     until: Option<String>,
 }
 
-/// The events of a session in their order, one JSON value a line; the last line is `{"end":...}`, or `{"error":...}`.
-#[utoipa::path(get, path = "/sessions/{session}/replay", tag = "sessions", params(("session" = String, Path), ReplayQuery),
+/// Replay the events of a session in order, one JSON value per line; the last line is `{"end":...}` or
+/// `{"error":...}`.
+#[utoipa::path(get, path = "/sessions/{session}/replay", tag = "sessions", params(("session" = String, Path), SessionReplayQuery),
     responses((status = 200, content_type = "application/x-ndjson", body = String), (status = 404), (status = 409)))]
 async fn replay(
     State(app): State<App>,
-    PathOf(session): PathOf<String>,
-    QueryOf(query): QueryOf<ReplayQuery>,
+    PathParams(session): PathParams<String>,
+    QueryParams(query): QueryParams<SessionReplayQuery>,
 ) -> Result<Response, ApiError> {
-    let until = until(query.until.as_deref())?;
-    let export = app.sessions.export(&named(&session)?).await?;
-    let replaying = Replaying { export, until, events: 0, skipped: 0, is_ended: false };
+    let until = parse_until(query.until.as_deref())?;
+    let export = app.sessions.export(&parse_session_id(&session)?).await?;
+    let replaying = SessionReplay { export, until, events: 0, skipped: 0, is_ended: false };
     Ok(lines(stream::unfold(replaying, |mut replaying| async move {
         let line = replaying.next().await?;
         Some((line, replaying))
     })))
 }
 
-/// A replay under way.
-struct Replaying {
+/// A replay in progress.
+struct SessionReplay {
     export: Export,
     until: ReplayUntil,
     events: u64,
-    /// Entries before the first that are compacted.
+    /// Compacted entries before the first one.
     skipped: u64,
     is_ended: bool,
 }
 
-impl Replaying {
+impl SessionReplay {
     async fn next(&mut self) -> Option<String> {
         while !self.is_ended {
             let line = match self.export.next_line().await {
                 Ok(Some(line)) => line,
                 Ok(None) => break,
-                Err(error) => return Some(self.failed(error)),
+                Err(error) => return Some(self.fail(error)),
             };
             let line: Value = serde_json::from_str(&line).unwrap_or_default();
             if let Some(head) = line.get("headwater_session") {
@@ -198,7 +200,7 @@ impl Replaying {
                     head.pointer("/beginning/after").and_then(Value::as_u64).unwrap_or(0);
             }
             let Some(entry) = line.get("entry") else { continue };
-            let event = event(entry);
+            let event = to_event(entry);
             if self.is_beyond(&event) {
                 break;
             }
@@ -212,7 +214,7 @@ impl Replaying {
         Some(end.to_string())
     }
 
-    fn failed(&mut self, error: SessionError) -> String {
+    fn fail(&mut self, error: SessionError) -> String {
         self.is_ended = true;
         error_line(&error.into())
     }
@@ -230,8 +232,8 @@ impl Replaying {
     }
 }
 
-/// An entry of an export as an event. The payload is JSON where it is.
-fn event(entry: &Value) -> Value {
+/// Turns an exported entry into an event. The payload is parsed if it is JSON.
+fn to_event(entry: &Value) -> Value {
     let mut fields = Map::new();
     for pair in entry["fields"].as_array().into_iter().flatten() {
         if let (Some(name), value) = (pair[0].as_str(), &pair[1]) {
@@ -257,43 +259,43 @@ fn event(entry: &Value) -> Value {
     event
 }
 
-/// What the new session is called, and how far it follows the old one.
+/// A fork of a session.
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
-pub(crate) struct ForkWish {
-    /// The id of the new session.
+pub(crate) struct SessionForkRequest {
+    /// Id of the new session.
     session: String,
     /// Up to this entry id or time; by default to the end.
     until: Option<String>,
 }
 
-/// Makes a session of the events of another one, which stays as it is.
-#[utoipa::path(post, path = "/sessions/{session}/fork", tag = "sessions", params(("session" = String, Path)), request_body = ForkWish,
-    responses((status = 201, body = SessionView), (status = 404), (status = 409, description = "There is one with this id."),
-        (status = 429, description = "Too many imports and forks are under way.")))]
+/// Fork a session, optionally up to an entry or time. The original is not changed.
+#[utoipa::path(post, path = "/sessions/{session}/fork", tag = "sessions", params(("session" = String, Path)), request_body = SessionForkRequest,
+    responses((status = 201, body = SessionDto), (status = 404), (status = 409, description = "The session exists."),
+        (status = 429, description = "Too many imports and forks in progress.")))]
 async fn fork(
     State(app): State<App>,
-    PathOf(session): PathOf<String>,
-    JsonBody(wish): JsonBody<ForkWish>,
-) -> Result<(StatusCode, Json<SessionView>), ApiError> {
-    let (parent, child) = (named(&session)?, named(&wish.session)?);
-    let until = until(wish.until.as_deref())?;
+    PathParams(session): PathParams<String>,
+    JsonBody(request): JsonBody<SessionForkRequest>,
+) -> Result<(StatusCode, Json<SessionDto>), ApiError> {
+    let (parent, child) = (parse_session_id(&session)?, parse_session_id(&request.session)?);
+    let until = parse_until(request.until.as_deref())?;
     let sessions = Arc::clone(&app.sessions);
     let forking = async move {
         sessions.fork(&parent, until, &child).await?;
-        made(&sessions, child).await
+        created(&sessions, child).await
     };
-    app.long_work.run(forking).await
+    app.background_jobs.run(forking).await
 }
 
-/// A session as lines of JSON that `import` takes. The last line has their number and checksum.
+/// Export a session as JSON lines for `import`. The last line has their number and checksum.
 #[utoipa::path(get, path = "/sessions/{session}/export", tag = "sessions", params(("session" = String, Path)),
     responses((status = 200, content_type = "application/x-ndjson", body = String), (status = 404), (status = 409)))]
 async fn export(
     State(app): State<App>,
-    PathOf(session): PathOf<String>,
+    PathParams(session): PathParams<String>,
 ) -> Result<Response, ApiError> {
-    let export = app.sessions.export(&named(&session)?).await?;
+    let export = app.sessions.export(&parse_session_id(&session)?).await?;
     Ok(lines(stream::unfold(Some(export), |export| async move {
         let mut export = export?;
         match export.next_line().await {
@@ -303,23 +305,23 @@ async fn export(
     })))
 }
 
-pub(super) async fn made(
+pub(super) async fn created(
     sessions: &Sessions,
     session: SessionId,
-) -> Result<(StatusCode, Json<SessionView>), ApiError> {
+) -> Result<(StatusCode, Json<SessionDto>), ApiError> {
     let info = sessions.info(&session).await?.ok_or(SessionError::NotFound { session })?;
-    Ok((StatusCode::CREATED, Json(view(info))))
+    Ok((StatusCode::CREATED, Json(to_dto(info))))
 }
 
-pub(super) fn named(session: &str) -> Result<SessionId, ApiError> {
+pub(super) fn parse_session_id(session: &str) -> Result<SessionId, ApiError> {
     SessionId::new(session).map_err(|error| ApiError::invalid(error.to_string()))
 }
 
-fn until(text: Option<&str>) -> Result<ReplayUntil, ApiError> {
-    Ok(match text.map(|text| point("until", text)).transpose()? {
-        None => ReplayUntil::End,
-        Some(Point::Id(id)) => ReplayUntil::Entry(id),
-        Some(Point::Time(at)) => ReplayUntil::Time(at),
+fn parse_until(text: Option<&str>) -> Result<Until, ApiError> {
+    Ok(match text.map(|text| parse_position("until", text)).transpose()? {
+        None => Until::End,
+        Some(EntryPosition::Id(id)) => Until::Entry(id),
+        Some(EntryPosition::Time(at)) => Until::Time(at),
     })
 }
 
@@ -333,7 +335,7 @@ impl From<SessionError> for ApiError {
             }
             SessionError::Exists { session, .. } => {
                 let message = format!(
-                    "the session `{session}` exists already, or another fork or import of this id is not finished; choose another id"
+                    "session `{session}` already exists, or a fork or import with this id is in progress; choose another id"
                 );
                 Self::new(StatusCode::CONFLICT, "conflict", message)
             }
@@ -343,7 +345,7 @@ impl From<SessionError> for ApiError {
             | SessionError::Incomplete { .. } => {
                 Self::new(StatusCode::CONFLICT, "conflict", message)
             }
-            other => Self::of_streams(other, other.is_transient()),
+            other => Self::from_stream_error(other, other.is_transient()),
         }
     }
 }

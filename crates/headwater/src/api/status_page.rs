@@ -1,7 +1,7 @@
-//! The status page at `/`: how things stand, plain and readable without a script.
+//! The status page at `/`: plain HTML without scripts.
 //!
-//! Upstream: `router`, behind access. Promises: every text of others is escaped (`maud` does it); nothing is fetched from
-//! elsewhere; a database that is away makes a page that says so.
+//! Upstream: `http/router.rs`. Promises: all text is escaped (`maud`); no external resources are loaded; if the
+//! database is unavailable, the page says so.
 
 use axum::extract::State;
 use axum::http::{StatusCode, header};
@@ -12,27 +12,27 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use crate::server::app_state::App;
-use crate::server::health::Readiness;
+use crate::server::health::ReadinessResponse;
 
-/// Issues of each kind that are shown.
+/// Maximum issues shown in each table.
 const SHOWN_MAX: usize = 20;
 
-/// Seconds after which a browser asks again.
+/// Refresh interval of the page in seconds.
 const REFRESH_SECONDS: u32 = 5;
 
 const STYLE: &str = "body{font-family:sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#222}\
     table{border-collapse:collapse;margin:.5rem 0 1.5rem}td,th{text-align:left;padding:.2rem .8rem .2rem 0;vertical-align:top}\
     th{border-bottom:1px solid #999}.bad{color:#a00;font-weight:bold}.good{color:#060}";
 
-/// What a browser may do with the page: show it.
+/// Content security policy: no scripts, no external resources.
 const POLICY: &str = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
 
-/// `/`
+/// Route `/`.
 pub(crate) fn routes() -> OpenApiRouter<App> {
     OpenApiRouter::new().routes(routes!(page))
 }
 
-/// The status page.
+/// Show the status page.
 #[utoipa::path(get, path = "/", tag = "health",
     responses((status = 200, content_type = "text/html", body = String), (status = 503, content_type = "text/html", body = String)))]
 async fn page(State(app): State<App>) -> impl IntoResponse {
@@ -43,7 +43,7 @@ async fn page(State(app): State<App>) -> impl IntoResponse {
         let store = &app.store;
         async move { store.issues(&filter, SHOWN_MAX).await.unwrap_or_default() }
     };
-    // What cannot be read is left out; the checks above it say why.
+    // Failed queries are left out; the checks above name the reason.
     let (backlog, workers, processing, queued, quarantined) = tokio::join!(
         app.store.backlog(),
         app.store.workers(),
@@ -70,7 +70,7 @@ async fn page(State(app): State<App>) -> impl IntoResponse {
                 (checks(&readiness))
                 @if let Ok(backlog) = &backlog { (numbers(backlog)) }
                 @if let Ok(workers) = &workers { (table_of_workers(workers)) }
-                (table_of_issues("In work", &processing))
+                (table_of_issues("Processing", &processing))
                 (table_of_issues("Queued", &queued))
                 (table_of_issues("Quarantined", &quarantined))
                 p { "More: " code { "/api/v1/issues" } ", " code { "/health/ready" } ", " code { "/metrics" } "." }
@@ -84,14 +84,14 @@ async fn page(State(app): State<App>) -> impl IntoResponse {
     (status, headers, Html(rendered.into_string()))
 }
 
-fn checks(readiness: &Readiness) -> Markup {
+fn checks(readiness: &ReadinessResponse) -> Markup {
     html! {
         h2 { @if readiness.is_ready() { "Ready" } @else { "Not ready" } }
         table {
             @for (name, is_ok, reason) in readiness.checks() {
                 tr {
                     td { (name) }
-                    td class=(if is_ok { "good" } else { "bad" }) { @if is_ok { "ok" } @else { "away" } }
+                    td class=(if is_ok { "good" } else { "bad" }) { @if is_ok { "ok" } @else { "failed" } }
                     td { (reason) }
                 }
             }
@@ -102,10 +102,10 @@ fn checks(readiness: &Readiness) -> Markup {
 fn numbers(backlog: &Backlog) -> Markup {
     let rows = [
         ("issues queued", backlog.queued),
-        ("issues in work", backlog.processing),
+        ("issues processing", backlog.processing),
         ("issues quarantined", backlog.quarantined),
-        ("replies and events to deliver", backlog.outbox_pending),
-        ("replies and events that are dead", backlog.outbox_dead),
+        ("outbox rows pending", backlog.outbox_pending),
+        ("outbox rows dead", backlog.outbox_dead),
     ];
     html! {
         h2 { "Work" }
@@ -117,7 +117,7 @@ fn table_of_workers(workers: &[WorkerInfo]) -> Markup {
     html! {
         h2 { "Workers" }
         table {
-            tr { th { "name" } th { "since" } th { "issues in hand" } }
+            tr { th { "name" } th { "since" } th { "claims" } }
             @for worker in workers.iter().take(SHOWN_MAX) {
                 tr {
                     td { (worker.worker) }

@@ -1,8 +1,8 @@
-//! Tickets over HTTP: create, list, show, post, close, reopen.
+//! Tickets: create, list, show, add messages, close, reopen.
 //!
-//! Upstream: `router`, behind access and the audit log. Downstream: `tickets`.
-//! Promises: a call that is repeated with the same `message_id` changes nothing and gets the same ids; what is wrong is
-//! refused before anything happens. Texts are shown as they were written, in JSON.
+//! Upstream: `http/router.rs`. Downstream: `tickets`. Promises: a call repeated with the same `message_id` changes
+//! nothing and returns the same ids; invalid input is rejected before it has any effect. Texts are returned
+//! unchanged, as JSON.
 
 use axum::Json;
 use axum::extract::State;
@@ -15,8 +15,8 @@ use uuid::Uuid;
 
 use crate::api::tickets_sse;
 use crate::http::ApiError;
-use crate::http::body::{Answer, JsonBody};
-use crate::http::extract::{PathOf, QueryOf};
+use crate::http::body::{JsonBody, JsonResult};
+use crate::http::extract::{PathParams, QueryParams};
 use crate::http::paging;
 use crate::limits::{PAGE_DEFAULT, PAGE_MAX};
 use crate::server::app_state::App;
@@ -26,7 +26,7 @@ use crate::tickets::{
     TicketStatus,
 };
 
-/// Below `/api/v1`.
+/// Routes below `/api/v1`.
 pub(crate) fn routes() -> OpenApiRouter<App> {
     OpenApiRouter::new()
         .routes(routes!(list, create))
@@ -37,167 +37,173 @@ pub(crate) fn routes() -> OpenApiRouter<App> {
         .routes(routes!(tickets_sse::listen))
 }
 
-/// A ticket to open.
+/// A new ticket.
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
-pub(crate) struct CreateBody {
+pub(crate) struct CreateTicketRequest {
     title: String,
     /// Its first message.
     content: String,
     user_id: Option<String>,
-    /// The same at every try.
+    /// Idempotency id; repeat it with every retry.
     message_id: Option<Uuid>,
 }
 
-/// Opens a ticket.
-#[utoipa::path(post, path = "/tickets", tag = "tickets", request_body = CreateBody,
-    responses((status = 201, body = PostedView), (status = 200, body = PostedView, description = "It was there before."),
-        (status = 409, description = "The `message_id` belongs to something else.")))]
+/// Open a ticket.
+#[utoipa::path(post, path = "/tickets", tag = "tickets", request_body = CreateTicketRequest,
+    responses((status = 201, body = TicketPostedResponse), (status = 200, body = TicketPostedResponse, description = "Duplicate of an earlier request."),
+        (status = 409, description = "The `message_id` belongs to another message.")))]
 async fn create(
     State(app): State<App>,
-    JsonBody(body): JsonBody<CreateBody>,
-) -> Result<(StatusCode, Json<PostedView>), ApiError> {
-    let CreateBody { title, content, user_id, message_id } = body;
+    JsonBody(body): JsonBody<CreateTicketRequest>,
+) -> Result<(StatusCode, Json<TicketPostedResponse>), ApiError> {
+    let CreateTicketRequest { title, content, user_id, message_id } = body;
     let new = NewTicket { title, content, user_id, message_id };
     Ok(posted(app.tickets.create(new).await?))
 }
 
-/// A message to add.
+/// A new message.
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
-pub(crate) struct MessageBody {
+pub(crate) struct AddMessageRequest {
     content: String,
-    /// `user` by default; what a person of ours writes is of an `agent`.
+    /// `user` by default; `agent` for a person who answers the user.
     #[schema(value_type = Option<String>)]
     author: Option<Author>,
-    /// The same at every try.
+    /// Idempotency id; repeat it with every retry.
     message_id: Option<Uuid>,
 }
 
-/// Adds a message to a ticket.
-#[utoipa::path(post, path = "/tickets/{id}/messages", tag = "tickets", params(("id" = Uuid, Path)), request_body = MessageBody,
-    responses((status = 201, body = PostedView), (status = 200, body = PostedView, description = "It was there before."),
-        (status = 404), (status = 409, description = "The `message_id` belongs to something else.")))]
+/// Add a message to a ticket.
+#[utoipa::path(post, path = "/tickets/{id}/messages", tag = "tickets", params(("id" = Uuid, Path)), request_body = AddMessageRequest,
+    responses((status = 201, body = TicketPostedResponse), (status = 200, body = TicketPostedResponse, description = "Duplicate of an earlier request."),
+        (status = 404), (status = 409, description = "The `message_id` belongs to another message.")))]
 async fn add(
     State(app): State<App>,
-    PathOf(id): PathOf<Uuid>,
-    JsonBody(body): JsonBody<MessageBody>,
-) -> Result<(StatusCode, Json<PostedView>), ApiError> {
-    let MessageBody { content, author, message_id } = body;
+    PathParams(id): PathParams<Uuid>,
+    JsonBody(body): JsonBody<AddMessageRequest>,
+) -> Result<(StatusCode, Json<TicketPostedResponse>), ApiError> {
+    let AddMessageRequest { content, author, message_id } = body;
     let author = author.unwrap_or(Author::User);
     let new = NewTicketMessage { content, author, message_id };
     Ok(posted(app.tickets.post(id, new).await?))
 }
 
-/// What was stored.
+/// Ids of a stored message.
 #[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct PostedView {
+pub(crate) struct TicketPostedResponse {
     ticket_id: Uuid,
     message_id: Uuid,
     issue_id: i64,
-    /// Whether it was there before.
+    /// Whether it was stored by an earlier request.
     duplicate: bool,
 }
 
-/// 201; or 200 for what was there before.
-fn posted(posted: Posted) -> (StatusCode, Json<PostedView>) {
+/// 201 if created, 200 for a duplicate.
+fn posted(posted: Posted) -> (StatusCode, Json<TicketPostedResponse>) {
     let status = if posted.duplicate { StatusCode::OK } else { StatusCode::CREATED };
     let Posted { ticket_id, message_id, issue_id, duplicate, .. } = posted;
-    (status, Json(PostedView { ticket_id, message_id, issue_id: issue_id.0, duplicate }))
+    (status, Json(TicketPostedResponse { ticket_id, message_id, issue_id: issue_id.0, duplicate }))
 }
 
-/// Which tickets.
+/// Filter of tickets.
 #[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
-struct ListQuery {
+struct TicketListQuery {
     /// `open` or `closed`.
     status: Option<String>,
     user_id: Option<String>,
-    /// `next_cursor` of the page before.
+    /// `next_cursor` of the previous page.
     cursor: Option<i64>,
-    /// At most this many; 50 by default, 200 at most.
+    /// Maximum number: 50 by default, 200 at most.
     limit: Option<usize>,
 }
 
-/// A part of a list.
+/// A page of tickets.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct TicketPage {
-    tickets: Vec<TicketView>,
-    /// Where the next part begins: pass it as `cursor`. `null` after the last one.
+    tickets: Vec<TicketDto>,
+    /// Cursor of the next page, or `null`.
     next_cursor: Option<i64>,
 }
 
-/// Tickets, newest first.
-#[utoipa::path(get, path = "/tickets", tag = "tickets", params(ListQuery), responses((status = 200, body = TicketPage)))]
-async fn list(State(app): State<App>, QueryOf(query): QueryOf<ListQuery>) -> Answer<TicketPage> {
+/// List tickets, newest first.
+#[utoipa::path(get, path = "/tickets", tag = "tickets", params(TicketListQuery), responses((status = 200, body = TicketPage)))]
+async fn list(
+    State(app): State<App>,
+    QueryParams(query): QueryParams<TicketListQuery>,
+) -> JsonResult<TicketPage> {
     let status = query.status.as_deref().map(|name| {
         TicketStatus::parse(name)
             .ok_or_else(|| ApiError::invalid("`status` must be `open` or `closed`"))
     });
     if query.user_id.as_ref().is_some_and(|user| user.contains('\0')) {
-        return Err(ApiError::invalid("`user_id` holds a control character"));
+        return Err(ApiError::invalid("`user_id` contains a control character"));
     }
     let filter =
         TicketFilter { status: status.transpose()?, user_id: query.user_id, before: query.cursor };
     let limit = paging::limit(query.limit, PAGE_DEFAULT, PAGE_MAX)?;
     let tickets = app.tickets.list(&filter, limit).await?;
     let next = tickets.last().filter(|_| tickets.len() == limit).map(|ticket| ticket.number);
-    Ok(Json(TicketPage { tickets: tickets.iter().map(describe).collect(), next_cursor: next }))
+    Ok(Json(TicketPage { tickets: tickets.iter().map(to_dto).collect(), next_cursor: next }))
 }
 
-/// Which messages.
+/// Page of messages.
 #[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
-struct MessagesQuery {
-    /// `next_cursor` of the page before.
+struct TicketMessagesQuery {
+    /// `next_cursor` of the previous page.
     cursor: Option<i64>,
-    /// At most this many; 50 by default, 200 at most.
+    /// Maximum number: 50 by default, 200 at most.
     limit: Option<usize>,
 }
 
-/// A ticket with messages.
+/// A ticket with its first messages.
 #[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct TicketWithMessages {
+pub(crate) struct TicketResponse {
     #[serde(flatten)]
-    ticket: TicketView,
-    messages: Vec<TicketMessageView>,
-    /// Leads to the messages that follow: pass it as `cursor` to `/messages`.
+    ticket: TicketDto,
+    messages: Vec<TicketMessageDto>,
+    /// Cursor of further messages: pass it to `/messages`.
     next_cursor: Option<i64>,
 }
 
-/// A ticket with its first messages; the cursor leads to those that follow.
+/// Show a ticket with its first messages.
 #[utoipa::path(get, path = "/tickets/{id}", tag = "tickets", params(("id" = Uuid, Path)),
-    responses((status = 200, body = TicketWithMessages), (status = 404)))]
-async fn show(State(app): State<App>, PathOf(id): PathOf<Uuid>) -> Answer<TicketWithMessages> {
+    responses((status = 200, body = TicketResponse), (status = 404)))]
+async fn show(
+    State(app): State<App>,
+    PathParams(id): PathParams<Uuid>,
+) -> JsonResult<TicketResponse> {
     let ticket = app.tickets.ticket(id).await?.ok_or(TicketError::NotFound(id))?;
-    let TicketMessagePage { messages, next_cursor } = page_of(&app, id, 0, PAGE_MAX).await?;
-    Ok(Json(TicketWithMessages { ticket: describe(&ticket), messages, next_cursor }))
+    let TicketMessagePage { messages, next_cursor } = message_page(&app, id, 0, PAGE_MAX).await?;
+    Ok(Json(TicketResponse { ticket: to_dto(&ticket), messages, next_cursor }))
 }
 
-/// A part of a list.
+/// A page of messages.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct TicketMessagePage {
-    messages: Vec<TicketMessageView>,
-    /// Where the next part begins: pass it as `cursor`. `null` after the last one.
+    messages: Vec<TicketMessageDto>,
+    /// Cursor of the next page, or `null`.
     next_cursor: Option<i64>,
 }
 
-/// The messages of a ticket, oldest first.
-#[utoipa::path(get, path = "/tickets/{id}/messages", tag = "tickets", params(("id" = Uuid, Path), MessagesQuery),
+/// List the messages of a ticket, oldest first.
+#[utoipa::path(get, path = "/tickets/{id}/messages", tag = "tickets", params(("id" = Uuid, Path), TicketMessagesQuery),
     responses((status = 200, body = TicketMessagePage), (status = 404)))]
 async fn messages(
     State(app): State<App>,
-    PathOf(id): PathOf<Uuid>,
-    QueryOf(query): QueryOf<MessagesQuery>,
-) -> Answer<TicketMessagePage> {
+    PathParams(id): PathParams<Uuid>,
+    QueryParams(query): QueryParams<TicketMessagesQuery>,
+) -> JsonResult<TicketMessagePage> {
     app.tickets.ticket(id).await?.ok_or(TicketError::NotFound(id))?;
     let limit = paging::limit(query.limit, PAGE_DEFAULT, PAGE_MAX)?;
-    page_of(&app, id, query.cursor.unwrap_or(0), limit).await.map(Json)
+    message_page(&app, id, query.cursor.unwrap_or(0), limit).await.map(Json)
 }
 
-async fn page_of(
+async fn message_page(
     app: &App,
     id: Uuid,
     after: i64,
@@ -206,40 +212,46 @@ async fn page_of(
     let messages = app.tickets.messages(id, after, limit).await?;
     let next = messages.last().filter(|_| messages.len() == limit).map(|message| message.seq);
     Ok(TicketMessagePage {
-        messages: messages.iter().map(describe_message).collect(),
+        messages: messages.iter().map(message_to_dto).collect(),
         next_cursor: next,
     })
 }
 
-/// What a change of the status did.
+/// Result of a status change.
 #[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct StatusChange {
+pub(crate) struct TicketStatusResponse {
     ticket_id: Uuid,
     /// `open` or `closed`.
     status: &'static str,
-    /// Whether it was something else before.
+    /// Whether the status was different before.
     changed: bool,
 }
 
-/// Closes a ticket.
+/// Close a ticket.
 #[utoipa::path(post, path = "/tickets/{id}/close", tag = "tickets", params(("id" = Uuid, Path)),
-    responses((status = 200, body = StatusChange), (status = 404)))]
-async fn close(State(app): State<App>, PathOf(id): PathOf<Uuid>) -> Answer<StatusChange> {
+    responses((status = 200, body = TicketStatusResponse), (status = 404)))]
+async fn close(
+    State(app): State<App>,
+    PathParams(id): PathParams<Uuid>,
+) -> JsonResult<TicketStatusResponse> {
     let changed = app.tickets.close(id).await?;
-    Ok(Json(StatusChange { ticket_id: id, status: "closed", changed }))
+    Ok(Json(TicketStatusResponse { ticket_id: id, status: "closed", changed }))
 }
 
-/// Opens a closed ticket again.
+/// Reopen a closed ticket.
 #[utoipa::path(post, path = "/tickets/{id}/reopen", tag = "tickets", params(("id" = Uuid, Path)),
-    responses((status = 200, body = StatusChange), (status = 404)))]
-async fn reopen(State(app): State<App>, PathOf(id): PathOf<Uuid>) -> Answer<StatusChange> {
+    responses((status = 200, body = TicketStatusResponse), (status = 404)))]
+async fn reopen(
+    State(app): State<App>,
+    PathParams(id): PathParams<Uuid>,
+) -> JsonResult<TicketStatusResponse> {
     let changed = app.tickets.reopen(id).await?;
-    Ok(Json(StatusChange { ticket_id: id, status: "open", changed }))
+    Ok(Json(TicketStatusResponse { ticket_id: id, status: "open", changed }))
 }
 
 /// A ticket.
 #[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct TicketView {
+pub(crate) struct TicketDto {
     ticket_id: Uuid,
     issue_id: i64,
     title: String,
@@ -252,8 +264,8 @@ pub(crate) struct TicketView {
     updated_at: String,
 }
 
-fn describe(ticket: &Ticket) -> TicketView {
-    TicketView {
+fn to_dto(ticket: &Ticket) -> TicketDto {
+    TicketDto {
         ticket_id: ticket.ticket_id,
         issue_id: ticket.issue_id.0,
         title: ticket.title.clone(),
@@ -267,16 +279,16 @@ fn describe(ticket: &Ticket) -> TicketView {
 
 /// A message of a ticket.
 #[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct TicketMessageView {
+pub(crate) struct TicketMessageDto {
     message_id: Uuid,
     author: &'static str,
     content: String,
     created_at: String,
 }
 
-/// A message as everybody sees it.
-pub(crate) fn describe_message(message: &TicketMessage) -> TicketMessageView {
-    TicketMessageView {
+/// Converts a message to JSON.
+pub(crate) fn message_to_dto(message: &TicketMessage) -> TicketMessageDto {
+    TicketMessageDto {
         message_id: message.message_id,
         author: message.author.as_str(),
         content: message.content.clone(),

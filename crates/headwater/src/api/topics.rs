@@ -14,15 +14,15 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use crate::api::dto::{id, milliseconds, time};
-use crate::api::{Operations, to_its_end};
+use crate::api::{Operations, run_to_completion};
 use crate::config::Role;
 use crate::http::ApiError;
-use crate::http::auth::Caller;
-use crate::http::body::{Answer, JsonBody};
-use crate::http::extract::{PathOf, QueryOf};
+use crate::http::auth::Principal;
+use crate::http::body::{JsonBody, JsonResult};
+use crate::http::extract::{PathParams, QueryParams};
 use crate::tickets::TICKET_EVENTS;
 
-/// Topics on a page, by default and at most; each is looked at.
+/// Default and maximum topics of a page; each costs a query.
 const PAGE_DEFAULT: usize = 100;
 const PAGE_MAX: usize = 500;
 
@@ -34,46 +34,46 @@ pub(super) fn routes() -> OpenApiRouter<Operations> {
         .routes(routes!(trim))
 }
 
-/// A topic to create.
+/// A new topic.
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
-pub(crate) struct NewTopic {
+pub(crate) struct CreateTopicRequest {
     name: String,
-    /// 1 to 1024; they can grow later, never shrink.
+    /// Number of partitions, 1 to 1024; can grow later but not shrink.
     partitions: u16,
-    /// Messages that stay in each partition once every group is done with them.
+    /// Retention: messages per partition, kept after all groups have processed them.
     retention_count: Option<u64>,
-    /// How long messages stay, in milliseconds, once every group is done with them.
+    /// Retention: age in milliseconds, after all groups have processed them.
     retention_age_ms: Option<u64>,
-    /// Bytes that stay of each partition once every group is done with them.
+    /// Retention: bytes per partition, kept after all groups have processed them.
     retention_bytes: Option<u64>,
-    /// Bytes the topic may hold; sends are refused above it.
+    /// Byte budget of the topic; sends above it are rejected.
     byte_budget: Option<u64>,
-    /// Bytes of a payload.
+    /// Maximum bytes of a payload.
     payload_bytes_max: Option<usize>,
-    /// How often a failed message is tried again.
+    /// Maximum retries of a failed message.
     max_retries: Option<u32>,
 }
 
-/// Whether it was created now.
+/// Result of a creation.
 #[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct Created {
+pub(crate) struct TopicCreatedResponse {
     name: String,
-    /// `false`: it was there already, with the same settings.
+    /// `false`: the topic already existed with the same settings.
     created: bool,
 }
 
-/// Creates a topic.
-#[utoipa::path(post, path = "/topics", tag = "topics", request_body = NewTopic,
-    responses((status = 201, body = Created), (status = 200, body = Created, description = "It is there already, the same."),
-        (status = 409, description = "It is there with other settings.")))]
+/// Create a topic.
+#[utoipa::path(post, path = "/topics", tag = "topics", request_body = CreateTopicRequest,
+    responses((status = 201, body = TopicCreatedResponse), (status = 200, body = TopicCreatedResponse, description = "The topic exists with the same settings."),
+        (status = 409, description = "The topic exists with other settings.")))]
 async fn create(
     State(operations): State<Operations>,
-    caller: Caller,
-    JsonBody(new): JsonBody<NewTopic>,
-) -> Result<(StatusCode, Json<Created>), ApiError> {
-    caller.must_be(Role::Admin)?;
-    refuse_own(&new.name)?;
+    principal: Principal,
+    JsonBody(new): JsonBody<CreateTopicRequest>,
+) -> Result<(StatusCode, Json<TopicCreatedResponse>), ApiError> {
+    principal.require_role(Role::Admin)?;
+    reject_reserved(&new.name)?;
     let defaults = Policies::default();
     let policies = Policies {
         retention: Retention {
@@ -88,31 +88,31 @@ async fn create(
     };
     let created = operations.queue.topics().create(&new.name, new.partitions, policies).await?;
     let status = if created { StatusCode::CREATED } else { StatusCode::OK };
-    Ok((status, Json(Created { name: new.name, created })))
+    Ok((status, Json(TopicCreatedResponse { name: new.name, created })))
 }
 
-/// A part of a list.
+/// A page of topics.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct TopicPage {
-    topics: Vec<TopicLine>,
-    /// Where the next part begins: pass it as `cursor`. `null` after the last one.
+    topics: Vec<TopicDto>,
+    /// Cursor of the next page, or `null`.
     next_cursor: Option<String>,
 }
 
-/// Which topics.
+/// Page of topics.
 #[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
-struct ListQuery {
-    /// At most this many; 100 by default, 500 at most.
+struct TopicListQuery {
+    /// Maximum number: 100 by default, 500 at most.
     limit: Option<usize>,
-    /// `next_cursor` of the page before.
+    /// `next_cursor` of the previous page.
     cursor: Option<String>,
 }
 
 /// A topic in a list.
 #[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct TopicLine {
+pub(crate) struct TopicDto {
     name: String,
     partitions: usize,
     length: u64,
@@ -123,20 +123,22 @@ pub(crate) struct TopicLine {
     groups: Vec<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     created_at: Option<String>,
-    /// Since when it is being deleted; delete it again if that was interrupted.
+    /// When its deletion started; if it was interrupted, delete the topic again.
     #[serde(skip_serializing_if = "Option::is_none")]
     deleting_since: Option<String>,
 }
 
-/// Topics that were created, by name.
-#[utoipa::path(get, path = "/topics", tag = "topics", params(ListQuery), responses((status = 200, body = TopicPage)))]
+/// List created topics by name.
+#[utoipa::path(get, path = "/topics", tag = "topics", params(TopicListQuery), responses((status = 200, body = TopicPage)))]
 async fn list(
     State(operations): State<Operations>,
-    QueryOf(query): QueryOf<ListQuery>,
-) -> Answer<TopicPage> {
+    QueryParams(query): QueryParams<TopicListQuery>,
+) -> JsonResult<TopicPage> {
     let limit = query.limit.unwrap_or(PAGE_DEFAULT);
     if !(1..=PAGE_MAX).contains(&limit) {
-        return Err(ApiError::invalid(format!("`limit` is {limit}; 1 to {PAGE_MAX}")));
+        return Err(ApiError::invalid(format!(
+            "invalid `limit` = {limit}; allowed: 1 to {PAGE_MAX}"
+        )));
     }
     let mut names = operations.queue.topics().list().await?;
     names.sort();
@@ -144,9 +146,9 @@ async fn list(
     let mut names = names.into_iter().filter(|name| *name > after);
     let mut items = Vec::new();
     for name in names.by_ref().take(limit) {
-        // One that was deleted meanwhile is not in the list.
+        // A topic deleted in the meantime is skipped.
         match operations.queue.inspect().topic(&name).await {
-            Ok(view) => items.push(line(view)),
+            Ok(view) => items.push(to_dto(view)),
             Err(headwater_queue::QueueError::NoTopic { .. }) => {}
             Err(error) => return Err(error.into()),
         }
@@ -155,8 +157,8 @@ async fn list(
     Ok(Json(TopicPage { topics: items, next_cursor: next }))
 }
 
-fn line(view: TopicView) -> TopicLine {
-    TopicLine {
+fn to_dto(view: TopicView) -> TopicDto {
+    TopicDto {
         name: view.name,
         partitions: view.partitions.len(),
         length: view.length,
@@ -170,11 +172,11 @@ fn line(view: TopicView) -> TopicLine {
     }
 }
 
-/// All there is to know of a topic.
+/// A topic with all details.
 #[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct TopicDescription {
+pub(crate) struct TopicResponse {
     name: String,
-    /// `plain`, `standalone` or `cluster`: how its keys are spelt.
+    /// `plain`, `standalone` or `cluster`: the layout of its keys.
     layout: String,
     created_at: Option<String>,
     updated_at: Option<String>,
@@ -182,25 +184,25 @@ pub(crate) struct TopicDescription {
     first_id: Option<String>,
     last_id: Option<String>,
     bytes: Option<u64>,
-    /// Messages that wait for their time.
+    /// Messages waiting for their delivery time.
     delayed: u64,
     next_due: Option<String>,
     dead_letters: u64,
     dead_letters_key: String,
     dead_letters_slot: Option<u16>,
-    /// Whether keys are moving to new partitions.
+    /// Whether keys are being moved to new partitions.
     is_growing: bool,
-    /// Since when it is being deleted; delete it again if that was interrupted.
+    /// When its deletion started; if it was interrupted, delete the topic again.
     #[serde(skip_serializing_if = "Option::is_none")]
     deleting_since: Option<String>,
-    policies: PoliciesView,
+    policies: TopicPoliciesDto,
     groups: Vec<String>,
-    partitions: Vec<PartitionDescription>,
+    partitions: Vec<TopicPartitionDto>,
 }
 
-/// What a topic keeps and how it is used.
+/// Policies of a topic.
 #[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct PoliciesView {
+pub(crate) struct TopicPoliciesDto {
     retention_count: Option<u64>,
     retention_age_ms: Option<u64>,
     retention_bytes: Option<u64>,
@@ -209,9 +211,9 @@ pub(crate) struct PoliciesView {
     max_retries: u32,
 }
 
-/// One partition, with its keys.
+/// A partition with its keys.
 #[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct PartitionDescription {
+pub(crate) struct TopicPartitionDto {
     partition: u16,
     length: u64,
     first_id: Option<String>,
@@ -222,24 +224,24 @@ pub(crate) struct PartitionDescription {
     slot: Option<u16>,
 }
 
-/// Describes a topic, with keys and slots.
+/// Describe a topic, with its keys and slots.
 #[utoipa::path(get, path = "/topics/{topic}", tag = "topics", params(("topic" = String, Path)),
-    responses((status = 200, body = TopicDescription), (status = 404)))]
+    responses((status = 200, body = TopicResponse), (status = 404)))]
 async fn describe(
     State(operations): State<Operations>,
-    PathOf(topic): PathOf<String>,
-) -> Answer<TopicDescription> {
+    PathParams(topic): PathParams<String>,
+) -> JsonResult<TopicResponse> {
     let view = operations.queue.inspect().topic(&topic).await?;
     let described = operations.queue.topics().describe(&topic).await?;
-    Ok(Json(description(view, described)))
+    Ok(Json(to_response(view, described)))
 }
 
-fn description(view: TopicView, described: Described) -> TopicDescription {
+fn to_response(view: TopicView, described: Described) -> TopicResponse {
     let policies = &view.policies;
     let retention = policies.retention;
-    // A topic that grew between the two looks has partitions that only one of them saw.
+    // A topic may grow between the two queries; extra partitions are dropped.
     let partitions =
-        view.partitions.iter().zip(described.partitions).map(|(seen, keys)| PartitionDescription {
+        view.partitions.iter().zip(described.partitions).map(|(seen, keys)| TopicPartitionDto {
             partition: seen.partition,
             length: seen.length,
             first_id: id(seen.first_id),
@@ -249,7 +251,7 @@ fn description(view: TopicView, described: Described) -> TopicDescription {
             delays_key: keys.delays_key,
             slot: keys.slot,
         });
-    TopicDescription {
+    TopicResponse {
         layout: format!("{:?}", view.layout).to_lowercase(),
         created_at: view.created_at.map(time),
         updated_at: view.updated_at.map(time),
@@ -264,7 +266,7 @@ fn description(view: TopicView, described: Described) -> TopicDescription {
         dead_letters_slot: described.dead_letters_slot,
         is_growing: view.is_growing,
         deleting_since: view.deleting_since.map(time),
-        policies: PoliciesView {
+        policies: TopicPoliciesDto {
             retention_count: retention.max_len,
             retention_age_ms: retention.max_age.map(milliseconds),
             retention_bytes: retention.max_bytes,
@@ -278,111 +280,110 @@ fn description(view: TopicView, described: Described) -> TopicDescription {
     }
 }
 
-/// How many partitions there shall be.
+/// New number of partitions.
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
-pub(crate) struct Grow {
+pub(crate) struct GrowTopicRequest {
     partitions: u16,
 }
 
-/// Adds partitions; keys that move keep their order.
-#[utoipa::path(post, path = "/topics/{topic}/grow", tag = "topics", params(("topic" = String, Path)), request_body = Grow,
-    responses((status = 200, body = TopicDescription), (status = 404), (status = 409)))]
+/// Add partitions; keys that move keep their order.
+#[utoipa::path(post, path = "/topics/{topic}/grow", tag = "topics", params(("topic" = String, Path)), request_body = GrowTopicRequest,
+    responses((status = 200, body = TopicResponse), (status = 404), (status = 409)))]
 async fn grow(
     State(operations): State<Operations>,
-    PathOf(topic): PathOf<String>,
-    caller: Caller,
-    JsonBody(grow): JsonBody<Grow>,
-) -> Answer<TopicDescription> {
-    caller.must_be(Role::Admin)?;
-    refuse_own(&topic)?;
+    PathParams(topic): PathParams<String>,
+    principal: Principal,
+    JsonBody(grow): JsonBody<GrowTopicRequest>,
+) -> JsonResult<TopicResponse> {
+    principal.require_role(Role::Admin)?;
+    reject_reserved(&topic)?;
     operations.queue.topics().grow(&topic, grow.partitions).await?;
-    describe(State(operations), PathOf(topic)).await
+    describe(State(operations), PathParams(topic)).await
 }
 
-/// What stays; at least one of the three.
+/// What to keep; at least one of the first three fields.
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
-pub(crate) struct TrimWish {
-    /// The newest messages of each partition.
+pub(crate) struct TrimRequest {
+    /// Newest messages of each partition.
     count: Option<u64>,
-    /// Those that are not older, in milliseconds.
+    /// Messages up to this age in milliseconds.
     age_ms: Option<u64>,
-    /// About so many bytes of each partition.
+    /// About this many bytes of each partition.
     bytes: Option<u64>,
     /// Only this partition.
     partition: Option<u16>,
-    /// Also messages that some group has not read or not acknowledged: they are lost.
+    /// Also remove messages that a group has not read or acknowledged; they are lost.
     #[serde(default)]
     force: bool,
 }
 
-/// What a trim did.
+/// Result of a trim.
 #[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct TrimAnswer {
+pub(crate) struct TrimResponse {
     removed: u64,
-    /// Whether messages stayed only because some group still needs them.
+    /// Whether messages were kept because a group still needs them.
     held_back: bool,
 }
 
-/// Removes the oldest messages.
-#[utoipa::path(post, path = "/topics/{topic}/trim", tag = "topics", params(("topic" = String, Path)), request_body = TrimWish,
-    responses((status = 200, body = TrimAnswer), (status = 404)))]
+/// Remove the oldest messages.
+#[utoipa::path(post, path = "/topics/{topic}/trim", tag = "topics", params(("topic" = String, Path)), request_body = TrimRequest,
+    responses((status = 200, body = TrimResponse), (status = 404)))]
 async fn trim(
     State(operations): State<Operations>,
-    PathOf(topic): PathOf<String>,
-    caller: Caller,
-    JsonBody(wish): JsonBody<TrimWish>,
-) -> Answer<TrimAnswer> {
-    caller.must_be(Role::Admin)?;
+    PathParams(topic): PathParams<String>,
+    principal: Principal,
+    JsonBody(request): JsonBody<TrimRequest>,
+) -> JsonResult<TrimResponse> {
+    principal.require_role(Role::Admin)?;
     let trim = Trim {
         keep: Retention {
-            max_len: wish.count,
-            max_age: wish.age_ms.map(Duration::from_millis),
-            max_bytes: wish.bytes,
+            max_len: request.count,
+            max_age: request.age_ms.map(Duration::from_millis),
+            max_bytes: request.bytes,
         },
-        guard: if wish.force { TrimGuard::Force } else { TrimGuard::Safe },
-        partition: wish.partition,
+        guard: if request.force { TrimGuard::Force } else { TrimGuard::Safe },
+        partition: request.partition,
     };
     let report = operations.queue.trim(&topic, &trim).await?;
-    Ok(Json(TrimAnswer { removed: report.removed, held_back: report.held_back }))
+    Ok(Json(TrimResponse { removed: report.removed, held_back: report.held_back }))
 }
 
-/// The streams of the desk are one stream each, as other programs know them. A topic of the same name would hide them, and
-/// with them what waits there.
-fn refuse_own(topic: &str) -> Result<(), ApiError> {
+/// Rejects the names of the server's own streams. A topic with partitions would hide their entries.
+fn reject_reserved(topic: &str) -> Result<(), ApiError> {
     if ![TICKET_EVENTS, STREAM].contains(&topic) {
         return Ok(());
     }
     Err(ApiError::new(
         StatusCode::CONFLICT,
         "reserved",
-        format!("`{topic}` belongs to the server, which makes and keeps it; choose another name"),
+        format!("topic `{topic}` is reserved for the server; choose another name"),
     ))
 }
 
-/// Whether there was one.
+/// Result of a deletion.
 #[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct Deleted {
+pub(crate) struct TopicDeletedResponse {
     deleted: bool,
 }
 
-/// Deletes a topic with all its messages, delayed ones and dead letters. One whose deletion was interrupted has
-/// `deleting_since`; deleting it again finishes that.
+/// Delete a topic with its messages, delayed messages and dead letters. An interrupted deletion leaves
+/// `deleting_since`; repeat it to finish.
 #[utoipa::path(delete, path = "/topics/{topic}", tag = "topics", params(("topic" = String, Path)),
-    responses((status = 200, body = Deleted),
-        (status = 503, description = "`interrupted`: some partitions are deleted; the message says which, and what to repeat.")))]
+    responses((status = 200, body = TopicDeletedResponse),
+        (status = 503, description = "`interrupted`: some partitions are deleted; the message names them and what to repeat.")))]
 async fn delete(
     State(operations): State<Operations>,
-    PathOf(topic): PathOf<String>,
-    caller: Caller,
-) -> Answer<Deleted> {
-    caller.must_be(Role::Admin)?;
-    // One with partitions that somebody has made is in the way of the server's own.
+    PathParams(topic): PathParams<String>,
+    principal: Principal,
+) -> JsonResult<TopicDeletedResponse> {
+    principal.require_role(Role::Admin)?;
+    // A partitioned topic with a reserved name may be deleted, because it hides the server's stream.
     let described = operations.queue.topics().describe(&topic).await;
     if !described.is_ok_and(|described| !described.topic.layout.is_plain()) {
-        refuse_own(&topic)?;
+        reject_reserved(&topic)?;
     }
     let deleting = async move { Ok(operations.queue.topics().delete(&topic).await?) };
-    Ok(Json(Deleted { deleted: to_its_end(deleting).await? }))
+    Ok(Json(TopicDeletedResponse { deleted: run_to_completion(deleting).await? }))
 }

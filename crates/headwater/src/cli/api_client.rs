@@ -1,7 +1,7 @@
-//! The way to the routes of `admin`: over the network, or in this process.
+//! Client of the HTTP API: over the network, or in this process.
 //!
-//! Promises: both give the same answers; a server that cannot be reached is exit code 3 within [`CONNECT_MAX`] or as soon
-//! as `local` gives up; a token is never printed.
+//! Promises: both return the same results; an unreachable server is exit code 3 within [`CONNECT_TIMEOUT`], or when
+//! `in_process.rs` stops retrying; tokens are never printed.
 
 use std::time::Duration;
 
@@ -14,96 +14,106 @@ use secrecy::{ExposeSecret, SecretString};
 use serde_json::Value;
 use tower::ServiceExt;
 
-use crate::cli::in_process::{Local, Needs};
+use crate::cli::in_process::{InProcessApi, Requirements};
 use crate::cli::local_audit;
-use crate::cli::output::Rows;
+use crate::cli::output::OutputRows;
 use crate::config::{Settings, shown_url};
-use crate::exit::Failure;
-use crate::http::NOTHING_HERE;
+use crate::exit::CliError;
+use crate::http::NOT_FOUND_MESSAGE;
 use crate::http_client;
 
-/// How long a connection to a server may take, and an answer.
-const CONNECT_MAX: Duration = Duration::from_secs(5);
-const ANSWER_MAX: Duration = Duration::from_secs(60);
-/// How often a request is sent again that came too soon; each time after as long as the server says.
-const TOO_SOON_MAX: usize = 30;
-/// The variable that holds the token.
-const TOKEN: &str = "HEADWATER_TOKEN";
-/// Bytes of an answer, or of one line or event of it; and of a refusal.
-const ANSWER_BYTES_MAX: usize = 256 * 1024 * 1024;
-const REFUSAL_BYTES_MAX: usize = 64 * 1024;
+/// Timeouts of a connection and of a response.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+const RESPONSE_TIMEOUT: Duration = Duration::from_secs(60);
+/// How often a rate-limited request is retried, each time after the `Retry-After` of the server.
+const RATE_LIMIT_RETRIES: usize = 30;
+/// Variable with the token.
+const TOKEN_VARIABLE: &str = "HEADWATER_TOKEN";
+/// Maximum bytes of a response, or of one line or event of it; and of an error response.
+const RESPONSE_BYTES_MAX: usize = 256 * 1024 * 1024;
+const ERROR_BYTES_MAX: usize = 64 * 1024;
 
-/// The way to the routes.
-pub(super) enum Client {
+/// A connection to the API.
+pub(super) enum ApiClient {
     /// Over the network.
     Network { client: reqwest::Client, base: String, token: Option<SecretString> },
-    /// In this process, on what it opened.
-    InProcess(Box<Local>),
+    /// In this process.
+    InProcess(Box<InProcessApi>),
 }
 
-impl Client {
-    /// To this server.
-    pub(super) fn network(url: &str) -> Result<Self, Failure> {
+impl ApiClient {
+    /// Connects to the server at `url`.
+    pub(super) fn network(url: &str) -> Result<Self, CliError> {
         let base = url.trim_end_matches('/').to_owned();
         if !base.starts_with("http://") && !base.starts_with("https://") {
-            return Err(Failure::usage(format!(
-                "--url is `{url}`; it must begin with http:// or https://"
+            return Err(CliError::usage(format!(
+                "invalid --url `{url}`; it must begin with http:// or https://"
             )));
         }
-        http_client::choose_tls();
-        let client = reqwest::Client::builder().connect_timeout(CONNECT_MAX).build();
-        let client = client.map_err(|error| Failure::new(format!("no HTTP client: {error}")))?;
-        let token = std::env::var(TOKEN).ok().filter(|token| !token.is_empty()).map(Into::into);
+        http_client::install_tls_provider();
+        let client = reqwest::Client::builder().connect_timeout(CONNECT_TIMEOUT).build();
+        let client = client
+            .map_err(|error| CliError::new(format!("failed to build the HTTP client: {error}")))?;
+        let token =
+            std::env::var(TOKEN_VARIABLE).ok().filter(|token| !token.is_empty()).map(Into::into);
         Ok(Self::Network { client, base, token })
     }
 
-    /// On the servers of the settings.
-    pub(super) async fn in_process(settings: &Settings, needs: Needs) -> Result<Self, Failure> {
-        Ok(Self::InProcess(Box::new(Local::open(settings, needs).await?)))
+    /// Opens the backends of the settings.
+    pub(super) async fn in_process(
+        settings: &Settings,
+        requirements: Requirements,
+    ) -> Result<Self, CliError> {
+        Ok(Self::InProcess(Box::new(InProcessApi::open(settings, requirements).await?)))
     }
 
-    /// Asks for something.
-    pub(super) async fn get(&self, path: &str, query: &[(&str, String)]) -> Result<Value, Failure> {
-        self.call(Method::GET, path, query, None).await
-    }
-
-    /// Asks for something that may not be there.
-    pub(super) async fn find(
+    /// GET.
+    pub(super) async fn get(
         &self,
         path: &str,
         query: &[(&str, String)],
-    ) -> Result<Option<Value>, Failure> {
+    ) -> Result<Value, CliError> {
+        self.call(Method::GET, path, query, None).await
+    }
+
+    /// GET; `None` if the object does not exist.
+    pub(super) async fn get_optional(
+        &self,
+        path: &str,
+        query: &[(&str, String)],
+    ) -> Result<Option<Value>, CliError> {
         match self.get(path, query).await {
             Ok(found) => Ok(Some(found)),
-            Err(Failure::Missing(_)) => Ok(None),
+            Err(CliError::NotFound(_)) => Ok(None),
             Err(failure) => Err(failure),
         }
     }
 
-    /// Wants something done.
-    pub(super) async fn post(&self, path: &str, body: Value) -> Result<Value, Failure> {
+    /// POST.
+    pub(super) async fn post(&self, path: &str, body: Value) -> Result<Value, CliError> {
         self.call(Method::POST, path, &[], Some(body)).await
     }
 
-    /// The same for what may take as long as it is long.
-    pub(super) async fn post_long(&self, path: &str, body: Value) -> Result<Value, Failure> {
+    /// POST without a response timeout, for long operations.
+    pub(super) async fn post_long(&self, path: &str, body: Value) -> Result<Value, CliError> {
         let mut pieces = self.stream(Method::POST, path, &[], Some(body)).await?;
         let mut bytes = Vec::new();
         while let Some(piece) = pieces.next().await {
             bytes.extend_from_slice(&piece?);
-            if bytes.len() > ANSWER_BYTES_MAX {
-                return Err(too_long());
+            if bytes.len() > RESPONSE_BYTES_MAX {
+                return Err(response_too_long());
             }
         }
-        parsed(&bytes)
+        parse_json(&bytes)
     }
 
-    /// Wants something gone.
-    pub(super) async fn delete(&self, path: &str) -> Result<Value, Failure> {
+    /// DELETE.
+    pub(super) async fn delete(&self, path: &str) -> Result<Value, CliError> {
         self.call(Method::DELETE, path, &[], None).await
     }
 
-    /// All pages of a list, `limit` items at most; each page has its items under `field`. Returns whether there may be more.
+    /// Reads pages of a list, up to `limit` items; `field` is the array in each page. Returns whether there may be
+    /// more.
     pub(super) async fn pages(
         &self,
         path: &str,
@@ -111,7 +121,7 @@ impl Client {
         field: &str,
         limit: usize,
         mut show: impl FnMut(Value),
-    ) -> Result<bool, Failure> {
+    ) -> Result<bool, CliError> {
         let mut left = limit;
         let mut cursor = None;
         while left > 0 {
@@ -134,66 +144,66 @@ impl Client {
         Ok(cursor.is_some())
     }
 
-    /// Shows all pages of a list, each item as a row.
+    /// Prints a list, one row per item.
     pub(super) async fn show_pages(
         &self,
-        mut rows: Rows,
+        mut rows: OutputRows,
         path: &str,
         query: &[(&str, String)],
         field: &str,
         limit: usize,
-    ) -> Result<(), Failure> {
+    ) -> Result<(), CliError> {
         if self.pages(path, query, field, limit, |item| rows.add(&item)).await? {
             rows.note_more();
         }
         rows.finish()
     }
 
-    /// All pages of a list as one.
-    pub(super) async fn all(
+    /// All items of a list as one array.
+    pub(super) async fn all_pages(
         &self,
         path: &str,
         field: &str,
         limit: usize,
-    ) -> Result<Value, Failure> {
+    ) -> Result<Value, CliError> {
         let mut found = Vec::new();
         self.pages(path, &[], field, limit, |item| found.push(item)).await?;
         Ok(Value::Array(found))
     }
 
-    /// The data of server-sent events, as they come.
+    /// GET: the data of server-sent events.
     pub(super) async fn events(
         &self,
         path: &str,
         query: &[(&str, String)],
-    ) -> Result<BoxStream<'static, Result<Value, Failure>>, Failure> {
+    ) -> Result<BoxStream<'static, Result<Value, CliError>>, CliError> {
         Ok(data_of_events(self.stream(Method::GET, path, query, None).await?).boxed())
     }
 
-    /// The same for what changes something.
+    /// POST: the data of server-sent events.
     pub(super) async fn post_events(
         &self,
         path: &str,
         body: Value,
-    ) -> Result<BoxStream<'static, Result<Value, Failure>>, Failure> {
+    ) -> Result<BoxStream<'static, Result<Value, CliError>>, CliError> {
         Ok(data_of_events(self.stream(Method::POST, path, &[], Some(body)).await?).boxed())
     }
 
-    /// The lines of an answer, as they come.
+    /// GET: the lines of the response.
     pub(super) async fn lines(
         &self,
         path: &str,
         query: &[(&str, String)],
-    ) -> Result<BoxStream<'static, Result<String, Failure>>, Failure> {
+    ) -> Result<BoxStream<'static, Result<String, CliError>>, CliError> {
         Ok(lines_of(self.stream(Method::GET, path, query, None).await?).boxed())
     }
 
-    /// The same for what changes something.
+    /// POST: the lines of the response.
     pub(super) async fn post_lines(
         &self,
         path: &str,
         body: Value,
-    ) -> Result<BoxStream<'static, Result<String, Failure>>, Failure> {
+    ) -> Result<BoxStream<'static, Result<String, CliError>>, CliError> {
         Ok(lines_of(self.stream(Method::POST, path, &[], Some(body)).await?).boxed())
     }
 
@@ -203,7 +213,7 @@ impl Client {
         path: &str,
         query: &[(&str, String)],
         body: Option<Value>,
-    ) -> Result<BoxStream<'static, Result<Bytes, Failure>>, Failure> {
+    ) -> Result<BoxStream<'static, Result<Bytes, CliError>>, CliError> {
         match self {
             Self::Network { base, .. } => {
                 let response = self.send(method, path, query, body, None).await?;
@@ -211,44 +221,44 @@ impl Client {
                 let broken = move |error: reqwest::Error| unreachable(&base, &error);
                 Ok(response.bytes_stream().map_err(broken).boxed())
             }
-            Self::InProcess(local) => {
+            Self::InProcess(api) => {
                 let body = body.map(|body| Body::from(body.to_string()));
-                let response = in_process(&local.routes, method, path, query, body).await?;
+                let response = call_in_process(&api.routes, method, path, query, body).await?;
                 let body = response.into_body().into_data_stream();
-                Ok(body.map_err(|error| Failure::new(error.to_string())).boxed())
+                Ok(body.map_err(|error| CliError::new(error.to_string())).boxed())
             }
         }
     }
 
-    /// Sends something long, piece by piece.
+    /// POST of a streamed body.
     pub(super) async fn upload(
         &self,
         path: &str,
         pieces: BoxStream<'static, std::io::Result<Bytes>>,
-    ) -> Result<Value, Failure> {
+    ) -> Result<Value, CliError> {
         let bytes = match self {
             Self::Network { client, base, token } => {
-                let mut request = client.post(format!("{base}{}", address(path, &[])));
+                let mut request = client.post(format!("{base}{}", request_uri(path, &[])));
                 if let Some(token) = token {
                     request = request.bearer_auth(token.expose_secret());
                 }
                 let response = request.body(reqwest::Body::wrap_stream(pieces)).send().await;
                 let response = response.map_err(|error| unreachable(base, &error))?;
-                whole_of(base, accepted(response).await?).await?
+                read_network_body(base, check_status(response).await?).await?
             }
-            Self::InProcess(local) => {
+            Self::InProcess(api) => {
                 let body = Some(Body::from_stream(pieces));
-                let response = in_process(&local.routes, Method::POST, path, &[], body).await?;
-                whole(response).await?
+                let response = call_in_process(&api.routes, Method::POST, path, &[], body).await?;
+                read_body(response).await?
             }
         };
-        parsed(&bytes)
+        parse_json(&bytes)
     }
 
-    /// Lets go of what was opened.
+    /// Closes the backends that were opened.
     pub(super) async fn close(self) {
-        if let Self::InProcess(local) = self {
-            local.close().await;
+        if let Self::InProcess(api) = self {
+            api.close().await;
         }
     }
 
@@ -258,18 +268,18 @@ impl Client {
         path: &str,
         query: &[(&str, String)],
         body: Option<Value>,
-    ) -> Result<Value, Failure> {
+    ) -> Result<Value, CliError> {
         let bytes = match self {
             Self::Network { base, .. } => {
-                let response = self.send(method, path, query, body, Some(ANSWER_MAX)).await?;
-                whole_of(base, response).await?
+                let response = self.send(method, path, query, body, Some(RESPONSE_TIMEOUT)).await?;
+                read_network_body(base, response).await?
             }
-            Self::InProcess(local) => {
+            Self::InProcess(api) => {
                 let body = body.map(|body| Body::from(body.to_string()));
-                whole(in_process(&local.routes, method, path, query, body).await?).await?
+                read_body(call_in_process(&api.routes, method, path, query, body).await?).await?
             }
         };
-        parsed(&bytes)
+        parse_json(&bytes)
     }
 
     async fn send(
@@ -279,11 +289,11 @@ impl Client {
         query: &[(&str, String)],
         body: Option<Value>,
         limit: Option<Duration>,
-    ) -> Result<reqwest::Response, Failure> {
+    ) -> Result<reqwest::Response, CliError> {
         let Self::Network { client, base, token } = self else {
-            return Err(Failure::new("there is no server to ask"));
+            return Err(CliError::new("not connected to a server"));
         };
-        let mut request = client.request(method, format!("{base}{}", address(path, query)));
+        let mut request = client.request(method, format!("{base}{}", request_uri(path, query)));
         if let Some(token) = token {
             request = request.bearer_auth(token.expose_secret());
         }
@@ -293,86 +303,87 @@ impl Client {
         if let Some(limit) = limit {
             request = request.timeout(limit);
         }
-        // A request that came too soon had no effect, so it may come again.
-        for _ in 0..TOO_SOON_MAX {
+        // A rate-limited request had no effect, so it can be repeated.
+        for _ in 0..RATE_LIMIT_RETRIES {
             let Some(again) = request.try_clone() else { break };
             let response = again.send().await.map_err(|error| unreachable(base, &error))?;
             if response.status() != StatusCode::TOO_MANY_REQUESTS {
-                return accepted(response).await;
+                return check_status(response).await;
             }
             let after = response.headers().get(header::RETRY_AFTER);
             let after = after.and_then(|after| after.to_str().ok()?.parse().ok()).unwrap_or(1);
-            let body = http_client::read_beginning(response, REFUSAL_BYTES_MAX).await;
+            let body = http_client::read_prefix(response, ERROR_BYTES_MAX).await;
             let error = serde_json::from_slice::<Value>(&body).unwrap_or_default();
             if error["error"]["code"] != "too_many_requests" {
-                return Err(refused(StatusCode::TOO_MANY_REQUESTS, &body));
+                return Err(to_cli_error(StatusCode::TOO_MANY_REQUESTS, &body));
             }
-            tokio::time::sleep(Duration::from_secs(after).min(CONNECT_MAX)).await;
+            tokio::time::sleep(Duration::from_secs(after).min(CONNECT_TIMEOUT)).await;
         }
         let response = request.send().await.map_err(|error| unreachable(base, &error))?;
-        accepted(response).await
+        check_status(response).await
     }
 }
 
-async fn accepted(response: reqwest::Response) -> Result<reqwest::Response, Failure> {
+async fn check_status(response: reqwest::Response) -> Result<reqwest::Response, CliError> {
     let status = response.status();
     if status.is_success() {
         return Ok(response);
     }
-    let asked = response.url().clone();
-    let body = http_client::read_beginning(response, REFUSAL_BYTES_MAX).await;
-    // Whoever answers without our words is somebody else; whoever knows no such address is asked at the wrong one.
+    let url = response.url().clone();
+    let body = http_client::read_prefix(response, ERROR_BYTES_MAX).await;
+    // A 404 without our error format comes from another program; one for an unknown path means a wrong base URL.
     let error = serde_json::from_slice::<Value>(&body).unwrap_or_default();
     let message = error["error"]["message"].as_str();
-    if status == StatusCode::NOT_FOUND && message.is_none_or(|message| message == NOTHING_HERE) {
-        let asked = shown_url(asked.as_str());
-        return Err(Failure::new(format!(
-            "there is no Headwater at {asked}; --url is http://HOST:PORT"
+    if status == StatusCode::NOT_FOUND && message.is_none_or(|message| message == NOT_FOUND_MESSAGE)
+    {
+        let url = shown_url(url.as_str());
+        return Err(CliError::new(format!(
+            "no Headwater API at {url}; --url must be http://HOST:PORT"
         )));
     }
-    Err(refused(status, &body))
+    Err(to_cli_error(status, &body))
 }
 
-/// All of an answer that came over the network, which may be anybody's.
-async fn whole_of(base: &str, mut response: reqwest::Response) -> Result<Bytes, Failure> {
+/// Reads a response from the network, up to the limit.
+async fn read_network_body(base: &str, mut response: reqwest::Response) -> Result<Bytes, CliError> {
     let mut bytes = Vec::new();
     while let Some(chunk) = response.chunk().await.map_err(|error| unreachable(base, &error))? {
-        if bytes.len() + chunk.len() > ANSWER_BYTES_MAX {
-            return Err(too_long());
+        if bytes.len() + chunk.len() > RESPONSE_BYTES_MAX {
+            return Err(response_too_long());
         }
         bytes.extend_from_slice(&chunk);
     }
     Ok(bytes.into())
 }
 
-fn too_long() -> Failure {
-    Failure::new(format!("the answer has more than {ANSWER_BYTES_MAX} bytes; ask for less"))
+fn response_too_long() -> CliError {
+    CliError::new(format!("response exceeds {RESPONSE_BYTES_MAX} bytes; request less data"))
 }
 
-async fn whole(response: axum::response::Response) -> Result<Bytes, Failure> {
-    let bytes = axum::body::to_bytes(response.into_body(), ANSWER_BYTES_MAX).await;
-    bytes.map_err(|error| Failure::new(error.to_string()))
+async fn read_body(response: axum::response::Response) -> Result<Bytes, CliError> {
+    let bytes = axum::body::to_bytes(response.into_body(), RESPONSE_BYTES_MAX).await;
+    bytes.map_err(|error| CliError::new(error.to_string()))
 }
 
-fn parsed(bytes: &[u8]) -> Result<Value, Failure> {
+fn parse_json(bytes: &[u8]) -> Result<Value, CliError> {
     serde_json::from_slice(bytes)
-        .map_err(|error| Failure::new(format!("the answer is not the JSON it should be: {error}")))
+        .map_err(|error| CliError::new(format!("invalid JSON in response: {error}")))
 }
 
-async fn in_process(
+async fn call_in_process(
     routes: &Router,
     method: Method,
     path: &str,
     query: &[(&str, String)],
     body: Option<Body>,
-) -> Result<axum::response::Response, Failure> {
+) -> Result<axum::response::Response, CliError> {
     let request = Request::builder()
         .method(method)
-        .uri(address(path, query))
+        .uri(request_uri(path, query))
         .header(header::CONTENT_TYPE, "application/json")
         .body(body.unwrap_or_default());
-    let mut request = request.map_err(|error| Failure::usage(error.to_string()))?;
-    request.extensions_mut().insert(local_audit::caller());
+    let mut request = request.map_err(|error| CliError::usage(error.to_string()))?;
+    request.extensions_mut().insert(local_audit::principal());
     let response = routes.clone().oneshot(request).await;
     let response = response.unwrap_or_else(|never| match never {});
     if response.status().is_success() {
@@ -380,67 +391,69 @@ async fn in_process(
     }
     let status = response.status();
     let body =
-        axum::body::to_bytes(response.into_body(), ANSWER_BYTES_MAX).await.unwrap_or_default();
-    Err(refused(status, &body))
+        axum::body::to_bytes(response.into_body(), RESPONSE_BYTES_MAX).await.unwrap_or_default();
+    Err(to_cli_error(status, &body))
 }
 
-/// Path and query with everything escaped.
-fn address(path: &str, query: &[(&str, String)]) -> String {
-    let mut address = format!("/api/v1{path}");
+/// Path and query, percent-encoded.
+fn request_uri(path: &str, query: &[(&str, String)]) -> String {
+    let mut request_uri = format!("/api/v1{path}");
     for (index, (name, value)) in query.iter().enumerate() {
-        address.push(if index == 0 { '?' } else { '&' });
-        address.push_str(name);
-        address.push('=');
-        address.push_str(&escape(value));
+        request_uri.push(if index == 0 { '?' } else { '&' });
+        request_uri.push_str(name);
+        request_uri.push('=');
+        request_uri.push_str(&escape(value));
     }
-    address
+    request_uri
 }
 
-/// One segment of a path, or one value of a query.
+/// Encodes one path segment or query value.
 pub(super) use crate::text::percent_encoded as escape;
 
-fn unreachable(base: &str, error: &reqwest::Error) -> Failure {
+fn unreachable(base: &str, error: &reqwest::Error) -> CliError {
     let (base, why) = (shown_url(base), http_client::describe(error));
-    // What the TLS library says when somebody answers in clear text.
+    // Reported by the TLS library when the server does not use TLS.
     if base.starts_with("https://") && why.contains("InvalidContentType") {
-        return Failure::Unreachable(format!(
-            "{base} cannot be reached: it speaks http, not https; mend --url"
+        return CliError::Unreachable(format!(
+            "{base} is unreachable: the server uses http, not https; fix --url"
         ));
     }
-    Failure::Unreachable(format!("{base} cannot be reached: {why}; start it, or mend --url"))
+    CliError::Unreachable(format!("{base} is unreachable: {why}; start the server, or fix --url"))
 }
 
-/// A refusal as an end of the verb: what the caller did wrong is wrong usage, what a server did not do is 3.
-fn refused(status: StatusCode, body: &[u8]) -> Failure {
+/// Maps an error response to an exit code: 400 is a usage error, 502 and 503 are unreachable.
+fn to_cli_error(status: StatusCode, body: &[u8]) -> CliError {
     let error = serde_json::from_slice::<Value>(body).unwrap_or_default();
     let message =
-        error["error"]["message"].as_str().unwrap_or("the server gave no reason").to_owned();
+        error["error"]["message"].as_str().unwrap_or("the server returned no message").to_owned();
     match status {
-        StatusCode::BAD_REQUEST => Failure::usage(message),
-        StatusCode::SERVICE_UNAVAILABLE | StatusCode::BAD_GATEWAY => Failure::Unreachable(message),
-        StatusCode::NOT_FOUND => Failure::Missing(message),
-        StatusCode::UNAUTHORIZED => Failure::new(format!("{message}; put the token into {TOKEN}")),
-        _ => Failure::new(message),
+        StatusCode::BAD_REQUEST => CliError::usage(message),
+        StatusCode::SERVICE_UNAVAILABLE | StatusCode::BAD_GATEWAY => CliError::Unreachable(message),
+        StatusCode::NOT_FOUND => CliError::NotFound(message),
+        StatusCode::UNAUTHORIZED => {
+            CliError::new(format!("{message}; set {TOKEN_VARIABLE} to a valid token"))
+        }
+        _ => CliError::new(message),
     }
 }
 
-/// The same for a refusal that is the last line of an answer; `None` for every other line.
-pub(super) fn refused_line(line: &Value) -> Option<Failure> {
+/// The error in the last line of a streamed response; `None` for any other line.
+pub(super) fn error_in_line(line: &Value) -> Option<CliError> {
     let error = line.get("error")?;
-    let message = error["message"].as_str().unwrap_or("the server gave no reason").to_owned();
+    let message = error["message"].as_str().unwrap_or("the server returned no message").to_owned();
     Some(match error["code"].as_str() {
-        Some("invalid") => Failure::usage(message),
-        Some("unavailable") => Failure::Unreachable(message),
-        Some("not_found") => Failure::Missing(message),
-        _ => Failure::new(message),
+        Some("invalid") => CliError::usage(message),
+        Some("unavailable") => CliError::Unreachable(message),
+        Some("not_found") => CliError::NotFound(message),
+        _ => CliError::new(message),
     })
 }
 
-/// The JSON of each event: lines `data:` until an empty one.
+/// The JSON data of each server-sent event.
 fn data_of_events(
-    chunks: BoxStream<'static, Result<Bytes, Failure>>,
-) -> impl futures_util::Stream<Item = Result<Value, Failure>> {
-    cut(chunks, b"\n\n").filter_map(|event| async {
+    chunks: BoxStream<'static, Result<Bytes, CliError>>,
+) -> impl futures_util::Stream<Item = Result<Value, CliError>> {
+    split_on(chunks, b"\n\n").filter_map(|event| async {
         let text = match event {
             Ok(text) => text,
             Err(failure) => return Some(Err(failure)),
@@ -451,27 +464,27 @@ fn data_of_events(
             return None;
         }
         let value = serde_json::from_str(&data.join("\n"));
-        Some(value.map_err(|error| Failure::new(format!("an event is not JSON: {error}"))))
+        Some(value.map_err(|error| CliError::new(format!("invalid JSON in event: {error}"))))
     })
 }
 
-/// Each line without its end; empty ones are left out.
+/// The non-empty lines.
 fn lines_of(
-    chunks: BoxStream<'static, Result<Bytes, Failure>>,
-) -> impl futures_util::Stream<Item = Result<String, Failure>> {
-    let is_some = |line: &Result<String, Failure>| {
+    chunks: BoxStream<'static, Result<Bytes, CliError>>,
+) -> impl futures_util::Stream<Item = Result<String, CliError>> {
+    let is_some = |line: &Result<String, CliError>| {
         let is_empty = line.as_ref().is_ok_and(|line| line.trim().is_empty());
         std::future::ready(!is_empty)
     };
-    cut(chunks, b"\n").filter(is_some)
+    split_on(chunks, b"\n").filter(is_some)
 }
 
-/// What stands between two separators. What comes after the last one was cut off, and is nothing.
-fn cut(
-    chunks: BoxStream<'static, Result<Bytes, Failure>>,
+/// Splits a stream at separators. An incomplete part at the end is dropped.
+fn split_on(
+    chunks: BoxStream<'static, Result<Bytes, CliError>>,
     separator: &'static [u8],
-) -> BoxStream<'static, Result<String, Failure>> {
-    // Where the search goes on: what was looked through once is not looked through again.
+) -> BoxStream<'static, Result<String, CliError>> {
+    // `from` is where the search continues, so that no byte is searched twice.
     let state = (chunks, Vec::<u8>::new(), 0);
     let pieces = futures_util::stream::try_unfold(
         state,
@@ -486,7 +499,7 @@ fn cut(
                 }
                 from = buffer.len().saturating_sub(separator.len() - 1);
                 match chunks.next().await {
-                    Some(_) if buffer.len() > ANSWER_BYTES_MAX => return Err(too_long()),
+                    Some(_) if buffer.len() > RESPONSE_BYTES_MAX => return Err(response_too_long()),
                     Some(chunk) => buffer.extend_from_slice(&chunk?),
                     None => return Ok(None),
                 }
@@ -501,17 +514,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_with_odd_characters_stay_one_segment() {
+    fn special_characters_are_percent_encoded() {
         assert_eq!(escape("a/b?c=d ü"), "a%2Fb%3Fc%3Dd%20%C3%BC");
         let query = [("from", "2026-11-15T10:00:00+01:00".to_owned())];
         assert_eq!(
-            address("/topics", &query),
+            request_uri("/topics", &query),
             "/api/v1/topics?from=2026-11-15T10%3A00%3A00%2B01%3A00"
         );
     }
 
     #[tokio::test]
-    async fn events_are_read_however_they_are_cut() {
+    async fn events_are_parsed_across_any_chunk_boundary() {
         let whole = ": hello\n\nevent: message\ndata: {\"n\":1}\n\ndata: {\"n\":\ndata: 2}\n\n";
         for size in 1..whole.len() {
             let chunks: Vec<_> = whole

@@ -1,97 +1,96 @@
-//! The command line: verbs, and a flag for every setting.
+//! The command line: commands, and a flag for every setting.
 //!
-//! Upstream: the user. Downstream: `command` runs a verb, `settings` reads the flags.
-//! Promises: flags of settings come from the table of settings, so there is none without a name in the file and none
-//! forgotten. A new verb is a new line of [`Verb`] and a new arm in `command`.
+//! Upstream: the user. Downstream: `entry.rs` runs the command, `config` reads the flags. Promises: flags come from
+//! the table of settings, so flags and settings always match. To add a command, add a variant to [`HeadwaterCommand`]
+//! and an arm in `entry.rs`.
 
 use clap::{Arg, ArgMatches, Command, CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use crate::cli;
-use crate::config::{Kind, TABLE};
+use crate::config::{TABLE, ValueType};
 
-/// Settings that `-h` shows; `--help` shows all of them.
+/// Settings shown by `-h`; `--help` shows all.
 const IN_SHORT_HELP: [&str; 3] = ["stream.url", "database.url", "http.listen"];
 
 /// Durable event processing: from webhook to reply in one binary.
 #[derive(Debug, Parser)]
 #[command(name = "headwater", version, about, arg_required_else_help = true)]
 #[command(
-    after_help = "Exit codes: 0 done, 1 failed, 2 wrong usage or setting, 3 a server cannot be reached, 4 `doctor` has warnings."
+    after_help = "Exit codes: 0 success, 1 failure, 2 invalid usage or setting, 3 server unreachable, 4 `doctor` found warnings."
 )]
 pub(crate) struct CommandLine {
     /// Read settings from this file instead of headwater.toml.
     #[arg(long, global = true, value_name = "FILE")]
     pub(crate) settings: Option<std::path::PathBuf>,
     #[command(subcommand)]
-    pub(crate) verb: Verb,
+    pub(crate) verb: HeadwaterCommand,
 }
 
-/// What to do.
+/// The commands.
 #[derive(Debug, Subcommand)]
-pub(crate) enum Verb {
+pub(crate) enum HeadwaterCommand {
     /// Run everything in one process: HTTP, webhooks, workers, sweeper, outbox.
-    Serve(Serve),
-    /// Run a worker without HTTP, but for health and metrics, beside other processes on the same Redis and Postgres.
+    Serve(ServeArgs),
+    /// Run only a worker, with health and metrics, next to other processes on the same Redis and PostgreSQL.
     Worker,
-    /// Print each setting and where it came from.
-    Config(Config),
+    /// Print each setting and its source.
+    Config(ConfigArgs),
     #[command(flatten)]
-    Operator(Box<cli::Verb>),
-    // More verbs go here.
+    Operator(Box<cli::OperatorCommand>),
 }
 
-/// How to serve.
+/// Arguments of `serve`.
 #[derive(Debug, clap::Args)]
-pub(crate) struct Serve {
-    /// Open a few tickets, send a signed webhook to itself, tell what happened, and go on serving.
+pub(crate) struct ServeArgs {
+    /// Open tickets and send a signed webhook to this server, print each step, then keep serving.
     #[arg(long)]
     pub(crate) demo: bool,
-    /// Stop after the demo instead of going on.
+    /// Exit after the demo.
     #[arg(long, requires = "demo")]
     pub(crate) demo_exit: bool,
 }
 
-/// How to print settings.
+/// Arguments of `config`.
 #[derive(Debug, clap::Args)]
-pub(crate) struct Config {
-    /// As JSON.
+pub(crate) struct ConfigArgs {
+    /// Print JSON.
     #[arg(long, conflicts_with = "markdown")]
     pub(crate) json: bool,
-    /// As the page of the documentation.
+    /// Print the documentation page.
     #[arg(long)]
     pub(crate) markdown: bool,
 }
 
-/// The command line with the values of its flags for settings.
+/// The parsed command line with its setting flags.
 #[derive(Debug)]
-pub(crate) struct Parsed {
+pub(crate) struct ParsedCommandLine {
     pub(crate) line: CommandLine,
     pub(crate) flags: Vec<(&'static str, String)>,
-    /// The names of the verb, from the outside in.
+    /// Names of the command and its subcommands.
     pub(crate) path: Vec<String>,
 }
 
-/// Reads the command line.
+/// Parses the command line.
 pub(crate) fn parse(
     arguments: impl IntoIterator<Item = std::ffi::OsString>,
-) -> Result<Parsed, clap::Error> {
+) -> Result<ParsedCommandLine, clap::Error> {
     let matches = definition().try_get_matches_from(arguments)?;
     let line = CommandLine::from_arg_matches(&matches)?;
-    Ok(Parsed { line, flags: flags(&matches), path: path(&matches) })
+    Ok(ParsedCommandLine { line, flags: flags(&matches), path: path(&matches) })
 }
 
-/// How a verb is used, for whoever used it wrongly.
+/// Usage of a command, for usage errors.
 pub(crate) fn usage(path: &[String]) -> String {
     let mut command = definition();
-    // Gives the verbs their full names.
+    // Sets the full names of subcommands.
     command.build();
     let mut verb = &mut command;
     for name in path {
-        // What was parsed has a definition.
+        // A parsed command is always defined.
         if verb.find_subcommand(name).is_none() {
             break;
         }
-        verb = verb.find_subcommand_mut(name).expect("it was there a moment ago");
+        verb = verb.find_subcommand_mut(name).expect("checked above");
     }
     format!("{}\n\nFor more information, try '--help'.", verb.render_usage())
 }
@@ -106,10 +105,10 @@ fn path(matches: &ArgMatches) -> Vec<String> {
     path
 }
 
-/// Verbs and flags together; for completions, too.
+/// All commands and flags; also used for completions.
 pub(crate) fn definition() -> Command {
     let mut command = CommandLine::command();
-    for setting in TABLE.iter().filter(|setting| !matches!(setting.kind, Kind::Secret)) {
+    for setting in TABLE.iter().filter(|setting| !matches!(setting.value_type, ValueType::Secret)) {
         let default = match setting.default {
             "" => String::new(),
             default => format!(" [default: {default}]"),
@@ -120,19 +119,19 @@ pub(crate) fn definition() -> Command {
             .value_name("VALUE")
             .help_heading("Settings")
             .hide_short_help(!IN_SHORT_HELP.contains(&setting.name))
-            .help(format!("{}{default}", setting.meaning));
+            .help(format!("{}{default}", setting.description));
         command = command.arg(argument);
     }
     command
 }
 
-/// Flags are global, so each may stand before or after the verb; clap gives the deepest one to all.
+/// Flags are global and may precede or follow the command; clap propagates them to the innermost one.
 fn flags(matches: &ArgMatches) -> Vec<(&'static str, String)> {
     let mut matches = matches;
     while let Some((_, below)) = matches.subcommand() {
         matches = below;
     }
-    let given = TABLE.iter().filter(|setting| !matches!(setting.kind, Kind::Secret));
+    let given = TABLE.iter().filter(|setting| !matches!(setting.value_type, ValueType::Secret));
     given
         .filter_map(|setting| {
             let value = matches.get_one::<String>(setting.name)?;
@@ -145,7 +144,7 @@ fn flags(matches: &ArgMatches) -> Vec<(&'static str, String)> {
 mod tests {
     use super::*;
 
-    fn parse_words(words: &[&str]) -> Result<Parsed, clap::Error> {
+    fn parse_args(words: &[&str]) -> Result<ParsedCommandLine, clap::Error> {
         parse(words.iter().map(Into::into))
     }
 
@@ -155,19 +154,19 @@ mod tests {
     }
 
     #[test]
-    fn flags_of_settings_may_stand_before_and_after_the_verb() {
+    fn setting_flags_may_precede_or_follow_the_command() {
         for words in [
             ["headwater", "serve", "--http-listen", "127.0.0.1:0"],
             ["headwater", "--http-listen", "127.0.0.1:0", "serve"],
             ["headwater", "topic", "list", "--http-listen=127.0.0.1:0"],
         ] {
-            let parsed = parse_words(&words).unwrap();
+            let parsed = parse_args(&words).unwrap();
             assert_eq!(parsed.flags, [("http.listen", "127.0.0.1:0".to_owned())]);
         }
     }
 
     #[test]
-    fn the_short_help_of_every_verb_fits_on_a_screen() {
+    fn the_short_help_of_every_command_fits_on_a_screen() {
         fn check(command: &mut Command) {
             let help = command.render_help().to_string();
             let lines = help.lines().count();
@@ -180,9 +179,9 @@ mod tests {
     }
 
     #[test]
-    fn what_nobody_knows_is_wrong_usage() {
+    fn unknown_commands_and_flags_are_usage_errors() {
         for words in [&["headwater", "sevre"][..], &["headwater", "serve", "--http-listne", "a"]] {
-            assert_eq!(parse_words(words).expect_err("it is wrong").exit_code(), 2);
+            assert_eq!(parse_args(words).expect_err("the arguments are invalid").exit_code(), 2);
         }
     }
 }

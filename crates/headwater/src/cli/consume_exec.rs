@@ -1,9 +1,9 @@
-//! Runs a command for a message: `consume --exec`.
+//! Runs a command for each message of `consume --exec`.
 //!
-//! Upstream: `consume`. Downstream: `supervise`, this program again as the parent of the shell.
-//! Promises: the standard input of a command is a file that is complete before the command starts, so nothing that
-//! happens to the consumer afterwards can shorten it. A command that is no longer waited for is killed with its process
-//! group; `supervise` does the same when the consumer itself is killed. Of standard error the end is kept.
+//! Upstream: `verbs/consume.rs`. Downstream: `supervise.rs`, this program again as parent of the shell. Promises: the
+//! command's standard input is a file that is complete before the command starts, so it is never truncated. When the
+//! future is dropped, the command is killed with its process group; `supervise.rs` does the same if the consumer is
+//! killed. The end of standard error is kept.
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -17,23 +17,23 @@ use sha2::{Digest, Sha256};
 use tokio::io::{AsyncRead, AsyncReadExt};
 use tokio::process::Command;
 
-use crate::api::Payload;
+use crate::api::PayloadDto;
 use crate::cli::supervise;
 
-/// Characters of what a failed command said last that become the reason.
+/// Maximum characters of standard error in the failure reason.
 const REASON_MAX: usize = 500;
-/// Bytes of what a command says that are kept until it ends.
-const SAID_BYTES_MAX: usize = 4 * REASON_MAX;
+/// Maximum bytes of standard error kept while the command runs.
+const STDERR_BYTES_MAX: usize = 4 * REASON_MAX;
 
-/// Runs a command for a message, and says why if it fails. Dropping the future kills the command.
+/// Runs a command for a message; the error is the failure reason. Dropping the future kills the command.
 pub(super) async fn execute(command: &str, message: &Value) -> Result<(), String> {
-    let payload: Payload = serde_json::from_value(message.clone())
-        .map_err(|error| format!("the message is odd: {error}"))?;
+    let payload: PayloadDto = serde_json::from_value(message.clone())
+        .map_err(|error| format!("unexpected message format: {error}"))?;
     let payload = payload.into_bytes().map_err(|error| error.message().to_owned())?;
     let sha256: String =
         Sha256::digest(&payload).iter().map(|byte| format!("{byte:02x}")).collect();
     let input = complete_file(&payload)
-        .map_err(|error| format!("the payload for `{command}` could not be written: {error}"))?;
+        .map_err(|error| format!("failed to write the payload for `{command}`: {error}"))?;
     let word = |name: &str| message[name].as_str().unwrap_or_default();
     let mut child = Command::new(own_program())
         .args([supervise::VERB, command])
@@ -50,37 +50,38 @@ pub(super) async fn execute(command: &str, message: &Value) -> Result<(), String
         .process_group(0)
         .kill_on_drop(true)
         .spawn()
-        .map_err(|error| format!("`{command}` could not be started: {error}"))?;
+        .map_err(|error| format!("failed to start `{command}`: {error}"))?;
     let mut group = ProcessGroup(child.id().and_then(|id| Pid::from_raw(id.cast_signed())));
-    let said = child.stderr.take();
+    let stderr = child.stderr.take();
     let listen = async {
-        match said {
-            Some(said) => last_words(said).await,
+        match stderr {
+            Some(stderr) => read_tail(stderr).await,
             None => Vec::new(),
         }
     };
     let wait = async {
         let status = child.wait().await;
-        // A supervisor that was killed has left its command behind; it ends by itself only after its command.
+        // If the supervisor was killed by a signal, its command may still run; otherwise it ended before its
+        // supervisor.
         if !status.as_ref().is_ok_and(|status| status.signal().is_some()) {
             group.0 = None;
         }
         drop(group);
         status
     };
-    let (said, status) = tokio::join!(listen, wait);
-    let status = status.map_err(|error| format!("`{command}` could not be waited for: {error}"))?;
+    let (stderr, status) = tokio::join!(listen, wait);
+    let status = status.map_err(|error| format!("failed to wait for `{command}`: {error}"))?;
     if status.success() {
         return Ok(());
     }
-    let said = String::from_utf8_lossy(&said);
-    let said = said.trim();
-    let skipped = said.chars().count().saturating_sub(REASON_MAX);
-    let said: String = said.chars().skip(skipped).collect();
-    Err(format!("`{command}` ended with {status}: {said}"))
+    let stderr = String::from_utf8_lossy(&stderr);
+    let stderr = stderr.trim();
+    let skipped = stderr.chars().count().saturating_sub(REASON_MAX);
+    let stderr: String = stderr.chars().skip(skipped).collect();
+    Err(format!("`{command}` failed with {status}: {stderr}"))
 }
 
-/// The supervisor, the shell and what that started; killed when dropped.
+/// Process group of supervisor, shell and command; killed on drop.
 struct ProcessGroup(Option<Pid>);
 
 impl Drop for ProcessGroup {
@@ -91,7 +92,7 @@ impl Drop for ProcessGroup {
     }
 }
 
-/// A file without a name that holds these bytes, open at its beginning, and sealed.
+/// An anonymous, sealed file with these bytes, positioned at its start.
 #[cfg(target_os = "linux")]
 fn complete_file(payload: &[u8]) -> io::Result<File> {
     use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
@@ -115,20 +116,20 @@ fn complete_file(payload: &[u8]) -> io::Result<File> {
     Ok(file)
 }
 
-/// This program. The link leads to it even after an upgrade has replaced its file.
+/// Path of this program. The link works even after an upgrade has replaced the file.
 fn own_program() -> PathBuf {
     let link = PathBuf::from("/proc/self/exe");
     if link.exists() { link } else { std::env::current_exe().unwrap_or(link) }
 }
 
-/// Reads to the end, and keeps the last of it.
-async fn last_words(mut said: impl AsyncRead + Unpin) -> Vec<u8> {
-    let (mut kept, mut buffer) = (Vec::new(), [0; SAID_BYTES_MAX]);
-    while let Ok(length) = said.read(&mut buffer).await
+/// Reads to the end and keeps the last bytes.
+async fn read_tail(mut stderr: impl AsyncRead + Unpin) -> Vec<u8> {
+    let (mut kept, mut buffer) = (Vec::new(), [0; STDERR_BYTES_MAX]);
+    while let Ok(length) = stderr.read(&mut buffer).await
         && length > 0
     {
         kept.extend_from_slice(&buffer[..length]);
-        let too_many = kept.len().saturating_sub(SAID_BYTES_MAX);
+        let too_many = kept.len().saturating_sub(STDERR_BYTES_MAX);
         kept.drain(..too_many);
     }
     kept
@@ -141,15 +142,15 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn of_what_a_command_says_the_end_is_kept_and_no_more() {
-        let endless = tokio::io::repeat(b'x').take(10 * SAID_BYTES_MAX as u64 + 7);
-        let said = last_words(endless.chain(&b"the end"[..])).await;
-        assert_eq!(said.len(), SAID_BYTES_MAX);
-        assert!(said.ends_with(b"xthe end"));
+    async fn only_the_end_of_standard_error_is_kept() {
+        let endless = tokio::io::repeat(b'x').take(10 * STDERR_BYTES_MAX as u64 + 7);
+        let stderr = read_tail(endless.chain(&b"the end"[..])).await;
+        assert_eq!(stderr.len(), STDERR_BYTES_MAX);
+        assert!(stderr.ends_with(b"xthe end"));
     }
 
     #[test]
-    fn the_file_of_a_payload_is_complete_and_cannot_be_written() {
+    fn the_payload_file_is_complete_and_read_only() {
         let mut file = complete_file(b"payload").unwrap();
         let mut read = Vec::new();
         file.read_to_end(&mut read).unwrap();

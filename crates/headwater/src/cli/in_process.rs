@@ -1,10 +1,9 @@
-//! The routes in this process, on streams and a database that it opens itself.
+//! The API in this process, on a stream backend and database that it opens itself.
 //!
-//! Upstream: `client`. Downstream: the same routers that `serve` puts behind its door.
-//! Promises: what is opened here is closed here; nothing runs by itself: no worker, no sweeper, no outbox. A verb that
-//! needs only the streams opens only them, and the database for the audit log once it changes something (`written_down`);
-//! one that needs only the database opens no streams. A verb that only looks makes no file: where there is none, it sees
-//! what a new one would show, and says so.
+//! Upstream: `api_client.rs`. Downstream: the same routes as `serve`. Promises: everything opened here is closed
+//! here; no worker, sweeper or outbox runs. A command opens only what it needs: one on streams opens the database
+//! only to write the audit log (`local_audit.rs`), one on the database opens no streams. A read-only command creates
+//! no files: if the data does not exist, it works on an empty backend and says so.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -21,87 +20,90 @@ use secrecy::{ExposeSecret, SecretString};
 use sqlx::sqlite::SqliteConnectOptions;
 use utoipa_axum::router::OpenApiRouter;
 
-use crate::api::tickets_sse::Listeners;
+use crate::api::tickets_sse::SseListeners;
 use crate::api::{self, Operations};
-use crate::cli::local_audit::{self, Log};
+use crate::cli::local_audit::{self, LocalAuditLog};
 use crate::config::Settings;
 use crate::desk::build;
-use crate::exit::Failure;
-use crate::http::audit::{self, Audit};
+use crate::exit::CliError;
+use crate::http::audit::{self, AuditLog};
 use crate::http::router;
-use crate::http::{Access, BodyBudget, LongWork, Rate};
-use crate::server::app_state::{App, Shared};
-use crate::server::db_availability::DatabaseWatch;
-use crate::server::health::Health;
-use crate::server::shutdown::Stopping;
+use crate::http::{Authenticator, BackgroundJobs, BodyBudget, RateLimiter};
+use crate::server::app_state::{App, AppState};
+use crate::server::db_availability::DatabaseMonitor;
+use crate::server::health::ProcessHealth;
+use crate::server::shutdown::ShutdownSignal;
 use crate::server::startup;
 use crate::tickets::Tickets;
 
-/// How long a verb waits for servers that are away; `serve` waits longer.
+/// How long a command retries unreachable servers; `serve` waits longer.
 const SERVERS_MAX: Duration = Duration::from_secs(5);
 
-/// Streams and a database in memory, for verbs that need neither, or look where there is nothing.
+/// Empty in-memory backends, for commands that need none or whose data does not exist.
 const NO_STREAMS: &str = "embedded:memory";
 const NO_DATABASE: &str = "sqlite::memory:";
 
-/// What a verb needs.
+/// What a command needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Needs {
-    what: What,
-    /// It changes nothing.
-    is_look: bool,
+pub(super) struct Requirements {
+    backends: RequiredBackends,
+    /// Whether the command changes nothing.
+    is_read_only: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum What {
+enum RequiredBackends {
     Streams,
     Database,
     Everything,
 }
 
-impl Needs {
-    /// Topics, groups, messages, dead letters.
-    pub(super) fn streams(is_look: bool) -> Self {
-        Self { what: What::Streams, is_look }
+impl Requirements {
+    /// For topics, groups, messages, dead letters.
+    pub(super) fn streams(is_read_only: bool) -> Self {
+        Self { backends: RequiredBackends::Streams, is_read_only }
     }
 
-    /// What lies in tables: issues, tickets, the outbox, the audit.
-    pub(super) fn database(is_look: bool) -> Self {
-        Self { what: What::Database, is_look }
+    /// For issues, tickets, the outbox, the audit log.
+    pub(super) fn database(is_read_only: bool) -> Self {
+        Self { backends: RequiredBackends::Database, is_read_only }
     }
 
-    /// Both: changes that nudge workers, and sessions.
-    pub(super) fn everything(is_look: bool) -> Self {
-        Self { what: What::Everything, is_look }
+    /// For sessions and changes that nudge workers.
+    pub(super) fn everything(is_read_only: bool) -> Self {
+        Self { backends: RequiredBackends::Everything, is_read_only }
     }
 }
 
-/// The routes, and what was opened for them.
-pub(super) struct Local {
+/// The routes and the backends opened for them.
+pub(super) struct InProcessApi {
     pub(super) routes: Router,
     operations: Operations,
     streams: Arc<dyn Backend>,
     store: Option<Arc<dyn Store>>,
     bus: Option<Arc<StreamedBus>>,
     app: Option<App>,
-    /// Of a verb that needs only the streams.
-    log: Option<Arc<Log>>,
+    /// Only for commands on streams.
+    log: Option<Arc<LocalAuditLog>>,
 }
 
-impl Local {
-    pub(super) async fn open(settings: &Settings, needs: Needs) -> Result<Self, Failure> {
+impl InProcessApi {
+    pub(super) async fn open(
+        settings: &Settings,
+        requirements: Requirements,
+    ) -> Result<Self, CliError> {
         let mut settings = settings.clone();
-        if needs.is_look {
-            if needs.what != What::Database {
-                look_nowhere(
+        if requirements.is_read_only {
+            if requirements.backends != RequiredBackends::Database {
+                use_empty_backend(
                     "streams",
                     missing_streams(&settings),
                     &mut settings.stream_url,
                     NO_STREAMS,
                 );
             }
-            if needs.what != What::Streams {
-                look_nowhere(
+            if requirements.backends != RequiredBackends::Streams {
+                use_empty_backend(
                     "database",
                     missing_database(&settings),
                     &mut settings.database_url,
@@ -109,17 +111,17 @@ impl Local {
                 );
             }
         }
-        if needs.what == What::Database {
+        if requirements.backends == RequiredBackends::Database {
             settings.stream_url = NO_STREAMS.into();
         }
         let settings = &settings;
         let streams = streams(settings).await?;
         let operations =
-            Operations::new(Arc::clone(&streams), settings.http.clone(), Stopping::default())
-                .map_err(|error| Failure::new(error.to_string()))?;
-        if needs.what == What::Streams {
+            Operations::new(Arc::clone(&streams), settings.http.clone(), ShutdownSignal::default())
+                .map_err(|error| CliError::new(error.to_string()))?;
+        if requirements.backends == RequiredBackends::Streams {
             let routes: OpenApiRouter = api::routes().with_state(operations.clone());
-            let log = Arc::new(Log::new(&impatient(settings)));
+            let log = Arc::new(LocalAuditLog::new(&with_short_timeouts(settings)));
             let routes = Router::new().nest("/api/v1", routes.into());
             let routes = routes.layer(from_fn_with_state(Arc::clone(&log), local_audit::record));
             let (store, bus, app) = (None, None, None);
@@ -137,10 +139,10 @@ impl Local {
     pub(super) async fn close(self) {
         let Self { routes, operations, streams, store, bus, app, log } = self;
         operations.close().await;
-        // An import that was given up removes what there is of it.
+        // A cancelled import removes its entries.
         if let Some(app) = app {
-            app.stopping.begin();
-            app.long_work.close().await;
+            app.shutdown.trigger();
+            app.background_jobs.close().await;
         }
         drop((routes, operations));
         if let Some(log) = log {
@@ -152,7 +154,7 @@ impl Local {
         if let Some(store) = store {
             store.close().await;
         }
-        // What was confirmed is safe; there is nothing else to say here.
+        // Confirmed writes are durable, so an error on close does not matter.
         let _ = streams.close().await;
     }
 }
@@ -161,35 +163,35 @@ async fn app(
     settings: &Settings,
     streams: &Arc<dyn Backend>,
     store: &Arc<dyn Store>,
-) -> Result<(Arc<StreamedBus>, App), Failure> {
+) -> Result<(Arc<StreamedBus>, App), CliError> {
     let nudger = Nudger::new(Arc::clone(streams));
     let inbox = Inbox::new(Arc::clone(store), nudger.clone(), InboxConfig::default());
     let tickets = Tickets::open(Arc::clone(store), nudger.clone(), settings.desk.quiet()).await;
     let (bus, sessions) = build::sessions(streams).await?;
-    let audit = Audit::open_to_add(Arc::clone(store)).await;
-    let app = Shared {
+    let audit = AuditLog::open_append_only(Arc::clone(store)).await;
+    let app = AppState {
         settings: settings.clone(),
         store: Arc::clone(store),
-        database: DatabaseWatch::default(),
+        database: DatabaseMonitor::default(),
         streams: Arc::clone(streams),
-        inbox: inbox.context("the inbox")?,
+        inbox: inbox.context("failed to start the inbox")?,
         nudger,
-        health: Health::new("", Stopping::default()),
-        access: Access::new(&[]),
-        rate: Rate::new(&settings.http),
+        health: ProcessHealth::new("", ShutdownSignal::default()),
+        authenticator: Authenticator::new(&[]),
+        rate_limiter: RateLimiter::new(&settings.http),
         body_budget: BodyBudget::new(settings.http.body_memory_bytes_max),
-        audit: Arc::new(audit.context("the audit log")?),
+        audit: Arc::new(audit.context("failed to open the audit log")?),
         metrics: PrometheusBuilder::new().build_recorder().handle(),
-        stopping: Stopping::default(),
-        tickets: tickets.context("the tables of tickets")?,
+        shutdown: ShutdownSignal::default(),
+        tickets: tickets.context("failed to open the ticket tables")?,
         sessions,
-        long_work: LongWork::default(),
-        listeners: Listeners::default(),
+        background_jobs: BackgroundJobs::default(),
+        listeners: SseListeners::default(),
     };
     Ok((bus, Arc::new(app)))
 }
 
-/// The directory of embedded streams that is not there.
+/// The directory of embedded streams, if it does not exist.
 fn missing_streams(settings: &Settings) -> Option<String> {
     let directory = settings.stream_url.expose_secret().strip_prefix("embedded:")?;
     let directory = directory.split('?').next().unwrap_or(directory);
@@ -197,13 +199,13 @@ fn missing_streams(settings: &Settings) -> Option<String> {
     is_missing.then(|| directory.to_owned())
 }
 
-/// The file of SQLite that is not there.
+/// The SQLite file, if it does not exist.
 fn missing_database(settings: &Settings) -> Option<String> {
     let file = database_file(settings)?;
     (!file.exists()).then(|| file.display().to_string())
 }
 
-/// The file of SQLite, as who opens it reads its address.
+/// The SQLite file of the settings, parsed like the store does.
 pub(super) fn database_file(settings: &Settings) -> Option<PathBuf> {
     let url = settings.database_url.expose_secret();
     if !url.starts_with("sqlite:") || url.contains(":memory:") || url.contains("mode=memory") {
@@ -213,55 +215,55 @@ pub(super) fn database_file(settings: &Settings) -> Option<PathBuf> {
     Some(options.get_filename().to_owned())
 }
 
-/// For verbs whose answer would comfort: of a database that somebody named and that is not there, nothing can be said.
-pub(super) fn given_database_is_there(settings: &Settings) -> Result<(), Failure> {
+/// Fails if an explicitly configured database does not exist: an empty result would be misleading.
+pub(super) fn require_given_database(settings: &Settings) -> Result<(), CliError> {
     match missing_database(settings).filter(|_| settings.database_is_given) {
         Some(path) => {
-            Err(Failure::Missing(format!("there is no database at {path}; mend `database.url`")))
+            Err(CliError::NotFound(format!("database `{path}` does not exist; fix `database.url`")))
         }
         None => Ok(()),
     }
 }
 
-/// Looks at nothing instead of making what is not there.
-fn look_nowhere(what: &str, missing: Option<String>, url: &mut SecretString, nothing: &str) {
+/// Uses an empty backend instead of creating missing data.
+fn use_empty_backend(what: &str, missing: Option<String>, url: &mut SecretString, nothing: &str) {
     if let Some(path) = missing {
-        eprintln!("headwater: there is nothing at {path} yet; `headwater serve` makes the {what}");
+        eprintln!("headwater: no {what} at `{path}` yet; `headwater serve` creates it");
         *url = nothing.into();
     }
 }
 
-/// The streams of the settings; a verb does not wait as long as a server.
-pub(super) async fn streams(settings: &Settings) -> Result<Arc<dyn Backend>, Failure> {
-    startup::streams(&impatient(settings), &Stopping::default()).await
+/// Opens the stream backend with a short retry time.
+pub(super) async fn streams(settings: &Settings) -> Result<Arc<dyn Backend>, CliError> {
+    startup::streams(&with_short_timeouts(settings), &ShutdownSignal::default()).await
 }
 
-/// The database of the settings, alike.
-pub(super) async fn store(settings: &Settings) -> Result<Arc<dyn Store>, Failure> {
-    startup::store(&impatient(settings), &Stopping::default()).await
+/// Opens the database with a short retry time.
+pub(super) async fn store(settings: &Settings) -> Result<Arc<dyn Store>, CliError> {
+    startup::store(&with_short_timeouts(settings), &ShutdownSignal::default()).await
 }
 
-/// The same for those who only look; an error is the path of what is not there.
-pub(super) async fn streams_to_look_at(
+/// Opens the stream backend for reading; `Err` is the path of missing data.
+pub(super) async fn streams_read_only(
     settings: &Settings,
-) -> Result<Result<Arc<dyn Backend>, Failure>, String> {
+) -> Result<Result<Arc<dyn Backend>, CliError>, String> {
     match missing_streams(settings) {
         Some(path) => Err(path),
         None => Ok(streams(settings).await),
     }
 }
 
-/// Alike for the database.
-pub(super) async fn store_to_look_at(
+/// Opens the database for reading; `Err` is the path of a missing file.
+pub(super) async fn store_read_only(
     settings: &Settings,
-) -> Result<Result<Arc<dyn Store>, Failure>, String> {
+) -> Result<Result<Arc<dyn Store>, CliError>, String> {
     match missing_database(settings) {
         Some(path) => Err(path),
         None => Ok(store(settings).await),
     }
 }
 
-fn impatient(settings: &Settings) -> Settings {
+fn with_short_timeouts(settings: &Settings) -> Settings {
     let mut settings = settings.clone();
     settings.start_wait = settings.start_wait.min(SERVERS_MAX);
     settings

@@ -1,8 +1,8 @@
-//! Changes by verbs that open the streams themselves, in the audit log of the database.
+//! Audit log of commands that open the streams themselves.
 //!
-//! Upstream: `local`. Downstream: `audit`. Promises: looking opens no database; where one is given, or the default one is
-//! there, no change without an entry: what cannot be written down is refused, as over HTTP. Where there is none, nothing
-//! is written.
+//! Upstream: `in_process.rs`. Downstream: `http/audit`. Promises: reads open no database. If a database is
+//! configured, or the default one exists, a change is rejected unless its entry is written, as over HTTP. Otherwise
+//! nothing is recorded.
 
 use std::sync::{Arc, OnceLock};
 
@@ -15,34 +15,34 @@ use tokio::sync::OnceCell;
 use crate::cli::in_process::database_file;
 use crate::config::{Role, Settings};
 use crate::http::ApiError;
-use crate::http::audit::{self, Audit};
-use crate::http::auth::{self, Caller};
-use crate::server::shutdown::Stopping;
+use crate::http::audit::{self, AuditLog};
+use crate::http::auth::{self, Principal};
+use crate::server::shutdown::ShutdownSignal;
 use crate::server::startup;
 
-/// Users and their numbers.
+/// User names by id.
 const USERS: &str = "/etc/passwd";
 
-/// The audit log, opened when something is to be written down.
-pub(super) struct Log {
+/// The audit log, opened when the first change is recorded.
+pub(super) struct LocalAuditLog {
     settings: Settings,
-    opened: OnceCell<(Arc<dyn Store>, Arc<Audit>)>,
+    opened: OnceCell<(Arc<dyn Store>, Arc<AuditLog>)>,
 }
 
-impl Log {
-    /// Of the database of these settings, which also say how long to wait for it.
+impl LocalAuditLog {
+    /// Uses the database of these settings.
     pub(super) fn new(settings: &Settings) -> Self {
         Self { settings: settings.clone(), opened: OnceCell::new() }
     }
 
-    async fn open(&self) -> Result<&Arc<Audit>, ApiError> {
+    async fn open(&self) -> Result<&Arc<AuditLog>, ApiError> {
         let opening = async || {
             let refused = |problem: String| {
-                ApiError::unavailable(format!("the audit log cannot be written: {problem}"))
+                ApiError::unavailable(format!("cannot write the audit log: {problem}"))
             };
-            let store = startup::store(&self.settings, &Stopping::default()).await;
+            let store = startup::store(&self.settings, &ShutdownSignal::default()).await;
             let store = store.map_err(|failure| refused(failure.to_string()))?;
-            let audit = Audit::open_to_add(Arc::clone(&store)).await;
+            let audit = AuditLog::open_append_only(Arc::clone(&store)).await;
             let audit = audit.map_err(|error| refused(error.to_string()))?;
             Ok::<_, ApiError>((store, Arc::new(audit)))
         };
@@ -56,34 +56,35 @@ impl Log {
     }
 }
 
-/// A layer: an entry before every change, where there is a database.
+/// Middleware: records changes if there is a database.
 pub(super) async fn record(
-    State(log): State<Arc<Log>>,
+    State(log): State<Arc<LocalAuditLog>>,
     request: Request,
     next: Next,
 ) -> Result<Response, ApiError> {
-    if auth::is_look(request.method()) || !has_database(&log.settings) {
+    if auth::is_read_only(request.method()) || !has_database(&log.settings) {
         return Ok(next.run(request).await);
     }
     let audit = Arc::clone(log.open().await?);
     audit::record(State(audit), request, next).await
 }
 
-/// Whether somebody named a database, or the default one is there: none is made to write into it who used Redis.
+/// Whether a database is configured or the default one exists. A missing default database is not created for a user
+/// of Redis.
 fn has_database(settings: &Settings) -> bool {
     settings.database_is_given || database_file(settings).is_some_and(|file| file.exists())
 }
 
-/// Whoever can open the streams can do everything with them; who that is, is known to the operating system.
-pub(super) fn caller() -> Caller {
-    static CALLER: OnceLock<Caller> = OnceLock::new();
+/// The principal of local commands: the operating system user, with all rights.
+pub(super) fn principal() -> Principal {
+    static PRINCIPAL: OnceLock<Principal> = OnceLock::new();
     let look = || {
         let number = rustix::process::getuid().as_raw().to_string();
         let users = std::fs::read_to_string(USERS).unwrap_or_default();
         let name = name_of(&users, &number).unwrap_or(&number);
-        Caller { name: format!("cli:{name}"), role: Role::Admin }
+        Principal { name: format!("cli:{name}"), role: Role::Admin }
     };
-    CALLER.get_or_init(look).clone()
+    PRINCIPAL.get_or_init(look).clone()
 }
 
 fn name_of<'a>(users: &'a str, number: &str) -> Option<&'a str> {
@@ -99,7 +100,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_user_is_known_by_the_name_of_its_number() {
+    fn a_user_id_is_resolved_to_its_name() {
         let users = "root:x:0:0:root:/:/bin/sh\nodd\n:x:7:\nada:x:1000:1000::/nowhere:/bin/sh\n";
         assert_eq!(name_of(users, "0"), Some("root"));
         assert_eq!(name_of(users, "1000"), Some("ada"));

@@ -1,9 +1,12 @@
-//! The verbs of operators on the command line: each asks the routes of `admin`, over the network or in this process.
+//! Operator commands: each calls the HTTP API, over the network or in this process.
 //!
-//! Upstream: `command`. Downstream: `client`, which has one way to a server and one to the same routes on streams that
-//! this process opens itself; `print` shows the answers.
-//! Promises: `--json` gives one JSON value a line on standard output and nothing else; what destroys asks first, or takes
-//! `--yes`; texts from strangers reach no terminal unescaped.
+//! Upstream: `entry.rs`. Flow: `args.rs` parses the command line -> [`OperatorCommand::run`] picks an API client
+//! (`api_client.rs`: a server at `--url`, or `in_process.rs` on backends that this process opens) -> a file of
+//! `verbs/` sends the requests -> `output.rs` prints tables or JSON, `progress.rs` shows progress. `local_audit.rs`
+//! records local changes; `consume_exec.rs` and `supervise.rs` run commands for `consume --exec`; `top_view.rs`
+//! computes what `top` shows.
+//! Promises: `--json` prints one JSON value per line on standard output and nothing else; destructive commands ask
+//! for confirmation or require `--yes`; text from outside is escaped for the terminal.
 
 // In dependency order: each module uses only those above it.
 mod output;
@@ -28,87 +31,91 @@ use std::io::{IsTerminal, Write};
 use std::time::Duration;
 
 use crate::config::Settings;
-use crate::exit::Failure;
+use crate::exit::CliError;
 
-use crate::cli::api_client::Client;
-use crate::cli::in_process::Needs;
+use crate::cli::api_client::ApiClient;
+use crate::cli::in_process::Requirements;
 
-/// What an operator wants.
+/// The operator commands.
 #[derive(Debug, clap::Subcommand)]
-pub(crate) enum Verb {
+pub(crate) enum OperatorCommand {
     /// Create, list, describe, grow, trim or delete topics.
-    Topic(verbs::topic::Topic),
+    Topic(verbs::topic::TopicArgs),
     /// Send messages.
-    Produce(verbs::produce::Produce),
-    /// Take messages as a member of a group.
-    Consume(verbs::consume::Consume),
-    /// Follow a topic without taking part in a group.
-    Tail(verbs::tail::Tail),
+    Produce(verbs::produce::ProduceArgs),
+    /// Consume messages as a member of a group.
+    Consume(verbs::consume::ConsumeArgs),
+    /// Follow a topic without joining a group.
+    Tail(verbs::tail::TailArgs),
     /// List, describe, reset or delete the groups of a topic.
-    Group(verbs::group::Group),
-    /// List the messages that a group has in hand.
-    Pending(verbs::group::Pending),
+    Group(verbs::group::GroupArgs),
+    /// List the pending messages of a group.
+    Pending(verbs::group::PendingArgs),
     /// List, show, replay or purge the dead letters of a topic.
-    Dlq(verbs::dlq::Dlq),
+    Dlq(verbs::dlq::DlqArgs),
     /// List, show, explain, retry or release issues.
-    Issue(verbs::issue::Issue),
+    Issue(verbs::issue::IssueArgs),
     /// Open, list, show, reply to, close or reopen tickets.
-    Ticket(verbs::ticket::Ticket),
+    Ticket(verbs::ticket::TicketArgs),
     /// List, show, replay, fork, export or import sessions.
-    Session(verbs::session::Session),
-    /// List replies and events that were given up, or send them again.
-    Outbox(verbs::outbox::Outbox),
-    /// Say whether every event is accounted for, or who changed what.
-    Audit(verbs::audit::Audit),
+    Session(verbs::session::SessionArgs),
+    /// List or retry dead replies and events.
+    Outbox(verbs::outbox::OutboxArgs),
+    /// Check that every event is accounted for, or list changes.
+    Audit(verbs::audit::AuditArgs),
     /// Watch topics and groups.
-    Top(verbs::top::Top),
-    /// Ask what happened: one SELECT to the DuckDB file.
-    Sql(verbs::sql::Sql),
-    /// Ask one of the questions that have names.
-    Report(verbs::report::Report),
+    Top(verbs::top::TopArgs),
+    /// Run an SQL query on the DuckDB file.
+    Sql(verbs::sql::SqlArgs),
+    /// Run a built-in report.
+    Report(verbs::report::ReportArgs),
     /// Rebuild the DuckDB file from the database.
-    Analytics(verbs::analytics::Analytics),
-    /// Measure how fast this program is on these servers.
-    Bench(verbs::bench::Bench),
-    /// Look at the servers and say what to change.
-    Doctor(verbs::doctor::Doctor),
-    /// Print what a shell needs to complete the words of this program.
-    Completion(verbs::completion::Completion),
+    Analytics(verbs::analytics::AnalyticsArgs),
+    /// Measure throughput and latency on these backends.
+    Bench(verbs::bench::BenchArgs),
+    /// Check the servers and suggest changes.
+    Doctor(verbs::doctor::DoctorArgs),
+    /// Print a shell completion script.
+    Completion(verbs::completion::CompletionArgs),
 }
 
-impl Verb {
-    /// Does it.
-    pub(crate) async fn run(&self, settings: &Settings) -> Result<(), Failure> {
-        let (reach, needs) = match self {
-            // These need the servers themselves, or none.
+impl OperatorCommand {
+    /// Runs the command.
+    pub(crate) async fn run(&self, settings: &Settings) -> Result<(), CliError> {
+        let (connection, requirements) = match self {
+            // Commands that open the backends themselves, or none.
             Self::Bench(bench) => return bench.run(settings).await,
             Self::Doctor(doctor) => return doctor.run(settings).await,
             Self::Completion(completion) => return completion.run(),
-            // And these the DuckDB file.
+            // Commands on the DuckDB file.
             Self::Sql(sql) => return sql.run(settings).await,
             Self::Report(report) => return report.run(settings).await,
             Self::Analytics(analytics) => return analytics.run(settings).await,
-            Self::Topic(topic) => (&topic.reach, Needs::streams(topic.is_look())),
-            Self::Produce(produce) => (&produce.reach, Needs::streams(false)),
-            Self::Consume(consume) => (&consume.reach, Needs::streams(false)),
-            Self::Tail(tail) => (&tail.reach, Needs::streams(true)),
-            Self::Group(group) => (&group.reach, Needs::streams(group.is_look())),
-            Self::Pending(pending) => (&pending.reach, Needs::streams(true)),
-            Self::Dlq(dlq) => (&dlq.reach, Needs::streams(dlq.is_look())),
-            Self::Top(top) => (&top.reach, Needs::streams(true)),
-            Self::Issue(issue) => (&issue.reach, issue.needs()),
-            Self::Ticket(ticket) => (&ticket.reach, ticket.needs()),
-            Self::Session(session) => (&session.reach, Needs::everything(session.is_look())),
-            Self::Outbox(outbox) => (&outbox.reach, Needs::database(outbox.is_look())),
-            Self::Audit(audit) => (&audit.reach, Needs::database(true)),
+            Self::Topic(topic) => (&topic.connection, Requirements::streams(topic.is_read_only())),
+            Self::Produce(produce) => (&produce.connection, Requirements::streams(false)),
+            Self::Consume(consume) => (&consume.connection, Requirements::streams(false)),
+            Self::Tail(tail) => (&tail.connection, Requirements::streams(true)),
+            Self::Group(group) => (&group.connection, Requirements::streams(group.is_read_only())),
+            Self::Pending(pending) => (&pending.connection, Requirements::streams(true)),
+            Self::Dlq(dlq) => (&dlq.connection, Requirements::streams(dlq.is_read_only())),
+            Self::Top(top) => (&top.connection, Requirements::streams(true)),
+            Self::Issue(issue) => (&issue.connection, issue.requirements()),
+            Self::Ticket(ticket) => (&ticket.connection, ticket.requirements()),
+            Self::Session(session) => {
+                (&session.connection, Requirements::everything(session.is_read_only()))
+            }
+            Self::Outbox(outbox) => {
+                (&outbox.connection, Requirements::database(outbox.is_read_only()))
+            }
+            Self::Audit(audit) => (&audit.connection, Requirements::database(true)),
         };
-        let client = match reach.url() {
-            Some(url) => Client::network(&url)?,
+        let client = match connection.url() {
+            Some(url) => ApiClient::network(&url)?,
             None => {
                 if let Self::Audit(_) = self {
-                    in_process::given_database_is_there(settings)?;
+                    in_process::require_given_database(settings)?;
                 }
-                Client::in_process(settings, needs).await?
+                ApiClient::in_process(settings, requirements).await?
             }
         };
         let outcome = self.ask(&client).await;
@@ -116,7 +123,7 @@ impl Verb {
         outcome
     }
 
-    async fn ask(&self, client: &Client) -> Result<(), Failure> {
+    async fn ask(&self, client: &ApiClient) -> Result<(), CliError> {
         match self {
             Self::Topic(topic) => topic.run(client).await,
             Self::Produce(produce) => produce.run(client).await,
@@ -137,40 +144,42 @@ impl Verb {
     }
 }
 
-/// Where a verb goes, and how it answers.
+/// Options to select the server and the output format.
 #[derive(Debug, clap::Args)]
-pub(crate) struct Reach {
-    /// Ask this server instead of opening the streams; HEADWATER_URL says the same. Its token is read from
+pub(crate) struct ConnectionArgs {
+    /// Connect to this server instead of opening the data directly (or set HEADWATER_URL). The token is read from
     /// HEADWATER_TOKEN.
     #[arg(long, global = true, value_name = "URL")]
     url: Option<String>,
-    /// One JSON value a line.
+    /// Print one JSON value per line.
     #[arg(long, global = true)]
     json: bool,
 }
 
-impl Reach {
+impl ConnectionArgs {
     fn url(&self) -> Option<String> {
         let known = || std::env::var("HEADWATER_URL").ok().filter(|url| !url.is_empty());
         self.url.clone().or_else(known)
     }
 }
 
-/// Asks before something is destroyed.
+/// Confirmation of destructive commands.
 #[derive(Debug, clap::Args)]
-pub(crate) struct Confirm {
-    /// Do not ask.
+pub(crate) struct ConfirmArgs {
+    /// Skip the confirmation.
     #[arg(long, short)]
     yes: bool,
 }
 
-impl Confirm {
-    fn ask(&self, question: &str) -> Result<(), Failure> {
+impl ConfirmArgs {
+    fn ask(&self, question: &str) -> Result<(), CliError> {
         if self.yes {
             return Ok(());
         }
         if !std::io::stdin().is_terminal() {
-            return Err(Failure::usage(format!("{question} Say so with --yes.")));
+            return Err(CliError::usage(format!(
+                "{question} Refusing to continue without confirmation; pass --yes."
+            )));
         }
         eprint!("{question} [y/N] ");
         let _ = std::io::stderr().flush();
@@ -178,19 +187,20 @@ impl Confirm {
         let _ = std::io::stdin().read_line(&mut answer);
         match answer.trim() {
             "y" | "Y" | "yes" => Ok(()),
-            _ => Err(Failure::new("nothing was done")),
+            _ => Err(CliError::new("cancelled; nothing was changed")),
         }
     }
 }
 
-/// A length of time as an argument: `500ms`, `5s`, `2h`.
+/// Parses a duration: `500ms`, `5s`, `2h`.
 fn time(text: &str) -> Result<Duration, String> {
-    crate::config::time(text).ok_or_else(|| "a number with ms, s, m, h or d, such as 5s".to_owned())
+    crate::config::time(text)
+        .ok_or_else(|| "expected a number with ms, s, m, h or d, such as 5s".to_owned())
 }
 
-/// The number of an issue or a row of the outbox as an argument.
+/// Parses the id of an issue or an outbox row.
 fn number(text: &str) -> Result<i64, String> {
-    text.parse().map_err(|_| "an id is a number; `list` shows them".to_owned())
+    text.parse().map_err(|_| "expected a numeric id; `list` shows the ids".to_owned())
 }
 
 fn milliseconds(time: Duration) -> u64 {

@@ -1,31 +1,31 @@
-//! Answers on standard output: tables for people, one JSON value a line for programs.
+//! Output: tables for people, one JSON value per line for programs.
 //!
-//! Promises: what is printed for people goes through [`line`] or [`note`], which escape what a terminal would obey
-//! (`text::printable`); what is printed for programs (`--json`, an export, CSV) goes through [`exact`], byte for byte.
+//! Promises: text for people goes through [`line`] or [`note`], which escape it for the terminal (`text::printable`);
+//! output for programs (`--json`, exports, CSV) goes through [`exact`], byte for byte.
 
 use std::collections::BTreeSet;
 use std::io::{ErrorKind, Write};
 
 use serde_json::Value;
 
-use crate::exit::Failure;
+use crate::exit::CliError;
 use crate::text::printable;
 
-/// Characters of a cell; longer ones are cut.
+/// Maximum characters of a cell; longer ones are truncated.
 const CELL_MAX: usize = 80;
 
-/// Fields that say which thing a row is about.
+/// Fields that identify a row; shown first.
 const ROW_NAMES: [&str; 3] = ["id", "name", "partition"];
 
-/// Rows that become a table at the end, or lines of JSON at once.
-pub(super) struct Rows {
+/// Rows, printed as a table or as JSON lines.
+pub(super) struct OutputRows {
     json: bool,
     columns: &'static [(&'static str, &'static str)],
     rows: Vec<Vec<String>>,
     lines: Vec<String>,
 }
 
-impl Rows {
+impl OutputRows {
     /// `columns` are headings with the JSON pointers of their values.
     pub(super) fn new(json: bool, columns: &'static [(&'static str, &'static str)]) -> Self {
         Self { json, columns, rows: Vec::new(), lines: Vec::new() }
@@ -40,14 +40,14 @@ impl Rows {
         self.rows.push(self.columns.iter().map(|(_, pointer)| cell(pointer)).collect());
     }
 
-    /// Says that there are more, to people.
+    /// Tells a person that the limit was reached.
     pub(super) fn note_more(&self) {
         if !self.json {
-            note("there are more; a higher --limit shows them");
+            note("more results available; raise --limit");
         }
     }
 
-    pub(super) fn finish(self) -> Result<(), Failure> {
+    pub(super) fn finish(self) -> Result<(), CliError> {
         if self.json {
             return self.lines.iter().try_for_each(|json| exact(json));
         }
@@ -57,7 +57,7 @@ impl Rows {
     }
 }
 
-/// Rows with their cells below each other.
+/// Aligns cells in columns.
 pub(super) fn columns(rows: &[Vec<String>]) -> Vec<String> {
     let mut widths: Vec<usize> = Vec::new();
     for row in rows {
@@ -73,19 +73,19 @@ pub(super) fn columns(rows: &[Vec<String>]) -> Vec<String> {
     rows.iter().map(line).collect()
 }
 
-/// Foreign text on one line.
+/// Text from outside on one line.
 pub(super) fn plain(text: &str) -> String {
     printable(&text.replace(['\r', '\n'], " "))
 }
 
-/// A JSON value on one line, for programs if `json`, else for people.
-pub(super) fn json(json: bool, value: &Value) -> Result<(), Failure> {
+/// A JSON value on one line, raw for programs or escaped for people.
+pub(super) fn json(json: bool, value: &Value) -> Result<(), CliError> {
     let text = value.to_string();
     if json { exact(&text) } else { line(&text) }
 }
 
-/// One object: as one line of JSON, or as a name and a value a line, lists of objects below it.
-pub(super) fn object(json: bool, value: &Value) -> Result<(), Failure> {
+/// An object as one line of JSON, or as one field per line with nested lists as tables.
+pub(super) fn object(json: bool, value: &Value) -> Result<(), CliError> {
     if json {
         return exact(&value.to_string());
     }
@@ -114,11 +114,11 @@ pub(super) fn object(json: bool, value: &Value) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Objects below each other, under the names of their fields. A field that is empty in all of them has no column.
+/// Objects as a table with one column per field. Fields that are null in all objects are left out.
 fn table(items: &[Value]) -> Vec<String> {
     let filled = items.iter().filter_map(Value::as_object).flatten();
     let filled = filled.filter(|(_, value)| !value.is_null());
-    // What tells one row from another comes first.
+    // Identifying fields come first.
     let names: BTreeSet<_> =
         filled.map(|(name, _)| (!ROW_NAMES.contains(&name.as_str()), name)).collect();
     let heading = names.iter().map(|(_, name)| name.to_uppercase().replace('_', " ")).collect();
@@ -127,27 +127,27 @@ fn table(items: &[Value]) -> Vec<String> {
     columns(&rows)
 }
 
-/// A line, or several, for people.
-pub(super) fn line(text: &str) -> Result<(), Failure> {
+/// Prints escaped text for people.
+pub(super) fn line(text: &str) -> Result<(), CliError> {
     exact(&printable(text))
 }
 
-/// A note for people beside the answer, on standard error.
+/// Prints an escaped note for people on standard error.
 pub(super) fn note(text: &str) {
     eprintln!("headwater: {}", printable(text));
 }
 
-/// The same bytes and a line end, for programs. A reader that went away, such as `head`, ends the verb without a failure.
-pub(super) fn exact(text: &str) -> Result<(), Failure> {
+/// Prints bytes unchanged, with a line feed. A closed pipe ends the command without a failure.
+pub(super) fn exact(text: &str) -> Result<(), CliError> {
     let mut out = std::io::stdout().lock();
     match writeln!(out, "{text}").and_then(|()| out.flush()) {
         Ok(()) => Ok(()),
-        Err(error) if error.kind() == ErrorKind::BrokenPipe => Err(Failure::NobodyReads),
-        Err(error) => Err(Failure::new(format!("standard output cannot be written: {error}"))),
+        Err(error) if error.kind() == ErrorKind::BrokenPipe => Err(CliError::BrokenPipe),
+        Err(error) => Err(CliError::new(format!("cannot write to standard output: {error}"))),
     }
 }
 
-/// A value in one cell; escaped here already, for its width counts.
+/// A value as one cell; already escaped here, because escaping changes its width.
 pub(super) fn cell(value: &Value) -> String {
     let text = match value {
         Value::Null => String::new(),
@@ -167,14 +167,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_strangers_text_moves_no_cursor() {
+    fn control_characters_in_cells_are_escaped() {
         assert_eq!(cell(&json!("a\u{1b}[2Jb\nc\u{202e}d")), "a\\u001b[2Jb c\\u202ed");
         assert_eq!(cell(&json!("x".repeat(100))).chars().count(), CELL_MAX + 1);
         assert_eq!(cell(&json!(["a", "b"])), "a,b");
     }
 
     #[test]
-    fn a_list_of_objects_is_a_table_without_empty_columns() {
+    fn empty_columns_are_left_out_of_a_table() {
         let items = json!([
             { "idle_ms": 5, "name": "a", "note": null, "last_id": null },
             { "idle_ms": 1234, "name": "worker", "note": null, "last_id": "7-0" },

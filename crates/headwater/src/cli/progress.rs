@@ -1,39 +1,39 @@
-//! Progress of long work: one line on standard error that is painted over, and only on a terminal.
+//! A progress line on standard error, shown only on a terminal.
 //!
-//! Promises: programs that read us never see it; it is gone when the work is done, so that the answer stands alone.
+//! Promises: programs never see it; it is erased when the work is done.
 
 use std::io::{IsTerminal, Write};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// How often the line is painted.
+/// Minimum interval between updates.
 const PAINT_EVERY: Duration = Duration::from_millis(100);
-/// Characters of the bar.
+/// Width of the bar in characters.
 const BAR: u64 = 30;
 
-/// How far something is.
-pub(super) struct Progress {
+/// A progress line, erased on drop.
+pub(super) struct ProgressBar {
     what: &'static str,
     total: Option<u64>,
-    state: Mutex<State>,
+    state: Mutex<ProgressState>,
 }
 
-struct State {
+struct ProgressState {
     done: u64,
     began: Instant,
     painted: Option<Instant>,
     is_shown: bool,
 }
 
-impl Progress {
-    /// Work of so many steps, if that is known.
+impl ProgressBar {
+    /// Starts a line; `total` is the number of steps if known.
     pub(super) fn new(what: &'static str, total: Option<u64>) -> Self {
         let is_shown = std::io::stderr().is_terminal();
-        let state = State { done: 0, began: Instant::now(), painted: None, is_shown };
+        let state = ProgressState { done: 0, began: Instant::now(), painted: None, is_shown };
         Self { what, total, state: Mutex::new(state) }
     }
 
-    /// So many more are done.
+    /// Adds completed steps.
     pub(super) fn add(&self, steps: u64) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         state.done += steps;
@@ -47,7 +47,7 @@ impl Progress {
     }
 }
 
-impl Drop for Progress {
+impl Drop for ProgressBar {
     fn drop(&mut self) {
         let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         if state.painted.is_some() {
@@ -59,11 +59,11 @@ impl Drop for Progress {
 fn line(what: &str, done: u64, total: Option<u64>, took: Duration) -> String {
     let rate = done as f64 / took.as_secs_f64().max(0.001);
     match total.filter(|total| *total > 0) {
-        None => format!("{what} {done}, {rate:.0} a second"),
+        None => format!("{what} {done}, {rate:.0}/s"),
         Some(total) => {
             let full = (done.min(total) as u128 * u128::from(BAR) / u128::from(total)) as usize;
             let bar = format!("{}{}", "#".repeat(full), "-".repeat(BAR as usize - full));
-            format!("[{bar}] {what} {done} of {total}, {rate:.0} a second")
+            format!("[{bar}] {what} {done} of {total}, {rate:.0}/s")
         }
     }
 }
@@ -73,12 +73,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_bar_is_as_full_as_the_work_is_done() {
+    fn the_bar_shows_the_completed_share() {
         let second = Duration::from_secs(1);
         let half = line("sent", 50, Some(100), second);
-        assert_eq!(half, "[###############---------------] sent 50 of 100, 50 a second");
+        assert_eq!(half, "[###############---------------] sent 50 of 100, 50/s");
         assert!(line("sent", 200, Some(100), second).starts_with(&format!("[{}]", "#".repeat(30))));
-        assert_eq!(line("sent", 5, None, second), "sent 5, 5 a second");
-        assert_eq!(line("sent", 5, Some(0), second), "sent 5, 5 a second");
+        assert_eq!(line("sent", 5, None, second), "sent 5, 5/s");
+        assert_eq!(line("sent", 5, Some(0), second), "sent 5, 5/s");
     }
 }

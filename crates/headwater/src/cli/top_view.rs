@@ -1,52 +1,52 @@
-//! What `top` shows: two looks at topics and groups, and the numbers between them.
+//! Computes what `top` shows from two snapshots of topics and groups.
 //!
-//! Promises: a rate is exact as long as nothing was trimmed between the looks; if something was, it says "at least".
+//! Promises: a rate is exact unless messages were trimmed between the snapshots; then it is marked as a lower bound.
 
 use serde_json::{Value, json};
 use tokio::time::Instant;
 
 use crate::cli::output;
 
-/// Topics and groups at one moment, as the routes tell of them.
-pub(super) struct Look {
+/// Topics and groups at one moment, as returned by the API.
+pub(super) struct TopSnapshot {
     pub(super) at: Instant,
     pub(super) topics: Vec<Value>,
     pub(super) groups: Vec<Value>,
 }
 
-/// The numbers between two looks.
+/// Rates and states between two snapshots.
 pub(super) struct Frame {
-    topics: Vec<TopicNumbers>,
-    groups: Vec<GroupNumbers>,
+    topics: Vec<TopTopicRow>,
+    groups: Vec<TopGroupRow>,
 }
 
-struct TopicNumbers {
+struct TopTopicRow {
     topic: String,
     partitions: u64,
     length: u64,
     delayed: u64,
     dead_letters: u64,
-    in_per_second: Rate,
+    in_per_second: Throughput,
 }
 
-struct GroupNumbers {
+struct TopGroupRow {
     topic: String,
     group: String,
     lag: Option<u64>,
     pending: u64,
     members: u64,
-    /// Each with how many partitions it has.
+    /// Owners with their number of partitions.
     owners: Vec<(String, u64)>,
-    done_per_second: Option<Rate>,
+    done_per_second: Option<Throughput>,
 }
 
 #[derive(Clone, Copy, Default)]
-struct Rate {
+struct Throughput {
     per_second: f64,
     is_at_least: bool,
 }
 
-impl Rate {
+impl Throughput {
     fn shown(self) -> String {
         let sign = if self.is_at_least { ">=" } else { "" };
         format!("{sign}{:.1}", self.per_second)
@@ -54,19 +54,19 @@ impl Rate {
 }
 
 impl Frame {
-    pub(super) fn between(before: &Look, now: &Look) -> Self {
+    pub(super) fn between(before: &TopSnapshot, now: &TopSnapshot) -> Self {
         let seconds = now.at.duration_since(before.at).as_secs_f64().max(0.001);
         let topics: Vec<_> =
-            now.topics.iter().map(|topic| topic_numbers(topic, before, seconds)).collect();
+            now.topics.iter().map(|topic| topic_row(topic, before, seconds)).collect();
         let groups = now.groups.iter().map(|group| {
             let arrived = topics.iter().find(|topic| topic.topic == group["topic"]);
             let arrived = arrived.map(|topic| topic.in_per_second).unwrap_or_default();
-            group_numbers(group, before, arrived, seconds)
+            group_row(group, before, arrived, seconds)
         });
         Self { groups: groups.collect(), topics }
     }
 
-    /// A line for each topic, then one for each group.
+    /// One value for each topic, then one for each group.
     pub(super) fn lines(&self) -> Vec<Value> {
         let topics = self.topics.iter().map(|topic| {
             json!({
@@ -109,7 +109,7 @@ impl Frame {
                 output::plain(&group.group),
                 group.lag.map_or_else(|| "?".to_owned(), |lag| lag.to_string()),
                 group.pending.to_string(),
-                group.done_per_second.map_or_else(|| "?".to_owned(), Rate::shown),
+                group.done_per_second.map_or_else(|| "?".to_owned(), Throughput::shown),
                 group.members.to_string(),
                 owners.collect::<Vec<_>>().join(" "),
             ]
@@ -128,22 +128,22 @@ fn number(value: &Value, name: &str) -> u64 {
     value[name].as_u64().unwrap_or(0)
 }
 
-/// Partitions as a number, or one by one.
+/// The number of partitions, given as a number or a list.
 fn partitions(topic: &Value) -> u64 {
     let list = topic["partitions"].as_array().map(|list| list.len() as u64);
     list.unwrap_or_else(|| number(topic, "partitions"))
 }
 
-fn topic_numbers(topic: &Value, before: &Look, seconds: f64) -> TopicNumbers {
+fn topic_row(topic: &Value, before: &TopSnapshot, seconds: f64) -> TopTopicRow {
     let earlier = before.topics.iter().find(|earlier| earlier["name"] == topic["name"]);
-    let rate = earlier.map_or_else(Rate::default, |earlier| {
+    let rate = earlier.map_or_else(Throughput::default, |earlier| {
         let grown = number(topic, "length").saturating_sub(number(earlier, "length"));
-        // The oldest message is another one: some were removed, and as many more have come.
+        // A different first entry means that messages were trimmed, so more may have arrived.
         let was_empty = earlier["first_id"].is_null();
         let is_at_least = !was_empty && earlier["first_id"] != topic["first_id"];
-        Rate { per_second: grown as f64 / seconds, is_at_least }
+        Throughput { per_second: grown as f64 / seconds, is_at_least }
     });
-    TopicNumbers {
+    TopTopicRow {
         topic: topic["name"].as_str().unwrap_or_default().to_owned(),
         partitions: partitions(topic),
         length: number(topic, "length"),
@@ -153,17 +153,22 @@ fn topic_numbers(topic: &Value, before: &Look, seconds: f64) -> TopicNumbers {
     }
 }
 
-fn group_numbers(group: &Value, before: &Look, arrived: Rate, seconds: f64) -> GroupNumbers {
+fn group_row(
+    group: &Value,
+    before: &TopSnapshot,
+    arrived: Throughput,
+    seconds: f64,
+) -> TopGroupRow {
     let earlier = before
         .groups
         .iter()
         .find(|earlier| earlier["topic"] == group["topic"] && earlier["group"] == group["group"]);
     let open = |group: &Value| Some(group["lag"].as_u64()? + number(group, "pending"));
-    // What came and is neither waiting nor in hand is done.
+    // Messages that arrived and are neither waiting nor pending are done.
     let done = earlier.and_then(|earlier| {
         let less = open(earlier)? as f64 - open(group)? as f64;
         let per_second = (arrived.per_second + less / seconds).max(0.0);
-        Some(Rate { per_second, is_at_least: arrived.is_at_least })
+        Some(Throughput { per_second, is_at_least: arrived.is_at_least })
     });
     let mut owners: Vec<(String, u64)> = Vec::new();
     for partition in group["partitions"].as_array().into_iter().flatten() {
@@ -173,7 +178,7 @@ fn group_numbers(group: &Value, before: &Look, arrived: Rate, seconds: f64) -> G
             None => owners.push((holder.to_owned(), 1)),
         }
     }
-    GroupNumbers {
+    TopGroupRow {
         topic: group["topic"].as_str().unwrap_or_default().to_owned(),
         group: group["group"].as_str().unwrap_or_default().to_owned(),
         lag: group["lag"].as_u64(),
@@ -190,7 +195,7 @@ mod tests {
 
     use super::*;
 
-    fn look(at: Instant, length: u64, first: &str, lag: u64, pending: u64) -> Look {
+    fn snapshot(at: Instant, length: u64, first: &str, lag: u64, pending: u64) -> TopSnapshot {
         let topic = json!({"name": "t", "partitions": 2, "length": length, "delayed": 0, "dead_letters": 3, "first_id": first});
         let owned =
             |partition, holder| json!({"partition": partition, "owner": {"holder": holder}});
@@ -198,21 +203,22 @@ mod tests {
             "topic": "t", "group": "g", "lag": lag, "pending": pending, "members": [{}],
             "partitions": [owned(0, "a"), owned(1, "a")],
         });
-        Look { at, topics: vec![topic], groups: vec![group] }
+        TopSnapshot { at, topics: vec![topic], groups: vec![group] }
     }
 
     #[test]
-    fn rates_are_what_came_and_what_is_no_longer_open() {
+    fn rates_follow_arrivals_and_open_messages() {
         let began = Instant::now();
         let later = began + Duration::from_secs(2);
-        let frame = Frame::between(&look(began, 10, "1-0", 5, 1), &look(later, 30, "1-0", 9, 3));
+        let frame =
+            Frame::between(&snapshot(began, 10, "1-0", 5, 1), &snapshot(later, 30, "1-0", 9, 3));
         let lines = frame.lines();
         assert_eq!(lines[0]["in_per_second"], 10.0);
         assert_eq!(
             (&lines[0]["is_at_least"], &lines[0]["dead_letters"]),
             (&json!(false), &json!(3))
         );
-        // 20 came, 6 more are open: 14 are done.
+        // 20 arrived, 6 more are open: 14 are done.
         assert_eq!(lines[1]["done_per_second"], 7.0);
         assert_eq!(lines[1]["owners"], json!({"a": 2}));
         let table = frame.table();
@@ -220,10 +226,11 @@ mod tests {
     }
 
     #[test]
-    fn what_was_trimmed_meanwhile_makes_a_rate_a_lower_bound() {
+    fn trimming_makes_a_rate_a_lower_bound() {
         let began = Instant::now();
         let later = began + Duration::from_secs(1);
-        let frame = Frame::between(&look(began, 10, "1-0", 0, 0), &look(later, 15, "2-0", 0, 0));
+        let frame =
+            Frame::between(&snapshot(began, 10, "1-0", 0, 0), &snapshot(later, 15, "2-0", 0, 0));
         assert_eq!(frame.lines()[0]["is_at_least"], true);
         assert!(frame.table().contains(">=5.0"));
     }

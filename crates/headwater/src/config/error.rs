@@ -1,36 +1,35 @@
-//! What is wrong with the settings: the name, the value as far as it may be seen, and what is allowed.
+//! Errors in the settings: the name, the value with secrets hidden, and what is allowed.
 //!
-//! Upstream: everything in `settings`. Downstream: `main`, which prints it and ends with exit code 2. One type, since the
-//! reader does the same after each of them: mend the setting.
+//! Upstream: the other modules of `config`. Downstream: `entry.rs`, which prints it and exits with code 2.
 
-use crate::config::sources::Value;
+use crate::config::sources::SettingValue;
 use crate::config::table::{Setting, TABLE};
 
-/// A setting that stops the start.
+/// An invalid setting.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub(crate) struct SettingsError(String);
 
 impl SettingsError {
-    /// Anything else.
+    /// Any other error.
     pub(crate) fn new(sentence: impl Into<String>) -> Self {
         Self(sentence.into())
     }
 
-    /// A value that its kind does not allow.
-    pub(crate) fn wrong(value: &Value) -> Self {
+    /// A value that its type does not allow.
+    pub(crate) fn invalid_value(value: &SettingValue) -> Self {
         let (name, shown, source) = (value.setting.name, value.shown(), &value.source);
-        let allowed = value.setting.kind.allowed();
-        Self(format!("the setting `{name}` is `{shown}` (from {source}); allowed is {allowed}"))
+        let allowed = value.setting.value_type.allowed();
+        Self(format!("invalid setting `{name}` = `{shown}` (from {source}); allowed: {allowed}"))
     }
 
-    /// A value that is not even text.
-    pub(crate) fn of_kind(setting: &Setting, kind: &str) -> Self {
-        let (name, allowed) = (setting.name, setting.kind.allowed());
-        Self(format!("the setting `{name}` is a value of the kind {kind}; allowed is {allowed}"))
+    /// A TOML value of the wrong type, such as a list.
+    pub(crate) fn wrong_type(setting: &Setting, kind: &str) -> Self {
+        let (name, allowed) = (setting.name, setting.value_type.allowed());
+        Self(format!("invalid setting `{name}`: {kind} is not allowed here; allowed: {allowed}"))
     }
 
-    /// A name that no setting has.
+    /// An unknown setting.
     pub(crate) fn unknown(name: &str, place: &str) -> Self {
         let wanted = name.trim_start_matches("HEADWATER_").to_lowercase().replace('.', "_");
         let nearest = TABLE
@@ -39,12 +38,12 @@ impl SettingsError {
             .min()
             .filter(|(distance, _)| *distance <= 3)
             .map(|(_, nearest)| format!("; did you mean `{nearest}`?"));
-        let hint = nearest.unwrap_or_else(|| "; `headwater config` lists them all".to_owned());
-        Self(format!("there is no setting `{name}` (from {place}){hint}"))
+        let hint = nearest.unwrap_or_else(|| "; `headwater config` lists all settings".to_owned());
+        Self(format!("unknown setting `{name}` (from {place}){hint}"))
     }
 }
 
-/// How many letters to add, remove or change to get from one word to the other.
+/// Edit distance of two words.
 fn distance(from: &str, to: &str) -> usize {
     let to: Vec<char> = to.chars().collect();
     let mut row: Vec<usize> = (0..=to.len()).collect();
@@ -65,17 +64,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_slip_of_the_pen_gets_a_hint() {
+    fn a_typo_gets_a_hint() {
         let error = SettingsError::unknown("http.listn", "headwater.toml").to_string();
         assert!(error.contains("did you mean `http.listen`?"), "{error}");
-        let error = SettingsError::unknown("HEADWATER_STREAM_URI", "the environment").to_string();
+        let error = SettingsError::unknown("HEADWATER_STREAM_URI", "environment").to_string();
         assert!(error.contains("`stream.url`"), "{error}");
         let error = SettingsError::unknown("coffee.strength", "headwater.toml").to_string();
         assert!(error.contains("headwater config"), "{error}");
     }
 
     #[test]
-    fn the_distance_of_words_is_counted_in_letters() {
+    fn the_distance_is_the_number_of_edits() {
         for (from, to, letters) in [("a", "a", 0), ("", "ab", 2), ("kitten", "sitting", 3)] {
             assert_eq!(distance(from, to), letters);
         }

@@ -1,7 +1,7 @@
-//! The settings of which there can be several: `[[integration]]` and `[[token]]` of the settings file.
+//! The `[[integration]]` and `[[token]]` sections of the settings file.
 //!
-//! Upstream: `headwater.toml`, and the variables it names. Downstream: `webhooks`, `replies` and `http::access`.
-//! Promises: ids and names are unique, secrets are there and never shown, and whatever the file says beyond this is refused.
+//! Upstream: `headwater.toml` and the variables it names. Downstream: `inbound`, `outbound` and `http/auth.rs`.
+//! Promises: ids and names are unique, required secrets are present and never shown, unknown fields are rejected.
 
 use std::collections::HashSet;
 
@@ -9,18 +9,18 @@ use secrecy::{ExposeSecret, SecretString};
 use serde::Deserialize;
 
 use crate::config::error::SettingsError;
-use crate::config::value_type::Kind;
+use crate::config::value_type::ValueType;
 
-/// Letters of an id: it stands in addresses.
-const ID_LETTERS_MAX: usize = 64;
+/// Maximum length of an id; ids are part of URLs.
+const ID_CHARS_MAX: usize = 64;
 
-/// A shorter token can be guessed.
-const TOKEN_LETTERS_MIN: usize = 16;
+/// Minimum length of a token; shorter ones can be guessed.
+const TOKEN_CHARS_MIN: usize = 16;
 
-/// The integration of tickets, which is always there.
+/// Id of the built-in integration for tickets.
 pub(crate) const DESK: &str = "desk";
 
-/// The other side of an integration.
+/// Type of an integration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Provider {
@@ -28,14 +28,14 @@ pub(crate) enum Provider {
     Github,
     /// GitLab, anywhere.
     Gitlab,
-    /// Anybody who speaks Standard Webhooks.
+    /// Any sender of Standard Webhooks.
     Standard,
-    /// Our own tickets.
+    /// Tickets of this server.
     Desk,
 }
 
 impl Provider {
-    /// The name in addresses, in SQL and in the settings file.
+    /// Its name in URLs, SQL and the settings file.
     pub(crate) fn as_str(self) -> &'static str {
         match self {
             Self::Github => "github",
@@ -46,20 +46,20 @@ impl Provider {
     }
 }
 
-/// What a caller may do; each includes those before it.
+/// What a principal may do; each role includes those before it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Role {
-    /// Look.
+    /// Read.
     Read,
     /// Change tickets and issues.
     Write,
-    /// Everything.
+    /// All operations.
     Admin,
 }
 
 impl Role {
-    /// The name in the settings file.
+    /// Its name in the settings file.
     pub(crate) fn as_str(self) -> &'static str {
         match self {
             Self::Read => "read",
@@ -71,44 +71,44 @@ impl Role {
 
 /// One `[[integration]]`.
 #[derive(Clone, Debug)]
-pub(crate) struct Integration {
-    /// Its name, which stands in the address of its webhooks.
+pub(crate) struct IntegrationSettings {
+    /// Its id, part of the URL of its webhooks.
     pub(crate) id: String,
-    /// The other side.
+    /// Its type.
     pub(crate) provider: Provider,
-    /// What webhooks are signed with. Every provider but the desk has one.
+    /// Webhook signing secret. Required for every provider except the desk.
     pub(crate) secret: Option<SecretString>,
-    /// What we present when we reply.
+    /// Token for sending replies.
     pub(crate) reply_token: Option<SecretString>,
-    /// Where the other side's API is; of a `standard` integration, where replies go.
+    /// Base URL of its API; for a `standard` integration, the callback URL of replies.
     pub(crate) base_url: Option<String>,
-    /// The name under which we reply there: what it writes is not an event for us.
+    /// Login under which replies are posted. Events from this author are ignored.
     pub(crate) bot_login: Option<String>,
 }
 
 /// One `[[token]]`.
 #[derive(Clone, Debug)]
-pub(crate) struct Token {
-    /// Who presents it; stands in the audit log.
+pub(crate) struct TokenSettings {
+    /// Name of the principal, as in the audit log.
     pub(crate) name: String,
-    /// What its bearer may do.
+    /// Its role.
     pub(crate) role: Role,
     /// The token.
     pub(crate) token: SecretString,
 }
 
-/// Whether what runs with the settings needs their secrets.
+/// Whether the command needs the secrets of the settings.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Secrets {
-    /// It signs, verifies or admits with them.
-    Needed,
-    /// It looks, or asks somebody else; a variable that is not set is no matter.
-    NotNeeded,
+pub(crate) enum SecretsPolicy {
+    /// Servers: a missing secret is an error.
+    Required,
+    /// Commands that read, or call a server: missing variables are ignored.
+    Optional,
 }
 
-/// The part of the file that holds lists.
+/// The array sections of the settings file.
 #[derive(Debug, Default, Deserialize)]
-pub(crate) struct Lists {
+pub(crate) struct ListSections {
     #[serde(default, rename = "integration")]
     integrations: Vec<RawIntegration>,
     #[serde(default, rename = "token")]
@@ -136,7 +136,7 @@ struct RawToken {
     token_env: Option<String>,
 }
 
-/// Text of the file that `Debug` does not show.
+/// A secret in the settings file; `Debug` hides it.
 #[derive(Deserialize)]
 #[serde(transparent)]
 struct SecretText(String);
@@ -147,13 +147,13 @@ impl std::fmt::Debug for SecretText {
     }
 }
 
-impl Lists {
-    /// Whether there are tokens at all.
+impl ListSections {
+    /// Whether any token is configured.
     pub(crate) fn has_tokens(&self) -> bool {
         !self.tokens.is_empty()
     }
 
-    /// The variables that it names.
+    /// The variables that the sections refer to.
     pub(crate) fn variables(&self) -> Vec<String> {
         let of_integrations =
             self.integrations.iter().flat_map(|raw| [&raw.secret_env, &raw.reply_token_env]);
@@ -161,23 +161,23 @@ impl Lists {
         of_integrations.chain(of_tokens).flatten().cloned().collect()
     }
 
-    /// The integrations, with the desk's among them. All variables that are not set are named at once.
+    /// Validates the sections and adds the built-in `desk`. Names all unset variables in one error.
     pub(crate) fn integrations(
         mut self,
         environment: &[(String, String)],
-        secrets: Secrets,
-    ) -> Result<(Vec<Integration>, Vec<Token>), SettingsError> {
+        secrets: SecretsPolicy,
+    ) -> Result<(Vec<IntegrationSettings>, Vec<TokenSettings>), SettingsError> {
         let is_set = |variable: &String| environment.iter().any(|(name, _)| name == variable);
         let unset: Vec<String> =
             self.variables().into_iter().filter(|variable| !is_set(variable)).collect();
-        if secrets == Secrets::Needed && unset.len() > 1 {
+        if secrets == SecretsPolicy::Required && unset.len() > 1 {
             let names = unset.join("`, `");
             return Err(SettingsError::new(format!(
-                "the variables `{names}`, which the settings file names, are not set"
+                "variables `{names}` named in the settings file are not set"
             )));
         }
-        if secrets == Secrets::NotNeeded {
-            // Whoever presents a token asks a server, which knows its own.
+        if secrets == SecretsPolicy::Optional {
+            // A command presents its token to a server and needs no configured ones.
             self.tokens.retain(|raw| raw.token_env.as_ref().is_none_or(is_set));
         }
         let mut integrations = self
@@ -186,7 +186,7 @@ impl Lists {
             .map(|raw| raw.check(environment, secrets))
             .collect::<Result<Vec<_>, _>>()?;
         if !integrations.iter().any(|one| one.id == DESK) {
-            integrations.push(Integration {
+            integrations.push(IntegrationSettings {
                 id: DESK.to_owned(),
                 provider: Provider::Desk,
                 secret: None,
@@ -200,11 +200,14 @@ impl Lists {
             .into_iter()
             .map(|raw| raw.check(environment))
             .collect::<Result<Vec<_>, _>>()?;
-        unique("[[integration]] id", integrations.iter().map(|one| one.id.as_str()))?;
-        unique("[[token]] name", tokens.iter().map(|one| one.name.as_str()))?;
-        unique("[[token]] token", tokens.iter().map(|one| one.token.expose_secret())).map_err(
-            |_| SettingsError::new("two [[token]] have the same token; give each its own"),
-        )?;
+        check_unique("[[integration]] id", integrations.iter().map(|one| one.id.as_str()))?;
+        check_unique("[[token]] name", tokens.iter().map(|one| one.name.as_str()))?;
+        check_unique("[[token]] token", tokens.iter().map(|one| one.token.expose_secret()))
+            .map_err(|_| {
+                SettingsError::new(
+                    "two [[token]] sections have the same token; each must be unique",
+                )
+            })?;
         Ok((integrations, tokens))
     }
 }
@@ -213,110 +216,112 @@ impl RawIntegration {
     fn check(
         self,
         environment: &[(String, String)],
-        secrets: Secrets,
-    ) -> Result<Integration, SettingsError> {
-        let id = name("[[integration]] id", self.id)?;
-        let place = format!("[[integration]] `{id}`");
+        secrets: SecretsPolicy,
+    ) -> Result<IntegrationSettings, SettingsError> {
+        let id = check_name("[[integration]] id", self.id)?;
+        let location = format!("[[integration]] `{id}`");
         let from = (environment, secrets);
-        let secret = either(&place, "secret", self.secret, self.secret_env.as_deref(), from)?;
+        let secret =
+            resolve_secret(&location, "secret", self.secret, self.secret_env.as_deref(), from)?;
         let has_secret = secret.is_some() || self.secret_env.is_some();
         if !has_secret && self.provider != Provider::Desk {
             return Err(SettingsError::new(format!(
-                "{place} has no secret; set `secret_env` to the name of a variable that holds it, or `secret`"
+                "{location} has no secret; set `secret_env` to the name of a variable, or `secret`"
             )));
         }
         if id == DESK && self.provider != Provider::Desk {
             return Err(SettingsError::new(format!(
-                "{place} must have the provider `desk`; choose another id for it"
+                "{location} must have the provider `desk`; choose another id"
             )));
         }
         let reply_token =
-            either(&place, "reply_token", None, self.reply_token_env.as_deref(), from)?;
+            resolve_secret(&location, "reply_token", None, self.reply_token_env.as_deref(), from)?;
         if let Some(url) = &self.base_url
-            && Kind::WebUrl.check(url).is_err()
+            && ValueType::WebUrl.check(url).is_err()
         {
-            let (shown, allowed) = (crate::config::redact::url(url), Kind::WebUrl.allowed());
+            let (shown, allowed) = (crate::config::redact::url(url), ValueType::WebUrl.allowed());
             return Err(SettingsError::new(format!(
-                "{place} has the base_url `{shown}`; allowed is {allowed}"
+                "{location} has an invalid base_url `{shown}`; allowed: {allowed}"
             )));
         }
         let Self { provider, base_url, bot_login, .. } = self;
-        Ok(Integration { id, provider, secret, reply_token, base_url, bot_login })
+        Ok(IntegrationSettings { id, provider, secret, reply_token, base_url, bot_login })
     }
 }
 
 impl RawToken {
-    fn check(self, environment: &[(String, String)]) -> Result<Token, SettingsError> {
-        let name = name("[[token]] name", self.name)?;
-        let place = format!("[[token]] `{name}`");
-        let from = (environment, Secrets::Needed);
-        let token = either(&place, "token", self.token, self.token_env.as_deref(), from)?;
+    fn check(self, environment: &[(String, String)]) -> Result<TokenSettings, SettingsError> {
+        let name = check_name("[[token]] name", self.name)?;
+        let location = format!("[[token]] `{name}`");
+        let from = (environment, SecretsPolicy::Required);
+        let token =
+            resolve_secret(&location, "token", self.token, self.token_env.as_deref(), from)?;
         let token = token.ok_or_else(|| {
             SettingsError::new(format!(
-                "{place} has no token; set `token_env` to the name of a variable that holds it, or `token`"
+                "{location} has no token; set `token_env` to the name of a variable, or `token`"
             ))
         })?;
         let letters = token.expose_secret().len();
-        if letters < TOKEN_LETTERS_MIN {
+        if letters < TOKEN_CHARS_MIN {
             return Err(SettingsError::new(format!(
-                "{place} has {letters} letters; at least {TOKEN_LETTERS_MIN} are needed"
+                "{location} has {letters} characters; at least {TOKEN_CHARS_MIN} are required"
             )));
         }
-        Ok(Token { name, role: self.role, token })
+        Ok(TokenSettings { name, role: self.role, token })
     }
 }
 
-/// The secret, from the file itself or from the variable that the file names.
-fn either(
-    place: &str,
+/// Reads a secret from the file, or from the variable that the file names.
+fn resolve_secret(
+    location: &str,
     what: &str,
     direct: Option<SecretText>,
     variable: Option<&str>,
-    (environment, secrets): (&[(String, String)], Secrets),
+    (environment, secrets): (&[(String, String)], SecretsPolicy),
 ) -> Result<Option<SecretString>, SettingsError> {
     let text = match (direct, variable) {
         (Some(_), Some(_)) => {
             return Err(SettingsError::new(format!(
-                "{place} has both `{what}` and `{what}_env`; keep one of them"
+                "{location} has both `{what}` and `{what}_env`; remove one of them"
             )));
         }
         (Some(SecretText(text)), None) => text,
         (None, Some(variable)) => {
             let found = environment.iter().find(|(name, _)| name == variable);
-            if found.is_none() && secrets == Secrets::NotNeeded {
+            if found.is_none() && secrets == SecretsPolicy::Optional {
                 return Ok(None);
             }
             found.map(|(_, text)| text.clone()).ok_or_else(|| {
                 SettingsError::new(format!(
-                    "{place} takes `{what}` from the variable `{variable}`, which is not set"
+                    "{location}: variable `{variable}` for `{what}` is not set"
                 ))
             })?
         }
         (None, None) => return Ok(None),
     };
     if text.is_empty() {
-        return Err(SettingsError::new(format!("{place} has an empty `{what}`")));
+        return Err(SettingsError::new(format!("{location} has an empty `{what}`")));
     }
     Ok(Some(text.into()))
 }
 
-fn name(what: &str, name: String) -> Result<String, SettingsError> {
+fn check_name(what: &str, name: String) -> Result<String, SettingsError> {
     let is_plain = |letter: char| letter.is_ascii_alphanumeric() || "-_.".contains(letter);
-    if (1..=ID_LETTERS_MAX).contains(&name.len()) && name.chars().all(is_plain) {
+    if (1..=ID_CHARS_MAX).contains(&name.len()) && name.chars().all(is_plain) {
         return Ok(name);
     }
-    let shown: String = name.chars().take(ID_LETTERS_MAX).collect();
+    let shown: String = name.chars().take(ID_CHARS_MAX).collect();
     Err(SettingsError::new(format!(
-        "{what} is `{shown}`; allowed are 1 to {ID_LETTERS_MAX} letters, digits, `-`, `_` and `.`"
+        "invalid {what} `{shown}`; allowed: 1 to {ID_CHARS_MAX} letters, digits, `-`, `_` and `.`"
     )))
 }
 
-fn unique<'a>(what: &str, names: impl Iterator<Item = &'a str>) -> Result<(), SettingsError> {
+fn check_unique<'a>(what: &str, names: impl Iterator<Item = &'a str>) -> Result<(), SettingsError> {
     let mut seen = HashSet::new();
     for name in names {
         if !seen.insert(name) {
             return Err(SettingsError::new(format!(
-                "{what} `{name}` stands twice; it must be unique"
+                "duplicate {what} `{name}`; it must be unique"
             )));
         }
     }

@@ -1,8 +1,10 @@
-//! Settings: raw values from flags, environment and file become one checked [`Settings`], once, at the start.
+//! Settings: raw values from flags, environment and file become one validated [`Settings`] at startup.
 //!
-//! Upstream: `cli` hands over what was said. Downstream: `run` builds every part from it.
-//! Promises: what is in [`Settings`] makes sense, so nothing later has to ask; secrets are types that `Debug` does not show.
-//! Flow: `table` (what there is) -> `sources` (who says what) -> `lists` (integrations, tokens) -> this file -> `describe`.
+//! Upstream: `entry.rs`. Downstream: `server/run.rs` and `cli`. Promises: [`Settings`] is consistent, so later code
+//! does not check again; secrets have types whose `Debug` hides them.
+//! Flow: `table.rs` (all settings), `value_type.rs` (allowed values) -> `sources.rs` (precedence) ->
+//! `integrations.rs` (`[[integration]]`, `[[token]]`) -> this file -> `docs.rs` (output), `redact.rs` (hides
+//! secrets).
 
 mod docs;
 mod error;
@@ -22,154 +24,159 @@ use crate::desk::{Budget, DeskConfig, Prices, SearchScope};
 
 pub(crate) use crate::config::docs::{as_json, as_markdown, as_text};
 pub(crate) use crate::config::error::SettingsError;
-use crate::config::integrations::Lists;
-pub(crate) use crate::config::integrations::{Integration, Provider, Role, Secrets, Token};
+use crate::config::integrations::ListSections;
+pub(crate) use crate::config::integrations::{
+    IntegrationSettings, Provider, Role, SecretsPolicy, TokenSettings,
+};
 pub(crate) use crate::config::redact::url as shown_url;
-pub(crate) use crate::config::sources::{FILE_VARIABLE, Given, Source, Values};
+pub(crate) use crate::config::sources::{FILE_VARIABLE, RawSettings, SettingSource, SettingValues};
 pub(crate) use crate::config::table::TABLE;
-pub(crate) use crate::config::value_type::{Kind, time};
+pub(crate) use crate::config::value_type::{ValueType, time};
 
-/// The file that is read if nobody names one, if it is there.
+/// Default settings file; it may be missing.
 pub(crate) const FILE: &str = "headwater.toml";
 
-/// All settings, checked.
+/// All settings, validated.
 #[derive(Clone, Debug)]
 pub(crate) struct Settings {
-    /// Where streams are; may hold a password.
+    /// URL of the stream backend; may contain a password.
     pub(crate) stream_url: SecretString,
-    /// Where events wait while streams are away; empty: nowhere.
+    /// Directory of the event spool; empty disables it.
     pub(crate) stream_spool: String,
-    /// Whether somebody said so, or it is the default.
+    /// Whether `stream.spool` was set explicitly.
     pub(crate) stream_spool_is_given: bool,
-    /// Where the truth is; may hold a password.
+    /// URL of the database; may contain a password.
     pub(crate) database_url: SecretString,
-    /// Whether somebody said so, or it is the default.
+    /// Whether `database.url` was set explicitly.
     pub(crate) database_is_given: bool,
-    /// The most connections to the database.
+    /// Maximum number of database connections.
     pub(crate) database_connections: u32,
-    /// Where analytics is; `None`: nowhere.
+    /// The DuckDB file; `None` disables analytics.
     pub(crate) analytics_path: Option<PathBuf>,
-    /// How long to wait at the start for a server that is away.
+    /// How long to retry unreachable servers at startup.
     pub(crate) start_wait: Duration,
-    /// HTTP.
-    pub(crate) http: Http,
+    /// HTTP server.
+    pub(crate) http: HttpSettings,
     /// Work on issues.
-    pub(crate) work: Work,
+    pub(crate) work: WorkSettings,
     /// The language model.
-    pub(crate) model: Model,
+    pub(crate) model: ModelSettings,
     /// The desk.
     pub(crate) desk: DeskConfig,
-    /// When entries of programs without heartbeats are taken over.
+    /// When pending entries of inactive consumers are reclaimed.
     pub(crate) desk_reclaim_idle: Duration,
-    /// How old a signed webhook may be.
+    /// Maximum age of a signed webhook.
     pub(crate) webhook_tolerance: Duration,
-    /// Entries of the audit log that are kept.
+    /// Maximum number of audit log entries.
     pub(crate) audit_rows_max: u64,
     /// Logs and traces.
-    pub(crate) telemetry: Telemetry,
-    /// The other sides, the desk among them.
-    pub(crate) integrations: Vec<Integration>,
-    /// Who may do what. Empty: whoever is on this machine may do everything.
-    pub(crate) tokens: Vec<Token>,
+    pub(crate) telemetry: TelemetrySettings,
+    /// All integrations, including the built-in `desk`.
+    pub(crate) integrations: Vec<IntegrationSettings>,
+    /// Tokens. Empty: every local client is an admin.
+    pub(crate) tokens: Vec<TokenSettings>,
 }
 
-/// Settings of HTTP.
+/// Settings of the HTTP server.
 #[derive(Clone, Debug)]
-pub(crate) struct Http {
-    /// Where `serve` listens.
+pub(crate) struct HttpSettings {
+    /// Listen address of `serve`.
     pub(crate) listen: SocketAddr,
-    /// Where `worker` answers for health and metrics.
+    /// Listen address of `worker`.
     pub(crate) worker_listen: SocketAddr,
-    /// The largest body.
+    /// Maximum bytes of a body.
     pub(crate) body_bytes_max: usize,
-    /// The largest import of a session.
+    /// Maximum bytes of a session import.
     pub(crate) import_bytes_max: u64,
-    /// Memory for the bodies of all requests.
+    /// Memory budget for all request bodies.
     pub(crate) body_memory_bytes_max: u64,
-    /// The most bytes of headers.
+    /// Maximum bytes of all headers.
     pub(crate) header_bytes_max: usize,
-    /// Connections at once.
+    /// Maximum open connections.
     pub(crate) connections_max: usize,
-    /// Connections of one client address at once.
+    /// Maximum open connections of one client address.
     pub(crate) client_connections_max: usize,
-    /// How long headers, and then a body, may take.
+    /// Timeout for the headers, and for the body.
     pub(crate) read_timeout: Duration,
-    /// How long it may take until an answer begins.
+    /// Timeout until a response begins.
     pub(crate) request_timeout: Duration,
-    /// Requests per second of one client.
+    /// Average requests per second of one client.
     pub(crate) rate_per_second: u32,
-    /// Requests of one client at once.
+    /// Maximum burst of one client.
     pub(crate) rate_burst: u32,
-    /// Whether a proxy tells who the client is.
+    /// Whether the client address comes from `X-Forwarded-For`.
     pub(crate) forwarded: bool,
 }
 
-/// Settings of the work on issues.
+/// Settings of the worker, sweeper and outbox.
 #[derive(Clone, Debug)]
-pub(crate) struct Work {
-    /// Issues at once.
+pub(crate) struct WorkSettings {
+    /// Maximum issues handled concurrently.
     pub(crate) concurrency: usize,
-    /// The life of a claim.
+    /// Lifetime of a claim.
     pub(crate) claim: Duration,
-    /// How long one run may take.
+    /// Timeout of one run.
     pub(crate) deadline: Duration,
-    /// Failed tries until an operator is needed.
+    /// Failed runs until an issue is quarantined.
     pub(crate) attempts: u32,
-    /// Failed deliveries before a row of the outbox is dead.
+    /// Failed deliveries until an outbox row is dead.
     pub(crate) outbox_attempts: u32,
-    /// How long a stop waits.
+    /// How long shutdown waits for runs in progress.
     pub(crate) drain: Duration,
-    /// The quiet window.
+    /// The debounce window.
     pub(crate) quiet: Duration,
-    /// The longest wait for quiet.
+    /// Maximum wait for the debounce window.
     pub(crate) max_wait: Duration,
-    /// Events in one run.
+    /// Maximum events in one run.
     pub(crate) events_max: usize,
-    /// How often to sweep.
+    /// Interval of the sweeper.
     pub(crate) sweep_every: Duration,
 }
 
 /// Settings of the language model.
 #[derive(Clone, Debug)]
-pub(crate) struct Model {
-    /// The built-in model and how slow it is; `None`: a service.
+pub(crate) struct ModelSettings {
+    /// Response delay of the scripted model; `None` for an HTTP endpoint.
     pub(crate) scripted: Option<Duration>,
-    /// Where the service is; it may hold a password.
+    /// URL of the endpoint; may contain a password.
     pub(crate) url: SecretString,
-    /// Which model.
+    /// Name of the model.
     pub(crate) name: String,
-    /// What is presented there.
+    /// API key.
     pub(crate) key: Option<SecretString>,
-    /// How long an answer may take.
+    /// Timeout of a response.
     pub(crate) timeout: Duration,
-    /// How long it may say nothing.
+    /// Timeout between two chunks.
     pub(crate) idle_timeout: Duration,
 }
 
 /// Settings of logs and traces.
 #[derive(Clone, Debug)]
-pub(crate) struct Telemetry {
+pub(crate) struct TelemetrySettings {
     /// `auto`, `text` or `json`.
     pub(crate) format: String,
-    /// What is logged.
+    /// Log filter.
     pub(crate) level: String,
-    /// Where traces go.
+    /// URL of the trace collector.
     pub(crate) otlp_url: Option<SecretString>,
 }
 
-/// The settings, with where each came from.
+/// The settings with the source of each value.
 #[derive(Debug)]
-pub(crate) struct Loaded {
-    /// Checked.
+pub(crate) struct ResolvedSettings {
+    /// Validated settings.
     pub(crate) settings: Settings,
-    /// As they were said.
-    pub(crate) values: Values,
-    /// The settings file, if there is one.
+    /// Each value with its source.
+    pub(crate) values: SettingValues,
+    /// The settings file, if one was read.
     pub(crate) file: Option<PathBuf>,
 }
 
-/// Makes settings of what was said, or says what is wrong.
-pub(crate) fn load(given: &Given, secrets: Secrets) -> Result<Loaded, SettingsError> {
+/// Resolves and validates the settings.
+pub(crate) fn load(
+    given: &RawSettings,
+    secrets: SecretsPolicy,
+) -> Result<ResolvedSettings, SettingsError> {
     let (mut file, path) = match &given.file {
         Some((path, text)) => {
             let parsed = text.parse::<toml::Table>().map_err(|error| unreadable(path, &error))?;
@@ -181,30 +188,30 @@ pub(crate) fn load(given: &Given, secrets: Secrets) -> Result<Loaded, SettingsEr
     let lists: toml::Table =
         lists.filter_map(|list| Some((list.to_owned(), file.remove(list)?))).collect();
     let lists = lists
-        .try_into::<Lists>()
+        .try_into::<ListSections>()
         .map_err(|error| unreadable(path.as_deref().unwrap_or_else(|| FILE.as_ref()), &error))?;
-    let values = Values::resolve(given, &file, &lists.variables())?;
+    let values = SettingValues::resolve(given, &file, &lists.variables())?;
     let has_tokens = lists.has_tokens();
     let (integrations, tokens) = lists.integrations(&given.environment, secrets)?;
     let settings = Settings::from_values(&values, integrations, tokens)?;
     settings.check(has_tokens)?;
-    Ok(Loaded { settings, values, file: path })
+    Ok(ResolvedSettings { settings, values, file: path })
 }
 
-/// The message alone: the place in the file that TOML would show may hold a secret.
+/// Uses only the message: the excerpt that TOML would show may contain a secret.
 fn unreadable(path: &std::path::Path, error: &toml::de::Error) -> SettingsError {
     let problem = error.message();
-    SettingsError::new(format!("the settings file {} is wrong: {problem}", path.display()))
+    SettingsError::new(format!("invalid settings file `{}`: {problem}", path.display()))
 }
 
 impl Settings {
     fn from_values(
-        values: &Values,
-        integrations: Vec<Integration>,
-        tokens: Vec<Token>,
+        values: &SettingValues,
+        integrations: Vec<IntegrationSettings>,
+        tokens: Vec<TokenSettings>,
     ) -> Result<Self, SettingsError> {
-        let read = Reader(values);
-        let http = Http {
+        let read = SettingsReader(values);
+        let http = HttpSettings {
             listen: read.listen("http.listen")?,
             worker_listen: read.listen("worker.listen")?,
             body_bytes_max: read.count("http.body_bytes_max"),
@@ -219,7 +226,7 @@ impl Settings {
             rate_burst: read.count("http.rate_burst"),
             forwarded: read.text("http.forwarded") == "true",
         };
-        let work = Work {
+        let work = WorkSettings {
             concurrency: read.count("worker.concurrency"),
             claim: read.time("worker.claim"),
             deadline: read.time("worker.deadline"),
@@ -252,7 +259,7 @@ impl Settings {
                 output: read.price("model.price_out"),
             },
         };
-        let telemetry = Telemetry {
+        let telemetry = TelemetrySettings {
             format: read.text("log.format").to_owned(),
             level: read.text("log.level").to_owned(),
             otlp_url: read.optional("otlp.url").map(SecretString::from),
@@ -280,11 +287,11 @@ impl Settings {
         Ok(settings)
     }
 
-    /// What no setting can say alone.
+    /// Checks rules that involve several settings.
     fn check(&self, has_tokens: bool) -> Result<(), SettingsError> {
         if self.model.scripted.is_none() && self.model.name.is_empty() {
             return Err(SettingsError::new(
-                "the setting `model.name` is empty, but `model.url` names a service; allowed is the name of one of its models",
+                "setting `model.name` is empty; set it to a model of the endpoint in `model.url`",
             ));
         }
         for (name, listen) in
@@ -292,49 +299,49 @@ impl Settings {
         {
             if !listen.ip().is_loopback() && !has_tokens {
                 return Err(SettingsError::new(format!(
-                    "the setting `{name}` is `{listen}`, which others can reach, but there is no [[token]]; \
-                     allowed without one is an address of this machine alone, such as `127.0.0.1:{}`",
+                    "setting `{name}` = `{listen}` is not a loopback address, but no [[token]] is configured; \
+                     add a [[token]], or use a loopback address such as `127.0.0.1:{}`",
                     listen.port()
                 )));
             }
         }
         if self.work.max_wait < self.work.quiet {
             return Err(SettingsError::new(format!(
-                "the setting `issue.max_wait` is `{:?}`; allowed is at least `issue.quiet`, which is `{:?}`",
+                "setting `issue.max_wait` = `{:?}` is less than `issue.quiet` = `{:?}`; raise it",
                 self.work.max_wait, self.work.quiet
             )));
         }
         Ok(())
     }
 
-    /// Where events wait while streams are away. Streams of this process are never away.
+    /// Directory of the event spool. `None` for embedded streams, which are always available.
     pub(crate) fn spool(&self) -> Option<&Path> {
         let is_embedded = self.stream_url.expose_secret().starts_with("embedded:");
         let directory = Some(self.stream_spool.as_str()).filter(|name| !name.is_empty())?;
         (!is_embedded).then(|| Path::new(directory))
     }
 
-    /// The stream URL as people may see it.
+    /// The stream URL with its password hidden.
     pub(crate) fn stream_shown(&self) -> String {
         shown_url(self.stream_url.expose_secret())
     }
 
-    /// The database URL as people may see it.
+    /// The database URL with its password hidden.
     pub(crate) fn database_shown(&self) -> String {
         shown_url(self.database_url.expose_secret())
     }
 }
 
-/// Reads values that have passed the check of their kind.
-struct Reader<'a>(&'a Values);
+/// Reads values that were validated by their type.
+struct SettingsReader<'a>(&'a SettingValues);
 
-impl Reader<'_> {
+impl SettingsReader<'_> {
     fn text(&self, name: &str) -> &str {
         self.0.get(name).text()
     }
 
     fn is_given(&self, name: &str) -> bool {
-        self.0.get(name).source != sources::Source::Default
+        self.0.get(name).source != sources::SettingSource::Default
     }
 
     fn optional(&self, name: &str) -> Option<String> {
@@ -343,21 +350,21 @@ impl Reader<'_> {
 
     fn count<T: TryFrom<u64>>(&self, name: &str) -> T {
         let count = self.text(name).parse::<u64>().ok();
-        count.and_then(|count| T::try_from(count).ok()).expect("checked by its kind")
+        count.and_then(|count| T::try_from(count).ok()).expect("validated by its type")
     }
 
     fn time(&self, name: &str) -> Duration {
-        value_type::time(self.text(name)).expect("checked by its kind")
+        value_type::time(self.text(name)).expect("validated by its type")
     }
 
     fn price(&self, name: &str) -> f64 {
-        value_type::price(self.text(name)).expect("checked by its kind")
+        value_type::price(self.text(name)).expect("validated by its type")
     }
 
-    fn model(&self) -> Model {
+    fn model(&self) -> ModelSettings {
         let url = self.text("model.url");
         let scripted = url.strip_prefix(value_type::SCRIPTED);
-        Model {
+        ModelSettings {
             scripted: scripted.map(|delay| value_type::time(delay).unwrap_or_default()),
             name: self.text("model.name").to_owned(),
             key: self.optional("model.key").map(SecretString::from),
@@ -367,9 +374,10 @@ impl Reader<'_> {
         }
     }
 
-    /// A name that was found a moment ago may be gone by now.
+    /// Resolves the host name again, which may fail since validation.
     fn listen(&self, name: &str) -> Result<SocketAddr, SettingsError> {
-        value_type::listen(self.text(name)).ok_or_else(|| SettingsError::wrong(self.0.get(name)))
+        value_type::listen(self.text(name))
+            .ok_or_else(|| SettingsError::invalid_value(self.0.get(name)))
     }
 }
 

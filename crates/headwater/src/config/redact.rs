@@ -1,18 +1,18 @@
-//! How values that hold secrets are shown: without them.
+//! Hides secrets in values that are printed or logged.
 //!
-//! Upstream: whoever prints or logs a URL. Promises: no password of a URL is ever part of what is shown, however it is
-//! spelled, and also if the URL is wrong.
+//! Promises: no password of a URL is shown, even if the URL is malformed.
 
-/// What stands for a secret.
+/// Replaces a secret.
 pub(crate) const HIDDEN: &str = "***";
 
-/// Words in the name of a query parameter whose value is not to be shown.
+/// Query parameters whose name contains one of these words are hidden.
 const SECRET_WORDS: [&str; 5] = ["pass", "secret", "token", "key", "auth"];
 
-/// A URL without its password. The user stays, the query too, but for what sounds like a secret.
+/// Hides the password of a URL and secret query parameters. User, host and other parameters stay visible.
 pub(crate) fn url(url: &str) -> String {
     let Some((scheme, rest)) = url.split_once("://") else { return hide_query(url) };
-    // The last `@`: a password may hold one, or a `/` or `?`, that nobody has escaped. Rather hide too much than too little.
+    // Split at the last `@`: a password may contain an unescaped `@`, `/` or `?`. Hide too much rather than too
+    // little.
     let shown = match rest.rsplit_once('@') {
         Some((login, place)) => match login.split_once(':') {
             Some((user, _)) => format!("{scheme}://{user}:{HIDDEN}@{place}"),
@@ -42,7 +42,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn no_password_is_shown_however_it_is_spelled() {
+    fn passwords_are_hidden_in_valid_and_malformed_urls() {
         for wrong_or_right in [
             "redis://:hunter2@localhost:6379/",
             "redis://user:hunter2@localhost:6379/0",
@@ -61,7 +61,7 @@ mod tests {
     }
 
     #[test]
-    fn what_holds_no_secret_is_shown_as_it_is() {
+    fn urls_without_secrets_are_not_changed() {
         for plain in ["embedded:data?sync=always", "sqlite:a/b.db", "redis://localhost:6379/2"] {
             assert_eq!(url(plain), plain);
         }

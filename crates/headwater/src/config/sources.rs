@@ -1,8 +1,7 @@
-//! Where values come from: flags before the environment before the file before the defaults.
+//! Resolves where each value comes from: flags, then environment, then file, then defaults.
 //!
-//! Upstream: the command line, the process, `headwater.toml`; all passed in as data. Downstream: `Settings` and `headwater config`.
-//! Promises: every value has passed the check of its kind, and every name that nobody knows is refused, so that a slip of
-//! the pen is seen at the start.
+//! Upstream: `entry.rs`, which passes all sources as data. Downstream: `Settings` and `headwater config`. Promises:
+//! every value is valid for its type, and unknown names are rejected, so that a typo is reported at startup.
 
 use std::path::PathBuf;
 
@@ -11,20 +10,20 @@ use secrecy::{ExposeSecret, SecretString};
 use crate::config::error::SettingsError;
 use crate::config::redact;
 use crate::config::table::{self, Setting, TABLE};
-use crate::config::value_type::Kind;
+use crate::config::value_type::ValueType;
 
 const PREFIX: &str = "HEADWATER_";
 
-/// Names the settings file instead of `headwater.toml`.
+/// Variable with the path of the settings file.
 pub(crate) const FILE_VARIABLE: &str = "HEADWATER_SETTINGS";
 
-/// Beginnings of variables that are not ours although they look so: Kubernetes describes a service called `headwater` to
-/// every container in this way, and tests tell each other where their servers are.
-const FOREIGN: [&str; 3] = ["HEADWATER_SERVICE_", "HEADWATER_PORT", "HEADWATER_TESTKIT_"];
+/// Prefixes of variables that look like settings but are not: Kubernetes sets them for a service named `headwater`,
+/// and the tests use them for their servers.
+const FOREIGN_PREFIXES: [&str; 3] = ["HEADWATER_SERVICE_", "HEADWATER_PORT", "HEADWATER_TESTKIT_"];
 
-/// Variables that are no settings: for the verbs of operators, and what `consume --exec` tells its command, which may be
-/// this program again.
-const OTHERS: [&str; 10] = [
+/// Variables that are not settings: for operator commands, and those that `consume --exec` sets for its command,
+/// which may be this program.
+const NON_SETTINGS: [&str; 10] = [
     "HEADWATER_URL",
     "HEADWATER_TOKEN",
     "HEADWATER_ID",
@@ -37,31 +36,31 @@ const OTHERS: [&str; 10] = [
     "HEADWATER_PAYLOAD_SHA256",
 ];
 
-/// What was said, and where.
+/// All values that were given, by source.
 #[derive(Debug, Default)]
-pub(crate) struct Given {
-    /// Name of the setting and value, from the command line.
+pub(crate) struct RawSettings {
+    /// Setting name and value from the command line.
     pub(crate) flags: Vec<(&'static str, String)>,
-    /// The environment of the process.
+    /// Environment of the process.
     pub(crate) environment: Vec<(String, String)>,
-    /// The settings file and its text.
+    /// Path and text of the settings file.
     pub(crate) file: Option<(PathBuf, String)>,
 }
 
 /// Where a value came from.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Source {
-    /// Nobody said anything.
+pub(crate) enum SettingSource {
+    /// The default.
     Default,
     /// The settings file.
     File(PathBuf),
-    /// A variable.
+    /// An environment variable.
     Environment(String),
-    /// The command line.
+    /// A command line flag.
     Flag(String),
 }
 
-impl std::fmt::Display for Source {
+impl std::fmt::Display for SettingSource {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Default => f.write_str("default"),
@@ -74,38 +73,43 @@ impl std::fmt::Display for Source {
 
 /// A setting with its value.
 #[derive(Debug)]
-pub(crate) struct Value {
-    /// Which one.
+pub(crate) struct SettingValue {
+    /// The setting.
     pub(crate) setting: &'static Setting,
     /// Where the value came from.
-    pub(crate) source: Source,
+    pub(crate) source: SettingSource,
     text: SecretString,
 }
 
-impl Value {
-    fn new(setting: &'static Setting, text: String, source: Source) -> Result<Self, SettingsError> {
+impl SettingValue {
+    fn new(
+        setting: &'static Setting,
+        text: String,
+        source: SettingSource,
+    ) -> Result<Self, SettingsError> {
         let value = Self { setting, source, text: text.into() };
-        // An empty value is none, for those settings that need not have one.
+        // Settings without a default may be empty.
         if value.text().is_empty() && setting.default.is_empty() {
             return Ok(value);
         }
-        setting.kind.check(value.text()).map_err(|_| SettingsError::wrong(&value))?;
+        setting.value_type.check(value.text()).map_err(|_| SettingsError::invalid_value(&value))?;
         Ok(value)
     }
 
-    /// The value itself. Not for people: it may hold a secret.
+    /// The raw value. May contain a secret.
     pub(crate) fn text(&self) -> &str {
         self.text.expose_secret()
     }
 
-    /// The value, as far as people may see it.
+    /// The value with secrets hidden.
     pub(crate) fn shown(&self) -> String {
-        match self.setting.kind {
-            Kind::Secret if self.text().is_empty() => String::new(),
-            Kind::Secret => redact::HIDDEN.to_owned(),
-            Kind::StreamUrl | Kind::DatabaseUrl | Kind::WebUrl | Kind::ModelUrl => {
-                redact::url(self.text())
-            }
+        match self.setting.value_type {
+            ValueType::Secret if self.text().is_empty() => String::new(),
+            ValueType::Secret => redact::HIDDEN.to_owned(),
+            ValueType::StreamUrl
+            | ValueType::DatabaseUrl
+            | ValueType::WebUrl
+            | ValueType::ModelUrl => redact::url(self.text()),
             _ => self.text().to_owned(),
         }
     }
@@ -113,12 +117,13 @@ impl Value {
 
 /// The value of every setting, in the order of the table.
 #[derive(Debug)]
-pub(crate) struct Values(Vec<Value>);
+pub(crate) struct SettingValues(Vec<SettingValue>);
 
-impl Values {
-    /// Takes for each setting the first of its sources that has it. `named` are variables that the file refers to.
+impl SettingValues {
+    /// Takes each value from the source with the highest precedence. `named` are the variables that the settings file
+    /// refers to.
     pub(crate) fn resolve(
-        given: &Given,
+        given: &RawSettings,
         file: &toml::Table,
         named: &[String],
     ) -> Result<Self, SettingsError> {
@@ -131,70 +136,70 @@ impl Values {
             let environment = given.environment.iter().find(|(name, _)| *name == variable);
             let in_file = from_file.iter().find(|(name, _)| *name == setting.name);
             let (text, source) = match (flag, environment, in_file) {
-                (Some((_, text)), ..) => (text.clone(), Source::Flag(setting.flag())),
-                (None, Some((_, text)), _) => (text.clone(), Source::Environment(variable)),
-                (None, None, Some((_, text))) => (text.clone(), Source::File(path.clone())),
-                (None, None, None) => (setting.default.to_owned(), Source::Default),
+                (Some((_, text)), ..) => (text.clone(), SettingSource::Flag(setting.flag())),
+                (None, Some((_, text)), _) => (text.clone(), SettingSource::Environment(variable)),
+                (None, None, Some((_, text))) => (text.clone(), SettingSource::File(path.clone())),
+                (None, None, None) => (setting.default.to_owned(), SettingSource::Default),
             };
-            Value::new(setting, text, source)
+            SettingValue::new(setting, text, source)
         };
         Ok(Self(TABLE.iter().map(resolve_one).collect::<Result<_, _>>()?))
     }
 
-    /// The value of a setting by its name.
+    /// The value of the setting `name`.
     ///
     /// # Panics
     ///
-    /// If the table has no such setting, which only a mistake of ours can bring about; a test reads them all.
-    pub(crate) fn get(&self, name: &str) -> &Value {
+    /// If there is no such setting. A test reads all of them.
+    pub(crate) fn get(&self, name: &str) -> &SettingValue {
         let found = self.0.iter().find(|value| value.setting.name == name);
-        found.unwrap_or_else(|| panic!("the table has no setting `{name}`"))
+        found.unwrap_or_else(|| panic!("unknown setting `{name}`"))
     }
 
-    /// All of them.
-    pub(crate) fn iter(&self) -> impl Iterator<Item = &Value> {
+    /// All values.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = &SettingValue> {
         self.0.iter()
     }
 }
 
-fn refuse_unknown_variables(given: &Given, named: &[String]) -> Result<(), SettingsError> {
+fn refuse_unknown_variables(given: &RawSettings, named: &[String]) -> Result<(), SettingsError> {
     let known = |name: &String| {
         name == FILE_VARIABLE
-            || OTHERS.contains(&name.as_str())
+            || NON_SETTINGS.contains(&name.as_str())
             || named.contains(name)
-            || FOREIGN.iter().any(|foreign| name.starts_with(foreign))
+            || FOREIGN_PREFIXES.iter().any(|foreign| name.starts_with(foreign))
             || TABLE.iter().any(|setting| setting.variable() == *name)
     };
     let ours = given.environment.iter().filter(|(name, _)| name.starts_with(PREFIX));
     match ours.map(|(name, _)| name).find(|name| !known(name)) {
-        Some(name) => Err(SettingsError::unknown(name, "the environment")),
+        Some(name) => Err(SettingsError::unknown(name, "environment")),
         None => Ok(()),
     }
 }
 
-/// `listen` below `[http]` as `http.listen`; everything of it must be in the table.
+/// Turns `listen` below `[http]` into `http.listen`, and rejects unknown names.
 fn flatten(
     path: &std::path::Path,
     file: &toml::Table,
 ) -> Result<Vec<(&'static str, String)>, SettingsError> {
-    let place = path.display().to_string();
+    let location = path.display().to_string();
     let mut found = Vec::new();
     for (section, content) in file {
         let toml::Value::Table(content) = content else {
-            return Err(SettingsError::unknown(section, &place));
+            return Err(SettingsError::unknown(section, &location));
         };
         for (key, value) in content {
             let name = format!("{section}.{key}");
             let setting =
-                table::find(&name).ok_or_else(|| SettingsError::unknown(&name, &place))?;
+                table::find(&name).ok_or_else(|| SettingsError::unknown(&name, &location))?;
             let text = match value {
                 toml::Value::String(text) => text.clone(),
                 toml::Value::Integer(number) => number.to_string(),
                 toml::Value::Float(number) => number.to_string(),
                 toml::Value::Boolean(switch) => switch.to_string(),
                 other => {
-                    let kind = format!("{} in {place}", other.type_str());
-                    return Err(SettingsError::of_kind(setting, &kind));
+                    let kind = format!("{} in {location}", other.type_str());
+                    return Err(SettingsError::wrong_type(setting, &kind));
                 }
             };
             found.push((setting.name, text));

@@ -1,85 +1,85 @@
-//! The kinds of values that settings have: what is allowed, said in words and checked.
+//! Types of setting values: validation, and a description of the allowed values.
 //!
-//! Upstream: `table` gives each setting a kind. Downstream: `sources` checks every value once; `Settings` reads them.
-//! Promises: a value that passed `check` can be read by the function of its kind. What is wrong is said without the value,
-//! which may be secret.
+//! Upstream: `table.rs` gives each setting a type. Downstream: `sources.rs` validates every value once; `Settings`
+//! reads them. Promises: a value that passed `check` can be parsed by the function of its type. Error texts do not
+//! contain the value, which may be secret.
 
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::time::Duration;
 
 use tracing_subscriber::EnvFilter;
 
-/// What a setting may be.
+/// Type of a setting.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Kind {
-    /// The URL of a stream backend.
+pub(crate) enum ValueType {
+    /// URL of a stream backend.
     StreamUrl,
-    /// The URL of a database.
+    /// URL of a database.
     DatabaseUrl,
     /// `http://` or `https://`.
     WebUrl,
-    /// Where a model is: in this process, or behind HTTP.
+    /// `scripted:`, or a URL of an OpenAI-compatible endpoint.
     ModelUrl,
-    /// An address and a port to listen on.
+    /// Address and port to listen on.
     Listen,
-    /// A whole number.
+    /// An integer.
     Count {
-        /// The least.
+        /// Minimum.
         min: u64,
-        /// The most.
+        /// Maximum.
         max: u64,
     },
-    /// What something costs.
+    /// A price: a non-negative decimal number.
     Price,
-    /// A length of time.
+    /// A duration with a unit.
     Time {
-        /// The shortest.
+        /// Minimum.
         min: Duration,
-        /// The longest.
+        /// Maximum.
         max: Duration,
     },
     /// `true` or `false`.
     Switch,
     /// One of these words.
     Choice(&'static [&'static str]),
-    /// What to log.
+    /// A log filter.
     Filter,
     /// Any text.
     Text,
-    /// Any text, never shown, and no flag: others could see it in the list of processes.
+    /// Any text; never shown, and without a flag, because arguments are visible in the process list.
     Secret,
 }
 
 const STREAM_SCHEMES: [&str; 5] =
     ["embedded:", "redis://", "rediss://", "redis-sentinel://", "redis-cluster://"];
 const DATABASE_SCHEMES: [&str; 3] = ["sqlite:", "postgres://", "postgresql://"];
-/// The model of this process.
+/// URL prefix of the built-in model.
 pub(crate) const SCRIPTED: &str = "scripted:";
-/// Nothing that is counted here costs more.
+/// Maximum price.
 const PRICE_MAX: f64 = 1e9;
 const WEB_SCHEMES: [&str; 2] = ["http://", "https://"];
 
-impl Kind {
-    /// What is allowed, in words that follow "allowed is".
+impl ValueType {
+    /// The allowed values, in words that follow "allowed:".
     pub(crate) fn allowed(&self) -> String {
         match self {
             Self::StreamUrl => "`embedded:DIR`, `embedded:memory`, `redis://HOST:PORT`, `rediss://`, `redis-sentinel://` or `redis-cluster://`".to_owned(),
             Self::DatabaseUrl => "`sqlite:FILE` or `postgres://USER:PASSWORD@HOST/DATABASE`".to_owned(),
-            Self::WebUrl => "an address that begins with `http://` or `https://`".to_owned(),
-            Self::ModelUrl => "`scripted:`, `scripted:TIME` for a slow one, or an address that begins with `http://` or `https://`".to_owned(),
+            Self::WebUrl => "a URL that begins with `http://` or `https://`".to_owned(),
+            Self::ModelUrl => "`scripted:`, `scripted:TIME` with a delay per response, or a URL that begins with `http://` or `https://`".to_owned(),
             Self::Listen => "an address and a port, such as `127.0.0.1:8080`".to_owned(),
             Self::Count { min, max } => format!("a number from {min} to {max}"),
             Self::Price => "a number such as `2.5`".to_owned(),
-            Self::Time { min, max } => format!("a time from {} to {}, such as `800ms`, `5s`, `2m` or `1h`", show_time(*min), show_time(*max)),
+            Self::Time { min, max } => format!("a duration from {} to {}, such as `800ms`, `5s`, `2m` or `1h`", show_time(*min), show_time(*max)),
             Self::Switch => "`true` or `false`".to_owned(),
             Self::Choice(words) => words.iter().map(|word| format!("`{word}`")).collect::<Vec<_>>().join(", "),
-            Self::Filter => "a level (`error`, `warn`, `info`, `debug`, `trace`), or rules such as `info,headwater_issue=debug`".to_owned(),
+            Self::Filter => "a level (`error`, `warn`, `info`, `debug`, `trace`), or directives such as `info,headwater_issue=debug`".to_owned(),
             Self::Text | Self::Secret => "any text".to_owned(),
         }
     }
 
-    /// Whether `value` is allowed.
-    pub(crate) fn check(&self, value: &str) -> Result<(), NotAllowed> {
+    /// Whether `value` is valid.
+    pub(crate) fn check(&self, value: &str) -> Result<(), InvalidValue> {
         let is_allowed = match self {
             Self::StreamUrl => begins_with(value, &STREAM_SCHEMES),
             Self::DatabaseUrl => begins_with(value, &DATABASE_SCHEMES),
@@ -101,30 +101,30 @@ impl Kind {
             Self::Filter => !value.is_empty() && EnvFilter::try_new(value).is_ok(),
             Self::Text | Self::Secret => !value.contains('\0'),
         };
-        if is_allowed { Ok(()) } else { Err(NotAllowed) }
+        if is_allowed { Ok(()) } else { Err(InvalidValue) }
     }
 }
 
-/// A value that its kind does not allow.
+/// A value that its type does not allow.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct NotAllowed;
+pub(crate) struct InvalidValue;
 
 fn begins_with(value: &str, schemes: &[&str]) -> bool {
     schemes.iter().any(|scheme| value.strip_prefix(scheme).is_some_and(|rest| !rest.is_empty()))
 }
 
-/// An address to listen on; a name such as `localhost` is looked up.
+/// Parses a listen address; host names such as `localhost` are resolved.
 pub(crate) fn listen(value: &str) -> Option<SocketAddr> {
     value.to_socket_addrs().ok()?.next()
 }
 
-/// What something costs: digits, maybe with a fraction.
+/// Parses a price: digits with an optional fraction.
 pub(crate) fn price(value: &str) -> Option<f64> {
     let is_plain = value.bytes().all(|byte| byte.is_ascii_digit() || byte == b'.');
     value.parse().ok().filter(|price| is_plain && *price <= PRICE_MAX)
 }
 
-/// A length of time: a number and a unit.
+/// Parses a duration: an integer and one of the units ms, s, m, h, d.
 pub(crate) fn time(value: &str) -> Option<Duration> {
     let digits = value.find(|character: char| !character.is_ascii_digit())?;
     let (number, unit) = value.split_at(digits);
@@ -152,11 +152,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn times_are_a_number_and_a_unit() {
+    fn durations_are_a_number_and_a_unit() {
         assert_eq!(time("800ms"), Some(Duration::from_millis(800)));
         assert_eq!(time("2m"), Some(Duration::from_secs(120)));
-        for wrong in ["", "5", "s", "5 s", "-5s", "1.5s", "5S", "99999999999999999999s", "5s5"] {
-            assert_eq!(time(wrong), None, "{wrong}");
+        for invalid_value in
+            ["", "5", "s", "5 s", "-5s", "1.5s", "5S", "99999999999999999999s", "5s5"]
+        {
+            assert_eq!(time(invalid_value), None, "{invalid_value}");
         }
         for text in ["0ms", "800ms", "5s", "15m", "1h", "1d", "90s"] {
             assert_eq!(time(text).map(show_time).as_deref(), Some(text));
@@ -164,24 +166,24 @@ mod tests {
     }
 
     #[test]
-    fn what_is_out_of_range_or_of_another_kind_is_not_allowed() {
-        let count = Kind::Count { min: 1, max: 10 };
-        for wrong in ["0", "11", "-1", "1.0", "one", "", " 1", "1 "] {
-            assert_eq!(count.check(wrong), Err(NotAllowed), "{wrong}");
+    fn values_out_of_range_or_of_another_type_are_invalid() {
+        let count = ValueType::Count { min: 1, max: 10 };
+        for invalid_value in ["0", "11", "-1", "1.0", "one", "", " 1", "1 "] {
+            assert_eq!(count.check(invalid_value), Err(InvalidValue), "{invalid_value}");
         }
         assert!(count.check("10").is_ok());
-        assert!(Kind::Listen.check("127.0.0.1").is_err());
-        assert!(Kind::Listen.check("127.0.0.1:99999").is_err());
-        assert!(Kind::Listen.check("[::1]:80").is_ok());
-        assert!(Kind::StreamUrl.check("redis://").is_err());
-        assert!(Kind::StreamUrl.check("http://localhost").is_err());
-        assert!(Kind::DatabaseUrl.check("mysql://localhost/a").is_err());
-        assert!(Kind::WebUrl.check("http://").is_err());
-        assert!(Kind::Switch.check("yes").is_err());
-        for wrong in ["", ".", "-1", "1e3", "inf", "NaN", "1,5", "99999999999"] {
-            assert_eq!(Kind::Price.check(wrong), Err(NotAllowed), "{wrong}");
+        assert!(ValueType::Listen.check("127.0.0.1").is_err());
+        assert!(ValueType::Listen.check("127.0.0.1:99999").is_err());
+        assert!(ValueType::Listen.check("[::1]:80").is_ok());
+        assert!(ValueType::StreamUrl.check("redis://").is_err());
+        assert!(ValueType::StreamUrl.check("http://localhost").is_err());
+        assert!(ValueType::DatabaseUrl.check("mysql://localhost/a").is_err());
+        assert!(ValueType::WebUrl.check("http://").is_err());
+        assert!(ValueType::Switch.check("yes").is_err());
+        for invalid_value in ["", ".", "-1", "1e3", "inf", "NaN", "1,5", "99999999999"] {
+            assert_eq!(ValueType::Price.check(invalid_value), Err(InvalidValue), "{invalid_value}");
         }
         assert_eq!(price("0.075"), Some(0.075));
-        assert!(Kind::Filter.check("headwater=loud").is_err());
+        assert!(ValueType::Filter.check("headwater=loud").is_err());
     }
 }

@@ -18,7 +18,7 @@ use headwater_stream::Backend;
 use secrecy::{ExposeSecret, SecretString};
 use tracing::warn;
 
-use crate::config::{Integration, Model, Provider, Settings};
+use crate::config::{IntegrationSettings, ModelSettings, Provider, Settings};
 use crate::desk::{
     Desk, LanguageModel, Ledger, OpenAiConfig, OpenAiModel, Reply, ReplyTarget, ScriptedModel,
     TicketSearch,
@@ -151,7 +151,7 @@ async fn open_bus(settings: &Settings, streams: &Arc<dyn Backend>) -> Result<Str
 }
 
 /// The model that the settings name.
-fn model(settings: &Model) -> Result<Arc<dyn LanguageModel>> {
+fn model(settings: &ModelSettings) -> Result<Arc<dyn LanguageModel>> {
     if let Some(delay) = &settings.scripted {
         return Ok(Arc::new(ScriptedModel::default().slow(*delay)));
     }
@@ -165,7 +165,7 @@ fn model(settings: &Model) -> Result<Arc<dyn LanguageModel>> {
 }
 
 /// Where replies of an integration go.
-fn destination(one: &Integration) -> (String, Destination) {
+fn destination(one: &IntegrationSettings) -> (String, Destination) {
     let nowhere = |what: &str| Destination::Nowhere {
         problem: format!("[[integration]] `{}` has no {what}, so nobody gets its replies", one.id),
     };

@@ -1,9 +1,9 @@
-//! Who may do what: bearer tokens with roles.
+//! Authentication and authorization: bearer tokens with roles.
 //!
-//! Upstream: `rate`. Downstream: routes, which find a [`Caller`] with the request.
-//! Promises: tokens are compared in constant time, all of them; looking takes `read`, changing takes `write`, and a route can
-//! ask for more. What another web page sends is refused, looking too, but for a link to a page; a browser on this machine is
-//! not its user's consent. Without tokens, only requests to a loopback name are served.
+//! Upstream: `rate_limit.rs`. Downstream: routes, which take a [`Principal`] as argument. Promises: the presented
+//! token is compared with all tokens in constant time; reading requires the role `read`, changes require `write`, and
+//! a route can require more. Cross-origin browser requests are rejected, except navigation to a page (CSRF
+//! protection). Without tokens only requests with a loopback `Host` header are served.
 
 use std::net::{Ipv4Addr, Ipv6Addr};
 
@@ -17,112 +17,123 @@ use secrecy::ExposeSecret;
 use sha2::{Digest, Sha256};
 use subtle::{Choice, ConditionallySelectable, ConstantTimeEq};
 
-use crate::config::{Role, Token};
+use crate::config::{Role, TokenSettings};
 use crate::http::ApiError;
 use crate::server::app_state::App;
 
-/// Below it are no pages.
-const API: &str = "/api/";
+/// Path prefix of the API, which has no pages to navigate to.
+const API_PREFIX: &str = "/api/";
 
-/// Who calls, and what they may do.
+/// The authenticated caller.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Caller {
-    /// The name of the token; `local` where there are none.
+pub(crate) struct Principal {
+    /// Name of the token; `local` without tokens.
     pub(crate) name: String,
-    /// What it allows.
+    /// Its role.
     pub(crate) role: Role,
 }
 
-/// All tokens, by their hashes.
-pub(crate) struct Access {
-    tokens: Vec<([u8; 32], Caller)>,
+/// All tokens, stored as hashes.
+pub(crate) struct Authenticator {
+    tokens: Vec<([u8; 32], Principal)>,
 }
 
-impl Access {
-    /// Knows these tokens. None: everybody on this machine is an admin.
-    pub(crate) fn new(tokens: &[Token]) -> Self {
+impl Authenticator {
+    /// Accepts these tokens. Without tokens every local client is an admin.
+    pub(crate) fn new(tokens: &[TokenSettings]) -> Self {
         let known = tokens.iter().map(|token| {
             let hash = Sha256::digest(token.token.expose_secret().as_bytes()).into();
-            (hash, Caller { name: token.name.clone(), role: token.role })
+            (hash, Principal { name: token.name.clone(), role: token.role })
         });
         Self { tokens: known.collect() }
     }
 
-    /// Who sends a request with these headers.
-    fn caller(&self, method: &Method, path: &str, headers: &HeaderMap) -> Result<Caller, ApiError> {
-        refuse_other_pages(method, path, headers)?;
+    /// The principal of a request with these headers.
+    fn authenticate(
+        &self,
+        method: &Method,
+        path: &str,
+        headers: &HeaderMap,
+    ) -> Result<Principal, ApiError> {
+        reject_cross_origin(method, path, headers)?;
         if self.tokens.is_empty() {
-            refuse_other_names(headers)?;
-            return Ok(Caller { name: "local".to_owned(), role: Role::Admin });
+            reject_non_loopback_host(headers)?;
+            return Ok(Principal { name: "local".to_owned(), role: Role::Admin });
         }
-        let presented = presented(method, headers)
-            .ok_or_else(|| unauthorized("this needs a token: `Authorization: Bearer TOKEN`"))?;
-        self.find(&presented).ok_or_else(|| unauthorized("there is no such token"))
+        let presented_token = presented_token(method, headers).ok_or_else(|| {
+            unauthorized("authentication required: send `Authorization: Bearer TOKEN`")
+        })?;
+        self.find(&presented_token).ok_or_else(|| unauthorized("unknown token"))
     }
 
-    /// Hashes have one length, so that of a token does not show; every one is compared, so its place does not either.
-    fn find(&self, presented: &str) -> Option<Caller> {
-        let hash: [u8; 32] = Sha256::digest(presented.as_bytes()).into();
-        let (mut found, mut place) = (Choice::from(0), 0_u32);
+    /// Hashes have equal length and all are compared, so the time reveals neither the length nor the position of a
+    /// token.
+    fn find(&self, presented_token: &str) -> Option<Principal> {
+        let hash: [u8; 32] = Sha256::digest(presented_token.as_bytes()).into();
+        let (mut found, mut position) = (Choice::from(0), 0_u32);
         for (index, (known, _)) in self.tokens.iter().enumerate() {
             let is_it = known.ct_eq(&hash);
-            place.conditional_assign(&u32::try_from(index).unwrap_or(u32::MAX), is_it);
+            position.conditional_assign(&u32::try_from(index).unwrap_or(u32::MAX), is_it);
             found |= is_it;
         }
-        bool::from(found).then(|| self.tokens[place as usize].1.clone())
+        bool::from(found).then(|| self.tokens[position as usize].1.clone())
     }
 }
 
-/// A layer for everything below it: `read` to look, `write` to change.
-pub(crate) async fn require(
+/// Middleware: authenticates and requires `read` to read and `write` to change.
+pub(crate) async fn require_authentication(
     State(app): State<App>,
     mut request: Request,
     next: Next,
 ) -> Result<Response, ApiError> {
     let (method, path) = (request.method(), request.uri().path());
-    let caller = app.access.caller(method, path, request.headers())?;
-    let needed = if is_look(request.method()) { Role::Read } else { Role::Write };
-    caller.must_be(needed)?;
-    request.extensions_mut().insert(caller);
+    let principal = app.authenticator.authenticate(method, path, request.headers())?;
+    let needed = if is_read_only(request.method()) { Role::Read } else { Role::Write };
+    principal.require_role(needed)?;
+    request.extensions_mut().insert(principal);
     Ok(next.run(request).await)
 }
 
 /// Whether a request with this method changes nothing.
-pub(crate) fn is_look(method: &Method) -> bool {
+pub(crate) fn is_read_only(method: &Method) -> bool {
     [Method::GET, Method::HEAD, Method::OPTIONS].contains(method)
 }
 
-impl Caller {
-    /// Refuses those whose role is lower.
-    pub(crate) fn must_be(&self, needed: Role) -> Result<(), ApiError> {
+impl Principal {
+    /// Fails with 403 if the role is lower than `needed`.
+    pub(crate) fn require_role(&self, needed: Role) -> Result<(), ApiError> {
         if self.role >= needed {
             return Ok(());
         }
         let (needed, role) = (needed.as_str(), self.role.as_str());
-        let message = format!("this needs the role `{needed}`, and this token has `{role}`");
+        let message = format!("role `{needed}` required, but this token has the role `{role}`");
         Err(ApiError::new(StatusCode::FORBIDDEN, "forbidden", message))
     }
 }
 
-/// The caller as an argument of a route below [`require`].
-impl<S: Sync> FromRequestParts<S> for Caller {
+/// Extracts the principal in routes below [`require_authentication`].
+impl<S: Sync> FromRequestParts<S> for Principal {
     type Rejection = ApiError;
 
     async fn from_request_parts(parts: &mut Parts, _: &S) -> Result<Self, ApiError> {
-        // A route that asks for a caller and stands outside of the layer lets nobody in.
-        parts.extensions.get::<Self>().cloned().ok_or_else(|| unauthorized("this needs a token"))
+        // Without the middleware there is no principal, so the request is rejected.
+        parts
+            .extensions
+            .get::<Self>()
+            .cloned()
+            .ok_or_else(|| unauthorized("authentication required"))
     }
 }
 
-/// The token of a request. A browser presents it as the password of basic authentication, which is good for looking only: it
-/// would send it along with whatever another page makes it send.
-fn presented(method: &Method, headers: &HeaderMap) -> Option<String> {
+/// The token of a request. Basic authentication (token as password) is accepted for reads only, because browsers also
+/// send it with cross-origin requests.
+fn presented_token(method: &Method, headers: &HeaderMap) -> Option<String> {
     let value = headers.get(header::AUTHORIZATION)?.to_str().ok()?;
     let (scheme, rest) = value.split_once(' ')?;
     if scheme.eq_ignore_ascii_case("bearer") {
         return Some(rest.trim().to_owned());
     }
-    if scheme.eq_ignore_ascii_case("basic") && is_look(method) {
+    if scheme.eq_ignore_ascii_case("basic") && is_read_only(method) {
         let decoded = base64::engine::general_purpose::STANDARD.decode(rest.trim()).ok()?;
         let (_, password) = std::str::from_utf8(&decoded).ok()?.split_once(':')?;
         return Some(password.to_owned());
@@ -137,28 +148,28 @@ fn unauthorized(message: &str) -> ApiError {
     )
 }
 
-/// What a browser sends on behalf of another page changes nothing, and keeps nobody busy: an answer that the page cannot read
-/// costs as much as any other. A link that a person follows to a page of ours is no such thing.
-fn refuse_other_pages(method: &Method, path: &str, headers: &HeaderMap) -> Result<(), ApiError> {
+/// Rejects cross-origin requests of browsers, also reads: they would cost resources although the other page cannot
+/// see the response. Navigation to one of our pages is allowed.
+fn reject_cross_origin(method: &Method, path: &str, headers: &HeaderMap) -> Result<(), ApiError> {
     let text = |name| headers.get(name).and_then(|value: &HeaderValue| value.to_str().ok());
     let host = text("host").unwrap_or_default();
     let is_of_this_site = text("sec-fetch-site") != Some("cross-site");
     let is_followed = text("sec-fetch-mode") == Some("navigate")
-        && text("sec-fetch-dest").is_none_or(|place| place == "document")
-        && !path.starts_with(API);
-    let is_ours = match text("origin").filter(|_| !is_look(method)) {
-        Some(origin) => origin.split_once("://").is_some_and(|(_, place)| place == host),
-        None => is_of_this_site || (is_look(method) && is_followed),
+        && text("sec-fetch-dest").is_none_or(|dest| dest == "document")
+        && !path.starts_with(API_PREFIX);
+    let is_ours = match text("origin").filter(|_| !is_read_only(method)) {
+        Some(origin) => origin.split_once("://").is_some_and(|(_, authority)| authority == host),
+        None => is_of_this_site || (is_read_only(method) && is_followed),
     };
     if is_ours {
         return Ok(());
     }
-    let message = "this request comes from another web page";
+    let message = "cross-origin request rejected (CSRF protection)";
     Err(ApiError::new(StatusCode::FORBIDDEN, "other_page", message))
 }
 
-/// Without tokens, a name that leads here but is not ours is a trick (DNS rebinding), or a proxy that needs a token.
-fn refuse_other_names(headers: &HeaderMap) -> Result<(), ApiError> {
+/// Without tokens, a foreign `Host` is DNS rebinding or a proxy that needs a token.
+fn reject_non_loopback_host(headers: &HeaderMap) -> Result<(), ApiError> {
     let mut hosts = headers.get_all(header::HOST).iter();
     let host = hosts.next().and_then(|host| host.to_str().ok());
     if host.is_some_and(is_loopback) && hosts.next().is_none() {
@@ -169,8 +180,8 @@ fn refuse_other_names(headers: &HeaderMap) -> Result<(), ApiError> {
     Err(ApiError::new(StatusCode::FORBIDDEN, "other_name", message))
 }
 
-/// Whether a `Host` is `localhost` or a loopback address, with a port or without, and nothing else: what does not parse
-/// as a whole (user information, two ports, a name after the address) is not loopback.
+/// Whether a `Host` header is exactly `localhost` or a loopback address, with an optional port. Anything that does
+/// not parse as a whole (user information, two ports, trailing text) is not loopback.
 fn is_loopback(host: &str) -> bool {
     let is_port =
         |port: &str| port.bytes().all(|byte| byte.is_ascii_digit()) && port.parse::<u16>().is_ok();
@@ -197,46 +208,50 @@ mod tests {
         pairs.collect()
     }
 
-    fn access() -> Access {
-        let token = |name: &str, role, token: &str| Token {
+    fn authenticator() -> Authenticator {
+        let token = |name: &str, role, token: &str| TokenSettings {
             name: name.to_owned(),
             role,
             token: token.to_owned().into(),
         };
-        Access::new(&[
+        Authenticator::new(&[
             token("ann", Role::Read, "aaaaaaaaaaaaaaaa"),
             token("bob", Role::Write, "bbbbbbbbbbbbbbbb"),
         ])
     }
 
     #[test]
-    fn a_token_is_its_bearers_name_and_role() {
-        let caller = |value: &str| {
-            access().caller(&Method::POST, "/api/v1/x", &headers(&[("authorization", value)]))
+    fn a_token_determines_name_and_role() {
+        let principal = |value: &str| {
+            authenticator().authenticate(
+                &Method::POST,
+                "/api/v1/x",
+                &headers(&[("authorization", value)]),
+            )
         };
-        assert_eq!(caller("Bearer bbbbbbbbbbbbbbbb").unwrap().name, "bob");
-        assert_eq!(caller("bearer aaaaaaaaaaaaaaaa").unwrap().role, Role::Read);
+        assert_eq!(principal("Bearer bbbbbbbbbbbbbbbb").unwrap().name, "bob");
+        assert_eq!(principal("bearer aaaaaaaaaaaaaaaa").unwrap().role, Role::Read);
         for wrong in ["Bearer", "Bearer ", "Bearer aaaaaaaaaaaaaaab", "bbbbbbbbbbbbbbbb", "Basic x"]
         {
-            assert_eq!(caller(wrong).unwrap_err().status(), StatusCode::UNAUTHORIZED, "{wrong}");
+            assert_eq!(principal(wrong).unwrap_err().status(), StatusCode::UNAUTHORIZED, "{wrong}");
         }
-        let none = access().caller(&Method::GET, "/", &headers(&[]));
+        let none = authenticator().authenticate(&Method::GET, "/", &headers(&[]));
         assert_eq!(none.unwrap_err().status(), StatusCode::UNAUTHORIZED);
     }
 
     #[test]
-    fn a_browser_may_look_with_a_password_and_change_nothing() {
+    fn basic_authentication_allows_reads_only() {
         let encoded = base64::engine::general_purpose::STANDARD.encode(":bbbbbbbbbbbbbbbb");
         let basic = headers(&[("authorization", &format!("Basic {encoded}"))]);
-        assert_eq!(access().caller(&Method::GET, "/", &basic).unwrap().name, "bob");
-        assert!(access().caller(&Method::POST, "/", &basic).is_err());
+        assert_eq!(authenticator().authenticate(&Method::GET, "/", &basic).unwrap().name, "bob");
+        assert!(authenticator().authenticate(&Method::POST, "/", &basic).is_err());
     }
 
     #[test]
-    fn without_tokens_other_pages_and_other_names_are_refused() {
-        let open = Access::new(&[]);
-        let look = |pairs: &[_]| open.caller(&Method::GET, "/", &headers(pairs));
-        let change = |pairs: &[_]| open.caller(&Method::POST, "/api/v1/x", &headers(pairs));
+    fn without_tokens_cross_origin_and_foreign_hosts_are_rejected() {
+        let open = Authenticator::new(&[]);
+        let look = |pairs: &[_]| open.authenticate(&Method::GET, "/", &headers(pairs));
+        let change = |pairs: &[_]| open.authenticate(&Method::POST, "/api/v1/x", &headers(pairs));
         for host in ["localhost:8080", "127.0.0.1:8080", "[::1]:8080", "127.0.0.1"] {
             assert_eq!(look(&[("host", host)]).unwrap().role, Role::Admin, "{host}");
             assert!(change(&[("host", host)]).is_ok(), "{host}");
@@ -266,7 +281,7 @@ mod tests {
         }
         let mut two = headers(&[("host", "localhost")]);
         two.append(header::HOST, HeaderValue::from_static("evil.example"));
-        assert!(open.caller(&Method::GET, "/", &two).is_err());
+        assert!(open.authenticate(&Method::GET, "/", &two).is_err());
         let host = ("host", "localhost:8080");
         assert!(change(&[host, ("origin", "http://localhost:8080")]).is_ok());
         for other in ["https://evil.example", "null", "http://localhost:9999"] {
@@ -277,33 +292,40 @@ mod tests {
     }
 
     #[test]
-    fn another_page_can_lead_a_person_to_a_page_and_ask_for_nothing_itself() {
-        let open = Access::new(&[]);
-        let look = |path: &str, site: &str, mode: &str, place: &str| {
+    fn cross_origin_navigation_to_a_page_is_allowed_and_nothing_else() {
+        let open = Authenticator::new(&[]);
+        let look = |path: &str, site: &str, mode: &str, dest: &str| {
             let pairs = [
                 ("host", "localhost:8080"),
                 ("sec-fetch-site", site),
                 ("sec-fetch-mode", mode),
-                ("sec-fetch-dest", place),
+                ("sec-fetch-dest", dest),
             ];
-            open.caller(&Method::GET, path, &headers(&pairs)).map_err(|refusal| refusal.code())
+            open.authenticate(&Method::GET, path, &headers(&pairs))
+                .map_err(|refusal| refusal.code())
         };
         for path in ["/", "/metrics", "/api/v1/sql", "/api/v1/doctor"] {
-            for (mode, place) in [("no-cors", "image"), ("cors", "empty"), ("navigate", "iframe")] {
-                assert_eq!(look(path, "cross-site", mode, place), Err("other_page"), "{path}");
-                assert!(look(path, "same-origin", mode, place).is_ok(), "{path} {mode}");
-                assert!(look(path, "none", mode, place).is_ok(), "{path} {mode}");
+            for (mode, dest) in [("no-cors", "image"), ("cors", "empty"), ("navigate", "iframe")] {
+                assert_eq!(look(path, "cross-site", mode, dest), Err("other_page"), "{path}");
+                assert!(look(path, "same-origin", mode, dest).is_ok(), "{path} {mode}");
+                assert!(look(path, "none", mode, dest).is_ok(), "{path} {mode}");
             }
         }
         assert!(look("/", "cross-site", "navigate", "document").is_ok());
         let refused = look("/api/v1/sql", "cross-site", "navigate", "document");
-        assert_eq!(refused, Err("other_page"), "a question is no page");
+        assert_eq!(refused, Err("other_page"), "the API has no pages");
     }
 
     #[test]
-    fn a_role_includes_those_below_it() {
-        let caller = Caller { name: "ann".to_owned(), role: Role::Write };
-        assert!(caller.must_be(Role::Read).is_ok() && caller.must_be(Role::Write).is_ok());
-        assert_eq!(caller.must_be(Role::Admin).unwrap_err().status(), StatusCode::FORBIDDEN);
+    fn a_role_includes_lower_roles() {
+        let principal = Principal { name: "ann".to_owned(), role: Role::Write };
+        assert!(
+            principal.require_role(Role::Read).is_ok()
+                && principal.require_role(Role::Write).is_ok()
+        );
+        assert_eq!(
+            principal.require_role(Role::Admin).unwrap_err().status(),
+            StatusCode::FORBIDDEN
+        );
     }
 }

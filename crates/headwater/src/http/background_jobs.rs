@@ -1,9 +1,9 @@
-//! Work that is carried to its end when its caller goes away: imports and forks, which would leave half a session behind;
-//! and counting the books, which the database would go on with.
+//! Jobs that run to completion even if the client disconnects: imports and forks, which would otherwise leave half a
+//! session, and consistency checks, which the database would continue anyway.
 //!
-//! Upstream: routes that copy or read much. Promises: at most [`LONG_WORK_MAX`] copies at once, and one count; what was begun
-//! is joined when the process stops, or aborted when that takes too long; a count is ended then. Not here: telling the other
-//! work to end early, which it does by itself when the process stops.
+//! Upstream: routes that copy or read much. Promises: at most [`JOBS_MAX`] imports and forks and one consistency
+//! check at a time; jobs are joined at shutdown, or aborted at its deadline; a consistency check is cancelled at
+//! shutdown.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -13,72 +13,77 @@ use tokio::sync::{Semaphore, oneshot};
 use tokio::task::JoinSet;
 
 use crate::http::ApiError;
-use crate::server::shutdown::Stopping;
+use crate::server::shutdown::ShutdownSignal;
 
-/// Imports and forks at once in one process; each keeps some megabytes in memory.
-pub(crate) const LONG_WORK_MAX: usize = 8;
+/// Maximum concurrent imports and forks in one process; each needs some megabytes of memory.
+pub(crate) const JOBS_MAX: usize = 8;
 
-/// How soon to come back when there is no room.
-const BUSY_FOR: Duration = Duration::from_secs(1);
+/// `Retry-After` of a rejected job.
+const BUSY_RETRY_AFTER: Duration = Duration::from_secs(1);
 
-/// All of it.
-pub(crate) struct LongWork {
-    places: Arc<Semaphore>,
-    counting: Arc<Semaphore>,
+/// Background jobs of one process.
+pub(crate) struct BackgroundJobs {
+    permits: Arc<Semaphore>,
+    consistency_check: Arc<Semaphore>,
     tasks: Mutex<JoinSet<()>>,
 }
 
-impl Default for LongWork {
+impl Default for BackgroundJobs {
     fn default() -> Self {
-        let semaphore = |places| Arc::new(Semaphore::new(places));
-        Self { places: semaphore(LONG_WORK_MAX), counting: semaphore(1), tasks: Mutex::default() }
+        let semaphore = |permits| Arc::new(Semaphore::new(permits));
+        Self {
+            permits: semaphore(JOBS_MAX),
+            consistency_check: semaphore(1),
+            tasks: Mutex::default(),
+        }
     }
 }
 
-impl LongWork {
-    /// Does it, also if this future is dropped meanwhile. It must have an end of its own, and soon once the process stops.
+impl BackgroundJobs {
+    /// Runs `work` to completion, even if this future is dropped. `work` must end by itself soon after shutdown is
+    /// triggered.
     pub(crate) async fn run<T: Send + 'static>(
         &self,
         work: impl Future<Output = Result<T, ApiError>> + Send + 'static,
     ) -> Result<T, ApiError> {
-        let message = format!("{LONG_WORK_MAX} imports or forks are under way; try again");
-        self.carry(&self.places, message, work).await
+        let message = format!("{JOBS_MAX} imports or forks are in progress; try again later");
+        self.run_to_completion(&self.permits, message, work).await
     }
 
-    /// The same for counting, of which there is one at a time. It changes nothing, and is ended when the process stops.
-    pub(crate) async fn count<T: Send + 'static>(
+    /// Runs a consistency check, one at a time. It changes nothing and is cancelled at shutdown.
+    pub(crate) async fn run_consistency_check<T: Send + 'static>(
         &self,
-        stopping: Stopping,
+        shutdown: ShutdownSignal,
         work: impl Future<Output = Result<T, ApiError>> + Send + 'static,
     ) -> Result<T, ApiError> {
-        let message = "the books are being counted for somebody else; try again".to_owned();
+        let message = "another consistency check is in progress; try again later".to_owned();
         let until_stop = async move {
             tokio::select! {
                 biased;
-                () = stopping.begun() => Err(ApiError::unavailable("this process stops; try again")),
+                () = shutdown.wait() => Err(ApiError::unavailable("the server is shutting down; try again")),
                 counted = work => counted,
             }
         };
-        self.carry(&self.counting, message, until_stop).await
+        self.run_to_completion(&self.consistency_check, message, until_stop).await
     }
 
-    async fn carry<T: Send + 'static>(
+    async fn run_to_completion<T: Send + 'static>(
         &self,
-        places: &Arc<Semaphore>,
+        permits: &Arc<Semaphore>,
         busy: String,
         work: impl Future<Output = Result<T, ApiError>> + Send + 'static,
     ) -> Result<T, ApiError> {
-        let place = Arc::clone(places).try_acquire_owned().map_err(|_| {
-            ApiError::new(StatusCode::TOO_MANY_REQUESTS, "busy", busy).retry_after(BUSY_FOR)
+        let permit = Arc::clone(permits).try_acquire_owned().map_err(|_| {
+            ApiError::new(StatusCode::TOO_MANY_REQUESTS, "busy", busy).retry_after(BUSY_RETRY_AFTER)
         })?;
         let (sender, ended) = oneshot::channel();
         self.spawn(async move {
             let result = work.await;
-            drop(place);
-            // Nobody may be waiting any more.
+            drop(permit);
+            // The client may have disconnected.
             let _ = sender.send(result);
         });
-        // Dropped without a word: it panicked.
+        // The sender is dropped only if the job panicked.
         ended.await.unwrap_or_else(|_| Err(ApiError::internal()))
     }
 
@@ -88,7 +93,7 @@ impl LongWork {
         tasks.spawn(task);
     }
 
-    /// Waits for all that was begun.
+    /// Waits for all jobs.
     pub(crate) async fn close(&self) {
         let mut tasks = std::mem::take(&mut *self.tasks());
         while tasks.join_next().await.is_some() {}
@@ -109,55 +114,59 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn what_nobody_waits_for_any_more_is_carried_to_its_end() {
-        let work = LongWork::default();
-        let (go_on, is_done) = (Arc::new(Notify::new()), Arc::new(AtomicBool::new(false)));
-        let (signal, done) = (Arc::clone(&go_on), Arc::clone(&is_done));
+    async fn a_job_completes_after_its_caller_disconnects() {
+        let work = BackgroundJobs::default();
+        let (resume, is_done) = (Arc::new(Notify::new()), Arc::new(AtomicBool::new(false)));
+        let (signal, done) = (Arc::clone(&resume), Arc::clone(&is_done));
         let running = work.run(async move {
             signal.notified().await;
             done.store(true, Ordering::Release);
             Ok(())
         });
-        assert!(running.now_or_never().is_none(), "its caller goes away");
-        go_on.notify_one();
+        assert!(running.now_or_never().is_none(), "the caller disconnects");
+        resume.notify_one();
         work.close().await;
         assert!(is_done.load(Ordering::Acquire));
     }
 
     #[tokio::test]
-    async fn one_counts_at_a_time_also_when_nobody_waits_for_it_any_more() {
-        let work = LongWork::default();
-        let go_on = Arc::new(Notify::new());
-        let signal = Arc::clone(&go_on);
-        let stopping = Stopping::default();
-        let counting = work.count(stopping.clone(), async move {
+    async fn only_one_consistency_check_runs_at_a_time_even_without_a_caller() {
+        let work = BackgroundJobs::default();
+        let resume = Arc::new(Notify::new());
+        let signal = Arc::clone(&resume);
+        let shutdown = ShutdownSignal::default();
+        let consistency_check = work.run_consistency_check(shutdown.clone(), async move {
             signal.notified().await;
             Ok(())
         });
-        assert!(counting.now_or_never().is_none(), "its caller goes away");
-        let refused = work.count(stopping.clone(), async { Ok(()) }).await.unwrap_err();
+        assert!(consistency_check.now_or_never().is_none(), "the caller disconnects");
+        let refused =
+            work.run_consistency_check(shutdown.clone(), async { Ok(()) }).await.unwrap_err();
         assert_eq!((refused.status(), refused.code()), (StatusCode::TOO_MANY_REQUESTS, "busy"));
-        assert_eq!(work.run(async { Ok(7) }).await, Ok(7), "copies have places of their own");
-        go_on.notify_one();
+        assert_eq!(work.run(async { Ok(7) }).await, Ok(7), "imports have separate permits");
+        resume.notify_one();
         work.close().await;
-        assert_eq!(work.count(stopping, async { Ok(7) }).await, Ok(7));
+        assert_eq!(work.run_consistency_check(shutdown, async { Ok(7) }).await, Ok(7));
     }
 
     #[tokio::test]
-    async fn a_count_ends_when_the_process_stops() {
-        let (work, stopping) = (LongWork::default(), Stopping::default());
-        let counting = work.count(stopping.clone(), std::future::pending::<Result<(), ApiError>>());
-        stopping.begin();
-        assert_eq!(counting.await.unwrap_err().status(), StatusCode::SERVICE_UNAVAILABLE);
+    async fn shutdown_cancels_a_consistency_check() {
+        let (work, shutdown) = (BackgroundJobs::default(), ShutdownSignal::default());
+        let consistency_check = work.run_consistency_check(
+            shutdown.clone(),
+            std::future::pending::<Result<(), ApiError>>(),
+        );
+        shutdown.trigger();
+        assert_eq!(consistency_check.await.unwrap_err().status(), StatusCode::SERVICE_UNAVAILABLE);
         work.close().await;
     }
 
     #[tokio::test]
-    async fn there_is_a_limit_and_a_place_is_free_again_when_the_work_is_done() {
-        let work = LongWork::default();
-        let go_on = Arc::new(Notify::new());
-        for _ in 0..LONG_WORK_MAX {
-            let signal = Arc::clone(&go_on);
+    async fn the_job_limit_is_enforced_and_permits_are_returned() {
+        let work = BackgroundJobs::default();
+        let resume = Arc::new(Notify::new());
+        for _ in 0..JOBS_MAX {
+            let signal = Arc::clone(&resume);
             let running = work.run(async move {
                 signal.notified().await;
                 Ok(())
@@ -167,7 +176,7 @@ mod tests {
         let refused = work.run(async { Ok(()) }).await.unwrap_err();
         assert_eq!((refused.status(), refused.code()), (StatusCode::TOO_MANY_REQUESTS, "busy"));
         tokio::task::yield_now().await;
-        go_on.notify_waiters();
+        resume.notify_waiters();
         work.close().await;
         assert_eq!(work.run(async { Ok(7) }).await, Ok(7));
     }

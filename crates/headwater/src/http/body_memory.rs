@@ -1,10 +1,9 @@
-//! The memory that bodies of requests take, over all requests: a budget in bytes (`http.body_memory_bytes_max`).
+//! Memory budget for the bodies of all requests (`http.body_memory_bytes_max`).
 //!
-//! Upstream: `limits` gives every request a [`BodyMemory`]; `body` and imports reserve from it before they read or decode.
-//! Promises: what is reserved at once is never more than the budget, and for one client not more than half of it. A
-//! request that finds no memory waits for [`WAIT_MAX`], then it is refused with 503 and told to come back. What a request
-//! reserved is free again when it ends.
-//! JSON takes many times more memory when it is decoded than its text, so [`decoded_bytes`] estimates that before.
+//! Upstream: `timeouts.rs` gives every request a [`BodyMemory`]; `body.rs` and imports reserve from it before they
+//! read or decode. Promises: reservations never exceed the budget, and those of one client never exceed half of it. A
+//! request waits up to [`WAIT_MAX`] for memory, then it is rejected with 503. Reservations are released when the
+//! request ends. Decoded JSON takes much more memory than its text, so [`decoded_bytes`] estimates it in advance.
 
 use std::collections::HashMap;
 use std::net::IpAddr;
@@ -20,22 +19,22 @@ use crate::http::ApiError;
 /// How long a request waits for memory.
 const WAIT_MAX: Duration = Duration::from_secs(2);
 
-/// Memory of an object that is decoded: a `serde_json` object allocates a node for 11 fields; a message of `produce` is of
-/// the same order.
+/// Estimated memory of a decoded object: a `serde_json` map node has room for 11 fields; a message of `produce` needs
+/// about as much.
 const OBJECT_BYTES: u64 = 1024;
-/// Memory of any other value: its place in a list that grows by doubling, and what it allocates.
+/// Estimated memory of any other value: its slot in a growing list plus its allocation.
 const VALUE_BYTES: u64 = 160;
 
 /// The budget of all requests.
 #[derive(Debug)]
 pub(crate) struct BodyBudget {
     bytes_max: u64,
-    used: Mutex<Used>,
+    used: Mutex<MemoryUsage>,
     freed: Notify,
 }
 
 #[derive(Debug, Default)]
-struct Used {
+struct MemoryUsage {
     all: u64,
     by_client: HashMap<IpAddr, u64>,
 }
@@ -45,8 +44,8 @@ impl BodyBudget {
         Arc::new(Self { bytes_max, used: Mutex::default(), freed: Notify::new() })
     }
 
-    /// What one request of a client reserves.
-    pub(crate) fn of_request(self: &Arc<Self>, client: IpAddr) -> Arc<BodyMemory> {
+    /// The reservation of one request of `client`.
+    pub(crate) fn for_request(self: &Arc<Self>, client: IpAddr) -> Arc<BodyMemory> {
         Arc::new(BodyMemory { budget: Arc::clone(self), client, bytes: Mutex::new(0) })
     }
 
@@ -54,7 +53,7 @@ impl BodyBudget {
         self.bytes_max / 2
     }
 
-    fn take(&self, client: IpAddr, bytes: u64) -> bool {
+    fn try_reserve(&self, client: IpAddr, bytes: u64) -> bool {
         let mut used = self.used();
         let of_client = used.by_client.get(&client).copied().unwrap_or(0);
         if used.all + bytes > self.bytes_max || of_client + bytes > self.client_bytes_max() {
@@ -65,7 +64,7 @@ impl BodyBudget {
         true
     }
 
-    fn give_back(&self, client: IpAddr, bytes: u64) {
+    fn release(&self, client: IpAddr, bytes: u64) {
         if bytes == 0 {
             return;
         }
@@ -81,12 +80,12 @@ impl BodyBudget {
         self.freed.notify_waiters();
     }
 
-    fn used(&self) -> MutexGuard<'_, Used> {
+    fn used(&self) -> MutexGuard<'_, MemoryUsage> {
         self.used.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Memory that one request has reserved; free again when this is dropped.
+/// Memory reserved by one request; released on drop.
 #[derive(Debug)]
 pub(crate) struct BodyMemory {
     budget: Arc<BodyBudget>,
@@ -95,14 +94,14 @@ pub(crate) struct BodyMemory {
 }
 
 impl BodyMemory {
-    /// Reserves so many bytes more. Cancel-safe: nothing is reserved by a future that is dropped.
+    /// Reserves `bytes` more. Cancel-safe: a dropped future has reserved nothing.
     ///
-    /// Fails with 413 if no request can have so many, and with 503 if they are not free in time.
+    /// Fails with 413 if no request may have that much, and with 503 if it is not free in time.
     pub(crate) async fn reserve(&self, bytes: u64) -> Result<(), ApiError> {
-        let most = self.budget.client_bytes_max();
-        if bytes > most {
+        let client_max = self.budget.client_bytes_max();
+        if bytes > client_max {
             let message = format!(
-                "the body would take more than {most} bytes of memory, half of `http.body_memory_bytes_max`; \
+                "request body needs more than {client_max} bytes of memory, half of `http.body_memory_bytes_max`; \
                  send fewer values in one request"
             );
             return Err(ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, "too_large", message));
@@ -111,34 +110,34 @@ impl BodyMemory {
         loop {
             let freed = self.budget.freed.notified();
             tokio::pin!(freed);
-            // From here on no change is missed.
+            // Enabled before the attempt, so that no release is missed.
             freed.as_mut().enable();
-            if self.budget.take(self.client, bytes) {
+            if self.budget.try_reserve(self.client, bytes) {
                 *self.bytes.lock().unwrap_or_else(PoisonError::into_inner) += bytes;
                 return Ok(());
             }
             if timeout_at(deadline, freed).await.is_err() {
                 return Err(ApiError::unavailable(
-                    "bodies of other requests take all memory that `http.body_memory_bytes_max` allows; try again",
+                    "memory for request bodies (`http.body_memory_bytes_max`) is exhausted; try again later",
                 ));
             }
         }
     }
 
-    /// The same client's memory for a part of the request, which is free again sooner.
-    pub(crate) fn for_a_part(&self) -> Arc<Self> {
-        self.budget.of_request(self.client)
+    /// A separate reservation of the same client, released earlier than that of the request.
+    pub(crate) fn for_part(&self) -> Arc<Self> {
+        self.budget.for_request(self.client)
     }
 }
 
 impl Drop for BodyMemory {
     fn drop(&mut self) {
         let bytes = *self.bytes.get_mut().unwrap_or_else(PoisonError::into_inner);
-        self.budget.give_back(self.client, bytes);
+        self.budget.release(self.client, bytes);
     }
 }
 
-/// The most memory that this JSON takes when it is decoded, its text not counted. Text that is no JSON has some estimate, too.
+/// Upper estimate of the memory that this JSON takes when decoded, its text excluded. Works on invalid JSON as well.
 pub(crate) fn decoded_bytes(json: &[u8]) -> u64 {
     let (mut objects, mut values, mut string_bytes) = (0_u64, 1_u64, 0_u64);
     let (mut is_in_string, mut is_escaped) = (false, false);
@@ -156,7 +155,7 @@ pub(crate) fn decoded_bytes(json: &[u8]) -> u64 {
         match byte {
             b'"' => is_in_string = true,
             b'{' => objects += 1,
-            // Each begins, or is followed by, a value.
+            // Each of these starts or precedes a value.
             b'[' | b',' | b':' => values += 1,
             _ => {}
         }
@@ -175,12 +174,12 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_request_waits_for_memory_and_is_refused_when_none_becomes_free() {
+    async fn a_request_waits_for_memory_and_is_rejected_if_none_is_released() {
         let budget = BodyBudget::new(100);
-        let (first, second) = (budget.of_request(client(1)), budget.of_request(client(2)));
+        let (first, second) = (budget.for_request(client(1)), budget.for_request(client(2)));
         first.reserve(50).await.unwrap();
         second.reserve(50).await.unwrap();
-        let third = budget.of_request(client(3));
+        let third = budget.for_request(client(3));
         let refused = third.reserve(1).await.unwrap_err();
         assert_eq!(
             (refused.status(), refused.code()),
@@ -197,25 +196,25 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn one_client_has_half_of_the_memory_at_most_over_all_its_requests() {
+    async fn one_client_can_reserve_at_most_half_of_the_budget() {
         let budget = BodyBudget::new(100);
-        let (first, second) = (budget.of_request(client(1)), budget.of_request(client(1)));
+        let (first, second) = (budget.for_request(client(1)), budget.for_request(client(1)));
         first.reserve(30).await.unwrap();
         assert!(second.reserve(30).await.is_err());
         let too_large = second.reserve(51).await.unwrap_err();
         assert_eq!(too_large.status(), StatusCode::PAYLOAD_TOO_LARGE);
-        budget.of_request(client(2)).reserve(50).await.unwrap();
+        budget.for_request(client(2)).reserve(50).await.unwrap();
         drop(first);
         second.reserve(50).await.unwrap();
     }
 
     #[test]
-    fn decoded_json_is_estimated_by_its_values_and_not_by_what_strings_hold() {
+    fn the_estimate_counts_values_and_ignores_string_contents() {
         let estimate = |json: &str| decoded_bytes(json.as_bytes());
         assert_eq!(estimate(r#""[{,:\"[{,""#), VALUE_BYTES + 10);
         assert!(estimate(&"{\"\":0},".repeat(100_000)) > 100_000 * OBJECT_BYTES);
         assert!(estimate(&"[],".repeat(100_000)) > 200_000 * VALUE_BYTES);
-        // What people send takes a few times its size.
+        // A typical body needs a few times its size.
         let usual = serde_json::json!({"title": "A parcel is late", "content": "x".repeat(1000)});
         let usual = usual.to_string();
         assert!(estimate(&usual) < 4 * usual.len() as u64, "{}", estimate(&usual));

@@ -1,7 +1,7 @@
-//! The one shape of every refusal: `{"error":{"code","message"}}`.
+//! The error response of all routes: `{"error":{"code","message"}}`.
 //!
-//! Upstream: every route and every layer. Promises: a code is a word for programs and never changes its meaning; a message is a
-//! sentence for people that says what to do, and tells nothing of our insides.
+//! Upstream: every route and middleware. Promises: a code is stable and meant for programs; a message says what to do
+//! and reveals no internals.
 
 use std::time::Duration;
 
@@ -12,16 +12,16 @@ use serde::Serialize;
 use tracing::{error, warn};
 use utoipa::ToSchema;
 
-/// How soon to come back when the database was away.
-const COME_BACK_AFTER: Duration = Duration::from_secs(2);
+/// `Retry-After` of an unavailable dependency.
+const RETRY_AFTER_DEFAULT: Duration = Duration::from_secs(2);
 
-/// What is said of an address that no route has.
-pub(crate) const NOTHING_HERE: &str = "there is nothing at this address";
+/// Message for a path without a route.
+pub(crate) const NOT_FOUND_MESSAGE: &str = "no such path";
 
-/// What SQLite and PostgreSQL say when there is no room.
+/// Messages of SQLite and PostgreSQL for a full disk.
 const DISK_FULL: [&str; 2] = ["disk is full", "No space left on device"];
 
-/// Why a request is refused.
+/// A failed request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct ApiError {
     status: StatusCode,
@@ -31,105 +31,106 @@ pub(crate) struct ApiError {
 }
 
 impl ApiError {
-    /// A refusal with this status, word and sentence.
+    /// An error with this status, code and message.
     pub(crate) fn new(status: StatusCode, code: &'static str, message: impl Into<String>) -> Self {
         Self { status, code, message: message.into(), header: None }
     }
 
-    /// 400: the request itself is wrong.
+    /// 400: the request is invalid.
     pub(crate) fn invalid(message: impl Into<String>) -> Self {
         Self::new(StatusCode::BAD_REQUEST, "invalid", message)
     }
 
-    /// 404: there is no such thing.
+    /// 404: the object does not exist.
     pub(crate) fn not_found(message: impl Into<String>) -> Self {
         Self::new(StatusCode::NOT_FOUND, "not_found", message)
     }
 
-    /// 503: come back after a while.
+    /// 503: retry later.
     pub(crate) fn unavailable(message: impl Into<String>) -> Self {
         Self::new(StatusCode::SERVICE_UNAVAILABLE, "unavailable", message)
-            .retry_after(COME_BACK_AFTER)
+            .retry_after(RETRY_AFTER_DEFAULT)
     }
 
-    /// 500: a mistake of ours; what it is stands in the log.
+    /// 500: a bug or an unexpected error; details are in the log.
     pub(crate) fn internal() -> Self {
-        let message = "something went wrong here; the log says what";
+        let message = "internal error; see the server log";
         Self::new(StatusCode::INTERNAL_SERVER_ERROR, "internal", message)
     }
 
-    /// What the streams did not do, other than by the caller's fault. The reason may name servers; it is for the log.
-    pub(crate) fn of_streams(problem: &dyn std::error::Error, is_transient: bool) -> Self {
+    /// An error of the stream backend that is not the caller's fault. Details go only to the log, because they may
+    /// name servers.
+    pub(crate) fn from_stream_error(problem: &dyn std::error::Error, is_transient: bool) -> Self {
         if is_transient {
-            warn!(error = %problem, "the streams did not answer a request");
-            return Self::unavailable("the streams do not answer; try again");
+            warn!(error = %problem, "stream backend did not answer a request");
+            return Self::unavailable("stream backend unavailable; try again later");
         }
-        error!(error = %problem, "a request failed");
+        error!(error = %problem, "request failed");
         Self::internal()
     }
 
-    /// What the streams had no room for.
-    pub(crate) fn streams_are_full(problem: &dyn std::error::Error) -> Self {
-        warn!(error = %problem, "the streams are full");
+    /// The stream backend has no space left.
+    pub(crate) fn streams_full(problem: &dyn std::error::Error) -> Self {
+        warn!(error = %problem, "stream backend is full");
         Self::unavailable(
-            "the streams are full: let topics keep less, or give Redis more memory (`maxmemory`) or its disk more room",
+            "stream backend is full: reduce topic retention, raise `maxmemory` of Redis, or free disk space",
         )
     }
 
-    /// Says when to come back, in whole seconds and at least one.
+    /// Sets `Retry-After` in whole seconds, at least 1.
     pub(crate) fn retry_after(self, after: Duration) -> Self {
         let seconds = after.as_millis().div_ceil(1000).max(1);
         let seconds = HeaderValue::from_str(&seconds.to_string()).expect("digits are a header");
         self.with_header(header::RETRY_AFTER, seconds)
     }
 
-    /// The same refusal, with one more thing to know.
+    /// Appends a detail to the message.
     pub(crate) fn and(mut self, more: &str) -> Self {
         self.message = format!("{}; {more}", self.message);
         self
     }
 
-    /// Adds a header to the answer.
+    /// Adds a header to the response.
     pub(crate) fn with_header(mut self, name: HeaderName, value: HeaderValue) -> Self {
         self.header = Some((name, value));
         self
     }
 
-    /// The status of the answer.
+    /// Status of the response.
     #[cfg(test)]
     pub(crate) fn status(&self) -> StatusCode {
         self.status
     }
 
-    /// The sentence for people.
+    /// The message.
     pub(crate) fn message(&self) -> &str {
         &self.message
     }
 
-    /// The word for programs.
+    /// The code.
     pub(crate) fn code(&self) -> &'static str {
         self.code
     }
 }
 
-/// How every refusal looks.
+/// Body of every error response.
 #[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct Refusal {
-    error: RefusalReason,
+pub(crate) struct ErrorResponse {
+    error: ErrorBody,
 }
 
-/// Why a request is refused.
+/// Code and message of an error.
 #[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct RefusalReason {
-    /// A word for programs, which never changes its meaning.
+pub(crate) struct ErrorBody {
+    /// Stable code for programs.
     code: &'static str,
-    /// A sentence for people.
+    /// Message for people.
     message: String,
 }
 
 impl IntoResponse for ApiError {
     fn into_response(self) -> Response {
-        let body = Refusal { error: RefusalReason { code: self.code, message: self.message } };
+        let body = ErrorResponse { error: ErrorBody { code: self.code, message: self.message } };
         let mut response = (self.status, axum::Json(body)).into_response();
         if let Some((name, value)) = self.header {
             response.headers_mut().insert(name, value);
@@ -144,22 +145,22 @@ impl From<IssueError> for ApiError {
             IssueError::Invalid { .. } => Self::invalid(problem.to_string()),
             IssueError::NotFound { .. } => Self::not_found(problem.to_string()),
             IssueError::UnknownIntegration { integration } => {
-                Self::not_found(format!("there is no integration `{integration}`"))
+                Self::not_found(format!("unknown integration `{integration}`"))
             }
             IssueError::DedupConflict { .. } => {
                 Self::new(StatusCode::CONFLICT, "conflict", problem.to_string())
             }
-            // The reason may name servers and tables; it is for the log.
+            // Details may name servers and tables, so they go only to the log.
             IssueError::Unavailable { .. } => {
-                warn!(error = %problem, "the database did not answer a request");
+                warn!(error = %problem, "database did not answer a request");
                 let text = problem.to_string();
                 if DISK_FULL.iter().any(|words| text.contains(words)) {
-                    return Self::unavailable("the disk of the database is full; make room on it");
+                    return Self::unavailable("database disk is full; free some space");
                 }
-                Self::unavailable("the database does not answer; try again")
+                Self::unavailable("database unavailable; try again later")
             }
             _ => {
-                error!(error = %problem, "a request failed");
+                error!(error = %problem, "request failed");
                 Self::internal()
             }
         }
@@ -171,13 +172,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_full_disk_is_told_from_a_database_that_is_away() {
-        let told = |problem: &str| {
+    fn a_full_disk_is_distinguished_from_an_unavailable_database() {
+        let message = |problem: &str| {
             let problem = problem.to_owned();
             ApiError::from(IssueError::Unavailable { problem, source: None }).message().to_owned()
         };
         let full = "committing: (code: 13) database or disk is full";
-        assert_eq!(told(full), "the disk of the database is full; make room on it");
-        assert_eq!(told("pool timed out"), "the database does not answer; try again");
+        assert_eq!(message(full), "database disk is full; free some space");
+        assert_eq!(message("pool timed out"), "database unavailable; try again later");
     }
 }

@@ -1,8 +1,10 @@
-//! HTTP: what all routes have in common.
+//! HTTP server and middleware shared by all routes.
 //!
-//! Flow of a request: `server` (connections, headers) -> `limits` (time, memory, measuring) -> `rate` (429) -> `access` (401, 403)
-//! -> a route, which reads its body with `body` (408, 413, 415, 400) -> `error`, the one shape of every refusal.
-//! Not here: the routes themselves; `router` puts them together.
+//! Flow of a request: `server.rs` (accept, headers; limited by `connections.rs`) -> `timeouts.rs` (timeout, body
+//! memory, metrics) -> `rate_limit.rs` (429) -> `auth.rs` (401, 403) -> `audit/` (log of changes) -> a route of
+//! `api/` or `inbound/`, which reads its parameters with `extract.rs` and its body with `body.rs` (408, 413, 415,
+//! 400), pages lists with `paging.rs` and runs long jobs in `background_jobs.rs` -> `error.rs`, the shape of every
+//! error. `router.rs` composes the routes, `openapi.rs` describes them.
 
 pub(crate) mod audit;
 pub(crate) mod auth;
@@ -19,9 +21,9 @@ pub(crate) mod router;
 mod server;
 pub(crate) mod timeouts;
 
-pub(crate) use crate::http::auth::Access;
-pub(crate) use crate::http::background_jobs::LongWork;
+pub(crate) use crate::http::auth::Authenticator;
+pub(crate) use crate::http::background_jobs::BackgroundJobs;
 pub(crate) use crate::http::body_memory::{BodyBudget, BodyMemory, decoded_bytes};
-pub(crate) use crate::http::error::{ApiError, NOTHING_HERE, Refusal};
-pub(crate) use crate::http::rate_limit::Rate;
-pub(crate) use crate::http::server::{Listening, Peer};
+pub(crate) use crate::http::error::{ApiError, ErrorResponse, NOT_FOUND_MESSAGE};
+pub(crate) use crate::http::rate_limit::RateLimiter;
+pub(crate) use crate::http::server::{BoundListener, Peer};

@@ -1,7 +1,7 @@
-//! What stands around the routes in `/openapi.json`: the title, who may ask, and the shape of every refusal.
+//! Completes the OpenAPI document: title, security scheme and the error response of every operation.
 //!
-//! Upstream: `router`, with what the handlers say of themselves. Downstream: programs that read the description.
-//! Promises: every operation says how it refuses; every path parameter is declared.
+//! Upstream: `router.rs`, with the descriptions of the handlers. Promises: every operation declares its error
+//! response.
 
 use utoipa::openapi::security::{HttpAuthScheme, HttpBuilder, SecurityRequirement, SecurityScheme};
 use utoipa::openapi::{
@@ -9,13 +9,13 @@ use utoipa::openapi::{
 };
 use utoipa::{PartialSchema, ToSchema};
 
-use crate::http::Refusal;
+use crate::http::ErrorResponse;
 
-/// The name of the scheme.
-const TOKEN: &str = "token";
+/// Name of the security scheme.
+const SECURITY_SCHEME: &str = "token";
 
-/// The whole description, as JSON.
-pub(crate) fn complete(mut described: OpenApi) -> String {
+/// The complete document as JSON.
+pub(crate) fn build_document(mut described: OpenApi) -> String {
     let mut info = Info::new("Headwater", env!("CARGO_PKG_VERSION"));
     info.description = Some(env!("CARGO_PKG_DESCRIPTION").to_owned());
     let mut license = License::new("MIT OR Apache-2.0");
@@ -24,14 +24,15 @@ pub(crate) fn complete(mut described: OpenApi) -> String {
     described.info = info;
     let components = described.components.get_or_insert_with(Components::new);
     let scheme = HttpBuilder::new().scheme(HttpAuthScheme::Bearer).description(Some(
-        "A [[token]] of the settings; without any, only this machine is served.",
+        "A `[[token]]` of the settings. Without configured tokens only loopback requests are served.",
     ));
-    components.add_security_scheme(TOKEN, SecurityScheme::Http(scheme.build()));
-    components.schemas.insert(Refusal::name().into_owned(), Refusal::schema());
+    components.add_security_scheme(SECURITY_SCHEME, SecurityScheme::Http(scheme.build()));
+    components.schemas.insert(ErrorResponse::name().into_owned(), ErrorResponse::schema());
     let mut schemas = Vec::new();
-    Refusal::schemas(&mut schemas);
+    ErrorResponse::schemas(&mut schemas);
     components.schemas.extend(schemas);
-    described.security = Some(vec![SecurityRequirement::new(TOKEN, Vec::<String>::new())]);
+    described.security =
+        Some(vec![SecurityRequirement::new(SECURITY_SCHEME, Vec::<String>::new())]);
     for item in described.paths.paths.values_mut() {
         let operations = [&mut item.get, &mut item.post, &mut item.put, &mut item.delete];
         for operation in operations.into_iter().flatten() {
@@ -40,21 +41,21 @@ pub(crate) fn complete(mut described: OpenApi) -> String {
                 let RefOr::T(response) = response else { continue };
                 let is_refusal = !status.starts_with('2') && response.content.is_empty();
                 if is_refusal {
-                    let words = std::mem::take(&mut response.description);
-                    *response = refusal(&words);
+                    let text = std::mem::take(&mut response.description);
+                    *response = error_response(&text);
                 } else if response.description.is_empty() {
-                    response.description = "What was asked for.".to_owned();
+                    response.description = "Success.".to_owned();
                 }
             }
-            responses.insert("default".to_owned(), RefOr::T(refusal("")));
+            responses.insert("default".to_owned(), RefOr::T(error_response("")));
         }
     }
     described.to_json().unwrap_or_else(|error| format!("{{\"error\":\"{error}\"}}"))
 }
 
-fn refusal(words: &str) -> Response {
-    let words = if words.is_empty() { "Why it was refused." } else { words };
-    let schema = Ref::from_schema_name(Refusal::name());
+fn error_response(text: &str) -> Response {
+    let text = if text.is_empty() { "Error." } else { text };
+    let schema = Ref::from_schema_name(ErrorResponse::name());
     let content = ContentBuilder::new().schema(Some(schema)).build();
-    ResponseBuilder::new().description(words).content("application/json", content).build()
+    ResponseBuilder::new().description(text).content("application/json", content).build()
 }

@@ -1,48 +1,48 @@
-//! Pages that are bounded in bytes as well as in rows: a row may hold a megabyte, and a page hundreds of rows.
+//! Pages that are limited in bytes as well as in rows: a single row may hold a megabyte.
 //!
-//! Upstream: routes that list what lies in the database. Promises: a page that is full in rows or bytes says that there may be
-//! more; it has at least one row if there is one; at most about twice [`PAGE_BYTES_MAX`] is in memory on the way.
+//! Upstream: routes that list database rows. Promises: a page that is full in rows or bytes returns a cursor; it has
+//! at least one row if there is one; at most about twice [`PAGE_BYTES_MAX`] is held in memory.
 
 use serde::Deserialize;
 use utoipa::IntoParams;
 
 use crate::http::ApiError;
 
-/// Bytes of a page, as they lie in the database. The last row may reach beyond.
+/// Maximum bytes of a page, as stored in the database. The last row may exceed it.
 pub(crate) const PAGE_BYTES_MAX: usize = 8 * 1024 * 1024;
 
-/// Rows that are read at first, when nobody knows how large they are.
-const READ_FIRST: usize = 8;
+/// Rows of the first read, while their size is unknown.
+const FIRST_READ_ROWS: usize = 8;
 
-/// Which page of a list.
+/// Page selection.
 #[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 pub(crate) struct PageQuery {
-    /// `next_cursor` of the page before.
+    /// `next_cursor` of the previous page.
     pub(crate) cursor: Option<String>,
-    /// At most this many; 50 by default, 500 at most.
+    /// Maximum number of rows: 50 by default, 500 at most.
     pub(crate) limit: Option<usize>,
 }
 
-/// How many rows a page may have, as somebody asked.
-pub(crate) fn limit(asked: Option<usize>, default: usize, max: usize) -> Result<usize, ApiError> {
-    let limit = asked.unwrap_or(default);
+/// Validates the requested number of rows.
+pub(crate) fn limit(requested: Option<usize>, default: usize, max: usize) -> Result<usize, ApiError> {
+    let limit = requested.unwrap_or(default);
     if (1..=max).contains(&limit) {
         return Ok(limit);
     }
     Err(ApiError::invalid(format!("`limit` must be from 1 to {max}")))
 }
 
-/// Reads rows until there are no more, or enough: `read` gives up to so many after an id, `measure` tells the id of a row and its
-/// bytes. Returns the rows, and the id of the last one if there may be more.
-pub(crate) async fn fill<T, I: Copy, E, R: Future<Output = Result<Vec<T>, E>>>(
+/// Reads rows until a limit is reached. `read` returns up to so many rows after an id, `measure` returns the id and
+/// the bytes of a row. Returns the rows, and the id of the last one if there may be more.
+pub(crate) async fn read_page<T, I: Copy, E, R: Future<Output = Result<Vec<T>, E>>>(
     limit: usize,
     measure: impl Fn(&T) -> (I, usize),
     read: impl Fn(Option<I>, usize) -> R,
 ) -> Result<(Vec<T>, Option<I>), E> {
     let (mut rows, mut bytes, mut last): (Vec<T>, usize, Option<I>) = (Vec::new(), 0, None);
-    let mut count = READ_FIRST.min(limit);
+    let mut count = FIRST_READ_ROWS.min(limit);
     loop {
         let found = read(last, count).await?;
         let is_last = found.len() < count;
@@ -57,7 +57,7 @@ pub(crate) async fn fill<T, I: Copy, E, R: Future<Output = Result<Vec<T>, E>>>(
         if is_last || rows.len() >= limit {
             return Ok((rows, last.filter(|_| !is_last)));
         }
-        // As many as will fit if the rest is like these.
+        // As many rows as fit if the rest has the same average size.
         let fit = (PAGE_BYTES_MAX - bytes) / (bytes / rows.len()).max(1) + 1;
         count = fit.min(limit - rows.len());
     }
@@ -69,7 +69,8 @@ mod tests {
 
     use super::*;
 
-    /// Rows 1 to `there`, each of so many bytes; returns the page, whether it is full, and what was read at once.
+    /// Reads a page from rows 1 to `there` of `bytes` each. Returns the rows, whether there may be more, and the read
+    /// sizes.
     async fn page(there: usize, bytes: usize, limit: usize) -> (Vec<usize>, bool, Vec<usize>) {
         let reads = RefCell::new(Vec::new());
         let read = |last: Option<usize>, count: usize| {
@@ -77,19 +78,23 @@ mod tests {
             let from = last.unwrap_or(0) + 1;
             std::future::ready(Ok::<_, ()>((from..=there).take(count).collect()))
         };
-        let (rows, next) = fill(limit, |row| (*row, bytes), read).await.unwrap();
+        let (rows, next) = read_page(limit, |row| (*row, bytes), read).await.unwrap();
         assert!(next.is_none() || next.as_ref() == rows.last());
         (rows, next.is_some(), reads.into_inner())
     }
 
     #[tokio::test]
-    async fn a_page_ends_with_the_rows_with_the_limit_or_with_the_bytes() {
+    async fn a_page_ends_at_the_last_row_the_row_limit_or_the_byte_limit() {
         let (rows, is_full, reads) = page(20, 100, 500).await;
         assert_eq!((rows, is_full, reads.len()), ((1..=20).collect(), false, 2));
         let (rows, is_full, _) = page(600, 100, 500).await;
         assert_eq!((rows, is_full), ((1..=500).collect(), true));
         let (rows, is_full, _) = page(500, 100, 500).await;
-        assert_eq!((rows.len(), is_full), (500, true), "nobody knows that it is the last one");
+        assert_eq!(
+            (rows.len(), is_full),
+            (500, true),
+            "a full page cannot know that it is the last"
+        );
         assert!(!page(0, 100, 500).await.1);
 
         let megabyte = 1024 * 1024;
@@ -97,11 +102,11 @@ mod tests {
         assert_eq!((rows.len(), is_full), (PAGE_BYTES_MAX / megabyte, true));
         assert!(reads.iter().all(|count| *count <= 8), "{reads:?}");
         let (rows, is_full, _) = page(600, 100 * megabyte, 500).await;
-        assert_eq!((rows, is_full), (vec![1], true), "one that is larger than a page comes alone");
+        assert_eq!((rows, is_full), (vec![1], true), "a row larger than a page comes alone");
     }
 
     #[tokio::test]
-    async fn what_is_read_at_once_follows_what_was_read_before() {
+    async fn the_read_size_adapts_to_the_row_size() {
         let (_, _, reads) = page(10_000, 64 * 1024, 500).await;
         let most = PAGE_BYTES_MAX / (64 * 1024) + 1;
         assert!(reads.iter().all(|count| *count <= most) && reads.len() <= 3, "{reads:?}");

@@ -1,7 +1,7 @@
-//! How often one client may ask: a bucket per client that fills with time.
+//! Rate limit per client: a token bucket for each.
 //!
-//! Upstream: `limits`. Downstream: `access`. Promises: one client never uses up what another may; memory is bounded, however
-//! many addresses ask. Not here: who a client is behind a proxy is a setting (`http.forwarded`).
+//! Upstream: `timeouts.rs`. Downstream: `auth.rs`. Promises: a client cannot use up the limit of another; memory is
+//! bounded. `http.forwarded` decides how a client is identified behind a proxy.
 
 use std::collections::HashMap;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
@@ -14,15 +14,15 @@ use axum::middleware::Next;
 use axum::response::Response;
 use tokio::time::Instant;
 
-use crate::config::Http;
+use crate::config::HttpSettings;
 use crate::http::{ApiError, Peer};
 use crate::server::app_state::App;
 
-/// Clients that are remembered at once.
+/// Maximum number of tracked clients.
 const CLIENTS_MAX: usize = 10_000;
 
-/// Buckets of all clients.
-pub(crate) struct Rate {
+/// Token buckets of all clients.
+pub(crate) struct RateLimiter {
     buckets: Mutex<HashMap<IpAddr, Bucket>>,
     per_second: f64,
     burst: f64,
@@ -31,14 +31,14 @@ pub(crate) struct Rate {
 
 #[derive(Clone, Copy)]
 struct Bucket {
-    /// How many requests are left, at `at`.
+    /// Requests left at the time `at`.
     left: f64,
     at: Instant,
 }
 
-impl Rate {
-    /// Limits as the settings say.
-    pub(crate) fn new(settings: &Http) -> Self {
+impl RateLimiter {
+    /// Limits from the settings.
+    pub(crate) fn new(settings: &HttpSettings) -> Self {
         Self {
             buckets: Mutex::default(),
             per_second: f64::from(settings.rate_per_second),
@@ -47,14 +47,14 @@ impl Rate {
         }
     }
 
-    /// Takes one request of a client, or says how long to wait for the next.
+    /// Takes one request of a client, or returns the time until the next is allowed.
     fn take(&self, client: IpAddr, now: Instant) -> Result<(), Duration> {
         let mut buckets = self.buckets.lock().unwrap_or_else(PoisonError::into_inner);
         if buckets.len() >= CLIENTS_MAX && !buckets.contains_key(&client) {
-            self.forget(&mut buckets, now);
+            self.evict(&mut buckets, now);
         }
         let bucket = buckets.entry(client).or_insert(Bucket { left: self.burst, at: now });
-        bucket.left = self.filled(bucket, now);
+        bucket.left = self.refilled(bucket, now);
         bucket.at = now;
         if bucket.left < 1.0 {
             return Err(Duration::from_secs_f64((1.0 - bucket.left) / self.per_second));
@@ -63,41 +63,41 @@ impl Rate {
         Ok(())
     }
 
-    fn filled(&self, bucket: &Bucket, now: Instant) -> f64 {
+    fn refilled(&self, bucket: &Bucket, now: Instant) -> f64 {
         let since = now.saturating_duration_since(bucket.at).as_secs_f64();
         (bucket.left + since * self.per_second).min(self.burst)
     }
 
-    /// A full bucket says nothing that a new one would not. If there are too many others, half of them go, the fullest
-    /// first: who is at his limit stays at it.
-    fn forget(&self, buckets: &mut HashMap<IpAddr, Bucket>, now: Instant) {
-        buckets.retain(|_, bucket| self.filled(bucket, now) < self.burst);
+    /// Removes full buckets, which equal new ones. If too many remain, removes the fuller half: clients at their
+    /// limit stay limited.
+    fn evict(&self, buckets: &mut HashMap<IpAddr, Bucket>, now: Instant) {
+        buckets.retain(|_, bucket| self.refilled(bucket, now) < self.burst);
         if buckets.len() < CLIENTS_MAX {
             return;
         }
         let mut all: Vec<_> =
-            buckets.iter().map(|(client, bucket)| (self.filled(bucket, now), *client)).collect();
+            buckets.iter().map(|(client, bucket)| (self.refilled(bucket, now), *client)).collect();
         all.sort_by(|one, other| other.0.total_cmp(&one.0));
         for (_, client) in &all[..all.len() / 2] {
             buckets.remove(client);
         }
     }
 
-    /// Whose request it is: the address of the peer, or with `http.forwarded` that which the proxy tells.
+    /// The client of a request: the peer address, or with `http.forwarded` the one reported by the proxy.
     pub(super) fn client(&self, request: &Request) -> IpAddr {
         let peer = request.extensions().get::<Peer>().map(|peer| peer.0.ip());
         let forwarded = request.headers().get_all("x-forwarded-for").iter().next_back();
         let forwarded = forwarded.filter(|_| self.is_forwarded);
-        // The last one is what our own proxy saw; those before it are what the client says.
+        // The last entry was added by our own proxy; earlier ones come from the client.
         let forwarded = forwarded
             .and_then(|value| value.to_str().ok())
             .and_then(|value| value.rsplit(',').next()?.trim().parse::<IpAddr>().ok());
-        forwarded.or(peer).map_or(Ipv4Addr::UNSPECIFIED.into(), network)
+        forwarded.or(peer).map_or(Ipv4Addr::UNSPECIFIED.into(), client_network)
     }
 }
 
-/// What counts as one client: an address, or the network of an IPv6 address, of which one client has very many.
-pub(super) fn network(address: IpAddr) -> IpAddr {
+/// What counts as one client: an IPv4 address, or the /64 network of an IPv6 address.
+pub(super) fn client_network(address: IpAddr) -> IpAddr {
     match address.to_canonical() {
         IpAddr::V6(address) => {
             let [a, b, c, d, ..] = address.segments();
@@ -107,21 +107,21 @@ pub(super) fn network(address: IpAddr) -> IpAddr {
     }
 }
 
-/// A layer: refuses those who ask too often.
-pub(crate) async fn limit(
+/// Middleware: rejects requests above the limit with 429.
+pub(crate) async fn apply(
     State(app): State<App>,
     request: Request,
     next: Next,
 ) -> Result<Response, ApiError> {
-    // Whoever is asked whether it lives must not be taken for dead because it is asked often.
+    // Liveness probes are never limited, or the process would be taken for dead.
     if request.uri().path() == "/health/live" {
         return Ok(next.run(request).await);
     }
-    let client = app.rate.client(&request);
-    match app.rate.take(client, Instant::now()) {
+    let client = app.rate_limiter.client(&request);
+    match app.rate_limiter.take(client, Instant::now()) {
         Ok(()) => Ok(next.run(request).await),
         Err(wait) => {
-            let message = "too many requests; come back later";
+            let message = "too many requests; try again later";
             let refusal =
                 ApiError::new(StatusCode::TOO_MANY_REQUESTS, "too_many_requests", message);
             Err(refusal.retry_after(wait))
@@ -133,8 +133,8 @@ pub(crate) async fn limit(
 mod tests {
     use super::*;
 
-    fn rate(per_second: u32, burst: u32) -> Rate {
-        Rate {
+    fn rate(per_second: u32, burst: u32) -> RateLimiter {
+        RateLimiter {
             buckets: Mutex::default(),
             per_second: f64::from(per_second),
             burst: f64::from(burst),
@@ -147,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn a_burst_is_let_through_then_the_rate_holds_and_others_are_not_touched() {
+    fn a_burst_is_allowed_then_the_rate_applies_per_client() {
         let rate = rate(10, 3);
         let now = Instant::now();
         for _ in 0..3 {
@@ -158,13 +158,13 @@ mod tests {
         assert_eq!(rate.take(address(2), now), Ok(()));
         assert_eq!(rate.take(address(1), now + wait), Ok(()));
         assert!(rate.take(address(1), now + wait).is_err());
-        // However long one waits, it is one burst.
+        // A longer pause does not accumulate more than one burst.
         let later = now + Duration::from_secs(3600);
         assert_eq!((0..10).filter(|_| rate.take(address(1), later).is_ok()).count(), 3);
     }
 
     #[test]
-    fn memory_is_bounded_and_who_is_at_his_limit_stays_at_it() {
+    fn memory_is_bounded_and_limited_clients_stay_limited() {
         let rate = rate(1, 2);
         let now = Instant::now();
         while rate.take(address(0), now).is_ok() {}
@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn an_ipv6_client_has_one_bucket_for_its_network_and_a_proxy_tells_the_last_address() {
+    fn an_ipv6_network_is_one_client_and_the_last_forwarded_address_counts() {
         let request = |forwarded: &str| {
             Request::builder()
                 .header("x-forwarded-for", forwarded)

@@ -1,9 +1,9 @@
-//! Connections: accepts them, limits them, and lets them end in good order.
+//! Accepts and serves connections, and closes them gracefully at shutdown.
 //!
-//! Upstream: `run` binds the address early, so that a port in use is told at once. Downstream: the router.
-//! Promises: connections are accepted at once and limited by `connections`; a client that does not send complete headers within
-//! `http.read_timeout`, counted from the accept or the last answer, or sends too many of them, is cut off; after the stop
-//! no new request is taken, and what is under way has until the deadline.
+//! Upstream: `server/run.rs` binds the address early, so that a port in use is reported at once. Downstream: the
+//! router. Promises: `connections.rs` limits connections; a client that does not send complete headers within
+//! `http.read_timeout`, counted from the accept or the previous response, or that sends too many, is disconnected;
+//! after shutdown is triggered no new request is accepted, and requests in progress have until the deadline.
 
 use std::convert::Infallible;
 use std::io::ErrorKind;
@@ -29,50 +29,54 @@ use tokio::time::{Instant, sleep, timeout_at};
 use tower::ServiceExt;
 use tracing::{debug, info, warn};
 
-use crate::config::Http;
-use crate::exit::Failure;
+use crate::config::HttpSettings;
+use crate::exit::CliError;
 use crate::http::ApiError;
-use crate::http::connections::{Class, Connections, InProgress, Permit, RESERVED_MAX};
-use crate::http::rate_limit::network;
-use crate::server::shutdown::Stopping;
+use crate::http::connections::{
+    ConnectionClass, ConnectionLimiter, ConnectionPermit, RESERVED_MAX, RequestInProgress,
+};
+use crate::http::rate_limit::client_network;
+use crate::server::shutdown::ShutdownSignal;
 
-/// How long to wait when the system has no connection to give, for example because too many files are open.
-const ACCEPT_AGAIN_AFTER: Duration = Duration::from_millis(100);
+/// Pause after a failed accept, for example when too many files are open.
+const ACCEPT_RETRY_PAUSE: Duration = Duration::from_millis(100);
 
-/// Headers of one request.
+/// Maximum headers of a request.
 const HEADERS_MAX: usize = 100;
 
-/// Bytes that are read ahead from one connection, unless `http.header_bytes_max` is more.
+/// Read buffer of a connection, unless `http.header_bytes_max` is larger.
 const BUFFER_BYTES_MAX: usize = 64 * 1024;
 
-/// How long a connection beyond the limits may take to send its headers.
+/// Header timeout of reserved connections.
 const RESERVED_READ_MAX: Duration = Duration::from_secs(2);
 
-/// Files that are open beside connections: databases, streams, logs.
+/// Open files other than connections: databases, streams, logs.
 const OTHER_FILES: u64 = 512;
 
-/// Who is at the other end of a connection.
+/// Address of the peer of a connection.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Peer(pub(crate) SocketAddr);
 
-/// An address that is ours.
+/// A bound listen address.
 #[derive(Debug)]
-pub(crate) struct Listening {
+pub(crate) struct BoundListener {
     listener: TcpListener,
-    /// With the port that the system chose, if the setting said 0.
+    /// The actual address, with the port chosen by the system for port 0.
     pub(crate) address: SocketAddr,
 }
 
-impl Listening {
-    /// Takes the address.
-    pub(crate) async fn bind(setting: &str, address: SocketAddr) -> Result<Self, Failure> {
+impl BoundListener {
+    /// Binds the address.
+    pub(crate) async fn bind(setting: &str, address: SocketAddr) -> Result<Self, CliError> {
         let problem = |error: std::io::Error| {
             let advice = match error.kind() {
-                ErrorKind::AddrInUse => "stop the program that does, or set",
-                ErrorKind::PermissionDenied => "ports below 1024 need rights; get them, or set",
+                ErrorKind::AddrInUse => "stop the other program, or set",
+                ErrorKind::PermissionDenied => {
+                    "ports below 1024 require privileges; grant them, or set"
+                }
                 _ => "set",
             };
-            Failure::new(format!(
+            CliError::new(format!(
                 "cannot listen on {address}: {error}; {advice} `{setting}` to another address"
             ))
         };
@@ -81,27 +85,27 @@ impl Listening {
         Ok(Self { listener, address })
     }
 
-    /// Serves until the stop, and then until the connections have ended, or for `drain`.
+    /// Serves until shutdown, then drains connections for at most `drain`.
     pub(crate) async fn serve(
         self,
         router: Router,
-        settings: Http,
+        settings: HttpSettings,
         drain: Duration,
-        stopping: Stopping,
+        shutdown: ShutdownSignal,
     ) {
         info!(address = %self.address, "listening");
         raise_file_limit(&settings);
-        let open = Connections::new(&settings);
+        let open = ConnectionLimiter::new(&settings);
         let mut connections = JoinSet::new();
         loop {
             while connections.try_join_next().is_some() {}
             let accepted = tokio::select! {
-                () = stopping.begun() => break,
+                () = shutdown.wait() => break,
                 accepted = self.listener.accept() => accepted,
             };
             match accepted {
                 Ok((stream, peer)) => {
-                    let Some(permit) = open.admit(network(peer.ip()), Instant::now()) else {
+                    let Some(permit) = open.admit(client_network(peer.ip()), Instant::now()) else {
                         continue;
                     };
                     connections.spawn(serve_connection(
@@ -110,23 +114,26 @@ impl Listening {
                         permit,
                         router.clone(),
                         settings.clone(),
-                        stopping.clone(),
+                        shutdown.clone(),
                     ));
                 }
                 Err(error) => {
-                    warn!(%error, "a connection was not accepted");
+                    warn!(%error, "failed to accept a connection");
                     if is_out_of_resources(&error) {
                         open.close_one();
                     }
-                    sleep(ACCEPT_AGAIN_AFTER).await;
+                    sleep(ACCEPT_RETRY_PAUSE).await;
                 }
             }
         }
-        // Nobody can connect from here on.
+        // No new connections from here on.
         drop(self.listener);
         let ending = async { while connections.join_next().await.is_some() {} };
         if timeout_at(Instant::now() + drain, ending).await.is_err() {
-            warn!(count = connections.len(), "connections did not end, they are cut off");
+            warn!(
+                count = connections.len(),
+                "connections did not end before the deadline, closing them"
+            );
         }
     }
 }
@@ -134,12 +141,12 @@ impl Listening {
 async fn serve_connection(
     stream: TcpStream,
     peer: SocketAddr,
-    permit: Permit,
+    permit: ConnectionPermit,
     router: Router,
-    settings: Http,
-    stopping: Stopping,
+    settings: HttpSettings,
+    shutdown: ShutdownSignal,
 ) {
-    // Answers are small and complete.
+    // Responses are small and complete.
     let _ = stream.set_nodelay(true);
     let service = service_fn(|mut request: Request<Incoming>| {
         request.extensions_mut().insert(Peer(peer));
@@ -151,10 +158,12 @@ async fn serve_connection(
                 true => router.oneshot(request.map(Body::new)).await?,
                 false => too_many_connections(),
             };
-            Ok::<_, Infallible>(response.map(|body| Answer { body, _in_progress: in_progress }))
+            Ok::<_, Infallible>(
+                response.map(|body| TrackedBody { body, _in_progress: in_progress }),
+            )
         }
     });
-    let is_full = permit.class == Class::Full;
+    let is_full = permit.class == ConnectionClass::Full;
     let read_timeout = settings.read_timeout;
     let connection = http1::Builder::new()
         .timer(TokioTimer::new())
@@ -170,26 +179,26 @@ async fn serve_connection(
         .serve_connection(TokioIo::new(stream), service);
     tokio::pin!(connection);
     let ended = tokio::select! {
-        // First, so that no request begins on a connection that is given up.
+        // First, so that no request starts on a connection that is being closed.
         biased;
         () = permit.closed() => {
-            debug!(%peer, "an idle connection was closed for another one");
+            debug!(%peer, "idle connection closed for another one");
             return;
         }
         ended = connection.as_mut() => ended,
-        () = stopping.begun() => {
+        () = shutdown.wait() => {
             connection.as_mut().graceful_shutdown();
             connection.await
         }
     };
     if let Err(error) = ended {
-        debug!(%error, "a connection ended");
+        debug!(%error, "connection ended with an error");
     }
 }
 
-/// The answer on a connection beyond the limits.
+/// The response on a connection above the limits.
 fn too_many_connections() -> Response<Body> {
-    let message = "too many connections are open here, or from this address; try again";
+    let message = "too many open connections, in total or from this address; try again later";
     let refusal = ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "too_many_connections", message);
     let refusal = refusal.retry_after(Duration::from_secs(1));
     let mut response = refusal.into_response();
@@ -197,13 +206,13 @@ fn too_many_connections() -> Response<Body> {
     response
 }
 
-/// The body of an answer; its request is in progress until it is sent.
-struct Answer {
+/// A response body; its request counts as in progress until the body is sent.
+struct TrackedBody {
     body: Body,
-    _in_progress: Option<InProgress>,
+    _in_progress: Option<RequestInProgress>,
 }
 
-impl hyper::body::Body for Answer {
+impl hyper::body::Body for TrackedBody {
     type Data = Bytes;
     type Error = axum::Error;
 
@@ -223,8 +232,8 @@ impl hyper::body::Body for Answer {
     }
 }
 
-/// Lets this process open as many files as its connections need, as far as the system allows.
-fn raise_file_limit(settings: &Http) {
+/// Raises the file limit of the process to what its connections need, as far as the system allows.
+fn raise_file_limit(settings: &HttpSettings) {
     let wanted = settings.connections_max as u64 + RESERVED_MAX as u64 + OTHER_FILES;
     let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
     if current.is_none_or(|current| current >= wanted) {
@@ -236,12 +245,12 @@ fn raise_file_limit(settings: &Http) {
         warn!(
             limit = maximum,
             wanted,
-            "the limit of open files is low for `http.connections_max`; raise it (ulimit -n) or lower the setting"
+            "open file limit is too low for `http.connections_max`; raise it (ulimit -n) or lower the setting"
         );
     }
 }
 
-/// Whether the process or the system has no file or memory left for a connection.
+/// Whether the process or the system is out of file descriptors or memory.
 fn is_out_of_resources(error: &std::io::Error) -> bool {
     let code = error.raw_os_error().map(Errno::from_raw_os_error);
     code.is_some_and(|code| {

@@ -96,7 +96,7 @@ async fn success(response: Response) -> Result<Response, DeliverError> {
         return Ok(response);
     }
     let (may_pass, pause) = (may_pass(&response), pause(response.headers(), SystemTime::now()));
-    let said = http_client::read_beginning(response, ERROR_BODY_BYTES_MAX).await;
+    let said = http_client::read_prefix(response, ERROR_BODY_BYTES_MAX).await;
     let said = text::one_line(&String::from_utf8_lossy(&said), 300);
     let is_forbidden = matches!(status, StatusCode::FORBIDDEN | StatusCode::TOO_MANY_REQUESTS);
     let is_secondary = is_forbidden && said.to_ascii_lowercase().contains("secondary rate limit");

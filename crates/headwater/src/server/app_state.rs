@@ -1,7 +1,7 @@
-//! What the routes share: one struct, built by `run`, cheap to clone.
+//! State shared by all routes: one struct behind an `Arc`.
 //!
-//! Upstream: `run` fills it. Downstream: every route takes it as its state.
-//! Promises: nothing in it changes but by its own methods. Each module adds the parts that its routes need.
+//! Upstream: `run.rs` builds it; `cli/in_process.rs` builds it for commands without a server. Downstream: every
+//! route.
 
 use std::sync::Arc;
 
@@ -10,52 +10,52 @@ use headwater_issue::{Inbox, Nudger, Store};
 use headwater_stream::Backend;
 use metrics_exporter_prometheus::PrometheusHandle;
 
-use crate::api::tickets_sse::Listeners;
+use crate::api::tickets_sse::SseListeners;
 use crate::config::Settings;
-use crate::http::audit::Audit;
-use crate::http::{Access, BodyBudget, LongWork, Rate};
-use crate::server::db_availability::DatabaseWatch;
-use crate::server::health::Health;
-use crate::server::shutdown::Stopping;
+use crate::http::audit::AuditLog;
+use crate::http::{Authenticator, BackgroundJobs, BodyBudget, RateLimiter};
+use crate::server::db_availability::DatabaseMonitor;
+use crate::server::health::ProcessHealth;
+use crate::server::shutdown::ShutdownSignal;
 use crate::tickets::Tickets;
 
-/// What the routes share.
-pub(crate) struct Shared {
+/// State shared by all routes.
+pub(crate) struct AppState {
     /// The settings.
     pub(crate) settings: Settings,
-    /// The truth.
+    /// The database: issues, events, outbox.
     pub(crate) store: Arc<dyn Store>,
-    /// Whether it is away.
-    pub(crate) database: DatabaseWatch,
-    /// The streams.
+    /// Reports when the database is unavailable.
+    pub(crate) database: DatabaseMonitor,
+    /// The stream backend.
     pub(crate) streams: Arc<dyn Backend>,
-    /// Sends nudges.
+    /// Sends nudges to workers.
     pub(crate) nudger: Nudger,
-    /// Where events come in.
+    /// Records incoming events.
     pub(crate) inbox: Inbox,
-    /// How things stand.
-    pub(crate) health: Health,
-    /// Who may do what.
-    pub(crate) access: Access,
-    /// Who asks too often.
-    pub(crate) rate: Rate,
-    /// Memory for the bodies of all requests.
+    /// Health of this process.
+    pub(crate) health: ProcessHealth,
+    /// Maps tokens to principals.
+    pub(crate) authenticator: Authenticator,
+    /// Request rate limits per client.
+    pub(crate) rate_limiter: RateLimiter,
+    /// Memory budget for the request bodies of all clients.
     pub(crate) body_budget: Arc<BodyBudget>,
-    /// Who changed what.
-    pub(crate) audit: Arc<Audit>,
+    /// The audit log.
+    pub(crate) audit: Arc<AuditLog>,
     /// Renders `/metrics`.
     pub(crate) metrics: PrometheusHandle,
-    /// Streams of events end when it begins.
-    pub(crate) stopping: Stopping,
+    /// Ends event streams on shutdown.
+    pub(crate) shutdown: ShutdownSignal,
     /// Tickets.
     pub(crate) tickets: Tickets,
-    /// What model runs did, step by step.
+    /// Sessions of model runs.
     pub(crate) sessions: Arc<Sessions>,
-    /// Imports and forks under way.
-    pub(crate) long_work: LongWork,
-    /// Who listens to tickets.
-    pub(crate) listeners: Listeners,
+    /// Imports and forks in progress.
+    pub(crate) background_jobs: BackgroundJobs,
+    /// Open event streams of tickets.
+    pub(crate) listeners: SseListeners,
 }
 
-/// The state of every router.
-pub(crate) type App = Arc<Shared>;
+/// The state type of every router.
+pub(crate) type App = Arc<AppState>;

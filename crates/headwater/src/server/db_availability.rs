@@ -1,11 +1,12 @@
-//! Whether anybody listens where the database should be, so that who needs it is told soon.
+//! Detects that PostgreSQL is down, so that requests that need it fail fast.
 //!
-//! Upstream: `http::limits` tells of requests that take long, and asks. Downstream: connections of its own to Postgres, since a
-//! pool goes on trying for as long as a call may take, and does not tell busy from away.
-//! Promises: nobody is turned away for a hiccup: only when for [`PATIENCE`] every try to connect was refused, and until the
-//! first that succeeds. A server that is slow, full or silent is waited for as before. SQLite is never away.
-//! Why it loses and doubles nothing: a request that is turned away is dropped as one that took too long is; what it had begun
-//! is rolled back, or is known by its id when it comes again.
+//! Upstream: `http/timeouts.rs` reports slow requests and waits for the result. Downstream: its own connections to
+//! PostgreSQL, because the pool retries until a call's deadline and does not distinguish a busy server from one that
+//! is down.
+//! Promises: the database counts as unavailable only after every connection attempt within [`UNAVAILABLE_AFTER`] was
+//! refused, and until the first one succeeds. A slow, full or silent server is waited for as usual. SQLite is never
+//! unavailable. A rejected request loses and duplicates nothing: it is dropped like one that timed out; its
+//! transaction is rolled back, or a retry is recognised by its id.
 
 use std::io::ErrorKind;
 use std::sync::Arc;
@@ -20,89 +21,92 @@ use tokio::sync::{Notify, watch};
 use tokio::time::{Instant, sleep, timeout};
 use tracing::{info, warn};
 
-/// A request that takes longer than this is worth a look at the database. Also the time that every request has.
-const SUSPECT_AFTER: Duration = Duration::from_millis(250);
+/// A request that takes longer than this triggers a probe. It is also the minimum time every request gets.
+const SLOW_REQUEST: Duration = Duration::from_millis(250);
 
-/// For so long nobody must listen: longer than a quick restart of Postgres takes.
-const PATIENCE: Duration = Duration::from_millis(1500);
+/// How long connections must be refused. Longer than a quick restart of PostgreSQL.
+const UNAVAILABLE_AFTER: Duration = Duration::from_millis(1500);
 
-/// Between two tries to connect, while nobody listens, and after all was well.
-const TRY_EVERY: Duration = Duration::from_millis(250);
-const WELL_FOR: Duration = Duration::from_secs(1);
+/// Interval between attempts while connections are refused, and pause after a successful one.
+const RETRY_INTERVAL: Duration = Duration::from_millis(250);
+const PAUSE_AFTER_SUCCESS: Duration = Duration::from_secs(1);
 
-/// How long one try may take.
-const TRY_MAX: Duration = Duration::from_secs(2);
+/// Timeout of one connection attempt.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// SQLSTATE of a server that is starting, stopping or recovering.
 const CANNOT_CONNECT_NOW: &str = "57P03";
 
-/// What is known of the database. Clones know the same.
+/// Availability of the database. Clones share one state.
 #[derive(Clone, Debug)]
-pub(crate) struct DatabaseWatch {
-    is_away: Arc<watch::Sender<bool>>,
-    suspicion: Arc<Notify>,
+pub(crate) struct DatabaseMonitor {
+    is_unavailable: Arc<watch::Sender<bool>>,
+    probe_requested: Arc<Notify>,
 }
 
-impl Default for DatabaseWatch {
+impl Default for DatabaseMonitor {
     fn default() -> Self {
-        Self { is_away: Arc::new(watch::Sender::new(false)), suspicion: Arc::default() }
+        Self {
+            is_unavailable: Arc::new(watch::Sender::new(false)),
+            probe_requested: Arc::default(),
+        }
     }
 }
 
-impl DatabaseWatch {
-    /// Returns when nobody listens, but not at once: what is quick is done by then. Cancel-safe.
-    pub(crate) async fn away(&self) {
-        sleep(SUSPECT_AFTER).await;
-        self.suspicion.notify_one();
-        // An error means that all senders are gone; we hold one.
-        let _ = self.is_away.subscribe().wait_for(|is_away| *is_away).await;
+impl DatabaseMonitor {
+    /// Waits until the database is unavailable, for at least [`SLOW_REQUEST`]. Cancel-safe.
+    pub(crate) async fn wait_unavailable(&self) {
+        sleep(SLOW_REQUEST).await;
+        self.probe_requested.notify_one();
+        // `wait_for` fails only when all senders are dropped, and `self` holds one.
+        let _ = self.is_unavailable.subscribe().wait_for(|is_unavailable| *is_unavailable).await;
     }
 
-    /// Looks whenever a request takes long, as long as it is not dropped.
+    /// Probes the database whenever a request is slow. Runs until it is dropped.
     pub(crate) async fn run(self, database_url: SecretString) {
         let url = database_url.expose_secret();
-        // The store has read the same URL: where it is not one of PostgreSQL, there is no server to look at.
+        // The store has validated the URL; there is a server to probe only for PostgreSQL.
         let options = url.starts_with("postgres").then(|| url.parse::<PgConnectOptions>().ok());
         let Some(options) = options.flatten() else { return std::future::pending().await };
         let options = Arc::new(options);
-        self.look(move || is_refused(Arc::clone(&options)).boxed()).await;
+        self.monitor(move || is_refused(Arc::clone(&options)).boxed()).await;
     }
 
-    async fn look(&self, is_refused: impl Fn() -> BoxFuture<'static, bool>) {
+    async fn monitor(&self, is_refused: impl Fn() -> BoxFuture<'static, bool>) {
         loop {
-            self.suspicion.notified().await;
+            self.probe_requested.notified().await;
             let began = Instant::now();
             while is_refused().await {
-                if began.elapsed() >= PATIENCE && !self.is_away.send_replace(true) {
+                if began.elapsed() >= UNAVAILABLE_AFTER && !self.is_unavailable.send_replace(true) {
                     warn!(
-                        "nobody listens where the database should be, requests are refused until somebody does"
+                        "database refuses connections; requests that need it fail until it is back"
                     );
                 }
-                sleep(TRY_EVERY).await;
+                sleep(RETRY_INTERVAL).await;
             }
-            if self.is_away.send_replace(false) {
-                info!("the database is back");
+            if self.is_unavailable.send_replace(false) {
+                info!("database is available again");
             }
-            sleep(WELL_FOR).await;
+            sleep(PAUSE_AFTER_SUCCESS).await;
         }
     }
 }
 
-/// Tries to connect.
+/// Whether a connection attempt is refused.
 async fn is_refused(options: Arc<PgConnectOptions>) -> bool {
-    match timeout(TRY_MAX, PgConnection::connect_with(&options)).await {
+    match timeout(CONNECT_TIMEOUT, PgConnection::connect_with(&options)).await {
         Ok(Ok(connection)) => {
-            // Whoever is gone by now was there a moment ago.
-            let _ = timeout(TRY_MAX, connection.close()).await;
+            // The result of closing does not matter: the server accepted the connection.
+            let _ = timeout(CONNECT_TIMEOUT, connection.close()).await;
             false
         }
-        Ok(Err(error)) => is_nobody_there(&error),
+        Ok(Err(error)) => is_server_down(&error),
         Err(_) => false,
     }
 }
 
-/// Whether nobody serves at this address. Everything else may be over in a moment, or is about one connection.
-fn is_nobody_there(error: &sqlx::Error) -> bool {
+/// Whether no server serves at this address. All other errors may be temporary or concern one connection.
+fn is_server_down(error: &sqlx::Error) -> bool {
     match error {
         sqlx::Error::Io(error) => error.kind() == ErrorKind::ConnectionRefused,
         sqlx::Error::Database(error) => error.code().as_deref() == Some(CANNOT_CONNECT_NOW),
@@ -116,61 +120,68 @@ mod tests {
 
     use super::*;
 
-    /// A watch on a server that is as the flag says, by a clock that jumps ahead when nothing happens.
-    fn watched() -> (DatabaseWatch, Arc<AtomicBool>, tokio::task::JoinHandle<()>) {
-        let (watch, is_refused) = (DatabaseWatch::default(), Arc::new(AtomicBool::new(false)));
-        let (looking, refused) = (watch.clone(), Arc::clone(&is_refused));
+    /// A monitor whose server refuses connections while the flag is set.
+    fn monitored() -> (DatabaseMonitor, Arc<AtomicBool>, tokio::task::JoinHandle<()>) {
+        let (watch, is_refused) = (DatabaseMonitor::default(), Arc::new(AtomicBool::new(false)));
+        let (monitoring, refused) = (watch.clone(), Arc::clone(&is_refused));
         let running = tokio::spawn(async move {
-            let look = || std::future::ready(refused.load(Ordering::SeqCst)).boxed();
-            looking.look(look).await;
+            let monitor = || std::future::ready(refused.load(Ordering::SeqCst)).boxed();
+            monitoring.monitor(monitor).await;
         });
         (watch, is_refused, running)
     }
 
     #[tokio::test]
-    async fn only_who_is_refused_finds_nobody_there() {
+    async fn only_a_refused_connection_counts_as_server_down() {
         let listener = std::net::TcpListener::bind(("127.0.0.1", 0)).unwrap();
         let port = listener.local_addr().unwrap().port();
         let options = PgConnectOptions::new_without_pgpass().host("127.0.0.1").port(port);
         let options = Arc::new(options.username("nobody"));
-        // One who takes the connection and ends it is there.
+        // A server that accepts the connection and closes it is up.
         let ending = std::thread::spawn(move || drop(listener.accept().unwrap()));
         assert!(!is_refused(Arc::clone(&options)).await);
         ending.join().unwrap();
-        assert!(is_refused(options).await, "nobody listens any more");
+        assert!(is_refused(options).await, "the listener is closed");
         for kind in [ErrorKind::ConnectionReset, ErrorKind::TimedOut, ErrorKind::UnexpectedEof] {
-            assert!(!is_nobody_there(&sqlx::Error::Io(kind.into())), "{kind}");
+            assert!(!is_server_down(&sqlx::Error::Io(kind.into())), "{kind}");
         }
     }
 
     #[tokio::test(start_paused = true)]
-    async fn nobody_is_turned_away_for_a_hiccup() {
-        let (watch, is_refused, running) = watched();
+    async fn a_short_outage_does_not_reject_requests() {
+        let (watch, is_refused, running) = monitored();
         for _ in 0..3 {
             is_refused.store(true, Ordering::SeqCst);
-            let waiting = timeout(PATIENCE - TRY_EVERY, watch.away());
-            assert!(waiting.await.is_err(), "it is away for less than it may be");
+            let waiting = timeout(UNAVAILABLE_AFTER - RETRY_INTERVAL, watch.wait_unavailable());
+            assert!(waiting.await.is_err(), "the outage is shorter than the threshold");
             is_refused.store(false, Ordering::SeqCst);
-            assert!(timeout(PATIENCE * 10, watch.away()).await.is_err(), "it is back");
+            assert!(
+                timeout(UNAVAILABLE_AFTER * 10, watch.wait_unavailable()).await.is_err(),
+                "the database is available"
+            );
         }
         running.abort();
     }
 
     #[tokio::test(start_paused = true)]
-    async fn who_waits_for_a_database_that_is_away_is_told_soon_and_who_comes_later_sooner() {
-        let (watch, is_refused, running) = watched();
+    async fn waiting_requests_fail_fast_and_later_ones_faster() {
+        let (watch, is_refused, running) = monitored();
         is_refused.store(true, Ordering::SeqCst);
         let began = Instant::now();
-        watch.away().await;
-        assert!((PATIENCE..PATIENCE * 2).contains(&began.elapsed()), "{:?}", began.elapsed());
+        watch.wait_unavailable().await;
+        assert!(
+            (UNAVAILABLE_AFTER..UNAVAILABLE_AFTER * 2).contains(&began.elapsed()),
+            "{:?}",
+            began.elapsed()
+        );
         let began = Instant::now();
-        watch.away().await;
-        assert!((SUSPECT_AFTER..SUSPECT_AFTER * 2).contains(&began.elapsed()));
-        // The first that succeeds opens the door, with nobody asking.
+        watch.wait_unavailable().await;
+        assert!((SLOW_REQUEST..SLOW_REQUEST * 2).contains(&began.elapsed()));
+        // The first success ends the outage without a request.
         is_refused.store(false, Ordering::SeqCst);
-        let mut is_away = watch.is_away.subscribe();
-        is_away.wait_for(|is_away| !is_away).await.unwrap();
-        assert!(timeout(PATIENCE * 10, watch.away()).await.is_err());
+        let mut is_unavailable = watch.is_unavailable.subscribe();
+        is_unavailable.wait_for(|is_unavailable| !is_unavailable).await.unwrap();
+        assert!(timeout(UNAVAILABLE_AFTER * 10, watch.wait_unavailable()).await.is_err());
         running.abort();
     }
 }

@@ -1,8 +1,8 @@
-//! `serve --demo`: the whole way once, through the front door, told in a dozen lines.
+//! `serve --demo`: sends a few tickets and a signed webhook through the running server and prints each step.
 //!
-//! Upstream: `command` prepares it, `run` starts it beside the server. Downstream: the server's own HTTP address; nothing here
-//! knows more than any client does. Promises: it uses a directory that is removed at the end, unless the settings name
-//! another place; a step that does not come about within its time is told and ends the process with exit code 1.
+//! Upstream: `entry.rs` prepares it, `run.rs` starts it. Downstream: only the server's HTTP API. Promises: data goes
+//! to a temporary directory that is removed at the end, unless the settings name another location; a step that
+//! exceeds its timeout is printed and ends the process with exit code 1.
 
 use std::net::SocketAddr;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -24,61 +24,64 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
 use uuid::Uuid;
 
-use crate::config::{Integration, Loaded, Provider, Role, Source, Token};
-use crate::exit::Failure;
+use crate::config::{
+    IntegrationSettings, Provider, ResolvedSettings, Role, SettingSource, TokenSettings,
+};
+use crate::exit::CliError;
 use crate::outbound::sign;
-use crate::server::shutdown::Stopping;
+use crate::server::shutdown::ShutdownSignal;
 
-/// The integration whose webhook the demo sends.
+/// Id of the integration that the demo adds.
 const INTEGRATION: &str = "demo";
 
-/// How long one step may take on a slow machine.
+/// Timeout of one step, for slow machines.
 const STEP_MAX: Duration = Duration::from_secs(30);
-const LOOK_EVERY: Duration = Duration::from_millis(50);
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
-/// The answer of a server without analytics.
+/// Status returned by a server without analytics.
 const NO_ANALYTICS: u16 = 501;
 
-/// Replies that wait to be looked at.
+/// Capacity of the queue of received callbacks.
 const CALLBACKS_MAX: usize = 16;
 
-/// What the demo needs, made before the server starts.
+/// The prepared demo.
 pub(crate) struct Demo {
     callback: TcpListener,
     secret: SecretString,
     token: Option<SecretString>,
-    place: String,
-    then: Then,
+    location: String,
+    after: AfterDemo,
 }
 
-/// What to do when everything was shown.
+/// What to do after the demo.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Then {
-    /// Go on serving.
+pub(crate) enum AfterDemo {
+    /// Keep serving.
     Serve,
-    /// Stop in good order.
+    /// Shut down gracefully.
     Exit,
 }
 
 impl Demo {
-    /// Adds to the settings what the demo needs: an integration, a token if tokens are needed, and a directory of its own.
-    /// Keep the directory until the server has stopped.
+    /// Adds what the demo needs to the settings: an integration, a token if tokens are configured, and a temporary
+    /// directory. Keep the directory until the server has stopped.
     pub(crate) async fn prepare(
-        loaded: &mut Loaded,
-        then: Then,
-    ) -> Result<(Self, TempDir), Failure> {
-        let directory = tempfile::tempdir().context("no temporary directory for the demo")?;
+        loaded: &mut ResolvedSettings,
+        after: AfterDemo,
+    ) -> Result<(Self, TempDir), CliError> {
+        let directory =
+            tempfile::tempdir().context("failed to create a temporary directory for the demo")?;
         let callback = TcpListener::bind(("127.0.0.1", 0)).await;
-        let callback = callback.context("no port for replies to the demo")?;
-        let address = callback.local_addr().context("no port for replies to the demo")?;
+        let callback = callback.context("failed to bind a port for demo callbacks")?;
+        let address = callback.local_addr().context("failed to bind a port for demo callbacks")?;
 
-        let is_default = |name| loaded.values.get(name).source == Source::Default;
+        let is_default = |name| loaded.values.get(name).source == SettingSource::Default;
         let (own_streams, own_database) = (is_default("stream.url"), is_default("database.url"));
         let own_analytics = is_default("analytics.path");
         let is_quiet = is_default("log.level");
         let settings = &mut loaded.settings;
         if is_quiet {
-            // What the demo tells is to be read; what the parts tell would stand in between.
+            // Keep the demo's own output readable.
             settings.telemetry.level = "warn".to_owned();
         }
         if own_streams {
@@ -92,12 +95,12 @@ impl Demo {
         if own_analytics {
             settings.analytics_path = Some(directory.path().join("analytics.duckdb"));
         }
-        let place = match (own_streams, own_database) {
-            (true, true) => "nothing is installed, data in a temporary directory".to_owned(),
+        let location = match (own_streams, own_database) {
+            (true, true) => "no other services, data in a temporary directory".to_owned(),
             _ => format!("{} and {}", settings.stream_shown(), settings.database_shown()),
         };
         let secret: SecretString = format!("whsec_{}", STANDARD.encode(random())).into();
-        settings.integrations.push(Integration {
+        settings.integrations.push(IntegrationSettings {
             id: INTEGRATION.to_owned(),
             provider: Provider::Standard,
             secret: Some(secret.clone()),
@@ -107,61 +110,64 @@ impl Demo {
         });
         let token =
             (!settings.tokens.is_empty()).then(|| SecretString::from(STANDARD.encode(random())));
-        settings.tokens.extend(token.clone().map(|token| Token {
+        settings.tokens.extend(token.clone().map(|token| TokenSettings {
             name: INTEGRATION.to_owned(),
             role: Role::Admin,
             token,
         }));
-        Ok((Self { callback, secret, token, place, then }, directory))
+        Ok((Self { callback, secret, token, location, after }, directory))
     }
 
-    /// Shows everything, then waits for the stop or begins it. Returns before the stop only if something went wrong.
-    pub(crate) async fn run(self, address: SocketAddr, stopping: Stopping) {
-        let then = self.then;
+    /// Runs all steps, then waits for shutdown or triggers it. Returns before shutdown only on failure.
+    pub(crate) async fn run(self, address: SocketAddr, shutdown: ShutdownSignal) {
+        let after = self.after;
         tokio::select! {
             shown = self.show(address) => match shown {
-                Ok(()) if then == Then::Exit => stopping.begin(),
-                Ok(()) => stopping.begun().await,
-                Err(problem) => say("failed", &format!("{problem:#}")),
+                Ok(()) if after == AfterDemo::Exit => shutdown.trigger(),
+                Ok(()) => shutdown.wait().await,
+                Err(problem) => print_step("failed", &format!("{problem:#}")),
             },
-            () = stopping.begun() => {}
+            () = shutdown.wait() => {}
         }
     }
 
     async fn show(self, address: SocketAddr) -> Result<()> {
         let (sender, mut callbacks) = mpsc::channel(CALLBACKS_MAX);
-        // Ends with the demo.
+        // Aborted when the demo ends.
         let mut receiving = JoinSet::new();
         receiving.spawn(receive(self.callback, sender));
         let client = Client::builder().no_proxy().timeout(STEP_MAX).build()?;
-        let server = Visitor { client, root: format!("http://{address}"), token: self.token };
-        say("started", &format!("everything in one process at {}; {}", server.root, self.place));
+        let server = DemoClient { client, root: format!("http://{address}"), token: self.token };
+        print_step(
+            "started",
+            &format!("everything in one process at {}; {}", server.root, self.location),
+        );
 
         server.show_tickets().await?;
         server.show_burst().await?;
         server.show_webhook(&self.secret).await?;
         show_callback(&mut callbacks).await?;
-        server.show_books().await?;
+        server.show_consistency().await?;
         server.show_report().await?;
-        match self.then {
-            Then::Serve => say(
+        match self.after {
+            AfterDemo::Serve => print_step(
                 "serving",
-                &format!("{} has a status page; Ctrl-C stops in good order", server.root),
+                &format!("status page at {}; Ctrl-C shuts down gracefully", server.root),
             ),
-            Then::Exit => say("stopping", "in good order, as was asked for"),
+            AfterDemo::Exit => print_step("stopping", "shutting down gracefully (--demo-exit)"),
         }
         Ok(())
     }
 }
 
-/// A client of the server.
-struct Visitor {
+/// HTTP client for the demo's server.
+struct DemoClient {
     client: Client,
     root: String,
     token: Option<SecretString>,
 }
 
-impl Visitor {
+impl DemoClient {
     async fn send(&self, request: RequestBuilder) -> Result<(u16, Value)> {
         let request = match &self.token {
             Some(token) => request.bearer_auth(token.expose_secret()),
@@ -169,23 +175,23 @@ impl Visitor {
         };
         let response = request.send().await?;
         let status = response.status().as_u16();
-        Ok((status, response.json().await.context("an answer that is no JSON")?))
+        Ok((status, response.json().await.context("response is not JSON")?))
     }
 
     async fn get(&self, path: &str) -> Result<Value> {
         let (status, body) = self.send(self.client.get(format!("{}{path}", self.root))).await?;
-        ensure!(status == 200, "GET {path} was answered with {status}: {body}");
+        ensure!(status == 200, "GET {path} returned {status}: {body}");
         Ok(body)
     }
 
     async fn post(&self, path: &str, body: &Value) -> Result<Value> {
         let request = self.client.post(format!("{}{path}", self.root)).json(body);
         let (status, body) = self.send(request).await?;
-        ensure!(status < 300, "POST {path} was answered with {status}: {body}");
+        ensure!(status < 300, "POST {path} returned {status}: {body}");
         Ok(body)
     }
 
-    /// Opens a few tickets; the desk answers each.
+    /// Opens three tickets and waits for a reply to each.
     async fn show_tickets(&self) -> Result<()> {
         let tickets = [
             ("My parcel is late", "It should have been here on Monday."),
@@ -198,19 +204,26 @@ impl Visitor {
                 self.post("/api/v1/tickets", &json!({"title": title, "content": content})).await?;
             opened.push((title, text(&ticket, "ticket_id")?, Instant::now()));
         }
-        say("opened", &format!("{} tickets, each committed before it was answered", opened.len()));
+        print_step(
+            "opened",
+            &format!("{} tickets, each committed before the response", opened.len()),
+        );
         for (title, id, since) in &opened {
             let replies = self.replies(id, 1).await?;
-            let reply = replies.first().context("a reply")?;
-            say(
+            let reply = replies.first().context("missing reply")?;
+            print_step(
                 "answered",
-                &format!("\"{title}\" after {} ms: {}", since.elapsed().as_millis(), short(reply)),
+                &format!(
+                    "\"{title}\" after {} ms: {}",
+                    since.elapsed().as_millis(),
+                    truncated(reply)
+                ),
             );
         }
         Ok(())
     }
 
-    /// Many messages at once; the desk answers them together.
+    /// Sends several messages at once; the desk batches them into one run.
     async fn show_burst(&self) -> Result<()> {
         let ticket = json!({"title": "Many questions", "content": "Hello?"});
         let ticket = text(&self.post("/api/v1/tickets", &ticket).await?, "ticket_id")?;
@@ -221,17 +234,17 @@ impl Visitor {
         let replies = self.replies(&ticket, 1).await?;
         let (noun, count) =
             if replies.len() == 1 { ("reply", 1) } else { ("replies", replies.len()) };
-        say(
-            "gathered",
+        print_step(
+            "batched",
             &format!(
                 "6 messages in a row got {count} {noun}: {}",
-                replies.last().map_or_else(String::new, |it| short(it))
+                replies.last().map_or_else(String::new, |it| truncated(it))
             ),
         );
         Ok(())
     }
 
-    /// A signed webhook, the same once more, and a forged one.
+    /// Sends a signed webhook, a duplicate of it, and one with an invalid signature.
     async fn show_webhook(&self, secret: &SecretString) -> Result<()> {
         let body = json!({"type": "order.late", "issue": "77", "project": "shop", "text": "Where is order 77?"}).to_string();
         let id = format!("demo-{}", Uuid::new_v4());
@@ -248,11 +261,8 @@ impl Visitor {
                 .body(body.clone())
         };
         let (status, first) = self.send(webhook(&right)).await?;
-        ensure!(
-            status == 200 && first["status"] == "ok",
-            "a webhook was answered with {status}: {first}"
-        );
-        say(
+        ensure!(status == 200 && first["status"] == "ok", "webhook returned {status}: {first}");
+        print_step(
             "received",
             &format!(
                 "a signed webhook, committed as event {} of issue {}",
@@ -263,29 +273,28 @@ impl Visitor {
         let (forged, _) = self.send(webhook(&wrong)).await?;
         ensure!(
             again["duplicate"] == true && forged == 401,
-            "a copy or a forgery was taken: {again}, {forged}"
+            "duplicate or forged webhook was accepted: {again}, {forged}"
         );
-        say(
-            "refused",
-            "the same webhook again is a duplicate, and a forged one is answered with 401",
-        );
+        print_step("rejected", "a resent webhook is a duplicate, a forged one gets 401");
         Ok(())
     }
 
-    /// Everything was processed, and every change is written down.
-    async fn show_books(&self) -> Result<()> {
+    /// Waits until all issues are processed, and counts the audit log.
+    async fn show_consistency(&self) -> Result<()> {
         let deadline = Instant::now() + STEP_MAX;
         loop {
             let issues = self.get("/api/v1/issues?limit=500").await?;
-            let issues = issues["issues"].as_array().context("issues")?;
+            let issues = issues["no issues in the response"]
+                .as_array()
+                .context("no issues in the response")?;
             let is_done = |issue: &Value| {
                 issue["pending_events"] == 0 && issue["processing_status"] == "idle"
             };
             if issues.iter().all(is_done) {
                 let changes = self.get("/api/v1/audit?limit=500").await?;
                 let changes = changes["entries"].as_array().map_or(0, Vec::len);
-                say(
-                    "balanced",
+                print_step(
+                    "checked",
                     &format!(
                         "{} issues, nothing pending; {changes} changes in the audit log",
                         issues.len()
@@ -294,11 +303,11 @@ impl Visitor {
                 return Ok(());
             }
             ensure!(Instant::now() < deadline, "issues are still pending: {issues:?}");
-            sleep(LOOK_EVERY).await;
+            sleep(POLL_INTERVAL).await;
         }
     }
 
-    /// What the reports say of it, where there are any.
+    /// Prints a report, if analytics is available.
     async fn show_report(&self) -> Result<()> {
         let deadline = Instant::now() + STEP_MAX;
         loop {
@@ -307,7 +316,7 @@ impl Visitor {
             if status == NO_ANALYTICS {
                 return Ok(());
             }
-            // A demo at midnight has two rows.
+            // A demo that runs over midnight has two rows.
             let rows = table["rows"].as_array().map(Vec::as_slice).unwrap_or_default();
             let answered: u64 = rows.iter().filter_map(|row| row[1].as_u64()).sum();
             if let (4.., Some(row)) = (answered, rows.last()) {
@@ -315,20 +324,20 @@ impl Visitor {
                 let sentence = format!(
                     "{answered} tickets in a DuckDB file, half of them answered within {half:.2} s (`headwater report`)"
                 );
-                say("reported", &sentence);
+                print_step("reported", &sentence);
                 return Ok(());
             }
-            ensure!(Instant::now() < deadline, "reports lack tickets: {status} {table}");
-            sleep(LOOK_EVERY).await;
+            ensure!(Instant::now() < deadline, "report is incomplete: {status} {table}");
+            sleep(POLL_INTERVAL).await;
         }
     }
 
-    /// Waits for so many replies of the desk to a ticket.
+    /// Waits for `count` replies of the desk to a ticket.
     async fn replies(&self, ticket: &str, count: usize) -> Result<Vec<String>> {
         let deadline = Instant::now() + STEP_MAX;
         loop {
             let shown = self.get(&format!("/api/v1/tickets/{ticket}")).await?;
-            let messages = shown["messages"].as_array().context("messages")?;
+            let messages = shown["messages"].as_array().context("no messages in the response")?;
             let of_the_desk = messages.iter().filter(|message| message["author"] == "assistant");
             let replies: Vec<_> =
                 of_the_desk.filter_map(|it| it["content"].as_str().map(str::to_owned)).collect();
@@ -336,31 +345,31 @@ impl Visitor {
                 return Ok(replies);
             }
             ensure!(Instant::now() < deadline, "no reply to ticket {ticket} within {STEP_MAX:?}");
-            sleep(LOOK_EVERY).await;
+            sleep(POLL_INTERVAL).await;
         }
     }
 }
 
-/// The other side of the webhook: takes the reply.
+/// Callback server: receives the reply to the webhook.
 async fn receive(listener: TcpListener, sender: mpsc::Sender<(bool, String)>) {
     let take = |State(sender): State<mpsc::Sender<(bool, String)>>,
                 headers: HeaderMap,
                 body: String| async move {
         let is_signed = headers.contains_key("webhook-signature");
-        // If nobody looks any more, the reply is still taken.
+        // The reply is accepted even if the queue is full or closed.
         let _ = sender.try_send((is_signed, body));
     };
     let router = Router::new().route("/", post(take)).with_state(sender);
-    // It ends when the demo does.
+    // Runs until the demo ends.
     let _ = axum::serve(listener, router).await;
 }
 
 async fn show_callback(callbacks: &mut mpsc::Receiver<(bool, String)>) -> Result<()> {
     let Ok(Some((is_signed, body))) = timeout(STEP_MAX, callbacks.recv()).await else {
-        bail!("the reply to the webhook did not come back within {STEP_MAX:?}");
+        bail!("no reply to the webhook within {STEP_MAX:?}");
     };
     ensure!(is_signed, "the reply to the webhook is not signed");
-    say("replied", &format!("to the webhook, signed, at its own address: {}", short(&body)));
+    print_step("replied", &format!("signed callback received: {}", truncated(&body)));
     Ok(())
 }
 
@@ -375,14 +384,14 @@ fn text(body: &Value, field: &str) -> Result<String> {
     body[field].as_str().map(str::to_owned).with_context(|| format!("no `{field}` in {body}"))
 }
 
-/// The beginning of a text, on one line, with nothing that a terminal would obey.
-fn short(text: &str) -> String {
-    const LETTERS_MAX: usize = 80;
+/// The first characters of a text on one line, without control characters.
+fn truncated(text: &str) -> String {
+    const CHARS_MAX: usize = 80;
     let plain = |letter: char| if letter.is_control() { ' ' } else { letter };
-    let shown: String = text.chars().map(plain).take(LETTERS_MAX).collect();
+    let shown: String = text.chars().map(plain).take(CHARS_MAX).collect();
     if shown.chars().count() < text.chars().count() { format!("{shown}...") } else { shown }
 }
 
-fn say(what: &str, sentence: &str) {
+fn print_step(what: &str, sentence: &str) {
     println!("{what:<10} {}", crate::text::printable(sentence));
 }

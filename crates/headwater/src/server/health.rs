@@ -1,8 +1,8 @@
-//! Health: whether the process lives, and whether it can do its work, with reasons.
+//! Liveness and readiness of the process.
 //!
-//! Upstream: `run` tells which parts run. Downstream: `/health/live` and `/health/ready`.
-//! Promises: ready is the truth of this moment: the database and the streams are asked, each within two seconds; a part that
-//! ended, or a worker whose signs of life do not arrive, is named. Reasons hold no secrets.
+//! Upstream: `run.rs` reports which services run. Downstream: `/health/live` and `/health/ready`. Promises: readiness
+//! reflects the current state: the database and the stream backend are each queried with a timeout of two seconds; a
+//! service that ended or a worker whose heartbeat is missing is named. Reasons contain no secrets.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -23,43 +23,43 @@ use utoipa_axum::routes;
 
 use crate::analytics::{self, Analytics};
 use crate::server::app_state::App;
-use crate::server::shutdown::Stopping;
+use crate::server::shutdown::ShutdownSignal;
 
-/// How long a dependency may take to answer.
+/// Timeout of each dependency check.
 const CHECK_MAX: Duration = Duration::from_secs(2);
 
-/// Readiness is asked without a token, so the streams are written to once within this time, however often it is asked.
+/// Readiness is unauthenticated, so the stream write probe runs at most once per interval.
 const PROBE_EVERY: Duration = Duration::from_secs(2);
 
-/// How long a mark of the write probe stays if nothing removes it.
+/// Lifetime of the probe's dedup entry if it is not removed.
 const PROBE_TTL: Duration = Duration::from_secs(5);
 
-/// Where the write probe leaves its mark.
+/// Dedup scope of the write probe.
 const PROBE_SCOPE: &str = "headwater:readiness";
 
-/// A commit that failed this long ago, with none that succeeded since, means that the database refuses writes.
-const REFUSED_WITHIN: Duration = Duration::from_secs(10);
+/// If the last commit within this time failed, the database counts as refusing writes.
+const WRITE_FAILURE_WINDOW: Duration = Duration::from_secs(10);
 
-/// What is known of the parts of this process.
+/// Health of this process.
 #[derive(Clone, Debug)]
-pub(crate) struct Health {
+pub(crate) struct ProcessHealth {
     worker: String,
     parts: Arc<Mutex<BTreeMap<&'static str, bool>>>,
-    stopping: Stopping,
+    shutdown: ShutdownSignal,
     analytics: Option<Analytics>,
     stream_writes: Arc<tokio::sync::Mutex<Option<WriteProbe>>>,
 }
 
-/// The result of the latest write to the streams.
+/// Result of the latest write probe.
 #[derive(Clone, Debug)]
 struct WriteProbe {
     at: Instant,
     problem: Option<String>,
 }
 
-/// One thing that must be so.
+/// One readiness check.
 #[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct Check {
+pub(crate) struct ReadinessCheck {
     name: &'static str,
     ok: bool,
     elapsed_ms: u64,
@@ -67,24 +67,24 @@ pub(crate) struct Check {
     reason: Option<String>,
 }
 
-/// All of them.
+/// Readiness of the process.
 #[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct Readiness {
+pub(crate) struct ReadinessResponse {
     /// `ready` or `not_ready`.
     status: &'static str,
-    checks: Vec<Check>,
-    /// Nothing depends on it, so it is told and not checked.
+    checks: Vec<ReadinessCheck>,
+    /// Informational: readiness does not depend on analytics.
     #[serde(skip_serializing_if = "Option::is_none")]
     analytics: Option<analytics::State>,
 }
 
-impl Readiness {
-    /// Whether work can be done.
+impl ReadinessResponse {
+    /// Whether all checks passed.
     pub(crate) fn is_ready(&self) -> bool {
         self.checks.iter().all(|check| check.ok)
     }
 
-    /// Name, whether it is so, and why not.
+    /// Name, result and reason of each check.
     pub(crate) fn checks(&self) -> impl Iterator<Item = (&str, bool, &str)> {
         self.checks
             .iter()
@@ -92,91 +92,95 @@ impl Readiness {
     }
 }
 
-impl Health {
-    /// The health of a process whose worker is called so.
-    pub(crate) fn new(worker: impl Into<String>, stopping: Stopping) -> Self {
+impl ProcessHealth {
+    /// Health of a process with the given worker name.
+    pub(crate) fn new(worker: impl Into<String>, shutdown: ShutdownSignal) -> Self {
         let (parts, stream_writes) = (Arc::default(), Arc::default());
-        Self { worker: worker.into(), parts, stopping, analytics: None, stream_writes }
+        Self { worker: worker.into(), parts, shutdown, analytics: None, stream_writes }
     }
 
-    /// Tells how analytics stands, too.
+    /// Includes the state of analytics.
     pub(crate) fn with_analytics(self, analytics: Analytics) -> Self {
         Self { analytics: Some(analytics), ..self }
     }
 
-    /// Notes that a part runs, or has ended.
-    pub(crate) fn note(&self, part: &'static str, is_running: bool) {
+    /// Records that a service started or ended.
+    pub(crate) fn set_running(&self, part: &'static str, is_running: bool) {
         self.parts.lock().unwrap_or_else(PoisonError::into_inner).insert(part, is_running);
     }
 
-    /// Asks everything now.
+    /// Runs all checks now.
     pub(crate) async fn readiness(
         &self,
         store: &dyn Store,
         streams: &dyn Backend,
         inbox: &Inbox,
-    ) -> Readiness {
+    ) -> ReadinessResponse {
         let (database, streams) =
             tokio::join!(self.check_database(store), self.check_streams(streams));
         let mut checks = Vec::from(database);
-        let refused = inbox.is_refused(REFUSED_WITHIN);
-        let reason = refused.then(|| "it refuses new events; the log says why".to_owned());
-        checks.push(Check::new("database writes", Instant::now(), reason));
+        let refused = inbox.is_refused(WRITE_FAILURE_WINDOW);
+        let reason = refused.then(|| "rejecting new events; see the log".to_owned());
+        checks.push(ReadinessCheck::new("database writes", Instant::now(), reason));
         checks.push(streams);
         let ended: Vec<_> = {
             let parts = self.parts.lock().unwrap_or_else(PoisonError::into_inner);
             parts.iter().filter(|(_, running)| !**running).map(|(part, _)| *part).collect()
         };
         let reason = (!ended.is_empty()).then(|| format!("not running: {}", ended.join(", ")));
-        checks.push(Check::new("parts", Instant::now(), reason));
-        let stopping = self.stopping.has_begun().then(|| "the process is stopping".to_owned());
-        checks.push(Check::new("accepting", Instant::now(), stopping));
+        checks.push(ReadinessCheck::new("parts", Instant::now(), reason));
+        let shutdown = self.shutdown.is_triggered().then(|| "shutting down".to_owned());
+        checks.push(ReadinessCheck::new("accepting", Instant::now(), shutdown));
         let is_ready = checks.iter().all(|check| check.ok);
-        // Whoever asks need not be anybody.
+        // This endpoint is unauthenticated, so no reason is shown.
         let analytics = self.analytics.as_ref().map(|it| it.state().without_reason());
-        Readiness { status: if is_ready { "ready" } else { "not_ready" }, checks, analytics }
+        ReadinessResponse {
+            status: if is_ready { "ready" } else { "not_ready" },
+            checks,
+            analytics,
+        }
     }
 
-    /// One question tells of the database, its tables, and the worker's signs of life in it.
-    async fn check_database(&self, store: &dyn Store) -> [Check; 3] {
+    /// One query checks the connection, the tables and the worker's heartbeat.
+    async fn check_database(&self, store: &dyn Store) -> [ReadinessCheck; 3] {
         let started = Instant::now();
         let (database, worker) = match timeout(CHECK_MAX, store.workers()).await {
             Ok(Ok(workers)) => {
                 let is_seen = workers.iter().any(|worker| worker.worker == self.worker);
-                let lost = "the worker of this process has shown no sign of life of late";
+                let lost = "heartbeat of this process's worker is missing";
                 (None, (!is_seen).then(|| lost.to_owned()))
             }
             Ok(Err(error)) => {
-                warn!(%error, "not ready: the database");
-                (Some("it does not answer; the log says why".to_owned()), Some(unknown()))
+                warn!(%error, "not ready: database query failed");
+                (Some("query failed; see the log".to_owned()), Some(unknown()))
             }
-            Err(_) => (Some(format!("it did not answer within {CHECK_MAX:?}")), Some(unknown())),
+            Err(_) => (Some(format!("no answer within {CHECK_MAX:?}")), Some(unknown())),
         };
-        // The tables were brought up to date when the database was opened; an answer means that they are there.
+        // Migrations ran when the database was opened; a successful query shows that the tables exist.
         let migrations = database.as_ref().map(|_| unknown());
         [
-            Check::new("database", started, database),
-            Check::new("migrations", started, migrations),
-            Check::new("worker", started, worker),
+            ReadinessCheck::new("database", started, database),
+            ReadinessCheck::new("migrations", started, migrations),
+            ReadinessCheck::new("worker", started, worker),
         ]
     }
 
-    /// Whether the streams answer, and whether they take writes: a server that is full or has lost its replicas still
-    /// answers.
-    async fn check_streams(&self, streams: &dyn Backend) -> Check {
+    /// Checks that the stream backend answers and accepts writes. A server that is full or has lost its replicas
+    /// still answers.
+    async fn check_streams(&self, streams: &dyn Backend) -> ReadinessCheck {
         let started = Instant::now();
         let reason = match timeout(CHECK_MAX, streams.now()).await {
             Ok(Ok(_)) => self.stream_write_problem(streams).await,
             Ok(Err(error)) => {
-                warn!(%error, "not ready: the streams");
-                Some("they do not answer, work goes on slowly; the log says why".to_owned())
+                warn!(%error, "not ready: stream backend does not answer");
+                Some("no answer, processing continues from SQL; see the log".to_owned())
             }
-            Err(_) => Some(format!("they did not answer within {CHECK_MAX:?}")),
+            Err(_) => Some(format!("no answer within {CHECK_MAX:?}")),
         };
-        Check::new("streams", started, reason)
+        ReadinessCheck::new("streams", started, reason)
     }
 
-    /// Why the streams take no write, as seen by the latest probe; a new one is made if that one is old.
+    /// Why the stream backend rejects writes, from the latest probe; probes again if that one is outdated.
     async fn stream_write_problem(&self, streams: &dyn Backend) -> Option<String> {
         let mut latest = self.stream_writes.lock().await;
         if let Some(probe) = latest.as_ref().filter(|probe| probe.at.elapsed() < PROBE_EVERY) {
@@ -184,23 +188,23 @@ impl Health {
         }
         let problem = match timeout(CHECK_MAX, probe_write(streams, &self.worker)).await {
             Ok(Ok(())) => None,
-            // The permissions of this user do not cover the probe; what it works with may be allowed.
+            // Redis ACLs may deny the probe's commands but allow the ones in use.
             Ok(Err(error @ StreamError::Denied { .. })) => {
-                debug!(%error, "whether the streams take writes is not known");
+                debug!(%error, "stream write probe not permitted, write status unknown");
                 None
             }
             Ok(Err(error)) => {
-                warn!(%error, "not ready: the streams refuse writes");
-                Some("they refuse writes, work goes on slowly; the log says why".to_owned())
+                warn!(%error, "not ready: stream backend rejects writes");
+                Some("rejecting writes, processing continues from SQL; see the log".to_owned())
             }
-            Err(_) => Some(format!("they took no write within {CHECK_MAX:?}")),
+            Err(_) => Some(format!("no write accepted within {CHECK_MAX:?}")),
         };
         *latest = Some(WriteProbe { at: Instant::now(), problem: problem.clone() });
         problem
     }
 }
 
-/// Writes a mark that needs memory, and removes it.
+/// Writes an entry that needs memory, and removes it.
 async fn probe_write(streams: &dyn Backend, worker: &str) -> Result<(), StreamError> {
     let scope = DedupScope::new(PROBE_SCOPE)?;
     streams.dedup_begin(&scope, &[worker], PROBE_TTL).await?;
@@ -208,37 +212,37 @@ async fn probe_write(streams: &dyn Backend, worker: &str) -> Result<(), StreamEr
 }
 
 fn unknown() -> String {
-    "unknown while the database does not answer".to_owned()
+    "unknown: the database does not answer".to_owned()
 }
 
-impl Check {
+impl ReadinessCheck {
     fn new(name: &'static str, started: Instant, reason: Option<String>) -> Self {
         let elapsed_ms = u64::try_from(started.elapsed().as_millis()).unwrap_or(u64::MAX);
         Self { name, ok: reason.is_none(), elapsed_ms, reason }
     }
 }
 
-/// `/health/live` and `/health/ready`, for everybody.
+/// `/health/live` and `/health/ready`, unauthenticated.
 pub(crate) fn routes() -> OpenApiRouter<App> {
     OpenApiRouter::new().routes(routes!(live)).routes(routes!(ready))
 }
 
-/// That the process lives.
+/// Liveness of the process.
 #[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct Alive {
-    /// `alive`.
+pub(crate) struct LivenessResponse {
+    /// Always `alive`.
     status: &'static str,
 }
 
-/// Whether the process lives.
-#[utoipa::path(get, path = "/health/live", tag = "health", responses((status = 200, body = Alive)), security(()))]
-async fn live() -> Json<Alive> {
-    Json(Alive { status: "alive" })
+/// Report that the process is alive.
+#[utoipa::path(get, path = "/health/live", tag = "health", responses((status = 200, body = LivenessResponse)), security(()))]
+async fn live() -> Json<LivenessResponse> {
+    Json(LivenessResponse { status: "alive" })
 }
 
-/// Whether the process can do its work, with reasons.
+/// Report whether the process can do its work, with reasons.
 #[utoipa::path(get, path = "/health/ready", tag = "health",
-    responses((status = 200, body = Readiness), (status = 503, body = Readiness)), security(()))]
+    responses((status = 200, body = ReadinessResponse), (status = 503, body = ReadinessResponse)), security(()))]
 async fn ready(State(app): State<App>) -> Response {
     let readiness =
         app.health.readiness(app.store.as_ref(), app.streams.as_ref(), &app.inbox).await;

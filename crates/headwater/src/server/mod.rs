@@ -1,4 +1,4 @@
-//! The server process: start-up, composition of its parts, health, and the order of shutdown.
+//! The server process: startup, composition (`run.rs`), health and shutdown.
 
 pub(crate) mod app_state;
 pub(crate) mod db_availability;

@@ -1,14 +1,14 @@
-//! The composition root: the whole system on one page, in the order in which an event goes through it.
+//! The composition root: builds and starts everything, in the order in which an event flows through it.
 //!
 //! ```text
 //! webhooks, tickets, stream entries -> inbox -> nudge -> worker -> outbox -> replies, analytics
 //!                                        \________ sweeper ________/
 //! ```
 //!
-//! Upstream: `command`. Promises: what starts here is joined here. A part that ends by itself stops the process with exit
-//! code 1, so that whoever watches it starts it anew. A stop takes `worker.drain` and ten seconds at most: first no new
-//! requests and no new claims, then the last replies, then the doors. What does not end in time is ended: nothing runs on
-//! when the database is closed.
+//! Upstream: `entry.rs`. Promises: every task started here is joined here. A service that ends by itself stops the
+//! process with exit code 1, so that a process supervisor restarts it. Shutdown takes at most `worker.drain` plus ten
+//! seconds. Shutdown order: stop accepting requests and claims, drain deliveries, close connections. Tasks that miss
+//! their deadline are aborted, so none of them uses the database after it is closed.
 
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
@@ -31,61 +31,61 @@ use tracing::{Instrument, debug, error, info, info_span, warn};
 
 use crate::analytics::Analytics;
 use crate::api::Operations;
-use crate::api::tickets_sse::Listeners;
-use crate::config::{Settings, Work};
+use crate::api::tickets_sse::SseListeners;
+use crate::config::{Settings, WorkSettings};
 use crate::desk::build;
 use crate::desk::build::DeskParts;
-use crate::exit::Failure;
-use crate::http::audit::Audit;
+use crate::exit::CliError;
+use crate::http::audit::AuditLog;
 use crate::http::router;
-use crate::http::{Access, BodyBudget, Listening, LongWork, Rate};
-use crate::server::app_state::{App, Shared};
-use crate::server::db_availability::DatabaseWatch;
+use crate::http::{Authenticator, BackgroundJobs, BodyBudget, BoundListener, RateLimiter};
+use crate::server::app_state::{App, AppState};
+use crate::server::db_availability::DatabaseMonitor;
 use crate::server::demo::Demo;
-use crate::server::health::Health;
-use crate::server::shutdown::Stopping;
+use crate::server::health::ProcessHealth;
+use crate::server::shutdown::ShutdownSignal;
 use crate::server::startup;
 use crate::telemetry::{self, Telemetry};
 
-/// Beyond the drain, by when claims are given back and all parts have ended; by when the last replies are sent; by when
-/// what is left is closed. Traces that are left have the rest of the ten seconds.
-const PARTS_MAX: Duration = Duration::from_millis(5500);
+/// Shutdown deadlines, counted from the end of the drain: services ended and claims released; last replies delivered;
+/// connections closed. The rest of the ten seconds is for unsent traces.
+const SERVICES_MAX: Duration = Duration::from_millis(5500);
 const REPLIES_MAX: Duration = Duration::from_secs(7);
 const CLOSE_MAX: Duration = Duration::from_secs(8);
 
-/// How long beyond the drain a stop waits for deliveries that are under way.
+/// How long after the drain the outbox may finish deliveries in flight.
 const REPLIES_DRAIN: Duration = Duration::from_secs(5);
 
-/// How long the database may take to close: all who used it have ended, but for a count of the books that it goes on with.
+/// How long the database may take to close. A consistency check may still be running on it.
 const DATABASE_MAX: Duration = Duration::from_secs(2);
 
-/// How long a part may take to end that is ended: one that holds its thread does not end at all.
+/// How long an aborted service may take to end; one that blocks its thread does not end at all.
 const ABORT_MAX: Duration = Duration::from_millis(200);
 
-// What is told to end has time to do so, and to say what became of its work.
+// A service has time to end and to report its result before it is aborted.
 const _: () = assert!(REPLIES_DRAIN.as_millis() + 1000 <= REPLIES_MAX.as_millis());
-const _: () = assert!(PARTS_MAX.as_millis() + ABORT_MAX.as_millis() < REPLIES_MAX.as_millis());
+const _: () = assert!(SERVICES_MAX.as_millis() + ABORT_MAX.as_millis() < REPLIES_MAX.as_millis());
 const _: () = assert!(REPLIES_MAX.as_millis() + ABORT_MAX.as_millis() < CLOSE_MAX.as_millis());
 
-/// The longest wait between two tries to deliver a row.
+/// Maximum backoff between two deliveries of an outbox row.
 const OUTBOX_BACKOFF_MAX: Duration = Duration::from_secs(15 * 60);
 
-/// How often gauges are set.
+/// Interval at which gauges are updated.
 const SAMPLE_EVERY: Duration = Duration::from_secs(5);
 
-/// How often sessions are looked after: what is too old goes, what is long is compacted.
+/// Interval of session maintenance: expiry and compaction.
 const SESSIONS_EVERY: Duration = Duration::from_secs(10 * 60);
 
-/// What this process is.
+/// Which command this process runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Role {
-    /// Everything.
+pub(crate) enum ProcessRole {
+    /// `serve`: everything.
     Serve,
-    /// Work, but no HTTP except health and metrics.
+    /// `worker`: no HTTP except health and metrics.
     Worker,
 }
 
-impl Role {
+impl ProcessRole {
     fn as_str(self) -> &'static str {
         match self {
             Self::Serve => "serve",
@@ -94,167 +94,182 @@ impl Role {
     }
 }
 
-/// Runs until a signal, or until a part fails.
+/// Runs until a signal arrives or a service fails.
 pub(crate) async fn run(
-    role: Role,
+    role: ProcessRole,
     settings: Settings,
     handler: Option<Arc<dyn IssueHandler>>,
     demo: Option<Demo>,
     telemetry: &Telemetry,
-) -> Result<(), Failure> {
-    let stopping = Stopping::default();
-    stopping.on_signals().context("signals cannot be heard")?;
-    // Before the port: a wrong setting is reported as such, also while the port is in use.
+) -> Result<(), CliError> {
+    let shutdown = ShutdownSignal::default();
+    shutdown.on_signals().context("failed to install signal handlers")?;
+    // Before binding the port, so that an invalid setting is reported even if the port is in use.
     startup::check(&settings)?;
     let listening = match role {
-        Role::Serve => Listening::bind("http.listen", settings.http.listen).await?,
-        Role::Worker => Listening::bind("worker.listen", settings.http.worker_listen).await?,
+        ProcessRole::Serve => BoundListener::bind("http.listen", settings.http.listen).await?,
+        ProcessRole::Worker => {
+            BoundListener::bind("worker.listen", settings.http.worker_listen).await?
+        }
     };
 
-    // The truth, and the streams that make it fast.
-    let streams = startup::streams(&settings, &stopping).await?;
-    let store = startup::store(&settings, &stopping).await?;
+    // Database and stream backend.
+    let streams = startup::streams(&settings, &shutdown).await?;
+    let store = startup::store(&settings, &shutdown).await?;
     for integration in &settings.integrations {
         let known = store.ensure_integration(&integration.id, integration.provider.as_str()).await;
         known.with_context(|| format!("[[integration]] `{}`", integration.id))?;
     }
 
-    // The way in: events are stored, and workers are nudged.
+    // Inbound: the inbox stores events and nudges workers.
     let nudger = telemetry.nudger(Arc::clone(&streams));
     let confirmations = Confirmations::default();
     let inbox_config = inbox_config(&settings.work, &confirmations);
-    let inbox =
-        Inbox::new(Arc::clone(&store), nudger.clone(), inbox_config).context("the inbox")?;
+    let inbox = Inbox::new(Arc::clone(&store), nudger.clone(), inbox_config)
+        .context("failed to start the inbox")?;
 
-    // Work: claim, handle, complete. The desk handles what no handler of your own does.
+    // Work: claim, handle, complete. The desk is the default handler.
     let desk =
         Box::pin(DeskParts::open(&settings, &store, &streams, &nudger, &confirmations)).await;
-    let desk = desk.context("the desk")?;
+    let desk = desk.context("failed to start the desk")?;
     let config = worker_config(&settings.work);
     let (handler, config) = match handler {
         Some(handler) => (handler, config),
         None => (Arc::clone(&desk.desk) as Arc<dyn IssueHandler>, settings.desk.worker(config)),
     };
-    let worker = Worker::new(Arc::clone(&store), nudger.clone(), Chosen(handler), config)
-        .context("the worker")?;
+    let worker = Worker::new(Arc::clone(&store), nudger.clone(), TracedHandler(handler), config)
+        .context("failed to start the worker")?;
     let sweeper = Sweeper::new(
         Arc::clone(&store),
         nudger.clone(),
         Some(worker.clone()),
         sweeper_config(&settings.work),
     )
-    .context("the sweeper")?;
+    .context("failed to start the sweeper")?;
 
-    // The way out: replies and events leave after the commit.
+    // Outbound: the outbox delivers replies and events after the commit.
     let DeskParts { tickets, replies, intake, bus, sessions, desk } = desk;
     let outbox = Outbox::new(Arc::clone(&store), replies, outbox_config(&settings.work))
-        .context("the outbox")?;
+        .context("failed to start the outbox")?;
 
-    // What happened, for whoever asks; one process of a machine keeps it.
-    let path = settings.analytics_path.as_deref().filter(|_| role == Role::Serve);
-    let analytics = Analytics::of_server(path, Arc::clone(&store), stopping.clone());
+    // Analytics: only `serve` opens the DuckDB file.
+    let path = settings.analytics_path.as_deref().filter(|_| role == ProcessRole::Serve);
+    let analytics = Analytics::of_server(path, Arc::clone(&store), shutdown.clone());
 
-    // What people touch.
-    let health = Health::new(worker.name(), stopping.clone()).with_analytics(analytics.clone());
-    let audit = Audit::open(Arc::clone(&store), settings.audit_rows_max).await;
+    // HTTP.
+    let health =
+        ProcessHealth::new(worker.name(), shutdown.clone()).with_analytics(analytics.clone());
+    let audit = AuditLog::open(Arc::clone(&store), settings.audit_rows_max).await;
     let model_runs = Arc::clone(&sessions);
-    let app: App = Arc::new(Shared {
-        audit: Arc::new(audit.context("the audit log")?),
-        access: Access::new(&settings.tokens),
-        rate: Rate::new(&settings.http),
+    let app: App = Arc::new(AppState {
+        audit: Arc::new(audit.context("failed to open the audit log")?),
+        authenticator: Authenticator::new(&settings.tokens),
+        rate_limiter: RateLimiter::new(&settings.http),
         body_budget: BodyBudget::new(settings.http.body_memory_bytes_max),
         metrics: telemetry.metrics.clone(),
         health: health.clone(),
-        stopping: stopping.clone(),
+        shutdown: shutdown.clone(),
         store: Arc::clone(&store),
-        database: DatabaseWatch::default(),
+        database: DatabaseMonitor::default(),
         streams: Arc::clone(&streams),
         nudger,
         inbox,
         settings: settings.clone(),
         tickets,
         sessions,
-        long_work: LongWork::default(),
-        listeners: Listeners::default(),
+        background_jobs: BackgroundJobs::default(),
+        listeners: SseListeners::default(),
     });
-    let operations = Operations::new(Arc::clone(&streams), settings.http.clone(), stopping.clone());
-    let operations = operations.context("the operations")?;
+    let operations = Operations::new(Arc::clone(&streams), settings.http.clone(), shutdown.clone());
+    let operations = operations.context("failed to create the queue API")?;
     let routes = match role {
-        Role::Serve => router::serve(&app, operations.clone(), analytics.clone()),
-        Role::Worker => router::worker(&app),
+        ProcessRole::Serve => router::serve(&app, operations.clone(), analytics.clone()),
+        ProcessRole::Worker => router::worker(&app),
     };
 
-    // Everything runs.
+    // Start all services.
     let queue = Queue::new(Arc::clone(&streams));
-    let mut parts = Parts::new(health, stopping.clone());
-    let until = || {
-        let stopping = stopping.clone();
-        async move { stopping.begun().await }
+    let mut services = Services::new(health, shutdown.clone());
+    let stop_requested = || {
+        let shutdown = shutdown.clone();
+        async move { shutdown.wait().await }
     };
-    let shutdown = until();
+    let stopped = stop_requested();
     let (work_queue, intake_queue, analytics_queue) = (queue.clone(), queue.clone(), queue.clone());
-    parts.start("worker", async move { worker.run(&work_queue, shutdown).await });
-    let shutdown = until();
-    parts.start("sweeper", async move { sweeper.run(shutdown).await });
+    services.start("worker", async move { worker.run(&work_queue, stopped).await });
+    let stopped = stop_requested();
+    services.start("sweeper", async move { sweeper.run(stopped).await });
     let sampling =
         sample(Arc::clone(&store), Arc::clone(&streams), queue, telemetry.metrics.clone());
-    let shutdown = until();
-    parts.start("gauges", async move {
-        tokio::select! { () = shutdown => {}, () = sampling => {} }
+    let stopped = stop_requested();
+    services.start("gauges", async move {
+        tokio::select! { () = stopped => {}, () = sampling => {} }
     });
-    let (shutdown, watching) = (until(), app.database.clone().run(settings.database_url.clone()));
-    parts.start("database watch", async move {
-        tokio::select! { () = shutdown => {}, () = watching => {} }
+    let (stopped, watching) =
+        (stop_requested(), app.database.clone().run(settings.database_url.clone()));
+    services.start("database monitor", async move {
+        tokio::select! { () = stopped => {}, () = watching => {} }
     });
-    let (shutdown, confirming) = (until(), Arc::clone(&store));
-    parts.start("confirmation check", async move { confirmations.run(confirming, shutdown).await });
-    // Sessions of runs that began while streams were away.
-    let (shutdown, late) = (until(), desk.late_sessions());
-    parts.start("late sessions", async move { late.run(shutdown).await });
-    // What other programs say of tickets.
-    let shutdown = until();
-    parts.start("ticket events", async move { intake.run(&intake_queue, shutdown).await });
-    if role == Role::Serve {
-        let shutdown = until();
-        parts.start("sessions", async move {
-            let _ = model_runs.run(SESSIONS_EVERY, shutdown).await;
+    let (stopped, confirming) = (stop_requested(), Arc::clone(&store));
+    services
+        .start("confirmation check", async move { confirmations.run(confirming, stopped).await });
+    // Sessions of runs that started while the stream backend was unavailable.
+    let (stopped, late) = (stop_requested(), desk.late_sessions());
+    services.start("pending sessions", async move { late.run(stopped).await });
+    // Ticket events from other programs.
+    let stopped = stop_requested();
+    services.start("ticket events", async move { intake.run(&intake_queue, stopped).await });
+    if role == ProcessRole::Serve {
+        let stopped = stop_requested();
+        services.start("sessions", async move {
+            let _ = model_runs.run(SESSIONS_EVERY, stopped).await;
         });
     }
     if analytics.is_on() {
         let (analytics, queue) = (analytics.clone(), analytics_queue);
-        parts.start("analytics", async move { analytics.run(queue).await });
+        services.start("analytics", async move { analytics.run(queue).await });
     }
-    // Until when the last replies may be under way, once no new ones come.
-    let (last_replies, told) = oneshot::channel::<Instant>();
-    let mut outbox_part = Parts::new(parts.health.clone(), stopping.clone());
-    outbox_part.start("outbox", async move {
-        let until = async { told.await.unwrap_or_else(|_| Instant::now()).into_std() };
+    // Sends the outbox its drain deadline once no new replies can be produced.
+    let (last_replies, deadline_received) = oneshot::channel::<Instant>();
+    let mut outbox_service = Services::new(services.health.clone(), shutdown.clone());
+    outbox_service.start("outbox", async move {
+        let until = async { deadline_received.await.unwrap_or_else(|_| Instant::now()).into_std() };
         outbox.run_until(until).await;
     });
     if let Some(demo) = demo {
-        parts.start("demo", demo.run(listening.address, stopping.clone()));
+        services.start("demo", demo.run(listening.address, shutdown.clone()));
     }
     let url = format!("http://{}", listening.address);
     let serving =
-        listening.serve(routes, settings.http.clone(), settings.work.drain, stopping.clone());
-    parts.start("http", serving);
+        listening.serve(routes, settings.http.clone(), settings.work.drain, shutdown.clone());
+    services.start("http", serving);
     let (streams_at, database_at) = (settings.stream_shown(), settings.database_shown());
-    info!(role = role.as_str(), url, streams = streams_at, database = database_at, "running");
+    info!(
+        role = role.as_str(),
+        url,
+        streams = streams_at,
+        database = database_at,
+        "server running"
+    );
 
-    // The stop, in the order of the flow. What does not end in time is lost to nobody: claims and rows run out.
-    stopping.begun().await;
+    // Shutdown. Work that does not finish in time is retried later: claims and outbox leases expire.
+    shutdown.wait().await;
     let drained = Instant::now() + settings.work.drain;
     let failed = {
         let ending = async {
             tokio::join!(
-                parts.join(drained + PARTS_MAX),
-                by(drained + PARTS_MAX, operations.close(), "consumers over HTTP"),
-                by(drained + PARTS_MAX, app.long_work.close(), "imports or forks"),
+                services.join(drained + SERVICES_MAX),
+                finish_before(drained + SERVICES_MAX, operations.close(), "HTTP consumers"),
+                finish_before(
+                    drained + SERVICES_MAX,
+                    app.background_jobs.close(),
+                    "imports and forks"
+                ),
             )
         };
         tokio::pin!(ending);
         let in_time = timeout_at(drained, ending.as_mut()).await;
-        // Runs that go on until now are ended, so no new replies come of them.
+        // Runs still in progress are aborted by now, so they produce no more replies.
         let _ = last_replies.send(drained + REPLIES_DRAIN);
         let rest = async {
             match in_time {
@@ -263,22 +278,24 @@ pub(crate) async fn run(
             }
         };
         let ((failed, (), ()), outbox) =
-            tokio::join!(rest, outbox_part.join(drained + REPLIES_MAX));
+            tokio::join!(rest, outbox_service.join(drained + REPLIES_MAX));
         failed.or(outbox)
     };
     drop(app);
     let end = drained + CLOSE_MAX;
     tokio::join!(
-        by(end, analytics.close(), "a rebuild of analytics, which is undone"),
-        by(end, desk.close(), "the books of the desk"),
-        by(end, build::close(bus), "the bus"),
+        finish_before(end, analytics.close(), "analytics rebuild"),
+        finish_before(end, desk.close(), "desk token accounting"),
+        finish_before(end, build::close(bus), "bus"),
     );
     tokio::join!(
-        by(end.min(Instant::now() + DATABASE_MAX), store.close(), "the database"),
-        by(end, close(streams), "the streams")
+        finish_before(end.min(Instant::now() + DATABASE_MAX), store.close(), "database"),
+        finish_before(end, close(streams), "streams")
     );
     match failed {
-        Some(part) => Err(Failure::new(format!("`{part}` ended by itself; the log says why"))),
+        Some(part) => {
+            Err(CliError::new(format!("service `{part}` ended unexpectedly; see the log")))
+        }
         None => {
             info!("stopped");
             Ok(())
@@ -286,51 +303,52 @@ pub(crate) async fn run(
     }
 }
 
-/// A handler that is chosen when the process starts.
-struct Chosen(Arc<dyn IssueHandler>);
+/// Runs the handler inside a span that continues the traces of its events.
+struct TracedHandler(Arc<dyn IssueHandler>);
 
 #[async_trait]
-impl IssueHandler for Chosen {
+impl IssueHandler for TracedHandler {
     async fn handle(&self, run: Run) -> Result<Resolution, HandlerError> {
         let (issue_id, attempt, events) = (run.issue().id, run.attempt(), run.events().len());
         let span = info_span!("run", %issue_id, attempt, events);
-        telemetry::continue_origins(&span, run.events());
+        telemetry::continue_event_traces(&span, run.events());
         self.0.handle(run).instrument(span).await
     }
 }
 
-/// Tasks by name. One that ends before the stop begins the stop.
-struct Parts {
+/// Named background tasks. A task that ends before shutdown triggers it.
+struct Services {
     tasks: JoinSet<Option<&'static str>>,
-    health: Health,
-    stopping: Stopping,
+    health: ProcessHealth,
+    shutdown: ShutdownSignal,
 }
 
-impl Parts {
-    fn new(health: Health, stopping: Stopping) -> Self {
-        Self { tasks: JoinSet::new(), health, stopping }
+impl Services {
+    fn new(health: ProcessHealth, shutdown: ShutdownSignal) -> Self {
+        Self { tasks: JoinSet::new(), health, shutdown }
     }
 
     fn start(&mut self, part: &'static str, running: impl Future<Output = ()> + Send + 'static) {
-        let (health, stopping) = (self.health.clone(), self.stopping.clone());
-        health.note(part, true);
+        let (health, shutdown) = (self.health.clone(), self.shutdown.clone());
+        health.set_running(part, true);
         self.tasks.spawn(async move {
-            // A panic is an end like any other.
+            // A panic counts as an unexpected end.
             let ended = AssertUnwindSafe(running).catch_unwind().await;
-            health.note(part, false);
-            debug!(part, "part ended");
+            health.set_running(part, false);
+            debug!(part, "service ended");
             if ended.is_err() {
-                error!(part, "a part panicked, stopping");
-            } else if !stopping.has_begun() {
-                error!(part, "a part ended by itself, stopping");
+                error!(part, "service panicked, shutting down");
+            } else if !shutdown.is_triggered() {
+                error!(part, "service ended unexpectedly, shutting down");
             }
-            let has_failed = ended.is_err() || !stopping.has_begun();
-            stopping.begin();
+            let has_failed = ended.is_err() || !shutdown.is_triggered();
+            shutdown.trigger();
             has_failed.then_some(part)
         });
     }
 
-    /// Waits for all of them; the first that failed is named. Those that do not end in time are ended.
+    /// Waits for all services and returns the name of the first that failed. Services that miss the deadline are
+    /// aborted.
     async fn join(&mut self, deadline: Instant) -> Option<&'static str> {
         let mut failed = None;
         let joining = async {
@@ -339,21 +357,24 @@ impl Parts {
             }
         };
         if timeout_at(deadline, joining).await.is_err() {
-            warn!(count = self.tasks.len(), "parts did not end in time, they are ended");
+            warn!(
+                count = self.tasks.len(),
+                "services did not end before the deadline, aborting them"
+            );
             let _ = timeout(ABORT_MAX, self.tasks.shutdown()).await;
         }
         failed
     }
 }
 
-/// Sets gauges, as long as it is not dropped.
+/// Updates gauges until it is dropped.
 async fn sample(
     store: Arc<dyn Store>,
     streams: Arc<dyn Backend>,
     queue: Queue,
     metrics: metrics_exporter_prometheus::PrometheusHandle,
 ) {
-    let mut sampler = queue.sampler(&[STREAM]).expect("the name is short and plain");
+    let mut sampler = queue.sampler(&[STREAM]).expect("the topic name is valid");
     let mut ticks = interval(SAMPLE_EVERY);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
@@ -361,33 +382,33 @@ async fn sample(
         metrics.run_upkeep();
         let sampled = headwater_issue::metrics::sample(store.as_ref(), Some(&streams)).await;
         if let Err(error) = sampled {
-            debug!(%error, "gauges keep their values");
+            debug!(%error, "failed to sample the database, gauges keep their values");
         }
         if let Err(error) = sampler.run_once().await {
-            debug!(%error, "gauges of topics keep their values");
+            debug!(%error, "failed to sample topics, gauges keep their values");
         }
     }
 }
 
 async fn close(streams: Arc<dyn Backend>) {
     if let Err(error) = streams.close().await {
-        warn!(%error, "the streams did not close well");
+        warn!(%error, "failed to close the stream backend");
     }
 }
 
-/// Waits for an end until a deadline.
-async fn by(deadline: Instant, ending: impl Future<Output = ()>, what: &str) {
+/// Awaits `ending` until the deadline, then logs and gives up.
+async fn finish_before(deadline: Instant, ending: impl Future<Output = ()>, what: &str) {
     if timeout_at(deadline, ending).await.is_err() {
-        warn!(what, "it did not end in time, and is left");
+        warn!(what, "did not finish before the shutdown deadline");
     }
 }
 
-fn inbox_config(work: &Work, confirmations: &Confirmations) -> InboxConfig {
+fn inbox_config(work: &WorkSettings, confirmations: &Confirmations) -> InboxConfig {
     let quiet = Quiet { quiet: work.quiet, max_wait: work.max_wait, events_max: work.events_max };
     InboxConfig { quiet, confirmations: confirmations.clone(), ..InboxConfig::default() }
 }
 
-fn worker_config(work: &Work) -> WorkerConfig {
+fn worker_config(work: &WorkSettings) -> WorkerConfig {
     WorkerConfig {
         concurrency: work.concurrency,
         claim_ttl: work.claim,
@@ -404,7 +425,7 @@ fn worker_config(work: &Work) -> WorkerConfig {
     }
 }
 
-fn sweeper_config(work: &Work) -> SweeperConfig {
+fn sweeper_config(work: &WorkSettings) -> SweeperConfig {
     let options = SweepOptions {
         nudge_overdue: work.sweep_every,
         crashes_max: work.attempts,
@@ -413,8 +434,8 @@ fn sweeper_config(work: &Work) -> SweeperConfig {
     SweeperConfig { every: work.sweep_every, options }
 }
 
-fn outbox_config(work: &Work) -> OutboxConfig {
-    // A row that a killed process had in hand comes again after `ttl`; somebody waits for it.
+fn outbox_config(work: &WorkSettings) -> OutboxConfig {
+    // After a kill the row is redelivered once `ttl` expires, so `ttl` is short.
     let (deadline, ttl) = (Duration::from_secs(26), Duration::from_secs(30));
     let retry = RetryPolicy {
         attempts_max: work.outbox_attempts,
@@ -432,44 +453,44 @@ mod tests {
 
     use super::*;
 
-    fn parts() -> (Parts, Stopping) {
-        let stopping = Stopping::default();
-        (Parts::new(Health::new("w", stopping.clone()), stopping.clone()), stopping)
+    fn services() -> (Services, ShutdownSignal) {
+        let shutdown = ShutdownSignal::default();
+        (Services::new(ProcessHealth::new("w", shutdown.clone()), shutdown.clone()), shutdown)
     }
 
-    /// Tells when it is dropped.
-    struct Told(Arc<AtomicBool>);
+    /// Sets its flag when dropped.
+    struct DropFlag(Arc<AtomicBool>);
 
-    impl Drop for Told {
+    impl Drop for DropFlag {
         fn drop(&mut self) {
             self.0.store(true, Ordering::SeqCst);
         }
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_part_that_does_not_end_in_time_is_ended_before_what_it_stands_on_is_closed() {
-        let (mut parts, stopping) = parts();
+    async fn a_service_that_misses_the_deadline_is_aborted_before_its_dependencies_close() {
+        let (mut services, shutdown) = services();
         let is_over = Arc::new(AtomicBool::new(false));
-        let told = Told(Arc::clone(&is_over));
-        parts.start("endless", async move {
-            let _told = told;
+        let deadline_received = DropFlag(Arc::clone(&is_over));
+        services.start("endless", async move {
+            let _told = deadline_received;
             pending::<()>().await;
         });
-        stopping.begin();
+        shutdown.trigger();
         let began = Instant::now();
-        assert_eq!(parts.join(began + PARTS_MAX).await, None);
-        assert!(is_over.load(Ordering::SeqCst), "nothing of it runs on");
-        assert!(began.elapsed() < PARTS_MAX + ABORT_MAX, "{:?}", began.elapsed());
-        by(Instant::now() + ABORT_MAX, pending(), "what never closes").await;
+        assert_eq!(services.join(began + SERVICES_MAX).await, None);
+        assert!(is_over.load(Ordering::SeqCst), "the task was dropped");
+        assert!(began.elapsed() < SERVICES_MAX + ABORT_MAX, "{:?}", began.elapsed());
+        finish_before(Instant::now() + ABORT_MAX, pending(), "never closes").await;
     }
 
     #[tokio::test]
-    async fn a_part_that_panics_or_ends_by_itself_is_named_and_begins_the_stop() {
+    async fn a_service_that_panics_or_ends_early_is_named_and_triggers_shutdown() {
         for panics in [true, false] {
-            let (mut parts, stopping) = parts();
-            parts.start("odd", async move { assert!(!panics, "on purpose") });
-            stopping.begun().await;
-            assert_eq!(parts.join(Instant::now() + CLOSE_MAX).await, Some("odd"));
+            let (mut services, shutdown) = services();
+            services.start("odd", async move { assert!(!panics, "on purpose") });
+            shutdown.wait().await;
+            assert_eq!(services.join(Instant::now() + CLOSE_MAX).await, Some("odd"));
         }
     }
 }

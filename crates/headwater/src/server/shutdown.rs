@@ -1,7 +1,7 @@
-//! The wish to stop, told to everybody who waits for it.
+//! The shutdown signal of the process.
 //!
-//! Upstream: SIGTERM, SIGINT, or a part that ended by mistake. Downstream: every loop and every stream of events.
-//! Promises: once said, it holds; who asks later is told, too.
+//! Upstream: SIGTERM, SIGINT, or a service that ended unexpectedly. Downstream: every loop and every event stream.
+//! Promises: once triggered it stays triggered, also for tasks that start to wait later.
 
 use std::sync::Arc;
 
@@ -9,55 +9,59 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 use tracing::{info, warn};
 
-/// Whether to stop. Clones are the same wish.
+/// Tells tasks to stop. Clones share one state.
 #[derive(Clone, Debug)]
-pub(crate) struct Stopping {
+pub(crate) struct ShutdownSignal {
     sender: Arc<watch::Sender<bool>>,
     receiver: watch::Receiver<bool>,
 }
 
-impl Default for Stopping {
+impl Default for ShutdownSignal {
     fn default() -> Self {
         let (sender, receiver) = watch::channel(false);
         Self { sender: Arc::new(sender), receiver }
     }
 }
 
-impl Stopping {
-    /// Tells everybody to stop.
-    pub(crate) fn begin(&self) {
+impl ShutdownSignal {
+    /// Tells all waiting tasks to stop. Idempotent.
+    pub(crate) fn trigger(&self) {
         self.sender.send_replace(true);
     }
 
-    /// Whether it was said.
-    pub(crate) fn has_begun(&self) -> bool {
+    /// Whether shutdown was triggered.
+    pub(crate) fn is_triggered(&self) -> bool {
         *self.receiver.borrow()
     }
 
-    /// Returns when it is said. Cancel-safe.
-    pub(crate) async fn begun(&self) {
-        // An error means that all senders are gone; we hold one.
-        let _ = self.receiver.clone().wait_for(|begun| *begun).await;
+    /// Waits until shutdown is triggered. Cancel-safe.
+    pub(crate) async fn wait(&self) {
+        // `wait_for` fails only when all senders are dropped, and `self` holds one.
+        let _ = self.receiver.clone().wait_for(|is_triggered| *is_triggered).await;
     }
 
-    /// Stops on SIGTERM or SIGINT. A second one ends the process at once: whoever sends it does not want to wait.
+    /// Triggers shutdown on SIGTERM or SIGINT. A second signal exits the process at once with code 1.
     pub(crate) fn on_signals(&self) -> std::io::Result<()> {
         let mut terminate = signal(SignalKind::terminate())?;
         let mut interrupt = signal(SignalKind::interrupt())?;
-        let stopping = self.clone();
-        // Ends with the process.
+        let shutdown = self.clone();
+        // Runs until the process exits.
         tokio::spawn(async move {
             loop {
                 tokio::select! {
                     _ = terminate.recv() => {}
                     _ = interrupt.recv() => {}
                 }
-                if stopping.has_begun() {
-                    warn!("stopped at once: claims will run out, nothing is lost");
+                if shutdown.is_triggered() {
+                    warn!(
+                        "second signal received, exiting at once; open claims expire and are retried"
+                    );
                     std::process::exit(1);
                 }
-                info!("stopping: no new work, what is under way may end; once more stops at once");
-                stopping.begin();
+                info!(
+                    "shutdown signal received: draining work in progress; send it again to exit at once"
+                );
+                shutdown.trigger();
             }
         });
         Ok(())

@@ -1,9 +1,8 @@
-//! Which trace an event came with, so that its run goes on with that trace.
+//! Remembers the trace of each event, so that its run continues it.
 //!
-//! Upstream: nudges bring it, from this process or another; `webhooks` notes it for events that nobody is nudged for.
-//! Downstream: `run` asks before it handles an issue.
-//! Promises: bounded; without a collector nothing is kept. A run long after, or one that the sweep brought to another process,
-//! begins a trace of its own: traces are for people who look, and no truth hangs on them.
+//! Upstream: nudges carry traces between processes; `inbound/webhooks` records traces of events without a nudge.
+//! Downstream: `server/run.rs` reads them before a run. Promises: memory is bounded; without a collector nothing is
+//! stored. A run much later, or one found by the sweeper of another process, starts a new trace.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Mutex, PoisonError};
@@ -15,22 +14,22 @@ use opentelemetry::trace::{SpanContext, TraceContextExt, TraceFlags, TraceState}
 use tracing::Span;
 use tracing_opentelemetry::OpenTelemetrySpanExt;
 
-/// Events that are remembered at once.
+/// Maximum number of remembered events.
 const EVENTS_MAX: usize = 10_000;
 
-/// One list for the process, as there is one collector.
-static ORIGINS: Mutex<Option<Origins>> = Mutex::new(None);
+/// One table for the process, as there is one collector.
+static EVENT_TRACES: Mutex<Option<EventTraces>> = Mutex::new(None);
 
 #[derive(Default)]
-struct Origins {
+struct EventTraces {
     by_event: HashMap<EventLogId, SpanContext>,
     /// Oldest first.
     order: VecDeque<EventLogId>,
 }
 
-impl Origins {
-    fn note(&mut self, event: EventLogId, origin: SpanContext) {
-        if self.by_event.insert(event, origin).is_none() {
+impl EventTraces {
+    fn record(&mut self, event: EventLogId, trace: SpanContext) {
+        if self.by_event.insert(event, trace).is_none() {
             self.order.push_back(event);
         }
         if self.order.len() > EVENTS_MAX
@@ -41,51 +40,51 @@ impl Origins {
     }
 }
 
-fn note(event: EventLogId, origin: SpanContext) {
-    let mut origins = ORIGINS.lock().unwrap_or_else(PoisonError::into_inner);
-    origins.get_or_insert_default().note(event, origin);
+fn record(event: EventLogId, trace: SpanContext) {
+    let mut traces = EVENT_TRACES.lock().unwrap_or_else(PoisonError::into_inner);
+    traces.get_or_insert_default().record(event, trace);
 }
 
-fn current() -> Option<SpanContext> {
-    let origin = Span::current().context().span().span_context().clone();
-    origin.is_valid().then_some(origin)
+fn current_span_context() -> Option<SpanContext> {
+    let trace = Span::current().context().span().span_context().clone();
+    trace.is_valid().then_some(trace)
 }
 
-/// Remembers that an event came with the request that is being answered.
-pub(crate) fn note_origin(event: EventLogId) {
-    if let Some(origin) = current() {
-        note(event, origin);
+/// Remembers the current request's trace for an event.
+pub(crate) fn record_event_trace(event: EventLogId) {
+    if let Some(trace) = current_span_context() {
+        record(event, trace);
     }
 }
 
-/// The traces of the collector, for nudges that carry them from process to process.
+/// Passes the collector's traces to nudges.
 #[derive(Debug)]
-pub(crate) struct Collected;
+pub(crate) struct OtelTraces;
 
-impl headwater_issue::Origins for Collected {
+impl headwater_issue::Origins for OtelTraces {
     fn current(&self) -> Option<TraceContext> {
-        let origin = current()?;
-        let trace_id = u128::from_be_bytes(origin.trace_id().to_bytes());
-        let span_id = u64::from_be_bytes(origin.span_id().to_bytes());
-        TraceContext::new(trace_id, span_id, origin.is_sampled())
+        let trace = current_span_context()?;
+        let trace_id = u128::from_be_bytes(trace.trace_id().to_bytes());
+        let span_id = u64::from_be_bytes(trace.span_id().to_bytes());
+        TraceContext::new(trace_id, span_id, trace.is_sampled())
     }
 
     fn came_with(&self, event: EventLogId, trace: TraceContext) {
         let flags = if trace.is_sampled() { TraceFlags::SAMPLED } else { TraceFlags::default() };
         let (trace_id, span_id) = (trace.trace_id().into(), trace.span_id().into());
-        note(event, SpanContext::new(trace_id, span_id, flags, true, TraceState::default()));
+        record(event, SpanContext::new(trace_id, span_id, flags, true, TraceState::default()));
     }
 }
 
-/// Makes the span of a run part of the trace of its oldest event that is known, and links it with those of the others.
-pub(crate) fn continue_origins(span: &Span, events: &[EventLog]) {
+/// Makes a run's span part of the trace of its oldest known event, and links the traces of the others.
+pub(crate) fn continue_event_traces(span: &Span, events: &[EventLog]) {
     let found: Vec<SpanContext> = {
-        let origins = ORIGINS.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(origins) = origins.as_ref() else { return };
-        events.iter().filter_map(|event| origins.by_event.get(&event.id).cloned()).collect()
+        let traces = EVENT_TRACES.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(traces) = traces.as_ref() else { return };
+        events.iter().filter_map(|event| traces.by_event.get(&event.id).cloned()).collect()
     };
     let Some((first, others)) = found.split_first() else { return };
-    // An error means that nobody collects traces.
+    // Fails only without a collector.
     let _ = span.set_parent(Context::new().with_remote_span_context(first.clone()));
     for other in others {
         span.add_link(other.clone());
@@ -97,14 +96,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_oldest_are_forgotten() {
-        let mut origins = Origins::default();
+    fn the_oldest_entries_are_evicted() {
+        let mut traces = EventTraces::default();
         for event in 0..EVENTS_MAX as i64 + 3 {
-            origins.note(EventLogId(event), SpanContext::empty_context());
-            origins.note(EventLogId(event), SpanContext::empty_context());
+            traces.record(EventLogId(event), SpanContext::empty_context());
+            traces.record(EventLogId(event), SpanContext::empty_context());
         }
-        assert_eq!((origins.by_event.len(), origins.order.len()), (EVENTS_MAX, EVENTS_MAX));
-        assert!(!origins.by_event.contains_key(&EventLogId(2)));
-        assert!(origins.by_event.contains_key(&EventLogId(3)));
+        assert_eq!((traces.by_event.len(), traces.order.len()), (EVENTS_MAX, EVENTS_MAX));
+        assert!(!traces.by_event.contains_key(&EventLogId(2)));
+        assert!(traces.by_event.contains_key(&EventLogId(3)));
     }
 }

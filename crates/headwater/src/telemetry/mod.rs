@@ -1,8 +1,8 @@
 //! Logs, metrics and traces of the process.
 //!
-//! Upstream: `settings`. Downstream: standard error, `/metrics`, and an OpenTelemetry collector if one is named.
-//! Promises: text on a terminal and JSON otherwise; a collector that is away costs no request anything; what is left is
-//! sent at the end, for a bounded time.
+//! Upstream: `config`. Downstream: standard error, `/metrics`, and an OpenTelemetry collector if configured.
+//! Promises: `auto` logs text on a terminal and JSON otherwise; an unavailable collector does not slow down requests;
+//! remaining traces are sent at shutdown, for a bounded time.
 
 mod event_traces;
 mod traces;
@@ -22,19 +22,19 @@ use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{EnvFilter, Layer, Registry};
 
 use crate::config;
-use crate::exit::Failure;
-pub(crate) use crate::telemetry::event_traces::{continue_origins, note_origin};
+use crate::exit::CliError;
+pub(crate) use crate::telemetry::event_traces::{continue_event_traces, record_event_trace};
 use crate::telemetry::traces::Traces;
 pub(crate) use crate::telemetry::traces::continue_trace;
-use crate::telemetry::uncached_filter::Fresh;
+use crate::telemetry::uncached_filter::UncachedFilter;
 
-/// Upper bounds of seconds: from a fast call to the longest run.
+/// Histogram buckets in seconds, from a fast call to the longest run.
 const SECONDS: [f64; 14] =
     [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0, 600.0];
-/// Upper bounds of counts.
+/// Histogram buckets of counts.
 const COUNTS: [f64; 9] = [1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 1000.0];
 
-/// What watches the process.
+/// Handles of the process's telemetry.
 #[derive(Debug)]
 pub(crate) struct Telemetry {
     /// Renders `/metrics`.
@@ -44,12 +44,13 @@ pub(crate) struct Telemetry {
 
 type AnyLayer = Box<dyn Layer<Registry> + Send + Sync>;
 
-/// Begins to log and to measure. Once per process.
-pub(crate) fn begin(settings: &config::Telemetry) -> Result<Telemetry, Failure> {
-    let filter = EnvFilter::try_new(&settings.level).context("the setting `log.level`")?;
-    // PostgreSQL tells at every start that tables are there already.
-    let filter = match tells_notices(&settings.level) {
-        true => filter.add_directive("sqlx::postgres::notice=warn".parse().context("a directive")?),
+/// Installs logging, metrics and traces. Once per process.
+pub(crate) fn init(settings: &config::TelemetrySettings) -> Result<Telemetry, CliError> {
+    let filter = EnvFilter::try_new(&settings.level).context("invalid setting `log.level`")?;
+    // PostgreSQL sends a notice at every start for tables that already exist.
+    let filter = match should_quiet_notices(&settings.level) {
+        true => filter
+            .add_directive("sqlx::postgres::notice=warn".parse().context("invalid log directive")?),
         false => filter,
     };
     let as_json = match settings.format.as_str() {
@@ -59,57 +60,61 @@ pub(crate) fn begin(settings: &config::Telemetry) -> Result<Telemetry, Failure> 
     };
     let layer = tracing_subscriber::fmt::layer().with_writer(std::io::stderr);
     let logs: AnyLayer = if as_json {
-        layer.json().flatten_event(true).with_filter(Fresh(filter)).boxed()
+        layer.json().flatten_event(true).with_filter(UncachedFilter(filter)).boxed()
     } else {
         layer
             .with_ansi(std::io::stderr().is_terminal())
             .with_target(false)
-            .with_filter(Fresh(filter))
+            .with_filter(UncachedFilter(filter))
             .boxed()
     };
     let mut layers = vec![logs];
     let traces = match &settings.otlp_url {
         Some(url) => {
             let (layer, traces) =
-                Traces::begin(url.expose_secret()).context("the setting `otlp.url`")?;
+                Traces::start(url.expose_secret()).context("invalid setting `otlp.url`")?;
             layers.push(layer);
             Some(traces)
         }
         None => None,
     };
-    tracing_subscriber::registry().with(layers).try_init().context("logs were begun before")?;
+    tracing_subscriber::registry()
+        .with(layers)
+        .try_init()
+        .context("logging is already initialized")?;
 
     let metrics = PrometheusBuilder::new()
         .set_buckets_for_metric(Matcher::Suffix("_seconds".to_owned()), &SECONDS)
         .and_then(|builder| {
             builder.set_buckets_for_metric(Matcher::Suffix("_batch".to_owned()), &COUNTS)
         })
-        .context("the buckets of metrics")?
+        .context("invalid histogram buckets")?
         .install_recorder()
-        .context("metrics were begun before")?;
+        .context("a metrics recorder is already installed")?;
     Ok(Telemetry { metrics, traces })
 }
 
-/// Whether notices of PostgreSQL would be told that nobody has asked for. Where less is told, they must not be added to it.
-fn tells_notices(level: &str) -> bool {
+/// Whether to raise the level of PostgreSQL notices to `warn`: only if the filter would log them and does not mention
+/// sqlx.
+fn should_quiet_notices(level: &str) -> bool {
     let others =
         level.split(',').filter_map(|part| part.trim().parse::<LevelFilter>().ok()).next_back();
     !level.contains("sqlx") && others.is_some_and(|others| others >= LevelFilter::WARN)
 }
 
 impl Telemetry {
-    /// Sends nudges, with the traces of events if there is a collector.
+    /// Creates a nudger that carries the traces of events if there is a collector.
     pub(crate) fn nudger(&self, streams: Arc<dyn Backend>) -> Nudger {
         match self.traces {
-            Some(_) => Nudger::traced(streams, Arc::new(event_traces::Collected)),
+            Some(_) => Nudger::traced(streams, Arc::new(event_traces::OtelTraces)),
             None => Nudger::new(streams),
         }
     }
 
-    /// Sends what is left.
-    pub(crate) async fn end(self) {
+    /// Sends remaining traces.
+    pub(crate) async fn flush(self) {
         if let Some(traces) = self.traces {
-            traces.end().await;
+            traces.shutdown().await;
         }
     }
 }
@@ -119,12 +124,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn notices_are_made_less_and_never_more() {
+    fn the_notice_directive_only_reduces_output() {
         for level in ["info", "warn", "INFO,headwater=debug", "headwater=debug, trace"] {
-            assert!(tells_notices(level), "{level}");
+            assert!(should_quiet_notices(level), "{level}");
         }
         for level in ["off", "error", "error,headwater=info", "headwater=info", "info,sqlx=debug"] {
-            assert!(!tells_notices(level), "{level}");
+            assert!(!should_quiet_notices(level), "{level}");
         }
     }
 }

@@ -1,7 +1,8 @@
-//! Traces to an OpenTelemetry collector (OTLP over HTTP), when one is named.
+//! Exports traces to an OpenTelemetry collector (OTLP over HTTP).
 //!
-//! Upstream: spans of all crates. Downstream: `POST {otlp.url}/v1/traces`. Promises: spans wait in a bounded queue and are
-//! dropped when it is full, so a collector that is away costs no request anything. A `traceparent` of the caller is kept.
+//! Upstream: spans of all crates. Downstream: `POST {otlp.url}/v1/traces`. Promises: spans are queued and dropped
+//! when the queue is full, so an unavailable collector does not slow down requests. The `traceparent` of a request is
+//! continued.
 
 use std::time::Duration;
 
@@ -24,23 +25,23 @@ use tracing_subscriber::filter::filter_fn;
 
 use crate::http_client;
 use crate::telemetry::AnyLayer;
-use crate::telemetry::uncached_filter::Fresh;
+use crate::telemetry::uncached_filter::UncachedFilter;
 
-/// How long one batch may take to be sent, and all that is left at the end.
+/// Timeouts of one batch, and of the final flush.
 const SEND_MAX: Duration = Duration::from_secs(5);
 const LAST_MAX: Duration = Duration::from_secs(2);
 
-/// Sends traces until it is ended.
+/// Exports traces until shut down.
 #[derive(Debug)]
 pub(super) struct Traces(SdkTracerProvider);
 
 impl Traces {
-    /// The layer that collects spans, and what sends them.
-    pub(super) fn begin(url: &str) -> anyhow::Result<(AnyLayer, Self)> {
+    /// The layer that collects spans, and their exporter.
+    pub(super) fn start(url: &str) -> anyhow::Result<(AnyLayer, Self)> {
         let client = http_client::build().map_err(anyhow::Error::msg)?;
         let exporter = SpanExporter::builder()
             .with_http()
-            .with_http_client(OnRuntime { client, runtime: Handle::current() })
+            .with_http_client(RuntimeHttpClient { client, runtime: Handle::current() })
             .with_endpoint(endpoint(url))
             .with_timeout(SEND_MAX)
             .build()?;
@@ -49,38 +50,39 @@ impl Traces {
             .with_batch_exporter(exporter)
             .with_resource(resource)
             .build();
-        let ours = filter_fn(|about| about.is_span() && about.target().starts_with("headwater"));
+        let ours =
+            filter_fn(|metadata| metadata.is_span() && metadata.target().starts_with("headwater"));
         let layer = tracing_opentelemetry::layer().with_tracer(provider.tracer("headwater"));
-        Ok((layer.with_filter(Fresh(ours)).boxed(), Self(provider)))
+        Ok((layer.with_filter(UncachedFilter(ours)).boxed(), Self(provider)))
     }
 
-    /// Sends what is left.
-    pub(super) async fn end(self) {
-        // It blocks its thread.
+    /// Sends remaining traces.
+    pub(super) async fn shutdown(self) {
+        // Blocks its thread.
         let ended = tokio::task::spawn_blocking(move || self.0.shutdown_with_timeout(LAST_MAX));
         if !matches!(timeout(LAST_MAX, ended).await, Ok(Ok(Ok(())))) {
-            warn!("the last traces were not sent");
+            warn!("failed to send the remaining traces");
         }
     }
 }
 
-/// The address of traces below that of the collector, unless it is an address of traces already.
+/// The traces endpoint of a collector URL, which may already be one.
 fn endpoint(url: &str) -> String {
     let url = url.trim_end_matches('/');
     if url.ends_with("/v1/traces") { url.to_owned() } else { format!("{url}/v1/traces") }
 }
 
-/// Lets a span go on with the trace of whoever sent these headers.
+/// Continues the trace in the request headers.
 pub(crate) fn continue_trace(span: &Span, headers: &HeaderMap) {
     if headers.contains_key("traceparent") {
-        // An error means that nobody collects traces.
-        let _ = span.set_parent(TraceContextPropagator::new().extract(&Headers(headers)));
+        // Fails only without a collector.
+        let _ = span.set_parent(TraceContextPropagator::new().extract(&HeaderExtractor(headers)));
     }
 }
 
-struct Headers<'a>(&'a HeaderMap);
+struct HeaderExtractor<'a>(&'a HeaderMap);
 
-impl Extractor for Headers<'_> {
+impl Extractor for HeaderExtractor<'_> {
     fn get(&self, key: &str) -> Option<&str> {
         self.0.get(key)?.to_str().ok()
     }
@@ -90,15 +92,15 @@ impl Extractor for Headers<'_> {
     }
 }
 
-/// Batches are sent from a thread of their own; our client needs the runtime.
+/// The exporter runs on its own thread; the HTTP client needs the runtime.
 #[derive(Debug)]
-struct OnRuntime {
+struct RuntimeHttpClient {
     client: reqwest::Client,
     runtime: Handle,
 }
 
 #[async_trait]
-impl HttpClient for OnRuntime {
+impl HttpClient for RuntimeHttpClient {
     async fn send_bytes(&self, request: Request<Bytes>) -> Result<Response<Bytes>, HttpError> {
         let (parts, body) = request.into_parts();
         let request = self
@@ -124,7 +126,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn traces_have_their_place_below_the_collector() {
+    fn the_endpoint_is_derived_from_the_collector_url() {
         for url in ["http://a:4318", "http://a:4318/", "http://a:4318/v1/traces"] {
             assert_eq!(endpoint(url), "http://a:4318/v1/traces");
         }

@@ -1,8 +1,8 @@
-//! A filter that is asked anew for every span and event.
+//! A filter whose result is not cached per callsite.
 //!
-//! Upstream: `telemetry` puts it around the filters of its layers. Why: somebody who only asks whether he would be heard, as
-//! `sqlx` does by `log_enabled!` after each statement on Postgres, leaves the answer behind on his thread. A filter whose answer is kept for good
-//! is not asked again, so the next span or event on that thread was given the answer meant for another, and lost.
+//! Upstream: `telemetry` wraps the filters of its layers in it. Why: `log_enabled!`, which `sqlx` calls after each
+//! statement on PostgreSQL, leaves its result in thread-local state. With cached interest the next span or event on
+//! that thread was given that stale result and was lost.
 
 use tracing::span::{Attributes, Id, Record};
 use tracing::subscriber::Interest;
@@ -10,16 +10,16 @@ use tracing::{Event, Metadata};
 use tracing_subscriber::filter::LevelFilter;
 use tracing_subscriber::layer::{Context, Filter};
 
-/// Asks the filter inside each time, unless it never wants to hear of a place.
-pub(super) struct Fresh<F>(pub(super) F);
+/// Evaluates the inner filter every time, unless it is never interested in a callsite.
+pub(super) struct UncachedFilter<F>(pub(super) F);
 
-impl<S, F: Filter<S>> Filter<S> for Fresh<F> {
-    fn enabled(&self, about: &Metadata<'_>, context: &Context<'_, S>) -> bool {
-        self.0.enabled(about, context)
+impl<S, F: Filter<S>> Filter<S> for UncachedFilter<F> {
+    fn enabled(&self, metadata: &Metadata<'_>, context: &Context<'_, S>) -> bool {
+        self.0.enabled(metadata, context)
     }
 
-    fn callsite_enabled(&self, about: &'static Metadata<'static>) -> Interest {
-        let interest = self.0.callsite_enabled(about);
+    fn callsite_enabled(&self, metadata: &'static Metadata<'static>) -> Interest {
+        let interest = self.0.callsite_enabled(metadata);
         if interest.is_never() { interest } else { Interest::sometimes() }
     }
 
@@ -67,15 +67,15 @@ mod tests {
 
     /// Counts spans and events.
     #[derive(Clone, Default)]
-    struct Heard(Arc<AtomicUsize>);
+    struct CountingLayer(Arc<AtomicUsize>);
 
-    impl Heard {
+    impl CountingLayer {
         fn count(&self) -> usize {
             self.0.load(Ordering::SeqCst)
         }
     }
 
-    impl<S: Subscriber> Layer<S> for Heard {
+    impl<S: Subscriber> Layer<S> for CountingLayer {
         fn on_new_span(&self, _: &Attributes<'_>, _: &Id, _: Context<'_, S>) {
             self.0.fetch_add(1, Ordering::SeqCst);
         }
@@ -87,8 +87,8 @@ mod tests {
 
     type AnyLayer = Box<dyn Layer<Registry> + Send + Sync>;
 
-    /// As the crate `log` asks for `log_enabled!`.
-    fn only_ask() {
+    /// Asks like `log_enabled!` of the crate `log`.
+    fn ask_if_enabled() {
         let place = tracing::callsite! {
             name: "a statement",
             kind: tracing::metadata::Kind::EVENT,
@@ -100,14 +100,15 @@ mod tests {
     }
 
     #[test]
-    fn whoever_only_asks_costs_the_next_span_nothing() {
-        let (logs, traces) = (Heard::default(), Heard::default());
-        let ours = traces.clone().with_filter(Fresh(filter_fn(|about| about.is_span())));
+    fn log_enabled_does_not_drop_the_next_span() {
+        let (logs, traces) = (CountingLayer::default(), CountingLayer::default());
+        let ours =
+            traces.clone().with_filter(UncachedFilter(filter_fn(|metadata| metadata.is_span())));
         let layers: Vec<AnyLayer> =
-            vec![logs.clone().with_filter(Fresh(LevelFilter::INFO)).boxed(), ours.boxed()];
+            vec![logs.clone().with_filter(UncachedFilter(LevelFilter::INFO)).boxed(), ours.boxed()];
         tracing::subscriber::with_default(Registry::default().with(layers), || {
             for _ in 0..3 {
-                only_ask();
+                ask_if_enabled();
                 let _span = tracing::info_span!("a span");
             }
         });
@@ -115,13 +116,13 @@ mod tests {
     }
 
     #[test]
-    fn nor_does_it_cost_the_next_line_of_the_log_anything() {
-        let logs = Heard::default();
+    fn log_enabled_does_not_drop_the_next_event() {
+        let logs = CountingLayer::default();
         let layers: Vec<AnyLayer> =
-            vec![logs.clone().with_filter(Fresh(LevelFilter::INFO)).boxed()];
+            vec![logs.clone().with_filter(UncachedFilter(LevelFilter::INFO)).boxed()];
         tracing::subscriber::with_default(Registry::default().with(layers), || {
             for _ in 0..3 {
-                only_ask();
+                ask_if_enabled();
                 tracing::info!("an event");
             }
         });

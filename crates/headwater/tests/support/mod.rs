@@ -4,10 +4,10 @@
 #![allow(dead_code)]
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
+pub(crate) mod cli;
 pub(crate) mod desk;
+pub(crate) mod hostile_text;
 pub(crate) mod model;
-pub(crate) mod nasty;
-pub(crate) mod reach;
 pub(crate) mod receivers;
 pub(crate) mod sender;
 
@@ -24,16 +24,16 @@ use headwater_testkit::wait_until;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
-/// How long anything may take on a slow and busy machine.
+/// Timeout of every wait, for slow and busy machines.
 pub(crate) const LIMIT: Duration = Duration::from_secs(60);
 
-/// A place of its own for every server: working directory, data and settings file.
-pub(crate) struct Place {
+/// Temporary working directory of a server: its data and settings file.
+pub(crate) struct ServerDir {
     directory: tempfile::TempDir,
     environment: Vec<(String, String)>,
 }
 
-impl Place {
+impl ServerDir {
     pub(crate) fn new() -> Result<Self> {
         Ok(Self { directory: tempfile::tempdir()?, environment: Vec::new() })
     }
@@ -48,13 +48,13 @@ impl Place {
         Ok(self)
     }
 
-    /// Sets a variable for everything that runs here.
+    /// Sets an environment variable for everything that runs here.
     pub(crate) fn variable(mut self, name: &str, value: &str) -> Self {
         self.environment.push((name.to_owned(), value.to_owned()));
         self
     }
 
-    /// The binary in this place, with nothing of ours in its environment but any free port instead of the default one.
+    /// A command of the binary here, without HEADWATER_ variables of the environment, and on any free port.
     pub(crate) fn command(&self, arguments: &[&str]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_headwater"));
         for (name, _) in std::env::vars_os() {
@@ -68,7 +68,7 @@ impl Place {
         command
     }
 
-    /// Runs the binary to its end.
+    /// Runs the binary and returns its output.
     pub(crate) fn run(&self, arguments: &[&str]) -> Result<Output> {
         Ok(self.command(arguments).output()?)
     }
@@ -79,13 +79,13 @@ impl Place {
         Server::start(self.command(&[&always[..], arguments].concat()))
     }
 
-    /// Starts `serve` on a free port and waits for nothing.
+    /// Starts `serve` on a free port without waiting.
     pub(crate) fn serve_soon(&self, arguments: &[&str]) -> Result<Server> {
         let always = ["serve", "--http-listen", "127.0.0.1:0"];
         Server::spawn(self.command(&[&always[..], arguments].concat()))
     }
 
-    /// Starts the binary and waits for nothing.
+    /// Starts the binary without waiting.
     pub(crate) fn start_soon(&self, arguments: &[&str]) -> Result<Server> {
         Server::spawn(self.command(arguments))
     }
@@ -95,7 +95,7 @@ impl Place {
         Server::start(self.command(&[&["worker"][..], arguments].concat()))
     }
 
-    /// A path below the place, as text.
+    /// A path below the dir, as text.
     pub(crate) fn file(&self, name: &str) -> String {
         self.path().join(name).display().to_string()
     }
@@ -110,14 +110,14 @@ pub(crate) struct Server {
 }
 
 impl Server {
-    /// Starts it and does not wait for anything.
+    /// Starts the binary without waiting.
     fn spawn(mut command: Command) -> Result<Self> {
         command.stdout(Stdio::piped()).stderr(Stdio::piped());
-        let mut child = command.spawn().context("the binary does not start")?;
+        let mut child = command.spawn().context("failed to start the binary")?;
         let logs: Arc<Mutex<Vec<Value>>> = Arc::default();
         let stderr = child.stderr.take().context("no standard error")?;
         let kept = Arc::clone(&logs);
-        // Ends with the child, which closes the pipe.
+        // Ends when the child closes the pipe.
         thread::spawn(move || {
             for line in BufReader::new(stderr).lines().map_while(Result::ok) {
                 let line = serde_json::from_str(&line).unwrap_or(Value::String(line));
@@ -128,7 +128,7 @@ impl Server {
         Ok(Self { child, logs, address, client: client() })
     }
 
-    /// Starts it and waits until it listens.
+    /// Starts the binary and waits until it listens.
     fn start(command: Command) -> Result<Self> {
         let mut server = Self::spawn(command)?;
         server.listening()?;
@@ -170,18 +170,18 @@ impl Server {
         self.child.id()
     }
 
-    /// Everything logged so far, as text.
+    /// The log so far, as text.
     pub(crate) fn log(&self) -> String {
         let logs = self.logs.lock().expect("no panic");
         logs.iter().map(|line| format!("{line}\n")).collect()
     }
 
-    /// Waits for a line of the log with this in its message.
+    /// Waits for a log line whose message contains this.
     pub(crate) fn wait_for_log(&self, message: &str) -> Result<Value> {
         let what = format!("the log line {message:?}");
         wait_until(&what, LIMIT, || self.find_log(message).is_some())
             .with_context(|| self.log())?;
-        self.find_log(message).context("it was there a moment ago")
+        self.find_log(message).context("the log line was found")
     }
 
     pub(crate) async fn get(&self, path: &str) -> Result<(u16, Value)> {
@@ -192,7 +192,7 @@ impl Server {
         answer(self.client.post(self.url(path)).json(body).send().await?).await
     }
 
-    /// Asks until `condition` holds of the answer.
+    /// Polls until `condition` holds for the response.
     pub(crate) async fn until(
         &self,
         path: &str,
@@ -205,7 +205,7 @@ impl Server {
                 return Ok(body);
             }
             if Instant::now() > deadline {
-                bail!("{path} does not become so: {status} {body:#}\n{}", self.log());
+                bail!("condition not met for {path}: {status} {body:#}\n{}", self.log());
             }
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
@@ -216,12 +216,12 @@ impl Server {
         Ok(kill_process(pid, signal)?)
     }
 
-    /// Whether the process has ended.
+    /// Whether the process has exited.
     pub(crate) fn has_ended(&mut self) -> bool {
         matches!(self.child.try_wait(), Ok(Some(_)))
     }
 
-    /// Waits until the process has ended by itself.
+    /// Waits until the process has exited.
     pub(crate) fn wait(&mut self, limit: Duration) -> Result<ExitStatus> {
         let mut status = None;
         wait_until("the binary to end", limit, || {
@@ -231,7 +231,7 @@ impl Server {
         status.context("it has ended")
     }
 
-    /// SIGTERM, and the end.
+    /// Sends SIGTERM and waits for the exit.
     pub(crate) fn stop(&mut self) -> Result<ExitStatus> {
         self.signal(Signal::TERM)?;
         self.wait(LIMIT)
@@ -251,11 +251,10 @@ impl Drop for Server {
     }
 }
 
-/// An HTTP client; it never speaks TLS here, but wants to know how.
+/// An HTTP client. It needs a TLS provider although the tests do not use TLS.
 pub(crate) fn client() -> reqwest::Client {
     let _ = tokio_rustls::rustls::crypto::ring::default_provider().install_default();
-    // Each request has its own connection: the server closes those that wait for long, and a test that waits in its
-    // thread would find out only after it had sent the next one.
+    // No pooled connections: the server closes idle ones, and a blocking test would notice only after the next request.
     let client = reqwest::Client::builder().timeout(LIMIT).no_proxy().pool_max_idle_per_host(0);
     client.build().expect("a client")
 }
@@ -267,24 +266,24 @@ pub(crate) async fn answer(response: reqwest::Response) -> Result<(u16, Value)> 
     Ok((status, body))
 }
 
-/// Waits for something without keeping the servers of the test from their work.
+/// Waits for a condition without blocking the runtime.
 pub(crate) async fn eventually(what: &str, condition: impl Fn() -> bool) -> Result<()> {
     let deadline = Instant::now() + LIMIT;
     while !condition() {
-        anyhow::ensure!(Instant::now() < deadline, "waited for {LIMIT:?} for {what}");
+        anyhow::ensure!(Instant::now() < deadline, "timed out after {LIMIT:?} waiting for {what}");
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
     Ok(())
 }
 
-/// Text of a process that has ended.
+/// Output of a process as text.
 pub(crate) fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }
 
-/// A directory that exists, for settings that want one.
-pub(crate) fn directory(place: &Place, name: &str) -> Result<PathBuf> {
-    let path = place.path().join(name);
+/// Creates a directory below the working directory.
+pub(crate) fn directory(dir: &ServerDir, name: &str) -> Result<PathBuf> {
+    let path = dir.path().join(name);
     std::fs::create_dir_all(&path)?;
     Ok(path)
 }

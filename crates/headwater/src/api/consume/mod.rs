@@ -1,10 +1,10 @@
-//! Consume: messages handed out to a caller one by one, and taken back with what became of them.
+//! Consuming over HTTP: delivers messages to a client and takes their outcomes.
 //!
-//! Upstream: the verb `consume` and other programs over HTTP. Downstream: a subscription of `headwater-queue`, whose
-//! handler waits for the caller's word; `attendance` keeps who has what in hand.
-//! Promises: a message is done when the caller says so and not before. A caller that ends well gives back what it has
-//! without counting an attempt; one that vanishes, or is not heard of for [`LEASE`], has failed with what it was handed.
-//! Not here: order and retries, which are those of every consumer.
+//! Upstream: `cli/verbs/consume.rs` and other HTTP clients. Downstream: a subscription of `headwater-queue` whose
+//! handler waits for the client's outcome; `session.rs` tracks deliveries in flight.
+//! Promises: a message is acknowledged only after the client settles it. When a client leaves, its deliveries are
+//! released without counting an attempt; when it disconnects or sends nothing for [`LEASE`], its deliveries count as
+//! failed attempts. Order and retries are those of every consumer.
 
 pub(crate) mod session;
 
@@ -31,46 +31,46 @@ use utoipa_axum::routes;
 use uuid::Uuid;
 
 use crate::api::Operations;
-use crate::api::consume::session::{Attendance, CONSUMERS_MAX, Consumers, End};
-use crate::api::dto::{Payload, all, milliseconds};
+use crate::api::consume::session::{CONSUMERS_MAX, ConsumerSession, ConsumerSessions, SessionEnd};
+use crate::api::dto::{PayloadDto, all_fields, milliseconds};
 use crate::api::messages::event;
 use crate::config::Role;
 use crate::http::ApiError;
-use crate::http::auth::Caller;
-use crate::http::body::{Answer, JsonBody};
-use crate::http::extract::PathOf;
+use crate::http::auth::Principal;
+use crate::http::body::{JsonBody, JsonResult};
+use crate::http::extract::PathParams;
 use crate::inbound::ticket_events_consumer::AI_PROCESSOR_GROUP;
-use crate::server::shutdown::Stopping;
+use crate::server::shutdown::ShutdownSignal;
 use crate::tickets::TICKET_EVENTS;
 
-/// A caller that is not heard of for so long has vanished.
+/// A client that sends nothing for this long is considered lost.
 pub(crate) const LEASE: Duration = Duration::from_secs(30);
-/// How long a stop waits for what was said last to be acknowledged.
+/// How long stopping waits for the last acknowledgements.
 const DRAIN: Duration = Duration::from_secs(5);
-/// Messages that one caller has in hand, at most.
+/// Maximum deliveries in flight of one client.
 const IN_FLIGHT_MAX: usize = 1000;
-/// How the names of streams begin that lie under a key of the bus or of a topic with partitions.
-const KEYS: [&str; 3] = ["stream:topic:", "streaming:mq:", "wink:"];
-/// The groups of `ticket_events` that the desk and analytics are.
+/// Prefixes of stream names that belong to the bus or to topics with partitions.
+const RESERVED_PREFIXES: [&str; 3] = ["stream:topic:", "streaming:mq:", "wink:"];
+/// Groups of `ticket_events` used by the desk and analytics.
 const DESK_GROUPS: [&str; 2] = [AI_PROCESSOR_GROUP, "analytics_group"];
-/// Characters of a reason.
+/// Maximum characters of a reason.
 const REASON_MAX: usize = 1000;
 
 pub(super) fn routes() -> OpenApiRouter<Operations> {
     OpenApiRouter::new().routes(routes!(consume)).routes(routes!(settle)).routes(routes!(leave))
 }
 
-/// How to consume.
+/// Options of a consumer.
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
-pub(crate) struct ConsumeWish {
-    /// `owned` (default): partitions have one reader each, in order. `shared`: readers compete.
+pub(crate) struct ConsumeRequest {
+    /// `owned` (default): each partition has one consumer and is processed in order. `shared`: consumers compete.
     #[serde(default)]
-    mode: ModeName,
-    /// Messages of one partition that are handled at once; 1 by default, 1000 at most.
+    mode: ConsumeMode,
+    /// Messages of one partition handled concurrently: 1 by default, 1000 at most.
     #[serde(default = "one")]
     concurrency: usize,
-    /// Messages in hand at once, read ahead included; 1000 by default and at most.
+    /// Maximum messages in flight, prefetched ones included: 1000 by default and at most.
     #[serde(default = "in_flight_max")]
     in_flight: usize,
 }
@@ -80,11 +80,11 @@ pub(crate) struct ConsumeWish {
     Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema, clap::ValueEnum,
 )]
 #[serde(rename_all = "lowercase")]
-pub(crate) enum ModeName {
-    /// Partitions have one reader each, in order.
+pub(crate) enum ConsumeMode {
+    /// Each partition has one consumer and is processed in order.
     #[default]
     Owned,
-    /// Readers compete.
+    /// Consumers compete for messages.
     Shared,
 }
 
@@ -96,36 +96,36 @@ fn in_flight_max() -> usize {
     IN_FLIGHT_MAX
 }
 
-/// The first event, `consumer`: what to name when settling.
+/// The first event, `consumer`: the id for settling.
 #[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct Admitted {
+pub(crate) struct ConsumerAdmitted {
     consumer: String,
-    /// Settle something, or nothing, at least this often.
+    /// Settle at least this often, with an empty list if necessary.
     lease_ms: u64,
 }
 
-/// A message in hand.
+/// A delivered message.
 #[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct DeliveredMessage {
-    /// What to name when settling.
+pub(crate) struct DeliveryDto {
+    /// Delivery number for settling.
     delivery: u64,
     id: String,
     topic: String,
     partition: u16,
     key: Option<String>,
     #[serde(flatten)]
-    payload: Payload,
+    payload: PayloadDto,
     headers: Headers,
-    /// Which try this is, from 1.
+    /// Attempt number, starting at 1.
     attempt: u32,
-    /// How many there are; when the last fails, it is a dead letter.
+    /// Maximum attempts; after the last failure it becomes a dead letter.
     attempts_max: u32,
-    /// All fields of an entry that another program wrote.
+    /// All fields of an entry written by another program.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     fields: BTreeMap<String, String>,
 }
 
-impl DeliveredMessage {
+impl DeliveryDto {
     fn new(delivery: u64, message: &Message, max_retries: u32) -> Self {
         let is_ours = message.fields.get("payload").is_some();
         Self {
@@ -134,90 +134,92 @@ impl DeliveredMessage {
             topic: message.topic.as_str().to_owned(),
             partition: message.partition,
             key: message.key.clone(),
-            payload: Payload::of(&message.payload),
+            payload: PayloadDto::from_bytes(&message.payload),
             headers: message.headers.clone(),
             attempt: message.attempt,
             attempts_max: message.max_retries.unwrap_or(max_retries).saturating_add(1),
-            fields: if is_ours { BTreeMap::new() } else { all(&message.fields) },
+            fields: if is_ours { BTreeMap::new() } else { all_fields(&message.fields) },
         }
     }
 }
 
-/// Whether this program's own parts live of these messages: whoever takes one instead of them has changed what it does.
-fn is_of_the_system(topic: &str, group: &str) -> bool {
-    let is_key = KEYS.iter().any(|key| topic.starts_with(key));
+/// Whether the server itself consumes these messages.
+fn is_system_stream(topic: &str, group: &str) -> bool {
+    let is_key = RESERVED_PREFIXES.iter().any(|key| topic.starts_with(key));
     let is_of_the_desk = topic == TICKET_EVENTS && DESK_GROUPS.contains(&group);
     topic == STREAM || is_key || is_of_the_desk
 }
 
-/// Takes part in a group; for the system's own messages that takes the role `admin`. One server-sent event `consumer`, then one
-/// `message` for each message. Settle each.
+/// Join a group; for the server's own streams this requires the role `admin`. Sends one server-sent event `consumer`,
+/// then one `message` for each delivery. Settle each delivery.
 #[utoipa::path(post, path = "/topics/{topic}/groups/{group}/consume", tag = "messages",
-    params(("topic" = String, Path), ("group" = String, Path)), request_body = ConsumeWish,
-    responses((status = 200, content_type = "text/event-stream", body = DeliveredMessage), (status = 403),
-        (status = 503, description = "Too many consume already.")))]
+    params(("topic" = String, Path), ("group" = String, Path)), request_body = ConsumeRequest,
+    responses((status = 200, content_type = "text/event-stream", body = DeliveryDto), (status = 403),
+        (status = 503, description = "Too many HTTP consumers.")))]
 async fn consume(
     State(operations): State<Operations>,
-    PathOf((topic, group)): PathOf<(String, String)>,
-    caller: Caller,
-    JsonBody(wish): JsonBody<ConsumeWish>,
+    PathParams((topic, group)): PathParams<(String, String)>,
+    principal: Principal,
+    JsonBody(request): JsonBody<ConsumeRequest>,
 ) -> Result<Sse<impl Stream<Item = Result<Event, Infallible>>>, ApiError> {
-    if is_of_the_system(&topic, &group) {
-        caller.must_be(Role::Admin)?;
+    if is_system_stream(&topic, &group) {
+        principal.require_role(Role::Admin)?;
     }
-    for (name, count) in [("concurrency", wish.concurrency), ("in_flight", wish.in_flight)] {
+    for (name, count) in [("concurrency", request.concurrency), ("in_flight", request.in_flight)] {
         if !(1..=IN_FLIGHT_MAX).contains(&count) {
-            return Err(ApiError::invalid(format!("`{name}` is {count}; 1 to {IN_FLIGHT_MAX}")));
+            return Err(ApiError::invalid(format!(
+                "invalid `{name}` = {count}; allowed: 1 to {IN_FLIGHT_MAX}"
+            )));
         }
     }
-    let attendance = Arc::new(Attendance::new(&topic, &group));
+    let session = Arc::new(ConsumerSession::new(&topic, &group));
     let consumer = Uuid::new_v4().to_string();
-    // The caller may go away at any await: its place goes with this.
-    let place =
-        Consumers::admit(&operations.consumers, &consumer, &attendance).ok_or_else(|| {
-            let message = format!("more than {CONSUMERS_MAX} consume already; try again later");
+    // The client may disconnect at any await; dropping the permit frees its slot.
+    let permit =
+        ConsumerSessions::admit(&operations.consumers, &consumer, &session).ok_or_else(|| {
+            let message = format!("{CONSUMERS_MAX} HTTP consumers are active; try again later");
             let refusal =
                 ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "too_many_consumers", message);
             refusal.retry_after(LEASE)
         })?;
-    // One message waits to be sent while others are in hand; more are no use.
-    let (outlet, outgoing) = mpsc::channel(1);
+    // Capacity 1: further messages wait in the subscription.
+    let (sender, outgoing) = mpsc::channel(1);
     let config = ConsumerConfig {
-        mode: match wish.mode {
-            ModeName::Owned => Mode::Owned,
-            ModeName::Shared => Mode::Shared,
+        mode: match request.mode {
+            ConsumeMode::Owned => Mode::Owned,
+            ConsumeMode::Shared => Mode::Shared,
         },
-        concurrency: wish.concurrency,
-        in_flight_max: wish.in_flight.max(wish.concurrency),
+        concurrency: request.concurrency,
+        in_flight_max: request.in_flight.max(request.concurrency),
         drain: DRAIN,
         ..ConsumerConfig::default()
     };
-    let waiting = Arc::clone(&attendance);
+    let waiting = Arc::clone(&session);
     let max_retries = max_retries(&operations.queue, &topic).await?;
     let handler = move |message: Message| {
-        let (attendance, outlet) = (Arc::clone(&waiting), outlet.clone());
-        async move { hand_out(&attendance, &outlet, &message, max_retries).await }
+        let (session, sender) = (Arc::clone(&waiting), sender.clone());
+        async move { deliver(&session, &sender, &message, max_retries).await }
     };
-    // Each caller is a member of its own, and a queue takes part in a group once.
+    // Each client is a separate member, and a queue joins a group once.
     let queue = Queue::new(Arc::clone(operations.queue.backend()));
     let subscription = queue.subscribe(&topic, &group, handler, config).await?;
-    attendance.heard();
-    let (gone, stopping) = (Stopping::default(), operations.stopping.clone());
-    let (attending, vanished) = (Arc::clone(&attendance), gone.clone());
+    session.touch();
+    let (connection_dropped, shutdown) = (ShutdownSignal::default(), operations.shutdown.clone());
+    let (ending, connection_lost) = (Arc::clone(&session), connection_dropped.clone());
     operations.consumers.spawn(async move {
         let end = tokio::select! {
-            () = vanished.begun() => End::Vanished,
-            () = attending.lease_over(LEASE) => End::Vanished,
-            () = attending.leaving() => End::Left,
-            () = stopping.begun() => End::Left,
+            () = connection_lost.wait() => SessionEnd::Lost,
+            () = ending.lease_expired(LEASE) => SessionEnd::Lost,
+            () = ending.wait_leave_requested() => SessionEnd::Left,
+            () = shutdown.wait() => SessionEnd::Left,
         };
-        attending.end(end);
+        ending.end(end);
         subscription.stop().await;
-        drop((queue, place));
-        attending.ended();
+        drop((queue, permit));
+        ending.ended();
     });
-    let admitted = Admitted { consumer, lease_ms: milliseconds(LEASE) };
-    let line = HandingOut { attendance, outgoing, gone, admitted: Some(admitted) };
+    let admitted = ConsumerAdmitted { consumer, lease_ms: milliseconds(LEASE) };
+    let line = DeliveryStream { session, outgoing, connection_dropped, admitted: Some(admitted) };
     let events = futures_util::stream::unfold(line, |mut line| async move {
         let event = line.next().await?;
         Some((event, line))
@@ -225,120 +227,120 @@ async fn consume(
     Ok(Sse::new(events).keep_alive(KeepAlive::default()))
 }
 
-/// How often a message is tried again that does not say so itself.
+/// Maximum retries of a message that does not specify its own.
 async fn max_retries(queue: &Queue, topic: &str) -> Result<u32, QueueError> {
     match queue.inspect().topic(topic).await {
         Ok(topic) => Ok(topic.policies.max_retries),
-        // A plain one that will be there with its first message.
+        // A plain topic that will exist with its first message.
         Err(QueueError::NoTopic { .. }) => Ok(Policies::default().max_retries),
         Err(error) => Err(error),
     }
 }
 
-/// Waits for the caller's word on a message.
-async fn hand_out(
-    attendance: &Attendance,
-    outlet: &mpsc::Sender<DeliveredMessage>,
+/// Sends a message to the client and waits for its outcome.
+async fn deliver(
+    session: &ConsumerSession,
+    sender: &mpsc::Sender<DeliveryDto>,
     message: &Message,
     max_retries: u32,
 ) -> Outcome {
-    let Some((delivery, word)) = attendance.expect() else { return Outcome::Release };
-    if outlet.send(DeliveredMessage::new(delivery, message, max_retries)).await.is_err() {
-        attendance.forget(delivery);
+    let Some((delivery, outcome)) = session.begin_delivery() else { return Outcome::Release };
+    if sender.send(DeliveryDto::new(delivery, message, max_retries)).await.is_err() {
+        session.cancel_delivery(delivery);
         return Outcome::Release;
     }
-    // Whoever drops the other side has no word to give.
-    word.await.unwrap_or(Outcome::Release)
+    // The sender is dropped without an outcome when the session ends.
+    outcome.await.unwrap_or(Outcome::Release)
 }
 
-/// The body of the answer. When it is dropped before its end, the caller has vanished.
-struct HandingOut {
-    attendance: Arc<Attendance>,
-    outgoing: mpsc::Receiver<DeliveredMessage>,
-    gone: Stopping,
-    admitted: Option<Admitted>,
+/// The response body. If it is dropped before its end, the client has disconnected.
+struct DeliveryStream {
+    session: Arc<ConsumerSession>,
+    outgoing: mpsc::Receiver<DeliveryDto>,
+    connection_dropped: ShutdownSignal,
+    admitted: Option<ConsumerAdmitted>,
 }
 
-impl HandingOut {
+impl DeliveryStream {
     async fn next(&mut self) -> Option<Result<Event, Infallible>> {
         if let Some(admitted) = self.admitted.take() {
             return Some(event("consumer", &admitted));
         }
         let message = tokio::select! {
             message = self.outgoing.recv() => message?,
-            () = self.attendance.ending() => return None,
+            () = self.session.closing() => return None,
         };
-        self.attendance.sent(message.delivery);
+        self.session.mark_sent(message.delivery);
         Some(event("message", &message))
     }
 }
 
-impl Drop for HandingOut {
+impl Drop for DeliveryStream {
     fn drop(&mut self) {
-        self.gone.begin();
+        self.connection_dropped.trigger();
     }
 }
 
-/// What became of messages. None is a sign of life.
+/// Outcomes of deliveries. An empty list renews the lease.
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
-pub(crate) struct SettleWish {
-    settlements: Vec<Settlement>,
+pub(crate) struct SettleRequest {
+    settlements: Vec<SettlementDto>,
 }
 
-/// What became of a message.
+/// Outcome of one delivery.
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
-pub(crate) struct Settlement {
+pub(crate) struct SettlementDto {
     delivery: u64,
-    outcome: OutcomeName,
-    /// Why, for `retry` and `dead_letter`.
+    outcome: SettlementOutcome,
+    /// Reason for `retry` and `dead_letter`.
     reason: Option<String>,
 }
 
-/// What becomes of a message.
+/// Outcome of a delivery.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
-pub(crate) enum OutcomeName {
-    /// It is done.
+pub(crate) enum SettlementOutcome {
+    /// Processed; acknowledge it.
     Done,
-    /// It failed and is tried again, until it runs out of attempts.
+    /// Failed; retry until its attempts are exhausted.
     Retry,
-    /// It is given back unhandled; this delivery does not count.
+    /// Return it unprocessed; the attempt does not count.
     Release,
-    /// It can never succeed.
+    /// Move it to the dead letters.
     DeadLetter,
 }
 
-/// Which of them counted.
+/// Result of settling.
 #[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct SettleAnswer {
+pub(crate) struct SettleResponse {
     settled: u64,
-    /// Deliveries that are not in hand: settled before, or never handed out.
+    /// Deliveries not in flight: already settled, or unknown.
     unknown: Vec<u64>,
 }
 
-/// Says what became of messages; also a sign of life.
+/// Settle deliveries; also renews the lease.
 #[utoipa::path(post, path = "/topics/{topic}/groups/{group}/consumers/{consumer}/settle", tag = "messages",
-    params(("topic" = String, Path), ("group" = String, Path), ("consumer" = String, Path)), request_body = SettleWish,
-    responses((status = 200, body = SettleAnswer), (status = 404, description = "It is gone: its lease ran out, or it left.")))]
+    params(("topic" = String, Path), ("group" = String, Path), ("consumer" = String, Path)), request_body = SettleRequest,
+    responses((status = 200, body = SettleResponse), (status = 404, description = "Unknown consumer: its lease expired, or it left.")))]
 async fn settle(
     State(operations): State<Operations>,
-    PathOf((topic, group, consumer)): PathOf<(String, String, String)>,
-    JsonBody(wish): JsonBody<SettleWish>,
-) -> Answer<SettleAnswer> {
-    let attendance = find(&operations, &topic, &group, &consumer)?;
-    attendance.heard();
-    let mut answer = SettleAnswer { settled: 0, unknown: Vec::new() };
-    for Settlement { delivery, outcome, reason } in wish.settlements {
+    PathParams((topic, group, consumer)): PathParams<(String, String, String)>,
+    JsonBody(request): JsonBody<SettleRequest>,
+) -> JsonResult<SettleResponse> {
+    let session = find(&operations, &topic, &group, &consumer)?;
+    session.touch();
+    let mut answer = SettleResponse { settled: 0, unknown: Vec::new() };
+    for SettlementDto { delivery, outcome, reason } in request.settlements {
         let reason: String = reason.unwrap_or_default().chars().take(REASON_MAX).collect();
         let outcome = match outcome {
-            OutcomeName::Done => Outcome::Done,
-            OutcomeName::Retry => Outcome::retry(reason),
-            OutcomeName::Release => Outcome::Release,
-            OutcomeName::DeadLetter => Outcome::dead_letter(reason),
+            SettlementOutcome::Done => Outcome::Done,
+            SettlementOutcome::Retry => Outcome::retry(reason),
+            SettlementOutcome::Release => Outcome::Release,
+            SettlementOutcome::DeadLetter => Outcome::dead_letter(reason),
         };
-        match attendance.settle(delivery, outcome) {
+        match session.settle(delivery, outcome) {
             true => answer.settled += 1,
             false => answer.unknown.push(delivery),
         }
@@ -346,22 +348,23 @@ async fn settle(
     Ok(Json(answer))
 }
 
-/// That it is over.
+/// Result of leaving.
 #[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct Left {
+pub(crate) struct LeaveResponse {
     left: bool,
 }
 
-/// Leaves the group: what is in hand is given back and counts no attempt; what was settled is acknowledged when this returns.
+/// Leave the group: deliveries in flight are released without counting an attempt; settled ones are acknowledged when
+/// this returns.
 #[utoipa::path(delete, path = "/topics/{topic}/groups/{group}/consumers/{consumer}", tag = "messages",
     params(("topic" = String, Path), ("group" = String, Path), ("consumer" = String, Path)),
-    responses((status = 200, body = Left), (status = 404, description = "It is gone already.")))]
+    responses((status = 200, body = LeaveResponse), (status = 404, description = "Unknown consumer: its lease expired, or it left.")))]
 async fn leave(
     State(operations): State<Operations>,
-    PathOf((topic, group, consumer)): PathOf<(String, String, String)>,
-) -> Answer<Left> {
+    PathParams((topic, group, consumer)): PathParams<(String, String, String)>,
+) -> JsonResult<LeaveResponse> {
     find(&operations, &topic, &group, &consumer)?.leave().await;
-    Ok(Json(Left { left: true }))
+    Ok(Json(LeaveResponse { left: true }))
 }
 
 fn find(
@@ -369,10 +372,10 @@ fn find(
     topic: &str,
     group: &str,
     consumer: &str,
-) -> Result<Arc<Attendance>, ApiError> {
-    let found = operations.consumers.find(consumer).filter(|found| found.is_of(topic, group));
+) -> Result<Arc<ConsumerSession>, ApiError> {
+    let found = operations.consumers.find(consumer).filter(|found| found.belongs_to(topic, group));
     found.ok_or_else(|| {
-        let problem = "its lease ran out, or it left; what it had in hand is tried again";
-        ApiError::not_found(format!("there is no consumer `{consumer}` here: {problem}"))
+        let problem = "its lease expired, or it left; its deliveries are retried";
+        ApiError::not_found(format!("unknown consumer `{consumer}`: {problem}"))
     })
 }

@@ -1,7 +1,7 @@
-//! Who consumes over HTTP, and what each has in hand.
+//! Sessions of HTTP consumers and their deliveries in flight.
 //!
-//! Upstream: `consuming`. Promises: every message that is expected gets one word, whoever vanishes; at most
-//! [`CONSUMERS_MAX`] attend at once; what was started is joined when the process stops.
+//! Upstream: `mod.rs`. Promises: every delivery gets exactly one outcome, even if the client disconnects; at most
+//! [`CONSUMERS_MAX`] sessions at once; tasks are joined at shutdown.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -12,158 +12,159 @@ use tokio::sync::oneshot;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep_until};
 
-use crate::server::shutdown::Stopping;
+use crate::server::shutdown::ShutdownSignal;
 
-/// Consumers over HTTP in one process.
+/// Maximum HTTP consumers in one process.
 pub(crate) const CONSUMERS_MAX: usize = 200;
 
-/// All of them.
+/// All sessions of this process.
 #[derive(Default)]
-pub(crate) struct Consumers {
-    attending: Mutex<HashMap<String, Arc<Attendance>>>,
+pub(crate) struct ConsumerSessions {
+    sessions: Mutex<HashMap<String, Arc<ConsumerSession>>>,
     tasks: Mutex<JoinSet<()>>,
 }
 
-/// The place of one consumer, which is free again when this is dropped.
-pub(crate) struct Place {
-    consumers: Arc<Consumers>,
+/// The slot of one consumer; freed on drop.
+pub(crate) struct ConsumerPermit {
+    consumers: Arc<ConsumerSessions>,
     consumer: String,
 }
 
-impl Drop for Place {
+impl Drop for ConsumerPermit {
     fn drop(&mut self) {
-        lock(&self.consumers.attending).remove(&self.consumer);
+        lock(&self.consumers.sessions).remove(&self.consumer);
     }
 }
 
-impl Consumers {
-    /// Takes one in, if there is room, for as long as its place is kept.
+impl ConsumerSessions {
+    /// Registers a session if there is a free slot, until its permit is dropped.
     pub(crate) fn admit(
         consumers: &Arc<Self>,
         consumer: &str,
-        attendance: &Arc<Attendance>,
-    ) -> Option<Place> {
-        let mut attending = lock(&consumers.attending);
-        if attending.len() >= CONSUMERS_MAX {
+        session: &Arc<ConsumerSession>,
+    ) -> Option<ConsumerPermit> {
+        let mut sessions = lock(&consumers.sessions);
+        if sessions.len() >= CONSUMERS_MAX {
             return None;
         }
-        attending.insert(consumer.to_owned(), Arc::clone(attendance));
-        Some(Place { consumers: Arc::clone(consumers), consumer: consumer.to_owned() })
+        sessions.insert(consumer.to_owned(), Arc::clone(session));
+        Some(ConsumerPermit { consumers: Arc::clone(consumers), consumer: consumer.to_owned() })
     }
 
-    pub(crate) fn find(&self, consumer: &str) -> Option<Arc<Attendance>> {
-        lock(&self.attending).get(consumer).cloned()
+    pub(crate) fn find(&self, consumer: &str) -> Option<Arc<ConsumerSession>> {
+        lock(&self.sessions).get(consumer).cloned()
     }
 
-    /// Runs until it is done, or until `close`.
+    /// Runs a task until it ends or `close` joins it.
     pub(crate) fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) {
         let mut tasks = lock(&self.tasks);
         while tasks.try_join_next().is_some() {}
         tasks.spawn(task);
     }
 
-    /// Waits for all that was spawned; each ends by itself when the process stops or its caller leaves.
+    /// Asks all consumers to leave and waits for their tasks.
     pub(crate) async fn close(&self) {
-        for attendance in lock(&self.attending).values() {
-            attendance.wish.begin();
+        for session in lock(&self.sessions).values() {
+            session.leave_requested.trigger();
         }
         let mut tasks = std::mem::take(&mut *lock(&self.tasks));
         while tasks.join_next().await.is_some() {}
     }
 }
 
-/// How an attendance ends.
+/// How a session ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum End {
-    /// It said so, or we stop: what it has is given back.
+pub(crate) enum SessionEnd {
+    /// The client left, or the server shuts down: deliveries are released.
     Left,
-    /// Nobody knows what became of what it was handed.
-    Vanished,
+    /// The client disconnected or its lease expired: sent deliveries count as failed.
+    Lost,
 }
 
 /// One consumer.
-pub(crate) struct Attendance {
+pub(crate) struct ConsumerSession {
     topic: String,
     group: String,
-    hand: Mutex<Hand>,
-    heard: Mutex<Instant>,
-    /// It wants to leave.
-    wish: Stopping,
-    /// It hands out no more.
-    ending: Stopping,
-    /// It has left the group.
-    ended: Stopping,
+    in_flight: Mutex<InFlightDeliveries>,
+    last_seen: Mutex<Instant>,
+    /// The client wants to leave.
+    leave_requested: ShutdownSignal,
+    /// No more deliveries are sent.
+    closing: ShutdownSignal,
+    /// The consumer has left the group.
+    ended: ShutdownSignal,
 }
 
-/// What it has in hand.
+/// Deliveries in flight.
 #[derive(Default)]
-struct Hand {
+struct InFlightDeliveries {
     last: u64,
-    is_over: bool,
-    waiting: HashMap<u64, Waiting>,
+    is_closed: bool,
+    waiting: HashMap<u64, PendingDelivery>,
 }
 
-struct Waiting {
-    word: oneshot::Sender<Outcome>,
-    /// Whether the caller may have seen it.
+struct PendingDelivery {
+    outcome: oneshot::Sender<Outcome>,
+    /// Whether the client may have received it.
     is_sent: bool,
 }
 
-impl Attendance {
+impl ConsumerSession {
     pub(crate) fn new(topic: &str, group: &str) -> Self {
         Self {
             topic: topic.to_owned(),
             group: group.to_owned(),
-            hand: Mutex::default(),
-            heard: Mutex::new(Instant::now()),
-            wish: Stopping::default(),
-            ending: Stopping::default(),
-            ended: Stopping::default(),
+            in_flight: Mutex::default(),
+            last_seen: Mutex::new(Instant::now()),
+            leave_requested: ShutdownSignal::default(),
+            closing: ShutdownSignal::default(),
+            ended: ShutdownSignal::default(),
         }
     }
 
-    pub(crate) fn is_of(&self, topic: &str, group: &str) -> bool {
+    pub(crate) fn belongs_to(&self, topic: &str, group: &str) -> bool {
         self.topic == topic && self.group == group
     }
 
-    /// A number for a message, and where its word will come from; `None` once it is over.
-    pub(crate) fn expect(&self) -> Option<(u64, oneshot::Receiver<Outcome>)> {
-        let mut hand = lock(&self.hand);
-        if hand.is_over {
+    /// Registers a delivery and returns its number and the receiver of its outcome; `None` once the session is
+    /// closed.
+    pub(crate) fn begin_delivery(&self) -> Option<(u64, oneshot::Receiver<Outcome>)> {
+        let mut in_flight = lock(&self.in_flight);
+        if in_flight.is_closed {
             return None;
         }
-        hand.last += 1;
-        let (delivery, (word, receiver)) = (hand.last, oneshot::channel());
-        hand.waiting.insert(delivery, Waiting { word, is_sent: false });
+        in_flight.last += 1;
+        let (delivery, (outcome, receiver)) = (in_flight.last, oneshot::channel());
+        in_flight.waiting.insert(delivery, PendingDelivery { outcome, is_sent: false });
         Some((delivery, receiver))
     }
 
-    pub(crate) fn forget(&self, delivery: u64) {
-        lock(&self.hand).waiting.remove(&delivery);
+    pub(crate) fn cancel_delivery(&self, delivery: u64) {
+        lock(&self.in_flight).waiting.remove(&delivery);
     }
 
-    /// From now on the caller may have seen it.
-    pub(crate) fn sent(&self, delivery: u64) {
-        if let Some(waiting) = lock(&self.hand).waiting.get_mut(&delivery) {
+    /// Marks a delivery as sent to the client.
+    pub(crate) fn mark_sent(&self, delivery: u64) {
+        if let Some(waiting) = lock(&self.in_flight).waiting.get_mut(&delivery) {
             waiting.is_sent = true;
         }
     }
 
-    /// Whether there was such a message to settle.
+    /// Settles a delivery. Returns whether it was in flight.
     pub(crate) fn settle(&self, delivery: u64, outcome: Outcome) -> bool {
-        let found = lock(&self.hand).waiting.remove(&delivery);
-        // An error means that the handler was cancelled: its partition has a new owner.
-        found.is_some_and(|waiting| waiting.word.send(outcome).is_ok())
+        let found = lock(&self.in_flight).waiting.remove(&delivery);
+        // The receiver is gone if the handler was cancelled because the partition has a new owner.
+        found.is_some_and(|waiting| waiting.outcome.send(outcome).is_ok())
     }
 
-    pub(crate) fn heard(&self) {
-        *lock(&self.heard) = Instant::now();
+    pub(crate) fn touch(&self) {
+        *lock(&self.last_seen) = Instant::now();
     }
 
-    /// Returns when nothing was heard for so long. Cancel-safe.
-    pub(crate) async fn lease_over(&self, lease: Duration) {
+    /// Waits until nothing was received for `lease`. Cancel-safe.
+    pub(crate) async fn lease_expired(&self, lease: Duration) {
         loop {
-            let end = *lock(&self.heard) + lease;
+            let end = *lock(&self.last_seen) + lease;
             if end <= Instant::now() {
                 return;
             }
@@ -171,43 +172,43 @@ impl Attendance {
         }
     }
 
-    /// Returns when it wants to leave. Cancel-safe.
-    pub(crate) async fn leaving(&self) {
-        self.wish.begun().await;
+    /// Waits until the client wants to leave. Cancel-safe.
+    pub(crate) async fn wait_leave_requested(&self) {
+        self.leave_requested.wait().await;
     }
 
-    /// Returns when it hands out no more. Cancel-safe.
-    pub(crate) async fn ending(&self) {
-        self.ending.begun().await;
+    /// Waits until no more deliveries are sent. Cancel-safe.
+    pub(crate) async fn closing(&self) {
+        self.closing.wait().await;
     }
 
-    /// Gives every message that waits its word.
-    pub(crate) fn end(&self, end: End) {
+    /// Closes the session and gives every delivery in flight its outcome.
+    pub(crate) fn end(&self, end: SessionEnd) {
         let waiting = {
-            let mut hand = lock(&self.hand);
-            hand.is_over = true;
-            std::mem::take(&mut hand.waiting)
+            let mut in_flight = lock(&self.in_flight);
+            in_flight.is_closed = true;
+            std::mem::take(&mut in_flight.waiting)
         };
-        for (_, Waiting { word, is_sent }) in waiting {
-            let _ = word.send(match end {
-                End::Vanished if is_sent => {
-                    Outcome::retry("the consumer was gone before it said what became of it")
+        for (_, PendingDelivery { outcome, is_sent }) in waiting {
+            let _ = outcome.send(match end {
+                SessionEnd::Lost if is_sent => {
+                    Outcome::retry("consumer disconnected before settling the message")
                 }
                 _ => Outcome::Release,
             });
         }
-        self.ending.begin();
+        self.closing.trigger();
     }
 
-    /// It has left the group.
+    /// Marks that the consumer has left the group.
     pub(crate) fn ended(&self) {
-        self.ended.begin();
+        self.ended.trigger();
     }
 
-    /// Leaves, and returns when it has left.
+    /// Requests to leave, and waits until the consumer has left the group.
     pub(crate) async fn leave(&self) {
-        self.wish.begin();
-        self.ended.begun().await;
+        self.leave_requested.trigger();
+        self.ended.wait().await;
     }
 }
 
@@ -222,49 +223,50 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn what_a_vanished_consumer_was_handed_is_tried_again_and_the_rest_given_back() {
-        let attendance = Attendance::new("t", "g");
-        let (seen, seen_word) = attendance.expect().unwrap();
-        let (_, unseen_word) = attendance.expect().unwrap();
-        attendance.sent(seen);
-        attendance.end(End::Vanished);
-        assert!(matches!(seen_word.await.unwrap(), Outcome::Retry { .. }));
-        assert!(matches!(unseen_word.await.unwrap(), Outcome::Release));
-        assert!(attendance.expect().is_none());
-        assert!(!attendance.settle(seen, Outcome::Done));
+    async fn a_lost_consumer_retries_sent_deliveries_and_releases_the_rest() {
+        let session = ConsumerSession::new("t", "g");
+        let (seen, seen_outcome) = session.begin_delivery().unwrap();
+        let (_, unseen_outcome) = session.begin_delivery().unwrap();
+        session.mark_sent(seen);
+        session.end(SessionEnd::Lost);
+        assert!(matches!(seen_outcome.await.unwrap(), Outcome::Retry { .. }));
+        assert!(matches!(unseen_outcome.await.unwrap(), Outcome::Release));
+        assert!(session.begin_delivery().is_none());
+        assert!(!session.settle(seen, Outcome::Done));
     }
 
     #[tokio::test]
-    async fn who_leaves_gives_back_what_it_has() {
-        let attendance = Attendance::new("t", "g");
-        let (delivery, word) = attendance.expect().unwrap();
-        attendance.sent(delivery);
-        attendance.end(End::Left);
-        assert!(matches!(word.await.unwrap(), Outcome::Release));
+    async fn leaving_releases_all_deliveries() {
+        let session = ConsumerSession::new("t", "g");
+        let (delivery, outcome) = session.begin_delivery().unwrap();
+        session.mark_sent(delivery);
+        session.end(SessionEnd::Left);
+        assert!(matches!(outcome.await.unwrap(), Outcome::Release));
     }
 
     #[tokio::test]
-    async fn a_lease_runs_from_the_last_sign_of_life() {
-        let attendance = Attendance::new("t", "g");
-        assert!(attendance.lease_over(Duration::ZERO).now_or_never().is_some());
+    async fn a_lease_is_renewed_by_any_request() {
+        let session = ConsumerSession::new("t", "g");
+        assert!(session.lease_expired(Duration::ZERO).now_or_never().is_some());
         let hour = Duration::from_secs(3600);
-        assert!(attendance.lease_over(hour).now_or_never().is_none());
-        let before = *lock(&attendance.heard);
+        assert!(session.lease_expired(hour).now_or_never().is_none());
+        let before = *lock(&session.last_seen);
         tokio::time::sleep(Duration::from_millis(2)).await;
-        attendance.heard();
-        assert!(*lock(&attendance.heard) > before);
+        session.touch();
+        assert!(*lock(&session.last_seen) > before);
     }
 
     #[test]
-    fn whoever_goes_away_at_whatever_moment_leaves_its_place_to_others() {
-        let consumers = Arc::new(Consumers::default());
-        let attendance = Arc::new(Attendance::new("orders", "workers"));
-        let admit = |number: usize| Consumers::admit(&consumers, &number.to_string(), &attendance);
-        let mut places: Vec<Place> = (0..CONSUMERS_MAX).filter_map(admit).collect();
-        assert_eq!(places.len(), CONSUMERS_MAX);
-        assert!(admit(CONSUMERS_MAX).is_none(), "there is no room for one more");
+    fn a_dropped_permit_frees_its_slot() {
+        let consumers = Arc::new(ConsumerSessions::default());
+        let session = Arc::new(ConsumerSession::new("orders", "workers"));
+        let admit =
+            |number: usize| ConsumerSessions::admit(&consumers, &number.to_string(), &session);
+        let mut permits: Vec<ConsumerPermit> = (0..CONSUMERS_MAX).filter_map(admit).collect();
+        assert_eq!(permits.len(), CONSUMERS_MAX);
+        assert!(admit(CONSUMERS_MAX).is_none(), "all slots are taken");
 
-        places.pop();
+        permits.pop();
         assert!(consumers.find(&(CONSUMERS_MAX - 1).to_string()).is_none());
         assert!(admit(CONSUMERS_MAX).is_some());
     }

@@ -1,4 +1,4 @@
-//! The database server itself: version, persistence, connections, tables and clock, in the words of each dialect.
+//! Checks of the database server: version, persistence, connections, migrations and clock.
 
 use std::time::SystemTime;
 
@@ -8,19 +8,19 @@ use sqlx::{PgConnection, Row, SqliteConnection};
 use crate::api::doctor::{Finding, clock};
 use crate::config::Settings;
 
-/// Connections that others should have beside ours.
+/// Connections that should stay free for other clients.
 const SPARE: i64 = 5;
 
-/// Looks at the server.
+/// Checks the server.
 pub(super) async fn server(settings: &Settings, store: &dyn Store) -> Result<Vec<Finding>, String> {
     let mut reading = store.read_connection().await.map_err(|error| error.to_string())?;
-    let looked = match reading.connection() {
+    let checked = match reading.connection() {
         Connection::Postgres(connection) => postgres(settings, connection).await,
         Connection::Sqlite(connection) => sqlite(settings, connection).await,
-        _ => Ok(vec![Finding::fine("database", settings.database_shown())]),
+        _ => Ok(vec![Finding::ok("database", settings.database_shown())]),
     };
     reading.release().await;
-    looked.map_err(|error| error.to_string())
+    checked.map_err(|error| error.to_string())
 }
 
 async fn postgres(
@@ -41,14 +41,10 @@ async fn postgres(
     let skew = clock("database", before, u64::try_from(theirs).unwrap_or_default());
     let text = |index: usize| row.try_get::<String, _>(index);
     let found = format!("postgres {} at {}", text(0)?, settings.database_shown());
-    let mut findings = vec![Finding::fine("database", found)];
+    let mut findings = vec![Finding::ok("database", found)];
     for (name, index, harm) in [
-        (
-            "fsync",
-            1,
-            "what was committed may be lost, or the database may break, when the machine fails",
-        ),
-        ("full_page_writes", 3, "the database may break when the machine fails"),
+        ("fsync", 1, "a machine crash may lose commits or corrupt the database"),
+        ("full_page_writes", 3, "a machine crash may corrupt the database"),
     ] {
         findings.push(match text(index)?.as_str() {
             "off" => Finding::error(
@@ -56,29 +52,29 @@ async fn postgres(
                 format!("{name} is off: {harm}"),
                 &format!("set `{name} = on`"),
             ),
-            state => Finding::fine("persistence", format!("{name} is {state}")),
+            state => Finding::ok("persistence", format!("{name} is {state}")),
         });
     }
     findings.push(match text(2)?.as_str() {
         "off" => Finding::warning(
             "persistence",
-            "synchronous_commit is off: the last moment of what was acknowledged may be lost when the server fails",
+            "synchronous_commit is off: a server crash may lose the latest acknowledged commits",
             "set `synchronous_commit = on`",
         ),
-        state => Finding::fine("persistence", format!("synchronous_commit is {state}")),
+        state => Finding::ok("persistence", format!("synchronous_commit is {state}")),
     });
     let (most, used): (i64, i64) = (row.try_get(4)?, row.try_get(5)?);
     let wanted = i64::from(settings.database_connections);
     findings.push(if used.max(wanted) + SPARE > most {
         Finding::warning(
             "connections",
-            format!("{used} of {most} are in use, and a process here takes up to {wanted}"),
-            "raise `max_connections` of the server, or lower `database.connections` here",
+            format!("{used} of {most} in use; each Headwater process uses up to {wanted}"),
+            "raise `max_connections` of PostgreSQL, or lower `database.connections`",
         )
     } else {
-        Finding::fine(
+        Finding::ok(
             "connections",
-            format!("{used} of {most} are in use, up to {wanted} by a process here"),
+            format!("{used} of {most} in use; each Headwater process uses up to {wanted}"),
         )
     });
     findings.push(migrations(row.try_get(6)?));
@@ -97,14 +93,14 @@ async fn sqlite(
     .fetch_one(connection)
     .await?;
     let (version, journal): (String, String) = (row.try_get(0)?, row.try_get(1)?);
-    let found = format!("sqlite {version} at {}, for one machine", settings.database_shown());
-    let mut findings = vec![Finding::fine("database", found)];
+    let found = format!("sqlite {version} at {} (single machine only)", settings.database_shown());
+    let mut findings = vec![Finding::ok("database", found)];
     findings.push(match journal.as_str() {
-        "wal" => Finding::fine("persistence", "journal_mode is wal"),
+        "wal" => Finding::ok("persistence", "journal_mode is wal"),
         other => Finding::warning(
             "persistence",
-            format!("journal_mode is {other}: readers and writers wait for each other"),
-            "put the file on a local disk, where WAL works",
+            format!("journal_mode is {other}: readers and writers block each other"),
+            "move the file to a local disk that supports WAL",
         ),
     });
     findings.push(match row.try_get::<i64, _>(2)? {
@@ -113,13 +109,13 @@ async fn sqlite(
             "synchronous is off",
             "set `PRAGMA synchronous` to NORMAL or FULL",
         ),
-        1 => Finding::fine("persistence", "synchronous is normal"),
-        _ => Finding::fine("persistence", "synchronous is full"),
+        1 => Finding::ok("persistence", "synchronous is normal"),
+        _ => Finding::ok("persistence", "synchronous is full"),
     });
     findings.push(migrations(row.try_get(3)?));
     Ok(findings)
 }
 
 fn migrations(version: i64) -> Finding {
-    Finding::fine("migrations", format!("tables are of version {version}, which is up to date"))
+    Finding::ok("migrations", format!("schema version {version} is up to date"))
 }

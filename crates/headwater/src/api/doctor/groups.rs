@@ -1,7 +1,7 @@
-//! Groups that nobody reads for and that more is kept for than their topic keeps: they grow without end.
+//! Finds abandoned consumer groups that block retention, so that their streams grow without limit.
 //!
-//! Upstream: `checks`. Downstream: the inspection of `headwater-queue`. Promises: it only looks, at [`TOPICS_MAX`] topics at
-//! most, and says so if there are more.
+//! Upstream: `streams.rs`. Downstream: the inspector of `headwater-queue`. Promises: read-only; checks at most
+//! [`TOPICS_MAX`] topics, and says so if there are more.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -13,25 +13,25 @@ use crate::inbound::ticket_events_consumer::AI_PROCESSOR_GROUP;
 use crate::limits::TICKET_EVENTS_KEPT;
 use crate::tickets::TICKET_EVENTS;
 
-/// Topics that are looked at.
+/// Maximum number of checked topics.
 const TOPICS_MAX: usize = 200;
-/// Groups that are named one by one.
+/// Maximum number of groups named individually.
 const NAMED_MAX: usize = 20;
-/// What is kept of topics that nobody created, once everybody has read it.
+/// Retention of the plain streams of the server, which have no policies.
 const PLAIN: [(&str, u64); 2] = [(STREAM, TICKET_EVENTS_KEPT), (TICKET_EVENTS, TICKET_EVENTS_KEPT)];
 
-/// Looks at all groups of all topics.
-pub(super) async fn look(queue: &Queue) -> Vec<Finding> {
+/// Checks all groups of all topics.
+pub(super) async fn check(queue: &Queue) -> Vec<Finding> {
     let mut topics = match queue.topics().list().await {
         Ok(topics) => topics,
         Err(error) => return vec![Finding::warning("groups", error.to_string(), "")],
     };
-    let unseen = topics.len().saturating_sub(TOPICS_MAX);
+    let skipped = topics.len().saturating_sub(TOPICS_MAX);
     topics.truncate(TOPICS_MAX);
     topics.extend(PLAIN.map(|(name, _)| name.to_owned()));
     let mut findings = Vec::new();
     for topic in topics {
-        match holding_back(&queue.inspect(), &topic).await {
+        match blocking_groups(&queue.inspect(), &topic).await {
             Ok(found) => findings.extend(found.iter().map(warning)),
             Err(QueueError::NoTopic { .. }) => {}
             Err(error) => findings.push(Finding::warning("groups", error.to_string(), "")),
@@ -40,46 +40,46 @@ pub(super) async fn look(queue: &Queue) -> Vec<Finding> {
     let more = findings.len().saturating_sub(NAMED_MAX);
     findings.truncate(NAMED_MAX);
     if more > 0 {
-        findings.push(Finding::warning("groups", format!("and {more} more like these"), ""));
+        findings.push(Finding::warning("groups", format!("and {more} more groups"), ""));
     }
     if findings.is_empty() {
-        let found = "none without members holds back a trim";
-        findings.push(Finding::fine("groups", found));
+        let found = "no abandoned consumer group blocks retention";
+        findings.push(Finding::ok("groups", found));
     }
-    if unseen > 0 {
-        findings.push(Finding::fine("groups", format!("{unseen} topics were not looked at")));
+    if skipped > 0 {
+        findings.push(Finding::ok("groups", format!("{skipped} topics were not checked")));
     }
     findings
 }
 
 fn warning(view: &GroupView) -> Finding {
     let GroupView { topic, group, pending, lag, .. } = view;
-    let waiting =
+    let needed_messages =
         lag.map_or_else(|| "messages".to_owned(), |lag| format!("{} messages", lag + pending));
     let found = format!(
-        "`{group}` of `{topic}` has no member that lives, and {waiting} are kept for it beyond what the topic keeps"
+        "group `{group}` of topic `{topic}` has no active members and blocks retention: {needed_messages} are kept for it"
     );
     let advice = if topic == STREAM || group == AI_PROCESSOR_GROUP {
-        "start `headwater serve` or `headwater worker`, which read for it".to_owned()
+        "start `headwater serve` or `headwater worker`, which consume it".to_owned()
     } else {
-        format!("start what reads for it, or remove it: `headwater group delete {topic} {group}`")
+        format!("start its consumer, or delete the group: `headwater group delete {topic} {group}`")
     };
     Finding::warning("groups", found, &advice)
 }
 
-/// The groups of a topic without members for which more is kept than the topic keeps.
-async fn holding_back(inspector: &Inspector, topic: &str) -> Result<Vec<GroupView>, QueueError> {
+/// The abandoned groups of a topic that block its retention.
+async fn blocking_groups(inspector: &Inspector, topic: &str) -> Result<Vec<GroupView>, QueueError> {
     let view = inspector.topic(topic).await?;
     let groups = inspector.groups(topic).await?.into_iter();
-    Ok(groups.filter(|group| is_left_alone(group) && holds_back(&view, group)).collect())
+    Ok(groups.filter(|group| is_abandoned(group) && blocks_retention(&view, group)).collect())
 }
 
-fn is_left_alone(group: &GroupView) -> bool {
+fn is_abandoned(group: &GroupView) -> bool {
     let has_owner = group.partitions.iter().any(|partition| partition.owner.is_some());
     !has_owner && group.members.iter().all(|member| member.heartbeat_age.is_none())
 }
 
-fn holds_back(topic: &TopicView, group: &GroupView) -> bool {
+fn blocks_retention(topic: &TopicView, group: &GroupView) -> bool {
     let retention = &topic.policies.retention;
     let plain = PLAIN.iter().find(|(name, _)| *name == topic.name).map(|(_, kept)| *kept);
     let is_full = |bytes: Option<u64>, max: Option<u64>| {
@@ -88,17 +88,17 @@ fn holds_back(topic: &TopicView, group: &GroupView) -> bool {
     let is_over_budget = is_full(topic.bytes, topic.policies.byte_budget);
     group.partitions.iter().zip(&topic.partitions).any(|(group, partition)| {
         let kept = retention.max_len.or(plain);
-        let is_long = kept.is_some_and(|kept| waiting(group) > kept);
+        let is_long = kept.is_some_and(|kept| needed_messages(group) > kept);
         let is_old = retention
             .max_age
             .is_some_and(|max| partition.first_id.is_some_and(|first| age(first.ms) > max));
         let is_large = is_over_budget || is_full(partition.bytes, retention.max_bytes);
-        is_long || (waiting(group) > 0 && (is_old || is_large))
+        is_long || (needed_messages(group) > 0 && (is_old || is_large))
     })
 }
 
-/// Messages that a group still needs; where the server does not tell the lag, those it certainly does.
-fn waiting(group: &GroupPartitionView) -> u64 {
+/// Messages that a group still needs; a lower bound if the server does not report the lag.
+fn needed_messages(group: &GroupPartitionView) -> u64 {
     let is_behind = group.last_id > group.last_delivered;
     group.pending + group.lag.unwrap_or(u64::from(is_behind))
 }

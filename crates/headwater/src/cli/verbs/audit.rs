@@ -1,47 +1,47 @@
-//! `headwater audit`: whether every event is accounted for, and who changed what.
+//! `headwater audit`: consistency check of all events, and the log of changes.
 
 use clap::Subcommand;
 use serde_json::Value;
 
-use crate::cli::Reach;
-use crate::cli::api_client::Client;
-use crate::cli::output::{self, Rows};
-use crate::exit::Failure;
+use crate::cli::ConnectionArgs;
+use crate::cli::api_client::ApiClient;
+use crate::cli::output::{self, OutputRows};
+use crate::exit::CliError;
 
-/// The audit.
+/// Check consistency or list changes.
 #[derive(Debug, clap::Args)]
-pub(crate) struct Audit {
+pub(crate) struct AuditArgs {
     #[command(flatten)]
-    pub(crate) reach: Reach,
+    pub(crate) connection: ConnectionArgs,
     #[command(subcommand)]
-    what: Option<What>,
+    command: Option<AuditCommand>,
 }
 
 #[derive(Debug, Subcommand)]
-enum What {
-    /// Count every event there ever was: recorded = processed + pending + quarantined. Without a word, this is done.
+enum AuditCommand {
+    /// Check that recorded = processed + pending + quarantined for all events (default).
     Books,
-    /// List who changed what, over HTTP and by verbs, newest first.
-    Log {
-        /// At most this many.
+    /// List changes made over HTTP and by commands, newest first.
+    LocalAuditLog {
+        /// Maximum number of entries.
         #[arg(long, default_value_t = 100)]
         limit: usize,
     },
 }
 
-impl Audit {
-    pub(in crate::cli) async fn run(&self, client: &Client) -> Result<(), Failure> {
-        let json = self.reach.json;
-        match self.what.as_ref().unwrap_or(&What::Books) {
-            What::Books => {
+impl AuditArgs {
+    pub(in crate::cli) async fn run(&self, client: &ApiClient) -> Result<(), CliError> {
+        let json = self.connection.json;
+        match self.command.as_ref().unwrap_or(&AuditCommand::Books) {
+            AuditCommand::Books => {
                 let books = client.get("/audit/books", &[]).await?;
                 output::object(json, &books)?;
                 match books["balances"] {
                     Value::Bool(true) => Ok(()),
-                    _ => Err(Failure::new("the books do not balance, see above")),
+                    _ => Err(CliError::new("events are not fully accounted for; see above")),
                 }
             }
-            What::Log { limit } => {
+            AuditCommand::LocalAuditLog { limit } => {
                 let columns = &[
                     ("AT", "/at"),
                     ("CALLER", "/caller"),
@@ -51,7 +51,9 @@ impl Audit {
                     ("PATH", "/path"),
                     ("STATUS", "/status"),
                 ];
-                client.show_pages(Rows::new(json, columns), "/audit", &[], "entries", *limit).await
+                client
+                    .show_pages(OutputRows::new(json, columns), "/audit", &[], "entries", *limit)
+                    .await
             }
         }
     }

@@ -1,7 +1,7 @@
-//! `headwater bench`: how fast this program is on these servers; and whether everything arrived.
+//! `headwater bench`: measures throughput and latency on the configured backends, and checks for losses.
 //!
-//! Promises: one JSON line a run; every message and every event is counted, and one that is missing is a failure. Topics are
-//! made for the run and deleted; `record` and `claim` leave their issues behind, under the integration `bench`.
+//! Promises: prints one JSON line per run; counts every message and event, and fails if one is missing. Topics are
+//! created for the run and deleted; `record` and `claim` leave their issues in the integration `bench`.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -21,22 +21,22 @@ use tokio::sync::mpsc;
 
 use crate::cli::in_process;
 use crate::cli::output;
-use crate::cli::progress::Progress;
+use crate::cli::progress::ProgressBar;
 use crate::config::Settings;
-use crate::exit::Failure;
+use crate::exit::CliError;
 
-/// Messages that are sent with one call to fill a topic.
-const FILL: usize = 1000;
-/// How long nothing may arrive before what is missing counts as lost.
-const SILENCE_MAX: Duration = Duration::from_secs(20);
+/// Messages per call when filling a topic.
+const FILL_BATCH: usize = 1000;
+/// After this time without an arrival, missing messages count as lost.
+const ARRIVAL_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Measures.
+/// Measure a workload.
 #[derive(Debug, clap::Args)]
-pub(crate) struct Bench {
-    /// What to measure.
+pub(crate) struct BenchArgs {
+    /// Workload.
     #[arg(value_enum)]
     workload: Workload,
-    /// Messages or events.
+    /// Number of messages or events.
     #[arg(long, default_value_t = 100_000, value_parser = clap::value_parser!(u64).range(1..=100_000_000))]
     count: u64,
     /// Bytes of each payload, at least 20.
@@ -45,10 +45,10 @@ pub(crate) struct Bench {
     /// Partitions of the topic.
     #[arg(long, default_value_t = 1)]
     partitions: u16,
-    /// Calls, or messages in hand, at once.
+    /// Concurrent calls, or messages in flight.
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u64).range(1..=10_000))]
     in_flight: u64,
-    /// One JSON value a line, which it prints anyway.
+    /// Print JSON (always the case).
     #[arg(long)]
     json: bool,
 }
@@ -57,32 +57,32 @@ pub(crate) struct Bench {
 enum Workload {
     /// Send messages.
     Produce,
-    /// Handle and settle messages that wait.
+    /// Consume and acknowledge stored messages.
     Consume,
-    /// From sending a message to its handler, one after the other.
+    /// Time from sending a message to its handler, one at a time.
     Latency,
-    /// Store events, one issue each.
+    /// Record events, one issue each.
     Record,
     /// Claim and complete issues with one event each.
     Claim,
 }
 
-/// What a run came to.
-struct Measured {
+/// Result of a run.
+struct BenchResult {
     seconds: f64,
-    /// How long each took, where that says something.
+    /// Latencies, where they are meaningful.
     each: Vec<Duration>,
-    arrived: Arrived,
+    arrived: ArrivalCount,
 }
 
 #[derive(Default)]
-struct Arrived {
+struct ArrivalCount {
     distinct: u64,
     duplicated: u64,
 }
 
-impl Bench {
-    pub(in crate::cli) async fn run(&self, settings: &Settings) -> Result<(), Failure> {
+impl BenchArgs {
+    pub(in crate::cli) async fn run(&self, settings: &Settings) -> Result<(), CliError> {
         let streams = in_process::streams(settings).await?;
         let (backend, measured) = match self.workload {
             Workload::Record | Workload::Claim => {
@@ -90,7 +90,7 @@ impl Bench {
                 let measured = self.on_store(&store, &streams).await;
                 let kind = settings.database_shown();
                 let kind = kind.split(':').next().unwrap_or_default().to_owned();
-                // What was committed is safe; there is nothing else to say here.
+                // Committed data is durable, so an error on close does not matter.
                 store.close().await;
                 (kind, measured)
             }
@@ -100,8 +100,8 @@ impl Bench {
         self.report(&backend, measured?)
     }
 
-    fn report(&self, backend: &str, measured: Measured) -> Result<(), Failure> {
-        let Measured { seconds, mut each, arrived } = measured;
+    fn report(&self, backend: &str, measured: BenchResult) -> Result<(), CliError> {
+        let BenchResult { seconds, mut each, arrived } = measured;
         each.sort_unstable();
         let at = |part: f64| {
             let place = ((each.len() as f64 - 1.0) * part).round() as usize;
@@ -125,11 +125,14 @@ impl Bench {
         output::line(&line.to_string())?;
         match lost {
             0 => Ok(()),
-            lost => Err(Failure::new(format!("{lost} of {} are missing", self.count))),
+            lost => Err(CliError::new(format!(
+                "{lost} of {} messages or events are missing",
+                self.count
+            ))),
         }
     }
 
-    async fn on_topic(&self, streams: &Arc<dyn Backend>) -> Result<Measured, Failure> {
+    async fn on_topic(&self, streams: &Arc<dyn Backend>) -> Result<BenchResult, CliError> {
         let queue = Queue::new(Arc::clone(streams));
         let topic = format!("bench-{}", uuid::Uuid::new_v4());
         queue
@@ -148,9 +151,9 @@ impl Bench {
         Ok(measured)
     }
 
-    async fn produce(&self, queue: &Queue, topic: &str) -> Result<Measured, QueueError> {
+    async fn produce(&self, queue: &Queue, topic: &str) -> Result<BenchResult, QueueError> {
         let producer = queue.producer(ProducerConfig::default())?;
-        let progress = Progress::new("sent", Some(self.count));
+        let progress = ProgressBar::new("sent", Some(self.count));
         let started = Instant::now();
         let sends = stream::iter(0..self.count).map(|number| {
             let (producer, message) = (&producer, self.message(number));
@@ -165,18 +168,18 @@ impl Bench {
         let seconds = started.elapsed().as_secs_f64();
         let each = sent.into_iter().collect::<Result<Vec<_>, _>>()?;
         let stored = queue.inspect().topic(topic).await?.length;
-        let arrived = Arrived {
+        let arrived = ArrivalCount {
             distinct: stored.min(self.count),
             duplicated: stored.saturating_sub(self.count),
         };
-        Ok(Measured { seconds, each, arrived })
+        Ok(BenchResult { seconds, each, arrived })
     }
 
-    async fn consume(&self, queue: &Queue, topic: &str) -> Result<Measured, QueueError> {
+    async fn consume(&self, queue: &Queue, topic: &str) -> Result<BenchResult, QueueError> {
         let producer = queue.producer(ProducerConfig::default())?;
         let mut number = 0;
         while number < self.count {
-            let end = (number + FILL as u64).min(self.count);
+            let end = (number + FILL_BATCH as u64).min(self.count);
             let messages = (number..end).map(|number| self.message(number)).collect();
             producer
                 .send_batch(topic, messages)
@@ -195,10 +198,10 @@ impl Bench {
         let (arrived, last) = self.count_arrivals(arriving).await;
         let seconds = (last - started).as_secs_f64();
         subscription.stop().await;
-        Ok(Measured { seconds, each: Vec::new(), arrived })
+        Ok(BenchResult { seconds, each: Vec::new(), arrived })
     }
 
-    async fn latency(&self, queue: &Queue, topic: &str) -> Result<Measured, QueueError> {
+    async fn latency(&self, queue: &Queue, topic: &str) -> Result<BenchResult, QueueError> {
         let producer = queue.producer(ProducerConfig::default())?;
         let (sender, mut arriving) = mpsc::unbounded_channel();
         let handler = move |message: Message| {
@@ -207,12 +210,12 @@ impl Bench {
         };
         let subscription = queue.subscribe(topic, "bench", handler, self.consumer()).await?;
         let started = Instant::now();
-        let (mut each, mut arrived) = (Vec::new(), Arrived::default());
+        let (mut each, mut arrived) = (Vec::new(), ArrivalCount::default());
         for number in 0..self.count {
             let sent = Instant::now();
             producer.send(topic, self.message(number)).await?;
             while let Ok(Some((came, at))) =
-                tokio::time::timeout(SILENCE_MAX, arriving.recv()).await
+                tokio::time::timeout(ARRIVAL_TIMEOUT, arriving.recv()).await
             {
                 if came == Some(number) {
                     arrived.distinct += 1;
@@ -224,15 +227,15 @@ impl Bench {
         }
         let seconds = started.elapsed().as_secs_f64();
         subscription.stop().await;
-        Ok(Measured { seconds, each, arrived })
+        Ok(BenchResult { seconds, each, arrived })
     }
 
     async fn on_store(
         &self,
         store: &Arc<dyn Store>,
         streams: &Arc<dyn Backend>,
-    ) -> Result<Measured, Failure> {
-        let failed = |error: headwater_issue::IssueError| Failure::new(error.to_string());
+    ) -> Result<BenchResult, CliError> {
+        let failed = |error: headwater_issue::IssueError| CliError::new(error.to_string());
         store.ensure_integration("bench", "bench").await.map_err(failed)?;
         let nudger = Nudger::new(Arc::clone(streams));
         let inbox = Inbox::new(Arc::clone(store), nudger.clone(), InboxConfig::default())
@@ -250,7 +253,7 @@ impl Bench {
                 inbox.record(event).await.map(|recorded| (recorded, started.elapsed()))
             }
         });
-        let progress = Progress::new("recorded", Some(self.count));
+        let progress = ProgressBar::new("recorded", Some(self.count));
         let records =
             records.buffer_unordered(self.in_flight as usize).inspect(|_| progress.add(1));
         let recorded: Vec<_> = records.collect().await;
@@ -261,8 +264,8 @@ impl Bench {
             each.push(result.map_err(failed)?.1);
         }
         if self.workload == Workload::Record {
-            let arrived = Arrived { distinct: each.len() as u64, duplicated: 0 };
-            return Ok(Measured { seconds, each, arrived });
+            let arrived = ArrivalCount { distinct: each.len() as u64, duplicated: 0 };
+            return Ok(BenchResult { seconds, each, arrived });
         }
 
         let (sender, arriving) = mpsc::unbounded_channel();
@@ -289,19 +292,19 @@ impl Bench {
         let seconds = (last - started).as_secs_f64();
         stop.notify_one();
         let _ = working.await;
-        Ok(Measured { seconds, each: Vec::new(), arrived })
+        Ok(BenchResult { seconds, each: Vec::new(), arrived })
     }
 
-    /// Counts until all have come, or until nothing comes any more.
+    /// Counts arrivals until all have come, or none comes any more.
     async fn count_arrivals(
         &self,
         mut arriving: mpsc::UnboundedReceiver<Option<u64>>,
-    ) -> (Arrived, Instant) {
-        let progress = Progress::new("arrived", Some(self.count));
+    ) -> (ArrivalCount, Instant) {
+        let progress = ProgressBar::new("arrived", Some(self.count));
         let mut seen: HashMap<u64, u64> = HashMap::new();
         let mut last = Instant::now();
         while (seen.len() as u64) < self.count
-            && let Ok(Some(number)) = tokio::time::timeout(SILENCE_MAX, arriving.recv()).await
+            && let Ok(Some(number)) = tokio::time::timeout(ARRIVAL_TIMEOUT, arriving.recv()).await
         {
             last = Instant::now();
             progress.add(1);
@@ -310,7 +313,7 @@ impl Bench {
             }
         }
         let duplicated = seen.values().map(|times| times - 1).sum();
-        (Arrived { distinct: seen.len() as u64, duplicated }, last)
+        (ArrivalCount { distinct: seen.len() as u64, duplicated }, last)
     }
 
     fn consumer(&self) -> ConsumerConfig {
@@ -322,7 +325,7 @@ impl Bench {
         }
     }
 
-    /// Begins with its number, so that it can be told from all others.
+    /// The payload starts with the number of the message.
     fn message(&self, number: u64) -> NewMessage {
         let width = self.payload_bytes as usize;
         NewMessage::keyed(format!("key-{}", number % 10_000), format!("{number:<width$}"))
@@ -333,15 +336,15 @@ fn number_of(payload: &[u8]) -> Option<u64> {
     std::str::from_utf8(payload).ok()?.trim_end().parse().ok()
 }
 
-/// Its number, if it is of this run: others may have left theirs behind.
+/// The number of an event of this run; earlier runs may have left events.
 fn number_in(payload: &str, run: &str) -> Option<u64> {
     let payload: Value = serde_json::from_str(payload).ok()?;
     (payload["run"] == run).then(|| payload["number"].as_u64())?
 }
 
-fn failed(error: QueueError) -> Failure {
+fn failed(error: QueueError) -> CliError {
     match error.is_transient() {
-        true => Failure::Unreachable(error.to_string()),
-        false => Failure::new(error.to_string()),
+        true => CliError::Unreachable(error.to_string()),
+        false => CliError::new(error.to_string()),
     }
 }

@@ -1,19 +1,19 @@
-//! `headwater completion`: what a shell needs to complete our words.
+//! `headwater completion`: prints a shell completion script.
 
 use clap_complete::Shell;
 
-use crate::exit::Failure;
+use crate::exit::CliError;
 
-/// Prints a script for a shell.
+/// Print a shell completion script.
 #[derive(Debug, clap::Args)]
-pub(crate) struct Completion {
-    /// The shell.
+pub(crate) struct CompletionArgs {
+    /// Shell.
     #[arg(value_parser = ["bash", "zsh", "fish"])]
     shell: String,
 }
 
-impl Completion {
-    pub(in crate::cli) fn run(&self) -> Result<(), Failure> {
+impl CompletionArgs {
+    pub(in crate::cli) fn run(&self) -> Result<(), CliError> {
         let shell = match self.shell.as_str() {
             "zsh" => Shell::Zsh,
             "fish" => Shell::Fish,

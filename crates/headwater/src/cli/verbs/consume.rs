@@ -1,9 +1,8 @@
-//! `headwater consume`: takes part in a group; a message is acknowledged after it is printed, or after a command for it
-//! has succeeded.
+//! `headwater consume`: joins a group; acknowledges a message after printing it, or after its command succeeded.
 //!
-//! Upstream: `operator`. Downstream: the routes of `admin` that hand out messages and settle them; `execute` runs commands.
-//! Promises: what is not printed is not acknowledged; a command that fails is a failed attempt, which is retried and
-//! becomes a dead letter as everywhere; ending gives back what is in hand and counts no attempt.
+//! Upstream: `cli/mod.rs`. Downstream: the routes of `api/consume`; `consume_exec.rs` runs commands. Promises: a
+//! message that was not printed is not acknowledged; a failed command is a failed attempt, which is retried and
+//! finally becomes a dead letter; on exit, deliveries in flight are released without counting an attempt.
 
 use std::time::Duration;
 
@@ -13,86 +12,86 @@ use futures_util::{FutureExt, future};
 use serde_json::{Value, json};
 use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until, timeout};
 
-use crate::api::{LEASE, ModeName};
-use crate::cli::api_client::{Client, escape};
+use crate::api::{ConsumeMode, LEASE};
+use crate::cli::api_client::{ApiClient, escape};
 use crate::cli::consume_exec::execute;
 use crate::cli::output;
-use crate::cli::{Reach, time};
-use crate::exit::Failure;
-use crate::server::shutdown::Stopping;
+use crate::cli::{ConnectionArgs, time};
+use crate::exit::CliError;
+use crate::server::shutdown::ShutdownSignal;
 
-/// Signs of life are sent so often; several may be lost before the lease runs out.
-const BEAT_EVERY: Duration = Duration::from_secs(8);
-const _: () = assert!(BEAT_EVERY.as_millis() * 3 < LEASE.as_millis());
-/// How long a stop waits for commands that are at work.
+/// Interval of heartbeats; several may be lost before the lease expires.
+const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(8);
+const _: () = assert!(HEARTBEAT_INTERVAL.as_millis() * 3 < LEASE.as_millis());
+/// How long shutdown waits for running commands.
 const DRAIN: Duration = Duration::from_secs(25);
-/// Messages that are settled with one call.
-const SETTLED_MAX: usize = 500;
-/// Messages that are read ahead, at most.
+/// Maximum settlements in one call.
+const SETTLE_BATCH: usize = 500;
+/// Maximum messages in flight.
 const IN_FLIGHT_MAX: u64 = 1000;
 
-/// Consumes messages as a member of a group.
+/// Consume messages as a member of a group.
 #[derive(Debug, clap::Args)]
-pub(crate) struct Consume {
+pub(crate) struct ConsumeArgs {
     #[command(flatten)]
-    pub(crate) reach: Reach,
+    pub(crate) connection: ConnectionArgs,
     topic: String,
     #[arg(long)]
     group: String,
-    /// End after so many messages.
+    /// Exit after this many messages.
     #[arg(long)]
     count: Option<u64>,
-    /// End when no message has come for this time, such as 10s.
+    /// Exit when no message has arrived for this time, such as 10s.
     #[arg(long, value_name = "TIME", value_parser = time)]
     timeout: Option<Duration>,
-    /// Run this command for each message. Its standard input is a file with the whole payload; its environment has
-    /// HEADWATER_KEY, HEADWATER_PARTITION, HEADWATER_ATTEMPT, HEADWATER_HEADERS, HEADWATER_ID, HEADWATER_TOPIC,
-    /// HEADWATER_PAYLOAD_BYTES and HEADWATER_PAYLOAD_SHA256. If it exits with 0 the message is done, else it is tried
-    /// again later. If this process is killed, the command is killed, too.
+    /// Run this shell command for each message. Its standard input is a file with the whole payload. Its environment
+    /// has HEADWATER_ID, HEADWATER_TOPIC, HEADWATER_KEY, HEADWATER_PARTITION, HEADWATER_ATTEMPT, HEADWATER_HEADERS,
+    /// HEADWATER_PAYLOAD_BYTES and HEADWATER_PAYLOAD_SHA256. Exit code 0 acknowledges the message, any other retries
+    /// it. If this process is killed, the command is killed as well.
     #[arg(long, value_name = "COMMAND")]
     exec: Option<String>,
-    /// `owned`: partitions have one reader each, in order. `shared`: readers compete.
-    #[arg(long, value_enum, default_value_t = ModeName::Owned)]
-    mode: ModeName,
-    /// Messages of one partition handled at once.
+    /// `owned`: each partition has one consumer and is processed in order. `shared`: consumers compete.
+    #[arg(long, value_enum, default_value_t = ConsumeMode::Owned)]
+    mode: ConsumeMode,
+    /// Messages of one partition handled concurrently.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..=IN_FLIGHT_MAX))]
     concurrency: u64,
 }
 
-/// What a message came to: the settlement, and whether it counts.
-struct Ended {
+/// Outcome of a message: its settlement, and whether it counts as done.
+struct HandledMessage {
     settlement: Value,
     is_done: bool,
 }
 
-/// A member of a group, until it leaves.
-struct Member<'a> {
-    client: &'a Client,
+/// A group member, until it leaves.
+struct GroupMember<'a> {
+    client: &'a ApiClient,
     path: String,
-    messages: BoxStream<'static, Result<Value, Failure>>,
-    commands: FuturesUnordered<BoxFuture<'static, Ended>>,
+    messages: BoxStream<'static, Result<Value, CliError>>,
+    commands: FuturesUnordered<BoxFuture<'static, HandledMessage>>,
     settlements: Vec<Value>,
-    /// How many are still wanted.
+    /// Messages still wanted.
     left: u64,
 }
 
-impl Consume {
-    pub(in crate::cli) async fn run(&self, client: &Client) -> Result<(), Failure> {
-        let stopping = Stopping::default();
-        stopping.on_signals().map_err(|error| Failure::new(error.to_string()))?;
+impl ConsumeArgs {
+    pub(in crate::cli) async fn run(&self, client: &ApiClient) -> Result<(), CliError> {
+        let shutdown = ShutdownSignal::default();
+        shutdown.on_signals().map_err(|error| CliError::new(error.to_string()))?;
         let left = self.count.unwrap_or(u64::MAX);
         if left == 0 {
             return Ok(());
         }
         let group = format!("/topics/{}/groups/{}", escape(&self.topic), escape(&self.group));
-        let wish = json!({
+        let request = json!({
             "mode": self.mode, "concurrency": self.concurrency,
             "in_flight": left.clamp(self.concurrency, IN_FLIGHT_MAX),
         });
-        let mut messages = client.post_events(&format!("{group}/consume"), wish).await?;
-        let admitted = messages.next().await.unwrap_or_else(|| Err(ended_by_itself()))?;
-        let consumer = admitted["consumer"].as_str().ok_or_else(ended_by_itself)?;
-        let mut member = Member {
+        let mut messages = client.post_events(&format!("{group}/consume"), request).await?;
+        let admitted = messages.next().await.unwrap_or_else(|| Err(stream_ended()))?;
+        let consumer = admitted["consumer"].as_str().ok_or_else(stream_ended)?;
+        let mut member = GroupMember {
             client,
             path: format!("{group}/consumers/{}", escape(consumer)),
             messages,
@@ -100,15 +99,19 @@ impl Consume {
             settlements: Vec::new(),
             left,
         };
-        let outcome = self.work(&mut member, &stopping).await;
-        let last_words = member.leave().await;
-        outcome.and(last_words)
+        let outcome = self.work(&mut member, &shutdown).await;
+        let left_group = member.leave().await;
+        outcome.and(left_group)
     }
 
-    /// Works until so many messages are done, until none comes any more, or until a signal.
-    async fn work(&self, member: &mut Member<'_>, stopping: &Stopping) -> Result<(), Failure> {
-        let mut beats = interval(BEAT_EVERY);
-        beats.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    /// Consumes until enough messages are done, none arrives any more, or a signal is received.
+    async fn work(
+        &self,
+        member: &mut GroupMember<'_>,
+        shutdown: &ShutdownSignal,
+    ) -> Result<(), CliError> {
+        let mut heartbeats = interval(HEARTBEAT_INTERVAL);
+        heartbeats.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut active = Instant::now();
         while member.left > 0 {
             let limit = self.timeout.filter(|_| member.commands.is_empty());
@@ -118,27 +121,27 @@ impl Consume {
                     None => future::pending().await,
                 }
             };
-            // A message that is read in vain would be lost to us until we leave, so none is read beyond what is wanted.
+            // A message read beyond `left` would stay in flight until we leave, so none is read.
             let has_room = (member.commands.len() as u64) < member.left;
             tokio::select! {
-                // In this order: after a signal nothing more is begun, and who is busy still gives signs of life.
+                // In this order: after a signal nothing is started, and heartbeats are sent even under load.
                 biased;
-                () = stopping.begun() => return Ok(()),
-                _ = beats.tick() => member.beat().await?,
-                Some(ended) = member.commands.next() => {
-                    member.note(ended);
+                () = shutdown.wait() => return Ok(()),
+                _ = heartbeats.tick() => member.heartbeat().await?,
+                Some(handled) = member.commands.next() => {
+                    member.record(handled);
                     member.settle().await?;
                     active = Instant::now();
                 }
                 message = member.messages.next(), if has_room => {
-                    self.take(member, message.unwrap_or_else(|| Err(ended_by_itself()))?)?;
-                    // Those that are here already are settled with it.
+                    self.handle(member, message.unwrap_or_else(|| Err(stream_ended()))?)?;
+                    // Messages that are already here are settled in the same call.
                     while member.commands.is_empty()
                         && member.left > 0
-                        && member.settlements.len() < SETTLED_MAX
+                        && member.settlements.len() < SETTLE_BATCH
                         && let Some(Some(message)) = member.messages.next().now_or_never()
                     {
-                        self.take(member, message?)?;
+                        self.handle(member, message?)?;
                     }
                     member.settle().await?;
                     active = Instant::now();
@@ -149,8 +152,8 @@ impl Consume {
         Ok(())
     }
 
-    /// Prints a message, or begins its command.
-    fn take(&self, member: &mut Member<'_>, mut message: Value) -> Result<(), Failure> {
+    /// Prints a message, or starts its command.
+    fn handle(&self, member: &mut GroupMember<'_>, mut message: Value) -> Result<(), CliError> {
         let (delivery, attempts_max) = (message["delivery"].take(), message["attempts_max"].take());
         if let Some(fields) = message.as_object_mut() {
             fields.remove("delivery");
@@ -158,17 +161,17 @@ impl Consume {
         }
         match &self.exec {
             None => {
-                let printed = output::json(self.reach.json, &message);
+                let printed = output::json(self.connection.json, &message);
                 let outcome = if printed.is_ok() { "done" } else { "release" };
                 let settlement = json!({"delivery": delivery, "outcome": outcome});
-                member.note(Ended { settlement, is_done: printed.is_ok() });
+                member.record(HandledMessage { settlement, is_done: printed.is_ok() });
                 printed
             }
             Some(command) => {
                 let command = command.clone();
                 let running = async move {
                     match execute(&command, &message).await {
-                        Ok(()) => Ended {
+                        Ok(()) => HandledMessage {
                             settlement: json!({"delivery": delivery, "outcome": "done"}),
                             is_done: true,
                         },
@@ -178,9 +181,9 @@ impl Consume {
                                 message["attempt"].as_u64().unwrap_or(0) >= most
                             });
                             let what = if is_last {
-                                "has failed for the last time and becomes a dead letter"
+                                "failed its last attempt and becomes a dead letter"
                             } else {
-                                "will be tried again"
+                                "failed and will be retried"
                             };
                             output::note(&format!(
                                 "message {id} {what}: {}",
@@ -188,7 +191,7 @@ impl Consume {
                             ));
                             let settlement =
                                 json!({"delivery": delivery, "outcome": "retry", "reason": reason});
-                            Ended { settlement, is_done: false }
+                            HandledMessage { settlement, is_done: false }
                         }
                     }
                 };
@@ -199,42 +202,42 @@ impl Consume {
     }
 }
 
-impl Member<'_> {
-    fn note(&mut self, ended: Ended) {
-        self.settlements.push(ended.settlement);
-        self.left = self.left.saturating_sub(u64::from(ended.is_done));
+impl GroupMember<'_> {
+    fn record(&mut self, handled: HandledMessage) {
+        self.settlements.push(handled.settlement);
+        self.left = self.left.saturating_sub(u64::from(handled.is_done));
     }
 
-    async fn settle(&mut self) -> Result<(), Failure> {
+    async fn settle(&mut self) -> Result<(), CliError> {
         if self.settlements.is_empty() {
             return Ok(());
         }
         let settlements = std::mem::take(&mut self.settlements);
-        self.say(settlements).await
+        self.post_settlements(settlements).await
     }
 
-    async fn beat(&self) -> Result<(), Failure> {
-        self.say(Vec::new()).await
+    async fn heartbeat(&self) -> Result<(), CliError> {
+        self.post_settlements(Vec::new()).await
     }
 
-    async fn say(&self, settlements: Vec<Value>) -> Result<(), Failure> {
-        let wish = json!({"settlements": settlements});
-        self.client.post(&format!("{}/settle", self.path), wish).await.map(drop)
+    async fn post_settlements(&self, settlements: Vec<Value>) -> Result<(), CliError> {
+        let request = json!({"settlements": settlements});
+        self.client.post(&format!("{}/settle", self.path), request).await.map(drop)
     }
 
-    /// Lets commands finish that are at work, and leaves the group.
-    async fn leave(mut self) -> Result<(), Failure> {
+    /// Waits for running commands, then leaves the group.
+    async fn leave(mut self) -> Result<(), CliError> {
         let mut commands = std::mem::take(&mut self.commands);
-        let mut beats = interval(BEAT_EVERY);
+        let mut heartbeats = interval(HEARTBEAT_INTERVAL);
         let finishing = async {
             while !commands.is_empty() {
                 tokio::select! {
-                    Some(ended) = commands.next() => self.note(ended),
-                    _ = beats.tick() => { let _ = self.beat().await; }
+                    Some(handled) = commands.next() => self.record(handled),
+                    _ = heartbeats.tick() => { let _ = self.heartbeat().await; }
                 }
             }
         };
-        // What does not end in time is given back, and its command is killed.
+        // Deliveries whose command does not finish in time are released, and the command is killed.
         let _ = timeout(DRAIN, finishing).await;
         drop(commands);
         let settled = self.settle().await;
@@ -242,8 +245,8 @@ impl Member<'_> {
     }
 }
 
-fn ended_by_itself() -> Failure {
-    Failure::Unreachable(
-        "the server ended the stream of messages; what was printed is done".to_owned(),
+fn stream_ended() -> CliError {
+    CliError::Unreachable(
+        "the server closed the message stream; printed messages are acknowledged".to_owned(),
     )
 }

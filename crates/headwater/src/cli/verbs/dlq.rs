@@ -1,4 +1,4 @@
-//! `headwater dlq`: the dead letters of a topic: list, show, replay, purge.
+//! `headwater dlq`: list, show, replay and purge the dead letters of a topic.
 
 use std::num::NonZeroU32;
 
@@ -6,106 +6,108 @@ use clap::Subcommand;
 use futures_util::StreamExt;
 use serde_json::{Value, json};
 
-use crate::cli::api_client::{Client, escape, refused_line};
-use crate::cli::output::{self, Rows};
-use crate::cli::progress::Progress;
-use crate::cli::{Confirm, Reach};
-use crate::exit::Failure;
+use crate::cli::api_client::{ApiClient, error_in_line, escape};
+use crate::cli::output::{self, OutputRows};
+use crate::cli::progress::ProgressBar;
+use crate::cli::{ConfirmArgs, ConnectionArgs};
+use crate::exit::CliError;
 use crate::text::counted;
 
-/// Dead letters.
+/// Manage the dead letters of a topic.
 #[derive(Debug, clap::Args)]
-pub(crate) struct Dlq {
+pub(crate) struct DlqArgs {
     #[command(flatten)]
-    pub(crate) reach: Reach,
+    pub(crate) connection: ConnectionArgs,
     #[command(subcommand)]
-    what: What,
+    command: DlqCommand,
 }
 
 #[derive(Debug, Subcommand)]
-enum What {
+enum DlqCommand {
     /// List dead letters.
     List {
         topic: String,
         #[command(flatten)]
-        filter: Filter,
-        /// The newest first.
+        filter: DeadLetterFilterArgs,
+        /// Newest first.
         #[arg(long)]
         newest_first: bool,
-        /// At most this many.
+        /// Maximum number of dead letters.
         #[arg(long, default_value_t = 100)]
         limit: usize,
     },
-    /// Show one with all its fields.
+    /// Show a dead letter with all its fields.
     Show { topic: String, id: String },
     /// Send dead letters to their partitions again.
     Replay {
         topic: String,
         #[command(flatten)]
-        which: Which,
-        /// At most so many a second.
+        selection: DeadLetterSelectionArgs,
+        /// Maximum rate per second.
         #[arg(long, value_name = "N")]
         rate: Option<NonZeroU32>,
-        /// At most so many.
+        /// Maximum number of dead letters.
         #[arg(long, value_name = "N")]
         limit: Option<u64>,
-        /// Letters that were replayed so often are left alone.
+        /// Skip dead letters that were already replayed this often.
         #[arg(long, value_name = "N")]
         max_replays: Option<u32>,
-        /// Only say what would happen.
+        /// Only print what would happen.
         #[arg(long)]
         dry_run: bool,
     },
-    /// Remove dead letters for good.
+    /// Delete dead letters permanently.
     Purge {
         topic: String,
         #[command(flatten)]
-        which: Which,
-        /// Only say what would happen.
+        selection: DeadLetterSelectionArgs,
+        /// Only print what would happen.
         #[arg(long)]
         dry_run: bool,
         #[command(flatten)]
-        confirm: Confirm,
+        confirm: ConfirmArgs,
     },
 }
 
 #[derive(Debug, clap::Args)]
-struct Filter {
-    /// Those whose reason holds this text.
+struct DeadLetterFilterArgs {
+    /// Only those whose reason contains this text.
     #[arg(long)]
     reason: Option<String>,
-    /// Those with this key.
+    /// Only those with this key.
     #[arg(long)]
     key: Option<String>,
-    /// Those of this partition.
+    /// Only those of this partition.
     #[arg(long)]
     partition: Option<u16>,
-    /// Given up at this time or later.
+    /// Only those that failed at this time or later.
     #[arg(long, value_name = "TIME")]
     from: Option<String>,
-    /// Given up at this time or earlier.
+    /// Only those that failed at this time or earlier.
     #[arg(long, value_name = "TIME")]
     to: Option<String>,
 }
 
 #[derive(Debug, clap::Args)]
-struct Which {
-    /// These.
+struct DeadLetterSelectionArgs {
+    /// Entry ids.
     ids: Vec<String>,
     #[command(flatten)]
-    filter: Filter,
-    /// All there are.
+    filter: DeadLetterFilterArgs,
+    /// Select all.
     #[arg(long)]
     all: bool,
 }
 
-impl Which {
-    fn wish(&self) -> Result<Value, Failure> {
-        let Filter { reason, key, partition, from, to } = &self.filter;
+impl DeadLetterSelectionArgs {
+    fn request_body(&self) -> Result<Value, CliError> {
+        let DeadLetterFilterArgs { reason, key, partition, from, to } = &self.filter;
         let texts = [reason, key, from, to];
         let is_filtered = texts.iter().any(|text| text.is_some()) || partition.is_some();
         if !is_filtered && !self.all && self.ids.is_empty() {
-            return Err(Failure::usage("say which: IDS, --all, or a filter such as --reason"));
+            return Err(CliError::usage(
+                "select dead letters: IDS, --all, or a filter such as --reason",
+            ));
         }
         let ids = (!self.ids.is_empty()).then_some(&self.ids);
         Ok(json!({
@@ -114,16 +116,16 @@ impl Which {
     }
 }
 
-impl Dlq {
-    pub(crate) fn is_look(&self) -> bool {
-        matches!(self.what, What::List { .. } | What::Show { .. })
+impl DlqArgs {
+    pub(crate) fn is_read_only(&self) -> bool {
+        matches!(self.command, DlqCommand::List { .. } | DlqCommand::Show { .. })
     }
 
-    pub(in crate::cli) async fn run(&self, client: &Client) -> Result<(), Failure> {
-        let json = self.reach.json;
-        match &self.what {
-            What::List { topic, filter, newest_first, limit } => {
-                let Filter { reason, key, partition, from, to } = filter;
+    pub(in crate::cli) async fn run(&self, client: &ApiClient) -> Result<(), CliError> {
+        let json = self.connection.json;
+        match &self.command {
+            DlqCommand::List { topic, filter, newest_first, limit } => {
+                let DeadLetterFilterArgs { reason, key, partition, from, to } = filter;
                 let mut query = Vec::new();
                 let texts = [("reason", reason), ("key", key), ("from", from), ("to", to)];
                 query.extend(
@@ -141,7 +143,7 @@ impl Dlq {
                 ];
                 client
                     .show_pages(
-                        Rows::new(json, columns),
+                        OutputRows::new(json, columns),
                         &path(topic),
                         &query,
                         "dead_letters",
@@ -149,33 +151,33 @@ impl Dlq {
                     )
                     .await
             }
-            What::Show { topic, id } => {
+            DlqCommand::Show { topic, id } => {
                 let letter = client.get(&format!("{}/{}", path(topic), escape(id)), &[]).await?;
                 output::object(json, &letter)
             }
-            What::Replay { topic, which, rate, limit, max_replays, dry_run } => {
-                let mut wish = which.wish()?;
-                wish["per_second"] = json!(rate);
-                wish["limit"] = json!(limit);
-                wish["max_replays"] = json!(max_replays);
-                wish["dry_run"] = json!(dry_run);
+            DlqCommand::Replay { topic, selection, rate, limit, max_replays, dry_run } => {
+                let mut request = selection.request_body()?;
+                request["per_second"] = json!(rate);
+                request["limit"] = json!(limit);
+                request["max_replays"] = json!(max_replays);
+                request["dry_run"] = json!(dry_run);
                 let to = format!("{}/replay", path(topic));
-                let answer = carry_out(client, &to, wish, "replayed").await?;
+                let answer = run_with_progress(client, &to, request, "replayed").await?;
                 if *dry_run && !json {
-                    would(&answer["replayed"], "replayed")?;
+                    print_dry_run(&answer["replayed"], "replayed")?;
                 }
                 output::object(json, &answer)
             }
-            What::Purge { topic, which, dry_run, confirm } => {
+            DlqCommand::Purge { topic, selection, dry_run, confirm } => {
                 if !dry_run {
-                    confirm.ask(&format!("Remove dead letters of `{topic}` for good?"))?;
+                    confirm.ask(&format!("Permanently delete dead letters of topic `{topic}`?"))?;
                 }
-                let mut wish = which.wish()?;
-                wish["dry_run"] = json!(dry_run);
+                let mut request = selection.request_body()?;
+                request["dry_run"] = json!(dry_run);
                 let to = format!("{}/purge", path(topic));
-                let answer = carry_out(client, &to, wish, "purged").await?;
+                let answer = run_with_progress(client, &to, request, "purged").await?;
                 if *dry_run && !json {
-                    would(&answer["purged"], "purged")?;
+                    print_dry_run(&answer["purged"], "purged")?;
                 }
                 output::object(json, &answer)
             }
@@ -183,23 +185,23 @@ impl Dlq {
     }
 }
 
-/// Does it, and shows on a terminal how far it is. What is wrong with named ones is told before anything is done, so they are
-/// asked for without lines: they are few.
-async fn carry_out(
-    client: &Client,
+/// Runs a replay or purge and shows its progress on a terminal. Selections by id are small and are sent without
+/// progress, so that invalid ids are reported before anything is done.
+async fn run_with_progress(
+    client: &ApiClient,
     to: &str,
-    mut wish: Value,
+    mut request: Value,
     what: &'static str,
-) -> Result<Value, Failure> {
-    if !wish["ids"].is_null() {
-        return client.post(to, wish).await;
+) -> Result<Value, CliError> {
+    if !request["ids"].is_null() {
+        return client.post(to, request).await;
     }
-    wish["progress"] = json!(true);
-    let (progress, mut shown) = (Progress::new(what, None), 0);
-    let mut lines = client.post_lines(to, wish).await?;
+    request["progress"] = json!(true);
+    let (progress, mut shown) = (ProgressBar::new(what, None), 0);
+    let mut lines = client.post_lines(to, request).await?;
     while let Some(line) = lines.next().await {
         let mut line: Value = serde_json::from_str(&line?).unwrap_or_default();
-        if let Some(failure) = refused_line(&line) {
+        if let Some(failure) = error_in_line(&line) {
             return Err(failure);
         }
         if line.get("end").is_some() {
@@ -209,11 +211,11 @@ async fn carry_out(
         progress.add(done.saturating_sub(shown));
         shown = done;
     }
-    Err(Failure::Unreachable("it was cut off before its end; do it again".to_owned()))
+    Err(CliError::Unreachable("the connection was lost before the end; run it again".to_owned()))
 }
 
-/// What a dry run found.
-fn would(count: &Value, what: &str) -> Result<(), Failure> {
+/// Prints the result of a dry run.
+fn print_dry_run(count: &Value, what: &str) -> Result<(), CliError> {
     let letters = counted(count.as_u64().unwrap_or(0), "dead letter", "dead letters");
     output::line(&format!("dry run: {letters} would be {what}\n"))
 }

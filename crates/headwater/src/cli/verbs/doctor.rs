@@ -1,31 +1,31 @@
-//! `headwater doctor`: looks at the servers and says in words what to change.
+//! `headwater doctor`: checks the servers and suggests changes.
 //!
-//! Upstream: `operator`. Downstream: the checks of `admin`: those of a server (`--url`), or the same in this process.
-//! Promises: it changes nothing but the tables of a database that is there, which it brings up to date as every start does.
-//! Exit codes: 0 all is well, 4 there are warnings, 1 something must be changed, 3 a server cannot be reached.
+//! Upstream: `cli/mod.rs`. Downstream: the checks of `api/doctor`, on a server (`--url`) or in this process.
+//! Promises: read-only, except that migrations of an existing database are applied as at every start. Exit codes: 0
+//! ok, 4 warnings, 1 errors, 3 a server is unreachable.
 
 use serde_json::Value;
 use tokio::time::timeout;
 
 use crate::api::doctor::{self, Finding, Severity};
-use crate::cli::Reach;
-use crate::cli::api_client::Client;
+use crate::cli::ConnectionArgs;
+use crate::cli::api_client::ApiClient;
 use crate::cli::in_process;
 use crate::cli::output;
 use crate::config::Settings;
-use crate::exit::Failure;
+use crate::exit::CliError;
 
-/// Looks for trouble.
+/// Check the servers and suggest changes.
 #[derive(Debug, clap::Args)]
-pub(crate) struct Doctor {
+pub(crate) struct DoctorArgs {
     #[command(flatten)]
-    pub(crate) reach: Reach,
+    pub(crate) connection: ConnectionArgs,
 }
 
-impl Doctor {
-    pub(in crate::cli) async fn run(&self, settings: &Settings) -> Result<(), Failure> {
-        let findings = match self.reach.url() {
-            Some(url) => ask(&Client::network(&url)?).await?,
+impl DoctorArgs {
+    pub(in crate::cli) async fn run(&self, settings: &Settings) -> Result<(), CliError> {
+        let findings = match self.connection.url() {
+            Some(url) => ask(&ApiClient::network(&url)?).await?,
             None => look(settings).await,
         };
         for finding in &findings {
@@ -34,16 +34,16 @@ impl Doctor {
         let worst = findings.iter().map(|finding| finding.severity).max();
         match worst.unwrap_or(Severity::Ok) {
             Severity::Ok => Ok(()),
-            Severity::Warning => Err(Failure::Warnings),
-            Severity::Error => Err(Failure::new("something must be changed, see above")),
+            Severity::Warning => Err(CliError::Warnings),
+            Severity::Error => Err(CliError::new("errors found; see above")),
             Severity::Unreachable => {
-                Err(Failure::Unreachable("a server cannot be reached, see above".to_owned()))
+                Err(CliError::Unreachable("a server is unreachable; see above".to_owned()))
             }
         }
     }
 
-    fn print(&self, finding: &Finding) -> Result<(), Failure> {
-        if self.reach.json {
+    fn print(&self, finding: &Finding) -> Result<(), CliError> {
+        if self.connection.json {
             return output::exact(&serde_json::to_string(finding).unwrap_or_default());
         }
         let Finding { severity, subject, found, advice } = finding;
@@ -57,31 +57,31 @@ impl Doctor {
     }
 }
 
-/// What a server finds.
-async fn ask(client: &Client) -> Result<Vec<Finding>, Failure> {
+/// Findings of a server.
+async fn ask(client: &ApiClient) -> Result<Vec<Finding>, CliError> {
     let mut answer = client.get("/doctor", &[]).await?;
     let findings: Value = answer["findings"].take();
     serde_json::from_value(findings)
-        .map_err(|error| Failure::new(format!("the answer is not the JSON it should be: {error}")))
+        .map_err(|error| CliError::new(format!("unexpected response format: {error}")))
 }
 
-/// What this process finds; what cannot be opened is a finding, too.
+/// Findings of this process; a backend that cannot be opened is a finding as well.
 async fn look(settings: &Settings) -> Vec<Finding> {
     let mut findings = Vec::new();
     let nothing = |subject: &str, path: &str| {
-        let found = format!("there is nothing at {path} yet");
-        Finding::new(Severity::Warning, subject, found, "`headwater serve` makes it")
+        let found = format!("no data at `{path}` yet");
+        Finding::new(Severity::Warning, subject, found, "`headwater serve` creates it")
     };
-    match in_process::streams_to_look_at(settings).await {
+    match in_process::streams_read_only(settings).await {
         Err(missing) => findings.push(nothing("streams", &missing)),
         Ok(Ok(streams)) => {
             findings.extend(doctor::streams(settings, &streams).await);
-            // What goes on behind a look that took too long ends with the process.
-            let _ = timeout(doctor::look_max(settings), streams.close()).await;
+            // A check that timed out may still be running; it ends with the process.
+            let _ = timeout(doctor::check_timeout(settings), streams.close()).await;
         }
         Ok(Err(failure)) => findings.push(unreachable("streams", &failure)),
     }
-    match in_process::store_to_look_at(settings).await {
+    match in_process::store_read_only(settings).await {
         Err(missing) => findings.push(nothing("database", &missing)),
         Ok(Ok(store)) => {
             let counting = Box::pin(async {
@@ -89,16 +89,16 @@ async fn look(settings: &Settings) -> Vec<Finding> {
                 counted.map_err(|error| error.to_string())
             });
             findings.extend(doctor::database(settings, store.as_ref(), counting).await);
-            let _ = timeout(doctor::look_max(settings), store.close()).await;
+            let _ = timeout(doctor::check_timeout(settings), store.close()).await;
         }
         Ok(Err(failure)) => findings.push(unreachable("database", &failure)),
     }
     findings
 }
 
-fn unreachable(subject: &str, failure: &Failure) -> Finding {
+fn unreachable(subject: &str, failure: &CliError) -> Finding {
     let severity = match failure {
-        Failure::Unreachable(_) => Severity::Unreachable,
+        CliError::Unreachable(_) => Severity::Unreachable,
         _ => Severity::Error,
     };
     Finding::new(severity, subject, failure.to_string(), "")

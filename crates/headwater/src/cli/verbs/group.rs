@@ -1,39 +1,39 @@
-//! `headwater group` and `headwater pending`: who reads a topic, how far they are, and what they have in hand.
+//! `headwater group` and `headwater pending`: consumer groups of a topic and their pending messages.
 
 use std::time::Duration;
 
 use clap::Subcommand;
 use serde_json::json;
 
-use crate::cli::api_client::{Client, escape};
-use crate::cli::output::{self, Rows};
-use crate::cli::verbs::session::unless_stopped;
-use crate::cli::{Confirm, Reach, milliseconds, time};
-use crate::exit::Failure;
+use crate::cli::api_client::{ApiClient, escape};
+use crate::cli::output::{self, OutputRows};
+use crate::cli::verbs::session::or_interrupted;
+use crate::cli::{ConfirmArgs, ConnectionArgs, milliseconds, time};
+use crate::exit::CliError;
 
-/// Groups of a topic.
+/// Manage the groups of a topic.
 #[derive(Debug, clap::Args)]
-pub(crate) struct Group {
+pub(crate) struct GroupArgs {
     #[command(flatten)]
-    pub(crate) reach: Reach,
+    pub(crate) connection: ConnectionArgs,
     #[command(subcommand)]
-    what: What,
+    command: GroupCommand,
 }
 
 #[derive(Debug, Subcommand)]
-enum What {
+enum GroupCommand {
     /// List the groups of a topic.
     List { topic: String },
-    /// Describe a group: lag, pending, consumers, owners.
+    /// Describe a group: lag, pending messages, consumers, owners.
     Describe { topic: String, group: String },
-    /// Remove a group: nothing is kept for it any more. Refused while a member of it lives.
+    /// Delete a group; retention no longer waits for it. Refused while it has active members.
     Delete {
         topic: String,
         group: String,
         #[command(flatten)]
-        confirm: Confirm,
+        confirm: ConfirmArgs,
     },
-    /// Move a group to another place.
+    /// Move a group to another position.
     Reset {
         topic: String,
         group: String,
@@ -43,56 +43,56 @@ enum What {
         /// Only this partition.
         #[arg(long)]
         partition: Option<u16>,
-        /// Only say what would happen.
+        /// Only print what would happen.
         #[arg(long)]
         dry_run: bool,
-        /// Also while members are at work.
+        /// Reset even if the group has active members.
         #[arg(long)]
         force: bool,
         #[command(flatten)]
-        confirm: Confirm,
+        confirm: ConfirmArgs,
     },
 }
 
-impl Group {
-    pub(crate) fn is_look(&self) -> bool {
-        matches!(self.what, What::List { .. } | What::Describe { .. })
+impl GroupArgs {
+    pub(crate) fn is_read_only(&self) -> bool {
+        matches!(self.command, GroupCommand::List { .. } | GroupCommand::Describe { .. })
     }
 
-    pub(in crate::cli) async fn run(&self, client: &Client) -> Result<(), Failure> {
-        let json = self.reach.json;
-        match &self.what {
-            What::List { topic } => {
+    pub(in crate::cli) async fn run(&self, client: &ApiClient) -> Result<(), CliError> {
+        let json = self.connection.json;
+        match &self.command {
+            GroupCommand::List { topic } => {
                 let columns = &[("GROUP", "/group"), ("LAG", "/lag"), ("PENDING", "/pending")];
-                let mut rows = Rows::new(json, columns);
+                let mut rows = OutputRows::new(json, columns);
                 let answer = client.get(&format!("/topics/{}/groups", escape(topic)), &[]).await?;
                 answer["groups"].as_array().into_iter().flatten().for_each(|group| rows.add(group));
                 rows.finish()
             }
-            What::Describe { topic, group } => {
+            GroupCommand::Describe { topic, group } => {
                 output::object(json, &client.get(&path(topic, group), &[]).await?)
             }
-            What::Delete { topic, group, confirm } => {
+            GroupCommand::Delete { topic, group, confirm } => {
                 confirm.ask(&format!(
-                    "Remove group `{group}` of `{topic}`, and whatever it has not read or settled?"
+                    "Delete group `{group}` of topic `{topic}`? Its unread and pending messages are skipped."
                 ))?;
-                let cut = format!(
-                    "stopped waiting; the group may be removed from some partitions only. Run the same command again to finish, or look: `headwater group describe {topic} {group}`"
+                let interrupted = format!(
+                    "interrupted; the group may be deleted from some partitions only. Run the same command again to finish, or check with `headwater group describe {topic} {group}`"
                 );
                 let path = path(topic, group);
-                output::object(json, &unless_stopped(client.delete(&path), cut).await?)
+                output::object(json, &or_interrupted(client.delete(&path), interrupted).await?)
             }
-            What::Reset { topic, group, to, partition, dry_run, force, confirm } => {
+            GroupCommand::Reset { topic, group, to, partition, dry_run, force, confirm } => {
                 if !dry_run {
-                    confirm.ask(&format!("Move group `{group}` of `{topic}` to {to}?"))?;
+                    confirm.ask(&format!("Move group `{group}` of topic `{topic}` to {to}?"))?;
                 }
-                let wish =
+                let request =
                     json!({"to": to, "partition": partition, "dry_run": dry_run, "force": force});
-                let cut = format!(
-                    "stopped waiting; the reset may be done on some partitions only. Run the same command again to finish, or look: `headwater group describe {topic} {group}`"
+                let interrupted = format!(
+                    "interrupted; the reset may be done on some partitions only. Run the same command again to finish, or check with `headwater group describe {topic} {group}`"
                 );
                 let to = format!("{}/reset", path(topic, group));
-                let answer = unless_stopped(client.post(&to, wish), cut).await?;
+                let answer = or_interrupted(client.post(&to, request), interrupted).await?;
                 if *dry_run && !json {
                     let count = |of: &str| {
                         let more = if answer[of]["or_more"] == true { " or more" } else { "" };
@@ -100,7 +100,7 @@ impl Group {
                     };
                     let (again, skipped) = (count("again"), count("skipped"));
                     output::line(&format!(
-                        "dry run: {again} messages would come again, {skipped} would be skipped\n"
+                        "dry run: {again} messages would be redelivered, {skipped} would be skipped\n"
                     ))?;
                 }
                 output::object(json, &answer)
@@ -109,11 +109,11 @@ impl Group {
     }
 }
 
-/// Messages that a group has in hand.
+/// List the pending messages of a group.
 #[derive(Debug, clap::Args)]
-pub(crate) struct Pending {
+pub(crate) struct PendingArgs {
     #[command(flatten)]
-    pub(crate) reach: Reach,
+    pub(crate) connection: ConnectionArgs,
     topic: String,
     #[arg(long)]
     group: String,
@@ -123,16 +123,16 @@ pub(crate) struct Pending {
     /// Only those of this consumer.
     #[arg(long)]
     consumer: Option<String>,
-    /// Only those that were not touched for this time, such as 5m.
+    /// Only those idle for at least this time, such as 5m.
     #[arg(long, value_name = "TIME", value_parser = time)]
     min_idle: Option<Duration>,
-    /// At most this many.
+    /// Maximum number of messages.
     #[arg(long, default_value_t = 1000)]
     limit: usize,
 }
 
-impl Pending {
-    pub(in crate::cli) async fn run(&self, client: &Client) -> Result<(), Failure> {
+impl PendingArgs {
+    pub(in crate::cli) async fn run(&self, client: &ApiClient) -> Result<(), CliError> {
         let mut query = Vec::new();
         query.extend(self.partition.map(|partition| ("partition", partition.to_string())));
         query.extend(self.consumer.clone().map(|consumer| ("consumer", consumer)));
@@ -146,7 +146,13 @@ impl Pending {
         ];
         let path = format!("{}/pending", path(&self.topic, &self.group));
         client
-            .show_pages(Rows::new(self.reach.json, columns), &path, &query, "pending", self.limit)
+            .show_pages(
+                OutputRows::new(self.connection.json, columns),
+                &path,
+                &query,
+                "pending",
+                self.limit,
+            )
             .await
     }
 }

@@ -1,90 +1,94 @@
-//! `headwater issue`: list, show, why, retry, release one or all.
+//! `headwater issue`: list, show, explain, retry and release issues.
 
 use clap::Subcommand;
 use serde_json::json;
 
-use crate::cli::api_client::Client;
-use crate::cli::in_process::Needs;
-use crate::cli::output::{self, Rows};
-use crate::cli::progress::Progress;
-use crate::cli::{Confirm, Reach, number};
-use crate::exit::Failure;
+use crate::cli::api_client::ApiClient;
+use crate::cli::in_process::Requirements;
+use crate::cli::output::{self, OutputRows};
+use crate::cli::progress::ProgressBar;
+use crate::cli::{ConfirmArgs, ConnectionArgs, number};
+use crate::exit::CliError;
 
-/// Issues.
+/// Manage issues.
 #[derive(Debug, clap::Args)]
-pub(crate) struct Issue {
+pub(crate) struct IssueArgs {
     #[command(flatten)]
-    pub(crate) reach: Reach,
+    pub(crate) connection: ConnectionArgs,
     #[command(subcommand)]
-    what: What,
+    command: IssueCommand,
 }
 
 #[derive(Debug, Subcommand)]
-enum What {
+enum IssueCommand {
     /// List issues.
     List {
-        /// Only those that stand here.
+        /// Only those with this status.
         #[arg(long, value_parser = ["idle", "queued", "processing"])]
         status: Option<String>,
-        /// Only those that wait for an operator.
+        /// Only quarantined issues.
         #[arg(long)]
         quarantined: bool,
         /// Only those of this integration.
         #[arg(long)]
         integration: Option<String>,
-        /// At most this many.
+        /// Maximum number of issues.
         #[arg(long, default_value_t = 100)]
         limit: usize,
     },
     /// Show an issue with its events.
     Show {
-        /// The issue; `headwater issue list` shows the ids.
+        /// Issue id; see `headwater issue list`.
         #[arg(value_parser = number)]
         id: i64,
-        /// Events, at most.
+        /// Maximum number of events.
         #[arg(long, default_value_t = 100)]
         events: usize,
     },
-    /// Say why an issue is not being worked on.
+    /// Explain why an issue is not being processed.
     Why {
-        /// The issue; `headwater issue list` shows the ids.
+        /// Issue id; see `headwater issue list`.
         #[arg(value_parser = number)]
         id: i64,
     },
-    /// Let an issue be worked on now: ends a wait or a quarantine.
+    /// Process an issue now: ends a backoff or quarantine.
     Retry {
-        /// The issue; `headwater issue list` shows the ids.
+        /// Issue id; see `headwater issue list`.
         #[arg(value_parser = number)]
         id: i64,
     },
-    /// End a quarantine, or all of them.
+    /// End the quarantine of one or all issues.
     Release {
-        /// The issue; `headwater issue list` shows the ids.
+        /// Issue id; see `headwater issue list`.
         #[arg(value_parser = number)]
         id: Option<i64>,
-        /// All that wait for an operator.
+        /// Release all quarantined issues.
         #[arg(long, conflicts_with = "id")]
         all: bool,
-        /// Of these, only those of this integration.
+        /// With --all: only those of this integration.
         #[arg(long, requires = "all")]
         integration: Option<String>,
         #[command(flatten)]
-        confirm: Confirm,
+        confirm: ConfirmArgs,
     },
 }
 
-impl Issue {
-    pub(in crate::cli) fn needs(&self) -> Needs {
-        match self.what {
-            What::List { .. } | What::Show { .. } | What::Why { .. } => Needs::database(true),
-            What::Retry { .. } | What::Release { .. } => Needs::everything(false),
+impl IssueArgs {
+    pub(in crate::cli) fn requirements(&self) -> Requirements {
+        match self.command {
+            IssueCommand::List { .. } | IssueCommand::Show { .. } | IssueCommand::Why { .. } => {
+                Requirements::database(true)
+            }
+            IssueCommand::Retry { .. } | IssueCommand::Release { .. } => {
+                Requirements::everything(false)
+            }
         }
     }
 
-    pub(in crate::cli) async fn run(&self, client: &Client) -> Result<(), Failure> {
-        let json = self.reach.json;
-        match &self.what {
-            What::List { status, quarantined, integration, limit } => {
+    pub(in crate::cli) async fn run(&self, client: &ApiClient) -> Result<(), CliError> {
+        let json = self.connection.json;
+        match &self.command {
+            IssueCommand::List { status, quarantined, integration, limit } => {
                 let mut query = Vec::new();
                 query.extend(status.clone().map(|status| ("status", status)));
                 query.extend(quarantined.then(|| ("quarantined", "true".to_owned())));
@@ -101,32 +105,34 @@ impl Issue {
                     ("LAST ERROR", "/last_error"),
                 ];
                 client
-                    .show_pages(Rows::new(json, columns), "/issues", &query, "issues", *limit)
+                    .show_pages(OutputRows::new(json, columns), "/issues", &query, "issues", *limit)
                     .await
             }
-            What::Show { id, events } => {
+            IssueCommand::Show { id, events } => {
                 let mut issue = client.get(&path(*id), &[]).await?;
                 let of = format!("{}/events", path(*id));
-                issue["events"] = client.all(&of, "events", *events).await?;
+                issue["events"] = client.all_pages(&of, "events", *events).await?;
                 output::object(json, &issue)
             }
-            What::Why { id } => {
+            IssueCommand::Why { id } => {
                 let why = client.get(&format!("{}/why", path(*id)), &[]).await?;
                 match why["sentence"].as_str().filter(|_| !json) {
                     Some(sentence) => output::line(sentence),
                     None => output::object(json, &why),
                 }
             }
-            What::Retry { id } => self.change(client, *id, "retry").await,
-            What::Release { id: Some(id), .. } => self.change(client, *id, "release").await,
-            What::Release { all: false, .. } => Err(Failure::usage("say which: an ID, or --all")),
-            What::Release { integration, confirm, .. } => {
-                confirm.ask("Let every quarantined issue be worked on again?")?;
+            IssueCommand::Retry { id } => self.change(client, *id, "retry").await,
+            IssueCommand::Release { id: Some(id), .. } => self.change(client, *id, "release").await,
+            IssueCommand::Release { all: false, .. } => {
+                Err(CliError::usage("specify an ID or --all"))
+            }
+            IssueCommand::Release { integration, confirm, .. } => {
+                confirm.ask("Release all quarantined issues?")?;
                 let (progress, mut cursor, mut released) =
-                    (Progress::new("released", None), None, 0);
+                    (ProgressBar::new("released", None), None, 0);
                 loop {
-                    let wish = json!({"integration": integration, "cursor": cursor});
-                    let answer = client.post("/issues/release", wish).await?;
+                    let request = json!({"integration": integration, "cursor": cursor});
+                    let answer = client.post("/issues/release", request).await?;
                     let some = answer["released"].as_u64().unwrap_or(0);
                     progress.add(some);
                     released += some;
@@ -141,15 +147,19 @@ impl Issue {
         }
     }
 
-    /// A wish that changed nothing is a failure, so that a script notices.
-    async fn change(&self, client: &Client, id: i64, wish: &str) -> Result<(), Failure> {
-        let answer = client.post(&format!("{}/{wish}", path(id)), json!({})).await?;
-        output::object(self.reach.json, &answer)?;
+    /// Fails if nothing was changed, so that scripts notice.
+    async fn change(&self, client: &ApiClient, id: i64, request: &str) -> Result<(), CliError> {
+        let answer = client.post(&format!("{}/{request}", path(id)), json!({})).await?;
+        output::object(self.connection.json, &answer)?;
         match answer["result"].as_str() {
-            Some("processing") => Err(Failure::new(format!("a worker has issue {id} already"))),
-            Some("not_quarantined") => Err(Failure::new(format!("issue {id} is not quarantined"))),
-            Some("idle") if wish == "retry" => {
-                Err(Failure::new(format!("nothing of issue {id} is pending")))
+            Some("processing") => {
+                Err(CliError::new(format!("issue `{id}` is already being processed")))
+            }
+            Some("not_quarantined") => {
+                Err(CliError::new(format!("issue `{id}` is not quarantined")))
+            }
+            Some("idle") if request == "retry" => {
+                Err(CliError::new(format!("issue `{id}` has no pending events")))
             }
             _ => Ok(()),
         }

@@ -1,4 +1,4 @@
-//! One file per verb of the command line.
+//! One file per operator command.
 
 pub(crate) mod analytics;
 pub(crate) mod audit;

@@ -1,56 +1,56 @@
-//! `headwater outbox`: replies and events that were given up, and another try.
+//! `headwater outbox`: list and retry dead replies and events.
 
 use clap::Subcommand;
 use serde_json::json;
 
-use crate::cli::api_client::Client;
-use crate::cli::output::{self, Rows};
-use crate::cli::progress::Progress;
-use crate::cli::{Confirm, Reach, number};
-use crate::exit::Failure;
+use crate::cli::api_client::ApiClient;
+use crate::cli::output::{self, OutputRows};
+use crate::cli::progress::ProgressBar;
+use crate::cli::{ConfirmArgs, ConnectionArgs, number};
+use crate::exit::CliError;
 
-/// What was given up.
+/// Manage dead replies and events.
 #[derive(Debug, clap::Args)]
-pub(crate) struct Outbox {
+pub(crate) struct OutboxArgs {
     #[command(flatten)]
-    pub(crate) reach: Reach,
+    pub(crate) connection: ConnectionArgs,
     #[command(subcommand)]
-    what: What,
+    command: OutboxCommand,
 }
 
 #[derive(Debug, Subcommand)]
-enum What {
-    /// List what was given up after its last try.
+enum OutboxCommand {
+    /// List dead replies and events.
     List {
-        /// At most this many.
+        /// Maximum number of rows.
         #[arg(long, default_value_t = 100)]
         limit: usize,
     },
-    /// Send one of them again, or all.
+    /// Retry one or all dead rows.
     Retry {
-        /// The row; `headwater outbox list` shows the ids.
+        /// Row id; see `headwater outbox list`.
         #[arg(value_parser = number)]
         id: Option<i64>,
-        /// All that were given up.
+        /// Retry all dead rows.
         #[arg(long, conflicts_with = "id")]
         all: bool,
-        /// Of these, only those of this integration.
+        /// With --all: only those of this integration.
         #[arg(long, requires = "all")]
         integration: Option<String>,
         #[command(flatten)]
-        confirm: Confirm,
+        confirm: ConfirmArgs,
     },
 }
 
-impl Outbox {
-    pub(crate) fn is_look(&self) -> bool {
-        matches!(self.what, What::List { .. })
+impl OutboxArgs {
+    pub(crate) fn is_read_only(&self) -> bool {
+        matches!(self.command, OutboxCommand::List { .. })
     }
 
-    pub(in crate::cli) async fn run(&self, client: &Client) -> Result<(), Failure> {
-        let json = self.reach.json;
-        match &self.what {
-            What::List { limit } => {
+    pub(in crate::cli) async fn run(&self, client: &ApiClient) -> Result<(), CliError> {
+        let json = self.connection.json;
+        match &self.command {
+            OutboxCommand::List { limit } => {
                 let columns = &[
                     ("ID", "/id"),
                     ("ISSUE", "/issue_id"),
@@ -61,20 +61,23 @@ impl Outbox {
                     ("ERROR", "/error"),
                 ];
                 client
-                    .show_pages(Rows::new(json, columns), "/outbox/dead", &[], "rows", *limit)
+                    .show_pages(OutputRows::new(json, columns), "/outbox/dead", &[], "rows", *limit)
                     .await
             }
-            What::Retry { id: Some(id), .. } => {
+            OutboxCommand::Retry { id: Some(id), .. } => {
                 let answer = client.post(&format!("/outbox/{id}/retry"), json!({})).await?;
                 output::object(json, &answer)
             }
-            What::Retry { all: false, .. } => Err(Failure::usage("say which: an ID, or --all")),
-            What::Retry { integration, confirm, .. } => {
-                confirm.ask("Send everything again that was given up?")?;
-                let (progress, mut cursor, mut queued) = (Progress::new("queued", None), None, 0);
+            OutboxCommand::Retry { all: false, .. } => {
+                Err(CliError::usage("specify an ID or --all"))
+            }
+            OutboxCommand::Retry { integration, confirm, .. } => {
+                confirm.ask("Retry all dead replies and events?")?;
+                let (progress, mut cursor, mut queued) =
+                    (ProgressBar::new("queued", None), None, 0);
                 loop {
-                    let wish = json!({"integration": integration, "cursor": cursor});
-                    let answer = client.post("/outbox/retry", wish).await?;
+                    let request = json!({"integration": integration, "cursor": cursor});
+                    let answer = client.post("/outbox/retry", request).await?;
                     let some = answer["queued"].as_u64().unwrap_or(0);
                     progress.add(some);
                     queued += some;

@@ -1,43 +1,43 @@
-//! `headwater produce`: one message, or one for each line of standard input.
+//! `headwater produce`: sends one message, or one for each line of standard input.
 
 use std::io::{BufRead, IsTerminal};
 use std::time::Duration;
 
 use serde_json::{Map, Value, json};
 
-use crate::cli::api_client::{Client, escape};
+use crate::cli::api_client::{ApiClient, escape};
 use crate::cli::output;
-use crate::cli::progress::Progress;
-use crate::cli::{Reach, milliseconds, time};
-use crate::exit::Failure;
+use crate::cli::progress::ProgressBar;
+use crate::cli::{ConnectionArgs, milliseconds, time};
+use crate::exit::CliError;
 
-/// Lines that are sent with one call.
+/// Maximum messages in one call.
 const BATCH: usize = 500;
-/// Bytes that are sent with one call, so that a body stays below the limit of a server.
+/// Maximum bytes in one call, below the body limit of a server.
 const BATCH_BYTES: usize = 512 * 1024;
 
-/// Sends messages.
+/// Send messages.
 #[derive(Debug, clap::Args)]
-pub(crate) struct Produce {
+pub(crate) struct ProduceArgs {
     #[command(flatten)]
-    pub(crate) reach: Reach,
+    pub(crate) connection: ConnectionArgs,
     topic: String,
-    /// What decides the partition and the order.
+    /// Key that determines partition and order.
     #[arg(long)]
     key: Option<String>,
-    /// A header, `name=value`; may be given several times.
+    /// Header `name=value`; repeatable.
     #[arg(long = "header", value_name = "NAME=VALUE", value_parser = header)]
     headers: Vec<(String, String)>,
-    /// The payload; `-` sends one message for each line of standard input.
+    /// Payload; `-` sends one message per line of standard input.
     #[arg(long, default_value = "-", allow_hyphen_values = true)]
     payload: String,
-    /// Deliver after this time, such as 5s.
+    /// Delay until delivery, such as 5s.
     #[arg(long, value_name = "TIME", value_parser = time)]
     delay: Option<Duration>,
-    /// The partition, if it is not to be chosen by the key.
+    /// Target partition; by default the key determines it.
     #[arg(long)]
     partition: Option<u16>,
-    /// Counts once however often it is sent within ten minutes.
+    /// Idempotency id: sent again within ten minutes, the message is stored once.
     #[arg(long)]
     id: Option<String>,
 }
@@ -45,25 +45,25 @@ pub(crate) struct Produce {
 fn header(text: &str) -> Result<(String, String), String> {
     match text.split_once('=') {
         Some((name, value)) if !name.is_empty() => Ok((name.to_owned(), value.to_owned())),
-        _ => Err("a header is NAME=VALUE".to_owned()),
+        _ => Err("expected NAME=VALUE".to_owned()),
     }
 }
 
-impl Produce {
-    pub(in crate::cli) async fn run(&self, client: &Client) -> Result<(), Failure> {
+impl ProduceArgs {
+    pub(in crate::cli) async fn run(&self, client: &ApiClient) -> Result<(), CliError> {
         if self.payload != "-" {
             return self.send(client, vec![self.message(&self.payload)]).await;
         }
         if self.id.is_some() {
-            return Err(Failure::usage("--id is for one message; give it with --payload"));
+            return Err(CliError::usage("--id requires --payload with a single message"));
         }
-        // On a terminal, the ids that are printed tell how far it is.
-        let progress = (!std::io::stdout().is_terminal()).then(|| Progress::new("sent", None));
+        // On a terminal, the printed ids show the progress.
+        let progress = (!std::io::stdout().is_terminal()).then(|| ProgressBar::new("sent", None));
         let (mut batch, mut bytes, mut sent) = (Vec::new(), 0, 0);
         for line in std::io::stdin().lock().lines() {
             let line = line.map_err(|error| {
-                Failure::new(format!(
-                    "standard input cannot be read: {error}. {sent} lines were sent"
+                CliError::new(format!(
+                    "cannot read standard input: {error}. {sent} lines were sent"
                 ))
             })?;
             bytes += line.len();
@@ -80,23 +80,23 @@ impl Produce {
         if batch.is_empty() { Ok(()) } else { self.send_next(client, batch, sent).await }
     }
 
-    /// Sends a part of many; one that is cut off may have been stored or not.
+    /// Sends a batch. If the connection is lost, it may or may not have been stored.
     async fn send_next(
         &self,
-        client: &Client,
+        client: &ApiClient,
         messages: Vec<Value>,
         sent: u64,
-    ) -> Result<(), Failure> {
+    ) -> Result<(), CliError> {
         let count = messages.len();
         let before =
             |problem: String| format!("{problem}. {sent} lines were sent before these {count}");
         self.send(client, messages).await.map_err(|failure| match failure {
-            Failure::Unreachable(problem) => Failure::Unreachable(format!(
-                "{problem}. {sent} lines were sent; of the next {count} it is not known"
+            CliError::Unreachable(problem) => CliError::Unreachable(format!(
+                "{problem}. {sent} lines were sent; the status of the next {count} is unknown"
             )),
-            Failure::Usage(problem) => Failure::Usage(before(problem)),
-            Failure::Missing(problem) => Failure::Missing(before(problem)),
-            Failure::Failed(error) => Failure::new(before(format!("{error:#}"))),
+            CliError::Usage(problem) => CliError::Usage(before(problem)),
+            CliError::NotFound(problem) => CliError::NotFound(before(problem)),
+            CliError::Failed(error) => CliError::new(before(format!("{error:#}"))),
             other => other,
         })
     }
@@ -114,13 +114,13 @@ impl Produce {
         })
     }
 
-    async fn send(&self, client: &Client, messages: Vec<Value>) -> Result<(), Failure> {
+    async fn send(&self, client: &ApiClient, messages: Vec<Value>) -> Result<(), CliError> {
         let path = format!("/topics/{}/messages", escape(&self.topic));
         let answer = client.post(&path, json!({"messages": messages})).await?;
         let mut failed = None;
         for sent in answer["messages"].as_array().into_iter().flatten() {
             failed = failed.or_else(|| sent["error"].as_str().map(str::to_owned));
-            if self.reach.json {
+            if self.connection.json {
                 output::exact(&sent.to_string())?;
             } else {
                 let id = sent["id"].as_str().or(sent["delayed_id"].as_str()).unwrap_or("failed");
@@ -129,7 +129,7 @@ impl Produce {
         }
         match failed {
             None => Ok(()),
-            Some(problem) => Err(Failure::new(format!("not all messages were sent: {problem}"))),
+            Some(problem) => Err(CliError::new(format!("not all messages were sent: {problem}"))),
         }
     }
 }

@@ -1,47 +1,47 @@
-//! `headwater report`: the questions that have names.
+//! `headwater report`: runs built-in reports.
 
 use headwater_analytics::{REPORTS, Table, report, svg};
 use serde_json::json;
 
-use crate::cli::Reach;
+use crate::cli::ConnectionArgs;
 use crate::cli::output;
-use crate::cli::verbs::analytics::{Format, Way, show};
+use crate::cli::verbs::analytics::{AnalyticsSource, OutputFormat, show};
 use crate::config::Settings;
-use crate::exit::Failure;
+use crate::exit::CliError;
 
-/// A question that has a name.
+/// Run a built-in report.
 #[derive(Debug, clap::Args)]
-pub(crate) struct Report {
+pub(crate) struct ReportArgs {
     #[command(flatten)]
-    reach: Reach,
-    /// Its name; `list` shows all.
+    connection: ConnectionArgs,
+    /// Report name; `list` shows all.
     #[arg(default_value = "list")]
     name: String,
-    /// How the answer looks.
+    /// Output format.
     #[arg(long, value_enum)]
-    format: Option<Format>,
+    format: Option<OutputFormat>,
 }
 
-impl Report {
-    pub(in crate::cli) async fn run(&self, settings: &Settings) -> Result<(), Failure> {
-        let format = Format::of(&self.reach, self.format);
+impl ReportArgs {
+    pub(in crate::cli) async fn run(&self, settings: &Settings) -> Result<(), CliError> {
+        let format = OutputFormat::of(&self.connection, self.format);
         if self.name.eq_ignore_ascii_case("list") {
             return list(format);
         }
-        let report = report(&self.name).map_err(|error| Failure::usage(error.to_string()))?;
-        let way = Way::to_ask(&self.reach, settings).await?;
-        let table = way.report(report).await?;
+        let report = report(&self.name).map_err(|error| CliError::usage(error.to_string()))?;
+        let source = AnalyticsSource::open(&self.connection, settings).await?;
+        let table = source.report(report).await?;
         match format {
-            Format::Svg => output::exact(svg(report.title, &report.chart, &table).trim_end()),
+            OutputFormat::Svg => output::exact(svg(report.title, &report.chart, &table).trim_end()),
             format => show(format, &table),
         }
     }
 }
 
-/// They are the same on every server of this version.
-fn list(format: Format) -> Result<(), Failure> {
-    if format == Format::Svg {
-        return Err(Failure::usage("a list has no chart; name a report"));
+/// All servers of this version have the same reports.
+fn list(format: OutputFormat) -> Result<(), CliError> {
+    if format == OutputFormat::Svg {
+        return Err(CliError::usage("the list of reports has no chart; specify a report"));
     }
     let columns = vec!["name".to_owned(), "title".to_owned()];
     let rows = REPORTS.iter().map(|report| vec![json!(report.name), json!(report.title)]);

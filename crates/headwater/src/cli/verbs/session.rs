@@ -1,6 +1,6 @@
-//! `headwater session`: list, show, replay, fork, export, import.
+//! `headwater session`: list, show, replay, fork, export and import sessions.
 //!
-//! Promises: a replay or an export that is cut off is a failure; a file that is written is there whole or not at all.
+//! Promises: a truncated replay or export is a failure; an output file is written completely or not at all.
 
 use std::fs::File;
 use std::io::{BufWriter, Read, Write};
@@ -12,77 +12,77 @@ use futures_util::stream::{BoxStream, StreamExt};
 use serde_json::{Value, json};
 use tokio::sync::mpsc;
 
-use crate::cli::Reach;
-use crate::cli::api_client::{Client, escape, refused_line};
-use crate::cli::output::{self, Rows};
-use crate::cli::progress::Progress;
-use crate::exit::Failure;
-use crate::server::shutdown::Stopping;
+use crate::cli::ConnectionArgs;
+use crate::cli::api_client::{ApiClient, error_in_line, escape};
+use crate::cli::output::{self, OutputRows};
+use crate::cli::progress::ProgressBar;
+use crate::exit::CliError;
+use crate::server::shutdown::ShutdownSignal;
 
-/// Bytes of a file that are sent together.
-const PIECE: usize = 256 * 1024;
+/// Bytes read from a file at once.
+const CHUNK_BYTES: usize = 256 * 1024;
 
-/// Sessions.
+/// Manage sessions.
 #[derive(Debug, clap::Args)]
-pub(crate) struct Session {
+pub(crate) struct SessionArgs {
     #[command(flatten)]
-    pub(crate) reach: Reach,
+    pub(crate) connection: ConnectionArgs,
     #[command(subcommand)]
-    what: What,
+    command: SessionCommand,
 }
 
 #[derive(Debug, Subcommand)]
-enum What {
-    /// List sessions, in the order they were made.
+enum SessionCommand {
+    /// List sessions in the order of creation.
     List {
-        /// At most this many.
+        /// Maximum number of sessions.
         #[arg(long, default_value_t = 100)]
         limit: usize,
     },
-    /// Show a session, and what is missing of it.
+    /// Show a session and whether entries are missing.
     Show { session: String },
-    /// Print the events of a session in their order, one JSON value a line.
+    /// Print the events of a session in order, one JSON value per line.
     Replay {
         session: String,
         /// Up to this entry id, or a time such as 2026-11-15T10:00:00Z.
         #[arg(long, value_name = "ID|TIME")]
         until: Option<String>,
     },
-    /// Make a session of the events of another one.
+    /// Fork a session, optionally up to an entry or time.
     Fork {
         session: String,
-        /// The id of the new session.
+        /// Id of the new session.
         new: String,
         /// Up to this entry id, or a time such as 2026-11-15T10:00:00Z.
         #[arg(long, value_name = "ID|TIME")]
         until: Option<String>,
     },
-    /// Write a session as lines of JSON.
+    /// Export a session as JSON lines.
     Export {
         session: String,
-        /// The file; standard output by default.
+        /// Output file; standard output by default.
         #[arg(long, value_name = "FILE")]
         output: Option<PathBuf>,
     },
-    /// Make a session of lines that an export wrote.
+    /// Import a session from the lines of an export.
     Import {
-        /// The id of the new session.
+        /// Id of the new session.
         session: String,
-        /// The file; `-` is standard input.
+        /// Input file; `-` is standard input.
         #[arg(long, value_name = "FILE", default_value = "-")]
         input: PathBuf,
     },
 }
 
-impl Session {
-    pub(crate) fn is_look(&self) -> bool {
-        !matches!(self.what, What::Fork { .. } | What::Import { .. })
+impl SessionArgs {
+    pub(crate) fn is_read_only(&self) -> bool {
+        !matches!(self.command, SessionCommand::Fork { .. } | SessionCommand::Import { .. })
     }
 
-    pub(in crate::cli) async fn run(&self, client: &Client) -> Result<(), Failure> {
-        let json = self.reach.json;
-        match &self.what {
-            What::List { limit } => {
+    pub(in crate::cli) async fn run(&self, client: &ApiClient) -> Result<(), CliError> {
+        let json = self.connection.json;
+        match &self.command {
+            SessionCommand::List { limit } => {
                 let columns = &[
                     ("SESSION", "/session"),
                     ("STAGE", "/stage"),
@@ -91,59 +91,68 @@ impl Session {
                     ("FORKED FROM", "/parent/session"),
                 ];
                 client
-                    .show_pages(Rows::new(json, columns), "/sessions", &[], "sessions", *limit)
+                    .show_pages(
+                        OutputRows::new(json, columns),
+                        "/sessions",
+                        &[],
+                        "sessions",
+                        *limit,
+                    )
                     .await
             }
-            What::Show { session } => output::object(json, &client.get(&path(session), &[]).await?),
-            What::Replay { session, until } => {
+            SessionCommand::Show { session } => {
+                output::object(json, &client.get(&path(session), &[]).await?)
+            }
+            SessionCommand::Replay { session, until } => {
                 let query: Vec<_> =
                     until.clone().map(|until| ("until", until)).into_iter().collect();
                 let lines = client.lines(&format!("{}/replay", path(session)), &query).await?;
                 let print = if json { output::exact } else { output::line };
                 each(lines, |line, is_end| if is_end { Ok(()) } else { print(line) }).await
             }
-            What::Fork { session, new, until } => {
-                let wish = json!({"session": new, "until": until});
+            SessionCommand::Fork { session, new, until } => {
+                let request = json!({"session": new, "until": until});
                 let to = format!("{}/fork", path(session));
-                let cut = format!(
-                    "stopped waiting; the fork is carried to its end: `headwater session show {new}` shows it"
+                let interrupted = format!(
+                    "interrupted; the fork continues on the server: check it with `headwater session show {new}`"
                 );
-                output::object(json, &unless_stopped(client.post_long(&to, wish), cut).await?)
+                output::object(json, &or_interrupted(client.post_long(&to, request), interrupted).await?)
             }
-            What::Export { session, output } => {
+            SessionCommand::Export { session, output } => {
                 let lines = client.lines(&format!("{}/export", path(session)), &[]).await?;
                 match output {
                     None => each(lines, |line, _| output::exact(line)).await,
                     Some(file) => save(lines, file, json).await,
                 }
             }
-            What::Import { session, input } => {
-                let (pieces, total) = pieces(input)?;
-                let progress = Progress::new("imported", total);
-                let counted = pieces.inspect(move |piece| {
+            SessionCommand::Import { session, input } => {
+                let (chunks, total) = read_chunks(input)?;
+                let progress = ProgressBar::new("imported", total);
+                let counted = chunks.inspect(move |piece| {
                     progress.add(piece.as_ref().map_or(0, |piece| piece.len() as u64));
                 });
                 let to = format!("{}/import", path(session));
                 let uploading = client.upload(&to, counted.boxed());
-                let cut = format!(
-                    "stopped before its end; `{session}` is not imported. Run the same command again: it replaces what may be left"
+                let interrupted = format!(
+                    "interrupted; session `{session}` was not imported. Run the same command again to replace what is left of it"
                 );
-                output::object(json, &unless_stopped(uploading, cut).await?)
+                output::object(json, &or_interrupted(uploading, interrupted).await?)
             }
         }
     }
 }
 
-/// Gives each line to `show`, and whether it is the last. Without a last one, the lines were cut off.
+/// Passes each line to `show` with whether it is the end marker. Without an end marker the lines were truncated.
 async fn each(
-    mut lines: BoxStream<'static, Result<String, Failure>>,
-    mut show: impl FnMut(&str, bool) -> Result<(), Failure>,
-) -> Result<(), Failure> {
+    mut lines: BoxStream<'static, Result<String, CliError>>,
+    mut show: impl FnMut(&str, bool) -> Result<(), CliError>,
+) -> Result<(), CliError> {
     while let Some(line) = lines.next().await {
         let line = line?;
         if line.starts_with("{\"error\":") {
             let error: Value = serde_json::from_str(&line).unwrap_or_default();
-            return Err(refused_line(&error).unwrap_or_else(|| Failure::new("it failed")));
+            return Err(error_in_line(&error)
+                .unwrap_or_else(|| CliError::new("the server reported an error")));
         }
         let is_end = line.starts_with("{\"end\":");
         show(&line, is_end)?;
@@ -151,22 +160,24 @@ async fn each(
             return Ok(());
         }
     }
-    Err(Failure::Unreachable("the session was cut off before its end; try again".to_owned()))
+    Err(CliError::Unreachable(
+        "the connection was lost before the end of the session; try again".to_owned(),
+    ))
 }
 
-/// Into a file that is there when it is whole.
+/// Writes lines to a file that appears only when it is complete.
 async fn save(
-    lines: BoxStream<'static, Result<String, Failure>>,
+    lines: BoxStream<'static, Result<String, CliError>>,
     file: &Path,
     json: bool,
-) -> Result<(), Failure> {
+) -> Result<(), CliError> {
     let failed = |error: std::io::Error| {
-        Failure::new(format!("{} cannot be written: {error}", file.display()))
+        CliError::new(format!("cannot write `{}`: {error}", file.display()))
     };
     let directory = file.parent().filter(|parent| !parent.as_os_str().is_empty());
     let directory = directory.unwrap_or(Path::new("."));
     let mut writer = BufWriter::new(tempfile::NamedTempFile::new_in(directory).map_err(failed)?);
-    let progress = Progress::new("exported", None);
+    let progress = ProgressBar::new("exported", None);
     let mut count = 0_u64;
     let write = |line: &str, _: bool| {
         count += 1;
@@ -181,23 +192,23 @@ async fn save(
     output::object(json, &json!({"file": file.display().to_string(), "lines": count}))
 }
 
-/// The pieces of a file, and its length if it is known. A thread reads, since files block.
-fn pieces(
+/// Chunks of a file, and its length if known. A thread reads it, because file reads block.
+fn read_chunks(
     input: &Path,
-) -> Result<(BoxStream<'static, std::io::Result<Bytes>>, Option<u64>), Failure> {
+) -> Result<(BoxStream<'static, std::io::Result<Bytes>>, Option<u64>), CliError> {
     let (mut reader, total): (Box<dyn Read + Send>, _) = if input == Path::new("-") {
         (Box::new(std::io::stdin()), None)
     } else {
         let opened = File::open(input).and_then(|file| Ok((file.metadata()?.len(), file)));
         let (length, file) = opened.map_err(|error| {
-            Failure::new(format!("{} cannot be read: {error}", input.display()))
+            CliError::new(format!("cannot read `{}`: {error}", input.display()))
         })?;
         (Box::new(file), Some(length))
     };
     let (sender, mut receiver) = mpsc::channel(2);
-    // Ends with its input, or when nobody listens any more.
+    // Ends with its input, or when the receiver is dropped.
     std::thread::spawn(move || {
-        let mut buffer = vec![0; PIECE];
+        let mut buffer = vec![0; CHUNK_BYTES];
         loop {
             let piece = match reader.read(&mut buffer) {
                 Ok(0) => return,
@@ -210,20 +221,20 @@ fn pieces(
             }
         }
     });
-    let pieces = futures_util::stream::poll_fn(move |context| receiver.poll_recv(context));
-    Ok((pieces.boxed(), total))
+    let chunks = futures_util::stream::poll_fn(move |context| receiver.poll_recv(context));
+    Ok((chunks.boxed(), total))
 }
 
-/// A signal ends the waiting, with this failure. What a server was asked for, it carries to its end.
-pub(crate) async fn unless_stopped(
-    work: impl Future<Output = Result<Value, Failure>>,
-    cut: String,
-) -> Result<Value, Failure> {
-    let stopping = Stopping::default();
-    stopping.on_signals().map_err(|error| Failure::new(error.to_string()))?;
+/// Waits for `work`; a signal ends the wait with the error `interrupted`. The server completes the work.
+pub(crate) async fn or_interrupted(
+    work: impl Future<Output = Result<Value, CliError>>,
+    interrupted: String,
+) -> Result<Value, CliError> {
+    let shutdown = ShutdownSignal::default();
+    shutdown.on_signals().map_err(|error| CliError::new(error.to_string()))?;
     tokio::select! {
         done = work => done,
-        () = stopping.begun() => Err(Failure::new(cut)),
+        () = shutdown.wait() => Err(CliError::new(interrupted)),
     }
 }
 

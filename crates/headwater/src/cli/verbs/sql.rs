@@ -1,39 +1,39 @@
-//! `headwater sql`: a question of your own.
+//! `headwater sql`: runs an SQL query on the DuckDB file.
 
 use std::io::Read;
 
-use crate::cli::Reach;
-use crate::cli::verbs::analytics::{Format, Way, show};
+use crate::cli::ConnectionArgs;
+use crate::cli::verbs::analytics::{AnalyticsSource, OutputFormat, show};
 use crate::config::Settings;
-use crate::exit::Failure;
+use crate::exit::CliError;
 
-/// A question.
+/// Run an SQL query on the DuckDB file.
 #[derive(Debug, clap::Args)]
-pub(crate) struct Sql {
+pub(crate) struct SqlArgs {
     #[command(flatten)]
-    reach: Reach,
-    /// One SELECT over `ticket_events` and `dead_letters`, in the dialect of DuckDB; `-` reads it from standard input.
+    connection: ConnectionArgs,
+    /// One SELECT on `ticket_events` and `dead_letters` in the DuckDB dialect; `-` reads it from standard input.
     query: String,
-    /// How the answer looks.
+    /// Output format.
     #[arg(long, value_enum)]
-    format: Option<Format>,
+    format: Option<OutputFormat>,
 }
 
-impl Sql {
-    pub(in crate::cli) async fn run(&self, settings: &Settings) -> Result<(), Failure> {
-        let format = Format::of(&self.reach, self.format);
-        if format == Format::Svg {
-            return Err(Failure::usage(
-                "only a report has a chart; take --format table, csv or json, or see `headwater report list`",
+impl SqlArgs {
+    pub(in crate::cli) async fn run(&self, settings: &Settings) -> Result<(), CliError> {
+        let format = OutputFormat::of(&self.connection, self.format);
+        if format == OutputFormat::Svg {
+            return Err(CliError::usage(
+                "only reports have charts; use --format table, csv or json, or see `headwater report list`",
             ));
         }
         let mut query = self.query.clone();
         if query == "-" {
             query.clear();
             let read = std::io::stdin().read_to_string(&mut query);
-            read.map_err(|error| Failure::new(format!("standard input cannot be read: {error}")))?;
+            read.map_err(|error| CliError::new(format!("cannot read standard input: {error}")))?;
         }
-        let way = Way::to_ask(&self.reach, settings).await?;
-        show(format, &way.ask(&query).await?)
+        let source = AnalyticsSource::open(&self.connection, settings).await?;
+        show(format, &source.query(&query).await?)
     }
 }

@@ -1,38 +1,40 @@
-//! `headwater tail`: messages as they arrive, without taking part in any group.
+//! `headwater tail`: prints new messages of a topic without joining a group.
 
 use futures_util::StreamExt;
 
-use crate::cli::Reach;
-use crate::cli::api_client::{Client, escape};
+use crate::cli::ConnectionArgs;
+use crate::cli::api_client::{ApiClient, escape};
 use crate::cli::output;
-use crate::exit::Failure;
+use crate::exit::CliError;
 
-/// Follows a topic.
+/// Follow a topic.
 #[derive(Debug, clap::Args)]
-pub(crate) struct Tail {
+pub(crate) struct TailArgs {
     #[command(flatten)]
-    pub(crate) reach: Reach,
+    pub(crate) connection: ConnectionArgs,
     topic: String,
-    /// `beginning`, an entry id, or a time such as 2026-11-15T10:00:00Z. By default: what comes after now.
+    /// Start: `beginning`, an entry id, or a time such as 2026-11-15T10:00:00Z. By default only new messages.
     #[arg(long, value_name = "ID|TIME")]
     from: Option<String>,
     /// Only this partition.
     #[arg(long)]
     partition: Option<u16>,
-    /// End after so many messages.
+    /// Exit after this many messages.
     #[arg(long)]
     count: Option<u64>,
 }
 
-impl Tail {
-    pub(in crate::cli) async fn run(&self, client: &Client) -> Result<(), Failure> {
+impl TailArgs {
+    pub(in crate::cli) async fn run(&self, client: &ApiClient) -> Result<(), CliError> {
         let mut query = Vec::new();
         query.extend(self.from.clone().map(|from| ("from", from)));
         query.extend(self.partition.map(|partition| ("partition", partition.to_string())));
         let topic = format!("/topics/{}", escape(&self.topic));
-        if client.find(&topic, &[]).await?.is_none() {
+        if client.get_optional(&topic, &[]).await?.is_none() {
             let name = &self.topic;
-            output::note(&format!("there is no topic `{name}` yet; waiting for its first message"));
+            output::note(&format!(
+                "topic `{name}` does not exist yet; waiting for its first message"
+            ));
         }
         let path = format!("{topic}/tail");
         let mut events = client.events(&path, &query).await?;
@@ -40,13 +42,13 @@ impl Tail {
         while left > 0
             && let Some(message) = events.next().await
         {
-            // A message a line, for people, too: a table would have to wait for its end.
-            output::json(self.reach.json, &message?)?;
+            // One message per line, also for people: a table could only be printed at the end.
+            output::json(self.connection.json, &message?)?;
             left -= 1;
         }
         if self.count.is_none() || left == 0 {
             return Ok(());
         }
-        Err(Failure::Unreachable("the server ended the stream".to_owned()))
+        Err(CliError::Unreachable("the server closed the stream".to_owned()))
     }
 }

@@ -1,37 +1,37 @@
-//! `headwater ticket`: new, list, show, reply, close, reopen.
+//! `headwater ticket`: open, list, show, reply to, close and reopen tickets.
 
 use clap::Subcommand;
 use serde_json::json;
 use uuid::Uuid;
 
-use crate::cli::Reach;
-use crate::cli::api_client::Client;
-use crate::cli::in_process::Needs;
-use crate::cli::output::{self, Rows};
-use crate::exit::Failure;
+use crate::cli::ConnectionArgs;
+use crate::cli::api_client::ApiClient;
+use crate::cli::in_process::Requirements;
+use crate::cli::output::{self, OutputRows};
+use crate::exit::CliError;
 
-/// Tickets.
+/// Manage tickets.
 #[derive(Debug, clap::Args)]
-pub(crate) struct Ticket {
+pub(crate) struct TicketArgs {
     #[command(flatten)]
-    pub(crate) reach: Reach,
+    pub(crate) connection: ConnectionArgs,
     #[command(subcommand)]
-    what: What,
+    command: TicketCommand,
 }
 
 #[derive(Debug, Subcommand)]
-enum What {
+enum TicketCommand {
     /// Open a ticket.
     New {
         #[arg(long)]
         title: String,
-        /// Its first message; `-` reads standard input.
+        /// First message; `-` reads standard input.
         #[arg(long, allow_hyphen_values = true)]
         content: String,
-        /// Whose it is.
+        /// User id.
         #[arg(long)]
         user: Option<String>,
-        /// The same at every try: a ticket is opened once.
+        /// Idempotency id: repeat it with every retry, and the ticket is opened once.
         #[arg(long, value_name = "UUID")]
         message_id: Option<Uuid>,
     },
@@ -42,68 +42,69 @@ enum What {
         /// Only those of this user.
         #[arg(long)]
         user: Option<String>,
-        /// At most this many.
+        /// Maximum number of tickets.
         #[arg(long, default_value_t = 100)]
         limit: usize,
     },
     /// Show a ticket with its messages.
     Show {
-        /// The ticket; `headwater ticket list` shows the ids.
+        /// Ticket id; see `headwater ticket list`.
         #[arg(value_parser = ticket_id)]
         id: Uuid,
-        /// Messages, at most.
+        /// Maximum number of messages.
         #[arg(long, default_value_t = 1000)]
         messages: usize,
     },
     /// Add a message to a ticket.
     Reply {
-        /// The ticket; `headwater ticket list` shows the ids.
+        /// Ticket id; see `headwater ticket list`.
         #[arg(value_parser = ticket_id)]
         id: Uuid,
-        /// What it says; `-` reads standard input.
+        /// Message text; `-` reads standard input.
         #[arg(long, allow_hyphen_values = true)]
         content: String,
-        /// Who says it: what an agent says goes to the user, and the model keeps quiet.
+        /// Author. An agent's message goes to the user, and the model does not reply.
         #[arg(long, value_parser = ["user", "agent"], default_value = "agent")]
         author: String,
-        /// The same at every try: a message is added once.
+        /// Idempotency id: repeat it with every retry, and the message is added once.
         #[arg(long, value_name = "UUID")]
         message_id: Option<Uuid>,
     },
     /// Close a ticket.
     Close {
-        /// The ticket; `headwater ticket list` shows the ids.
+        /// Ticket id; see `headwater ticket list`.
         #[arg(value_parser = ticket_id)]
         id: Uuid,
     },
-    /// Open a closed ticket again, and give one that a person took over back to the desk.
+    /// Reopen a closed ticket, or return one that a person took over to the desk.
     Reopen {
-        /// The ticket; `headwater ticket list` shows the ids.
+        /// Ticket id; see `headwater ticket list`.
         #[arg(value_parser = ticket_id)]
         id: Uuid,
     },
 }
 
-impl Ticket {
-    pub(in crate::cli) fn needs(&self) -> Needs {
-        match self.what {
-            What::List { .. } | What::Show { .. } => Needs::database(true),
-            What::New { .. } | What::Reply { .. } | What::Close { .. } | What::Reopen { .. } => {
-                Needs::everything(false)
-            }
+impl TicketArgs {
+    pub(in crate::cli) fn requirements(&self) -> Requirements {
+        match self.command {
+            TicketCommand::List { .. } | TicketCommand::Show { .. } => Requirements::database(true),
+            TicketCommand::New { .. }
+            | TicketCommand::Reply { .. }
+            | TicketCommand::Close { .. }
+            | TicketCommand::Reopen { .. } => Requirements::everything(false),
         }
     }
 
-    pub(in crate::cli) async fn run(&self, client: &Client) -> Result<(), Failure> {
-        let json = self.reach.json;
-        match &self.what {
-            What::New { title, content, user, message_id } => {
-                let wish = json!({
-                    "title": title, "content": given(content)?, "user_id": user, "message_id": message_id,
+    pub(in crate::cli) async fn run(&self, client: &ApiClient) -> Result<(), CliError> {
+        let json = self.connection.json;
+        match &self.command {
+            TicketCommand::New { title, content, user, message_id } => {
+                let request = json!({
+                    "title": title, "content": content_or_stdin(content)?, "user_id": user, "message_id": message_id,
                 });
-                output::object(json, &client.post("/tickets", wish).await?)
+                output::object(json, &client.post("/tickets", request).await?)
             }
-            What::List { status, user, limit } => {
+            TicketCommand::List { status, user, limit } => {
                 let mut query = Vec::new();
                 query.extend(status.clone().map(|status| ("status", status)));
                 query.extend(user.clone().map(|user| ("user_id", user)));
@@ -116,30 +117,35 @@ impl Ticket {
                     ("TITLE", "/title"),
                 ];
                 client
-                    .show_pages(Rows::new(json, columns), "/tickets", &query, "tickets", *limit)
+                    .show_pages(
+                        OutputRows::new(json, columns),
+                        "/tickets",
+                        &query,
+                        "tickets",
+                        *limit,
+                    )
                     .await
             }
-            What::Show { id, messages } => {
+            TicketCommand::Show { id, messages } => {
                 let mut ticket = client.get(&path(*id), &[]).await?;
                 let of = format!("{}/messages", path(*id));
-                let messages = client.all(&of, "messages", *messages).await?;
+                let messages = client.all_pages(&of, "messages", *messages).await?;
                 if let Some(fields) = ticket.as_object_mut() {
                     fields.remove("next_cursor");
                 }
                 ticket["messages"] = messages;
                 output::object(json, &ticket)
             }
-            What::Reply { id, content, author, message_id } => {
-                let wish =
-                    json!({"content": given(content)?, "author": author, "message_id": message_id});
-                let answer = client.post(&format!("{}/messages", path(*id)), wish).await?;
+            TicketCommand::Reply { id, content, author, message_id } => {
+                let request = json!({"content": content_or_stdin(content)?, "author": author, "message_id": message_id});
+                let answer = client.post(&format!("{}/messages", path(*id)), request).await?;
                 output::object(json, &answer)
             }
-            What::Close { id } => {
+            TicketCommand::Close { id } => {
                 let answer = client.post(&format!("{}/close", path(*id)), json!({})).await?;
                 output::object(json, &answer)
             }
-            What::Reopen { id } => {
+            TicketCommand::Reopen { id } => {
                 let answer = client.post(&format!("{}/reopen", path(*id)), json!({})).await?;
                 output::object(json, &answer)
             }
@@ -147,17 +153,17 @@ impl Ticket {
     }
 }
 
-/// A text, or what stands on standard input.
-fn given(content: &str) -> Result<String, Failure> {
+/// The text, or standard input for `-`.
+fn content_or_stdin(content: &str) -> Result<String, CliError> {
     if content != "-" {
         return Ok(content.to_owned());
     }
     std::io::read_to_string(std::io::stdin().lock())
-        .map_err(|error| Failure::new(format!("standard input cannot be read: {error}")))
+        .map_err(|error| CliError::new(format!("cannot read standard input: {error}")))
 }
 
 fn ticket_id(text: &str) -> Result<Uuid, String> {
-    text.parse().map_err(|_| "a ticket id is a UUID; `headwater ticket list` shows them".to_owned())
+    text.parse().map_err(|_| "expected a UUID; `headwater ticket list` shows the ids".to_owned())
 }
 
 fn path(id: Uuid) -> String {

@@ -1,7 +1,7 @@
-//! `headwater top`: throughput, lag, pending, owners and dead letters, as they are now.
+//! `headwater top`: shows throughput, lag, pending messages, owners and dead letters.
 //!
-//! Upstream: `operator`. Downstream: the routes of topics and groups; `frame` makes numbers of two looks.
-//! Promises: it only looks; it costs a few calls a topic and frame, whatever the topics hold.
+//! Upstream: `cli/mod.rs`. Downstream: the routes of topics and groups; `top_view.rs` compares two snapshots.
+//! Promises: read-only; costs a few calls per topic and refresh, independent of the size of the topics.
 
 use std::io::Write;
 use std::time::Duration;
@@ -9,53 +9,53 @@ use std::time::Duration;
 use serde_json::Value;
 use tokio::time::Instant;
 
-use crate::cli::api_client::{Client, escape};
+use crate::cli::api_client::{ApiClient, escape};
 use crate::cli::output;
-use crate::cli::top_view::{Frame, Look};
-use crate::cli::{Reach, time};
-use crate::exit::Failure;
-use crate::server::shutdown::Stopping;
+use crate::cli::top_view::{Frame, TopSnapshot};
+use crate::cli::{ConnectionArgs, time};
+use crate::exit::CliError;
+use crate::server::shutdown::ShutdownSignal;
 
-/// Topics that are looked at.
+/// Maximum number of topics.
 const TOPICS_MAX: usize = 200;
-/// The topics of this program that nobody creates.
+/// The server's own streams, which are not registered as topics.
 const PLAIN: [&str; 2] = ["issue_work", "ticket_events"];
-/// Another screen, so that the old one is there afterwards; and back.
+/// Terminal sequences: alternate screen on, clear, and off.
 const ENTER: &str = "\u{1b}[?1049h\u{1b}[?25l";
 const CLEAR: &str = "\u{1b}[H\u{1b}[J";
 const LEAVE: &str = "\u{1b}[?25h\u{1b}[?1049l";
 
-/// Looks at topics again and again.
+/// Watch topics and groups.
 #[derive(Debug, clap::Args)]
-pub(crate) struct Top {
+pub(crate) struct TopArgs {
     #[command(flatten)]
-    pub(crate) reach: Reach,
+    pub(crate) connection: ConnectionArgs,
     /// Only these topics.
     topics: Vec<String>,
-    /// How often to look.
+    /// Refresh interval.
     #[arg(long, value_name = "TIME", value_parser = time, default_value = "1s")]
     every: Duration,
-    /// Print one frame and end. With --json, a line for each topic and group.
+    /// Print once and exit. With --json, one line for each topic and group.
     #[arg(long)]
     once: bool,
 }
 
-impl Top {
-    pub(in crate::cli) async fn run(&self, client: &Client) -> Result<(), Failure> {
-        let stopping = Stopping::default();
-        stopping.on_signals().map_err(|error| Failure::new(error.to_string()))?;
+impl TopArgs {
+    pub(in crate::cli) async fn run(&self, client: &ApiClient) -> Result<(), CliError> {
+        let shutdown = ShutdownSignal::default();
+        shutdown.on_signals().map_err(|error| CliError::new(error.to_string()))?;
         let every = self.every.clamp(Duration::from_millis(100), Duration::from_secs(3600));
-        let mut before = self.look(client).await?;
-        let is_screen = !self.once && !self.reach.json;
-        let _screen = is_screen.then(Screen::enter);
+        let mut before = self.snapshot(client).await?;
+        let is_screen = !self.once && !self.connection.json;
+        let _screen = is_screen.then(AlternateScreen::enter);
         loop {
             tokio::select! {
                 () = tokio::time::sleep(every) => {}
-                () = stopping.begun() => return Ok(()),
+                () = shutdown.wait() => return Ok(()),
             }
-            let now = self.look(client).await?;
+            let now = self.snapshot(client).await?;
             let frame = Frame::between(&before, &now);
-            if self.reach.json {
+            if self.connection.json {
                 frame.lines().iter().try_for_each(|line| output::json(true, line))?;
             } else {
                 if is_screen {
@@ -70,12 +70,12 @@ impl Top {
         }
     }
 
-    async fn look(&self, client: &Client) -> Result<Look, Failure> {
+    async fn snapshot(&self, client: &ApiClient) -> Result<TopSnapshot, CliError> {
         let mut topics = Vec::new();
         if self.topics.is_empty() {
             client.pages("/topics", &[], "topics", TOPICS_MAX, |topic| topics.push(topic)).await?;
             for name in PLAIN {
-                topics.extend(client.find(&path(name), &[]).await?);
+                topics.extend(client.get_optional(&path(name), &[]).await?);
             }
         } else {
             for name in &self.topics {
@@ -85,13 +85,13 @@ impl Top {
         let mut groups = Vec::new();
         for topic in &topics {
             let name = topic["name"].as_str().unwrap_or_default();
-            // One that was deleted meanwhile has none.
-            let found = client.find(&format!("{}/groups", path(name)), &[]).await?;
+            // A topic deleted in the meantime has no groups.
+            let found = client.get_optional(&format!("{}/groups", path(name)), &[]).await?;
             if let Some(Value::Array(found)) = found.map(|mut found| found["groups"].take()) {
                 groups.extend(found);
             }
         }
-        Ok(Look { at: Instant::now(), topics, groups })
+        Ok(TopSnapshot { at: Instant::now(), topics, groups })
     }
 }
 
@@ -99,23 +99,23 @@ fn path(topic: &str) -> String {
     format!("/topics/{}", escape(topic))
 }
 
-/// The other screen; left when dropped.
-struct Screen;
+/// The alternate screen; left on drop.
+struct AlternateScreen;
 
-impl Screen {
+impl AlternateScreen {
     fn enter() -> Self {
         write(ENTER);
         Self
     }
 }
 
-impl Drop for Screen {
+impl Drop for AlternateScreen {
     fn drop(&mut self) {
         write(LEAVE);
     }
 }
 
-/// Tells the terminal what to do.
+/// Writes a control sequence to the terminal.
 fn write(sequence: &str) {
     let mut out = std::io::stdout();
     let _ = out.write_all(sequence.as_bytes()).and_then(|()| out.flush());

@@ -1,56 +1,56 @@
-//! `headwater topic`: create, list, describe, grow, trim, delete.
+//! `headwater topic`: create, list, describe, grow, trim and delete topics.
 
 use std::time::Duration;
 
 use clap::Subcommand;
 use serde_json::json;
 
-use crate::cli::api_client::{Client, escape};
-use crate::cli::output::{self, Rows};
-use crate::cli::verbs::session::unless_stopped;
-use crate::cli::{Confirm, Reach, milliseconds, time};
-use crate::exit::Failure;
+use crate::cli::api_client::{ApiClient, escape};
+use crate::cli::output::{self, OutputRows};
+use crate::cli::verbs::session::or_interrupted;
+use crate::cli::{ConfirmArgs, ConnectionArgs, milliseconds, time};
+use crate::exit::CliError;
 
-/// Topics.
+/// Manage topics.
 #[derive(Debug, clap::Args)]
-pub(crate) struct Topic {
+pub(crate) struct TopicArgs {
     #[command(flatten)]
-    pub(crate) reach: Reach,
+    pub(crate) connection: ConnectionArgs,
     #[command(subcommand)]
-    what: What,
+    command: TopicCommand,
 }
 
 #[derive(Debug, Subcommand)]
-enum What {
+enum TopicCommand {
     /// Create a topic.
     Create {
         name: String,
-        /// 1 to 1024; they can grow later, never shrink.
+        /// Number of partitions, 1 to 1024; can grow later but not shrink.
         #[arg(long, default_value_t = 1)]
         partitions: u16,
-        /// Messages that stay in each partition once every group is done with them.
+        /// Retention: messages per partition, kept after all groups have processed them.
         #[arg(long, value_name = "N")]
         retention_count: Option<u64>,
-        /// How long messages stay once every group is done with them, such as 7d.
+        /// Retention: age such as 7d, after all groups have processed them.
         #[arg(long, value_name = "TIME", value_parser = time)]
         retention_age: Option<Duration>,
-        /// Bytes that stay of each partition once every group is done with them.
+        /// Retention: bytes per partition, kept after all groups have processed them.
         #[arg(long, value_name = "BYTES")]
         retention_bytes: Option<u64>,
-        /// Bytes the topic may hold; sends are refused above it.
+        /// Byte budget of the topic; sends above it are rejected.
         #[arg(long, value_name = "BYTES")]
         byte_budget: Option<u64>,
-        /// How often a failed message is tried again.
+        /// Maximum retries of a failed message.
         #[arg(long, value_name = "N")]
         max_retries: Option<u32>,
     },
     /// List topics.
     List {
-        /// At most this many.
+        /// Maximum number of topics.
         #[arg(long, default_value_t = 1000)]
         limit: usize,
     },
-    /// Describe a topic, with its keys and slots.
+    /// Describe a topic with its keys and slots.
     Describe { name: String },
     /// Add partitions.
     Grow {
@@ -61,41 +61,41 @@ enum What {
     /// Remove the oldest messages.
     Trim {
         name: String,
-        /// Keep the newest messages of each partition.
+        /// Keep this many messages of each partition.
         #[arg(long, value_name = "N", required_unless_present_any = ["age", "bytes"])]
         count: Option<u64>,
-        /// Keep those that are not older, such as 24h.
+        /// Keep messages up to this age, such as 24h.
         #[arg(long, value_name = "TIME", value_parser = time)]
         age: Option<Duration>,
-        /// Keep about so many bytes of each partition.
+        /// Keep about this many bytes of each partition.
         #[arg(long)]
         bytes: Option<u64>,
         /// Only this partition.
         #[arg(long)]
         partition: Option<u16>,
-        /// Also messages that some group has not read or not acknowledged: they are lost.
+        /// Also remove messages that a group has not read or acknowledged; they are lost.
         #[arg(long)]
         force: bool,
         #[command(flatten)]
-        confirm: Confirm,
+        confirm: ConfirmArgs,
     },
-    /// Delete a topic with all its messages and dead letters.
+    /// Delete a topic with its messages and dead letters.
     Delete {
         name: String,
         #[command(flatten)]
-        confirm: Confirm,
+        confirm: ConfirmArgs,
     },
 }
 
-impl Topic {
-    pub(crate) fn is_look(&self) -> bool {
-        matches!(self.what, What::List { .. } | What::Describe { .. })
+impl TopicArgs {
+    pub(crate) fn is_read_only(&self) -> bool {
+        matches!(self.command, TopicCommand::List { .. } | TopicCommand::Describe { .. })
     }
 
-    pub(in crate::cli) async fn run(&self, client: &Client) -> Result<(), Failure> {
-        let json = self.reach.json;
-        match &self.what {
-            What::Create {
+    pub(in crate::cli) async fn run(&self, client: &ApiClient) -> Result<(), CliError> {
+        let json = self.connection.json;
+        match &self.command {
+            TopicCommand::Create {
                 name,
                 partitions,
                 retention_count,
@@ -104,7 +104,7 @@ impl Topic {
                 byte_budget,
                 max_retries,
             } => {
-                let wish = json!({
+                let request = json!({
                     "name": name,
                     "partitions": partitions,
                     "retention_count": retention_count,
@@ -113,12 +113,12 @@ impl Topic {
                     "byte_budget": byte_budget,
                     "max_retries": max_retries,
                 });
-                output::object(json, &client.post("/topics", wish).await?)
+                output::object(json, &client.post("/topics", request).await?)
             }
-            What::List { limit } => {
+            TopicCommand::List { limit } => {
                 client
                     .show_pages(
-                        Rows::new(
+                        OutputRows::new(
                             json,
                             &[
                                 ("NAME", "/name"),
@@ -137,36 +137,38 @@ impl Topic {
                     )
                     .await
             }
-            What::Describe { name } => output::object(json, &client.get(&path(name), &[]).await?),
-            What::Grow { name, partitions } => {
-                let wish = json!({"partitions": partitions});
-                let answer = client.post(&format!("{}/grow", path(name)), wish).await?;
+            TopicCommand::Describe { name } => {
+                output::object(json, &client.get(&path(name), &[]).await?)
+            }
+            TopicCommand::Grow { name, partitions } => {
+                let request = json!({"partitions": partitions});
+                let answer = client.post(&format!("{}/grow", path(name)), request).await?;
                 output::object(json, &answer)
             }
-            What::Trim { name, count, age, bytes, partition, force, confirm } => {
-                let lost = if *force { ", unread ones included" } else { "" };
-                confirm.ask(&format!("Remove the oldest messages of `{name}`{lost}?"))?;
-                let wish = json!({
+            TopicCommand::Trim { name, count, age, bytes, partition, force, confirm } => {
+                let lost = if *force { ", including unread ones" } else { "" };
+                confirm.ask(&format!("Remove the oldest messages of topic `{name}`{lost}?"))?;
+                let request = json!({
                     "count": count,
                     "age_ms": age.map(milliseconds),
                     "bytes": bytes,
                     "partition": partition,
                     "force": force,
                 });
-                let answer = client.post(&format!("{}/trim", path(name)), wish).await?;
+                let answer = client.post(&format!("{}/trim", path(name)), request).await?;
                 output::object(json, &answer)
             }
-            What::Delete { name, confirm } => {
+            TopicCommand::Delete { name, confirm } => {
                 confirm.ask(&format!("Delete topic `{name}` with all its messages?"))?;
-                let cut = format!(
-                    "stopped waiting; the topic may be deleted in part. Run the same command again to finish, or look: `headwater topic describe {name}`"
+                let interrupted = format!(
+                    "interrupted; the topic may be partially deleted. Run the same command again to finish, or check with `headwater topic describe {name}`"
                 );
                 let path = path(name);
-                let answer = unless_stopped(client.delete(&path), cut).await?;
+                let answer = or_interrupted(client.delete(&path), interrupted).await?;
                 output::object(json, &answer)?;
                 match answer["deleted"].as_bool() {
                     Some(true) => Ok(()),
-                    _ => Err(Failure::new(format!("there is no topic `{name}`"))),
+                    _ => Err(CliError::new(format!("topic `{name}` not found"))),
                 }
             }
         }

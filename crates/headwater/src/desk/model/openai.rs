@@ -131,8 +131,7 @@ fn unavailable(reason: impl Into<String>) -> ModelError {
 async fn refusal(response: Response, patience: Instant, key: &str) -> Try {
     let status = response.status();
     let after = retry_after(&response);
-    let said =
-        timeout_at(patience, http_client::read_beginning(response, ERROR_BODY_BYTES_MAX)).await;
+    let said = timeout_at(patience, http_client::read_prefix(response, ERROR_BODY_BYTES_MAX)).await;
     let said = said.unwrap_or_default();
     let reason = format!("{status}: {}", said_in_words(&said, key));
     match status {

@@ -1,10 +1,12 @@
 //! The audit log: who changed what, and when.
 //!
-//! Upstream: `router` puts [`record`] around every route that changes something, and so does `operator` for verbs that open the
-//! streams themselves. Downstream: the table `audit_log` of the same database as the issues, so that all processes share it.
-//! Promises: no change without an entry: it is committed before the change begins, and a change whose entry cannot be
-//! written is refused. How it ended is added afterwards; an entry without an end is of a change that was cut off. At most
-//! `audit.rows_max` entries are kept by servers, within a thousand; verbs remove none. Not here: bodies, which may hold what is nobody's business.
+//! Upstream: `router.rs` adds [`record`] to every route that changes something; `cli/local_audit.rs` does the same
+//! for commands that open the streams themselves. Downstream: the table `audit_log` in the same database as the
+//! issues, shared by all processes.
+//! Promises: an entry is committed before its change begins; if that fails, the change is rejected. The status is
+//! added afterwards; an entry without a status belongs to an interrupted change. Servers keep at most
+//! `audit.rows_max` entries, plus up to a thousand; commands remove none. Bodies are not recorded, because they may
+//! be confidential.
 
 mod sql;
 
@@ -29,29 +31,29 @@ use utoipa_axum::routes;
 use uuid::Uuid;
 
 use crate::config::Role;
-use crate::http::auth::{self, Caller};
-use crate::http::body::{Answer, LINES};
-use crate::http::extract::QueryOf;
+use crate::http::auth::{self, Principal};
+use crate::http::body::{JsonResult, NDJSON};
+use crate::http::extract::QueryParams;
 use crate::http::paging::{self, PageQuery};
 use crate::http::{ApiError, Peer};
 use crate::server::app_state::App;
 use crate::tickets;
 
-/// Entries written in one commit.
+/// Maximum entries in one transaction.
 const BATCH_MAX: usize = 256;
-/// Letters of a path that are kept.
+/// Maximum bytes of a path.
 const PATH_BYTES_MAX: usize = 512;
-/// Entries on one page, if nobody says otherwise, and at most.
+/// Default and maximum entries of a page.
 const PAGE_DEFAULT: usize = 50;
 const PAGE_MAX: usize = 500;
 
-/// The end of the routes whose calls are parts of a change that has an entry: every message of `consume` is settled.
-const PART_OF_ANOTHER: &str = "/settle";
+/// Suffix of routes that belong to a change with its own entry: `consume` settles every message.
+const PART_OF_CONSUME: &str = "/settle";
 
 /// One change.
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Entry {
-    /// Grows with time.
+struct AuditRow {
+    /// Increases over time (UUID v7).
     id: String,
     at: Timestamp,
     caller: String,
@@ -59,118 +61,117 @@ struct Entry {
     client: String,
     method: String,
     path: String,
-    /// The status of the answer, once there was one.
+    /// Status of the response, once there is one.
     status: Option<u16>,
 }
 
-/// What is to be written.
+/// A pending write.
 #[derive(Clone, Debug)]
-enum Write {
-    Begin(Entry),
+enum AuditWrite {
+    Begin(AuditRow),
     End { id: String, status: u16 },
 }
 
-/// The log.
-pub(crate) struct Audit {
+/// The audit log.
+pub(crate) struct AuditLog {
     store: Arc<dyn Store>,
-    writes: Coalescer<Write, Result<(), IssueError>>,
+    writes: Coalescer<AuditWrite, Result<(), IssueError>>,
 }
 
-impl Audit {
-    /// Opens the log of a server and creates its table if it is missing. So many entries are kept.
+impl AuditLog {
+    /// Opens the log of a server, creates its table if missing, and keeps at most `rows_max` entries.
     pub(crate) async fn open(store: Arc<dyn Store>, rows_max: u64) -> Result<Self, IssueError> {
         let audit = Self::open_with(Arc::clone(&store), Some(rows_max)).await?;
         sql::trim(store.as_ref(), rows_max).await?;
         Ok(audit)
     }
 
-    /// The same for a verb, which removes nothing: how much is kept is for the settings of the servers to say, and its own may
-    /// be others.
-    pub(crate) async fn open_to_add(store: Arc<dyn Store>) -> Result<Self, IssueError> {
+    /// Opens the log for a command, which removes nothing: the limit is a setting of the servers.
+    pub(crate) async fn open_append_only(store: Arc<dyn Store>) -> Result<Self, IssueError> {
         Self::open_with(store, None).await
     }
 
     async fn open_with(store: Arc<dyn Store>, rows_max: Option<u64>) -> Result<Self, IssueError> {
         tickets::migrate(store.as_ref()).await?;
-        let writer = Arc::new(sql::Writer::new(Arc::clone(&store), rows_max));
+        let writer = Arc::new(sql::AuditWriter::new(Arc::clone(&store), rows_max));
         let config = CoalescerConfig { max_items: BATCH_MAX, ..CoalescerConfig::default() };
-        let writes = Coalescer::new(config, move |batch: Vec<Write>| {
+        let writes = Coalescer::new(config, move |batch: Vec<AuditWrite>| {
             let writer = Arc::clone(&writer);
             async move { writer.write(&batch).await }
         });
-        let writes = writes.expect("the settings of the batch are within its limits");
+        let writes = writes.expect("the coalescer config is valid");
         Ok(Self { store, writes })
     }
 
-    /// Writes down what somebody began without a request, with the status that its route would answer.
-    pub(crate) async fn note(
+    /// Records a change that was made without a request, with the status its route would return.
+    pub(crate) async fn record_local(
         &self,
-        caller: &Caller,
+        caller: &Principal,
         (method, path): (&str, &str),
         status: u16,
     ) -> Result<(), ApiError> {
-        let entry = Entry::new(Some(caller), String::new(), method, path);
+        let entry = AuditRow::new(Some(caller), String::new(), method, path);
         let id = self.begin(entry).await?;
         self.end(id, status).await;
         Ok(())
     }
 
-    /// Writes down that a change begins; returns what to name when it ends.
-    async fn begin(&self, entry: Entry) -> Result<String, ApiError> {
+    /// Records the start of a change and returns the id of its entry.
+    async fn begin(&self, entry: AuditRow) -> Result<String, ApiError> {
         let id = entry.id.clone();
-        self.write(Write::Begin(entry)).await?;
+        self.write(AuditWrite::Begin(entry)).await?;
         Ok(id)
     }
 
-    /// Writes down how it ended.
+    /// Records the status of a change.
     async fn end(&self, id: String, status: u16) {
-        if let Err(error) = self.write(Write::End { id, status }).await {
-            // The change is made, and its entry is there; only its end is missing.
-            warn!(?error, "the end of a change was not written to the audit log");
+        if let Err(error) = self.write(AuditWrite::End { id, status }).await {
+            // The change is done and has an entry; only its status is missing.
+            warn!(?error, "failed to write the status of a change to the audit log");
         }
     }
 
-    async fn write(&self, write: Write) -> Result<(), ApiError> {
+    async fn write(&self, write: AuditWrite) -> Result<(), ApiError> {
         match self.writes.call(write).await {
             Ok(written) => Ok(written?),
-            Err(_) => Err(ApiError::unavailable("the audit log does not answer; try again")),
+            Err(_) => Err(ApiError::unavailable("audit log unavailable; try again later")),
         }
     }
 
-    async fn page(&self, before: Option<&str>, limit: usize) -> Result<Vec<Entry>, IssueError> {
+    async fn page(&self, before: Option<&str>, limit: usize) -> Result<Vec<AuditRow>, IssueError> {
         sql::page(self.store.as_ref(), before, limit).await
     }
 }
 
-/// A layer below access: an entry before every change, and how it ended.
+/// Middleware: records every change before it begins, and its status afterwards.
 pub(crate) async fn record(
-    State(audit): State<Arc<Audit>>,
+    State(audit): State<Arc<AuditLog>>,
     request: Request,
     next: Next,
 ) -> Result<Response, ApiError> {
     let route = request.extensions().get::<MatchedPath>();
-    let is_part = route.is_some_and(|route| route.as_str().ends_with(PART_OF_ANOTHER));
-    if auth::is_look(request.method()) || is_part {
+    let is_part = route.is_some_and(|route| route.as_str().ends_with(PART_OF_CONSUME));
+    if auth::is_read_only(request.method()) || is_part {
         return Ok(next.run(request).await);
     }
     let id = audit.begin(entry(&request)).await?;
     let response = next.run(request).await;
     let status = response.status().as_u16();
-    if is_lines(&response) {
-        return Ok(response.map(|body| until_the_end(body, audit, id, status)));
+    if is_ndjson(&response) {
+        return Ok(response.map(|body| finish_with_body(body, audit, id, status)));
     }
     audit.end(id, status).await;
     Ok(response)
 }
 
-/// Whether the work goes on while its answer is read, line by line.
-fn is_lines(response: &Response) -> bool {
+/// Whether the response streams while the work continues.
+fn is_ndjson(response: &Response) -> bool {
     let kind = response.headers().get(header::CONTENT_TYPE);
-    kind.is_some_and(|kind| kind.as_bytes() == LINES.as_bytes())
+    kind.is_some_and(|kind| kind.as_bytes() == NDJSON.as_bytes())
 }
 
-/// The same body, whose end is that of the change. Of one that is not read to its end, the change was cut off.
-fn until_the_end(body: Body, audit: Arc<Audit>, id: String, status: u16) -> Body {
+/// Records the status when the body ends. If the client stops reading, the change was interrupted and has no status.
+fn finish_with_body(body: Body, audit: Arc<AuditLog>, id: String, status: u16) -> Body {
     let state = Some((body.into_data_stream(), audit, id));
     Body::from_stream(stream::unfold(state, move |state| async move {
         let (mut chunks, audit, id) = state?;
@@ -184,17 +185,17 @@ fn until_the_end(body: Body, audit: Arc<Audit>, id: String, status: u16) -> Body
     }))
 }
 
-fn entry(request: &Request) -> Entry {
+fn entry(request: &Request) -> AuditRow {
     let client = request.extensions().get::<Peer>().map(|peer| peer.0.ip());
     let client = client.as_ref().map_or_else(String::new, IpAddr::to_string);
-    let caller = request.extensions().get::<Caller>();
-    Entry::new(caller, client, request.method().as_str(), request.uri().path())
+    let caller = request.extensions().get::<Principal>();
+    AuditRow::new(caller, client, request.method().as_str(), request.uri().path())
 }
 
-impl Entry {
-    fn new(caller: Option<&Caller>, client: String, method: &str, path: &str) -> Self {
+impl AuditRow {
+    fn new(caller: Option<&Principal>, client: String, method: &str, path: &str) -> Self {
         let mut path = path.to_owned();
-        // A path is ASCII.
+        // Paths are ASCII.
         path.truncate(PATH_BYTES_MAX);
         Self {
             id: Uuid::now_v7().to_string(),
@@ -214,17 +215,17 @@ pub(crate) fn routes() -> OpenApiRouter<App> {
     OpenApiRouter::new().routes(routes!(list)).routes(routes!(books))
 }
 
-/// A part of a list.
+/// A page of audit entries.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct AuditPage {
-    entries: Vec<AuditEntry>,
-    /// Where the next part begins: pass it as `cursor`. `null` after the last one.
+    entries: Vec<AuditEntryDto>,
+    /// Cursor of the next page, or `null`.
     next_cursor: Option<String>,
 }
 
-/// Who changed what, and when.
+/// A recorded change.
 #[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct AuditEntry {
+pub(crate) struct AuditEntryDto {
     id: String,
     at: String,
     caller: String,
@@ -232,21 +233,21 @@ pub(crate) struct AuditEntry {
     client: String,
     method: String,
     path: String,
-    /// `null`: the change was cut off.
+    /// `null` if the change was interrupted.
     status: Option<u16>,
 }
 
-/// The changes that were made over HTTP and by verbs on the servers themselves, newest first.
+/// List changes made over HTTP and by local commands, newest first.
 #[utoipa::path(get, path = "/audit", tag = "audit", params(PageQuery), responses((status = 200, body = AuditPage)))]
 async fn list(
     State(app): State<App>,
-    caller: Caller,
-    QueryOf(query): QueryOf<PageQuery>,
-) -> Answer<AuditPage> {
-    caller.must_be(Role::Admin)?;
+    principal: Principal,
+    QueryParams(query): QueryParams<PageQuery>,
+) -> JsonResult<AuditPage> {
+    principal.require_role(Role::Admin)?;
     let limit = paging::limit(query.limit, PAGE_DEFAULT, PAGE_MAX)?;
     let cursor = query.cursor.as_deref().map(|cursor| {
-        let wrong = |_| ApiError::invalid("`cursor` must be the `next_cursor` of a page before");
+        let wrong = |_| ApiError::invalid("`cursor` must be the `next_cursor` of a previous page");
         Uuid::parse_str(cursor).map(|id| id.to_string()).map_err(wrong)
     });
     let cursor = cursor.transpose()?;
@@ -255,8 +256,8 @@ async fn list(
     Ok(Json(AuditPage { entries: entries.into_iter().map(describe).collect(), next_cursor: next }))
 }
 
-fn describe(entry: Entry) -> AuditEntry {
-    AuditEntry {
+fn describe(entry: AuditRow) -> AuditEntryDto {
+    AuditEntryDto {
         id: entry.id,
         at: entry.at.to_rfc3339(),
         caller: entry.caller,
@@ -268,49 +269,49 @@ fn describe(entry: Entry) -> AuditEntry {
     }
 }
 
-/// The books of all issues, seen at one moment: recorded = processed + pending + quarantined.
+/// Consistency of all issues in one snapshot: recorded = processed + pending + quarantined.
 #[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct Books {
-    /// Whether everything adds up: in sum, and for every issue.
+pub(crate) struct ConsistencyResponse {
+    /// Whether the totals and every issue are consistent.
     balances: bool,
     issues: u64,
     recorded: u64,
     processed: u64,
     pending: u64,
     quarantined: u64,
-    /// How many issues do not add up.
+    /// Number of inconsistent issues.
     discrepancies_total: u64,
-    /// Some of them.
-    discrepancies: Vec<DiscrepancyLine>,
+    /// Some of the inconsistent issues.
+    discrepancies: Vec<DiscrepancyDto>,
 }
 
-/// An issue whose books do not balance.
+/// An inconsistent issue.
 #[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct DiscrepancyLine {
+pub(crate) struct DiscrepancyDto {
     issue_id: i64,
     processing_status: &'static str,
-    /// What its row counts as pending.
+    /// Pending events according to the issue row.
     pending_events: i64,
-    /// Event logs that are not processed.
+    /// Unprocessed rows in `event_logs`.
     unprocessed: u64,
     quarantined: bool,
     problem: String,
 }
 
-/// Counts the books, one at a time: all connections of the database would be counting, and none would be left for work. Who
-/// goes away leaves the counting to its end, since the database goes on with it, too. A stop does not wait for it.
-pub(crate) async fn count(app: &App) -> Result<headwater_issue::Audit, ApiError> {
+/// Runs a consistency check, one at a time: several would use all database connections. It continues if the client
+/// disconnects, because the database would as well. Shutdown cancels it.
+pub(crate) async fn check_consistency(app: &App) -> Result<headwater_issue::Audit, ApiError> {
     let store = Arc::clone(&app.store);
     let counting = async move { Ok(headwater_issue::audit(store.as_ref()).await?) };
-    app.long_work.count(app.stopping.clone(), counting).await
+    app.background_jobs.run_consistency_check(app.shutdown.clone(), counting).await
 }
 
-/// Counts every event there ever was, and names the issues that do not add up. Reads everything: not for every second.
+/// Count all events and list inconsistent issues. Expensive: reads all rows.
 #[utoipa::path(get, path = "/audit/books", tag = "audit",
-    responses((status = 200, body = Books), (status = 429, description = "They are being counted for somebody else.")))]
-async fn books(State(app): State<App>) -> Answer<Books> {
-    let audit = count(&app).await?;
-    let line = |found: &headwater_issue::Discrepancy| DiscrepancyLine {
+    responses((status = 200, body = ConsistencyResponse), (status = 429, description = "Another consistency check is in progress.")))]
+async fn books(State(app): State<App>) -> JsonResult<ConsistencyResponse> {
+    let audit = check_consistency(&app).await?;
+    let line = |found: &headwater_issue::Discrepancy| DiscrepancyDto {
         issue_id: found.issue_id.0,
         processing_status: found.status.as_str(),
         pending_events: found.pending_events,
@@ -318,7 +319,7 @@ async fn books(State(app): State<App>) -> Answer<Books> {
         quarantined: found.quarantined,
         problem: found.problem.clone(),
     };
-    Ok(Json(Books {
+    Ok(Json(ConsistencyResponse {
         balances: audit.balances(),
         issues: audit.issues,
         recorded: audit.recorded,

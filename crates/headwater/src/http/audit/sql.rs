@@ -1,6 +1,7 @@
-//! The table of the audit log, in the words of SQLite and Postgres.
+//! The `audit_log` table in SQLite and PostgreSQL.
 //!
-//! Upstream: `audit`. Downstream: transactions and connections of the store. Promises: a batch is one transaction.
+//! Upstream: `mod.rs`. Downstream: transactions and read connections of the store. Promises: a batch is one
+//! transaction.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -10,12 +11,12 @@ use headwater_stream::clock::Timestamp;
 use sqlx::Row;
 use tracing::warn;
 
-use crate::http::audit::{Entry, Write};
+use crate::http::audit::{AuditRow, AuditWrite};
 
-/// So many entries may be there beyond the maximum before the oldest are removed.
+/// The log is trimmed when it exceeds the maximum by this many entries.
 const TRIM_EVERY: u64 = 1000;
 
-struct Dialect {
+struct AuditDialect {
     begin: &'static str,
     end: &'static str,
     trim: &'static str,
@@ -26,7 +27,7 @@ const TRIM: &str = "DELETE FROM audit_log WHERE id <= \
     (SELECT id FROM audit_log ORDER BY id DESC LIMIT 1 OFFSET $1)";
 const END: &str = "UPDATE audit_log SET status = $2 WHERE id = $1";
 
-const SQLITE: Dialect = Dialect {
+const SQLITE: AuditDialect = AuditDialect {
     begin: "INSERT INTO audit_log (id, at, caller, role, client, method, path)
         VALUES ($1, $2, $3, $4, $5, $6, $7) ON CONFLICT DO NOTHING",
     end: END,
@@ -35,7 +36,7 @@ const SQLITE: Dialect = Dialect {
         WHERE id < $1 ORDER BY id DESC LIMIT $2",
 };
 
-const POSTGRES: Dialect = Dialect {
+const POSTGRES: AuditDialect = AuditDialect {
     begin: "INSERT INTO audit_log (id, at, caller, role, client, method, path)
         VALUES ($1, to_timestamp($2::bigint / 1000.0), $3, $4, $5, $6, $7) ON CONFLICT DO NOTHING",
     end: END,
@@ -44,11 +45,11 @@ const POSTGRES: Dialect = Dialect {
         FROM audit_log WHERE id < $1 ORDER BY id DESC LIMIT $2",
 };
 
-/// One statement with its values; the same for both databases but for its words.
+/// Binds a write to its statement; the same for both databases.
 macro_rules! statement {
     ($dialect:expr, $write:expr) => {
         match $write {
-            Write::Begin(entry) => sqlx::query($dialect.begin)
+            AuditWrite::Begin(entry) => sqlx::query($dialect.begin)
                 .bind(&entry.id)
                 .bind(milliseconds(entry.at))
                 .bind(&entry.caller)
@@ -56,20 +57,20 @@ macro_rules! statement {
                 .bind(&entry.client)
                 .bind(&entry.method)
                 .bind(&entry.path),
-            Write::End { id, status } => {
+            AuditWrite::End { id, status } => {
                 sqlx::query($dialect.end).bind(id).bind(i64::from(*status))
             }
         }
     };
 }
 
-/// A row of either database.
+/// Reads a row of either database.
 macro_rules! read {
     ($row:expr) => {{
         let read = || {
             let at: i64 = $row.try_get(1)?;
             let status: Option<i64> = $row.try_get(7)?;
-            Ok::<_, sqlx::Error>(Entry {
+            Ok::<_, sqlx::Error>(AuditRow {
                 id: $row.try_get(0)?,
                 at: Timestamp::from_millis(u64::try_from(at).unwrap_or_default()),
                 caller: $row.try_get(2)?,
@@ -89,14 +90,14 @@ fn failed(what: &str, error: sqlx::Error) -> IssueError {
     IssueError::Unavailable { problem, source: Some(Arc::new(error)) }
 }
 
-/// Only stores of `headwater-issue` come here.
-fn other_store() -> IssueError {
-    IssueError::Schema { problem: "the audit log knows SQLite and Postgres only".to_owned() }
+/// Reached only with a store of another crate.
+fn unsupported_store() -> IssueError {
+    IssueError::Schema { problem: "the audit log supports only SQLite and PostgreSQL".to_owned() }
 }
 
-/// Removes the oldest entries beyond the maximum.
+/// Removes the oldest entries above the maximum.
 pub(super) async fn trim(store: &dyn Store, rows_max: u64) -> Result<(), IssueError> {
-    let failed = |error| failed("trimming the audit log", error);
+    let failed = |error| failed("failed to trim the audit log", error);
     let rows_max = i64::try_from(rows_max).unwrap_or(i64::MAX);
     let mut transaction = store.begin().await?;
     match transaction.connection() {
@@ -106,41 +107,42 @@ pub(super) async fn trim(store: &dyn Store, rows_max: u64) -> Result<(), IssueEr
         Connection::Postgres(connection) => {
             sqlx::query(POSTGRES.trim).bind(rows_max).execute(connection).await.map_err(failed)?;
         }
-        _ => return Err(other_store()),
+        _ => return Err(unsupported_store()),
     }
     transaction.commit().await
 }
 
 /// Writes batches.
-pub(super) struct Writer {
+pub(super) struct AuditWriter {
     store: Arc<dyn Store>,
     /// `None`: nothing is removed.
     rows_max: Option<u64>,
     since_trim: AtomicU64,
 }
 
-impl Writer {
+impl AuditWriter {
     pub(super) fn new(store: Arc<dyn Store>, rows_max: Option<u64>) -> Self {
         Self { store, rows_max, since_trim: AtomicU64::new(0) }
     }
 
-    /// All of a batch in one transaction; each gets the same answer.
-    pub(super) async fn write(&self, batch: &[Write]) -> Vec<Result<(), IssueError>> {
+    /// Writes a batch in one transaction; every item gets its result.
+    pub(super) async fn write(&self, batch: &[AuditWrite]) -> Vec<Result<(), IssueError>> {
         let written = self.write_all(batch).await;
-        let begun = batch.iter().filter(|write| matches!(write, Write::Begin(_))).count() as u64;
-        // One batch at a time comes here, so nobody counts in between.
+        let begun =
+            batch.iter().filter(|write| matches!(write, AuditWrite::Begin(_))).count() as u64;
+        // Batches are written one at a time, so the counter cannot change in between.
         let is_due = self.since_trim.fetch_add(begun, Ordering::Relaxed) + begun >= TRIM_EVERY;
         if let Some(rows_max) = self.rows_max.filter(|_| is_due) {
             self.since_trim.store(0, Ordering::Relaxed);
             if let Err(error) = trim(self.store.as_ref(), rows_max).await {
-                warn!(%error, "the audit log was not trimmed");
+                warn!(%error, "failed to trim the audit log");
             }
         }
         batch.iter().map(|_| written.clone()).collect()
     }
 
-    async fn write_all(&self, batch: &[Write]) -> Result<(), IssueError> {
-        let failed = |error| failed("writing the audit log", error);
+    async fn write_all(&self, batch: &[AuditWrite]) -> Result<(), IssueError> {
+        let failed = |error| failed("failed to write the audit log", error);
         let mut transaction = self.store.begin().await?;
         for write in batch {
             match transaction.connection() {
@@ -150,7 +152,7 @@ impl Writer {
                 Connection::Postgres(connection) => {
                     statement!(POSTGRES, write).execute(connection).await.map(drop)
                 }
-                _ => return Err(other_store()),
+                _ => return Err(unsupported_store()),
             }
             .map_err(failed)?;
         }
@@ -162,14 +164,14 @@ fn milliseconds(at: Timestamp) -> i64 {
     i64::try_from(at.as_millis()).unwrap_or(i64::MAX)
 }
 
-/// A page of entries, newest first, those before `before`.
+/// A page of entries before `before`, newest first.
 pub(super) async fn page(
     store: &dyn Store,
     before: Option<&str>,
     limit: usize,
-) -> Result<Vec<Entry>, IssueError> {
-    let failed = |error| failed("reading the audit log", error);
-    // Ids are hexadecimal digits and dashes, which come before every letter beyond `f`.
+) -> Result<Vec<AuditRow>, IssueError> {
+    let failed = |error| failed("failed to read the audit log", error);
+    // Ids consist of hexadecimal digits and dashes, which sort before `g`.
     let before = before.unwrap_or("g");
     let limit = i64::try_from(limit).unwrap_or(i64::MAX);
     let mut reading = store.read_connection().await?;
@@ -184,7 +186,7 @@ pub(super) async fn page(
                 sqlx::query(POSTGRES.page).bind(before).bind(limit).fetch_all(connection).await;
             rows.and_then(|rows| rows.iter().map(|row| read!(row)).collect::<Result<_, _>>())
         }
-        _ => return Err(other_store()),
+        _ => return Err(unsupported_store()),
     };
     reading.release().await;
     entries.map_err(failed)
@@ -197,8 +199,8 @@ mod tests {
 
     use super::*;
 
-    fn entry(number: u64) -> Entry {
-        Entry {
+    fn entry(number: u64) -> AuditRow {
+        AuditRow {
             id: format!("{number:08}"),
             at: Timestamp::from_millis(1_767_225_600_123 + number),
             caller: "ann'; DROP TABLE audit_log; --".to_owned(),
@@ -210,30 +212,30 @@ mod tests {
         }
     }
 
-    async fn entries_are_kept_ended_paged_and_trimmed(url: &str) {
+    async fn entries_are_written_completed_paged_and_trimmed(url: &str) {
         let store = connect(url, &StoreOptions::default()).await.unwrap();
         crate::tickets::migrate(store.as_ref()).await.unwrap();
         crate::tickets::migrate(store.as_ref()).await.unwrap();
-        let writer = Writer::new(Arc::clone(&store), Some(100));
-        let begin: Vec<_> = (0..250).map(|number| Write::Begin(entry(number))).collect();
+        let writer = AuditWriter::new(Arc::clone(&store), Some(100));
+        let begin: Vec<_> = (0..250).map(|number| AuditWrite::Begin(entry(number))).collect();
         assert!(writer.write(&begin).await.iter().all(Result::is_ok));
-        let end = Write::End { id: entry(249).id, status: 200 };
+        let end = AuditWrite::End { id: entry(249).id, status: 200 };
         assert!(writer.write(&[end]).await[0].is_ok());
 
         let newest = page(store.as_ref(), None, 2).await.unwrap();
-        assert_eq!(newest, [Entry { status: Some(200), ..entry(249) }, entry(248)]);
+        assert_eq!(newest, [AuditRow { status: Some(200), ..entry(249) }, entry(248)]);
         let next = page(store.as_ref(), Some(&newest[1].id), 1).await.unwrap();
         assert_eq!(next, [entry(247)]);
 
-        // A verb adds to it, however much there is; a server keeps what its settings say.
-        crate::http::audit::Audit::open_to_add(Arc::clone(&store)).await.unwrap();
-        let verb = Writer::new(Arc::clone(&store), None);
-        let more: Vec<_> = (0..TRIM_EVERY).map(|number| Write::Begin(entry(number))).collect();
-        assert!(verb.write(&more).await.iter().all(Result::is_ok));
+        // Opening in append-only mode removes nothing; a server trims to its setting.
+        crate::http::audit::AuditLog::open_append_only(Arc::clone(&store)).await.unwrap();
+        let appending = AuditWriter::new(Arc::clone(&store), None);
+        let more: Vec<_> = (0..TRIM_EVERY).map(|number| AuditWrite::Begin(entry(number))).collect();
+        assert!(appending.write(&more).await.iter().all(Result::is_ok));
         let there = page(store.as_ref(), None, 2000).await.unwrap().len();
         assert_eq!(there as u64, TRIM_EVERY);
 
-        crate::http::audit::Audit::open(Arc::clone(&store), 100).await.unwrap();
+        crate::http::audit::AuditLog::open(Arc::clone(&store), 100).await.unwrap();
         let kept = page(store.as_ref(), None, 1000).await.unwrap();
         assert_eq!(kept.len(), 100);
         assert_eq!(kept[99], entry(TRIM_EVERY - 100));
@@ -243,15 +245,15 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn in_sqlite_entries_are_kept_ended_paged_and_trimmed() {
+    async fn sqlite_entries_are_written_completed_paged_and_trimmed() {
         let directory = tempfile::tempdir().unwrap();
         let url = format!("sqlite:{}", directory.path().join("a.db").display());
-        entries_are_kept_ended_paged_and_trimmed(&url).await;
+        entries_are_written_completed_paged_and_trimmed(&url).await;
     }
 
     #[tokio::test]
-    async fn in_postgres_entries_are_kept_ended_paged_and_trimmed() {
+    async fn postgres_entries_are_written_completed_paged_and_trimmed() {
         let database = Postgres::shared().unwrap().database().unwrap();
-        entries_are_kept_ended_paged_and_trimmed(&database.url()).await;
+        entries_are_written_completed_paged_and_trimmed(&database.url()).await;
     }
 }

@@ -6,7 +6,7 @@
 use axum::http::HeaderMap;
 use serde_json::Value;
 
-use crate::config::Integration;
+use crate::config::IntegrationSettings;
 use crate::http::ApiError;
 use crate::inbound::webhooks::{Mapped, Placed, header, is_ours, required, text_at};
 
@@ -14,7 +14,7 @@ use crate::inbound::webhooks::{Mapped, Placed, header, is_ours, required, text_a
 pub(super) fn map(
     headers: &HeaderMap,
     payload: &Value,
-    integration: &Integration,
+    integration: &IntegrationSettings,
 ) -> Result<Mapped, ApiError> {
     let event = header(headers, "x-github-event")
         .ok_or_else(|| ApiError::invalid("the header X-GitHub-Event is missing"))?;

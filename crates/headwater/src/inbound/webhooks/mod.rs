@@ -30,10 +30,10 @@ use utoipa::ToSchema;
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
-use crate::config::{Integration, Provider};
+use crate::config::{IntegrationSettings, Provider};
 use crate::http::ApiError;
 use crate::http::body;
-use crate::http::extract::PathOf;
+use crate::http::extract::PathParams;
 use crate::outbound::marker;
 use crate::server::app_state::App;
 use crate::telemetry;
@@ -93,7 +93,7 @@ pub(crate) fn routes() -> OpenApiRouter<App> {
     security(()))]
 async fn receive(
     State(app): State<App>,
-    PathOf((provider, id)): PathOf<(String, String)>,
+    PathParams((provider, id)): PathParams<(String, String)>,
     request: Request,
 ) -> Response {
     let answer = take(&app, &provider, &id, request).await;
@@ -177,7 +177,7 @@ async fn take(app: &App, provider: &str, id: &str, request: Request) -> Result<T
     }
 }
 
-fn find<'a>(app: &'a App, provider: &str, id: &str) -> Result<&'a Integration, ApiError> {
+fn find<'a>(app: &'a App, provider: &str, id: &str) -> Result<&'a IntegrationSettings, ApiError> {
     let found = app.settings.integrations.iter().find(|one| {
         one.id == id && one.provider.as_str() == provider && one.provider != Provider::Desk
     });
@@ -191,7 +191,7 @@ fn unknown(provider: &str, id: &str) -> ApiError {
 /// Checks the bytes as they came.
 fn verify_signature(
     app: &App,
-    integration: &Integration,
+    integration: &IntegrationSettings,
     headers: &HeaderMap,
     bytes: &[u8],
 ) -> Result<(), ApiError> {
@@ -216,7 +216,7 @@ fn unauthorized(problem: &str) -> ApiError {
 
 async fn record(
     app: &App,
-    integration: &Integration,
+    integration: &IntegrationSettings,
     placed: Placed,
     payload: &str,
 ) -> Result<Recorded, ApiError> {
@@ -237,7 +237,7 @@ async fn record(
         other => other,
     };
     if let Ok(recorded) = &recorded {
-        telemetry::note_origin(recorded.event_log_id);
+        telemetry::record_event_trace(recorded.event_log_id);
     }
     recorded.map_err(|error| match error {
         IssueError::DedupConflict { .. } => {
@@ -276,7 +276,7 @@ fn header<'a>(headers: &'a HeaderMap, name: &str) -> Option<&'a str> {
 }
 
 /// Whether we wrote it: it bears our mark, or our name is on it.
-fn is_ours(integration: &Integration, author: Option<&str>, text: Option<&str>) -> bool {
+fn is_ours(integration: &IntegrationSettings, author: Option<&str>, text: Option<&str>) -> bool {
     let is_our_name =
         |login: &String| author.is_some_and(|author| author.eq_ignore_ascii_case(login));
     integration.bot_login.as_ref().is_some_and(is_our_name) || text.is_some_and(marker::is_ours)

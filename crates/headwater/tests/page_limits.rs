@@ -1,4 +1,4 @@
-//! Pages of what is large, against the real binary: bounded in bytes, and nothing is passed over.
+//! Pages of large rows: limited in bytes, and complete.
 
 mod support;
 
@@ -6,12 +6,12 @@ use anyhow::{Context, Result};
 use headwater_testkit::Postgres;
 use serde_json::Value;
 use support::sender::{github, github_issues, integrations, send};
-use support::{Place, Server};
+use support::{Server, ServerDir};
 
-/// Events, each nearly as large as a webhook may be.
+/// Events, each almost as large as a webhook may be.
 const EVENTS: usize = 20;
 const BYTES: usize = 900_000;
-/// What a page may have, with the last row beyond it and what stands around rows.
+/// Maximum bytes of a page, with the last row and the JSON around rows.
 const PAGE_MAX: usize = 10 * 1024 * 1024;
 
 async fn a_page_of_large_events_is_short_and_says_where_the_next_begins(
@@ -52,15 +52,15 @@ async fn a_page_of_large_events_is_short_and_says_where_the_next_begins(
 
 #[tokio::test]
 async fn a_page_of_large_events_is_short_in_sqlite() -> Result<()> {
-    let place = Place::new()?.settings(&integrations())?;
-    let server = place.serve(&[])?;
+    let dir = ServerDir::new()?.settings(&integrations())?;
+    let server = dir.serve(&[])?;
     a_page_of_large_events_is_short_and_says_where_the_next_begins(&server).await
 }
 
 #[tokio::test]
 async fn a_page_of_large_events_is_short_in_postgres() -> Result<()> {
     let database = Postgres::shared()?.database()?;
-    let place = Place::new()?.settings(&integrations())?;
-    let server = place.serve(&["--database-url", &database.url()])?;
+    let dir = ServerDir::new()?.settings(&integrations())?;
+    let server = dir.serve(&["--database-url", &database.url()])?;
     a_page_of_large_events_is_short_and_says_where_the_next_begins(&server).await
 }

@@ -1,4 +1,4 @@
-//! Places that only so many callers may have at once, against the real binary: nobody keeps one, and nobody takes two.
+//! Limits of concurrent callers: slots are freed, and each caller uses one.
 
 mod support;
 
@@ -10,9 +10,9 @@ use headwater_testkit::{Postgres, Redis};
 use serde_json::json;
 use sqlx::{Connection, PgConnection};
 
-use crate::support::{LIMIT, Place, Server, eventually};
+use crate::support::{LIMIT, Server, ServerDir, eventually};
 
-/// More than can consume at once.
+/// More than the limit of HTTP consumers.
 const MANY: usize = 250;
 
 fn consume(server: &Server, topic: &str) -> reqwest::RequestBuilder {
@@ -21,18 +21,18 @@ fn consume(server: &Server, topic: &str) -> reqwest::RequestBuilder {
 }
 
 #[tokio::test]
-async fn consumers_that_hang_up_while_they_join_leave_their_places_to_others() -> Result<()> {
+async fn consumers_that_disconnect_while_joining_free_their_slots() -> Result<()> {
     let redis = Redis::start()?;
-    let place = Place::new()?;
-    // Who hangs up would otherwise be outlived by the limit of time of his request.
+    let dir = ServerDir::new()?;
+    // The rate limit must not reject these requests.
     let many = ["--http-rate-per-second", "1000000", "--http-rate-burst", "1000000"];
-    let server = place.serve(&[&["--stream-url", &redis.url()][..], &many].concat())?;
+    let server = dir.serve(&[&["--stream-url", &redis.url()][..], &many].concat())?;
     server.until("/health/ready", |status, _| status == 200).await?;
     let (status, made) =
         server.post("/api/v1/topics", &json!({"name": "orders", "partitions": 1})).await?;
     assert_eq!(status, 201, "{made}");
 
-    // Redis stands still: whoever joins has a place, and waits. Each of them hangs up.
+    // Redis is paused: each client gets a slot, waits, and disconnects.
     redis.pause()?;
     let joining = (0..MANY).map(|_| {
         let request = consume(&server, "orders").timeout(Duration::from_secs(3));
@@ -44,20 +44,20 @@ async fn consumers_that_hang_up_while_they_join_leave_their_places_to_others() -
         match answer {
             Err(_) => hung_up += 1,
             Ok(status) => {
-                assert_eq!(status, 503, "nobody can join");
+                assert_eq!(status, 503, "joining is impossible");
                 refused += 1;
             }
         }
     }
     drop(joining);
-    assert!(hung_up >= 200, "{hung_up} hung up, {refused} were refused");
+    assert!(hung_up >= 200, "{hung_up} disconnected, {refused} were rejected");
     redis.resume()?;
 
-    // One after another, as many as there is room for: each has its place and keeps it.
+    // One after another, each gets a slot and keeps it.
     let mut guests = Vec::new();
     let deadline = tokio::time::Instant::now() + LIMIT;
     while guests.len() < 20 {
-        ensure!(tokio::time::Instant::now() < deadline, "no room: {}", server.log());
+        ensure!(tokio::time::Instant::now() < deadline, "no free slot: {}", server.log());
         let response = consume(&server, "orders").send().await?;
         match response.status().as_u16() {
             200 => {
@@ -66,7 +66,7 @@ async fn consumers_that_hang_up_while_they_join_leave_their_places_to_others() -
                 assert!(String::from_utf8_lossy(&first).contains("event: consumer"), "{first:?}");
                 guests.push(events);
             }
-            // Redis has just come back, and the last may not have heard yet that their callers are gone.
+            // Redis has just resumed, and some disconnects may not have been noticed yet.
             503 => tokio::time::sleep(Duration::from_millis(50)).await,
             other => panic!("{other}"),
         }
@@ -74,16 +74,16 @@ async fn consumers_that_hang_up_while_they_join_leave_their_places_to_others() -
     Ok(())
 }
 
-// The callers wait while the test looks at the database.
+// The callers wait while the test queries the database.
 #[tokio::test(flavor = "multi_thread")]
-async fn the_books_are_counted_for_one_caller_at_a_time() -> Result<()> {
+async fn consistency_checks_run_one_at_a_time() -> Result<()> {
     let database = Postgres::shared()?.database()?;
-    let place = Place::new()?;
+    let dir = ServerDir::new()?;
     let url = database.url();
-    let server = place.serve(&["--database-url", &url])?;
+    let server = dir.serve(&["--database-url", &url])?;
     server.until("/health/ready", |status, _| status == 200).await?;
 
-    // Whoever counts waits at the table of events.
+    // The check waits for the lock on the events.
     let mut gate = PgConnection::connect(&url).await?;
     let mut closed = gate.begin().await?;
     sqlx::query("LOCK TABLE event_logs IN ACCESS EXCLUSIVE MODE").execute(&mut *closed).await?;
@@ -100,11 +100,11 @@ async fn the_books_are_counted_for_one_caller_at_a_time() -> Result<()> {
         );
         found.ok().and_then(|count| count.trim().parse::<usize>().ok()).unwrap_or(0)
     };
-    eventually("one that counts", || counting() > 0).await?;
-    // The others have time to come as far.
+    eventually("a running check", || counting() > 0).await?;
+    // The others have time to get as far.
     let until = Instant::now() + Duration::from_secs(3);
     while Instant::now() < until {
-        assert!(counting() <= 1, "one counts at a time");
+        assert!(counting() <= 1, "one check at a time");
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
     closed.rollback().await?;
@@ -113,17 +113,17 @@ async fn the_books_are_counted_for_one_caller_at_a_time() -> Result<()> {
         answers.push(answer.await??.as_u16());
     }
     answers.sort_unstable();
-    assert_eq!(answers, [200, 429, 429, 429], "the others are told to come again");
+    assert_eq!(answers, [200, 429, 429, 429], "the others are rejected");
     let is_free = |status: u16, _: &serde_json::Value| status == 200;
     server.until("/api/v1/audit/books", is_free).await?;
     Ok(())
 }
 
 #[tokio::test]
-async fn tails_have_a_maximum_and_who_ends_one_makes_room() -> Result<()> {
-    let place = Place::new()?;
+async fn tails_are_limited_and_ending_one_frees_a_slot() -> Result<()> {
+    let dir = ServerDir::new()?;
     let many = ["--http-rate-per-second", "1000000", "--http-rate-burst", "1000000"];
-    let server = place.serve(&many)?;
+    let server = dir.serve(&many)?;
     let path = "/api/v1/topics/orders/tail";
     let mut tails = Vec::new();
     let refused = loop {
@@ -132,23 +132,23 @@ async fn tails_have_a_maximum_and_who_ends_one_makes_room() -> Result<()> {
             break response;
         }
         tails.push(response);
-        ensure!(tails.len() <= 200, "there is no end");
+        ensure!(tails.len() <= 200, "there is no limit");
     };
     assert_eq!((refused.status().as_u16(), tails.len()), (429, 200));
     tails.clear();
     let deadline = tokio::time::Instant::now() + LIMIT;
     while server.client.get(server.url(path)).send().await?.status() != 200 {
-        ensure!(tokio::time::Instant::now() < deadline, "no room: {}", server.log());
+        ensure!(tokio::time::Instant::now() < deadline, "no free slot: {}", server.log());
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
     Ok(())
 }
 
 #[tokio::test]
-async fn delayed_messages_of_one_call_keep_their_order_per_key_and_are_not_endless() -> Result<()> {
+async fn delayed_messages_keep_their_order_per_key_and_are_limited() -> Result<()> {
     let redis = Redis::start()?;
-    let place = Place::new()?;
-    let server = place.serve(&["--stream-url", &redis.url()])?;
+    let dir = ServerDir::new()?;
+    let server = dir.serve(&["--stream-url", &redis.url()])?;
     let (status, _) =
         server.post("/api/v1/topics", &json!({"name": "orders", "partitions": 1})).await?;
     assert_eq!(status, 201);
@@ -167,7 +167,7 @@ async fn delayed_messages_of_one_call_keep_their_order_per_key_and_are_not_endle
     let (status, refused) = server.post(path, &json!({"messages": too_many})).await?;
     assert_eq!(status, 400, "{refused}");
 
-    // Somebody reads, so that what is due is moved.
+    // A consumer promotes due messages.
     let _reader = consume(&server, "orders").send().await?;
     let all = |_: u16, page: &serde_json::Value| {
         page["messages"].as_array().is_some_and(|messages| messages.len() == 300)

@@ -1,23 +1,23 @@
-//! Changes by verbs that open the streams themselves: in the audit log of the database, where there is one.
+//! Audit log of commands that open the streams themselves.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 mod support;
 
 use headwater_testkit::Redis;
 use serde_json::{Value, json};
-use support::reach::Reach;
-use support::{Place, text};
+use support::cli::CliFixture;
+use support::{ServerDir, text};
 
-fn changes_of_streams_are_written_down(reach: &Reach) {
-    reach.json(&["topic", "create", "orders", "--partitions", "2"]);
-    reach.json(&["produce", "orders", "--payload", "espresso"]);
+fn stream_changes_are_recorded(cli: &CliFixture) {
+    cli.json(&["topic", "create", "orders", "--partitions", "2"]);
+    cli.json(&["produce", "orders", "--payload", "espresso"]);
     let words = ["consume", "orders", "--group", "g", "--count", "1", "--timeout", "90s"];
-    assert_eq!(reach.json(&words).len(), 1);
-    reach.json(&["topic", "list"]);
-    reach.refused(&["group", "delete", "orders", "nobody", "--yes"], 1);
-    reach.json(&["group", "delete", "orders", "g", "--yes"]);
+    assert_eq!(cli.json(&words).len(), 1);
+    cli.json(&["topic", "list"]);
+    cli.fails(&["group", "delete", "orders", "nobody", "--yes"], 1);
+    cli.json(&["group", "delete", "orders", "g", "--yes"]);
 
-    let log = reach.json(&["audit", "log"]);
+    let log = cli.json(&["audit", "log"]);
     let of = |path: &str| -> Vec<(Value, Value)> {
         let found =
             log.iter().rev().filter(|entry| entry["path"] == format!("/api/v1/topics{path}"));
@@ -36,38 +36,38 @@ fn changes_of_streams_are_written_down(reach: &Reach) {
 }
 
 #[test]
-fn changes_of_embedded_streams_are_written_down() {
-    changes_of_streams_are_written_down(&Reach::embedded());
+fn changes_of_embedded_streams_are_recorded() {
+    stream_changes_are_recorded(&CliFixture::embedded());
 }
 
 #[test]
-fn changes_of_streams_on_redis_are_written_down_in_postgres() {
-    changes_of_streams_are_written_down(&Reach::redis());
+fn changes_of_redis_streams_are_recorded_in_postgres() {
+    stream_changes_are_recorded(&CliFixture::redis());
 }
 
 #[test]
-fn without_a_database_nothing_is_written_and_none_is_made() {
+fn without_a_database_nothing_is_recorded_and_none_is_created() {
     let redis = Redis::start().unwrap();
-    let place = Place::new().unwrap();
+    let dir = ServerDir::new().unwrap();
     let create = ["topic", "create", "orders", "--stream-url", &redis.url()];
-    let output = place.run(&create).unwrap();
+    let output = dir.run(&create).unwrap();
     assert!(output.status.success(), "{}", text(&output.stderr));
-    assert!(!place.path().join("headwater-data").exists());
+    assert!(!dir.path().join("headwater-data").exists());
 }
 
 #[test]
-fn a_change_that_cannot_be_written_down_is_not_made() {
+fn a_change_that_cannot_be_recorded_is_rejected() {
     let redis = Redis::start().unwrap();
-    let place = Place::new().unwrap();
-    // Nobody listens there.
+    let dir = ServerDir::new().unwrap();
+    // No server listens there.
     let to = ["--stream-url", &redis.url(), "--database-url", "postgres://nobody@127.0.0.1:1/none"];
     let to = [&to[..], &["--start-wait", "0s"]].concat();
-    let output = place.run(&[&["topic", "create", "orders"][..], &to].concat()).unwrap();
-    let said = text(&output.stderr);
-    assert_eq!(output.status.code(), Some(3), "{said}");
-    assert!(said.contains("the audit log cannot be written"), "{said}");
-    // Looking needs no database.
-    let output = place.run(&[&["topic", "list", "--json"][..], &to].concat()).unwrap();
+    let output = dir.run(&[&["topic", "create", "orders"][..], &to].concat()).unwrap();
+    let message = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(3), "{message}");
+    assert!(message.contains("cannot write the audit log"), "{message}");
+    // Reading needs no database.
+    let output = dir.run(&[&["topic", "list", "--json"][..], &to].concat()).unwrap();
     assert!(output.status.success(), "{}", text(&output.stderr));
     assert!(output.stdout.is_empty(), "{}", text(&output.stdout));
 }

@@ -1,4 +1,4 @@
-//! While nobody listens where Postgres should be: who comes is told soon, and nothing is lost or doubled by it.
+//! While PostgreSQL is down, requests fail fast and nothing is lost or duplicated.
 
 mod support;
 
@@ -8,22 +8,22 @@ use serde_json::{Value, json};
 use tokio::time::Instant;
 
 use crate::support::sender::{github, github_issues, integrations, send};
-use crate::support::{LIMIT, Place, Server};
+use crate::support::{LIMIT, Server, ServerDir};
 
-/// What those are told who are not kept waiting for the pool.
-const KNOWN: &str = "the database cannot be reached; try again";
+/// The error of requests that fail fast.
+const KNOWN: &str = "database unavailable; try again later";
 
 async fn open(server: &Server) -> Result<(u16, Value)> {
     server.post("/api/v1/tickets", &json!({"title": "Parcel", "content": "It is late."})).await
 }
 
 #[tokio::test]
-async fn who_comes_while_postgres_is_away_is_told_so_and_nothing_is_stored_twice() -> Result<()> {
+async fn requests_fail_fast_while_postgres_is_down_and_nothing_is_stored_twice() -> Result<()> {
     let postgres = Postgres::start()?;
     let database = postgres.database()?;
-    let place = Place::new()?.settings(&integrations())?;
+    let dir = ServerDir::new()?.settings(&integrations())?;
     let server =
-        place.serve(&["--database-url", &database.url(), "--http-request-timeout", "60s"])?;
+        dir.serve(&["--database-url", &database.url(), "--http-request-timeout", "60s"])?;
     assert_eq!(open(&server).await?.0, 201);
     let event = github_issues("opened", 7, "Where is it?").to_string();
     let webhook = || send(github(&server, "issues", "d-1", event.as_bytes()));
@@ -35,18 +35,18 @@ async fn who_comes_while_postgres_is_away_is_told_so_and_nothing_is_stored_twice
         body["error"]["message"] == KNOWN
     };
     while !is_known(open(&server).await?) {
-        ensure!(Instant::now() < deadline, "it is not known: {}", server.log());
+        ensure!(Instant::now() < deadline, "requests do not fail fast: {}", server.log());
     }
-    // It is known from here on, to everybody.
+    // From here on all requests fail fast.
     assert!(is_known(open(&server).await?) && is_known(webhook().await?));
     assert!(is_known(server.get("/api/v1/issues").await?));
     assert_eq!(server.get("/health/live").await?.0, 200);
-    server.wait_for_log("nobody listens where the database should be")?;
+    server.wait_for_log("database refuses connections")?;
 
     postgres.restart()?;
     let deadline = Instant::now() + LIMIT;
     while webhook().await?.0 != 200 {
-        ensure!(Instant::now() < deadline, "it is not back: {}", server.log());
+        ensure!(Instant::now() < deadline, "the database is not available again: {}", server.log());
     }
     let (status, again) = webhook().await?;
     assert_eq!((status, &again["duplicate"]), (200, &json!(true)), "{again}");

@@ -1,9 +1,9 @@
-//! Texts that are meant to do harm, and ways to put them wherever a text may stand.
+//! Hostile texts, and how to insert them into requests.
 
 use serde_json::Value;
 
-/// SQL, HTML, other scripts, directions, nothing, and much.
-pub(crate) fn nasty() -> Vec<String> {
+/// SQL, HTML, templates, paths, control characters, and empty and long texts.
+pub(crate) fn hostile_texts() -> Vec<String> {
     let texts = [
         "'; DROP TABLE tickets; --",
         "<script>alert(1)</script><img src=x onerror=alert(1)>",
@@ -20,7 +20,7 @@ pub(crate) fn nasty() -> Vec<String> {
     texts.into_iter().map(str::to_owned).chain([long]).collect()
 }
 
-/// A text as a part of a path or a query.
+/// Percent-encodes a text.
 pub(crate) fn encoded(text: &str) -> String {
     text.bytes().map(|byte| format!("%{byte:02X}")).collect()
 }
@@ -30,12 +30,12 @@ pub(crate) fn with_text(value: &Value, text: &str) -> Vec<Value> {
     match value {
         Value::String(_) => vec![text.into()],
         Value::Array(items) => (0..items.len())
-            .flat_map(|place| {
-                with_text(&items[place], text).into_iter().map(move |new| (place, new))
+            .flat_map(|index| {
+                with_text(&items[index], text).into_iter().map(move |new| (index, new))
             })
-            .map(|(place, new)| {
+            .map(|(index, new)| {
                 let mut items = items.clone();
-                items[place] = new;
+                items[index] = new;
                 items.into()
             })
             .collect(),

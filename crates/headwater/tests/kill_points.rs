@@ -1,4 +1,4 @@
-//! `kill -9` of the real binary between an effect and its mark in the books: one effect each.
+//! `kill -9` of the real binary between an effect and its record: every effect happens once.
 
 mod support;
 
@@ -20,9 +20,9 @@ use uuid::Uuid;
 use crate::support::desk::{all_idle, answered, by, open};
 use crate::support::model::FakeModel;
 use crate::support::sender::{SECRET, github, github_issues, send};
-use crate::support::{LIMIT, Place, eventually};
+use crate::support::{LIMIT, ServerDir, eventually};
 
-/// A GitHub that keeps comments and, while told to, does not answer who has posted one.
+/// A GitHub that stores comments and, while silent, does not respond after storing one.
 #[derive(Clone, Default)]
 struct SlowGithub {
     comments: Arc<Mutex<Vec<String>>>,
@@ -53,14 +53,14 @@ fn count(database: &Database, what: &str) -> usize {
     counted.ok().and_then(|count| count.trim().parse().ok()).unwrap_or(0)
 }
 
-/// What a dead process had in hand is due at once: a row's taker has thirty seconds.
+/// Expires the leases of a killed process: an outbox row is leased for thirty seconds.
 fn let_rows_run_out(database: &Database) -> Result<()> {
     database.query("UPDATE outbox SET due_at = now() WHERE status = 'taken'").map(drop)
 }
 
-// The server of the test answers while the test waits.
+// The fake server must respond while the test waits.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_kill_after_a_comment_was_posted_and_before_it_was_noted_posts_it_once() -> Result<()> {
+async fn a_kill_between_posting_a_comment_and_recording_it_posts_it_once() -> Result<()> {
     let hub = SlowGithub::default();
     hub.is_silent.store(true, Ordering::SeqCst);
     let routes = post(comment).get(list);
@@ -75,12 +75,12 @@ async fn a_kill_after_a_comment_was_posted_and_before_it_was_noted_posts_it_once
         "[[integration]]\nid = \"shop\"\nprovider = \"github\"\nsecret = \"{SECRET}\"\n\
          reply_token_env = \"SHOP_TOKEN\"\nbase_url = \"http://{address}\"\n"
     );
-    let place = Place::new()?.settings(&settings)?.variable("SHOP_TOKEN", "a token");
+    let dir = ServerDir::new()?.settings(&settings)?.variable("SHOP_TOKEN", "a token");
     let url = database.url();
     let arguments = ["--issue-quiet", "10ms", "--database-url", &url];
 
-    // The comment is there, and nobody has told the process so.
-    let mut server = place.serve(&arguments)?;
+    // The comment is stored, but the process has no response.
+    let mut server = dir.serve(&arguments)?;
     let body = github_issues("opened", 42, "Where is it?").to_string();
     send(github(&server, "issues", "d-1", body.as_bytes())).await?;
     let posted = || hub.comments.lock().expect("no panic").len();
@@ -90,30 +90,29 @@ async fn a_kill_after_a_comment_was_posted_and_before_it_was_noted_posts_it_once
 
     let_rows_run_out(&database)?;
     hub.is_silent.store(false, Ordering::SeqCst);
-    let _server = place.serve(&arguments)?;
+    let _server = dir.serve(&arguments)?;
     let is_noted = || count(&database, "outbox WHERE kind = 'reply' AND status = 'delivered'") == 1;
-    eventually("the reply to be noted", is_noted).await?;
-    assert!(hub.looked.load(Ordering::SeqCst) >= 1, "it was looked for first");
+    eventually("the reply to be recorded", is_noted).await?;
+    assert!(hub.looked.load(Ordering::SeqCst) >= 1, "existing comments were searched first");
     assert_eq!(posted(), 1, "{:?}", hub.comments.lock().expect("no panic"));
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_kill_after_an_answer_is_in_its_ticket_and_before_it_was_noted_adds_it_once() -> Result<()>
-{
+async fn a_kill_between_adding_a_reply_and_recording_it_adds_it_once() -> Result<()> {
     let database = Postgres::shared()?.database()?;
     let (model, model_url) = FakeModel::start((5, 5)).await?;
-    let place = Place::new()?;
+    let dir = ServerDir::new()?;
     let url = database.url();
     let quiet = ["--issue-quiet", "10ms", "--sweep-every", "200ms"];
     let model_at = ["--model-url", &model_url, "--model-name", "m"];
     let arguments = [&["--database-url", &url][..], &quiet, &model_at].concat();
-    let mut server = place.serve(&arguments)?;
+    let mut server = dir.serve(&arguments)?;
     let created = open(&server, "Where is it?").await?;
     let ticket = created["ticket_id"].as_str().context("a ticket")?.to_owned();
     eventually("a question", || !model.asked("Where is it?").is_empty()).await?;
 
-    // The answer waits at the door of its ticket; its row in the outbox cannot be changed.
+    // The reply waits for the lock on its ticket; then its outbox row is locked.
     let mut door = PgConnection::connect(&url).await?;
     let mut at_door = door.begin().await?;
     sqlx::query("SELECT number FROM tickets FOR UPDATE").execute(&mut *at_door).await?;
@@ -129,43 +128,43 @@ async fn a_kill_after_an_answer_is_in_its_ticket_and_before_it_was_noted_adds_it
     let answer = "ticket_messages WHERE author = 'assistant'";
     eventually("the answer in its ticket", || count(&database, answer) == 1).await?;
     server.kill9()?;
-    // What it had asked of the database goes with it, as if the machine had died.
+    // Also end its database sessions, as if the machine had died.
     let waiting =
         "pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'";
     database.query(&format!("SELECT pg_terminate_backend(pid) FROM {waiting}"))?;
-    eventually("nobody at the row", || count(&database, waiting) == 0).await?;
+    eventually("no session waiting for the row", || count(&database, waiting) == 0).await?;
     on_row.rollback().await?;
     assert_eq!(count(&database, "outbox WHERE kind = 'reply' AND status = 'delivered'"), 0);
 
     let_rows_run_out(&database)?;
-    let server = place.serve(&arguments)?;
+    let server = dir.serve(&arguments)?;
     let left = "outbox WHERE status NOT IN ('delivered')";
-    eventually("everything to be noted", || {
-        // A row that waited for its turn may have been taken and given back before the kill.
+    eventually("all deliveries to be recorded", || {
+        // A waiting row may have been leased and released before the kill.
         let_rows_run_out(&database).is_ok() && count(&database, left) == 0
     })
     .await?;
     all_idle(&server).await?;
     let shown = answered(&server, &ticket, 1).await?;
     assert_eq!(by(&shown, "assistant"), [FakeModel::ANSWER], "{shown:#}");
-    let told = "outbox WHERE payload->>'event_type' = 'AI_RESPONSE_GENERATED'";
-    assert_eq!(count(&database, told), 1);
+    let events = "outbox WHERE payload->>'event_type' = 'AI_RESPONSE_GENERATED'";
+    assert_eq!(count(&database, events), 1);
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_kill_after_an_entry_is_in_sql_and_before_it_was_acknowledged_counts_it_once()
--> Result<()> {
+async fn a_kill_between_storing_an_entry_and_acknowledging_it_counts_it_once() -> Result<()> {
     let redis = Redis::start()?;
     let proxy = Proxy::start(redis.addr())?;
     let database = Postgres::shared()?.database()?;
-    let place = Place::new()?;
+    let dir = ServerDir::new()?;
     let (url, way) = (database.url(), redis.url_at(proxy.addr()));
     let arguments = ["--issue-quiet", "10ms", "--database-url", &url, "--stream-url"];
-    let mut server = place.serve(&[&arguments[..], &[&way]].concat())?;
+    let mut server = dir.serve(&[&arguments[..], &[&way]].concat())?;
     server.until("/health/ready", |status, _| status == 200).await?;
 
-    // The desk has read the entry and waits for the table; then it cannot reach Redis any more, and then the table is free.
+    // The desk has read the entry and waits for the table; then Redis is disconnected, and then the table is
+    // unlocked.
     let (ticket, message) = (Uuid::new_v4(), Uuid::new_v4());
     let event = json!({"event_type": "MESSAGE_RECEIVED", "ticket_id": ticket, "message_id": message, "content": "once"});
     let mut gate = PgConnection::connect(&url).await?;
@@ -184,10 +183,10 @@ async fn a_kill_after_an_entry_is_in_sql_and_before_it_was_acknowledged_counts_i
             redis.command(&words)?.ok()?;
             is_added = true;
         }
-        eventually("the desk at the gate", || count(&database, waiting) > 0).await?;
+        eventually("the desk to wait for the lock", || count(&database, waiting) > 0).await?;
         proxy.cut()?;
         closed.rollback().await?;
-        // It waits a few seconds only; if it had given up just before, it comes again.
+        // The desk waits only a few seconds; if it gave up just before, repeat.
         let until = Instant::now() + Duration::from_secs(3);
         while stored() == 0 && Instant::now() < until {
             tokio::time::sleep(Duration::from_millis(20)).await;
@@ -198,9 +197,9 @@ async fn a_kill_after_an_entry_is_in_sql_and_before_it_was_acknowledged_counts_i
         let reply = redis.command(&["XPENDING", "ticket_events", "ai_processor_group"]).ok()?;
         reply.items().first().and_then(Reply::int)
     };
-    assert_eq!(pending(), Some(1), "it is stored, and not acknowledged");
+    assert_eq!(pending(), Some(1), "it is stored but not acknowledged");
 
-    let server = place.serve(&[&arguments[..], &[&redis.url()]].concat())?;
+    let server = dir.serve(&[&arguments[..], &[&redis.url()]].concat())?;
     let shown = answered(&server, &ticket.to_string(), 1).await?;
     eventually("the entry to be acknowledged", || pending() == Some(0)).await?;
     all_idle(&server).await?;

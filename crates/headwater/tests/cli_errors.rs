@@ -1,4 +1,4 @@
-//! Every verb there is, one by one: wrong words, and servers that are away. A verb without a line in the table fails.
+//! Every command: invalid arguments and unreachable servers. A command without a line in the table fails.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 mod support;
@@ -8,12 +8,12 @@ use std::net::TcpListener;
 use std::path::Path;
 use std::time::Instant;
 
-use support::{LIMIT, Place, text};
+use support::{LIMIT, ServerDir, text};
 
-/// What a verb cannot do without.
+/// What a command requires.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Needs {
-    /// Nothing: it never asks anybody.
+enum Requirement {
+    /// Nothing.
     Nothing,
     /// Streams, or a server.
     Streams,
@@ -21,17 +21,17 @@ enum Needs {
     Database,
     /// Streams and a database, or a server.
     Both,
-    /// Streams and a database; it is no client of a server.
-    Itself,
-    /// A server, or a file of this machine.
-    Asked,
+    /// Streams and a database; it has no `--url`.
+    Direct,
+    /// A server, or a local file.
+    ServerOrFile,
 }
-use Needs::{Asked, Both, Database, Itself, Nothing, Streams};
+use Requirement::{Both, Database, Direct, Nothing, ServerOrFile, Streams};
 
-/// Every verb, with words that are right.
-const VERBS: &[(&str, Needs, &[&str])] = &[
-    ("serve", Itself, &["--http-listen", "127.0.0.1:0", "--start-wait", "1s"]),
-    ("worker", Itself, &["--start-wait", "1s"]),
+/// Every command with valid arguments.
+const VERBS: &[(&str, Requirement, &[&str])] = &[
+    ("serve", Direct, &["--http-listen", "127.0.0.1:0", "--start-wait", "1s"]),
+    ("worker", Direct, &["--start-wait", "1s"]),
     ("config", Nothing, &[]),
     ("topic create", Streams, &["orders"]),
     ("topic list", Streams, &[]),
@@ -73,44 +73,44 @@ const VERBS: &[(&str, Needs, &[&str])] = &[
     ("audit books", Database, &[]),
     ("audit log", Database, &[]),
     ("top", Streams, &["--once"]),
-    ("bench", Itself, &["record", "--count", "1"]),
+    ("bench", Direct, &["record", "--count", "1"]),
     ("doctor", Both, &[]),
     ("completion", Nothing, &["bash"]),
 ];
 
-/// Verbs of analytics; without them the rest works.
-const ANALYTICS: &[(&str, Needs, &[&str])] = &[
-    ("sql", Asked, &["SELECT 1"]),
-    ("report", Asked, &["tickets-per-day"]),
-    ("analytics rebuild", Asked, &["--yes"]),
+/// Commands of analytics, which may not be built in.
+const ANALYTICS: &[(&str, Requirement, &[&str])] = &[
+    ("sql", ServerOrFile, &["SELECT 1"]),
+    ("report", ServerOrFile, &["tickets-per-day"]),
+    ("analytics rebuild", ServerOrFile, &["--yes"]),
 ];
 
-/// The table, with those of analytics that this binary has.
-fn table(place: &Place) -> Vec<(&'static str, Needs, &'static [&'static str])> {
-    let there = verbs(place);
+/// The table, with the analytics commands that this binary has.
+fn table(dir: &ServerDir) -> Vec<(&'static str, Requirement, &'static [&'static str])> {
+    let there = verbs(dir);
     let analytics = ANALYTICS.iter().filter(|(verb, _, _)| there.contains(*verb));
     VERBS.iter().chain(analytics).copied().collect()
 }
 
 /// The names below `Commands:` in a help text.
-fn below(place: &Place, path: &[&str]) -> Vec<String> {
-    let output = place.run(&[path, &["--help"]].concat()).unwrap();
+fn below(dir: &ServerDir, path: &[&str]) -> Vec<String> {
+    let output = dir.run(&[path, &["--help"]].concat()).unwrap();
     assert!(output.status.success(), "{path:?}");
     let help = text(&output.stdout);
     let list = help.lines().skip_while(|line| *line != "Commands:").skip(1);
     let list = list.take_while(|line| !line.trim().is_empty());
-    // A name stands two spaces in; what follows it may go on further in.
+    // Names are indented by two spaces, continuation lines by more.
     let names =
         list.filter_map(|line| line.strip_prefix("  ").filter(|rest| !rest.starts_with(' ')));
     let names = names.filter_map(|line| line.split_whitespace().next());
     names.filter(|name| *name != "help").map(str::to_owned).collect()
 }
 
-/// Every verb that the binary knows.
-fn verbs(place: &Place) -> BTreeSet<String> {
+/// Every command of the binary.
+fn verbs(dir: &ServerDir) -> BTreeSet<String> {
     let mut found = BTreeSet::new();
-    for verb in below(place, &[]) {
-        let words = below(place, &[&verb]);
+    for verb in below(dir, &[]) {
+        let words = below(dir, &[&verb]);
         if words.is_empty() {
             found.insert(verb.clone());
         }
@@ -120,58 +120,58 @@ fn verbs(place: &Place) -> BTreeSet<String> {
 }
 
 #[test]
-fn every_verb_has_a_line_in_the_table() {
-    let place = Place::new().unwrap();
-    let known = table(&place).into_iter().map(|(verb, _, _)| verb.to_owned()).collect();
-    assert_eq!(verbs(&place), known);
+fn every_command_is_in_the_table() {
+    let dir = ServerDir::new().unwrap();
+    let known = table(&dir).into_iter().map(|(verb, _, _)| verb.to_owned()).collect();
+    assert_eq!(verbs(&dir), known);
 }
 
-/// By name: each verb is run for what it does by some test here.
+/// By name: some test runs each command for its effect.
 #[test]
-fn every_verb_is_run_by_a_test() {
+fn every_command_is_run_by_a_test() {
     let mut tests = String::new();
     read(&headwater_testkit::package_folder().join("tests"), &mut tests);
-    let table = table(&Place::new().unwrap());
+    let table = table(&ServerDir::new().unwrap());
     for (verb, _, _) in table.iter().filter(|(verb, _, _)| !["serve", "worker"].contains(verb)) {
         let words: Vec<String> = verb.split(' ').map(|word| format!("\"{word}\"")).collect();
         assert!(tests.contains(&words.join(", ")), "no test runs `{verb}`");
     }
 }
 
-/// The text of all tests but this one.
+/// The text of all other tests.
 fn read(folder: &Path, tests: &mut String) {
     for entry in std::fs::read_dir(folder).unwrap() {
         let path = entry.unwrap().path();
         if path.is_dir() {
             read(&path, tests);
-        } else if !path.ends_with("operator_words.rs") {
+        } else if !path.ends_with("cli_errors.rs") {
             tests.push_str(&std::fs::read_to_string(path).unwrap());
         }
     }
 }
 
 #[test]
-fn words_that_no_verb_knows_are_exit_code_2_with_a_usage_line_and_a_hint() {
-    let place = Place::new().unwrap();
-    for (verb, _, right) in table(&place) {
+fn unknown_arguments_are_exit_code_2_with_usage_and_hint() {
+    let dir = ServerDir::new().unwrap();
+    for (verb, _, right) in table(&dir) {
         let path: Vec<&str> = verb.split(' ').collect();
-        let output = place.run(&[&path[..], right, &["--nonsense"]].concat()).unwrap();
-        let said = text(&output.stderr);
-        assert_eq!(output.status.code(), Some(2), "{verb}: {said}");
-        assert!(said.contains(&format!("Usage: headwater {verb}")), "{verb}: {said}");
-        assert!(said.contains("--help"), "{verb}: {said}");
+        let output = dir.run(&[&path[..], right, &["--nonsense"]].concat()).unwrap();
+        let message = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{verb}: {message}");
+        assert!(message.contains(&format!("Usage: headwater {verb}")), "{verb}: {message}");
+        assert!(message.contains("--help"), "{verb}: {message}");
         assert!(output.stdout.is_empty(), "{verb}: {}", text(&output.stdout));
     }
 }
 
 #[test]
-fn words_that_a_server_refuses_are_exit_code_2_with_a_usage_line_and_a_hint() {
-    let place = Place::new().unwrap();
+fn arguments_rejected_by_the_api_are_exit_code_2_with_usage_and_hint() {
+    let dir = ServerDir::new().unwrap();
     let direct = ["--stream-url", "embedded:memory", "--database-url", "sqlite:headwater.db"];
     for (words, hint) in [
         (&["topic", "create", "none", "--partitions", "0"][..], "partition"),
         (&["tail", "orders", "--from", "yesterday"][..], "such as"),
-        (&["dlq", "replay", "orders"][..], "say which"),
+        (&["dlq", "replay", "orders"][..], "select dead letters"),
         (&["topic", "delete", "orders"][..], "--yes"),
         (&["session", "show", "no/such name"][..], "session"),
         (&["ticket", "new", "--title", "", "--content", "c"][..], "title"),
@@ -181,96 +181,96 @@ fn words_that_a_server_refuses_are_exit_code_2_with_a_usage_line_and_a_hint() {
         (&["outbox", "retry"][..], "--all"),
         (&["issue", "release", "1", "--all"][..], "cannot be used with"),
     ] {
-        let output = place.run(&[words, &direct].concat()).unwrap();
-        let said = text(&output.stderr);
-        assert_eq!(output.status.code(), Some(2), "{words:?}: {said}");
-        assert!(said.contains(hint), "{words:?}: {said}");
+        let output = dir.run(&[words, &direct].concat()).unwrap();
+        let message = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{words:?}: {message}");
+        assert!(message.contains(hint), "{words:?}: {message}");
         let usage = format!(
             "Usage: headwater {}",
             words[..if words[0] == "tail" { 1 } else { 2 }].join(" ")
         );
-        assert!(said.contains(&usage), "{words:?}: {said}");
-        assert!(said.contains("--help"), "{words:?}: {said}");
+        assert!(message.contains(&usage), "{words:?}: {message}");
+        assert!(message.contains("--help"), "{words:?}: {message}");
     }
 }
 
-/// The ways to servers that are away.
-fn away(needs: Needs, port: u16) -> Vec<Vec<String>> {
+/// Arguments for unreachable servers.
+fn unreachable_args(needs: Requirement, port: u16) -> Vec<Vec<String>> {
     let words = |words: &[&str]| words.iter().map(|word| (*word).to_owned()).collect::<Vec<_>>();
     let server = words(&["--url", &format!("http://127.0.0.1:{port}")]);
     let streams = words(&["--stream-url", &format!("redis://127.0.0.1:{port}")]);
     let database = format!("postgres://nobody:nothing@127.0.0.1:{port}/none");
     let memory = match needs {
-        // Nobody asks the streams, so it is no matter that they are away.
+        // These commands do not open the streams, so an unreachable Redis does not matter.
         Database => format!("redis://127.0.0.1:{port}"),
         _ => "embedded:memory".to_owned(),
     };
     let database = words(&["--stream-url", &memory, "--database-url", &database]);
     match needs {
         Nothing => vec![],
-        Asked => vec![server],
+        ServerOrFile => vec![server],
         Streams => vec![server, streams],
         Database => vec![server, database],
         Both => vec![server, streams, database],
-        Itself => vec![streams, database],
+        Direct => vec![streams, database],
     }
 }
 
 #[test]
-fn a_server_that_is_away_is_exit_code_3_within_the_deadline_of_every_verb() {
-    // A port that nobody listens on: it was free a moment ago.
+fn an_unreachable_server_is_exit_code_3_within_the_deadline_of_every_command() {
+    // A port without a listener: it was free a moment ago.
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let mut cases = Vec::new();
-    for (verb, needs, right) in table(&Place::new().unwrap()) {
-        for way in away(needs, port) {
+    for (verb, needs, right) in table(&ServerDir::new().unwrap()) {
+        for args in unreachable_args(needs, port) {
             let words: Vec<String> =
                 verb.split(' ').chain(right.iter().copied()).map(str::to_owned).collect();
-            cases.push([words, way].concat());
+            cases.push([words, args].concat());
         }
     }
     assert!(cases.len() > 80, "{}", cases.len());
-    // They only wait, so many can wait at once.
+    // They only wait, so many can run at once.
     for some in cases.chunks(24) {
-        let place = Place::new().unwrap();
+        let dir = ServerDir::new().unwrap();
         let started = Instant::now();
         let running: Vec<_> = some
             .iter()
             .map(|words| {
                 let words: Vec<&str> = words.iter().map(String::as_str).collect();
-                let mut command = place.command(&words);
+                let mut command = dir.command(&words);
                 command.stdout(std::process::Stdio::piped()).stderr(std::process::Stdio::piped());
                 command.spawn().unwrap()
             })
             .collect();
         for (words, child) in some.iter().zip(running) {
             let output = child.wait_with_output().unwrap();
-            let said = text(&output.stdout) + &text(&output.stderr);
-            assert_eq!(output.status.code(), Some(3), "{words:?}: {said}");
-            assert!(said.contains("cannot be reached"), "{words:?}: {said}");
+            let message = text(&output.stdout) + &text(&output.stderr);
+            assert_eq!(output.status.code(), Some(3), "{words:?}: {message}");
+            assert!(message.contains("unreachable"), "{words:?}: {message}");
         }
-        // The deadline is five seconds; the rest is for a busy machine that starts so many at once.
+        // The deadline is five seconds; the rest is for a busy machine.
         assert!(started.elapsed() < LIMIT * 5, "{some:?}");
     }
 }
 
 #[test]
-fn an_id_that_is_none_is_told_what_an_id_is() {
-    let place = Place::new().unwrap();
+fn an_invalid_id_is_explained() {
+    let dir = ServerDir::new().unwrap();
     for (words, hint) in [
-        (&["ticket", "show", "x"][..], "a ticket id is a UUID"),
-        (&["ticket", "reopen", "7"], "a ticket id is a UUID"),
-        (&["issue", "show", "abc"], "an id is a number"),
-        (&["outbox", "retry", "abc"], "an id is a number"),
+        (&["ticket", "show", "x"][..], "expected a UUID"),
+        (&["ticket", "reopen", "7"], "expected a UUID"),
+        (&["issue", "show", "abc"], "expected a numeric id"),
+        (&["outbox", "retry", "abc"], "expected a numeric id"),
     ] {
-        let output = place.run(words).unwrap();
-        let said = text(&output.stderr);
-        assert!(output.status.code() == Some(2) && said.contains(hint), "{words:?}: {said}");
+        let output = dir.run(words).unwrap();
+        let message = text(&output.stderr);
+        assert!(output.status.code() == Some(2) && message.contains(hint), "{words:?}: {message}");
     }
 }
 
 #[test]
-fn looking_makes_no_file_and_says_that_there_is_none() {
-    let place = Place::new().unwrap();
+fn read_only_commands_create_no_files_and_say_what_is_missing() {
+    let dir = ServerDir::new().unwrap();
     for (words, code) in [
         (&["topic", "list"][..], 0),
         (&["topic", "describe", "orders"], 1),
@@ -289,21 +289,24 @@ fn looking_makes_no_file_and_says_that_there_is_none() {
         (&["audit", "log"], 0),
         (&["doctor"], 4),
     ] {
-        let output = place.run(words).unwrap();
-        let said = text(&output.stdout) + &text(&output.stderr);
-        assert_eq!(output.status.code(), Some(code), "{words:?}: {said}");
-        assert!(said.contains("there is nothing at headwater-data"), "{words:?}: {said}");
-        assert!(!place.path().join("headwater-data").exists(), "{words:?}");
+        let output = dir.run(words).unwrap();
+        let message = text(&output.stdout) + &text(&output.stderr);
+        assert_eq!(output.status.code(), Some(code), "{words:?}: {message}");
+        assert!(message.contains("at `headwater-data"), "{words:?}: {message}");
+        assert!(!dir.path().join("headwater-data").exists(), "{words:?}");
     }
-    // Of a database that was named, nothing is said to be well that is not there.
+    // A configured database that does not exist is an error.
     for words in [&["audit"][..], &["audit", "log"]] {
         let given = [words, &["--database-url", "sqlite:some%20where.db"]].concat();
-        let output = place.run(&given).unwrap();
-        let said = text(&output.stderr);
-        assert_eq!(output.status.code(), Some(1), "{words:?}: {said}");
-        assert!(said.contains("there is no database at some where.db"), "{words:?}: {said}");
+        let output = dir.run(&given).unwrap();
+        let message = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{words:?}: {message}");
+        assert!(
+            message.contains("database `some where.db` does not exist"),
+            "{words:?}: {message}"
+        );
     }
-    // What changes something makes what it needs.
-    assert!(place.run(&["topic", "create", "orders"]).unwrap().status.success());
-    assert!(place.path().join("headwater-data").exists());
+    // A change creates what it needs.
+    assert!(dir.run(&["topic", "create", "orders"]).unwrap().status.success());
+    assert!(dir.path().join("headwater-data").exists());
 }
