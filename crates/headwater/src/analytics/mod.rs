@@ -154,7 +154,7 @@ impl Analytics {
     }
 
     /// Whether [`run`](Self::run) has anything to do.
-    pub(crate) fn is_on(&self) -> bool {
+    pub(crate) fn is_enabled(&self) -> bool {
         !matches!(self.state(), AnalyticsState::NotBuiltIn | AnalyticsState::Off)
     }
 
@@ -163,13 +163,13 @@ impl Analytics {
         let (inner, stopping) = (&self.0, &self.0.stopping);
         let Some(path) = &inner.path else { return stopping.begun().await };
         let ingesting = loop {
-            let beginning = async {
+            let starting = async {
                 create_parent(path)?;
                 inner.file.start_ingest(path, &queue).await
             };
             tokio::select! {
                 () = stopping.begun() => return,
-                started = beginning => match started {
+                started = starting => match started {
                     Ok(ingesting) => break ingesting,
                     Err(problem) => self.set_waiting(problem.to_string()),
                 },
@@ -208,7 +208,7 @@ impl Analytics {
         let permit = permit.map_err(|_| AnalyticsRequestError::Busy(QUERIES_MAX))?;
         match self.0.file.query(sql, permit).await {
             Err(AnalyticsRequestError::NotOpen(_)) => Err(self.not_open()),
-            answer => answer,
+            result => result,
         }
     }
 
@@ -226,14 +226,15 @@ impl Analytics {
         }
         let progress = Arc::clone(&inner.rebuild_progress);
         *progress.lock().unwrap_or_else(PoisonError::into_inner) = RebuildProgress::started();
-        let whole = self.clone();
+        let analytics = self.clone();
         *job = Some(tokio::spawn(async move {
-            let batches = rebuild::batches(store, Arc::clone(&progress), whole.0.stopping.clone());
+            let batches =
+                rebuild::batches(store, Arc::clone(&progress), analytics.0.stopping.clone());
             let ended = match batches.await {
-                Ok(batches) => whole.0.file.rebuild(batches).await,
+                Ok(batches) => analytics.0.file.rebuild(batches).await,
                 Err(error) => Err(error.into()),
             };
-            rebuild::end(&progress, ended);
+            rebuild::finish(&progress, ended);
         }));
         drop(job);
         Ok(self.rebuild_progress())

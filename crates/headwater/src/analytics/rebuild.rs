@@ -81,7 +81,7 @@ pub(super) async fn batches(
 }
 
 /// Records the result: rows removed and stored, or the error.
-pub(super) fn end(
+pub(super) fn finish(
     progress: &Mutex<RebuildProgress>,
     ended: Result<(u64, u64), AnalyticsRequestError>,
 ) {

@@ -25,7 +25,7 @@ use crate::desk::{
 };
 use crate::inbound::ticket_events_consumer::TicketEventsConsumer;
 use crate::outbound::TicketEventsPublisher;
-use crate::outbound::{Destination, LocalDelivery, OutboxDelivery};
+use crate::outbound::{Destination, LocalDelivery, OutboxDeliverer};
 use crate::tickets::Tickets;
 
 /// Deadline of [`close`].
@@ -41,7 +41,7 @@ const SESSION_TTL: Duration = Duration::from_secs(30 * 24 * 60 * 60);
 pub(crate) struct DeskServices {
     pub(crate) tickets: Tickets,
     pub(crate) desk: Arc<Desk>,
-    pub(crate) delivery: OutboxDelivery,
+    pub(crate) delivery: OutboxDeliverer,
     pub(crate) ticket_events: TicketEventsConsumer,
     pub(crate) bus: Arc<StreamedBus>,
     pub(crate) sessions: Arc<Sessions>,
@@ -58,7 +58,8 @@ impl DeskServices {
         confirmations: &Confirmations,
     ) -> Result<Self> {
         let config = settings.desk;
-        let tickets = Tickets::open(Arc::clone(store), nudger.clone(), config.quiet()).await;
+        let tickets =
+            Tickets::open(Arc::clone(store), nudger.clone(), config.debounce_window()).await;
         let tickets = tickets.context("opening the ticket tables")?;
         let tickets = tickets.with_confirmations(confirmations.clone());
         let bus = open_bus(settings, streams).await.context("opening the bus")?;
@@ -74,7 +75,7 @@ impl DeskServices {
             TicketEventsPublisher::new(Arc::clone(streams), bus.control_stream().clone());
         let local = DeskDelivery { tickets: tickets.clone(), publisher };
         let destinations = settings.integrations.iter().map(destination).collect::<HashMap<_, _>>();
-        let delivery = OutboxDelivery::new(Arc::clone(store), destinations, Arc::new(local));
+        let delivery = OutboxDeliverer::new(Arc::clone(store), destinations, Arc::new(local));
         let delivery = delivery
             .map_err(|problem| anyhow!("building the HTTP client for replies: {problem}"))?;
         let ticket_events = TicketEventsConsumer::new(

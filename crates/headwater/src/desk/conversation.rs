@@ -40,7 +40,7 @@ pub struct Conversation {
     /// Whether the issue was handed over to a person.
     pub handed_over: bool,
     /// Whether a user message is unanswered.
-    pub wants_answer: bool,
+    pub needs_answer: bool,
     /// The user of the ticket, if an event names one.
     pub user_id: Option<String>,
 }
@@ -83,7 +83,7 @@ impl Conversation {
         for event in events {
             conversation.apply(&issue.provider, event);
         }
-        conversation.wants_answer &= !conversation.handed_over;
+        conversation.needs_answer &= !conversation.handed_over;
         conversation
     }
 
@@ -94,17 +94,17 @@ impl Conversation {
         }
         let answered = self.past.iter().rposition(|entry| entry.author == Author::Assistant);
         self.pending = self.past.split_off(answered.map_or(0, |index| index + 1));
-        self.wants_answer = self.pending.last().is_some_and(|entry| entry.author == Author::User);
+        self.needs_answer = self.pending.last().is_some_and(|entry| entry.author == Author::User);
     }
 
     fn apply(&mut self, provider: &str, event: &EventLog) {
         match interpret(provider, event, &mut self.user_id) {
             EventMeaning::Message(entry) => {
                 // An answer by another author, model or person, counts as an answer.
-                self.wants_answer = entry.author == Author::User;
+                self.needs_answer = entry.author == Author::User;
                 self.pending.push(entry);
             }
-            EventMeaning::Closed => self.wants_answer = false,
+            EventMeaning::Closed => self.needs_answer = false,
             EventMeaning::Reopened => self.handed_over = false,
             EventMeaning::Irrelevant => {}
         }

@@ -95,7 +95,7 @@ fn author_and_text_are_read_from_payloads_of_every_provider() {
         ("desk", desk("MESSAGE_RECEIVED", "Help!"), "ada", "Help!"),
     ] {
         let thread = thread(provider, std::slice::from_ref(&payload));
-        assert!(thread.wants_answer, "{payload}");
+        assert!(thread.needs_answer, "{payload}");
         let entry = &thread.pending[0];
         assert_eq!((entry.name.as_deref(), entry.text.as_str()), (Some(name), text), "{payload}");
     }
@@ -107,9 +107,9 @@ fn no_answer_is_needed_after_closing_or_after_another_author_answered() {
     agent["payload"]["author"] = "agent".into();
     for last in [desk("TICKET_CLOSED", ""), desk("AI_RESPONSE_GENERATED", "Done"), agent] {
         let both = [desk("MESSAGE_RECEIVED", "Help!"), last.clone()];
-        assert!(!thread("desk", &both).wants_answer, "{last}");
+        assert!(!thread("desk", &both).needs_answer, "{last}");
         let again = [last.clone(), desk("MESSAGE_RECEIVED", "Help!")];
-        assert!(thread("desk", &again).wants_answer, "{last}");
+        assert!(thread("desk", &again).needs_answer, "{last}");
     }
 }
 
@@ -118,9 +118,9 @@ fn after_a_hand_over_the_desk_is_silent_until_the_ticket_is_reopened() {
     let mut issue = issue("desk");
     issue.fields = r#"{"handed_over":true}"#.into();
     let asked = event(desk("MESSAGE_RECEIVED", "Help!"));
-    assert!(!Conversation::load(&issue, std::slice::from_ref(&asked), None).wants_answer);
+    assert!(!Conversation::load(&issue, std::slice::from_ref(&asked), None).needs_answer);
     let reopened = event(desk("TICKET_REOPENED", ""));
-    assert!(Conversation::load(&issue, &[reopened, asked], None).wants_answer);
+    assert!(Conversation::load(&issue, &[reopened, asked], None).needs_answer);
 }
 
 #[test]
@@ -128,7 +128,7 @@ fn own_comments_are_ignored() {
     let body = format!("ModelAnswer {}", marker::marker_for("k", &"s".to_owned().into()));
     let ours = json!({"action": "created", "comment": {"body": body, "user": {"login": "bot"}}});
     let thread = thread("github", &[ours]);
-    assert!(!thread.wants_answer && thread.pending.is_empty());
+    assert!(!thread.needs_answer && thread.pending.is_empty());
 }
 
 #[test]
@@ -202,7 +202,7 @@ fn an_answer_that_was_stale_at_commit_is_retracted_and_its_messages_are_pending_
     let thread = Conversation::load(&answered(&past), &[said(10, "four")], COMPLETED);
     assert_eq!(texts(&thread.past), ["one", "to one"]);
     assert_eq!(texts(&thread.pending), ["two", "three", "four"]);
-    assert!(thread.wants_answer);
+    assert!(thread.needs_answer);
 
     // Recorded after the commit: the answer was sent and stays.
     let thread = Conversation::load(&answered(&past), &[said(11, "four")], COMPLETED);
@@ -221,12 +221,12 @@ fn retracted_messages_need_an_answer_even_if_the_newer_event_has_no_text() {
     let past = [entry(Author::User, "one", false), entry(Author::Assistant, "to one", true)];
     let labelled = EventLog { id: EventLogId(9), ..event(json!({})) };
     let thread = Conversation::load(&answered(&past), std::slice::from_ref(&labelled), COMPLETED);
-    assert!(thread.wants_answer && thread.past.is_empty());
+    assert!(thread.needs_answer && thread.past.is_empty());
     assert_eq!(texts(&thread.pending), ["one"]);
 
     // A person who answered in the meantime has answered it.
     let mut agent = desk("MESSAGE_RECEIVED", "I take care of it");
     agent["payload"]["author"] = "agent".into();
     let agent = EventLog { id: EventLogId(9), ..event(agent) };
-    assert!(!Conversation::load(&answered(&past), &[agent], COMPLETED).wants_answer);
+    assert!(!Conversation::load(&answered(&past), &[agent], COMPLETED).needs_answer);
 }

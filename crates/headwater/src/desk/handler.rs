@@ -101,7 +101,7 @@ impl Default for DeskConfig {
 
 impl DeskConfig {
     /// The debounce window for recorders of desk events.
-    pub fn quiet(&self) -> Quiet {
+    pub fn debounce_window(&self) -> Quiet {
         Quiet { quiet: self.quiet, max_wait: self.max_wait, events_max: self.events_max }
     }
 
@@ -404,7 +404,7 @@ impl IssueHandler for Desk {
     async fn handle(&self, run: Run) -> Result<Resolution, HandlerError> {
         let conversation =
             Conversation::load(run.issue(), run.events(), run.completed_event_log_id());
-        if !conversation.wants_answer {
+        if !conversation.needs_answer {
             return Ok(record_only(&conversation, None));
         }
         let session =

@@ -46,22 +46,22 @@ pub trait LocalDelivery: Send + Sync + 'static {
 }
 
 /// Delivers outbox rows.
-pub struct OutboxDelivery {
+pub struct OutboxDeliverer {
     store: Arc<dyn Store>,
     client: Client,
     destinations: HashMap<String, Destination>,
     local: Arc<dyn LocalDelivery>,
 }
 
-impl std::fmt::Debug for OutboxDelivery {
+impl std::fmt::Debug for OutboxDeliverer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("OutboxDelivery")
+        f.debug_struct("OutboxDeliverer")
             .field("destinations", &self.destinations)
             .finish_non_exhaustive()
     }
 }
 
-impl OutboxDelivery {
+impl OutboxDeliverer {
     /// Creates a deliverer. `destinations` are keyed by integration id.
     pub fn new(
         store: Arc<dyn Store>,
@@ -114,7 +114,7 @@ impl OutboxDelivery {
 }
 
 #[async_trait]
-impl Deliver for OutboxDelivery {
+impl Deliver for OutboxDeliverer {
     async fn deliver(&self, row: &OutboxRow) -> Result<(), DeliverError> {
         match row.kind {
             OutboxKind::Reply => self.deliver_reply(row).await,

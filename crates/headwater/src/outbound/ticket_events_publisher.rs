@@ -63,9 +63,9 @@ impl TicketEventsPublisher {
                 self.back_off_until(Some(Instant::now() + BACKOFF));
                 Err(DeliverError::Away(error.to_string()))
             }
-            answer => {
+            result => {
                 self.back_off_until(None);
-                answer.map(drop).map_err(|error| DeliverError::Dead(error.to_string()))
+                result.map(drop).map_err(|error| DeliverError::Dead(error.to_string()))
             }
         }
     }

@@ -71,8 +71,8 @@ impl TicketExport {
 
     /// Upper bound of the number of events: some event logs are not exported.
     pub(crate) async fn count(&self) -> Result<u64, TicketError> {
-        let mut reading = self.store.read_connection().await?;
-        let counted: Result<i64, Error> = match reading.connection() {
+        let mut connection = self.store.read_connection().await?;
+        let counted: Result<i64, Error> = match connection.connection() {
             Connection::Sqlite(connection) => {
                 sqlx::query_scalar(COUNT).bind(INTEGRATION).fetch_one(connection).await
             }
@@ -81,7 +81,7 @@ impl TicketExport {
             }
             _ => Err(unsupported_database()),
         };
-        reading.release().await;
+        connection.release().await;
         let counted = counted.map_err(|error| database_error("count events", error))?;
         Ok(u64::try_from(counted).unwrap_or(0))
     }
@@ -109,8 +109,8 @@ impl TicketExport {
     }
 
     async fn event_logs(&self) -> Result<(Vec<Row>, Option<i64>), TicketError> {
-        let mut reading = self.store.read_connection().await?;
-        let read: Result<Vec<LogRow>, Error> = match reading.connection() {
+        let mut connection = self.store.read_connection().await?;
+        let read: Result<Vec<LogRow>, Error> = match connection.connection() {
             Connection::Sqlite(connection) => {
                 let logs = sqlx::query_as(LOGS).bind(INTEGRATION).bind(self.after).bind(PAGE);
                 logs.fetch_all(connection).await
@@ -121,7 +121,7 @@ impl TicketExport {
             }
             _ => Err(unsupported_database()),
         };
-        reading.release().await;
+        connection.release().await;
         let read = read.map_err(|error| database_error("read event logs", error))?;
         let last = read.last().map(|(id, _)| *id);
         let events = read.iter().filter_map(|(_, payload)| from_event_log(payload)).collect();
@@ -129,8 +129,8 @@ impl TicketExport {
     }
 
     async fn answers(&self) -> Result<(Vec<Row>, Option<i64>), TicketError> {
-        let mut reading = self.store.read_connection().await?;
-        let read: Result<Vec<AnswerRow>, Error> = match reading.connection() {
+        let mut connection = self.store.read_connection().await?;
+        let read: Result<Vec<AnswerRow>, Error> = match connection.connection() {
             Connection::Sqlite(connection) => {
                 let answers = sqlx::query_as(answers!("m.created_at"));
                 answers.bind(self.after).bind(PAGE).fetch_all(connection).await
@@ -143,7 +143,7 @@ impl TicketExport {
             }
             _ => Err(unsupported_database()),
         };
-        reading.release().await;
+        connection.release().await;
         let read = read.map_err(|error| database_error("read answers", error))?;
         let last = read.last().map(|(seq, ..)| *seq);
         Ok((read.into_iter().map(from_answer).collect(), last))

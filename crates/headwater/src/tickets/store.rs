@@ -52,10 +52,10 @@ macro_rules! dispatch {
 macro_rules! dispatch_read {
     ($store:expr, $statement:ident($($argument:expr),*)) => {
         match $store.read_connection().await {
-            Ok(mut reading) => {
-                let answer = $crate::tickets::store::dispatch!(reading.connection(), $statement($($argument),*));
-                reading.release().await;
-                answer
+            Ok(mut connection) => {
+                let result = $crate::tickets::store::dispatch!(connection.connection(), $statement($($argument),*));
+                connection.release().await;
+                result
             }
             Err(error) => Err($crate::tickets::TicketError::from(error)),
         }
@@ -65,16 +65,16 @@ macro_rules! dispatch_read {
 /// Retries a transaction that conflicted with another one; the retry sees the other's changes.
 macro_rules! retry_on_conflict {
     ($call:expr) => {{
-        let mut tries = 1;
+        let mut attempt = 1;
         loop {
             match $call.await {
                 Err(error)
-                    if tries < $crate::tickets::store::CONFLICTS_MAX
+                    if attempt < $crate::tickets::store::CONFLICTS_MAX
                         && $crate::tickets::store::is_conflict(&error) =>
                 {
-                    tries += 1;
+                    attempt += 1;
                 }
-                answer => break answer,
+                result => break result,
             }
         }
     }};

@@ -103,7 +103,7 @@ pub struct ToolSpec {
 
 /// A part of a streamed answer.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Chunk {
+pub enum ResponseChunk {
     /// More text.
     Text(String),
     /// A tool to call.
@@ -159,23 +159,23 @@ pub struct ModelAnswer {
 }
 
 /// A streamed answer.
-pub struct ResponseStream(BoxStream<'static, Result<Chunk, ModelError>>);
+pub struct ResponseStream(BoxStream<'static, Result<ResponseChunk, ModelError>>);
 
 impl ResponseStream {
     /// Wraps a stream of chunks.
     pub fn new(
-        chunks: impl futures_util::Stream<Item = Result<Chunk, ModelError>> + Send + 'static,
+        chunks: impl futures_util::Stream<Item = Result<ResponseChunk, ModelError>> + Send + 'static,
     ) -> Self {
         Self(chunks.boxed())
     }
 
     /// A stream of chunks that are already available.
-    pub fn ready(chunks: Vec<Chunk>) -> Self {
+    pub fn ready(chunks: Vec<ResponseChunk>) -> Self {
         Self::new(stream::iter(chunks.into_iter().map(Ok)))
     }
 
     /// The next chunk; `None` at the end. Cancel-safe.
-    pub async fn next(&mut self) -> Option<Result<Chunk, ModelError>> {
+    pub async fn next(&mut self) -> Option<Result<ResponseChunk, ModelError>> {
         self.0.next().await
     }
 
@@ -184,9 +184,9 @@ impl ResponseStream {
         let mut answer = ModelAnswer::default();
         while let Some(chunk) = self.next().await {
             match chunk? {
-                Chunk::Text(text) => answer.text.push_str(&text),
-                Chunk::Call(call) => answer.calls.push(call),
-                Chunk::Usage(usage) => answer.usage = Some(usage),
+                ResponseChunk::Text(text) => answer.text.push_str(&text),
+                ResponseChunk::Call(call) => answer.calls.push(call),
+                ResponseChunk::Usage(usage) => answer.usage = Some(usage),
             }
             let too_long = answer.text.len() > ANSWER_BYTES_MAX
                 || answer.calls.len() > TOOL_CALLS_MAX
@@ -242,18 +242,18 @@ pub enum ModelError {
 mod tests {
     use super::*;
 
-    fn call(arguments: String) -> Chunk {
-        Chunk::Call(ToolCall { id: "1".into(), name: "search".into(), arguments })
+    fn call(arguments: String) -> ResponseChunk {
+        ResponseChunk::Call(ToolCall { id: "1".into(), name: "search".into(), arguments })
     }
 
     #[tokio::test]
     async fn chunks_are_collected_in_order() {
         let usage = TokenUsage { input_tokens: 3, output_tokens: 2 };
         let chunks = vec![
-            Chunk::Text("Hel".into()),
+            ResponseChunk::Text("Hel".into()),
             call("{}".into()),
-            Chunk::Text("lo".into()),
-            Chunk::Usage(usage),
+            ResponseChunk::Text("lo".into()),
+            ResponseChunk::Usage(usage),
         ];
         let answer = ResponseStream::ready(chunks).collect().await.unwrap();
         assert_eq!((answer.text.as_str(), answer.calls.len()), ("Hello", 1));
@@ -262,7 +262,7 @@ mod tests {
 
     #[tokio::test]
     async fn an_answer_over_a_limit_is_rejected() {
-        let text = Chunk::Text("x".repeat(ANSWER_BYTES_MAX / 2 + 1));
+        let text = ResponseChunk::Text("x".repeat(ANSWER_BYTES_MAX / 2 + 1));
         let many = vec![call("{}".into()); TOOL_CALLS_MAX + 1];
         let long = vec![call("x".repeat(TOOL_ARGUMENTS_BYTES_MAX + 1))];
         for chunks in [vec![text.clone(), text], many, long] {

@@ -20,7 +20,7 @@ use tracing::warn;
 
 use crate::desk::model::sse::SseReader;
 use crate::desk::model::{
-    Chunk, LanguageModel, ModelAnswer, ModelError, ModelPrompt, ResponseStream, TokenUsage,
+    LanguageModel, ModelAnswer, ModelError, ModelPrompt, ResponseChunk, ResponseStream, TokenUsage,
     ToolCall, Turn,
 };
 use crate::http_client;
@@ -287,14 +287,14 @@ struct StreamState {
     /// `None` at the end of the response.
     reader: Option<SseReader>,
     accumulator: Accumulator,
-    ready: VecDeque<Chunk>,
+    ready: VecDeque<ResponseChunk>,
     read_bytes: usize,
     deadline: Instant,
     idle: Duration,
 }
 
 impl StreamState {
-    async fn next(mut self) -> Result<Option<(Chunk, Self)>, ModelError> {
+    async fn next(mut self) -> Result<Option<(ResponseChunk, Self)>, ModelError> {
         loop {
             if let Some(chunk) = self.ready.pop_front() {
                 return Ok(Some((chunk, self)));
@@ -331,7 +331,7 @@ impl StreamState {
     fn push_event(&mut self, event: &str) -> Result<(), ModelError> {
         self.accumulator.add_event(event.as_bytes())?;
         let text = std::mem::take(&mut self.accumulator.text);
-        self.ready.extend((!text.is_empty()).then_some(Chunk::Text(text)));
+        self.ready.extend((!text.is_empty()).then_some(ResponseChunk::Text(text)));
         Ok(())
     }
 }
@@ -399,12 +399,12 @@ impl Accumulator {
     }
 
     /// The remaining chunks. A response without a finish reason was cut off.
-    fn finish(self) -> Result<Vec<Chunk>, ModelError> {
+    fn finish(self) -> Result<Vec<ResponseChunk>, ModelError> {
         if !self.finished {
             return Err(unavailable("the response was cut off"));
         }
         let mut chunks = Vec::new();
-        chunks.extend((!self.text.is_empty()).then_some(Chunk::Text(self.text)));
+        chunks.extend((!self.text.is_empty()).then_some(ResponseChunk::Text(self.text)));
         for (index, mut call) in self.calls {
             if call.name.is_empty() {
                 return Err(ModelError::InvalidResponse("a tool call has no name".to_owned()));
@@ -412,9 +412,9 @@ impl Accumulator {
             if call.id.is_empty() {
                 call.id = format!("call-{index}");
             }
-            chunks.push(Chunk::Call(call));
+            chunks.push(ResponseChunk::Call(call));
         }
-        chunks.extend(self.usage.map(Chunk::Usage));
+        chunks.extend(self.usage.map(ResponseChunk::Usage));
         Ok(chunks)
     }
 }

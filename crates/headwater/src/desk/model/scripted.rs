@@ -12,7 +12,7 @@ use futures_util::stream;
 use tokio::time::sleep;
 
 use crate::desk::model::{
-    Chunk, LanguageModel, ModelAnswer, ModelError, ModelPrompt, ResponseStream, TokenUsage,
+    LanguageModel, ModelAnswer, ModelError, ModelPrompt, ResponseChunk, ResponseStream, TokenUsage,
     ToolCall, Turn, estimate_tokens,
 };
 use crate::desk::prompt;
@@ -107,14 +107,16 @@ impl LanguageModel for ScriptedModel {
         sleep(self.delay).await;
         let input_tokens = model_prompt.tokens_estimate();
         let usage = |bytes| {
-            Chunk::Usage(TokenUsage { input_tokens, output_tokens: estimate_tokens(bytes) })
+            ResponseChunk::Usage(TokenUsage { input_tokens, output_tokens: estimate_tokens(bytes) })
         };
         match step {
             ScriptStep::Say(text) => {
                 let usage = usage(text.len());
                 // Several chunks, like a streaming service.
-                let mut chunks: Vec<Chunk> =
-                    text.split_inclusive(' ').map(|word| Chunk::Text(word.to_owned())).collect();
+                let mut chunks: Vec<ResponseChunk> = text
+                    .split_inclusive(' ')
+                    .map(|word| ResponseChunk::Text(word.to_owned()))
+                    .collect();
                 chunks.push(usage);
                 Ok(ResponseStream::ready(chunks))
             }
@@ -122,7 +124,7 @@ impl LanguageModel for ScriptedModel {
                 let usage = usage(arguments.len());
                 let id = format!("call-{}", model_prompt.turns.len());
                 Ok(ResponseStream::ready(vec![
-                    Chunk::Call(ToolCall { id, name, arguments }),
+                    ResponseChunk::Call(ToolCall { id, name, arguments }),
                     usage,
                 ]))
             }

@@ -30,7 +30,9 @@ pub(super) fn map(
         ("issue_comment", "edited") => "comment_updated",
         ("ping", _) => return Ok(WebhookMapping::ignored("ping: the webhook works")),
         (_, "") => {
-            return Ok(WebhookMapping::ignored(format!("events of type `{event}` are not handled")));
+            return Ok(WebhookMapping::ignored(format!(
+                "events of type `{event}` are not handled"
+            )));
         }
         _ => {
             return Ok(WebhookMapping::ignored(format!(

@@ -24,7 +24,9 @@ pub(super) fn map(
         "Issue Hook" | "Confidential Issue Hook" => issue(payload)?,
         "Note Hook" | "Confidential Note Hook" => note(payload)?,
         _ => {
-            return Ok(WebhookMapping::ignored(format!("events of type `{event}` are not handled")));
+            return Ok(WebhookMapping::ignored(format!(
+                "events of type `{event}` are not handled"
+            )));
         }
     };
     let (event_type, issue) = match mapped {

@@ -89,7 +89,7 @@ pub(crate) fn routes() -> OpenApiRouter<App> {
 #[utoipa::path(post, path = "/webhooks/{provider}/{integration}", tag = "webhooks",
     params(("provider" = String, Path, description = "`github`, `gitlab` or `standard`"), ("integration" = String, Path)),
     request_body(content = Value, description = "The payload as sent by the provider, signed."),
-    responses((status = 200, body = WebhookResponse), (status = 401, description = "The signature is wrong."), (status = 404)),
+    responses((status = 200, body = WebhookResponse), (status = 401, description = "The signature is missing or invalid."), (status = 404)),
     security(()))]
 async fn receive(
     State(app): State<App>,
@@ -101,7 +101,7 @@ async fn receive(
         Ok(WebhookOutcome::Recorded(recorded)) if recorded.duplicate => "duplicate",
         Ok(WebhookOutcome::Recorded(_)) => "recorded",
         Ok(WebhookOutcome::Ignored(_)) => "ignored",
-        Err(refusal) => refusal.code(),
+        Err(error) => error.code(),
     };
     // An unknown provider would let the sender choose the label value.
     let known = [Provider::Github, Provider::Gitlab, Provider::Standard];
@@ -110,9 +110,9 @@ async fn receive(
         .increment(1);
     match result {
         Ok(outcome) => Json(WebhookResponse::from(outcome)).into_response(),
-        Err(refusal) => {
+        Err(error) => {
             info!(integration = id, result = label, "webhook rejected");
-            refusal.into_response()
+            error.into_response()
         }
     }
 }

@@ -1,0 +1,38 @@
+//! A build without the feature `analytics`: everything else works, and errors explain how to enable it.
+#![cfg(not(feature = "analytics"))]
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+mod support;
+
+use serde_json::json;
+
+use support::{Place, text};
+
+#[tokio::test]
+async fn without_analytics_the_rest_works_and_errors_explain_how_to_enable_it() {
+    let place = Place::new().unwrap();
+    for verb in [
+        &["sql", "SELECT 1"][..],
+        &["report", "tickets-per-day"],
+        &["analytics", "rebuild", "--yes"],
+    ] {
+        let output = place.run(verb).unwrap();
+        let stderr = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{verb:?}: {stderr}");
+        assert!(stderr.contains("--features analytics"), "{verb:?}: {stderr}");
+    }
+    let output = place.run(&["report", "list", "--json"]).unwrap();
+    assert!(text(&output.stdout).contains("tickets-per-day"), "{}", text(&output.stderr));
+
+    let mut server = place.serve(&[]).unwrap();
+    let ready = server.until("/health/ready", |status, _| status == 200).await.unwrap();
+    assert_eq!(ready["analytics"], json!({"state": "not_built_in"}), "{ready}");
+    let (status, body) = server.get("/api/v1/reports/tickets-per-day").await.unwrap();
+    assert_eq!((status, &body["error"]["code"]), (501, &json!("no_analytics")), "{body}");
+    let url = server.url("");
+    let output = place.run(&["sql", "SELECT 1", "--url", &url]).unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    assert!(text(&output.stderr).contains("--features analytics"), "{}", text(&output.stderr));
+    assert!(server.stop().unwrap().success(), "{}", server.log());
+    assert!(!place.path().join("headwater-data/analytics.duckdb").exists());
+}
