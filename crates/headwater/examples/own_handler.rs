@@ -1,4 +1,4 @@
-//! A server with a handler of your own: `cargo run --release -p headwater --example own_handler -- serve`.
+//! A server with a custom handler: `cargo run --release -p headwater --example own_handler -- serve`.
 
 use std::process::ExitCode;
 

@@ -1,5 +1,5 @@
-//! Analytics by the real binary: events go in while it serves; reports, SQL and the rebuild over a server and on the file
-//! itself, embedded and on Redis with Postgres.
+//! Analytics in the real binary: ingestion while serving; reports, SQL and rebuilds through a server and on the file,
+//! embedded and on Redis with PostgreSQL.
 #![cfg(feature = "analytics")]
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -10,46 +10,46 @@ use std::process::Output;
 use headwater_testkit::{Database, Postgres, Redis, wait_until};
 use serde_json::{Value, json};
 
-use support::{LIMIT, Server, ServerDir, text};
+use support::{LIMIT, Place, Server, text};
 
-/// What every answer of the desk costs here, whatever it takes.
+/// Prices, so that every answer has a cost.
 const PRICES: [&str; 4] = ["--model-price-in", "1000000", "--model-price-out", "1000000"];
 
 const ALL_EVENTS: &str =
     "SELECT event_type, count(*) AS n FROM ticket_events GROUP BY event_type ORDER BY event_type";
 
-/// A place with its servers, and the words that lead the binary to them.
-struct Env {
-    place: ServerDir,
-    words: Vec<String>,
+/// A working directory with its servers, and the arguments that select them.
+struct Setup {
+    place: Place,
+    arguments: Vec<String>,
     redis: Option<Redis>,
     _database: Option<Database>,
 }
 
-impl Env {
+impl Setup {
     fn embedded() -> Self {
-        Self { place: ServerDir::new().unwrap(), words: Vec::new(), redis: None, _database: None }
+        Self { place: Place::new().unwrap(), arguments: Vec::new(), redis: None, _database: None }
     }
 
     fn servers() -> Self {
         let redis = Redis::start().unwrap();
         let database = Postgres::shared().unwrap().database().unwrap();
-        let words = ["--stream-url", &redis.url(), "--database-url", &database.url()];
-        let words = words.map(str::to_owned).to_vec();
-        let place = ServerDir::new().unwrap();
-        Self { place, words, redis: Some(redis), _database: Some(database) }
+        let arguments = ["--stream-url", &redis.url(), "--database-url", &database.url()];
+        let arguments = arguments.map(str::to_owned).to_vec();
+        let place = Place::new().unwrap();
+        Self { place, arguments, redis: Some(redis), _database: Some(database) }
     }
 
     fn serve(&self, more: &[&str]) -> Server {
-        let words: Vec<&str> = self.words.iter().map(String::as_str).collect();
-        self.place.serve(&[&words[..], &["--issue-quiet", "0ms"], more].concat()).unwrap()
+        let arguments: Vec<&str> = self.arguments.iter().map(String::as_str).collect();
+        self.place.serve(&[&arguments[..], &["--issue-quiet", "0ms"], more].concat()).unwrap()
     }
 
     fn run(&self, verb: &[&str], to: &[&str]) -> Output {
         self.place.run(&[verb, to].concat()).unwrap()
     }
 
-    /// The lines of a verb that succeeds, as JSON.
+    /// Runs a verb that must succeed; returns its output lines as JSON.
     fn json(&self, verb: &[&str], to: &[&str]) -> Vec<Value> {
         let output = self.run(&[verb, &["--json"]].concat(), to);
         let (out, err) = (text(&output.stdout), text(&output.stderr));
@@ -57,22 +57,22 @@ impl Env {
         out.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
     }
 
-    /// What a verb says that ends with this code.
-    fn refused(&self, verb: &[&str], to: &[&str], code: i32) -> String {
+    /// Runs a verb that must exit with this code; returns its output.
+    fn run_failing(&self, verb: &[&str], to: &[&str], code: i32) -> String {
         let output = self.run(verb, to);
-        let said = text(&output.stdout) + &text(&output.stderr);
-        assert_eq!(output.status.code(), Some(code), "{verb:?}: {said}");
-        said
+        let text = text(&output.stdout) + &text(&output.stderr);
+        assert_eq!(output.status.code(), Some(code), "{verb:?}: {text}");
+        text
     }
 
-    /// The answers to all reports but that of dead letters, which the database knows nothing of.
+    /// The results of all reports except dead letters, which are not in the database.
     fn reports(&self, to: &[&str]) -> Vec<Vec<Value>> {
         let names = ["tickets-per-day", "first-response", "events-per-run", "tokens-and-cost"];
         names.iter().map(|name| self.json(&["report", name], to)).collect()
     }
 }
 
-/// Opens tickets and waits until each has its answer, and all of it is in the file.
+/// Opens tickets and waits until each is answered and all `in_all` tickets are in the file.
 async fn open_tickets(server: &Server, count: usize, in_all: u64) {
     for number in 0..count {
         let ticket = json!({"title": format!("Ticket {number}"), "content": "Where is it?"});
@@ -91,7 +91,7 @@ async fn open_tickets(server: &Server, count: usize, in_all: u64) {
         .unwrap();
 }
 
-/// The sum of a column; a test may run over midnight.
+/// The sum of a column over all days.
 fn sum(table: &Value, column: &str) -> u64 {
     let columns = table["columns"].as_array().map(Vec::as_slice).unwrap_or_default();
     let Some(place) = columns.iter().position(|name| name == column) else { return 0 };
@@ -99,8 +99,8 @@ fn sum(table: &Value, column: &str) -> u64 {
     rows.iter().filter_map(|row| row[place].as_u64()).sum()
 }
 
-async fn every_verb(env: Env) {
-    let mut server = env.serve(&PRICES);
+async fn every_verb(setup: Setup) {
+    let mut server = setup.serve(&PRICES);
     server
         .until("/health/ready", |_, body| body["analytics"]["state"] == "ingesting")
         .await
@@ -109,96 +109,96 @@ async fn every_verb(env: Env) {
     let url = server.url("");
     let over = ["--url", url.as_str()];
 
-    questions(&env, &over);
-    reports(&env, &over);
-    refusals(&env, &over);
+    sql_queries(&setup, &over);
+    reports(&setup, &over);
+    invalid_calls(&setup, &over);
 
-    // What the run took is in the event: three runs of one event each, at one unit a token.
-    let runs = env.json(&["report", "events-per-run"], &over);
+    // Run metrics are in the event: three runs of one event each, at a price of one per token.
+    let runs = setup.json(&["report", "events-per-run"], &over);
     assert_eq!(runs, [json!({"events": 1, "runs": 3})]);
     let took =
         "SELECT sum(tokens_in + tokens_out) = sum(cost) AS adds_up, min(tokens_out) > 0 AS says
                 FROM ticket_events WHERE event_type = 'AI_RESPONSE_GENERATED'";
-    assert_eq!(env.json(&["sql", took], &over), [json!({"adds_up": true, "says": true})]);
+    assert_eq!(setup.json(&["sql", took], &over), [json!({"adds_up": true, "says": true})]);
 
-    // An entry that is no event becomes a dead letter, and a row of the report.
+    // An invalid entry becomes a dead letter, and a row of the report.
     let message = json!({"messages": [{"payload": "no event"}]});
     let (status, body) =
         server.post("/api/v1/topics/ticket_events/messages", &message).await.unwrap();
     assert!(status < 300, "{status} {body}");
     server.until("/api/v1/reports/dead-letters", |_, body| sum(body, "letters") > 0).await.unwrap();
-    let letters = env.json(&["report", "dead-letters"], &over);
+    let letters = setup.json(&["report", "dead-letters"], &over);
     assert_eq!(letters[0]["topic"], "ticket_events", "{letters:?}");
 
-    // While the server has the file, nobody else opens it, and the way out is told.
-    let (events, before) = (env.json(&["sql", ALL_EVENTS], &over), env.reports(&over));
+    // While the server has the file open, a verb cannot open it and suggests `--url`.
+    let (events, before) = (setup.json(&["sql", ALL_EVENTS], &over), setup.reports(&over));
     for verb in
         [&["sql", "SELECT 1"][..], &["report", "dead-letters"], &["analytics", "rebuild", "--yes"]]
     {
-        let words: Vec<&str> = env.words.iter().map(String::as_str).collect();
-        let said = env.refused(verb, &words, 1);
+        let arguments: Vec<&str> = setup.arguments.iter().map(String::as_str).collect();
+        let output = setup.run_failing(verb, &arguments, 1);
         assert!(
-            said.contains("in use by another process") && said.contains("--url http://"),
-            "{said}"
+            output.contains("in use by another process") && output.contains("--url http://"),
+            "{output}"
         );
     }
 
-    // A rebuild by the server changes nothing that can be asked.
-    let said = env.refused(&["analytics", "rebuild"], &over, 2);
-    assert!(said.contains("--yes"), "{said}");
-    let rebuilt = &env.json(&["analytics", "rebuild", "--yes"], &over)[0];
+    // A rebuild by the server does not change query results.
+    let output = setup.run_failing(&["analytics", "rebuild"], &over, 2);
+    assert!(output.contains("--yes"), "{output}");
+    let rebuilt = &setup.json(&["analytics", "rebuild", "--yes"], &over)[0];
     assert_eq!((&rebuilt["read"], &rebuilt["stored"]), (&json!(6), &json!(6)), "{rebuilt}");
-    assert_eq!(env.json(&["sql", ALL_EVENTS], &over), events);
-    // It goes on where it was.
+    assert_eq!(setup.json(&["sql", ALL_EVENTS], &over), events);
+    // The ingestion continues.
     open_tickets(&server, 1, 4).await;
     assert!(server.stop().unwrap().success(), "{}", server.log());
 
-    // Without a server the file is asked itself.
-    let after = env.reports(&[]);
+    // Without a server the file is queried directly.
+    let after = setup.reports(&[]);
     assert_eq!(after[2], [json!({"events": 1, "runs": 4})], "before: {before:?}");
-    questions(&env, &[]);
-    reports(&env, &[]);
-    refusals(&env, &[]);
+    sql_queries(&setup, &[]);
+    reports(&setup, &[]);
+    invalid_calls(&setup, &[]);
 
-    // Without the file there is nothing to ask; the database makes it anew, and it says the same.
-    std::fs::remove_file(env.place.path().join("headwater-data/analytics.duckdb")).unwrap();
-    let said = env.refused(&["sql", "SELECT 1"], &[], 1);
-    assert!(said.contains("headwater analytics rebuild"), "{said}");
-    let words: Vec<&str> = env.words.iter().map(String::as_str).collect();
-    let rebuilt = &env.json(&["analytics", "rebuild", "--yes"], &words)[0];
+    // Without the file queries fail; a rebuild from the database restores the same results.
+    std::fs::remove_file(setup.place.path().join("headwater-data/analytics.duckdb")).unwrap();
+    let output = setup.run_failing(&["sql", "SELECT 1"], &[], 1);
+    assert!(output.contains("headwater analytics rebuild"), "{output}");
+    let arguments: Vec<&str> = setup.arguments.iter().map(String::as_str).collect();
+    let rebuilt = &setup.json(&["analytics", "rebuild", "--yes"], &arguments)[0];
     assert_eq!((&rebuilt["removed"], &rebuilt["stored"]), (&json!(0), &json!(8)), "{rebuilt}");
-    assert_eq!(env.reports(&[]), after);
+    assert_eq!(setup.reports(&[]), after);
 }
 
-fn questions(env: &Env, to: &[&str]) {
+fn sql_queries(setup: &Setup, to: &[&str]) {
     let sql = "SELECT DISTINCT event_type, content IS NULL AS is_empty FROM ticket_events WHERE event_type = 'TICKET_CREATED'";
-    let rows = env.json(&["sql", sql], to);
+    let rows = setup.json(&["sql", sql], to);
     assert_eq!(rows, [json!({"event_type": "TICKET_CREATED", "is_empty": false})]);
-    let table = env
+    let table = setup
         .run(&["sql", "SELECT 1 AS a, 'x' AS long_name UNION ALL SELECT 22, NULL ORDER BY a"], to);
     assert_eq!(text(&table.stdout), "A   LONG_NAME\n1   x\n22\n", "{}", text(&table.stderr));
-    let csv = env.run(&["sql", "SELECT 1 AS a, 'x,y' AS b", "--format", "csv"], to);
+    let csv = setup.run(&["sql", "SELECT 1 AS a, 'x,y' AS b", "--format", "csv"], to);
     assert_eq!(text(&csv.stdout), "a,b\n1,\"x,y\"\n");
 }
 
-fn reports(env: &Env, to: &[&str]) {
-    let list = env.json(&["report", "list"], to);
+fn reports(setup: &Setup, to: &[&str]) {
+    let list = setup.json(&["report", "list"], to);
     assert_eq!(list.len(), 5, "{list:?}");
     for line in &list {
         let name = line["name"].as_str().unwrap();
-        env.json(&["report", name], to);
-        let svg = text(&env.run(&["report", name, "--format", "svg"], to).stdout);
+        setup.json(&["report", name], to);
+        let svg = text(&setup.run(&["report", name, "--format", "svg"], to).stdout);
         assert!(svg.starts_with("<svg ") && svg.trim_end().ends_with("</svg>"), "{name}: {svg}");
     }
-    let csv = text(&env.run(&["report", "events-per-run", "--format", "csv"], to).stdout);
+    let csv = text(&setup.run(&["report", "events-per-run", "--format", "csv"], to).stdout);
     assert!(csv.starts_with("events,runs\n1,"), "{csv}");
-    let table = text(&env.run(&["report", "events-per-run"], to).stdout);
+    let table = text(&setup.run(&["report", "events-per-run"], to).stdout);
     assert!(table.starts_with("EVENTS  RUNS\n1       "), "{table}");
-    let svg = text(&env.run(&["report", "events-per-run", "--format", "svg"], to).stdout);
+    let svg = text(&setup.run(&["report", "events-per-run", "--format", "svg"], to).stdout);
     assert!(svg.contains("How many events one run answered"), "{svg}");
 }
 
-fn refusals(env: &Env, to: &[&str]) {
+fn invalid_calls(setup: &Setup, to: &[&str]) {
     for (verb, hint) in [
         (&["sql", "SELEC 1"][..], "syntax error"),
         (&["sql", "SELECT nothing FROM ticket_events"], "nothing"),
@@ -214,26 +214,26 @@ fn refusals(env: &Env, to: &[&str]) {
         (&["report", "list", "--format", "pie"], "possible values"),
         (&["analytics"], "Usage"),
     ] {
-        let said = env.refused(verb, to, 2);
-        assert!(said.contains(hint), "{verb:?} {to:?}: {said}");
+        let output = setup.run_failing(verb, to, 2);
+        assert!(output.contains(hint), "{verb:?} {to:?}: {output}");
     }
-    assert!(!env.place.path().join("elsewhere.csv").exists());
+    assert!(!setup.place.path().join("elsewhere.csv").exists());
 }
 
 #[tokio::test]
 async fn every_verb_on_embedded_streams_and_sqlite() {
-    every_verb(Env::embedded()).await;
+    every_verb(Setup::embedded()).await;
 }
 
 #[tokio::test]
 async fn every_verb_on_redis_and_postgres() {
-    every_verb(Env::servers()).await;
+    every_verb(Setup::servers()).await;
 }
 
 #[tokio::test]
-async fn a_token_to_read_may_ask_and_may_not_rebuild() {
+async fn a_read_token_may_query_but_not_rebuild() {
     let settings = "[[token]]\nname = \"analyst\"\nrole = \"read\"\ntoken_env = \"ANALYST\"\n";
-    let place = ServerDir::new().unwrap().settings(settings).unwrap();
+    let place = Place::new().unwrap().settings(settings).unwrap();
     let place = place.variable("ANALYST", "a-token-of-some-length-1");
     let server = place.serve(&[]).unwrap();
     let ask = |request: reqwest::RequestBuilder, token: Option<&str>| {
@@ -249,7 +249,7 @@ async fn a_token_to_read_may_ask_and_may_not_rebuild() {
         assert_eq!(ask(get(path), None).await.0, 401, "{path}");
     }
     let started = std::time::Instant::now();
-    // The file is opened after the doors.
+    // The file is opened after the listener.
     while ask(get("/api/v1/sql?query=SELECT%201"), token).await.0 != 200 {
         assert!(started.elapsed() < LIMIT, "{}", server.log());
         tokio::time::sleep(std::time::Duration::from_millis(20)).await;
@@ -262,13 +262,13 @@ async fn a_token_to_read_may_ask_and_may_not_rebuild() {
 }
 
 #[tokio::test]
-async fn why_a_file_cannot_be_opened_is_told_to_admins_only() {
+async fn why_a_file_cannot_be_opened_is_shown_to_admins_only() {
     let token = |role: &str| {
         format!(
             "[[token]]\nname = \"{role}\"\nrole = \"{role}\"\ntoken = \"{role}-{role}-{role}-{role}\"\n"
         )
     };
-    let place = ServerDir::new().unwrap().settings(&(token("read") + &token("admin"))).unwrap();
+    let place = Place::new().unwrap().settings(&(token("read") + &token("admin"))).unwrap();
     let path = support::directory(&place, "secret-name").unwrap().display().to_string();
     let server = place.serve(&["--analytics-path", &path]).unwrap();
     let is_waiting = |_: u16, body: &Value| body["analytics"]["state"] == "waiting";
@@ -280,27 +280,30 @@ async fn why_a_file_cannot_be_opened_is_told_to_admins_only() {
     };
     let analytics = ask("/api/v1/analytics", "read").await;
     let asked = ask("/api/v1/sql?query=SELECT%201", "read").await;
-    for said in [ready.to_string(), analytics, asked] {
-        assert!(said.contains("the log says why") && !said.contains("secret-name"), "{said}");
+    for output in [ready.to_string(), analytics, asked] {
+        assert!(
+            output.contains("see the server log") && !output.contains("secret-name"),
+            "{output}"
+        );
     }
-    let said = ask("/api/v1/analytics", "admin").await;
-    assert!(said.contains("secret-name"), "{said}");
+    let output = ask("/api/v1/analytics", "admin").await;
+    assert!(output.contains("secret-name"), "{output}");
 }
 
 #[tokio::test]
-async fn a_second_server_waits_for_the_file_and_goes_on_when_the_first_is_killed() {
-    let env = Env::servers();
-    let mut first = env.serve(&[]);
+async fn a_second_server_waits_for_the_file_and_takes_over_when_the_first_is_killed() {
+    let setup = Setup::servers();
+    let mut first = setup.serve(&[]);
     open_tickets(&first, 2, 2).await;
-    let second = env.serve(&[]);
+    let second = setup.serve(&[]);
     let ready = second
         .until("/health/ready", |status, body| {
             status == 200 && body["analytics"]["state"] == "waiting"
         })
         .await
         .unwrap();
-    // Why is for those who may read the log; without tokens that is everybody on this machine, but health is for all.
-    assert_eq!(ready["analytics"]["reason"], "the log says why");
+    // The reason is for admins; without tokens every local caller is one, but `/health` is public.
+    assert_eq!(ready["analytics"]["reason"], "see the server log");
     let (_, shown) = second.get("/api/v1/analytics").await.unwrap();
     assert!(shown["reason"].as_str().unwrap().contains("in use by another process"), "{shown}");
     let (status, body) = second.get("/api/v1/sql?query=SELECT%201").await.unwrap();
@@ -317,14 +320,14 @@ async fn a_second_server_waits_for_the_file_and_goes_on_when_the_first_is_killed
 }
 
 #[tokio::test]
-async fn what_happens_after_redis_has_lost_everything_is_counted() {
-    let env = Env::servers();
-    let server = env.serve(&[]);
+async fn events_after_a_redis_flush_are_counted() {
+    let setup = Setup::servers();
+    let server = setup.serve(&[]);
     open_tickets(&server, 2, 2).await;
-    let redis = env.redis.as_ref().unwrap();
+    let redis = setup.redis.as_ref().unwrap();
     redis.command(&["FLUSHALL"]).unwrap().ok().unwrap();
-    // Groups are made anew; what is written before a group is there is read from the beginning.
-    wait_until("groups to be made anew", LIMIT, || {
+    // Groups are created again and read from the beginning.
+    wait_until("groups to be created again", LIMIT, || {
         redis.command(&["XINFO", "GROUPS", "ticket_events"]).unwrap().items().len() == 2
     })
     .unwrap();
@@ -332,15 +335,15 @@ async fn what_happens_after_redis_has_lost_everything_is_counted() {
 }
 
 #[tokio::test]
-async fn with_an_empty_path_analytics_is_off_and_says_so() {
-    let env = Env::embedded();
-    let server = env.serve(&["--analytics-path", ""]);
+async fn an_empty_path_disables_analytics() {
+    let setup = Setup::embedded();
+    let server = setup.serve(&["--analytics-path", ""]);
     let ready = server.until("/health/ready", |status, _| status == 200).await.unwrap();
     assert_eq!(ready["analytics"], json!({"state": "off"}), "{ready}");
     let (status, body) = server.get("/api/v1/reports/first-response").await.unwrap();
     assert_eq!(status, 501, "{body}");
     assert!(body["error"]["message"].as_str().unwrap().contains("`analytics.path` is empty"));
-    let said = env.refused(&["sql", "SELECT 1"], &["--analytics-path", ""], 1);
-    assert!(said.contains("`analytics.path` is empty"), "{said}");
-    assert!(!env.place.path().join("headwater-data/analytics.duckdb").exists());
+    let output = setup.run_failing(&["sql", "SELECT 1"], &["--analytics-path", ""], 1);
+    assert!(output.contains("`analytics.path` is empty"), "{output}");
+    assert!(!setup.place.path().join("headwater-data/analytics.duckdb").exists());
 }

@@ -1,4 +1,4 @@
-//! The desk as a handler of issues, without HTTP: bursts, stale answers, tools, budgets and models that fail.
+//! The desk as an issue handler, without HTTP: bursts, stale answers, tools, budgets and failing models.
 
 #![allow(clippy::unwrap_used, reason = "a test that meets an error has failed")]
 
@@ -7,12 +7,14 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use headwater::desk::budget::{Budget, Ledger, MemoryLedger, Reservation, Reserved};
-use headwater::desk::model::scripted::{Line, ScriptedModel};
-use headwater::desk::model::{LanguageModel, ModelError, ModelPrompt, Pieces, Turn};
+use headwater::desk::budget::{
+    Ledger, MemoryLedger, ReserveDecision, TokenBudget, TokenReservation,
+};
+use headwater::desk::model::scripted::{ScriptStep, ScriptedModel};
+use headwater::desk::model::{LanguageModel, ModelError, ModelPrompt, ResponseStream, Turn};
 use headwater::desk::tools::{FoundTicket, SearchQuery};
-use headwater::desk::{Desk, DeskConfig, NoTickets, Reply, ReplyTarget, TicketSearch};
-use headwater::outbound::{Destination, Inside, Replies};
+use headwater::desk::{Desk, DeskConfig, DeskReply, NoTickets, ReplyTarget, TicketSearch};
+use headwater::outbound::{Destination, LocalDelivery, OutboxDeliverer};
 use headwater_bus::{
     EventBus, EventBusExt, EventRegistry, Folds, LocalBus, PromptExecuted, PromptRendered,
     ReceivedEvent, SessionId, Sessions, SessionsConfig, SubscribeOptions, ToolInvoked,
@@ -28,9 +30,9 @@ use serde_json::json;
 use tokio::sync::{Semaphore, watch};
 use uuid::Uuid;
 
-const LONG: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// A worker with a desk, on a database in memory.
+/// A worker with a desk, on an in-memory database.
 struct System {
     store: Arc<dyn Store>,
     inbox: Inbox,
@@ -45,7 +47,7 @@ struct System {
 struct Setup {
     model: Arc<dyn LanguageModel>,
     search: Arc<dyn TicketSearch>,
-    /// Instead of the system's own.
+    /// Replaces the ledger of the system.
     ledger: Option<Arc<dyn Ledger>>,
     config: DeskConfig,
 }
@@ -54,7 +56,7 @@ fn setup(model: impl LanguageModel + 'static) -> Setup {
     let config = DeskConfig {
         quiet: Duration::from_millis(50),
         max_wait: Duration::from_secs(1),
-        away_pause: Duration::from_millis(10),
+        unreachable_pause: Duration::from_millis(10),
         ..DeskConfig::default()
     };
     Setup { model: Arc::new(model), search: Arc::new(NoTickets), ledger: None, config }
@@ -68,7 +70,7 @@ impl System {
         store.ensure_integration("desk", "desk").await.unwrap();
         store.ensure_integration("hub", "github").await.unwrap();
         let nudger = Nudger::new(Arc::clone(&streams));
-        let quiet = setup.config.quiet();
+        let quiet = setup.config.debounce_window();
         let inbox = InboxConfig { quiet, ..InboxConfig::default() };
         let inbox = Inbox::new(Arc::clone(&store), nudger.clone(), inbox).unwrap();
         let bus = Arc::new(LocalBus::new(EventRegistry::builtin()));
@@ -112,7 +114,7 @@ impl System {
         Self { store, inbox, bus, steps, stop, working, ledger, sessions }
     }
 
-    async fn say(&self, ticket: Uuid, content: &str) -> IssueId {
+    async fn post(&self, ticket: Uuid, content: &str) -> IssueId {
         self.event(ticket, "MESSAGE_RECEIVED", content).await
     }
 
@@ -123,8 +125,8 @@ impl System {
         self.inbox.record(event).await.unwrap().issue_id
     }
 
-    /// Waits until nothing is pending.
-    async fn settled(&self, issue_id: IssueId) -> headwater_issue::Issue {
+    /// Waits until the issue is idle.
+    async fn wait_until_idle(&self, issue_id: IssueId) -> headwater_issue::Issue {
         let waiting = async {
             loop {
                 let issue = self.store.issue(issue_id).await.unwrap().unwrap();
@@ -134,19 +136,23 @@ impl System {
                 tokio::time::sleep(Duration::from_millis(10)).await;
             }
         };
-        tokio::time::timeout(LONG, waiting).await.expect("the issue is settled in time")
+        tokio::time::timeout(TIMEOUT, waiting).await.expect("the issue becomes idle in time")
     }
 
-    /// Delivers the outbox, and returns what arrived.
-    async fn replies(&self) -> Vec<(ReplyTarget, Reply)> {
-        let arrived = Arc::new(Arrived::default());
+    /// Delivers the outbox, and returns the delivered replies.
+    async fn replies(&self) -> Vec<(ReplyTarget, DeskReply)> {
+        let delivered = Arc::new(DeliveredReplies::default());
         let destinations = HashMap::from([("desk".to_owned(), Destination::Tickets)]);
-        let replies =
-            Replies::new(Arc::clone(&self.store), destinations, Arc::clone(&arrived) as _).unwrap();
+        let replies = OutboxDeliverer::new(
+            Arc::clone(&self.store),
+            destinations,
+            Arc::clone(&delivered) as _,
+        )
+        .unwrap();
         let outbox =
             Outbox::new(Arc::clone(&self.store), replies, OutboxConfig::default()).unwrap();
         outbox.run_once().await.unwrap();
-        arrived.0.lock().unwrap().clone()
+        delivered.0.lock().unwrap().clone()
     }
 
     fn steps(&self) -> Vec<String> {
@@ -161,21 +167,21 @@ impl System {
 }
 
 #[derive(Default)]
-struct Arrived(Mutex<Vec<(ReplyTarget, Reply)>>);
+struct DeliveredReplies(Mutex<Vec<(ReplyTarget, DeskReply)>>);
 
 #[async_trait]
-impl Inside for Arrived {
-    async fn reply(
+impl LocalDelivery for DeliveredReplies {
+    async fn deliver_reply(
         &self,
         _: &OutboxRow,
         target: ReplyTarget,
-        reply: Reply,
+        reply: DeskReply,
     ) -> Result<(), DeliverError> {
         self.0.lock().unwrap().push((target, reply));
         Ok(())
     }
 
-    async fn event(&self, row: &OutboxRow) -> Result<(), DeliverError> {
+    async fn publish_event(&self, row: &OutboxRow) -> Result<(), DeliverError> {
         Err(DeliverError::Dead(format!("no event is expected: {row:?}")))
     }
 }
@@ -207,36 +213,36 @@ async fn watch_session(bus: &LocalBus) -> Arc<Mutex<Vec<String>>> {
     steps
 }
 
-/// A model that waits for a permit before each answer, and tells when it was asked.
+/// A model that waits for a permit before each answer, and counts its calls.
 #[derive(Debug)]
-struct AtDoor {
+struct BlockedModel {
     inner: Arc<ScriptedModel>,
-    door: Arc<Semaphore>,
-    asked: watch::Sender<usize>,
+    permits: Arc<Semaphore>,
+    calls: watch::Sender<usize>,
 }
 
-impl AtDoor {
+impl BlockedModel {
     fn new() -> Self {
-        let (inner, door) = (Arc::default(), Arc::new(Semaphore::new(0)));
-        Self { inner, door, asked: watch::Sender::new(0) }
+        let (inner, permits) = (Arc::default(), Arc::new(Semaphore::new(0)));
+        Self { inner, permits, calls: watch::Sender::new(0) }
     }
 }
 
 #[async_trait]
-impl LanguageModel for AtDoor {
+impl LanguageModel for BlockedModel {
     fn name(&self) -> &str {
-        "at-door"
+        "blocked"
     }
 
-    async fn ask(&self, prompt: &ModelPrompt) -> Result<Pieces, ModelError> {
-        self.asked.send_modify(|asked| *asked += 1);
-        self.door.acquire().await.unwrap().forget();
-        self.inner.ask(prompt).await
+    async fn complete(&self, prompt: &ModelPrompt) -> Result<ResponseStream, ModelError> {
+        self.calls.send_modify(|calls| *calls += 1);
+        self.permits.acquire().await.unwrap().forget();
+        self.inner.complete(prompt).await
     }
 }
 
 #[tokio::test]
-async fn a_burst_of_messages_gives_one_reply_to_all_of_them() {
+async fn a_burst_of_messages_gets_one_reply() {
     let model = Arc::new(ScriptedModel::default());
     let mut setup = setup(ScriptedModel::default());
     setup.model = Arc::clone(&model) as _;
@@ -246,17 +252,17 @@ async fn a_burst_of_messages_gives_one_reply_to_all_of_them() {
     let ticket = Uuid::now_v7();
     let mut issue_id = IssueId(0);
     for number in 0..20 {
-        issue_id = system.say(ticket, &format!("message {number}")).await;
+        issue_id = system.post(ticket, &format!("message {number}")).await;
     }
-    system.settled(issue_id).await;
+    system.wait_until_idle(issue_id).await;
     let replies = system.replies().await;
     assert_eq!(replies.len(), 1, "{replies:?}");
     assert!(replies[0].1.content.contains("your 20 messages"), "{}", replies[0].1.content);
     assert!(replies[0].1.content.contains("message 19"));
-    assert_eq!(model.asked().len(), 1);
+    assert_eq!(model.prompts().len(), 1);
     assert_eq!(system.steps(), ["rendered", "executed"]);
 
-    // The run can be replayed by the session that its reply names.
+    // The run can be replayed from the session of its reply.
     let session = SessionId::new(replies[0].1.session_id.as_ref().unwrap()).unwrap();
     let session = system.sessions.recover(&session).await.unwrap();
     let executed = session.all::<PromptExecuted>().unwrap().events;
@@ -266,19 +272,19 @@ async fn a_burst_of_messages_gives_one_reply_to_all_of_them() {
 }
 
 #[tokio::test]
-async fn a_reply_that_newer_messages_made_stale_is_never_posted() {
-    let model = AtDoor::new();
-    let (door, mut asked) = (Arc::clone(&model.door), model.asked.subscribe());
+async fn a_reply_made_stale_by_newer_messages_is_never_posted() {
+    let model = BlockedModel::new();
+    let (permits, mut calls) = (Arc::clone(&model.permits), model.calls.subscribe());
     let system = System::start(setup(model)).await;
     let ticket = Uuid::now_v7();
-    let issue_id = system.say(ticket, "Where is my parcel?").await;
-    asked.wait_for(|asked| *asked == 1).await.unwrap();
+    let issue_id = system.post(ticket, "Where is my parcel?").await;
+    calls.wait_for(|calls| *calls == 1).await.unwrap();
 
-    // While the model thinks about the first, a second one comes: the run begins anew before it has answered.
-    system.say(ticket, "I have found it.").await;
-    tokio::time::timeout(LONG, asked.wait_for(|asked| *asked == 2)).await.unwrap().unwrap();
-    door.add_permits(10);
-    system.settled(issue_id).await;
+    // A second message during the model call supersedes the run.
+    system.post(ticket, "I have found it.").await;
+    tokio::time::timeout(TIMEOUT, calls.wait_for(|calls| *calls == 2)).await.unwrap().unwrap();
+    permits.add_permits(10);
+    system.wait_until_idle(issue_id).await;
     let replies = system.replies().await;
     assert_eq!(replies.len(), 1, "{replies:?}");
     assert!(replies[0].1.content.contains("your 2 messages"), "{}", replies[0].1.content);
@@ -286,24 +292,24 @@ async fn a_reply_that_newer_messages_made_stale_is_never_posted() {
 }
 
 #[tokio::test]
-async fn a_message_that_comes_right_before_the_commit_makes_the_reply_stale() {
-    // Nobody looks for news during the run: only the last question before the end sees them.
-    let model = AtDoor::new();
-    let (door, mut asked) = (Arc::clone(&model.door), model.asked.subscribe());
+async fn a_message_right_before_the_commit_makes_the_reply_stale() {
+    // Only the final check before the commit sees the newer message.
+    let model = BlockedModel::new();
+    let (permits, mut calls) = (Arc::clone(&model.permits), model.calls.subscribe());
     let system = System::start(setup(model)).await;
     let ticket = Uuid::now_v7();
     for round in 0..5 {
-        let issue_id = system.say(ticket, &format!("first of {round}")).await;
-        let before = *asked.borrow_and_update();
-        asked.wait_for(|asked| *asked > before || round == 0 && *asked == 1).await.unwrap();
-        system.say(ticket, &format!("second of {round}")).await;
-        door.add_permits(20);
-        system.settled(issue_id).await;
-        let taken = door.available_permits();
-        door.forget_permits(taken);
+        let issue_id = system.post(ticket, &format!("first of {round}")).await;
+        let before = *calls.borrow_and_update();
+        calls.wait_for(|calls| *calls > before || round == 0 && *calls == 1).await.unwrap();
+        system.post(ticket, &format!("second of {round}")).await;
+        permits.add_permits(20);
+        system.wait_until_idle(issue_id).await;
+        let taken = permits.available_permits();
+        permits.forget_permits(taken);
     }
     let replies = system.replies().await;
-    // However the runs were cut, each reply that was posted had seen everything before it.
+    // However the messages were batched, each posted reply has seen all messages before it.
     for (_, reply) in &replies {
         assert!(reply.content.contains("second of"), "{reply:?}");
     }
@@ -327,24 +333,24 @@ impl TicketSearch for OneTicket {
     }
 }
 
-fn call(name: &str, arguments: &str) -> Line {
-    Line::Call { name: name.into(), arguments: arguments.into() }
+fn call(name: &str, arguments: &str) -> ScriptStep {
+    ScriptStep::Call { name: name.into(), arguments: arguments.into() }
 }
 
 #[tokio::test]
-async fn tools_are_called_told_of_and_take_effect_with_the_reply() {
+async fn tools_are_called_recorded_and_take_effect_with_the_reply() {
     let model = Arc::new(ScriptedModel::new([
         call("search_tickets", r#"{"query":"router"}"#),
         call("close_ticket", r#"{"reason":"solved"}"#),
-        Line::Say("Goodbye".into()),
+        ScriptStep::Say("Goodbye".into()),
     ]));
     let mut setup = setup(ScriptedModel::default());
     let search = Arc::new(OneTicket(Mutex::default()));
     (setup.model, setup.search) = (Arc::clone(&model) as _, Arc::clone(&search) as _);
     let system = System::start(setup).await;
     let ticket = Uuid::now_v7();
-    let issue_id = system.say(ticket, "It works again, thanks").await;
-    system.settled(issue_id).await;
+    let issue_id = system.post(ticket, "It works again, thanks").await;
+    system.wait_until_idle(issue_id).await;
     let replies: Vec<(ReplyTarget, String)> =
         system.replies().await.into_iter().map(|(target, reply)| (target, reply.content)).collect();
     assert_eq!(
@@ -363,27 +369,27 @@ async fn tools_are_called_told_of_and_take_effect_with_the_reply() {
     let query = search.0.lock().unwrap()[0].clone();
     assert_eq!((query.user_id.as_deref(), query.except), (Some("ada"), ticket.to_string()));
 
-    // What the tool found is data, too.
-    let asked = model.asked();
-    let Some(Turn::ToolResult { content, .. }) = asked[1].turns.last() else { panic!() };
+    // Tool results are escaped, too.
+    let prompts = model.prompts();
+    let Some(Turn::ToolResult { content, .. }) = prompts[1].turns.last() else { panic!() };
     assert!(!content.contains('<') && content.contains("\\u003c/thread"), "{content}");
     system.stop().await;
 }
 
 #[tokio::test]
-async fn a_model_that_uses_tools_wrongly_is_told_so_and_does_no_harm() {
+async fn invalid_tool_calls_are_reported_to_the_model_and_have_no_effect() {
     let system = System::start(setup(ScriptedModel::new([
         call("delete_everything", "{}"),
         call("close_ticket", "not json"),
         call("close_ticket", r#"{"reason":"x","ticket_id":"another"}"#),
         call("search_tickets", "[]"),
-        // It has had its rounds: whatever it calls now, it has to say something.
-        Line::Call { name: "close_ticket".into(), arguments: r#"{"reason":"x"}"#.into() },
-        Line::Say("Sorry".into()),
+        // The tool rounds are used up: it has to answer.
+        ScriptStep::Call { name: "close_ticket".into(), arguments: r#"{"reason":"x"}"#.into() },
+        ScriptStep::Say("Sorry".into()),
     ])))
     .await;
-    let issue_id = system.say(Uuid::now_v7(), "Hello").await;
-    system.settled(issue_id).await;
+    let issue_id = system.post(Uuid::now_v7(), "Hello").await;
+    system.wait_until_idle(issue_id).await;
     let replies = system.replies().await;
     assert_eq!(replies.len(), 1, "{replies:?}");
     let failed = [
@@ -399,213 +405,223 @@ async fn a_model_that_uses_tools_wrongly_is_told_so_and_does_no_harm() {
 }
 
 #[tokio::test]
-async fn after_a_hand_over_the_desk_is_silent_until_the_ticket_is_opened_again() {
+async fn after_a_hand_over_the_desk_is_silent_until_the_ticket_is_reopened() {
     let model = Arc::new(ScriptedModel::default());
     let mut setup = setup(ScriptedModel::default());
     setup.model = Arc::clone(&model) as _;
     let system = System::start(setup).await;
     let ticket = Uuid::now_v7();
-    let issue_id = system.say(ticket, "I want to speak to a human").await;
-    system.settled(issue_id).await;
+    let issue_id = system.post(ticket, "I want to speak to a human").await;
+    system.wait_until_idle(issue_id).await;
     let targets: Vec<ReplyTarget> =
         system.replies().await.iter().map(|(target, _)| *target).collect();
     assert_eq!(targets, [ReplyTarget::Answer, ReplyTarget::HandOver]);
-    let asked = model.asked().len();
+    let calls = model.prompts().len();
 
-    system.say(ticket, "Hello?").await;
-    let issue = system.settled(issue_id).await;
-    assert_eq!((system.replies().await.len(), model.asked().len()), (0, asked));
-    assert!(issue.discussions.contains("Hello?"), "what was said is kept: {}", issue.discussions);
+    system.post(ticket, "Hello?").await;
+    let issue = system.wait_until_idle(issue_id).await;
+    assert_eq!((system.replies().await.len(), model.prompts().len()), (0, calls));
+    assert!(issue.discussions.contains("Hello?"), "the message is recorded: {}", issue.discussions);
 
     system.event(ticket, "TICKET_REOPENED", "").await;
-    system.say(ticket, "Fine, you then.").await;
-    system.settled(issue_id).await;
+    system.post(ticket, "Fine, you then.").await;
+    system.wait_until_idle(issue_id).await;
     assert_eq!(system.replies().await.len(), 1);
     system.stop().await;
 }
 
 #[tokio::test]
-async fn an_issue_whose_tokens_are_used_up_goes_to_a_person_and_asks_no_model() {
+async fn an_issue_over_its_token_budget_is_handed_over_without_a_model_call() {
     let model = Arc::new(ScriptedModel::default().metered());
     let mut setup = setup(ScriptedModel::default());
     setup.model = Arc::clone(&model) as _;
-    setup.config.budget = Budget { issue_tokens_max: 100, ..Budget::default() };
+    setup.config.budget = TokenBudget { issue_tokens_max: 100, ..TokenBudget::default() };
     let system = System::start(setup).await;
-    let issue_id = system.say(Uuid::now_v7(), "Hello").await;
-    system.settled(issue_id).await;
+    let issue_id = system.post(Uuid::now_v7(), "Hello").await;
+    system.wait_until_idle(issue_id).await;
     let targets: Vec<ReplyTarget> =
         system.replies().await.iter().map(|(target, _)| *target).collect();
     assert_eq!(targets, [ReplyTarget::Answer, ReplyTarget::HandOver]);
-    assert_eq!((model.asked().len(), system.ledger.of_issue(issue_id)), (0, 0));
+    assert_eq!((model.prompts().len(), system.ledger.issue_total(issue_id)), (0, 0));
     system.stop().await;
 }
 
 #[tokio::test]
-async fn when_the_tokens_of_the_day_are_used_up_issues_wait_for_tomorrow() {
+async fn when_the_daily_token_budget_is_used_up_issues_are_deferred_to_the_next_day() {
     let mut setup = setup(ScriptedModel::default().metered());
-    setup.config.budget = Budget { day_tokens_max: 100, ..Budget::default() };
+    setup.config.budget = TokenBudget { day_tokens_max: 100, ..TokenBudget::default() };
     let system = System::start(setup).await;
-    let issue_id = system.say(Uuid::now_v7(), "Hello").await;
+    let issue_id = system.post(Uuid::now_v7(), "Hello").await;
     let waiting = async {
         loop {
             let issue = system.store.issue(issue_id).await.unwrap().unwrap();
-            if issue.last_error.as_deref().is_some_and(|error| error.contains("of the day")) {
+            if issue.last_error.as_deref().is_some_and(|error| error.contains("daily token budget"))
+            {
                 return issue;
             }
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
     };
-    let issue = tokio::time::timeout(LONG, waiting).await.unwrap();
+    let issue = tokio::time::timeout(TIMEOUT, waiting).await.unwrap();
     assert_eq!((issue.status, issue.quarantined_at), (ProcessingStatus::Queued, None));
     assert!(issue.not_before.is_some());
     system.stop().await;
 }
 
 #[tokio::test]
-async fn a_model_that_costs_nothing_uses_no_budget() {
+async fn a_free_model_uses_no_budget() {
     let mut setup = setup(ScriptedModel::default());
-    setup.config.budget = Budget { issue_tokens_max: 0, day_tokens_max: 0 };
+    setup.config.budget = TokenBudget { issue_tokens_max: 0, day_tokens_max: 0 };
     let system = System::start(setup).await;
-    let issue_id = system.say(Uuid::now_v7(), "Hello").await;
-    system.settled(issue_id).await;
+    let issue_id = system.post(Uuid::now_v7(), "Hello").await;
+    system.wait_until_idle(issue_id).await;
     let replies = system.replies().await;
     assert_eq!(replies.len(), 1, "no hand-over: {replies:?}");
     assert!(replies[0].1.content.contains("I have read your 1 message"), "{replies:?}");
-    assert!(replies[0].1.run.tokens_in.is_some(), "its tokens are still reported");
-    assert_eq!(system.ledger.of_issue(issue_id), 0);
+    assert!(replies[0].1.run.tokens_in.is_some(), "its tokens are reported nevertheless");
+    assert_eq!(system.ledger.issue_total(issue_id), 0);
     system.stop().await;
 }
 
-/// A ledger whose database does not answer, so many times; what it had done by then is unknown.
+/// A ledger that fails a number of times after applying the call.
 #[derive(Debug)]
-struct LedgerThatFails {
+struct FailingLedger {
     ledger: Arc<MemoryLedger>,
     failures_left: Mutex<u32>,
 }
 
-impl LedgerThatFails {
-    fn fails(&self) -> Result<(), String> {
+impl FailingLedger {
+    fn fail_if_planned(&self) -> Result<(), String> {
         let mut left = self.failures_left.lock().unwrap();
         let fails = *left > 0;
         *left = left.saturating_sub(1);
-        if fails { Err("no answer within 10s".into()) } else { Ok(()) }
+        if fails { Err("timed out after 10s".into()) } else { Ok(()) }
     }
 }
 
 #[async_trait]
-impl Ledger for LedgerThatFails {
-    async fn reserve(&self, asked: &Reservation, budget: &Budget) -> Result<Reserved, String> {
-        let reserved = self.ledger.reserve(asked, budget).await?;
-        self.fails().map(|()| reserved)
+impl Ledger for FailingLedger {
+    async fn reserve(
+        &self,
+        reservation: &TokenReservation,
+        budget: &TokenBudget,
+    ) -> Result<ReserveDecision, String> {
+        let reserved = self.ledger.reserve(reservation, budget).await?;
+        self.fail_if_planned().map(|()| reserved)
     }
 
-    async fn settle(&self, asked: &Reservation, used: u64) -> Result<(), String> {
-        self.ledger.settle(asked, used).await?;
-        self.fails()
+    async fn settle(&self, reservation: &TokenReservation, used: u64) -> Result<(), String> {
+        self.ledger.settle(reservation, used).await?;
+        self.fail_if_planned()
     }
 }
 
 #[tokio::test]
-async fn a_ledger_that_does_not_answer_costs_an_issue_neither_attempts_nor_tokens() {
-    let model = ScriptedModel::new([Line::Say("Hello".into())]).metered();
+async fn an_unavailable_ledger_costs_an_issue_neither_attempts_nor_tokens() {
+    let model = ScriptedModel::new([ScriptStep::Say("Hello".into())]).metered();
     let mut setup = setup(model);
     let ledger = Arc::new(MemoryLedger::default());
     // More failures than attempts: the first run, its settlement twice, the second run, its settlement, ...
     let failures_left = Mutex::new(7);
-    setup.ledger = Some(Arc::new(LedgerThatFails { ledger: Arc::clone(&ledger), failures_left }));
+    setup.ledger = Some(Arc::new(FailingLedger { ledger: Arc::clone(&ledger), failures_left }));
     let system = System::start(setup).await;
-    let issue_id = system.say(Uuid::now_v7(), "Hello").await;
-    let issue = system.settled(issue_id).await;
+    let issue_id = system.post(Uuid::now_v7(), "Hello").await;
+    let issue = system.wait_until_idle(issue_id).await;
     assert_eq!((issue.attempts, issue.quarantined_at), (0, None));
     assert_eq!(system.replies().await[0].1.content, "Hello");
-    let used = ledger.of_issue(issue_id);
+    let used = ledger.issue_total(issue_id);
     assert!((100..1000).contains(&used), "one prompt and its answer: {used}");
     system.stop().await;
 }
 
 #[tokio::test]
-async fn what_was_reserved_is_settled_with_what_was_used() {
-    let model = ScriptedModel::new([Line::Say("Hello".into())]).metered();
+async fn a_reservation_is_settled_with_the_used_tokens() {
+    let model = ScriptedModel::new([ScriptStep::Say("Hello".into())]).metered();
     let system = System::start(setup(model)).await;
-    let issue_id = system.say(Uuid::now_v7(), "Hello").await;
-    system.settled(issue_id).await;
-    let used = system.ledger.of_issue(issue_id);
-    // The prompt alone, not the thousand tokens that the answer might have had.
+    let issue_id = system.post(Uuid::now_v7(), "Hello").await;
+    system.wait_until_idle(issue_id).await;
+    let used = system.ledger.issue_total(issue_id);
+    // Prompt and answer, not the thousand tokens reserved for the answer.
     assert!((100..1000).contains(&used), "{used}");
     system.stop().await;
 }
 
 #[tokio::test]
-async fn a_run_that_newer_events_end_gives_back_what_it_reserved_for_its_answer() {
-    let model = AtDoor::new();
-    let (door, mut asked) = (Arc::clone(&model.door), model.asked.subscribe());
+async fn a_superseded_run_returns_the_tokens_reserved_for_its_answer() {
+    let model = BlockedModel::new();
+    let (permits, mut calls) = (Arc::clone(&model.permits), model.calls.subscribe());
     let mut setup = setup(model);
-    // An issue that can pay for two prompts and one answer only: the second run needs what the first gives back.
+    // The budget allows two prompts and one answer: the second run needs the tokens returned by the first.
     setup.config.output_tokens_max = 100_000;
     setup.config.budget.issue_tokens_max = 110_000;
     let system = System::start(setup).await;
     let ticket = Uuid::now_v7();
-    let issue_id = system.say(ticket, "Where is my parcel?").await;
-    asked.wait_for(|asked| *asked == 1).await.unwrap();
-    assert!(system.ledger.of_issue(issue_id) >= 100_000);
-    system.say(ticket, "I have found it.").await;
-    tokio::time::timeout(LONG, asked.wait_for(|asked| *asked == 2)).await.unwrap().unwrap();
-    door.add_permits(10);
-    system.settled(issue_id).await;
+    let issue_id = system.post(ticket, "Where is my parcel?").await;
+    calls.wait_for(|calls| *calls == 1).await.unwrap();
+    assert!(system.ledger.issue_total(issue_id) >= 100_000);
+    system.post(ticket, "I have found it.").await;
+    tokio::time::timeout(TIMEOUT, calls.wait_for(|calls| *calls == 2)).await.unwrap().unwrap();
+    permits.add_permits(10);
+    system.wait_until_idle(issue_id).await;
     let replies = system.replies().await;
     assert_eq!(replies.len(), 1, "{replies:?}");
     assert!(replies[0].1.content.contains("your 2 messages"), "{}", replies[0].1.content);
-    let used = system.ledger.of_issue(issue_id);
+    let used = system.ledger.issue_total(issue_id);
     assert!((100..10_000).contains(&used), "two prompts and an answer: {used}");
     system.stop().await;
 }
 
 #[tokio::test]
-async fn a_model_that_fails_is_asked_again_by_the_next_run() {
-    let unavailable = || Line::Fail(ModelError::Unavailable("away".into()));
+async fn a_failed_model_call_is_retried_by_the_next_run() {
+    let unavailable = || ScriptStep::Fail(ModelError::Unavailable("timeout".into()));
     let system = System::start(setup(ScriptedModel::new([
         unavailable(),
-        Line::Say("   \n".into()),
-        Line::Say("Hello".into()),
+        ScriptStep::Say("   \n".into()),
+        ScriptStep::Say("Hello".into()),
     ])))
     .await;
-    let issue_id = system.say(Uuid::now_v7(), "Hello").await;
-    let issue = system.settled(issue_id).await;
+    let issue_id = system.post(Uuid::now_v7(), "Hello").await;
+    let issue = system.wait_until_idle(issue_id).await;
     assert_eq!((issue.attempts, issue.quarantined_at), (0, None));
     assert_eq!(system.replies().await[0].1.content, "Hello");
 
-    // A model that is away is waited for, however long, and costs nothing.
+    // An unreachable model is retried without a limit and without counting attempts.
     system.stop().await;
-    let away = || Line::Fail(ModelError::Away("no connection".into()));
-    let busy =
-        || Line::Fail(ModelError::Busy { after: Some(Duration::ZERO), reason: "429".into() });
-    let mut lines = vec![away()];
-    lines.extend((0..20).map(|_| busy()));
-    lines.push(Line::Say("Hello".into()));
-    let system = System::start(setup(ScriptedModel::new(lines))).await;
-    let issue_id = system.say(Uuid::now_v7(), "Hello").await;
-    let issue = system.settled(issue_id).await;
+    let unreachable = || ScriptStep::Fail(ModelError::Unreachable("no connection".into()));
+    let rate_limited = || {
+        ScriptStep::Fail(ModelError::RateLimited {
+            after: Some(Duration::ZERO),
+            reason: "429".into(),
+        })
+    };
+    let mut script = vec![unreachable()];
+    script.extend((0..20).map(|_| rate_limited()));
+    script.push(ScriptStep::Say("Hello".into()));
+    let system = System::start(setup(ScriptedModel::new(script))).await;
+    let issue_id = system.post(Uuid::now_v7(), "Hello").await;
+    let issue = system.wait_until_idle(issue_id).await;
     assert_eq!((issue.attempts, issue.quarantined_at), (0, None));
     assert_eq!(system.replies().await[0].1.content, "Hello");
     let sessions = system.sessions.list(EntryId::MIN, 100).await.unwrap();
-    assert_eq!(sessions.len(), 1, "runs that wait leave no session");
+    assert_eq!(sessions.len(), 1, "deferred runs create no session");
 
-    // A prompt that the model will never take is left to an operator at once.
+    // A rejected prompt is quarantined at once.
     system.stop().await;
-    let refused = Line::Fail(ModelError::Refused("too long".into()));
-    let system = System::start(setup(ScriptedModel::new([refused]))).await;
-    let issue_id = system.say(Uuid::now_v7(), "Hello").await;
-    let issue = system.settled(issue_id).await;
+    let rejected = ScriptStep::Fail(ModelError::Rejected("too long".into()));
+    let system = System::start(setup(ScriptedModel::new([rejected]))).await;
+    let issue_id = system.post(Uuid::now_v7(), "Hello").await;
+    let issue = system.wait_until_idle(issue_id).await;
     assert!(issue.quarantined_at.is_some() && issue.last_error.unwrap().contains("too long"));
     system.stop().await;
 }
 
 #[tokio::test]
-async fn a_model_that_is_busy_for_long_says_when_the_next_run_begins() {
+async fn retry_after_of_a_rate_limited_model_defers_the_next_run() {
     let after = Some(Duration::from_secs(7200));
-    let busy = Line::Fail(ModelError::Busy { after, reason: "slow down".into() });
-    let system = System::start(setup(ScriptedModel::new([busy]))).await;
-    let issue_id = system.say(Uuid::now_v7(), "Hello").await;
+    let rate_limited =
+        ScriptStep::Fail(ModelError::RateLimited { after, reason: "slow down".into() });
+    let system = System::start(setup(ScriptedModel::new([rate_limited]))).await;
+    let issue_id = system.post(Uuid::now_v7(), "Hello").await;
     let waiting = async {
         loop {
             let issue = system.store.issue(issue_id).await.unwrap().unwrap();
@@ -615,7 +631,7 @@ async fn a_model_that_is_busy_for_long_says_when_the_next_run_begins() {
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
     };
-    let issue = tokio::time::timeout(LONG, waiting).await.unwrap();
+    let issue = tokio::time::timeout(TIMEOUT, waiting).await.unwrap();
     assert_eq!((issue.status, issue.quarantined_at), (ProcessingStatus::Queued, None));
     let wait = issue.not_before.unwrap().since(SystemClock.now());
     assert!(wait > Duration::from_secs(3600), "{wait:?}");
@@ -623,7 +639,7 @@ async fn a_model_that_is_busy_for_long_says_when_the_next_run_begins() {
 }
 
 #[tokio::test]
-async fn an_issue_of_github_gets_an_answer_and_no_tools_for_tickets() {
+async fn a_github_issue_gets_an_answer_and_no_ticket_tools() {
     let model = Arc::new(ScriptedModel::default());
     let mut setup = setup(ScriptedModel::default());
     setup.model = Arc::clone(&model) as _;
@@ -635,24 +651,24 @@ async fn an_issue_of_github_gets_an_answer_and_no_tools_for_tickets() {
         ..NewEvent::new("hub", "7", "issue_comment", payload.to_string())
     };
     let issue_id = system.inbox.record(event).await.unwrap().issue_id;
-    system.settled(issue_id).await;
-    let asked = model.asked();
-    let tools: Vec<&str> = asked[0].tools.iter().map(|tool| tool.name).collect();
+    system.wait_until_idle(issue_id).await;
+    let prompts = model.prompts();
+    let tools: Vec<&str> = prompts[0].tools.iter().map(|tool| tool.name).collect();
     assert_eq!(tools, ["hand_over"]);
     system.stop().await;
 }
 
 #[tokio::test]
-async fn closing_a_ticket_while_the_model_thinks_makes_its_answer_stale() {
-    let model = AtDoor::new();
-    let (door, mut asked) = (Arc::clone(&model.door), model.asked.subscribe());
+async fn closing_a_ticket_during_the_model_call_makes_its_answer_stale() {
+    let model = BlockedModel::new();
+    let (permits, mut calls) = (Arc::clone(&model.permits), model.calls.subscribe());
     let system = System::start(setup(model)).await;
     let ticket = Uuid::now_v7();
-    let issue_id = system.say(ticket, "Where is my parcel?").await;
-    asked.wait_for(|asked| *asked == 1).await.unwrap();
+    let issue_id = system.post(ticket, "Where is my parcel?").await;
+    calls.wait_for(|calls| *calls == 1).await.unwrap();
     system.event(ticket, "TICKET_CLOSED", "").await;
-    system.settled(issue_id).await;
-    door.add_permits(10);
+    system.wait_until_idle(issue_id).await;
+    permits.add_permits(10);
     assert_eq!(system.replies().await.len(), 0);
     system.stop().await;
 }

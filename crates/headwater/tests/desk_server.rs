@@ -1,4 +1,4 @@
-//! The desk in the real binary: tickets over HTTP, processes that die, and bad input.
+//! The desk in the real binary: tickets over HTTP, killed processes, and bad input.
 
 #![allow(clippy::unwrap_used, reason = "a test that meets an error has failed")]
 
@@ -12,12 +12,12 @@ use headwater_testkit::{Postgres, Redis};
 use serde_json::{Value, json};
 use support::desk::{all_idle, answered, by, new_ticket, open};
 use support::model::FakeModel;
-use support::{LIMIT, Server, ServerDir, answer, eventually};
+use support::{LIMIT, Place, Server, answer, eventually};
 use uuid::Uuid;
 
 #[tokio::test]
-async fn a_ticket_is_answered_closed_and_opened_again_with_nothing_installed() {
-    let place = ServerDir::new().unwrap();
+async fn a_ticket_is_answered_closed_and_reopened_without_external_services() {
+    let place = Place::new().unwrap();
     let mut server = place.serve(&["--issue-quiet", "100ms"]).unwrap();
     let created = open(&server, "Where is my parcel? <script>alert(1)</script>").await.unwrap();
     let id = created["ticket_id"].as_str().unwrap().to_owned();
@@ -27,20 +27,20 @@ async fn a_ticket_is_answered_closed_and_opened_again_with_nothing_installed() {
     assert_eq!(by(&ticket, "user"), ["Where is my parcel? <script>alert(1)</script>"]);
     assert!(by(&ticket, "assistant")[0].contains("Where is my parcel?"), "{ticket:#}");
 
-    // A listener gets everything from the beginning, and what comes.
-    let listening = server
+    // A subscriber gets all messages from the beginning, then new ones.
+    let response = server
         .client
         .get(server.url(&format!("/api/v1/tickets/{id}/events")))
         .send()
         .await
         .unwrap();
-    assert_eq!(listening.headers()["content-type"], "text/event-stream");
-    let mut events = listening.bytes_stream();
-    let mut heard = String::new();
+    assert_eq!(response.headers()["content-type"], "text/event-stream");
+    let mut events = response.bytes_stream();
+    let mut received = String::new();
     let mut wait_for = async |what: &str| {
         let waiting = async {
-            while !heard.contains(what) {
-                heard.push_str(&String::from_utf8_lossy(&events.next().await.unwrap().unwrap()));
+            while !received.contains(what) {
+                received.push_str(&String::from_utf8_lossy(&events.next().await.unwrap().unwrap()));
             }
         };
         tokio::time::timeout(LIMIT, waiting).await.expect(what);
@@ -50,7 +50,7 @@ async fn a_ticket_is_answered_closed_and_opened_again_with_nothing_installed() {
     let (status, _) = server.post(&path, &json!({"content": "Thank you, solved"})).await.unwrap();
     assert_eq!(status, 201);
     wait_for("Thank you, solved").await;
-    // The scripted model closes the ticket by a tool.
+    // The scripted model closes the ticket with a tool.
     wait_for("\"status\":\"closed\"").await;
     let (status, body) =
         server.post(&format!("/api/v1/tickets/{id}/reopen"), &json!({})).await.unwrap();
@@ -66,7 +66,7 @@ async fn a_ticket_is_answered_closed_and_opened_again_with_nothing_installed() {
 
 #[tokio::test]
 async fn tickets_and_answers_survive_a_kill_at_any_moment() {
-    let place = ServerDir::new().unwrap();
+    let place = Place::new().unwrap();
     let mut ids: Vec<String> = Vec::new();
     for round in 0..3 {
         let mut server = place
@@ -75,7 +75,7 @@ async fn tickets_and_answers_survive_a_kill_at_any_moment() {
                 "0ms",
                 "--issue-max-wait",
                 "0ms",
-                // Long enough that only a kill ends a claim: five ends are a quarantine.
+                // Long enough that only a kill ends a claim: five lost claims quarantine an issue.
                 "--worker-claim",
                 "4s",
                 "--sweep-every",
@@ -107,7 +107,7 @@ async fn tickets_and_answers_survive_a_kill_at_any_moment() {
         let ticket = answered(&server, id, 1).await.unwrap();
         assert_eq!(by(&ticket, "user").len(), 1, "{ticket:#}");
     }
-    // Nobody is answered twice, also not by what was under way when a process died.
+    // No ticket is answered twice, not even by work in flight when a process died.
     all_idle(&server).await.unwrap();
     for id in &ids {
         let ticket = answered(&server, id, 1).await.unwrap();
@@ -116,11 +116,11 @@ async fn tickets_and_answers_survive_a_kill_at_any_moment() {
 }
 
 #[tokio::test]
-async fn a_worker_that_is_killed_during_a_model_call_costs_no_ticket_its_one_reply() {
+async fn each_ticket_gets_one_reply_after_a_worker_is_killed_during_a_model_call() {
     let redis = Redis::start().unwrap();
     let database = Postgres::shared().unwrap().database().unwrap();
     let (model, url) = FakeModel::start((5, 5)).await.unwrap();
-    let place = ServerDir::new().unwrap();
+    let place = Place::new().unwrap();
     let (streams, database) = (redis.url(), database.url());
     let arguments = [
         "--stream-url",
@@ -146,11 +146,11 @@ async fn a_worker_that_is_killed_during_a_model_call_costs_no_ticket_its_one_rep
     let mut victim = place.worker(&arguments).unwrap();
     let _other = place.worker(&arguments).unwrap();
 
-    // Until the victim has one in its hands, while the model thinks.
+    // Open tickets until the victim has claimed one and waits for the model.
     let mut tickets: HashMap<i64, (String, String)> = HashMap::new();
     let pid = format!(":{}:", victim.pid());
     let deadline = tokio::time::Instant::now() + LIMIT;
-    let in_hand = 'found: loop {
+    let claimed = 'found: loop {
         assert!(tokio::time::Instant::now() < deadline && tickets.len() < 60, "{}", server.log());
         let question = format!("question {}.", tickets.len());
         let created = open(&server, &question).await.unwrap();
@@ -164,10 +164,10 @@ async fn a_worker_that_is_killed_during_a_model_call_costs_no_ticket_its_one_rep
             }
         }
     };
-    let question = &tickets[&in_hand].1;
-    eventually("a question", || !model.asked(question).is_empty()).await.unwrap();
+    let question = &tickets[&claimed].1;
+    eventually("a model request", || !model.requests(question).is_empty()).await.unwrap();
     victim.kill9().unwrap();
-    model.open_door();
+    model.unblock();
     for (id, _) in tickets.values() {
         answered(&server, id, 1).await.unwrap();
     }
@@ -185,8 +185,8 @@ async fn raw(server: &Server, path: &str, content_type: &str, body: Vec<u8>) -> 
 }
 
 #[tokio::test]
-async fn bad_input_is_refused_by_name_and_changes_nothing() {
-    let place = ServerDir::new().unwrap();
+async fn bad_input_is_rejected_with_an_error_code_and_changes_nothing() {
+    let place = Place::new().unwrap();
     let server = place.serve(&["--issue-quiet", "50ms"]).unwrap();
     let created = open(&server, "x").await.unwrap();
     let id = created["ticket_id"].as_str().unwrap().to_owned();
@@ -279,7 +279,7 @@ async fn bad_input_is_refused_by_name_and_changes_nothing() {
         .header("last-event-id", "x");
     assert_eq!(request.send().await.unwrap().status(), 400);
 
-    // SQL and HTML are text like any other.
+    // SQL and HTML are stored as plain text.
     let nasty = "'; DROP TABLE tickets; -- <script>alert(1)</script>";
     let (status, body) = server
         .post(&create, &json!({"title": nasty, "content": nasty, "user_id": nasty}))
@@ -291,17 +291,17 @@ async fn bad_input_is_refused_by_name_and_changes_nothing() {
     let (_, list) = server.get("/api/v1/tickets").await.unwrap();
     assert_eq!(list["tickets"].as_array().unwrap().len(), 2, "nothing else was written: {list:#}");
 
-    // A message id that is used again for something else.
+    // Reuse of a message id for another message.
     let again = json!({"title": "other", "content": "other", "message_id": created["message_id"]});
     let (status, body) = server.post(&create, &again).await.unwrap();
     assert_eq!((status, body["error"]["code"].as_str()), (409, Some("conflict")), "{body}");
 }
 
 #[tokio::test]
-async fn a_token_does_what_its_role_allows() {
+async fn a_token_allows_only_what_its_role_allows() {
     let text = "[[token]]\nname = \"r\"\nrole = \"read\"\ntoken = \"rrrrrrrrrrrrrrrrrrrr\"\n\
                 [[token]]\nname = \"w\"\nrole = \"write\"\ntoken = \"wwwwwwwwwwwwwwwwwwww\"\n";
-    let place = ServerDir::new().unwrap().settings(text).unwrap();
+    let place = Place::new().unwrap().settings(text).unwrap();
     let server = place.serve(&[]).unwrap();
     let call = async |token: &str, method: &str, path: &str| {
         let request = match method {

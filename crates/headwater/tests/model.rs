@@ -1,4 +1,4 @@
-//! The client of OpenAI-compatible services against a server that does everything such a server may do.
+//! The OpenAI-compatible client against a server with every kind of behavior.
 
 #![allow(clippy::unwrap_used, reason = "a test that meets an error has failed")]
 
@@ -15,40 +15,41 @@ use axum::http::{HeaderMap, Response, StatusCode};
 use axum::routing::post;
 use futures_util::{StreamExt, stream};
 use headwater::desk::model::{
-    Answer, LanguageModel, ModelError, ModelPrompt, Piece, ToolCall, ToolSpec, Turn, Usage,
+    LanguageModel, ModelAnswer, ModelError, ModelPrompt, ResponseChunk, TokenUsage, ToolCall,
+    ToolSpec, Turn,
 };
 use headwater::desk::{OpenAiConfig, OpenAiModel};
 use serde_json::{Value as Json, json};
 
-/// What the server does with one request.
+/// Behavior of the server for one request.
 #[derive(Clone)]
-enum Does {
+enum Behavior {
     /// Streams these chunks, one by one.
-    Streams(Vec<String>),
-    /// Streams these, then says nothing more and keeps the connection.
-    Stalls(Vec<String>),
-    /// Answers at once.
-    Answers(u16, &'static str, Vec<(&'static str, &'static str)>),
-    /// Says nothing at all.
-    IsSilent,
-    /// Streams bytes that are no text.
-    SendsBytes(&'static [u8]),
-    /// Streams the same chunk for ever.
-    NeverEnds(String),
+    StreamChunks(Vec<String>),
+    /// Streams these chunks, then stalls and keeps the connection open.
+    Stall(Vec<String>),
+    /// Responds with status, body and headers.
+    Respond(u16, &'static str, Vec<(&'static str, &'static str)>),
+    /// Never responds.
+    NoResponse,
+    /// Streams bytes that are not UTF-8.
+    StreamBytes(&'static [u8]),
+    /// Streams the same chunk without end.
+    StreamForever(String),
 }
 
 #[derive(Default)]
 struct Server {
-    script: Mutex<Vec<Does>>,
+    script: Mutex<Vec<Behavior>>,
     requests: Mutex<Vec<(HeaderMap, Json)>>,
     count: AtomicUsize,
 }
 
 impl Server {
-    async fn start(script: Vec<Does>) -> (Arc<Self>, SocketAddr) {
+    async fn start(script: Vec<Behavior>) -> (Arc<Self>, SocketAddr) {
         let server = Arc::new(Self { script: Mutex::new(script), ..Self::default() });
         let router =
-            Router::new().route("/v1/chat/completions", post(answer)).with_state(server.clone());
+            Router::new().route("/v1/chat/completions", post(respond)).with_state(server.clone());
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         tokio::spawn(async move { axum::serve(listener, router).await });
@@ -56,7 +57,7 @@ impl Server {
     }
 }
 
-async fn answer(
+async fn respond(
     State(server): State<Arc<Server>>,
     headers: HeaderMap,
     body: Bytes,
@@ -64,24 +65,26 @@ async fn answer(
     let body = serde_json::from_slice(&body).unwrap();
     server.requests.lock().unwrap().push((headers, body));
     server.count.fetch_add(1, Ordering::SeqCst);
-    let does = server.script.lock().unwrap().remove(0);
+    let behavior = server.script.lock().unwrap().remove(0);
     let streamed = |body: Body| {
         Response::builder().header("content-type", "text/event-stream").body(body).unwrap()
     };
-    let chunks = |chunks: Vec<String>| {
+    let byte_stream = |chunks: Vec<String>| {
         stream::iter(chunks.into_iter().map(|chunk| Ok::<_, Infallible>(Bytes::from(chunk))))
     };
-    match does {
-        Does::Streams(pieces) => streamed(Body::from_stream(chunks(pieces))),
-        Does::Stalls(pieces) => {
-            streamed(Body::from_stream(chunks(pieces).chain(stream::pending())))
+    match behavior {
+        Behavior::StreamChunks(chunks) => streamed(Body::from_stream(byte_stream(chunks))),
+        Behavior::Stall(chunks) => {
+            streamed(Body::from_stream(byte_stream(chunks).chain(stream::pending())))
         }
-        Does::NeverEnds(chunk) => streamed(Body::from_stream(stream::repeat_with(move || {
-            Ok::<_, Infallible>(Bytes::from(chunk.clone()))
-        }))),
-        Does::SendsBytes(bytes) => streamed(Body::from(bytes)),
-        Does::IsSilent => std::future::pending().await,
-        Does::Answers(status, body, headers) => {
+        Behavior::StreamForever(chunk) => {
+            streamed(Body::from_stream(stream::repeat_with(move || {
+                Ok::<_, Infallible>(Bytes::from(chunk.clone()))
+            })))
+        }
+        Behavior::StreamBytes(bytes) => streamed(Body::from(bytes)),
+        Behavior::NoResponse => std::future::pending().await,
+        Behavior::Respond(status, body, headers) => {
             let mut response = Response::builder().status(StatusCode::from_u16(status).unwrap());
             for (name, value) in headers {
                 response = response.header(name, value);
@@ -107,15 +110,15 @@ fn stop() -> Vec<String> {
     ]
 }
 
-fn says(words: &str) -> Does {
-    Does::Streams([vec![text(words)], stop()].concat())
+fn answers(words: &str) -> Behavior {
+    Behavior::StreamChunks([vec![text(words)], stop()].concat())
 }
 
 fn model(address: SocketAddr) -> OpenAiModel {
-    impatient(address, Duration::from_secs(20), Duration::from_secs(10))
+    model_with_timeouts(address, Duration::from_secs(20), Duration::from_secs(10))
 }
 
-fn impatient(address: SocketAddr, total: Duration, idle: Duration) -> OpenAiModel {
+fn model_with_timeouts(address: SocketAddr, total: Duration, idle: Duration) -> OpenAiModel {
     let key = Some("sk-secret-key".to_owned().into());
     OpenAiModel::new(OpenAiConfig {
         total_timeout: total,
@@ -128,29 +131,36 @@ fn impatient(address: SocketAddr, total: Duration, idle: Duration) -> OpenAiMode
 
 fn prompt() -> ModelPrompt {
     ModelPrompt {
-        turns: vec![Turn::Instruction("Be kind.".into()), Turn::Data("{}".into())],
+        turns: vec![Turn::System("Be kind.".into()), Turn::User("{}".into())],
         tools: vec![],
         output_tokens_max: 50,
     }
 }
 
-async fn ask(model: &OpenAiModel) -> Result<Answer, ModelError> {
-    model.ask(&prompt()).await?.gather().await
+async fn complete(model: &OpenAiModel) -> Result<ModelAnswer, ModelError> {
+    model.complete(&prompt()).await?.collect().await
 }
 
 #[tokio::test]
-async fn an_answer_comes_piece_by_piece_with_what_it_took() {
+async fn an_answer_is_streamed_in_chunks_with_its_token_usage() {
     let all = [vec![text("Hel"), text("lo")], stop()].concat().concat();
-    // The network cuts where it likes.
+    // Split at arbitrary positions.
     let cut = all.as_bytes().chunks(7).map(|part| String::from_utf8(part.to_vec()).unwrap());
-    let (server, address) = Server::start(vec![Does::Streams(cut.collect())]).await;
-    let mut pieces = model(address).ask(&prompt()).await.unwrap();
+    let (server, address) = Server::start(vec![Behavior::StreamChunks(cut.collect())]).await;
+    let mut stream = model(address).complete(&prompt()).await.unwrap();
     let mut got = Vec::new();
-    while let Some(piece) = pieces.next().await {
-        got.push(piece.unwrap());
+    while let Some(chunk) = stream.next().await {
+        got.push(chunk.unwrap());
     }
-    let usage = Usage { input_tokens: 11, output_tokens: 7 };
-    assert_eq!(got, [Piece::Text("Hel".into()), Piece::Text("lo".into()), Piece::Usage(usage)]);
+    let usage = TokenUsage { input_tokens: 11, output_tokens: 7 };
+    assert_eq!(
+        got,
+        [
+            ResponseChunk::Text("Hel".into()),
+            ResponseChunk::Text("lo".into()),
+            ResponseChunk::Usage(usage)
+        ]
+    );
     let requests = server.requests.lock().unwrap();
     let (headers, body) = &requests[0];
     assert_eq!(headers["authorization"], "Bearer sk-secret-key");
@@ -164,7 +174,7 @@ async fn an_answer_comes_piece_by_piece_with_what_it_took() {
 }
 
 #[tokio::test]
-async fn calls_of_tools_are_put_together_from_their_fragments() {
+async fn tool_calls_are_assembled_from_fragments() {
     let fragment = |json: Json| event(&json!({"choices": [{"delta": {"tool_calls": [json]}}]}));
     let script = [
         vec![
@@ -180,11 +190,12 @@ async fn calls_of_tools_are_put_together_from_their_fragments() {
         stop(),
     ]
     .concat();
-    let (server, address) = Server::start(vec![Does::Streams(script), says("ok")]).await;
+    let (server, address) =
+        Server::start(vec![Behavior::StreamChunks(script), answers("ok")]).await;
     let model = model(address);
     let spec = ToolSpec { name: "search", description: "d", parameters: json!({"type": "object"}) };
     let mut prompt = ModelPrompt { tools: vec![spec], ..prompt() };
-    let answer = model.ask(&prompt).await.unwrap().gather().await.unwrap();
+    let answer = model.complete(&prompt).await.unwrap().collect().await.unwrap();
     let call = |id: &str, name: &str, arguments: &str| ToolCall {
         id: id.into(),
         name: name.into(),
@@ -192,10 +203,10 @@ async fn calls_of_tools_are_put_together_from_their_fragments() {
     };
     assert_eq!(answer.calls, [call("c1", "search", r#"{"query":"x"}"#), call("c2", "close", "{}")]);
 
-    // What was called, and what came of it, goes back in the words of the service.
-    prompt.turns.push(Turn::Answer(answer));
+    // Tool calls and their results are sent back in the format of the service.
+    prompt.turns.push(Turn::Assistant(answer));
     prompt.turns.push(Turn::ToolResult { call_id: "c1".into(), content: "[]".into() });
-    model.ask(&prompt).await.unwrap().gather().await.unwrap();
+    model.complete(&prompt).await.unwrap().collect().await.unwrap();
     let body = &server.requests.lock().unwrap()[1].1;
     assert_eq!(body["tools"][0]["function"]["name"], "search");
     assert_eq!(body["messages"][2]["tool_calls"][0]["function"]["arguments"], r#"{"query":"x"}"#);
@@ -203,31 +214,31 @@ async fn calls_of_tools_are_put_together_from_their_fragments() {
 }
 
 #[tokio::test]
-async fn a_service_that_does_not_stream_serves_as_well() {
+async fn a_service_that_does_not_stream_is_supported() {
     let body = r#"{"choices":[{"message":{"role":"assistant","content":"Hello"},"finish_reason":"stop"}],"usage":{"prompt_tokens":1,"completion_tokens":2}}"#;
     let json = vec![("content-type", "application/json")];
-    let (_server, address) = Server::start(vec![Does::Answers(200, body, json)]).await;
-    let answer = ask(&model(address)).await.unwrap();
+    let (_server, address) = Server::start(vec![Behavior::Respond(200, body, json)]).await;
+    let answer = complete(&model(address)).await.unwrap();
     assert_eq!((answer.text.as_str(), answer.usage.unwrap().total()), ("Hello", 3));
 }
 
 #[tokio::test]
-async fn a_busy_or_broken_service_is_asked_again() {
+async fn rate_limits_and_server_errors_are_retried() {
     let script = vec![
-        Does::Answers(429, "slow down", vec![("retry-after", "0")]),
-        Does::Answers(500, "oops", vec![]),
-        Does::Answers(503, "", vec![]),
-        says("Hello"),
+        Behavior::Respond(429, "slow down", vec![("retry-after", "0")]),
+        Behavior::Respond(500, "oops", vec![]),
+        Behavior::Respond(503, "", vec![]),
+        answers("Hello"),
     ];
     let (server, address) = Server::start(script).await;
-    assert_eq!(ask(&model(address)).await.unwrap().text, "Hello");
+    assert_eq!(complete(&model(address)).await.unwrap().text, "Hello");
     assert_eq!(server.count.load(Ordering::SeqCst), 4);
 }
 
 #[tokio::test]
-async fn a_service_that_stays_broken_is_given_up_after_the_last_try() {
-    let (server, address) = Server::start(vec![Does::Answers(500, "oops", vec![]); 9]).await;
-    let error = ask(&model(address)).await.unwrap_err();
+async fn a_call_fails_after_the_last_attempt() {
+    let (server, address) = Server::start(vec![Behavior::Respond(500, "oops", vec![]); 9]).await;
+    let error = complete(&model(address)).await.unwrap_err();
     assert!(
         matches!(&error, ModelError::Unavailable(reason) if reason.contains("oops")),
         "{error}"
@@ -236,27 +247,27 @@ async fn a_service_that_stays_broken_is_given_up_after_the_last_try() {
 }
 
 #[tokio::test]
-async fn a_service_that_wants_us_to_wait_longer_than_we_can_tells_the_caller_how_long() {
-    let busy = Does::Answers(429, "", vec![("retry-after", "77")]);
+async fn a_retry_after_beyond_the_timeout_is_returned_to_the_caller() {
+    let busy = Behavior::Respond(429, "", vec![("retry-after", "77")]);
     let (server, address) = Server::start(vec![busy]).await;
-    let error = ask(&model(address)).await.unwrap_err();
+    let error = complete(&model(address)).await.unwrap_err();
     let after = Some(Duration::from_secs(77));
-    assert!(matches!(&error, ModelError::Busy { after: it, .. } if *it == after), "{error}");
+    assert!(matches!(&error, ModelError::RateLimited { after: it, .. } if *it == after), "{error}");
     assert_eq!(server.count.load(Ordering::SeqCst), 1);
 }
 
 #[tokio::test]
-async fn refusals_are_told_apart_and_never_show_the_key() {
+async fn client_errors_are_classified_and_never_show_the_key() {
     let body = r#"{"error":{"message":"Incorrect API key provided: sk-secret-key\u0007"}}"#;
     for (status, denied) in
         [(401, true), (403, true), (404, true), (400, false), (422, false), (302, true)]
     {
         let (server, address) =
-            Server::start(vec![Does::Answers(status, body, vec![("location", "/x")])]).await;
+            Server::start(vec![Behavior::Respond(status, body, vec![("location", "/x")])]).await;
         let model = model(address);
-        let error = ask(&model).await.unwrap_err();
-        assert_eq!(matches!(error, ModelError::Denied(_)), denied, "{status}: {error}");
-        assert_eq!(matches!(error, ModelError::Refused(_)), !denied, "{status}: {error}");
+        let error = complete(&model).await.unwrap_err();
+        assert_eq!(matches!(error, ModelError::Unauthorized(_)), denied, "{status}: {error}");
+        assert_eq!(matches!(error, ModelError::Rejected(_)), !denied, "{status}: {error}");
         assert!(error.to_string().contains("Incorrect API key provided: ***"), "{error}");
         assert!(!format!("{model:?} {error:?} {error}").contains("sk-secret-key"));
         assert_eq!(server.count.load(Ordering::SeqCst), 1);
@@ -264,29 +275,30 @@ async fn refusals_are_told_apart_and_never_show_the_key() {
 }
 
 #[tokio::test]
-async fn a_service_that_falls_silent_is_given_up_in_time() {
-    // Silence ends it: the answer as a whole would have all the time in the world.
+async fn a_stalled_service_times_out() {
+    // The idle timeout applies: the total timeout is much longer.
     let (short, long) = (Duration::from_secs(2), Duration::from_secs(3600));
-    let (_server, address) = Server::start(vec![Does::Stalls(vec![text("Hel")]); 9]).await;
-    let model = impatient(address, long, short);
-    let answer = tokio::time::timeout(Duration::from_secs(120), ask(&model)).await;
-    let error = answer.expect("it is given up").unwrap_err();
+    let (_server, address) = Server::start(vec![Behavior::Stall(vec![text("Hel")]); 9]).await;
+    let model = model_with_timeouts(address, long, short);
+    let answer = tokio::time::timeout(Duration::from_secs(120), complete(&model)).await;
+    let error = answer.expect("it times out").unwrap_err();
     assert!(
-        matches!(&error, ModelError::Unavailable(reason) if reason.contains("silent")),
+        matches!(&error, ModelError::Unavailable(reason) if reason.contains("stalled")),
         "{error}"
     );
 
-    // Not even a beginning: it is asked again, and given up when the time is over.
-    let (server, address) = Server::start(vec![Does::IsSilent; 9]).await;
-    let error = ask(&impatient(address, short * 2, short)).await.unwrap_err();
+    // No response at all: retried until the total timeout.
+    let (server, address) = Server::start(vec![Behavior::NoResponse; 9]).await;
+    let error = complete(&model_with_timeouts(address, short * 2, short)).await.unwrap_err();
     assert!(matches!(error, ModelError::Unavailable(_)), "{error}");
     assert!(server.count.load(Ordering::SeqCst) >= 1);
 }
 
 #[tokio::test]
-async fn an_answer_that_is_cut_off_is_no_answer() {
-    let (_server, address) = Server::start(vec![Does::Streams(vec![text("Pay them 100")])]).await;
-    let error = ask(&model(address)).await.unwrap_err();
+async fn a_truncated_answer_is_an_error() {
+    let (_server, address) =
+        Server::start(vec![Behavior::StreamChunks(vec![text("Pay them 100")])]).await;
+    let error = complete(&model(address)).await.unwrap_err();
     assert!(
         matches!(&error, ModelError::Unavailable(reason) if reason.contains("cut off")),
         "{error}"
@@ -294,34 +306,37 @@ async fn an_answer_that_is_cut_off_is_no_answer() {
 }
 
 #[tokio::test]
-async fn garbage_is_an_error_and_nothing_else() {
+async fn an_invalid_response_is_an_error() {
     let deep = format!("data: {}\n\n", "[".repeat(100_000));
-    for does in [
-        Does::Streams(vec!["data: {\"choices\": [{\n\n".to_owned()]),
-        Does::Streams(vec![deep]),
-        Does::Streams(vec!["data: 17\n\n".to_owned()]),
-        Does::Streams(vec!["<html>not a model</html>".to_owned()]),
-        Does::SendsBytes(b"data: \xff\xfe\n\n"),
-        Does::Streams(
+    for behavior in [
+        Behavior::StreamChunks(vec!["data: {\"choices\": [{\n\n".to_owned()]),
+        Behavior::StreamChunks(vec![deep]),
+        Behavior::StreamChunks(vec!["data: 17\n\n".to_owned()]),
+        Behavior::StreamChunks(vec!["<html>not a model</html>".to_owned()]),
+        Behavior::StreamBytes(b"data: \xff\xfe\n\n"),
+        Behavior::StreamChunks(
             [vec![event(&json!({"choices": [{"delta": {"tool_calls": [{"index": 0}]}}]}))], stop()]
                 .concat(),
         ),
-        Does::NeverEnds(text("x")),
-        Does::NeverEnds("x".repeat(1000)),
-        Does::Streams(vec![event(&json!({"error": {"message": "overloaded"}}))]),
+        Behavior::StreamForever(text("x")),
+        Behavior::StreamForever("x".repeat(1000)),
+        Behavior::StreamChunks(vec![event(&json!({"error": {"message": "overloaded"}}))]),
     ] {
-        let (_server, address) = Server::start(vec![does]).await;
-        let error = ask(&model(address)).await.unwrap_err();
-        assert!(matches!(error, ModelError::Garbled(_) | ModelError::Unavailable(_)), "{error}");
+        let (_server, address) = Server::start(vec![behavior]).await;
+        let error = complete(&model(address)).await.unwrap_err();
+        assert!(
+            matches!(error, ModelError::InvalidResponse(_) | ModelError::Unavailable(_)),
+            "{error}"
+        );
     }
 }
 
 #[tokio::test]
-async fn an_address_that_is_none_is_refused_at_once() {
+async fn an_invalid_url_is_rejected_and_a_refused_connection_is_unreachable() {
     for url in ["", "not an address", "ftp://example.com", "file:///etc/passwd"] {
         assert!(OpenAiModel::new(OpenAiConfig::new(url, "m", None)).is_err(), "{url}");
     }
-    // Nobody listens there.
-    let error = ask(&model("127.0.0.1:1".parse().unwrap())).await.unwrap_err();
-    assert!(matches!(error, ModelError::Away(_)), "{error}");
+    // Nothing listens on this port.
+    let error = complete(&model("127.0.0.1:1".parse().unwrap())).await.unwrap_err();
+    assert!(matches!(error, ModelError::Unreachable(_)), "{error}");
 }

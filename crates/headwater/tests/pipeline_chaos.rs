@@ -1,10 +1,11 @@
-//! The whole pipeline under faults: every event that was confirmed is answered exactly once, by event id.
+//! The whole pipeline under faults: every confirmed event is answered exactly once, by event id.
 //!
-//! Two servers and two workers on PostgreSQL and Redis, both behind proxies; a model that acknowledges the ids of the events
-//! it is asked about; a GitHub that keeps comments, and a receiver of callbacks. Processes are killed and stopped, Redis is
-//! flushed, both databases are killed, connections are cut and stalled, single `BEGIN`s and `COMMIT`s are held back.
+//! Two servers and two workers on PostgreSQL and Redis, both behind proxies; a model that acknowledges the ids of the
+//! events in its prompt; a GitHub that stores comments, and a callback receiver. Processes are killed and stopped,
+//! Redis is flushed, both databases are killed, connections are cut and stalled, single `BEGIN`s and `COMMIT`s are
+//! delayed.
 //!
-//! `cargo xtask chaos` runs it for long: `HEADWATER_FAULTS` and `HEADWATER_WEBHOOKS` say how much.
+//! `cargo xtask chaos` runs a long version; `HEADWATER_FAULTS` and `HEADWATER_WEBHOOKS` set its length.
 
 mod support;
 
@@ -30,33 +31,34 @@ use tokio::sync::Semaphore;
 use crate::support::sender::{
     SECRET, STANDARD_SECRET, github_comment, github_to, now, standard_to,
 };
-use crate::support::{Server, ServerDir};
+use crate::support::{Place, Server};
 
-/// Issues of each integration; events are spread over them.
+/// Issues per integration; events are distributed over them.
 const ISSUES: u64 = 40;
 
-/// How long the pipeline may take to come to rest after the last fault: claims and deliveries of the dead have to expire.
-const REST_MAX: Duration = Duration::from_secs(240);
+/// How long the pipeline may take to become idle after the last fault: claims and deliveries of dead processes have to
+/// expire.
+const IDLE_TIMEOUT: Duration = Duration::from_secs(240);
 
 fn amount(variable: &str, default: u64) -> u64 {
     std::env::var(variable).ok().and_then(|value| value.parse().ok()).unwrap_or(default)
 }
 
-/// The model and the receivers of replies.
+/// The fake model and the receivers of replies.
 #[derive(Clone, Default)]
-struct Outside {
-    /// Comments by issue, as GitHub keeps them.
+struct ExternalServices {
+    /// Comments by issue.
     comments: Arc<Mutex<BTreeMap<String, Vec<String>>>>,
     /// Callbacks by idempotency key.
     callbacks: Arc<Mutex<BTreeMap<String, String>>>,
-    /// Whether some answers are lost on their way back.
-    loses_answers: Arc<AtomicBool>,
+    /// Whether some responses are lost after their effect.
+    lose_responses: Arc<AtomicBool>,
     requests: Arc<Mutex<u64>>,
 }
 
-impl Outside {
+impl ExternalServices {
     async fn start() -> Result<(Self, String)> {
-        let outside = Self::default();
+        let services = Self::default();
         let router = Router::new()
             .route("/v1/chat/completions", post(complete))
             .route(
@@ -68,19 +70,19 @@ impl Outside {
                 axum::routing::get(async || Json(json!({"login": "shop-bot", "id": 7}))),
             )
             .route("/callback", post(callback))
-            .with_state(outside.clone());
+            .with_state(services.clone());
         let listener = TcpListener::bind("127.0.0.1:0").await?;
         let address = listener.local_addr()?;
         tokio::spawn(async move { axum::serve(listener, router).await });
-        Ok((outside, format!("http://{address}")))
+        Ok((services, format!("http://{address}")))
     }
 
-    /// One answer in twenty is lost after its effect.
-    async fn answer(&self) -> StatusCode {
+    /// Loses one response in twenty, if enabled.
+    async fn respond(&self) -> StatusCode {
         let is_lost = {
             let mut requests = self.requests.lock().expect("no panic");
             *requests += 1;
-            requests.is_multiple_of(20) && self.loses_answers.load(Ordering::SeqCst)
+            requests.is_multiple_of(20) && self.lose_responses.load(Ordering::SeqCst)
         };
         if is_lost { StatusCode::BAD_GATEWAY } else { StatusCode::CREATED }
     }
@@ -98,7 +100,7 @@ impl Outside {
     }
 }
 
-/// Ids such as `ev-17`, each once.
+/// The distinct ids such as `ev-17` in a text.
 fn event_ids(text: &str) -> BTreeSet<String> {
     let ids = text.match_indices("ev-").map(|(at, _)| {
         let digits = text[at + 3..].chars().take_while(char::is_ascii_digit);
@@ -107,7 +109,7 @@ fn event_ids(text: &str) -> BTreeSet<String> {
     ids.collect()
 }
 
-/// Acknowledges the events that are new in the prompt.
+/// Acknowledges the pending events of the prompt.
 async fn complete(Json(request): Json<Value>) -> Json<Value> {
     let messages = request["messages"].as_array().into_iter().flatten();
     let texts = messages.filter_map(|message| message["content"].as_str());
@@ -124,39 +126,43 @@ async fn complete(Json(request): Json<Value>) -> Json<Value> {
 }
 
 async fn comment(
-    State(outside): State<Outside>,
+    State(services): State<ExternalServices>,
     Path((_, _, number)): Path<(String, String, String)>,
     Json(body): Json<Value>,
 ) -> (StatusCode, Json<Value>) {
     let text = body["body"].as_str().unwrap_or_default().to_owned();
-    outside.comments.lock().expect("no panic").entry(number).or_default().push(text);
-    (outside.answer().await, Json(json!({"id": 1})))
+    services.comments.lock().expect("no panic").entry(number).or_default().push(text);
+    (services.respond().await, Json(json!({"id": 1})))
 }
 
 async fn comments(
-    State(outside): State<Outside>,
+    State(services): State<ExternalServices>,
     Path((_, _, number)): Path<(String, String, String)>,
     Query(query): Query<BTreeMap<String, String>>,
 ) -> Json<Value> {
     let number_of =
         |name, default| query.get(name).and_then(|text| text.parse().ok()).unwrap_or(default);
     let (page, per_page): (usize, usize) = (number_of("page", 1), number_of("per_page", 30));
-    let comments = outside.comments.lock().expect("no panic");
+    let comments = services.comments.lock().expect("no panic");
     let bodies = comments.get(&number).into_iter().flatten();
     let bodies = bodies.skip((page - 1) * per_page).take(per_page);
     let user = json!({"login": "shop-bot", "id": 7});
     Json(bodies.map(|body| json!({"id": 1, "body": body, "user": user})).collect())
 }
 
-async fn callback(State(outside): State<Outside>, headers: HeaderMap, body: String) -> StatusCode {
+async fn callback(
+    State(services): State<ExternalServices>,
+    headers: HeaderMap,
+    body: String,
+) -> StatusCode {
     let key = headers.get("idempotency-key").and_then(|key| key.to_str().ok()).unwrap_or_default();
     let body: Value = serde_json::from_str(&body).unwrap_or_default();
     let content = body["data"]["content"].as_str().unwrap_or_default().to_owned();
-    outside.callbacks.lock().expect("no panic").insert(key.to_owned(), content);
-    outside.answer().await
+    services.callbacks.lock().expect("no panic").insert(key.to_owned(), content);
+    services.respond().await
 }
 
-/// Everything that faults happen to.
+/// The processes and services under test.
 struct Pipeline {
     postgres: Postgres,
     redis: Redis,
@@ -168,23 +174,23 @@ struct Pipeline {
     stop: Range<u64>,
 }
 
-/// How long connections are stalled, in milliseconds: also for longer than a call of ours waits, which is 10 s.
+/// How long connections are stalled, in milliseconds; also longer than the call deadline of 10 s.
 const STALL: Range<u64> = 200..4_000;
 const LONG_STALL: Range<u64> = 9_000..12_000;
 
 struct Process {
-    place: ServerDir,
+    place: Place,
     arguments: Vec<String>,
     server: Server,
 }
 
 impl Process {
-    fn start(place: ServerDir, arguments: Vec<String>) -> Result<Self> {
+    fn start(place: Place, arguments: Vec<String>) -> Result<Self> {
         let server = place.start_soon(&as_str(&arguments))?;
         Ok(Self { place, arguments, server })
     }
 
-    /// Kills it, if it runs, and starts it again.
+    /// Kills the process, if it runs, and starts it again.
     fn restart(&mut self) -> Result<()> {
         self.server.kill9()?;
         self.server = self.place.start_soon(&as_str(&self.arguments))?;
@@ -197,7 +203,7 @@ fn as_str(arguments: &[String]) -> Vec<&str> {
 }
 
 impl Pipeline {
-    /// One thing that goes wrong. What is stalled goes on before this returns; a stopped process goes on by itself.
+    /// Injects one fault. Stalls end before this returns; a stopped process continues by itself later.
     async fn fault(&mut self, random: &mut Random) -> Result<String> {
         let process = usize::try_from(random.between(0..4))?;
         let stall = if random.between(0..8) == 0 { LONG_STALL } else { STALL };
@@ -214,7 +220,7 @@ impl Pipeline {
                 let pid = Pid::from_raw(i32::try_from(server.pid())?);
                 tokio::spawn(async move {
                     tokio::time::sleep(stop).await;
-                    // It may have been killed meanwhile.
+                    // It may have been killed in the meantime.
                     pid.map(|pid| kill_process(pid, Signal::CONT))
                 });
                 format!("process {process} stopped for {stop:?}")
@@ -261,8 +267,8 @@ impl Pipeline {
         Ok(name)
     }
 
-    /// What is left to do, as SQL sees it: issues that are not idle, deliveries that are not made, and quarantined issues.
-    async fn left(&self, connection: &mut PgConnection) -> Result<(i64, i64, i64)> {
+    /// Remaining work according to SQL: issues that are not idle, undelivered rows, and quarantined issues.
+    async fn remaining(&self, connection: &mut PgConnection) -> Result<(i64, i64, i64)> {
         Ok(sqlx::query_as(
             "SELECT (SELECT count(*) FROM issues WHERE processing_status != 'idle'),
                  (SELECT count(*) FROM outbox WHERE status != 'delivered'),
@@ -273,7 +279,7 @@ impl Pipeline {
     }
 }
 
-/// Sends one event until it is confirmed, to either server, as its provider would.
+/// Sends one event until a server confirms it, like a provider.
 async fn deliver(client: &reqwest::Client, servers: &[String], number: u64) {
     let (issue, id) = (number % ISSUES, format!("ev-{number}"));
     let comment = github_comment(issue, "ann", &id).to_string();
@@ -292,12 +298,12 @@ async fn deliver(client: &reqwest::Client, servers: &[String], number: u64) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn every_confirmed_event_is_answered_exactly_once_whatever_fails() -> Result<()> {
+async fn every_confirmed_event_is_answered_exactly_once_despite_faults() -> Result<()> {
     let mut random = Random::for_test();
     let faults = amount("HEADWATER_FAULTS", 6);
     let webhooks = amount("HEADWATER_WEBHOOKS", 20 * faults);
     let stop = if faults > 50 { 5_000..70_000 } else { 500..15_000 };
-    let (outside, url) = Outside::start().await?;
+    let (services, url) = ExternalServices::start().await?;
     let (postgres, redis) = (Postgres::start()?, Redis::start()?);
     let database = postgres.database()?;
     let (to_postgres, to_redis) = (Proxy::start(postgres.addr())?, Proxy::start(redis.addr())?);
@@ -310,7 +316,7 @@ async fn every_confirmed_event_is_answered_exactly_once_whatever_fails() -> Resu
     let (database_url, stream_url) =
         (database.url_at(to_postgres.addr()), redis.url_at(to_redis.addr()));
     let model = format!("{url}/v1");
-    // An issue that dies with its worker is tried again as often as workers die here.
+    // The crash limit is high, because workers are killed often.
     let common = [
         "--database-url",
         &database_url,
@@ -335,7 +341,7 @@ async fn every_confirmed_event_is_answered_exactly_once_whatever_fails() -> Resu
     ];
     let mut processes = Vec::new();
     for index in 0..4 {
-        let place = ServerDir::new()?.settings(&settings)?.variable("SHOP_TOKEN", "a token");
+        let place = Place::new()?.settings(&settings)?.variable("SHOP_TOKEN", "a token");
         let role = match ports.get(index) {
             Some(port) => {
                 vec!["serve".to_owned(), "--http-listen".to_owned(), port.address().to_string()]
@@ -346,9 +352,9 @@ async fn every_confirmed_event_is_answered_exactly_once_whatever_fails() -> Resu
         processes.push(Process::start(place, arguments)?);
     }
     let mut pipeline = Pipeline { postgres, redis, to_postgres, to_redis, processes, stop };
-    outside.loses_answers.store(true, Ordering::SeqCst);
+    services.lose_responses.store(true, Ordering::SeqCst);
 
-    // Senders, side by side with faults until all is sent and all has gone wrong.
+    // Send webhooks and inject faults concurrently.
     let servers = ports.each_ref().map(|port| format!("http://{}", port.address()));
     let client = reqwest::Client::builder().timeout(Duration::from_secs(15)).no_proxy().build()?;
     let (sent, released) = (Arc::new(AtomicU64::new(0)), Arc::new(Semaphore::new(0)));
@@ -359,7 +365,7 @@ async fn every_confirmed_event_is_answered_exactly_once_whatever_fails() -> Resu
             let (client, servers, sent) = (client.clone(), servers.clone(), Arc::clone(&counting));
             let released = Arc::clone(&releasing);
             async move {
-                released.acquire().await.expect("it is never closed").forget();
+                released.acquire().await.expect("never closed").forget();
                 deliver(&client, &servers, number).await;
                 sent.fetch_add(1, Ordering::SeqCst);
             }
@@ -367,7 +373,7 @@ async fn every_confirmed_event_is_answered_exactly_once_whatever_fails() -> Resu
         futures_util::stream::iter(deliveries).buffer_unordered(8).collect::<Vec<_>>().await;
     });
     for number in 0..faults {
-        // Each fault meets events of its own, at a random step.
+        // Release some events for each fault, at a random time.
         released.add_permits(usize::try_from(webhooks.div_ceil(faults))?);
         tokio::time::sleep(Duration::from_millis(random.between(0..600))).await;
         let fault = pipeline.fault(&mut random).await?;
@@ -375,27 +381,30 @@ async fn every_confirmed_event_is_answered_exactly_once_whatever_fails() -> Resu
     }
     pipeline.to_postgres.heal()?;
     pipeline.to_redis.heal()?;
-    outside.loses_answers.store(false, Ordering::SeqCst);
+    services.lose_responses.store(false, Ordering::SeqCst);
     for process in &mut pipeline.processes {
         if process.server.has_ended() {
-            println!("it ended by itself: {}", process.server.log());
+            println!("process exited by itself: {}", process.server.log());
             process.restart()?;
         }
     }
     sending.await?;
 
-    // Everything comes to rest.
+    // Wait until the pipeline is idle.
     let mut connection = PgConnection::connect(&database.url()).await?;
-    let deadline = Instant::now() + REST_MAX;
+    let deadline = Instant::now() + IDLE_TIMEOUT;
     loop {
-        let left = pipeline.left(&mut connection).await?;
-        if left == (0, 0, 0) {
+        let remaining = pipeline.remaining(&mut connection).await?;
+        if remaining == (0, 0, 0) {
             break;
         }
-        ensure!(Instant::now() < deadline, "(not idle, not delivered, quarantined) = {left:?}");
+        ensure!(
+            Instant::now() < deadline,
+            "(not idle, not delivered, quarantined) = {remaining:?}"
+        );
         tokio::time::sleep(Duration::from_millis(200)).await;
     }
-    let acknowledged = outside.acknowledged();
+    let acknowledged = services.acknowledged();
     let (mut lost, mut doubled) = (Vec::new(), Vec::new());
     for event in (0..webhooks).map(|number| format!("ev-{number}")) {
         match acknowledged.get(&event) {
@@ -413,23 +422,23 @@ async fn every_confirmed_event_is_answered_exactly_once_whatever_fails() -> Resu
     Ok(())
 }
 
-/// Nothing is killed, and all settings are the default ones: a connection whose `BEGIN` was given up must not confirm.
+/// No process is killed, and all settings are defaults: a connection whose `BEGIN` timed out must not confirm.
 #[tokio::test(flavor = "multi_thread")]
 async fn webhooks_confirmed_while_begins_stall_are_in_the_database() -> Result<()> {
-    // `cargo xtask chaos` stalls one in 100 for a minute; a short run makes up for its shortness.
+    // `cargo xtask chaos` stalls one in 100 for a minute; a short run stalls more of them.
     let seconds = amount("HEADWATER_STALL_SECONDS", 15);
     let one_in = if seconds >= 60 { 100 } else { 10 };
-    let (outside, url) = Outside::start().await?;
+    let (services, url) = ExternalServices::start().await?;
     let postgres = Postgres::shared()?;
     let database = postgres.database()?;
     let proxy = Proxy::start(postgres.addr())?;
     let settings = format!(
         "[[integration]]\nid = \"anybody\"\nprovider = \"standard\"\nsecret = \"{STANDARD_SECRET}\"\nbase_url = \"{url}/callback\"\n"
     );
-    let place = ServerDir::new()?.settings(&settings)?;
-    let (way, model) = (database.url_at(proxy.addr()), format!("{url}/v1"));
+    let place = Place::new()?.settings(&settings)?;
+    let (proxy_url, model) = (database.url_at(proxy.addr()), format!("{url}/v1"));
     let mut server =
-        place.serve(&["--database-url", &way, "--model-url", &model, "--model-name", "m"])?;
+        place.serve(&["--database-url", &proxy_url, "--model-url", &model, "--model-name", "m"])?;
     server.until("/health/ready", |status, _| status == 200).await?;
     proxy.hold("BEGIN", one_in, Duration::from_millis(10_400))?;
 
@@ -458,7 +467,7 @@ async fn webhooks_confirmed_while_begins_stall_are_in_the_database() -> Result<(
     futures_util::future::join_all((0..16).map(sender)).await;
     let held = proxy.held();
     proxy.heal()?;
-    // What is not committed goes with its connection.
+    // Uncommitted transactions end with their connections.
     server.kill9()?;
     let confirmed: BTreeSet<Option<i64>> = confirmed.into_inner()?.into_iter().collect();
     let mut connection = PgConnection::connect(&database.url()).await?;
@@ -469,6 +478,6 @@ async fn webhooks_confirmed_while_begins_stall_are_in_the_database() -> Result<(
     println!("{} confirmed, {held} stalled, {} lost", confirmed.len(), lost.len());
     assert!(lost.is_empty(), "{lost:?}");
     assert!(confirmed.len() > 100 && held > 0, "{} confirmed, {held} stalled", confirmed.len());
-    assert!(outside.acknowledged().values().all(|count| *count == 1), "an answer was doubled");
+    assert!(services.acknowledged().values().all(|count| *count == 1), "an answer was doubled");
     Ok(())
 }

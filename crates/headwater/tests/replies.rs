@@ -1,4 +1,4 @@
-//! Replies on their way to servers of others, which answer, refuse, lose answers and repeat.
+//! Delivery of replies to external servers that respond, fail, lose responses and redirect.
 
 #![allow(clippy::unwrap_used, reason = "a test that meets an error has failed")]
 
@@ -15,8 +15,8 @@ use axum::body::Bytes;
 use axum::extract::State;
 use axum::http::{HeaderMap, Method, StatusCode, Uri};
 use axum::response::IntoResponse;
-use headwater::desk::{Reply, ReplyTarget};
-use headwater::outbound::{Destination, Inside, Replies, sign};
+use headwater::desk::{DeskReply, ReplyTarget};
+use headwater::outbound::{Destination, LocalDelivery, OutboxDeliverer, sign};
 use headwater_issue::{
     Claim, ClaimOptions, Completion, Deliver, DeliverError, Delivery, EventLogId, IssueId,
     KeyedOutbox, NewEvent, NewOutbox, Outbox, OutboxConfig, OutboxId, OutboxKind, OutboxRow,
@@ -26,15 +26,15 @@ use headwater_stream::clock::{Clock, SystemClock, TestClock};
 use serde_json::{Value as Json, json};
 
 use crate::support::LIMIT;
-use crate::support::receivers::{Fault, OUR_ACCOUNT, Receiver, Seeded};
+use crate::support::receivers::{Fault, OWN_ACCOUNT, Receiver, SeededFaults};
 
 type Header = (&'static str, &'static str);
 
 #[derive(Default)]
 struct Server {
     requests: Mutex<Vec<(Method, Uri, HeaderMap, Bytes)>>,
-    /// What to answer to the next posts; then 201.
-    refusals: Mutex<Vec<(u16, Vec<Header>)>>,
+    /// Failures of the next POSTs; afterwards 201.
+    failures: Mutex<Vec<(u16, Vec<Header>)>>,
     comments: Mutex<Vec<String>>,
 }
 
@@ -48,8 +48,8 @@ impl Server {
         (server, format!("http://{address}"))
     }
 
-    fn refuse(&self, status: u16, headers: &[Header]) {
-        self.refusals.lock().unwrap().push((status, headers.to_vec()));
+    fn fail_next(&self, status: u16, headers: &[Header]) {
+        self.failures.lock().unwrap().push((status, headers.to_vec()));
     }
 
     fn posts(&self) -> Vec<(Uri, HeaderMap, Json)> {
@@ -77,12 +77,12 @@ async fn answer(
             comments.iter().map(|body| json!({"id": 1, "body": body})).collect();
         return axum::Json(comments).into_response();
     }
-    let refusal = {
-        let mut refusals = server.refusals.lock().unwrap();
-        (!refusals.is_empty()).then(|| refusals.remove(0))
+    let failure = {
+        let mut failures = server.failures.lock().unwrap();
+        (!failures.is_empty()).then(|| failures.remove(0))
     };
-    if let Some((status, extra)) = refusal {
-        // A server that fails may have done the work all the same.
+    if let Some((status, extra)) = failure {
+        // With a 502 the request was applied nevertheless.
         if status == 502 {
             let json: Json = serde_json::from_slice(&body).unwrap();
             server.comments.lock().unwrap().push(json["body"].as_str().unwrap().to_owned());
@@ -96,16 +96,21 @@ async fn answer(
     (StatusCode::CREATED, "{}").into_response()
 }
 
-struct NoInside;
+struct NoLocalDelivery;
 
 #[async_trait]
-impl Inside for NoInside {
-    async fn reply(&self, _: &OutboxRow, _: ReplyTarget, _: Reply) -> Result<(), DeliverError> {
-        Err(DeliverError::Dead("not inside".into()))
+impl LocalDelivery for NoLocalDelivery {
+    async fn deliver_reply(
+        &self,
+        _: &OutboxRow,
+        _: ReplyTarget,
+        _: DeskReply,
+    ) -> Result<(), DeliverError> {
+        Err(DeliverError::Dead("not a local delivery".into()))
     }
 
-    async fn event(&self, _: &OutboxRow) -> Result<(), DeliverError> {
-        Err(DeliverError::Dead("not inside".into()))
+    async fn publish_event(&self, _: &OutboxRow) -> Result<(), DeliverError> {
+        Err(DeliverError::Dead("not a local delivery".into()))
     }
 }
 
@@ -113,9 +118,9 @@ async fn store() -> Arc<dyn Store> {
     connect("sqlite::memory:", &StoreOptions::default()).await.unwrap()
 }
 
-async fn replies(destination: Destination) -> Replies {
+async fn delivery_to(destination: Destination) -> OutboxDeliverer {
     let destinations = HashMap::from([("it".to_owned(), destination)]);
-    Replies::new(store().await, destinations, Arc::new(NoInside)).unwrap()
+    OutboxDeliverer::new(store().await, destinations, Arc::new(NoLocalDelivery)).unwrap()
 }
 
 fn github(base_url: String) -> Destination {
@@ -153,15 +158,15 @@ fn row(project: &str, issue: &str, content: &str) -> OutboxRow {
     }
 }
 
-fn again(row: &OutboxRow) -> OutboxRow {
+fn redelivered(row: &OutboxRow) -> OutboxRow {
     OutboxRow { deliveries: row.deliveries + 1, ..row.clone() }
 }
 
 #[tokio::test]
-async fn github_gets_a_comment_with_a_hidden_mark() {
+async fn github_gets_a_comment_with_a_hidden_marker() {
     let (server, url) = Server::start().await;
-    let replies = replies(github(url)).await;
-    replies.deliver(&row("ada/engine", "7", "Hello <b>@ada</b>")).await.unwrap();
+    let delivery = delivery_to(github(url)).await;
+    delivery.deliver(&row("ada/engine", "7", "Hello <b>@ada</b>")).await.unwrap();
     let (uri, headers, body) = &server.posts()[0];
     assert_eq!(uri.path(), "/repos/ada/engine/issues/7/comments");
     assert_eq!(headers["authorization"], "Bearer hub-token");
@@ -170,34 +175,35 @@ async fn github_gets_a_comment_with_a_hidden_mark() {
     assert!(body.starts_with("Hello &lt;b&gt;@\u{2060}ada&lt;/b&gt;"), "{body}");
     assert!(body.contains("\n\n<!-- headwater:reply abc-1-2-0 "), "{body}");
     assert!(body.ends_with(" -->"), "{body}");
-    assert!(!format!("{replies:?}").contains("hub-token"));
+    assert!(!format!("{delivery:?}").contains("hub-token"));
 }
 
 #[tokio::test]
-async fn gitlab_gets_a_note_below_its_project_whether_number_or_path() {
+async fn gitlab_gets_a_note_for_a_project_id_or_path() {
     let (server, url) = Server::start().await;
-    let replies = replies(gitlab(format!("{url}/"))).await;
-    replies.deliver(&row("17", "7", "Hello")).await.unwrap();
-    replies.deliver(&row("group/sub/project", "8", "/close\nHello")).await.unwrap();
+    let delivery = delivery_to(gitlab(format!("{url}/"))).await;
+    delivery.deliver(&row("17", "7", "Hello")).await.unwrap();
+    delivery.deliver(&row("group/sub/project", "8", "/close\nHello")).await.unwrap();
     let posts = server.posts();
     assert_eq!(posts[0].0.path(), "/api/v4/projects/17/issues/7/notes");
     assert_eq!(posts[1].0.path(), "/api/v4/projects/group%2Fsub%2Fproject/issues/8/notes");
     assert_eq!(posts[0].1["private-token"], "lab-token");
     assert!(
         posts[1].2["body"].as_str().unwrap().starts_with("\\/close"),
-        "no command of a model is carried out"
+        "a quick action of the model is escaped"
     );
 }
 
 #[tokio::test]
-async fn a_callback_is_signed_by_standard_webhooks_with_the_same_id_at_every_try() {
+async fn a_callback_is_signed_by_standard_webhooks_with_the_same_id_for_every_attempt() {
     let (server, url) = Server::start().await;
     let secret: secrecy::SecretString = "whsec_c2VjcmV0IG9mIHRoZSB0ZXN0".to_owned().into();
-    let replies =
-        replies(Destination::Callback { url: format!("{url}/hook"), secret: secret.clone() }).await;
+    let delivery =
+        delivery_to(Destination::Callback { url: format!("{url}/hook"), secret: secret.clone() })
+            .await;
     let row = row("p", "7", "Hello");
-    replies.deliver(&row).await.unwrap();
-    replies.deliver(&again(&row)).await.unwrap();
+    delivery.deliver(&row).await.unwrap();
+    delivery.deliver(&redelivered(&row)).await.unwrap();
     let requests = server.requests.lock().unwrap();
     for (_, uri, headers, body) in requests.iter() {
         assert_eq!((uri.path(), &headers["webhook-id"]), ("/hook", &"abc-1-2-0".parse().unwrap()));
@@ -211,10 +217,10 @@ async fn a_callback_is_signed_by_standard_webhooks_with_the_same_id_at_every_try
 }
 
 #[tokio::test]
-async fn a_callback_is_told_of_everything_that_a_run_decides() {
+async fn a_callback_gets_every_kind_of_reply() {
     let (server, url) = Server::start().await;
     let secret = "whsec_c2VjcmV0IG9mIHRoZSB0ZXN0".to_owned().into();
-    let replies = replies(Destination::Callback { url, secret }).await;
+    let delivery = delivery_to(Destination::Callback { url, secret }).await;
     let kinds = [
         (ReplyTarget::Answer, "reply"),
         (ReplyTarget::Close, "close"),
@@ -222,17 +228,17 @@ async fn a_callback_is_told_of_everything_that_a_run_decides() {
     ];
     for (target, _) in kinds {
         let row = OutboxRow { target: target.as_str().into(), ..row("p", "7", "Hello") };
-        replies.deliver(&row).await.unwrap();
+        delivery.deliver(&row).await.unwrap();
     }
-    let told: Vec<Json> =
+    let types: Vec<Json> =
         server.posts().into_iter().map(|(.., body)| body["type"].clone()).collect();
-    assert_eq!(told, kinds.map(|(_, kind)| json!(kind)));
+    assert_eq!(types, kinds.map(|(_, kind)| json!(kind)));
 }
 
 #[tokio::test]
-async fn what_cannot_succeed_is_dead_and_what_may_is_tried_again() {
+async fn permanent_errors_are_dead_and_transient_errors_are_retried() {
     let (server, url) = Server::start().await;
-    let replies = replies(github(url)).await;
+    let delivery = delivery_to(github(url)).await;
     let limited = [("x-ratelimit-remaining", "0")];
     let later = [("retry-after", "60")];
     for (status, headers, dead) in [
@@ -250,46 +256,42 @@ async fn what_cannot_succeed_is_dead_and_what_may_is_tried_again() {
         (500, &[], false),
         (503, &[], false),
     ] {
-        server.refuse(status, headers);
-        let error = replies.deliver(&row("ada/engine", "7", "Hello")).await.unwrap_err();
+        server.fail_next(status, headers);
+        let error = delivery.deliver(&row("ada/engine", "7", "Hello")).await.unwrap_err();
         assert_eq!(matches!(error, DeliverError::Dead(_)), dead, "{status}: {error}");
         assert!(!error.to_string().contains("hub-token"));
     }
-    // Nobody there at all.
-    let nobody = github("http://127.0.0.1:1".into());
+    // Connection refused.
+    let unreachable = github("http://127.0.0.1:1".into());
     let error =
-        replies_to(nobody).await.deliver(&row("ada/engine", "7", "Hello")).await.unwrap_err();
+        delivery_to(unreachable).await.deliver(&row("ada/engine", "7", "Hello")).await.unwrap_err();
     assert!(matches!(error, DeliverError::Retry(_)), "{error}");
 }
 
-async fn replies_to(destination: Destination) -> Replies {
-    replies(destination).await
-}
-
 #[tokio::test]
-async fn a_comment_that_arrived_though_its_answer_did_not_is_not_posted_again() {
+async fn a_comment_whose_response_was_lost_is_not_posted_again() {
     let (server, url) = Server::start().await;
     for destination in [github(url.clone()), gitlab(url.clone())] {
-        let replies = replies(destination).await;
+        let delivery = delivery_to(destination).await;
         let posts_before = server.posts().len();
         server.comments.lock().unwrap().clear();
-        server.refuse(502, &[]);
+        server.fail_next(502, &[]);
         let row = row("ada/engine", "7", "Hello");
-        assert!(matches!(replies.deliver(&row).await, Err(DeliverError::Retry(_))));
-        replies.deliver(&again(&row)).await.unwrap();
-        assert_eq!(server.posts().len() - posts_before, 1, "found by its mark");
+        assert!(matches!(delivery.deliver(&row).await, Err(DeliverError::Retry(_))));
+        delivery.deliver(&redelivered(&row)).await.unwrap();
+        assert_eq!(server.posts().len() - posts_before, 1, "found by its marker");
 
-        // One that did not arrive is posted again.
+        // A comment that was not stored is posted again.
         server.comments.lock().unwrap().clear();
-        replies.deliver(&again(&again(&row))).await.unwrap();
+        delivery.deliver(&redelivered(&redelivered(&row))).await.unwrap();
         assert_eq!(server.posts().len() - posts_before, 2);
     }
 }
 
 #[tokio::test]
-async fn names_of_projects_and_issues_cannot_lead_elsewhere() {
+async fn project_and_issue_names_cannot_change_the_url_path() {
     let (server, url) = Server::start().await;
-    let replies = replies(github(url)).await;
+    let delivery = delivery_to(github(url)).await;
     for (project, issue) in [
         ("ada", "7"),
         ("ada/engine/x", "7"),
@@ -298,36 +300,36 @@ async fn names_of_projects_and_issues_cannot_lead_elsewhere() {
         ("ada/engine", "x"),
         ("", ""),
     ] {
-        let error = replies.deliver(&row(project, issue, "Hello")).await.unwrap_err();
+        let error = delivery.deliver(&row(project, issue, "Hello")).await.unwrap_err();
         assert!(matches!(error, DeliverError::Dead(_)), "{project} {issue}: {error}");
     }
-    replies.deliver(&row("ada?x=1/engine#y", "7", "Hello")).await.unwrap();
+    delivery.deliver(&row("ada?x=1/engine#y", "7", "Hello")).await.unwrap();
     let posts = server.posts();
     assert_eq!(posts.len(), 1);
     assert_eq!(posts[0].0.to_string(), "/repos/ada%3Fx%3D1/engine%23y/issues/7/comments");
 }
 
 #[tokio::test]
-async fn rows_that_make_no_sense_are_dead_with_a_reason() {
+async fn invalid_rows_are_dead_with_a_reason() {
     let (_server, url) = Server::start().await;
-    let replies = replies(github(url)).await;
+    let delivery = delivery_to(github(url)).await;
     let good = row("ada/engine", "7", "Hello");
     for (row, reason) in [
         (OutboxRow { payload: "[]".into(), ..good.clone() }, "content"),
-        (OutboxRow { target: "elsewhere".into(), ..good.clone() }, "no target"),
-        (OutboxRow { integration: "gone".into(), ..good.clone() }, "no [[integration]]"),
+        (OutboxRow { target: "elsewhere".into(), ..good.clone() }, "unknown reply target"),
+        (OutboxRow { integration: "gone".into(), ..good.clone() }, "no longer configured"),
     ] {
-        let error = replies.deliver(&row).await.unwrap_err();
+        let error = delivery.deliver(&row).await.unwrap_err();
         assert!(matches!(&error, DeliverError::Dead(text) if text.contains(reason)), "{error}");
     }
     let problem = "set reply_token_env".to_owned();
-    let nowhere = replies_to(Destination::Nowhere { problem }).await;
-    let error = nowhere.deliver(&good).await.unwrap_err();
+    let unconfigured = delivery_to(Destination::Unconfigured { problem }).await;
+    let error = unconfigured.deliver(&good).await.unwrap_err();
     assert_eq!(error, DeliverError::Dead("set reply_token_env".into()));
 }
 
 #[tokio::test]
-async fn a_reply_that_was_stale_when_it_was_committed_is_not_sent() {
+async fn a_reply_that_was_stale_at_commit_is_not_sent() {
     let (server, url) = Server::start().await;
     let clock = TestClock::default();
     let options = StoreOptions { clock: Arc::new(clock.clone()), ..StoreOptions::default() };
@@ -339,12 +341,12 @@ async fn a_reply_that_was_stale_when_it_was_committed_is_not_sent() {
     };
     let record =
         async |key: &str| store.record(&[event(key)], &Quiet::default()).await.remove(0).unwrap();
-    // Claims the issue, lets something happen, and completes the run with replies that have seen events up to these.
+    // Claims the issue, records `meanwhile`, and completes the run with replies that have seen events up to `up_to`.
     let run = async |meanwhile: &str, logs: &[EventLogId], up_to: &[Option<EventLogId>]| {
         let options = ClaimOptions::new("worker");
         let Claim::Won(claimed) = store.claim(&[IssueId(1)], &options).await.unwrap().remove(0)
         else {
-            panic!("the issue is not to be had")
+            panic!("the issue cannot be claimed")
         };
         let meanwhile = record(meanwhile).await.event_log_id;
         let reply = |up_to: &Option<EventLogId>| NewOutbox {
@@ -363,14 +365,15 @@ async fn a_reply_that_was_stale_when_it_was_committed_is_not_sent() {
         meanwhile
     };
     let destinations = HashMap::from([("it".to_owned(), github(url))]);
-    let replies = Replies::new(Arc::clone(&store), destinations, Arc::new(NoInside)).unwrap();
+    let delivery =
+        OutboxDeliverer::new(Arc::clone(&store), destinations, Arc::new(NoLocalDelivery)).unwrap();
     let deliver_all = async || {
         while let Some(row) =
             store.take_outbox("me", 1, Duration::from_secs(60)).await.unwrap().pop()
         {
             let (id, deliveries) = (row.id, row.deliveries);
             let row = OutboxRow { external_project_id: "ada/engine".into(), ..row };
-            replies.deliver(&row).await.unwrap();
+            delivery.deliver(&row).await.unwrap();
             let delivery = Delivery::Delivered;
             let settlement = OutboxSettlement { id, deliveries, delivery };
             store.settle_outbox(&[settlement]).await.unwrap();
@@ -378,12 +381,16 @@ async fn a_reply_that_was_stale_when_it_was_committed_is_not_sent() {
     };
     let first = record("1").await.event_log_id;
     let second = EventLogId(first.0 + 1);
-    // Of three replies, one has not seen what came meanwhile, one has, and one does not care.
+    // Of three replies, one has not seen the newer event, one has, and one is always sent.
     let came = run("2", &[first], &[Some(first), Some(second), None]).await;
     assert_eq!(came, second);
     deliver_all().await;
-    assert_eq!(server.posts().len(), 2, "the second event had come before the first reply");
-    // One that was committed before the newest event came is sent, also if the clock was set back in between.
+    assert_eq!(
+        server.posts().len(),
+        2,
+        "the second event was recorded before the first reply was committed"
+    );
+    // A reply committed before the newest event is sent, even if the clock was set back in between.
     let third = EventLogId(second.0 + 1);
     run("3", &[second, third], &[Some(third)]).await;
     clock.step_back(Duration::from_secs(3600));
@@ -392,15 +399,15 @@ async fn a_reply_that_was_stale_when_it_was_committed_is_not_sent() {
     assert_eq!(server.posts().len(), 3);
 }
 
-const THREAD: &str = "/repos/ada/engine/issues/7/comments";
+const COMMENTS: &str = "/repos/ada/engine/issues/7/comments";
 const NOTES: &str = "/api/v4/projects/ada%2Fengine/issues/7/notes";
 
 #[tokio::test]
-async fn a_pause_that_the_receiver_asks_for_is_told_to_the_outbox_in_every_form() {
+async fn every_form_of_retry_after_pauses_the_delivery() {
     let (receiver, url) = Receiver::start().await.unwrap();
     let secret = "whsec_c2VjcmV0IG9mIHRoZSB0ZXN0".to_owned().into();
     let callback = Destination::Callback { url: format!("{url}/hook"), secret };
-    let replies = [replies(github(url.clone())).await, replies_to(callback).await];
+    let deliveries = [delivery_to(github(url.clone())).await, delivery_to(callback).await];
     let (now, in_90_s) = ("Sun, 01 Nov 2026 08:00:00 GMT", "Sun, 01 Nov 2026 08:01:30 GMT");
     for (status, headers, seconds) in [
         (429, vec![("retry-after", "120")], 120),
@@ -419,64 +426,65 @@ async fn a_pause_that_the_receiver_asks_for_is_told_to_the_outbox_in_every_form(
             40,
         ),
     ] {
-        for replies in &replies {
+        for delivery in &deliveries {
             let headers = headers.iter().map(|(name, value)| (*name, (*value).to_owned()));
-            receiver.fail_next(Fault::Refuse(status, headers.collect()));
-            let error = replies.deliver(&row("ada/engine", "7", "Hello")).await.unwrap_err();
+            receiver.fail_next(Fault::Respond(status, headers.collect()));
+            let error = delivery.deliver(&row("ada/engine", "7", "Hello")).await.unwrap_err();
             let DeliverError::Paused { after, .. } = error else { panic!("{status}: {error}") };
             assert_eq!(after.as_secs(), seconds, "{status}");
         }
     }
-    receiver.fail_next(Fault::Say(403, "You have exceeded a secondary rate limit. Wait."));
-    let error = replies[0].deliver(&row("ada/engine", "7", "Hello")).await.unwrap_err();
+    receiver
+        .fail_next(Fault::RespondWithBody(403, "You have exceeded a secondary rate limit. Wait."));
+    let error = deliveries[0].deliver(&row("ada/engine", "7", "Hello")).await.unwrap_err();
     assert!(matches!(error, DeliverError::Paused { after, .. } if after.as_secs() == 60));
     assert!(receiver.accepted().is_empty());
 }
 
 #[tokio::test]
-async fn a_reply_is_found_however_many_comments_came_after_it_and_before() {
-    for (thread, destination) in [(THREAD, github as fn(String) -> _), (NOTES, gitlab)] {
+async fn a_posted_reply_is_found_among_many_older_and_newer_comments() {
+    for (thread, destination) in [(COMMENTS, github as fn(String) -> _), (NOTES, gitlab)] {
         let (receiver, url) = Receiver::start().await.unwrap();
-        let replies = replies(destination(url)).await;
+        let delivery = delivery_to(destination(url)).await;
         let row = row("ada/engine", "7", "Hello");
         let others = |count| (0..count).for_each(|_| receiver.add_comment(thread, 1, "me too"));
         others(1250);
         receiver.fail_next(Fault::LoseResponse);
-        assert!(matches!(replies.deliver(&row).await, Err(DeliverError::Retry(_))));
+        assert!(matches!(delivery.deliver(&row).await, Err(DeliverError::Retry(_))));
         others(1250);
-        replies.deliver(&again(&row)).await.unwrap();
+        delivery.deliver(&redelivered(&row)).await.unwrap();
         assert_eq!(receiver.accepted().len(), 1, "found on page 13 of {thread}");
     }
 }
 
 #[tokio::test]
-async fn comments_from_before_the_reply_are_not_searched() {
-    for (thread, destination) in [(THREAD, github as fn(String) -> _), (NOTES, gitlab)] {
+async fn comments_older_than_the_reply_are_not_searched() {
+    for (thread, destination) in [(COMMENTS, github as fn(String) -> _), (NOTES, gitlab)] {
         let (receiver, url) = Receiver::start().await.unwrap();
-        let replies = replies(destination(url)).await;
+        let delivery = delivery_to(destination(url)).await;
         let long_ago = SystemClock.now().before(Duration::from_secs(48 * 60 * 60));
         (0..10_001).for_each(|_| receiver.add_comment_at(thread, 1, "me too", long_ago));
         receiver.add_comment(thread, 1, "me too");
-        replies.deliver(&again(&row("ada/engine", "7", "Hello"))).await.unwrap();
+        delivery.deliver(&redelivered(&row("ada/engine", "7", "Hello"))).await.unwrap();
         assert_eq!((receiver.accepted().len(), receiver.requests().len()), (1, 2), "{thread}");
     }
 }
 
 #[tokio::test]
-async fn a_reply_is_not_posted_into_a_thread_that_is_too_long_to_search() {
+async fn a_reply_is_not_posted_if_there_are_too_many_comments_to_search() {
     let (receiver, url) = Receiver::start().await.unwrap();
-    let replies = replies(github(url)).await;
-    (0..10_001).for_each(|_| receiver.add_comment(THREAD, 1, "me too"));
-    let error = replies.deliver(&again(&row("ada/engine", "7", "Hello"))).await.unwrap_err();
+    let delivery = delivery_to(github(url)).await;
+    (0..10_001).for_each(|_| receiver.add_comment(COMMENTS, 1, "me too"));
+    let error = delivery.deliver(&redelivered(&row("ada/engine", "7", "Hello"))).await.unwrap_err();
     assert!(matches!(&error, DeliverError::Retry(text) if text.contains("10000")), "{error}");
     assert!(receiver.accepted().is_empty());
 }
 
 #[tokio::test]
-async fn only_a_comment_of_our_own_counts_as_delivered() {
-    for (thread, destination) in [(THREAD, github as fn(String) -> _), (NOTES, gitlab)] {
+async fn only_a_comment_of_the_desk_counts_as_delivered() {
+    for (thread, destination) in [(COMMENTS, github as fn(String) -> _), (NOTES, gitlab)] {
         let (receiver, url) = Receiver::start().await.unwrap();
-        let replies = replies(destination(url)).await;
+        let delivery = delivery_to(destination(url)).await;
         let row = row("ada/engine", "7", "Hello");
         let forged = "<!-- headwater:reply abc-1-2-0 -->";
         receiver.add_comment(thread, 1, forged);
@@ -485,29 +493,29 @@ async fn only_a_comment_of_our_own_counts_as_delivered() {
             1,
             forged.replace(" -->", " 00112233445566778899aabbccddeeff -->"),
         );
-        replies.deliver(&again(&row)).await.unwrap();
-        assert_eq!(receiver.accepted().len(), 1, "another person's comment is not our reply");
-        replies.deliver(&again(&row)).await.unwrap();
-        assert_eq!(receiver.accepted().len(), 1, "but our own is, by its mark");
+        delivery.deliver(&redelivered(&row)).await.unwrap();
+        assert_eq!(receiver.accepted().len(), 1, "a comment of another account does not count");
+        delivery.deliver(&redelivered(&row)).await.unwrap();
+        assert_eq!(receiver.accepted().len(), 1, "the desk's own comment counts, by its marker");
 
-        // Also one that we have marked with another secret, since changed.
+        // Also a comment of the own account with a marker of an older secret.
         let (receiver, url) = Receiver::start().await.unwrap();
-        let replies = replies_to(destination(url)).await;
-        receiver.add_comment(thread, OUR_ACCOUNT, forged);
-        replies.deliver(&again(&row)).await.unwrap();
-        assert_eq!(receiver.accepted().len(), 0, "written by our account");
+        let delivery = delivery_to(destination(url)).await;
+        receiver.add_comment(thread, OWN_ACCOUNT, forged);
+        delivery.deliver(&redelivered(&row)).await.unwrap();
+        assert_eq!(receiver.accepted().len(), 0, "written by the own account");
     }
 }
 
 #[tokio::test]
-async fn a_repository_that_was_renamed_gets_its_replies_once() {
+async fn a_renamed_repository_gets_each_reply_once() {
     let (receiver, url) = Receiver::start().await.unwrap();
-    let replies = replies(github(url)).await;
+    let delivery = delivery_to(github(url)).await;
     receiver.rename("/repos/ada/engine/", "/repositories/42/");
     let row = row("ada/engine", "7", "Hello");
     receiver.fail_next(Fault::LoseResponse);
-    assert!(matches!(replies.deliver(&row).await, Err(DeliverError::Retry(_))));
-    replies.deliver(&again(&row)).await.unwrap();
+    assert!(matches!(delivery.deliver(&row).await, Err(DeliverError::Retry(_))));
+    delivery.deliver(&redelivered(&row)).await.unwrap();
     let accepted = receiver.accepted();
     assert_eq!(accepted.len(), 1, "found behind the redirect");
     assert_eq!(accepted[0].path, "/repositories/42/issues/7/comments");
@@ -519,17 +527,17 @@ async fn a_repository_that_was_renamed_gets_its_replies_once() {
 async fn every_redirect_on_the_same_host_keeps_method_and_body() {
     let (receiver, url) = Receiver::start().await.unwrap();
     let secret = "whsec_c2VjcmV0IG9mIHRoZSB0ZXN0".to_owned().into();
-    let replies = replies(Destination::Callback { url: format!("{url}/hook"), secret }).await;
+    let delivery = delivery_to(Destination::Callback { url: format!("{url}/hook"), secret }).await;
     for status in [301, 302, 307, 308] {
-        receiver.fail_next(Fault::Refuse(status, vec![("location", "/moved".to_owned())]));
-        replies.deliver(&row("p", "7", "Hello")).await.unwrap();
+        receiver.fail_next(Fault::Respond(status, vec![("location", "/moved".to_owned())]));
+        delivery.deliver(&row("p", "7", "Hello")).await.unwrap();
         let accepted = receiver.accepted().pop().unwrap();
         assert_eq!((accepted.path.as_str(), accepted.content()), ("/moved", "Hello"), "{status}");
     }
-    // One that never ends does.
+    // An endless redirect loop is an error.
     receiver.rename("/loop", "/loop");
-    receiver.fail_next(Fault::Refuse(307, vec![("location", "/loop".to_owned())]));
-    let error = replies.deliver(&row("p", "7", "Hello")).await.unwrap_err();
+    receiver.fail_next(Fault::Respond(307, vec![("location", "/loop".to_owned())]));
+    let error = delivery.deliver(&row("p", "7", "Hello")).await.unwrap_err();
     assert!(matches!(&error, DeliverError::Retry(text) if text.contains("redirects")), "{error}");
     assert_eq!(receiver.accepted().len(), 4);
 }
@@ -538,11 +546,11 @@ async fn every_redirect_on_the_same_host_keeps_method_and_body() {
 async fn a_redirect_to_another_host_is_not_followed_and_gets_no_token() {
     let ((receiver, url), (other, other_url)) =
         (Receiver::start().await.unwrap(), Receiver::start().await.unwrap());
-    let replies = replies(github(url)).await;
+    let delivery = delivery_to(github(url)).await;
     for (status, is_dead) in [(301, true), (308, true), (302, false), (307, false)] {
         let location = format!("{other_url}/repos/ada/engine/issues/7/comments");
-        receiver.fail_next(Fault::Refuse(status, vec![("location", location)]));
-        let error = replies.deliver(&row("ada/engine", "7", "Hello")).await.unwrap_err();
+        receiver.fail_next(Fault::Respond(status, vec![("location", location)]));
+        let error = delivery.deliver(&row("ada/engine", "7", "Hello")).await.unwrap_err();
         assert_eq!(matches!(error, DeliverError::Dead(_)), is_dead, "{status}: {error}");
         assert!(error.to_string().contains("base_url"), "{error}");
     }
@@ -551,9 +559,9 @@ async fn a_redirect_to_another_host_is_not_followed_and_gets_no_token() {
 }
 
 #[tokio::test]
-async fn however_the_receiver_fails_each_comment_is_there_once() {
+async fn each_comment_is_posted_once_despite_receiver_faults() {
     let (receiver, url) = Receiver::start().await.unwrap();
-    receiver.fail_by(Seeded::new(15, 40));
+    receiver.fail_randomly(SeededFaults::new(15, 40));
     let store = store().await;
     store.ensure_integration("it", "github").await.unwrap();
     let issues = 1..=20;
@@ -571,7 +579,8 @@ async fn however_the_receiver_fails_each_comment_is_there_once() {
         transaction.commit().await.unwrap();
     }
     let destinations = HashMap::from([("it".to_owned(), github(url))]);
-    let replies = Replies::new(Arc::clone(&store), destinations, Arc::new(NoInside)).unwrap();
+    let delivery =
+        OutboxDeliverer::new(Arc::clone(&store), destinations, Arc::new(NoLocalDelivery)).unwrap();
     let backoff_max = Duration::from_millis(50);
     let retry = RetryPolicy {
         attempts_max: 1000,
@@ -580,7 +589,7 @@ async fn however_the_receiver_fails_each_comment_is_there_once() {
         ..RetryPolicy::default()
     };
     let config = OutboxConfig { retry, every: backoff_max, ..OutboxConfig::default() };
-    let outbox = Outbox::new(Arc::clone(&store), replies, config).unwrap();
+    let outbox = Outbox::new(Arc::clone(&store), delivery, config).unwrap();
     let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
     let running = tokio::spawn(async move { outbox.run(async { drop(stopped.await) }).await });
     let deadline = Instant::now() + LIMIT;

@@ -1,4 +1,4 @@
-//! From webhook to reply through the real binary, with a GitHub of our own; and what a stop does to work under way.
+//! From webhook to reply through the real binary with a fake GitHub; and shutdown with work in flight.
 
 mod support;
 
@@ -18,17 +18,17 @@ use serde_json::{Value, json};
 use tokio::net::TcpListener;
 
 use crate::support::sender::{SECRET, github, github_comment, github_issues, send};
-use crate::support::{LIMIT, Server, ServerDir, eventually};
+use crate::support::{LIMIT, Place, Server, eventually};
 
 const TOKEN: &str = "a token of the shop";
 
-/// A GitHub that keeps comments: number of the issue and text.
+/// A fake GitHub that stores comments: issue number and text.
 #[derive(Clone, Default)]
 struct Github {
     comments: Arc<Mutex<Vec<(String, String)>>>,
-    /// Comments that somebody began to post.
-    begun: Arc<AtomicUsize>,
-    takes: Duration,
+    /// Number of started POSTs.
+    started_posts: Arc<AtomicUsize>,
+    delay: Duration,
 }
 
 type Comment = Path<(String, String, String)>;
@@ -38,15 +38,15 @@ impl Github {
         Self::start_slow(Duration::ZERO).await
     }
 
-    /// One that takes so long for a comment, and keeps it only if its caller waits for that.
-    async fn start_slow(takes: Duration) -> Result<(Self, SocketAddr)> {
-        let this = Self { takes, ..Self::default() };
+    /// Starts one that takes `delay` per comment, and stores it only if the client waits.
+    async fn start_slow(delay: Duration) -> Result<(Self, SocketAddr)> {
+        let this = Self { delay, ..Self::default() };
         let router = Router::new()
             .route("/repos/{owner}/{repository}/issues/{number}/comments", post(comment).get(list))
             .with_state(this.clone());
         let listener = TcpListener::bind("127.0.0.1:0").await?;
         let address = listener.local_addr()?;
-        // Ends with the runtime of the test.
+        // Stops with the runtime of the test.
         tokio::spawn(async move { axum::serve(listener, router).await });
         Ok((this, address))
     }
@@ -62,11 +62,12 @@ async fn comment(
     headers: HeaderMap,
     Json(body): Json<Value>,
 ) -> (StatusCode, Json<Value>) {
-    if headers.get("authorization").is_none_or(|it| it != format!("Bearer {TOKEN}").as_str()) {
+    if headers.get("authorization").is_none_or(|value| value != format!("Bearer {TOKEN}").as_str())
+    {
         return (StatusCode::UNAUTHORIZED, Json(json!({"message": "Bad credentials"})));
     }
-    github.begun.fetch_add(1, Ordering::SeqCst);
-    tokio::time::sleep(github.takes).await;
+    github.started_posts.fetch_add(1, Ordering::SeqCst);
+    tokio::time::sleep(github.delay).await;
     let text = body["body"].as_str().unwrap_or_default().to_owned();
     github.comments.lock().expect("no panic").push((number, text));
     (StatusCode::CREATED, Json(json!({"id": 1})))
@@ -78,12 +79,12 @@ async fn list(State(github): State<Github>, Path((_, _, number)): Comment) -> Js
     Json(of_issue.map(|(_, body)| json!({"id": 1, "body": body})).collect())
 }
 
-fn place(github: SocketAddr) -> Result<ServerDir> {
+fn place(github: SocketAddr) -> Result<Place> {
     let settings = format!(
         "[[integration]]\nid = \"shop\"\nprovider = \"github\"\nsecret = \"{SECRET}\"\n\
          reply_token_env = \"SHOP_TOKEN\"\nbase_url = \"http://{github}\"\n"
     );
-    Ok(ServerDir::new()?.settings(&settings)?.variable("SHOP_TOKEN", TOKEN))
+    Ok(Place::new()?.settings(&settings)?.variable("SHOP_TOKEN", TOKEN))
 }
 
 async fn wait_for_comments(github: &Github, count: usize, server: &Server) -> Result<()> {
@@ -96,7 +97,7 @@ async fn wait_for_comments(github: &Github, count: usize, server: &Server) -> Re
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_issue_of_github_is_answered_once_and_our_own_comment_starts_nothing() -> Result<()> {
+async fn a_github_issue_is_answered_once_and_the_own_comment_is_ignored() -> Result<()> {
     let (github_server, address) = Github::start().await?;
     let place = place(address)?;
     let server = place.serve(&["--issue-quiet", "100ms"])?;
@@ -106,7 +107,7 @@ async fn an_issue_of_github_is_answered_once_and_our_own_comment_starts_nothing(
     }
     wait_for_comments(&github_server, 1, &server).await?;
 
-    // GitHub tells us of our own comment, and a person answers.
+    // GitHub sends a webhook for the desk's own comment, and a person answers.
     let (number, ours) = github_server.comments().first().cloned().context("a comment")?;
     assert_eq!(number, "42");
     let echo = github_comment(42, "shop-bot", &ours).to_string();
@@ -124,7 +125,7 @@ async fn an_issue_of_github_is_answered_once_and_our_own_comment_starts_nothing(
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_storm_of_500_webhooks_on_one_issue_is_all_processed_with_few_replies() -> Result<()> {
+async fn a_burst_of_500_webhooks_on_one_issue_is_processed_with_few_replies() -> Result<()> {
     let (github_server, address) = Github::start().await?;
     let redis = Redis::start()?;
     let database = Postgres::shared()?.database()?;
@@ -140,12 +141,12 @@ async fn a_storm_of_500_webhooks_on_one_issue_is_all_processed_with_few_replies(
     let (mut ids, mut issue_id) = (HashSet::new(), None);
     while let Some(sent) = sending.join_next().await {
         let (status, answer) = sent??;
-        let told = || format!("{answer}\n{}", server.log());
-        assert_eq!((status, &answer["status"]), (200, &json!("ok")), "{}", told());
+        let details = || format!("{answer}\n{}", server.log());
+        assert_eq!((status, &answer["status"]), (200, &json!("ok")), "{}", details());
         ids.insert(answer["event_log_id"].as_i64());
         issue_id = answer["issue_id"].as_i64();
     }
-    assert_eq!(ids.len(), 500, "each is an event of its own");
+    assert_eq!(ids.len(), 500, "each is a separate event");
 
     let path = format!("/api/v1/issues/{}", issue_id.context("an issue")?);
     let is_done =
@@ -176,9 +177,9 @@ fn replies(ticket: &Value) -> usize {
 }
 
 #[tokio::test]
-async fn a_stop_during_a_model_call_lets_it_end_and_its_reply_leave() -> Result<()> {
+async fn a_shutdown_during_a_model_call_completes_it_and_delivers_its_reply() -> Result<()> {
     let database = Postgres::shared()?.database()?;
-    let place = ServerDir::new()?;
+    let place = Place::new()?;
     let slow = ["--issue-quiet", "10ms", "--model-url", "scripted:8s"];
     let url = database.url();
     let mut server = place.serve(&[&slow[..], &["--database-url", &url]].concat())?;
@@ -186,7 +187,7 @@ async fn a_stop_during_a_model_call_lets_it_end_and_its_reply_leave() -> Result<
     server.until(&issue, |_, it| it["processing_status"] == "processing").await?;
     assert!(server.stop()?.success(), "{}", server.log());
 
-    // Nobody is there any more: whatever is in the tables was there before the end.
+    // The process has ended: everything in the tables was committed before.
     let pending = database.query("SELECT processing_status, pending_events FROM issues")?;
     assert_eq!(pending.trim(), "idle|0", "{}", server.log());
     let count = "SELECT count(*) FROM ticket_messages WHERE author = 'assistant'";
@@ -194,27 +195,27 @@ async fn a_stop_during_a_model_call_lets_it_end_and_its_reply_leave() -> Result<
     Ok(())
 }
 
-/// It takes longer than a stop goes on beyond its drain.
+/// The reply takes longer than the fixed part of the shutdown.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_reply_that_is_on_its_way_when_the_stop_begins_has_the_drain_to_arrive() -> Result<()> {
+async fn a_reply_in_flight_at_shutdown_has_the_drain_time_to_arrive() -> Result<()> {
     let (slow, address) = Github::start_slow(Duration::from_secs(8)).await?;
     let database = Postgres::shared()?.database()?;
     let place = place(address)?;
     let mut server = place.serve(&["--issue-quiet", "10ms", "--database-url", &database.url()])?;
     let body = github_issues("opened", 42, "Where is it?").to_string();
     assert_eq!(send(github(&server, "issues", "d-1", body.as_bytes())).await?.0, 200);
-    eventually("the reply", || slow.begun.load(Ordering::SeqCst) == 1).await?;
+    eventually("the reply", || slow.started_posts.load(Ordering::SeqCst) == 1).await?;
     assert!(server.stop()?.success(), "{}", server.log());
     assert_eq!(slow.comments().len(), 1, "{}", server.log());
     let left =
         "SELECT count(*) FROM outbox WHERE status IN ('waiting', 'pending', 'taken', 'dead')";
-    assert_eq!(database.query(left)?.trim(), "0", "it would be sent again: {}", server.log());
+    assert_eq!(database.query(left)?.trim(), "0", "it would be repeated: {}", server.log());
     Ok(())
 }
 
 #[tokio::test]
-async fn what_does_not_end_within_the_drain_is_given_back_without_an_attempt() -> Result<()> {
-    let place = ServerDir::new()?;
+async fn a_run_that_exceeds_the_drain_is_released_without_an_attempt() -> Result<()> {
+    let place = Place::new()?;
     let quiet = ["--issue-quiet", "10ms"];
     let slow = ["--model-url", "scripted:1h", "--model-timeout", "1h", "--worker-drain", "200ms"];
     let mut server = place.serve(&[&quiet[..], &slow].concat())?;
@@ -222,7 +223,7 @@ async fn what_does_not_end_within_the_drain_is_given_back_without_an_attempt() -
     server.until(&issue, |_, it| it["processing_status"] == "processing").await?;
     let started = Instant::now();
     assert!(server.stop()?.success(), "{}", server.log());
-    assert!(started.elapsed() < Duration::from_secs(30), "a stop has its limit");
+    assert!(started.elapsed() < Duration::from_secs(30), "the shutdown has a time limit");
 
     let server = place.serve(&quiet)?;
     server.until(&ticket, |_, it| replies(it) == 1).await?;

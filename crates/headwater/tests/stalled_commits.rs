@@ -1,4 +1,4 @@
-//! Commits that stall on their way to PostgreSQL: no issue is blamed for them, and the token ledger stays true.
+//! Stalled commits on PostgreSQL count against no issue, and the token ledger stays correct.
 
 mod support;
 
@@ -11,31 +11,31 @@ use tokio::time::Instant;
 
 use crate::support::desk::{all_idle, answered, by, open};
 use crate::support::model::FakeModel;
-use crate::support::{LIMIT, ServerDir};
+use crate::support::{LIMIT, Place};
 
 /// Longer than `lock_timeout` (1 s), shorter than the deadline of a call (10 s).
 const STALL: Duration = Duration::from_secs(3);
 
 const TICKETS: usize = 60;
 
-/// What the model says that one question took.
+/// Reported token usage of one request.
 const TOKENS: (u64, u64) = (40, 2);
 
-/// All tokens that count: those of reservations, and those summed up before.
+/// All counted tokens: of reservations and aggregated.
 const SPENT: &str = "SELECT coalesce(sum(tokens), 0)::bigint FROM (
     SELECT tokens FROM desk_usage WHERE scope LIKE 'day:%'
     UNION ALL SELECT tokens FROM desk_reservations WHERE NOT rolled_up) AS spent";
 const UNSETTLED: &str = "SELECT count(*) FROM desk_reservations WHERE settled_at IS NULL";
 
-// The model of the test answers while the test waits.
+// The fake model runs on the runtime of the test.
 #[tokio::test(flavor = "multi_thread")]
 async fn stalled_commits_quarantine_no_issue_and_leak_no_tokens() -> Result<()> {
     let postgres = Postgres::start()?;
     let database = postgres.database()?;
     let proxy = Proxy::start(postgres.addr())?;
     let (model, model_url) = FakeModel::open(TOKENS).await?;
-    let place = ServerDir::new()?;
-    // One failure that counts is a quarantine.
+    let place = Place::new()?;
+    // One counted failure quarantines an issue.
     let url = database.url_at(proxy.addr());
     let server = place.serve(
         &[
@@ -69,15 +69,15 @@ async fn stalled_commits_quarantine_no_issue_and_leak_no_tokens() -> Result<()> 
     let counts = |issue: &Value| (issue["attempts"].clone(), issue["crashes"].clone());
     assert!(issues.iter().all(|issue| counts(issue) == (json!(0), json!(0))), "{issues:#?}");
 
-    // Settlements whose commits stalled are repeated, and count once.
+    // Settlements whose commits stalled are retried, and count once.
     proxy.heal()?;
     let deadline = Instant::now() + LIMIT;
     while database.query(UNSETTLED)? != "0" {
         ensure!(Instant::now() < deadline, "reservations are not settled: {}", server.log());
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
-    let asked = model.asked("").len() as u64;
-    let used = asked * (TOKENS.0 + TOKENS.1);
-    assert_eq!(database.query(SPENT)?, used.to_string(), "{asked} questions");
+    let requests = model.requests("").len() as u64;
+    let used = requests * (TOKENS.0 + TOKENS.1);
+    assert_eq!(database.query(SPENT)?, used.to_string(), "{requests} requests");
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! Webhooks end to end: signed requests in the shapes of their providers, sent to the real binary.
+//! Webhooks end to end: signed requests in the format of their providers, sent to the real binary.
 
 mod support;
 
@@ -10,15 +10,15 @@ use headwater_testkit::{Postgres, Redis};
 use serde_json::{Value, json};
 
 use crate::support::desk::all_idle;
-use crate::support::hostile_text::{hostile_texts, with_text};
+use crate::support::nasty::{nasty, with_text};
 use crate::support::sender::{
     SECRET, github, github_comment, github_issues, github_signature, gitlab, gitlab_issue,
     gitlab_note, integrations, now, send, standard,
 };
-use crate::support::{LIMIT, Server, ServerDir};
+use crate::support::{LIMIT, Place, Server};
 
-fn server() -> Result<(ServerDir, Server)> {
-    let place = ServerDir::new()?.settings(&integrations())?;
+fn server() -> Result<(Place, Server)> {
+    let place = Place::new()?.settings(&integrations())?;
     let server = place.serve(&["--issue-quiet", "50ms"])?;
     Ok((place, server))
 }
@@ -60,7 +60,7 @@ async fn github_issues_and_comments_are_recorded_once_and_processed() -> Result<
 }
 
 #[tokio::test]
-async fn what_github_sends_beyond_issues_or_we_wrote_ourselves_is_ignored() -> Result<()> {
+async fn other_github_events_and_own_comments_are_ignored() -> Result<()> {
     let (_place, server) = server()?;
     let mut on_code = github_comment(7, "ann", "Looks good.");
     on_code["issue"]["pull_request"] =
@@ -86,7 +86,7 @@ async fn what_github_sends_beyond_issues_or_we_wrote_ourselves_is_ignored() -> R
 }
 
 #[tokio::test]
-async fn gitlab_issues_and_notes_are_recorded_and_what_is_internal_is_not() -> Result<()> {
+async fn gitlab_issues_and_notes_are_recorded_except_internal_notes() -> Result<()> {
     let (_place, server) = server()?;
     let opened = gitlab_issue("open", 23, json!({}));
     let (status, first) = send(gitlab(&server, "Issue Hook", "u-1", &opened)).await?;
@@ -94,7 +94,7 @@ async fn gitlab_issues_and_notes_are_recorded_and_what_is_internal_is_not() -> R
     let note = gitlab_note(23, "ann", "It has arrived.", json!({}));
     let second = send(gitlab(&server, "Note Hook", "u-2", &note)).await?.1;
     assert_eq!(second["issue_id"], first["issue_id"]);
-    // A webhook that was set off by another one has the other's id, and is an event all the same.
+    // A webhook triggered by another one has the same delivery id, and is a separate event.
     let recursive = gitlab_note(23, "ann", "Something else.", json!({}));
     let third = send(gitlab(&server, "Note Hook", "u-2", &recursive)).await?.1;
     assert_eq!(third["duplicate"], false);
@@ -123,7 +123,7 @@ async fn gitlab_issues_and_notes_are_recorded_and_what_is_internal_is_not() -> R
 }
 
 #[tokio::test]
-async fn standard_webhooks_name_their_issue_in_any_of_the_documented_ways() -> Result<()> {
+async fn standard_webhooks_identify_their_issue_in_every_documented_way() -> Result<()> {
     let (_place, server) = server()?;
     let mut issues = HashSet::new();
     for (id, payload) in [
@@ -137,7 +137,7 @@ async fn standard_webhooks_name_their_issue_in_any_of_the_documented_ways() -> R
         assert_eq!((status, &answer["status"]), (200, &json!("ok")), "{answer}");
         issues.insert(answer["issue_id"].as_i64());
     }
-    assert_eq!(issues.len(), 1, "all name the same issue");
+    assert_eq!(issues.len(), 1, "all identify the same issue");
     let ping = json!({"type": "ping"}).to_string();
     assert_eq!(
         send(standard(&server, "m-5", now(), ping.as_bytes())).await?.1["status"],
@@ -156,14 +156,14 @@ async fn standard_webhooks_name_their_issue_in_any_of_the_documented_ways() -> R
 }
 
 #[tokio::test]
-async fn bad_requests_are_refused_by_the_right_code_and_change_nothing() -> Result<()> {
+async fn bad_requests_are_rejected_with_the_right_code_and_change_nothing() -> Result<()> {
     let (_place, server) = server()?;
     let good = github_issues("opened", 42, "x").to_string();
     let signed = |body: &[u8]| github(&server, "issues", "d", body);
     let deep = "[".repeat(200) + &"]".repeat(200);
-    let deeper_than_we_keep = format!("{{\"a\":{}{}}}", "[".repeat(110), "]".repeat(110));
+    let over_the_depth_limit = format!("{{\"a\":{}{}}}", "[".repeat(110), "]".repeat(110));
     let mut deep_issue = github_issues("opened", 42, "x");
-    deep_issue["deep"] = serde_json::from_str(&deeper_than_we_keep)?;
+    deep_issue["deep"] = serde_json::from_str(&over_the_depth_limit)?;
     let mut nul = github_issues("opened", 42, "x");
     nul["repository"]["full_name"] = "a\0b".into();
     let lone = good.replace("acme/shop\"", "acme/shop\\udfff\"");
@@ -209,7 +209,7 @@ async fn bad_requests_are_refused_by_the_right_code_and_change_nothing() -> Resu
         ("other provider", 404, "not_found", as_json(unsigned("/webhooks/gitlab/shop"))),
         ("the desk", 404, "not_found", as_json(unsigned("/webhooks/desk/desk"))),
         (
-            "odd id",
+            "invalid id",
             404,
             "not_found",
             as_json(unsigned("/webhooks/github/%ff%00'; DROP TABLE issues")),
@@ -231,7 +231,7 @@ async fn bad_requests_are_refused_by_the_right_code_and_change_nothing() -> Resu
         ("empty", 400, "invalid", signed(b"")),
         ("not UTF-8", 400, "invalid", signed(b"{\"a\":\"\xff\xfe\"}")),
         ("deep JSON", 400, "invalid", signed(deep.as_bytes())),
-        ("deeper than we keep", 400, "invalid", signed(deep_issue.to_string().as_bytes())),
+        ("over the depth limit", 400, "invalid", signed(deep_issue.to_string().as_bytes())),
         ("NUL in an id", 400, "invalid", signed(nul.to_string().as_bytes())),
         ("lone surrogate in an id", 400, "invalid", signed(lone.as_bytes())),
         ("no repository", 400, "invalid", signed(nameless.to_string().as_bytes())),
@@ -256,9 +256,9 @@ async fn bad_requests_are_refused_by_the_right_code_and_change_nothing() -> Resu
 }
 
 #[tokio::test]
-async fn a_webhook_that_jsonb_cannot_hold_is_stored_as_it_came() -> Result<()> {
+async fn a_payload_that_jsonb_cannot_represent_is_stored_as_received() -> Result<()> {
     let database = Postgres::shared()?.database()?;
-    let place = ServerDir::new()?.settings(&integrations())?;
+    let place = Place::new()?.settings(&integrations())?;
     let database = database.url();
     for arguments in [vec![], vec!["--database-url", &database]] {
         let server = place.serve(&[&["--issue-quiet", "50ms"][..], &arguments].concat())?;
@@ -281,7 +281,7 @@ async fn a_webhook_that_jsonb_cannot_hold_is_stored_as_it_came() -> Result<()> {
         let original = format!("{events}/{}/original", first["event_log_id"]);
         let original = server.client.get(server.url(&original)).send().await?;
         assert_eq!(original.headers()["content-type"], "application/json");
-        assert_eq!(original.text().await?, body, "the bytes as they came");
+        assert_eq!(original.text().await?, body, "the original bytes");
         let other = format!("/api/v1/issues/999/events/{}/original", first["event_log_id"]);
         assert_eq!(server.get(&other).await?.0, 404);
         all_idle(&server).await?;
@@ -290,13 +290,17 @@ async fn a_webhook_that_jsonb_cannot_hold_is_stored_as_it_came() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_signature_is_of_the_bytes_as_they_came_and_nothing_is_read_before_it() -> Result<()> {
+async fn the_signature_covers_the_raw_bytes_and_is_verified_first() -> Result<()> {
     let (_place, server) = server()?;
     let odd = br#"{ "zen" : "x",  "hook_id":1,
         "a": "\u0041", "b": 1.0 }"#;
-    assert_eq!(send(github(&server, "ping", "d", odd)).await?.0, 200, "whatever it looks like");
+    assert_eq!(
+        send(github(&server, "ping", "d", odd)).await?.0,
+        200,
+        "unusual formatting is accepted"
+    );
 
-    // The same JSON in other bytes, and bytes that are no JSON, under a signature of others.
+    // Other bytes with the same signature: equal JSON, and invalid JSON.
     let same: Value = serde_json::from_slice(odd)?;
     for bytes in [same.to_string().into_bytes(), b"{".to_vec(), vec![0xff; 10], b"[]".to_vec()] {
         let request = github(&server, "ping", "d", odd).body(bytes.clone());
@@ -305,7 +309,7 @@ async fn a_signature_is_of_the_bytes_as_they_came_and_nothing_is_read_before_it(
         let request = standard(&server, "m", now(), odd).body(bytes.clone());
         assert_eq!(send(request).await?.0, 401, "{bytes:?}");
     }
-    // A signature of this body is good for no other delivery, time or secret.
+    // A signature is not valid for another delivery id, time or secret.
     for (name, value) in [("webhook-id", "other"), ("webhook-timestamp", &(now() - 1).to_string())]
     {
         let mut request = standard(&server, "m", now(), odd).build()?;
@@ -316,7 +320,7 @@ async fn a_signature_is_of_the_bytes_as_they_came_and_nothing_is_read_before_it(
 }
 
 #[tokio::test]
-async fn a_delivery_is_known_by_its_id_and_not_by_what_it_says() -> Result<()> {
+async fn a_delivery_is_identified_by_its_id_and_not_by_its_content() -> Result<()> {
     let (_place, server) = server()?;
     let body = github_comment(42, "ann", "Still nothing.").to_string();
     let mut logs = HashSet::new();
@@ -325,17 +329,17 @@ async fn a_delivery_is_known_by_its_id_and_not_by_what_it_says() -> Result<()> {
         assert_eq!(answer["duplicate"], is_duplicate, "{id}: {answer}");
         logs.insert(answer["event_log_id"].as_i64());
     }
-    assert_eq!(logs.len(), 2, "a person may say the same thing twice");
+    assert_eq!(logs.len(), 2, "the same text may be sent twice");
     Ok(())
 }
 
 #[tokio::test]
-async fn sql_and_html_in_every_text_of_a_signed_webhook_are_text() -> Result<()> {
-    let place = ServerDir::new()?.settings(&integrations())?;
+async fn sql_and_html_in_every_field_of_a_webhook_are_plain_text() -> Result<()> {
+    let place = Place::new()?.settings(&integrations())?;
     let many = ["--http-rate-per-second", "1000000", "--http-rate-burst", "1000000"];
     let server = place.serve(&[&["--issue-quiet", "100ms"][..], &many].concat())?;
     let mut requests = Vec::new();
-    for text in hostile_texts() {
+    for text in nasty() {
         let standard_payload =
             json!({"type": "t", "issue": {"id": "i"}, "project": {"id": "p"}, "data": {"x": "y"}});
         for payload in with_text(&standard_payload, &text) {
@@ -377,7 +381,7 @@ async fn sql_and_html_in_every_text_of_a_signed_webhook_are_text() -> Result<()>
     }
     assert!(answers.iter().filter(|(_, answer)| answer["status"] == "ok").count() > 500);
 
-    // All of it is worked on like anything else, and shown as text.
+    // All events are processed, and shown as text.
     all_idle(&server).await?;
     let quarantined = server.get("/api/v1/issues?quarantined=true").await?.1;
     assert_eq!(quarantined["issues"], json!([]), "{quarantined:#}");
@@ -389,11 +393,11 @@ async fn sql_and_html_in_every_text_of_a_signed_webhook_are_text() -> Result<()>
 }
 
 #[tokio::test]
-async fn a_body_is_counted_while_it_is_read_whatever_its_headers_say() -> Result<()> {
+async fn the_body_limit_applies_to_the_bytes_read_and_not_to_the_headers() -> Result<()> {
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
     let (_place, server) = server()?;
 
-    // Chunked: no length is said at all.
+    // Chunked: no content length.
     let mut stream = tokio::net::TcpStream::connect(server.address).await?;
     let head = "POST /webhooks/github/shop HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n\
                 transfer-encoding: chunked\r\n\r\n";
@@ -408,7 +412,7 @@ async fn a_body_is_counted_while_it_is_read_whatever_its_headers_say() -> Result
     let answer = String::from_utf8_lossy(&answer[..read]).into_owned();
     assert!(answer.starts_with("HTTP/1.1 413 "), "{answer}");
 
-    // Cut off: less comes than was said.
+    // Truncated: shorter than its content length.
     let mut stream = tokio::net::TcpStream::connect(server.address).await?;
     let head = "POST /webhooks/github/shop HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n\
                 content-length: 1000\r\n\r\n{\"a\":";
@@ -422,23 +426,23 @@ async fn a_body_is_counted_while_it_is_read_whatever_its_headers_say() -> Result
 }
 
 #[tokio::test]
-async fn one_client_that_asks_too_often_is_told_when_to_come_back() -> Result<()> {
-    let place = ServerDir::new()?.settings(&integrations())?;
+async fn a_rate_limited_client_gets_retry_after() -> Result<()> {
+    let place = Place::new()?.settings(&integrations())?;
     let server = place.serve(&["--http-rate-per-second", "1", "--http-rate-burst", "5"])?;
     let mut refused = None;
-    // One comes back each second: on a slow machine it takes some more than the five.
+    // One request per second is allowed again: a slow machine needs some more than five.
     for number in 0..100 {
         let request = github(&server, "ping", &format!("d-{number}"), b"{}");
         let response = request.send().await?;
         if response.status() == 429 {
-            assert!(number >= 5, "five at once are allowed");
+            assert!(number >= 5, "a burst of five is allowed");
             refused = response.headers().get("retry-after").cloned();
             break;
         }
     }
-    let seconds: u64 = refused.context("the sixth or so is too many")?.to_str()?.parse()?;
+    let seconds: u64 = refused.context("the sixth request or so is rejected")?.to_str()?.parse()?;
     assert!(seconds >= 1);
-    // Probes may come as often as they like.
+    // Health checks are not rate limited.
     for _ in 0..20 {
         assert_eq!(server.get("/health/live").await?.0, 200);
     }
@@ -446,12 +450,12 @@ async fn one_client_that_asks_too_often_is_told_when_to_come_back() -> Result<()
 }
 
 #[tokio::test]
-async fn while_the_database_is_away_webhooks_are_told_to_come_back_and_nothing_is_lost()
+async fn while_the_database_is_unavailable_webhooks_get_retry_after_and_nothing_is_lost()
 -> Result<()> {
     let redis = Redis::start()?;
     let postgres = Postgres::start()?;
     let database = postgres.database()?;
-    let place = ServerDir::new()?.settings(&integrations())?;
+    let place = Place::new()?.settings(&integrations())?;
     let server = place.serve(&[
         "--stream-url",
         &redis.url(),

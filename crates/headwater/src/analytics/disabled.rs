@@ -1,4 +1,4 @@
-//! In the place of DuckDB where it is not linked: says so.
+//! Stub of the DuckDB file for builds without the feature `analytics`: every call fails with `NotBuiltIn`.
 
 use std::path::Path;
 
@@ -6,45 +6,56 @@ use headwater_analytics::Table;
 use headwater_queue::Queue;
 use tokio::sync::OwnedSemaphorePermit;
 
-use crate::analytics::{Batches, Problem};
+use crate::analytics::{AnalyticsRequestError, RebuildBatches};
 
-/// Nothing.
+/// The file of a build without analytics.
 #[derive(Debug, Default)]
-pub(super) struct Sink;
+pub(super) struct DisabledFile;
 
-/// Nothing that goes on.
+/// Never constructed.
 #[derive(Debug)]
-pub(super) enum Ingesting {}
+pub(super) enum DisabledIngest {}
 
-impl Sink {
+impl DisabledFile {
     pub(super) const IS_BUILT_IN: bool = false;
 
-    pub(super) async fn to_read(_: &Path) -> Result<Self, Problem> {
-        Err(Problem::NotBuiltIn)
+    pub(super) async fn open_read_only(_: &Path) -> Result<Self, AnalyticsRequestError> {
+        Err(AnalyticsRequestError::NotBuiltIn)
     }
 
-    pub(super) async fn to_write(_: &Path) -> Result<Self, Problem> {
-        Err(Problem::NotBuiltIn)
+    pub(super) async fn open_read_write(_: &Path) -> Result<Self, AnalyticsRequestError> {
+        Err(AnalyticsRequestError::NotBuiltIn)
     }
 
     pub(super) fn can_write(&self) -> bool {
         false
     }
 
-    pub(super) async fn begin(&self, _: &Path, _: &Queue) -> Result<Ingesting, Problem> {
-        Err(Problem::NotBuiltIn)
+    pub(super) async fn start_ingest(
+        &self,
+        _: &Path,
+        _: &Queue,
+    ) -> Result<DisabledIngest, AnalyticsRequestError> {
+        Err(AnalyticsRequestError::NotBuiltIn)
     }
 
-    pub(super) async fn query(&self, _: &str, _: OwnedSemaphorePermit) -> Result<Table, Problem> {
-        Err(Problem::NotBuiltIn)
+    pub(super) async fn query(
+        &self,
+        _: &str,
+        _: OwnedSemaphorePermit,
+    ) -> Result<Table, AnalyticsRequestError> {
+        Err(AnalyticsRequestError::NotBuiltIn)
     }
 
-    pub(super) async fn rebuild(&self, _: Batches) -> Result<(u64, u64), Problem> {
-        Err(Problem::NotBuiltIn)
+    pub(super) async fn rebuild(
+        &self,
+        _: RebuildBatches,
+    ) -> Result<(u64, u64), AnalyticsRequestError> {
+        Err(AnalyticsRequestError::NotBuiltIn)
     }
 }
 
-impl Ingesting {
+impl DisabledIngest {
     pub(super) async fn run(self, _: impl Future<Output = ()>) {
         match self {}
     }

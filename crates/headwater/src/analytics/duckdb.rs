@@ -1,7 +1,7 @@
-//! The DuckDB file of this process: opened, asked, filled, and let go.
+//! The DuckDB file of this process.
 //!
-//! Upstream: `analytics`. Downstream: `headwater-analytics`. Promises: a file is opened, and asked to close, on threads that may
-//! block; opened once, however often the streams behind it fail.
+//! Upstream: `analytics`. Downstream: `headwater-analytics`. Promises: blocking calls run on blocking threads; the
+//! file is opened once, however often the streams fail.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -15,87 +15,95 @@ use headwater_stream::clock::{Clock, SystemClock, Timestamp};
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::task::spawn_blocking;
 
-use crate::analytics::{Batches, Problem};
+use crate::analytics::{AnalyticsRequestError, RebuildBatches};
 
-/// A rebuild lets the entries of the last minutes be: other programs write into the stream, and from there it may take a while
-/// into the database.
-const LATE_MS: u64 = 10 * 60 * 1000;
+/// A rebuild keeps entries younger than this: an entry of another program reaches the database some time after the
+/// stream.
+const INGEST_LAG_MS: u64 = 10 * 60 * 1000;
 
-/// The file, if it is open.
+/// A DuckDB file, open or closed.
 #[derive(Debug, Default)]
-pub(super) struct Sink {
-    file: Mutex<File>,
+pub(super) struct DuckDbFile {
+    file: Mutex<OpenFile>,
 }
 
 #[derive(Clone, Debug, Default)]
-enum File {
+enum OpenFile {
     #[default]
     Closed,
-    ToRead(WarehouseReader),
-    ToWrite(Arc<Warehouse>),
+    ReadOnly(WarehouseReader),
+    ReadWrite(Arc<Warehouse>),
 }
 
-/// Events and dead letters on their way in.
+/// Running ingestion of events and dead letters.
 #[derive(Debug)]
-pub(super) struct Ingesting {
+pub(super) struct DuckDbIngest {
     ingest: Ingest,
-    letters: LetterMirror,
+    dead_letters: LetterMirror,
 }
 
-impl Sink {
+impl DuckDbFile {
     pub(super) const IS_BUILT_IN: bool = true;
 
-    pub(super) async fn to_read(path: &Path) -> Result<Self, Problem> {
+    pub(super) async fn open_read_only(path: &Path) -> Result<Self, AnalyticsRequestError> {
         let reader = blocking(path, WarehouseReader::open).await?;
-        Ok(Self { file: Mutex::new(File::ToRead(reader)) })
+        Ok(Self { file: Mutex::new(OpenFile::ReadOnly(reader)) })
     }
 
-    pub(super) async fn to_write(path: &Path) -> Result<Self, Problem> {
+    pub(super) async fn open_read_write(path: &Path) -> Result<Self, AnalyticsRequestError> {
         let warehouse = blocking(path, Warehouse::open).await?;
-        Ok(Self { file: Mutex::new(File::ToWrite(Arc::new(warehouse))) })
+        Ok(Self { file: Mutex::new(OpenFile::ReadWrite(Arc::new(warehouse))) })
     }
 
     pub(super) fn can_write(&self) -> bool {
-        matches!(self.file(), File::ToWrite(_))
+        matches!(self.file(), OpenFile::ReadWrite(_))
     }
 
-    /// Opens the file, unless it is open, and begins to take events in.
-    pub(super) async fn begin(&self, path: &Path, queue: &Queue) -> Result<Ingesting, Problem> {
+    /// Opens the file, unless it is open, and starts the ingestion.
+    pub(super) async fn start_ingest(
+        &self,
+        path: &Path,
+        queue: &Queue,
+    ) -> Result<DuckDbIngest, AnalyticsRequestError> {
         let warehouse = match self.file() {
-            File::ToWrite(warehouse) => warehouse,
-            File::Closed | File::ToRead(_) => {
+            OpenFile::ReadWrite(warehouse) => warehouse,
+            OpenFile::Closed | OpenFile::ReadOnly(_) => {
                 let warehouse = Arc::new(blocking(path, Warehouse::open).await?);
                 *self.file.lock().unwrap_or_else(PoisonError::into_inner) =
-                    File::ToWrite(Arc::clone(&warehouse));
+                    OpenFile::ReadWrite(Arc::clone(&warehouse));
                 warehouse
             }
         };
         let ingest = Ingest::start(queue, Arc::clone(&warehouse), IngestConfig::default()).await?;
-        let letters = LetterMirror::new(queue.clone(), warehouse, LetterMirrorConfig::default());
-        Ok(Ingesting { ingest, letters })
+        let dead_letters =
+            LetterMirror::new(queue.clone(), warehouse, LetterMirrorConfig::default());
+        Ok(DuckDbIngest { ingest, dead_letters })
     }
 
-    /// Keeps the place until it has answered, or given up.
+    /// Runs a query. Holds the permit until the query has ended, also if the caller is cancelled.
     pub(super) async fn query(
         &self,
         sql: &str,
-        place: OwnedSemaphorePermit,
-    ) -> Result<Table, Problem> {
+        permit: OwnedSemaphorePermit,
+    ) -> Result<Table, AnalyticsRequestError> {
         let reader = match self.file() {
-            File::Closed => return Err(Problem::NotOpen(String::new())),
-            File::ToRead(reader) => reader,
-            File::ToWrite(warehouse) => warehouse.reader().clone(),
+            OpenFile::Closed => return Err(AnalyticsRequestError::NotOpen(String::new())),
+            OpenFile::ReadOnly(reader) => reader,
+            OpenFile::ReadWrite(warehouse) => warehouse.reader().clone(),
         };
-        Ok(reader.query_keeping(sql, place).await?)
+        Ok(reader.query_keeping(sql, permit).await?)
     }
 
-    /// Rows removed and stored.
-    pub(super) async fn rebuild(&self, batches: Batches) -> Result<(u64, u64), Problem> {
-        let File::ToWrite(warehouse) = self.file() else {
-            return Err(Problem::NotOpen(String::new()));
+    /// Replaces all rows. Returns the number of rows removed and stored.
+    pub(super) async fn rebuild(
+        &self,
+        batches: RebuildBatches,
+    ) -> Result<(u64, u64), AnalyticsRequestError> {
+        let OpenFile::ReadWrite(warehouse) = self.file() else {
+            return Err(AnalyticsRequestError::NotOpen(String::new()));
         };
         let keep_from =
-            Timestamp::from_millis(SystemClock.now().as_millis().saturating_sub(LATE_MS));
+            Timestamp::from_millis(SystemClock.now().as_millis().saturating_sub(INGEST_LAG_MS));
         let rebuilt = spawn_blocking(move || warehouse.rebuild(keep_from, batches)).await;
         let rebuilt = rebuilt.unwrap_or_else(|ended| {
             Err(AnalyticsError::Warehouse {
@@ -106,15 +114,15 @@ impl Sink {
         Ok((rebuilt.removed, rebuilt.stored))
     }
 
-    fn file(&self) -> File {
+    fn file(&self) -> OpenFile {
         self.file.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 }
 
-impl Ingesting {
-    /// Until `shutdown`; then what is in hand is stored.
+impl DuckDbIngest {
+    /// Runs until `shutdown` completes, then stores what is in flight.
     pub(super) async fn run(self, shutdown: impl Future<Output = ()>) {
-        self.letters.run(shutdown).await;
+        self.dead_letters.run(shutdown).await;
         self.ingest.stop().await;
     }
 }
@@ -122,10 +130,10 @@ impl Ingesting {
 async fn blocking<T: Send + 'static>(
     path: &Path,
     open: impl FnOnce(&Path) -> Result<T, AnalyticsError> + Send + 'static,
-) -> Result<T, Problem> {
+) -> Result<T, AnalyticsRequestError> {
     let path: PathBuf = path.to_owned();
     let opened = spawn_blocking(move || open(&path)).await;
     opened
         .unwrap_or_else(|ended| Err(AnalyticsError::Source(ended.to_string())))
-        .map_err(Problem::from)
+        .map_err(AnalyticsRequestError::from)
 }

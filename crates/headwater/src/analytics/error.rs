@@ -1,77 +1,80 @@
-//! Why analytics did not do something, split by who has to do what next: as a refusal over HTTP, and as the end of a verb.
+//! Errors of analytics requests, mapped to HTTP responses and exit codes.
 
 use axum::http::StatusCode;
 use headwater_analytics::AnalyticsError;
 use std::time::Duration;
 use tracing::error;
 
-use crate::exit::CliError;
+use crate::exit::Failure;
 use crate::http::ApiError;
 
-/// How soon to come back when others ask.
-const BUSY_FOR: Duration = Duration::from_secs(1);
+/// `Retry-After` when all query slots are in use.
+const BUSY_RETRY_AFTER: Duration = Duration::from_secs(1);
 
-/// Why something was not done.
+/// Why an analytics request failed.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum Problem {
-    /// Another program is needed.
+pub(crate) enum AnalyticsRequestError {
+    /// Built without the feature `analytics`.
     #[error(
         "this program was built without analytics; `cargo build --release -p headwater --features analytics` builds it \
          with a DuckDB library, which `cargo xtask setup` fetches (docs/analytics.md)"
     )]
     NotBuiltIn,
-    /// The settings do not want it.
-    #[error("analytics is off: the setting `analytics.path` is empty")]
+    /// Disabled by the settings.
+    #[error("analytics is disabled: setting `analytics.path` is empty")]
     Off,
     /// The file is not open.
-    #[error("analytics cannot be asked yet: {0}")]
+    #[error("analytics is not available yet: {0}")]
     NotOpen(String),
-    /// Others ask.
-    #[error("{0} questions are being answered, and no more at once; ask again")]
+    /// All query slots are in use.
+    #[error("{0} queries are running, which is the limit; retry later")]
     Busy(usize),
-    /// One is under way.
-    #[error("a rebuild is under way; `GET /api/v1/analytics` says how far it is")]
-    Rebuilding,
-    /// What the crate says.
+    /// A rebuild is running.
+    #[error("a rebuild is already running; `GET /api/v1/analytics` shows its progress")]
+    RebuildRunning,
+    /// The analytics store failed.
     #[error(transparent)]
     Analytics(#[from] AnalyticsError),
 }
 
-impl From<Problem> for ApiError {
-    fn from(problem: Problem) -> Self {
+impl From<AnalyticsRequestError> for ApiError {
+    fn from(problem: AnalyticsRequestError) -> Self {
         let message = problem.to_string();
         match problem {
-            Problem::NotBuiltIn | Problem::Off => {
+            AnalyticsRequestError::NotBuiltIn | AnalyticsRequestError::Off => {
                 Self::new(StatusCode::NOT_IMPLEMENTED, "no_analytics", message)
             }
-            // The reason names files; it is in the log since it became so.
-            Problem::NotOpen(_) => {
-                Self::unavailable("analytics cannot be asked yet; the log says why")
+            // The reason contains paths; it was logged when the state changed.
+            AnalyticsRequestError::NotOpen(_) => {
+                Self::unavailable("analytics is not available yet; see the server log")
             }
-            Problem::Busy(_) => {
-                Self::new(StatusCode::TOO_MANY_REQUESTS, "busy", message).retry_after(BUSY_FOR)
+            AnalyticsRequestError::Busy(_) => {
+                Self::new(StatusCode::TOO_MANY_REQUESTS, "busy", message)
+                    .retry_after(BUSY_RETRY_AFTER)
             }
-            Problem::Rebuilding => Self::new(StatusCode::CONFLICT, "conflict", message),
-            Problem::Analytics(AnalyticsError::Invalid { .. } | AnalyticsError::Query(_)) => {
-                Self::invalid(message)
+            AnalyticsRequestError::RebuildRunning => {
+                Self::new(StatusCode::CONFLICT, "conflict", message)
             }
-            Problem::Analytics(AnalyticsError::TooSlow { .. }) => {
+            AnalyticsRequestError::Analytics(
+                AnalyticsError::Invalid { .. } | AnalyticsError::Query(_),
+            ) => Self::invalid(message),
+            AnalyticsRequestError::Analytics(AnalyticsError::TooSlow { .. }) => {
                 Self::new(StatusCode::GATEWAY_TIMEOUT, "too_slow", message)
             }
-            Problem::Analytics(other) => {
-                error!(error = %other, "analytics did not answer a request");
-                Self::unavailable("analytics does not answer; the log says why")
+            AnalyticsRequestError::Analytics(other) => {
+                error!(error = %other, "analytics request failed");
+                Self::unavailable("analytics is unavailable; see the server log")
             }
         }
     }
 }
 
-impl From<Problem> for CliError {
-    fn from(problem: Problem) -> Self {
+impl From<AnalyticsRequestError> for Failure {
+    fn from(problem: AnalyticsRequestError) -> Self {
         match problem {
-            Problem::Analytics(AnalyticsError::Invalid { .. } | AnalyticsError::Query(_)) => {
-                Self::usage(problem.to_string())
-            }
+            AnalyticsRequestError::Analytics(
+                AnalyticsError::Invalid { .. } | AnalyticsError::Query(_),
+            ) => Self::usage(problem.to_string()),
             other => Self::new(other.to_string()),
         }
     }
@@ -82,10 +85,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_program_without_analytics_says_how_to_have_it() {
-        let refused = ApiError::from(Problem::NotBuiltIn);
+    fn a_build_without_analytics_explains_how_to_enable_it() {
+        let refused = ApiError::from(AnalyticsRequestError::NotBuiltIn);
         assert_eq!(refused.status(), StatusCode::NOT_IMPLEMENTED);
-        let failure = CliError::from(Problem::NotBuiltIn).to_string();
+        let failure = Failure::from(AnalyticsRequestError::NotBuiltIn).to_string();
         assert!(failure.contains("--features analytics") && failure.contains("docs/analytics.md"));
     }
 }

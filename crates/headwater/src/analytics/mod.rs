@@ -1,10 +1,10 @@
-//! Analytics in the binary: what happened in all tickets, in a DuckDB file; reports, SQL, and rebuilding it from the truth.
+//! Analytics of all ticket events in a DuckDB file: ingestion, reports, SQL queries, and rebuilds from the database.
 //!
-//! Upstream: `run` starts it beside the desk; routes and verbs ask it. Downstream: `headwater-analytics`, where DuckDB is
-//! linked (the feature `analytics`); without it everything here answers that it is not there, and how to have it.
-//! Promises: nothing else waits for it: a file that cannot be opened is told and tried again, and the server is ready all the
-//! same. One process at a time has the file; a second one waits for its turn. One rebuild at a time; a stop ends it without
-//! effect.
+//! Upstream: `server::run` starts it beside the desk; routes and CLI verbs query it. Downstream:
+//! `headwater-analytics`, if the feature `analytics` links DuckDB; otherwise every call fails with instructions.
+//! Promises: no other service waits for analytics. If the file cannot be opened, that is logged and retried, and the
+//! server is ready nevertheless. One process at a time has the file open; a second one waits. One rebuild at a time; a
+//! shutdown cancels it without effect.
 
 #[cfg(not(feature = "analytics"))]
 mod disabled;
@@ -26,249 +26,255 @@ use tokio::task::JoinHandle;
 use tracing::{info, warn};
 use utoipa::ToSchema;
 
-use crate::server::shutdown::ShutdownSignal;
+use crate::server::shutdown::Stopping;
 use crate::server::startup;
 
 #[cfg(not(feature = "analytics"))]
-use crate::analytics::disabled::Sink;
+use crate::analytics::disabled::DisabledFile as AnalyticsFile;
 #[cfg(feature = "analytics")]
-use crate::analytics::duckdb::Sink;
-pub(crate) use crate::analytics::error::Problem;
-pub(crate) use crate::analytics::rebuild::Rebuilding;
+use crate::analytics::duckdb::DuckDbFile as AnalyticsFile;
+pub(crate) use crate::analytics::error::AnalyticsRequestError;
+pub(crate) use crate::analytics::rebuild::RebuildProgress;
 
-/// What is said instead of a reason to those who may not read the log.
-const IN_THE_LOG: &str = "the log says why";
+/// Replaces the reason for callers that may not read the log.
+const SEE_LOG: &str = "see the server log";
 
-/// Questions that are answered at once; each may take all processors.
-const QUESTIONS_MAX: usize = 4;
+/// Concurrent queries. Each may use all processors.
+const QUERIES_MAX: usize = 4;
 
-/// How soon a file that could not be opened, or streams that could not be read, are tried again.
-const TRY_EVERY: Duration = Duration::from_secs(5);
+/// Pause before a failed open or subscription is retried.
+const RETRY_INTERVAL: Duration = Duration::from_secs(5);
 
-/// Batches of a rebuild, each in one step: read from SQL, stored in the file.
-type Batches = Box<dyn Iterator<Item = Result<Vec<TicketEvent>, AnalyticsError>> + Send>;
+/// Batches of a rebuild, read from SQL one at a time.
+type RebuildBatches = Box<dyn Iterator<Item = Result<Vec<TicketEvent>, AnalyticsError>> + Send>;
 
-/// How analytics stands.
+/// State of analytics.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, ToSchema)]
 #[serde(tag = "state", content = "reason", rename_all = "snake_case")]
-pub(crate) enum State {
-    /// This program has none.
+pub(crate) enum AnalyticsState {
+    /// Built without analytics.
     NotBuiltIn,
-    /// The settings want none.
+    /// Disabled by the settings.
     Off,
-    /// It is about to begin.
+    /// The ingestion has not started yet.
     Starting,
-    /// Events go in.
+    /// The ingestion is running.
     Ingesting,
-    /// Events wait in their stream, for this reason.
+    /// The ingestion cannot start, for this reason; events wait in their stream.
     Waiting(String),
 }
 
-impl State {
-    /// The same for those who may not read the log: a reason names files and what DuckDB says of them.
+impl AnalyticsState {
+    /// The state without the reason, which contains paths and DuckDB messages, for callers that may not read the log.
     pub(crate) fn without_reason(self) -> Self {
         match self {
-            Self::Waiting(_) => Self::Waiting(IN_THE_LOG.to_owned()),
+            Self::Waiting(_) => Self::Waiting(SEE_LOG.to_owned()),
             other => other,
         }
     }
 }
 
-/// Analytics. Clones are the same.
+/// The analytics service. Clones share state.
 #[derive(Clone, Debug)]
 pub(crate) struct Analytics(Arc<Inner>);
 
 #[derive(Debug)]
 struct Inner {
-    sink: Sink,
+    file: AnalyticsFile,
     path: Option<PathBuf>,
     store: Option<Arc<dyn Store>>,
-    shutdown: ShutdownSignal,
-    state: Mutex<State>,
-    questions: Arc<Semaphore>,
-    rebuilding: Arc<Mutex<Rebuilding>>,
+    stopping: Stopping,
+    state: Mutex<AnalyticsState>,
+    queries: Arc<Semaphore>,
+    rebuild_progress: Arc<Mutex<RebuildProgress>>,
     job: Mutex<Option<JoinHandle<()>>>,
 }
 
 impl Analytics {
-    /// Of a server that keeps its file at `path`; `None`: it has none.
-    pub(crate) fn of_server(
+    /// Analytics of a server, with its file at `path`; `None` disables it.
+    pub(crate) fn for_server(
         path: Option<&Path>,
         store: Arc<dyn Store>,
-        shutdown: ShutdownSignal,
+        stopping: Stopping,
     ) -> Self {
-        let state = match (Sink::IS_BUILT_IN, path) {
-            (false, _) => State::NotBuiltIn,
-            (true, None) => State::Off,
-            (true, Some(_)) => State::Starting,
+        let state = match (AnalyticsFile::IS_BUILT_IN, path) {
+            (false, _) => AnalyticsState::NotBuiltIn,
+            (true, None) => AnalyticsState::Off,
+            (true, Some(_)) => AnalyticsState::Starting,
         };
-        Self::new(Sink::default(), path, Some(store), state, shutdown)
+        Self::new(AnalyticsFile::default(), path, Some(store), state, stopping)
     }
 
-    /// Whether there is a file that could be asked.
-    pub(crate) fn check(path: Option<&Path>) -> Result<(), Problem> {
-        checked(path).map(drop)
+    /// Checks that analytics is built in and enabled.
+    pub(crate) fn check(path: Option<&Path>) -> Result<(), AnalyticsRequestError> {
+        enabled_path(path).map(drop)
     }
 
-    /// For questions, on a file that no process writes.
-    pub(crate) async fn to_ask(path: Option<&Path>) -> Result<Self, Problem> {
-        let sink = Sink::to_read(checked(path)?).await?;
-        Ok(Self::new(sink, path, None, State::Off, ShutdownSignal::default()))
+    /// Opens a file read-only, for queries. No process may be writing it.
+    pub(crate) async fn open_for_queries(
+        path: Option<&Path>,
+    ) -> Result<Self, AnalyticsRequestError> {
+        let file = AnalyticsFile::open_read_only(enabled_path(path)?).await?;
+        Ok(Self::new(file, path, None, AnalyticsState::Off, Stopping::default()))
     }
 
-    /// For a rebuild, on a file that no other process has.
-    pub(crate) async fn to_rebuild(
+    /// Opens a file for a rebuild. No other process may have it open.
+    pub(crate) async fn open_for_rebuild(
         path: Option<&Path>,
         store: Arc<dyn Store>,
-    ) -> Result<Self, Problem> {
-        let path = checked(path)?;
+    ) -> Result<Self, AnalyticsRequestError> {
+        let path = enabled_path(path)?;
         create_parent(path)?;
-        let sink = Sink::to_write(path).await?;
-        Ok(Self::new(sink, Some(path), Some(store), State::Off, ShutdownSignal::default()))
+        let file = AnalyticsFile::open_read_write(path).await?;
+        Ok(Self::new(file, Some(path), Some(store), AnalyticsState::Off, Stopping::default()))
     }
 
     fn new(
-        sink: Sink,
+        file: AnalyticsFile,
         path: Option<&Path>,
         store: Option<Arc<dyn Store>>,
-        state: State,
-        shutdown: ShutdownSignal,
+        state: AnalyticsState,
+        stopping: Stopping,
     ) -> Self {
         Self(Arc::new(Inner {
-            sink,
+            file,
             path: path.map(Path::to_owned),
             store,
-            shutdown,
+            stopping,
             state: Mutex::new(state),
-            questions: Arc::new(Semaphore::new(QUESTIONS_MAX)),
-            rebuilding: Arc::default(),
+            queries: Arc::new(Semaphore::new(QUERIES_MAX)),
+            rebuild_progress: Arc::default(),
             job: Mutex::default(),
         }))
     }
 
-    /// How it stands.
-    pub(crate) fn state(&self) -> State {
+    /// The current state.
+    pub(crate) fn state(&self) -> AnalyticsState {
         self.0.state.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Whether there is anything to run.
-    pub(crate) fn is_on(&self) -> bool {
-        !matches!(self.state(), State::NotBuiltIn | State::Off)
+    /// Whether [`run`](Self::run) has anything to do.
+    pub(crate) fn is_enabled(&self) -> bool {
+        !matches!(self.state(), AnalyticsState::NotBuiltIn | AnalyticsState::Off)
     }
 
-    /// Opens the file and takes events in until the stop. What does not work is tried again.
+    /// Opens the file and ingests events until shutdown. Retries failures.
     pub(crate) async fn run(&self, queue: Queue) {
-        let (inner, shutdown) = (&self.0, &self.0.shutdown);
-        let Some(path) = &inner.path else { return shutdown.wait().await };
+        let (inner, stopping) = (&self.0, &self.0.stopping);
+        let Some(path) = &inner.path else { return stopping.begun().await };
         let ingesting = loop {
-            let beginning = async {
+            let starting = async {
                 create_parent(path)?;
-                inner.sink.begin(path, &queue).await
+                inner.file.start_ingest(path, &queue).await
             };
             tokio::select! {
-                () = shutdown.wait() => return,
-                begun = beginning => match begun {
+                () = stopping.begun() => return,
+                started = starting => match started {
                     Ok(ingesting) => break ingesting,
-                    Err(problem) => self.waits(problem.to_string()),
+                    Err(problem) => self.set_waiting(problem.to_string()),
                 },
             }
             tokio::select! {
-                () = shutdown.wait() => return,
-                () = tokio::time::sleep(TRY_EVERY) => {}
+                () = stopping.begun() => return,
+                () = tokio::time::sleep(RETRY_INTERVAL) => {}
             }
         };
-        info!(path = %path.display(), "analytics takes events in");
-        self.becomes(State::Ingesting);
-        ingesting.run(shutdown.wait()).await;
-        self.becomes(State::Starting);
+        info!(path = %path.display(), "analytics ingestion started");
+        self.set_state(AnalyticsState::Ingesting);
+        ingesting.run(stopping.begun()).await;
+        self.set_state(AnalyticsState::Starting);
     }
 
-    /// Told once, however often it is tried.
-    fn waits(&self, problem: String) {
-        let state = State::Waiting(problem.clone());
+    /// Logs a problem once, not for every retry.
+    fn set_waiting(&self, problem: String) {
+        let state = AnalyticsState::Waiting(problem.clone());
         if self.state() != state {
             warn!(
                 error = problem,
-                "analytics cannot take events in, they wait in their stream; will try again"
+                "analytics ingestion cannot start; events wait in their stream; retrying"
             );
-            self.becomes(state);
+            self.set_state(state);
         }
     }
 
-    fn becomes(&self, state: State) {
+    fn set_state(&self, state: AnalyticsState) {
         *self.0.state.lock().unwrap_or_else(PoisonError::into_inner) = state;
     }
 
-    /// Answers one `SELECT`.
-    pub(crate) async fn query(&self, sql: &str) -> Result<Table, Problem> {
-        // It is free again when the thread that answers has ended, which may be after the caller went away.
-        let place = Arc::clone(&self.0.questions).try_acquire_owned();
-        let place = place.map_err(|_| Problem::Busy(QUESTIONS_MAX))?;
-        match self.0.sink.query(sql, place).await {
-            Err(Problem::NotOpen(_)) => Err(self.not_open()),
-            answer => answer,
+    /// Runs one `SELECT`.
+    pub(crate) async fn query(&self, sql: &str) -> Result<Table, AnalyticsRequestError> {
+        // Released when the query thread has ended, which may be after the caller was cancelled.
+        let permit = Arc::clone(&self.0.queries).try_acquire_owned();
+        let permit = permit.map_err(|_| AnalyticsRequestError::Busy(QUERIES_MAX))?;
+        match self.0.file.query(sql, permit).await {
+            Err(AnalyticsRequestError::NotOpen(_)) => Err(self.not_open()),
+            result => result,
         }
     }
 
-    /// Begins to replace all events in the file by those of the database. [`rebuilding`](Self::rebuilding) tells the rest.
-    pub(crate) fn rebuild(&self) -> Result<Rebuilding, Problem> {
+    /// Starts to replace all events in the file by those of the database. [`rebuild_progress`](Self::rebuild_progress)
+    /// reports the result.
+    pub(crate) fn rebuild(&self) -> Result<RebuildProgress, AnalyticsRequestError> {
         let inner = &self.0;
         let store = inner.store.clone().ok_or_else(|| self.not_open())?;
-        if !inner.sink.can_write() {
+        if !inner.file.can_write() {
             return Err(self.not_open());
         }
         let mut job = inner.job.lock().unwrap_or_else(PoisonError::into_inner);
         if job.as_ref().is_some_and(|job| !job.is_finished()) {
-            return Err(Problem::Rebuilding);
+            return Err(AnalyticsRequestError::RebuildRunning);
         }
-        let progress = Arc::clone(&inner.rebuilding);
-        *progress.lock().unwrap_or_else(PoisonError::into_inner) = Rebuilding::begun();
-        let whole = self.clone();
+        let progress = Arc::clone(&inner.rebuild_progress);
+        *progress.lock().unwrap_or_else(PoisonError::into_inner) = RebuildProgress::started();
+        let analytics = self.clone();
         *job = Some(tokio::spawn(async move {
-            let batches = rebuild::batches(store, Arc::clone(&progress), whole.0.shutdown.clone());
+            let batches =
+                rebuild::batches(store, Arc::clone(&progress), analytics.0.stopping.clone());
             let ended = match batches.await {
-                Ok(batches) => whole.0.sink.rebuild(batches).await,
+                Ok(batches) => analytics.0.file.rebuild(batches).await,
                 Err(error) => Err(error.into()),
             };
-            rebuild::end(&progress, ended);
+            rebuild::finish(&progress, ended);
         }));
         drop(job);
-        Ok(self.rebuilding())
+        Ok(self.rebuild_progress())
     }
 
-    /// How the last rebuild stands.
-    pub(crate) fn rebuilding(&self) -> Rebuilding {
-        self.0.rebuilding.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    /// Progress of the last rebuild.
+    pub(crate) fn rebuild_progress(&self) -> RebuildProgress {
+        self.0.rebuild_progress.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Waits for a rebuild that the stop has told to end.
+    /// Waits for a running rebuild, which the shutdown cancels.
     pub(crate) async fn close(self) {
         let job = self.0.job.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(job) = job {
-            // It ends between two batches, and what it did is undone.
+            // It stops between two batches and is rolled back.
             let _ = job.await;
         }
     }
 
-    fn not_open(&self) -> Problem {
+    fn not_open(&self) -> AnalyticsRequestError {
         match self.state() {
-            State::NotBuiltIn => Problem::NotBuiltIn,
-            State::Off => Problem::Off,
-            State::Waiting(reason) => Problem::NotOpen(reason),
-            State::Starting | State::Ingesting => Problem::NotOpen("it is about to begin".into()),
+            AnalyticsState::NotBuiltIn => AnalyticsRequestError::NotBuiltIn,
+            AnalyticsState::Off => AnalyticsRequestError::Off,
+            AnalyticsState::Waiting(reason) => AnalyticsRequestError::NotOpen(reason),
+            AnalyticsState::Starting | AnalyticsState::Ingesting => {
+                AnalyticsRequestError::NotOpen("the ingestion is starting".into())
+            }
         }
     }
 }
 
-/// The path, where analytics is there and wanted.
-fn checked(path: Option<&Path>) -> Result<&Path, Problem> {
-    if !Sink::IS_BUILT_IN {
-        return Err(Problem::NotBuiltIn);
+/// The path, if analytics is built in and enabled.
+fn enabled_path(path: Option<&Path>) -> Result<&Path, AnalyticsRequestError> {
+    if !AnalyticsFile::IS_BUILT_IN {
+        return Err(AnalyticsRequestError::NotBuiltIn);
     }
-    path.ok_or(Problem::Off)
+    path.ok_or(AnalyticsRequestError::Off)
 }
 
-fn create_parent(path: &Path) -> Result<(), Problem> {
+fn create_parent(path: &Path) -> Result<(), AnalyticsRequestError> {
     startup::create_parent("analytics.path", &path.display().to_string())
-        .map_err(|failure| Problem::NotOpen(failure.to_string()))
+        .map_err(|failure| AnalyticsRequestError::NotOpen(failure.to_string()))
 }

@@ -1,9 +1,9 @@
-//! A rebuild: pages of the truth, one after the other, until there are no more.
+//! Rebuilds the analytics file from the database, page by page.
 //!
-//! Upstream: `Analytics::rebuild`. Downstream: the tables of tickets, then the file.
-//! Promises: pages are read when the file asks for them, which is after it has let go of the old rows; so whatever went into
-//! the file from the stream before is in the pages, too, because SQL had it first. A stop, or a page that cannot be read, ends
-//! the rebuild, and the file stays as it was.
+//! Upstream: `Analytics::rebuild`. Downstream: the ticket tables, then the file.
+//! Promises: a page is read when the file asks for it, after the old rows were deleted. Everything ingested from the
+//! stream before is therefore in the pages, because SQL had it first. A shutdown or a failed page ends the rebuild
+//! without changing the file.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -14,62 +14,62 @@ use tokio::runtime::Handle;
 use tracing::{info, warn};
 use utoipa::ToSchema;
 
-use crate::analytics::{Batches, Problem};
-use crate::server::shutdown::ShutdownSignal;
-use crate::tickets::History;
+use crate::analytics::{AnalyticsRequestError, RebuildBatches};
+use crate::server::shutdown::Stopping;
+use crate::tickets::TicketExport;
 
-/// How a rebuild stands.
+/// Progress of a rebuild.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, ToSchema)]
-pub(crate) struct Rebuilding {
-    /// Whether it is under way.
+pub(crate) struct RebuildProgress {
+    /// Whether it is running.
     pub(crate) is_running: bool,
     /// Events read so far.
     pub(crate) read: u64,
-    /// Events there are, as counted at the beginning.
+    /// Events to read, counted at the start.
     pub(crate) total: u64,
-    /// Rows that were there before, once it is done.
+    /// Rows deleted, once it is done.
     pub(crate) removed: Option<u64>,
-    /// Rows that are there now, once it is done.
+    /// Rows stored, once it is done.
     pub(crate) stored: Option<u64>,
-    /// Why it ended without effect.
+    /// Why it failed. A failed rebuild changes nothing.
     pub(crate) problem: Option<String>,
 }
 
-impl Rebuilding {
-    /// The same for those who may not read the log.
+impl RebuildProgress {
+    /// The progress without the reason, for callers that may not read the log.
     pub(crate) fn without_reason(self) -> Self {
-        let problem = self.problem.map(|_| crate::analytics::IN_THE_LOG.to_owned());
+        let problem = self.problem.map(|_| crate::analytics::SEE_LOG.to_owned());
         Self { problem, ..self }
     }
 
-    pub(super) fn begun() -> Self {
+    pub(super) fn started() -> Self {
         Self { is_running: true, ..Self::default() }
     }
 }
 
-/// Counts, and then reads as it is asked to. The iterator blocks; it is for a thread that may.
+/// Counts the events, and returns an iterator that reads them. The iterator blocks; use it on a blocking thread.
 pub(super) async fn batches(
     store: Arc<dyn Store>,
-    progress: Arc<Mutex<Rebuilding>>,
-    shutdown: ShutdownSignal,
-) -> Result<Batches, AnalyticsError> {
-    let mut history = History::new(store);
-    let total = history.count().await.map_err(unreadable)?;
-    note(&progress, |rebuilding| rebuilding.total = total);
+    progress: Arc<Mutex<RebuildProgress>>,
+    stopping: Stopping,
+) -> Result<RebuildBatches, AnalyticsError> {
+    let mut export = TicketExport::new(store);
+    let total = export.count().await.map_err(unreadable)?;
+    note(&progress, |rebuild_progress| rebuild_progress.total = total);
     let runtime = Handle::current();
     let mut has_failed = false;
     Ok(Box::new(std::iter::from_fn(move || {
         if has_failed {
             return None;
         }
-        let page = match shutdown.is_triggered() {
-            true => Err(AnalyticsError::Source("the server is stopping".to_owned())),
-            false => runtime.block_on(history.next()).map_err(unreadable),
+        let page = match stopping.has_begun() {
+            true => Err(AnalyticsError::Source("the server is shutting down".to_owned())),
+            false => runtime.block_on(export.next_page()).map_err(unreadable),
         };
         match page {
             Ok(events) if events.is_empty() => None,
             Ok(events) => {
-                note(&progress, |rebuilding| rebuilding.read += events.len() as u64);
+                note(&progress, |rebuild_progress| rebuild_progress.read += events.len() as u64);
                 Some(Ok(events))
             }
             Err(error) => {
@@ -80,24 +80,27 @@ pub(super) async fn batches(
     })))
 }
 
-/// Writes down how it ended: rows removed and stored, or why nothing has changed.
-pub(super) fn end(progress: &Mutex<Rebuilding>, ended: Result<(u64, u64), Problem>) {
-    note(progress, |rebuilding| {
-        rebuilding.is_running = false;
+/// Records the result: rows removed and stored, or the error.
+pub(super) fn finish(
+    progress: &Mutex<RebuildProgress>,
+    ended: Result<(u64, u64), AnalyticsRequestError>,
+) {
+    note(progress, |rebuild_progress| {
+        rebuild_progress.is_running = false;
         match ended {
             Ok((removed, stored)) => {
-                info!(removed, stored, "analytics was rebuilt");
-                (rebuilding.removed, rebuilding.stored) = (Some(removed), Some(stored));
+                info!(removed, stored, "analytics rebuild completed");
+                (rebuild_progress.removed, rebuild_progress.stored) = (Some(removed), Some(stored));
             }
             Err(problem) => {
-                warn!(error = %problem, "analytics was not rebuilt, everything is as before");
-                rebuilding.problem = Some(problem.to_string());
+                warn!(error = %problem, "analytics rebuild failed; the file is unchanged");
+                rebuild_progress.problem = Some(problem.to_string());
             }
         }
     });
 }
 
-fn note(progress: &Mutex<Rebuilding>, change: impl FnOnce(&mut Rebuilding)) {
+fn note(progress: &Mutex<RebuildProgress>, change: impl FnOnce(&mut RebuildProgress)) {
     change(&mut progress.lock().unwrap_or_else(PoisonError::into_inner));
 }
 

@@ -1,10 +1,10 @@
-//! Token budgets: what the model may cost per issue and per day.
+//! Token budgets per issue and per day.
 //!
-//! Upstream: `books` reserves before a model is asked and settles after. Downstream: a [`Ledger`], kept in SQL by
-//! `tickets`, so all processes share it.
-//! Promises: what is reserved or spent never exceeds a limit, however many runs ask at once. A reservation counts in full
-//! until it is settled or expires; one that expires, because its process died, counts as its prompt: the model may have
-//! read it.
+//! Upstream: `token_accounting` reserves tokens before a model call and settles them after. Downstream: a [`Ledger`];
+//! `tickets` keeps it in SQL, shared by all processes.
+//! Promises: reserved plus used tokens never exceed a limit, however many runs reserve concurrently. A reservation
+//! counts in full until it is settled or expires. An expired reservation (its process died) counts as its prompt
+//! tokens, because the model may have read the prompt.
 
 use std::collections::HashMap;
 use std::sync::Mutex;
@@ -17,151 +17,160 @@ use uuid::Uuid;
 
 const DAY_MS: u64 = 24 * 60 * 60 * 1000;
 
-/// A reservation that is not settled within this time expires: 2 h, longer than any model may take for an answer.
+/// A reservation that is not settled within 2 h expires. Longer than the longest allowed model call.
 pub(crate) const RESERVATION_TTL: Duration = Duration::from_secs(2 * 60 * 60);
 
-/// What models may cost.
+/// Token limits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Budget {
-    /// Tokens in and out for one issue, over its whole life. Default: 200,000.
+pub struct TokenBudget {
+    /// Input and output tokens of one issue over its lifetime. Default: 200,000.
     pub issue_tokens_max: u64,
-    /// Tokens in and out for all issues, per day (UTC). Default: 5,000,000.
+    /// Input and output tokens of all issues per UTC day. Default: 5,000,000.
     pub day_tokens_max: u64,
 }
 
-impl Default for Budget {
+impl Default for TokenBudget {
     fn default() -> Self {
         Self { issue_tokens_max: 200_000, day_tokens_max: 5_000_000 }
     }
 }
 
-/// A reservation, to be settled with what was used.
+/// A reservation of tokens for one model call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Reservation {
-    /// Identifies it: reserving or settling twice with one id counts once.
+pub struct TokenReservation {
+    /// Idempotency key: reserving or settling twice with one id counts once.
     pub id: Uuid,
-    /// The issue that is charged.
+    /// The issue whose budget is charged.
     pub issue_id: IssueId,
-    /// The day that is charged, in days since 1970.
+    /// The UTC day whose budget is charged, in days since 1970-01-01.
     pub day: u64,
-    /// The most that the question may take: prompt and answer.
+    /// Upper bound of the call: prompt and answer.
     pub tokens: u64,
-    /// Of these, the tokens of the prompt: what the reservation counts as if it is never settled.
+    /// The prompt's part of `tokens`. An expired reservation counts as this many tokens.
     pub prompt_tokens: u64,
 }
 
-impl Reservation {
-    /// A reservation on the day of `now`, with an id of its own.
+impl TokenReservation {
+    /// A reservation with a new id on the UTC day of `now`.
     pub fn new(issue_id: IssueId, tokens: u64, prompt_tokens: u64, now: Timestamp) -> Self {
         let day = now.as_millis() / DAY_MS;
         Self { id: Uuid::now_v7(), issue_id, day, tokens, prompt_tokens }
     }
 
-    /// How long the day lasts from `now` on.
+    /// Time from `now` to the end of the charged day.
     pub fn rest_of_day(&self, now: Timestamp) -> Duration {
         Timestamp::from_millis((self.day + 1) * DAY_MS).since(now)
     }
 }
 
-/// What became of a reservation.
+/// Result of [`Ledger::reserve`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Reserved {
-    /// It is granted.
+pub enum ReserveDecision {
+    /// The tokens are reserved.
     Granted,
-    /// The issue has used up its tokens; nothing was reserved.
-    IssueSpent,
-    /// The tokens of the day are used up; nothing was reserved.
-    DaySpent,
-    /// A budget is full, but only with reservations that are not settled yet; nothing was reserved. Ask again soon.
+    /// The issue budget is used up; nothing was reserved.
+    IssueBudgetExceeded,
+    /// The budget of the day is used up; nothing was reserved.
+    DayBudgetExceeded,
+    /// Unsettled reservations fill a budget; nothing was reserved. Retry soon.
     Pending,
 }
 
-/// What counts against one budget.
+/// Tokens counted against one budget.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
-pub(crate) struct Spent {
-    /// All of it, unsettled reservations in full.
+pub(crate) struct BudgetUsage {
+    /// Used tokens plus unsettled reservations.
     pub(crate) total: u64,
-    /// The part that is not settled yet.
+    /// Unsettled reservations only.
     pub(crate) unsettled: u64,
 }
 
-impl Spent {
-    /// Whether `tokens` more exceed `max`, and whether they do so even if nothing unsettled is used.
-    fn refuses(self, tokens: u64, max: u64) -> Option<bool> {
-        let exceeds = |spent: u64| spent.saturating_add(tokens) > max;
-        exceeds(self.total).then(|| exceeds(self.total.saturating_sub(self.unsettled)))
+impl BudgetUsage {
+    /// `None` if `tokens` more fit. `Some(true)` if they exceed `max` even when all unsettled reservations turn out
+    /// unused, `Some(false)` if only the unsettled reservations are in the way.
+    fn exceeds(self, tokens: u64, max: u64) -> Option<bool> {
+        let is_over = |used: u64| used.saturating_add(tokens) > max;
+        is_over(self.total).then(|| is_over(self.total.saturating_sub(self.unsettled)))
     }
 }
 
-/// Decides on `tokens` more, by what counts against the issue and the day without them.
-pub(crate) fn decide(issue: Spent, day: Spent, tokens: u64, budget: &Budget) -> Reserved {
-    let refused = (
-        issue.refuses(tokens, budget.issue_tokens_max),
-        day.refuses(tokens, budget.day_tokens_max),
+/// Decides whether `tokens` more fit into both budgets. `issue` and `day` do not include them.
+pub(crate) fn decide(
+    issue: BudgetUsage,
+    day: BudgetUsage,
+    tokens: u64,
+    budget: &TokenBudget,
+) -> ReserveDecision {
+    let exceeded = (
+        issue.exceeds(tokens, budget.issue_tokens_max),
+        day.exceeds(tokens, budget.day_tokens_max),
     );
-    match refused {
-        (Some(true), _) => Reserved::IssueSpent,
-        (_, Some(true)) => Reserved::DaySpent,
-        (None, None) => Reserved::Granted,
-        _ => Reserved::Pending,
+    match exceeded {
+        (Some(true), _) => ReserveDecision::IssueBudgetExceeded,
+        (_, Some(true)) => ReserveDecision::DayBudgetExceeded,
+        (None, None) => ReserveDecision::Granted,
+        _ => ReserveDecision::Pending,
     }
 }
 
-/// Counts tokens. Its errors are failures of our own storage: they never count against an issue.
+/// Counts tokens. An error is a storage failure and never counts as an attempt of the issue.
 #[async_trait]
 pub trait Ledger: Send + Sync + std::fmt::Debug {
-    /// Counts the tokens as reserved if both budgets allow, else nothing. After an error it may have happened: settle the
-    /// reservation with 0. A reservation that was settled before is not made again.
-    async fn reserve(&self, reservation: &Reservation, budget: &Budget)
-    -> Result<Reserved, String>;
+    /// Reserves the tokens if both budgets allow it, otherwise changes nothing. After an error the reservation may
+    /// exist: settle it with 0. A reservation that was already settled is not made again.
+    async fn reserve(
+        &self,
+        reservation: &TokenReservation,
+        budget: &TokenBudget,
+    ) -> Result<ReserveDecision, String>;
 
-    /// Replaces what was reserved by what was used. Idempotent: only the first settlement of an id counts.
-    async fn settle(&self, reservation: &Reservation, used: u64) -> Result<(), String>;
+    /// Replaces the reserved by the used tokens. Idempotent: only the first settlement of an id counts.
+    async fn settle(&self, reservation: &TokenReservation, used: u64) -> Result<(), String>;
 
-    /// Upkeep, such as summing up what is settled. Called now and then while tokens are used.
+    /// Maintenance, such as aggregating settled reservations. Called from time to time while tokens are used.
     async fn maintain(&self) -> Result<(), String> {
         Ok(())
     }
 }
 
-/// A ledger of one process, gone with it.
+/// An in-memory ledger for one process.
 #[derive(Debug, Default)]
 pub struct MemoryLedger {
-    entries: Mutex<Entries>,
+    entries: Mutex<LedgerEntries>,
 }
 
 #[derive(Debug, Default)]
-struct Entries {
-    unsettled: HashMap<Uuid, Reservation>,
+struct LedgerEntries {
+    unsettled: HashMap<Uuid, TokenReservation>,
     issues: HashMap<IssueId, u64>,
     days: HashMap<u64, u64>,
 }
 
 impl MemoryLedger {
-    /// What counts against an issue.
-    pub fn of_issue(&self, issue_id: IssueId) -> u64 {
+    /// Tokens counted against an issue: used plus reserved.
+    pub fn issue_total(&self, issue_id: IssueId) -> u64 {
         self.entries().issue(issue_id).total
     }
 
-    fn entries(&self) -> std::sync::MutexGuard<'_, Entries> {
+    fn entries(&self) -> std::sync::MutexGuard<'_, LedgerEntries> {
         self.entries.lock().expect("no code panics while it holds this lock")
     }
 }
 
-impl Entries {
-    fn issue(&self, issue_id: IssueId) -> Spent {
+impl LedgerEntries {
+    fn issue(&self, issue_id: IssueId) -> BudgetUsage {
         let settled = self.issues.get(&issue_id).copied().unwrap_or(0);
         self.spent(settled, |one| one.issue_id == issue_id)
     }
 
-    fn day(&self, day: u64) -> Spent {
+    fn day(&self, day: u64) -> BudgetUsage {
         self.spent(self.days.get(&day).copied().unwrap_or(0), |one| one.day == day)
     }
 
-    fn spent(&self, settled: u64, counts: impl Fn(&Reservation) -> bool) -> Spent {
+    fn spent(&self, settled: u64, counts: impl Fn(&TokenReservation) -> bool) -> BudgetUsage {
         let unsettled = self.unsettled.values().filter(|one| counts(one));
         let unsettled = unsettled.fold(0, |sum: u64, one| sum.saturating_add(one.tokens));
-        Spent { total: settled.saturating_add(unsettled), unsettled }
+        BudgetUsage { total: settled.saturating_add(unsettled), unsettled }
     }
 }
 
@@ -169,19 +178,19 @@ impl Entries {
 impl Ledger for MemoryLedger {
     async fn reserve(
         &self,
-        reservation: &Reservation,
-        budget: &Budget,
-    ) -> Result<Reserved, String> {
+        reservation: &TokenReservation,
+        budget: &TokenBudget,
+    ) -> Result<ReserveDecision, String> {
         let mut entries = self.entries();
         let (issue, day) = (entries.issue(reservation.issue_id), entries.day(reservation.day));
         let reserved = decide(issue, day, reservation.tokens, budget);
-        if reserved == Reserved::Granted {
+        if reserved == ReserveDecision::Granted {
             entries.unsettled.insert(reservation.id, *reservation);
         }
         Ok(reserved)
     }
 
-    async fn settle(&self, reservation: &Reservation, used: u64) -> Result<(), String> {
+    async fn settle(&self, reservation: &TokenReservation, used: u64) -> Result<(), String> {
         let mut entries = self.entries();
         if entries.unsettled.remove(&reservation.id).is_none() {
             return Ok(());
@@ -193,7 +202,6 @@ impl Ledger for MemoryLedger {
     }
 }
 
-/// The time now, for reservations.
 pub(crate) fn now() -> Timestamp {
     SystemClock.now()
 }
@@ -203,27 +211,27 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_budget_that_only_unsettled_reservations_fill_is_pending_and_not_spent() {
-        let budget = Budget { issue_tokens_max: 100, day_tokens_max: 1000 };
-        let spent = |total, unsettled| Spent { total, unsettled };
+    fn a_budget_filled_by_unsettled_reservations_is_pending_and_not_exceeded() {
+        let budget = TokenBudget { issue_tokens_max: 100, day_tokens_max: 1000 };
+        let spent = |total, unsettled| BudgetUsage { total, unsettled };
         let ask = |issue, day| decide(issue, day, 10, &budget);
-        assert_eq!(ask(spent(90, 0), spent(990, 500)), Reserved::Granted);
-        assert_eq!(ask(spent(91, 0), spent(0, 0)), Reserved::IssueSpent);
-        assert_eq!(ask(spent(91, 1), spent(0, 0)), Reserved::Pending);
-        assert_eq!(ask(spent(0, 0), spent(991, 0)), Reserved::DaySpent);
-        assert_eq!(ask(spent(0, 0), spent(991, 1)), Reserved::Pending);
-        assert_eq!(ask(spent(91, 1), spent(991, 0)), Reserved::DaySpent);
+        assert_eq!(ask(spent(90, 0), spent(990, 500)), ReserveDecision::Granted);
+        assert_eq!(ask(spent(91, 0), spent(0, 0)), ReserveDecision::IssueBudgetExceeded);
+        assert_eq!(ask(spent(91, 1), spent(0, 0)), ReserveDecision::Pending);
+        assert_eq!(ask(spent(0, 0), spent(991, 0)), ReserveDecision::DayBudgetExceeded);
+        assert_eq!(ask(spent(0, 0), spent(991, 1)), ReserveDecision::Pending);
+        assert_eq!(ask(spent(91, 1), spent(991, 0)), ReserveDecision::DayBudgetExceeded);
     }
 
     #[tokio::test]
-    async fn a_settlement_that_is_repeated_counts_once() {
+    async fn a_repeated_settlement_counts_once() {
         let ledger = MemoryLedger::default();
-        let reservation = Reservation::new(IssueId(1), 100, 60, Timestamp::from_millis(0));
-        let granted = ledger.reserve(&reservation, &Budget::default()).await;
-        assert_eq!((granted, ledger.of_issue(IssueId(1))), (Ok(Reserved::Granted), 100));
+        let reservation = TokenReservation::new(IssueId(1), 100, 60, Timestamp::from_millis(0));
+        let granted = ledger.reserve(&reservation, &TokenBudget::default()).await;
+        assert_eq!((granted, ledger.issue_total(IssueId(1))), (Ok(ReserveDecision::Granted), 100));
         for used in [70, 70, 5] {
             ledger.settle(&reservation, used).await.unwrap();
-            assert_eq!(ledger.of_issue(IssueId(1)), 70);
+            assert_eq!(ledger.issue_total(IssueId(1)), 70);
         }
     }
 }

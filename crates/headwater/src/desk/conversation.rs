@@ -1,8 +1,8 @@
-//! The thread of an issue: what was said so far, and what the pending events add to it.
+//! The conversation of an issue: its history, and what the pending events add.
 //!
-//! Upstream: `handler` has an issue and its events. Downstream: `prompt` shows it to a model.
-//! Promises: whatever a payload looks like, it is read without an error; text stays what it was. A thread that grows too
-//! long forgets its oldest entries. The old part is the issue's `discussions`, so it is committed with each run.
+//! Upstream: `handler`. Downstream: `prompt` renders it for a model.
+//! Promises: a payload of any shape is read without an error; text is kept unchanged. A conversation over the limit
+//! loses its oldest entries. The history is stored in the issue's `discussions`, so it is committed with each run.
 
 use headwater_issue::{EventLog, EventLogId, Issue};
 use serde::{Deserialize, Serialize};
@@ -13,105 +13,107 @@ use crate::outbound::marker;
 use crate::text;
 use crate::tickets::{Author, TicketEvent, TicketEventType};
 
-/// Something that somebody said.
+/// One message of a conversation.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Entry {
-    /// Who.
+pub struct ConversationEntry {
+    /// Who wrote it.
     pub author: Author,
-    /// Their name, where the provider tells.
+    /// The author's name, if the provider sends it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub name: Option<String>,
-    /// What.
+    /// The text.
     pub text: String,
-    /// When, as in RFC 3339.
+    /// Time in RFC 3339.
     pub at: String,
-    /// Of an answer of ours: it was not sent if newer events had come before it was committed.
+    /// Only for an answer of the desk: it was not sent if newer events had arrived before it was committed.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub unless_stale: bool,
 }
 
-/// The thread as a run sees it.
+/// The conversation as a run sees it.
 #[derive(Clone, Debug, PartialEq, Default)]
-pub struct Thread {
-    /// What earlier runs have seen or said.
-    pub past: Vec<Entry>,
-    /// What is new.
-    pub pending: Vec<Entry>,
-    /// Whether a person has taken over.
+pub struct Conversation {
+    /// Messages of earlier runs.
+    pub past: Vec<ConversationEntry>,
+    /// Messages of the pending events.
+    pub pending: Vec<ConversationEntry>,
+    /// Whether the issue was handed over to a person.
     pub handed_over: bool,
-    /// Whether somebody waits for an answer.
-    pub wants_answer: bool,
-    /// Whose ticket it is, if an event tells.
+    /// Whether a user message is unanswered.
+    pub needs_answer: bool,
+    /// The user of the ticket, if an event names one.
     pub user_id: Option<String>,
 }
 
-/// What one event means for a thread.
+/// What one event means for the conversation.
 #[derive(Clone, Debug, PartialEq, Eq)]
-enum Heard {
-    Said(Entry),
+enum EventMeaning {
+    Message(ConversationEntry),
     Closed,
     Reopened,
-    Nothing,
+    Irrelevant,
 }
 
-/// What is kept in the issue's fields.
+/// What the desk stores in the issue's `fields`.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
-struct Fields {
+struct IssueFields {
     handed_over: bool,
     user_id: Option<String>,
 }
 
-impl Thread {
-    /// Reads what is known of an issue and what its pending events add. `completed` is the newest event log that the issue
-    /// had when its last run was completed.
-    pub fn of(issue: &Issue, events: &[EventLog], completed: Option<EventLogId>) -> Self {
-        // Only our own completions write these; if somebody else did, the thread begins anew rather than fail for good.
+impl Conversation {
+    /// Loads the history of an issue and applies its pending events. `completed` is the newest event log at the time
+    /// of the last completed run.
+    pub fn load(issue: &Issue, events: &[EventLog], completed: Option<EventLogId>) -> Self {
+        // Only the desk writes these columns. If they are invalid, start with an empty history instead of failing
+        // every run.
         let past = serde_json::from_str(&issue.discussions).unwrap_or_default();
-        let fields: Fields = serde_json::from_str(&issue.fields).unwrap_or_default();
-        let mut thread = Self {
+        let fields: IssueFields = serde_json::from_str(&issue.fields).unwrap_or_default();
+        let mut conversation = Self {
             past,
             handed_over: fields.handed_over,
             user_id: fields.user_id,
             ..Self::default()
         };
-        // The same question that the deliverer of the answer asks. By ids: the clock may have been set back since.
+        // Same condition as `outbound::staleness`. It compares ids, because the clock may have been set back.
         if events.first().is_some_and(|event| completed.is_some_and(|last| event.id <= last)) {
-            thread.take_back_answer();
+            conversation.retract_stale_answer();
         }
         for event in events {
-            thread.hear(&issue.provider, event);
+            conversation.apply(&issue.provider, event);
         }
-        thread.wants_answer &= !thread.handed_over;
-        thread
+        conversation.needs_answer &= !conversation.handed_over;
+        conversation
     }
 
-    /// The last answer was stale and never sent, so what it answered is still to be answered.
-    fn take_back_answer(&mut self) {
+    /// The last answer was stale and not sent, so the messages it answered are pending again.
+    fn retract_stale_answer(&mut self) {
         if self.past.pop_if(|last| last.unless_stale).is_none() {
             return;
         }
         let answered = self.past.iter().rposition(|entry| entry.author == Author::Assistant);
-        self.pending = self.past.split_off(answered.map_or(0, |place| place + 1));
-        self.wants_answer = self.pending.last().is_some_and(|entry| entry.author == Author::User);
+        self.pending = self.past.split_off(answered.map_or(0, |index| index + 1));
+        self.needs_answer = self.pending.last().is_some_and(|entry| entry.author == Author::User);
     }
 
-    fn hear(&mut self, provider: &str, event: &EventLog) {
-        match heard(provider, event, &mut self.user_id) {
-            Heard::Said(entry) => {
-                // An answer of somebody else, model or person, serves as well as ours.
-                self.wants_answer = entry.author == Author::User;
+    fn apply(&mut self, provider: &str, event: &EventLog) {
+        match interpret(provider, event, &mut self.user_id) {
+            EventMeaning::Message(entry) => {
+                // An answer by another author, model or person, counts as an answer.
+                self.needs_answer = entry.author == Author::User;
                 self.pending.push(entry);
             }
-            Heard::Closed => self.wants_answer = false,
-            Heard::Reopened => self.handed_over = false,
-            Heard::Nothing => {}
+            EventMeaning::Closed => self.needs_answer = false,
+            EventMeaning::Reopened => self.handed_over = false,
+            EventMeaning::Irrelevant => {}
         }
     }
 
-    /// The thread after this run, as the issue's `discussions`.
-    pub fn remembered(&self, answer: Option<&Entry>) -> String {
-        let all: Vec<&Entry> = self.past.iter().chain(&self.pending).chain(answer).collect();
+    /// The history after this run, as JSON for the issue's `discussions`. Drops the oldest entries over the limits.
+    pub fn to_discussions(&self, answer: Option<&ConversationEntry>) -> String {
+        let all: Vec<&ConversationEntry> =
+            self.past.iter().chain(&self.pending).chain(answer).collect();
         let (mut bytes, mut kept) = (2, Vec::new());
         for entry in all.iter().rev().take(THREAD_ENTRIES_MAX) {
             let json = serde_json::to_string(entry).expect("texts are JSON");
@@ -126,109 +128,120 @@ impl Thread {
     }
 }
 
-fn heard(provider: &str, event: &EventLog, user_id: &mut Option<String>) -> Heard {
-    let Ok(payload) = serde_json::from_str::<Json>(&event.payload) else { return Heard::Nothing };
+fn interpret(provider: &str, event: &EventLog, user_id: &mut Option<String>) -> EventMeaning {
+    let Ok(payload) = serde_json::from_str::<Json>(&event.payload) else {
+        return EventMeaning::Irrelevant;
+    };
     let at = event.created_at.to_rfc3339();
-    let heard = match provider {
+    let meaning = match provider {
         "desk" => ticket(payload, user_id),
         "github" => github(&payload),
         "gitlab" => gitlab(&payload),
-        _ => plain(&payload),
+        _ => generic(&payload),
     };
-    match heard {
-        Heard::Said(entry) if marker::is_ours(&entry.text) => Heard::Nothing,
-        Heard::Said(entry) => Heard::Said(Entry { at, ..entry }),
+    match meaning {
+        EventMeaning::Message(entry) if marker::contains_marker(&entry.text) => {
+            EventMeaning::Irrelevant
+        }
+        EventMeaning::Message(entry) => EventMeaning::Message(ConversationEntry { at, ..entry }),
         other => other,
     }
 }
 
-fn said(name: Option<&str>, said: &str) -> Heard {
-    let said = text::cleaned(said);
-    Heard::Said(Entry {
+fn user_message(name: Option<&str>, content: &str) -> EventMeaning {
+    let content = text::cleaned(content);
+    EventMeaning::Message(ConversationEntry {
         author: Author::User,
         name: name.map(|name| text::one_line(name, USER_ID_BYTES_MAX)),
-        text: text::cut(&said, CONTENT_BYTES_MAX).to_owned(),
+        text: text::cut(&content, CONTENT_BYTES_MAX).to_owned(),
         at: String::new(),
         unless_stale: false,
     })
 }
 
-fn ticket(payload: Json, user_id: &mut Option<String>) -> Heard {
-    let Ok(event) = serde_json::from_value::<TicketEvent>(payload) else { return Heard::Nothing };
+fn ticket(payload: Json, user_id: &mut Option<String>) -> EventMeaning {
+    let Ok(event) = serde_json::from_value::<TicketEvent>(payload) else {
+        return EventMeaning::Irrelevant;
+    };
     if event.user_id.is_some() {
         user_id.clone_from(&event.user_id);
     }
     let author = event.author();
     match event.event_type {
-        TicketEventType::TicketClosed => Heard::Closed,
-        TicketEventType::TicketReopened => Heard::Reopened,
+        TicketEventType::TicketClosed => EventMeaning::Closed,
+        TicketEventType::TicketReopened => EventMeaning::Reopened,
         _ => {
             let content = match event.payload.title {
                 Some(title) => format!("{title}\n\n{}", event.payload.content),
                 None => event.payload.content,
             };
-            match said(event.user_id.as_deref(), &content) {
-                Heard::Said(entry) => Heard::Said(Entry { author, ..entry }),
+            match user_message(event.user_id.as_deref(), &content) {
+                EventMeaning::Message(entry) => {
+                    EventMeaning::Message(ConversationEntry { author, ..entry })
+                }
                 other => other,
             }
         }
     }
 }
 
-fn at<'a>(payload: &'a Json, pointer: &str) -> Option<&'a str> {
+fn text_at<'a>(payload: &'a Json, pointer: &str) -> Option<&'a str> {
     payload.pointer(pointer).and_then(Json::as_str)
 }
 
-fn titled(title: Option<&str>, body: Option<&str>) -> String {
+fn title_and_body(title: Option<&str>, body: Option<&str>) -> String {
     [title, body].into_iter().flatten().collect::<Vec<_>>().join("\n\n")
 }
 
-fn github(payload: &Json) -> Heard {
+fn github(payload: &Json) -> EventMeaning {
     if payload.get("comment").is_some() {
-        return match at(payload, "/action") {
-            Some("deleted") => Heard::Nothing,
-            _ => {
-                said(at(payload, "/comment/user/login"), at(payload, "/comment/body").unwrap_or(""))
-            }
+        return match text_at(payload, "/action") {
+            Some("deleted") => EventMeaning::Irrelevant,
+            _ => user_message(
+                text_at(payload, "/comment/user/login"),
+                text_at(payload, "/comment/body").unwrap_or(""),
+            ),
         };
     }
-    let issue = titled(at(payload, "/issue/title"), at(payload, "/issue/body"));
-    match at(payload, "/action") {
-        Some("opened" | "edited") => said(at(payload, "/sender/login"), &issue),
-        Some("closed") => Heard::Closed,
-        Some("reopened") => Heard::Reopened,
-        _ => Heard::Nothing,
+    let issue = title_and_body(text_at(payload, "/issue/title"), text_at(payload, "/issue/body"));
+    match text_at(payload, "/action") {
+        Some("opened" | "edited") => user_message(text_at(payload, "/sender/login"), &issue),
+        Some("closed") => EventMeaning::Closed,
+        Some("reopened") => EventMeaning::Reopened,
+        _ => EventMeaning::Irrelevant,
     }
 }
 
-fn gitlab(payload: &Json) -> Heard {
-    let name = at(payload, "/user/username").or_else(|| at(payload, "/user/name"));
-    if at(payload, "/object_kind") == Some("note") {
-        return said(name, at(payload, "/object_attributes/note").unwrap_or(""));
+fn gitlab(payload: &Json) -> EventMeaning {
+    let name = text_at(payload, "/user/username").or_else(|| text_at(payload, "/user/name"));
+    if text_at(payload, "/object_kind") == Some("note") {
+        return user_message(name, text_at(payload, "/object_attributes/note").unwrap_or(""));
     }
     let attributes = ["/object_attributes/title", "/object_attributes/description"];
-    let [title, body] = attributes.map(|pointer| at(payload, pointer));
-    match at(payload, "/object_attributes/action") {
-        // An update of labels or assignees changes no text.
-        Some("update") if payload.pointer("/changes/description").is_none() => Heard::Nothing,
-        Some("open" | "update") => said(name, &titled(title, body)),
-        Some("close") => Heard::Closed,
-        Some("reopen") => Heard::Reopened,
-        _ => Heard::Nothing,
+    let [title, body] = attributes.map(|pointer| text_at(payload, pointer));
+    match text_at(payload, "/object_attributes/action") {
+        // Updates of labels or assignees do not change the text.
+        Some("update") if payload.pointer("/changes/description").is_none() => {
+            EventMeaning::Irrelevant
+        }
+        Some("open" | "update") => user_message(name, &title_and_body(title, body)),
+        Some("close") => EventMeaning::Closed,
+        Some("reopen") => EventMeaning::Reopened,
+        _ => EventMeaning::Irrelevant,
     }
 }
 
-/// Any other program: the text where one would put it, or else all of it.
-fn plain(payload: &Json) -> Heard {
+/// Any other provider: the text from a common field, otherwise the whole payload.
+fn generic(payload: &Json) -> EventMeaning {
     let name = ["/user", "/data/user", "/author", "/data/author"];
-    let name = name.iter().find_map(|pointer| at(payload, pointer));
-    let places = ["content", "text", "message", "body"];
-    let text = places.iter().find_map(|place| {
-        at(payload, &format!("/{place}")).or_else(|| at(payload, &format!("/data/{place}")))
+    let name = name.iter().find_map(|pointer| text_at(payload, pointer));
+    let keys = ["content", "text", "message", "body"];
+    let text = keys.iter().find_map(|key| {
+        text_at(payload, &format!("/{key}")).or_else(|| text_at(payload, &format!("/data/{key}")))
     });
     match text {
-        Some(text) => said(name, text),
-        None => said(name, &payload.to_string()),
+        Some(text) => user_message(name, text),
+        None => user_message(name, &payload.to_string()),
     }
 }
 

@@ -1,4 +1,4 @@
-//! What payloads of every provider mean for a thread.
+//! Interpretation of payloads of every provider.
 
 use headwater_issue::{ClaimEpoch, EventLogId, IssueId};
 use headwater_stream::clock::Timestamp;
@@ -48,9 +48,9 @@ fn event(payload: Json) -> EventLog {
     }
 }
 
-fn thread(provider: &str, payloads: &[Json]) -> Thread {
+fn thread(provider: &str, payloads: &[Json]) -> Conversation {
     let events: Vec<EventLog> = payloads.iter().cloned().map(event).collect();
-    Thread::of(&issue(provider), &events, None)
+    Conversation::load(&issue(provider), &events, None)
 }
 
 fn desk(event_type: &str, content: &str) -> Json {
@@ -59,7 +59,7 @@ fn desk(event_type: &str, content: &str) -> Json {
 }
 
 #[test]
-fn every_provider_says_who_said_what() {
+fn author_and_text_are_read_from_payloads_of_every_provider() {
     for (provider, payload, name, text) in [
         (
             "github",
@@ -95,44 +95,44 @@ fn every_provider_says_who_said_what() {
         ("desk", desk("MESSAGE_RECEIVED", "Help!"), "ada", "Help!"),
     ] {
         let thread = thread(provider, std::slice::from_ref(&payload));
-        assert!(thread.wants_answer, "{payload}");
+        assert!(thread.needs_answer, "{payload}");
         let entry = &thread.pending[0];
         assert_eq!((entry.name.as_deref(), entry.text.as_str()), (Some(name), text), "{payload}");
     }
 }
 
 #[test]
-fn nobody_waits_for_an_answer_after_the_end_or_after_somebody_else_answered() {
+fn no_answer_is_needed_after_closing_or_after_another_author_answered() {
     let mut agent = desk("MESSAGE_RECEIVED", "I take care of it");
     agent["payload"]["author"] = "agent".into();
     for last in [desk("TICKET_CLOSED", ""), desk("AI_RESPONSE_GENERATED", "Done"), agent] {
         let both = [desk("MESSAGE_RECEIVED", "Help!"), last.clone()];
-        assert!(!thread("desk", &both).wants_answer, "{last}");
+        assert!(!thread("desk", &both).needs_answer, "{last}");
         let again = [last.clone(), desk("MESSAGE_RECEIVED", "Help!")];
-        assert!(thread("desk", &again).wants_answer, "{last}");
+        assert!(thread("desk", &again).needs_answer, "{last}");
     }
 }
 
 #[test]
-fn a_person_who_took_over_answers_until_the_ticket_is_opened_again() {
+fn after_a_hand_over_the_desk_is_silent_until_the_ticket_is_reopened() {
     let mut issue = issue("desk");
     issue.fields = r#"{"handed_over":true}"#.into();
     let asked = event(desk("MESSAGE_RECEIVED", "Help!"));
-    assert!(!Thread::of(&issue, std::slice::from_ref(&asked), None).wants_answer);
+    assert!(!Conversation::load(&issue, std::slice::from_ref(&asked), None).needs_answer);
     let reopened = event(desk("TICKET_REOPENED", ""));
-    assert!(Thread::of(&issue, &[reopened, asked], None).wants_answer);
+    assert!(Conversation::load(&issue, &[reopened, asked], None).needs_answer);
 }
 
 #[test]
-fn comments_of_our_own_are_no_news() {
-    let body = format!("Answer {}", marker::of("k", &"s".to_owned().into()));
+fn own_comments_are_ignored() {
+    let body = format!("ModelAnswer {}", marker::marker_for("k", &"s".to_owned().into()));
     let ours = json!({"action": "created", "comment": {"body": body, "user": {"login": "bot"}}});
     let thread = thread("github", &[ours]);
-    assert!(!thread.wants_answer && thread.pending.is_empty());
+    assert!(!thread.needs_answer && thread.pending.is_empty());
 }
 
 #[test]
-fn payloads_of_any_shape_are_read() {
+fn payloads_of_any_shape_are_read_without_an_error() {
     for provider in ["desk", "github", "gitlab", "standard"] {
         for payload in
             [json!(null), json!([1]), json!("x"), json!({"action": 1, "comment": []}), json!({})]
@@ -142,54 +142,55 @@ fn payloads_of_any_shape_are_read() {
     }
     let mut odd = issue("desk");
     (odd.fields, odd.discussions) = ("[]".into(), "{}".into());
-    assert_eq!(Thread::of(&odd, &[], None), Thread::default());
+    assert_eq!(Conversation::load(&odd, &[], None), Conversation::default());
 }
 
 #[test]
-fn a_thread_comes_back_and_forgets_only_its_oldest_entries() {
+fn a_conversation_is_restored_and_drops_only_its_oldest_entries() {
     let mut first =
         thread("desk", &[desk("MESSAGE_RECEIVED", "one"), desk("MESSAGE_RECEIVED", "two")]);
     let mut issue = issue("desk");
-    issue.discussions = first.remembered(None);
-    assert_eq!(Thread::of(&issue, &[], None).past, first.pending);
+    issue.discussions = first.to_discussions(None);
+    assert_eq!(Conversation::load(&issue, &[], None).past, first.pending);
 
-    let long = Entry { text: "x".repeat(CONTENT_BYTES_MAX), ..first.pending[0].clone() };
+    let long =
+        ConversationEntry { text: "x".repeat(CONTENT_BYTES_MAX), ..first.pending[0].clone() };
     first.past = vec![long; 20];
-    let kept = first.remembered(Some(&first.pending[1].clone()));
+    let kept = first.to_discussions(Some(&first.pending[1].clone()));
     assert!(kept.len() <= THREAD_BYTES_MAX);
     issue.discussions = kept;
-    let kept = Thread::of(&issue, &[], None).past;
+    let kept = Conversation::load(&issue, &[], None).past;
     let newest = &first.pending[1];
     assert_eq!((&kept[kept.len() - 2], &kept[kept.len() - 1]), (newest, newest));
     assert!(kept.len() > 3);
 }
 
-fn entry(author: Author, text: &str, unless_stale: bool) -> Entry {
+fn entry(author: Author, text: &str, unless_stale: bool) -> ConversationEntry {
     let (text, at) = (text.to_owned(), "then".to_owned());
-    Entry { author, name: None, text, at, unless_stale }
+    ConversationEntry { author, name: None, text, at, unless_stale }
 }
 
-/// An issue with this thread.
-fn answered(past: &[Entry]) -> Issue {
+/// An issue with this history.
+fn answered(past: &[ConversationEntry]) -> Issue {
     let mut issue = issue("desk");
     issue.discussions = serde_json::to_string(past).unwrap();
     issue
 }
 
-/// The newest event log when the last run was completed.
+/// The newest event log at the time of the last completed run.
 const COMPLETED: Option<EventLogId> = Some(EventLogId(10));
 
-/// A message with this id. Its time is of no consequence: the clock may have been set.
+/// A message with this id. Its time does not matter.
 fn said(id: i64, content: &str) -> EventLog {
     EventLog { id: EventLogId(id), ..event(desk("MESSAGE_RECEIVED", content)) }
 }
 
-fn texts(entries: &[Entry]) -> Vec<&str> {
+fn texts(entries: &[ConversationEntry]) -> Vec<&str> {
     entries.iter().map(|entry| entry.text.as_str()).collect()
 }
 
 #[test]
-fn an_answer_that_was_stale_when_it_was_committed_is_taken_back_with_what_it_answered() {
+fn an_answer_that_was_stale_at_commit_is_retracted_and_its_messages_are_pending_again() {
     let past = [
         entry(Author::User, "one", false),
         entry(Author::Assistant, "to one", false),
@@ -197,35 +198,35 @@ fn an_answer_that_was_stale_when_it_was_committed_is_taken_back_with_what_it_ans
         entry(Author::User, "three", false),
         entry(Author::Assistant, "to two and three", true),
     ];
-    // It came before the commit, so the answer was never sent.
-    let thread = Thread::of(&answered(&past), &[said(10, "four")], COMPLETED);
+    // Recorded before the commit, so the answer was not sent.
+    let thread = Conversation::load(&answered(&past), &[said(10, "four")], COMPLETED);
     assert_eq!(texts(&thread.past), ["one", "to one"]);
     assert_eq!(texts(&thread.pending), ["two", "three", "four"]);
-    assert!(thread.wants_answer);
+    assert!(thread.needs_answer);
 
-    // It came after: the answer was sent, and stays.
-    let thread = Thread::of(&answered(&past), &[said(11, "four")], COMPLETED);
+    // Recorded after the commit: the answer was sent and stays.
+    let thread = Conversation::load(&answered(&past), &[said(11, "four")], COMPLETED);
     assert_eq!((thread.past.len(), texts(&thread.pending)), (5, vec!["four"]));
 }
 
 #[test]
-fn an_answer_that_is_sent_in_any_case_is_not_taken_back() {
+fn an_answer_that_is_always_sent_is_not_retracted() {
     let past = [entry(Author::User, "one", false), entry(Author::Assistant, "to one", false)];
-    let thread = Thread::of(&answered(&past), &[said(9, "two")], COMPLETED);
+    let thread = Conversation::load(&answered(&past), &[said(9, "two")], COMPLETED);
     assert_eq!((texts(&thread.past), texts(&thread.pending)), (vec!["one", "to one"], vec!["two"]));
 }
 
 #[test]
-fn what_was_stale_is_still_to_be_answered_when_its_news_say_nothing() {
+fn retracted_messages_need_an_answer_even_if_the_newer_event_has_no_text() {
     let past = [entry(Author::User, "one", false), entry(Author::Assistant, "to one", true)];
     let labelled = EventLog { id: EventLogId(9), ..event(json!({})) };
-    let thread = Thread::of(&answered(&past), std::slice::from_ref(&labelled), COMPLETED);
-    assert!(thread.wants_answer && thread.past.is_empty());
+    let thread = Conversation::load(&answered(&past), std::slice::from_ref(&labelled), COMPLETED);
+    assert!(thread.needs_answer && thread.past.is_empty());
     assert_eq!(texts(&thread.pending), ["one"]);
 
-    // A person who answered meanwhile has answered it.
+    // A person who answered in the meantime has answered it.
     let mut agent = desk("MESSAGE_RECEIVED", "I take care of it");
     agent["payload"]["author"] = "agent".into();
     let agent = EventLog { id: EventLogId(9), ..event(agent) };
-    assert!(!Thread::of(&answered(&past), &[agent], COMPLETED).wants_answer);
+    assert!(!Conversation::load(&answered(&past), &[agent], COMPLETED).needs_answer);
 }

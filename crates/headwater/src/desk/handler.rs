@@ -1,11 +1,11 @@
-//! The desk at work: all pending events of one issue become one reply of a model.
+//! Handles one run: all pending events of one issue become one reply of a model.
 //!
-//! Upstream: a worker of `headwater-issue`, which runs it with `on_new_event = Supersede`. Downstream: the model, tools, and
-//! the resolution, whose replies `replies` delivers after the commit.
+//! Upstream: a worker of `headwater-issue`, with `on_new_event = Supersede`. Downstream: the model, its tools, and the
+//! resolution, whose replies `outbound` delivers after the commit.
 //!
-//! Promises: nothing happens in the outside world during a run but questions to the model; a run that dies anywhere is
-//! simply run again. Before the end, the database is asked once more whether newer events have come: then the worker throws
-//! the answer away and begins anew with all of them.
+//! Promises: model calls are the only external effect of a run, so a run that fails anywhere is simply repeated.
+//! Before a run completes it asks the database once more for newer events; if there are any, the worker discards the
+//! answer and starts a run with all of them.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -21,61 +21,62 @@ use serde_json::json;
 use tracing::{info, warn};
 use uuid::Uuid;
 
-use crate::desk::budget::{self, Budget, Ledger, Reservation};
-use crate::desk::conversation::{Entry, Thread};
+use crate::desk::budget::{self, Ledger, TokenBudget, TokenReservation};
+use crate::desk::conversation::{Conversation, ConversationEntry};
 use crate::desk::model::{
-    Answer, LanguageModel, ModelError, ModelPrompt, Turn, Usage, estimate_tokens,
+    LanguageModel, ModelAnswer, ModelError, ModelPrompt, TokenUsage, Turn, estimate_tokens,
 };
-use crate::desk::pending_sessions::LateSessions;
+use crate::desk::pending_sessions::PendingSessions;
 use crate::desk::prompt;
-use crate::desk::reply::{Reply, ReplyTarget};
+use crate::desk::reply::{DeskReply, ReplyTarget};
 use crate::desk::session::RunSession;
-use crate::desk::token_accounting::{Books, Open, Opened};
-use crate::desk::tools::{self, Effect, SearchScope, TicketSearch};
+use crate::desk::token_accounting::{OpenReservation, ReservationOutcome, TokenAccounting};
+use crate::desk::tools::{self, SearchScope, TicketSearch, ToolEffect};
 use crate::limits::{REPLY_BYTES_MAX, TOOL_ROUNDS_MAX};
 use crate::text;
 use crate::tickets::Author;
 
-/// The longest that a run waits before it asks again whether a model is back.
-const AWAY_PAUSE_MAX: Duration = Duration::from_secs(300);
+/// Longest pause before a deferred run calls an unreachable model again.
+const UNREACHABLE_PAUSE_MAX: Duration = Duration::from_secs(300);
 
-/// How long to wait for a database that did not answer.
-const ASK_AGAIN_AFTER: Duration = Duration::from_millis(250);
+/// Pause before a failed heartbeat is repeated.
+const HEARTBEAT_RETRY_PAUSE: Duration = Duration::from_millis(250);
 
 /// Settings of the desk.
 #[derive(Clone, Copy, Debug)]
 pub struct DeskConfig {
-    /// A run waits until no event has come for this long. Default: 800 ms.
+    /// Debounce: a run starts when no event has arrived for this long. Default: 800 ms.
     pub quiet: Duration,
-    /// But no event waits longer than this. Default: 5 s.
+    /// Upper bound of the debounce delay. Default: 5 s.
     pub max_wait: Duration,
-    /// Events in one run. Default: 200.
+    /// Maximum events per run. Default: 200.
     pub events_max: usize,
-    /// How often in a row newer events may end a run before its answer; then one is finished. Default: 5.
+    /// How many runs in a row newer events may supersede; the next run is finished. Default: 5.
     pub supersede_max: u32,
-    /// Tokens of one answer. Default: 1024.
+    /// Maximum tokens of one answer. Default: 1024.
     pub output_tokens_max: u32,
-    /// How long a run waits at least for a model that is away or busy, without an attempt counted. Default: 5 s.
-    pub away_pause: Duration,
-    /// What models may cost.
-    pub budget: Budget,
-    /// Whose tickets the model may search. Default: those of the same user.
+    /// Minimum pause before a run calls an unreachable or rate-limited model again. Such a run counts no attempt.
+    /// Default: 5 s.
+    pub unreachable_pause: Duration,
+    /// Token limits.
+    pub budget: TokenBudget,
+    /// Which tickets the model may search. Default: those of the same user.
     pub search: SearchScope,
-    /// What the model's tokens cost.
+    /// Price of the model's tokens.
     pub prices: Prices,
 }
 
-/// What a million tokens cost, in the currency that reports are to show. Default: nothing is known, so no cost is told.
+/// Price per million tokens, in the currency of the reports. Default: zero, which means unknown: no cost is reported.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Prices {
-    /// Of prompts.
+    /// Price of input tokens.
     pub input: f64,
-    /// Of answers.
+    /// Price of output tokens.
     pub output: f64,
 }
 
 impl Prices {
-    fn cost(&self, usage: Usage) -> Option<f64> {
+    fn cost(&self, usage: TokenUsage) -> Option<f64> {
         let known = *self != Self::default();
         let of = |tokens: u64, price: f64| tokens as f64 * price / 1e6;
         known.then(|| of(usage.input_tokens, self.input) + of(usage.output_tokens, self.output))
@@ -90,8 +91,8 @@ impl Default for DeskConfig {
             events_max: 200,
             supersede_max: 5,
             output_tokens_max: 1024,
-            away_pause: Duration::from_secs(5),
-            budget: Budget::default(),
+            unreachable_pause: Duration::from_secs(5),
+            budget: TokenBudget::default(),
             search: SearchScope::default(),
             prices: Prices::default(),
         }
@@ -99,12 +100,12 @@ impl Default for DeskConfig {
 }
 
 impl DeskConfig {
-    /// The quiet window for whoever records events of the desk.
-    pub fn quiet(&self) -> Quiet {
+    /// The debounce window for recorders of desk events.
+    pub fn debounce_window(&self) -> Quiet {
         Quiet { quiet: self.quiet, max_wait: self.max_wait, events_max: self.events_max }
     }
 
-    /// The settings of a worker that runs the desk: others as given.
+    /// Settings of a worker that runs the desk; everything else as in `others`.
     pub fn worker(&self, others: WorkerConfig) -> WorkerConfig {
         WorkerConfig {
             events_max: self.events_max,
@@ -118,9 +119,9 @@ impl DeskConfig {
 pub struct Desk {
     model: Arc<dyn LanguageModel>,
     search: Arc<dyn TicketSearch>,
-    books: Books,
+    accounting: TokenAccounting,
     sessions: Arc<Sessions>,
-    late_sessions: Arc<LateSessions>,
+    pending_sessions: Arc<PendingSessions>,
     config: DeskConfig,
 }
 
@@ -130,19 +131,19 @@ impl std::fmt::Debug for Desk {
     }
 }
 
-/// What the model came to, with all its tools.
+/// The result of all model calls of a run.
 #[derive(Debug, Default)]
-struct Outcome {
+struct ModelOutcome {
     text: String,
-    effects: Vec<Effect>,
-    /// Of all questions of the run.
-    usage: Usage,
+    effects: Vec<ToolEffect>,
+    /// Sum over all model calls of the run.
+    usage: TokenUsage,
 }
 
-/// Why a run ends without the model.
+/// Why a run ends without an answer of the model.
 enum Stop {
-    /// The issue has used up its tokens.
-    Spent,
+    /// The token budget of the issue is used up.
+    BudgetExceeded,
     Failed(HandlerError),
 }
 
@@ -153,7 +154,7 @@ impl From<HandlerError> for Stop {
 }
 
 impl Desk {
-    /// A desk with a model. The tickets it may search and the ledger are the ticket store's.
+    /// Creates a desk. `search` and `ledger` are usually the ticket store.
     pub fn new(
         model: Arc<dyn LanguageModel>,
         search: Arc<dyn TicketSearch>,
@@ -161,145 +162,152 @@ impl Desk {
         sessions: Arc<Sessions>,
         config: DeskConfig,
     ) -> Self {
-        let late_sessions = Arc::new(LateSessions::new(Arc::clone(&sessions)));
-        Self { model, search, books: Books::new(ledger), sessions, late_sessions, config }
+        let pending_sessions = Arc::new(PendingSessions::new(Arc::clone(&sessions)));
+        Self {
+            model,
+            search,
+            accounting: TokenAccounting::new(ledger),
+            sessions,
+            pending_sessions,
+            config,
+        }
     }
 
-    /// Sessions that were begun while streams were away. Somebody must run it, or they are not listed.
-    pub(crate) fn late_sessions(&self) -> Arc<LateSessions> {
-        Arc::clone(&self.late_sessions)
+    /// Sessions created while streams were unavailable. The caller must run them, otherwise they are not listed.
+    pub(crate) fn pending_sessions(&self) -> Arc<PendingSessions> {
+        Arc::clone(&self.pending_sessions)
     }
 
-    /// Waits a while for settlements of tokens. Call it when no run is under way any more.
+    /// Waits a bounded time for pending token settlements. Call it after the last run has ended.
     pub async fn close(&self) {
-        self.books.settled().await;
+        self.accounting.wait_until_settled().await;
     }
 
-    /// Asks the model, and carries out its tools, until it has an answer.
-    async fn converse(
+    /// Calls the model, and the tools it requests, until it answers without a tool call.
+    async fn run_model(
         &self,
         run: &Run,
-        thread: &Thread,
+        conversation: &Conversation,
         session: &RunSession,
-    ) -> Result<Outcome, Stop> {
+    ) -> Result<ModelOutcome, Stop> {
         let specs = tools::specs(run.issue());
-        let mut prompt = prompt::render(thread, specs.clone(), self.config.output_tokens_max);
+        let mut prompt = prompt::render(conversation, specs.clone(), self.config.output_tokens_max);
         let inputs = json!({
             "issue_id": run.issue().id.0, "epoch": run.epoch().0, "attempt": run.attempt(),
             "event_log_ids": run.events().iter().map(|event| event.id.0).collect::<Vec<_>>(),
         });
-        session.rendered(&prompt, inputs);
-        let mut outcome = Outcome::default();
+        session.record_prompt(&prompt, inputs);
+        let mut outcome = ModelOutcome::default();
         for round in 0..=TOOL_ROUNDS_MAX {
             if round == TOOL_ROUNDS_MAX {
                 prompt.tools.clear();
             }
-            let (answer, usage) = self.ask(run, &prompt, session).await?;
+            let (answer, usage) = self.complete(run, &prompt, session).await?;
             outcome.usage = outcome.usage.plus(usage);
             outcome.text = answer.text.clone();
             if answer.calls.is_empty() || prompt.tools.is_empty() {
                 break;
             }
-            prompt.turns.push(Turn::Answer(answer.clone()));
+            prompt.turns.push(Turn::Assistant(answer.clone()));
             for call in &answer.calls {
-                let user = thread.user_id.as_deref();
+                let user = conversation.user_id.as_deref();
                 let (search, scope) = (self.search.as_ref(), self.config.search);
                 let result = tools::call(call, &specs, run.issue(), search, scope, user).await;
-                session.invoked(call, &result).await;
-                let content = result.told;
+                session.record_tool_call(call, &result).await;
+                let content = result.content;
                 prompt.turns.push(Turn::ToolResult { call_id: call.id.clone(), content });
-                // The same effect twice is one.
-                outcome.effects.extend(result.effect.filter(|effect| !outcome.has(effect)));
+                // An effect requested twice happens once.
+                outcome.effects.extend(result.effect.filter(|effect| !outcome.has_effect(effect)));
             }
         }
         Ok(outcome)
     }
 
-    /// When to run again after a model failed.
-    fn after(&self, run: &Run, error: ModelError) -> HandlerError {
-        // The longer it lasts, the less a little more matters.
+    /// Maps a model error to when, and whether, the run is repeated.
+    fn retry_policy(&self, run: &Run, error: ModelError) -> HandlerError {
+        // The pause grows with the age of the oldest event.
         let waited = run.events().first().map(|event| budget::now().since(event.created_at));
-        let pause = (waited.unwrap_or_default() / 10).min(AWAY_PAUSE_MAX);
-        let pause = pause.max(self.config.away_pause);
+        let pause = (waited.unwrap_or_default() / 10).min(UNREACHABLE_PAUSE_MAX);
+        let pause = pause.max(self.config.unreachable_pause);
         match error {
-            // Everybody is turned away: no fault of this issue.
-            ModelError::Busy { after, .. } => {
+            // The error is not specific to this issue, so no attempt is counted.
+            ModelError::RateLimited { after, .. } => {
                 HandlerError::put_off(after.unwrap_or_default().max(pause), error)
             }
-            ModelError::Away(_) => HandlerError::put_off(pause, error),
-            ModelError::Refused(_) => HandlerError::quarantine(error),
+            ModelError::Unreachable(_) => HandlerError::put_off(pause, error),
+            ModelError::Rejected(_) => HandlerError::quarantine(error),
             _ => HandlerError::retry(error),
         }
     }
 
-    /// Reserves the tokens of one question.
+    /// Reserves the tokens of one model call.
     async fn reserve(
         &self,
         run: &Run,
         prompt: &ModelPrompt,
         prompt_tokens: u64,
-    ) -> Result<Open<'_>, Stop> {
+    ) -> Result<OpenReservation<'_>, Stop> {
         let now = budget::now();
         let tokens = prompt_tokens + u64::from(prompt.output_tokens_max);
-        let reservation = Reservation::new(run.issue().id, tokens, prompt_tokens, now);
+        let reservation = TokenReservation::new(run.issue().id, tokens, prompt_tokens, now);
         let deferred = |after, reason: &str| Err(HandlerError::put_off(after, reason).into());
-        match self.books.reserve(reservation, &self.config.budget).await {
-            Ok(Opened::Granted(open)) => Ok(open),
-            Ok(Opened::IssueSpent) => Err(Stop::Spent),
-            Ok(Opened::DaySpent) => {
-                let reason = "the token budget of the day is used up; raise it, or wait until tomorrow (UTC)";
+        match self.accounting.reserve(reservation, &self.config.budget).await {
+            Ok(ReservationOutcome::Granted(open)) => Ok(open),
+            Ok(ReservationOutcome::IssueBudgetExceeded) => Err(Stop::BudgetExceeded),
+            Ok(ReservationOutcome::DayBudgetExceeded) => {
+                let reason =
+                    "the daily token budget is used up; raise it or wait until the next UTC day";
                 deferred(reservation.rest_of_day(now), reason)
             }
-            Ok(Opened::Pending) => {
-                let reason =
-                    "the rest of the token budget is reserved by other runs; waiting for them";
-                deferred(self.config.away_pause, reason)
+            Ok(ReservationOutcome::Pending) => {
+                let reason = "the remaining token budget is reserved by other runs; retrying when they have settled";
+                deferred(self.config.unreachable_pause, reason)
             }
-            // Our own storage failed: no fault of this issue.
+            // Storage failure, not specific to this issue: no attempt is counted.
             Err(error) => {
-                let reason = format!("the token ledger did not answer: {error}");
+                let reason = format!("token ledger unavailable: {error}");
                 Err(HandlerError::unavailable(reason).into())
             }
         }
     }
 
-    /// One question to the model, within the budgets.
-    async fn ask(
+    /// Calls the model once, within the token budgets.
+    async fn complete(
         &self,
         run: &Run,
         prompt: &ModelPrompt,
         session: &RunSession,
-    ) -> Result<(Answer, Usage), Stop> {
+    ) -> Result<(ModelAnswer, TokenUsage), Stop> {
         let prompt_tokens = prompt.tokens_estimate();
-        // A model that costs nothing has no budget.
+        // Token budgets do not apply to a free model.
         let open = match self.model.is_free() {
             true => None,
             false => Some(self.reserve(run, prompt, prompt_tokens).await?),
         };
-        // If newer events end the run here, what was reserved for the answer is given back.
-        let answered = match self.model.ask(prompt).await {
-            Ok(pieces) => pieces.gather().await,
+        // If newer events cancel the run here, dropping `open` settles it with the prompt tokens.
+        let answered = match self.model.complete(prompt).await {
+            Ok(chunks) => chunks.collect().await,
             Err(error) => Err(error),
         };
         let answer = match answered {
             Ok(answer) => answer,
             Err(error) => {
-                settle(open, used_by_failure(&error, prompt_tokens)).await;
-                return Err(self.after(run, error).into());
+                settle(open, tokens_used_by_failure(&error, prompt_tokens)).await;
+                return Err(self.retry_policy(run, error).into());
             }
         };
-        let estimate = Usage {
+        let estimate = TokenUsage {
             input_tokens: prompt_tokens,
             output_tokens: estimate_tokens(answer.text.len()),
         };
         let usage = answer.usage.unwrap_or(estimate);
         settle(open, usage.total()).await;
-        session.executed(&answer, usage).await;
+        session.record_answer(&answer, usage).await;
         Ok((answer, usage))
     }
 
-    /// What a run took.
-    fn figures(&self, run: &Run, usage: Usage) -> RunFigures {
+    /// Events, tokens and cost of a run.
+    fn run_metrics(&self, run: &Run, usage: TokenUsage) -> RunFigures {
         let count = |number: u64| Some(u32::try_from(number).unwrap_or(u32::MAX));
         RunFigures {
             events: count(run.events().len() as u64),
@@ -309,84 +317,84 @@ impl Desk {
         }
     }
 
-    /// Everything that the run changes.
+    /// Builds the resolution: reply, tool effects, conversation and issue fields.
     fn resolve(
         &self,
         run: &Run,
-        thread: &Thread,
-        outcome: Outcome,
+        conversation: &Conversation,
+        outcome: ModelOutcome,
         session: &RunSession,
     ) -> Resolution {
         let content = text::cut(text::cleaned(&outcome.text).trim(), REPLY_BYTES_MAX).to_owned();
-        // An issue that gets news all the time must get an answer some time.
+        // After too many superseded runs the reply is sent even if it is stale, so that a busy issue gets an answer.
         let unless_stale = run.issue().superseded < self.config.supersede_max;
         let up_to = run.events().last().map(|event| event.id).map(|EventLogId(id)| id);
         let up_to = up_to.filter(|_| unless_stale);
         let session_id = Some(session.id().to_owned());
         let row = |content: String, target, run| {
             let (message_id, session_id) = (Some(Uuid::now_v7()), session_id.clone());
-            Reply { content, message_id, session_id, up_to, run }.into_row(target)
+            DeskReply { content, message_id, session_id, up_to, run }.into_row(target)
         };
-        let figures = self.figures(run, outcome.usage);
-        let answer = Entry {
+        let run_metrics = self.run_metrics(run, outcome.usage);
+        let answer = ConversationEntry {
             author: Author::Assistant,
             name: None,
             text: content.clone(),
             at: budget::now().to_rfc3339(),
             unless_stale,
         };
-        let mut resolution = remembering(thread, Some(&answer));
+        let mut resolution = record_only(conversation, Some(&answer));
         let hands_over =
-            outcome.effects.iter().any(|effect| matches!(effect, Effect::HandOver { .. }));
+            outcome.effects.iter().any(|effect| matches!(effect, ToolEffect::HandOver { .. }));
         let fields = json!({
-            "session_id": session_id, "user_id": thread.user_id,
-            "handed_over": (hands_over || thread.handed_over).then_some(true),
+            "session_id": session_id, "user_id": conversation.user_id,
+            "handed_over": (hands_over || conversation.handed_over).then_some(true),
         });
         resolution.fields = Some(fields.to_string());
-        resolution.outbox.push(row(content, ReplyTarget::Answer, figures));
+        resolution.outbox.push(row(content, ReplyTarget::Answer, run_metrics));
         let nothing = RunFigures::default();
         for effect in outcome.effects {
             resolution.outbox.push(match effect {
-                Effect::HandOver { reason } => row(reason, ReplyTarget::HandOver, nothing),
-                Effect::Close { reason } => row(reason, ReplyTarget::Close, nothing),
+                ToolEffect::HandOver { reason } => row(reason, ReplyTarget::HandOver, nothing),
+                ToolEffect::Close { reason } => row(reason, ReplyTarget::Close, nothing),
             });
         }
         resolution
     }
 }
 
-impl Outcome {
-    fn has(&self, effect: &Effect) -> bool {
-        let same = |one: &Effect| std::mem::discriminant(one) == std::mem::discriminant(effect);
+impl ModelOutcome {
+    fn has_effect(&self, effect: &ToolEffect) -> bool {
+        let same = |one: &ToolEffect| std::mem::discriminant(one) == std::mem::discriminant(effect);
         self.effects.iter().any(same)
     }
 
-    /// A model may use a tool and say nothing; whoever asked wants a word all the same.
+    /// The text, or a default text if the model only called a tool.
     fn or_default_text(mut self) -> Result<Self, HandlerError> {
         if !self.text.trim().is_empty() {
             return Ok(self);
         }
         self.text = match self.effects.first() {
-            Some(Effect::Close { .. }) => {
+            Some(ToolEffect::Close { .. }) => {
                 "This ticket is now closed. Write again to open it.".to_owned()
             }
-            Some(Effect::HandOver { .. }) => {
+            Some(ToolEffect::HandOver { .. }) => {
                 "A person will take over and answer you here.".to_owned()
             }
-            None => return Err(HandlerError::retry("the model's answer is empty")),
+            None => return Err(HandlerError::retry("the model returned an empty answer")),
         };
         Ok(self)
     }
 
-    fn of_spent_budget() -> Self {
+    fn budget_exceeded() -> Self {
         Self {
             text:
-                "I cannot answer more in this thread. A person will take over and answer you here."
+                "I cannot answer more in this conversation. A person will take over and answer you here."
                     .to_owned(),
-            effects: vec![Effect::HandOver {
+            effects: vec![ToolEffect::HandOver {
                 reason: "the token budget of this issue is used up".to_owned(),
             }],
-            usage: Usage::default(),
+            usage: TokenUsage::default(),
         }
     }
 }
@@ -394,65 +402,68 @@ impl Outcome {
 #[async_trait]
 impl IssueHandler for Desk {
     async fn handle(&self, run: Run) -> Result<Resolution, HandlerError> {
-        let thread = Thread::of(run.issue(), run.events(), run.completed_event_log_id());
-        if !thread.wants_answer {
-            return Ok(remembering(&thread, None));
+        let conversation =
+            Conversation::load(run.issue(), run.events(), run.completed_event_log_id());
+        if !conversation.needs_answer {
+            return Ok(record_only(&conversation, None));
         }
-        let session = RunSession::new(&self.sessions, &self.late_sessions, &run, self.model.name());
-        let outcome = match self.converse(&run, &thread, &session).await {
+        let session =
+            RunSession::new(&self.sessions, &self.pending_sessions, &run, self.model.name());
+        let outcome = match self.run_model(&run, &conversation, &session).await {
             Ok(outcome) => outcome,
-            Err(Stop::Spent) => {
-                info!(issue_id = %run.issue().id, "token budget of an issue is used up, handing over");
-                Outcome::of_spent_budget()
+            Err(Stop::BudgetExceeded) => {
+                info!(issue_id = %run.issue().id, "token budget of the issue is used up; handing over to a person");
+                ModelOutcome::budget_exceeded()
             }
             Err(Stop::Failed(error)) => return Err(error),
         };
-        session.keep().await;
-        let resolution = self.resolve(&run, &thread, outcome.or_default_text()?, &session);
-        // Ask the database, not what was last heard of it. If there is news, the worker ends this run at the next await,
-        // unless it did so too often already.
-        ask_for_news(&run).await?;
+        session.ensure_created().await;
+        let resolution = self.resolve(&run, &conversation, outcome.or_default_text()?, &session);
+        // Query the database instead of relying on notifications. If there are newer events, the worker cancels this
+        // run at the next await, unless the supersede limit is reached.
+        check_for_newer_events(&run).await?;
         tokio::task::yield_now().await;
         Ok(resolution)
     }
 }
 
-/// Asks until the database answers: the model's answer was paid for. The worker ends the run when the claim is lost.
-async fn ask_for_news(run: &Run) -> Result<(), IssueError> {
+/// Repeats the heartbeat until the database answers, because the model call was already paid for. The worker cancels
+/// the run when the claim is lost.
+async fn check_for_newer_events(run: &Run) -> Result<(), IssueError> {
     loop {
         match run.heartbeat().await {
             Err(error) if error.is_transient() && !run.is_cancelled() => {
-                warn!(issue_id = %run.issue().id, %error, "the database did not tell whether there is news, asking again");
-                tokio::time::sleep(ASK_AGAIN_AFTER).await;
+                warn!(issue_id = %run.issue().id, %error, "check for newer events failed; retrying");
+                tokio::time::sleep(HEARTBEAT_RETRY_PAUSE).await;
             }
-            asked => return asked,
+            result => return result,
         }
     }
 }
 
-/// A resolution that only keeps what was said.
-fn remembering(thread: &Thread, answer: Option<&Entry>) -> Resolution {
+/// A resolution that only records the conversation.
+fn record_only(conversation: &Conversation, answer: Option<&ConversationEntry>) -> Resolution {
     let fields = json!({
-        "user_id": thread.user_id, "handed_over": thread.handed_over.then_some(true),
+        "user_id": conversation.user_id, "handed_over": conversation.handed_over.then_some(true),
     });
-    Resolution::new().discussions(thread.remembered(answer)).fields(fields.to_string())
+    Resolution::new().discussions(conversation.to_discussions(answer)).fields(fields.to_string())
 }
 
-/// Settles what was reserved, if anything was.
-async fn settle(open: Option<Open<'_>>, used: u64) {
+/// Settles a reservation, if there is one.
+async fn settle(open: Option<OpenReservation<'_>>, used: u64) {
     if let Some(open) = open {
         open.settle(used).await;
     }
 }
 
-/// What a failed question may have cost.
-fn used_by_failure(error: &ModelError, prompt_tokens: u64) -> u64 {
+/// Tokens that a failed model call may have used.
+fn tokens_used_by_failure(error: &ModelError, prompt_tokens: u64) -> u64 {
     match error {
-        // It was turned away at the door.
-        ModelError::Busy { .. }
-        | ModelError::Away(_)
-        | ModelError::Denied(_)
-        | ModelError::Refused(_) => 0,
-        ModelError::Unavailable(_) | ModelError::Garbled(_) => prompt_tokens,
+        // The service rejected the request before processing it.
+        ModelError::RateLimited { .. }
+        | ModelError::Unreachable(_)
+        | ModelError::Unauthorized(_)
+        | ModelError::Rejected(_) => 0,
+        ModelError::Unavailable(_) | ModelError::InvalidResponse(_) => prompt_tokens,
     }
 }

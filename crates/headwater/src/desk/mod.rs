@@ -1,7 +1,7 @@
-//! The support desk: a language model that answers issues.
+//! The support desk: answers issues with a language model.
 //!
-//! Upstream: `headwater-issue` runs [`Desk`] for each issue with pending events. Downstream: a [`LanguageModel`], and the
-//! outbox rows that `replies` delivers. `docs/desk.md` says how to write a model or a handler of one's own.
+//! Upstream: `headwater-issue` runs [`Desk`] for each issue with pending events. Downstream: a [`LanguageModel`], and
+//! the outbox rows that `outbound` delivers. See `docs/desk.md` for custom models and handlers.
 
 // In dependency order: each module uses only those above it.
 pub mod model;
@@ -22,10 +22,10 @@ pub mod handler;
 
 pub(crate) mod build;
 
-pub use crate::desk::budget::{Budget, Ledger, MemoryLedger};
+pub use crate::desk::budget::{Ledger, MemoryLedger, TokenBudget};
 pub use crate::desk::handler::{Desk, DeskConfig, Prices};
 pub use crate::desk::model::openai::{OpenAiConfig, OpenAiModel};
 pub use crate::desk::model::scripted::ScriptedModel;
 pub use crate::desk::model::{LanguageModel, ModelError};
-pub use crate::desk::reply::{Reply, ReplyTarget};
+pub use crate::desk::reply::{DeskReply, ReplyTarget};
 pub use crate::desk::tools::{NoTickets, SearchScope, TicketSearch};

@@ -1,8 +1,9 @@
-//! Sessions of runs that began while streams were away: put into the list of sessions once their events are there.
+//! Registers sessions of runs that started while streams were unavailable, once their events have arrived.
 //!
-//! Upstream: `session`, which could not make them; their events wait in the spool meanwhile. Downstream: the sessions of the bus.
-//! Promises: at most [`WAITING_MAX`] are remembered, by this process alone. One that it forgets, because it was killed, is found
-//! by its name all the same, but not listed.
+//! Upstream: `session` could not create them; their events are in the spool meanwhile. Downstream: the session index
+//! of the bus.
+//! Promises: at most [`PENDING_MAX`] sessions are tracked, in memory only. After a crash an untracked session can
+//! still be read by its id, but is not listed.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -12,40 +13,40 @@ use headwater_bus::{SessionError, SessionId, Sessions};
 use tokio::time::{MissedTickBehavior, interval};
 use tracing::{debug, warn};
 
-/// Sessions that wait at once.
-const WAITING_MAX: usize = 10_000;
+/// Maximum number of tracked sessions.
+const PENDING_MAX: usize = 10_000;
 
-/// How often they are looked for.
-const LOOK_EVERY: Duration = Duration::from_secs(5);
+/// How often pending sessions are checked.
+const CHECK_INTERVAL: Duration = Duration::from_secs(5);
 
-/// How often one is looked for in vain while the streams answer: an hour. Its events are lost by then.
-const LOOKS_MAX: u32 = 720;
+/// Checks before a session is dropped while streams are available: 720, an hour. Its events are lost by then.
+const CHECKS_MAX: u32 = 720;
 
-/// Sessions that are not in the list yet.
-pub(crate) struct LateSessions {
+/// Sessions that are not registered yet.
+pub(crate) struct PendingSessions {
     sessions: Arc<Sessions>,
-    /// With how often each was looked for.
-    waiting: Mutex<VecDeque<(SessionId, u32)>>,
+    /// Each session with its number of checks.
+    pending: Mutex<VecDeque<(SessionId, u32)>>,
 }
 
-impl LateSessions {
+impl PendingSessions {
     pub(crate) fn new(sessions: Arc<Sessions>) -> Self {
-        Self { sessions, waiting: Mutex::default() }
+        Self { sessions, pending: Mutex::default() }
     }
 
-    /// Remembers one.
+    /// Tracks a session. If there are too many, the session is logged and not tracked.
     pub(crate) fn add(&self, session: SessionId) {
-        let mut waiting = self.waiting();
-        if waiting.len() >= WAITING_MAX {
-            warn!(%session, "a session will be found by its name, and not be listed");
+        let mut pending = self.pending();
+        if pending.len() >= PENDING_MAX {
+            warn!(%session, "too many pending sessions; this one can be read by its id but is not listed");
             return;
         }
-        waiting.push_back((session, 0));
+        pending.push_back((session, 0));
     }
 
-    /// Looks from time to time until `shutdown`.
+    /// Checks periodically until `shutdown` completes.
     pub(crate) async fn run(&self, shutdown: impl Future<Output = ()>) {
-        let mut ticks = interval(LOOK_EVERY);
+        let mut ticks = interval(CHECK_INTERVAL);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         tokio::pin!(shutdown);
         loop {
@@ -60,27 +61,27 @@ impl LateSessions {
         }
     }
 
-    /// Takes in those whose events are there. Cancel-safe: one that is being looked for is forgotten, no more.
+    /// Registers the sessions whose events have arrived. If cancelled, the session being checked is no longer tracked.
     async fn run_once(&self) {
-        let count = self.waiting().len();
+        let count = self.pending().len();
         for _ in 0..count {
-            let Some((session, looks)) = self.waiting().pop_front() else { return };
-            // Whoever recovers a session that other programs wrote puts it into the list.
+            let Some((session, checks)) = self.pending().pop_front() else { return };
+            // Recovering a session that is not in the index registers it.
             match self.sessions.recover(&session).await {
-                Ok(_) => debug!(%session, "a session is in the list"),
-                Err(SessionError::NotFound { .. }) if looks < LOOKS_MAX => {
-                    self.waiting().push_back((session, looks + 1));
+                Ok(_) => debug!(%session, "pending session registered"),
+                Err(SessionError::NotFound { .. }) if checks < CHECKS_MAX => {
+                    self.pending().push_back((session, checks + 1));
                 }
                 Err(error) if error.is_transient() => {
-                    self.waiting().push_back((session, looks));
+                    self.pending().push_back((session, checks));
                     return;
                 }
-                Err(error) => warn!(%session, %error, "a session is not in the list"),
+                Err(error) => warn!(%session, %error, "pending session could not be registered"),
             }
         }
     }
 
-    fn waiting(&self) -> MutexGuard<'_, VecDeque<(SessionId, u32)>> {
-        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    fn pending(&self) -> MutexGuard<'_, VecDeque<(SessionId, u32)>> {
+        self.pending.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -1,20 +1,20 @@
-//! What a run of the desk puts into the outbox, and the deliverers read from it.
+//! The outbox payload of a reply: written by the desk, read by the deliverers.
 //!
-//! Upstream: `handler`. Downstream: `replies`. Promises: what is written here is read here, so both sides agree.
+//! Upstream: `handler`. Downstream: `outbound`.
 
 use headwater_analytics::RunFigures;
 use headwater_issue::{NewOutbox, OutboxKind};
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
-/// Where a row of kind `reply` goes: its `target`.
+/// The `target` of an outbox row of kind `reply`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ReplyTarget {
-    /// The answer, for whoever asked.
+    /// An answer for the user.
     Answer,
-    /// The ticket is to be closed.
+    /// Closes the ticket.
     Close,
-    /// A person is to take over.
+    /// Hands the issue over to a person.
     HandOver,
 }
 
@@ -28,34 +28,34 @@ impl ReplyTarget {
         }
     }
 
-    /// The target of this name, if there is one.
+    /// Parses a name; `None` if it is unknown.
     pub fn parse(name: &str) -> Option<Self> {
         [Self::Answer, Self::Close, Self::HandOver].into_iter().find(|one| one.as_str() == name)
     }
 }
 
-/// What a reply carries. Any handler may write one; only `content` is needed.
+/// Payload of a reply. Any handler may write one; only `content` is required.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Reply {
+pub struct DeskReply {
     /// The text.
     pub content: String,
-    /// The message it becomes in a ticket. Default: made of the row's idempotency key.
+    /// The id of the ticket message. Default: derived from the row's idempotency key.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub message_id: Option<Uuid>,
-    /// The session in which it was made.
+    /// The session of the model run.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub session_id: Option<String>,
-    /// The newest event log that the run had seen: if newer ones came before the commit, the reply is not sent. `None`: it
-    /// is sent in any case.
+    /// Id of the newest event log that the run has seen. If newer ones were recorded before the commit, the reply is
+    /// stale and is not sent. `None`: it is always sent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub up_to: Option<i64>,
-    /// What the run took, for whoever counts.
+    /// Events, tokens and cost of the run, for analytics.
     #[serde(flatten)]
     pub run: RunFigures,
 }
 
-impl Reply {
-    /// The row that carries it.
+impl DeskReply {
+    /// Encodes the reply as an outbox row.
     pub fn into_row(self, target: ReplyTarget) -> NewOutbox {
         let payload = serde_json::to_string(&self).expect("texts and numbers are JSON");
         NewOutbox { kind: OutboxKind::Reply, target: target.as_str().to_owned(), payload }

@@ -1,8 +1,8 @@
-//! A model run as a session on the bus: what was asked, which tools were called, what was answered.
+//! Records a model run as a session on the bus: prompt, tool calls, answers.
 //!
-//! Upstream: `handler` tells of each step. Downstream: the bus; whoever replays the session sees the run again.
-//! Promises: a run never fails, and never waits long, because the bus is away. With a spool, its steps reach the session when
-//! streams are back, in order; without one, or if it is full, the loss is logged.
+//! Upstream: `handler` records each step. Downstream: the bus; replaying the session shows the run.
+//! Promises: a run never fails, and is never delayed for long, because the bus is unavailable. With a spool, its steps
+//! reach the session in order when streams are available again; without one, or if it is full, the loss is logged.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -18,36 +18,37 @@ use tokio::time::timeout;
 use tracing::warn;
 
 use crate::desk::budget;
-use crate::desk::model::{Answer, ModelPrompt, ToolCall, Turn, Usage};
-use crate::desk::pending_sessions::LateSessions;
+use crate::desk::model::{ModelAnswer, ModelPrompt, TokenUsage, ToolCall, Turn};
+use crate::desk::pending_sessions::PendingSessions;
 use crate::desk::tools::ToolOutcome;
 
-/// How long a run waits for the place of its session.
-const BEGIN_TIMEOUT: Duration = Duration::from_secs(2);
+/// How long a run waits for the creation of its session.
+const CREATE_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// How long a run waits for the bus at each step: longer than a call of the backend may take, after which the spool has it.
+/// How long a run waits for the bus at each step. Longer than a backend call, after which the step is in the spool.
 const PUBLISH_TIMEOUT: Duration = Duration::from_secs(10);
 
 const PROMPT_NAMESPACE: &str = "headwater.desk";
 const PROMPT_KEY: &str = "reply";
 
-/// The session of one run. It is there when there is something to replay: runs that wait for a model leave none.
+/// The session of one run, created with its first event, so that a run that never reaches the model creates none.
 pub(crate) struct RunSession {
     sessions: Arc<Sessions>,
-    late: Arc<LateSessions>,
-    /// `None` while the backend is away; what is published then comes to its session later, and so does the session to the list.
+    pending: Arc<PendingSessions>,
+    /// `None` if the backend was unavailable: events are published without it, and [`PendingSessions`] registers it
+    /// later.
     session: OnceCell<Option<Session>>,
-    /// The first event, until there is a second one or the run has come to something.
+    /// The prompt; published with the next event or when the run has a result.
     rendered: Mutex<Option<PromptRendered>>,
     id: SessionId,
     adapter: String,
 }
 
 impl RunSession {
-    /// A new session for a run: `issue-7-run-3-` and a random part, so that a database that began anew repeats none.
+    /// A session id `issue-7-run-3-` plus a random part, so that a recreated database does not repeat ids.
     pub(crate) fn new(
         sessions: &Arc<Sessions>,
-        late: &Arc<LateSessions>,
+        pending: &Arc<PendingSessions>,
         run: &Run,
         adapter: &str,
     ) -> Self {
@@ -56,7 +57,7 @@ impl RunSession {
         let id = SessionId::new(id).expect("numbers and letters are a valid session id");
         Self {
             sessions: Arc::clone(sessions),
-            late: Arc::clone(late),
+            pending: Arc::clone(pending),
             session: OnceCell::new(),
             rendered: Mutex::default(),
             id,
@@ -64,20 +65,21 @@ impl RunSession {
         }
     }
 
-    async fn begin(&self) -> Option<Session> {
-        let problem = match timeout(BEGIN_TIMEOUT, self.sessions.create(&self.id)).await {
+    async fn create(&self) -> Option<Session> {
+        let problem = match timeout(CREATE_TIMEOUT, self.sessions.create(&self.id)).await {
             Ok(Ok(session)) => return Some(session),
             Ok(Err(error)) => error.to_string(),
-            Err(_) => format!("no answer within {BEGIN_TIMEOUT:?}"),
+            Err(_) => format!("timed out after {CREATE_TIMEOUT:?}"),
         };
-        warn!(session = %self.id, error = problem, "the streams are away: the session of a model run is made when they are back");
-        self.late.add(self.id.clone());
+        warn!(session = %self.id, error = problem, "streams unavailable; the session of the model run is created later");
+        self.pending.add(self.id.clone());
         None
     }
 
-    /// Makes the session, with what was rendered, if nothing has made it yet.
-    pub(crate) async fn keep(&self) {
-        let rendered = self.rendered.lock().expect("nobody panics in there").take();
+    /// Publishes the prompt, which creates the session, unless that has happened.
+    pub(crate) async fn ensure_created(&self) {
+        let rendered =
+            self.rendered.lock().expect("no code panics while it holds this lock").take();
         if let Some(rendered) = rendered {
             self.publish(rendered).await;
         }
@@ -87,10 +89,10 @@ impl RunSession {
         self.id.as_str()
     }
 
-    pub(crate) fn rendered(&self, prompt: &ModelPrompt, inputs: Json) {
+    pub(crate) fn record_prompt(&self, prompt: &ModelPrompt, inputs: Json) {
         let texts = prompt.turns.iter().filter_map(|turn| match turn {
-            Turn::Instruction(text) | Turn::Data(text) => Some(text.as_str()),
-            Turn::Answer(_) | Turn::ToolResult { .. } => None,
+            Turn::System(text) | Turn::User(text) => Some(text.as_str()),
+            Turn::Assistant(_) | Turn::ToolResult { .. } => None,
         });
         let rendered = PromptRendered {
             prompt_ns: PROMPT_NAMESPACE.to_owned(),
@@ -102,18 +104,22 @@ impl RunSession {
             rendered_prompt: texts.collect::<Vec<_>>().join("\n\n"),
             created_at: created_at(),
         };
-        *self.rendered.lock().expect("nobody panics in there") = Some(rendered);
+        *self.rendered.lock().expect("no code panics while it holds this lock") = Some(rendered);
     }
 
-    pub(crate) async fn invoked(&self, call: &ToolCall, outcome: &ToolOutcome) {
-        self.keep().await;
-        let value = serde_json::from_str(&outcome.told).unwrap_or(Json::Null);
+    pub(crate) async fn record_tool_call(&self, call: &ToolCall, outcome: &ToolOutcome) {
+        self.ensure_created().await;
+        let value = serde_json::from_str(&outcome.content).unwrap_or(Json::Null);
         self.publish(ToolInvoked {
             prompt_name: prompt_name(),
             adapter: self.adapter.clone(),
             name: call.name.clone(),
             params: outcome.arguments.clone(),
-            result: ToolResult { message: outcome.told.clone(), success: outcome.success, value },
+            result: ToolResult {
+                message: outcome.content.clone(),
+                success: outcome.success,
+                value,
+            },
             session_id: Some(self.id.to_string()),
             created_at: created_at(),
             call_id: Some(call.id.clone()),
@@ -121,8 +127,8 @@ impl RunSession {
         .await;
     }
 
-    pub(crate) async fn executed(&self, answer: &Answer, usage: Usage) {
-        self.keep().await;
+    pub(crate) async fn record_answer(&self, answer: &ModelAnswer, usage: TokenUsage) {
+        self.ensure_created().await;
         let calls: Vec<&str> = answer.calls.iter().map(|call| call.name.as_str()).collect();
         self.publish(PromptExecuted {
             prompt_name: prompt_name(),
@@ -137,7 +143,7 @@ impl RunSession {
 
     async fn publish<E: Event>(&self, event: E) {
         let publishing = async {
-            match self.session.get_or_init(|| self.begin()).await {
+            match self.session.get_or_init(|| self.create()).await {
                 Some(session) => session.publish(event).await.map(drop).map_err(|e| e.to_string()),
                 None => {
                     self.sessions.bus().publish(event).await.map(drop).map_err(|e| e.to_string())
@@ -147,9 +153,9 @@ impl RunSession {
         let problem = match timeout(PUBLISH_TIMEOUT, publishing).await {
             Ok(Ok(())) => return,
             Ok(Err(error)) => error,
-            Err(_) => format!("the bus took longer than {PUBLISH_TIMEOUT:?}"),
+            Err(_) => format!("timed out after {PUBLISH_TIMEOUT:?}"),
         };
-        warn!(session = %self.id, event_type = E::TYPE, error = %problem, "a step of a model run is not in its session");
+        warn!(session = %self.id, event_type = E::TYPE, error = %problem, "step of a model run could not be recorded in its session");
     }
 }
 

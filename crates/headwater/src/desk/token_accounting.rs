@@ -1,9 +1,9 @@
-//! Token accounting of a desk: tokens are reserved before a model is asked, and settled whatever becomes of the question.
+//! Reserves tokens before a model call and settles them after it, whatever its outcome.
 //!
 //! Upstream: `handler`. Downstream: a [`Ledger`].
-//! Promises: a reservation is settled once, also if its run is dropped (superseded, claim lost, worker stopping) or the
-//! ledger does not answer: settlements are repeated until the ledger confirms one. No call of the ledger is dropped
-//! half-way, and a run waits a bounded time for each. Only a process that dies leaves a reservation unsettled; the ledger
+//! Promises: each reservation is settled once, also if its run is dropped (superseded, claim lost, worker stopping) or
+//! the ledger is unavailable: settlements are retried until the ledger confirms one. No ledger call is cancelled
+//! half-way, and a run waits a bounded time for each. Only a process crash leaves a reservation unsettled; the ledger
 //! lets it expire.
 
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -16,145 +16,154 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
 use tracing::{debug, warn};
 
-use crate::desk::budget::{Budget, Ledger, RESERVATION_TTL, Reservation, Reserved};
+use crate::desk::budget::{
+    Ledger, RESERVATION_TTL, ReserveDecision, TokenBudget, TokenReservation,
+};
 
-/// How long a run waits for the ledger before it is deferred: longer than a call of the store may take.
-const RESERVE_WITHIN: Duration = Duration::from_secs(15);
+/// How long a run waits for a reservation before it is deferred. Longer than the store's call timeout.
+const RESERVE_TIMEOUT: Duration = Duration::from_secs(15);
 
-/// How long a run that has its answer waits for the settlement, which goes on without it.
-const SETTLE_WAIT: Duration = Duration::from_secs(1);
+/// How long a run waits for the confirmation of its settlement. The settlement continues in the background.
+const SETTLE_ACK_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// How long a full budget waits for settlements of this process, and a stop for the last of them.
-const SETTLED_WITHIN: Duration = Duration::from_secs(5);
+/// How long a reservation waits for pending settlements of this process when a budget is full; also the limit at
+/// shutdown.
+const SETTLEMENTS_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// How long a settlement is repeated; then the reservation is left to expire.
-const SETTLE_FOR: Duration = Duration::from_secs(60 * 60);
-const _: () = assert!(SETTLE_FOR.as_secs() < RESERVATION_TTL.as_secs());
+/// How long a settlement is retried. Afterwards the reservation expires.
+const SETTLE_RETRY_FOR: Duration = Duration::from_secs(60 * 60);
+const _: () = assert!(SETTLE_RETRY_FOR.as_secs() < RESERVATION_TTL.as_secs());
 
-/// Pauses between the calls of a settlement: the first, and the longest.
-const SETTLE_PAUSES: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(15));
+/// Backoff between settlement attempts: initial, maximum.
+const SETTLE_BACKOFF: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(15));
 
-/// Settlements under way; beyond it, reservations are left to expire.
-const SETTLING_MAX: usize = 10_000;
+/// Maximum number of concurrent settlements. Beyond it, reservations are left to expire.
+const SETTLEMENTS_MAX: usize = 10_000;
 
-/// Settlements that call the ledger at once.
+/// Settlements that call the ledger concurrently.
 const SETTLE_CALLS_MAX: usize = 4;
 
-/// How often this process has the ledger do its upkeep, while tokens are used.
+/// How often this process calls [`Ledger::maintain`] while tokens are used.
 const MAINTAIN_EVERY: Duration = Duration::from_secs(30);
 
-/// Reserves and settles. Settling goes on if the run that asked for it is dropped.
+/// Reserves and settles tokens. A settlement continues if the run that requested it is dropped.
 #[derive(Debug)]
-pub(crate) struct Books {
+pub(crate) struct TokenAccounting {
     ledger: Arc<dyn Ledger>,
-    /// Settlements under way, so that they end with the desk.
+    /// Background settlements; aborted when the desk is dropped.
     settling: Mutex<JoinSet<()>>,
-    /// How many they are.
+    /// Number of unconfirmed settlements.
     unsettled: watch::Sender<usize>,
-    /// Of those, the ones that may call the ledger now: after an outage they must not take every connection.
-    calling: Arc<Semaphore>,
+    /// Limits concurrent ledger calls, so that settlements do not take every database connection after an outage.
+    call_permits: Arc<Semaphore>,
     started: Instant,
-    /// When the ledger's upkeep is due, in milliseconds after `started`.
+    /// When the next maintenance is due, in milliseconds after `started`.
     maintain_at: AtomicU64,
 }
 
-/// What became of a reservation.
-pub(crate) enum Opened<'a> {
-    /// It is granted; settle it.
-    Granted(Open<'a>),
-    /// The issue has used up its tokens; nothing was reserved.
-    IssueSpent,
-    /// The tokens of the day are used up; nothing was reserved.
-    DaySpent,
-    /// Unsettled reservations fill a budget; nothing was reserved. Ask again soon.
+/// Result of [`TokenAccounting::reserve`].
+pub(crate) enum ReservationOutcome<'a> {
+    /// Granted; settle it.
+    Granted(OpenReservation<'a>),
+    /// The issue budget is used up; nothing was reserved.
+    IssueBudgetExceeded,
+    /// The budget of the day is used up; nothing was reserved.
+    DayBudgetExceeded,
+    /// Unsettled reservations fill a budget; nothing was reserved. Retry soon.
     Pending,
 }
 
-/// A reservation that is not settled yet. Dropped, it is settled with `if_dropped`.
-pub(crate) struct Open<'a> {
-    books: &'a Books,
-    reservation: Reservation,
-    if_dropped: u64,
+/// A granted reservation. If dropped without [`settle`](Self::settle), it is settled with `tokens_if_dropped`.
+pub(crate) struct OpenReservation<'a> {
+    accounting: &'a TokenAccounting,
+    reservation: TokenReservation,
+    tokens_if_dropped: u64,
     is_settled: bool,
 }
 
-impl Books {
+impl TokenAccounting {
     pub(crate) fn new(ledger: Arc<dyn Ledger>) -> Self {
         Self {
             ledger,
             settling: Mutex::default(),
             unsettled: watch::Sender::new(0),
-            calling: Arc::new(Semaphore::new(SETTLE_CALLS_MAX)),
+            call_permits: Arc::new(Semaphore::new(SETTLE_CALLS_MAX)),
             started: Instant::now(),
             maintain_at: AtomicU64::new(0),
         }
     }
 
-    /// Reserves tokens. An error is a failure of the ledger: defer the run. What it may have reserved is settled.
+    /// Reserves tokens. An error is a ledger failure: defer the run. A reservation that may have been made
+    /// nevertheless is settled with 0.
     pub(crate) async fn reserve(
         &self,
-        reservation: Reservation,
-        budget: &Budget,
-    ) -> Result<Opened<'_>, String> {
-        // Until it is granted, the model is not asked: dropped or failed before, nothing was used.
-        let mut open = Open { books: self, reservation, if_dropped: 0, is_settled: false };
+        reservation: TokenReservation,
+        budget: &TokenBudget,
+    ) -> Result<ReservationOutcome<'_>, String> {
+        // The model is not called before the reservation is granted, so a drop or failure here used no tokens.
+        let mut open = OpenReservation {
+            accounting: self,
+            reservation,
+            tokens_if_dropped: 0,
+            is_settled: false,
+        };
         let mut reserved = self.try_reserve(reservation, *budget).await?;
-        if reserved == Reserved::Pending && *self.unsettled.borrow() > 0 {
-            // Most likely what a superseded run of this issue gives back.
-            self.settled().await;
+        if reserved == ReserveDecision::Pending && *self.unsettled.borrow() > 0 {
+            // Most likely a superseded run of this issue is about to return its tokens.
+            self.wait_until_settled().await;
             reserved = self.try_reserve(reservation, *budget).await?;
         }
-        open.is_settled = reserved != Reserved::Granted;
+        open.is_settled = reserved != ReserveDecision::Granted;
         Ok(match reserved {
-            Reserved::Granted => {
-                open.if_dropped = reservation.prompt_tokens;
-                Opened::Granted(open)
+            ReserveDecision::Granted => {
+                open.tokens_if_dropped = reservation.prompt_tokens;
+                ReservationOutcome::Granted(open)
             }
-            Reserved::IssueSpent => Opened::IssueSpent,
-            Reserved::DaySpent => Opened::DaySpent,
-            Reserved::Pending => Opened::Pending,
+            ReserveDecision::IssueBudgetExceeded => ReservationOutcome::IssueBudgetExceeded,
+            ReserveDecision::DayBudgetExceeded => ReservationOutcome::DayBudgetExceeded,
+            ReserveDecision::Pending => ReservationOutcome::Pending,
         })
     }
 
-    /// On a task of its own: a call that is dropped half-way would leave a connection in an unknown state.
+    /// Runs on its own task: a cancelled call would leave its connection in an unknown state.
     async fn try_reserve(
         &self,
-        reservation: Reservation,
-        budget: Budget,
-    ) -> Result<Reserved, String> {
+        reservation: TokenReservation,
+        budget: TokenBudget,
+    ) -> Result<ReserveDecision, String> {
         let ledger = Arc::clone(&self.ledger);
         let call = tokio::spawn(async move { ledger.reserve(&reservation, &budget).await });
-        match timeout(RESERVE_WITHIN, call).await {
+        match timeout(RESERVE_TIMEOUT, call).await {
             Ok(Ok(answer)) => answer,
             Ok(Err(panic)) => Err(panic.to_string()),
-            Err(_) => Err(format!("no answer within {RESERVE_WITHIN:?}")),
+            Err(_) => Err(format!("timed out after {RESERVE_TIMEOUT:?}")),
         }
     }
 
-    /// Waits a while for settlements under way.
-    pub(crate) async fn settled(&self) {
+    /// Waits for pending settlements, at most [`SETTLEMENTS_TIMEOUT`].
+    pub(crate) async fn wait_until_settled(&self) {
         let mut unsettled = self.unsettled.subscribe();
-        let _ = timeout(SETTLED_WITHIN, unsettled.wait_for(|count| *count == 0)).await;
+        let _ = timeout(SETTLEMENTS_TIMEOUT, unsettled.wait_for(|count| *count == 0)).await;
     }
 
-    /// Settles on a task, until the ledger confirms it. `done` is dropped then.
-    fn settle(&self, reservation: Reservation, used: u64, done: Option<oneshot::Sender<()>>) {
+    /// Settles in the background and retries until the ledger confirms. Drops `done` then.
+    fn settle(&self, reservation: TokenReservation, used: u64, done: Option<oneshot::Sender<()>>) {
         let mut settling = self.settling.lock().expect("no code panics while it holds this lock");
         while settling.try_join_next().is_some() {}
-        if settling.len() >= SETTLING_MAX {
-            warn!(issue_id = %reservation.issue_id, "too many settlements under way, tokens stay reserved until they expire");
+        if settling.len() >= SETTLEMENTS_MAX {
+            warn!(issue_id = %reservation.issue_id, "too many pending settlements; the tokens stay reserved until they expire");
             return;
         }
         let (ledger, unsettled) = (Arc::clone(&self.ledger), self.unsettled.clone());
-        let calling = Arc::clone(&self.calling);
+        let call_permits = Arc::clone(&self.call_permits);
         unsettled.send_modify(|count| *count += 1);
-        let maintains = self.is_maintenance_due();
+        let should_maintain = self.is_maintenance_due();
         settling.spawn(async move {
-            settle_until_confirmed(&*ledger, &calling, &reservation, used).await;
+            settle_until_confirmed(&*ledger, &call_permits, &reservation, used).await;
             unsettled.send_modify(|count| *count -= 1);
             drop(done);
-            if maintains && let Err(error) = ledger.maintain().await {
-                debug!(%error, "token ledger upkeep failed, trying again later");
+            if should_maintain && let Err(error) = ledger.maintain().await {
+                debug!(%error, "token ledger maintenance failed; retrying later");
             }
         });
     }
@@ -169,44 +178,45 @@ impl Books {
 
 async fn settle_until_confirmed(
     ledger: &dyn Ledger,
-    calling: &Semaphore,
-    reservation: &Reservation,
+    call_permits: &Semaphore,
+    reservation: &TokenReservation,
     used: u64,
 ) {
-    let until = Instant::now() + SETTLE_FOR;
-    let (mut pause, longest) = SETTLE_PAUSES;
+    let give_up_at = Instant::now() + SETTLE_RETRY_FOR;
+    let (mut pause, pause_max) = SETTLE_BACKOFF;
     let settle = async || {
-        let _permit = calling.acquire().await;
+        let _permit = call_permits.acquire().await;
         ledger.settle(reservation, used).await
     };
     while let Err(error) = settle().await {
         let issue_id = reservation.issue_id;
-        if Instant::now() >= until {
-            warn!(%issue_id, %error, "tokens were not settled; they stay reserved until they expire");
+        if Instant::now() >= give_up_at {
+            warn!(%issue_id, %error, "giving up settling tokens; they stay reserved until they expire");
             return;
         }
-        debug!(%issue_id, %error, "tokens were not settled, trying again");
+        debug!(%issue_id, %error, "settling tokens failed; retrying");
         sleep(pause).await;
-        pause = (pause * 2).min(longest);
+        pause = (pause * 2).min(pause_max);
     }
 }
 
-impl Open<'_> {
-    /// Replaces what was reserved by what was used. Returns when that is confirmed, or after a second.
+impl OpenReservation<'_> {
+    /// Replaces the reserved by the used tokens. Returns when the ledger has confirmed, or after
+    /// [`SETTLE_ACK_TIMEOUT`].
     pub(crate) async fn settle(mut self, used: u64) {
         self.is_settled = true;
         let (done, settled) = oneshot::channel();
-        self.books.settle(self.reservation, used, Some(done));
-        // The sender is dropped at the end.
-        let _ended = timeout(SETTLE_WAIT, settled).await;
+        self.accounting.settle(self.reservation, used, Some(done));
+        // The sender is dropped on completion.
+        let _ = timeout(SETTLE_ACK_TIMEOUT, settled).await;
     }
 }
 
-impl Drop for Open<'_> {
+impl Drop for OpenReservation<'_> {
     fn drop(&mut self) {
-        // Without a runtime the process ends, and the reservation expires.
+        // Without a runtime the process is exiting; the reservation expires.
         if !self.is_settled && Handle::try_current().is_ok() {
-            self.books.settle(self.reservation, self.if_dropped, None);
+            self.accounting.settle(self.reservation, self.tokens_if_dropped, None);
         }
     }
 }

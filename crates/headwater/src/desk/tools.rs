@@ -1,8 +1,9 @@
-//! The tools that a model may call, and all it can do.
+//! The tools that a model may call. They bound what a model can do.
 //!
-//! Upstream: `handler` carries out what a model asks for. Downstream: the ticket store, by way of [`TicketSearch`], and the
+//! Upstream: `handler` runs the calls of a model. Downstream: the ticket store through [`TicketSearch`], and the
 //! resolution of the run: closing and handing over happen when the run is committed, or not at all.
-//! Promises: arguments are checked; a tool that does not exist or is called wrongly is an answer to the model, no failure.
+//! Promises: arguments are validated; an unknown tool or an invalid call is reported to the model and does not fail
+//! the run.
 
 use async_trait::async_trait;
 use headwater_issue::Issue;
@@ -14,38 +15,38 @@ use crate::desk::prompt::escaped_json;
 use crate::limits::{SEARCH_RESULTS_MAX, TOOL_TEXT_BYTES_MAX};
 use crate::text;
 
-/// Looks for earlier tickets.
+/// Name of the tool that searches earlier tickets.
 pub const SEARCH_TICKETS: &str = "search_tickets";
 /// Closes the ticket.
 pub const CLOSE_TICKET: &str = "close_ticket";
 /// Gives the issue to a person.
 pub const HAND_OVER: &str = "hand_over";
 
-/// Which tickets a search may show.
+/// Which tickets a search may return.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum SearchScope {
-    /// Those of the same user; none if the user is not known. What one user wrote is not for another.
+    /// Tickets of the same user; none if the user is unknown.
     #[default]
     OwnTickets,
-    /// All of them: for a desk whose users may see each other's tickets.
+    /// All tickets, for a desk whose users may see each other's tickets.
     AllTickets,
 }
 
-/// A search.
+/// Parameters of a search.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SearchQuery {
-    /// Words, in the model's choice.
+    /// Words to search for, chosen by the model.
     pub words: String,
-    /// Only tickets of this user; `None`: all of them.
+    /// Only tickets of this user; `None`: of all users.
     pub user_id: Option<String>,
-    /// Not this ticket: the one that the run is about.
+    /// Excludes this ticket: the one of the run.
     pub except: String,
 }
 
 /// A ticket that was found.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct FoundTicket {
-    /// Which.
+    /// Id of the ticket.
     pub ticket_id: String,
     /// Its title.
     pub title: String,
@@ -55,14 +56,14 @@ pub struct FoundTicket {
     pub answer: Option<String>,
 }
 
-/// Finds past tickets.
+/// Searches earlier tickets.
 #[async_trait]
 pub trait TicketSearch: Send + Sync + std::fmt::Debug {
-    /// The best at most [`SEARCH_RESULTS_MAX`] tickets, newest first.
+    /// At most [`SEARCH_RESULTS_MAX`] matching tickets, newest first.
     async fn search(&self, query: &SearchQuery) -> Result<Vec<FoundTicket>, String>;
 }
 
-/// For a desk without tickets: finds nothing.
+/// A search without results, for a desk without tickets.
 #[derive(Clone, Copy, Debug)]
 pub struct NoTickets;
 
@@ -73,9 +74,9 @@ impl TicketSearch for NoTickets {
     }
 }
 
-/// What a run does besides answering, when it is committed.
+/// What a run does besides answering. Applied when the run is committed.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Effect {
+pub enum ToolEffect {
     /// Closes the ticket.
     Close {
         /// Why, in the model's words.
@@ -88,20 +89,20 @@ pub enum Effect {
     },
 }
 
-/// What a call came to.
+/// Result of a tool call.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ToolOutcome {
-    /// What the model is told: JSON, escaped.
-    pub told: String,
-    /// Whether it worked.
+    /// Result for the model: escaped JSON.
+    pub content: String,
+    /// Whether the call succeeded.
     pub success: bool,
-    /// What it was called with, as far as it could be read.
+    /// The parsed arguments; null if they are not JSON.
     pub arguments: Json,
-    /// What it does.
-    pub effect: Option<Effect>,
+    /// What the run does when it is committed.
+    pub effect: Option<ToolEffect>,
 }
 
-/// The tools for an issue: only tickets of the desk can be searched and closed.
+/// The tools for an issue. Only tickets of the desk can be searched and closed.
 pub fn specs(issue: &Issue) -> Vec<ToolSpec> {
     let text = |name: &str, description: &str| {
         json!({"type": "object", "additionalProperties": false, "required": [name],
@@ -140,7 +141,7 @@ struct ReasonArguments {
     reason: String,
 }
 
-/// Carries out a call. `user_id` is whose tickets a search may show, see [`SearchScope`].
+/// Runs a tool call. `user_id` limits a search, see [`SearchScope`].
 pub async fn call(
     call: &ToolCall,
     allowed: &[ToolSpec],
@@ -150,36 +151,36 @@ pub async fn call(
     user_id: Option<&str>,
 ) -> ToolOutcome {
     if !allowed.iter().any(|tool| tool.name == call.name) {
-        return refused(call, "there is no such tool here");
+        return rejected(call, "there is no such tool");
     }
     let short = |text: &str| text::cut(&text::cleaned(text), TOOL_TEXT_BYTES_MAX).to_owned();
     match call.name.as_str() {
         SEARCH_TICKETS => match serde_json::from_str::<QueryArguments>(&call.arguments) {
             Ok(QueryArguments { query }) => {
                 let words = short(&query);
-                find(call, issue, search, words, scope, user_id).await
+                run_search(call, issue, search, words, scope, user_id).await
             }
-            Err(error) => refused(call, &error.to_string()),
+            Err(error) => rejected(call, &error.to_string()),
         },
         CLOSE_TICKET => match serde_json::from_str::<ReasonArguments>(&call.arguments) {
             Ok(ReasonArguments { reason }) => {
-                let effect = Effect::Close { reason: short(&reason) };
+                let effect = ToolEffect::Close { reason: short(&reason) };
                 accepted(call, "the ticket is closed with your reply", effect)
             }
-            Err(error) => refused(call, &error.to_string()),
+            Err(error) => rejected(call, &error.to_string()),
         },
         HAND_OVER => match serde_json::from_str::<ReasonArguments>(&call.arguments) {
             Ok(ReasonArguments { reason }) => {
-                let effect = Effect::HandOver { reason: short(&reason) };
+                let effect = ToolEffect::HandOver { reason: short(&reason) };
                 accepted(call, "a person takes over after your reply; say so", effect)
             }
-            Err(error) => refused(call, &error.to_string()),
+            Err(error) => rejected(call, &error.to_string()),
         },
-        _ => refused(call, "there is no such tool here"),
+        _ => rejected(call, "there is no such tool"),
     }
 }
 
-async fn find(
+async fn run_search(
     call: &ToolCall,
     issue: &Issue,
     search: &dyn TicketSearch,
@@ -191,9 +192,9 @@ async fn find(
         (SearchScope::AllTickets, _) => None,
         (SearchScope::OwnTickets, Some(user)) => Some(user.to_owned()),
         (SearchScope::OwnTickets, None) => {
-            return told(
+            return outcome(
                 call,
-                &json!({"tickets": [], "note": "the user is not known"}),
+                &json!({"tickets": [], "note": "the user is unknown"}),
                 true,
                 None,
             );
@@ -203,24 +204,29 @@ async fn find(
     match search.search(&query).await {
         Ok(mut found) => {
             found.truncate(SEARCH_RESULTS_MAX);
-            told(call, &json!({"tickets": found}), true, None)
+            outcome(call, &json!({"tickets": found}), true, None)
         }
         Err(error) => {
-            tracing::warn!(issue_id = %issue.id, %error, "tickets were not searched");
-            refused(call, "the search does not work now")
+            tracing::warn!(issue_id = %issue.id, %error, "ticket search failed");
+            rejected(call, "the search is unavailable")
         }
     }
 }
 
-fn accepted(call: &ToolCall, note: &str, effect: Effect) -> ToolOutcome {
-    told(call, &json!({"ok": true, "note": note}), true, Some(effect))
+fn accepted(call: &ToolCall, note: &str, effect: ToolEffect) -> ToolOutcome {
+    outcome(call, &json!({"ok": true, "note": note}), true, Some(effect))
 }
 
-fn refused(call: &ToolCall, problem: &str) -> ToolOutcome {
-    told(call, &json!({"ok": false, "error": text::cut(problem, 300)}), false, None)
+fn rejected(call: &ToolCall, problem: &str) -> ToolOutcome {
+    outcome(call, &json!({"ok": false, "error": text::cut(problem, 300)}), false, None)
 }
 
-fn told(call: &ToolCall, value: &Json, success: bool, effect: Option<Effect>) -> ToolOutcome {
+fn outcome(
+    call: &ToolCall,
+    value: &Json,
+    success: bool,
+    effect: Option<ToolEffect>,
+) -> ToolOutcome {
     let arguments = serde_json::from_str(&call.arguments).unwrap_or(Json::Null);
-    ToolOutcome { told: escaped_json(value), success, arguments, effect }
+    ToolOutcome { content: escaped_json(value), success, arguments, effect }
 }

@@ -1,4 +1,4 @@
-//! What other systems send: webhooks, and the stream of ticket events.
+//! Input from other systems: webhooks, and the `ticket_events` stream.
 
 pub(crate) mod standard_webhooks;
 pub mod ticket_events_consumer;

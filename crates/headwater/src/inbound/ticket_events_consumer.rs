@@ -1,12 +1,12 @@
-//! `ai_processor_group`: what other programs append to `ticket_events` becomes tickets and messages.
+//! Consumer of `ticket_events` in the group `ai_processor_group`: entries of other programs become tickets and
+//! messages.
 //!
 //! Upstream: the stream, shared with other programs and processes. Downstream: `tickets`.
 //!
-//! Promises: an entry is acknowledged after the SQL commit, so a crash brings it again and the message id makes it count once.
-//! The seed's set `processed_messages:TICKET` is written after the commit and only ever saves work: what it says is believed
-//! only if SQL says so, too, so neither a lost set nor a wrong one loses a message. Entries that make no sense go to
-//! `ticket_events:dlq` with their bytes; a database that is away costs an entry no attempt.
-//! Our own entries come by here as well: their messages are known.
+//! Promises: an entry is acknowledged after the SQL commit, so a crash redelivers it, and its message id makes the
+//! import idempotent. The set `processed_messages:TICKET` is written after the commit and only saves work: a hit is
+//! verified in SQL, so a lost or wrong set loses no message. Invalid entries go to `ticket_events:dlq` unchanged; an
+//! unavailable database counts no attempt. Entries of this program are read as well; their messages are duplicates.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -21,42 +21,43 @@ use tracing::{debug, warn};
 use uuid::Uuid;
 
 use crate::limits::{ENTRY_BYTES_MAX, PROCESSED_KEPT};
+use crate::tickets::{ImportOutcome, Tickets};
 use crate::tickets::{TICKET_EVENTS, TicketEvent};
-use crate::tickets::{TakenIn, Tickets};
 
-/// The group that answers.
+/// Consumer group of the desk.
 pub const AI_PROCESSOR_GROUP: &str = "ai_processor_group";
 
-/// Entries of `ticket_events` taken in. Label: result (`new`, `known`, `refused`, `later`).
+/// Counter of consumed `ticket_events` entries. Label: result (`new`, `known`, `refused`, `later`).
 pub const TICKET_ENTRIES: &str = "headwater_ticket_entries_total";
 
-/// How long the cache may take; then we do without.
+/// Timeout of a cache call; the cache is skipped after it.
 const CACHE_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// How long to wait before a database that is away is asked again, or a stream.
-const AGAIN_AFTER: Duration = Duration::from_secs(1);
+/// Pause before an unavailable database or stream is tried again.
+const RETRY_PAUSE: Duration = Duration::from_secs(1);
 
-/// Takes in what other programs say.
+/// Imports ticket events of other programs.
 #[derive(Clone)]
-pub struct TicketIntake {
+pub struct TicketEventsConsumer {
     tickets: Tickets,
     streams: Arc<dyn Backend>,
     reclaim_idle: Duration,
 }
 
-impl std::fmt::Debug for TicketIntake {
+impl std::fmt::Debug for TicketEventsConsumer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("TicketIntake").finish_non_exhaustive()
+        f.debug_struct("TicketEventsConsumer").finish_non_exhaustive()
     }
 }
 
-impl TicketIntake {
-    /// Takes entries in. After `reclaim_idle`, those that a program without heartbeats has read and left are taken over.
+impl TicketEventsConsumer {
+    /// Creates a consumer. Entries that a consumer without heartbeats has read and not acknowledged for `reclaim_idle`
+    /// are reclaimed.
     pub fn new(tickets: Tickets, streams: Arc<dyn Backend>, reclaim_idle: Duration) -> Self {
         Self { tickets, streams, reclaim_idle }
     }
 
-    /// Works until `shutdown` completes, and returns when what is in hand has ended. Waits for streams that are away.
+    /// Runs until `shutdown` completes, then drains entries in flight. Retries while streams are unavailable.
     pub async fn run(&self, queue: &Queue, shutdown: impl Future<Output = ()>) {
         tokio::pin!(shutdown);
         let subscription = loop {
@@ -64,10 +65,10 @@ impl TicketIntake {
                 Ok(subscription) => break subscription,
                 Err(error) => error,
             };
-            warn!(%error, "ticket_events cannot be read yet, trying again");
+            warn!(%error, "subscribing to `ticket_events` failed; retrying");
             tokio::select! {
                 () = &mut shutdown => return,
-                () = sleep(AGAIN_AFTER) => {}
+                () = sleep(RETRY_PAUSE) => {}
             }
         };
         shutdown.await;
@@ -80,42 +81,43 @@ impl TicketIntake {
             reclaim_idle: self.reclaim_idle,
             ..ConsumerConfig::default()
         };
-        let intake = self.clone();
+        let consumer = self.clone();
         let handler = move |message: Message| {
-            let intake = intake.clone();
-            async move { intake.take(&message).await }
+            let consumer = consumer.clone();
+            async move { consumer.handle(&message).await }
         };
         queue.subscribe(TICKET_EVENTS, AI_PROCESSOR_GROUP, handler, config).await
     }
 
-    /// One entry.
-    async fn take(&self, message: &Message) -> Outcome {
-        let event = match read(message) {
+    /// Handles one entry.
+    async fn handle(&self, message: &Message) -> Outcome {
+        let event = match parse(message) {
             Ok(event) => event,
-            Err(reason) => return refused(message, reason),
+            Err(reason) => return dead_letter(message, reason),
         };
         let was_seen = self.is_cached(&event).await;
-        let known = if was_seen { self.tickets.knows(event.message_id).await } else { Ok(false) };
-        let taken = match known {
+        let known =
+            if was_seen { self.tickets.has_message(event.message_id).await } else { Ok(false) };
+        let imported = match known {
             Ok(true) => return counted("known", Outcome::Done),
-            Ok(false) => self.tickets.take_in(&event).await,
+            Ok(false) => self.tickets.import_event(&event).await,
             Err(error) => Err(error),
         };
-        match taken {
-            Ok(TakenIn::Refused(reason)) => refused(message, reason),
-            Ok(taken) => {
-                // After the commit: before it, a crash would make us believe that the message is there.
+        match imported {
+            Ok(ImportOutcome::Rejected(reason)) => dead_letter(message, reason),
+            Ok(outcome) => {
+                // Only after the commit: otherwise a crash would leave a cache entry for a message that is not stored.
                 self.cache(&event).await;
-                let result = if taken == TakenIn::New { "new" } else { "known" };
-                debug!(entry_id = %message.id, result, "ticket event taken in");
+                let result = if outcome == ImportOutcome::Imported { "new" } else { "known" };
+                debug!(entry_id = %message.id, result, "ticket event imported");
                 counted(result, Outcome::Done)
             }
             Err(error) if error.is_transient() => {
-                warn!(entry_id = %message.id, %error, "ticket event was not stored, trying again");
-                sleep(AGAIN_AFTER).await;
+                warn!(entry_id = %message.id, %error, "storing a ticket event failed; retrying");
+                sleep(RETRY_PAUSE).await;
                 counted("later", Outcome::Release)
             }
-            Err(error) => refused(message, error.to_string()),
+            Err(error) => dead_letter(message, error.to_string()),
         }
     }
 
@@ -132,36 +134,36 @@ impl TicketIntake {
         let members = [message_id.as_str()];
         let adding = self.streams.set_add(&set, &members, Some(PROCESSED_KEPT));
         if !timeout(CACHE_TIMEOUT, adding).await.is_ok_and(|added| added.is_ok()) {
-            debug!(ticket_id = %event.ticket_id, "message is not in the cache; SQL knows it");
+            debug!(ticket_id = %event.ticket_id, "message could not be cached; duplicates are detected in SQL");
         }
     }
 }
 
-/// The seed's name.
+/// The cache set and its member.
 fn cache_key(event: &TicketEvent) -> Option<(SetName, String)> {
     let set = SetName::new(format!("processed_messages:{}", event.ticket_id)).ok()?;
     Some((set, event.message_id.to_string()))
 }
 
-fn read(message: &Message) -> Result<TicketEvent, String> {
-    let data = message.fields.get("data").ok_or("the field `data` is missing")?;
+fn parse(message: &Message) -> Result<TicketEvent, String> {
+    let data = message.fields.get("data").ok_or("field `data` is missing")?;
     if data.len() > ENTRY_BYTES_MAX {
         return Err(format!("`data` is longer than {ENTRY_BYTES_MAX} bytes"));
     }
-    TicketEvent::read_foreign(data, place_id(message), SystemClock.now())
+    TicketEvent::parse_external(data, fallback_message_id(message), SystemClock.now())
 }
 
-/// An id for an event that has none: the same whenever this entry comes.
-fn place_id(message: &Message) -> Uuid {
-    let place = message.original_id.unwrap_or(message.id);
-    let hash = Sha256::digest(format!("{TICKET_EVENTS}/{place}").as_bytes());
+/// A message id for an event without one, derived from the entry id, so that it is stable across redeliveries.
+fn fallback_message_id(message: &Message) -> Uuid {
+    let entry_id = message.original_id.unwrap_or(message.id);
+    let hash = Sha256::digest(format!("{TICKET_EVENTS}/{entry_id}").as_bytes());
     let mut bytes = [0; 16];
     bytes.copy_from_slice(&hash[..16]);
     uuid::Builder::from_custom_bytes(bytes).into_uuid()
 }
 
-fn refused(message: &Message, reason: String) -> Outcome {
-    warn!(entry_id = %message.id, error = reason, "ticket event makes no sense, it is a dead letter");
+fn dead_letter(message: &Message, reason: String) -> Outcome {
+    warn!(entry_id = %message.id, error = reason, "invalid ticket event moved to dead letters");
     counted("refused", Outcome::dead_letter(reason))
 }
 

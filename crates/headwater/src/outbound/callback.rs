@@ -1,7 +1,7 @@
-//! Replies for a program: one signed request each, by Standard Webhooks.
+//! Delivers replies to a program: one signed request each (Standard Webhooks).
 //!
-//! Upstream: `replies`. Promises: `webhook-id` is the row's idempotency key, the same at every try, so the receiver can tell
-//! a repetition; the signature covers id, time and body.
+//! Upstream: `outbound`. Promises: `webhook-id` is the row's idempotency key and the same for every attempt, so the
+//! receiver can detect duplicates; the signature covers id, time and body.
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
@@ -12,7 +12,7 @@ use reqwest::Client;
 use secrecy::{ExposeSecret, SecretString};
 use serde_json::json;
 
-use crate::desk::{Reply, ReplyTarget};
+use crate::desk::{DeskReply, ReplyTarget};
 use crate::inbound::standard_webhooks;
 use crate::outbound::http;
 
@@ -23,7 +23,7 @@ pub(super) async fn post(
     secret: &SecretString,
     row: &OutboxRow,
     target: ReplyTarget,
-    reply: &Reply,
+    reply: &DeskReply,
 ) -> Result<(), DeliverError> {
     let event_type = match target {
         ReplyTarget::Answer => "reply",
@@ -55,7 +55,7 @@ pub(super) async fn post(
     http::send(client, request).await.map(drop)
 }
 
-/// `v1,` and the HMAC of `id.timestamp.body` in base64.
+/// The signature: `v1,` and the base64 HMAC of `id.timestamp.body`.
 pub fn sign(secret: &SecretString, id: &str, seconds: u64, body: &[u8]) -> String {
     let secret = secret.expose_secret();
     let mac = standard_webhooks::authenticate(secret, id, &seconds.to_string(), body);
@@ -67,7 +67,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_signature_is_the_one_of_the_specification() {
+    fn the_signature_matches_the_specification() {
         let secret = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw".to_owned().into();
         let signature = sign(
             &secret,

@@ -1,40 +1,41 @@
-//! Notes on issues of GitLab.
+//! Notes on GitLab issues: addresses and headers.
 //!
-//! Upstream: `replies`. Downstream: `comment`, which posts once. Here: the addresses, the header, and that notes are searched
-//! newest first, back to when the reply was committed.
+//! Upstream: `outbound`. Downstream: `comment`, which posts once. Notes are searched newest first, back to the commit
+//! of the reply.
 
 use headwater_issue::{DeliverError, OutboxRow};
 use reqwest::RequestBuilder;
 use secrecy::{ExposeSecret, SecretString};
 
-use crate::outbound::comment::{self, Order, Thread};
+use crate::outbound::comment::{self, CommentOrder, CommentThread};
 
 /// The notes of an issue.
-pub(super) fn thread(
+pub(super) fn comments(
     base_url: &str,
     token: &SecretString,
     secret: &SecretString,
     row: &OutboxRow,
-) -> Result<Thread<impl Fn(RequestBuilder) -> RequestBuilder>, DeliverError> {
+) -> Result<CommentThread<impl Fn(RequestBuilder) -> RequestBuilder>, DeliverError> {
     let authorize =
         |request: RequestBuilder| request.header("private-token", token.expose_secret());
     let base = base_url.trim_end_matches('/');
-    Ok(Thread {
+    Ok(CommentThread {
         url: address(base, row)?,
         account_url: format!("{base}/api/v4/user"),
         query: "order_by=created_at&sort=desc".to_owned(),
-        order: Order::NewestFirst { until: comment::searched_since(row) },
-        mark: comment::Mark::new(row, secret),
+        order: CommentOrder::NewestFirst { until: comment::search_since(row) },
+        marker: comment::ReplyMarker::new(row, secret),
         authorize,
     })
 }
 
-/// The project is its number, or its path as one part of the address.
+/// The project is its numeric id, or its path as one encoded segment.
 fn address(base: &str, row: &OutboxRow) -> Result<String, DeliverError> {
     let project = comment::path_segment(&row.external_project_id);
     let (Some(project), Ok(number)) = (project, row.external_issue_id.parse::<u64>()) else {
         let (project, issue) = (&row.external_project_id, &row.external_issue_id);
-        let problem = format!("`{project}` and `{issue}` are no issue of GitLab");
+        let problem =
+            format!("project `{project}` and issue `{issue}` do not identify a GitLab issue");
         return Err(DeliverError::Dead(problem));
     };
     Ok(format!("{base}/api/v4/projects/{project}/issues/{number}/notes"))

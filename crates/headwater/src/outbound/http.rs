@@ -1,9 +1,9 @@
-//! What the response of another server means for a delivery.
+//! Sends a request and classifies the response for a delivery.
 //!
-//! Upstream: the deliverers. Promises: 4xx is permanent, but not 408, 425 and 429, nor a 403 that speaks of a rate limit; 5xx
-//! and network errors may pass. `Retry-After` and the rate limits of GitHub and GitLab are honoured. Redirects are followed
-//! with the same method and body, on the same host only, so credentials are sent nowhere else. What is said of a failure
-//! holds no address and no token.
+//! Upstream: the deliverers. Promises: 4xx is permanent, except 408, 425, 429 and a 403 caused by a rate limit; 5xx
+//! and network errors are retried. `Retry-After` and the rate limits of GitHub and GitLab are honoured. Redirects are
+//! followed with the same method and body, on the same host only, so that credentials are not sent elsewhere. Error
+//! messages contain no address and no token.
 
 use std::time::{Duration, SystemTime};
 
@@ -16,13 +16,13 @@ use crate::http_client;
 use crate::limits::ERROR_BODY_BYTES_MAX;
 use crate::text;
 
-/// How long one request may take; shorter than a delivery, so that looking first and posting then both fit.
+/// Timeout of one request. Shorter than a delivery, so that a search and a post both fit.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(12);
 
-/// Redirects that are followed for one request.
+/// Maximum redirects per request.
 const REDIRECTS_MAX: usize = 5;
 
-/// What GitHub asks for after its secondary rate limit, if the response says no more.
+/// Pause after GitHub's secondary rate limit without `Retry-After`.
 const SECONDARY_LIMIT_PAUSE: Duration = Duration::from_secs(60);
 
 /// Sends a request, follows redirects, and returns the response if it is a success.
@@ -37,7 +37,7 @@ pub(super) async fn send(
         let repeated = request.try_clone();
         let response = client.execute(request).await.map_err(retry)?;
         if !is_redirect(response.status()) {
-            return success(response).await;
+            return check_status(response).await;
         }
         let (Some(next), Some(mut repeated)) = (redirect(&response, &configured), repeated) else {
             return Err(refused_redirect(response.status()));
@@ -48,7 +48,7 @@ pub(super) async fn send(
     Err(DeliverError::Retry(format!("more than {REDIRECTS_MAX} redirects")))
 }
 
-/// Redirects that keep the request as it is. A 303 asks for another one.
+/// Redirects that repeat the request unchanged. A 303 does not.
 fn is_redirect(status: StatusCode) -> bool {
     matches!(
         status,
@@ -59,14 +59,14 @@ fn is_redirect(status: StatusCode) -> bool {
     )
 }
 
-/// Where a redirect leads, if that is the host that the settings name.
+/// The target of a redirect, if it is on the configured host.
 fn redirect(response: &Response, configured: &Url) -> Option<Url> {
     let location = response.headers().get(LOCATION)?.to_str().ok()?;
     let next = response.url().join(location).ok()?;
     is_same_host(configured, &next).then_some(next)
 }
 
-/// The same scheme, host and port, or the default port of HTTPS instead of that of HTTP.
+/// The same scheme, host and port, or an upgrade from HTTP to HTTPS on the default ports.
 fn is_same_host(configured: &Url, next: &Url) -> bool {
     let is_upgrade = (configured.scheme(), next.scheme()) == ("http", "https")
         && configured.port().is_none()
@@ -79,7 +79,7 @@ fn is_same_host(configured: &Url, next: &Url) -> bool {
 
 fn refused_redirect(status: StatusCode) -> DeliverError {
     let problem = format!(
-        "it answered {status} without a location on the same host, which is not followed; set `base_url` of the \
+        "response {status} redirects to another host, which is not followed; set `base_url` of the \
          integration to the new address"
     );
     match status {
@@ -90,18 +90,19 @@ fn refused_redirect(status: StatusCode) -> DeliverError {
     }
 }
 
-async fn success(response: Response) -> Result<Response, DeliverError> {
+async fn check_status(response: Response) -> Result<Response, DeliverError> {
     let status = response.status();
     if status.is_success() {
         return Ok(response);
     }
-    let (may_pass, pause) = (may_pass(&response), pause(response.headers(), SystemTime::now()));
-    let said = http_client::read_prefix(response, ERROR_BODY_BYTES_MAX).await;
-    let said = text::one_line(&String::from_utf8_lossy(&said), 300);
+    let (is_retryable, pause) =
+        (is_retryable(&response), retry_after(response.headers(), SystemTime::now()));
+    let body = http_client::read_beginning(response, ERROR_BODY_BYTES_MAX).await;
+    let body = text::one_line(&String::from_utf8_lossy(&body), 300);
     let is_forbidden = matches!(status, StatusCode::FORBIDDEN | StatusCode::TOO_MANY_REQUESTS);
-    let is_secondary = is_forbidden && said.to_ascii_lowercase().contains("secondary rate limit");
-    let problem = format!("it answered {status}: {said}");
-    Err(match (may_pass || is_secondary, pause) {
+    let is_secondary = is_forbidden && body.to_ascii_lowercase().contains("secondary rate limit");
+    let problem = format!("response {status}: {body}");
+    Err(match (is_retryable || is_secondary, pause) {
         (true, Some(after)) => DeliverError::Paused { problem, after },
         (true, None) if is_secondary => {
             DeliverError::Paused { problem, after: SECONDARY_LIMIT_PAUSE }
@@ -111,34 +112,34 @@ async fn success(response: Response) -> Result<Response, DeliverError> {
     })
 }
 
-fn may_pass(response: &Response) -> bool {
+fn is_retryable(response: &Response) -> bool {
     let status = response.status();
     let is_limited =
-        response.headers().contains_key(RETRY_AFTER) || has_used_up_limit(response.headers());
+        response.headers().contains_key(RETRY_AFTER) || is_rate_limit_exhausted(response.headers());
     match status {
         StatusCode::REQUEST_TIMEOUT | StatusCode::TOO_EARLY | StatusCode::TOO_MANY_REQUESTS => true,
-        // GitHub says 403 where others say 429.
+        // GitHub sends 403 for rate limits.
         StatusCode::FORBIDDEN => is_limited,
         _ => status.is_server_error(),
     }
 }
 
-/// GitHub's headers begin with `x-`, those of GitLab do not.
+/// Rate limit headers of GitHub (`x-`) and GitLab.
 const RATE_LIMITS: [(&str, &str); 2] =
     [("x-ratelimit-remaining", "x-ratelimit-reset"), ("ratelimit-remaining", "ratelimit-reset")];
 
-fn has_used_up_limit(headers: &HeaderMap) -> bool {
+fn is_rate_limit_exhausted(headers: &HeaderMap) -> bool {
     let is_zero = |name: &str| headers.get(name).is_some_and(|left| left == "0");
     RATE_LIMITS.iter().any(|(remaining, _)| is_zero(remaining))
 }
 
-/// How long the server asks to wait: `Retry-After` in seconds or as a date, or the time when a used-up rate limit is reset.
-/// Dates are compared with the server's own `Date`, since its clock need not be ours. At most [`DELIVERY_PAUSE_MAX`].
-fn pause(headers: &HeaderMap, now: SystemTime) -> Option<Duration> {
+/// How long to pause: `Retry-After` in seconds or as a date, or the reset time of an exhausted rate limit. Dates are
+/// compared with the server's own `Date`, because its clock may differ. At most [`DELIVERY_PAUSE_MAX`].
+fn retry_after(headers: &HeaderMap, now: SystemTime) -> Option<Duration> {
     let text = |name: &str| headers.get(name)?.to_str().ok().map(str::trim);
     let seconds = |text: &str| {
         let is_number = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
-        // Too many digits for a number are a very long time.
+        // A number that overflows is treated as the maximum.
         is_number.then(|| Duration::from_secs(text.parse().unwrap_or(u64::MAX)))
     };
     let date = |text: &str| httpdate::parse_http_date(text).ok();
@@ -165,11 +166,11 @@ mod tests {
         });
         // 2026-11-01T08:00:00Z.
         let now = SystemTime::UNIX_EPOCH + Duration::from_secs(1_793_520_000);
-        pause(&headers.collect(), now).map(|pause| pause.as_secs())
+        retry_after(&headers.collect(), now).map(|pause| pause.as_secs())
     }
 
     #[test]
-    fn every_form_of_a_pause_is_understood_and_bounded() {
+    fn every_form_of_retry_after_is_parsed_and_bounded() {
         for (headers, expected) in [
             (&[("retry-after", "120")][..], Some(120)),
             (&[("retry-after", " 0 ")], Some(0)),
@@ -207,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn redirects_stay_on_the_host_of_the_settings() {
+    fn redirects_stay_on_the_configured_host() {
         let is_followed = |from: &str, to: &str| {
             let from: Url = from.parse().unwrap();
             is_same_host(&from, &from.join(to).unwrap())

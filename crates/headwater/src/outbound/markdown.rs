@@ -1,27 +1,27 @@
-//! Text of a model as Markdown that GitHub and GitLab show as text, and nothing else.
+//! Sanitizes the Markdown of a model for GitHub and GitLab.
 //!
-//! Upstream: `comment`. Promises: what a model writes mentions no user, loads no image, makes no link but bare addresses,
-//! whose target is what people see, and holds no HTML, no command of GitLab and no mark of ours. Emphasis, lists, headings
-//! and code stay. Code is as it was, but for the names of languages: some of them draw diagrams and maps.
+//! Upstream: `comment`. Promises: the output mentions no user, loads no image, has no links except bare URLs, and
+//! contains no HTML, no GitLab quick action and no reply marker. Emphasis, lists, headings and code are kept. Code is
+//! unchanged, except that language names are removed, because some of them render diagrams and maps.
 //!
-//! How: everything outside of code that could open one of these is escaped, so no parser has to be trusted. Code is found
-//! here and written anew, delimited so that every parser of CommonMark ends it where it ends here: a code span is on one
-//! line, all backticks that delimit nothing are escaped, a fence stands alone and is longer than any run of backticks in it.
+//! How: everything outside of code that could start one of these is escaped, so no parser has to be trusted. Code is
+//! detected here and delimited again so that every CommonMark parser ends it at the same place: a code span is on one
+//! line, unmatched backticks are escaped, and a fence is on its own line and longer than any run of backticks inside.
 
 use crate::outbound::marker;
 
-/// Invisible, breaks no line, and ends a name, a command and a mark.
+/// Invisible, not a line break, and ends a name, a quick action and a marker.
 const WORD_JOINER: char = '\u{2060}';
 
-/// Sanitised Markdown of at most `bytes_max` bytes; `…` at its end says that it was cut.
+/// Sanitizes `content` to at most `bytes_max` bytes; a trailing `…` marks a truncation.
 pub(super) fn sanitized(content: &str, bytes_max: usize) -> String {
-    // A lone carriage return ends a line in Markdown, too.
+    // A lone carriage return is a line end in Markdown, too.
     let content = content.replace("\r\n", "\n").replace('\r', "\n");
     let content = content.replace(is_bidirectional_control, "");
-    let mut output = Output::new(bytes_max);
+    let mut output = MarkdownWriter::new(bytes_max);
     let mut lines = content.split('\n').peekable();
     while let Some(line) = lines.next() {
-        match Fence::opened_by(line) {
+        match CodeFence::opened_by(line) {
             Some(fence) => {
                 let mut code = Vec::new();
                 for line in lines.by_ref() {
@@ -41,18 +41,18 @@ pub(super) fn sanitized(content: &str, bytes_max: usize) -> String {
     output.text
 }
 
-/// The fence of a code block as the model wrote it.
-struct Fence<'a> {
+/// A code fence in the input.
+struct CodeFence<'a> {
     run: &'a str,
     indent: usize,
 }
 
-impl<'a> Fence<'a> {
+impl<'a> CodeFence<'a> {
     fn opened_by(line: &'a str) -> Option<Self> {
         let trimmed = line.trim_start_matches([' ', '\t']);
         let delimiter = trimmed.chars().next().filter(|c| matches!(c, '`' | '~'))?;
         let (run, info) = trimmed.split_at(run_length(trimmed, delimiter));
-        // A second run of backticks makes the first one that of a code span.
+        // With a second run of backticks on the line, the first one starts a code span.
         let is_fence = run.len() >= 3 && (delimiter == '~' || !info.contains('`'));
         is_fence.then_some(Self { run, indent: line.len() - trimmed.len() })
     }
@@ -62,40 +62,44 @@ impl<'a> Fence<'a> {
         line.len() >= self.run.len() && line.chars().all(|c| self.run.starts_with(c))
     }
 
-    /// Without the indentation that the fence had.
+    /// Removes the indentation of the fence.
     fn unindented<'b>(&self, line: &'b str) -> &'b str {
         let spaces = line.bytes().take_while(|byte| matches!(byte, b' ' | b'\t')).count();
         &line[spaces.min(self.indent)..]
     }
 }
 
-/// What was written so far, and how much more may be.
-struct Output {
+/// The output and its remaining space.
+struct MarkdownWriter {
     text: String,
     bytes_left: usize,
-    is_cut: bool,
+    is_truncated: bool,
 }
 
-const CUT: &str = "…";
+const TRUNCATION_MARK: &str = "…";
 
-impl Output {
+impl MarkdownWriter {
     fn new(bytes_max: usize) -> Self {
-        Self { text: String::new(), bytes_left: bytes_max.saturating_sub(CUT.len()), is_cut: false }
+        Self {
+            text: String::new(),
+            bytes_left: bytes_max.saturating_sub(TRUNCATION_MARK.len()),
+            is_truncated: false,
+        }
     }
 
-    /// Adds a piece whole; from the first that has no room on, nothing is added.
-    fn push(&mut self, piece: &str) {
-        if self.is_cut {
+    /// Appends `text` as a whole. After the first one that does not fit, nothing is appended.
+    fn push(&mut self, text: &str) {
+        if self.is_truncated {
             return;
         }
-        match self.bytes_left.checked_sub(piece.len()) {
+        match self.bytes_left.checked_sub(text.len()) {
             Some(left) => {
-                self.text.push_str(piece);
+                self.text.push_str(text);
                 self.bytes_left = left;
             }
             None => {
-                self.text.push_str(CUT);
-                self.is_cut = true;
+                self.text.push_str(TRUNCATION_MARK);
+                self.is_truncated = true;
             }
         }
     }
@@ -103,7 +107,7 @@ impl Output {
     fn code_block(&mut self, code: &[&str]) {
         let longest = code.iter().map(|line| longest_run(line)).max().unwrap_or(0);
         let fence = "`".repeat(longest.max(2) + 1);
-        // A line of its own, at the beginning of a line, after an empty one: so it is a fence wherever it stands.
+        // On its own line after an empty one, so that it is a fence in any context.
         let before = if self.text.is_empty() { "" } else { "\n" };
         let mut block = format!("{before}{fence}\n");
         for line in code {
@@ -112,14 +116,14 @@ impl Output {
         }
         block.push_str(&fence);
         block.push('\n');
-        // Cut, it would not end.
+        // Pushed as a whole: truncated, the block would not be closed.
         self.push(&block);
     }
 
     fn text_line(&mut self, line: &str) {
         let trimmed = line.trim_start();
         let mut rest = line;
-        // At the beginning of a line, GitLab takes it for a command: `/close`, `/assign`.
+        // At the start of a line, GitLab treats it as a quick action: `/close`, `/assign`.
         if let Some(after) = trimmed.strip_prefix('/') {
             self.push("\\/");
             rest = after;
@@ -145,7 +149,7 @@ impl Output {
                 '&' => self.push("&amp;"),
                 '<' => self.push("&lt;"),
                 '>' => self.push("&gt;"),
-                // Links, images, footnotes; tables, whose cells cut code in two; formulas; escapes.
+                // Links, images and footnotes; tables, whose cells split code; math; escapes.
                 '[' | ']' | '|' | '$' | '\\' => self.push(&format!("\\{c}")),
                 '@' => self.push(&format!("@{WORD_JOINER}")),
                 c => self.push(c.encode_utf8(&mut [0; 4])),
@@ -154,7 +158,7 @@ impl Output {
     }
 }
 
-/// The code between this run of backticks and the next one of the same length, and what follows it.
+/// The code up to the next run of backticks of the same length, and the rest.
 fn code_span<'a>(run: &str, after: &'a str) -> Option<(&'a str, &'a str)> {
     let mut from = 0;
     while let Some(found) = after[from..].find('`') {
@@ -170,12 +174,12 @@ fn code_span<'a>(run: &str, after: &'a str) -> Option<(&'a str, &'a str)> {
     None
 }
 
-/// Code as it was, but for what is found in the text of a comment wherever it stands: marks of ours.
+/// Unchanged code, except reply markers, which are searched for in the whole text of a comment.
 fn code_text(code: &str) -> String {
     code.replace(marker::PREFIX, &format!("<{WORD_JOINER}{}", &marker::PREFIX[1..]))
 }
 
-/// Characters that show text, such as an address, in another order than it has.
+/// Characters that change the display order of text, such as a URL.
 fn is_bidirectional_control(c: char) -> bool {
     matches!(c, '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
 }
@@ -197,15 +201,15 @@ mod tests {
 
     const ROOM: usize = 1_000_000;
 
-    /// What an independent parser, with the extensions of GitHub and GitLab, makes of it.
-    struct Shown {
+    /// The result of an independent parser with the extensions of GitHub and GitLab.
+    struct Rendered {
         text: String,
         code: Vec<String>,
-        odd: Vec<String>,
+        unexpected: Vec<String>,
     }
 
-    fn shown(markdown: &str) -> Shown {
-        let mut shown = Shown { text: String::new(), code: Vec::new(), odd: Vec::new() };
+    fn shown(markdown: &str) -> Rendered {
+        let mut shown = Rendered { text: String::new(), code: Vec::new(), unexpected: Vec::new() };
         let mut is_code = false;
         let extensions = Options::ENABLE_TABLES
             | Options::ENABLE_FOOTNOTES
@@ -238,7 +242,7 @@ mod tests {
                 | Event::InlineMath(_)
                 | Event::DisplayMath(_)
                 | Event::FootnoteReference(_)
-                | Event::TaskListMarker(_) => shown.odd.push(format!("{event:?}")),
+                | Event::TaskListMarker(_) => shown.unexpected.push(format!("{event:?}")),
                 Event::Start(_) => {}
                 Event::End(_) => shown.text.push('\n'),
                 Event::Rule => {}
@@ -266,10 +270,14 @@ mod tests {
         let markdown = sanitized(content, bytes_max);
         let shown = shown(&markdown);
         prop_assert!(markdown.len() <= bytes_max, "{} bytes", markdown.len());
-        prop_assert!(shown.odd.is_empty(), "{content:?} became {markdown:?}: {:?}", shown.odd);
+        prop_assert!(
+            shown.unexpected.is_empty(),
+            "{content:?} became {markdown:?}: {:?}",
+            shown.unexpected
+        );
         prop_assert!(!has_mention(&shown.text), "{content:?} became {markdown:?}");
         prop_assert!(!markdown.contains(marker::PREFIX), "{content:?} became {markdown:?}");
-        // GitLab takes no commands from blocks of code.
+        // GitLab ignores quick actions in code blocks.
         let outside = without_code_blocks(&markdown);
         let command = outside.lines().find(|line| line.trim_start().starts_with('/'));
         prop_assert!(command.is_none(), "{content:?} became {markdown:?}");
@@ -280,7 +288,7 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(2000))]
 
         #[test]
-        fn whatever_a_model_writes_no_parser_sees_more_than_text_and_code(
+        fn any_mixture_of_markup_is_rendered_as_text_and_code_only(
             parts in prop::collection::vec(
                 prop::sample::select(vec![
                     "[", "]", "(", ")", "!", "<", ">", "`", "``", "```", "~~~", "\\", "|", "---", "|-|-|", ":-:", "\n", "\n\n",
@@ -294,13 +302,13 @@ mod tests {
         }
 
         #[test]
-        fn text_of_any_kind_is_shown_as_text(content in any::<String>()) {
+        fn any_text_is_rendered_as_text(content in any::<String>()) {
             check(&content, ROOM)?;
         }
     }
 
     #[test]
-    fn images_links_mentions_html_and_commands_are_text() {
+    fn images_links_mentions_html_and_quick_actions_are_text() {
         let content = "Hi @ada, see [bank](https://evil.example) ![p](https://evil.example/p.png)\n/close\n<b>&amp;</b>";
         let markdown = check(content, ROOM).unwrap();
         let shown = shown(&markdown).text.replace(WORD_JOINER, "");
@@ -308,7 +316,7 @@ mod tests {
     }
 
     #[test]
-    fn code_is_verbatim_and_formatting_stays() {
+    fn code_is_verbatim_and_formatting_is_kept() {
         let content = "# Title\n\nUse `npm i @types/node[1]` and ``a`b``:\n\n```rust\nlet x: &[u8] = b\"<>\"; // @ada\n/usr/bin/env <!-- x -->\n```\n- **bold**";
         let markdown = check(content, ROOM).unwrap();
         let code = shown(&markdown).code;
@@ -328,7 +336,7 @@ mod tests {
     }
 
     #[test]
-    fn code_that_is_cut_off_is_left_out_and_not_opened() {
+    fn truncated_code_is_omitted() {
         let content =
             "Look:\n```\n[bank](https://evil.example)\n```\nDone `[x](https://evil.example)`";
         for bytes_max in 3..content.len() + 20 {

@@ -1,41 +1,41 @@
-//! Where replies of an integration go, and what is presented there.
+//! Destinations of replies and their credentials.
 //!
-//! Upstream: `settings` says so. Downstream: the deliverers. Promises: tokens and secrets are types that nobody prints.
+//! Upstream: `config`. Downstream: the deliverers. Promises: tokens and secrets are never printed.
 
 use secrecy::SecretString;
 
-/// The other side of an integration.
+/// The destination of the replies of an integration.
 #[derive(Clone, Debug)]
 pub enum Destination {
     /// Comments on issues of GitHub.
     Github {
-        /// The API, such as `https://api.github.com`.
+        /// Base URL of the API, such as `https://api.github.com`.
         base_url: String,
         /// Presented as a bearer token.
         token: SecretString,
-        /// What the marks in comments are signed with.
+        /// Signs the markers in comments.
         secret: SecretString,
     },
     /// Notes on issues of GitLab.
     Gitlab {
-        /// The server, such as `https://gitlab.com`.
+        /// Base URL of the server, such as `https://gitlab.com`.
         base_url: String,
         /// Presented as `PRIVATE-TOKEN`.
         token: SecretString,
-        /// What the marks in notes are signed with.
+        /// Signs the markers in notes.
         secret: SecretString,
     },
-    /// A program that takes signed requests (Standard Webhooks).
+    /// A program that receives signed requests (Standard Webhooks).
     Callback {
-        /// Where it listens.
+        /// The URL of the program.
         url: String,
-        /// What requests are signed with: base64 with or without `whsec_` before it, or any text.
+        /// Signs requests: base64 with or without the prefix `whsec_`, or any text.
         secret: SecretString,
     },
-    /// Our own tickets.
+    /// Tickets of the desk.
     Tickets,
-    /// Nobody takes replies of this integration; each is a dead letter that says what is missing.
-    Nowhere {
+    /// Replies cannot be delivered; each becomes a dead letter with this problem.
+    Unconfigured {
         /// What is missing.
         problem: String,
     },

@@ -1,9 +1,9 @@
-//! Events on their way from the outbox into streams.
+//! Publishes events from the outbox to streams.
 //!
-//! Upstream: `replies` brings rows of kind `event`. Downstream: the stream backend.
-//! Promises: an event stands in its stream once, however often its row comes within a day; a stream backend that is away
-//! costs it no attempt, and is asked by one event at a time until it is back, so that others, and replies, do not wait for
-//! its answer. `ticket_events` is kept to about ten thousand entries, and never loses one that a group has not read.
+//! Upstream: `outbound` passes rows of kind `event`. Downstream: the stream backend.
+//! Promises: an event is appended once, even if its row is repeated within a day. An unavailable backend counts no
+//! attempt, and is probed by one event at a time, so that other rows do not wait for its timeout. `ticket_events` is
+//! trimmed to about ten thousand entries, but never loses an entry that a group has not read.
 
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -14,31 +14,31 @@ use headwater_stream::{Backend, Fields, Once, Retention, StreamName};
 use crate::limits::{APPENDED_KEPT, TICKET_EVENTS_KEPT};
 use crate::tickets::{TICKET_EVENTS, TicketEvent};
 
-/// How long a backend that was away is left alone.
-const LEFT_ALONE: Duration = Duration::from_secs(2);
-/// How long one event may find out whether it is back; longer than any call takes.
-const FINDING_OUT: Duration = Duration::from_secs(30);
+/// Pause after a failed append.
+const BACKOFF: Duration = Duration::from_secs(2);
+/// How long a probe may take; longer than any backend call.
+const PROBE_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Puts events into streams.
+/// Publishes events to streams.
 #[derive(Clone)]
-pub struct Outlet {
+pub struct TicketEventsPublisher {
     streams: Arc<dyn Backend>,
-    /// Where events of handlers go: the control stream of the bus.
+    /// Target of handler events: the control stream of the bus.
     control: StreamName,
-    /// While it lasts, the backend counts as away without being asked.
-    away_until: Arc<Mutex<Option<Instant>>>,
+    /// Until then, the backend is treated as unavailable.
+    backoff_until: Arc<Mutex<Option<Instant>>>,
 }
 
-impl std::fmt::Debug for Outlet {
+impl std::fmt::Debug for TicketEventsPublisher {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("Outlet")
+        f.write_str("TicketEventsPublisher")
     }
 }
 
-impl Outlet {
-    /// Puts events into streams of this backend: those of tickets into their own, all others into `control`.
+impl TicketEventsPublisher {
+    /// Publishes to this backend: ticket events to `ticket_events`, all others to `control`.
     pub fn new(streams: Arc<dyn Backend>, control: StreamName) -> Self {
-        Self { streams, control, away_until: Arc::default() }
+        Self { streams, control, backoff_until: Arc::default() }
     }
 
     /// Publishes the event of a row.
@@ -50,50 +50,53 @@ impl Outlet {
             ),
             _ => (self.control.clone(), bus_event(row)),
         };
-        if self.is_away(Instant::now()) {
-            return Err(DeliverError::Away("the streams were away a moment ago".into()));
+        if self.is_backing_off(Instant::now()) {
+            return Err(DeliverError::Away(
+                "stream backend was unavailable a moment ago; backing off".into(),
+            ));
         }
         let once = Once { id: row.idempotency_key.clone(), fields };
         let retention = Retention::max_len(TICKET_EVENTS_KEPT);
         let appended = self.streams.append_once(&stream, &[once], APPENDED_KEPT, &retention).await;
         match appended {
             Err(error) if error.is_transient() => {
-                self.leave_alone_until(Some(Instant::now() + LEFT_ALONE));
+                self.back_off_until(Some(Instant::now() + BACKOFF));
                 Err(DeliverError::Away(error.to_string()))
             }
-            answer => {
-                self.leave_alone_until(None);
-                answer.map(drop).map_err(|error| DeliverError::Dead(error.to_string()))
+            result => {
+                self.back_off_until(None);
+                result.map(drop).map_err(|error| DeliverError::Dead(error.to_string()))
             }
         }
     }
 
-    /// Whether the backend is known to be away. When it was left alone for long enough, the first to ask finds out.
-    fn is_away(&self, now: Instant) -> bool {
-        let mut until = self.away_until.lock().expect("nobody panics with it");
+    /// Whether to skip the backend. When the backoff has elapsed, the first caller probes it.
+    fn is_backing_off(&self, now: Instant) -> bool {
+        let mut until = self.backoff_until.lock().expect("no code panics while it holds this lock");
         match *until {
             None => false,
             Some(until) if now < until => true,
             Some(_) => {
-                *until = Some(now + FINDING_OUT);
+                *until = Some(now + PROBE_TIMEOUT);
                 false
             }
         }
     }
 
-    fn leave_alone_until(&self, until: Option<Instant>) {
-        *self.away_until.lock().expect("nobody panics with it") = until;
+    fn back_off_until(&self, until: Option<Instant>) {
+        *self.backoff_until.lock().expect("no code panics while it holds this lock") = until;
     }
 }
 
-/// One field, `data`. A database may have changed the order of keys, so it is written anew.
+/// One field, `data`. The event is encoded again, because a database may reorder JSON keys.
 fn ticket_event(row: &OutboxRow) -> Result<Fields, DeliverError> {
-    let event: TicketEvent = serde_json::from_str(&row.payload)
-        .map_err(|error| DeliverError::Dead(format!("it is no event of a ticket: {error}")))?;
+    let event: TicketEvent = serde_json::from_str(&row.payload).map_err(|error| {
+        DeliverError::Dead(format!("the payload is not a ticket event: {error}"))
+    })?;
     Ok(Fields::new([("data", event.to_json())]))
 }
 
-/// As the bus writes events. Its type need not be known here.
+/// The fields of a bus event. Its type does not have to be registered here.
 fn bus_event(row: &OutboxRow) -> Fields {
     Fields::new([
         ("type", row.target.clone()),
@@ -109,22 +112,26 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn a_backend_that_was_away_is_asked_by_one_at_a_time_until_it_is_back() {
+    async fn an_unavailable_backend_is_probed_by_one_event_at_a_time() {
         let streams = headwater_stream::connect("embedded:memory", &Default::default()).await;
-        let outlet = Outlet::new(streams.unwrap(), StreamName::new("control").unwrap());
+        let publisher =
+            TicketEventsPublisher::new(streams.unwrap(), StreamName::new("control").unwrap());
         let mut now = Instant::now();
-        assert!(!outlet.is_away(now) && !outlet.is_away(now), "whoever likes may ask");
+        assert!(
+            !publisher.is_backing_off(now) && !publisher.is_backing_off(now),
+            "no backoff before a failure"
+        );
 
-        outlet.leave_alone_until(Some(now + LEFT_ALONE));
-        assert!(outlet.is_away(now));
-        now += LEFT_ALONE;
-        assert!(!outlet.is_away(now), "one finds out");
-        assert!(outlet.is_away(now), "and the others wait for it");
-        // It may never come back with an answer.
-        now += FINDING_OUT;
-        assert!(!outlet.is_away(now) && outlet.is_away(now));
+        publisher.back_off_until(Some(now + BACKOFF));
+        assert!(publisher.is_backing_off(now));
+        now += BACKOFF;
+        assert!(!publisher.is_backing_off(now), "one event probes");
+        assert!(publisher.is_backing_off(now), "the others back off");
+        // The probe may never return.
+        now += PROBE_TIMEOUT;
+        assert!(!publisher.is_backing_off(now) && publisher.is_backing_off(now));
 
-        outlet.leave_alone_until(None);
-        assert!(!outlet.is_away(now) && !outlet.is_away(now));
+        publisher.back_off_until(None);
+        assert!(!publisher.is_backing_off(now) && !publisher.is_backing_off(now));
     }
 }

@@ -1,9 +1,10 @@
-//! The events of tickets as every program sees them: JSON in the field `data` of an entry of `ticket_events`.
+//! Ticket events in their wire format: JSON in the field `data` of an entry of `ticket_events`.
 //!
-//! Upstream: `tickets` writes them, other programs too. Downstream: `intake` and `desk` read them.
-//! Promises: what we write has every field of the seed; what we read may lack what it can do without, and may be flat
-//! (`content` beside `event_type` instead of below `payload`). Refuses: ids that are no UUIDs, unknown types, text beyond
-//! the limits.
+//! Upstream: `tickets` and other programs write them. Downstream: `inbound::ticket_events_consumer` and `desk` read
+//! them.
+//! Promises: written events have every field of the format. Reading accepts missing optional fields and the flat
+//! variant (`content` beside `event_type` instead of below `payload`). Rejects ids that are not UUIDs, unknown types,
+//! and text over the limits.
 
 use headwater_analytics::RunFigures;
 use headwater_stream::clock::Timestamp;
@@ -28,7 +29,7 @@ pub enum TicketEventType {
     AiResponseGenerated,
     /// The ticket was closed.
     TicketClosed,
-    /// The ticket was opened again. Only in our event log: other programs do not know this type.
+    /// The ticket was reopened. Only in the event log; other programs do not know this type.
     TicketReopened,
 }
 
@@ -44,7 +45,7 @@ impl TicketEventType {
         }
     }
 
-    /// Those that stand in the stream.
+    /// Parses the types that are published to the stream.
     pub fn parse_public(name: &str) -> Option<Self> {
         [Self::TicketCreated, Self::MessageReceived, Self::AiResponseGenerated, Self::TicketClosed]
             .into_iter()
@@ -56,11 +57,11 @@ impl TicketEventType {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Author {
-    /// Somebody who asks.
+    /// A user of the desk.
     User,
     /// The model.
     Assistant,
-    /// A person of ours.
+    /// A person of the support team.
     Agent,
 }
 
@@ -74,47 +75,47 @@ impl Author {
         }
     }
 
-    /// The author of this name, if there is one.
+    /// Parses a name; `None` if it is unknown.
     pub fn parse(name: &str) -> Option<Self> {
         [Self::User, Self::Assistant, Self::Agent].into_iter().find(|one| one.as_str() == name)
     }
 }
 
-/// An event of a ticket.
+/// A ticket event.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct TicketEvent {
     /// What happened.
     pub event_type: TicketEventType,
-    /// To which ticket.
+    /// The ticket.
     pub ticket_id: Uuid,
-    /// By which message. An event without a message has an id of its own here.
+    /// The message. An event without a message has its own id here.
     pub message_id: Uuid,
-    /// Whose ticket it is, if that is known.
+    /// The user of the ticket, if known.
     pub user_id: Option<String>,
-    /// The rest.
+    /// Text and metadata.
     pub payload: TicketPayload,
 }
 
-/// What an event carries.
+/// Payload of a ticket event.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct TicketPayload {
     /// The text.
     pub content: String,
-    /// When, as in RFC 3339.
+    /// Time in RFC 3339.
     pub timestamp: String,
     /// The title of a new ticket.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub title: Option<String>,
-    /// Who wrote the text, where it is not who the type says.
+    /// The author, if it differs from the default of the event type.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub author: Option<Author>,
-    /// What an answer took; empty in all other events.
+    /// Events, tokens and cost of an answer; empty in all other events.
     #[serde(flatten)]
     pub run: RunFigures,
 }
 
 impl TicketPayload {
-    /// A text and nothing else.
+    /// A payload with only text and time.
     pub fn new(content: impl Into<String>, at: Timestamp) -> Self {
         Self {
             content: content.into(),
@@ -127,12 +128,12 @@ impl TicketPayload {
 }
 
 impl TicketEvent {
-    /// As it stands in a stream and in the event log.
+    /// JSON for the stream and the event log.
     pub fn to_json(&self) -> String {
         serde_json::to_string(self).expect("names, texts and UUIDs are JSON")
     }
 
-    /// Who wrote its text.
+    /// The author of the text.
     pub fn author(&self) -> Author {
         let by_type = match self.event_type {
             TicketEventType::AiResponseGenerated => Author::Assistant,
@@ -141,10 +142,11 @@ impl TicketEvent {
         self.payload.author.unwrap_or(by_type)
     }
 
-    /// Reads what another program wrote. `fallback_id` serves where an event needs no message, `now` where it has no time.
-    pub fn read_foreign(data: &[u8], fallback_id: Uuid, now: Timestamp) -> Result<Self, String> {
-        let raw: Foreign =
-            serde_json::from_slice(data).map_err(|error| format!("no event: {error}"))?;
+    /// Parses an event of another program. `fallback_id` is used for an event type without a message id, `now` if the
+    /// timestamp is missing.
+    pub fn parse_external(data: &[u8], fallback_id: Uuid, now: Timestamp) -> Result<Self, String> {
+        let raw: ExternalEvent =
+            serde_json::from_slice(data).map_err(|error| format!("not a ticket event: {error}"))?;
         let event_type = TicketEventType::parse_public(&raw.event_type).ok_or_else(|| {
             format!("unknown event_type `{}`", text::one_line(&raw.event_type, 60))
         })?;
@@ -152,16 +154,16 @@ impl TicketEvent {
         let message_id = match raw.message_id.as_deref() {
             Some(id) => uuid("message_id", id)?,
             None if event_type == TicketEventType::TicketClosed => fallback_id,
-            None => return Err("message_id is missing".to_owned()),
+            None => return Err("`message_id` is missing".to_owned()),
         };
         let inner = raw.payload.unwrap_or_default();
         let content = text::cleaned(&inner.content.or(raw.content).unwrap_or_default());
         if content.len() > CONTENT_BYTES_MAX {
-            return Err(format!("content is longer than {CONTENT_BYTES_MAX} bytes"));
+            return Err(format!("`content` is longer than {CONTENT_BYTES_MAX} bytes"));
         }
         let user_id = raw.user_id.map(|user| text::cleaned(&user)).filter(|user| !user.is_empty());
         if user_id.as_ref().is_some_and(|user| user.len() > USER_ID_BYTES_MAX) {
-            return Err(format!("user_id is longer than {USER_ID_BYTES_MAX} bytes"));
+            return Err(format!("`user_id` is longer than {USER_ID_BYTES_MAX} bytes"));
         }
         let timestamp = inner.timestamp.or(raw.timestamp);
         let timestamp = timestamp.as_deref().and_then(Timestamp::from_rfc3339).unwrap_or(now);
@@ -176,24 +178,25 @@ impl TicketEvent {
 }
 
 fn uuid(name: &str, text: &str) -> Result<Uuid, String> {
-    Uuid::parse_str(text).map_err(|_| format!("{name} `{}` is no UUID", text::one_line(text, 60)))
+    Uuid::parse_str(text)
+        .map_err(|_| format!("`{name}` `{}` is not a UUID", text::one_line(text, 60)))
 }
 
-/// What another program may write, the flat variant included. What it adds is ignored.
+/// The accepted input, including the flat variant. Unknown fields are ignored.
 #[derive(Deserialize)]
-struct Foreign {
+struct ExternalEvent {
     event_type: String,
     ticket_id: String,
     message_id: Option<String>,
     user_id: Option<String>,
-    payload: Option<ForeignPayload>,
+    payload: Option<ExternalPayload>,
     content: Option<String>,
     timestamp: Option<String>,
     title: Option<String>,
 }
 
 #[derive(Default, Deserialize)]
-struct ForeignPayload {
+struct ExternalPayload {
     content: Option<String>,
     timestamp: Option<String>,
     title: Option<String>,
@@ -209,11 +212,11 @@ mod tests {
     const NEW_YEAR: Timestamp = Timestamp::from_millis(1_767_225_600_000);
 
     fn read(json: &str) -> Result<TicketEvent, String> {
-        TicketEvent::read_foreign(json.as_bytes(), Uuid::nil(), Timestamp::from_millis(1000))
+        TicketEvent::parse_external(json.as_bytes(), Uuid::nil(), Timestamp::from_millis(1000))
     }
 
     #[test]
-    fn what_we_write_is_the_json_of_the_seed() {
+    fn a_written_event_has_the_documented_json() {
         let event = TicketEvent {
             event_type: TicketEventType::MessageReceived,
             ticket_id: TICKET.parse().unwrap(),
@@ -229,7 +232,7 @@ mod tests {
     }
 
     #[test]
-    fn an_answer_carries_what_it_took_beside_its_text() {
+    fn an_answer_contains_its_run_metrics_beside_its_text() {
         let run = RunFigures {
             events: Some(2),
             tokens_in: Some(300),
@@ -247,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn the_flat_variant_and_the_shortest_one_are_read() {
+    fn the_flat_and_the_minimal_variant_are_read() {
         let flat = format!(
             r#"{{"event_type":"TICKET_CREATED","ticket_id":"{TICKET}","message_id":"{MESSAGE}","content":"flat","extra":1}}"#
         );
@@ -261,16 +264,16 @@ mod tests {
     }
 
     #[test]
-    fn what_makes_no_sense_says_why() {
+    fn an_invalid_event_is_rejected_with_a_reason() {
         let long = "x".repeat(CONTENT_BYTES_MAX + 1);
         for (json, problem) in [
-            ("no json".to_owned(), "no event"),
+            ("no json".to_owned(), "not a ticket event"),
             (r#"{"event_type":"TICKET_CREATED"}"#.to_owned(), "ticket_id"),
             (format!(r#"{{"event_type":"X","ticket_id":"{TICKET}"}}"#), "unknown event_type"),
-            (r#"{"event_type":"TICKET_CREATED","ticket_id":"..."}"#.to_owned(), "no UUID"),
+            (r#"{"event_type":"TICKET_CREATED","ticket_id":"..."}"#.to_owned(), "not a UUID"),
             (
                 format!(r#"{{"event_type":"MESSAGE_RECEIVED","ticket_id":"{TICKET}"}}"#),
-                "message_id is missing",
+                "`message_id` is missing",
             ),
             (
                 format!(r#"{{"event_type":"TICKET_REOPENED","ticket_id":"{TICKET}"}}"#),

@@ -1,8 +1,9 @@
-//! Everything that happened in tickets, read from the truth in pages.
+//! Exports all ticket events from SQL in pages.
 //!
-//! Upstream: the event logs of the desk, and the answers in its tickets with what they took. Downstream: a rebuild of analytics.
-//! Promises: each event that other programs were told of is read once, as they were told it, as long as it is committed when
-//! reading begins. Not here: what SQL never knew, such as entries of other programs that made no sense.
+//! Upstream: the event logs of the desk, and the answers in its tickets with their run metrics. Downstream: a rebuild
+//! of analytics.
+//! Promises: each published event that was committed before the export started is read once, in its published form.
+//! Not here: stream entries of other programs that were rejected, because SQL does not have them.
 
 use std::sync::Arc;
 
@@ -16,30 +17,30 @@ use crate::tickets::store::{INTEGRATION, database_error};
 use crate::tickets::ticket::TicketError;
 use crate::tickets::{TicketEvent, TicketEventType};
 
-/// Events of one page.
+/// Rows per page.
 const PAGE: i64 = 1000;
 
-/// Where reading has come to.
+/// Position of an export.
 #[derive(Debug)]
-pub(crate) struct History {
+pub(crate) struct TicketExport {
     store: Arc<dyn Store>,
-    stage: Stage,
+    stage: ExportStage,
     after: i64,
 }
 
 #[derive(Debug, PartialEq, Eq)]
-enum Stage {
-    /// What people wrote, and what was done with tickets.
+enum ExportStage {
+    /// Messages of people, and status changes.
     EventLogs,
-    /// What the desk answered.
+    /// Answers of the desk.
     Answers,
     Done,
 }
 
-/// An event log of the desk: its id and its payload.
+/// Id and payload of an event log of the desk.
 type LogRow = (i64, String);
 
-/// An answer in a ticket: its place, message, ticket, user, text, time in milliseconds, and what it took.
+/// An answer in a ticket: sequence number, message, ticket, user, text, time in milliseconds, run metrics.
 type AnswerRow = (i64, String, String, Option<String>, String, i64, Option<String>);
 
 const COUNT: &str =
@@ -62,44 +63,44 @@ macro_rules! answers {
     };
 }
 
-impl History {
-    /// From the beginning.
+impl TicketExport {
+    /// An export that starts at the first event.
     pub(crate) fn new(store: Arc<dyn Store>) -> Self {
-        Self { store, stage: Stage::EventLogs, after: 0 }
+        Self { store, stage: ExportStage::EventLogs, after: 0 }
     }
 
-    /// How many events there are, or a few more: some event logs are of nobody's interest.
+    /// Upper bound of the number of events: some event logs are not exported.
     pub(crate) async fn count(&self) -> Result<u64, TicketError> {
-        let mut reading = self.store.read_connection().await?;
-        let counted: Result<i64, Error> = match reading.connection() {
+        let mut connection = self.store.read_connection().await?;
+        let counted: Result<i64, Error> = match connection.connection() {
             Connection::Sqlite(connection) => {
                 sqlx::query_scalar(COUNT).bind(INTEGRATION).fetch_one(connection).await
             }
             Connection::Postgres(connection) => {
                 sqlx::query_scalar(COUNT).bind(INTEGRATION).fetch_one(connection).await
             }
-            _ => Err(unknown()),
+            _ => Err(unsupported_database()),
         };
-        reading.release().await;
+        connection.release().await;
         let counted = counted.map_err(|error| database_error("count events", error))?;
         Ok(u64::try_from(counted).unwrap_or(0))
     }
 
-    /// The next events; none after the last.
-    pub(crate) async fn next(&mut self) -> Result<Vec<Row>, TicketError> {
-        while self.stage != Stage::Done {
+    /// The next page; empty after the last one.
+    pub(crate) async fn next_page(&mut self) -> Result<Vec<Row>, TicketError> {
+        while self.stage != ExportStage::Done {
             let (read, last) = match self.stage {
-                Stage::EventLogs => self.event_logs().await?,
+                ExportStage::EventLogs => self.event_logs().await?,
                 _ => self.answers().await?,
             };
             match last {
                 Some(last) => self.after = last,
-                None if self.stage == Stage::EventLogs => {
-                    (self.stage, self.after) = (Stage::Answers, 0);
+                None if self.stage == ExportStage::EventLogs => {
+                    (self.stage, self.after) = (ExportStage::Answers, 0);
                 }
-                None => self.stage = Stage::Done,
+                None => self.stage = ExportStage::Done,
             }
-            // A whole page may be of nobody's interest.
+            // A page may contain no exported event.
             if !read.is_empty() {
                 return Ok(read);
             }
@@ -108,8 +109,8 @@ impl History {
     }
 
     async fn event_logs(&self) -> Result<(Vec<Row>, Option<i64>), TicketError> {
-        let mut reading = self.store.read_connection().await?;
-        let read: Result<Vec<LogRow>, Error> = match reading.connection() {
+        let mut connection = self.store.read_connection().await?;
+        let read: Result<Vec<LogRow>, Error> = match connection.connection() {
             Connection::Sqlite(connection) => {
                 let logs = sqlx::query_as(LOGS).bind(INTEGRATION).bind(self.after).bind(PAGE);
                 logs.fetch_all(connection).await
@@ -118,18 +119,18 @@ impl History {
                 let logs = sqlx::query_as(LOGS).bind(INTEGRATION).bind(self.after).bind(PAGE);
                 logs.fetch_all(connection).await
             }
-            _ => Err(unknown()),
+            _ => Err(unsupported_database()),
         };
-        reading.release().await;
+        connection.release().await;
         let read = read.map_err(|error| database_error("read event logs", error))?;
         let last = read.last().map(|(id, _)| *id);
-        let events = read.iter().filter_map(|(_, payload)| of_log(payload)).collect();
+        let events = read.iter().filter_map(|(_, payload)| from_event_log(payload)).collect();
         Ok((events, last))
     }
 
     async fn answers(&self) -> Result<(Vec<Row>, Option<i64>), TicketError> {
-        let mut reading = self.store.read_connection().await?;
-        let read: Result<Vec<AnswerRow>, Error> = match reading.connection() {
+        let mut connection = self.store.read_connection().await?;
+        let read: Result<Vec<AnswerRow>, Error> = match connection.connection() {
             Connection::Sqlite(connection) => {
                 let answers = sqlx::query_as(answers!("m.created_at"));
                 answers.bind(self.after).bind(PAGE).fetch_all(connection).await
@@ -140,17 +141,17 @@ impl History {
                 ));
                 answers.bind(self.after).bind(PAGE).fetch_all(connection).await
             }
-            _ => Err(unknown()),
+            _ => Err(unsupported_database()),
         };
-        reading.release().await;
+        connection.release().await;
         let read = read.map_err(|error| database_error("read answers", error))?;
         let last = read.last().map(|(seq, ..)| *seq);
-        Ok((read.into_iter().map(of_answer).collect(), last))
+        Ok((read.into_iter().map(from_answer).collect(), last))
     }
 }
 
-/// Other programs are not told of a ticket that is opened again, and what is no event of ours was never told.
-fn of_log(payload: &str) -> Option<Row> {
+/// `None` for events that were not published: reopened tickets, and payloads that are not ticket events.
+fn from_event_log(payload: &str) -> Option<Row> {
     let event: TicketEvent = serde_json::from_str(payload).ok()?;
     let event_type = TicketEventType::parse_public(event.event_type.as_str())?;
     let at = Timestamp::from_rfc3339(&event.payload.timestamp)?;
@@ -166,7 +167,7 @@ fn of_log(payload: &str) -> Option<Row> {
     })
 }
 
-fn of_answer(answer: AnswerRow) -> Row {
+fn from_answer(answer: AnswerRow) -> Row {
     let (_, message_id, ticket_id, user_id, content, created_ms, run) = answer;
     let run = run.as_deref().and_then(|run| serde_json::from_str::<RunFigures>(run).ok());
     Row {
@@ -176,11 +177,11 @@ fn of_answer(answer: AnswerRow) -> Row {
         message_id: Some(message_id),
         user_id,
         content: Some(content),
-        occurred_at: rows::time(created_ms),
+        occurred_at: rows::from_ms(created_ms),
         run: run.unwrap_or_default(),
     }
 }
 
-fn unknown() -> Error {
-    Error::Configuration("tickets need SQLite or Postgres".into())
+fn unsupported_database() -> Error {
+    Error::Configuration("tickets need SQLite or PostgreSQL".into())
 }

@@ -1,56 +1,59 @@
-//! What other programs say of tickets, by way of the stream.
+//! Imports ticket events that other programs appended to `ticket_events`.
 //!
-//! Upstream: `ticket_events`. Downstream: the same transactions as for our own API, but nobody is told again: the entry is in
-//! the stream already. Promises: a message id counts once, for good; the caller acknowledges after the commit.
+//! Upstream: `inbound::ticket_events_consumer`. Downstream: the same transactions as for the HTTP API, but nothing is
+//! published: the entry is already in the stream. Promises: a message id is imported at most once, without a time
+//! limit; the caller acknowledges after the commit.
 
 use headwater_issue::IssueError;
 use uuid::Uuid;
 
 use crate::limits::TITLE_BYTES_MAX;
 use crate::text;
-use crate::tickets::store::{Said, Tickets, look, on, repeated};
+use crate::tickets::store::{TicketChange, Tickets, dispatch, dispatch_read, retry_on_conflict};
 use crate::tickets::ticket::TicketError;
 use crate::tickets::{TicketEvent, TicketEventType};
 
-/// What became of an event of another program.
+/// Result of an import.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum TakenIn {
-    /// It is in the tables now.
-    New,
-    /// It was there before.
-    Known,
-    /// It makes no sense here, for this reason.
-    Refused(String),
+pub enum ImportOutcome {
+    /// The event was stored.
+    Imported,
+    /// The event was stored before; nothing was changed.
+    Duplicate,
+    /// The event is invalid, for this reason.
+    Rejected(String),
 }
 
 impl Tickets {
-    /// Whether a message is in the tables.
-    pub async fn knows(&self, message_id: Uuid) -> Result<bool, TicketError> {
-        Ok(look!(self.store, message(message_id))?.is_some())
+    /// Whether a message is stored.
+    pub async fn has_message(&self, message_id: Uuid) -> Result<bool, TicketError> {
+        Ok(dispatch_read!(self.store, message(message_id))?.is_some())
     }
 
-    /// Takes in an event of another program.
-    pub async fn take_in(&self, event: &TicketEvent) -> Result<TakenIn, TicketError> {
-        repeated!(self.take_in_once(event))
+    /// Stores an event of another program. Idempotent by message id.
+    pub async fn import_event(&self, event: &TicketEvent) -> Result<ImportOutcome, TicketError> {
+        retry_on_conflict!(self.import_event_once(event))
     }
 
-    async fn take_in_once(&self, event: &TicketEvent) -> Result<TakenIn, TicketError> {
+    async fn import_event_once(&self, event: &TicketEvent) -> Result<ImportOutcome, TicketError> {
         let mut transaction = self.store.begin().await?;
-        let ticket = on!(transaction.connection(), lock_ticket(event.ticket_id))?;
-        if let Some(known) = on!(transaction.connection(), message(event.message_id))? {
+        let ticket = dispatch!(transaction.connection(), lock_ticket(event.ticket_id))?;
+        if let Some(known) = dispatch!(transaction.connection(), message(event.message_id))? {
             if known.ticket_id == event.ticket_id {
-                return Ok(TakenIn::Known);
+                return Ok(ImportOutcome::Duplicate);
             }
-            return Ok(TakenIn::Refused("message_id belongs to another ticket".to_owned()));
+            return Ok(ImportOutcome::Rejected(
+                "`message_id` belongs to another ticket".to_owned(),
+            ));
         }
         let opens = matches!(
             event.event_type,
             TicketEventType::TicketCreated | TicketEventType::MessageReceived
         );
-        let taken = match &ticket {
+        let recorded = match &ticket {
             Some(ticket) if event.event_type == TicketEventType::TicketClosed => {
-                let said = Said { event, source: SOURCE, told: false };
-                let recorded = self.record(transaction.as_mut(), &said).await;
+                let change = TicketChange { event, source: SOURCE, publish: false };
+                let recorded = self.record(transaction.as_mut(), &change).await;
                 if matches!(&recorded, Ok(recorded) if !recorded.duplicate) {
                     self.set_status(transaction.as_mut(), ticket, true).await?;
                 }
@@ -59,25 +62,27 @@ impl Tickets {
             Some(ticket) => {
                 let user_id = event.user_id.clone().or_else(|| ticket.user_id.clone());
                 let event = TicketEvent { user_id, ..event.clone() };
-                let said = Said { event: &event, source: SOURCE, told: false };
-                self.add_to(transaction.as_mut(), ticket, &said).await
+                let change = TicketChange { event: &event, source: SOURCE, publish: false };
+                self.add_to(transaction.as_mut(), ticket, &change).await
             }
             None if opens => {
                 let mut event = event.clone();
                 event.payload.title = Some(title(&event));
-                let said = Said { event: &event, source: SOURCE, told: false };
-                self.open_with(transaction.as_mut(), &said).await
+                let change = TicketChange { event: &event, source: SOURCE, publish: false };
+                self.open_with(transaction.as_mut(), &change).await
             }
-            None => return Ok(TakenIn::Refused("there is no such ticket".to_owned())),
+            None => return Ok(ImportOutcome::Rejected("the ticket does not exist".to_owned())),
         };
-        match taken {
-            Ok(recorded) if recorded.duplicate => Ok(TakenIn::Known),
+        match recorded {
+            Ok(recorded) if recorded.duplicate => Ok(ImportOutcome::Duplicate),
             Ok(recorded) => {
                 self.commit(transaction, event.ticket_id, &recorded).await?;
-                Ok(TakenIn::New)
+                Ok(ImportOutcome::Imported)
             }
-            // The id was used for an event that was no message.
-            Err(TicketError::Issue(IssueError::DedupConflict { .. })) => Ok(TakenIn::Known),
+            // The id was used for an event that is not a message.
+            Err(TicketError::Issue(IssueError::DedupConflict { .. })) => {
+                Ok(ImportOutcome::Duplicate)
+            }
             Err(error) => Err(error),
         }
     }

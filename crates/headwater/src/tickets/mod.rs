@@ -1,7 +1,7 @@
-//! Tickets: issues of our own, whose messages are rows and events at once.
+//! Tickets: issues of the desk, whose messages are both rows and events.
 //!
-//! Upstream: HTTP and `ticket_events`. Downstream: the tables, in transactions of `headwater-issue`; from there on a ticket is
-//! an issue like any other.
+//! Upstream: HTTP and `ticket_events`. Downstream: SQL tables, written in transactions of `headwater-issue`; from
+//! there a ticket is processed like any other issue.
 
 // In dependency order: each module uses only those above it.
 mod event;
@@ -15,15 +15,16 @@ mod export;
 mod import;
 mod ledger;
 mod reply_delivery;
+mod search;
 
 pub use self::event::{Author, TICKET_EVENTS, TicketEvent, TicketEventType, TicketPayload};
 
-pub(crate) use crate::tickets::export::History;
-pub use crate::tickets::import::TakenIn;
+pub(crate) use crate::tickets::export::TicketExport;
+pub use crate::tickets::import::ImportOutcome;
 pub(crate) use crate::tickets::sql::migrations::apply as migrate;
-pub(crate) use crate::tickets::store::prepare;
+pub(crate) use crate::tickets::store::ensure_schema;
 pub use crate::tickets::store::{INTEGRATION, Tickets};
 pub use crate::tickets::ticket::{
-    NewTicket, NewTicketMessage, Posted, Ticket, TicketError, TicketFilter, TicketMessage,
+    NewTicket, NewTicketMessage, PostedMessage, Ticket, TicketError, TicketFilter, TicketMessage,
     TicketStatus,
 };

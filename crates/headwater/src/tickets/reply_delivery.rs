@@ -1,8 +1,8 @@
-//! Replies of the desk on their way into tickets.
+//! Delivers replies of the desk to their tickets.
 //!
-//! Upstream: `replies` brings rows of the outbox, maybe twice. Downstream: the same tables, in one transaction with what other
-//! programs are told. Promises: a row that comes again changes nothing; what newer events have overtaken is not done: a ticket
-//! that was written to, or opened again, since the model wanted it closed stays open.
+//! Upstream: `outbound` passes outbox rows, possibly more than once. Downstream: the ticket tables, in one transaction
+//! with the published event. Promises: a repeated row changes nothing. A close or hand-over that newer events
+//! supersede is discarded: a ticket that got a message, or was reopened, since the run stays open.
 
 use headwater_issue::{
     DeliverError, EventLogFilter, EventLogId, IssueError, OutboxRow, Store, Transaction,
@@ -11,53 +11,57 @@ use sha2::{Digest, Sha256};
 use std::sync::Arc;
 use uuid::Uuid;
 
-use crate::desk::{Reply, ReplyTarget};
+use crate::desk::{DeskReply, ReplyTarget};
 use crate::tickets::sql::rows::NewMessageRow;
-use crate::tickets::store::{INTEGRATION, Said, Tickets, now, on, repeated, status_event, tell};
+use crate::tickets::store::{
+    INTEGRATION, TicketChange, Tickets, dispatch, now, retry_on_conflict, status_event,
+    write_event_row,
+};
 use crate::tickets::ticket::{Ticket, TicketError, TicketStatus};
 use crate::tickets::{Author, TicketEvent, TicketEventType, TicketPayload};
 
 impl Tickets {
-    /// Puts a reply of the desk into its ticket.
+    /// Applies a reply to its ticket. Idempotent.
     pub async fn deliver(
         &self,
         row: &OutboxRow,
         target: ReplyTarget,
-        reply: &Reply,
+        reply: &DeskReply,
     ) -> Result<(), DeliverError> {
-        let ticket_id = Uuid::parse_str(&row.external_issue_id)
-            .map_err(|_| DeliverError::Dead(format!("`{}` is no ticket", row.external_issue_id)))?;
+        let ticket_id = Uuid::parse_str(&row.external_issue_id).map_err(|_| {
+            DeliverError::Dead(format!("`{}` is not a ticket id", row.external_issue_id))
+        })?;
         let delivered = match target {
             ReplyTarget::Answer => {
-                repeated!(self.answer_once(ticket_id, row, reply))
+                retry_on_conflict!(self.add_answer_once(ticket_id, row, reply))
             }
             ReplyTarget::Close | ReplyTarget::HandOver
-                if overtaken(&self.store, row, reply).await? =>
+                if is_superseded(&self.store, row, reply).await? =>
             {
                 Ok(())
             }
             ReplyTarget::Close => {
-                repeated!(self.close_once(ticket_id, row, reply))
+                retry_on_conflict!(self.close_once(ticket_id, row, reply))
             }
-            ReplyTarget::HandOver => repeated!(self.hand_over_once(ticket_id)),
+            ReplyTarget::HandOver => retry_on_conflict!(self.hand_over_once(ticket_id)),
         };
         delivered.map_err(|error| match error {
-            // Our own database: no fault of the row, so no attempt is counted.
+            // A database failure is not the fault of the row, so no attempt is counted.
             error if error.is_transient() => DeliverError::Away(error.to_string()),
             error => DeliverError::Dead(error.to_string()),
         })
     }
 
-    async fn answer_once(
+    async fn add_answer_once(
         &self,
         ticket_id: Uuid,
         row: &OutboxRow,
-        reply: &Reply,
+        reply: &DeskReply,
     ) -> Result<(), TicketError> {
         let message_id = message_id(row, reply);
         let mut transaction = self.store.begin().await?;
         let ticket = self.locked(transaction.as_mut(), ticket_id).await?;
-        if on!(transaction.connection(), message(message_id))?.is_some() {
+        if dispatch!(transaction.connection(), message(message_id))?.is_some() {
             return Ok(());
         }
         let (run, now) = (reply.run, now());
@@ -69,9 +73,9 @@ impl Tickets {
             run,
             now,
         };
-        on!(transaction.connection(), insert_message(&message))?;
+        dispatch!(transaction.connection(), insert_message(&message))?;
         let (status, handed_over) = (ticket.status, ticket.handed_over);
-        on!(transaction.connection(), change_ticket(ticket_id, status, handed_over, now))?;
+        dispatch!(transaction.connection(), change_ticket(ticket_id, status, handed_over, now))?;
         let event = TicketEvent {
             event_type: TicketEventType::AiResponseGenerated,
             ticket_id,
@@ -79,9 +83,9 @@ impl Tickets {
             user_id: ticket.user_id,
             payload: TicketPayload { run, ..TicketPayload::new(&reply.content, now) },
         };
-        tell(transaction.as_mut(), ticket.issue_id, &event).await?;
+        write_event_row(transaction.as_mut(), ticket.issue_id, &event).await?;
         transaction.commit().await?;
-        self.changed(ticket_id);
+        self.notify_changed(ticket_id);
         Ok(())
     }
 
@@ -89,7 +93,7 @@ impl Tickets {
         &self,
         ticket_id: Uuid,
         row: &OutboxRow,
-        reply: &Reply,
+        reply: &DeskReply,
     ) -> Result<(), TicketError> {
         let mut transaction = self.store.begin().await?;
         let ticket = self.locked(transaction.as_mut(), ticket_id).await?;
@@ -98,9 +102,9 @@ impl Tickets {
         }
         let event = status_event(TicketEventType::TicketClosed, ticket_id, message_id(row, reply));
         let event = TicketEvent { user_id: ticket.user_id.clone(), ..event };
-        let said = Said { event: &event, source: INTEGRATION, told: true };
-        let recorded = match self.record(transaction.as_mut(), &said).await {
-            // It was closed by this very row before, and somebody opened it again.
+        let change = TicketChange { event: &event, source: INTEGRATION, publish: true };
+        let recorded = match self.record(transaction.as_mut(), &change).await {
+            // This row closed the ticket before, and it was reopened since.
             Ok(recorded) if recorded.duplicate => return Ok(()),
             Err(TicketError::Issue(IssueError::DedupConflict { .. })) => return Ok(()),
             recorded => recorded?,
@@ -112,9 +116,9 @@ impl Tickets {
     async fn hand_over_once(&self, ticket_id: Uuid) -> Result<(), TicketError> {
         let mut transaction = self.store.begin().await?;
         let ticket = self.locked(transaction.as_mut(), ticket_id).await?;
-        on!(transaction.connection(), change_ticket(ticket_id, ticket.status, true, now()))?;
+        dispatch!(transaction.connection(), change_ticket(ticket_id, ticket.status, true, now()))?;
         transaction.commit().await?;
-        self.changed(ticket_id);
+        self.notify_changed(ticket_id);
         Ok(())
     }
 
@@ -123,16 +127,16 @@ impl Tickets {
         transaction: &mut dyn Transaction,
         ticket_id: Uuid,
     ) -> Result<Ticket, TicketError> {
-        let ticket = on!(transaction.connection(), lock_ticket(ticket_id))?;
+        let ticket = dispatch!(transaction.connection(), lock_ticket(ticket_id))?;
         ticket.ok_or(TicketError::NotFound(ticket_id))
     }
 }
 
-/// Whether the thread went on since the run that wanted this.
-async fn overtaken(
+/// Whether the issue has events that the run of this reply had not seen.
+async fn is_superseded(
     store: &Arc<dyn Store>,
     row: &OutboxRow,
-    reply: &Reply,
+    reply: &DeskReply,
 ) -> Result<bool, DeliverError> {
     let Some(up_to) = reply.up_to else { return Ok(false) };
     let filter = EventLogFilter { processed: None, after: Some(EventLogId(up_to)) };
@@ -140,8 +144,8 @@ async fn overtaken(
     Ok(!newer.map_err(|error| DeliverError::Away(error.to_string()))?.is_empty())
 }
 
-/// The message that a reply becomes: the one it names, or one made of the row's key, so that it is the same at every try.
-fn message_id(row: &OutboxRow, reply: &Reply) -> Uuid {
+/// The message id of a reply: given, or derived from the row's key, so that it is the same for every attempt.
+fn message_id(row: &OutboxRow, reply: &DeskReply) -> Uuid {
     reply.message_id.unwrap_or_else(|| {
         let hash = Sha256::digest(row.idempotency_key.as_bytes());
         let mut bytes = [0; 16];

@@ -1,6 +1,6 @@
-//! The plain data of tickets: what goes into the tables and what comes out.
+//! Data types of tickets, and validation of input.
 //!
-//! Upstream: routes and stream entries. Downstream: `store`. Promises: what was checked here holds no text beyond its limit.
+//! Upstream: routes and stream entries. Downstream: `store`. Promises: validated text is within its limit.
 
 use headwater_issue::{IssueError, IssueId};
 use headwater_stream::clock::Timestamp;
@@ -10,12 +10,12 @@ use crate::limits::{CONTENT_BYTES_MAX, TITLE_BYTES_MAX, USER_ID_BYTES_MAX};
 use crate::text;
 use crate::tickets::Author;
 
-/// Whether a ticket wants attention.
+/// Status of a ticket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum TicketStatus {
-    /// It does.
+    /// Needs attention.
     Open,
-    /// It is settled; a message of its user opens it again.
+    /// Closed; a message of its user reopens it.
     Closed,
 }
 
@@ -28,7 +28,7 @@ impl TicketStatus {
         }
     }
 
-    /// The status of this name, if there is one.
+    /// Parses a name; `None` if it is unknown.
     pub fn parse(name: &str) -> Option<Self> {
         [Self::Open, Self::Closed].into_iter().find(|one| one.as_str() == name)
     }
@@ -37,19 +37,19 @@ impl TicketStatus {
 /// A ticket, a row of `tickets`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Ticket {
-    /// Its place among all tickets.
+    /// Sequence number among all tickets; grows.
     pub number: i64,
-    /// What everybody knows it by.
+    /// Public id.
     pub ticket_id: Uuid,
-    /// The issue that its messages are events of.
+    /// The issue that has its messages as events.
     pub issue_id: IssueId,
     /// What it is about.
     pub title: String,
-    /// Whose it is, if that is known.
+    /// The user, if known.
     pub user_id: Option<String>,
-    /// Whether it wants attention.
+    /// Open or closed.
     pub status: TicketStatus,
-    /// Whether a person answers it.
+    /// Whether it was handed over to a person.
     pub handed_over: bool,
     /// When it was opened.
     pub created_at: Timestamp,
@@ -60,9 +60,9 @@ pub struct Ticket {
 /// A message, a row of `ticket_messages`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TicketMessage {
-    /// Its place; grows within a ticket.
+    /// Sequence number; grows within a ticket.
     pub seq: i64,
-    /// What everybody knows it by.
+    /// Public id.
     pub message_id: Uuid,
     /// Its ticket.
     pub ticket_id: Uuid,
@@ -70,7 +70,7 @@ pub struct TicketMessage {
     pub author: Author,
     /// The text.
     pub content: String,
-    /// When.
+    /// When it was stored.
     pub created_at: Timestamp,
 }
 
@@ -98,44 +98,44 @@ pub struct NewTicketMessage {
     pub message_id: Option<Uuid>,
 }
 
-/// A message that is in its ticket now.
+/// Result of posting a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Posted {
+pub struct PostedMessage {
     /// The ticket.
     pub ticket_id: Uuid,
     /// The message.
     pub message_id: Uuid,
     /// The issue of the ticket.
     pub issue_id: IssueId,
-    /// Whether it was there before; then nothing was changed.
+    /// Whether the message existed before; then nothing was changed.
     pub duplicate: bool,
 }
 
 /// Which tickets to list, newest first.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct TicketFilter {
-    /// Only those.
+    /// Only tickets with this status.
     pub status: Option<TicketStatus>,
-    /// Only those of this user.
+    /// Only tickets of this user.
     pub user_id: Option<String>,
-    /// Only those with a smaller number: the last of the page before.
+    /// Only tickets with a smaller number: the last one of the previous page.
     pub before: Option<i64>,
 }
 
-/// Why something was not done with a ticket.
+/// Why an operation on a ticket failed.
 #[derive(Clone, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum TicketError {
-    /// The caller's text or ids are wrong.
+    /// The caller's input is invalid.
     #[error("{0}")]
     Invalid(String),
-    /// There is no such ticket.
-    #[error("there is no ticket {0}")]
+    /// The ticket does not exist.
+    #[error("ticket `{0}` does not exist")]
     NotFound(Uuid),
     /// The message id was used for another message. Nothing was changed.
-    #[error("message_id {0} was used for another message; give this one its own")]
+    #[error("`message_id` `{0}` was used for another message; use a new id")]
     Conflict(Uuid),
-    /// The database did not do it. The same call may succeed later.
+    /// The database failed. The same call may succeed later if [`is_transient`](Self::is_transient).
     #[error(transparent)]
     Issue(#[from] IssueError),
 }
@@ -147,33 +147,35 @@ impl TicketError {
     }
 }
 
-/// A title within its limit, on one line.
+/// Validates a title and puts it on one line.
 pub(crate) fn checked_title(title: &str) -> Result<String, TicketError> {
     let checked = text::one_line(title, usize::MAX);
     if checked.is_empty() || checked.len() > TITLE_BYTES_MAX {
-        return Err(TicketError::Invalid(format!("title must have 1 to {TITLE_BYTES_MAX} bytes")));
-    }
-    Ok(checked)
-}
-
-/// The text of a message within its limit.
-pub(crate) fn checked_content(content: &str) -> Result<String, TicketError> {
-    let checked = text::cleaned(content);
-    if checked.trim().is_empty() || checked.len() > CONTENT_BYTES_MAX {
         return Err(TicketError::Invalid(format!(
-            "content must have 1 to {CONTENT_BYTES_MAX} bytes"
+            "`title` must have 1 to {TITLE_BYTES_MAX} bytes"
         )));
     }
     Ok(checked)
 }
 
-/// The name of a user within its limit.
+/// Validates the text of a message.
+pub(crate) fn checked_content(content: &str) -> Result<String, TicketError> {
+    let checked = text::cleaned(content);
+    if checked.trim().is_empty() || checked.len() > CONTENT_BYTES_MAX {
+        return Err(TicketError::Invalid(format!(
+            "`content` must have 1 to {CONTENT_BYTES_MAX} bytes"
+        )));
+    }
+    Ok(checked)
+}
+
+/// Validates a user id.
 pub(crate) fn checked_user(user_id: Option<String>) -> Result<Option<String>, TicketError> {
     let Some(user_id) = user_id else { return Ok(None) };
-    let is_odd = user_id.chars().any(char::is_control);
-    if user_id.trim().is_empty() || user_id.len() > USER_ID_BYTES_MAX || is_odd {
+    let has_control = user_id.chars().any(char::is_control);
+    if user_id.trim().is_empty() || user_id.len() > USER_ID_BYTES_MAX || has_control {
         return Err(TicketError::Invalid(format!(
-            "user_id must have 1 to {USER_ID_BYTES_MAX} bytes and no control characters"
+            "`user_id` must have 1 to {USER_ID_BYTES_MAX} bytes and no control characters"
         )));
     }
     Ok(Some(user_id))

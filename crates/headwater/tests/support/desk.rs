@@ -1,4 +1,4 @@
-//! Tickets as a user sees them, for tests of the desk.
+//! Helpers for tickets over HTTP.
 
 use anyhow::{Result, ensure};
 use serde_json::{Value, json};
@@ -9,7 +9,7 @@ pub(crate) fn new_ticket(content: &str) -> Value {
     json!({"title": "Parcel", "content": content, "user_id": "ada"})
 }
 
-/// What an author has said in a ticket.
+/// The messages of an author in a ticket.
 pub(crate) fn by<'a>(ticket: &'a Value, author: &str) -> Vec<&'a str> {
     let messages = ticket["messages"].as_array().into_iter().flatten();
     let mine = messages.filter(|message| message["author"] == author);
@@ -23,7 +23,7 @@ pub(crate) async fn open(server: &Server, content: &str) -> Result<Value> {
     Ok(body)
 }
 
-/// Waits for so many answers.
+/// Waits until a ticket has at least `answers` answers.
 pub(crate) async fn answered(server: &Server, ticket_id: &str, answers: usize) -> Result<Value> {
     let path = format!("/api/v1/tickets/{ticket_id}");
     let is_answered =
@@ -31,7 +31,7 @@ pub(crate) async fn answered(server: &Server, ticket_id: &str, answers: usize) -
     server.until(&path, is_answered).await
 }
 
-/// Waits until nothing is left to do: from here on, no run can add a reply.
+/// Waits until all issues are idle; afterwards no run can add a reply.
 pub(crate) async fn all_idle(server: &Server) -> Result<()> {
     for status in ["queued", "processing", "queued"] {
         let path = format!("/api/v1/issues?status={status}");

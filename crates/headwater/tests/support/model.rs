@@ -1,4 +1,4 @@
-//! An OpenAI-compatible service of a test's own: it streams, and fails in the ways that services fail.
+//! A fake OpenAI-compatible service that streams answers and injects faults.
 
 use std::collections::{HashMap, VecDeque};
 use std::convert::Infallible;
@@ -17,109 +17,109 @@ use serde_json::{Value, json};
 use tokio::net::TcpListener;
 use tokio::sync::Semaphore;
 
-/// What the service does with one question.
+/// A fault of one request.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Does {
-    /// 429, with so many seconds in `Retry-After`.
-    Busy(u64),
+pub(crate) enum ModelFault {
+    /// 429 with this `Retry-After` in seconds.
+    RateLimit(u64),
     /// 500.
-    Fails,
-    /// Takes the question and says nothing.
-    Stalls,
-    /// Falls silent in the middle of its answer.
-    StallsWithin,
-    /// Hangs up in the middle of its answer.
-    HangsUp,
+    ServerError,
+    /// Never responds.
+    Stall,
+    /// Stalls in the middle of the answer.
+    StallMidAnswer,
+    /// Closes the connection in the middle of the answer.
+    HangUpMidAnswer,
 }
 
-/// One question as it came.
+/// A received request.
 #[derive(Clone, Debug)]
-pub(crate) struct Asked {
+pub(crate) struct ModelRequest {
     pub(crate) body: Value,
     pub(crate) at: Instant,
 }
 
-/// The service. It answers each question by streaming [`FakeModel::ANSWER`], once its door is open.
+/// The service. It answers each request by streaming [`FakeModel::ANSWER`], once unblocked.
 #[derive(Clone)]
 pub(crate) struct FakeModel {
     inner: Arc<Inner>,
 }
 
 struct Inner {
-    /// What to do first with questions that hold a word.
-    plans: Mutex<HashMap<&'static str, VecDeque<Does>>>,
-    asked: Mutex<Vec<Asked>>,
-    door: Semaphore,
-    /// What it says that each answer took.
+    /// Faults of the first requests that contain a word.
+    plans: Mutex<HashMap<&'static str, VecDeque<ModelFault>>>,
+    requests: Mutex<Vec<ModelRequest>>,
+    gate: Semaphore,
+    /// Reported token usage of each answer.
     tokens: (u64, u64),
 }
 
 impl FakeModel {
     pub(crate) const ANSWER: &str = "A model says <hello>.";
 
-    /// A service whose door is closed, and its address.
+    /// Starts a blocked service; returns it and its URL.
     pub(crate) async fn start(tokens: (u64, u64)) -> Result<(Self, String)> {
-        let (plans, asked) = (Mutex::default(), Mutex::default());
-        let inner = Arc::new(Inner { plans, asked, door: Semaphore::new(0), tokens });
+        let (plans, requests) = (Mutex::default(), Mutex::default());
+        let inner = Arc::new(Inner { plans, requests, gate: Semaphore::new(0), tokens });
         let model = Self { inner };
         let router =
             Router::new().route("/v1/chat/completions", post(complete)).with_state(model.clone());
         let listener = TcpListener::bind("127.0.0.1:0").await?;
         let address = listener.local_addr()?;
-        // Ends with the runtime of the test.
+        // Stops with the runtime of the test.
         tokio::spawn(async move { axum::serve(listener, router).await });
         Ok((model, format!("http://{address}/v1")))
     }
 
-    /// A service that answers at once.
+    /// Starts an unblocked service.
     pub(crate) async fn open(tokens: (u64, u64)) -> Result<(Self, String)> {
         let (model, url) = Self::start(tokens).await?;
-        model.open_door();
+        model.unblock();
         Ok((model, url))
     }
 
-    /// Lets everybody in from now on.
-    pub(crate) fn open_door(&self) {
-        self.inner.door.add_permits(1_000_000);
+    /// Answers all requests from now on.
+    pub(crate) fn unblock(&self) {
+        self.inner.gate.add_permits(1_000_000);
     }
 
-    /// What it does, one after another, with questions that hold this word; then it answers them.
-    pub(crate) fn plan(&self, word: &'static str, does: &[Does]) {
-        let plan = does.iter().copied().collect();
+    /// Sets the faults of the next requests that contain this word; afterwards they are answered.
+    pub(crate) fn plan(&self, word: &'static str, faults: &[ModelFault]) {
+        let plan = faults.iter().copied().collect();
         self.inner.plans.lock().expect("no panic").insert(word, plan);
     }
 
-    /// The questions so far that hold this word.
-    pub(crate) fn asked(&self, word: &str) -> Vec<Asked> {
-        let asked = self.inner.asked.lock().expect("no panic");
-        asked.iter().filter(|asked| asked.body.to_string().contains(word)).cloned().collect()
+    /// The requests so far that contain this word.
+    pub(crate) fn requests(&self, word: &str) -> Vec<ModelRequest> {
+        let requests = self.inner.requests.lock().expect("no panic");
+        requests.iter().filter(|request| request.body.to_string().contains(word)).cloned().collect()
     }
 
-    fn next(&self, question: &str) -> Option<Does> {
+    fn next_fault(&self, request: &str) -> Option<ModelFault> {
         let mut plans = self.inner.plans.lock().expect("no panic");
-        let plan = plans.iter_mut().find(|(word, _)| question.contains(**word));
-        plan.and_then(|(_, does)| does.pop_front())
+        let plan = plans.iter_mut().find(|(word, _)| request.contains(**word));
+        plan.and_then(|(_, faults)| faults.pop_front())
     }
 }
 
 async fn complete(State(model): State<FakeModel>, Json(body): Json<Value>) -> Response {
-    let does = model.next(&body.to_string());
-    model.inner.asked.lock().expect("no panic").push(Asked { body, at: Instant::now() });
-    drop(model.inner.door.acquire().await.expect("it is never closed"));
-    let refusal = |message: &str| Json(json!({"error": {"message": message}}));
-    match does {
-        Some(Does::Busy(seconds)) => {
+    let fault = model.next_fault(&body.to_string());
+    model.inner.requests.lock().expect("no panic").push(ModelRequest { body, at: Instant::now() });
+    drop(model.inner.gate.acquire().await.expect("never closed"));
+    let error = |message: &str| Json(json!({"error": {"message": message}}));
+    match fault {
+        Some(ModelFault::RateLimit(seconds)) => {
             let after = [(header::RETRY_AFTER, seconds.to_string())];
-            (StatusCode::TOO_MANY_REQUESTS, after, refusal("slow down")).into_response()
+            (StatusCode::TOO_MANY_REQUESTS, after, error("slow down")).into_response()
         }
-        Some(Does::Fails) => {
-            (StatusCode::INTERNAL_SERVER_ERROR, refusal("we are sorry")).into_response()
+        Some(ModelFault::ServerError) => {
+            (StatusCode::INTERNAL_SERVER_ERROR, error("internal error")).into_response()
         }
-        Some(Does::Stalls) => std::future::pending().await,
-        Some(Does::StallsWithin) => {
-            streamed(stream::iter([begun()]).chain(stream::pending()).boxed())
+        Some(ModelFault::Stall) => std::future::pending().await,
+        Some(ModelFault::StallMidAnswer) => {
+            streamed(stream::iter([partial_answer()]).chain(stream::pending()).boxed())
         }
-        Some(Does::HangsUp) => streamed(stream::iter([begun()]).boxed()),
+        Some(ModelFault::HangUpMidAnswer) => streamed(stream::iter([partial_answer()]).boxed()),
         None => streamed(stream::iter(answer(model.inner.tokens)).boxed()),
     }
 }
@@ -134,12 +134,12 @@ fn chunk(content: &str, finish: Option<&str>) -> Bytes {
     Bytes::from(format!("data: {chunk}\n\n"))
 }
 
-/// Words that nobody is to read: the answer does not go on.
-fn begun() -> Bytes {
+/// The start of an answer that is never completed.
+fn partial_answer() -> Bytes {
     chunk("Half an ans", None)
 }
 
-/// The whole answer in pieces, cut at odd places.
+/// The complete answer in chunks that split events.
 fn answer((input, output): (u64, u64)) -> Vec<Bytes> {
     let (first, second) = FakeModel::ANSWER.split_at(9);
     let usage = json!({"choices": [],

@@ -1,7 +1,7 @@
-//! Receivers of replies: the comments of GitHub and GitLab, and callbacks, with faults that a test chooses.
+//! Fake receivers of replies: comments of GitHub and GitLab, and callbacks, with injected faults.
 //!
-//! Every accepted POST is recorded under its idempotency key, also one whose response is lost; so a test can check that each
-//! reply had its effect once.
+//! Every accepted POST is recorded under its idempotency key, also if its response is lost, so that a test can check
+//! that each reply was applied once.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Mutex};
@@ -17,25 +17,25 @@ use serde_json::{Value, json};
 use tokio::sync::watch;
 
 /// The id of the account that posts with any token.
-pub(crate) const OUR_ACCOUNT: u64 = 7;
+pub(crate) const OWN_ACCOUNT: u64 = 7;
 
-/// What goes wrong with one request.
+/// A fault of one request.
 #[derive(Clone, Debug)]
 pub(crate) enum Fault {
-    /// Refused with this status and these headers; nothing is done.
-    Refuse(u16, Vec<(&'static str, String)>),
-    /// Refused with this status, no header and this body.
-    Say(u16, &'static str),
-    /// Done, and answered with 502: the sender cannot know.
+    /// Responds with this status and these headers, without an effect.
+    Respond(u16, Vec<(&'static str, String)>),
+    /// Responds with this status and this body, without an effect.
+    RespondWithBody(u16, &'static str),
+    /// Applies the request and responds with 502, so the sender does not know the outcome.
     LoseResponse,
-    /// Never answered, and nothing is done, until [`Receiver::release`].
+    /// Does not respond, without an effect, until [`Receiver::release`].
     Hang,
 }
 
-/// A POST that had its effect.
+/// An applied POST.
 #[derive(Clone, Debug)]
 pub(crate) struct Accepted {
-    /// `idempotency-key`, also `webhook-id` of a callback.
+    /// The `idempotency-key`; for a callback also the `webhook-id`.
     pub(crate) key: String,
     pub(crate) path: String,
     pub(crate) headers: HeaderMap,
@@ -44,7 +44,7 @@ pub(crate) struct Accepted {
 }
 
 impl Accepted {
-    /// The text that people see, without the mark: of a comment or of a callback.
+    /// The visible text of a comment or a callback, without the marker.
     pub(crate) fn content(&self) -> &str {
         let content = self.body["body"].as_str().or(self.body["data"]["content"].as_str());
         content.unwrap_or_default().split("\n\n<!--").next().unwrap_or_default()
@@ -60,36 +60,36 @@ struct Comment {
 }
 
 #[derive(Debug, Default)]
-struct Records {
+struct ReceiverState {
     requests: Vec<(Method, Uri, HeaderMap)>,
     accepted: Vec<Accepted>,
-    /// By the path under which they are posted.
+    /// By path.
     comments: BTreeMap<String, Vec<Comment>>,
     faults: VecDeque<Fault>,
-    /// Old and new beginnings of paths.
+    /// Old and new path prefixes.
     renamed: Vec<(String, String)>,
 }
 
-/// A server on a free port of this machine. It ends with the runtime of the test.
+/// A server on a free local port. It stops with the runtime of the test.
 #[derive(Debug)]
 pub(crate) struct Receiver {
-    records: Mutex<Records>,
-    /// Answers the next request that is not a fault of `faults`, from the seeded source of a chaos test.
-    chance: Mutex<Option<Box<dyn Chance>>>,
+    state: Mutex<ReceiverState>,
+    /// Fault source for requests without a fault in `faults`.
+    fault_source: Mutex<Option<Box<dyn FaultSource>>>,
     released: watch::Sender<u64>,
 }
 
-/// Decides over the fault of each POST.
-pub(crate) trait Chance: Send + std::fmt::Debug {
-    fn fault(&mut self) -> Option<Fault>;
+/// Decides about the fault of each POST.
+pub(crate) trait FaultSource: Send + std::fmt::Debug {
+    fn next_fault(&mut self) -> Option<Fault>;
 }
 
 impl Receiver {
-    /// Starts it; returns it and its `http://ADDRESS`, which serves as `base_url` of all providers.
+    /// Starts a receiver; returns it and its URL, which serves as `base_url` of all providers.
     pub(crate) async fn start() -> std::io::Result<(Arc<Self>, String)> {
         let receiver = Arc::new(Self {
-            records: Mutex::default(),
-            chance: Mutex::default(),
+            state: Mutex::default(),
+            fault_source: Mutex::default(),
             released: watch::Sender::default(),
         });
         let router = Router::new().fallback(receive).with_state(Arc::clone(&receiver));
@@ -99,38 +99,38 @@ impl Receiver {
         Ok((receiver, format!("http://{address}")))
     }
 
-    fn records(&self) -> std::sync::MutexGuard<'_, Records> {
-        self.records.lock().expect("no panic")
+    fn state(&self) -> std::sync::MutexGuard<'_, ReceiverState> {
+        self.state.lock().expect("no panic")
     }
 
-    /// What happens to the next POST that has no fault yet.
+    /// Adds a fault for the next POST.
     pub(crate) fn fail_next(&self, fault: Fault) {
-        self.records().faults.push_back(fault);
+        self.state().faults.push_back(fault);
     }
 
-    /// What happens to every POST for which [`Receiver::fail_next`] said nothing.
-    pub(crate) fn fail_by(&self, chance: impl Chance + 'static) {
-        *self.chance.lock().expect("no panic") = Some(Box::new(chance));
+    /// Sets the fault source for every POST without a fault from [`Receiver::fail_next`].
+    pub(crate) fn fail_randomly(&self, fault_source: impl FaultSource + 'static) {
+        *self.fault_source.lock().expect("no panic") = Some(Box::new(fault_source));
     }
 
-    /// Ends all faults, and answers with 503 what hangs.
+    /// Removes all faults, and responds with 503 to hanging requests.
     pub(crate) fn release(&self) {
-        *self.chance.lock().expect("no panic") = None;
-        self.records().faults.clear();
+        *self.fault_source.lock().expect("no panic") = None;
+        self.state().faults.clear();
         self.released.send_modify(|count| *count += 1);
     }
 
-    /// Requests to paths that begin with `old` are redirected to `new`, as GitHub does for a renamed repository.
+    /// Redirects paths that begin with `old` to `new`, as GitHub does for a renamed repository.
     pub(crate) fn rename(&self, old: &str, new: &str) {
-        self.records().renamed.push((old.to_owned(), new.to_owned()));
+        self.state().renamed.push((old.to_owned(), new.to_owned()));
     }
 
-    /// Adds a comment that somebody else has written now, or that we have.
+    /// Adds a comment of `author` with the current time.
     pub(crate) fn add_comment(&self, path: &str, author: u64, text: impl Into<String>) {
         self.add_comment_at(path, author, text, SystemClock.now());
     }
 
-    /// The same at another time. Add older comments first.
+    /// Adds a comment with another time. Add older comments first.
     pub(crate) fn add_comment_at(
         &self,
         path: &str,
@@ -139,24 +139,24 @@ impl Receiver {
         created_at: Timestamp,
     ) {
         let comment = Comment { author, text: text.into(), created_at: created_at.to_rfc3339() };
-        self.records().comments.entry(path.to_owned()).or_default().push(comment);
+        self.state().comments.entry(path.to_owned()).or_default().push(comment);
     }
 
-    /// The comments of a thread, oldest first.
+    /// The comments under a path, oldest first.
     pub(crate) fn comments(&self, path: &str) -> Vec<String> {
-        let records = self.records();
-        records.comments.get(path).into_iter().flatten().map(|it| it.text.clone()).collect()
+        let state = self.state();
+        state.comments.get(path).into_iter().flatten().map(|one| one.text.clone()).collect()
     }
 
-    /// Every POST that had its effect, in order.
+    /// All applied POSTs, in order.
     pub(crate) fn accepted(&self) -> Vec<Accepted> {
-        self.records().accepted.clone()
+        self.state().accepted.clone()
     }
 
-    /// How often each key had its effect.
+    /// How often each key was applied.
     pub(crate) fn effects(&self) -> BTreeMap<String, usize> {
         let mut effects = BTreeMap::new();
-        for accepted in &self.records().accepted {
+        for accepted in &self.state().accepted {
             *effects.entry(accepted.key.clone()).or_default() += 1;
         }
         effects
@@ -164,7 +164,7 @@ impl Receiver {
 
     /// Method, path with query, and headers of every request.
     pub(crate) fn requests(&self) -> Vec<(Method, Uri, HeaderMap)> {
-        self.records().requests.clone()
+        self.state().requests.clone()
     }
 }
 
@@ -176,9 +176,9 @@ async fn receive(
     body: Bytes,
 ) -> Response {
     let mut released = receiver.released.subscribe();
-    receiver.records().requests.push((method.clone(), uri.clone(), headers.clone()));
+    receiver.state().requests.push((method.clone(), uri.clone(), headers.clone()));
     if let Some(location) = redirect(&receiver, &uri) {
-        // As GitHub does.
+        // Same status codes as GitHub.
         let status = if method == Method::GET {
             StatusCode::MOVED_PERMANENTLY
         } else {
@@ -190,21 +190,21 @@ async fn receive(
         return list(&receiver, &uri);
     }
     let fault = {
-        let next = receiver.records().faults.pop_front();
-        let mut chance = receiver.chance.lock().expect("no panic");
-        next.or_else(|| chance.as_mut().and_then(|chance| chance.fault()))
+        let next = receiver.state().faults.pop_front();
+        let mut fault_source = receiver.fault_source.lock().expect("no panic");
+        next.or_else(|| fault_source.as_mut().and_then(|fault_source| fault_source.next_fault()))
     };
     match fault {
-        Some(Fault::Refuse(status, extra)) => {
+        Some(Fault::Respond(status, extra)) => {
             let mut response = status_of(status).into_response();
             for (name, value) in extra {
                 response.headers_mut().insert(name, value.parse().expect("a header"));
             }
             response
         }
-        Some(Fault::Say(status, text)) => (status_of(status), text).into_response(),
+        Some(Fault::RespondWithBody(status, text)) => (status_of(status), text).into_response(),
         Some(Fault::Hang) => {
-            // Ends with the connection, too.
+            // Also ends with the connection.
             let _ = released.changed().await;
             StatusCode::SERVICE_UNAVAILABLE.into_response()
         }
@@ -224,9 +224,9 @@ fn status_of(status: u16) -> StatusCode {
 }
 
 fn redirect(receiver: &Receiver, uri: &Uri) -> Option<String> {
-    let records = receiver.records();
-    let path = uri.path_and_query().map(|it| it.as_str()).unwrap_or_default();
-    let renamed = records.renamed.iter().find(|(old, _)| path.starts_with(old))?;
+    let state = receiver.state();
+    let path = uri.path_and_query().map(|one| one.as_str()).unwrap_or_default();
+    let renamed = state.renamed.iter().find(|(old, _)| path.starts_with(old))?;
     Some(format!("{}{}", renamed.1, &path[renamed.0.len()..]))
 }
 
@@ -234,40 +234,43 @@ fn accept(receiver: &Receiver, uri: &Uri, headers: HeaderMap, body: &[u8]) -> bo
     let Ok(body) = serde_json::from_slice::<Value>(body) else { return false };
     let key = headers.get("idempotency-key").and_then(|key| key.to_str().ok());
     let (key, path) = (key.unwrap_or_default().to_owned(), uri.path().to_owned());
-    let mut records = receiver.records();
+    let mut state = receiver.state();
     if let Some(text) = body["body"].as_str() {
         let created_at = SystemClock.now().to_rfc3339();
-        let comment = Comment { author: OUR_ACCOUNT, text: text.to_owned(), created_at };
-        records.comments.entry(path.clone()).or_default().push(comment);
+        let comment = Comment { author: OWN_ACCOUNT, text: text.to_owned(), created_at };
+        state.comments.entry(path.clone()).or_default().push(comment);
     }
-    records.accepted.push(Accepted { key, path, headers, body, at: Instant::now() });
+    state.accepted.push(Accepted { key, path, headers, body, at: Instant::now() });
     true
 }
 
-/// One page of a list, or our account.
+/// One page of comments, or the account of the token.
 fn list(receiver: &Receiver, uri: &Uri) -> Response {
     if uri.path().ends_with("/user") {
-        return axum::Json(json!({"id": OUR_ACCOUNT, "login": "us"})).into_response();
+        return axum::Json(json!({"id": OWN_ACCOUNT, "login": "us"})).into_response();
     }
     let argument = |name: &str| {
         let arguments = uri.query().unwrap_or_default().split('&');
-        arguments.filter_map(|it| it.split_once('=')).find(|(it, _)| *it == name).map(|it| it.1)
+        arguments
+            .filter_map(|one| one.split_once('='))
+            .find(|(key, _)| *key == name)
+            .map(|one| one.1)
     };
-    let number = |name: &str| argument(name).and_then(|it| it.parse::<usize>().ok());
+    let number = |name: &str| argument(name).and_then(|one| one.parse::<usize>().ok());
     let (page, per_page) = (number("page").unwrap_or(1), number("per_page").unwrap_or(30).min(100));
-    let records = receiver.records();
-    let comments = records.comments.get(uri.path()).into_iter().flatten();
+    let state = receiver.state();
+    let comments = state.comments.get(uri.path()).into_iter().flatten();
     let since = argument("since");
     let mut comments: Vec<&Comment> =
-        comments.filter(|it| since.is_none_or(|since| *it.created_at >= *since)).collect();
+        comments.filter(|one| since.is_none_or(|since| *one.created_at >= *since)).collect();
     if argument("sort") == Some("desc") {
         comments.reverse();
     }
     let first = (page - 1) * per_page;
     let next = comments.len() > first + per_page;
-    let show = |it: &Comment| {
-        let account = json!({"id": it.author});
-        json!({"body": it.text, "user": account, "author": account, "created_at": it.created_at})
+    let show = |comment: &Comment| {
+        let account = json!({"id": comment.author});
+        json!({"body": comment.text, "user": account, "author": account, "created_at": comment.created_at})
     };
     let shown: Vec<Value> = comments.into_iter().skip(first).take(per_page).map(show).collect();
     let mut response = axum::Json(shown).into_response();
@@ -278,14 +281,14 @@ fn list(receiver: &Receiver, uri: &Uri) -> Response {
     response
 }
 
-/// Faults by a seeded generator: of 100 requests `percent` fail, in all the ways there are but hanging.
+/// Seeded random faults: `percent` of 100 requests fail, in every way except hanging.
 #[derive(Debug)]
-pub(crate) struct Seeded {
+pub(crate) struct SeededFaults {
     state: u64,
     percent: u64,
 }
 
-impl Seeded {
+impl SeededFaults {
     pub(crate) fn new(seed: u64, percent: u64) -> Self {
         println!("receiver faults: seed {seed}, {percent} %");
         Self { state: seed, percent }
@@ -301,16 +304,16 @@ impl Seeded {
     }
 }
 
-impl Chance for Seeded {
-    fn fault(&mut self) -> Option<Fault> {
+impl FaultSource for SeededFaults {
+    fn next_fault(&mut self) -> Option<Fault> {
         if self.below(100) >= self.percent {
             return None;
         }
         let second = || vec![("retry-after", "1".to_owned())];
         Some(match self.below(4) {
-            0 => Fault::Refuse(500, vec![]),
-            1 => Fault::Refuse(429, second()),
-            2 => Fault::Refuse(503, second()),
+            0 => Fault::Respond(500, vec![]),
+            1 => Fault::Respond(429, second()),
+            2 => Fault::Respond(503, second()),
             _ => Fault::LoseResponse,
         })
     }

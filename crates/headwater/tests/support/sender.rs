@@ -1,4 +1,4 @@
-//! Senders of webhooks: real shapes of payloads, signed as their providers do.
+//! Signed webhooks with payloads in the format of their providers.
 
 use anyhow::Result;
 use base64::Engine;
@@ -9,8 +9,8 @@ use sha2::Sha256;
 
 use super::{Server, answer};
 
-pub(crate) const SECRET: &str = "a secret that both sides know";
-/// `whsec_` and base64, as Standard Webhooks want it.
+pub(crate) const SECRET: &str = "a shared secret";
+/// `whsec_` and base64, in the format of Standard Webhooks.
 pub(crate) const STANDARD_SECRET: &str = "whsec_c2l4dGVlbiBieXRlcyBvciBtb3Jl";
 
 /// Integrations of all three providers.
@@ -46,7 +46,7 @@ pub(crate) fn github(
     github_to(&server.client, &server.url(""), event, delivery, body)
 }
 
-/// The same to a server that may not be there.
+/// The same request to any URL.
 pub(crate) fn github_to(
     client: &reqwest::Client,
     url: &str,
@@ -85,7 +85,7 @@ pub(crate) fn now() -> u64 {
     since.expect("after 1970").as_secs()
 }
 
-/// A request as Standard Webhooks want it, signed at this time.
+/// A Standard Webhooks request, signed at this time.
 pub(crate) fn standard(
     server: &Server,
     id: &str,
@@ -95,7 +95,7 @@ pub(crate) fn standard(
     standard_to(&server.client, &server.url(""), id, signed_at, body)
 }
 
-/// The same to a server that may not be there.
+/// The same request to any URL.
 pub(crate) fn standard_to(
     client: &reqwest::Client,
     url: &str,
@@ -133,7 +133,7 @@ fn github_issue(number: u64, title: &str, body: &str) -> Value {
     })
 }
 
-fn github_around(action: &str, mut payload: Value) -> Value {
+fn github_payload(action: &str, mut payload: Value) -> Value {
     payload["action"] = action.into();
     payload["sender"] = github_person("ann");
     payload["repository"] = json!({
@@ -144,12 +144,12 @@ fn github_around(action: &str, mut payload: Value) -> Value {
     payload
 }
 
-/// What GitHub sends for an issue.
+/// Payload of a GitHub issue event.
 pub(crate) fn github_issues(action: &str, number: u64, body: &str) -> Value {
-    github_around(action, json!({"issue": github_issue(number, "My parcel is late", body)}))
+    github_payload(action, json!({"issue": github_issue(number, "My parcel is late", body)}))
 }
 
-/// What GitHub sends for a comment.
+/// Payload of a GitHub comment event.
 pub(crate) fn github_comment(number: u64, login: &str, body: &str) -> Value {
     let comment = json!({
         "id": 99_262_140, "body": body, "user": github_person(login), "author_association": "NONE",
@@ -157,10 +157,10 @@ pub(crate) fn github_comment(number: u64, login: &str, body: &str) -> Value {
         "html_url": format!("https://github.com/acme/shop/issues/{number}#issuecomment-99262140"),
     });
     let issue = github_issue(number, "My parcel is late", "Where is it?");
-    github_around("created", json!({"issue": issue, "comment": comment}))
+    github_payload("created", json!({"issue": issue, "comment": comment}))
 }
 
-fn gitlab_around(kind: &str, username: &str, mut payload: Value) -> Value {
+fn gitlab_payload(kind: &str, username: &str, mut payload: Value) -> Value {
     payload["object_kind"] = kind.into();
     payload["event_type"] = kind.into();
     payload["user"] = json!({"id": 1, "name": "Ann", "username": username, "email": "[REDACTED]"});
@@ -173,21 +173,21 @@ fn gitlab_around(kind: &str, username: &str, mut payload: Value) -> Value {
     payload
 }
 
-/// What GitLab sends for an issue.
+/// Payload of a GitLab issue event.
 pub(crate) fn gitlab_issue(action: &str, iid: u64, changes: Value) -> Value {
     let attributes = json!({
         "id": 301, "iid": iid, "title": "My parcel is late", "description": "Where is it?", "project_id": 5,
         "author_id": 1, "state": "opened", "action": action, "confidential": false,
         "created_at": "2026-11-01 08:00:00 UTC", "updated_at": "2026-11-01 08:00:00 UTC",
     });
-    gitlab_around(
+    gitlab_payload(
         "issue",
         "ann",
         json!({"object_attributes": attributes, "labels": [], "changes": changes}),
     )
 }
 
-/// What GitLab sends for a note.
+/// Payload of a GitLab note event.
 pub(crate) fn gitlab_note(iid: u64, username: &str, note: &str, more: Value) -> Value {
     let mut attributes = json!({
         "id": 1241, "note": note, "noteable_type": "Issue", "author_id": 1, "noteable_id": 301, "system": false,
@@ -198,7 +198,7 @@ pub(crate) fn gitlab_note(iid: u64, username: &str, note: &str, more: Value) -> 
         attributes[name] = value.clone();
     }
     let issue = json!({"id": 301, "iid": iid, "title": "My parcel is late", "state": "opened"});
-    gitlab_around(
+    gitlab_payload(
         "note",
         username,
         json!({"object_attributes": attributes, "issue": issue, "project_id": 5}),

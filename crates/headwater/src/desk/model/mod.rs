@@ -1,8 +1,8 @@
-//! The seam to language models: a prompt goes in, an answer comes out piece by piece.
+//! The interface to language models: a prompt in, a streamed answer out.
 //!
-//! Upstream: `handler` asks. Downstream: `openai` (any chat endpoint that speaks like OpenAI's) and `scripted`.
-//! Promises: errors are split by what to do next; an answer that is gathered stays within the limits.
-//! Not here: what a prompt says (see `prompt`), what tools do (see `tools`).
+//! Upstream: `handler`. Downstream: `openai` (any OpenAI-compatible chat endpoint) and `scripted`.
+//! Promises: errors are classified by what the caller does next; a collected answer stays within the limits.
+//! Not here: the text of a prompt (see `prompt`), what tools do (see `tools`).
 
 pub mod openai;
 pub mod scripted;
@@ -18,34 +18,34 @@ use serde_json::Value as Json;
 
 use crate::limits::{ANSWER_BYTES_MAX, TOOL_ARGUMENTS_BYTES_MAX, TOOL_CALLS_MAX};
 
-/// Answers prompts. Dropping a call, or what it returned, ends the work.
+/// A language model. Dropping a call, or the stream it returned, cancels the request.
 #[async_trait]
 pub trait LanguageModel: Send + Sync + fmt::Debug {
-    /// How it is called, for people and in events.
+    /// Name of the model, for people and in events.
     fn name(&self) -> &str;
 
-    /// Whether it costs nothing, so that token budgets do not apply. Default: no.
+    /// Whether it is free, so that token budgets do not apply. Default: `false`.
     fn is_free(&self) -> bool {
         false
     }
 
-    /// Begins to answer. The pieces come as they are made; after an error nothing follows.
-    async fn ask(&self, prompt: &ModelPrompt) -> Result<Pieces, ModelError>;
+    /// Requests a completion. Chunks arrive as the model produces them; nothing follows an error.
+    async fn complete(&self, prompt: &ModelPrompt) -> Result<ResponseStream, ModelError>;
 }
 
-/// What a model gets to see.
+/// A prompt.
 #[derive(Clone, Debug, PartialEq, Default)]
 pub struct ModelPrompt {
     /// The conversation with the model, oldest first.
     pub turns: Vec<Turn>,
-    /// The tools it may call; none: it has to answer in words.
+    /// The tools it may call. Empty: it has to answer with text.
     pub tools: Vec<ToolSpec>,
-    /// The most tokens of its answer.
+    /// Maximum tokens of the answer.
     pub output_tokens_max: u32,
 }
 
 impl ModelPrompt {
-    /// About how many tokens it is: four bytes each, and a few for what is around.
+    /// Estimated tokens: four bytes each, plus a constant per turn and tool.
     pub fn tokens_estimate(&self) -> u64 {
         let turns: usize = self.turns.iter().map(|turn| turn.bytes() + 16).sum();
         let tools: usize =
@@ -54,7 +54,7 @@ impl ModelPrompt {
     }
 }
 
-/// About how many tokens so many bytes are.
+/// Estimated tokens of `bytes` bytes of text.
 pub(crate) fn estimate_tokens(bytes: usize) -> u64 {
     (bytes as u64).div_ceil(4)
 }
@@ -62,15 +62,15 @@ pub(crate) fn estimate_tokens(bytes: usize) -> u64 {
 /// One turn of the conversation with a model.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Turn {
-    /// What we tell the model to do. Never holds a word of a user.
-    Instruction(String),
-    /// What the model is to work with: text of users is in here, as data.
-    Data(String),
-    /// What the model said before.
-    Answer(Answer),
-    /// What came of a tool that it called.
+    /// Instructions of the desk. Never contains user text.
+    System(String),
+    /// Data for the model. User text is in here, escaped.
+    User(String),
+    /// An earlier answer of the model.
+    Assistant(ModelAnswer),
+    /// The result of a tool call.
     ToolResult {
-        /// The call.
+        /// The id of the call.
         call_id: String,
         /// JSON.
         content: String,
@@ -80,8 +80,8 @@ pub enum Turn {
 impl Turn {
     fn bytes(&self) -> usize {
         match self {
-            Self::Instruction(text) | Self::Data(text) => text.len(),
-            Self::Answer(answer) => {
+            Self::System(text) | Self::User(text) => text.len(),
+            Self::Assistant(answer) => {
                 let calls: usize = answer.calls.iter().map(|call| call.arguments.len() + 32).sum();
                 answer.text.len() + calls
             }
@@ -101,44 +101,44 @@ pub struct ToolSpec {
     pub parameters: Json,
 }
 
-/// A part of an answer.
+/// A part of a streamed answer.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Piece {
+pub enum ResponseChunk {
     /// More text.
     Text(String),
     /// A tool to call.
     Call(ToolCall),
-    /// What it took, as the service counts.
-    Usage(Usage),
+    /// Token usage as counted by the service.
+    Usage(TokenUsage),
 }
 
-/// A model's wish to call a tool.
+/// A tool call requested by a model.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ToolCall {
-    /// What the result is to be known by.
+    /// Identifies the call; its result refers to it.
     pub id: String,
     /// The tool.
     pub name: String,
-    /// JSON, as the model wrote it: not to be trusted.
+    /// JSON as written by the model; untrusted.
     pub arguments: String,
 }
 
-/// Tokens in and out.
+/// Token usage of a model call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
-pub struct Usage {
-    /// Of the prompt.
+pub struct TokenUsage {
+    /// Tokens of the prompt.
     pub input_tokens: u64,
-    /// Of the answer.
+    /// Tokens of the answer.
     pub output_tokens: u64,
 }
 
-impl Usage {
-    /// Both together.
+impl TokenUsage {
+    /// Input plus output tokens.
     pub fn total(self) -> u64 {
         self.input_tokens.saturating_add(self.output_tokens)
     }
 
-    /// This and another.
+    /// The sum of both.
     pub fn plus(self, other: Self) -> Self {
         Self {
             input_tokens: self.input_tokens.saturating_add(other.input_tokens),
@@ -147,127 +147,127 @@ impl Usage {
     }
 }
 
-/// A whole answer.
+/// A complete answer.
 #[derive(Clone, Debug, PartialEq, Default)]
-pub struct Answer {
-    /// What the model says.
+pub struct ModelAnswer {
+    /// The text.
     pub text: String,
-    /// The tools it wants to be called, in order.
+    /// Requested tool calls, in order.
     pub calls: Vec<ToolCall>,
-    /// What it took; `None` if the service did not tell.
-    pub usage: Option<Usage>,
+    /// Token usage; `None` if the service did not report it.
+    pub usage: Option<TokenUsage>,
 }
 
-/// The pieces of an answer on their way.
-pub struct Pieces(BoxStream<'static, Result<Piece, ModelError>>);
+/// A streamed answer.
+pub struct ResponseStream(BoxStream<'static, Result<ResponseChunk, ModelError>>);
 
-impl Pieces {
-    /// Pieces that a stream brings.
+impl ResponseStream {
+    /// Wraps a stream of chunks.
     pub fn new(
-        pieces: impl futures_util::Stream<Item = Result<Piece, ModelError>> + Send + 'static,
+        chunks: impl futures_util::Stream<Item = Result<ResponseChunk, ModelError>> + Send + 'static,
     ) -> Self {
-        Self(pieces.boxed())
+        Self(chunks.boxed())
     }
 
-    /// Pieces that are all here.
-    pub fn ready(pieces: Vec<Piece>) -> Self {
-        Self::new(stream::iter(pieces.into_iter().map(Ok)))
+    /// A stream of chunks that are already available.
+    pub fn ready(chunks: Vec<ResponseChunk>) -> Self {
+        Self::new(stream::iter(chunks.into_iter().map(Ok)))
     }
 
-    /// The next piece; `None` at the end. Cancel-safe.
-    pub async fn next(&mut self) -> Option<Result<Piece, ModelError>> {
+    /// The next chunk; `None` at the end. Cancel-safe.
+    pub async fn next(&mut self) -> Option<Result<ResponseChunk, ModelError>> {
         self.0.next().await
     }
 
-    /// Waits for the whole answer, within the limits.
-    pub async fn gather(mut self) -> Result<Answer, ModelError> {
-        let mut answer = Answer::default();
-        while let Some(piece) = self.next().await {
-            match piece? {
-                Piece::Text(text) => answer.text.push_str(&text),
-                Piece::Call(call) => answer.calls.push(call),
-                Piece::Usage(usage) => answer.usage = Some(usage),
+    /// Collects the complete answer. Fails with [`ModelError::InvalidResponse`] if it exceeds a limit.
+    pub async fn collect(mut self) -> Result<ModelAnswer, ModelError> {
+        let mut answer = ModelAnswer::default();
+        while let Some(chunk) = self.next().await {
+            match chunk? {
+                ResponseChunk::Text(text) => answer.text.push_str(&text),
+                ResponseChunk::Call(call) => answer.calls.push(call),
+                ResponseChunk::Usage(usage) => answer.usage = Some(usage),
             }
             let too_long = answer.text.len() > ANSWER_BYTES_MAX
                 || answer.calls.len() > TOOL_CALLS_MAX
                 || answer.calls.iter().any(|call| call.arguments.len() > TOOL_ARGUMENTS_BYTES_MAX);
             if too_long {
                 let problem = format!(
-                    "it is longer than {ANSWER_BYTES_MAX} bytes, {TOOL_CALLS_MAX} calls or \
+                    "longer than {ANSWER_BYTES_MAX} bytes, {TOOL_CALLS_MAX} tool calls or \
                      {TOOL_ARGUMENTS_BYTES_MAX} bytes of arguments"
                 );
-                return Err(ModelError::Garbled(problem));
+                return Err(ModelError::InvalidResponse(problem));
             }
         }
         Ok(answer)
     }
 }
 
-impl fmt::Debug for Pieces {
+impl fmt::Debug for ResponseStream {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Pieces")
+        f.write_str("ResponseStream")
     }
 }
 
-/// Why there is no answer. Never holds a key.
+/// Why a model call failed. Never contains the API key.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ModelError {
-    /// The service has too much to do, or is shut for a while, or we asked too often: ask again after this time.
-    #[error("the model is busy: {reason}")]
-    Busy {
-        /// When to ask again, if the service said so.
+    /// The service is rate limiting or overloaded: retry after this time.
+    #[error("model rate limited or overloaded: {reason}")]
+    RateLimited {
+        /// When to retry, if the service said so.
         after: Option<Duration>,
-        /// What it said.
+        /// Status and message of the service.
         reason: String,
     },
-    /// The service cannot be reached: ask again later.
-    #[error("the model is away: {0}")]
-    Away(String),
-    /// The service did not answer, or not to the end: ask again later. It may have cost something.
-    #[error("the model is unavailable: {0}")]
+    /// No connection to the service: retry later.
+    #[error("model unreachable: {0}")]
+    Unreachable(String),
+    /// No answer, or an incomplete one: retry later. Tokens may have been used.
+    #[error("model call failed: {0}")]
     Unavailable(String),
-    /// The service refuses us: key, name of the model or address are wrong. A person must mend the settings.
-    #[error("the model's service refuses us, check model.url, model.name and the key: {0}")]
-    Denied(String),
-    /// The service refuses this very prompt. Asking again is of no use.
-    #[error("the model refuses this prompt: {0}")]
-    Refused(String),
-    /// The answer makes no sense. Another try may bring a better one.
-    #[error("the model's answer makes no sense: {0}")]
-    Garbled(String),
+    /// Key, model name or address are wrong. The operator must fix the settings.
+    #[error("model service denied access; check `model.url`, `model.name` and the key: {0}")]
+    Unauthorized(String),
+    /// The service rejected this prompt. Retrying will not help.
+    #[error("model rejected the prompt: {0}")]
+    Rejected(String),
+    /// The response is invalid. A retry may succeed.
+    #[error("invalid response from the model: {0}")]
+    InvalidResponse(String),
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn call(arguments: String) -> Piece {
-        Piece::Call(ToolCall { id: "1".into(), name: "search".into(), arguments })
+    fn call(arguments: String) -> ResponseChunk {
+        ResponseChunk::Call(ToolCall { id: "1".into(), name: "search".into(), arguments })
     }
 
     #[tokio::test]
-    async fn pieces_become_one_answer_in_order() {
-        let usage = Usage { input_tokens: 3, output_tokens: 2 };
-        let pieces = vec![
-            Piece::Text("Hel".into()),
+    async fn chunks_are_collected_in_order() {
+        let usage = TokenUsage { input_tokens: 3, output_tokens: 2 };
+        let chunks = vec![
+            ResponseChunk::Text("Hel".into()),
             call("{}".into()),
-            Piece::Text("lo".into()),
-            Piece::Usage(usage),
+            ResponseChunk::Text("lo".into()),
+            ResponseChunk::Usage(usage),
         ];
-        let answer = Pieces::ready(pieces).gather().await.unwrap();
+        let answer = ResponseStream::ready(chunks).collect().await.unwrap();
         assert_eq!((answer.text.as_str(), answer.calls.len()), ("Hello", 1));
         assert_eq!(answer.usage.unwrap().total(), 5);
     }
 
     #[tokio::test]
-    async fn an_answer_beyond_a_limit_is_refused_and_not_kept() {
-        let text = Piece::Text("x".repeat(ANSWER_BYTES_MAX / 2 + 1));
+    async fn an_answer_over_a_limit_is_rejected() {
+        let text = ResponseChunk::Text("x".repeat(ANSWER_BYTES_MAX / 2 + 1));
         let many = vec![call("{}".into()); TOOL_CALLS_MAX + 1];
         let long = vec![call("x".repeat(TOOL_ARGUMENTS_BYTES_MAX + 1))];
-        for pieces in [vec![text.clone(), text], many, long] {
-            let error = Pieces::ready(pieces).gather().await.unwrap_err();
-            assert!(matches!(error, ModelError::Garbled(_)), "{error}");
+        for chunks in [vec![text.clone(), text], many, long] {
+            let error = ResponseStream::ready(chunks).collect().await.unwrap_err();
+            assert!(matches!(error, ModelError::InvalidResponse(_)), "{error}");
         }
     }
 }

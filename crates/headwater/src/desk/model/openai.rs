@@ -1,9 +1,9 @@
-//! Any chat endpoint that speaks like OpenAI's: `POST {model.url}/chat/completions`, streamed.
+//! Client of OpenAI-compatible chat endpoints: `POST {model.url}/chat/completions`, streamed.
 //!
-//! Upstream: `handler`. Downstream: a server that is not ours and may do anything.
-//! Promises: no call lasts longer than the total time-out, no silence within an answer longer than the idle one; 429 and
-//! 5xx are asked again (Retry-After is heeded) while there is time; the key is in no log and no error.
-//! Refuses: redirects, which would carry the key elsewhere.
+//! Upstream: `handler`. Downstream: an untrusted server.
+//! Promises: a call takes at most the total timeout, a pause within an answer at most the idle timeout. 429 and 5xx
+//! are retried within the total timeout and honour `Retry-After`. The key appears in no log and no error. Redirects
+//! are not followed, because they could leak the key.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
@@ -20,7 +20,8 @@ use tracing::warn;
 
 use crate::desk::model::sse::SseReader;
 use crate::desk::model::{
-    Answer, LanguageModel, ModelError, ModelPrompt, Piece, Pieces, ToolCall, Turn, Usage,
+    LanguageModel, ModelAnswer, ModelError, ModelPrompt, ResponseChunk, ResponseStream, TokenUsage,
+    ToolCall, Turn,
 };
 use crate::http_client;
 use crate::limits::{
@@ -28,27 +29,27 @@ use crate::limits::{
     TOOL_CALLS_MAX,
 };
 
-/// Where the model is and how patient we are.
+/// Address, credentials and timeouts of a model.
 #[derive(Clone, Debug)]
 pub struct OpenAiConfig {
-    /// The address below which `chat/completions` is, such as `https://api.example.com/v1`.
+    /// Base URL of `chat/completions`, such as `https://api.example.com/v1`.
     pub url: String,
-    /// Which model of that service.
+    /// Name of the model.
     pub model: String,
-    /// The key, if the service wants one.
+    /// API key, if the service needs one.
     pub key: Option<SecretString>,
-    /// How long one answer may take, tries included. Default: 120 s.
+    /// Total timeout of a call, retries included. Default: 120 s.
     pub total_timeout: Duration,
-    /// How long the service may say nothing. Default: 30 s.
+    /// Longest pause without data from the service. Default: 30 s.
     pub idle_timeout: Duration,
-    /// How often one prompt is sent at most. Default: 4.
-    pub tries_max: u32,
-    /// How long to wait before the second try, if the service does not say; doubles each time. Default: 500 ms.
+    /// Maximum attempts per call. Default: 4.
+    pub attempts_max: u32,
+    /// Pause before the second attempt without `Retry-After`; doubles each time. Default: 500 ms.
     pub backoff: Duration,
 }
 
 impl OpenAiConfig {
-    /// The default patience with a service.
+    /// A configuration with default timeouts.
     pub fn new(
         url: impl Into<String>,
         model: impl Into<String>,
@@ -60,13 +61,13 @@ impl OpenAiConfig {
             key,
             total_timeout: Duration::from_secs(120),
             idle_timeout: Duration::from_secs(30),
-            tries_max: 4,
+            attempts_max: 4,
             backoff: Duration::from_millis(500),
         }
     }
 }
 
-/// A model behind HTTP.
+/// An OpenAI-compatible model.
 #[derive(Debug)]
 pub struct OpenAiModel {
     client: Client,
@@ -74,31 +75,33 @@ pub struct OpenAiModel {
     config: OpenAiConfig,
 }
 
-/// What one try came to.
-enum Try {
-    Answering(Response),
-    /// Ask again, after this time if the service said so.
-    Again(Option<Duration>, ModelError),
+/// Result of one request.
+enum AttemptOutcome {
+    Responding(Response),
+    /// Retry, after this time if the service said so.
+    Retry(Option<Duration>, ModelError),
     Failed(ModelError),
 }
 
 impl OpenAiModel {
-    /// A client of the service. Nothing is sent yet.
+    /// Validates the configuration. Sends nothing.
     pub fn new(config: OpenAiConfig) -> Result<Self, String> {
         let endpoint = format!("{}/chat/completions", config.url.trim_end_matches('/'));
         let endpoint: reqwest::Url =
-            endpoint.parse().map_err(|error| format!("model.url is no address: {error}"))?;
+            endpoint.parse().map_err(|error| format!("`model.url` is not a valid URL: {error}"))?;
         if !matches!(endpoint.scheme(), "http" | "https") {
-            return Err("model.url must begin with http:// or https://".to_owned());
+            return Err("`model.url` must begin with http:// or https://".to_owned());
         }
-        if config.tries_max == 0 || config.total_timeout.is_zero() || config.idle_timeout.is_zero()
+        if config.attempts_max == 0
+            || config.total_timeout.is_zero()
+            || config.idle_timeout.is_zero()
         {
-            return Err("tries_max and the time-outs of the model must not be zero".to_owned());
+            return Err("`attempts_max` and the timeouts of the model must not be zero".to_owned());
         }
         Ok(Self { client: http_client::build()?, endpoint, config })
     }
 
-    async fn send(&self, body: &Bytes, until: Instant) -> Try {
+    async fn send(&self, body: &Bytes, deadline: Instant) -> AttemptOutcome {
         let mut request = self
             .client
             .post(self.endpoint.clone())
@@ -108,17 +111,21 @@ impl OpenAiModel {
         if let Some(key) = &self.config.key {
             request = request.bearer_auth(key.expose_secret());
         }
-        let patience = until.min(Instant::now() + self.config.idle_timeout);
-        match timeout_at(patience, request.send()).await {
-            Err(_) => Try::Again(None, unavailable("it did not begin to answer in time")),
+        let idle_deadline = deadline.min(Instant::now() + self.config.idle_timeout);
+        match timeout_at(idle_deadline, request.send()).await {
+            Err(_) => AttemptOutcome::Retry(None, unavailable("no response within the timeout")),
             Ok(Err(error)) if error.is_connect() => {
-                Try::Again(None, ModelError::Away(http_client::describe(&error)))
+                AttemptOutcome::Retry(None, ModelError::Unreachable(http_client::describe(&error)))
             }
-            Ok(Err(error)) => Try::Again(None, unavailable(http_client::describe(&error))),
-            Ok(Ok(response)) if response.status().is_success() => Try::Answering(response),
+            Ok(Err(error)) => {
+                AttemptOutcome::Retry(None, unavailable(http_client::describe(&error)))
+            }
+            Ok(Ok(response)) if response.status().is_success() => {
+                AttemptOutcome::Responding(response)
+            }
             Ok(Ok(response)) => {
                 let key = self.config.key.as_ref().map_or("", |key| key.expose_secret());
-                refusal(response, patience, key).await
+                error_response(response, idle_deadline, key).await
             }
         }
     }
@@ -128,36 +135,41 @@ fn unavailable(reason: impl Into<String>) -> ModelError {
     ModelError::Unavailable(reason.into())
 }
 
-async fn refusal(response: Response, patience: Instant, key: &str) -> Try {
+async fn error_response(response: Response, idle_deadline: Instant, key: &str) -> AttemptOutcome {
     let status = response.status();
     let after = retry_after(&response);
-    let said = timeout_at(patience, http_client::read_prefix(response, ERROR_BODY_BYTES_MAX)).await;
-    let said = said.unwrap_or_default();
-    let reason = format!("{status}: {}", said_in_words(&said, key));
+    let body =
+        timeout_at(idle_deadline, http_client::read_beginning(response, ERROR_BODY_BYTES_MAX))
+            .await;
+    let body = body.unwrap_or_default();
+    let reason = format!("{status}: {}", error_message(&body, key));
     match status {
-        StatusCode::TOO_MANY_REQUESTS => Try::Again(after, ModelError::Busy { after, reason }),
-        StatusCode::REQUEST_TIMEOUT => Try::Again(after, unavailable(reason)),
-        // It turned us away at the door. Other failures of a server may have cost something, or be the prompt's fault.
+        StatusCode::TOO_MANY_REQUESTS => {
+            AttemptOutcome::Retry(after, ModelError::RateLimited { after, reason })
+        }
+        StatusCode::REQUEST_TIMEOUT => AttemptOutcome::Retry(after, unavailable(reason)),
+        // The service did not process the request. Other server errors may have used tokens, or be caused by the
+        // prompt.
         status if matches!(status.as_u16(), 502 | 503 | 529) => {
-            Try::Again(after, ModelError::Busy { after, reason })
+            AttemptOutcome::Retry(after, ModelError::RateLimited { after, reason })
         }
-        status if status.is_server_error() => Try::Again(after, unavailable(reason)),
+        status if status.is_server_error() => AttemptOutcome::Retry(after, unavailable(reason)),
         StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN | StatusCode::NOT_FOUND => {
-            Try::Failed(ModelError::Denied(reason))
+            AttemptOutcome::Failed(ModelError::Unauthorized(reason))
         }
-        status if status.is_client_error() => Try::Failed(ModelError::Refused(reason)),
-        _ => Try::Failed(ModelError::Denied(reason)),
+        status if status.is_client_error() => AttemptOutcome::Failed(ModelError::Rejected(reason)),
+        _ => AttemptOutcome::Failed(ModelError::Unauthorized(reason)),
     }
 }
 
-/// Whole seconds; a date is not worth a parser, and the backoff serves as well.
+/// `Retry-After` in seconds. A date is ignored; the backoff applies.
 fn retry_after(response: &Response) -> Option<Duration> {
     let seconds = response.headers().get(RETRY_AFTER)?.to_str().ok()?.trim().parse().ok()?;
     Some(Duration::from_secs(seconds).min(RETRY_AFTER_MAX))
 }
 
-/// What a service says, for a log. Some repeat the key that they do not like.
-fn said_in_words(body: &[u8], key: &str) -> String {
+/// The error message in a response body, without the key, which some services repeat.
+fn error_message(body: &[u8], key: &str) -> String {
     let json: Option<Json> = serde_json::from_slice(body).ok();
     let message = json.as_ref().and_then(|json| json.pointer("/error/message")?.as_str());
     let text = message.map_or_else(|| String::from_utf8_lossy(body).into_owned(), str::to_owned);
@@ -171,35 +183,35 @@ impl LanguageModel for OpenAiModel {
         &self.config.model
     }
 
-    async fn ask(&self, prompt: &ModelPrompt) -> Result<Pieces, ModelError> {
-        let until = Instant::now() + self.config.total_timeout;
+    async fn complete(&self, prompt: &ModelPrompt) -> Result<ResponseStream, ModelError> {
+        let deadline = Instant::now() + self.config.total_timeout;
         let body = Bytes::from(request(&self.config.model, prompt).to_string());
         let mut attempt = 1;
         loop {
-            let (after, error) = match self.send(&body, until).await {
-                Try::Answering(response) => {
-                    return pieces(response, until, self.config.idle_timeout).await;
+            let (after, error) = match self.send(&body, deadline).await {
+                AttemptOutcome::Responding(response) => {
+                    return response_stream(response, deadline, self.config.idle_timeout).await;
                 }
-                Try::Failed(error) => return Err(error),
-                Try::Again(after, error) => (after, error),
+                AttemptOutcome::Failed(error) => return Err(error),
+                AttemptOutcome::Retry(after, error) => (after, error),
             };
             let wait = after.unwrap_or(self.config.backoff * 2_u32.saturating_pow(attempt - 1));
-            // Whoever asked can wait longer than we can: the issue is put off, and nobody's time is used up.
-            if attempt >= self.config.tries_max || Instant::now() + wait >= until {
+            // Give up: the issue is deferred, which holds no worker.
+            if attempt >= self.config.attempts_max || Instant::now() + wait >= deadline {
                 return Err(error);
             }
-            warn!(attempt, %error, "model did not answer, asking again");
+            warn!(attempt, %error, "model call failed; retrying");
             sleep(wait).await;
             attempt += 1;
         }
     }
 }
 
-/// The body of a request.
+/// The request body.
 fn request(model: &str, prompt: &ModelPrompt) -> Json {
     let mut body = json!({
         "model": model,
-        "messages": prompt.turns.iter().map(turn).collect::<Vec<_>>(),
+        "messages": prompt.turns.iter().map(message).collect::<Vec<_>>(),
         "max_tokens": prompt.output_tokens_max,
         "stream": true,
         "stream_options": {"include_usage": true},
@@ -215,18 +227,18 @@ fn request(model: &str, prompt: &ModelPrompt) -> Json {
     body
 }
 
-fn turn(turn: &Turn) -> Json {
+fn message(turn: &Turn) -> Json {
     match turn {
-        Turn::Instruction(text) => json!({"role": "system", "content": text}),
-        Turn::Data(text) => json!({"role": "user", "content": text}),
-        Turn::Answer(answer) => spoken(answer),
+        Turn::System(text) => json!({"role": "system", "content": text}),
+        Turn::User(text) => json!({"role": "user", "content": text}),
+        Turn::Assistant(answer) => assistant_message(answer),
         Turn::ToolResult { call_id, content } => {
             json!({"role": "tool", "tool_call_id": call_id, "content": content})
         }
     }
 }
 
-fn spoken(answer: &Answer) -> Json {
+fn assistant_message(answer: &ModelAnswer) -> Json {
     let mut json = json!({"role": "assistant", "content": answer.text});
     if !answer.calls.is_empty() {
         let calls = answer.calls.iter().map(|call| {
@@ -238,132 +250,138 @@ fn spoken(answer: &Answer) -> Json {
     json
 }
 
-/// The pieces of an answer: streamed, or all at once from a service that does not stream.
-async fn pieces(response: Response, until: Instant, idle: Duration) -> Result<Pieces, ModelError> {
+/// The chunks of a response, also if the service does not stream.
+async fn response_stream(
+    response: Response,
+    deadline: Instant,
+    idle: Duration,
+) -> Result<ResponseStream, ModelError> {
     let kind = response.headers().get(CONTENT_TYPE).and_then(|kind| kind.to_str().ok());
     if kind.is_some_and(|kind| kind.starts_with("application/json")) {
-        let patience = until.min(Instant::now() + idle);
+        let idle_deadline = deadline.min(Instant::now() + idle);
         let body =
-            timeout_at(patience, http_client::read_limited(response, RESPONSE_BYTES_MAX)).await;
-        let body = body.map_err(|_| unavailable("the answer did not end in time"))?;
+            timeout_at(idle_deadline, http_client::read_limited(response, RESPONSE_BYTES_MAX))
+                .await;
+        let body =
+            body.map_err(|_| unavailable("the response was not complete within the timeout"))?;
         let body = body.map_err(ModelError::Unavailable)?;
-        let mut gathering = Gathering::default();
-        gathering.event(&body)?;
-        return Ok(Pieces::ready(gathering.end()?));
+        let mut accumulator = Accumulator::default();
+        accumulator.add_event(&body)?;
+        return Ok(ResponseStream::ready(accumulator.finish()?));
     }
-    let reading = Reading {
+    let state = StreamState {
         body: response.bytes_stream().boxed(),
         reader: Some(SseReader::default()),
-        gathering: Gathering::default(),
+        accumulator: Accumulator::default(),
         ready: VecDeque::new(),
         read_bytes: 0,
-        until,
+        deadline,
         idle,
     };
-    Ok(Pieces::new(stream::try_unfold(reading, Reading::next)))
+    Ok(ResponseStream::new(stream::try_unfold(state, StreamState::next)))
 }
 
-/// An answer that is being read.
-struct Reading {
+/// State of a response that is being read.
+struct StreamState {
     body: BoxStream<'static, reqwest::Result<Bytes>>,
-    /// `None` after the end.
+    /// `None` at the end of the response.
     reader: Option<SseReader>,
-    gathering: Gathering,
-    ready: VecDeque<Piece>,
+    accumulator: Accumulator,
+    ready: VecDeque<ResponseChunk>,
     read_bytes: usize,
-    until: Instant,
+    deadline: Instant,
     idle: Duration,
 }
 
-impl Reading {
-    async fn next(mut self) -> Result<Option<(Piece, Self)>, ModelError> {
+impl StreamState {
+    async fn next(mut self) -> Result<Option<(ResponseChunk, Self)>, ModelError> {
         loop {
-            if let Some(piece) = self.ready.pop_front() {
-                return Ok(Some((piece, self)));
+            if let Some(chunk) = self.ready.pop_front() {
+                return Ok(Some((chunk, self)));
             }
             let Some(mut reader) = self.reader.take() else { return Ok(None) };
-            let patience = self.until.min(Instant::now() + self.idle);
-            let chunk = timeout_at(patience, self.body.next()).await.map_err(|_| {
-                unavailable("it fell silent in the middle of its answer, or took too long")
-            })?;
-            let Some(chunk) = chunk else {
-                if let Some(event) = reader.finish().map_err(ModelError::Garbled)? {
-                    self.take(&event)?;
+            let idle_deadline = self.deadline.min(Instant::now() + self.idle);
+            let bytes = timeout_at(idle_deadline, self.body.next())
+                .await
+                .map_err(|_| unavailable("the response stalled or exceeded the total timeout"))?;
+            let Some(bytes) = bytes else {
+                if let Some(event) = reader.finish().map_err(ModelError::InvalidResponse)? {
+                    self.push_event(&event)?;
                 }
-                self.ready.extend(std::mem::take(&mut self.gathering).end()?);
+                self.ready.extend(std::mem::take(&mut self.accumulator).finish()?);
                 continue;
             };
-            let chunk = chunk.map_err(|error| unavailable(http_client::describe(&error)))?;
-            self.read_bytes += chunk.len();
+            let bytes = bytes.map_err(|error| unavailable(http_client::describe(&error)))?;
+            self.read_bytes += bytes.len();
             if self.read_bytes > RESPONSE_BYTES_MAX {
-                let problem = format!("it is longer than {RESPONSE_BYTES_MAX} bytes");
-                return Err(ModelError::Garbled(problem));
+                let problem = format!("longer than {RESPONSE_BYTES_MAX} bytes");
+                return Err(ModelError::InvalidResponse(problem));
             }
-            for event in reader.feed(&chunk).map_err(ModelError::Garbled)? {
-                self.take(&event)?;
+            for event in reader.feed(&bytes).map_err(ModelError::InvalidResponse)? {
+                self.push_event(&event)?;
             }
-            if self.gathering.done {
-                self.ready.extend(std::mem::take(&mut self.gathering).end()?);
+            if self.accumulator.done {
+                self.ready.extend(std::mem::take(&mut self.accumulator).finish()?);
             } else {
                 self.reader = Some(reader);
             }
         }
     }
 
-    fn take(&mut self, event: &str) -> Result<(), ModelError> {
-        self.gathering.event(event.as_bytes())?;
-        let text = std::mem::take(&mut self.gathering.text);
-        self.ready.extend((!text.is_empty()).then_some(Piece::Text(text)));
+    fn push_event(&mut self, event: &str) -> Result<(), ModelError> {
+        self.accumulator.add_event(event.as_bytes())?;
+        let text = std::mem::take(&mut self.accumulator.text);
+        self.ready.extend((!text.is_empty()).then_some(ResponseChunk::Text(text)));
         Ok(())
     }
 }
 
-/// What was said so far. Calls of tools come in fragments and are whole only at the end.
+/// The answer so far. Tool calls arrive in fragments and are complete only at the end.
 #[derive(Default)]
-struct Gathering {
+struct Accumulator {
     text: String,
     calls: BTreeMap<u64, ToolCall>,
-    usage: Option<Usage>,
-    /// Whether the service gave a reason to stop, or said that it is done.
+    usage: Option<TokenUsage>,
+    /// Whether the service sent a finish reason or `[DONE]`.
     finished: bool,
     done: bool,
 }
 
-impl Gathering {
-    fn event(&mut self, event: &[u8]) -> Result<(), ModelError> {
+impl Accumulator {
+    fn add_event(&mut self, event: &[u8]) -> Result<(), ModelError> {
         if event == b"[DONE]" {
             (self.finished, self.done) = (true, true);
             return Ok(());
         }
-        let json: Json = serde_json::from_slice(event)
-            .map_err(|error| ModelError::Garbled(format!("an event is no JSON: {error}")))?;
+        let json: Json = serde_json::from_slice(event).map_err(|error| {
+            ModelError::InvalidResponse(format!("an event is not JSON: {error}"))
+        })?;
         if let Some(error) = json.get("error").filter(|error| !error.is_null()) {
-            let message =
-                error.get("message").and_then(Json::as_str).unwrap_or("it did not say why");
+            let message = error.get("message").and_then(Json::as_str).unwrap_or("no reason given");
             return Err(unavailable(message.chars().take(300).collect::<String>()));
         }
         if let Some(usage) = json.get("usage").filter(|usage| usage.is_object()) {
             let count = |name: &str| usage.get(name).and_then(Json::as_u64).unwrap_or(0);
             let (input_tokens, output_tokens) =
                 (count("prompt_tokens"), count("completion_tokens"));
-            self.usage = Some(Usage { input_tokens, output_tokens });
+            self.usage = Some(TokenUsage { input_tokens, output_tokens });
         }
         let Some(choice) = json.pointer("/choices/0") else { return Ok(()) };
         self.finished |= choice.get("finish_reason").is_some_and(|reason| !reason.is_null());
-        let said = choice.get("delta").or_else(|| choice.get("message"));
-        let Some(said) = said else { return Ok(()) };
-        if let Some(text) = said.get("content").and_then(Json::as_str) {
+        let delta = choice.get("delta").or_else(|| choice.get("message"));
+        let Some(delta) = delta else { return Ok(()) };
+        if let Some(text) = delta.get("content").and_then(Json::as_str) {
             self.text.push_str(text);
         }
-        let calls = said.get("tool_calls").and_then(Json::as_array);
-        for (place, call) in calls.into_iter().flatten().enumerate() {
-            self.call(place as u64, call)?;
+        let calls = delta.get("tool_calls").and_then(Json::as_array);
+        for (position, call) in calls.into_iter().flatten().enumerate() {
+            self.add_call_fragment(position as u64, call)?;
         }
         Ok(())
     }
 
-    fn call(&mut self, place: u64, fragment: &Json) -> Result<(), ModelError> {
-        let index = fragment.get("index").and_then(Json::as_u64).unwrap_or(place);
+    fn add_call_fragment(&mut self, position: u64, fragment: &Json) -> Result<(), ModelError> {
+        let index = fragment.get("index").and_then(Json::as_u64).unwrap_or(position);
         let empty = ToolCall { id: String::new(), name: String::new(), arguments: String::new() };
         let call = self.calls.entry(index).or_insert(empty);
         let text = |pointer: &str| fragment.pointer(pointer).and_then(Json::as_str).unwrap_or("");
@@ -373,30 +391,30 @@ impl Gathering {
         let bytes = call.id.len() + call.name.len() + call.arguments.len();
         if self.calls.len() > TOOL_CALLS_MAX || bytes > TOOL_ARGUMENTS_BYTES_MAX {
             let problem = format!(
-                "more than {TOOL_CALLS_MAX} calls of tools, or one above {TOOL_ARGUMENTS_BYTES_MAX} bytes"
+                "more than {TOOL_CALLS_MAX} tool calls, or one longer than {TOOL_ARGUMENTS_BYTES_MAX} bytes"
             );
-            return Err(ModelError::Garbled(problem));
+            return Err(ModelError::InvalidResponse(problem));
         }
         Ok(())
     }
 
-    /// The pieces that are left at the end. An answer that just stops was cut off.
-    fn end(self) -> Result<Vec<Piece>, ModelError> {
+    /// The remaining chunks. A response without a finish reason was cut off.
+    fn finish(self) -> Result<Vec<ResponseChunk>, ModelError> {
         if !self.finished {
-            return Err(unavailable("its answer was cut off"));
+            return Err(unavailable("the response was cut off"));
         }
-        let mut pieces = Vec::new();
-        pieces.extend((!self.text.is_empty()).then_some(Piece::Text(self.text)));
+        let mut chunks = Vec::new();
+        chunks.extend((!self.text.is_empty()).then_some(ResponseChunk::Text(self.text)));
         for (index, mut call) in self.calls {
             if call.name.is_empty() {
-                return Err(ModelError::Garbled("a call names no tool".to_owned()));
+                return Err(ModelError::InvalidResponse("a tool call has no name".to_owned()));
             }
             if call.id.is_empty() {
                 call.id = format!("call-{index}");
             }
-            pieces.push(Piece::Call(call));
+            chunks.push(ResponseChunk::Call(call));
         }
-        pieces.extend(self.usage.map(Piece::Usage));
-        Ok(pieces)
+        chunks.extend(self.usage.map(ResponseChunk::Usage));
+        Ok(chunks)
     }
 }

@@ -1,6 +1,6 @@
-//! A model without a model: says what a script says, or answers by fixed rules. Deterministic, and costs nothing.
+//! A deterministic, free model that follows a script, then fixed rules.
 //!
-//! Upstream: `handler`, like any model; the default of a server without `model.url`, and the model of tests.
+//! Upstream: `handler`. The default model of a server without `model.url`, and the model of tests.
 //! Promises: the same prompts in the same order give the same answers.
 
 use std::collections::VecDeque;
@@ -12,17 +12,17 @@ use futures_util::stream;
 use tokio::time::sleep;
 
 use crate::desk::model::{
-    Answer, LanguageModel, ModelError, ModelPrompt, Piece, Pieces, ToolCall, Turn, Usage,
-    estimate_tokens,
+    LanguageModel, ModelAnswer, ModelError, ModelPrompt, ResponseChunk, ResponseStream, TokenUsage,
+    ToolCall, Turn, estimate_tokens,
 };
 use crate::desk::prompt;
 use crate::desk::tools;
 use crate::text;
 
-/// One answer of a script.
+/// One step of a script.
 #[derive(Clone, Debug)]
-pub enum Line {
-    /// Says this.
+pub enum ScriptStep {
+    /// Answers with this text.
     Say(String),
     /// Calls a tool with these arguments, in JSON.
     Call {
@@ -31,23 +31,23 @@ pub enum Line {
         /// JSON.
         arguments: String,
     },
-    /// Fails.
+    /// Fails with this error.
     Fail(ModelError),
-    /// Never ends.
+    /// Never completes.
     Hang,
 }
 
-/// A model that follows a script, then its rules.
+/// A scripted model.
 #[derive(Debug)]
 pub struct ScriptedModel {
-    script: Mutex<VecDeque<Line>>,
+    script: Mutex<VecDeque<ScriptStep>>,
     delay: Duration,
     is_metered: bool,
-    asked: Mutex<Vec<ModelPrompt>>,
+    prompts: Mutex<Vec<ModelPrompt>>,
 }
 
-/// Prompts that are remembered for those who ask; older ones are forgotten.
-const ASKED_MAX: usize = 1000;
+/// Number of prompts kept for [`ScriptedModel::prompts`]; older ones are dropped.
+const PROMPTS_MAX: usize = 1000;
 
 impl Default for ScriptedModel {
     fn default() -> Self {
@@ -56,32 +56,32 @@ impl Default for ScriptedModel {
 }
 
 impl ScriptedModel {
-    /// Says these lines in order; when they are used up, it goes by its rules.
-    pub fn new(script: impl IntoIterator<Item = Line>) -> Self {
+    /// Runs these steps in order, then follows the rules.
+    pub fn new(script: impl IntoIterator<Item = ScriptStep>) -> Self {
         let script = Mutex::new(script.into_iter().collect());
-        Self { script, delay: Duration::ZERO, is_metered: false, asked: Mutex::default() }
+        Self { script, delay: Duration::ZERO, is_metered: false, prompts: Mutex::default() }
     }
 
-    /// Subject to token budgets, as models that cost something are.
+    /// Applies token budgets, as for a paid model.
     pub fn metered(mut self) -> Self {
         self.is_metered = true;
         self
     }
 
-    /// Takes this long for every answer.
-    pub fn slow(mut self, delay: Duration) -> Self {
+    /// Delays every answer by `delay`.
+    pub fn with_delay(mut self, delay: Duration) -> Self {
         self.delay = delay;
         self
     }
 
-    /// The prompts it was asked so far, the newest thousand.
-    pub fn asked(&self) -> Vec<ModelPrompt> {
-        locked(&self.asked).clone()
+    /// The prompts received so far, the newest thousand.
+    pub fn prompts(&self) -> Vec<ModelPrompt> {
+        lock(&self.prompts).clone()
     }
 
-    fn next_line(&self, model_prompt: &ModelPrompt) -> Line {
-        let line = locked(&self.script).pop_front();
-        line.unwrap_or_else(|| rule(model_prompt))
+    fn next_step(&self, model_prompt: &ModelPrompt) -> ScriptStep {
+        let step = lock(&self.script).pop_front();
+        step.unwrap_or_else(|| rule_based_step(model_prompt))
     }
 }
 
@@ -95,63 +95,69 @@ impl LanguageModel for ScriptedModel {
         !self.is_metered
     }
 
-    async fn ask(&self, model_prompt: &ModelPrompt) -> Result<Pieces, ModelError> {
+    async fn complete(&self, model_prompt: &ModelPrompt) -> Result<ResponseStream, ModelError> {
         {
-            let mut asked = locked(&self.asked);
-            if asked.len() >= ASKED_MAX {
-                asked.remove(0);
+            let mut prompts = lock(&self.prompts);
+            if prompts.len() >= PROMPTS_MAX {
+                prompts.remove(0);
             }
-            asked.push(model_prompt.clone());
+            prompts.push(model_prompt.clone());
         }
-        let line = self.next_line(model_prompt);
+        let step = self.next_step(model_prompt);
         sleep(self.delay).await;
         let input_tokens = model_prompt.tokens_estimate();
-        let usage =
-            |bytes| Piece::Usage(Usage { input_tokens, output_tokens: estimate_tokens(bytes) });
-        match line {
-            Line::Say(text) => {
+        let usage = |bytes| {
+            ResponseChunk::Usage(TokenUsage { input_tokens, output_tokens: estimate_tokens(bytes) })
+        };
+        match step {
+            ScriptStep::Say(text) => {
                 let usage = usage(text.len());
-                // In several pieces, as a service would.
-                let mut pieces: Vec<Piece> =
-                    text.split_inclusive(' ').map(|word| Piece::Text(word.to_owned())).collect();
-                pieces.push(usage);
-                Ok(Pieces::ready(pieces))
+                // Several chunks, like a streaming service.
+                let mut chunks: Vec<ResponseChunk> = text
+                    .split_inclusive(' ')
+                    .map(|word| ResponseChunk::Text(word.to_owned()))
+                    .collect();
+                chunks.push(usage);
+                Ok(ResponseStream::ready(chunks))
             }
-            Line::Call { name, arguments } => {
+            ScriptStep::Call { name, arguments } => {
                 let usage = usage(arguments.len());
                 let id = format!("call-{}", model_prompt.turns.len());
-                Ok(Pieces::ready(vec![Piece::Call(ToolCall { id, name, arguments }), usage]))
+                Ok(ResponseStream::ready(vec![
+                    ResponseChunk::Call(ToolCall { id, name, arguments }),
+                    usage,
+                ]))
             }
-            Line::Fail(error) => Err(error),
-            Line::Hang => Ok(Pieces::new(stream::pending())),
+            ScriptStep::Fail(error) => Err(error),
+            ScriptStep::Hang => Ok(ResponseStream::new(stream::pending())),
         }
     }
 }
 
-fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().expect("no code panics while it holds this lock")
 }
 
-/// What the model does without a script: a few words of the newest message make it use a tool, all else is answered.
-fn rule(model_prompt: &ModelPrompt) -> Line {
+/// The rules: certain words in the newest message trigger a tool; everything else is answered.
+fn rule_based_step(model_prompt: &ModelPrompt) -> ScriptStep {
     let Some(newest) = model_prompt.turns.iter().find_map(|turn| match turn {
-        Turn::Data(data) => prompt::newest_user_text(data),
+        Turn::User(data) => prompt::newest_user_text(data),
         _ => None,
     }) else {
-        return Line::Say("There is nothing to answer.".to_owned());
+        return ScriptStep::Say("There is nothing to answer.".to_owned());
     };
     let words = newest.text.to_lowercase();
     let has = |any: &[&str]| any.iter().any(|word| words.contains(word));
     let called = |name: &str| model_prompt.turns.iter().any(|turn| calls(turn, name));
     let may = |name: &str| model_prompt.tools.iter().any(|tool| tool.name == name) && !called(name);
-    let call = |name: &str, arguments: serde_json::Value| Line::Call {
+    let call = |name: &str, arguments: serde_json::Value| ScriptStep::Call {
         name: name.to_owned(),
         arguments: arguments.to_string(),
     };
     if may(tools::HAND_OVER) && has(&["human", "person", "lawyer"]) {
         return call(
             tools::HAND_OVER,
-            serde_json::json!({"reason": "the user asked for a person"}),
+            serde_json::json!({"reason": "the user prompts for a person"}),
         );
     }
     if may(tools::CLOSE_TICKET) && has(&["thank you, solved", "close this", "please close"]) {
@@ -173,7 +179,7 @@ fn rule(model_prompt: &ModelPrompt) -> Line {
     } else {
         ""
     };
-    Line::Say(format!(
+    ScriptStep::Say(format!(
         "Thank you. I have read your {} {messages}; the last one says: \u{201c}{}\u{201d}.{done}",
         newest.pending,
         shortened(&newest.text)
@@ -181,7 +187,7 @@ fn rule(model_prompt: &ModelPrompt) -> Line {
 }
 
 fn calls(turn: &Turn, name: &str) -> bool {
-    matches!(turn, Turn::Answer(Answer { calls, .. }) if calls.iter().any(|call| call.name == name))
+    matches!(turn, Turn::Assistant(ModelAnswer { calls, .. }) if calls.iter().any(|call| call.name == name))
 }
 
 fn shortened(text: &str) -> String {

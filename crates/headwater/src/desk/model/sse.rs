@@ -1,11 +1,11 @@
-//! Server-sent events, read from bytes as they come.
+//! Incremental parser for server-sent events.
 //!
-//! Upstream: `openai` feeds it the body of an answer. Promises: it keeps no more than one line and one event, each within
-//! a limit, however the bytes are cut. Refuses: lines that are too long and text that is not UTF-8.
+//! Upstream: `openai` feeds it the response body. Promises: it buffers at most one line and one event, each within a
+//! limit, however the bytes are split. Rejects lines over the limit and text that is not UTF-8.
 
 use crate::limits::LINE_BYTES_MAX;
 
-/// Puts lines together.
+/// Parser state.
 #[derive(Debug, Default)]
 pub(crate) struct SseReader {
     line: Vec<u8>,
@@ -14,7 +14,7 @@ pub(crate) struct SseReader {
 }
 
 impl SseReader {
-    /// Takes bytes, and returns the `data` of the events that they complete.
+    /// Consumes bytes and returns the `data` of the events they complete.
     pub(crate) fn feed(&mut self, bytes: &[u8]) -> Result<Vec<String>, String> {
         let mut events = Vec::new();
         for part in bytes.split_inclusive(|byte| *byte == b'\n') {
@@ -30,7 +30,7 @@ impl SseReader {
         Ok(events)
     }
 
-    /// The event that the end of the body completes: some services leave out the last empty line.
+    /// Returns the last event if the body ends without an empty line, as some services do.
     pub(crate) fn finish(mut self) -> Result<Option<String>, String> {
         let line = std::mem::take(&mut self.line);
         let ended = self.end_line(&line)?;
@@ -44,7 +44,7 @@ impl SseReader {
             let data = std::mem::take(&mut self.data);
             return Ok(std::mem::take(&mut self.has_data).then_some(data));
         }
-        // Comments, ids and names of events do not matter to us.
+        // Comments, ids and event names are ignored.
         let Some(data) = line.strip_prefix("data:") else { return Ok(None) };
         if self.has_data {
             self.data.push('\n');
@@ -74,7 +74,7 @@ mod tests {
     }
 
     #[test]
-    fn events_are_the_same_however_the_bytes_are_cut() {
+    fn events_do_not_depend_on_how_the_bytes_are_split() {
         let expected = ["{\"a\":1}", "zwei\ndrei ü", "[DONE]"];
         assert_eq!(read(&[BODY.as_bytes()]), expected);
         for cut in 1..BODY.len() {
@@ -84,7 +84,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_without_an_end_is_refused_before_it_fills_the_memory() {
+    fn an_endless_line_is_rejected_at_the_limit() {
         let mut reader = SseReader::default();
         let chunk = vec![b'x'; LINE_BYTES_MAX / 4];
         let refused = (0..5).any(|_| reader.feed(&chunk).is_err());
@@ -92,7 +92,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_text_is_refused() {
+    fn invalid_utf8_is_rejected() {
         assert!(SseReader::default().feed(b"data: \xff\xfe\n\n").is_err());
     }
 }

@@ -1,23 +1,25 @@
-//! Webhooks of GitHub: which issue of which repository, and what happened to it.
+//! Maps GitHub webhooks to events.
 //!
-//! Upstream: `webhooks`, after the signature was checked. Promises: only issues and their comments are events; all else,
-//! pull requests included, is ignored with the reason.
+//! Upstream: `webhooks`, after the signature was verified. Promises: only issues and their comments become events;
+//! everything else, including pull requests, is ignored with a reason.
 
 use axum::http::HeaderMap;
 use serde_json::Value;
 
-use crate::config::IntegrationSettings;
+use crate::config::Integration;
 use crate::http::ApiError;
-use crate::inbound::webhooks::{Mapped, Placed, header, is_ours, required, text_at};
+use crate::inbound::webhooks::{
+    WebhookEvent, WebhookMapping, header, is_own_message, required_id, text_at,
+};
 
-/// What a webhook of GitHub is about.
+/// Maps a GitHub webhook.
 pub(super) fn map(
     headers: &HeaderMap,
     payload: &Value,
-    integration: &IntegrationSettings,
-) -> Result<Mapped, ApiError> {
+    integration: &Integration,
+) -> Result<WebhookMapping, ApiError> {
     let event = header(headers, "x-github-event")
-        .ok_or_else(|| ApiError::invalid("the header X-GitHub-Event is missing"))?;
+        .ok_or_else(|| ApiError::invalid("header `X-GitHub-Event` is missing"))?;
     let action = text_at(payload, "/action").unwrap_or_default();
     let event_type = match (event, action) {
         ("issues", "opened") => "issue_created",
@@ -26,24 +28,32 @@ pub(super) fn map(
         ("issues", "reopened") => "issue_reopened",
         ("issue_comment", "created") => "comment_created",
         ("issue_comment", "edited") => "comment_updated",
-        ("ping", _) => return Ok(Mapped::ignored("a ping: the webhook works")),
-        (_, "") => return Ok(Mapped::ignored(format!("events `{event}` are not handled"))),
-        _ => return Ok(Mapped::ignored(format!("events `{event}` `{action}` are not handled"))),
+        ("ping", _) => return Ok(WebhookMapping::ignored("ping: the webhook works")),
+        (_, "") => {
+            return Ok(WebhookMapping::ignored(format!(
+                "events of type `{event}` are not handled"
+            )));
+        }
+        _ => {
+            return Ok(WebhookMapping::ignored(format!(
+                "events of type `{event}` with action `{action}` are not handled"
+            )));
+        }
     };
-    // To GitHub a pull request is an issue, too; a desk has nothing to say about code.
+    // GitHub treats a pull request as an issue; the desk does not answer pull requests.
     if payload.pointer("/issue/pull_request").is_some_and(|it| !it.is_null()) {
-        return Ok(Mapped::ignored("comments on pull requests are not handled"));
+        return Ok(WebhookMapping::ignored("comments on pull requests are not handled"));
     }
     let (author, text) = match event {
         "issue_comment" => ("/comment/user/login", "/comment/body"),
         _ => ("/sender/login", "/issue/body"),
     };
-    if is_ours(integration, text_at(payload, author), text_at(payload, text)) {
-        return Ok(Mapped::ignored("we wrote it ourselves"));
+    if is_own_message(integration, text_at(payload, author), text_at(payload, text)) {
+        return Ok(WebhookMapping::ignored("message of the desk itself"));
     }
-    Ok(Mapped::Event(Placed {
-        project: required(payload, "/repository/full_name")?,
-        issue: required(payload, "/issue/number")?,
+    Ok(WebhookMapping::Event(WebhookEvent {
+        project: required_id(payload, "/repository/full_name")?,
+        issue: required_id(payload, "/issue/number")?,
         event_type: event_type.to_owned(),
         delivery: header(headers, "x-github-delivery").map(str::to_owned),
     }))

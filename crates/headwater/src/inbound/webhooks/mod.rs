@@ -1,12 +1,12 @@
-//! Webhooks: `POST /webhooks/{provider}/{integration}`, from a stranger's bytes to a committed event.
+//! Webhooks: `POST /webhooks/{provider}/{integration}`, from untrusted bytes to a committed event.
 //!
-//! Flow: integration (404) -> content type (415) -> body within its limits (413, 408) -> `verify` the signature on the bytes as they
-//! came (401) -> JSON (400) -> `github`, `gitlab` or `standard` says which issue it is about, or that it is nothing for us
-//! -> inbox (503 if the database is away) -> 200.
-//! Promises: nothing is parsed before its signature is checked; 200 with `ok` means committed, with the payload as it came:
-//! any JSON within the limits, also with NUL, lone surrogates or numbers that the database cannot hold. What we wrote ourselves
-//! starts nothing, or we would talk to ourselves for ever.
-//! Not here: what is done about an event.
+//! Flow: integration (404) -> content type (415) -> body within its limits (413, 408) -> `verify` the signature on the
+//! raw bytes (401) -> JSON (400) -> `github`, `gitlab` or `standard` maps it to an issue, or ignores it -> inbox (503
+//! if the database is unavailable) -> 200.
+//! Promises: nothing is parsed before its signature is verified. 200 with `ok` means committed, with the payload as
+//! received: any JSON within the limits, also with NUL, lone surrogates or numbers that the database cannot represent.
+//! Messages of the desk itself are ignored, which prevents loops.
+//! Not here: processing of the event.
 
 mod github;
 mod gitlab;
@@ -30,51 +30,51 @@ use utoipa::ToSchema;
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
-use crate::config::{IntegrationSettings, Provider};
+use crate::config::{Integration, Provider};
 use crate::http::ApiError;
 use crate::http::body;
-use crate::http::extract::PathParams;
+use crate::http::extract::PathOf;
 use crate::outbound::marker;
 use crate::server::app_state::App;
 use crate::telemetry;
 
-/// Webhooks. Labels: provider, result (`recorded`, `duplicate`, `ignored`, or the code of a refusal).
+/// Counter of webhooks. Labels: provider, result (`recorded`, `duplicate`, `ignored`, or the error code).
 pub(crate) const WEBHOOKS: &str = "headwater_webhooks_total";
 
-/// What a webhook is about.
+/// A webhook mapped to an event.
 #[derive(Clone, Debug, PartialEq, Eq)]
-enum Mapped {
-    /// Something happened to an issue.
-    Event(Placed),
-    /// Nothing for us, and why.
+enum WebhookMapping {
+    /// An event of an issue.
+    Event(WebhookEvent),
+    /// Not relevant, with the reason.
     Ignored(String),
 }
 
-/// An event and the issue it belongs to, in the provider's words.
+/// An event and its issue, identified as by the provider.
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Placed {
+struct WebhookEvent {
     project: String,
     issue: String,
     event_type: String,
-    /// The same at every try of one delivery.
+    /// The delivery id; the same for every attempt of one delivery.
     delivery: Option<String>,
 }
 
-impl Placed {
-    /// Refuses an id or a type of which a character was replaced: it would be that of another issue.
-    fn refuse_replaced(&self) -> Result<(), ApiError> {
+impl WebhookEvent {
+    /// Rejects an id or type with a replaced character: it would identify another issue.
+    fn reject_replaced_characters(&self) -> Result<(), ApiError> {
         let named =
             [("project", &self.project), ("issue", &self.issue), ("type", &self.event_type)];
         match named.iter().find(|(_, name)| name.contains(char::REPLACEMENT_CHARACTER)) {
             None => Ok(()),
             Some((what, _)) => Err(ApiError::invalid(format!(
-                "the {what} of the event contains NUL or a lone surrogate, which no id can contain"
+                "the {what} of the event contains NUL or a lone surrogate, which is not allowed in an id"
             ))),
         }
     }
 }
 
-impl Mapped {
+impl WebhookMapping {
     fn ignored(reason: impl Into<String>) -> Self {
         Self::Ignored(reason.into())
     }
@@ -85,68 +85,74 @@ pub(crate) fn routes() -> OpenApiRouter<App> {
     OpenApiRouter::new().routes(routes!(receive))
 }
 
-/// Takes a webhook. It is committed when the answer is 200 with `ok`.
+/// Receives a webhook. The event is committed if the response is 200 with `ok`.
 #[utoipa::path(post, path = "/webhooks/{provider}/{integration}", tag = "webhooks",
     params(("provider" = String, Path, description = "`github`, `gitlab` or `standard`"), ("integration" = String, Path)),
-    request_body(content = Value, description = "As the provider sends it, signed."),
-    responses((status = 200, body = WebhookAnswer), (status = 401, description = "The signature is wrong."), (status = 404)),
+    request_body(content = Value, description = "The payload as sent by the provider, signed."),
+    responses((status = 200, body = WebhookResponse), (status = 401, description = "The signature is missing or invalid."), (status = 404)),
     security(()))]
 async fn receive(
     State(app): State<App>,
-    PathParams((provider, id)): PathParams<(String, String)>,
+    PathOf((provider, id)): PathOf<(String, String)>,
     request: Request,
 ) -> Response {
-    let answer = take(&app, &provider, &id, request).await;
-    let result = match &answer {
-        Ok(Taken::Recorded(recorded)) if recorded.duplicate => "duplicate",
-        Ok(Taken::Recorded(_)) => "recorded",
-        Ok(Taken::Ignored(_)) => "ignored",
-        Err(refusal) => refusal.code(),
+    let result = process(&app, &provider, &id, request).await;
+    let label = match &result {
+        Ok(WebhookOutcome::Recorded(recorded)) if recorded.duplicate => "duplicate",
+        Ok(WebhookOutcome::Recorded(_)) => "recorded",
+        Ok(WebhookOutcome::Ignored(_)) => "ignored",
+        Err(error) => error.code(),
     };
-    // A provider that we do not know would make a label of a stranger's choice.
+    // An unknown provider would let the sender choose the label value.
     let known = [Provider::Github, Provider::Gitlab, Provider::Standard];
-    let label = known.iter().map(|known| known.as_str()).find(|known| *known == provider);
-    counter!(WEBHOOKS, "provider" => label.unwrap_or("unknown"), "result" => result).increment(1);
-    match answer {
-        Ok(taken) => Json(WebhookAnswer::from(taken)).into_response(),
-        Err(refusal) => {
-            info!(integration = id, result, "webhook refused");
-            refusal.into_response()
+    let provider_label = known.iter().map(|known| known.as_str()).find(|known| *known == provider);
+    counter!(WEBHOOKS, "provider" => provider_label.unwrap_or("unknown"), "result" => label)
+        .increment(1);
+    match result {
+        Ok(outcome) => Json(WebhookResponse::from(outcome)).into_response(),
+        Err(error) => {
+            info!(integration = id, result = label, "webhook rejected");
+            error.into_response()
         }
     }
 }
 
-/// What became of a webhook that was not refused.
-enum Taken {
+/// Result of a webhook that was not rejected.
+enum WebhookOutcome {
     Recorded(Recorded),
     Ignored(String),
 }
 
-/// What became of a webhook.
+/// Result of a webhook.
 #[derive(Debug, Serialize, ToSchema)]
 #[serde(tag = "status", rename_all = "lowercase")]
-pub(crate) enum WebhookAnswer {
-    /// It is committed.
+pub(crate) enum WebhookResponse {
+    /// The event is committed.
     Ok { issue_id: i64, event_log_id: i64, duplicate: bool },
-    /// It is nothing for us.
+    /// The webhook is not relevant.
     Ignored { reason: String },
 }
 
-impl From<Taken> for WebhookAnswer {
-    fn from(taken: Taken) -> Self {
-        match taken {
-            Taken::Recorded(recorded) => Self::Ok {
+impl From<WebhookOutcome> for WebhookResponse {
+    fn from(outcome: WebhookOutcome) -> Self {
+        match outcome {
+            WebhookOutcome::Recorded(recorded) => Self::Ok {
                 issue_id: recorded.issue_id.0,
                 event_log_id: recorded.event_log_id.0,
                 duplicate: recorded.duplicate,
             },
-            Taken::Ignored(reason) => Self::Ignored { reason },
+            WebhookOutcome::Ignored(reason) => Self::Ignored { reason },
         }
     }
 }
 
-async fn take(app: &App, provider: &str, id: &str, request: Request) -> Result<Taken, ApiError> {
-    let integration = find(app, provider, id)?;
+async fn process(
+    app: &App,
+    provider: &str,
+    id: &str,
+    request: Request,
+) -> Result<WebhookOutcome, ApiError> {
+    let integration = find_integration(app, provider, id)?;
     body::require_json(request.headers())?;
     let headers = request.headers().clone();
     let body = body::read(request, &app.settings.http).await?;
@@ -154,7 +160,7 @@ async fn take(app: &App, provider: &str, id: &str, request: Request) -> Result<T
 
     let text = std::str::from_utf8(&body.bytes)
         .map_err(|_| ApiError::invalid("the body is not valid UTF-8"))?;
-    // What is read from the payload is sanitized; what is stored is the text as it came.
+    // Ids are read from the sanitized payload; the original text is stored.
     let sanitized = sanitize_json(text);
     let payload: Value = body.parse_text(&sanitized).await?;
     let mapped = match integration.provider {
@@ -164,20 +170,24 @@ async fn take(app: &App, provider: &str, id: &str, request: Request) -> Result<T
         Provider::Desk => return Err(unknown(provider, id)),
     };
     match mapped {
-        Mapped::Event(placed) => {
+        WebhookMapping::Event(event) => {
             if matches!(sanitized, Cow::Owned(_)) {
-                placed.refuse_replaced()?;
+                event.reject_replaced_characters()?;
             }
-            record(app, integration, placed, text).await.map(Taken::Recorded)
+            record(app, integration, event, text).await.map(WebhookOutcome::Recorded)
         }
-        Mapped::Ignored(reason) => {
+        WebhookMapping::Ignored(reason) => {
             debug!(integration = id, reason, "webhook ignored");
-            Ok(Taken::Ignored(reason))
+            Ok(WebhookOutcome::Ignored(reason))
         }
     }
 }
 
-fn find<'a>(app: &'a App, provider: &str, id: &str) -> Result<&'a IntegrationSettings, ApiError> {
+fn find_integration<'a>(
+    app: &'a App,
+    provider: &str,
+    id: &str,
+) -> Result<&'a Integration, ApiError> {
     let found = app.settings.integrations.iter().find(|one| {
         one.id == id && one.provider.as_str() == provider && one.provider != Provider::Desk
     });
@@ -185,29 +195,30 @@ fn find<'a>(app: &'a App, provider: &str, id: &str) -> Result<&'a IntegrationSet
 }
 
 fn unknown(provider: &str, id: &str) -> ApiError {
-    ApiError::not_found(format!("there is no integration `{id}` of the provider `{provider}`"))
+    ApiError::not_found(format!("no integration `{id}` with provider `{provider}`"))
 }
 
-/// Checks the bytes as they came.
+/// Verifies the signature of the raw bytes.
 fn verify_signature(
     app: &App,
-    integration: &IntegrationSettings,
+    integration: &Integration,
     headers: &HeaderMap,
     bytes: &[u8],
 ) -> Result<(), ApiError> {
-    // Settings without a secret are refused at the start; without one, nobody gets in.
-    let secret = integration.secret.as_ref().ok_or_else(|| unauthorized("there is no secret"))?;
+    // The configuration requires a secret. Without one, every request is rejected.
+    let secret =
+        integration.secret.as_ref().ok_or_else(|| unauthorized("the integration has no secret"))?;
     let secret = secret.expose_secret();
-    let verdict = match integration.provider {
+    let verification = match integration.provider {
         Provider::Github => verify::github(secret, headers, bytes),
         Provider::Gitlab => verify::gitlab(secret, headers),
         Provider::Standard => {
             let tolerance = app.settings.webhook_tolerance;
             verify::standard(secret, headers, bytes, SystemClock.now(), tolerance)
         }
-        Provider::Desk => Err("the desk takes no webhooks"),
+        Provider::Desk => Err("the desk does not receive webhooks"),
     };
-    verdict.map_err(unauthorized)
+    verification.map_err(unauthorized)
 }
 
 fn unauthorized(problem: &str) -> ApiError {
@@ -216,45 +227,45 @@ fn unauthorized(problem: &str) -> ApiError {
 
 async fn record(
     app: &App,
-    integration: &IntegrationSettings,
-    placed: Placed,
+    integration: &Integration,
+    event: WebhookEvent,
     payload: &str,
 ) -> Result<Recorded, ApiError> {
     let event = NewEvent {
         integration: integration.id.clone(),
-        external_project_id: placed.project,
-        external_issue_id: placed.issue,
+        external_project_id: event.project,
+        external_issue_id: event.issue,
         source: integration.provider.as_str().to_owned(),
-        event_type: placed.event_type,
-        dedup_key: placed.delivery,
+        event_type: event.event_type,
+        dedup_key: event.delivery,
         payload: payload.to_owned(),
     };
     let recorded = match app.inbox.record(event.clone()).await {
-        // GitLab gives webhooks that a webhook has set off the id of the first one. They are events of their own.
+        // GitLab reuses the delivery id for webhooks triggered by a webhook. They are separate events.
         Err(IssueError::DedupConflict { .. }) if integration.provider == Provider::Gitlab => {
             app.inbox.record(NewEvent { dedup_key: None, ..event }).await
         }
         other => other,
     };
     if let Ok(recorded) = &recorded {
-        telemetry::record_event_trace(recorded.event_log_id);
+        telemetry::note_origin(recorded.event_log_id);
     }
     recorded.map_err(|error| match error {
         IssueError::DedupConflict { .. } => {
-            let message = "this delivery id was used for another event; the new one was not stored";
+            let message = "this delivery id was used for another event; the event was not stored";
             ApiError::new(StatusCode::BAD_REQUEST, "delivery_id_reused", message)
         }
         other => other.into(),
     })
 }
 
-/// A text somewhere in a payload.
+/// A string in the payload.
 fn text_at<'a>(payload: &'a Value, pointer: &str) -> Option<&'a str> {
     payload.pointer(pointer)?.as_str()
 }
 
-/// A name somewhere in a payload: text, or a whole number.
-fn name_at(payload: &Value, pointer: &str) -> Option<String> {
+/// An id in the payload: a non-empty string or an integer.
+fn id_at(payload: &Value, pointer: &str) -> Option<String> {
     match payload.pointer(pointer)? {
         Value::String(name) if !name.is_empty() => Some(name.clone()),
         Value::Number(number) if number.is_i64() || number.is_u64() => Some(number.to_string()),
@@ -262,24 +273,23 @@ fn name_at(payload: &Value, pointer: &str) -> Option<String> {
     }
 }
 
-/// A name that must be there.
-fn required(payload: &Value, pointer: &str) -> Result<String, ApiError> {
-    name_at(payload, pointer).ok_or_else(|| {
-        let place = pointer.trim_start_matches('/').replace('/', ".");
-        ApiError::invalid(format!("the payload lacks `{place}`"))
+/// A required id in the payload.
+fn required_id(payload: &Value, pointer: &str) -> Result<String, ApiError> {
+    id_at(payload, pointer).ok_or_else(|| {
+        let field = pointer.trim_start_matches('/').replace('/', ".");
+        ApiError::invalid(format!("`{field}` is missing in the payload"))
     })
 }
 
-/// A header as text.
+/// A non-empty header value.
 fn header<'a>(headers: &'a HeaderMap, name: &str) -> Option<&'a str> {
     headers.get(name)?.to_str().ok().filter(|value| !value.is_empty())
 }
 
-/// Whether we wrote it: it bears our mark, or our name is on it.
-fn is_ours(integration: &IntegrationSettings, author: Option<&str>, text: Option<&str>) -> bool {
-    let is_our_name =
-        |login: &String| author.is_some_and(|author| author.eq_ignore_ascii_case(login));
-    integration.bot_login.as_ref().is_some_and(is_our_name) || text.is_some_and(marker::is_ours)
+/// Whether the desk wrote the message: it ends with a reply marker, or its author is `bot_login`.
+fn is_own_message(integration: &Integration, author: Option<&str>, text: Option<&str>) -> bool {
+    let is_bot = |login: &String| author.is_some_and(|author| author.eq_ignore_ascii_case(login));
+    integration.bot_login.as_ref().is_some_and(is_bot) || text.is_some_and(marker::contains_marker)
 }
 
 #[cfg(test)]
@@ -289,14 +299,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_are_text_or_whole_numbers() {
+    fn ids_are_strings_or_integers() {
         let payload =
             json!({"a": {"text": "x", "number": 42, "part": 1.5, "none": null, "empty": ""}});
-        assert_eq!(name_at(&payload, "/a/text").as_deref(), Some("x"));
-        assert_eq!(name_at(&payload, "/a/number").as_deref(), Some("42"));
+        assert_eq!(id_at(&payload, "/a/text").as_deref(), Some("x"));
+        assert_eq!(id_at(&payload, "/a/number").as_deref(), Some("42"));
         for none in ["/a/part", "/a/none", "/a/empty", "/a/missing", "/a"] {
-            assert_eq!(name_at(&payload, none), None, "{none}");
+            assert_eq!(id_at(&payload, none), None, "{none}");
         }
-        assert!(required(&payload, "/a/missing").is_err());
+        assert!(required_id(&payload, "/a/missing").is_err());
     }
 }

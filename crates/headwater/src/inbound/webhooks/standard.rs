@@ -1,44 +1,44 @@
-//! Standard Webhooks of anybody: `{"type": ..., "issue": ..., "project": ...}`, or the same below `data`.
+//! Maps Standard Webhooks of any sender: `{"type": ..., "issue": ..., "project": ...}`, or the same below `data`.
 //!
-//! Upstream: `webhooks`, after the signature was checked. Promises: the sender names the issue; a payload that names none is
-//! refused, so that whoever writes the sender sees it.
+//! Upstream: `webhooks`, after the signature was verified. Promises: a payload without an issue is rejected, so that
+//! the developer of the sender notices.
 
 use axum::http::HeaderMap;
 use serde_json::Value;
 
 use crate::http::ApiError;
-use crate::inbound::webhooks::{Mapped, Placed, header, name_at, text_at};
+use crate::inbound::webhooks::{WebhookEvent, WebhookMapping, header, id_at, text_at};
 
-/// Types that only ask whether we are there.
+/// Types of connectivity tests.
 const PINGS: [&str; 4] = ["ping", "test", "webhook.ping", "webhook.test"];
 
-/// What a Standard Webhook is about.
-pub(super) fn map(headers: &HeaderMap, payload: &Value) -> Result<Mapped, ApiError> {
+/// Maps a Standard Webhook.
+pub(super) fn map(headers: &HeaderMap, payload: &Value) -> Result<WebhookMapping, ApiError> {
     let event_type = text_at(payload, "/type").filter(|name| !name.is_empty());
-    let event_type =
-        event_type.ok_or_else(|| ApiError::invalid("the payload lacks `type`, a text"))?;
+    let event_type = event_type
+        .ok_or_else(|| ApiError::invalid("`type` is missing in the payload, or not a string"))?;
     if PINGS.contains(&event_type) {
-        return Ok(Mapped::ignored("a ping: the webhook works"));
+        return Ok(WebhookMapping::ignored("ping: the webhook works"));
     }
-    let issue = named(payload, "issue").ok_or_else(|| {
-        ApiError::invalid("the payload lacks `issue`: text, a whole number, or an object with `id`; also below `data`")
+    let issue = object_id(payload, "issue").ok_or_else(|| {
+        ApiError::invalid("`issue` is missing in the payload: a string, an integer, or an object with `id`; also below `data`")
     })?;
-    Ok(Mapped::Event(Placed {
-        project: named(payload, "project").unwrap_or_default(),
+    Ok(WebhookMapping::Event(WebhookEvent {
+        project: object_id(payload, "project").unwrap_or_default(),
         issue,
         event_type: event_type.to_owned(),
-        // The signature covers it, so it is there.
+        // The signature covers this header, so it is present.
         delivery: header(headers, "webhook-id").map(str::to_owned),
     }))
 }
 
-/// The name of a thing, itself or its `id`, at the top or below `data`.
-fn named(payload: &Value, thing: &str) -> Option<String> {
-    let places = [
-        format!("/{thing}"),
-        format!("/{thing}/id"),
-        format!("/data/{thing}"),
-        format!("/data/{thing}/id"),
+/// The id of an object: the value itself or its `id`, at the top level or below `data`.
+fn object_id(payload: &Value, name: &str) -> Option<String> {
+    let pointers = [
+        format!("/{name}"),
+        format!("/{name}/id"),
+        format!("/data/{name}"),
+        format!("/data/{name}/id"),
     ];
-    places.iter().find_map(|place| name_at(payload, place))
+    pointers.iter().find_map(|pointer| id_at(payload, pointer))
 }

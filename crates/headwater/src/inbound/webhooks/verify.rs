@@ -1,7 +1,7 @@
-//! Signatures of webhooks, checked on the bytes as they came.
+//! Verifies webhook signatures on the raw bytes.
 //!
-//! Upstream: `webhooks`. Promises: comparisons take the same time wherever the difference is; nothing is parsed but the headers
-//! of the signature. What is wrong is said in words that help the owner of the secret and nobody else.
+//! Upstream: `webhooks`. Promises: comparisons take constant time; only the signature headers are parsed. Error
+//! messages help the owner of the secret and reveal nothing to others.
 
 use std::time::Duration;
 
@@ -16,13 +16,13 @@ use subtle::ConstantTimeEq;
 use crate::inbound::standard_webhooks;
 use crate::inbound::webhooks::header;
 
-/// Signatures in one header: old and new secret while they are changed, and some room.
+/// Maximum signatures per header: old and new secret during a rotation, plus some more.
 const SIGNATURES_MAX: usize = 16;
 
-type Verdict = Result<(), &'static str>;
+type Verification = Result<(), &'static str>;
 
 /// `X-Hub-Signature-256: sha256=HEX`.
-pub(super) fn github(secret: &str, headers: &HeaderMap, bytes: &[u8]) -> Verdict {
+pub(super) fn github(secret: &str, headers: &HeaderMap, bytes: &[u8]) -> Verification {
     let signature =
         header(headers, "x-hub-signature-256").ok_or("X-Hub-Signature-256 is missing")?;
     let signature = signature.strip_prefix("sha256=").and_then(from_hex);
@@ -34,20 +34,20 @@ pub(super) fn github(secret: &str, headers: &HeaderMap, bytes: &[u8]) -> Verdict
     if mac.verify_slice(&signature).is_ok() {
         Ok(())
     } else {
-        Err("the signature is wrong: do both sides have the same secret?")
+        Err("invalid signature: check that both sides use the same secret")
     }
 }
 
 /// `X-Gitlab-Token: SECRET`.
-pub(super) fn gitlab(secret: &str, headers: &HeaderMap) -> Verdict {
+pub(super) fn gitlab(secret: &str, headers: &HeaderMap) -> Verification {
     let token = headers.get("x-gitlab-token").ok_or("X-Gitlab-Token is missing")?;
-    // Hashes have one length, so that of the secret does not show.
+    // Hashes have the same length, so the length of the secret does not leak.
     let (ours, theirs) = (Sha256::digest(secret.as_bytes()), Sha256::digest(token.as_bytes()));
-    let is_right = bool::from(ours.as_slice().ct_eq(theirs.as_slice()));
-    if is_right {
+    let is_valid = bool::from(ours.as_slice().ct_eq(theirs.as_slice()));
+    if is_valid {
         Ok(())
     } else {
-        Err("X-Gitlab-Token is wrong: do both sides have the same secret?")
+        Err("invalid X-Gitlab-Token: check that both sides use the same secret")
     }
 }
 
@@ -58,7 +58,7 @@ pub(super) fn standard(
     bytes: &[u8],
     now: Timestamp,
     tolerance: Duration,
-) -> Verdict {
+) -> Verification {
     let id = header(headers, "webhook-id").ok_or("webhook-id is missing")?;
     let timestamp = header(headers, "webhook-timestamp").ok_or("webhook-timestamp is missing")?;
     let signatures = header(headers, "webhook-signature").ok_or("webhook-signature is missing")?;
@@ -67,17 +67,19 @@ pub(super) fn standard(
     let signed_at = Timestamp::from_millis(seconds.saturating_mul(1000));
 
     let mac = standard_webhooks::authenticate(secret, id, timestamp, bytes);
-    let is_right = signatures
+    let is_valid = signatures
         .split(' ')
         .take(SIGNATURES_MAX)
         .filter_map(|signature| STANDARD.decode(signature.strip_prefix("v1,")?).ok())
         .any(|signature| mac.clone().verify_slice(&signature).is_ok());
-    if !is_right {
-        return Err("the signature is wrong: do both sides have the same secret?");
+    if !is_valid {
+        return Err("invalid signature: check that both sides use the same secret");
     }
-    // After the signature: whoever does not know the secret learns nothing of our clock.
+    // Checked after the signature, so that a sender without the secret learns nothing about the clock.
     if now.since(signed_at) > tolerance || signed_at.since(now) > tolerance {
-        return Err("webhook-timestamp is too old or too far ahead: are the clocks right?");
+        return Err(
+            "webhook-timestamp is too old or in the future: check the clocks of both sides",
+        );
     }
     Ok(())
 }
@@ -109,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn the_example_of_github_s_documentation_is_right_and_every_change_of_it_wrong() {
+    fn the_example_of_the_github_documentation_is_valid_and_every_change_of_it_is_not() {
         let (secret, body) = ("It's a Secret to Everybody", b"Hello, World!");
         let right = "sha256=757107ea0eb2509fc211221cce984b8a37570b6d7586c22c46f4379c8b043e17";
         let check = |signature: &str, body: &[u8]| {
@@ -132,7 +134,7 @@ mod tests {
         for wrong in wrong {
             assert!(check(&wrong, body).is_err(), "{wrong}");
         }
-        // Every digit counts, from the first to the last.
+        // Every digit matters.
         for at in 0..digits.len() {
             let other = if digits[at..].starts_with('0') { "1" } else { "0" };
             let wrong = format!("sha256={}{other}{}", &digits[..at], &digits[at + 1..]);
@@ -141,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn a_gitlab_token_must_be_equal_in_every_letter() {
+    fn a_gitlab_token_must_match_exactly() {
         let check = |token: &str| gitlab("secret", &headers(&[("x-gitlab-token", token)]));
         assert_eq!(check("secret"), Ok(()));
         for wrong in ["Secret", "secre", "secrets", "", "sécret"] {
@@ -157,7 +159,7 @@ mod tests {
     const BODY: &[u8] = br#"{"test": 2432232314}"#;
     const SIGNATURE: &str = "v1,g0hM9SsE+OTPJTGt/tmIKtSyZlE3uFJELVlNIOLJ1OE=";
 
-    fn check_standard(signature: &str, time: &str, now: u64, body: &[u8]) -> Verdict {
+    fn check_standard(signature: &str, time: &str, now: u64, body: &[u8]) -> Verification {
         let headers = headers(&[
             ("webhook-id", ID),
             ("webhook-timestamp", time),
@@ -168,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn the_vector_of_standard_webhooks_is_right_also_among_other_signatures() {
+    fn the_standard_webhooks_test_vector_is_valid_also_among_other_signatures() {
         let time = TIME.to_string();
         assert_eq!(check_standard(SIGNATURE, &time, TIME, BODY), Ok(()));
         let several = format!("v1,AAAA v2,{} {SIGNATURE}", "A".repeat(44));
@@ -182,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn a_signature_is_good_for_five_minutes_before_and_after() {
+    fn a_signature_is_valid_for_five_minutes_before_and_after() {
         let time = TIME.to_string();
         for right in [TIME - 300, TIME + 300] {
             assert_eq!(check_standard(SIGNATURE, &time, right, BODY), Ok(()), "{right}");

@@ -1,4 +1,4 @@
-//! SQL of tickets: statements that both databases share, and what differs between them.
+//! SQL of the ticket tables: shared statements, and the two dialects.
 
 pub(super) mod migrations;
 pub(super) mod postgres;

@@ -1,16 +1,16 @@
-//! The tables of tickets in Postgres: how its statements are spelled.
+//! PostgreSQL dialect of the ticket statements.
 //!
-//! Upstream: `statements` says what is done with them.
+//! Upstream: `statements` runs them.
 
 use headwater_stream::clock::Timestamp;
 use sqlx::postgres::{PgConnection, PgRow};
 use sqlx::{Error, Row};
 use uuid::Uuid;
 
-use crate::desk::budget::Spent;
+use crate::desk::budget::BudgetUsage;
 use crate::desk::tools::FoundTicket;
 use crate::tickets::sql::rows::{
-    self, NewMessageRow, NewTicketRow, ReservationRow, SEARCHED_MAX, SearchRow,
+    self, NewMessageRow, NewTicketRow, ReservationRow, SEARCHED_MAX, SearchParameters,
 };
 use crate::tickets::sql::statements::implement_statements;
 use crate::tickets::ticket::{Ticket, TicketFilter, TicketMessage, TicketStatus};
@@ -65,7 +65,7 @@ const SEARCH: &str = "SELECT t.ticket_id::text, t.title, t.status, (
          SELECT 1 FROM ticket_messages m WHERE m.ticket_id = t.ticket_id AND m.content ILIKE ANY ($4::text[])))
      ORDER BY t.number DESC LIMIT $5";
 
-/// Two processes never sum up at the same time; the second one leaves it to the first.
+/// The advisory lock ensures that only one process aggregates at a time; others skip.
 const ROLL_UP: [&str; 1] = ["WITH done AS (
          UPDATE desk_reservations SET rolled_up = true WHERE id IN (
              SELECT id FROM desk_reservations
@@ -81,4 +81,4 @@ const ROLL_UP: [&str; 1] = ["WITH done AS (
      SELECT scope, CAST(sum(counted) AS bigint) FROM counts GROUP BY scope
      ON CONFLICT (scope) DO UPDATE SET tokens = desk_usage.tokens + excluded.tokens"];
 
-implement_statements!(PgConnection, PgRow, binding patterns by std::convert::identity);
+implement_statements!(PgConnection, PgRow, bind_patterns = std::convert::identity);

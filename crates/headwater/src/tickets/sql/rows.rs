@@ -1,4 +1,4 @@
-//! What the two dialects share: how values stand in rows.
+//! Parameter types of the statements, and conversion of column values.
 
 use headwater_analytics::RunFigures;
 use headwater_issue::IssueId;
@@ -24,20 +24,20 @@ pub(crate) struct NewMessageRow<'a> {
     pub(crate) ticket_id: Uuid,
     pub(crate) author: Author,
     pub(crate) content: &'a str,
-    /// What an answer took.
+    /// Run metrics of an answer.
     pub(crate) run: RunFigures,
     pub(crate) now: Timestamp,
 }
 
-/// What a search looks for: patterns of `LIKE`, escaped with a backslash.
-pub(crate) struct SearchRow<'a> {
+/// A search. `patterns` are `LIKE` patterns, escaped with a backslash.
+pub(crate) struct SearchParameters<'a> {
     pub(crate) patterns: &'a [String],
     pub(crate) user_id: Option<&'a str>,
     pub(crate) except: &'a str,
     pub(crate) limit: i64,
 }
 
-/// A reservation of tokens.
+/// A row of `desk_reservations`.
 #[derive(Clone, Debug)]
 pub(crate) struct ReservationRow {
     pub(crate) id: String,
@@ -49,46 +49,46 @@ pub(crate) struct ReservationRow {
 }
 
 impl ReservationRow {
-    /// The row of `desk_usage` that sums up the issue.
+    /// Key of the row of `desk_usage` with the total of the issue.
     pub(crate) fn issue_scope(&self) -> String {
         format!("issue:{}", self.issue_id)
     }
 
-    /// The row of `desk_usage` that sums up the day.
+    /// Key of the row of `desk_usage` with the total of the day.
     pub(crate) fn day_scope(&self) -> String {
         format!("day:{}", self.day)
     }
 }
 
-/// Tickets that one search looks at, newest first.
+/// Number of newest tickets that one search scans.
 pub(crate) const SEARCHED_MAX: i64 = 1000;
 
-pub(crate) fn ms(time: Timestamp) -> i64 {
+pub(crate) fn to_ms(time: Timestamp) -> i64 {
     i64::try_from(time.as_millis()).unwrap_or(i64::MAX)
 }
 
-pub(crate) fn time(ms: i64) -> Timestamp {
+pub(crate) fn from_ms(ms: i64) -> Timestamp {
     Timestamp::from_millis(u64::try_from(ms).unwrap_or(0))
 }
 
-/// Figures as a column holds them: nothing where nothing is known.
-pub(crate) fn figures(run: &RunFigures) -> Option<String> {
+/// Run metrics as a column value; `None` if nothing is known.
+pub(crate) fn run_json(run: &RunFigures) -> Option<String> {
     let known = *run != RunFigures::default();
     known.then(|| serde_json::to_string(run).expect("numbers are JSON"))
 }
 
-pub(crate) fn status(name: &str) -> Result<TicketStatus, Error> {
-    TicketStatus::parse(name).ok_or_else(|| odd("status", name))
+pub(crate) fn parse_status(name: &str) -> Result<TicketStatus, Error> {
+    TicketStatus::parse(name).ok_or_else(|| invalid_value("status", name))
 }
 
-pub(crate) fn author(name: &str) -> Result<Author, Error> {
-    Author::parse(name).ok_or_else(|| odd("author", name))
+pub(crate) fn parse_author(name: &str) -> Result<Author, Error> {
+    Author::parse(name).ok_or_else(|| invalid_value("author", name))
 }
 
-pub(crate) fn id(text: &str) -> Result<Uuid, Error> {
-    Uuid::parse_str(text).map_err(|_| odd("id", text))
+pub(crate) fn parse_id(text: &str) -> Result<Uuid, Error> {
+    Uuid::parse_str(text).map_err(|_| invalid_value("id", text))
 }
 
-fn odd(what: &str, value: &str) -> Error {
-    Error::Decode(format!("the {what} `{value}` is not one of ours").into())
+fn invalid_value(what: &str, value: &str) -> Error {
+    Error::Decode(format!("invalid {what} `{value}` in the ticket tables").into())
 }

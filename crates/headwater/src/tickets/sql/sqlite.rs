@@ -1,16 +1,16 @@
-//! The tables of tickets in SQLite: how its statements are spelled.
+//! SQLite dialect of the ticket statements.
 //!
-//! Upstream: `statements` says what is done with them.
+//! Upstream: `statements` runs them.
 
 use headwater_stream::clock::Timestamp;
 use sqlx::sqlite::{SqliteConnection, SqliteRow};
 use sqlx::{Error, Row};
 use uuid::Uuid;
 
-use crate::desk::budget::Spent;
+use crate::desk::budget::BudgetUsage;
 use crate::desk::tools::FoundTicket;
 use crate::tickets::sql::rows::{
-    self, NewMessageRow, NewTicketRow, ReservationRow, SEARCHED_MAX, SearchRow,
+    self, NewMessageRow, NewTicketRow, ReservationRow, SEARCHED_MAX, SearchParameters,
 };
 use crate::tickets::sql::statements::implement_statements;
 use crate::tickets::ticket::{Ticket, TicketFilter, TicketMessage, TicketStatus};
@@ -38,7 +38,7 @@ const INSERT_TICKET: &str =
     "INSERT INTO tickets (ticket_id, issue_id, title, user_id, created_at, updated_at)
      VALUES ($1, $2, $3, $4, $5, $5) ON CONFLICT (ticket_id) DO NOTHING";
 const TICKET: &str = select_ticket!("WHERE ticket_id = $1");
-/// Whoever writes has the whole file, so nothing needs a lock.
+/// A write transaction locks the whole file, so no row lock is needed.
 const LOCK_TICKET: &str = TICKET;
 const CHANGE_TICKET: &str =
     "UPDATE tickets SET status = $2, handed_over = $3, updated_at = $4 WHERE ticket_id = $1";
@@ -62,7 +62,7 @@ const SEARCH: &str = "SELECT t.ticket_id, t.title, t.status, (
          SELECT 1 FROM ticket_messages m WHERE m.ticket_id = t.ticket_id AND m.content LIKE w.value ESCAPE '\\'))
      ORDER BY t.number DESC LIMIT $5";
 
-/// One transaction: nothing is settled in between.
+/// Both statements run in one transaction, so nothing is settled in between.
 const ROLL_UP: [&str; 2] = [
     "INSERT INTO desk_usage (scope, tokens)
      SELECT scope, sum(counted) FROM (
@@ -77,9 +77,9 @@ const ROLL_UP: [&str; 2] = [
      WHERE NOT rolled_up AND (settled_at IS NOT NULL OR expires_at <= $1)",
 ];
 
-implement_statements!(SqliteConnection, SqliteRow, binding patterns by as_json);
+implement_statements!(SqliteConnection, SqliteRow, bind_patterns = as_json);
 
-/// There are no lists in SQLite.
+/// SQLite has no array parameters.
 fn as_json(patterns: &[String]) -> String {
     serde_json::json!(patterns).to_string()
 }

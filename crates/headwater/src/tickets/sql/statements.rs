@@ -1,22 +1,22 @@
-//! What is done with the tables of tickets, once for both dialects: which values a statement takes, and how its rows are read.
+//! The ticket statements, written once for both dialects: their parameters and how their rows are decoded.
 //!
-//! Upstream: `store`, inside a transaction of `headwater-issue` or on one of its connections. Downstream: `sqlite` and
-//! `postgres`, which spell the statements; each of them has all of these functions, for its own connections.
+//! Upstream: `store`, inside a transaction of `headwater-issue` or on a read connection. Downstream: `sqlite` and
+//! `postgres` define the SQL; each gets all these functions for its own connection type.
 
-/// Implements the functions. The file has the SQL by their names, in capitals, and says how it binds the patterns of a search.
+/// Implements the functions. The dialect defines one constant per statement, and how it binds search patterns.
 macro_rules! implement_statements {
-    ($connection:ident, $row:ident, binding patterns by $patterns:expr) => {
-        /// One that is there already stays as it is.
+    ($connection:ident, $row:ident, bind_patterns = $patterns:expr) => {
+        /// Does nothing if the ticket exists.
         pub(crate) async fn insert_ticket(
             connection: &mut $connection,
             row: &NewTicketRow<'_>,
         ) -> Result<(), Error> {
             let insert = sqlx::query(INSERT_TICKET).bind(row.ticket_id.to_string());
             let insert = insert.bind(row.issue_id.0).bind(row.title).bind(row.user_id);
-            insert.bind(rows::ms(row.now)).execute(connection).await.map(drop)
+            insert.bind(rows::to_ms(row.now)).execute(connection).await.map(drop)
         }
 
-        /// The ticket, which nobody else changes until the end of the transaction.
+        /// Locks the ticket until the end of the transaction.
         pub(crate) async fn lock_ticket(
             connection: &mut $connection,
             ticket_id: Uuid,
@@ -41,7 +41,7 @@ macro_rules! implement_statements {
             now: Timestamp,
         ) -> Result<(), Error> {
             let update = sqlx::query(CHANGE_TICKET).bind(ticket_id.to_string());
-            let update = update.bind(status.as_str()).bind(handed_over).bind(rows::ms(now));
+            let update = update.bind(status.as_str()).bind(handed_over).bind(rows::to_ms(now));
             update.execute(connection).await.map(drop)
         }
 
@@ -51,8 +51,8 @@ macro_rules! implement_statements {
         ) -> Result<(), Error> {
             let insert = sqlx::query(INSERT_MESSAGE).bind(row.message_id.to_string());
             let insert = insert.bind(row.ticket_id.to_string()).bind(row.author.as_str());
-            let insert = insert.bind(row.content).bind(rows::ms(row.now));
-            insert.bind(rows::figures(&row.run)).execute(connection).await.map(drop)
+            let insert = insert.bind(row.content).bind(rows::to_ms(row.now));
+            insert.bind(rows::run_json(&row.run)).execute(connection).await.map(drop)
         }
 
         pub(crate) async fn message(
@@ -86,10 +86,10 @@ macro_rules! implement_statements {
             select.fetch_all(connection).await?.iter().map(read_ticket).collect()
         }
 
-        /// Looks at the newest tickets only, so that a search costs the same however many there are.
+        /// Scans only the newest tickets, so that the cost does not grow with their number.
         pub(crate) async fn search(
             connection: &mut $connection,
-            search: &SearchRow<'_>,
+            search: &SearchParameters<'_>,
         ) -> Result<Vec<FoundTicket>, Error> {
             let select = sqlx::query(SEARCH).bind(search.user_id).bind(SEARCHED_MAX);
             let select = select.bind(search.except).bind($patterns(search.patterns));
@@ -104,12 +104,12 @@ macro_rules! implement_statements {
             select.bind(search.limit).fetch_all(connection).await?.iter().map(read).collect()
         }
 
-        /// What counts against the budgets of an issue and of a day, from one snapshot.
+        /// Tokens counted against the budgets of an issue and of a day, from one snapshot.
         pub(crate) async fn token_usage(
             connection: &mut $connection,
             row: &ReservationRow,
             now: i64,
-        ) -> Result<[Spent; 2], Error> {
+        ) -> Result<[BudgetUsage; 2], Error> {
             let select = sqlx::query(
                 "SELECT
                      coalesce((SELECT tokens FROM desk_usage WHERE scope = $1), 0),
@@ -129,17 +129,17 @@ macro_rules! implement_statements {
             let select = select.bind(row.issue_scope()).bind(row.day_scope());
             let select = select.bind(row.issue_id).bind(row.day).bind(now).bind(&row.id);
             let found = select.fetch_one(connection).await?;
-            let number = |place: usize| -> Result<u64, Error> {
-                Ok(u64::try_from(found.try_get::<i64, _>(place)?).unwrap_or(0))
+            let number = |index: usize| -> Result<u64, Error> {
+                Ok(u64::try_from(found.try_get::<i64, _>(index)?).unwrap_or(0))
             };
-            let spent = |usage: usize, counted: usize| -> Result<Spent, Error> {
+            let spent = |usage: usize, counted: usize| -> Result<BudgetUsage, Error> {
                 let total = number(usage)?.saturating_add(number(counted)?);
-                Ok(Spent { total, unsettled: number(counted + 1)? })
+                Ok(BudgetUsage { total, unsettled: number(counted + 1)? })
             };
             Ok([spent(0, 2)?, spent(1, 4)?])
         }
 
-        /// One that is there already, because it was settled before, stays as it is.
+        /// Does nothing if the reservation exists, because it was settled before.
         pub(crate) async fn insert_reservation(
             connection: &mut $connection,
             row: &ReservationRow,
@@ -162,8 +162,8 @@ macro_rules! implement_statements {
             delete.bind(&row.id).execute(connection).await.map(drop)
         }
 
-        /// Only the first settlement counts. Without a reservation it is stored as well, so that one which is still on its
-        /// way is not made any more.
+        /// Only the first settlement counts. It is stored even without a reservation, so that a delayed insert of the
+        /// reservation has no effect.
         pub(crate) async fn settle_reservation(
             connection: &mut $connection,
             row: &ReservationRow,
@@ -180,42 +180,43 @@ macro_rules! implement_statements {
             upsert.bind(used).bind(row.expires_at).bind(now).execute(connection).await.map(drop)
         }
 
-        /// Sums up what is settled or has expired, and removes rows that were summed up and expired before `forget`.
+        /// Aggregates settled and expired reservations, and deletes aggregated ones that expired before
+        /// `remove_before`.
         pub(crate) async fn roll_up_reservations(
             connection: &mut $connection,
             now: i64,
-            forget: i64,
+            remove_before: i64,
         ) -> Result<(), Error> {
             for statement in ROLL_UP {
                 sqlx::query(statement).bind(now).execute(&mut *connection).await?;
             }
             let delete =
                 sqlx::query("DELETE FROM desk_reservations WHERE rolled_up AND expires_at <= $1");
-            delete.bind(forget).execute(connection).await.map(drop)
+            delete.bind(remove_before).execute(connection).await.map(drop)
         }
 
         fn read_ticket(row: &$row) -> Result<Ticket, Error> {
             Ok(Ticket {
                 number: row.try_get(0)?,
-                ticket_id: rows::id(row.try_get(1)?)?,
+                ticket_id: rows::parse_id(row.try_get(1)?)?,
                 issue_id: headwater_issue::IssueId(row.try_get(2)?),
                 title: row.try_get(3)?,
                 user_id: row.try_get(4)?,
-                status: rows::status(row.try_get(5)?)?,
+                status: rows::parse_status(row.try_get(5)?)?,
                 handed_over: row.try_get(6)?,
-                created_at: rows::time(row.try_get(7)?),
-                updated_at: rows::time(row.try_get(8)?),
+                created_at: rows::from_ms(row.try_get(7)?),
+                updated_at: rows::from_ms(row.try_get(8)?),
             })
         }
 
         fn read_message(row: &$row) -> Result<TicketMessage, Error> {
             Ok(TicketMessage {
                 seq: row.try_get(0)?,
-                message_id: rows::id(row.try_get(1)?)?,
-                ticket_id: rows::id(row.try_get(2)?)?,
-                author: rows::author(row.try_get(3)?)?,
+                message_id: rows::parse_id(row.try_get(1)?)?,
+                ticket_id: rows::parse_id(row.try_get(2)?)?,
+                author: rows::parse_author(row.try_get(3)?)?,
                 content: row.try_get(4)?,
-                created_at: rows::time(row.try_get(5)?),
+                created_at: rows::from_ms(row.try_get(5)?),
             })
         }
     };

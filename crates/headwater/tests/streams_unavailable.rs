@@ -1,4 +1,4 @@
-//! While Redis is away: answers come all the same, and every step and event reaches its stream later.
+//! While Redis is unavailable, replies are delivered, and every step and event reaches its stream later.
 
 mod support;
 
@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use futures_util::future::join_all;
-use headwater::outbound::Outlet;
+use headwater::outbound::TicketEventsPublisher;
 use headwater::tickets::{TICKET_EVENTS, TicketEvent, TicketEventType, TicketPayload};
 use headwater_issue::{DeliverError, IssueId, OutboxId, OutboxKind, OutboxRow};
 use headwater_stream::clock::{Clock, SystemClock};
@@ -19,22 +19,22 @@ use uuid::Uuid;
 
 use crate::support::desk::{all_idle, answered, by, open};
 use crate::support::model::FakeModel;
-use crate::support::{LIMIT, Server, ServerDir, eventually};
+use crate::support::{LIMIT, Place, Server, eventually};
 
-/// The types of the steps in a session's stream, in order, without what stands before their last dot.
+/// The types of the steps in the stream of a session, in order, without their namespace.
 fn steps(redis: &Redis, session: &str) -> Vec<String> {
     let stream = format!("wink:events:{session}");
     let Ok(entries) = redis.command(&["XRANGE", &stream, "-", "+"]) else { return Vec::new() };
     let step = |entry: &Reply| {
         let fields = entry.items().get(1).map(Reply::items).unwrap_or_default();
-        let place = fields.iter().position(|field| field.text() == "type")?;
-        let name = fields.get(place + 1)?.text();
+        let index = fields.iter().position(|field| field.text() == "type")?;
+        let name = fields.get(index + 1)?.text();
         name.rsplit('.').next().map(str::to_owned)
     };
     entries.items().iter().filter_map(step).collect()
 }
 
-/// The session of the last run of an issue, which its reply names, too.
+/// The session of the last run of an issue.
 async fn session(server: &Server, created: &Value) -> Result<String> {
     let path = format!("/api/v1/issues/{}", created["issue_id"]);
     let has_session = |_: u16, issue: &Value| issue["fields"]["session_id"].is_string();
@@ -42,25 +42,25 @@ async fn session(server: &Server, created: &Value) -> Result<String> {
     Ok(issue["fields"]["session_id"].as_str().context("a session")?.to_owned())
 }
 
-// The service of the test answers while the test waits.
+// The fake model runs on the runtime of the test.
 #[tokio::test(flavor = "multi_thread")]
-async fn the_steps_of_a_run_during_an_outage_reach_its_session_when_redis_is_back() -> Result<()> {
+async fn the_steps_of_a_run_during_an_outage_reach_its_session_after_the_outage() -> Result<()> {
     let redis = Redis::start()?;
     let proxy = Proxy::start(redis.addr())?;
     let (model, model_url) = FakeModel::start((5, 5)).await?;
-    let place = ServerDir::new()?;
-    let way = redis.url_at(proxy.addr());
-    // On a busy machine a run may outlive its place in the group; its claim runs out soon, and it comes again.
+    let place = Place::new()?;
+    let proxy_url = redis.url_at(proxy.addr());
+    // On a busy machine a worker may lose its membership during a run; a short claim lets the run be repeated soon.
     let quick = ["--issue-quiet", "10ms", "--sweep-every", "200ms", "--worker-claim", "10s"];
     let model_at = ["--model-url", &model_url, "--model-name", "m"];
-    let arguments = [&["--stream-url", &way][..], &quick, &model_at].concat();
+    let arguments = [&["--stream-url", &proxy_url][..], &quick, &model_at].concat();
     let server = place.serve(&arguments)?;
 
-    // Redis goes away in the middle of a run, and stays away for a whole one.
+    // Redis fails in the middle of one run, and stays unavailable during a whole one.
     let first = open(&server, "first question").await?;
-    eventually("a question", || !model.asked("first question").is_empty()).await?;
+    eventually("a model request", || !model.requests("first question").is_empty()).await?;
     proxy.cut()?;
-    model.open_door();
+    model.unblock();
     let second = open(&server, "second question").await?;
     let mut sessions = Vec::new();
     for created in [&first, &second] {
@@ -76,8 +76,8 @@ async fn the_steps_of_a_run_during_an_outage_reach_its_session_when_redis_is_bac
         eventually("the steps", || steps(&redis, session).len() >= 2).await?;
         assert_eq!(steps(&redis, session), ["PromptRendered", "PromptExecuted"]);
     }
-    assert!(!server.log().contains("is not in its session"), "{}", server.log());
-    // Those that could not be made then are listed by now, and shown.
+    assert!(!server.log().contains("could not be recorded in its session"), "{}", server.log());
+    // Sessions that could not be created during the outage are listed by now, and can be read.
     let listed = |_: u16, page: &Value| {
         let there = page["sessions"].as_array().into_iter().flatten();
         let there: Vec<_> = there.filter_map(|one| one["session"].as_str()).collect();
@@ -90,17 +90,17 @@ async fn the_steps_of_a_run_during_an_outage_reach_its_session_when_redis_is_bac
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_kill_during_an_outage_leaves_the_steps_to_the_next_process() -> Result<()> {
+async fn after_a_kill_during_an_outage_the_next_process_publishes_the_steps() -> Result<()> {
     let redis = Redis::start()?;
     let proxy = Proxy::start(redis.addr())?;
     let (_model, model_url) = FakeModel::open((5, 5)).await?;
-    let place = ServerDir::new()?;
-    let way = redis.url_at(proxy.addr());
+    let place = Place::new()?;
+    let proxy_url = redis.url_at(proxy.addr());
     let quick = ["--issue-quiet", "10ms", "--sweep-every", "200ms"];
     let model_at = ["--model-url", &model_url, "--model-name", "m"];
-    let arguments = [&["--stream-url", &way][..], &quick, &model_at].concat();
+    let arguments = [&["--stream-url", &proxy_url][..], &quick, &model_at].concat();
     let mut server = place.serve(&arguments)?;
-    // Another process of the same directory has a spool of its own.
+    // Another process with the same directory has its own spool.
     let _other = place.worker(&arguments)?;
     proxy.cut()?;
     let created = open(&server, "a question").await?;
@@ -111,12 +111,12 @@ async fn a_kill_during_an_outage_leaves_the_steps_to_the_next_process() -> Resul
     let server = place.serve(&arguments)?;
     eventually("the steps", || steps(&redis, &session).len() >= 2).await?;
     assert_eq!(steps(&redis, &session), ["PromptRendered", "PromptExecuted"]);
-    // Nobody knows of it any more, but it is found by its name.
+    // It is not tracked any more, but can be read by its id.
     let (status, shown) = server.get(&format!("/api/v1/sessions/{session}")).await?;
     assert_eq!((status, &shown["events"]), (200, &json!(2)), "{shown}");
     assert_eq!(server.get("/api/v1/sessions/nothing").await?.0, 404);
 
-    // Nor is anything changed of what another program wrote: no list, no group, no time to live.
+    // Reading a stream of another program changes nothing: no index, no group, no TTL.
     redis.command(&[
         "XADD",
         "wink:events:foreign",
@@ -140,8 +140,8 @@ async fn a_kill_during_an_outage_leaves_the_steps_to_the_next_process() -> Resul
     Ok(())
 }
 
-/// What the stream of ticket events has, in order: ticket, type and content.
-fn told(redis: &Redis) -> Vec<(String, String, String)> {
+/// The events in `ticket_events`, in order: ticket, type and content.
+fn published(redis: &Redis) -> Vec<(String, String, String)> {
     let Ok(entries) = redis.command(&["XRANGE", TICKET_EVENTS, "-", "+"]) else {
         return Vec::new();
     };
@@ -155,12 +155,13 @@ fn told(redis: &Redis) -> Vec<(String, String, String)> {
     entries.items().iter().filter_map(read).collect()
 }
 
-// The model thinks on a thread of the server's; the test waits on its own.
+// The scripted model runs in the server, so the test may block.
 #[tokio::test]
-async fn many_events_of_an_outage_hold_up_no_reply_and_are_told_once_and_in_order() -> Result<()> {
+async fn many_events_during_an_outage_delay_no_reply_and_are_published_once_in_order() -> Result<()>
+{
     const TICKETS: usize = 80;
     let redis = Redis::builder().persistence(Persistence::Always).start()?;
-    let place = ServerDir::new()?;
+    let place = Place::new()?;
     let quick = ["--issue-quiet", "500ms", "--sweep-every", "200ms"];
     let many = ["--http-rate-per-second", "1000000", "--http-rate-burst", "1000000"];
     let server = place.serve(&[&["--stream-url", &redis.url()][..], &quick, &many].concat())?;
@@ -178,7 +179,7 @@ async fn many_events_of_an_outage_hold_up_no_reply_and_are_told_once_and_in_orde
         }
         tickets.push(ticket);
     }
-    // Several hundred events wait for Redis by now. Nobody's answer does.
+    // Several hundred events wait for Redis. Answers do not.
     let mut answers = BTreeMap::new();
     for ticket in &tickets {
         let shown = answered(&server, ticket, 1).await?;
@@ -192,15 +193,15 @@ async fn many_events_of_an_outage_hold_up_no_reply_and_are_told_once_and_in_orde
 
     redis.restart()?;
     let expected = 3 * TICKETS + answers.values().sum::<usize>();
-    eventually("all events", || told(&redis).len() >= expected).await?;
-    // What would come twice has had its time when later ones have come.
+    eventually("all events", || published(&redis).len() >= expected).await?;
+    // When a later event is published, duplicates would have been, too.
     let last = open(&server, "the last one").await?;
     let last = last["ticket_id"].as_str().context("a ticket")?.to_owned();
-    eventually("the last event", || told(&redis).iter().any(|event| event.0 == last)).await?;
-    let told: Vec<_> = told(&redis).into_iter().filter(|event| event.0 != last).collect();
-    assert_eq!(told.len(), expected);
+    eventually("the last event", || published(&redis).iter().any(|event| event.0 == last)).await?;
+    let published: Vec<_> = published(&redis).into_iter().filter(|event| event.0 != last).collect();
+    assert_eq!(published.len(), expected);
     for (ticket, answers) in &answers {
-        let of_ticket: Vec<_> = told.iter().filter(|event| event.0 == *ticket).collect();
+        let of_ticket: Vec<_> = published.iter().filter(|event| event.0 == *ticket).collect();
         let said: Vec<_> = of_ticket
             .iter()
             .filter(|event| event.1 != "AI_RESPONSE_GENERATED")
@@ -243,51 +244,51 @@ fn event_row(number: usize) -> OutboxRow {
     }
 }
 
-/// How many of these asked Redis, and did not just hear that it was away.
-async fn asked(outlet: &Outlet, rows: &[OutboxRow]) -> usize {
-    let answers = join_all(rows.iter().map(|row| outlet.publish(row))).await;
-    let has_asked = |answer: &Result<(), DeliverError>| match answer {
+/// How many of these rows called Redis instead of backing off.
+async fn attempts(publisher: &TicketEventsPublisher, rows: &[OutboxRow]) -> usize {
+    let answers = join_all(rows.iter().map(|row| publisher.publish(row))).await;
+    let was_attempted = |answer: &Result<(), DeliverError>| match answer {
         Err(DeliverError::Away(reason)) => !reason.contains("a moment ago"),
         other => panic!("{other:?}"),
     };
-    answers.iter().filter(|answer| has_asked(answer)).count()
+    answers.iter().filter(|answer| was_attempted(answer)).count()
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn of_many_events_one_at_a_time_asks_a_redis_that_is_away() -> Result<()> {
+async fn of_many_events_one_at_a_time_probes_an_unavailable_redis() -> Result<()> {
     let redis = Redis::start()?;
     let proxy = Proxy::start(redis.addr())?;
     let options = Options { call_deadline: Duration::from_secs(3), ..Options::default() };
     let streams = headwater_stream::connect(&redis.url_at(proxy.addr()), &options).await?;
-    let outlet = Outlet::new(Arc::clone(&streams), StreamName::new("control")?);
+    let publisher = TicketEventsPublisher::new(Arc::clone(&streams), StreamName::new("control")?);
     let rows: Vec<OutboxRow> = (0..64).map(event_row).collect();
 
     proxy.stall()?;
-    assert_eq!(asked(&outlet, &rows).await, rows.len(), "nobody knows yet");
-    // However long it is away: of all that come meanwhile, one finds out, and the others do not wait for it.
+    assert_eq!(attempts(&publisher, &rows).await, rows.len(), "no failure is known yet");
+    // During the outage one event at a time probes Redis, and the others do not wait for it.
     for round in 0..3 {
-        let asked = asked(&outlet, &rows).await;
-        assert!(asked <= 1, "{asked} asked in round {round}");
+        let attempts = attempts(&publisher, &rows).await;
+        assert!(attempts <= 1, "{attempts} attempts in round {round}");
         tokio::time::sleep(Duration::from_millis(2100)).await;
     }
 
-    // Each is told in the end, once, though the first tries may have arrived after all.
+    // Each event is published exactly once in the end, even if a first attempt arrived after all.
     proxy.heal()?;
     let deadline = Instant::now() + LIMIT;
     for row in &rows {
-        while let Err(error) = outlet.publish(row).await {
+        while let Err(error) = publisher.publish(row).await {
             assert!(matches!(error, DeliverError::Away(_)), "{error}");
             assert!(Instant::now() < deadline, "{error}");
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
-        // The process died before it was noted: the row comes again.
-        while let Err(error) = outlet.publish(row).await {
+        // The process died before it recorded the delivery: the row is repeated.
+        while let Err(error) = publisher.publish(row).await {
             assert!(matches!(error, DeliverError::Away(_)), "{error}");
             assert!(Instant::now() < deadline, "{error}");
         }
     }
     let mut numbers: Vec<usize> =
-        told(&redis).iter().filter_map(|event| event.2.parse().ok()).collect();
+        published(&redis).iter().filter_map(|event| event.2.parse().ok()).collect();
     numbers.sort_unstable();
     assert_eq!(numbers, (0..rows.len()).collect::<Vec<_>>());
     Ok(())

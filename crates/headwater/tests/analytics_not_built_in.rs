@@ -1,4 +1,4 @@
-//! A program without DuckDB: everything else works, and it says how to have analytics.
+//! A build without the feature `analytics`: everything else works, and errors explain how to enable it.
 #![cfg(not(feature = "analytics"))]
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -6,20 +6,20 @@ mod support;
 
 use serde_json::json;
 
-use support::{ServerDir, text};
+use support::{Place, text};
 
 #[tokio::test]
-async fn without_analytics_the_rest_works_and_says_how_to_have_it() {
-    let place = ServerDir::new().unwrap();
+async fn without_analytics_the_rest_works_and_errors_explain_how_to_enable_it() {
+    let place = Place::new().unwrap();
     for verb in [
         &["sql", "SELECT 1"][..],
         &["report", "tickets-per-day"],
         &["analytics", "rebuild", "--yes"],
     ] {
         let output = place.run(verb).unwrap();
-        let said = text(&output.stderr);
-        assert_eq!(output.status.code(), Some(1), "{verb:?}: {said}");
-        assert!(said.contains("--features analytics"), "{verb:?}: {said}");
+        let stderr = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{verb:?}: {stderr}");
+        assert!(stderr.contains("--features analytics"), "{verb:?}: {stderr}");
     }
     let output = place.run(&["report", "list", "--json"]).unwrap();
     assert!(text(&output.stdout).contains("tickets-per-day"), "{}", text(&output.stderr));

@@ -1,5 +1,5 @@
-//! The sample commands of the stream's conventions against a running desk: by `redis-cli` as they are written, and by a
-//! program that shares the stream with it.
+//! The documented sample commands for `ticket_events` against a running desk: with `redis-cli` as written, and by a
+//! program that shares the stream.
 
 mod support;
 
@@ -12,13 +12,13 @@ use serde_json::{Value, json};
 use uuid::Uuid;
 
 use crate::support::desk::{answered, by};
-use crate::support::{LIMIT, Server, ServerDir, text};
+use crate::support::{LIMIT, Place, Server, text};
 
 const CREATE: &str = "XGROUP CREATE ticket_events ai_processor_group $ MKSTREAM";
 const ADD: &str = r#"XADD ticket_events * data '{"event_type": "MESSAGE_RECEIVED", "ticket_id": "...", "message_id": "..."}'"#;
 const READ: &str = "XREADGROUP GROUP ai_processor_group worker_1 COUNT 1 STREAMS ticket_events >";
 
-/// What `redis-cli` says to one line of a person. It comes with the package of `redis-server`.
+/// The output of `redis-cli` for one line of input. It is in the package of `redis-server`.
 fn redis_cli(redis: &Redis, line: &str) -> Result<String> {
     let mut child = Command::new("redis-cli")
         .args(["-h", "127.0.0.1", "-p", &redis.port().to_string()])
@@ -26,26 +26,26 @@ fn redis_cli(redis: &Redis, line: &str) -> Result<String> {
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
         .spawn()
-        .context("redis-cli does not start; it is in Debian's package redis-tools")?;
-    // Dropped at the end of the statement: the end of the input ends redis-cli.
+        .context("redis-cli does not start; install the Debian package redis-tools")?;
+    // Dropped at the end of the statement: end of input stops redis-cli.
     child.stdin.take().context("a pipe")?.write_all(format!("{line}\n").as_bytes())?;
     let output = child.wait_with_output()?;
     ensure!(output.status.success(), "{}", text(&output.stderr));
     Ok(text(&output.stdout))
 }
 
-/// The sample of an event, with ids in place of the dots.
+/// The sample event with real ids.
 fn add(ticket: Uuid, message: Uuid) -> String {
     ADD.replacen("...", &ticket.to_string(), 1).replacen("...", &message.to_string(), 1)
 }
 
-/// Entries of the group that are delivered and not settled.
+/// Pending entries of the group.
 fn pending(redis: &Redis) -> Option<i64> {
     let reply = redis.command(&["XPENDING", "ticket_events", "ai_processor_group"]).ok()?;
     reply.items().first().and_then(Reply::int)
 }
 
-/// Whether the desk's group is there.
+/// Whether the group of the desk exists.
 fn has_group(redis: &Redis) -> bool {
     let groups = redis.command(&["XINFO", "GROUPS", "ticket_events"]);
     groups.is_ok_and(|groups| {
@@ -56,7 +56,7 @@ fn has_group(redis: &Redis) -> bool {
     })
 }
 
-fn letters(redis: &Redis) -> i64 {
+fn dead_letters(redis: &Redis) -> i64 {
     let length = redis.command(&["XLEN", "ticket_events:dlq"]);
     length.ok().and_then(|length| length.int()).unwrap_or(0)
 }
@@ -75,9 +75,9 @@ fn events(redis: &Redis, event_type: &str, ticket: Uuid) -> Vec<Value> {
     entries.items().iter().filter_map(read).collect()
 }
 
-fn desk(place: &ServerDir, redis: &Redis) -> Result<Server> {
+fn desk(place: &Place, redis: &Redis) -> Result<Server> {
     let idle = ["--desk-reclaim-idle", "500ms"];
-    // Analytics would be a second reader of the stream, with dead letters of its own.
+    // Analytics would be a second group with its own dead letters.
     let alone = ["--analytics-path", ""];
     let always = ["--stream-url", &redis.url(), "--issue-quiet", "50ms"];
     place.serve(&[&always[..], &idle, &alone].concat())
@@ -86,26 +86,26 @@ fn desk(place: &ServerDir, redis: &Redis) -> Result<Server> {
 #[tokio::test]
 async fn redis_cli_runs_the_sample_commands_as_they_are_written() -> Result<()> {
     let redis = Redis::start()?;
-    let place = ServerDir::new()?;
+    let place = Place::new()?;
     let server = desk(&place, &redis)?;
     wait_until("the desk's group", LIMIT, || has_group(&redis))?;
 
-    // The group is there already, and Redis says so.
+    // The group exists already.
     let created = redis_cli(&redis, CREATE)?;
     assert!(created.starts_with("BUSYGROUP"), "{created}");
 
-    // As it is written the event names no ticket: a dead letter, and an entry like any other to Redis.
+    // As written, the sample has no valid ticket id: it becomes a dead letter.
     let added = redis_cli(&redis, ADD)?;
     assert!(added.contains('-') && !added.contains("ERR"), "{added}");
-    wait_until("a dead letter", LIMIT, || letters(&redis) == 1)?;
+    wait_until("a dead letter", LIMIT, || dead_letters(&redis) == 1)?;
 
-    // With ids it is a ticket that gets an answer.
+    // With ids it becomes a ticket that is answered.
     let (ticket, message) = (Uuid::new_v4(), Uuid::new_v4());
     redis_cli(&redis, &add(ticket, message))?;
     let shown = answered(&server, &ticket.to_string(), 1).await?;
     assert_eq!(by(&shown, "user"), [""]);
 
-    // Whoever of the group comes first has an entry: this program or the desk. One that is taken and left is not lost.
+    // Either this consumer or the desk gets an entry. An entry that is read and not acknowledged is reclaimed.
     for _ in 0..5 {
         let ticket = Uuid::new_v4();
         redis_cli(&redis, &add(ticket, Uuid::new_v4()))?;
@@ -114,15 +114,15 @@ async fn redis_cli_runs_the_sample_commands_as_they_are_written() -> Result<()> 
         answered(&server, &ticket.to_string(), 1).await?;
     }
     wait_until("all entries to be acknowledged", LIMIT, || pending(&redis) == Some(0))?;
-    assert_eq!(letters(&redis), 1);
+    assert_eq!(dead_letters(&redis), 1);
     Ok(())
 }
 
 #[tokio::test]
-async fn the_sample_commands_of_the_seed_work_against_a_running_desk() -> Result<()> {
+async fn the_documented_sample_commands_work_against_a_running_desk() -> Result<()> {
     let redis = Redis::start()?;
-    let place = ServerDir::new()?;
-    // Somebody may have made the group before the desk came.
+    let place = Place::new()?;
+    // The group may exist before the desk starts.
     let create: Vec<&str> = CREATE.split(' ').collect();
     redis.command(&create)?.ok()?;
     let server = desk(&place, &redis)?;
@@ -135,12 +135,12 @@ async fn the_sample_commands_of_the_seed_work_against_a_running_desk() -> Result
     let shown = answered(&server, &ticket.to_string(), 1).await?;
     assert_eq!(by(&shown, "user"), [""]);
 
-    // The same again, and again in other words: the message id counts.
+    // Repeated, also with other content: the message id decides.
     add(&sample.to_string())?;
     let mut flat = sample.clone();
     flat["content"] = "again".into();
     add(&flat.to_string())?;
-    // The whole form, and the flat one.
+    // The nested and the flat form.
     let created = Uuid::new_v4();
     let mut whole = event("TICKET_CREATED", created, Uuid::new_v4());
     whole["user_id"] = json!(Uuid::new_v4());
@@ -156,26 +156,26 @@ async fn the_sample_commands_of_the_seed_work_against_a_running_desk() -> Result
     };
     server.until(&path, is_whole).await?;
 
-    // Our own events are there in the seed's form, and the desk has not answered itself. They leave after the answer is in
-    // its ticket, so they are waited for.
-    let told = || events(&redis, "AI_RESPONSE_GENERATED", ticket);
-    wait_until("the answer to be told", LIMIT, || !told().is_empty())?;
+    // The desk publishes its events in the documented form and does not answer itself. They are published after the
+    // answer is in its ticket, so wait for them.
+    let published = || events(&redis, "AI_RESPONSE_GENERATED", ticket);
+    wait_until("the answer to be published", LIMIT, || !published().is_empty())?;
     wait_until("all entries to be acknowledged", LIMIT, || pending(&redis) == Some(0))?;
     let (_, shown) = server.get(&format!("/api/v1/tickets/{ticket}")).await?;
     assert_eq!((by(&shown, "user").len(), by(&shown, "assistant").len()), (1, 1), "{shown:#}");
-    let told = told();
-    assert_eq!(told.len(), 1, "{told:?}");
-    let figures = &told[0]["payload"];
-    assert_eq!(figures["events"], 1, "{figures}");
+    let published = published();
+    assert_eq!(published.len(), 1, "{published:?}");
+    let metrics = &published[0]["payload"];
+    assert_eq!(metrics["events"], 1, "{metrics}");
     for count in ["tokens_in", "tokens_out"] {
-        assert!(figures[count].as_u64() > Some(0), "{figures}");
+        assert!(metrics[count].as_u64() > Some(0), "{metrics}");
     }
     let cache = format!("processed_messages:{ticket}");
     let is_cached = || {
         let member = redis.command(&["SISMEMBER", &cache, &message.to_string()]);
         member.is_ok_and(|member| member.int() == Some(1))
     };
-    // It is a cache: what it has no time for is asked of SQL, and it learns with the next entry.
+    // The cache is best effort: a failed write is repeated with the next entry.
     wait_until("the message in the cache", LIMIT, || {
         is_cached() || add(&sample.to_string()).is_err()
     })?;
@@ -186,15 +186,15 @@ async fn the_sample_commands_of_the_seed_work_against_a_running_desk() -> Result
 }
 
 #[tokio::test]
-async fn an_entry_that_another_program_read_and_left_is_taken_over() -> Result<()> {
+async fn an_entry_that_another_program_read_and_did_not_acknowledge_is_reclaimed() -> Result<()> {
     let redis = Redis::start()?;
-    let place = ServerDir::new()?;
+    let place = Place::new()?;
     let server = desk(&place, &redis)?;
     wait_until("the desk's group", LIMIT, || has_group(&redis))?;
     let late = Uuid::new_v4();
     let taken = json!({"event_type": "MESSAGE_RECEIVED", "ticket_id": late, "message_id": Uuid::new_v4(), "content": "taken"});
-    // The desk waits for entries as well, and Redis serves who waits as soon as a command is over: the other program is
-    // first because its entry comes and goes within one.
+    // The desk has a blocking read, too, and Redis serves it after the current command: adding and reading in one
+    // script makes the other program first.
     let add_and_read = "redis.call('XADD', KEYS[1], '*', 'data', ARGV[1]) \
         return redis.call('XREADGROUP', 'GROUP', 'ai_processor_group', 'worker_1', \
         'COUNT', '1', 'STREAMS', KEYS[1], '>')";
@@ -207,9 +207,9 @@ async fn an_entry_that_another_program_read_and_left_is_taken_over() -> Result<(
 }
 
 #[tokio::test]
-async fn what_makes_no_sense_is_a_dead_letter_and_stops_nobody() -> Result<()> {
+async fn an_invalid_entry_becomes_a_dead_letter_and_blocks_nothing() -> Result<()> {
     let redis = Redis::start()?;
-    let place = ServerDir::new()?;
+    let place = Place::new()?;
     let server = desk(&place, &redis)?;
     for fields in [["data", "no json"], ["other", "field"], ["data", r#"{"event_type":"X"}"#]] {
         redis.command(&["XADD", "ticket_events", "*", fields[0], fields[1]])?.ok()?;
@@ -217,19 +217,22 @@ async fn what_makes_no_sense_is_a_dead_letter_and_stops_nobody() -> Result<()> {
     let ticket = Uuid::new_v4();
     redis_cli(&redis, &add(ticket, Uuid::new_v4()))?;
     answered(&server, &ticket.to_string(), 1).await?;
-    wait_until("three dead letters", LIMIT, || letters(&redis) >= 3)?;
+    wait_until("three dead letters", LIMIT, || dead_letters(&redis) >= 3)?;
     wait_until("all entries to be acknowledged", LIMIT, || pending(&redis) == Some(0))?;
-    assert_eq!(letters(&redis), 3);
+    assert_eq!(dead_letters(&redis), 3);
     let kept = redis.command(&["XRANGE", "ticket_events:dlq", "-", "+"])?;
     let fields = kept.items().iter().flat_map(|entry| entry.items()).flat_map(Reply::items);
-    assert!(fields.clone().any(|field| field.text().contains("no json")), "with its bytes");
+    assert!(
+        fields.clone().any(|field| field.text().contains("no json")),
+        "with its original bytes"
+    );
     Ok(())
 }
 
 #[tokio::test]
-async fn when_everything_in_redis_is_gone_the_desk_goes_on_and_no_ticket_is_lost() -> Result<()> {
+async fn after_a_redis_flush_the_desk_continues_and_no_ticket_is_lost() -> Result<()> {
     let redis = Redis::start()?;
-    let place = ServerDir::new()?;
+    let place = Place::new()?;
     let server = desk(&place, &redis)?;
     wait_until("the desk's group", LIMIT, || has_group(&redis))?;
     let (before, after) = (Uuid::new_v4(), Uuid::new_v4());
@@ -246,12 +249,12 @@ async fn when_everything_in_redis_is_gone_the_desk_goes_on_and_no_ticket_is_lost
 }
 
 #[tokio::test]
-async fn what_the_cache_says_is_believed_only_if_sql_says_so_too() -> Result<()> {
+async fn a_cache_hit_counts_only_if_sql_has_the_message() -> Result<()> {
     let redis = Redis::start()?;
-    let place = ServerDir::new()?;
+    let place = Place::new()?;
     let server = desk(&place, &redis)?;
     wait_until("the desk's group", LIMIT, || has_group(&redis))?;
-    // A process died after it had noted the message here and before its commit, or somebody restored an old database.
+    // As after a crash between cache write and commit, or a restored old database.
     let (ticket, message) = (Uuid::new_v4(), Uuid::new_v4());
     let cache = format!("processed_messages:{ticket}");
     redis.command(&["SADD", &cache, &message.to_string()])?.ok()?;
@@ -262,19 +265,19 @@ async fn what_the_cache_says_is_believed_only_if_sql_says_so_too() -> Result<()>
 }
 
 #[tokio::test]
-async fn an_entry_that_comes_while_the_database_is_away_waits_for_it() -> Result<()> {
+async fn an_entry_waits_while_the_database_is_unavailable() -> Result<()> {
     let redis = Redis::start()?;
     let postgres = Postgres::start()?;
     let database = postgres.database()?;
-    let place = ServerDir::new()?;
+    let place = Place::new()?;
     let always = ["--stream-url", &redis.url(), "--issue-quiet", "50ms", "--analytics-path", ""];
     let server = place.serve(&[&always[..], &["--database-url", &database.url()]].concat())?;
     wait_until("the desk's group", LIMIT, || has_group(&redis))?;
     postgres.stop()?;
     let ticket = Uuid::new_v4();
     redis_cli(&redis, &add(ticket, Uuid::new_v4()))?;
-    server.wait_for_log("ticket event was not stored, trying again")?;
-    assert_eq!((pending(&redis), letters(&redis)), (Some(1), 0), "nobody has acknowledged it");
+    server.wait_for_log("storing a ticket event failed; retrying")?;
+    assert_eq!((pending(&redis), dead_letters(&redis)), (Some(1), 0), "it is not acknowledged");
 
     postgres.restart()?;
     server.until("/health/ready", |status, _| status == 200).await?;
