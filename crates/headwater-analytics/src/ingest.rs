@@ -99,7 +99,7 @@ impl Ingest {
 
 async fn ingest(rows: &RowBatcher, message: Message) -> Outcome {
     match TicketEventRow::read(message.first_id(), &message.fields) {
-        Ok(event) => match rows.call_weighing(event, message.fields.bytes()).await {
+        Ok(event) => match rows.call_with_size(event, message.fields.bytes()).await {
             Ok(true) => Outcome::Done,
             // The store failed, not the entry: redeliver without counting an attempt.
             Ok(false) | Err(_) => Outcome::Release,

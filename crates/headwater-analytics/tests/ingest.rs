@@ -12,7 +12,7 @@ use headwater_analytics::*;
 use headwater_queue::{DeadLetterQuery, Queue, QueueConfig};
 use headwater_stream::clock::Timestamp;
 use headwater_stream::{
-    Backend, EntryId, Fields, KeeperConfig, Options, Retention, StreamName, connect,
+    Backend, EntryId, Fields, LeaseRenewerConfig, Options, Retention, StreamName, connect,
 };
 use headwater_testkit::{Child, Redis};
 use serde_json::{Value, json};
@@ -65,7 +65,7 @@ impl Env {
 fn queue(backend: &Arc<dyn Backend>) -> Queue {
     let seconds = env::var("LEASE").map_or(1, |seconds| seconds.parse().unwrap());
     let ttl = Duration::from_secs(seconds);
-    let lease = KeeperConfig { ttl, renew_every: ttl / 5, margin: ttl / 5 };
+    let lease = LeaseRenewerConfig { ttl, renew_every: ttl / 5, safety_margin: ttl / 5 };
     let config = QueueConfig {
         lease,
         rebalance_every: Duration::from_millis(200),

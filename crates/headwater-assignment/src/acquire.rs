@@ -6,7 +6,7 @@
 
 use futures_util::future::join_all;
 use headwater_stream::{
-    Delivery, EntryId, Fence, LeaseName, Reclaim, ReclaimFrom, Result, StreamError, StreamName,
+    DeliveredEntry, EntryId, Fence, LeaseName, ReclaimRequest, ReclaimFrom, Result, StreamError, StreamName,
 };
 use tracing::{debug, warn};
 
@@ -22,7 +22,7 @@ const ACQUIRE_TRIES_MAX: usize = 3;
 
 /// A new input entry with the capacity reserved for it.
 struct NewStream {
-    delivery: Delivery,
+    delivery: DeliveredEntry,
     input: Input,
     reservation: OwnedReservation,
     slot: NotificationSlot,
@@ -111,7 +111,7 @@ impl AssignmentMember {
     }
 
     /// Reclaims the pending entry of a stream under its lease. Tries the cheapest lookup first.
-    async fn fetch(&self, stream: &StreamName, fence: &Fence) -> Result<Option<(Delivery, Input)>> {
+    async fn fetch(&self, stream: &StreamName, fence: &Fence) -> Result<Option<(DeliveredEntry, Input)>> {
         if let Some(found) = self.fetch_known(stream, fence).await? {
             return Ok(Some(found));
         }
@@ -135,7 +135,7 @@ impl AssignmentMember {
         &self,
         stream: &StreamName,
         fence: &Fence,
-    ) -> Result<Option<(Delivery, Input)>> {
+    ) -> Result<Option<(DeliveredEntry, Input)>> {
         let ids = self.entry_index().ids_of(stream);
         for id in ids {
             let Some(delivery) = self.reclaim(id, fence).await? else {
@@ -155,8 +155,8 @@ impl AssignmentMember {
     }
 
     /// Reclaims one pending entry from any consumer. `None` if it is not pending.
-    pub(crate) async fn reclaim(&self, id: EntryId, fence: &Fence) -> Result<Option<Delivery>> {
-        let reclaim = Reclaim {
+    pub(crate) async fn reclaim(&self, id: EntryId, fence: &Fence) -> Result<Option<DeliveredEntry>> {
+        let reclaim = ReclaimRequest {
             stream: &self.names.input,
             group: &self.names.group,
             consumer: &self.identity.consumer,
@@ -176,7 +176,7 @@ impl AssignmentMember {
     async fn quarantine(
         &self,
         stream: &StreamName,
-        delivery: &Delivery,
+        delivery: &DeliveredEntry,
         owners: u64,
         guard: &LeaseGuard<'_>,
     ) -> Result<()> {
@@ -188,7 +188,7 @@ impl AssignmentMember {
     }
 
     /// Acquires the streams of new entries. Returns the entries to retry because the backend was unavailable.
-    pub(crate) async fn acquire_new(&self, deliveries: Vec<Delivery>) -> Vec<Delivery> {
+    pub(crate) async fn acquire_new(&self, deliveries: Vec<DeliveredEntry>) -> Vec<DeliveredEntry> {
         let mut again = Vec::new();
         let mut surplus = Vec::new();
         let mut wanted = Vec::new();
@@ -233,7 +233,7 @@ impl AssignmentMember {
         &self,
         wanted: Vec<NewStream>,
         surplus: &mut Vec<EntryId>,
-        again: &mut Vec<Delivery>,
+        again: &mut Vec<DeliveredEntry>,
     ) -> Vec<LeaseName> {
         let locks =
             join_all(wanted.iter().map(|wanted| self.acquire_lease(&wanted.input.stream))).await;
@@ -292,7 +292,7 @@ impl AssignmentMember {
     fn take_ownership(
         &self,
         input: Input,
-        delivery: &Delivery,
+        delivery: &DeliveredEntry,
         reservation: OwnedReservation,
         guard: LeaseGuard<'_>,
     ) -> Option<Owned> {

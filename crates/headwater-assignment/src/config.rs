@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use headwater_stream::limits::{BATCH_MAX, COUNT_MAX, LEASE_TTL_MAX, LEASE_TTL_MIN, LEASES_MAX};
-use headwater_stream::{KeeperConfig, Result, StreamError};
+use headwater_stream::{LeaseRenewerConfig, Result, StreamError};
 
 /// Configuration of one consumer.
 #[derive(Clone, Debug)]
@@ -97,9 +97,9 @@ impl AssignmentConfig {
     }
 
     /// The heartbeat drives renewal, not the keeper; `renew_every` only has to be valid.
-    pub(crate) fn keeper(&self) -> KeeperConfig {
+    pub(crate) fn keeper(&self) -> LeaseRenewerConfig {
         let ttl = self.lease_ttl();
-        KeeperConfig { ttl, renew_every: ttl / 3, margin: ttl / 10 }
+        LeaseRenewerConfig { ttl, renew_every: ttl / 3, safety_margin: ttl / 10 }
     }
 }
 

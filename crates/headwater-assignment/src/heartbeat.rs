@@ -92,7 +92,7 @@ impl AssignmentMember {
     /// Disowns streams whose leases are no longer valid.
     pub(crate) fn disown_lapsed(&self) {
         for owned in self.owned_set.owned() {
-            if !owned.guard().is_trusted() && owned.phase() != OwnershipPhase::Ending {
+            if !owned.guard().is_valid() && owned.phase() != OwnershipPhase::Ending {
                 self.disown(&owned, Disowned::LeaseUnconfirmed);
             }
         }
@@ -108,7 +108,7 @@ impl AssignmentMember {
         let lost: HashMap<_, _> = lost.into_iter().map(|lost| (lost.fence, lost.cause)).collect();
         for (owned, _) in owned {
             match lost.get(owned.guard().fence()) {
-                Some(LossCause::Gone) => self.disown(owned, Disowned::LeaseLost),
+                Some(LossCause::LostOnServer) => self.disown(owned, Disowned::LeaseLost),
                 Some(LossCause::Lapsed) => self.disown(owned, Disowned::LeaseUnconfirmed),
                 None => {}
             }

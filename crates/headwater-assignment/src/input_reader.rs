@@ -6,7 +6,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use headwater_stream::{Batch, Delivery, EntryId, GroupReader, Result, StreamError};
+use headwater_stream::{StreamBatch, DeliveredEntry, EntryId, GroupReader, Result, StreamError};
 use tokio::sync::watch;
 use tokio::time::sleep;
 use tracing::warn;
@@ -30,7 +30,7 @@ pub(crate) struct InputReader {
     member: Arc<AssignmentMember>,
     reader: Box<dyn GroupReader>,
     /// Entries that were read but not acquired because the backend was unavailable.
-    backlog: Vec<Delivery>,
+    backlog: Vec<DeliveredEntry>,
     backoff: Duration,
 }
 
@@ -67,7 +67,7 @@ impl InputReader {
     }
 
     /// Waits for capacity, then for new entries. Cancel-safe.
-    async fn read(&mut self) -> Result<Vec<Batch<Delivery>>> {
+    async fn read(&mut self) -> Result<Vec<StreamBatch<DeliveredEntry>>> {
         if !self.backlog.is_empty() {
             sleep(self.backoff).await;
             return Ok(Vec::new());
@@ -89,7 +89,7 @@ impl InputReader {
         self.reader.read(std::slice::from_ref(&member.names.input), count, READ_WAIT).await
     }
 
-    async fn take(&mut self, read: Vec<Batch<Delivery>>) {
+    async fn take(&mut self, read: Vec<StreamBatch<DeliveredEntry>>) {
         let mut deliveries = std::mem::take(&mut self.backlog);
         deliveries.extend(read.into_iter().flat_map(|batch| batch.entries));
         let full = deliveries.len() >= self.member.config.read_batch;

@@ -5,8 +5,8 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use headwater_stream::limits::BATCH_MAX;
 use headwater_stream::{
-    Acquired, Backend, EntryId, Epoch, Fence, Fields, GroupStart, HeldLease, LeaseKeeper,
-    LeaseName, Result, Settle, Settled, Settlement, StreamError, StreamName, Then,
+    LeaseAcquisition, Backend, EntryId, Epoch, Fence, Fields, GroupStart, HeldLease, LeaseRenewer,
+    LeaseName, Result, SettleBatch, SettleResult, Settlement, StreamError, StreamName, SettleAction,
 };
 use tokio::sync::watch;
 use tokio::time::Instant;
@@ -25,7 +25,7 @@ pub(crate) struct AssignmentMember {
     pub(crate) names: Names,
     pub(crate) identity: MemberIdentity,
     pub(crate) config: AssignmentConfig,
-    pub(crate) keeper: LeaseKeeper,
+    pub(crate) keeper: LeaseRenewer,
     /// The lease that shows that this process is alive.
     pub(crate) member_lease: LeaseName,
     pub(crate) owned_set: Arc<OwnedSet>,
@@ -47,7 +47,7 @@ impl AssignmentMember {
     ) -> Result<Self> {
         let metrics = AssignmentMetrics::new(&names.service);
         let leases = Arc::clone(&backend);
-        let keeper = LeaseKeeper::new(leases, identity.holder.clone(), config.keeper())?;
+        let keeper = LeaseRenewer::new(leases, identity.holder.clone(), config.keeper())?;
         Ok(Self {
             keeper,
             member_lease: names.member_lease(identity.holder.as_str())?,
@@ -75,7 +75,7 @@ impl AssignmentMember {
         // that the first `done` would get.
         let lease = self.names.lease(&self.names.input)?;
         let fence = Fence { lease, epoch: Epoch(0) };
-        match self.settle(Some(&fence), &[Settlement::done(EntryId::MIN)]).await {
+        match self.settle(Some(&fence), &[Settlement::ack(EntryId::MIN)]).await {
             Ok(_) | Err(StreamError::Fenced { .. }) => Ok(()),
             Err(error) if error.is_transient() => Err(error),
             Err(error) => Err(StreamError::invalid(
@@ -100,7 +100,7 @@ impl AssignmentMember {
 
     /// Registers this process as alive. The lease comes first: a member without one counts as dead.
     pub(crate) async fn join(&self) -> Result<()> {
-        if let Acquired::Held { by, .. } = self.keeper.acquire(&self.member_lease).await? {
+        if let LeaseAcquisition::Held { by, .. } = self.keeper.acquire(&self.member_lease).await? {
             warn!(lease = %self.member_lease, %by, "another process holds the member lease of this consumer");
         }
         let member = self.identity.holder.as_str();
@@ -122,8 +122,8 @@ impl AssignmentMember {
         &self,
         fence: Option<&Fence>,
         entries: &[Settlement],
-    ) -> Result<Settled> {
-        let settle = Settle {
+    ) -> Result<SettleResult> {
+        let settle = SettleBatch {
             stream: &self.names.input,
             group: &self.names.group,
             consumer: &self.identity.consumer,
@@ -137,7 +137,7 @@ impl AssignmentMember {
     pub(crate) async fn release_entries(&self, ids: &[EntryId]) -> Result<()> {
         for chunk in ids.chunks(BATCH_MAX) {
             let entries: Vec<Settlement> =
-                chunk.iter().map(|id| Settlement { id: *id, then: Then::Release }).collect();
+                chunk.iter().map(|id| Settlement { id: *id, action: SettleAction::Release }).collect();
             self.settle(None, &entries).await?;
         }
         Ok(())
@@ -152,8 +152,8 @@ impl AssignmentMember {
         fence: Option<&Fence>,
     ) -> Result<()> {
         let (letter, removable) = input::dead_letter(id, fields, reason);
-        let then = Then::Append { to: self.names.dead_letters.clone(), fields: letter };
-        let settled = self.settle(fence, &[Settlement { id, then }]).await?;
+        let then = SettleAction::Append { to: self.names.dead_letters.clone(), fields: letter };
+        let settled = self.settle(fence, &[Settlement { id, action: then }]).await?;
         // The letter is complete. A crash here leaves an acknowledged entry in the stream.
         if settled.applied > 0 && removable {
             self.backend.delete_entries(&self.names.input, &[id]).await?;

@@ -101,7 +101,7 @@ impl Owned {
     /// owned.
     pub fn work(&self) -> Option<WorkGuard> {
         let mut progress = self.progress();
-        if progress.phase != OwnershipPhase::Active || !self.0.lease.is_trusted() {
+        if progress.phase != OwnershipPhase::Active || !self.0.lease.is_valid() {
             return None;
         }
         progress.working += 1;

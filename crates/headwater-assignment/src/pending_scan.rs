@@ -9,7 +9,7 @@ use std::time::Duration;
 use futures_util::future::try_join_all;
 use headwater_stream::limits::LEASES_MAX;
 use headwater_stream::{
-    Direction, EntryId, LeaseInfo, LeaseName, Pending, PendingQuery, Range, Reclaim, ReclaimFrom,
+    Direction, EntryId, LeaseInfo, LeaseName, PendingDelivery, PendingDeliveryQuery, Range, ReclaimRequest, ReclaimFrom,
     Result, StreamError, StreamName,
 };
 use tracing::{debug, warn};
@@ -35,7 +35,7 @@ const KEEP_ALIVE_BATCH: usize = 1000;
 /// Result of one pass.
 pub(crate) struct PendingScan {
     /// Pending entries with their streams, in id order.
-    pub(crate) entries: Vec<(Pending, StreamName)>,
+    pub(crate) entries: Vec<(PendingDelivery, StreamName)>,
     /// Where the next pass continues; `None` if this one reached the end.
     pub(crate) next: Option<EntryId>,
 }
@@ -81,7 +81,7 @@ impl AssignmentMember {
     }
 
     /// The first of these entries that is pending.
-    pub(crate) async fn first_pending(&self, ids: &[EntryId]) -> Result<Option<Pending>> {
+    pub(crate) async fn first_pending(&self, ids: &[EntryId]) -> Result<Option<PendingDelivery>> {
         for id in ids {
             let scanned = self.pending(before(*id), 1).await?;
             match scanned.into_iter().next() {
@@ -113,8 +113,8 @@ impl AssignmentMember {
         Ok(holders)
     }
 
-    async fn pending(&self, after: Option<EntryId>, count: usize) -> Result<Vec<Pending>> {
-        let query = PendingQuery {
+    async fn pending(&self, after: Option<EntryId>, count: usize) -> Result<Vec<PendingDelivery>> {
+        let query = PendingDeliveryQuery {
             stream: &self.names.input,
             group: &self.names.group,
             consumer: None,
@@ -135,14 +135,14 @@ impl AssignmentMember {
     /// Finds the stream of each pending entry; reads entries that are not in the index.
     async fn resolve_names(
         &self,
-        page: Vec<Pending>,
-        entries: &mut Vec<(Pending, StreamName)>,
+        page: Vec<PendingDelivery>,
+        entries: &mut Vec<(PendingDelivery, StreamName)>,
     ) -> Result<()> {
         let mut names: HashMap<EntryId, Option<StreamName>> = HashMap::new();
         let mut unseen = Vec::new();
         {
             let index = self.entry_index();
-            for Pending { id, .. } in &page {
+            for PendingDelivery { id, .. } in &page {
                 match index.get(*id) {
                     Some(stream) => drop(names.insert(*id, stream.cloned())),
                     None => unseen.push(*id),
@@ -196,7 +196,7 @@ impl AssignmentMember {
         if ids.is_empty() {
             return Ok(());
         }
-        let reclaim = Reclaim {
+        let reclaim = ReclaimRequest {
             stream: &self.names.input,
             group: &self.names.group,
             consumer: &self.identity.consumer,

@@ -9,7 +9,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 
 use futures_util::future::join_all;
-use headwater_stream::{Pending, StreamName, Then};
+use headwater_stream::{PendingDelivery, StreamName, SettleAction};
 use tokio::time::Instant;
 use tracing::{debug, warn};
 
@@ -158,12 +158,12 @@ impl Reassignment {
 }
 
 impl UnownedStream {
-    pub(crate) fn new(stream: StreamName, pending: &Pending) -> Self {
+    pub(crate) fn new(stream: StreamName, pending: &PendingDelivery) -> Self {
         Self { stream, released: is_released(pending), deliveries: pending.deliveries }
     }
 }
 
 /// Whether the owner released the entry.
-pub(crate) fn is_released(pending: &Pending) -> bool {
-    pending.consumer.as_str() == Then::RELEASED
+pub(crate) fn is_released(pending: &PendingDelivery) -> bool {
+    pending.consumer.as_str() == SettleAction::RELEASED
 }

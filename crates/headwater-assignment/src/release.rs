@@ -3,7 +3,7 @@
 //! Guarantees: the input entry is settled before the lease is released, so no other consumer can acquire the
 //! stream in between. The task that removes the slot sends the notification, so it is sent once.
 
-use headwater_stream::{LeaseName, Settlement, StreamError, Then};
+use headwater_stream::{LeaseName, Settlement, StreamError, SettleAction};
 use tracing::{debug, warn};
 
 use crate::error::EndError;
@@ -36,10 +36,10 @@ impl AssignmentMember {
             return Err(not_owner());
         }
         let then = match reason {
-            EndReason::Done => Then::Delete,
-            EndReason::Release => Then::Release,
+            EndReason::Done => SettleAction::Delete,
+            EndReason::Release => SettleAction::Release,
         };
-        let settlement = Settlement { id: owned.entry(), then };
+        let settlement = Settlement { id: owned.entry(), action: then };
         match self.settle(Some(owned.guard().fence()), &[settlement]).await {
             Ok(_) => {}
             Err(StreamError::Fenced { .. }) => {
@@ -67,7 +67,7 @@ impl AssignmentMember {
     /// Retries a `done` whose reply was lost and whose stream was disowned since. The backend rejects the retry
     /// if the first call had no effect and the lease has expired, or if there was another owner.
     async fn retry_done(&self, owned: &Owned) -> Result<(), EndError> {
-        let settlement = Settlement { id: owned.entry(), then: Then::Delete };
+        let settlement = Settlement { id: owned.entry(), action: SettleAction::Delete };
         match self.settle(Some(owned.guard().fence()), &[settlement]).await {
             Ok(_) => {
                 owned.set_phase(OwnershipPhase::Ended(EndReason::Done));

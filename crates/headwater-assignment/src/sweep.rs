@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use futures_util::future::try_join_all;
 use headwater_stream::{
-    EntryId, HintKind, LeaseHint, LeaseInfo, LeaseWatch, Pending, Result, StreamName,
+    EntryId, LeaseEventKind, LeaseEvent, LeaseInfo, LeaseWatch, PendingDelivery, Result, StreamName,
 };
 use tokio::sync::watch;
 use tokio::time::{Instant, interval, sleep_until, timeout_at};
@@ -55,7 +55,7 @@ enum SweepTrigger {
     /// Check leases that should have expired.
     Expiry,
     /// Check the lease of a hint.
-    Hint(LeaseHint),
+    Hint(LeaseEvent),
 }
 
 impl AssignmentSweep {
@@ -126,7 +126,7 @@ impl AssignmentSweep {
     }
 
     /// Schedules a check at the expiration of a lease that is overdue and expires before the next pass.
-    fn expect_expiry(&mut self, stream: &StreamName, pending: &Pending, remaining: Duration) {
+    fn expect_expiry(&mut self, stream: &StreamName, pending: &PendingDelivery, remaining: Duration) {
         let config = &self.member.config;
         let overdue = pending.idle + SWEEP_JITTER >= config.heartbeat_every;
         if overdue && remaining < config.sweep_every + SWEEP_JITTER {
@@ -138,7 +138,7 @@ impl AssignmentSweep {
     /// Collects hints that arrive together. `None` if some were missed.
     async fn collect_hints(
         &self,
-        first: LeaseHint,
+        first: LeaseEvent,
         watch: &mut dyn LeaseWatch,
     ) -> Option<HashSet<StreamName>> {
         let until = Instant::now() + HINT_WINDOW;
@@ -146,9 +146,9 @@ impl AssignmentSweep {
         let mut next = Some(first);
         while let Some(hint) = next {
             self.member.metrics.hint(match hint.kind {
-                HintKind::Expired => "expired",
-                HintKind::Released => "released",
-                HintKind::Missed => "missed",
+                LeaseEventKind::Expired => "expired",
+                LeaseEventKind::Released => "released",
+                LeaseEventKind::Lagged => "missed",
             });
             match (hint.lease, &mut hinted) {
                 (Some(lease), Some(streams)) => {
@@ -186,7 +186,7 @@ impl AssignmentSweep {
         }))
         .await?;
         let found = streams.into_iter().zip(entries);
-        let mut oldest_pending: HashMap<StreamName, Pending> =
+        let mut oldest_pending: HashMap<StreamName, PendingDelivery> =
             found.filter_map(|(stream, pending)| Some((stream, pending?))).collect();
         let free = self.unleased(oldest_pending.keys().cloned().collect(), &oldest_pending).await?;
         let free = free.into_iter().filter_map(|stream| {
@@ -205,7 +205,7 @@ impl AssignmentSweep {
         if started_at.is_none() {
             self.expected_expirations.clear();
         }
-        let mut oldest_pending: HashMap<StreamName, Pending> = HashMap::new();
+        let mut oldest_pending: HashMap<StreamName, PendingDelivery> = HashMap::new();
         for (pending, stream) in scan.entries {
             oldest_pending.entry(stream).or_insert(pending);
         }
@@ -243,7 +243,7 @@ impl AssignmentSweep {
     /// expires: Redis reports an expired key only when it finds it, which may take long with many keys.
     fn suspects(
         &mut self,
-        oldest_pending: &HashMap<StreamName, Pending>,
+        oldest_pending: &HashMap<StreamName, PendingDelivery>,
         hinted: &HashSet<StreamName>,
     ) -> Vec<StreamName> {
         let late = self.member.config.heartbeat_every * 3 / 2;
@@ -266,7 +266,7 @@ impl AssignmentSweep {
     async fn unleased(
         &mut self,
         streams: Vec<StreamName>,
-        oldest_pending: &HashMap<StreamName, Pending>,
+        oldest_pending: &HashMap<StreamName, PendingDelivery>,
     ) -> Result<Vec<StreamName>> {
         let holders = self.member.holders(&streams).await?;
         let mut free = Vec::new();

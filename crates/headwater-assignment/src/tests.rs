@@ -5,7 +5,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use headwater_stream::{Backend, Delivery, Options, StreamName, Then, connect};
+use headwater_stream::{Backend, DeliveredEntry, Options, StreamName, SettleAction, connect};
 
 use crate::config::AssignmentConfig;
 use crate::member::AssignmentMember;
@@ -33,7 +33,7 @@ fn stream() -> StreamName {
 }
 
 /// Adds the stream and reads its entry; it is pending but the stream is not owned yet.
-async fn read(member: &AssignmentMember) -> Vec<Delivery> {
+async fn read(member: &AssignmentMember) -> Vec<DeliveredEntry> {
     crate::add(&*member.backend, "svc", &stream(), None).await.unwrap();
     let reader = member.backend.reader(&member.names.group, &member.identity.consumer).await;
     let mut reader = reader.unwrap();
@@ -85,13 +85,13 @@ async fn an_entry_pending_for_another_consumer_is_not_released() {
 
 #[tokio::test]
 async fn the_heartbeat_detects_an_end_whose_reply_was_lost() {
-    for (reason, then) in [(EndReason::Done, Then::Delete), (EndReason::Release, Then::Release)] {
+    for (reason, then) in [(EndReason::Done, SettleAction::Delete), (EndReason::Release, SettleAction::Release)] {
         let backend = backend().await;
         let (member, mut received) = member(&backend).await;
         let owned = take_ownership(&member, &mut received).await;
         // The caller was cancelled, and the call took effect.
         drop(owned.begin_end(reason).unwrap_or_else(|phase| panic!("{phase:?}")));
-        let settlement = headwater_stream::Settlement { id: owned.entry(), then };
+        let settlement = headwater_stream::Settlement { id: owned.entry(), action: then };
         member.settle(Some(owned.guard().fence()), &[settlement]).await.unwrap();
         assert!(owned.work().is_none());
 

@@ -141,7 +141,7 @@ impl Spool {
             problem: "the writer task ended".to_owned(),
         };
         let events = PendingWrite::new(&self.shared, events);
-        let written = self.writes.call_weighing(events, bytes).await;
+        let written = self.writes.call_with_size(events, bytes).await;
         metrics::spooled(self.shared.pending());
         written.unwrap_or_else(|_| Err(writer_ended()))
     }

@@ -10,7 +10,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use headwater_stream::clock::Timestamp;
 use headwater_stream::{
-    Backend, Direction, Entry, EntryId, Fields, Once, Range, Retention, StreamError, StreamName,
+    Backend, Direction, Entry, EntryId, Fields, IdempotentEntry, Range, Retention, StreamError, StreamName,
 };
 use tracing::warn;
 
@@ -87,7 +87,7 @@ impl UnknownEvents {
 
     /// Returns whether the entry is new.
     async fn append(&self, id: &str, fields: Fields) -> Result<bool, StreamError> {
-        let once = [Once { id: id.to_owned(), fields }];
+        let once = [IdempotentEntry { id: id.to_owned(), fields }];
         let retention = Retention::max_len(PARKED_MAX);
         let appended = self.backend.append_once(&self.stream, &once, DEDUP_TTL, &retention).await?;
         Ok(appended.first().is_some_and(|appended| !appended.duplicate))

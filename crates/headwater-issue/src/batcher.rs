@@ -6,7 +6,7 @@
 
 use std::sync::Arc;
 
-use headwater_stream::{Coalescer, CoalescerConfig, Gone, StreamError};
+use headwater_stream::{Coalescer, CoalescerConfig, BatchError, StreamError};
 
 use crate::claim::{Claim, ClaimOptions, CompletionOutcome, RunCompletion};
 use crate::error::{IssueError, Result};
@@ -74,7 +74,7 @@ impl Batcher {
     pub(crate) async fn complete(&self, completion: RunCompletion) -> Result<CompletionOutcome> {
         completion.validate()?;
         let bytes = completion.bytes();
-        self.completions.call_weighing(completion, bytes).await.unwrap_or_else(batch_lost)
+        self.completions.call_with_size(completion, bytes).await.unwrap_or_else(batch_lost)
     }
 }
 
@@ -153,7 +153,7 @@ fn fan_out<T>(count: usize, results: Result<Vec<T>>) -> Vec<Result<T>> {
     }
 }
 
-pub(crate) fn batch_lost<T>(gone: Gone) -> Result<T> {
+pub(crate) fn batch_lost<T>(gone: BatchError) -> Result<T> {
     let problem = "the batch ended without a result".to_owned();
     Err(IssueError::Unavailable { problem, source: Some(Arc::new(gone)) })
 }

@@ -129,7 +129,7 @@ impl Inbox {
         event.validate().inspect_err(|error| count(&Err(error.clone())))?;
         let bytes = event.payload.len();
         let incoming = (event, self.nudger.propagator().current());
-        self.records.call_weighing(incoming, bytes).await.unwrap_or_else(|gone| {
+        self.records.call_with_size(incoming, bytes).await.unwrap_or_else(|gone| {
             let problem = "the commit ended without a result".to_owned();
             let gone = Err(IssueError::Unavailable { problem, source: Some(Arc::new(gone)) });
             count(&gone);

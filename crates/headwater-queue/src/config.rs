@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use headwater_stream::limits::{COUNT_MAX, KEEP_MAX, WAIT_MAX};
-use headwater_stream::{GroupStart, KeeperConfig};
+use headwater_stream::{GroupStart, LeaseRenewerConfig};
 
 use crate::error::{QueueError, Result};
 use crate::handler::RetryPolicy;
@@ -17,7 +17,7 @@ use crate::trace::TraceBridge;
 #[derive(Clone, Debug)]
 pub struct QueueConfig {
     /// Leases of partitions and the liveness lease of this process. Default: 15 s, renewed every 5 s.
-    pub lease: KeeperConfig,
+    pub lease: LeaseRenewerConfig,
     /// How often members and partitions are polled, besides notifications. Default: 5 s. Not zero.
     pub rebalance_every: Duration,
     /// Name of this process. A start id is appended for its consumer names. Default: `worker:HOST:PID`.
@@ -29,7 +29,7 @@ pub struct QueueConfig {
 impl Default for QueueConfig {
     fn default() -> Self {
         Self {
-            lease: KeeperConfig::default(),
+            lease: LeaseRenewerConfig::default(),
             rebalance_every: Duration::from_secs(5),
             name: None,
             trace: None,

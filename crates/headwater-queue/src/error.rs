@@ -166,7 +166,7 @@ impl QueueError {
                 }))
             }
             Self::Stopped { what } => Self::Stopped { what: what.clone() },
-            Self::Backend(error) => Self::Backend(error.again()),
+            Self::Backend(error) => Self::Backend(error.duplicate()),
         }
     }
 

@@ -9,7 +9,7 @@ use std::fmt::Write as _;
 
 use bytes::Bytes;
 use headwater_stream::clock::Timestamp;
-use headwater_stream::{Delivery, EntryId, EntrySize, Epoch, Fields, Own};
+use headwater_stream::{DeliveredEntry, EntryId, EntrySize, Epoch, Fields, Own};
 
 use crate::error::{QueueError, Result};
 use crate::limits::{ATTEMPTS_MAX, HEADERS_BYTES_MAX, KEY_BYTES_MAX, MESSAGE_ID_BYTES_MAX};
@@ -255,8 +255,8 @@ impl Message {
     pub(crate) fn read(
         topic: &TopicName,
         partition: Partition,
-        delivery: Delivery,
-    ) -> std::result::Result<Self, (MalformedMessage, Delivery)> {
+        delivery: DeliveredEntry,
+    ) -> std::result::Result<Self, (MalformedMessage, DeliveredEntry)> {
         match Self::parse(topic, partition, &delivery) {
             Ok(message) => Ok(message),
             Err(malformed) => Err((malformed, delivery)),
@@ -266,9 +266,9 @@ impl Message {
     fn parse(
         topic: &TopicName,
         partition: Partition,
-        delivery: &Delivery,
+        delivery: &DeliveredEntry,
     ) -> std::result::Result<Self, MalformedMessage> {
-        let Delivery { id, fields, deliveries } = delivery;
+        let DeliveredEntry { id, fields, deliveries } = delivery;
         let mut message = Self {
             id: *id,
             topic: topic.clone(),
@@ -439,8 +439,8 @@ mod tests {
         Topic::plain(TopicName::new("orders").unwrap(), Layout::Partitioned)
     }
 
-    fn delivery(fields: Fields) -> Delivery {
-        Delivery { id: EntryId::new(5, 0), fields, deliveries: 1 }
+    fn delivery(fields: Fields) -> DeliveredEntry {
+        DeliveredEntry { id: EntryId::new(5, 0), fields, deliveries: 1 }
     }
 
     #[test]
@@ -465,7 +465,7 @@ mod tests {
         let group = GroupName::new("billing").unwrap();
         let retry = |message: &Message, id| {
             let fields = message.to_retry(&group);
-            Delivery { id: EntryId::new(id, 0), fields, deliveries: 1 }
+            DeliveredEntry { id: EntryId::new(id, 0), fields, deliveries: 1 }
         };
         let again = retry(&message, 6);
         let again = Message::read(&topic().name, 0, again).unwrap();

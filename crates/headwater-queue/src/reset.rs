@@ -8,7 +8,7 @@
 
 use headwater_stream::clock::Timestamp;
 use headwater_stream::{
-    Direction, EntryId, GroupStart, GroupStats, PendingQuery, Range, StreamName, StreamStats,
+    Direction, EntryId, GroupStart, GroupStats, PendingDeliveryQuery, Range, StreamName, StreamStats,
 };
 
 use crate::error::{QueueError, Result};
@@ -322,7 +322,7 @@ impl ResetPlanner<'_> {
         }
         let mut after = None;
         loop {
-            let query = PendingQuery {
+            let query = PendingDeliveryQuery {
                 stream: &self.stream,
                 group: self.group,
                 consumer: None,

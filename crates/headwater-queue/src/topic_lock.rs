@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use headwater_stream::{Acquire, Backend, Fence, HolderName, Renewal};
+use headwater_stream::{AcquireResult, Backend, Fence, HolderName, Renewal};
 use tokio::time::Instant;
 use tracing::warn;
 
@@ -43,14 +43,14 @@ impl TopicLock {
         let started = Instant::now();
         loop {
             match backend.acquire(&lease, &holder, TTL).await? {
-                Acquire::Won(epoch) => {
+                AcquireResult::Won(epoch) => {
                     let fence = Fence { lease, epoch };
                     return Ok(Self { backend, topic: topic.clone(), holder, fence });
                 }
-                Acquire::Held { by, .. } if started.elapsed() >= WAIT => {
+                AcquireResult::Held { by, .. } if started.elapsed() >= WAIT => {
                     return Err(QueueError::Busy { topic: topic.to_string(), by: by.to_string() });
                 }
-                Acquire::Held { remaining, .. } => {
+                AcquireResult::Held { remaining, .. } => {
                     tokio::time::sleep(remaining.clamp(Duration::from_millis(1), POLL_INTERVAL))
                         .await;
                 }

@@ -210,7 +210,7 @@ impl Topics {
         let delays = keys::all_delays(&topic);
         for some in delays.chunks(DELETE_BATCH) {
             lock.renew().await?;
-            let gone = some.iter().map(|delays| backend.delete_delays(delays));
+            let gone = some.iter().map(|delays| backend.delete_delay_set(delays));
             had_data |= try_join_all(gone).await?.contains(&true);
         }
         let streams = streams_of(&topic);

@@ -121,25 +121,25 @@ const TTL: Duration = Duration::from_secs(15);
 /// A lease, a delayed entry and an id in progress, each for `TTL`.
 async fn begin_waits(backend: &dyn Backend) {
     let (lease, holder) = (LeaseName::new("lease").unwrap(), HolderName::new("first").unwrap());
-    assert!(matches!(backend.acquire(&lease, &holder, TTL).await.unwrap(), Acquire::Won(_)));
-    let later = PutAside { to: stream("s"), due: Due::After(TTL), fields: fields(1) };
-    backend.put_aside(&DelayName::new("delays").unwrap(), &[later]).await.unwrap();
+    assert!(matches!(backend.acquire(&lease, &holder, TTL).await.unwrap(), AcquireResult::Won(_)));
+    let later = ScheduleRequest { to: stream("s"), due: DueTime::After(TTL), fields: fields(1) };
+    backend.schedule(&DelayName::new("delays").unwrap(), &[later]).await.unwrap();
     let scope = DedupScope::new("scope").unwrap();
-    assert_eq!(backend.dedup_begin(&scope, &["id"], TTL).await.unwrap(), [Begin::Fresh]);
+    assert_eq!(backend.dedup_begin(&scope, &["id"], TTL).await.unwrap(), [DedupStatus::New]);
 }
 
 /// How many of the three have expired or are due.
 async fn waits_over(backend: &dyn Backend) -> usize {
     let lease = backend.leases(&[LeaseName::new("lease").unwrap()]).await.unwrap().remove(0);
     let delays = DelayName::new("delays").unwrap();
-    let is_due = backend.wait_due(&delays, Duration::ZERO).await.unwrap();
+    let is_due = backend.wait_until_due(&delays, Duration::ZERO).await.unwrap();
     // Begins a free id and abandons it.
     let scope = DedupScope::new("scope").unwrap();
     let begun = backend.dedup_begin(&scope, &["id"], TTL).await.unwrap().remove(0);
-    if begun == Begin::Fresh {
+    if begun == DedupStatus::New {
         backend.dedup_abandon(&scope, &["id"]).await.unwrap();
     }
-    [lease.is_none(), is_due, begun == Begin::Fresh].into_iter().filter(|over| *over).count()
+    [lease.is_none(), is_due, begun == DedupStatus::New].into_iter().filter(|over| *over).count()
 }
 
 fn step(clock: &TestClock, is_back: bool) {
@@ -386,19 +386,19 @@ async fn a_settle_whose_follow_up_exceeds_the_memory_limit_has_no_effect_and_one
     reader.read(std::slice::from_ref(&s), 100, Duration::ZERO).await.unwrap();
     let settle = async |entries: Vec<Settlement>| {
         let settle =
-            Settle { stream: &s, group: &group, consumer: &c, fence: None, entries: &entries };
+            SettleBatch { stream: &s, group: &group, consumer: &c, fence: None, entries: &entries };
         backend.settle(settle).await
     };
-    let follow_up = Then::Append { to: stream("dead"), fields: large() };
-    let reschedule = Then::PutAside {
+    let follow_up = SettleAction::Append { to: stream("dead"), fields: large() };
+    let reschedule = SettleAction::Reschedule {
         delays: DelayName::new("d").unwrap(),
         to: stream("s"),
-        due: Due::After(LIMIT),
+        due: DueTime::After(LIMIT),
         fields: large(),
     };
 
     for then in [follow_up.clone(), reschedule] {
-        let entries = vec![Settlement::done(ids[0]), Settlement { id: ids[1], then }];
+        let entries = vec![Settlement::ack(ids[0]), Settlement { id: ids[1], action: then }];
         let error = settle(entries).await.err().unwrap();
         assert!(matches!(error, StreamError::Full { .. }), "{error}");
     }
@@ -407,11 +407,11 @@ async fn a_settle_whose_follow_up_exceeds_the_memory_limit_has_no_effect_and_one
 
     // A settlement that frees memory applies together with one that needs it.
     let entries = vec![
-        Settlement { id: ids[0], then: Then::Delete },
-        Settlement { id: ids[1], then: follow_up },
+        Settlement { id: ids[0], action: SettleAction::Delete },
+        Settlement { id: ids[1], action: follow_up },
     ];
-    assert_eq!(settle(entries).await.unwrap(), Settled { applied: 2, stale: 0 });
-    assert_eq!(settle(vec![Settlement::done(ids[2])]).await.unwrap().applied, 1);
+    assert_eq!(settle(entries).await.unwrap(), SettleResult { applied: 2, stale: 0 });
+    assert_eq!(settle(vec![Settlement::ack(ids[2])]).await.unwrap().applied, 1);
 }
 
 #[tokio::test]
@@ -423,7 +423,7 @@ async fn expired_deduplication_records_and_sets_free_their_memory() {
         let ids: Vec<String> = (0..50).map(|number| format!("{round}-{number}")).collect();
         let ids: Vec<&str> = ids.iter().map(String::as_str).collect();
         let answers = backend.dedup_begin(&scope, &ids, Duration::from_secs(1)).await.unwrap();
-        assert!(answers.iter().all(|answer| *answer == Begin::Fresh));
+        assert!(answers.iter().all(|answer| *answer == DedupStatus::New));
         let set = SetName::new(format!("set {round}")).unwrap();
         backend.set_add(&set, &ids, Some(Duration::from_secs(1))).await.unwrap();
         clock.advance(Duration::from_millis(500));
@@ -436,37 +436,37 @@ async fn a_wait_for_due_entries_wakes_by_the_clock_and_by_an_earlier_entry() {
     let backend = open_at("embedded:memory", &clock).await;
     let delays = DelayName::new("d").unwrap();
     let put = async |after: u64| {
-        let due = Due::After(Duration::from_secs(after));
-        let item = PutAside { to: stream("s"), due, fields: fields(after as usize) };
-        backend.put_aside(&delays, &[item]).await.unwrap()
+        let due = DueTime::After(Duration::from_secs(after));
+        let item = ScheduleRequest { to: stream("s"), due, fields: fields(after as usize) };
+        backend.schedule(&delays, &[item]).await.unwrap()
     };
     put(50).await;
 
     // By an entry scheduled meanwhile that is due at once.
-    let wait = async { backend.wait_due(&delays, LIMIT).await.unwrap() };
+    let wait = async { backend.wait_until_due(&delays, LIMIT).await.unwrap() };
     let earlier = async {
         tokio::time::sleep(Duration::from_millis(30)).await;
         put(0).await;
     };
     let (due, ()) = timeout(LIMIT, async { tokio::join!(wait, earlier) }).await.unwrap();
     assert!(due);
-    assert_eq!(backend.take_due(&delays, 10).await.unwrap().len(), 1);
+    assert_eq!(backend.promote_due(&delays, 10).await.unwrap().len(), 1);
 
     // By the clock, exactly when it is due.
-    let wait = async { backend.wait_due(&delays, LIMIT).await.unwrap() };
+    let wait = async { backend.wait_until_due(&delays, LIMIT).await.unwrap() };
     let later = async {
         clock.advance(Duration::from_millis(49_999));
         tokio::time::sleep(Duration::from_millis(30)).await;
-        assert!(backend.take_due(&delays, 10).await.unwrap().is_empty());
+        assert!(backend.promote_due(&delays, 10).await.unwrap().is_empty());
         clock.advance(Duration::from_millis(1));
     };
     let (due, ()) = timeout(LIMIT, async { tokio::join!(wait, later) }).await.unwrap();
     assert!(due);
-    let returned = backend.take_due(&delays, 10).await.unwrap();
+    let returned = backend.promote_due(&delays, 10).await.unwrap();
     assert_eq!(returned[0].id.ms, clock.now().as_millis());
 
     // By nothing: the wait times out.
-    let wait = async { backend.wait_due(&delays, Duration::from_secs(9)).await.unwrap() };
+    let wait = async { backend.wait_until_due(&delays, Duration::from_secs(9)).await.unwrap() };
     let later = async { clock.advance(Duration::from_secs(9)) };
     let (due, ()) = timeout(LIMIT, async { tokio::join!(wait, later) }).await.unwrap();
     assert!(!due);
@@ -485,7 +485,7 @@ async fn a_watch_reports_expiration_by_the_clock_and_release_at_once() {
         .await
         .unwrap()
     {
-        Acquire::Won(epoch) => Fence { lease: lease(name), epoch },
+        AcquireResult::Won(epoch) => Fence { lease: lease(name), epoch },
         held => panic!("{held:?}"),
     };
     acquire("p:long", 60).await;
@@ -500,12 +500,12 @@ async fn a_watch_reports_expiration_by_the_clock_and_release_at_once() {
         clock.advance(Duration::from_secs(10));
     };
     let (hint, ()) = timeout(LIMIT, async { tokio::join!(next, work) }).await.unwrap();
-    assert_eq!(hint, LeaseHint { lease: Some(lease("p:short")), kind: HintKind::Expired });
+    assert_eq!(hint, LeaseEvent { lease: Some(lease("p:short")), kind: LeaseEventKind::Expired });
 
     let fence = acquire("p:given", 10).await;
     assert_eq!(backend.release(&holder, &[fence]).await.unwrap(), 1);
     let hint = timeout(LIMIT, watch.next()).await.unwrap();
-    assert_eq!(hint, LeaseHint { lease: Some(lease("p:given")), kind: HintKind::Released });
+    assert_eq!(hint, LeaseEvent { lease: Some(lease("p:given")), kind: LeaseEventKind::Released });
 
     // A subscriber that does not read gets `Missed` instead of all hints.
     for number in 0..3_000 {
@@ -513,7 +513,7 @@ async fn a_watch_reports_expiration_by_the_clock_and_release_at_once() {
         backend.release(&holder, &[fence]).await.unwrap();
     }
     let first = timeout(LIMIT, watch.next()).await.unwrap();
-    assert_eq!(first, LeaseHint { lease: None, kind: HintKind::Missed });
+    assert_eq!(first, LeaseEvent { lease: None, kind: LeaseEventKind::Lagged });
     for _ in 0..1024 {
         let next = watch.next();
         if timeout(Duration::from_millis(50), next).await.is_err() {

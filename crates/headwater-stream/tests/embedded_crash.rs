@@ -118,14 +118,14 @@ async fn appends(backend: Arc<dyn Backend>, numbers: Arc<AtomicU64>) {
     }
 }
 
-fn once(number: u64) -> Once {
-    Once { id: number.to_string(), fields: fields(number) }
+fn once(number: u64) -> IdempotentEntry {
+    IdempotentEntry { id: number.to_string(), fields: fields(number) }
 }
 
 async fn appends_once(backend: Arc<dyn Backend>, numbers: Arc<AtomicU64>) {
     loop {
         let number = numbers.fetch_add(3, Ordering::Relaxed);
-        let batch: Vec<Once> = (number..=number + number % 3).map(once).collect();
+        let batch: Vec<IdempotentEntry> = (number..=number + number % 3).map(once).collect();
         for number in number..=number + number % 3 {
             report(&format!("tries {number} 0-0"));
         }
@@ -142,7 +142,7 @@ async fn consumes(backend: Arc<dyn Backend>, name: &str) {
     let (s, group, consumer) = (stream("s"), group(), ConsumerName::new(name).unwrap());
     let mut reader = backend.reader(&group, &consumer).await.unwrap();
     backend.ensure_group(&s, &group, GroupStart::Beginning).await.unwrap();
-    let reclaim = Reclaim {
+    let reclaim = ReclaimRequest {
         stream: &s,
         group: &group,
         consumer: &consumer,
@@ -164,27 +164,27 @@ async fn consumes(backend: Arc<dyn Backend>, name: &str) {
     }
 }
 
-async fn settle(backend: &dyn Backend, s: &StreamName, consumer: &ConsumerName, entry: &Delivery) {
+async fn settle(backend: &dyn Backend, s: &StreamName, consumer: &ConsumerName, entry: &DeliveredEntry) {
     let number = number_of(&entry.fields);
     let then = match outcome_of(number) {
-        Outcome::Delete => Then::Delete,
-        Outcome::Done => Then::Done,
-        Outcome::Move => Then::Append { to: stream("t"), fields: entry.fields.clone() },
+        Outcome::Delete => SettleAction::Delete,
+        Outcome::Done => SettleAction::Ack,
+        Outcome::Move => SettleAction::Append { to: stream("t"), fields: entry.fields.clone() },
         Outcome::Keep => return,
     };
     report(&format!("intends {number} {}", entry.id));
-    let entries = [Settlement { id: entry.id, then }];
-    let settle = Settle { stream: s, group: &group(), consumer, fence: None, entries: &entries };
-    assert_eq!(backend.settle(settle).await.unwrap(), Settled { applied: 1, stale: 0 });
+    let entries = [Settlement { id: entry.id, action: then }];
+    let settle = SettleBatch { stream: s, group: &group(), consumer, fence: None, entries: &entries };
+    assert_eq!(backend.settle(settle).await.unwrap(), SettleResult { applied: 1, stale: 0 });
     report(&format!("settled {number} {}", entry.id));
 }
 
 async fn puts_aside(backend: Arc<dyn Backend>, numbers: Arc<AtomicU64>) {
     loop {
         let number = numbers.fetch_add(3, Ordering::Relaxed);
-        let due = Due::After(Duration::from_millis(number % 30));
-        let items = [PutAside { to: stream("s"), due, fields: fields(number) }];
-        backend.put_aside(&delays(), &items).await.unwrap();
+        let due = DueTime::After(Duration::from_millis(number % 30));
+        let items = [ScheduleRequest { to: stream("s"), due, fields: fields(number) }];
+        backend.schedule(&delays(), &items).await.unwrap();
         report(&format!("scheduled {number} 0-0"));
         tokio::time::sleep(Duration::from_millis(2)).await;
     }
@@ -192,8 +192,8 @@ async fn puts_aside(backend: Arc<dyn Backend>, numbers: Arc<AtomicU64>) {
 
 async fn returns(backend: Arc<dyn Backend>) {
     loop {
-        if backend.wait_due(&delays(), Duration::from_millis(50)).await.unwrap() {
-            backend.take_due(&delays(), 16).await.unwrap();
+        if backend.wait_until_due(&delays(), Duration::from_millis(50)).await.unwrap() {
+            backend.promote_due(&delays(), 16).await.unwrap();
         }
     }
 }
@@ -202,7 +202,7 @@ async fn holds_a_lease(backend: Arc<dyn Backend>, life: u64) {
     let lease = LeaseName::new("lease").unwrap();
     for round in 0.. {
         let holder = HolderName::new(format!("{life}-{round}")).unwrap();
-        if let Acquire::Won(epoch) =
+        if let AcquireResult::Won(epoch) =
             backend.acquire(&lease, &holder, Duration::from_millis(50)).await.unwrap()
         {
             report(&format!("epoch {} 0-0", epoch.0));
@@ -378,12 +378,12 @@ async fn append_again(backend: &dyn Backend, reported: &mut Reported, life: u64)
     let places: BTreeMap<u64, EntryId> =
         reported.appended.iter().map(|(id, number)| (*number, *id)).collect();
     for numbers in tried.chunks(1000) {
-        let batch: Vec<Once> = numbers.iter().copied().map(once).collect();
+        let batch: Vec<IdempotentEntry> = numbers.iter().copied().map(once).collect();
         let (s, keep) = (stream("s"), &Retention::KEEP_ALL);
         let again = backend.append_once(&s, &batch, HOUR, keep).await.unwrap();
         for (number, again) in numbers.iter().zip(again) {
             if let Some(id) = places.get(number) {
-                let known = Appended { id: *id, duplicate: true };
+                let known = AppendedEntry { id: *id, duplicate: true };
                 assert_eq!(again, known, "life {life}: {number} was forgotten");
             }
         }
@@ -439,7 +439,7 @@ async fn pending_of(backend: &dyn Backend) -> BTreeSet<EntryId> {
     let (s, group) = (stream("s"), group());
     let mut all = BTreeSet::new();
     loop {
-        let query = PendingQuery {
+        let query = PendingDeliveryQuery {
             stream: &s,
             group: &group,
             consumer: None,

@@ -476,7 +476,7 @@ async fn a_closed_backend_fails_calls_and_wakes_blocked_ones() {
         tokio::spawn(async move { reader.read(&[stream("s")], 10, Duration::from_secs(60)).await });
     let other = Arc::clone(&backend);
     let due = tokio::spawn(async move {
-        other.wait_due(&DelayName::new("d").unwrap(), Duration::from_secs(60)).await
+        other.wait_until_due(&DelayName::new("d").unwrap(), Duration::from_secs(60)).await
     });
     tokio::time::sleep(Duration::from_millis(50)).await;
 

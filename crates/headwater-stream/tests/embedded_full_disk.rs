@@ -242,8 +242,8 @@ async fn consumes(backend: Arc<dyn Backend>) {
             continue;
         };
         for entry in batches.into_iter().flat_map(|batch| batch.entries) {
-            let entries = [Settlement::done(entry.id)];
-            let settle = || Settle {
+            let entries = [Settlement::ack(entry.id)];
+            let settle = || SettleBatch {
                 stream: &s,
                 group: &group,
                 consumer: &consumer,
@@ -391,7 +391,7 @@ async fn open_and_check(
     let appeared: Vec<&u64> =
         reported.rejected.iter().filter(|number| found.contains_key(number)).collect();
     assert!(appeared.is_empty(), "these were rejected and exist: {appeared:?}");
-    let query = PendingQuery {
+    let query = PendingDeliveryQuery {
         stream: &stream("s"),
         group: &group(),
         consumer: None,

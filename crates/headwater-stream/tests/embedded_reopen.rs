@@ -151,25 +151,25 @@ async fn call(backend: &dyn Backend, step: &Step, clock: &TestClock) -> String {
         }
         11..=15 => {
             let then = |number: u64| match number % 7 {
-                0 | 1 => Then::Done,
-                2 => Then::Delete,
-                3 => Then::Append { to: to.clone(), fields: fields(number) },
-                4 | 5 => Then::PutAside {
+                0 | 1 => SettleAction::Ack,
+                2 => SettleAction::Delete,
+                3 => SettleAction::Append { to: to.clone(), fields: fields(number) },
+                4 | 5 => SettleAction::Reschedule {
                     delays: delays.clone(),
                     to: to.clone(),
-                    due: Due::After(short),
+                    due: DueTime::After(short),
                     fields: fields(number),
                 },
-                _ => Then::Release,
+                _ => SettleAction::Release,
             };
             let entries: Vec<Settlement> = ids
                 .iter()
                 .zip(list)
-                .map(|(id, number)| Settlement { id: *id, then: then(*number) })
+                .map(|(id, number)| Settlement { id: *id, action: then(*number) })
                 .collect();
             let fence = Fence { lease, epoch: Epoch(clock.now().as_millis()) };
             let fence = (number == 9).then_some(&fence);
-            let settle = Settle {
+            let settle = SettleBatch {
                 stream: &stream,
                 group: &group,
                 consumer: &consumer,
@@ -186,7 +186,7 @@ async fn call(backend: &dyn Backend, step: &Step, clock: &TestClock) -> String {
                 2 => ReclaimFrom::Consumer(&consumer),
                 _ => ReclaimFrom::Ids(&ids),
             };
-            let reclaim = Reclaim {
+            let reclaim = ReclaimRequest {
                 stream: &stream,
                 group: &group,
                 consumer: &consumer,
@@ -206,16 +206,16 @@ async fn call(backend: &dyn Backend, step: &Step, clock: &TestClock) -> String {
         21 if number == 0 => answer(backend.delete_stream(&stream).await),
         21 => answer(backend.remove_idle_consumers(&stream, &group, Duration::ZERO).await),
         22 => {
-            let item = |number: &u64| PutAside {
+            let item = |number: &u64| ScheduleRequest {
                 to: to.clone(),
-                due: Due::At(Timestamp::from_millis(clock.now().as_millis() + number * 10)),
+                due: DueTime::At(Timestamp::from_millis(clock.now().as_millis() + number * 10)),
                 fields: fields(*number),
             };
-            let items: Vec<PutAside> = list.iter().map(item).collect();
-            answer(backend.put_aside(&delays, &items).await)
+            let items: Vec<ScheduleRequest> = list.iter().map(item).collect();
+            answer(backend.schedule(&delays, &items).await)
         }
-        23 => answer(backend.take_due(&delays, 1 + number as usize).await),
-        24 if number == 0 => answer(backend.delete_delays(&delays).await),
+        23 => answer(backend.promote_due(&delays, 1 + number as usize).await),
+        24 if number == 0 => answer(backend.delete_delay_set(&delays).await),
         24 => answer(backend.cancel(&delays, DelayId(number)).await),
         25 => answer(backend.acquire(&lease, &holder, short).await),
         26 => {
@@ -250,8 +250,8 @@ async fn call(backend: &dyn Backend, step: &Step, clock: &TestClock) -> String {
         }
         29 | 30 => {
             let retention = if number == 0 { Retention::max_len(3) } else { Retention::KEEP_ALL };
-            let once = |number: &u64| Once { id: number.to_string(), fields: fields(*number) };
-            let entries: Vec<Once> = list.iter().map(once).collect();
+            let once = |number: &u64| IdempotentEntry { id: number.to_string(), fields: fields(*number) };
+            let entries: Vec<IdempotentEntry> = list.iter().map(once).collect();
             answer(backend.append_once(&stream, &entries, short * 3, &retention).await)
         }
         _ => {
@@ -299,7 +299,7 @@ async fn dump(backend: &dyn Backend, clock: &TestClock) -> BTreeMap<String, Stri
         put("set", answer(backend.set_members(&name(SetName::new, index)).await));
         put("map", answer(backend.map_get(&name(MapName::new, index)).await));
         for group in GROUPS {
-            let query = PendingQuery {
+            let query = PendingDeliveryQuery {
                 stream: &stream,
                 group: &GroupName::new(group).unwrap(),
                 consumer: None,

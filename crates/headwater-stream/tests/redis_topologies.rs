@@ -342,7 +342,7 @@ async fn keys_in_different_slots_are_rejected_with_advice() -> Result<()> {
         due: DueTime::After(HOUR),
         fields: one(),
     };
-    let entries = [Settlement { id: EntryId::new(1, 1), then }];
+    let entries = [Settlement { id: EntryId::new(1, 1), action: then }];
     let settle = SettleBatch { fence: None, entries: &entries, ..settle };
     assert_advice("a delay set", backend.settle(settle).await.unwrap_err());
     let items = [ScheduleRequest { to: orders.clone(), due: DueTime::After(HOUR), fields: one() }];

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use headwater_assignment::{AssignmentConfig, ClaimError, Notification, OnExpired};
-use headwater_stream::{Acquire, HolderName};
+use headwater_stream::{AcquireResult, HolderName};
 use tokio::time::{Instant, sleep};
 
 use crate::fixture::{QUIET, SLACK, ServiceFixture, quick};
@@ -60,7 +60,7 @@ async fn a_killed_consumers_stream_is_claimed_by_exactly_one_survivor_in_time(
     assert!(after < config.lease_ttl() + SLACK, "after {after:?}");
     assert!(new.epoch() > owned.epoch());
     assert_eq!((new.stream(), new.owners()), (&stream, 2));
-    assert!(new.guard().is_trusted());
+    assert!(new.guard().is_valid());
     sleep(QUIET).await;
     assert_eq!(survivors.iter().map(|s| s.assignment.owned().len()).sum::<usize>(), 1);
     for survivor in &survivors {
@@ -156,7 +156,7 @@ async fn a_crash_between_lease_and_claim_is_detected(fixture: &ServiceFixture) {
     let backend = fixture.connect().await;
     let won =
         backend.acquire(&fixture.lease(&stream), &ghost, Duration::from_secs(6)).await.unwrap();
-    assert!(matches!(won, Acquire::Won(_)));
+    assert!(matches!(won, AcquireResult::Won(_)));
     match survivor.assignment.claim(&stream).await {
         Err(ClaimError::AlreadyClaimed { by, .. }) => assert_eq!(by, Some(ghost)),
         other => panic!("{other:?}"),
@@ -270,7 +270,7 @@ async fn claiming_an_owned_done_or_unknown_stream_fails_with_the_reason(fixture:
             other => panic!("{other:?}"),
         }
     }
-    assert!(owned.guard().is_trusted());
+    assert!(owned.guard().is_valid());
 
     owner.assignment.done(&owned).await.unwrap();
     for claimant in [&owner, &other] {

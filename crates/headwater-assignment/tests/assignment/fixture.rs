@@ -9,7 +9,7 @@ use headwater_assignment::{
 };
 use headwater_stream::{
     Backend, ConsumerName, Direction, Entry, EntryId, Fence, GroupName, HolderName, LeaseName,
-    Options, Pending, PendingQuery, Range, StreamName, connect,
+    Options, PendingDelivery, PendingDeliveryQuery, Range, StreamName, connect,
 };
 use headwater_testkit::{Cluster, Redis, unique};
 use tokio::time::{Instant, timeout};
@@ -149,9 +149,9 @@ impl ServiceFixture {
         self.entries(&StreamName::new(format!("{}-input:dlq", self.service)).unwrap()).await
     }
 
-    pub(crate) async fn pending(&self) -> Vec<Pending> {
+    pub(crate) async fn pending(&self) -> Vec<PendingDelivery> {
         let (input, group) = (self.input(), self.group());
-        let query = PendingQuery {
+        let query = PendingDeliveryQuery {
             stream: &input,
             group: &group,
             consumer: None,

@@ -32,7 +32,7 @@ async fn a_full_queue_blocks_neither_heartbeat_nor_shutdown(fixture: &ServiceFix
 
     // When the queue is not read for several intervals, then ownership is kept.
     sleep(3 * quick().lease_ttl()).await;
-    assert!(mine.guard().is_trusted());
+    assert!(mine.guard().is_valid());
 
     // And the shutdown completes, and its last notifications are there for a reader that resumes.
     timeout(LIMIT, consumer.assignment.shutdown(Duration::ZERO)).await.unwrap().unwrap();

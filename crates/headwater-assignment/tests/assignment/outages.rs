@@ -31,7 +31,7 @@ async fn a_restarted_server_keeps_streams_and_owners() {
     // ... then the other owner continues, and finds the stream.
     assert_eq!(lives.expired().await, lost);
     let claimed = lives.assignment.claim(&lost).await.unwrap();
-    assert!(kept.guard().is_trusted());
+    assert!(kept.guard().is_valid());
     lives.assignment.done(&kept).await.unwrap();
     lives.assignment.done(&claimed).await.unwrap();
     assert_eq!(fixture.pending().await, []);
@@ -76,7 +76,7 @@ async fn a_short_outage_costs_no_ownership() {
         sleep(config.heartbeat_every / 2).await;
     }
 
-    assert!(owned.guard().is_trusted());
+    assert!(owned.guard().is_valid());
     consumer.assignment.done(&owned).await.unwrap();
     consumer.expect_no_notification_for(QUIET).await;
 }
@@ -94,7 +94,7 @@ async fn a_long_outage_disowns_before_the_lease_can_expire() {
     let mut trusted = Duration::ZERO;
     loop {
         let asked = paused.elapsed();
-        if !owned.guard().is_trusted() {
+        if !owned.guard().is_valid() {
             break;
         }
         trusted = asked;
@@ -139,13 +139,13 @@ async fn after_an_outage_longer_than_the_lease_validity_another_consumer_acquire
 
             // The owner is notified of the loss, does not get the stream back, and another consumer acquires it.
             assert_eq!(owner.disowned().await, (stream.clone(), Disowned::LeaseUnconfirmed));
-            assert!(!owned.guard().is_trusted() && owned.work().is_none());
+            assert!(!owned.guard().is_valid() && owned.work().is_none());
             let acquired = other.added().await;
             assert_eq!(acquired.stream(), &stream);
             assert!(acquired.epoch() > owned.epoch());
             sleep(config.heartbeat_every).await;
-            assert!(!owned.guard().is_trusted(), "a late renewal does not revive it");
-            assert!(acquired.guard().is_trusted());
+            assert!(!owned.guard().is_valid(), "a late renewal does not revive it");
+            assert!(acquired.guard().is_valid());
             other.assignment.done(&acquired).await.unwrap();
         }
     });

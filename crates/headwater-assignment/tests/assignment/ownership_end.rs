@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use headwater_assignment::{AssignmentConfig, Disowned, EndError, Notification, Terminated};
-use headwater_stream::Then;
+use headwater_stream::SettleAction;
 use tokio::time::{Instant, timeout};
 
 use crate::fixture::{LIMIT, QUIET, SLACK, ServiceFixture, eventually, quick};
@@ -32,7 +32,7 @@ async fn done_completes_a_stream(fixture: &ServiceFixture) {
     let lease = fixture.lease(owned.stream());
     assert_eq!(fixture.connect().await.leases(&[lease]).await.unwrap(), [None]);
     assert!(owned.work().is_none());
-    assert!(!owned.guard().is_trusted());
+    assert!(!owned.guard().is_valid());
     timeout(LIMIT, owned.guard().lost()).await.unwrap();
     assert_eq!(
         (fixture.pending().await, fixture.entries(&fixture.input()).await),
@@ -87,7 +87,7 @@ async fn a_stream_whose_lease_is_lost_is_disowned_once_and_cannot_be_ended(
     timeout(LIMIT, old.guard().lost()).await.unwrap();
     assert!(old.work().is_none());
     owner.expect_no_notification_for(2 * quick().heartbeat_every).await;
-    assert!(new.guard().is_trusted());
+    assert!(new.guard().is_valid());
     other.assignment.done(&new).await.unwrap();
 }
 
@@ -103,7 +103,7 @@ async fn a_stream_whose_entry_was_deleted_is_disowned(fixture: &ServiceFixture) 
 
     // The group is recreated, and the next heartbeat finds nothing pending in it.
     assert_eq!(consumer.disowned().await, (stream, Disowned::EntryGone));
-    assert!(!owned.guard().is_trusted() || owned.work().is_none());
+    assert!(!owned.guard().is_valid() || owned.work().is_none());
     consumer.expect_no_notification_for(QUIET).await;
 }
 
@@ -116,7 +116,7 @@ async fn an_entry_reclaimed_by_another_program_is_reclaimed(fixture: &ServiceFix
     let (backend, other_program) = (fixture.connect().await, "other_program".parse().unwrap());
     let (input, group) = (fixture.input(), fixture.group());
     let ids = [fixture.entries(&input).await[0].id];
-    let reclaim = headwater_stream::Reclaim {
+    let reclaim = headwater_stream::ReclaimRequest {
         stream: &input,
         group: &group,
         consumer: &other_program,
@@ -144,7 +144,7 @@ async fn ownership_lasts_as_long_as_the_process_lives(fixture: &ServiceFixture) 
 
     other.expect_no_notification_for(3 * quick().lease_ttl()).await;
 
-    assert!(owned.guard().is_trusted());
+    assert!(owned.guard().is_valid());
     // The entry is kept alive, so that no other consumer considers it abandoned.
     assert!(fixture.pending().await[0].idle < quick().lease_ttl());
     assert_eq!(fixture.pending().await[0].deliveries, 1);
@@ -175,7 +175,7 @@ async fn shutdown_waits_for_work_and_releases_the_rest(fixture: &ServiceFixture)
     assert!(consumer.notifications.recv().await.is_none());
     let pending = fixture.pending().await;
     assert_eq!(pending.len(), 2);
-    assert!(pending.iter().all(|p| p.consumer.as_str() == Then::RELEASED && p.deliveries == 0));
+    assert!(pending.iter().all(|p| p.consumer.as_str() == SettleAction::RELEASED && p.deliveries == 0));
     assert_eq!(
         fixture.connect().await.leases(&[fixture.lease(owned[1].stream())]).await.unwrap(),
         [None]

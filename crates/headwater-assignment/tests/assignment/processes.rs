@@ -69,7 +69,7 @@ async fn a_process_paused_beyond_its_lease_is_notified_and_cannot_settle() {
     let notified = owner.line_after("NOTIFIED ", LIMIT).unwrap();
     assert!(notified.starts_with(&format!("disowned {stream}")), "{notified}");
     assert_eq!(fixture.pending().await.len(), 1);
-    assert!(owned.guard().is_trusted());
+    assert!(owned.guard().is_valid());
     other.assignment.done(&owned).await.unwrap();
     assert_eq!(
         (fixture.pending().await, fixture.entries(&fixture.input()).await),
@@ -172,7 +172,7 @@ async fn work(
     sleep(Duration::from_millis(100)).await;
     let line =
         Fields::new([("stream", owned.stream().to_string()), ("epoch", owned.epoch().to_string())]);
-    if owned.guard().is_trusted() {
+    if owned.guard().is_valid() {
         backend.append(&log, &[line], &Retention::KEEP_ALL).await.unwrap();
         // Only now: another consumer repeats what is not done.
         let _ = assignment.done(&owned).await;

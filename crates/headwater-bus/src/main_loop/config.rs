@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use headwater_queue::Backoff;
-use headwater_stream::{KeeperConfig, Retention};
+use headwater_stream::{LeaseRenewerConfig, Retention};
 
 use crate::error::{BusError, Result};
 use crate::limits::{CONCURRENT_REQUESTS_MAX, REPLY_TTL_MAX, RUN_TIMEOUT_MAX};
@@ -25,7 +25,7 @@ pub struct MainLoopConfig {
     /// How long stopping waits for running requests; the rest is released. Default: 25 s.
     pub drain: Duration,
     /// Lease settings of request locks. Default: 15 s, renewed every 5 s.
-    pub lease: KeeperConfig,
+    pub lease: LeaseRenewerConfig,
     /// Retention of replies.
     pub replies: ReplyConfig,
     /// Interval of the sweep of expired replies. Default: 10 min.
@@ -41,7 +41,7 @@ impl Default for MainLoopConfig {
             backoff: Backoff::default(),
             run_timeout: Duration::from_secs(60 * 60),
             drain: Duration::from_secs(25),
-            lease: KeeperConfig::default(),
+            lease: LeaseRenewerConfig::default(),
             replies: ReplyConfig::default(),
             sweep_every: Duration::from_secs(10 * 60),
         }

@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use bytes::Bytes;
-use headwater_stream::{Begin, Direction, EntryId, Once, Range, Retention, StreamName, TrimGuard};
+use headwater_stream::{DedupStatus, Direction, EntryId, IdempotentEntry, Range, Retention, StreamName, TrimGuard};
 use tokio::time::Instant;
 use tracing::{debug, warn};
 
@@ -87,7 +87,7 @@ impl ReplyStore {
         let scope = self.storage.keys.replied(&self.storage.namespace);
         let marks =
             self.storage.backend.dedup_begin(&scope, &[request.as_str()], PROBE_MARK_TTL).await?;
-        let Some(Begin::Done(other)) = marks.into_iter().next() else { return Ok(None) };
+        let Some(DedupStatus::Done(other)) = marks.into_iter().next() else { return Ok(None) };
         let other = std::str::from_utf8(&other).ok().and_then(|name| Requester::new(name).ok());
         match other {
             Some(other) if other != *requester => self.find(&other, request).await,
@@ -120,7 +120,7 @@ impl ReplyStore {
         let holder = Bytes::copy_from_slice(requester.as_str().as_bytes());
         backend.dedup_finish(&scope, &[(request.as_str(), holder)], self.config.ttl).await?;
         let stream = self.stream(requester);
-        let once = [Once { id: reply::event_id(request).to_string(), fields }];
+        let once = [IdempotentEntry { id: reply::event_id(request).to_string(), fields }];
         let retention = self.config.retention();
         let appended = backend.append_once(&stream, &once, self.config.ttl, &retention).await?;
         match appended.first() {

@@ -8,7 +8,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
-use headwater_stream::{Acquired, HeldLease, HolderName, KeeperConfig, LeaseKeeper, LeaseName};
+use headwater_stream::{LeaseAcquisition, HeldLease, HolderName, LeaseRenewerConfig, LeaseRenewer, LeaseName};
 use tokio::sync::{mpsc, watch};
 use tracing::warn;
 
@@ -21,7 +21,7 @@ use crate::session_backend::SessionBackend;
 /// The request locks of this process.
 pub(super) struct RequestLocks {
     storage: SessionBackend,
-    keeper: LeaseKeeper,
+    keeper: LeaseRenewer,
     requests: Mutex<HashMap<RequestId, watch::Sender<bool>>>,
     /// Leases of dropped locks, to be released. Bounded by the number of running requests.
     dropped: mpsc::UnboundedSender<LeaseName>,
@@ -29,7 +29,7 @@ pub(super) struct RequestLocks {
 
 /// Result of acquiring a lock.
 pub(super) enum LockAttempt {
-    Acquired(RequestLock),
+    LeaseAcquisition(RequestLock),
     /// Held elsewhere, for at least this time unless it is released.
     Held(Duration),
 }
@@ -41,10 +41,10 @@ impl RequestLocks {
     pub(super) fn new(
         storage: SessionBackend,
         holder: &str,
-        config: KeeperConfig,
+        config: LeaseRenewerConfig,
     ) -> Result<(Arc<Self>, mpsc::UnboundedReceiver<LeaseName>)> {
         let leases = Arc::clone(&storage.backend) as Arc<dyn headwater_stream::Leases>;
-        let keeper = LeaseKeeper::new(leases, HolderName::new(holder)?, config)?;
+        let keeper = LeaseRenewer::new(leases, HolderName::new(holder)?, config)?;
         let (dropped, receiver) = mpsc::unbounded_channel();
         Ok((Arc::new(Self { storage, keeper, requests: Mutex::default(), dropped }), receiver))
     }
@@ -56,11 +56,11 @@ impl RequestLocks {
         };
         let name = self.storage.keys.request_lock(&request.session);
         match self.keeper.acquire(&name).await? {
-            Acquired::Won(held) => {
+            LeaseAcquisition::Won(held) => {
                 lock.lease = Some((name, held));
                 Ok(LockAttempt::Acquired(lock))
             }
-            Acquired::Held { remaining, .. } => Ok(LockAttempt::Held(remaining)),
+            LeaseAcquisition::Held { remaining, .. } => Ok(LockAttempt::Held(remaining)),
         }
     }
 

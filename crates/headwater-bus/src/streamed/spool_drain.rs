@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use futures_util::future::join_all;
 use headwater_stream::clock::Timestamp;
-use headwater_stream::{Direction, EntryId, Once, Range, StreamError, StreamName};
+use headwater_stream::{Direction, EntryId, IdempotentEntry, Range, StreamError, StreamName};
 use tracing::{debug, error, info, warn};
 
 use super::Inner;
@@ -225,11 +225,11 @@ impl Inner {
         stream: &StreamName,
         waiting: &[&SpooledEvent],
     ) -> Result<(), StreamError> {
-        let once = |event: &&SpooledEvent| Once {
+        let once = |event: &&SpooledEvent| IdempotentEntry {
             id: event.event_id.to_string(),
             fields: event.fields.clone(),
         };
-        let once: Vec<Once> = waiting.iter().map(once).collect();
+        let once: Vec<IdempotentEntry> = waiting.iter().map(once).collect();
         self.backend
             .append_once(stream, &once, self.dedup_window(), self.retention(stream))
             .await?;

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use headwater_stream::{
-    Direction, EntryId, Fields, Once, Range, Retention, StreamError, StreamName,
+    Direction, EntryId, Fields, IdempotentEntry, Range, Retention, StreamError, StreamName,
 };
 use tracing::{error, info, warn};
 
@@ -220,9 +220,9 @@ impl Inner {
             let ids = self.backend.append(stream, &fields, retention).await?;
             return Ok(ids.into_iter().map(StoreOutcome::Entry).collect());
         }
-        let once: Vec<Once> = events
+        let once: Vec<IdempotentEntry> = events
             .iter()
-            .map(|event| Once {
+            .map(|event| IdempotentEntry {
                 id: event.envelope.event_id.to_string(),
                 fields: event.fields.clone(),
             })

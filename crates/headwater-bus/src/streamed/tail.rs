@@ -11,7 +11,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use headwater_stream::{
-    Batch, Direction, Entry, EntryId, Fields, Range, StreamError, StreamName, TailReader,
+    StreamBatch, Direction, Entry, EntryId, Fields, Range, StreamError, StreamName, TailReader,
 };
 use tokio::task::{Id, JoinError, JoinSet};
 use tokio::time::{Instant, sleep_until, timeout};
@@ -107,7 +107,7 @@ impl StreamTasks {
         positions.into_iter().filter(is_free).collect()
     }
 
-    fn begin(&mut self, inner: &Arc<Inner>, batch: Batch<Entry>) {
+    fn begin(&mut self, inner: &Arc<Inner>, batch: StreamBatch<Entry>) {
         let (inner, stream) = (Arc::clone(inner), batch.stream.clone());
         let task = self.tasks.spawn(async move { inner.receive(batch).await });
         self.busy.insert(task.id(), stream);
@@ -145,7 +145,7 @@ async fn read(
     inner: &Inner,
     reader: &mut Option<Box<dyn TailReader>>,
     positions: &[(StreamName, EntryId)],
-) -> Result<Vec<Batch<Entry>>, StreamError> {
+) -> Result<Vec<StreamBatch<Entry>>, StreamError> {
     if positions.is_empty() {
         // Until there is a stream to follow.
         return std::future::pending().await;
@@ -158,8 +158,8 @@ async fn read(
 }
 
 impl Inner {
-    async fn receive(&self, batch: Batch<Entry>) {
-        let Batch { stream, entries } = batch;
+    async fn receive(&self, batch: StreamBatch<Entry>) {
+        let StreamBatch { stream, entries } = batch;
         if let Some(last_read) = self.followed.last_read_if_late(&stream) {
             self.check_for_gap(&stream, last_read).await;
         }

@@ -10,7 +10,7 @@ use std::time::Duration;
 use headwater_bus::EventBus;
 use headwater_queue::QueueConfig;
 use headwater_stream::{
-    Backend, Direction, Entry, EntryId, KeeperConfig, Options, Range, StreamName, connect,
+    Backend, Direction, Entry, EntryId, LeaseRenewerConfig, Options, Range, StreamName, connect,
 };
 use headwater_testkit::{Cluster, Redis, unique};
 
@@ -128,14 +128,14 @@ pub(crate) async fn entries(backend: &dyn Backend, stream: &StreamName) -> Vec<E
 }
 
 /// Short leases: a crash is detected soon, but a slow process may also be considered dead.
-pub(crate) fn quick_lease() -> KeeperConfig {
-    KeeperConfig {
+pub(crate) fn quick_lease() -> LeaseRenewerConfig {
+    LeaseRenewerConfig {
         ttl: Duration::from_secs(4),
         renew_every: Duration::from_millis(600),
-        margin: Duration::from_millis(500),
+        safety_margin: Duration::from_millis(500),
     }
 }
 
-pub(crate) fn quick_queue(lease: KeeperConfig) -> QueueConfig {
+pub(crate) fn quick_queue(lease: LeaseRenewerConfig) -> QueueConfig {
     QueueConfig { lease, rebalance_every: Duration::from_millis(300), ..Default::default() }
 }

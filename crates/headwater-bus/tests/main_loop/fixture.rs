@@ -12,7 +12,7 @@ use headwater_bus::{
     SessionBackend, Sessions, SessionsConfig, StreamedBus, StreamedBusConfig, Submission,
     SubscribeOptions, SubscriptionId,
 };
-use headwater_stream::{Backend, Entry, KeeperConfig, Options, Range, StreamName, connect};
+use headwater_stream::{Backend, Entry, LeaseRenewerConfig, Options, Range, StreamName, connect};
 use serde::{Deserialize, Serialize};
 use tokio::sync::{Notify, Semaphore};
 
@@ -33,7 +33,7 @@ pub(crate) const LIMIT: Duration = Duration::from_secs(60);
 pub(crate) struct Fixture {
     target: Target,
     pub(crate) prefix: String,
-    lease: KeeperConfig,
+    lease: LeaseRenewerConfig,
     /// Call deadline of the buses.
     call_deadline: Duration,
 }
@@ -66,7 +66,7 @@ impl Fixture {
     }
 
     fn new(target: Target) -> Self {
-        Self { target, prefix: new_prefix(), lease: KeeperConfig::default(), call_deadline: LIMIT }
+        Self { target, prefix: new_prefix(), lease: LeaseRenewerConfig::default(), call_deadline: LIMIT }
     }
 
     pub(crate) fn with_prefix(url: String, prefix: String) -> Self {

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 use headwater_stream::limits::{BATCH_MAX, ENTRY_BYTES_MAX, FIELDS_MAX};
 use headwater_stream::{
-    Append, Entries, Entry, EntryId, EntrySize, Fields, Range, Retention, SetName, StreamError,
+    AppendRequest, EntrySource, Entry, EntryId, EntrySize, Fields, Range, Retention, SetName, StreamError,
     StreamName, TrimGuard,
 };
 
@@ -200,12 +200,12 @@ pub async fn appends_to_several_streams_are_independent(env: StreamTestEnv) -> T
     let rejected = [Fields::new([("", ""); 0])];
     let keep_ten = Retention::max_len(10);
     let appends = [
-        Append { stream: &streams[0], entries: &two, retention: KEEP },
-        Append { stream: &streams[1], entries: &hundred, retention: &keep_ten },
-        Append { stream: &streams[2], entries: &two, retention: KEEP },
-        Append { stream: &streams[3], entries: &rejected, retention: KEEP },
-        Append { stream: &streams[4], entries: &none, retention: KEEP },
-        Append { stream: &streams[0], entries: &two, retention: KEEP },
+        AppendRequest { stream: &streams[0], entries: &two, retention: KEEP },
+        AppendRequest { stream: &streams[1], entries: &hundred, retention: &keep_ten },
+        AppendRequest { stream: &streams[2], entries: &two, retention: KEEP },
+        AppendRequest { stream: &streams[3], entries: &rejected, retention: KEEP },
+        AppendRequest { stream: &streams[4], entries: &none, retention: KEEP },
+        AppendRequest { stream: &streams[0], entries: &two, retention: KEEP },
     ];
     let results = env.backend.append_many(&appends).await;
     assert_eq!(results.len(), appends.len(), "one result for each append");
@@ -238,7 +238,7 @@ struct LazyEntries {
     too_large: Option<usize>,
 }
 
-impl Entries for LazyEntries {
+impl EntrySource for LazyEntries {
     fn len(&self) -> usize {
         self.count
     }
@@ -259,7 +259,7 @@ impl Entries for LazyEntries {
 pub async fn entries_can_be_encoded_lazily(env: StreamTestEnv) -> TestResult {
     let stream = env.stream("orders");
     let made = LazyEntries { count: 500, too_large: None };
-    let append = Append { stream: &stream, entries: &made, retention: KEEP };
+    let append = AppendRequest { stream: &stream, entries: &made, retention: KEEP };
     let ids = env.backend.append_many(&[append]).await.remove(0)?;
     let found = contents(&*env.second, &stream).await?;
     if !env.is_faulty() {
@@ -271,7 +271,7 @@ pub async fn entries_can_be_encoded_lazily(env: StreamTestEnv) -> TestResult {
     }
     let before = found.len();
     let rejected = LazyEntries { count: 500, too_large: Some(499) };
-    let append = Append { stream: &stream, entries: &rejected, retention: KEEP };
+    let append = AppendRequest { stream: &stream, entries: &rejected, retention: KEEP };
     let rejected = env.backend.append_many(&[append]).await.remove(0);
     assert!(matches!(rejected, Err(StreamError::Invalid { .. })), "found {rejected:?}");
     assert_eq!(

@@ -7,7 +7,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use headwater_stream::limits::{BATCH_MAX, ENTRY_BYTES_MAX, FIELDS_MAX};
 use headwater_stream::{
-    Appended, Backend, EntryId, Fields, Once, Result, Retention, StreamName, Then, TrimGuard,
+    AppendedEntry, Backend, EntryId, Fields, IdempotentEntry, Result, Retention, StreamName, SettleAction, TrimGuard,
 };
 
 use super::env::StreamTestEnv;
@@ -18,24 +18,24 @@ const KEEP: &Retention = &Retention::KEEP_ALL;
 /// TTL for bulk ids: a server full of expired keys reports other expirations late.
 const SHORT: Duration = Duration::from_secs(10);
 
-fn once(id: &str, number: usize) -> Once {
-    Once { id: id.to_owned(), fields: numbered(number) }
+fn once(id: &str, number: usize) -> IdempotentEntry {
+    IdempotentEntry { id: id.to_owned(), fields: numbered(number) }
 }
 
 async fn append(
     backend: &dyn Backend,
     stream: &StreamName,
-    entries: &[Once],
-) -> Result<Vec<Appended>> {
+    entries: &[IdempotentEntry],
+) -> Result<Vec<AppendedEntry>> {
     backend.append_once(stream, entries, HOUR, KEEP).await
 }
 
-fn ids(appended: &[Appended]) -> Vec<EntryId> {
+fn ids(appended: &[AppendedEntry]) -> Vec<EntryId> {
     appended.iter().map(|one| one.id).collect()
 }
 
 /// On a faulty network, a retried call may find its own first attempt.
-fn assert_duplicates(env: &StreamTestEnv, appended: &[Appended], expected: &[bool]) {
+fn assert_duplicates(env: &StreamTestEnv, appended: &[AppendedEntry], expected: &[bool]) {
     let found: Vec<bool> = appended.iter().map(|one| one.duplicate).collect();
     for (found, expected) in found.iter().zip(expected) {
         assert!(found == expected || (env.is_faulty() && *found), "{appended:?}");
@@ -51,7 +51,7 @@ pub async fn a_new_id_is_appended_and_a_duplicate_is_not(env: StreamTestEnv) -> 
 
     let second = append(&*env.second, &stream, &[once("c", 3), once("a", 4)]).await?;
 
-    assert_eq!(second[1], Appended { id: first[0].id, duplicate: true }, "the first one counts");
+    assert_eq!(second[1], AppendedEntry { id: first[0].id, duplicate: true }, "the first one counts");
     assert!(!second[0].duplicate && second[0].id > first[1].id);
     let found = fields_in(&*env.second, &stream).await?;
     assert_eq!(found, [numbered(1), numbered(2), numbered(3)]);
@@ -71,7 +71,7 @@ pub async fn an_id_given_twice_in_one_call_is_appended_once(env: StreamTestEnv) 
 
 pub async fn retrying_a_whole_call_changes_nothing(env: StreamTestEnv) -> TestResult {
     let stream = env.stream("orders");
-    let entries: Vec<Once> = (0..100).map(|number| once(&format!("id-{number}"), number)).collect();
+    let entries: Vec<IdempotentEntry> = (0..100).map(|number| once(&format!("id-{number}"), number)).collect();
     let first = append(&*env.second, &stream, &entries).await?;
     for _ in 0..3 {
         let again = append(&*env.backend, &stream, &entries).await?;
@@ -109,7 +109,7 @@ pub async fn overlapping_concurrent_batches_append_each_id_once(env: StreamTestE
         let backend = if task % 2 == 0 { &env.backend } else { &env.second };
         let (backend, stream) = (Arc::clone(backend), stream.clone());
         tokio::spawn(async move {
-            let entries: Vec<Once> =
+            let entries: Vec<IdempotentEntry> =
                 (task..task + 20).map(|number| once(&format!("id-{number}"), number)).collect();
             let appended = append(&*backend, &stream, &entries).await?;
             let ids = entries.into_iter().map(|entry| entry.id).zip(ids(&appended));
@@ -173,7 +173,7 @@ pub async fn an_id_is_remembered_after_its_entry_was_deleted(env: StreamTestEnv)
     let first = append(&*env.second, &stream, &entries).await?;
     flow.deliver("ann", 3).await?;
     env.second.delete_entries(&stream, &[first[0].id]).await?;
-    flow.settle_one("ann", first[2].id, Then::Delete).await?;
+    flow.settle_one("ann", first[2].id, SettleAction::Delete).await?;
     env.second.trim(&stream, &Retention::max_len(0), TrimGuard::Force).await?;
 
     let again = append(&*env.backend, &stream, &entries).await?;
@@ -211,8 +211,8 @@ pub async fn ids_and_fields_are_preserved_byte_for_byte(env: StreamTestEnv) -> T
     fields.push(Fields::new([("p", large)]));
     fields.extend(numbers(3));
     let entry =
-        |(id, fields): (&&str, &Fields)| Once { id: (*id).to_owned(), fields: fields.clone() };
-    let entries: Vec<Once> = odd.iter().zip(&fields).map(entry).collect();
+        |(id, fields): (&&str, &Fields)| IdempotentEntry { id: (*id).to_owned(), fields: fields.clone() };
+    let entries: Vec<IdempotentEntry> = odd.iter().zip(&fields).map(entry).collect();
 
     let first = append(&*env.backend, &stream, &entries).await?;
 
@@ -226,7 +226,7 @@ pub async fn the_maximum_batch_is_appended_once(env: StreamTestEnv) -> TestResul
     let stream = env.stream("orders");
     let half = BATCH_MAX / 2;
     let entry = |number: usize| once(&(number % half).to_string(), number);
-    let entries: Vec<Once> = (0..BATCH_MAX).map(entry).collect();
+    let entries: Vec<IdempotentEntry> = (0..BATCH_MAX).map(entry).collect();
     let appended = env.backend.append_once(&stream, &entries, SHORT, KEEP).await?;
     let found = ids(&appended);
     assert_eq!(found[..half], found[half..]);
@@ -246,7 +246,7 @@ pub async fn retention_trims_entries_appended_once(env: StreamTestEnv) -> TestRe
     let retention = Retention::max_len(10);
     let mut first = None;
     for round in 0..60 {
-        let entries: Vec<Once> =
+        let entries: Vec<IdempotentEntry> =
             (0..20).map(|number| once(&format!("{round}-{number}"), number)).collect();
         let keep = if round == 0 { HOUR } else { SHORT };
         let appended = env.backend.append_once(&stream, &entries, keep, &retention).await?;

@@ -7,9 +7,9 @@ use bytes::Bytes;
 use headwater_stream::clock::Timestamp;
 use headwater_stream::limits::*;
 use headwater_stream::{
-    Delays, Due, EntryId, Epoch, Fence, Fields, LeaseName, Once, PendingQuery, PutAside, Range,
-    Reclaim, ReclaimFrom, RegistryMap, Result, Retention, Settlement, StreamError, StreamName,
-    Then, TrimGuard,
+    Delays, DueTime, EntryId, Epoch, Fence, Fields, LeaseName, IdempotentEntry, PendingDeliveryQuery, ScheduleRequest, Range,
+    ReclaimRequest, ReclaimFrom, RegistryMap, Result, Retention, Settlement, StreamError, StreamName,
+    SettleAction, TrimGuard,
 };
 
 use super::env::{StreamTestEnv, consumer, holder};
@@ -71,15 +71,15 @@ pub async fn entries_beyond_a_limit_are_not_appended(env: StreamTestEnv) -> Test
 pub async fn entries_beyond_a_limit_are_not_appended_once(env: StreamTestEnv) -> TestResult {
     let stream = env.stream("orders");
     let keep = &Retention::KEEP_ALL;
-    let once = |(number, fields): (usize, Fields)| Once { id: number.to_string(), fields };
+    let once = |(number, fields): (usize, Fields)| IdempotentEntry { id: number.to_string(), fields };
     for (case, entries, what, limit) in bad_entries() {
-        let entries: Vec<Once> = entries.into_iter().enumerate().map(once).collect();
+        let entries: Vec<IdempotentEntry> = entries.into_iter().enumerate().map(once).collect();
         let answer = env.backend.append_once(&stream, &entries, HOUR, keep).await;
         assert_invalid(case, answer, what, &limit);
     }
     let long = "i".repeat(NAME_BYTES_MAX + 1);
     for (id, limit) in [("", "empty".to_owned()), (&long, NAME_BYTES_MAX.to_string())] {
-        let entries = ["0", id].map(|id| Once { id: id.to_owned(), fields: numbered(0) });
+        let entries = ["0", id].map(|id| IdempotentEntry { id: id.to_owned(), fields: numbered(0) });
         let answer = env.backend.append_once(&stream, &entries, HOUR, keep).await;
         assert_invalid("append", answer, "an entry's id", &limit);
         let answer = env.backend.appended(&stream, &["0", id]).await;
@@ -166,7 +166,7 @@ pub async fn a_read_beyond_a_limit_delivers_nothing(env: StreamTestEnv) -> TestR
 pub async fn a_settle_beyond_a_limit_changes_nothing(env: StreamTestEnv) -> TestResult {
     let (flow, ids) = env.flow_with_pending(3).await?;
     let dead = env.stream("dead");
-    let too_many = vec![Settlement::done(ids[0]); BATCH_MAX + 1];
+    let too_many = vec![Settlement::ack(ids[0]); BATCH_MAX + 1];
     assert_invalid("many", flow.settle("ann", &too_many).await, "entries", &BATCH_MAX);
 
     for (case, entries, what, limit) in
@@ -175,18 +175,18 @@ pub async fn a_settle_beyond_a_limit_changes_nothing(env: StreamTestEnv) -> Test
         if entries.len() > BATCH_MAX {
             continue;
         }
-        let mut settlements = vec![Settlement::done(ids[0])];
+        let mut settlements = vec![Settlement::ack(ids[0])];
         settlements.extend(entries.into_iter().map(|fields| {
-            let then = Then::Append { to: dead.clone(), fields };
-            Settlement { id: ids[1], then }
+            let then = SettleAction::Append { to: dead.clone(), fields };
+            Settlement { id: ids[1], action: then }
         }));
         assert_invalid(case, flow.settle("ann", &settlements).await, what, &limit);
     }
 
     for (what, due, limit) in bad_due_times() {
         let (delays, to) = (env.delays("later"), flow.stream.clone());
-        let then = Then::PutAside { delays, to, due, fields: numbered(1) };
-        let settlements = [Settlement::done(ids[0]), Settlement { id: ids[1], then }];
+        let then = SettleAction::Reschedule { delays, to, due, fields: numbered(1) };
+        let settlements = [Settlement::ack(ids[0]), Settlement { id: ids[1], action: then }];
         assert_invalid("a due time", flow.settle("ann", &settlements).await, what, &limit);
     }
     assert_eq!(flow.pending_ids().await?, ids);
@@ -194,12 +194,12 @@ pub async fn a_settle_beyond_a_limit_changes_nothing(env: StreamTestEnv) -> Test
     Ok(())
 }
 
-fn bad_due_times() -> [(&'static str, Due, String); 2] {
+fn bad_due_times() -> [(&'static str, DueTime, String); 2] {
     let beyond = DELAY_MAX + Duration::from_millis(1);
     let exact = (1 << 53) + 1;
     [
-        ("the delay", Due::After(beyond), format!("{DELAY_MAX:?}")),
-        ("the due time", Due::At(Timestamp::from_millis(exact)), exact.to_string()),
+        ("the delay", DueTime::After(beyond), format!("{DELAY_MAX:?}")),
+        ("the due time", DueTime::At(Timestamp::from_millis(exact)), exact.to_string()),
     ]
 }
 
@@ -212,7 +212,7 @@ pub async fn calls_by_id_are_limited(env: StreamTestEnv) -> TestResult {
     let answer = env.backend.delete_entries(&flow.stream, &many).await;
     assert_invalid("delete_entries", answer, "ids", &COUNT_MAX);
     let from = ReclaimFrom::Ids(&many);
-    let answer = env.backend.reclaim(Reclaim { from, ..flow.reclaim_any(&bob) }).await;
+    let answer = env.backend.reclaim(ReclaimRequest { from, ..flow.reclaim_any(&bob) }).await;
     assert_invalid("reclaim", answer, "ids", &COUNT_MAX);
 
     assert_eq!(flow.ids().await?, ids);
@@ -223,18 +223,18 @@ pub async fn calls_by_id_are_limited(env: StreamTestEnv) -> TestResult {
 pub async fn counts_are_at_least_one_and_limited(env: StreamTestEnv) -> TestResult {
     let (flow, _) = env.flow_with_pending(2).await?;
     let (bob, delays) = (consumer("bob"), env.delays("later"));
-    let due = Due::At(Timestamp::from_millis(1));
-    let item = PutAside { to: flow.stream.clone(), due, fields: numbered(1) };
-    env.second.put_aside(&delays, &[item]).await?;
+    let due = DueTime::At(Timestamp::from_millis(1));
+    let item = ScheduleRequest { to: flow.stream.clone(), due, fields: numbered(1) };
+    env.second.schedule(&delays, &[item]).await?;
 
     for (count, limit) in [(0, "at least 1".to_owned()), (COUNT_MAX + 1, COUNT_MAX.to_string())] {
         let range = Range { count, ..Range::first(1) };
         assert_invalid("range", env.backend.range(&flow.stream, range).await, "count", &limit);
-        let query = PendingQuery { count, ..flow.pending_query() };
+        let query = PendingDeliveryQuery { count, ..flow.pending_query() };
         assert_invalid("pending", env.backend.pending(query).await, "count", &limit);
-        let reclaim = Reclaim { count, ..flow.reclaim_any(&bob) };
+        let reclaim = ReclaimRequest { count, ..flow.reclaim_any(&bob) };
         assert_invalid("reclaim", env.backend.reclaim(reclaim).await, "count", &limit);
-        assert_invalid("take_due", env.backend.take_due(&delays, count).await, "count", &limit);
+        assert_invalid("promote_due", env.backend.promote_due(&delays, count).await, "count", &limit);
         assert_invalid("delayed", env.backend.delayed(&delays, 0, count).await, "count", &limit);
     }
     assert!(flow.pending_owners().await?.iter().all(|(_, owner, _)| owner == "ann"));
@@ -244,20 +244,20 @@ pub async fn counts_are_at_least_one_and_limited(env: StreamTestEnv) -> TestResu
 
 pub async fn entries_beyond_a_limit_are_not_scheduled(env: StreamTestEnv) -> TestResult {
     let (delays, to) = (env.delays("later"), env.stream("orders"));
-    let items = |entries: Vec<Fields>, due: Due| -> Vec<PutAside> {
-        entries.into_iter().map(|fields| PutAside { to: to.clone(), due, fields }).collect()
+    let items = |entries: Vec<Fields>, due: DueTime| -> Vec<ScheduleRequest> {
+        entries.into_iter().map(|fields| ScheduleRequest { to: to.clone(), due, fields }).collect()
     };
     for (case, entries, what, limit) in bad_entries() {
-        let answer = env.backend.put_aside(&delays, &items(entries, Due::After(HOUR))).await;
+        let answer = env.backend.schedule(&delays, &items(entries, DueTime::After(HOUR))).await;
         let what = if what == "entries" { "items" } else { what };
         assert_invalid(case, answer, what, &limit);
     }
     for (what, due, limit) in bad_due_times() {
-        let answer = env.backend.put_aside(&delays, &items(numbers(1), due)).await;
-        assert_invalid("put_aside", answer, what, &limit);
+        let answer = env.backend.schedule(&delays, &items(numbers(1), due)).await;
+        assert_invalid("schedule", answer, what, &limit);
     }
     let wait = WAIT_MAX + Duration::from_millis(1);
-    assert_invalid("wait_due", env.backend.wait_due(&delays, wait).await, "wait", &"60s");
+    assert_invalid("wait_until_due", env.backend.wait_until_due(&delays, wait).await, "wait", &"60s");
     assert_eq!(env.second.delay_stats(&delays).await?.waiting, 0, "nothing was scheduled");
     Ok(())
 }
@@ -265,14 +265,14 @@ pub async fn entries_beyond_a_limit_are_not_scheduled(env: StreamTestEnv) -> Tes
 pub async fn an_entry_can_be_scheduled_with_the_maximum_delay(env: StreamTestEnv) -> TestResult {
     let (delays, to) = (env.delays("later"), env.stream("orders"));
     let latest = Timestamp::from_millis(1 << 53);
-    for due in [Due::After(DELAY_MAX), Due::At(latest)] {
-        let item = PutAside { to: to.clone(), due, fields: numbered(1) };
-        env.second.put_aside(&delays, &[item]).await?;
+    for due in [DueTime::After(DELAY_MAX), DueTime::At(latest)] {
+        let item = ScheduleRequest { to: to.clone(), due, fields: numbered(1) };
+        env.second.schedule(&delays, &[item]).await?;
     }
     let found = env.backend.delayed(&delays, 0, 10).await?;
     assert_eq!(found.len(), 2, "{found:?}");
     assert_eq!(found[1].due_at, latest, "to the millisecond");
-    Delays::take_due(&*env.backend, &delays, 10).await?;
+    Delays::promote_due(&*env.backend, &delays, 10).await?;
     assert_eq!(env.second.delay_stats(&delays).await?.waiting, 2, "neither is due");
     Ok(())
 }
@@ -380,6 +380,6 @@ pub async fn ids_beyond_a_limit_are_not_begun(env: StreamTestEnv) -> TestResult 
         assert_invalid("finish", answer, what, &limit);
     }
     let found = env.second.dedup_begin(&scope, &["m1"], HOUR).await?;
-    assert_eq!(found, [headwater_stream::Begin::Fresh], "no id was recorded");
+    assert_eq!(found, [headwater_stream::DedupStatus::New], "no id was recorded");
     Ok(())
 }

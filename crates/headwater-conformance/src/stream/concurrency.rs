@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use headwater_stream::{EntryId, Reclaim, ReclaimFrom, Retention, Settle, Settlement, Then};
+use headwater_stream::{EntryId, ReclaimRequest, ReclaimFrom, Retention, SettleBatch, Settlement, SettleAction};
 
 use super::env::{StreamTestEnv, consumer};
 use super::failure::TestResult;
@@ -36,7 +36,7 @@ pub async fn concurrent_consumers_process_every_entry_once(env: StreamTestEnv) -
                     for batch in reader.read(streams, 16, ms(20)).await? {
                         let ids = ids_of(&batch.entries);
                         left.fetch_sub(ids.len(), Ordering::SeqCst);
-                        let settle = Settle {
+                        let settle = SettleBatch {
                             stream: &flow.stream,
                             group: &flow.group,
                             consumer: &me,
@@ -79,13 +79,13 @@ pub async fn one_of_eight_concurrent_settles_of_an_entry_writes_the_follow_up(
             tokio::spawn(async move {
                 let mut applied = 0;
                 for (number, id) in ids.into_iter().enumerate() {
-                    let then = Then::Append { to: dead.clone(), fields: numbered(number) };
-                    let settle = Settle {
+                    let then = SettleAction::Append { to: dead.clone(), fields: numbered(number) };
+                    let settle = SettleBatch {
                         stream: &flow.stream,
                         group: &flow.group,
                         consumer: &consumer("ann"),
                         fence: None,
-                        entries: &[Settlement { id, then }],
+                        entries: &[Settlement { id, action: then }],
                     };
                     applied += backend.settle(settle).await?.applied;
                 }
@@ -122,7 +122,7 @@ pub async fn eight_concurrent_reclaims_assign_each_entry_to_one_consumer(
             tokio::spawn(async move {
                 let (me, ann) = (consumer(&format!("c{task}")), consumer("ann"));
                 let from = ReclaimFrom::Consumer(&ann);
-                let found = backend.reclaim(Reclaim { from, ..flow.reclaim_any(&me) }).await?;
+                let found = backend.reclaim(ReclaimRequest { from, ..flow.reclaim_any(&me) }).await?;
                 TestResult::Ok(ids_of(&found.entries))
             })
         })
@@ -188,7 +188,7 @@ pub async fn entries_released_during_concurrent_reads_are_all_processed(
                 for batch in reader.read(std::slice::from_ref(&flow.stream), 10, ms(20)).await? {
                     let entries: Vec<Settlement> = ids_of(&batch.entries)
                         .into_iter()
-                        .map(|id| Settlement { id, then: Then::Release })
+                        .map(|id| Settlement { id, action: SettleAction::Release })
                         .collect();
                     flow.settle("ann", &entries).await?;
                 }
@@ -201,7 +201,7 @@ pub async fn entries_released_during_concurrent_reads_are_all_processed(
             for name in ["bob", "cid"] {
                 let me = consumer(name);
                 let mut ids = ids_of(&flow.deliver(name, 10).await?);
-                let reclaim = Reclaim {
+                let reclaim = ReclaimRequest {
                     min_idle: super::steps::HOUR,
                     from: ReclaimFrom::Others,
                     ..flow.reclaim_any(&me)

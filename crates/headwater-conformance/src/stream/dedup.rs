@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
-use headwater_stream::Begin::{Busy, Done, Fresh};
+use headwater_stream::DedupStatus::{InProgress, Done, New};
 
 use super::env::StreamTestEnv;
 use super::failure::TestResult;
@@ -15,8 +15,8 @@ fn value(text: &'static str) -> Bytes {
 
 pub async fn an_id_is_fresh_then_in_progress_then_done(env: StreamTestEnv) -> TestResult {
     let scope = env.scope("mail");
-    assert_eq!(env.backend.dedup_begin(&scope, &["m1"], HOUR).await?, [Fresh]);
-    assert_eq!(env.second.dedup_begin(&scope, &["m1"], HOUR).await?, [Busy]);
+    assert_eq!(env.backend.dedup_begin(&scope, &["m1"], HOUR).await?, [New]);
+    assert_eq!(env.second.dedup_begin(&scope, &["m1"], HOUR).await?, [InProgress]);
     env.backend.dedup_finish(&scope, &[("m1", value("result"))], HOUR).await?;
     for backend in [&env.backend, &env.second] {
         let found = backend.dedup_begin(&scope, &["m1"], HOUR).await?;
@@ -33,14 +33,14 @@ pub async fn dedup_results_are_in_request_order(env: StreamTestEnv) -> TestResul
     let found =
         env.backend.dedup_begin(&scope, &["new", "empty", "busy", "done", "other"], HOUR).await?;
 
-    assert_eq!(found, [Fresh, Done(value("")), Busy, Done(value("1")), Fresh]);
+    assert_eq!(found, [New, Done(value("")), InProgress, Done(value("1")), New]);
     Ok(())
 }
 
 pub async fn an_id_given_twice_is_fresh_once(env: StreamTestEnv) -> TestResult {
     let scope = env.scope("mail");
     let found = env.backend.dedup_begin(&scope, &["m1", "m2", "m1"], HOUR).await?;
-    assert_eq!(found, [Fresh, Fresh, Busy]);
+    assert_eq!(found, [New, New, InProgress]);
     Ok(())
 }
 
@@ -53,7 +53,7 @@ pub async fn one_of_32_concurrent_callers_gets_the_fresh_id(env: StreamTestEnv) 
     });
     let mut fresh = 0;
     for task in tasks.collect::<Vec<_>>() {
-        fresh += usize::from(task.await?? == [Fresh]);
+        fresh += usize::from(task.await?? == [New]);
     }
     assert_eq!(fresh, 1, "one caller handles it");
     Ok(())
@@ -63,7 +63,7 @@ pub async fn an_in_progress_record_expires(env: StreamTestEnv) -> TestResult {
     let scope = env.scope("mail");
     env.backend.dedup_begin(&scope, &["m1"], ms(80)).await?;
     sleep_ms(160).await;
-    assert_eq!(env.second.dedup_begin(&scope, &["m1"], HOUR).await?, [Fresh]);
+    assert_eq!(env.second.dedup_begin(&scope, &["m1"], HOUR).await?, [New]);
     Ok(())
 }
 
@@ -73,7 +73,7 @@ pub async fn asking_again_does_not_extend_an_in_progress_record(env: StreamTestE
     env.backend.dedup_begin(&scope, &["m1"], HOUR).await?;
     sleep_ms(5_200).await;
     let found = env.second.dedup_begin(&scope, &["m1"], HOUR).await?;
-    assert_eq!(found, [Fresh], "the record of a dead caller expires, however often others ask");
+    assert_eq!(found, [New], "the record of a dead caller expires, however often others ask");
     Ok(())
 }
 
@@ -81,7 +81,7 @@ pub async fn a_done_record_expires(env: StreamTestEnv) -> TestResult {
     let scope = env.scope("mail");
     env.backend.dedup_finish(&scope, &[("m1", value("1"))], ms(80)).await?;
     sleep_ms(160).await;
-    assert_eq!(env.second.dedup_begin(&scope, &["m1"], HOUR).await?, [Fresh]);
+    assert_eq!(env.second.dedup_begin(&scope, &["m1"], HOUR).await?, [New]);
     Ok(())
 }
 
@@ -98,7 +98,7 @@ pub async fn an_abandoned_id_is_fresh_at_once(env: StreamTestEnv) -> TestResult 
     let scope = env.scope("mail");
     env.second.dedup_begin(&scope, &["m1", "m2"], HOUR).await?;
     env.backend.dedup_abandon(&scope, &["m1", "unknown"]).await?;
-    assert_eq!(env.second.dedup_begin(&scope, &["m1", "m2"], HOUR).await?, [Fresh, Busy]);
+    assert_eq!(env.second.dedup_begin(&scope, &["m1", "m2"], HOUR).await?, [New, InProgress]);
     Ok(())
 }
 
@@ -133,7 +133,7 @@ pub async fn scopes_are_independent(env: StreamTestEnv) -> TestResult {
     let [a, b] = [env.scope("a"), env.scope("a:b")];
     env.second.dedup_finish(&a, &[("b:m1", value("1")), ("m1", value("2"))], HOUR).await?;
     let found = env.backend.dedup_begin(&b, &["m1"], HOUR).await?;
-    assert!(found == [Fresh] || (env.is_faulty() && found == [Busy]), "found {found:?}");
+    assert!(found == [New] || (env.is_faulty() && found == [InProgress]), "found {found:?}");
     Ok(())
 }
 
@@ -149,7 +149,7 @@ pub async fn a_thousand_ids_are_begun_in_one_call(env: StreamTestEnv) -> TestRes
     let scope = env.scope("mail");
     let names: Vec<String> = (0..1000).map(|number| number.to_string()).collect();
     let ids: Vec<&str> = names.iter().map(String::as_str).collect();
-    assert_eq!(env.backend.dedup_begin(&scope, &ids, HOUR).await?, vec![Fresh; 1000]);
+    assert_eq!(env.backend.dedup_begin(&scope, &ids, HOUR).await?, vec![New; 1000]);
     let done: Vec<(&str, Bytes)> =
         ids.iter().map(|id| (*id, Bytes::from((*id).to_owned()))).collect();
     env.backend.dedup_finish(&scope, &done, HOUR).await?;

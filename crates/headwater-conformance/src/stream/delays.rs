@@ -8,7 +8,7 @@ use bytes::Bytes;
 use headwater_stream::clock::Timestamp;
 use headwater_stream::limits::BATCH_MAX;
 use headwater_stream::{
-    DelayId, DelayStats, Due, Fields, PutAside, Returned, StreamError, StreamName,
+    DelayId, DelayStats, DueTime, Fields, ScheduleRequest, PromotedEntry, StreamError, StreamName,
 };
 use tokio::time::Instant;
 
@@ -18,18 +18,18 @@ use super::steps::{
     ALL, HOUR, LONG, TICK, contents, fields_in, ms, numbered, numbers, sleep_ms, soon,
 };
 
-const PAST: Due = Due::At(Timestamp::from_millis(1));
+const PAST: DueTime = DueTime::At(Timestamp::from_millis(1));
 
-fn item(to: &StreamName, due: Due, number: usize) -> PutAside {
-    PutAside { to: to.clone(), due, fields: numbered(number) }
+fn item(to: &StreamName, due: DueTime, number: usize) -> ScheduleRequest {
+    ScheduleRequest { to: to.clone(), due, fields: numbered(number) }
 }
 
 pub async fn delay_ids_are_ascending(env: StreamTestEnv) -> TestResult {
     let (delays, to) = (env.delays("later"), env.stream("orders"));
     let mut all: Vec<DelayId> = Vec::new();
     for count in [3, 1, 10] {
-        let items: Vec<PutAside> = (0..count).map(|n| item(&to, Due::After(HOUR), n)).collect();
-        let ids = env.backend.put_aside(&delays, &items).await?;
+        let items: Vec<ScheduleRequest> = (0..count).map(|n| item(&to, DueTime::After(HOUR), n)).collect();
+        let ids = env.backend.schedule(&delays, &items).await?;
         assert_eq!(ids.len(), count, "one id for each entry");
         all.extend(ids);
     }
@@ -39,21 +39,21 @@ pub async fn delay_ids_are_ascending(env: StreamTestEnv) -> TestResult {
 
 pub async fn scheduling_nothing_does_nothing(env: StreamTestEnv) -> TestResult {
     let delays = env.delays("later");
-    assert_eq!(env.backend.put_aside(&delays, &[]).await?, []);
+    assert_eq!(env.backend.schedule(&delays, &[]).await?, []);
     assert_eq!(env.second.delay_stats(&delays).await?, DelayStats::default());
-    assert!(!env.second.delete_delays(&delays).await?, "no set was created");
+    assert!(!env.second.delete_delay_set(&delays).await?, "no set was created");
     Ok(())
 }
 
 pub async fn an_entry_is_not_promoted_before_it_is_due(env: StreamTestEnv) -> TestResult {
     let (delays, to) = (env.delays("later"), env.stream("orders"));
-    let due = Due::After(ms(150));
-    env.second.put_aside(&delays, &[item(&to, due, 1)]).await?;
+    let due = DueTime::After(ms(150));
+    env.second.schedule(&delays, &[item(&to, due, 1)]).await?;
     let due_at = env.second.delayed(&delays, 0, 1).await?[0].due_at;
 
     let taking = async {
         loop {
-            env.backend.take_due(&delays, 10).await?;
+            env.backend.promote_due(&delays, 10).await?;
             if let Some(entry) = contents(&*env.second, &to).await?.first() {
                 return TestResult::Ok(entry.id);
             }
@@ -70,7 +70,7 @@ pub async fn an_entry_is_not_promoted_before_it_is_due(env: StreamTestEnv) -> Te
 pub async fn a_delay_starts_now_by_the_backend_clock(env: StreamTestEnv) -> TestResult {
     let (delays, to) = (env.delays("later"), env.stream("orders"));
     let before = env.second.now().await?;
-    env.backend.put_aside(&delays, &[item(&to, Due::After(HOUR), 1)]).await?;
+    env.backend.schedule(&delays, &[item(&to, DueTime::After(HOUR), 1)]).await?;
     let after = env.second.now().await?;
 
     let due_at = env.second.delayed(&delays, 0, 1).await?[0].due_at;
@@ -82,20 +82,20 @@ pub async fn a_delay_starts_now_by_the_backend_clock(env: StreamTestEnv) -> Test
 
 pub async fn due_entries_are_promoted_earliest_first(env: StreamTestEnv) -> TestResult {
     let (delays, to) = (env.delays("later"), env.stream("orders"));
-    let at = |ms: u64| Due::At(Timestamp::from_millis(ms));
+    let at = |ms: u64| DueTime::At(Timestamp::from_millis(ms));
     let items = [
         item(&to, at(3_000), 3),
         item(&to, at(1_000), 1),
-        item(&to, Due::After(HOUR), 9),
+        item(&to, DueTime::After(HOUR), 9),
         item(&to, at(4_000), 4),
         item(&to, at(2_000), 2),
         item(&to, at(0), 0),
     ];
-    env.second.put_aside(&delays, &items).await?;
+    env.second.schedule(&delays, &items).await?;
 
     let mut promoted = 0;
     while promoted < 5 {
-        env.backend.take_due(&delays, 2).await?;
+        env.backend.promote_due(&delays, 2).await?;
         promoted = contents(&*env.second, &to).await?.len();
     }
 
@@ -110,11 +110,11 @@ pub async fn entries_with_equal_due_times_keep_their_scheduling_order(
     let (delays, to) = (env.delays("later"), env.stream("orders"));
     // More than nine, to detect an order by text.
     for first in [0, 60] {
-        let items: Vec<PutAside> = (first..first + 60).map(|n| item(&to, PAST, n)).collect();
-        env.second.put_aside(&delays, &items).await?;
+        let items: Vec<ScheduleRequest> = (first..first + 60).map(|n| item(&to, PAST, n)).collect();
+        env.second.schedule(&delays, &items).await?;
     }
 
-    env.backend.take_due(&delays, ALL).await?;
+    env.backend.promote_due(&delays, ALL).await?;
 
     assert_eq!(fields_in(&*env.second, &to).await?, numbers(120));
     Ok(())
@@ -122,28 +122,28 @@ pub async fn entries_with_equal_due_times_keep_their_scheduling_order(
 
 pub async fn at_most_count_entries_are_promoted(env: StreamTestEnv) -> TestResult {
     let (delays, to) = (env.delays("later"), env.stream("orders"));
-    let items: Vec<PutAside> = (0..10).map(|n| item(&to, PAST, n)).collect();
-    let ids = env.second.put_aside(&delays, &items).await?;
+    let items: Vec<ScheduleRequest> = (0..10).map(|n| item(&to, PAST, n)).collect();
+    let ids = env.second.schedule(&delays, &items).await?;
 
-    let returned = env.backend.take_due(&delays, 4).await?;
+    let returned = env.backend.promote_due(&delays, 4).await?;
 
     let found = contents(&*env.second, &to).await?;
-    let expected: Vec<Returned> = (ids.iter().zip(&found))
-        .map(|(delay, entry)| Returned { delay: *delay, stream: to.clone(), id: entry.id })
+    let expected: Vec<PromotedEntry> = (ids.iter().zip(&found))
+        .map(|(delay, entry)| PromotedEntry { delay: *delay, stream: to.clone(), id: entry.id })
         .collect();
     assert_eq!(returned, expected, "each is returned with its old and its new id");
     assert_eq!(returned.len(), 4);
-    assert_eq!(env.backend.take_due(&delays, ALL).await?.len(), 6);
-    assert_eq!(env.backend.take_due(&delays, ALL).await?, []);
+    assert_eq!(env.backend.promote_due(&delays, ALL).await?.len(), 6);
+    assert_eq!(env.backend.promote_due(&delays, ALL).await?, []);
     Ok(())
 }
 
 pub async fn a_due_time_in_the_past_is_due_at_once(env: StreamTestEnv) -> TestResult {
     let (delays, to) = (env.delays("later"), env.stream("orders"));
-    for due in [PAST, Due::After(Duration::ZERO), Due::At(Timestamp::from_millis(0))] {
-        env.second.put_aside(&delays, &[item(&to, due, 1)]).await?;
-        assert!(env.backend.wait_due(&delays, Duration::ZERO).await?, "{due:?}");
-        env.backend.take_due(&delays, 10).await?;
+    for due in [PAST, DueTime::After(Duration::ZERO), DueTime::At(Timestamp::from_millis(0))] {
+        env.second.schedule(&delays, &[item(&to, due, 1)]).await?;
+        assert!(env.backend.wait_until_due(&delays, Duration::ZERO).await?, "{due:?}");
+        env.backend.promote_due(&delays, 10).await?;
         assert_eq!(env.second.delay_stats(&delays).await?.waiting, 0, "{due:?}");
     }
     assert_eq!(contents(&*env.second, &to).await?.len(), 3);
@@ -153,10 +153,10 @@ pub async fn a_due_time_in_the_past_is_due_at_once(env: StreamTestEnv) -> TestRe
 pub async fn entries_are_promoted_to_their_target_streams(env: StreamTestEnv) -> TestResult {
     let delays = env.delays("later");
     let streams: Vec<StreamName> = (0..5).map(|n| env.stream(&n.to_string())).collect();
-    let items: Vec<PutAside> = (0..20).map(|n| item(&streams[n % 5], PAST, n)).collect();
-    env.second.put_aside(&delays, &items).await?;
+    let items: Vec<ScheduleRequest> = (0..20).map(|n| item(&streams[n % 5], PAST, n)).collect();
+    env.second.schedule(&delays, &items).await?;
 
-    env.backend.take_due(&delays, ALL).await?;
+    env.backend.promote_due(&delays, ALL).await?;
 
     for (first, stream) in streams.iter().enumerate() {
         let expected: Vec<Fields> = (first..20).step_by(5).map(numbered).collect();
@@ -175,13 +175,13 @@ pub async fn delayed_entries_are_preserved_byte_for_byte(env: StreamTestEnv) -> 
         Fields::new([("a", "1"), ("a", "2"), ("", "")]),
         Fields::new([(Bytes::from_static(b"large"), Bytes::from(large))]),
     ];
-    let items = awkward.clone().map(|fields| PutAside { to: to.clone(), due: PAST, fields });
-    env.backend.put_aside(&delays, &items).await?;
+    let items = awkward.clone().map(|fields| ScheduleRequest { to: to.clone(), due: PAST, fields });
+    env.backend.schedule(&delays, &items).await?;
 
     let waiting: Vec<Fields> =
         env.backend.delayed(&delays, 0, 3).await?.into_iter().map(|item| item.fields).collect();
     assert!(waiting == awkward, "expected the same bytes while they wait");
-    env.second.take_due(&delays, 10).await?;
+    env.second.promote_due(&delays, 10).await?;
     let found = fields_in(&*env.second, &to).await?;
     assert!(found[..3] == awkward, "expected the same bytes in the stream");
     Ok(())
@@ -189,8 +189,8 @@ pub async fn delayed_entries_are_preserved_byte_for_byte(env: StreamTestEnv) -> 
 
 pub async fn a_cancelled_entry_is_never_promoted(env: StreamTestEnv) -> TestResult {
     let (delays, to) = (env.delays("later"), env.stream("orders"));
-    let items = [item(&to, PAST, 0), item(&to, PAST, 1), item(&to, Due::After(HOUR), 2)];
-    let ids = env.second.put_aside(&delays, &items).await?;
+    let items = [item(&to, PAST, 0), item(&to, PAST, 1), item(&to, DueTime::After(HOUR), 2)];
+    let ids = env.second.schedule(&delays, &items).await?;
 
     for id in [ids[1], ids[2]] {
         let cancelled = env.backend.cancel(&delays, id).await?;
@@ -199,7 +199,7 @@ pub async fn a_cancelled_entry_is_never_promoted(env: StreamTestEnv) -> TestResu
     }
     assert!(!env.backend.cancel(&delays, DelayId(u64::MAX)).await?, "it never existed");
 
-    env.second.take_due(&delays, 10).await?;
+    env.second.promote_due(&delays, 10).await?;
     assert_eq!(fields_in(&*env.second, &to).await?, numbers(1));
     assert_eq!(env.second.delay_stats(&delays).await?, DelayStats::default());
     assert!(!env.backend.cancel(&delays, ids[0]).await?, "it was promoted");
@@ -209,8 +209,8 @@ pub async fn a_cancelled_entry_is_never_promoted(env: StreamTestEnv) -> TestResu
 pub async fn eight_concurrent_callers_promote_each_entry_once(env: StreamTestEnv) -> TestResult {
     const COUNT: usize = 200;
     let (delays, to) = (env.delays("later"), env.stream("orders"));
-    let items: Vec<PutAside> = (0..COUNT).map(|n| item(&to, PAST, n)).collect();
-    env.second.put_aside(&delays, &items).await?;
+    let items: Vec<ScheduleRequest> = (0..COUNT).map(|n| item(&to, PAST, n)).collect();
+    env.second.schedule(&delays, &items).await?;
 
     let takers = (0..8).map(|taker| {
         let backend = if taker % 2 == 0 { &env.backend } else { &env.second };
@@ -218,7 +218,7 @@ pub async fn eight_concurrent_callers_promote_each_entry_once(env: StreamTestEnv
         tokio::spawn(async move {
             let mut all = Vec::new();
             loop {
-                let returned = backend.take_due(&delays, 7).await?;
+                let returned = backend.promote_due(&delays, 7).await?;
                 if returned.is_empty() {
                     return TestResult::Ok(all);
                 }
@@ -228,7 +228,7 @@ pub async fn eight_concurrent_callers_promote_each_entry_once(env: StreamTestEnv
     });
     let mut reported = HashSet::new();
     for taker in takers.collect::<Vec<_>>() {
-        for Returned { delay, .. } in taker.await?? {
+        for PromotedEntry { delay, .. } in taker.await?? {
             assert!(reported.insert(delay), "expected {delay} to be returned once");
         }
     }
@@ -250,11 +250,11 @@ pub async fn eight_concurrent_callers_promote_each_entry_once(env: StreamTestEnv
 
 pub async fn waiting_for_a_due_entry_returns_when_it_is_due(env: StreamTestEnv) -> TestResult {
     let (delays, to) = (env.delays("later"), env.stream("orders"));
-    env.second.put_aside(&delays, &[item(&to, Due::After(ms(150)), 1)]).await?;
+    env.second.schedule(&delays, &[item(&to, DueTime::After(ms(150)), 1)]).await?;
     let due_at = env.second.delayed(&delays, 0, 1).await?[0].due_at;
 
     let started = Instant::now();
-    assert!(env.backend.wait_due(&delays, LONG).await?, "one is due");
+    assert!(env.backend.wait_until_due(&delays, LONG).await?, "one is due");
 
     assert!(env.second.now().await? >= due_at, "expected to wait until {due_at}");
     assert!(started.elapsed() < LONG, "expected to wake early, found {:?}", started.elapsed());
@@ -265,22 +265,22 @@ pub async fn waiting_returns_early_when_an_earlier_entry_is_scheduled(
     env: StreamTestEnv,
 ) -> TestResult {
     let (delays, to) = (env.delays("later"), env.stream("orders"));
-    for first in [None, Some(item(&to, Due::After(HOUR), 1))] {
+    for first in [None, Some(item(&to, DueTime::After(HOUR), 1))] {
         if let Some(first) = first {
-            env.second.put_aside(&delays, &[first]).await?;
+            env.second.schedule(&delays, &[first]).await?;
         }
         let (second, set, sooner) =
-            (Arc::clone(&env.second), delays.clone(), item(&to, Due::After(ms(50)), 2));
+            (Arc::clone(&env.second), delays.clone(), item(&to, DueTime::After(ms(50)), 2));
         let writer = tokio::spawn(async move {
             sleep_ms(100).await;
-            second.put_aside(&set, &[sooner]).await
+            second.schedule(&set, &[sooner]).await
         });
 
         let started = Instant::now();
-        assert!(env.backend.wait_due(&delays, LONG).await?, "one is due");
+        assert!(env.backend.wait_until_due(&delays, LONG).await?, "one is due");
         assert!(started.elapsed() < LONG, "expected to wake early, found {:?}", started.elapsed());
         writer.await??;
-        env.second.take_due(&delays, 10).await?;
+        env.second.promote_due(&delays, 10).await?;
     }
     Ok(())
 }
@@ -290,16 +290,16 @@ pub async fn waiting_returns_early_when_a_settle_reschedules_an_entry(
 ) -> TestResult {
     let (flow, ids) = env.flow_with_pending(1).await?;
     let delays = env.delays("later");
-    let then = headwater_stream::Then::PutAside {
+    let then = headwater_stream::SettleAction::Reschedule {
         delays: delays.clone(),
         to: flow.stream.clone(),
-        due: Due::After(ms(50)),
+        due: DueTime::After(ms(50)),
         fields: numbered(1),
     };
     let (backend, set) = (Arc::clone(&env.backend), delays.clone());
     let waiter = tokio::spawn(async move {
         let started = Instant::now();
-        TestResult::Ok((backend.wait_due(&set, LONG).await?, started.elapsed()))
+        TestResult::Ok((backend.wait_until_due(&set, LONG).await?, started.elapsed()))
     });
     sleep_ms(80).await;
     flow.settle_one("ann", ids[0], then).await?;
@@ -313,13 +313,13 @@ pub async fn waiting_returns_after_its_timeout_if_nothing_is_due(env: StreamTest
     let (delays, to) = (env.delays("later"), env.stream("orders"));
     for round in 0..2 {
         let started = Instant::now();
-        assert!(!env.backend.wait_due(&delays, ms(120)).await?, "nothing is due");
+        assert!(!env.backend.wait_until_due(&delays, ms(120)).await?, "nothing is due");
         let waited = started.elapsed();
         assert!(waited + TICK >= ms(120), "expected 120 ms, found {waited:?} in round {round}");
         // The first round waits on a missing set, the second on one whose entry is due much later.
-        env.second.put_aside(&delays, &[item(&to, Due::After(HOUR), 1)]).await?;
+        env.second.schedule(&delays, &[item(&to, DueTime::After(HOUR), 1)]).await?;
     }
-    let at_once = env.backend.wait_due(&delays, Duration::ZERO);
+    let at_once = env.backend.wait_until_due(&delays, Duration::ZERO);
     assert!(!soon("a wait of no time to end", at_once).await?);
     Ok(())
 }
@@ -331,12 +331,12 @@ pub async fn delay_stats_are_up_to_date(env: StreamTestEnv) -> TestResult {
     let far = at(4_000_000_000_000);
     let ids = env
         .second
-        .put_aside(&delays, &[item(&to, Due::At(far), 1), item(&to, Due::At(at(5_000)), 2)])
+        .schedule(&delays, &[item(&to, DueTime::At(far), 1), item(&to, DueTime::At(at(5_000)), 2)])
         .await?;
 
     let stats = |waiting, next_due| DelayStats { waiting, next_due };
     assert_eq!(env.backend.delay_stats(&delays).await?, stats(2, Some(at(5_000))));
-    env.second.take_due(&delays, 10).await?;
+    env.second.promote_due(&delays, 10).await?;
     assert_eq!(env.backend.delay_stats(&delays).await?, stats(1, Some(far)));
     env.second.cancel(&delays, ids[0]).await?;
     assert_eq!(env.backend.delay_stats(&delays).await?, stats(0, None));
@@ -345,9 +345,9 @@ pub async fn delay_stats_are_up_to_date(env: StreamTestEnv) -> TestResult {
 
 pub async fn delayed_entries_are_listed_earliest_first(env: StreamTestEnv) -> TestResult {
     let (delays, to) = (env.delays("later"), env.stream("orders"));
-    let at = |n: usize| Due::At(Timestamp::from_millis(4_000_000_000_000 + n as u64));
-    let items: Vec<PutAside> = [3, 1, 4, 0, 2].map(|n| item(&to, at(n), n)).into();
-    let ids = env.second.put_aside(&delays, &items).await?;
+    let at = |n: usize| DueTime::At(Timestamp::from_millis(4_000_000_000_000 + n as u64));
+    let items: Vec<ScheduleRequest> = [3, 1, 4, 0, 2].map(|n| item(&to, at(n), n)).into();
+    let ids = env.second.schedule(&delays, &items).await?;
 
     let all = env.backend.delayed(&delays, 0, ALL).await?;
 
@@ -364,14 +364,14 @@ pub async fn delayed_entries_are_listed_earliest_first(env: StreamTestEnv) -> Te
 
 pub async fn deleting_a_delay_set_removes_its_entries(env: StreamTestEnv) -> TestResult {
     let (delays, to) = (env.delays("later"), env.stream("orders"));
-    let ids = env.second.put_aside(&delays, &[item(&to, PAST, 0), item(&to, PAST, 1)]).await?;
+    let ids = env.second.schedule(&delays, &[item(&to, PAST, 0), item(&to, PAST, 1)]).await?;
 
-    let deleted = env.backend.delete_delays(&delays).await?;
+    let deleted = env.backend.delete_delay_set(&delays).await?;
 
     assert!(deleted || env.is_faulty(), "the set existed");
-    assert!(!env.backend.delete_delays(&delays).await?, "now it does not exist");
+    assert!(!env.backend.delete_delay_set(&delays).await?, "now it does not exist");
     assert_eq!(env.second.delay_stats(&delays).await?, DelayStats::default());
-    assert_eq!(env.second.take_due(&delays, 10).await?, []);
+    assert_eq!(env.second.promote_due(&delays, 10).await?, []);
     assert!(!env.second.cancel(&delays, ids[0]).await?);
     Ok(())
 }
@@ -379,10 +379,10 @@ pub async fn deleting_a_delay_set_removes_its_entries(env: StreamTestEnv) -> Tes
 pub async fn delay_sets_are_independent(env: StreamTestEnv) -> TestResult {
     let to = env.stream("orders");
     let [a, b] = [env.delays("a"), env.delays("b")];
-    let in_a = env.second.put_aside(&a, &[item(&to, PAST, 1)]).await?;
-    env.second.put_aside(&b, &[item(&to, PAST, 2)]).await?;
+    let in_a = env.second.schedule(&a, &[item(&to, PAST, 1)]).await?;
+    env.second.schedule(&b, &[item(&to, PAST, 2)]).await?;
 
-    env.backend.delete_delays(&b).await?;
+    env.backend.delete_delay_set(&b).await?;
 
     assert_eq!(env.backend.delayed(&a, 0, 10).await?.len(), 1);
     assert!(env.second.cancel(&a, in_a[0]).await?);
@@ -393,13 +393,13 @@ pub async fn an_entry_whose_stream_rejects_it_stays_scheduled(env: StreamTestEnv
     let (delays, to) = (env.delays("later"), env.stream("orders"));
     env.second.set_add(&env.set("foreign"), &["x"], None).await?;
     let foreign = StreamName::new(env.set("foreign").as_str())?;
-    let at = |ms| Due::At(Timestamp::from_millis(ms));
+    let at = |ms| DueTime::At(Timestamp::from_millis(ms));
     let items = [item(&to, at(1), 0), item(&foreign, at(2), 7), item(&to, at(3), 1)];
-    env.second.put_aside(&delays, &items).await?;
+    env.second.schedule(&delays, &items).await?;
 
     // Whether the call reports the error or not, the other entries are promoted and this one stays.
     for _ in 0..3 {
-        match env.backend.take_due(&delays, 10).await {
+        match env.backend.promote_due(&delays, 10).await {
             Ok(_) | Err(StreamError::WrongType { .. }) => {}
             Err(other) => return Err(other.into()),
         }
@@ -417,13 +417,13 @@ pub async fn an_entry_for_another_slot_is_rejected_at_once_or_promoted(
     env: StreamTestEnv,
 ) -> TestResult {
     let (delays, to) = (env.delays("later"), env.stream_elsewhere("orders"));
-    match env.backend.put_aside(&delays, &[item(&to, PAST, 0)]).await {
+    match env.backend.schedule(&delays, &[item(&to, PAST, 0)]).await {
         Err(StreamError::Invalid { .. }) => {
             assert_eq!(env.second.delay_stats(&delays).await?.waiting, 0);
         }
         answer => {
             answer?;
-            env.second.take_due(&delays, 10).await?;
+            env.second.promote_due(&delays, 10).await?;
             assert_eq!(fields_in(&*env.second, &to).await?[..1], numbers(1));
         }
     }
@@ -434,11 +434,11 @@ pub async fn the_maximum_number_of_entries_is_scheduled_in_one_call(
     env: StreamTestEnv,
 ) -> TestResult {
     let (delays, to) = (env.delays("later"), env.stream("orders"));
-    let items: Vec<PutAside> = (0..BATCH_MAX).map(|n| item(&to, PAST, n)).collect();
-    env.backend.put_aside(&delays, &items).await?;
+    let items: Vec<ScheduleRequest> = (0..BATCH_MAX).map(|n| item(&to, PAST, n)).collect();
+    env.backend.schedule(&delays, &items).await?;
     let mut promoted = 0;
     while promoted < BATCH_MAX {
-        let returned = env.backend.take_due(&delays, ALL).await?.len();
+        let returned = env.backend.promote_due(&delays, ALL).await?.len();
         assert!(returned > 0, "expected {BATCH_MAX} entries, found {promoted}");
         promoted += returned;
     }

@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use futures_util::poll;
 use headwater_stream::{
-    Backend, Batch, Delivery, GroupName, GroupReader, GroupStart, PendingQuery, Result, Retention,
-    Silenced, StreamError, StreamName,
+    Backend, StreamBatch, DeliveredEntry, GroupName, GroupReader, GroupStart, PendingDeliveryQuery, Result, Retention,
+    DisconnectOutcome, StreamError, StreamName,
 };
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
@@ -20,7 +20,7 @@ use super::steps::{LONG, ids_of, numbers, soon};
 
 const ROUNDS: u64 = 20;
 
-type ReadTask = JoinHandle<(Result<Vec<Batch<Delivery>>>, Box<dyn GroupReader>)>;
+type ReadTask = JoinHandle<(Result<Vec<StreamBatch<DeliveredEntry>>>, Box<dyn GroupReader>)>;
 
 /// A read in flight, at an unknown point.
 async fn begin_read(
@@ -54,13 +54,13 @@ async fn silence(
     group: &GroupName,
     name: &str,
 ) -> TestResult<usize> {
-    match env.backend.silence(stream, group, &consumer(name)).await? {
-        Silenced::Yes { ended } => Ok(ended),
-        Silenced::No { reason } => panic!("expected a disconnect, found {reason}"),
+    match env.backend.disconnect_reader(stream, group, &consumer(name)).await? {
+        DisconnectOutcome::Disconnected { readers: ended } => Ok(ended),
+        DisconnectOutcome::Denied { reason } => panic!("expected a disconnect, found {reason}"),
     }
 }
 
-fn assert_ended(answer: &Result<Vec<Batch<Delivery>>>) {
+fn assert_ended(answer: &Result<Vec<StreamBatch<DeliveredEntry>>>) {
     assert!(matches!(answer, Err(StreamError::Unavailable { .. })), "found {answer:?}");
 }
 
@@ -138,7 +138,7 @@ pub async fn entries_delivered_before_disconnect_stay_pending(env: StreamTestEnv
     let ids = flow.append(3).await?;
     flow.deliver(&ann, 3).await?;
     silence(&env, &flow.stream, &flow.group, &ann).await?;
-    let query = PendingQuery {
+    let query = PendingDeliveryQuery {
         stream: &flow.stream,
         group: &flow.group,
         consumer: Some(&consumer(&ann)),

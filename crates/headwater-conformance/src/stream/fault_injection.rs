@@ -6,8 +6,8 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::time::Duration;
 
 use headwater_stream::{
-    Acquire, Due, EntryId, Fence, PutAside, Reclaim, ReclaimFrom, Result, Retention, Settlement,
-    StreamError, Then,
+    AcquireResult, DueTime, EntryId, Fence, ScheduleRequest, ReclaimRequest, ReclaimFrom, Result, Retention, Settlement,
+    StreamError, SettleAction,
 };
 
 use super::env::{StreamTestEnv, consumer, holder};
@@ -102,17 +102,17 @@ pub async fn a_retried_settle_writes_its_follow_up_once(env: StreamTestEnv) -> T
         let ids = ids_of(&flow.deliver("ann", ALL).await?);
         let ann = consumer("ann");
         let then = [
-            Then::Append { to: dead.clone(), fields: numbered(round as usize) },
-            Then::PutAside {
+            SettleAction::Append { to: dead.clone(), fields: numbered(round as usize) },
+            SettleAction::Reschedule {
                 delays: env.delays("later"),
                 to: flow.stream.clone(),
-                due: Due::After(HOUR),
+                due: DueTime::After(HOUR),
                 fields: numbered(round as usize),
             },
         ];
         let entries: Vec<Settlement> =
-            ids.iter().zip(then).map(|(id, then)| Settlement { id: *id, then }).collect();
-        let settle = headwater_stream::Settle {
+            ids.iter().zip(then).map(|(id, then)| Settlement { id: *id, action: then }).collect();
+        let settle = headwater_stream::SettleBatch {
             stream: &flow.stream,
             group: &flow.group,
             consumer: &ann,
@@ -148,10 +148,10 @@ pub async fn a_failed_settle_was_applied_completely_or_not_at_all(
         let entries: Vec<Settlement> = (ids.iter().enumerate())
             .map(|(n, id)| Settlement {
                 id: *id,
-                then: Then::Append { to: dead.clone(), fields: numbered(n) },
+                action: SettleAction::Append { to: dead.clone(), fields: numbered(n) },
             })
             .collect();
-        let settle = headwater_stream::Settle {
+        let settle = headwater_stream::SettleBatch {
             stream: &flow.stream,
             group: &flow.group,
             consumer: &consumer("ann"),
@@ -205,7 +205,7 @@ pub async fn entries_delivered_to_a_failed_read_are_pending_for_its_consumer(
     // Entries never returned are listed as pending; undelivered ones come with the next read.
     let lost: Vec<EntryId> = pending.iter().copied().filter(|id| !owned.contains(id)).collect();
     let from = ReclaimFrom::Ids(&lost);
-    let found = env.second.reclaim(Reclaim { from, ..flow.reclaim_any(&ann) }).await?;
+    let found = env.second.reclaim(ReclaimRequest { from, ..flow.reclaim_any(&ann) }).await?;
     seen.extend(ids_of(&found.entries));
     seen.extend(ids_of(&flow.deliver("bob", ALL).await?));
     seen.sort();
@@ -270,11 +270,11 @@ pub async fn a_lease_acquired_twice_after_a_lost_reply_is_one_lease(
         let lease = env.lease(&round.to_string());
         let ann = holder("ann");
         let answer = repeat(|| env.raw.acquire(&lease, &ann, HOUR)).await?;
-        let Acquire::Won(epoch) = answer else { panic!("expected a free lease, found {answer:?}") };
+        let AcquireResult::Won(epoch) = answer else { panic!("expected a free lease, found {answer:?}") };
         let again = repeat(|| env.raw.acquire(&lease, &ann, HOUR)).await?;
-        assert_eq!(again, Acquire::Won(epoch), "the epoch stays");
+        assert_eq!(again, AcquireResult::Won(epoch), "the epoch stays");
         let bob = env.second.acquire(&lease, &holder("bob"), HOUR).await?;
-        assert!(matches!(bob, Acquire::Held { .. }), "found {bob:?}");
+        assert!(matches!(bob, AcquireResult::Held { .. }), "found {bob:?}");
         round += 1;
     }
     Ok(())
@@ -283,7 +283,7 @@ pub async fn a_lease_acquired_twice_after_a_lost_reply_is_one_lease(
 pub async fn a_fenced_settle_stays_fenced_on_every_retry(env: StreamTestEnv) -> TestResult {
     let (flow, ids) = env.flow_with_pending(2).await?;
     let lease = env.lease("orders");
-    let Acquire::Won(epoch) = env.second.acquire(&lease, &holder("ann"), ms(60)).await? else {
+    let AcquireResult::Won(epoch) = env.second.acquire(&lease, &holder("ann"), ms(60)).await? else {
         panic!("expected a free lease");
     };
     sleep_ms(120).await;
@@ -293,7 +293,7 @@ pub async fn a_fenced_settle_stays_fenced_on_every_retry(env: StreamTestEnv) -> 
 
     let mut round = 0;
     while go_on(&env, round) {
-        let settle = headwater_stream::Settle {
+        let settle = headwater_stream::SettleBatch {
             stream: &flow.stream,
             group: &flow.group,
             consumer: &ann,
@@ -315,13 +315,13 @@ pub async fn an_entry_promoted_without_a_reply_is_promoted_once(env: StreamTestE
     let (delays, to) = (env.delays("later"), env.stream("orders"));
     let mut round = 0;
     while go_on(&env, round) {
-        let due = Due::After(Duration::ZERO);
-        let item = PutAside { to: to.clone(), due, fields: numbered(round as usize) };
-        env.second.put_aside(&delays, &[item]).await?;
-        repeat(|| env.raw.take_due(&delays, 10)).await?;
+        let due = DueTime::After(Duration::ZERO);
+        let item = ScheduleRequest { to: to.clone(), due, fields: numbered(round as usize) };
+        env.second.schedule(&delays, &[item]).await?;
+        repeat(|| env.raw.promote_due(&delays, 10)).await?;
         round += 1;
     }
-    env.second.take_due(&delays, ALL).await?;
+    env.second.promote_due(&delays, ALL).await?;
 
     assert_eq!(fields_in(&*env.second, &to).await?, numbers(round as usize));
     assert_eq!(env.second.delay_stats(&delays).await?.waiting, 0);
@@ -335,12 +335,12 @@ pub async fn a_batch_scheduled_without_a_reply_is_stored_completely_or_not_at_al
     let mut round = 0;
     while go_on(&env, round) {
         let delays = env.delays(&round.to_string());
-        let due = Due::After(HOUR);
-        let items: Vec<PutAside> = numbers(20)
+        let due = DueTime::After(HOUR);
+        let items: Vec<ScheduleRequest> = numbers(20)
             .into_iter()
-            .map(|fields| PutAside { to: to.clone(), due, fields })
+            .map(|fields| ScheduleRequest { to: to.clone(), due, fields })
             .collect();
-        let expected: &[u64] = match known(env.raw.put_aside(&delays, &items).await)? {
+        let expected: &[u64] = match known(env.raw.schedule(&delays, &items).await)? {
             Some(ids) => {
                 assert_eq!(ids.len(), 20);
                 &[20]
@@ -366,7 +366,7 @@ pub async fn a_reclaim_without_a_reply_assigned_the_entries_to_its_consumer(
     while go_on(&env, round) {
         let name = format!("c{round}");
         let me = consumer(&name);
-        let reclaim = Reclaim { from: ReclaimFrom::Others, ..flow.reclaim_any(&me) };
+        let reclaim = ReclaimRequest { from: ReclaimFrom::Others, ..flow.reclaim_any(&me) };
         let reclaimed = known(env.raw.reclaim(reclaim).await)?;
         if reclaimed.is_none() {
             sleep_ms(50).await;

@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use headwater_stream::{
-    Acquire, Due, EntryId, Epoch, Fence, Reclaim, ReclaimFrom, Settlement, StreamError, StreamName,
-    Then,
+    AcquireResult, DueTime, EntryId, Epoch, Fence, ReclaimRequest, ReclaimFrom, Settlement, StreamError, StreamName,
+    SettleAction,
 };
 
 use super::env::{StreamTestEnv, consumer, holder};
@@ -15,7 +15,7 @@ use super::steps::{Flow, HOUR, done, fields_in, ids_of, ms, numbered, settled, s
 async fn hold(env: &StreamTestEnv, name: &str, ttl: Duration) -> TestResult<Fence> {
     let lease = env.lease("orders");
     match env.second.acquire(&lease, &holder(name), ttl).await? {
-        Acquire::Won(epoch) => Ok(Fence { lease, epoch }),
+        AcquireResult::Won(epoch) => Ok(Fence { lease, epoch }),
         held => panic!("expected {name} to win the lease, found {held:?}"),
     }
 }
@@ -41,13 +41,13 @@ async fn lost_fences(env: &StreamTestEnv) -> TestResult<Vec<(&'static str, Fence
 fn everything(env: &StreamTestEnv, ids: &[EntryId], dead: &StreamName) -> Vec<Settlement> {
     let delays = env.delays("later");
     let to = env.stream("orders");
-    let due = Due::After(HOUR);
-    let aside = Then::PutAside { delays, to, due, fields: numbered(3) };
-    let dead_letter = Then::Append { to: dead.clone(), fields: numbered(2) };
-    [Then::Done, Then::Delete, dead_letter, aside, Then::Release]
+    let due = DueTime::After(HOUR);
+    let aside = SettleAction::Reschedule { delays, to, due, fields: numbered(3) };
+    let dead_letter = SettleAction::Append { to: dead.clone(), fields: numbered(2) };
+    [SettleAction::Ack, SettleAction::Delete, dead_letter, aside, SettleAction::Release]
         .into_iter()
         .zip(ids)
-        .map(|(then, id)| Settlement { id: *id, then })
+        .map(|(then, id)| Settlement { id: *id, action: then })
         .collect()
 }
 
@@ -140,7 +140,7 @@ pub async fn a_released_lease_fences_even_without_a_new_holder(env: StreamTestEn
 }
 
 fn deleted(ids: &[EntryId]) -> Vec<Settlement> {
-    ids.iter().map(|id| Settlement { id: *id, then: Then::Delete }).collect()
+    ids.iter().map(|id| Settlement { id: *id, action: SettleAction::Delete }).collect()
 }
 
 pub async fn a_delete_can_be_retried_after_the_lease_expired_until_it_has_another_holder(
@@ -237,7 +237,7 @@ pub async fn a_reclaim_with_a_current_fence_is_applied(env: StreamTestEnv) -> Te
     let fence = hold(&env, "bob", HOUR).await?;
     let bob = consumer("bob");
 
-    let reclaim = Reclaim { fence: Some(&fence), ..flow.reclaim_any(&bob) };
+    let reclaim = ReclaimRequest { fence: Some(&fence), ..flow.reclaim_any(&bob) };
     let found = env.backend.reclaim(reclaim).await?;
 
     assert_eq!(ids_of(&found.entries), ids);
@@ -256,7 +256,7 @@ pub async fn a_reclaim_with_a_stale_fence_claims_nothing(env: StreamTestEnv) -> 
             ReclaimFrom::Ids(&ids),
         ];
         for from in froms {
-            let reclaim = Reclaim { fence: Some(&fence), from, ..flow.reclaim_any(&bob) };
+            let reclaim = ReclaimRequest { fence: Some(&fence), from, ..flow.reclaim_any(&bob) };
             assert_fenced(what, &fence, env.backend.reclaim(reclaim).await);
         }
         assert_untouched(&env, &flow, &ids, &env.stream("dead")).await?;
@@ -275,7 +275,7 @@ pub async fn the_new_holder_continues_where_the_fenced_one_stopped(
 
     // No minimum idle time: the lease grants the right.
     let reclaim =
-        Reclaim { fence: Some(&new), from: ReclaimFrom::Others, ..flow.reclaim_any(&bob) };
+        ReclaimRequest { fence: Some(&new), from: ReclaimFrom::Others, ..flow.reclaim_any(&bob) };
     env.backend.reclaim(reclaim).await?;
     let zombie = flow.settle_under("ann", Some(&old), &done(&ids)).await;
     assert_fenced("the former holder", &old, zombie);

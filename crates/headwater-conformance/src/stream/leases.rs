@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use headwater_stream::{Acquire, Backend, Epoch, Fence, HintKind, LeaseName, Renewal, WatchMode};
+use headwater_stream::{AcquireResult, Backend, Epoch, Fence, LeaseEventKind, LeaseName, Renewal, WatchMode};
 use tokio::time::Instant;
 
 use super::env::{StreamTestEnv, holder};
@@ -20,7 +20,7 @@ async fn win(
     ttl: Duration,
 ) -> TestResult<Fence> {
     match backend.acquire(lease, &holder(name), ttl).await? {
-        Acquire::Won(epoch) => Ok(Fence { lease: lease.clone(), epoch }),
+        AcquireResult::Won(epoch) => Ok(Fence { lease: lease.clone(), epoch }),
         held => panic!("expected {name} to win {lease}, found {held:?}"),
     }
 }
@@ -42,7 +42,7 @@ pub async fn a_free_lease_is_acquired_and_then_held(env: StreamTestEnv) -> TestR
     let fence = win(&*env.backend, &lease, "ann", MINUTE).await?;
 
     match env.second.acquire(&lease, &holder("bob"), MINUTE).await? {
-        Acquire::Held { by, remaining } => {
+        AcquireResult::Held { by, remaining } => {
             assert_eq!(by.as_str(), "ann");
             assert!(
                 !remaining.is_zero() && remaining <= MINUTE,
@@ -67,8 +67,8 @@ pub async fn one_of_32_concurrent_callers_acquires_the_lease(env: StreamTestEnv)
     let (mut winners, mut named) = (Vec::new(), Vec::new());
     for task in tasks.collect::<Vec<_>>() {
         match task.await?? {
-            (name, Acquire::Won(epoch)) => winners.push((name, epoch)),
-            (_, Acquire::Held { by, .. }) => named.push(by.to_string()),
+            (name, AcquireResult::Won(epoch)) => winners.push((name, epoch)),
+            (_, AcquireResult::Held { by, .. }) => named.push(by.to_string()),
         }
     }
     let [(winner, epoch)] = &winners[..] else { panic!("expected one winner, found {winners:?}") };
@@ -125,7 +125,7 @@ pub async fn a_lease_expires_and_not_before_its_ttl(env: StreamTestEnv) -> TestR
     let taking = async {
         loop {
             let bob = env.backend.acquire(&lease, &holder("bob"), HOUR).await?;
-            if let Acquire::Won(epoch) = bob {
+            if let AcquireResult::Won(epoch) = bob {
                 return TestResult::Ok(epoch);
             }
             sleep_ms(5).await;
@@ -305,14 +305,14 @@ pub async fn a_watch_reports_releases(env: StreamTestEnv) -> TestResult {
         loop {
             let hint = watch.next().await;
             match hint.kind {
-                HintKind::Missed => assert_eq!(hint.lease, None, "{hint:?}"),
+                LeaseEventKind::Lagged => assert_eq!(hint.lease, None, "{hint:?}"),
                 _ => break hint,
             }
         }
     };
     let hint = soon("a hint", waiting).await;
 
-    assert_eq!((hint.lease, hint.kind), (Some(mine), HintKind::Released), "only of {prefix}");
+    assert_eq!((hint.lease, hint.kind), (Some(mine), LeaseEventKind::Released), "only of {prefix}");
     Ok(())
 }
 
@@ -333,7 +333,7 @@ pub async fn a_watch_reports_expiration_or_declares_that_it_does_not(
     let waiting = async {
         loop {
             tokio::select! {
-                hint = watch.next() => if hint.kind != HintKind::Missed { break hint },
+                hint = watch.next() => if hint.kind != LeaseEventKind::Lagged { break hint },
                 // A server with many keys reports this expiration late, unless a client accesses the key.
                 () = sleep_ms(100) => drop(env.second.leases(std::slice::from_ref(&mine)).await),
             }
@@ -343,7 +343,7 @@ pub async fn a_watch_reports_expiration_or_declares_that_it_does_not(
 
     assert_eq!(
         (hint.lease, hint.kind),
-        (Some(mine.clone()), HintKind::Expired),
+        (Some(mine.clone()), LeaseEventKind::Expired),
         "only of {prefix}"
     );
     Ok(())
@@ -366,6 +366,6 @@ pub async fn a_cancelled_wait_for_a_hint_does_not_lose_it(env: StreamTestEnv) ->
         }
     };
     let hint = soon("a hint", waiting).await;
-    assert_eq!((hint.lease, hint.kind), (Some(lease), HintKind::Released));
+    assert_eq!((hint.lease, hint.kind), (Some(lease), LeaseEventKind::Released));
     Ok(())
 }

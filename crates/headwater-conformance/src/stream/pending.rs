@@ -1,13 +1,13 @@
 //! Pending entries: listing them and keeping them alive.
 
-use headwater_stream::{EntryId, GroupStart, Pending, PendingQuery, StreamError};
+use headwater_stream::{EntryId, GroupStart, PendingDelivery, PendingDeliveryQuery, StreamError};
 use tokio::time::Instant;
 
 use super::env::{StreamTestEnv, consumer, group};
 use super::failure::TestResult;
 use super::steps::{ALL, HOUR, TICK, done, ms, sleep_ms};
 
-fn ids(pending: &[Pending]) -> Vec<EntryId> {
+fn ids(pending: &[PendingDelivery]) -> Vec<EntryId> {
     pending.iter().map(|pending| pending.id).collect()
 }
 
@@ -38,7 +38,7 @@ pub async fn pending_entries_of_one_consumer_can_be_listed(env: StreamTestEnv) -
         [("ann", vec![all[0], all[2], all[4]]), ("bob", vec![all[1], all[3]]), ("cid", vec![])]
     {
         let consumer = consumer(name);
-        let query = PendingQuery { consumer: Some(&consumer), ..flow.pending_query() };
+        let query = PendingDeliveryQuery { consumer: Some(&consumer), ..flow.pending_query() };
         assert_eq!(ids(&env.backend.pending(query).await?), expected, "{name}");
     }
     Ok(())
@@ -59,7 +59,7 @@ pub async fn paging_through_pending_entries_returns_each_once(env: StreamTestEnv
         let mut found = Vec::new();
         let mut after = None;
         loop {
-            let query = PendingQuery { consumer: who, after, count: 3, ..flow.pending_query() };
+            let query = PendingDeliveryQuery { consumer: who, after, count: 3, ..flow.pending_query() };
             let page = env.backend.pending(query).await?;
             assert!(page.len() <= 3, "expected at most 3, found {page:?}");
             let Some(last) = page.last() else { break };
@@ -81,11 +81,11 @@ pub async fn pending_entries_can_be_listed_by_idle_time(env: StreamTestEnv) -> T
         let touched = Instant::now();
         let ann = consumer("ann");
         env.second.keep_alive(&flow.stream, &flow.group, &ann, &all[..2]).await?;
-        let query = PendingQuery { min_idle, ..flow.pending_query() };
+        let query = PendingDeliveryQuery { min_idle, ..flow.pending_query() };
         let found = env.backend.pending(query).await?;
         if touched.elapsed() < min_idle {
             assert_eq!(ids(&found), all[2..]);
-            let query = PendingQuery { min_idle: HOUR, ..flow.pending_query() };
+            let query = PendingDeliveryQuery { min_idle: HOUR, ..flow.pending_query() };
             assert_eq!(ids(&env.backend.pending(query).await?), []);
             return Ok(());
         }
@@ -120,13 +120,13 @@ pub async fn listing_pending_entries_of_a_missing_group_fails(env: StreamTestEnv
     let ann = consumer("ann");
     for (stream, group) in [(&missing, &flow.group), (&flow.stream, &unknown)] {
         let expected = format!("NoGroup for {stream} and {group}");
-        let query = PendingQuery { stream, group, ..flow.pending_query() };
+        let query = PendingDeliveryQuery { stream, group, ..flow.pending_query() };
         let calls = [
             ("pending", env.backend.pending(query).await.map(drop)),
             (
                 "reclaim",
                 env.backend
-                    .reclaim(headwater_stream::Reclaim { stream, group, ..flow.reclaim_any(&ann) })
+                    .reclaim(headwater_stream::ReclaimRequest { stream, group, ..flow.reclaim_any(&ann) })
                     .await
                     .map(drop),
             ),
@@ -188,7 +188,7 @@ pub async fn keep_alive_returns_ids_that_are_no_longer_pending_for_the_consumer(
     let (flow, mut ids) = env.flow_with_pending(4).await?;
     let (ann, bob) = (consumer("ann"), consumer("bob"));
     flow.settle("ann", &done(&ids[..1])).await?;
-    let reclaim = headwater_stream::Reclaim {
+    let reclaim = headwater_stream::ReclaimRequest {
         from: headwater_stream::ReclaimFrom::Ids(&ids[1..2]),
         ..flow.reclaim_any(&bob)
     };
@@ -220,7 +220,7 @@ pub async fn an_entry_kept_alive_is_not_reclaimed_by_idle_time(env: StreamTestEn
     let touched = Instant::now();
     env.backend.keep_alive(&flow.stream, &flow.group, &ann, &ids[..1]).await?;
 
-    let reclaim = headwater_stream::Reclaim { min_idle, ..flow.reclaim_any(&bob) };
+    let reclaim = headwater_stream::ReclaimRequest { min_idle, ..flow.reclaim_any(&bob) };
     let found = env.second.reclaim(reclaim).await?;
 
     if touched.elapsed() < min_idle {
@@ -239,7 +239,7 @@ pub async fn pending_entries_of_two_groups_are_independent(env: StreamTestEnv) -
     flow.settle("ann", &done(&ids[..2])).await?;
 
     assert_eq!(flow.pending_ids().await?, ids[2..]);
-    let query = PendingQuery { group: &audit, ..flow.pending_query() };
+    let query = PendingDeliveryQuery { group: &audit, ..flow.pending_query() };
     let found: Vec<EntryId> =
         env.backend.pending(query).await?.into_iter().map(|pending| pending.id).collect();
     assert_eq!(found, ids);

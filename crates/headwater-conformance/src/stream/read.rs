@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::task::Poll;
 use std::time::Duration;
 
-use headwater_stream::{Batch, Delivery, EntryId, GroupReader, GroupStart, Retention, StreamName};
+use headwater_stream::{StreamBatch, DeliveredEntry, EntryId, GroupReader, GroupStart, Retention, StreamName};
 use tokio::time::{Instant, timeout};
 
 use super::env::{StreamTestEnv, consumer, group};
@@ -15,7 +15,7 @@ use super::steps::{
 
 const KEEP: &Retention = &Retention::KEEP_ALL;
 
-fn all_ids(batches: &[Batch<Delivery>]) -> Vec<EntryId> {
+fn all_ids(batches: &[StreamBatch<DeliveredEntry>]) -> Vec<EntryId> {
     batches.iter().flat_map(|batch| ids_of(&batch.entries)).collect()
 }
 
@@ -38,8 +38,8 @@ pub async fn a_first_delivery_has_a_delivery_count_of_one(env: StreamTestEnv) ->
 
     let read = ann(&env).await?.read(std::slice::from_ref(&flow.stream), 1, LONG).await?;
 
-    let delivery = Delivery { id: ids[0], fields: numbered(0), deliveries: 1 };
-    assert_eq!(read, [Batch { stream: flow.stream.clone(), entries: vec![delivery] }]);
+    let delivery = DeliveredEntry { id: ids[0], fields: numbered(0), deliveries: 1 };
+    assert_eq!(read, [StreamBatch { stream: flow.stream.clone(), entries: vec![delivery] }]);
     Ok(())
 }
 
@@ -104,7 +104,7 @@ pub async fn streams_in_different_slots_are_read_in_one_call(env: StreamTestEnv)
     let read = read_all(&mut *ann(&env).await?, &streams, COUNT).await?;
 
     let mut found: Vec<(String, String)> = Vec::new();
-    for Batch { stream, entries } in read {
+    for StreamBatch { stream, entries } in read {
         found.extend(entries.iter().map(|e| (stream.to_string(), format!("{:?}", e.fields))));
     }
     found.sort();

@@ -1,6 +1,6 @@
 //! Reclaim: sources, pages and delivery counts.
 
-use headwater_stream::{ConsumerName, EntryId, Reclaim, ReclaimFrom, Reclaimed, Settlement, Then};
+use headwater_stream::{ConsumerName, EntryId, ReclaimRequest, ReclaimFrom, ReclaimResult, Settlement, SettleAction};
 use tokio::time::Instant;
 
 use super::env::{StreamTestEnv, consumer};
@@ -82,7 +82,7 @@ pub async fn a_reclaim_from_a_consumer_without_entries_returns_nothing(
     let (flow, _) = three_consumers(&env).await?;
     let before = flow.pending_owners().await?;
     let found = flow.reclaim("ann", ReclaimFrom::Consumer(&consumer("unknown"))).await?;
-    assert_eq!(found, Reclaimed::default());
+    assert_eq!(found, ReclaimResult::default());
     assert_eq!(flow.pending_owners().await?, before);
     Ok(())
 }
@@ -119,17 +119,17 @@ pub async fn a_reclaim_by_idle_time_excludes_recently_active_entries(
     flow.append(2).await?;
     flow.deliver("ann", ALL).await?;
 
-    let found = env.backend.reclaim(Reclaim { min_idle, ..flow.reclaim_any(&bob) }).await?;
+    let found = env.backend.reclaim(ReclaimRequest { min_idle, ..flow.reclaim_any(&bob) }).await?;
     if touched.elapsed() < min_idle {
         assert_eq!(ids_of(&found.entries), old);
     }
 
-    let found = env.backend.reclaim(Reclaim { min_idle: HOUR, ..flow.reclaim_any(&bob) }).await?;
+    let found = env.backend.reclaim(ReclaimRequest { min_idle: HOUR, ..flow.reclaim_any(&bob) }).await?;
     assert_eq!(found.entries, [], "nothing is an hour old");
     let by_ids = ReclaimFrom::Ids(&old);
     let found = env
         .backend
-        .reclaim(Reclaim { min_idle: HOUR, from: by_ids, ..flow.reclaim_any(&bob) })
+        .reclaim(ReclaimRequest { min_idle: HOUR, from: by_ids, ..flow.reclaim_any(&bob) })
         .await?;
     assert_eq!(found.entries, [], "also when asked for by id");
     Ok(())
@@ -156,7 +156,7 @@ async fn all_pages(
     let mut after = None;
     // More pages than entries means that the cursor does not advance.
     for _ in 0..200 {
-        let reclaim = Reclaim { from, after, count, ..flow.reclaim_any(taker) };
+        let reclaim = ReclaimRequest { from, after, count, ..flow.reclaim_any(taker) };
         let found = env.backend.reclaim(reclaim).await?;
         assert!(found.entries.len() <= count, "expected at most {count}, found {found:?}");
         reclaimed.extend(ids_of(&found.entries));
@@ -204,12 +204,12 @@ pub async fn a_reclaim_begins_after_the_cursor(env: StreamTestEnv) -> TestResult
     let (flow, ids) = env.flow_with_pending(5).await?;
     let bob = consumer("bob");
     let found =
-        env.backend.reclaim(Reclaim { after: Some(ids[1]), ..flow.reclaim_any(&bob) }).await?;
+        env.backend.reclaim(ReclaimRequest { after: Some(ids[1]), ..flow.reclaim_any(&bob) }).await?;
     assert_eq!(ids_of(&found.entries), ids[2..]);
 
     let after = Some(ids[4]);
-    let found = env.backend.reclaim(Reclaim { after, ..flow.reclaim_any(&bob) }).await?;
-    assert_eq!(found, Reclaimed::default());
+    let found = env.backend.reclaim(ReclaimRequest { after, ..flow.reclaim_any(&bob) }).await?;
+    assert_eq!(found, ReclaimResult::default());
     Ok(())
 }
 
@@ -246,11 +246,11 @@ pub async fn released_entries_are_found_among_live_ones(env: StreamTestEnv) -> T
     let (flow, ids) = env.flow_with_pending(30).await?;
     let released: Vec<EntryId> = ids.iter().copied().step_by(3).collect();
     let entries: Vec<Settlement> =
-        released.iter().map(|id| Settlement { id: *id, then: Then::Release }).collect();
+        released.iter().map(|id| Settlement { id: *id, action: SettleAction::Release }).collect();
     flow.settle("ann", &entries).await?;
 
     let bob = consumer("bob");
-    let reclaim = Reclaim { min_idle: HOUR, ..flow.reclaim_any(&bob) };
+    let reclaim = ReclaimRequest { min_idle: HOUR, ..flow.reclaim_any(&bob) };
     let found = env.second.reclaim(reclaim).await?;
 
     assert_eq!(ids_of(&found.entries), released, "whatever the idle time asked for");
@@ -266,9 +266,9 @@ pub async fn a_release_after_a_crash_keeps_the_delivery_count_of_the_crash(
     let (flow, ids) = env.flow_with_pending(1).await?;
     let (bob, cid) = (consumer("bob"), consumer("cid"));
     env.second.reclaim(flow.reclaim_any(&bob)).await?;
-    flow.settle_one("bob", ids[0], Then::Release).await?;
+    flow.settle_one("bob", ids[0], SettleAction::Release).await?;
 
-    let found = env.second.reclaim(Reclaim { min_idle: HOUR, ..flow.reclaim_any(&cid) }).await?;
+    let found = env.second.reclaim(ReclaimRequest { min_idle: HOUR, ..flow.reclaim_any(&cid) }).await?;
 
     let counts: Vec<u64> = found.entries.iter().map(|entry| entry.deliveries).collect();
     assert_eq!(counts, [2], "ann's delivery and cid's; the one bob gave back does not count");
@@ -278,7 +278,7 @@ pub async fn a_release_after_a_crash_keeps_the_delivery_count_of_the_crash(
 pub async fn a_reclaim_without_pending_entries_returns_nothing(env: StreamTestEnv) -> TestResult {
     let flow = env.flow().await?;
     flow.append(3).await?;
-    assert_eq!(flow.reclaim("bob", ReclaimFrom::Anyone).await?, Reclaimed::default());
+    assert_eq!(flow.reclaim("bob", ReclaimFrom::Anyone).await?, ReclaimResult::default());
     assert_eq!(flow.deliver("ann", ALL).await?.len(), 3, "new entries are for reads");
     Ok(())
 }
@@ -286,7 +286,7 @@ pub async fn a_reclaim_without_pending_entries_returns_nothing(env: StreamTestEn
 pub async fn a_reclaim_of_no_ids_returns_nothing(env: StreamTestEnv) -> TestResult {
     let (flow, _) = env.flow_with_pending(2).await?;
     let before = flow.pending_owners().await?;
-    assert_eq!(flow.reclaim("bob", ReclaimFrom::Ids(&[])).await?, Reclaimed::default());
+    assert_eq!(flow.reclaim("bob", ReclaimFrom::Ids(&[])).await?, ReclaimResult::default());
     assert_eq!(flow.pending_owners().await?, before);
     Ok(())
 }

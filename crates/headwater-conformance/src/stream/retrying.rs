@@ -61,7 +61,7 @@ impl Retrying {
 
 #[async_trait]
 impl Backend for Retrying {
-    fn describe(&self) -> Description {
+    fn describe(&self) -> BackendDescription {
         self.inner.describe()
     }
 
@@ -96,10 +96,10 @@ impl Streams for Retrying {
     async fn append_once(
         &self,
         stream: &StreamName,
-        entries: &[Once],
+        entries: &[IdempotentEntry],
         keep: Duration,
         retention: &Retention,
-    ) -> Result<Vec<Appended>> {
+    ) -> Result<Vec<AppendedEntry>> {
         self.repeat(|| self.inner.append_once(stream, entries, keep, retention)).await
     }
 
@@ -138,13 +138,13 @@ impl Streams for Retrying {
         Ok(Box::new(RetryingReader::new(self.clone(), inner, group, consumer)))
     }
 
-    async fn silence(
+    async fn disconnect_reader(
         &self,
         stream: &StreamName,
         group: &GroupName,
         consumer: &ConsumerName,
-    ) -> Result<Silenced> {
-        self.repeat(|| self.inner.silence(stream, group, consumer)).await
+    ) -> Result<DisconnectOutcome> {
+        self.repeat(|| self.inner.disconnect_reader(stream, group, consumer)).await
     }
 
     async fn tail(&self) -> Result<Box<dyn TailReader>> {
@@ -152,7 +152,7 @@ impl Streams for Retrying {
         Ok(Box::new(RetryingTail::new(self.clone(), inner)))
     }
 
-    async fn settle(&self, settle: Settle<'_>) -> Result<Settled> {
+    async fn settle(&self, settle: SettleBatch<'_>) -> Result<SettleResult> {
         self.repeat(|| self.inner.settle(settle)).await
     }
 
@@ -166,11 +166,11 @@ impl Streams for Retrying {
         self.repeat(|| self.inner.keep_alive(stream, group, consumer, ids)).await
     }
 
-    async fn reclaim(&self, reclaim: Reclaim<'_>) -> Result<Reclaimed> {
+    async fn reclaim(&self, reclaim: ReclaimRequest<'_>) -> Result<ReclaimResult> {
         self.repeat(|| self.inner.reclaim(reclaim)).await
     }
 
-    async fn pending(&self, query: PendingQuery<'_>) -> Result<Vec<Pending>> {
+    async fn pending(&self, query: PendingDeliveryQuery<'_>) -> Result<Vec<PendingDelivery>> {
         self.repeat(|| self.inner.pending(query)).await
     }
 
@@ -183,7 +183,7 @@ impl Streams for Retrying {
         stream: &StreamName,
         retention: &Retention,
         guard: TrimGuard,
-    ) -> Result<Trimmed> {
+    ) -> Result<TrimResult> {
         self.repeat(|| self.inner.trim(stream, retention, guard)).await
     }
 
@@ -211,20 +211,20 @@ impl Streams for Retrying {
 
 #[async_trait]
 impl Delays for Retrying {
-    async fn put_aside(&self, delays: &DelayName, items: &[PutAside]) -> Result<Vec<DelayId>> {
-        self.repeat(|| self.inner.put_aside(delays, items)).await
+    async fn schedule(&self, delays: &DelayName, items: &[ScheduleRequest]) -> Result<Vec<DelayId>> {
+        self.repeat(|| self.inner.schedule(delays, items)).await
     }
 
     async fn cancel(&self, delays: &DelayName, id: DelayId) -> Result<bool> {
         self.repeat(|| self.inner.cancel(delays, id)).await
     }
 
-    async fn take_due(&self, delays: &DelayName, count: usize) -> Result<Vec<Returned>> {
-        self.repeat(|| self.inner.take_due(delays, count)).await
+    async fn promote_due(&self, delays: &DelayName, count: usize) -> Result<Vec<PromotedEntry>> {
+        self.repeat(|| self.inner.promote_due(delays, count)).await
     }
 
-    async fn wait_due(&self, delays: &DelayName, wait: Duration) -> Result<bool> {
-        self.repeat(|| self.inner.wait_due(delays, wait)).await
+    async fn wait_until_due(&self, delays: &DelayName, wait: Duration) -> Result<bool> {
+        self.repeat(|| self.inner.wait_until_due(delays, wait)).await
     }
 
     async fn delay_stats(&self, delays: &DelayName) -> Result<DelayStats> {
@@ -236,12 +236,12 @@ impl Delays for Retrying {
         delays: &DelayName,
         offset: usize,
         count: usize,
-    ) -> Result<Vec<Delayed>> {
+    ) -> Result<Vec<DelayedEntry>> {
         self.repeat(|| self.inner.delayed(delays, offset, count)).await
     }
 
-    async fn delete_delays(&self, delays: &DelayName) -> Result<bool> {
-        self.repeat(|| self.inner.delete_delays(delays)).await
+    async fn delete_delay_set(&self, delays: &DelayName) -> Result<bool> {
+        self.repeat(|| self.inner.delete_delay_set(delays)).await
     }
 }
 
@@ -252,7 +252,7 @@ impl Leases for Retrying {
         lease: &LeaseName,
         holder: &HolderName,
         ttl: Duration,
-    ) -> Result<Acquire> {
+    ) -> Result<AcquireResult> {
         self.repeat(|| self.inner.acquire(lease, holder, ttl)).await
     }
 
@@ -330,7 +330,7 @@ impl Dedup for Retrying {
         scope: &DedupScope,
         ids: &[&str],
         hold: Duration,
-    ) -> Result<Vec<Begin>> {
+    ) -> Result<Vec<DedupStatus>> {
         self.repeat(|| self.inner.dedup_begin(scope, ids, hold)).await
     }
 

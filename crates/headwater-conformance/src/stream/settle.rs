@@ -5,8 +5,8 @@ use std::time::Duration;
 use bytes::Bytes;
 use headwater_stream::limits::{BATCH_MAX, ENTRY_BYTES_MAX, FOLLOW_UP_FIELDS_MAX};
 use headwater_stream::{
-    Due, EntryId, Fields, GroupStart, Reclaim, ReclaimFrom, Retention, Settle, Settlement,
-    StreamError, StreamName, Then,
+    DueTime, EntryId, Fields, GroupStart, ReclaimRequest, ReclaimFrom, Retention, SettleBatch, Settlement,
+    StreamError, StreamName, SettleAction,
 };
 
 use super::env::{StreamTestEnv, consumer, group};
@@ -15,12 +15,12 @@ use super::steps::{
     ALL, HOUR, contents, done, fields_in, ids_of, numbered, numbers, settled, sleep_ms,
 };
 
-fn append_to(to: &StreamName, fields: Fields) -> Then {
-    Then::Append { to: to.clone(), fields }
+fn append_to(to: &StreamName, fields: Fields) -> SettleAction {
+    SettleAction::Append { to: to.clone(), fields }
 }
 
-fn put_aside(env: &StreamTestEnv, due: Due, fields: Fields) -> Then {
-    Then::PutAside { delays: env.delays("later"), to: env.stream("orders"), due, fields }
+fn schedule(env: &StreamTestEnv, due: DueTime, fields: Fields) -> SettleAction {
+    SettleAction::Reschedule { delays: env.delays("later"), to: env.stream("orders"), due, fields }
 }
 
 fn awkward() -> Fields {
@@ -55,7 +55,7 @@ pub async fn done_is_idempotent(env: StreamTestEnv) -> TestResult {
     }
 
     assert_eq!(flow.pending_ids().await?, ids[..1]);
-    let query = headwater_stream::PendingQuery { group: &audit, ..flow.pending_query() };
+    let query = headwater_stream::PendingDeliveryQuery { group: &audit, ..flow.pending_query() };
     assert_eq!(env.second.pending(query).await?.len(), 3, "another group goes by its own");
     Ok(())
 }
@@ -65,7 +65,7 @@ pub async fn delete_removes_the_entry_for_every_group(env: StreamTestEnv) -> Tes
     let audit = group("audit");
     env.second.ensure_group(&flow.stream, &audit, GroupStart::Beginning).await?;
 
-    let answer = flow.settle_one("ann", ids[0], Then::Delete).await?;
+    let answer = flow.settle_one("ann", ids[0], SettleAction::Delete).await?;
 
     assert!(answer == settled(1, 0) || env.is_faulty(), "{answer:?}");
     assert_eq!(flow.pending_ids().await?, ids[1..]);
@@ -106,7 +106,7 @@ pub async fn follow_ups_are_written_in_the_order_of_their_entries(
     let (flow, ids) = env.flow_with_pending(50).await?;
     let dead = env.stream("dead");
     let entries: Vec<Settlement> = (ids.iter().enumerate())
-        .map(|(number, id)| Settlement { id: *id, then: append_to(&dead, numbered(number)) })
+        .map(|(number, id)| Settlement { id: *id, action: append_to(&dead, numbered(number)) })
         .collect();
 
     flow.settle("ann", &entries).await?;
@@ -117,9 +117,9 @@ pub async fn follow_ups_are_written_in_the_order_of_their_entries(
 
 pub async fn a_rescheduled_entry_is_promoted_when_it_is_due(env: StreamTestEnv) -> TestResult {
     let (flow, ids) = env.flow_with_pending(2).await?;
-    let due = Due::After(Duration::from_millis(80));
+    let due = DueTime::After(Duration::from_millis(80));
 
-    let answer = flow.settle_one("ann", ids[0], put_aside(&env, due, awkward())).await?;
+    let answer = flow.settle_one("ann", ids[0], schedule(&env, due, awkward())).await?;
 
     assert!(answer == settled(1, 0) || env.is_faulty(), "{answer:?}");
     assert_eq!(flow.pending_ids().await?, ids[1..]);
@@ -129,7 +129,7 @@ pub async fn a_rescheduled_entry_is_promoted_when_it_is_due(env: StreamTestEnv) 
     assert_eq!((&waiting[0].to, &waiting[0].fields), (&flow.stream, &awkward()));
 
     sleep_ms(120).await;
-    let returned = env.second.take_due(&delays, 10).await?;
+    let returned = env.second.promote_due(&delays, 10).await?;
     assert_eq!(returned.len(), 1, "{returned:?}");
     let again = flow.deliver("bob", ALL).await?;
     assert_eq!(again.len(), 1, "{again:?}");
@@ -153,7 +153,7 @@ pub async fn a_follow_up_of_one_mebibyte_is_preserved(env: StreamTestEnv) -> Tes
     let dead = env.stream("dead");
 
     flow.settle_one("ann", ids[0], append_to(&dead, large.clone())).await?;
-    flow.settle_one("ann", ids[1], put_aside(&env, Due::After(HOUR), large.clone())).await?;
+    flow.settle_one("ann", ids[1], schedule(&env, DueTime::After(HOUR), large.clone())).await?;
 
     let found = fields_in(&*env.second, &dead).await?;
     assert!(found == [large.clone()], "expected the payload once and unchanged in the stream");
@@ -165,12 +165,12 @@ pub async fn a_follow_up_of_one_mebibyte_is_preserved(env: StreamTestEnv) -> Tes
 pub async fn a_released_entry_is_pending_without_a_consumer(env: StreamTestEnv) -> TestResult {
     let (flow, ids) = env.flow_with_pending(2).await?;
 
-    let answer = flow.settle_one("ann", ids[0], Then::Release).await?;
+    let answer = flow.settle_one("ann", ids[0], SettleAction::Release).await?;
 
     assert!(answer == settled(1, 0) || env.is_faulty(), "{answer:?}");
     let found: Vec<_> =
         flow.pending_owners().await?.into_iter().map(|(id, consumer, _)| (id, consumer)).collect();
-    assert_eq!(found, [(ids[0], Then::RELEASED.to_owned()), (ids[1], "ann".to_owned())]);
+    assert_eq!(found, [(ids[0], SettleAction::RELEASED.to_owned()), (ids[1], "ann".to_owned())]);
     assert_eq!(flow.deliver("bob", ALL).await?, [], "it is no new entry");
     Ok(())
 }
@@ -179,10 +179,10 @@ pub async fn a_released_entry_can_be_reclaimed_at_once_and_its_delivery_does_not
     env: StreamTestEnv,
 ) -> TestResult {
     let (flow, ids) = env.flow_with_pending(2).await?;
-    flow.settle("ann", &[Settlement { id: ids[0], then: Then::Release }]).await?;
+    flow.settle("ann", &[Settlement { id: ids[0], action: SettleAction::Release }]).await?;
 
     let bob = consumer("bob");
-    let reclaim = Reclaim { min_idle: HOUR, from: ReclaimFrom::Others, ..flow.reclaim_any(&bob) };
+    let reclaim = ReclaimRequest { min_idle: HOUR, from: ReclaimFrom::Others, ..flow.reclaim_any(&bob) };
     let found = env.second.reclaim(reclaim).await?;
 
     assert_eq!(ids_of(&found.entries), ids[..1], "whatever the idle time asked for");
@@ -197,11 +197,11 @@ pub async fn entries_settled_before_are_stale(env: StreamTestEnv) -> TestResult 
     flow.settle("ann", &done(&ids)).await?;
 
     let again = [
-        Settlement::done(ids[0]),
-        Settlement { id: ids[1], then: Then::Delete },
-        Settlement { id: ids[2], then: append_to(&dead, numbered(1)) },
-        Settlement { id: ids[0], then: put_aside(&env, Due::After(HOUR), numbered(1)) },
-        Settlement { id: ids[1], then: Then::Release },
+        Settlement::ack(ids[0]),
+        Settlement { id: ids[1], action: SettleAction::Delete },
+        Settlement { id: ids[2], action: append_to(&dead, numbered(1)) },
+        Settlement { id: ids[0], action: schedule(&env, DueTime::After(HOUR), numbered(1)) },
+        Settlement { id: ids[1], action: SettleAction::Release },
     ];
     assert_eq!(flow.settle("ann", &again).await?, settled(0, 5));
 
@@ -219,12 +219,12 @@ pub async fn entries_never_delivered_are_stale(env: StreamTestEnv) -> TestResult
     let unknown = EntryId::new(1, 1);
 
     let entries = [
-        Settlement::done(unread),
-        Settlement { id: unread, then: Then::Delete },
-        Settlement { id: unknown, then: append_to(&dead, numbered(1)) },
-        Settlement { id: unread, then: append_to(&dead, numbered(1)) },
-        Settlement { id: unknown, then: Then::Release },
-        Settlement::done(EntryId::MAX),
+        Settlement::ack(unread),
+        Settlement { id: unread, action: SettleAction::Delete },
+        Settlement { id: unknown, action: append_to(&dead, numbered(1)) },
+        Settlement { id: unread, action: append_to(&dead, numbered(1)) },
+        Settlement { id: unknown, action: SettleAction::Release },
+        Settlement::ack(EntryId::MAX),
     ];
     assert_eq!(flow.settle("ann", &entries).await?, settled(0, 6));
 
@@ -238,10 +238,10 @@ pub async fn an_entry_named_twice_is_settled_once(env: StreamTestEnv) -> TestRes
     let (flow, ids) = env.flow_with_pending(2).await?;
     let dead = env.stream("dead");
     let entries = [
-        Settlement { id: ids[0], then: append_to(&dead, numbered(1)) },
-        Settlement { id: ids[0], then: append_to(&dead, numbered(2)) },
-        Settlement::done(ids[1]),
-        Settlement::done(ids[1]),
+        Settlement { id: ids[0], action: append_to(&dead, numbered(1)) },
+        Settlement { id: ids[0], action: append_to(&dead, numbered(2)) },
+        Settlement::ack(ids[1]),
+        Settlement::ack(ids[1]),
     ];
 
     let answer = flow.settle("ann", &entries).await?;
@@ -253,7 +253,7 @@ pub async fn an_entry_named_twice_is_settled_once(env: StreamTestEnv) -> TestRes
 
 pub async fn done_and_delete_apply_for_any_consumer(env: StreamTestEnv) -> TestResult {
     let (flow, ids) = env.flow_with_pending(3).await?;
-    let entries = [Settlement::done(ids[0]), Settlement { id: ids[1], then: Then::Delete }];
+    let entries = [Settlement::ack(ids[0]), Settlement { id: ids[1], action: SettleAction::Delete }];
 
     let answer = flow.settle("bob", &entries).await?;
 
@@ -268,9 +268,9 @@ pub async fn a_follow_up_is_written_only_for_the_owning_consumer(env: StreamTest
     let before = flow.pending_owners().await?;
     let dead = env.stream("dead");
     let entries = [
-        Settlement { id: ids[0], then: append_to(&dead, numbered(1)) },
-        Settlement { id: ids[1], then: put_aside(&env, Due::After(HOUR), numbered(1)) },
-        Settlement { id: ids[2], then: Then::Release },
+        Settlement { id: ids[0], action: append_to(&dead, numbered(1)) },
+        Settlement { id: ids[1], action: schedule(&env, DueTime::After(HOUR), numbered(1)) },
+        Settlement { id: ids[2], action: SettleAction::Release },
     ];
 
     assert_eq!(flow.settle("bob", &entries).await?, settled(0, 3));
@@ -303,12 +303,12 @@ pub async fn a_mixed_batch_applies_each_settlement_once(env: StreamTestEnv) -> T
     let dead = env.stream("dead");
     flow.settle("ann", &done(&ids[5..])).await?;
     let entries = [
-        Settlement::done(ids[0]),
-        Settlement { id: ids[1], then: Then::Delete },
-        Settlement { id: ids[2], then: append_to(&dead, numbered(2)) },
-        Settlement { id: ids[3], then: put_aside(&env, Due::After(HOUR), numbered(3)) },
-        Settlement { id: ids[4], then: Then::Release },
-        Settlement { id: ids[5], then: append_to(&dead, numbered(5)) },
+        Settlement::ack(ids[0]),
+        Settlement { id: ids[1], action: SettleAction::Delete },
+        Settlement { id: ids[2], action: append_to(&dead, numbered(2)) },
+        Settlement { id: ids[3], action: schedule(&env, DueTime::After(HOUR), numbered(3)) },
+        Settlement { id: ids[4], action: SettleAction::Release },
+        Settlement { id: ids[5], action: append_to(&dead, numbered(5)) },
     ];
 
     let answer = flow.settle("ann", &entries).await?;
@@ -331,20 +331,20 @@ pub async fn a_settle_that_cannot_write_its_follow_up_changes_nothing(
     env.second.set_add(&env.set("foreign"), &["x"], None).await?;
     let foreign = env.set("foreign").to_string();
     let dead = env.stream("dead");
-    let to_foreign = Then::Append { to: StreamName::new(&foreign)?, fields: numbered(3) };
-    let aside_into_foreign = Then::PutAside {
+    let to_foreign = SettleAction::Append { to: StreamName::new(&foreign)?, fields: numbered(3) };
+    let aside_into_foreign = SettleAction::Reschedule {
         delays: headwater_stream::DelayName::new(&foreign)?,
         to: flow.stream.clone(),
-        due: Due::After(HOUR),
+        due: DueTime::After(HOUR),
         fields: numbered(3),
     };
 
     for impossible in [to_foreign, aside_into_foreign] {
         let entries = [
-            Settlement::done(ids[0]),
-            Settlement { id: ids[1], then: Then::Delete },
-            Settlement { id: ids[2], then: append_to(&dead, numbered(2)) },
-            Settlement { id: ids[3], then: impossible },
+            Settlement::ack(ids[0]),
+            Settlement { id: ids[1], action: SettleAction::Delete },
+            Settlement { id: ids[2], action: append_to(&dead, numbered(2)) },
+            Settlement { id: ids[3], action: impossible },
         ];
         let answer = flow.settle("ann", &entries).await;
         assert!(matches!(answer, Err(StreamError::WrongType { .. })), "found {answer:?}");
@@ -374,7 +374,7 @@ pub async fn a_dead_letter_may_be_in_another_slot(env: StreamTestEnv) -> TestRes
     let (flow, ids) = env.flow_with_pending(40).await?;
     let dead: Vec<StreamName> = (0..4).map(|n| env.stream_elsewhere(&n.to_string())).collect();
     let entries: Vec<Settlement> = (ids.iter().enumerate())
-        .map(|(n, id)| Settlement { id: *id, then: append_to(&dead[n % 4], numbered(n)) })
+        .map(|(n, id)| Settlement { id: *id, action: append_to(&dead[n % 4], numbered(n)) })
         .collect();
 
     let answer = flow.settle("ann", &entries).await?;
@@ -407,13 +407,13 @@ pub async fn the_maximum_number_of_entries_is_settled_in_one_call(
     let (flow, ids) = env.flow_with_pending(BATCH_MAX).await?;
     let dead = env.stream("dead");
     let then = |number: usize| match number % 4 {
-        0 => Then::Done,
-        1 => Then::Delete,
+        0 => SettleAction::Ack,
+        1 => SettleAction::Delete,
         2 => append_to(&dead, numbered(number)),
-        _ => put_aside(&env, Due::After(HOUR), numbered(number)),
+        _ => schedule(&env, DueTime::After(HOUR), numbered(number)),
     };
     let entries: Vec<Settlement> =
-        ids.iter().enumerate().map(|(n, id)| Settlement { id: *id, then: then(n) }).collect();
+        ids.iter().enumerate().map(|(n, id)| Settlement { id: *id, action: then(n) }).collect();
 
     let answer = flow.settle("ann", &entries).await?;
 
@@ -439,7 +439,7 @@ pub async fn everything_is_stale_in_a_deleted_stream(env: StreamTestEnv) -> Test
     env.second.delete_stream(&flow.stream).await?;
 
     let entries =
-        [Settlement::done(ids[0]), Settlement { id: ids[1], then: append_to(&dead, numbered(1)) }];
+        [Settlement::ack(ids[0]), Settlement { id: ids[1], action: append_to(&dead, numbered(1)) }];
     assert_eq!(flow.settle("ann", &entries).await?, settled(0, 2));
 
     assert_eq!(env.second.stats(&flow.stream).await?, None, "no stream was created");
@@ -451,7 +451,7 @@ pub async fn everything_is_stale_in_a_removed_group(env: StreamTestEnv) -> TestR
     let (flow, ids) = env.flow_with_pending(2).await?;
     let (group, consumer) = (group("unknown"), consumer("ann"));
     let entries = done(&ids);
-    let settle = Settle {
+    let settle = SettleBatch {
         stream: &flow.stream,
         group: &group,
         consumer: &consumer,
@@ -470,9 +470,9 @@ pub async fn an_entry_deleted_meanwhile_can_still_be_settled(env: StreamTestEnv)
     let dead = env.stream("dead");
     env.second.delete_entries(&flow.stream, &ids).await?;
     let entries = [
-        Settlement::done(ids[0]),
-        Settlement { id: ids[1], then: Then::Delete },
-        Settlement { id: ids[2], then: append_to(&dead, numbered(2)) },
+        Settlement::ack(ids[0]),
+        Settlement { id: ids[1], action: SettleAction::Delete },
+        Settlement { id: ids[2], action: append_to(&dead, numbered(2)) },
     ];
 
     let answer = flow.settle("ann", &entries).await?;

@@ -7,9 +7,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use headwater_stream::{
-    Backend, Batch, ConsumerName, Delivery, Entry, EntryId, Fence, Fields, GroupName, GroupReader,
-    GroupStart, GroupStats, Pending, PendingQuery, Range, Reclaim, ReclaimFrom, Reclaimed, Result,
-    Retention, Settle, Settled, Settlement, StreamName, Then,
+    Backend, StreamBatch, ConsumerName, DeliveredEntry, Entry, EntryId, Fence, Fields, GroupName, GroupReader,
+    GroupStart, GroupStats, PendingDelivery, PendingDeliveryQuery, Range, ReclaimRequest, ReclaimFrom, ReclaimResult, Result,
+    Retention, SettleBatch, SettleResult, Settlement, StreamName, SettleAction,
 };
 
 use super::env::{StreamTestEnv, consumer, group};
@@ -44,16 +44,16 @@ pub(super) fn numbers(count: usize) -> Vec<Fields> {
     (0..count).map(numbered).collect()
 }
 
-pub(super) fn ids_of(deliveries: &[Delivery]) -> Vec<EntryId> {
+pub(super) fn ids_of(deliveries: &[DeliveredEntry]) -> Vec<EntryId> {
     deliveries.iter().map(|delivery| delivery.id).collect()
 }
 
 pub(super) fn done(ids: &[EntryId]) -> Vec<Settlement> {
-    ids.iter().copied().map(Settlement::done).collect()
+    ids.iter().copied().map(Settlement::ack).collect()
 }
 
-pub(super) fn settled(applied: usize, stale: usize) -> Settled {
-    Settled { applied, stale }
+pub(super) fn settled(applied: usize, stale: usize) -> SettleResult {
+    SettleResult { applied, stale }
 }
 
 /// Fails the test if `future` does not complete in time.
@@ -86,7 +86,7 @@ pub(super) async fn read_all(
     reader: &mut dyn GroupReader,
     streams: &[StreamName],
     total: usize,
-) -> TestResult<Vec<Batch<Delivery>>> {
+) -> TestResult<Vec<StreamBatch<DeliveredEntry>>> {
     let reading = async {
         let mut all = Vec::new();
         let mut found = 0;
@@ -136,7 +136,7 @@ impl Flow {
     }
 
     /// Delivers up to `count` new entries to a consumer.
-    pub(super) async fn deliver(&self, name: &str, count: usize) -> Result<Vec<Delivery>> {
+    pub(super) async fn deliver(&self, name: &str, count: usize) -> Result<Vec<DeliveredEntry>> {
         self.deliver_to(&self.group, name, count).await
     }
 
@@ -146,7 +146,7 @@ impl Flow {
         group: &GroupName,
         name: &str,
         count: usize,
-    ) -> Result<Vec<Delivery>> {
+    ) -> Result<Vec<DeliveredEntry>> {
         let mut reader = self.second.reader(group, &consumer(name)).await?;
         let read = reader.read(std::slice::from_ref(&self.stream), count, Duration::ZERO).await?;
         let left = reader.close().await?;
@@ -155,13 +155,13 @@ impl Flow {
     }
 
     /// Settles for a consumer, through the connection under test.
-    pub(super) async fn settle(&self, name: &str, entries: &[Settlement]) -> Result<Settled> {
+    pub(super) async fn settle(&self, name: &str, entries: &[Settlement]) -> Result<SettleResult> {
         self.settle_under(name, None, entries).await
     }
 
     /// Settles one entry for a consumer, through the connection under test.
-    pub(super) async fn settle_one(&self, name: &str, id: EntryId, then: Then) -> Result<Settled> {
-        self.settle(name, &[Settlement { id, then }]).await
+    pub(super) async fn settle_one(&self, name: &str, id: EntryId, then: SettleAction) -> Result<SettleResult> {
+        self.settle(name, &[Settlement { id, action: then }]).await
     }
 
     /// Settles under a lease, through the connection under test.
@@ -170,20 +170,20 @@ impl Flow {
         name: &str,
         fence: Option<&Fence>,
         entries: &[Settlement],
-    ) -> Result<Settled> {
+    ) -> Result<SettleResult> {
         let (stream, group, consumer) = (&self.stream, &self.group, &consumer(name));
-        self.backend.settle(Settle { stream, group, consumer, fence, entries }).await
+        self.backend.settle(SettleBatch { stream, group, consumer, fence, entries }).await
     }
 
     /// Reclaims from `from` without a minimum idle time, through the connection under test.
-    pub(super) async fn reclaim(&self, name: &str, from: ReclaimFrom<'_>) -> Result<Reclaimed> {
+    pub(super) async fn reclaim(&self, name: &str, from: ReclaimFrom<'_>) -> Result<ReclaimResult> {
         let consumer = consumer(name);
-        self.backend.reclaim(Reclaim { from, ..self.reclaim_any(&consumer) }).await
+        self.backend.reclaim(ReclaimRequest { from, ..self.reclaim_any(&consumer) }).await
     }
 
     /// A reclaim from anyone without conditions, as a template.
-    pub(super) fn reclaim_any<'a>(&'a self, consumer: &'a ConsumerName) -> Reclaim<'a> {
-        Reclaim {
+    pub(super) fn reclaim_any<'a>(&'a self, consumer: &'a ConsumerName) -> ReclaimRequest<'a> {
+        ReclaimRequest {
             stream: &self.stream,
             group: &self.group,
             consumer,
@@ -196,14 +196,14 @@ impl Flow {
     }
 
     /// A query for all pending entries, as a template.
-    pub(super) fn pending_query(&self) -> PendingQuery<'_> {
+    pub(super) fn pending_query(&self) -> PendingDeliveryQuery<'_> {
         let (stream, group) = (&self.stream, &self.group);
         let min_idle = Duration::ZERO;
-        PendingQuery { stream, group, consumer: None, min_idle, after: None, count: ALL }
+        PendingDeliveryQuery { stream, group, consumer: None, min_idle, after: None, count: ALL }
     }
 
     /// All pending entries.
-    pub(super) async fn pending(&self) -> Result<Vec<Pending>> {
+    pub(super) async fn pending(&self) -> Result<Vec<PendingDelivery>> {
         self.second.pending(self.pending_query()).await
     }
 

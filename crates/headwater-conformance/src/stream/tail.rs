@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use headwater_stream::{Batch, Entry, EntryId, Retention, StreamName};
+use headwater_stream::{StreamBatch, Entry, EntryId, Retention, StreamName};
 use tokio::time::{Instant, timeout};
 
 use super::env::StreamTestEnv;
@@ -12,7 +12,7 @@ use super::steps::{ALL, LONG, TICK, contents, ms, numbers, sleep_ms, soon};
 
 const KEEP: &Retention = &Retention::KEEP_ALL;
 
-fn ids(batches: &[Batch<Entry>]) -> Vec<EntryId> {
+fn ids(batches: &[StreamBatch<Entry>]) -> Vec<EntryId> {
     batches.iter().flat_map(|batch| batch.entries.iter().map(|entry| entry.id)).collect()
 }
 

@@ -1,13 +1,13 @@
 //! Trim: retention limits, and what a safe trim keeps.
 
-use headwater_stream::{EntryId, Fields, GroupStart, Retention, StreamName, TrimGuard, Trimmed};
+use headwater_stream::{EntryId, Fields, GroupStart, Retention, StreamName, TrimGuard, TrimResult};
 
 use super::env::{StreamTestEnv, group};
 use super::failure::TestResult;
 use super::steps::{ALL, Flow, contents, done, ids_of, numbers, settled, sleep_ms};
 
-fn trimmed(removed: u64, held_back: bool) -> Trimmed {
-    Trimmed { removed, held_back }
+fn trimmed(removed: u64, held_back: bool) -> TrimResult {
+    TrimResult { removed, held_back }
 }
 
 async fn ids(env: &StreamTestEnv, stream: &StreamName) -> TestResult<Vec<EntryId>> {
@@ -21,7 +21,7 @@ async fn worked_on(env: &StreamTestEnv) -> TestResult<(Flow, Vec<EntryId>)> {
     let all = flow.append(10).await?;
     flow.deliver("ann", 6).await?;
     let settlements = done(&[all[0], all[1], all[3], all[4]]);
-    let settle = headwater_stream::Settle {
+    let settle = headwater_stream::SettleBatch {
         stream: &flow.stream,
         group: &flow.group,
         consumer: &super::env::consumer("ann"),
@@ -138,7 +138,7 @@ pub async fn a_safe_trim_removes_nothing_for_a_group_that_read_nothing(
 pub async fn a_safe_trim_keeps_released_entries(env: StreamTestEnv) -> TestResult {
     let (flow, all) = env.flow_with_pending(3).await?;
     flow.settle("ann", &done(&all[1..])).await?;
-    flow.settle_one("ann", all[0], headwater_stream::Then::Release).await?;
+    flow.settle_one("ann", all[0], headwater_stream::SettleAction::Release).await?;
 
     let answer = env.backend.trim(&flow.stream, &Retention::max_len(0), TrimGuard::Safe).await?;
 

@@ -5,9 +5,9 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use headwater_stream::{
-    Acquire, Backend, DelayId, DelayName, Due, EntryId, Fence, GroupStart, LeaseName, MapName,
-    Once, PendingQuery, PutAside, Range, Reclaim, ReclaimFrom, RegistryMap, Renewal, Result,
-    Retention, SetName, Settle, Settlement, StreamError, StreamName, TrimGuard,
+    AcquireResult, Backend, DelayId, DelayName, DueTime, EntryId, Fence, GroupStart, LeaseName, MapName,
+    IdempotentEntry, PendingDeliveryQuery, ScheduleRequest, Range, ReclaimRequest, ReclaimFrom, RegistryMap, Renewal, Result,
+    Retention, SetName, SettleBatch, Settlement, StreamError, StreamName, TrimGuard,
 };
 
 use super::env::{StreamTestEnv, consumer, group, holder};
@@ -37,8 +37,8 @@ impl NameType {
             }
             Self::Delays => {
                 let to = env.stream("target");
-                let item = PutAside { to, due: Due::After(HOUR), fields: numbered(1) };
-                backend.put_aside(&DelayName::new(name)?, &[item]).await?;
+                let item = ScheduleRequest { to, due: DueTime::After(HOUR), fields: numbered(1) };
+                backend.schedule(&DelayName::new(name)?, &[item]).await?;
             }
             Self::Lease => {
                 backend.acquire(&LeaseName::new(name)?, &holder("ann"), HOUR).await?;
@@ -111,8 +111,8 @@ pub async fn stream_calls_on_another_type_fail_with_wrong_type(env: StreamTestEn
         let (group, ann) = (&group("workers"), &consumer("ann"));
         let id = [EntryId::new(1, 1)];
         let keep = &Retention::KEEP_ALL;
-        let settle = |entries| Settle { stream, group, consumer: ann, fence: None, entries };
-        let query = PendingQuery {
+        let settle = |entries| SettleBatch { stream, group, consumer: ann, fence: None, entries };
+        let query = PendingDeliveryQuery {
             stream,
             group,
             consumer: None,
@@ -120,7 +120,7 @@ pub async fn stream_calls_on_another_type_fail_with_wrong_type(env: StreamTestEn
             after: None,
             count: 10,
         };
-        let reclaim = |from| Reclaim {
+        let reclaim = |from| ReclaimRequest {
             stream,
             group,
             consumer: ann,
@@ -132,7 +132,7 @@ pub async fn stream_calls_on_another_type_fail_with_wrong_type(env: StreamTestEn
         };
         let streams = std::slice::from_ref(stream);
         let position = [(stream.clone(), EntryId::MIN)];
-        let once = [Once { id: "1".to_owned(), fields: numbered(1) }];
+        let once = [IdempotentEntry { id: "1".to_owned(), fields: numbered(1) }];
         let mut reader = backend.reader(group, ann).await?;
         let mut tail = backend.tail().await?;
         Ok(vec![
@@ -150,7 +150,7 @@ pub async fn stream_calls_on_another_type_fail_with_wrong_type(env: StreamTestEn
             ("reset_group", backend.reset_group(stream, group, GroupStart::End).await.map(drop)),
             ("read", reader.read(streams, 1, Duration::ZERO).await.map(drop)),
             ("tail", tail.read(&position, 1, Duration::ZERO).await.map(drop)),
-            ("settle", backend.settle(settle(&[Settlement::done(id[0])])).await.map(drop)),
+            ("settle", backend.settle(settle(&[Settlement::ack(id[0])])).await.map(drop)),
             ("keep_alive", backend.keep_alive(stream, group, ann, &id).await.map(drop)),
             ("reclaim", backend.reclaim(reclaim(ReclaimFrom::Anyone)).await.map(drop)),
             ("reclaim by ids", backend.reclaim(reclaim(ReclaimFrom::Ids(&id))).await.map(drop)),
@@ -180,15 +180,15 @@ pub async fn delay_calls_on_another_type_fail_with_wrong_type(env: StreamTestEnv
     let target = &env.stream("target");
     rejects_other_types(&env, NameType::Delays, |backend, name| async move {
         let delays = &DelayName::new(name)?;
-        let item = PutAside { to: target.clone(), due: Due::After(HOUR), fields: numbered(1) };
+        let item = ScheduleRequest { to: target.clone(), due: DueTime::After(HOUR), fields: numbered(1) };
         Ok(vec![
-            ("put_aside", backend.put_aside(delays, &[item]).await.map(drop)),
+            ("schedule", backend.schedule(delays, &[item]).await.map(drop)),
             ("cancel", backend.cancel(delays, DelayId(1)).await.map(drop)),
-            ("take_due", backend.take_due(delays, 1).await.map(drop)),
-            ("wait_due", backend.wait_due(delays, Duration::ZERO).await.map(drop)),
+            ("promote_due", backend.promote_due(delays, 1).await.map(drop)),
+            ("wait_until_due", backend.wait_until_due(delays, Duration::ZERO).await.map(drop)),
             ("delay_stats", backend.delay_stats(delays).await.map(drop)),
             ("delayed", backend.delayed(delays, 0, 1).await.map(drop)),
-            ("delete_delays", backend.delete_delays(delays).await.map(drop)),
+            ("delete_delay_set", backend.delete_delay_set(delays).await.map(drop)),
         ])
     })
     .await
@@ -207,7 +207,7 @@ pub async fn a_value_of_another_type_among_leases_affects_only_its_own_lease(
 ) -> TestResult {
     let (mine, ann) = (env.lease("mine"), holder("ann"));
     for other in NameType::ALL.into_iter().filter(|kind| *kind != NameType::Lease) {
-        let Acquire::Won(epoch) = env.second.acquire(&mine, &ann, HOUR).await? else {
+        let AcquireResult::Won(epoch) = env.second.acquire(&mine, &ann, HOUR).await? else {
             panic!("expected a free lease");
         };
         let name = env.name("any", &format!("{other:?}"));

@@ -19,7 +19,7 @@ use headwater_issue::{
 };
 use headwater_queue::{Queue, QueueConfig};
 use headwater_stream::clock::TestClock;
-use headwater_stream::{Backend, KeeperConfig};
+use headwater_stream::{Backend, LeaseRenewerConfig};
 use tokio::sync::{Notify, oneshot};
 use tokio::task::JoinHandle;
 
@@ -142,10 +142,10 @@ impl System {
         let nudger = Nudger::with_observer(Arc::clone(&streams), Arc::clone(&config.step_observer));
         let inbox = Inbox::new(Arc::clone(&store), nudger.clone(), config)?;
         // Short leases, so that entries of a dead process are redelivered soon.
-        let lease = KeeperConfig {
+        let lease = LeaseRenewerConfig {
             ttl: Duration::from_secs(2),
             renew_every: Duration::from_millis(400),
-            margin: Duration::from_millis(200),
+            safety_margin: Duration::from_millis(200),
         };
         let config = QueueConfig { lease, ..QueueConfig::default() };
         let queue = Queue::with_config(Arc::clone(&streams), config)?;

@@ -11,7 +11,7 @@ use anyhow::{Context, Result, bail};
 use headwater_queue::{
     ConsumerConfig, Message, NewMessage, ProducerConfig, Queue, QueueConfig, Subscription,
 };
-use headwater_stream::{KeeperConfig, Options, connect};
+use headwater_stream::{LeaseRenewerConfig, Options, connect};
 use headwater_testkit::Child;
 use headwater_testkit::bench::Report;
 use tokio::sync::mpsc;
@@ -152,7 +152,7 @@ struct Member {
 impl Member {
     async fn join(url: &str, topic: &str) -> Result<Self> {
         let backend = connect(url, &Options::default()).await?;
-        let lease = KeeperConfig { ttl: LEASE, renew_every: LEASE / 3, ..Default::default() };
+        let lease = LeaseRenewerConfig { ttl: LEASE, renew_every: LEASE / 3, ..Default::default() };
         let queue = Queue::with_config(backend, QueueConfig { lease, ..Default::default() })?;
         let (handling, handled) = mpsc::unbounded_channel();
         let handler = move |message: Message| {

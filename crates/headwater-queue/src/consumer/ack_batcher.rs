@@ -12,7 +12,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use headwater_stream::limits::{BATCH_BYTES_MAX, BATCH_MAX, FOLLOW_UP_BYTES_MAX};
-use headwater_stream::{EntryId, Settle, Settled, Settlement, StreamError, Then};
+use headwater_stream::{EntryId, SettleBatch, SettleResult, Settlement, StreamError, SettleAction};
 use tokio::time::Instant;
 use tracing::{debug, error, warn};
 
@@ -107,10 +107,10 @@ impl PartitionConsumer {
     }
 
     /// Settles; retries transient errors while the lease is trusted.
-    async fn settle_with_retry(&self, batch: &[Settlement]) -> Result<Settled, StreamError> {
+    async fn settle_with_retry(&self, batch: &[Settlement]) -> Result<SettleResult, StreamError> {
         let mut backoff = BACKOFF_MIN;
         loop {
-            let settle = Settle {
+            let settle = SettleBatch {
                 stream: &self.policy.stream,
                 group: &self.context.group,
                 consumer: &self.consumer_name,
@@ -118,7 +118,7 @@ impl PartitionConsumer {
                 entries: batch,
             };
             match self.context.backend.settle(settle).await {
-                Err(error) if error.is_transient() && self.lease.is_trusted() => {
+                Err(error) if error.is_transient() && self.lease.is_valid() => {
                     self.metrics.record_anomaly("settle_failed", 1);
                     warn!(stream = %self.policy.stream, %error, "settle failed, retrying");
                     tokio::time::sleep(backoff).await;
@@ -173,9 +173,9 @@ fn batch_len(state: &PartitionConsumerState) -> usize {
     let mut bytes = 0;
     let fits = |entry: &&Settlement| {
         let has_room = bytes < FOLLOW_UP_BYTES_PER_CALL;
-        bytes += match &entry.then {
-            Then::Append { fields, .. } | Then::PutAside { fields, .. } => fields.bytes(),
-            Then::Done | Then::Delete | Then::Release => 0,
+        bytes += match &entry.action {
+            SettleAction::Append { fields, .. } | SettleAction::Reschedule { fields, .. } => fields.bytes(),
+            SettleAction::Ack | SettleAction::Delete | SettleAction::Release => 0,
         };
         has_room
     };

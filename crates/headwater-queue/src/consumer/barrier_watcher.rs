@@ -10,7 +10,7 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use futures_util::future::join_all;
-use headwater_stream::{Backend, EntryId, PendingQuery, Range};
+use headwater_stream::{Backend, EntryId, PendingDeliveryQuery, Range};
 use tokio::time::Instant;
 use tracing::{debug, info, warn};
 
@@ -175,7 +175,7 @@ async fn is_old_partition_finished(
     }
     let mut after = None;
     loop {
-        let query = PendingQuery {
+        let query = PendingDeliveryQuery {
             stream: &stream,
             group,
             consumer: None,

@@ -41,7 +41,7 @@ impl PartitionConsumer {
     pub(super) fn capacity(&self, now: Instant) -> Capacity {
         self.is_fetch_requested.store(false, Ordering::SeqCst);
         let may_read = self.is_reading.load(Ordering::Acquire) && !self.context.is_paused();
-        if !may_read || !self.lease.is_trusted() {
+        if !may_read || !self.lease.is_valid() {
             return Capacity::None;
         }
         let capacity = self.free_capacity();

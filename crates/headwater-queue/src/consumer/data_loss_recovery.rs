@@ -15,8 +15,8 @@ use std::time::Duration;
 use bytes::Bytes;
 use headwater_stream::clock::{Clock, SystemClock};
 use headwater_stream::{
-    Backend, Delivery, EntryId, MapName, PendingQuery, PutAside, Range, RegistryMap, Retention,
-    Settlement, StreamError, StreamName, Then,
+    Backend, DeliveredEntry, EntryId, MapName, PendingDeliveryQuery, ScheduleRequest, Range, RegistryMap, Retention,
+    Settlement, StreamError, StreamName, SettleAction,
 };
 use tokio::time::Instant;
 use tracing::{debug, error, warn};
@@ -92,7 +92,7 @@ impl LossRecovery {
     }
 
     /// The settlement that appends an unfinished message again, for its group only.
-    pub(super) fn requeue(&self, delivery: &Delivery) -> Settlement {
+    pub(super) fn requeue(&self, delivery: &DeliveredEntry) -> Settlement {
         let original = delivery.fields.get(ORIGINAL_MESSAGE_ID).and_then(read_id);
         let first_id = original.unwrap_or(delivery.id);
         let fields = message::replace_fields(
@@ -102,13 +102,13 @@ impl LossRecovery {
                 (RETRY_GROUP, Some(self.group.to_string())),
             ],
         );
-        Settlement { id: delivery.id, then: Then::Append { to: self.stream.clone(), fields } }
+        Settlement { id: delivery.id, action: SettleAction::Append { to: self.stream.clone(), fields } }
     }
 
     /// After a settle call that had no effect on some entries although the lease is ours. Entries that another consumer
     /// has, or that were settled before, need nothing; the follow-ups of entries unknown to the server are written.
     pub(super) async fn recover_stale(&self, batch: &[Settlement]) {
-        for settlement in batch.iter().filter(|entry| is_follow_up(&entry.then)) {
+        for settlement in batch.iter().filter(|entry| is_follow_up(&entry.action)) {
             self.recover(settlement, LossEvidence::StaleSettle).await;
         }
     }
@@ -116,7 +116,7 @@ impl LossRecovery {
     /// After the lease was lost: writes what was in flight if the server lost its data. Otherwise the next owner has
     /// reclaimed it and nothing is written.
     pub(super) async fn recover_all(self, mut left: Vec<Settlement>) {
-        left.retain(|entry| is_follow_up(&entry.then));
+        left.retain(|entry| is_follow_up(&entry.action));
         left.sort_by_key(|entry| entry.id);
         let mut budget = RetryBudget::new();
         loop {
@@ -147,7 +147,7 @@ impl LossRecovery {
 
     async fn try_recover(
         &self,
-        Settlement { id, then }: &Settlement,
+        Settlement { id, action: then }: &Settlement,
         evidence: LossEvidence,
     ) -> Result<(), StreamError> {
         let is_known = match evidence {
@@ -184,7 +184,7 @@ impl LossRecovery {
         if !self.backend.range(&self.stream, range).await?.is_empty() {
             return Ok(true);
         }
-        let query = PendingQuery {
+        let query = PendingDeliveryQuery {
             stream: &self.stream,
             group: &self.group,
             consumer: None,
@@ -199,17 +199,17 @@ impl LossRecovery {
         }
     }
 
-    async fn write_follow_up(&self, then: &Then) -> Result<(), StreamError> {
+    async fn write_follow_up(&self, then: &SettleAction) -> Result<(), StreamError> {
         match then {
-            Then::Append { to, fields } => {
+            SettleAction::Append { to, fields } => {
                 let fields = std::slice::from_ref(fields);
                 self.backend.append(to, fields, &Retention::KEEP_ALL).await?;
             }
-            Then::PutAside { delays, to, due, fields } => {
-                let item = PutAside { to: to.clone(), due: *due, fields: fields.clone() };
-                self.backend.put_aside(delays, &[item]).await?;
+            SettleAction::Reschedule { delays, to, due, fields } => {
+                let item = ScheduleRequest { to: to.clone(), due: *due, fields: fields.clone() };
+                self.backend.schedule(delays, &[item]).await?;
             }
-            Then::Done | Then::Delete | Then::Release => {}
+            SettleAction::Ack | SettleAction::Delete | SettleAction::Release => {}
         }
         Ok(())
     }
@@ -247,13 +247,13 @@ impl RetryBudget {
     }
 }
 
-fn is_follow_up(then: &Then) -> bool {
-    matches!(then, Then::Append { .. } | Then::PutAside { .. })
+fn is_follow_up(then: &SettleAction) -> bool {
+    matches!(then, SettleAction::Append { .. } | SettleAction::Reschedule { .. })
 }
 
 #[cfg(test)]
 mod tests {
-    use headwater_stream::{ConsumerName, Fields, GroupStart, Options, Settle, TrimGuard, connect};
+    use headwater_stream::{ConsumerName, Fields, GroupStart, Options, SettleBatch, TrimGuard, connect};
 
     use super::*;
 
@@ -283,8 +283,8 @@ mod tests {
     async fn handle_and_trim(recovery: &LossRecovery, id: EntryId) -> anyhow::Result<()> {
         let LossRecovery { backend, stream, group, .. } = recovery;
         let consumer = &ConsumerName::new("next")?;
-        let entries = &[Settlement::done(id)];
-        backend.settle(Settle { stream, group, consumer, fence: None, entries }).await?;
+        let entries = &[Settlement::ack(id)];
+        backend.settle(SettleBatch { stream, group, consumer, fence: None, entries }).await?;
         backend.trim(stream, &Retention::max_len(0), TrimGuard::Safe).await?;
         Ok(())
     }

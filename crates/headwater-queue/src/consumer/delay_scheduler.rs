@@ -94,10 +94,10 @@ fn backoff_after(error: &StreamError, failures: u32) -> Duration {
 
 /// Waits until entries are due and promotes them. Returns how many.
 async fn run_once(backend: &dyn Backend, delays: &DelayName) -> headwater_stream::Result<usize> {
-    if !backend.wait_due(delays, WAIT).await? {
+    if !backend.wait_until_due(delays, WAIT).await? {
         return Ok(0);
     }
-    Ok(backend.take_due(delays, PROMOTE_BATCH).await?.len())
+    Ok(backend.promote_due(delays, PROMOTE_BATCH).await?.len())
 }
 
 #[cfg(test)]

@@ -14,8 +14,8 @@ use std::time::Duration;
 use futures_util::{TryStreamExt, stream};
 use headwater_stream::limits::READ_STREAMS_MAX;
 use headwater_stream::{
-    Backend, Batch, ConsumerName, Delivery, GroupName, GroupReader, Settle, Settlement, Silenced,
-    StreamError, StreamName, Then,
+    Backend, StreamBatch, ConsumerName, DeliveredEntry, GroupName, GroupReader, SettleBatch, Settlement, DisconnectOutcome,
+    StreamError, StreamName, SettleAction,
 };
 use tokio::sync::{Notify, watch};
 use tokio::task::JoinHandle;
@@ -254,7 +254,7 @@ impl FetchLoop {
         &self,
         reader: &mut dyn GroupReader,
         request: &FetchRequest,
-    ) -> Option<headwater_stream::Result<Vec<Batch<Delivery>>>> {
+    ) -> Option<headwater_stream::Result<Vec<StreamBatch<DeliveredEntry>>>> {
         let read = reader.read(&request.streams, request.count, request.wait);
         if request.wait.is_zero() {
             return Some(read.await);
@@ -330,7 +330,7 @@ impl FetchLoop {
     }
 
     /// Records which partitions may have a backlog.
-    fn record_backlog(&self, request: &FetchRequest, batches: &[Batch<Delivery>]) {
+    fn record_backlog(&self, request: &FetchRequest, batches: &[StreamBatch<DeliveredEntry>]) {
         let sources = self.lock();
         if request.is_bulk {
             let asked = request.streams.iter().filter_map(|stream| sources.all.get(stream));
@@ -347,14 +347,14 @@ impl FetchLoop {
         }
     }
 
-    async fn deliver(&self, batches: Vec<Batch<Delivery>>) {
+    async fn deliver(&self, batches: Vec<StreamBatch<DeliveredEntry>>) {
         for batch in self.dispatch(batches) {
             self.release_unrouted(batch).await;
         }
     }
 
     /// Passes each batch to its partition consumer. Returns batches of partitions that are no longer consumed here.
-    fn dispatch(&self, batches: Vec<Batch<Delivery>>) -> Vec<Batch<Delivery>> {
+    fn dispatch(&self, batches: Vec<StreamBatch<DeliveredEntry>>) -> Vec<StreamBatch<DeliveredEntry>> {
         let mut unrouted = Vec::new();
         let sources = self.lock();
         let routed: Vec<_> = batches
@@ -375,11 +375,11 @@ impl FetchLoop {
     }
 
     /// Releases entries of a partition that is no longer consumed here, so that its owner gets them at once.
-    async fn release_unrouted(&self, Batch { stream, entries }: Batch<Delivery>) {
+    async fn release_unrouted(&self, StreamBatch { stream, entries }: StreamBatch<DeliveredEntry>) {
         debug!(%stream, entries = entries.len(), "releasing entries of a partition that was removed");
-        let release = |entry: &Delivery| Settlement { id: entry.id, then: Then::Release };
+        let release = |entry: &DeliveredEntry| Settlement { id: entry.id, action: SettleAction::Release };
         let entries: Vec<Settlement> = entries.iter().map(release).collect();
-        let settle = Settle {
+        let settle = SettleBatch {
             stream: &stream,
             group: &self.key.group,
             consumer: &self.key.consumer_name,
@@ -466,9 +466,9 @@ impl FetchLoop {
         let FetcherKey { group, consumer_name, .. } = &self.key;
         stream::iter(removed.iter().map(Ok))
             .try_for_each_concurrent(DISCONNECTS_AT_ONCE, async |stream| {
-                match self.backend.silence(stream, group, consumer_name).await? {
-                    Silenced::Yes { ended } => debug!(%stream, ended, "disconnected our own reads"),
-                    Silenced::No { reason } => warn!(%stream, reason,
+                match self.backend.disconnect_reader(stream, group, consumer_name).await? {
+                    DisconnectOutcome::Disconnected { readers: ended } => debug!(%stream, ended, "disconnected our own reads"),
+                    DisconnectOutcome::Denied { reason } => warn!(%stream, reason,
                         "a failed read cannot be disconnected; it may take messages from the next owner"),
                 }
                 Ok(())

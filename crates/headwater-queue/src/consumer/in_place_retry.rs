@@ -7,7 +7,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use headwater_stream::{Entry, EntryId, Reclaim, ReclaimFrom, Reclaimed, Settlement, StreamError};
+use headwater_stream::{Entry, EntryId, ReclaimRequest, ReclaimFrom, ReclaimResult, Settlement, StreamError};
 use tracing::{debug, warn};
 
 use super::key_queues::InFlightMessage;
@@ -54,7 +54,7 @@ impl PartitionConsumer {
         if state.queues.restore(id, entry.map(|entry| entry.fields)) {
             self.metrics.record_anomaly("deleted_while_pending", 1);
             warn!(stream = %self.policy.stream, entry_id = %id, "pending entry was trimmed or deleted; the message is lost");
-            state.unsettled.push(Settlement::done(id));
+            state.unsettled.push(Settlement::ack(id));
             self.remove_in_flight(1);
         }
         self.start_handlers(state);
@@ -68,9 +68,9 @@ impl PartitionConsumer {
                 Ok(reclaimed) => return self.end_backoff(id, &reclaimed),
                 Err(StreamError::Fenced { .. }) => return self.on_fenced(),
                 Err(StreamError::NoGroup { .. }) => {
-                    return self.end_backoff(id, &Reclaimed::default());
+                    return self.end_backoff(id, &ReclaimResult::default());
                 }
-                Err(error) if self.lease.is_trusted() => {
+                Err(error) if self.lease.is_valid() => {
                     warn!(stream = %self.policy.stream, entry_id = %id, %error, "the next attempt is delayed: counting the delivery failed, retrying");
                     tokio::time::sleep(RETRY_PAUSE).await;
                 }
@@ -79,7 +79,7 @@ impl PartitionConsumer {
         }
     }
 
-    fn end_backoff(self: &Arc<Self>, id: EntryId, reclaimed: &Reclaimed) {
+    fn end_backoff(self: &Arc<Self>, id: EntryId, reclaimed: &ReclaimResult) {
         let mut state = self.lock();
         let Some(item) = state.queues.in_backoff(id) else { return };
         let deliveries = match reclaimed.entries.first() {
@@ -97,8 +97,8 @@ impl PartitionConsumer {
     }
 
     /// Counts one more delivery of an entry of this consumer.
-    async fn reclaim_one(&self, id: EntryId) -> Result<Reclaimed, StreamError> {
-        let reclaim = Reclaim {
+    async fn reclaim_one(&self, id: EntryId) -> Result<ReclaimResult, StreamError> {
+        let reclaim = ReclaimRequest {
             stream: &self.policy.stream,
             group: &self.context.group,
             consumer: &self.consumer_name,

@@ -8,7 +8,7 @@
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 
 use bytes::Bytes;
-use headwater_stream::{Delivery, EntryId, Fields};
+use headwater_stream::{DeliveredEntry, EntryId, Fields};
 use tokio::time::Instant;
 
 use crate::config::MessageOrder;
@@ -17,7 +17,7 @@ use crate::message::KEY;
 /// A message that was delivered to this consumer and is not settled.
 #[derive(Clone, Debug)]
 pub(super) struct InFlightMessage {
-    pub(super) delivery: Delivery,
+    pub(super) delivery: DeliveredEntry,
     /// Failed attempts in place.
     pub(super) failures: u32,
     /// The key it blocks, with [`MessageOrder::PerKey`].
@@ -83,7 +83,7 @@ impl KeyQueues {
         }
     }
 
-    pub(super) fn add(&mut self, delivery: Delivery, received_at: Instant) {
+    pub(super) fn add(&mut self, delivery: DeliveredEntry, received_at: Instant) {
         let key = match self.order {
             MessageOrder::Relaxed => None,
             MessageOrder::PerKey => key_of(&delivery.fields),
@@ -242,7 +242,7 @@ impl KeyQueues {
     }
 
     /// Removes everything and returns the deliveries, in no particular order, except those whose payload was dropped.
-    pub(super) fn take_all(&mut self) -> impl Iterator<Item = Delivery> {
+    pub(super) fn take_all(&mut self) -> impl Iterator<Item = DeliveredEntry> {
         let Self { ready, busy_keys, in_backoff, blocked, .. } =
             std::mem::replace(self, Self::new(self.order, self.blocked_max));
         let queued = busy_keys.into_values().flatten();
@@ -284,10 +284,10 @@ fn push_head(heads: &mut Vec<Option<Bytes>>, item: &InFlightMessage) -> bool {
 mod tests {
     use super::*;
 
-    fn delivery(n: u64, key: Option<&str>) -> Delivery {
+    fn delivery(n: u64, key: Option<&str>) -> DeliveredEntry {
         let mut pairs = vec![("payload", "x".to_owned())];
         pairs.extend(key.map(|key| (KEY, key.to_owned())));
-        Delivery { id: EntryId::new(n, 0), fields: Fields::new(pairs), deliveries: 1 }
+        DeliveredEntry { id: EntryId::new(n, 0), fields: Fields::new(pairs), deliveries: 1 }
     }
 
     fn queues(order: MessageOrder, keys: &[Option<&str>]) -> KeyQueues {

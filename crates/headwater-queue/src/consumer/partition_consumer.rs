@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
-use headwater_stream::{ConsumerName, Delivery, EntryId, Fence, HeldLease, Settlement, Then};
+use headwater_stream::{ConsumerName, DeliveredEntry, EntryId, Fence, HeldLease, Settlement, SettleAction};
 use tokio::sync::{Notify, Semaphore, SemaphorePermit};
 use tokio::task::JoinSet;
 use tokio::time::Instant;
@@ -68,7 +68,7 @@ pub(super) struct PartitionConsumerState {
     pub(super) phase: PartitionPhase,
     pub(super) queues: KeyQueues,
     /// The delivery of each handler task; `None` before it has taken one.
-    pub(super) running: Vec<Option<Delivery>>,
+    pub(super) running: Vec<Option<DeliveredEntry>>,
     pub(super) idle_slots: Vec<usize>,
     /// Finished deliveries that are not settled yet.
     pub(super) unsettled: Vec<Settlement>,
@@ -203,7 +203,7 @@ impl PartitionConsumer {
     }
 
     /// Takes entries that were read or reclaimed.
-    pub(super) fn receive(self: &Arc<Self>, entries: Vec<Delivery>) {
+    pub(super) fn receive(self: &Arc<Self>, entries: Vec<DeliveredEntry>) {
         if entries.is_empty() {
             return;
         }
@@ -260,7 +260,7 @@ impl PartitionConsumer {
 
     /// Whether a handler may start. Never after the lease ran out: side effects of a handler are not fenced.
     fn may_start_handler(&self, state: &PartitionConsumerState) -> bool {
-        state.may_start_handler(self.context.is_paused()) && self.lease.is_trusted()
+        state.may_start_handler(self.context.is_paused()) && self.lease.is_valid()
     }
 
     fn next_message(
@@ -354,7 +354,7 @@ impl PartitionConsumer {
                     self.has_released.store(true, Ordering::Relaxed);
                 }
                 state.queues.complete(item.key.as_ref());
-                state.unsettled.push(Settlement { id: item.delivery.id, then: finished.action });
+                state.unsettled.push(Settlement { id: item.delivery.id, action: finished.action });
                 self.remove_in_flight(1);
             }
             Disposition::RetryInPlace { after } => {
@@ -443,7 +443,7 @@ impl PartitionConsumerState {
     fn adjust_for_phase(&self, disposition: Disposition) -> Disposition {
         match disposition {
             Disposition::RetryInPlace { .. } if self.phase == PartitionPhase::Stopping => {
-                let (action, result) = (Then::Release, DeliveryResult::Release);
+                let (action, result) = (SettleAction::Release, DeliveryResult::Release);
                 Disposition::Settle(FinishedDelivery { action, result })
             }
             disposition => disposition,
@@ -458,7 +458,7 @@ impl PartitionConsumerState {
     }
 
     pub(super) fn release(&mut self, ids: impl IntoIterator<Item = EntryId>) {
-        let releases = ids.into_iter().map(|id| Settlement { id, then: Then::Release });
+        let releases = ids.into_iter().map(|id| Settlement { id, action: SettleAction::Release });
         self.unsettled.extend(releases);
     }
 

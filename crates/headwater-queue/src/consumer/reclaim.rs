@@ -11,8 +11,8 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use headwater_stream::{
-    ConsumerName, EntryId, GroupStart, Pending, PendingQuery, Reclaim, ReclaimFrom, StreamError,
-    Then,
+    ConsumerName, EntryId, GroupStart, PendingDelivery, PendingDeliveryQuery, ReclaimRequest, ReclaimFrom, StreamError,
+    SettleAction,
 };
 use tracing::{debug, info, warn};
 
@@ -40,7 +40,7 @@ pub(super) enum ReclaimScope {
 impl ReclaimScope {
     /// Entries that were released unhandled.
     pub(super) fn released() -> Self {
-        Self::Consumer(ConsumerName::new(Then::RELEASED).expect("it is a valid name"))
+        Self::Consumer(ConsumerName::new(SettleAction::RELEASED).expect("it is a valid name"))
     }
 
     fn consumer(&self) -> Option<&ConsumerName> {
@@ -57,7 +57,7 @@ impl ReclaimScope {
         }
     }
 
-    fn includes(&self, row: &Pending, own_name: &ConsumerName) -> bool {
+    fn includes(&self, row: &PendingDelivery, own_name: &ConsumerName) -> bool {
         matches!(self, Self::All | Self::Consumer(_)) || row.consumer != *own_name
     }
 }
@@ -109,7 +109,7 @@ impl PartitionConsumer {
         }
         warn!(stream = %self.policy.stream, %error, "reclaiming pending entries failed, retrying");
         tokio::time::sleep(RETRY_PAUSE).await;
-        self.lease.is_trusted()
+        self.lease.is_valid()
     }
 
     async fn create_group(&self) -> bool {
@@ -177,7 +177,7 @@ impl PartitionConsumer {
                 (ReclaimFrom::Ids(ids), None)
             }
         };
-        let reclaim = Reclaim {
+        let reclaim = ReclaimRequest {
             stream: &self.policy.stream,
             group: &self.context.group,
             consumer: &self.consumer_name,
@@ -205,10 +205,10 @@ impl PartitionConsumer {
     }
 
     /// How many of these rows to reclaim at once: those with the same risk as the first.
-    fn page_len(&self, rows: &[Pending]) -> usize {
+    fn page_len(&self, rows: &[PendingDelivery]) -> usize {
         let max_crashes = u64::from(self.context.config.retry.max_crashes);
         let crashes_max = max_crashes + self.policy.in_place_attempts();
-        let risk = |row: &Pending| match row.deliveries {
+        let risk = |row: &PendingDelivery| match row.deliveries {
             few if few < self.suspect_deliveries() => 0,
             some if some + 1 < crashes_max => 1,
             _ => 2,
@@ -226,8 +226,8 @@ impl PartitionConsumer {
         &self,
         scope: &ReclaimScope,
         after: Option<EntryId>,
-    ) -> Result<Vec<Pending>, StreamError> {
-        let query = PendingQuery {
+    ) -> Result<Vec<PendingDelivery>, StreamError> {
+        let query = PendingDeliveryQuery {
             stream: &self.policy.stream,
             group: &self.context.group,
             consumer: scope.consumer(),
@@ -301,7 +301,7 @@ impl PartitionConsumer {
             }
             debug!(stream = %self.policy.stream, entries = unseen.len(), "reclaiming entries of a failed read");
             self.metrics.record_anomaly("unseen", unseen.len());
-            let reclaim = Reclaim {
+            let reclaim = ReclaimRequest {
                 stream: &self.policy.stream,
                 group: &self.context.group,
                 consumer: &self.consumer_name,

@@ -199,7 +199,7 @@ pub(super) fn is_moved_by(resize: &Growth, key: Option<&[u8]>, partition: Partit
 #[cfg(test)]
 mod tests {
     use headwater_stream::clock::Timestamp;
-    use headwater_stream::{Delivery, Fields};
+    use headwater_stream::{DeliveredEntry, Fields};
 
     use super::*;
     use crate::keys::Layout;
@@ -214,7 +214,7 @@ mod tests {
 
     fn item(hash: u8, ms: u64, received_at: Instant) -> InFlightMessage {
         let delivery =
-            Delivery { id: EntryId::new(ms, 0), fields: Fields::new([("a", "b")]), deliveries: 1 };
+            DeliveredEntry { id: EntryId::new(ms, 0), fields: Fields::new([("a", "b")]), deliveries: 1 };
         InFlightMessage {
             delivery,
             failures: 0,

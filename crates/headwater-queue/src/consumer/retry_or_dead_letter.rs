@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use headwater_stream::clock::{Clock, SystemClock};
 use headwater_stream::limits::DELAY_MAX;
-use headwater_stream::{DelayName, Due, EntryId, Epoch, MapName, StreamName, Then};
+use headwater_stream::{DelayName, DueTime, EntryId, Epoch, MapName, StreamName, SettleAction};
 
 use super::key_queues::InFlightMessage;
 use crate::config::{ConsumerConfig, MessageOrder};
@@ -50,7 +50,7 @@ pub(super) enum Disposition {
 /// A finished delivery and how to settle it.
 #[derive(Debug)]
 pub(super) struct FinishedDelivery {
-    pub(super) action: Then,
+    pub(super) action: SettleAction,
     pub(super) result: DeliveryResult,
 }
 
@@ -118,7 +118,7 @@ impl MessagePolicy {
             Err(malformed) => return Err(self.malformed(item, &malformed)),
         };
         if message.retry_group.as_ref().is_some_and(|group| group != self.group.as_str()) {
-            return Err(FinishedDelivery { action: Then::Done, result: DeliveryResult::Skipped });
+            return Err(FinishedDelivery { action: SettleAction::Ack, result: DeliveryResult::Skipped });
         }
         let crashes_max = u64::from(self.retry.max_crashes);
         let deliveries_max = match self.order {
@@ -145,8 +145,8 @@ impl MessagePolicy {
     /// Decides what happens to a message after its handler returned.
     pub(super) fn decide(&self, item: &InFlightMessage, outcome: Outcome) -> Disposition {
         let (action, result) = match outcome {
-            Outcome::Done => (Then::Done, DeliveryResult::Done),
-            Outcome::Release => (Then::Release, DeliveryResult::Release),
+            Outcome::Done => (SettleAction::Ack, DeliveryResult::Done),
+            Outcome::Release => (SettleAction::Release, DeliveryResult::Release),
             Outcome::Retry { after, reason } => return self.decide_failure(item, after, &reason),
             Outcome::DeadLetter { reason } => {
                 return Disposition::Settle(match self.read(item) {
@@ -191,10 +191,10 @@ impl MessagePolicy {
         if self.order == MessageOrder::PerKey && item.key.is_some() {
             return Disposition::RetryInPlace { after };
         }
-        let action = Then::PutAside {
+        let action = SettleAction::Reschedule {
             delays: self.delays.clone(),
             to: self.stream.clone(),
-            due: Due::After(after),
+            due: DueTime::After(after),
             fields: message.to_retry(&self.group),
         };
         Disposition::Settle(FinishedDelivery { action, result: DeliveryResult::Retry })
@@ -262,7 +262,7 @@ impl MessagePolicy {
         };
         let now = SystemClock.now();
         let fields = dead_letter::to_fields(&origin, &item.delivery.fields, failures, reason, now);
-        let action = Then::Append { to: self.dead_letters.clone(), fields };
+        let action = SettleAction::Append { to: self.dead_letters.clone(), fields };
         FinishedDelivery { action, result: DeliveryResult::DeadLetter(cause) }
     }
 }
@@ -274,7 +274,7 @@ fn random_unit() -> f64 {
 
 #[cfg(test)]
 mod tests {
-    use headwater_stream::{Delivery, Fields};
+    use headwater_stream::{DeliveredEntry, Fields};
     use tokio::time::Instant;
 
     use super::*;
@@ -293,7 +293,7 @@ mod tests {
     fn item(fields: &[(&'static str, &'static str)], deliveries: u64) -> InFlightMessage {
         let fields = Fields::new(fields.iter().copied());
         let key = fields.get("key").cloned();
-        let delivery = Delivery { id: EntryId::new(7, 0), fields, deliveries };
+        let delivery = DeliveredEntry { id: EntryId::new(7, 0), fields, deliveries };
         InFlightMessage { delivery, failures: 0, key, received_at: Instant::now() }
     }
 
@@ -328,7 +328,7 @@ mod tests {
         assert!(relaxed.accept(&item(&[("payload", "")], 5)).is_ok());
         let finished = relaxed.accept(&item(&[("payload", "")], 6)).unwrap_err();
         assert_eq!(finished.result, DeliveryResult::DeadLetter(DeadLetterCause::Crashes));
-        let Then::Append { fields, to } = finished.action else { panic!("expected a dead letter") };
+        let SettleAction::Append { fields, to } = finished.action else { panic!("expected a dead letter") };
         assert_eq!(to.as_str(), "stream:topic:orders:dlq");
         assert_eq!(fields.get("retryCount").unwrap(), "0", "a crash is not a failed attempt");
         let per_key = policy(MessageOrder::PerKey);
@@ -365,7 +365,7 @@ mod tests {
         assert!(policy.accept(&retried("billing")).is_ok());
         let finished = policy.accept(&retried("shipping")).unwrap_err();
         assert_eq!(finished.result, DeliveryResult::Skipped);
-        assert!(matches!(finished.action, Then::Done));
+        assert!(matches!(finished.action, SettleAction::Ack));
     }
 
     #[test]
@@ -373,7 +373,7 @@ mod tests {
         let fields = [("retryCount", "many"), ("payload", "p"), ("odd", "\u{0}")];
         let finished = policy(MessageOrder::Relaxed).accept(&item(&fields, 1)).unwrap_err();
         assert_eq!(finished.result, DeliveryResult::DeadLetter(DeadLetterCause::Malformed));
-        let Then::Append { fields: letter, .. } = finished.action else { panic!() };
+        let SettleAction::Append { fields: letter, .. } = finished.action else { panic!() };
         for (name, value) in fields {
             assert_eq!(letter.get(name).unwrap(), value);
         }

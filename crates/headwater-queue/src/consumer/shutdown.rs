@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use headwater_stream::{Delivery, Settlement};
+use headwater_stream::{DeliveredEntry, Settlement};
 use tokio::time::Instant;
 use tracing::warn;
 
@@ -24,7 +24,7 @@ const SETTLE_TIMEOUT: Duration = Duration::from_secs(10);
 /// What was in flight in a consumer that terminated.
 #[derive(Default)]
 pub(super) struct Unfinished {
-    pub(super) unhandled: Vec<Delivery>,
+    pub(super) unhandled: Vec<DeliveredEntry>,
     pub(super) unsettled: Vec<Settlement>,
 }
 
@@ -108,7 +108,7 @@ impl PartitionConsumer {
         }
         state.phase = PartitionPhase::Terminated;
         self.abort_all_tasks(&mut state);
-        let mut unhandled: Vec<Delivery> = state.running.drain(..).flatten().collect();
+        let mut unhandled: Vec<DeliveredEntry> = state.running.drain(..).flatten().collect();
         unhandled.extend(state.queues.take_all());
         state.idle_slots.clear();
         self.blocked.store(0, Ordering::SeqCst);

@@ -9,7 +9,7 @@ use std::num::NonZeroU32;
 use std::time::Duration;
 
 use headwater_stream::limits::{ENTRY_BYTES_MAX, FIELDS_MAX};
-use headwater_stream::{Direction, EntryId, Fields, Once};
+use headwater_stream::{Direction, EntryId, Fields, IdempotentEntry};
 use tokio::time::Instant;
 use tracing::info;
 
@@ -166,7 +166,7 @@ struct Replay<'a> {
 /// A dead letter that can be replayed.
 struct PreparedReplay {
     id: EntryId,
-    once: Once,
+    once: IdempotentEntry,
     is_copy: bool,
 }
 
@@ -207,7 +207,7 @@ impl Replay<'_> {
             match self.letters.prepare(&letter, self.config.max_replays) {
                 Ok((partition, fields)) => {
                     // The prefix separates it from deduplication ids of producers.
-                    let once = Once { id: format!("~replay:{}", letter.identity()), fields };
+                    let once = IdempotentEntry { id: format!("~replay:{}", letter.identity()), fields };
                     by_partition.entry(partition).or_default().push(PreparedReplay {
                         id: letter.id,
                         once,
@@ -249,7 +249,7 @@ impl Replay<'_> {
     async fn send(&mut self, partition: Partition, prepared: Vec<PreparedReplay>) -> Result<()> {
         let DeadLetters { queue, topic, stream: letters, .. } = self.letters;
         let backend = &queue.inner.backend;
-        let (ids, once): (Vec<EntryId>, Vec<Once>) =
+        let (ids, once): (Vec<EntryId>, Vec<IdempotentEntry>) =
             prepared.into_iter().map(|one| (one.id, one.once)).unzip();
         let stream = keys::stream(topic, partition);
         self.rate.wait(self.report.replayed).await;

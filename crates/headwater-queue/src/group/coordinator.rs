@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use std::time::Duration;
 
-use headwater_stream::{Backend, GroupName, HintKind, LeaseHint};
+use headwater_stream::{Backend, GroupName, LeaseEventKind, LeaseEvent};
 use tokio::sync::{broadcast, mpsc, oneshot};
 use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::sleep;
@@ -152,7 +152,7 @@ impl Coordinator {
 
 /// One watch over all leases, shared by all sessions. Closed when the last session has ended.
 pub(super) struct LeaseEvents {
-    hints: broadcast::Sender<LeaseHint>,
+    hints: broadcast::Sender<LeaseEvent>,
     task: AbortHandle,
 }
 
@@ -171,7 +171,7 @@ impl Drop for LeaseEvents {
 }
 
 /// Broadcasts hints to all sessions.
-async fn listen(backend: Arc<dyn Backend>, hints: broadcast::Sender<LeaseHint>) {
+async fn listen(backend: Arc<dyn Backend>, hints: broadcast::Sender<LeaseEvent>) {
     loop {
         let mut watch = match backend.watch(keys::WATCHED).await {
             Ok(watch) => watch,
@@ -183,7 +183,7 @@ async fn listen(backend: Arc<dyn Backend>, hints: broadcast::Sender<LeaseHint>) 
         };
         debug!(mode = ?watch.mode(), "watching leases");
         // Covers events from before the watch was open.
-        let mut hint = LeaseHint { lease: None, kind: HintKind::Missed };
+        let mut hint = LeaseEvent { lease: None, kind: LeaseEventKind::Lagged };
         loop {
             // Fails only while no session is subscribed.
             let _ = hints.send(hint);

@@ -8,9 +8,9 @@ use std::time::Duration;
 
 use futures_util::future::{join_all, try_join_all};
 use headwater_stream::{
-    Acquire, Backend, ConsumerName, ConsumerStats, Fence, GroupName, HeldLease, HolderName,
-    KeeperConfig, LeaseKeeper, LeaseName, PendingQuery, Settle, Settlement, Silenced, StreamError,
-    StreamName, Then,
+    AcquireResult, Backend, ConsumerName, ConsumerStats, Fence, GroupName, HeldLease, HolderName,
+    LeaseRenewerConfig, LeaseRenewer, LeaseName, PendingDeliveryQuery, SettleBatch, Settlement, DisconnectOutcome, StreamError,
+    StreamName, SettleAction,
 };
 use tokio::time::sleep;
 use tracing::{debug, info, warn};
@@ -37,7 +37,7 @@ const RETRY_AFTER: Duration = Duration::from_millis(250);
 /// Result of an attempt to join a group.
 pub(super) enum JoinResult {
     /// The liveness lease is held.
-    Joined(Box<LeaseKeeper>, HeldLease),
+    Joined(Box<LeaseRenewer>, HeldLease),
     /// Another process holds the member id, for at least `remaining`.
     IdTaken { by: HolderName, remaining: Duration },
 }
@@ -47,11 +47,11 @@ pub(super) async fn acquire_membership(
     backend: Arc<dyn Backend>,
     group: &GroupName,
     me: &GroupMemberIdentity,
-    config: KeeperConfig,
+    config: LeaseRenewerConfig,
 ) -> Result<JoinResult> {
     let lease = keys::member(group, &me.member);
     let leases = Arc::clone(&backend);
-    let keeper = LeaseKeeper::new(leases, me.holder.clone(), config)?;
+    let keeper = LeaseRenewer::new(leases, me.holder.clone(), config)?;
     loop {
         if let Some(held) = keeper.acquire(&lease).await?.won() {
             return Ok(JoinResult::Joined(Box::new(keeper), held));
@@ -142,7 +142,7 @@ pub(crate) async fn notify_watchers(backend: &dyn Backend, notification: &LeaseN
     let holder = identity::transient_holder();
     let notified = async {
         // If another process holds it now, its release comes after this and notifies the watchers.
-        if let Acquire::Won(epoch) =
+        if let AcquireResult::Won(epoch) =
             backend.acquire(notification, &holder, NOTIFICATION_TTL).await?
         {
             backend.release(&holder, &[Fence { lease: notification.clone(), epoch }]).await?;
@@ -169,7 +169,7 @@ pub(super) struct KnownConsumers {
 /// have a blocking read at the server, which would receive entries out of order.
 pub(super) async fn acquire_partition(
     backend: &dyn Backend,
-    keeper: &LeaseKeeper,
+    keeper: &LeaseRenewer,
     lease: &LeaseName,
     (stream, group): (&StreamName, &GroupName),
     known_consumers: &KnownConsumers,
@@ -195,7 +195,7 @@ async fn fence_dead_readers(
     let (past, recent): (Vec<ConsumerStats>, Vec<ConsumerStats>) = group_stats
         .flat_map(|stats| stats.consumers)
         // The placeholder consumer of released entries never reads.
-        .filter(|consumer| consumer.name.as_str() != Then::RELEASED)
+        .filter(|consumer| consumer.name.as_str() != SettleAction::RELEASED)
         .partition(|consumer| consumer.idle >= STALE_AFTER);
     if past.iter().any(|consumer| consumer.pending == 0) {
         // Every process start has its own consumer name, so unused ones must be removed.
@@ -206,13 +206,13 @@ async fn fence_dead_readers(
     // A server may not list a consumer that has not yet received an entry.
     dead.extend(gone.iter().cloned());
     dead.retain(|consumer| !alive.contains(consumer));
-    let ended = dead.iter().map(|consumer| backend.silence(stream, group, consumer));
+    let ended = dead.iter().map(|consumer| backend.disconnect_reader(stream, group, consumer));
     for (silenced, consumer) in try_join_all(ended).await?.into_iter().zip(&dead) {
         match silenced {
-            Silenced::Yes { ended } => {
+            DisconnectOutcome::Disconnected { readers: ended } => {
                 debug!(%stream, %group, %consumer, ended, "disconnected a stale reader")
             }
-            Silenced::No { reason } => warn!(%stream, %group, %consumer, reason,
+            DisconnectOutcome::Denied { reason } => warn!(%stream, %group, %consumer, reason,
                 "cannot disconnect the reader of a dead consumer; if the process is frozen, messages may be delivered out of order"),
         }
     }
@@ -220,7 +220,7 @@ async fn fence_dead_readers(
 }
 
 /// Releases leases. If that fails they expire, or a later poll releases them.
-pub(super) async fn release(keeper: &LeaseKeeper, leases: &[LeaseName]) {
+pub(super) async fn release(keeper: &LeaseRenewer, leases: &[LeaseName]) {
     if let Err(error) = keeper.release(leases).await {
         warn!(count = leases.len(), %error, "releasing leases failed, they expire instead");
     }
@@ -244,7 +244,7 @@ pub(super) struct LeaveRequest {
 pub(super) async fn finish_leave(
     backend: &dyn Backend,
     group: &GroupName,
-    keeper: &LeaseKeeper,
+    keeper: &LeaseRenewer,
     leave: &LeaveRequest,
 ) {
     while let Err(error) = try_finish_leave(backend, group, keeper, leave).await {
@@ -256,7 +256,7 @@ pub(super) async fn finish_leave(
 async fn try_finish_leave(
     backend: &dyn Backend,
     group: &GroupName,
-    keeper: &LeaseKeeper,
+    keeper: &LeaseRenewer,
     leave: &LeaveRequest,
 ) -> Result<()> {
     if let Some((entry, leases)) = &leave.reservation {
@@ -292,7 +292,7 @@ async fn release_pending(
     group: &GroupName,
     consumer: &ConsumerName,
 ) -> headwater_stream::Result<()> {
-    let query = PendingQuery {
+    let query = PendingDeliveryQuery {
         stream,
         group,
         consumer: Some(consumer),
@@ -310,8 +310,8 @@ async fn release_pending(
         }
         info!(%stream, %group, %consumer, entries = pending.len(), "releasing pending entries");
         let entries: Vec<Settlement> =
-            pending.iter().map(|row| Settlement { id: row.id, then: Then::Release }).collect();
-        let settle = Settle { stream, group, consumer, fence: None, entries: &entries };
+            pending.iter().map(|row| Settlement { id: row.id, action: SettleAction::Release }).collect();
+        let settle = SettleBatch { stream, group, consumer, fence: None, entries: &entries };
         backend.settle(settle).await?;
     }
 }

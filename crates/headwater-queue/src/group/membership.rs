@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use headwater_stream::{
-    ConsumerName, HeldLease, HintKind, LeaseHint, LeaseKeeper, LeaseName, LostLease, StreamError,
+    ConsumerName, HeldLease, LeaseEventKind, LeaseEvent, LeaseRenewer, LeaseName, LostLease, StreamError,
 };
 use tokio::sync::oneshot;
 use tokio::task::{JoinError, JoinSet};
@@ -86,7 +86,7 @@ pub(super) struct MembershipLoop {
     context: Arc<GroupContext>,
     me: GroupMemberIdentity,
     consumer: ConsumerName,
-    keeper: Arc<LeaseKeeper>,
+    keeper: Arc<LeaseRenewer>,
     /// The liveness lease. All leases are renewed together, so while this one is trusted the others are.
     lease: HeldLease,
     fenced: FencedSignal,
@@ -122,7 +122,7 @@ impl MembershipLoop {
     pub(super) fn new(
         context: Arc<GroupContext>,
         me: GroupMemberIdentity,
-        keeper: LeaseKeeper,
+        keeper: LeaseRenewer,
         lease: HeldLease,
     ) -> Self {
         let (now, group) = (Instant::now(), &context.group);
@@ -157,7 +157,7 @@ impl MembershipLoop {
     pub(super) async fn run(mut self, session: &mut GroupSession) -> MembershipEnd {
         info!(group = %self.context.group, consumer = %self.consumer, "joined the group");
         loop {
-            if !self.lease.is_trusted() {
+            if !self.lease.is_valid() {
                 return self.evict(session, "the liveness lease was not renewed in time");
             }
             self.start_due(session);
@@ -250,8 +250,8 @@ impl MembershipLoop {
     }
 
     /// Schedules what a hint about a lease calls for.
-    fn handle_hint(&mut self, session: &mut GroupSession, hint: &LeaseHint) {
-        let Some(lease) = hint.lease.as_ref().filter(|_| hint.kind != HintKind::Missed) else {
+    fn handle_hint(&mut self, session: &mut GroupSession, hint: &LeaseEvent) {
+        let Some(lease) = hint.lease.as_ref().filter(|_| hint.kind != LeaseEventKind::Lagged) else {
             return self.poll_everything(session);
         };
         let now = Instant::now();

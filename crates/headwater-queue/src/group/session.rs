@@ -9,7 +9,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use headwater_stream::{Backend, GroupName, LeaseHint, LeaseName, StreamError};
+use headwater_stream::{Backend, GroupName, LeaseEvent, LeaseName, StreamError};
 use tokio::sync::{broadcast, mpsc, oneshot};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, sleep_until, timeout};
@@ -46,7 +46,7 @@ pub(super) struct GroupContext {
 pub(super) struct GroupSession {
     pub(super) context: Arc<GroupContext>,
     pub(super) commands: mpsc::UnboundedReceiver<MembershipCommand>,
-    pub(super) hints: broadcast::Receiver<LeaseHint>,
+    pub(super) hints: broadcast::Receiver<LeaseEvent>,
     /// Keeps the lease watch alive.
     pub(super) _lease_events: Arc<dyn Any + Send + Sync>,
     pub(super) subscriptions: HashMap<TopicName, GroupSubscription>,

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use headwater_stream::clock::Timestamp;
-use headwater_stream::{Delivery, Direction, Entry, EntryId, Fields, Range};
+use headwater_stream::{DeliveredEntry, Direction, Entry, EntryId, Fields, Range};
 
 use super::{Inspector, select_partitions};
 use crate::error::{QueueError, Result};
@@ -73,7 +73,7 @@ pub struct StoredMessage {
 impl StoredMessage {
     pub(crate) fn read(topic: &TopicName, partition: Partition, entry: Entry) -> Self {
         let Entry { id, fields } = entry;
-        let delivery = Delivery { id, fields: fields.clone(), deliveries: 0 };
+        let delivery = DeliveredEntry { id, fields: fields.clone(), deliveries: 0 };
         Self {
             partition,
             id,

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use headwater_stream::{ConsumerName, Direction, EntryId, Pending, PendingQuery, StreamError};
+use headwater_stream::{ConsumerName, Direction, EntryId, PendingDelivery, PendingDeliveryQuery, StreamError};
 
 use super::{Inspector, select_partitions};
 use crate::error::Result;
@@ -93,7 +93,7 @@ impl Inspector {
             let stream = keys::stream(&topic, partition);
             let (group, consumer, has_group) = (&group, &consumer, &has_group);
             async move {
-                let query = PendingQuery {
+                let query = PendingDeliveryQuery {
                     stream: &stream,
                     group,
                     consumer: consumer.as_ref(),
@@ -121,9 +121,9 @@ impl Inspector {
     }
 }
 
-fn page(merged: MergedPage<Pending>, scope: &CursorScope) -> Page<PendingView> {
+fn page(merged: MergedPage<PendingDelivery>, scope: &CursorScope) -> Page<PendingView> {
     let last = merged.items.last().map(|(position, _)| *position).filter(|_| merged.has_more);
-    let view = |((id, partition), pending): ((EntryId, Partition), Pending)| PendingView {
+    let view = |((id, partition), pending): ((EntryId, Partition), PendingDelivery)| PendingView {
         partition,
         id,
         consumer: pending.consumer.to_string(),

@@ -10,7 +10,7 @@ use std::ops::Range;
 use bytes::Bytes;
 use futures_util::future::join_all;
 use headwater_stream::limits::{BATCH_BYTES_MAX, BATCH_MAX, ENTRY_BYTES_MAX};
-use headwater_stream::{Append, Entries, EntrySize, Fields, StreamName};
+use headwater_stream::{AppendRequest, EntrySource, EntrySize, Fields, StreamName};
 use tokio::time::{Instant, timeout_at};
 use tracing::Instrument;
 
@@ -48,7 +48,7 @@ struct EntryRun<'a> {
     timestamp: &'a Bytes,
 }
 
-impl Entries for EntryRun<'_> {
+impl EntrySource for EntryRun<'_> {
     fn len(&self) -> usize {
         self.messages.len()
     }
@@ -242,9 +242,9 @@ impl Producer {
                     (&handle.stream, batch.run(handle, range.clone()).truncate_to_fit())
                 })
                 .collect();
-            let appends: Vec<Append<'_>> = runs
+            let appends: Vec<AppendRequest<'_>> = runs
                 .iter()
-                .map(|(stream, run)| Append { stream, entries: run, retention })
+                .map(|(stream, run)| AppendRequest { stream, entries: run, retention })
                 .collect();
             let sending = self.inner.queue.backend().append_many(&appends);
             let mut sent = timeout_at(until, sending).await.map(Vec::into_iter);
@@ -345,7 +345,7 @@ impl Producer {
             return self.append_idempotent_all(cached, handle, entries).await;
         }
         let retention = &cached.topic.policies.retention;
-        let append = Append { stream: &handle.stream, entries: &run, retention };
+        let append = AppendRequest { stream: &handle.stream, entries: &run, retention };
         let ids = single(self.inner.queue.backend().append_many(&[append]).await)??;
         Ok(ids.into_iter().map(|id| handle.sent(id)).collect())
     }

@@ -10,7 +10,7 @@ use std::sync::{Mutex, MutexGuard};
 use std::time::Duration;
 
 use futures_util::stream::{self, StreamExt, TryStreamExt};
-use headwater_stream::{Retention, StreamName, StreamStats, TrimGuard, Trimmed};
+use headwater_stream::{Retention, StreamName, StreamStats, TrimGuard, TrimResult};
 use tokio::time::Instant;
 use tracing::warn;
 
@@ -118,7 +118,7 @@ impl ByteBudget {
             let retention = Retention { max_bytes: Some(bytes.max(1)), ..Retention::KEEP_ALL };
             queue.backend().trim(&stream, &retention, TrimGuard::Safe).await
         });
-        let trimmed: Vec<Trimmed> =
+        let trimmed: Vec<TrimResult> =
             stream::iter(trims).buffer_unordered(CONCURRENT_MAX).try_collect().await?;
         if trimmed.iter().all(|trimmed| trimmed.removed == 0) {
             return Ok(total);

@@ -6,7 +6,7 @@
 use std::time::Duration;
 
 use headwater_stream::clock::Timestamp;
-use headwater_stream::{DelayId, Due, PutAside, StreamError};
+use headwater_stream::{DelayId, DueTime, ScheduleRequest, StreamError};
 use tokio::time::{Instant, timeout_at};
 use tracing::Instrument;
 
@@ -38,7 +38,7 @@ impl Producer {
         message: NewMessage,
         after: Duration,
     ) -> Result<DelayedMessage> {
-        self.send_due(topic, message, Due::After(after)).await
+        self.send_due(topic, message, DueTime::After(after)).await
     }
 
     /// Schedules a message for delivery at a point in time; a past one is due at once. See [`Producer::send_after`].
@@ -48,7 +48,7 @@ impl Producer {
         message: NewMessage,
         at: Timestamp,
     ) -> Result<DelayedMessage> {
-        self.send_due(topic, message, Due::At(at)).await
+        self.send_due(topic, message, DueTime::At(at)).await
     }
 
     /// Cancels a delayed message. Returns whether it was still waiting; if not, it was delivered or cancelled before.
@@ -66,7 +66,7 @@ impl Producer {
         }
     }
 
-    async fn send_due(&self, topic: &str, message: NewMessage, due: Due) -> Result<DelayedMessage> {
+    async fn send_due(&self, topic: &str, message: NewMessage, due: DueTime) -> Result<DelayedMessage> {
         let until = Instant::now() + self.inner.config.deadline;
         let cached = self.cached_topic(topic, until).await?;
         if message.id.is_some() {
@@ -78,8 +78,8 @@ impl Producer {
         let delays = keys::delays(&cached.topic, partition);
         let sending = async {
             self.reserve_budget(&cached, fields.bytes()).await?;
-            let item = PutAside { to: handle.stream.clone(), due, fields };
-            single(self.inner.queue.backend().put_aside(&delays, &[item]).await?)
+            let item = ScheduleRequest { to: handle.stream.clone(), due, fields };
+            single(self.inner.queue.backend().schedule(&delays, &[item]).await?)
         };
         let scheduled = timeout_at(until, sending.instrument(span))
             .await

@@ -9,7 +9,7 @@
 use std::time::Duration;
 
 use headwater_stream::clock::{Clock, SystemClock};
-use headwater_stream::{Appended, Coalescer, CoalescerConfig, Fields, Once, StreamError};
+use headwater_stream::{AppendedEntry, Coalescer, CoalescerConfig, Fields, IdempotentEntry, StreamError};
 
 use super::partition_handle::PartitionHandle;
 use super::topic_cache::CachedTopic;
@@ -25,7 +25,7 @@ use crate::topic::{Growth, Partition};
 const CLOCK_SKEW_MAX: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// Batches concurrent sends of messages with ids.
-pub(super) type IdempotentSends = Coalescer<Once, Result<Appended>>;
+pub(super) type IdempotentSends = Coalescer<IdempotentEntry, Result<AppendedEntry>>;
 
 /// The id of a message, and where it may have been sent before.
 #[derive(Clone, Debug)]
@@ -83,8 +83,8 @@ impl Producer {
         }
         let bytes = fields.bytes();
         let sends = handle.idempotent_sends(|| self.idempotent_sends(cached, handle));
-        let entry = Once { id: key.id, fields };
-        let Appended { id, duplicate } = match sends.call_weighing(entry, bytes).await {
+        let entry = IdempotentEntry { id: key.id, fields };
+        let AppendedEntry { id, duplicate } = match sends.call_with_size(entry, bytes).await {
             Ok(appended) => appended?,
             Err(gone) => {
                 let problem = gone.to_string();
@@ -103,17 +103,17 @@ impl Producer {
     ) -> Result<Vec<Sent>> {
         let ids: Vec<&IdempotencyKey> = entries.iter().map(|(key, _)| key).collect();
         let duplicates = self.find_duplicates(cached, &ids).await?;
-        let new: Vec<Once> = entries
+        let new: Vec<IdempotentEntry> = entries
             .into_iter()
             .zip(&duplicates)
             .filter(|(_, duplicate)| duplicate.is_none())
-            .map(|((key, fields), _)| Once { id: key.id, fields })
+            .map(|((key, fields), _)| IdempotentEntry { id: key.id, fields })
             .collect();
         let (keep, retention) =
             (self.inner.config.idempotence_window, &cached.topic.policies.retention);
         let appended =
             self.inner.queue.backend().append_once(&handle.stream, &new, keep, retention).await?;
-        let mut appended = appended.into_iter().map(|Appended { id, duplicate }| Sent {
+        let mut appended = appended.into_iter().map(|AppendedEntry { id, duplicate }| Sent {
             id,
             partition: handle.partition,
             duplicate,
@@ -151,7 +151,7 @@ impl Producer {
         let stream = handle.stream.clone();
         let retention = cached.topic.policies.retention;
         let keep = self.inner.config.idempotence_window;
-        let execute_batch = move |entries: Vec<Once>| {
+        let execute_batch = move |entries: Vec<IdempotentEntry>| {
             let (backend, stream) = (backend.clone(), stream.clone());
             async move {
                 match backend.append_once(&stream, &entries, keep, &retention).await {

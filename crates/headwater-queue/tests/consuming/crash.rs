@@ -4,17 +4,17 @@ use std::time::Duration;
 
 use anyhow::Result;
 use headwater_queue::{ConsumerConfig, Mode, Outcome, Queue, QueueConfig};
-use headwater_stream::{KeeperConfig, Options, connect};
+use headwater_stream::{LeaseRenewerConfig, Options, connect};
 use headwater_testkit::{Child, Redis};
 
 use crate::fixture::{Fixture, GROUP, TIMEOUT, text};
 use crate::recording_handler::recording_handler;
 
 fn short_leases() -> QueueConfig {
-    let lease = KeeperConfig {
+    let lease = LeaseRenewerConfig {
         ttl: Duration::from_secs(3),
         renew_every: Duration::from_millis(500),
-        margin: Duration::from_millis(500),
+        safety_margin: Duration::from_millis(500),
     };
     QueueConfig { lease, rebalance_every: Duration::from_millis(200), ..Default::default() }
 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use headwater_queue::{ConsumerConfig, Handler, Message, Outcome, Queue, QueueConfig, metrics};
-use headwater_stream::{KeeperConfig, MapName};
+use headwater_stream::{LeaseRenewerConfig, MapName};
 use headwater_testkit::Redis;
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 use tokio::sync::watch;
@@ -150,7 +150,7 @@ async fn a_handler_aborted_by_data_loss_of_the_server_is_called_again() -> Resul
 
 /// Leases that outlive the test.
 fn long_leases() -> QueueConfig {
-    let lease = KeeperConfig {
+    let lease = LeaseRenewerConfig {
         ttl: Duration::from_secs(60),
         renew_every: Duration::from_secs(20),
         ..Default::default()

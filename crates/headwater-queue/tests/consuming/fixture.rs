@@ -7,7 +7,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 use headwater_queue::{Policies, Queue, QueueConfig};
 use headwater_stream::{
-    Backend, Entry, EntryId, Fields, GroupName, KeeperConfig, Options, Pending, PendingQuery,
+    Backend, Entry, EntryId, Fields, GroupName, LeaseRenewerConfig, Options, PendingDelivery, PendingDeliveryQuery,
     Range, Retention, StreamName, connect,
 };
 use headwater_testkit::{Cluster, Redis, unique};
@@ -93,9 +93,9 @@ impl Fixture {
     }
 
     /// The pending entries.
-    pub(crate) async fn pending(&self, partition: u16) -> Result<Vec<Pending>> {
+    pub(crate) async fn pending(&self, partition: u16) -> Result<Vec<PendingDelivery>> {
         let stream = self.stream(partition).await?;
-        let query = PendingQuery {
+        let query = PendingDeliveryQuery {
             stream: &stream,
             group: &GroupName::new(GROUP)?,
             consumer: None,
@@ -134,10 +134,10 @@ pub(crate) fn text(entry: &Entry, field: &str) -> String {
 
 /// Short leases, to keep tests fast.
 pub(crate) fn short_leases() -> QueueConfig {
-    let lease = KeeperConfig {
+    let lease = LeaseRenewerConfig {
         ttl: Duration::from_secs(3),
         renew_every: Duration::from_millis(500),
-        margin: Duration::from_millis(500),
+        safety_margin: Duration::from_millis(500),
     };
     QueueConfig { lease, rebalance_every: Duration::from_millis(500), ..Default::default() }
 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use anyhow::Result;
 use headwater_queue::{ConsumerConfig, Message, Outcome};
-use headwater_stream::{ConsumerName, GroupName, Reclaim, ReclaimFrom};
+use headwater_stream::{ConsumerName, GroupName, ReclaimRequest, ReclaimFrom};
 use tokio::sync::{Semaphore, mpsc::unbounded_channel};
 
 use crate::bad_input::read_and_die;
@@ -134,7 +134,7 @@ async fn in_flight_entries_are_kept_alive(fixture: Fixture) -> Result<()> {
     let vulture = ConsumerName::new("vulture")?;
     for _ in 0..40 {
         tokio::time::sleep(Duration::from_millis(200)).await;
-        let reclaim = Reclaim {
+        let reclaim = ReclaimRequest {
             stream: &stream,
             group: &group,
             consumer: &vulture,

@@ -73,7 +73,7 @@ impl GroupReader for FailingReader {
         streams: &[StreamName],
         count: usize,
         wait: Duration,
-    ) -> Result<Vec<Batch<Delivery>>> {
+    ) -> Result<Vec<StreamBatch<DeliveredEntry>>> {
         if self.inner.is_none() {
             self.inner = Some(self.backend.reader(&self.identity.0, &self.identity.1).await?);
         }
@@ -92,7 +92,7 @@ impl GroupReader for FailingReader {
         Err(StreamError::Unavailable { problem: "the read failed".to_owned(), source: None })
     }
 
-    async fn close(mut self: Box<Self>) -> Result<Vec<Batch<Delivery>>> {
+    async fn close(mut self: Box<Self>) -> Result<Vec<StreamBatch<DeliveredEntry>>> {
         match self.inner.take() {
             Some(inner) => inner.close().await,
             None => Ok(Vec::new()),
@@ -127,7 +127,7 @@ macro_rules! delegate {
 
 #[async_trait]
 impl Backend for LossyBackend {
-    fn describe(&self) -> Description {
+    fn describe(&self) -> BackendDescription {
         self.inner.describe()
     }
 
@@ -147,20 +147,20 @@ impl Backend for LossyBackend {
 delegate! {
     impl Streams {
         fn append(stream: &StreamName, entries: &[Fields], retention: &Retention) -> Vec<EntryId>;
-        fn append_once(stream: &StreamName, entries: &[Once], keep: Duration, retention: &Retention) -> Vec<Appended>;
+        fn append_once(stream: &StreamName, entries: &[IdempotentEntry], keep: Duration, retention: &Retention) -> Vec<AppendedEntry>;
         fn appended(stream: &StreamName, ids: &[&str]) -> Vec<Option<EntryId>>;
         fn ensure_group(stream: &StreamName, group: &GroupName, start: GroupStart) -> bool;
         fn remove_group(stream: &StreamName, group: &GroupName) -> bool;
         fn reset_group(stream: &StreamName, group: &GroupName, start: GroupStart) -> bool;
         fn reader(group: &GroupName, consumer: &ConsumerName) -> Box<dyn GroupReader>, by failing_reader(group, consumer);
-        fn silence(stream: &StreamName, group: &GroupName, consumer: &ConsumerName) -> Silenced;
+        fn disconnect_reader(stream: &StreamName, group: &GroupName, consumer: &ConsumerName) -> DisconnectOutcome;
         fn tail() -> Box<dyn TailReader>;
-        fn settle(settle: Settle<'_>) -> Settled, loses settles;
+        fn settle(settle: SettleBatch<'_>) -> SettleResult, loses settles;
         fn keep_alive(stream: &StreamName, group: &GroupName, consumer: &ConsumerName, ids: &[EntryId]) -> Vec<EntryId>;
-        fn reclaim(reclaim: Reclaim<'_>) -> Reclaimed, loses reclaims;
-        fn pending(query: PendingQuery<'_>) -> Vec<Pending>;
+        fn reclaim(reclaim: ReclaimRequest<'_>) -> ReclaimResult, loses reclaims;
+        fn pending(query: PendingDeliveryQuery<'_>) -> Vec<PendingDelivery>;
         fn range(stream: &StreamName, range: Range) -> Vec<Entry>;
-        fn trim(stream: &StreamName, retention: &Retention, guard: TrimGuard) -> Trimmed;
+        fn trim(stream: &StreamName, retention: &Retention, guard: TrimGuard) -> TrimResult;
         fn delete_entries(stream: &StreamName, ids: &[EntryId]) -> usize;
         fn delete_stream(stream: &StreamName) -> bool;
         fn stats(stream: &StreamName) -> Option<StreamStats>;
@@ -170,19 +170,19 @@ delegate! {
 
 delegate! {
     impl Delays {
-        fn put_aside(delays: &DelayName, items: &[PutAside]) -> Vec<DelayId>;
+        fn schedule(delays: &DelayName, items: &[ScheduleRequest]) -> Vec<DelayId>;
         fn cancel(delays: &DelayName, id: DelayId) -> bool;
-        fn take_due(delays: &DelayName, count: usize) -> Vec<Returned>;
-        fn wait_due(delays: &DelayName, wait: Duration) -> bool;
+        fn promote_due(delays: &DelayName, count: usize) -> Vec<PromotedEntry>;
+        fn wait_until_due(delays: &DelayName, wait: Duration) -> bool;
         fn delay_stats(delays: &DelayName) -> DelayStats;
-        fn delayed(delays: &DelayName, offset: usize, count: usize) -> Vec<Delayed>;
-        fn delete_delays(delays: &DelayName) -> bool;
+        fn delayed(delays: &DelayName, offset: usize, count: usize) -> Vec<DelayedEntry>;
+        fn delete_delay_set(delays: &DelayName) -> bool;
     }
 }
 
 delegate! {
     impl Leases {
-        fn acquire(lease: &LeaseName, holder: &HolderName, ttl: Duration) -> Acquire;
+        fn acquire(lease: &LeaseName, holder: &HolderName, ttl: Duration) -> AcquireResult;
         fn renew(holder: &HolderName, leases: &[Fence], ttl: Duration) -> Vec<Renewal>;
         fn release(holder: &HolderName, leases: &[Fence]) -> usize;
         fn leases(leases: &[LeaseName]) -> Vec<Option<LeaseInfo>>;
@@ -205,7 +205,7 @@ delegate! {
 
 delegate! {
     impl Dedup {
-        fn dedup_begin(scope: &DedupScope, ids: &[&str], hold: Duration) -> Vec<Begin>;
+        fn dedup_begin(scope: &DedupScope, ids: &[&str], hold: Duration) -> Vec<DedupStatus>;
         fn dedup_finish(scope: &DedupScope, done: &[(&str, Bytes)], keep: Duration) -> ();
         fn dedup_abandon(scope: &DedupScope, ids: &[&str]) -> ();
     }

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use anyhow::{Result, ensure};
 use headwater_queue::{ConsumerConfig, Outcome, Queue, QueueConfig, Subscription, metrics};
-use headwater_stream::{KeeperConfig, Options, connect};
+use headwater_stream::{LeaseRenewerConfig, Options, connect};
 use headwater_testkit::{Proxy, Redis};
 
 use crate::bad_input::read_and_die;
@@ -34,7 +34,7 @@ impl FaultyNetwork {
         let behind = redis.url_at(proxy.addr());
         let direct = Fixture::open(&redis.url(), redis).await?;
         // Leases long enough that late replies do not make the member appear dead.
-        let lease = KeeperConfig {
+        let lease = LeaseRenewerConfig {
             ttl: Duration::from_secs(60),
             renew_every: Duration::from_secs(15),
             ..Default::default()

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use headwater_queue::{Backoff, ConsumerConfig, Message, MessageOrder, Outcome, RetryPolicy};
-use headwater_stream::{ConsumerName, GroupName, Reclaim, ReclaimFrom};
+use headwater_stream::{ConsumerName, GroupName, ReclaimRequest, ReclaimFrom};
 
 use crate::fixture::{Fixture, GROUP, TIMEOUT, text};
 use crate::recording_handler::{payload, recording_handler};
@@ -200,7 +200,7 @@ async fn reclaiming_does_not_wait_for_messages_in_backoff(fixture: Fixture) -> R
     crate::bad_input::read_and_die(&fixture, &stream).await?;
     let (group, dead) = (GroupName::new(GROUP)?, ConsumerName::new("foreign")?);
     for _ in 0..2 {
-        let reclaim = Reclaim {
+        let reclaim = ReclaimRequest {
             stream: &stream,
             group: &group,
             consumer: &dead,

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use headwater_queue::{ConsumerConfig, Message, Outcome, metrics};
-use headwater_stream::{Acquire, HolderName, LeaseName};
+use headwater_stream::{AcquireResult, HolderName, LeaseName};
 use tokio::sync::mpsc::unbounded_channel;
 
 use crate::fixture::{Fixture, GROUP, eventually};
@@ -112,7 +112,7 @@ async fn an_owner_that_lost_its_lease_cannot_settle(fixture: Fixture) -> Result<
     fixture.backend.release(&info.holder, &[fence]).await?;
     let thief = HolderName::new("thief")?;
     let ttl = Duration::from_secs(60);
-    let Acquire::Won(stolen) = fixture.backend.acquire(&lease, &thief, ttl).await? else {
+    let AcquireResult::Won(stolen) = fixture.backend.acquire(&lease, &thief, ttl).await? else {
         anyhow::bail!("the lease was acquired by another member");
     };
     go.send_replace(true);

@@ -6,8 +6,8 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use headwater_queue::{NewMessage, Policies, Producer, ProducerConfig, Queue, QueueError, Sent};
 use headwater_stream::{
-    Backend, ConsumerName, Delivery, Entry, EntryId, Fields, GroupName, GroupReader, GroupStart,
-    Options, Range, Retention, Settle, Settlement, StreamName, connect,
+    Backend, ConsumerName, DeliveredEntry, Entry, EntryId, Fields, GroupName, GroupReader, GroupStart,
+    Options, Range, Retention, SettleBatch, Settlement, StreamName, connect,
 };
 use headwater_testkit::{Cluster, Redis, unique};
 
@@ -94,7 +94,7 @@ impl QueueFixture {
         partition: u16,
         consumer: &str,
         count: usize,
-    ) -> Result<Vec<Delivery>> {
+    ) -> Result<Vec<DeliveredEntry>> {
         self.group(partition).await?;
         let stream = self.stream(partition).await?;
         let mut reader: Box<dyn GroupReader> =
@@ -112,8 +112,8 @@ impl QueueFixture {
         ids: &[EntryId],
     ) -> Result<()> {
         let stream = self.stream(partition).await?;
-        let entries: Vec<Settlement> = ids.iter().copied().map(Settlement::done).collect();
-        let settle = Settle {
+        let entries: Vec<Settlement> = ids.iter().copied().map(Settlement::ack).collect();
+        let settle = SettleBatch {
             stream: &stream,
             group: &group(),
             consumer: &ConsumerName::new(consumer)?,

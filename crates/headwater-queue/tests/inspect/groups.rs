@@ -16,7 +16,7 @@ mod bodies {
 
     use anyhow::Result;
     use headwater_queue::Mode;
-    use headwater_stream::{Acquire, GroupName, GroupStart, HolderName, LeaseName, SetName};
+    use headwater_stream::{AcquireResult, GroupName, GroupStart, HolderName, LeaseName, SetName};
 
     use crate::fixture::*;
 
@@ -82,7 +82,7 @@ mod bodies {
         // The lease TTL of this queue is 15 s; with 10 s remaining, the lease was renewed 5 s ago.
         let left = Duration::from_secs(10);
         let won = fixture.backend().acquire(&lease(&fixture, 1), &holder, left).await?;
-        let Acquire::Won(epoch) = won else { panic!("{won:?}") };
+        let AcquireResult::Won(epoch) = won else { panic!("{won:?}") };
 
         let view = fixture.queue.inspect().group(&fixture.topic, GROUP).await?;
 

@@ -88,7 +88,7 @@ mod bodies {
             let lease = LeaseName::new(format!("streaming:mq:lease:{lease}:{name}:{named}"))?;
             let holder = HolderName::new("worker:a:1")?;
             let won = fixture.backend().acquire(&lease, &holder, Duration::from_secs(60)).await?;
-            let headwater_stream::Acquire::Won(epoch) = won else { panic!("{won:?}") };
+            let headwater_stream::AcquireResult::Won(epoch) = won else { panic!("{won:?}") };
             let answer = fixture.queue.remove_group(&fixture.topic, &name).await;
             let Err(QueueError::GroupAtWork { who, .. }) = &answer else { panic!("{answer:?}") };
             assert_eq!(who, if named == "m1" { "worker:a:1" } else { "m2" });

@@ -183,7 +183,7 @@ mod bodies {
             let (lease, holder) = (LeaseName::new(lease)?, HolderName::new("worker:a:1")?);
             let ttl = Duration::from_secs(60);
             let won = fixture.backend().acquire(&lease, &holder, ttl).await?;
-            let headwater_stream::Acquire::Won(epoch) = won else { panic!("{won:?}") };
+            let headwater_stream::AcquireResult::Won(epoch) = won else { panic!("{won:?}") };
             let answer = reset(to_end).await;
             let Err(QueueError::GroupAtWork { who, .. }) = &answer else { panic!("{answer:?}") };
             assert_eq!(who, "worker:a:1");

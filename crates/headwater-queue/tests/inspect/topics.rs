@@ -29,7 +29,7 @@ mod bodies {
     use headwater_queue::{Layout, Policies, QueueError};
     use headwater_stream::clock::Timestamp;
     use headwater_stream::{
-        DelayName, Due, Fields, MapName, PutAside, RegistryMap, Retention, SetName,
+        DelayName, DueTime, Fields, MapName, ScheduleRequest, RegistryMap, Retention, SetName,
     };
 
     use crate::fixture::*;
@@ -49,12 +49,12 @@ mod bodies {
     async fn schedule_one(fixture: &QueueFixture, partition: u16) -> Result<()> {
         let described = fixture.queue.topics().describe(&fixture.topic).await?;
         let place = &described.partitions[usize::from(partition)];
-        let item = PutAside {
+        let item = ScheduleRequest {
             to: fixture.stream(partition).await?,
-            due: Due::After(Duration::from_secs(3600)),
+            due: DueTime::After(Duration::from_secs(3600)),
             fields: Fields::new([("payload", "later")]),
         };
-        fixture.backend().put_aside(&DelayName::new(&place.delays_key)?, &[item]).await?;
+        fixture.backend().schedule(&DelayName::new(&place.delays_key)?, &[item]).await?;
         Ok(())
     }
 

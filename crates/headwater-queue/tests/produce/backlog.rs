@@ -13,7 +13,7 @@ mod bodies {
 
     use anyhow::{Result, bail};
     use headwater_queue::{NewMessage, Policies, ProducerConfig, Queue, QueueError};
-    use headwater_stream::{ConsumerName, GroupName, GroupStart, Settle, Settlement, StreamName};
+    use headwater_stream::{ConsumerName, GroupName, GroupStart, SettleBatch, Settlement, StreamName};
 
     use crate::setup::Setup;
 
@@ -65,8 +65,8 @@ mod bodies {
             }
             for batch in batches {
                 let entries: Vec<_> =
-                    batch.entries.iter().map(|entry| Settlement::done(entry.id)).collect();
-                let settle = Settle {
+                    batch.entries.iter().map(|entry| Settlement::ack(entry.id)).collect();
+                let settle = SettleBatch {
                     stream: &batch.stream,
                     group: &group,
                     consumer: &consumer,

@@ -27,8 +27,8 @@ mod bodies {
         let described = setup.queue.topics().describe(&setup.topic).await?;
         for partition in described.partitions {
             let delays = DelayName::new(&partition.delays_key)?;
-            setup.backend().wait_due(&delays, wait).await?;
-            moved += setup.backend().take_due(&delays, 100).await?.len();
+            setup.backend().wait_until_due(&delays, wait).await?;
+            moved += setup.backend().promote_due(&delays, 100).await?.len();
         }
         Ok(moved)
     }

@@ -8,7 +8,7 @@ use headwater_queue::{
     ConsumerConfig, Message, NewMessage, Order, Policies, ProducerConfig, Queue, QueueConfig,
     Subscription,
 };
-use headwater_stream::{KeeperConfig, Options, connect};
+use headwater_stream::{LeaseRenewerConfig, Options, connect};
 use headwater_testkit::unique;
 use tokio::time::Instant;
 
@@ -19,10 +19,10 @@ pub(crate) const LIMIT: Duration = Duration::from_secs(40);
 /// Fast enough for a test, slow enough for a busy machine.
 pub(crate) fn fast_config() -> QueueConfig {
     QueueConfig {
-        lease: KeeperConfig {
+        lease: LeaseRenewerConfig {
             ttl: Duration::from_secs(3),
             renew_every: Duration::from_millis(500),
-            margin: Duration::from_millis(500),
+            safety_margin: Duration::from_millis(500),
         },
         rebalance_every: Duration::from_secs(1),
         ..Default::default()

@@ -12,7 +12,7 @@ use headwater_queue::{
     Backoff, ConsumerConfig, Message, NewMessage, Order, Outcome, ProducerConfig, Queue,
     QueueConfig, RetryPolicy,
 };
-use headwater_stream::{KeeperConfig, Options};
+use headwater_stream::{LeaseRenewerConfig, Options};
 
 use super::effect_log::EffectLog;
 use super::ledger::is_poison;
@@ -43,7 +43,7 @@ impl ProcessSettings {
         let options = Options { call_deadline: Duration::from_secs(1), ..Default::default() };
         let backend = headwater_stream::connect(&self.url, &options).await?;
         let lease =
-            KeeperConfig { ttl: LEASE_TTL, renew_every: LEASE_TTL / 5, margin: LEASE_TTL / 10 };
+            LeaseRenewerConfig { ttl: LEASE_TTL, renew_every: LEASE_TTL / 5, safety_margin: LEASE_TTL / 10 };
         let rebalance_every = LEASE_TTL / 3;
         let config = QueueConfig { lease, rebalance_every, ..Default::default() };
         Ok(Queue::with_config(backend, config)?)

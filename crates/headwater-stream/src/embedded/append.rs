@@ -15,7 +15,7 @@ use crate::clock::Timestamp;
 use crate::entry::{EntryId, Fields};
 use crate::error::{Result, StreamError};
 use crate::name::StreamName;
-use crate::streams::{Appended, Once, Retention, TrimGuard, Trimmed};
+use crate::streams::{AppendedEntry, IdempotentEntry, Retention, TrimGuard, TrimResult};
 
 /// Appends entries and trims the stream to its retention.
 pub(super) fn append(
@@ -53,14 +53,14 @@ fn append_with_extra(
 pub(super) fn append_once(
     tx: &mut Tx<'_>,
     name: &StreamName,
-    entries: &[Once],
+    entries: &[IdempotentEntry],
     keep: Duration,
     retention: &Retention,
-) -> Result<Vec<Appended>> {
+) -> Result<Vec<AppendedEntry>> {
     tx.state().stream(name.as_str(), tx.now)?;
     let scope = append_once_scope(name.as_str());
     // A known id maps to its entry id, a new one to its index in `new`.
-    let mut new: Vec<&Once> = Vec::new();
+    let mut new: Vec<&IdempotentEntry> = Vec::new();
     let mut positions: HashMap<&str, usize> = HashMap::new();
     let mut known = Vec::with_capacity(entries.len());
     for entry in entries {
@@ -85,12 +85,12 @@ pub(super) fn append_once(
         }
     }
     let mut first_of = vec![true; ids.len()];
-    let to_appended = |(entry, known): (&Once, Option<EntryId>)| match known {
-        Some(id) => Appended { id, duplicate: true },
+    let to_appended = |(entry, known): (&IdempotentEntry, Option<EntryId>)| match known {
+        Some(id) => AppendedEntry { id, duplicate: true },
         None => {
             let position = positions[entry.id.as_str()];
             let duplicate = !std::mem::replace(&mut first_of[position], false);
-            Appended { id: ids[position], duplicate }
+            AppendedEntry { id: ids[position], duplicate }
         }
     };
     Ok(entries.iter().zip(known).map(to_appended).collect())
@@ -140,12 +140,12 @@ pub(super) fn trim(
     name: &StreamName,
     retention: &Retention,
     guard: TrimGuard,
-) -> Result<Trimmed> {
+) -> Result<TrimResult> {
     let Some(stream) = tx.state().stream(name.as_str(), tx.now)? else {
-        return Ok(Trimmed { removed: 0, held_back: false });
+        return Ok(TrimResult { removed: 0, held_back: false });
     };
     let plan = TrimPlan::new(stream, retention, guard, tx.now, IncomingEntries::default());
-    let trimmed = Trimmed { removed: plan.removed(stream), held_back: plan.held_back };
+    let trimmed = TrimResult { removed: plan.removed(stream), held_back: plan.held_back };
     if trimmed.removed > 0 {
         tx.apply(&RedoRecord::Trim { stream: name.as_str(), before: plan.before });
     }

@@ -9,8 +9,8 @@ use super::Embedded;
 use super::redo_record::RedoRecord;
 use super::state::dedup_table::dedup_footprint;
 use super::transaction::Durability;
-use crate::check;
-use crate::dedup::{Begin, Dedup};
+use crate::validate;
+use crate::dedup::{DedupStatus, Dedup};
 use crate::error::Result;
 use crate::name::DedupScope;
 
@@ -21,8 +21,8 @@ impl Dedup for Embedded {
         scope: &DedupScope,
         ids: &[&str],
         hold: Duration,
-    ) -> Result<Vec<Begin>> {
-        check::dedup(ids.iter().map(|id| (*id, &[][..])), Some(hold))?;
+    ) -> Result<Vec<DedupStatus>> {
+        validate::dedup(ids.iter().map(|id| (*id, &[][..])), Some(hold))?;
         let begin = self.shared().transact(Durability::Durable, |tx| {
             let scope = scope.as_str();
             let bytes = |id: &&str| match tx.state().dedup.get(scope, id, tx.now) {
@@ -35,12 +35,12 @@ impl Dedup for Embedded {
                 // One by one, so that an id given twice is fresh once.
                 let known = tx.state().dedup.get(scope, id, tx.now);
                 results.push(match known.map(|record| record.done.clone()) {
-                    Some(Some(value)) => Begin::Done(value),
-                    Some(None) => Begin::Busy,
+                    Some(Some(value)) => DedupStatus::Done(value),
+                    Some(None) => DedupStatus::InProgress,
                     None => {
                         let (at, until) = (tx.now, tx.now.after(hold));
                         tx.apply(&RedoRecord::SetDedup { scope, id, done: None, until, at });
-                        Begin::Fresh
+                        DedupStatus::New
                     }
                 });
             }
@@ -55,7 +55,7 @@ impl Dedup for Embedded {
         done: &[(&str, Bytes)],
         keep: Duration,
     ) -> Result<()> {
-        check::dedup(done.iter().map(|(id, value)| (*id, &value[..])), Some(keep))?;
+        validate::dedup(done.iter().map(|(id, value)| (*id, &value[..])), Some(keep))?;
         let finish = self.shared().transact(Durability::Durable, |tx| {
             let scope = scope.as_str();
             let bytes = |(id, value): &(&str, Bytes)| {
@@ -75,7 +75,7 @@ impl Dedup for Embedded {
     }
 
     async fn dedup_abandon(&self, scope: &DedupScope, ids: &[&str]) -> Result<()> {
-        check::dedup(ids.iter().map(|id| (*id, &[][..])), None)?;
+        validate::dedup(ids.iter().map(|id| (*id, &[][..])), None)?;
         let abandon = self.shared().transact(Durability::Durable, |tx| {
             let scope = scope.as_str();
             for id in ids {

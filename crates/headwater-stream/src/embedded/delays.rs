@@ -11,20 +11,20 @@ use super::redo_record::RedoRecord;
 use super::state::delay_set::delayed_footprint;
 use super::transaction::{Durability, Tx};
 use super::{Embedded, append};
-use crate::check;
-use crate::delays::{DelayId, DelayStats, Delayed, Delays, Due, PutAside, Returned};
+use crate::validate;
+use crate::delays::{DelayId, DelayStats, DelayedEntry, Delays, DueTime, ScheduleRequest, PromotedEntry};
 use crate::entry::Fields;
 use crate::error::Result;
 use crate::name::{DelayName, StreamName};
 
 #[async_trait]
 impl Delays for Embedded {
-    async fn put_aside(&self, delays: &DelayName, items: &[PutAside]) -> Result<Vec<DelayId>> {
-        check::put_aside(items)?;
+    async fn schedule(&self, delays: &DelayName, items: &[ScheduleRequest]) -> Result<Vec<DelayId>> {
+        validate::schedule(items)?;
         let put = self.shared().transact(Durability::Durable, |tx| {
             tx.state().delays(delays.as_str(), tx.now)?;
             tx.ensure_capacity(items.iter().map(|item| delayed_footprint(&item.fields)).sum())?;
-            let put = |item: &PutAside| schedule(tx, delays, &item.to, item.due, &item.fields);
+            let put = |item: &ScheduleRequest| schedule(tx, delays, &item.to, item.due, &item.fields);
             Ok(items.iter().map(put).collect())
         });
         put.await
@@ -42,13 +42,13 @@ impl Delays for Embedded {
         cancel.await
     }
 
-    async fn take_due(&self, delays: &DelayName, count: usize) -> Result<Vec<Returned>> {
-        check::count(count)?;
+    async fn promote_due(&self, delays: &DelayName, count: usize) -> Result<Vec<PromotedEntry>> {
+        validate::count(count)?;
         self.shared().transact(Durability::Durable, |tx| promote_due(tx, delays, count)).await
     }
 
-    async fn wait_due(&self, delays: &DelayName, wait: Duration) -> Result<bool> {
-        check::wait(wait)?;
+    async fn wait_until_due(&self, delays: &DelayName, wait: Duration) -> Result<bool> {
+        validate::wait(wait)?;
         let shared = &self.engine.shared;
         let mut time_out = std::pin::pin!(shared.clock.sleep(wait));
         let woken = Arc::<Notify>::default();
@@ -99,12 +99,12 @@ impl Delays for Embedded {
         delays: &DelayName,
         offset: usize,
         count: usize,
-    ) -> Result<Vec<Delayed>> {
-        check::count(count)?;
+    ) -> Result<Vec<DelayedEntry>> {
+        validate::count(count)?;
         let delayed = self.shared().read(|tx| {
             let set = tx.state.delays(delays.as_str(), tx.now)?;
             let all = set.into_iter().flat_map(|set| set.iter());
-            let delayed = all.skip(offset).take(count).map(|(due_at, id, waiting)| Delayed {
+            let delayed = all.skip(offset).take(count).map(|(due_at, id, waiting)| DelayedEntry {
                 id: DelayId(id),
                 to: waiting.to.clone(),
                 due_at,
@@ -115,7 +115,7 @@ impl Delays for Embedded {
         delayed.await
     }
 
-    async fn delete_delays(&self, delays: &DelayName) -> Result<bool> {
+    async fn delete_delay_set(&self, delays: &DelayName) -> Result<bool> {
         let delete = self.shared().transact(Durability::Durable, |tx| {
             let exists = tx.state().delays(delays.as_str(), tx.now)?.is_some();
             if exists {
@@ -132,12 +132,12 @@ pub(super) fn schedule(
     tx: &mut Tx<'_>,
     delays: &DelayName,
     to: &StreamName,
-    due: Due,
+    due: DueTime,
     fields: &Fields,
 ) -> DelayId {
     let due = match due {
-        Due::After(delay) => tx.now.after(delay),
-        Due::At(at) => at,
+        DueTime::After(delay) => tx.now.after(delay),
+        DueTime::At(at) => at,
     };
     let id = tx.state().next_delay;
     let (delays, to, fields) = (delays.as_str(), to.as_str(), fields.clone());
@@ -150,7 +150,7 @@ pub(super) fn schedule(
 /// behind them.
 const SKIPPED_MAX: usize = 10_000;
 
-fn promote_due(tx: &mut Tx<'_>, delays: &DelayName, count: usize) -> Result<Vec<Returned>> {
+fn promote_due(tx: &mut Tx<'_>, delays: &DelayName, count: usize) -> Result<Vec<PromotedEntry>> {
     let now = tx.now;
     let Some(set) = tx.state().delays(delays.as_str(), now)? else { return Ok(Vec::new()) };
     let mut due = Vec::new();
@@ -177,7 +177,7 @@ fn promote_due(tx: &mut Tx<'_>, delays: &DelayName, count: usize) -> Result<Vec<
         tx.apply(&RedoRecord::Promote { delays: delays.as_str(), id, entry });
         tx.record_commit(stream.as_str(), entry);
         tx.wake(stream.as_str());
-        returned.push(Returned { delay: DelayId(id), stream, id: entry });
+        returned.push(PromotedEntry { delay: DelayId(id), stream, id: entry });
     }
     // If nothing could be moved, return the reason instead of an empty list.
     match rejected.into_iter().next() {

@@ -12,11 +12,11 @@ use super::state::EmbeddedState;
 use super::state::lease_table::Lease;
 use super::transaction::{Durability, Tx};
 use super::waiters::LeaseSubscriber;
-use crate::check;
+use crate::validate;
 use crate::clock::Timestamp;
 use crate::error::{Result, StreamError};
 use crate::leases::{
-    Acquire, Epoch, Fence, HintKind, LeaseHint, LeaseInfo, LeaseWatch, Leases, Renewal, WatchMode,
+    AcquireResult, Epoch, Fence, LeaseEventKind, LeaseEvent, LeaseInfo, LeaseWatch, Leases, Renewal, WatchMode,
 };
 use crate::name::{HolderName, LeaseName};
 
@@ -27,8 +27,8 @@ impl Leases for Embedded {
         lease: &LeaseName,
         holder: &HolderName,
         ttl: Duration,
-    ) -> Result<Acquire> {
-        check::lease_ttl(ttl)?;
+    ) -> Result<AcquireResult> {
+        validate::lease_ttl(ttl)?;
         let acquire = self.shared().transact(Durability::Durable, |tx| {
             tx.expire_leases();
             let held = tx.state().lease(lease.as_str(), tx.now)?;
@@ -36,13 +36,13 @@ impl Leases for Embedded {
                 Some(held) if held.holder == *holder => held.epoch,
                 Some(held) => {
                     let remaining = held.until.since(tx.now);
-                    return Ok(Acquire::Held { by: held.holder.clone(), remaining });
+                    return Ok(AcquireResult::Held { by: held.holder.clone(), remaining });
                 }
                 None => next_epoch(tx.state(), lease, tx.now),
             };
             tx.remove_expired(lease.as_str());
             hold(tx, lease, holder, epoch, ttl);
-            Ok(Acquire::Won(Epoch(epoch)))
+            Ok(AcquireResult::Won(Epoch(epoch)))
         });
         acquire.await
     }
@@ -53,7 +53,7 @@ impl Leases for Embedded {
         leases: &[Fence],
         ttl: Duration,
     ) -> Result<Vec<Renewal>> {
-        check::renew(leases, ttl)?;
+        validate::renew(leases, ttl)?;
         // A power failure that reverts a renewal also ends the process that made it.
         let renew = self.shared().transact(Durability::Written, |tx| {
             tx.expire_leases();
@@ -72,7 +72,7 @@ impl Leases for Embedded {
     }
 
     async fn release(&self, holder: &HolderName, leases: &[Fence]) -> Result<usize> {
-        check::leases(leases.len())?;
+        validate::leases(leases.len())?;
         let release = self.shared().transact(Durability::Durable, |tx| {
             tx.expire_leases();
             let mut released = 0;
@@ -80,7 +80,7 @@ impl Leases for Embedded {
                 // One by one, so that a lease given twice is released once.
                 if is_held_by(tx, holder, fence) {
                     tx.apply(&RedoRecord::Remove { name: fence.lease.as_str() });
-                    tx.lease_subscribers().publish(&fence.lease, HintKind::Released);
+                    tx.lease_subscribers().publish(&fence.lease, LeaseEventKind::Released);
                     released += 1;
                 }
             }
@@ -90,7 +90,7 @@ impl Leases for Embedded {
     }
 
     async fn leases(&self, leases: &[LeaseName]) -> Result<Vec<Option<LeaseInfo>>> {
-        check::leases(leases.len())?;
+        validate::leases(leases.len())?;
         let read = self.shared().read(|tx| {
             let info = |held: &Lease| LeaseInfo {
                 holder: held.holder.clone(),
@@ -161,7 +161,7 @@ impl LeaseWatch for EmbeddedLeaseWatch {
         &WatchMode::All
     }
 
-    async fn next(&mut self) -> LeaseHint {
+    async fn next(&mut self) -> LeaseEvent {
         let shared = &self.engine.shared;
         loop {
             if let Some(hint) = self.subscriber.take() {

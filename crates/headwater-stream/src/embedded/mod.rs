@@ -54,7 +54,7 @@ use self::log::{CommitLog, LogTail, SyncMode};
 use self::recovery::Recovered;
 use self::state::EmbeddedState;
 use self::writer::Compaction;
-use crate::backend::{Backend, Description};
+use crate::backend::{Backend, BackendDescription};
 use crate::clock::{SteadyClock, Timestamp};
 use crate::connect::Options;
 use crate::error::{Result, StreamError};
@@ -147,7 +147,7 @@ impl Embedded {
 
 #[async_trait]
 impl Backend for Embedded {
-    fn describe(&self) -> Description {
+    fn describe(&self) -> BackendDescription {
         let mut facts = self.facts.clone();
         if let Some(log) = &self.shared().log {
             let counters = [
@@ -160,7 +160,7 @@ impl Backend for Embedded {
                 |count: &std::sync::atomic::AtomicU64| count.load(Ordering::Relaxed).to_string();
             facts.extend(counters.map(|(name, count)| (name, read(count))));
         }
-        Description { kind: "embedded", address: self.address.clone(), version: None, facts }
+        BackendDescription { kind: "embedded", address: self.address.clone(), version: None, facts }
     }
 
     fn cluster_slot(&self, _key: &str) -> Option<u16> {

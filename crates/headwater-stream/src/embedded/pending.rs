@@ -11,10 +11,10 @@ use super::state::group::{GroupState, PendingEntry};
 use super::state::stream::StreamState;
 use super::transaction::{ReadTx, Tx};
 use crate::clock::Timestamp;
-use crate::entry::{Delivery, EntryId};
+use crate::entry::{DeliveredEntry, EntryId};
 use crate::error::{Result, StreamError};
 use crate::name::{ConsumerName, GroupName, StreamName};
-use crate::streams::{Pending, PendingQuery, Reclaim, ReclaimFrom, Reclaimed};
+use crate::streams::{PendingDelivery, PendingDeliveryQuery, ReclaimRequest, ReclaimFrom, ReclaimResult};
 
 pub(super) fn keep_alive(
     tx: &mut Tx<'_>,
@@ -49,19 +49,19 @@ pub(super) fn keep_alive(
     Ok(lost)
 }
 
-pub(super) fn reclaim(tx: &mut Tx<'_>, reclaim: &Reclaim<'_>) -> Result<Reclaimed> {
+pub(super) fn reclaim(tx: &mut Tx<'_>, reclaim: &ReclaimRequest<'_>) -> Result<ReclaimResult> {
     tx.state().stream(reclaim.stream.as_str(), tx.now)?;
     check_fence(tx.state(), reclaim.fence, tx.now)?;
     let (stream, group) = group_of(tx.state(), reclaim.stream, reclaim.group, tx.now)?;
     let (scanned, next) = candidates(group, reclaim);
-    let mut reclaimed = Reclaimed { next, ..Reclaimed::default() };
+    let mut reclaimed = ReclaimResult { next, ..ReclaimResult::default() };
     for id in scanned {
         let Some(delivered) = group.pending.get(id) else { continue };
         if !is_idle(delivered, reclaim.min_idle, tx.now) || !is_from(delivered, reclaim) {
             continue;
         }
         match stream.entries.get(id) {
-            Some(fields) => reclaimed.entries.push(Delivery {
+            Some(fields) => reclaimed.entries.push(DeliveredEntry {
                 id,
                 fields: fields.clone(),
                 deliveries: delivered.deliveries.saturating_add(1),
@@ -86,7 +86,7 @@ pub(super) fn reclaim(tx: &mut Tx<'_>, reclaim: &Reclaim<'_>) -> Result<Reclaime
 }
 
 /// The pending entries to scan, in id order, and the next scan position.
-fn candidates(group: &GroupState, reclaim: &Reclaim<'_>) -> (Vec<EntryId>, Option<EntryId>) {
+fn candidates(group: &GroupState, reclaim: &ReclaimRequest<'_>) -> (Vec<EntryId>, Option<EntryId>) {
     let after = after(reclaim.after);
     // After a full page there may be more; as on Redis, only the next page tells.
     let take = |ids: &mut dyn Iterator<Item = &EntryId>| {
@@ -109,18 +109,18 @@ fn candidates(group: &GroupState, reclaim: &Reclaim<'_>) -> (Vec<EntryId>, Optio
     }
 }
 
-fn is_from(delivered: &PendingEntry, reclaim: &Reclaim<'_>) -> bool {
+fn is_from(delivered: &PendingEntry, reclaim: &ReclaimRequest<'_>) -> bool {
     match reclaim.from {
         ReclaimFrom::Others => delivered.consumer != *reclaim.consumer,
         ReclaimFrom::Anyone | ReclaimFrom::Consumer(_) | ReclaimFrom::Ids(_) => true,
     }
 }
 
-pub(super) fn list(tx: &ReadTx<'_>, query: &PendingQuery<'_>) -> Result<Vec<Pending>> {
+pub(super) fn list(tx: &ReadTx<'_>, query: &PendingDeliveryQuery<'_>) -> Result<Vec<PendingDelivery>> {
     let (_, group) = group_of(tx.state, query.stream, query.group, tx.now)?;
     let pending = |id: &EntryId| {
         let delivered = group.pending.get(*id)?;
-        is_idle(delivered, query.min_idle, tx.now).then(|| Pending {
+        is_idle(delivered, query.min_idle, tx.now).then(|| PendingDelivery {
             id: *id,
             consumer: delivered.consumer.clone(),
             idle: tx.now.since(delivered.at),

@@ -13,11 +13,11 @@ use super::engine::{Engine, EngineShared};
 use super::redo_record::RedoRecord;
 use super::transaction::Tx;
 use super::waiters::BlockedRead;
-use crate::check;
-use crate::entry::{Delivery, Entry, EntryId};
+use crate::validate;
+use crate::entry::{DeliveredEntry, Entry, EntryId};
 use crate::error::{Result, StreamError};
 use crate::name::{ConsumerName, GroupName, StreamName};
-use crate::streams::{Batch, GroupReader, TailReader};
+use crate::streams::{StreamBatch, GroupReader, TailReader};
 
 /// Reads new entries for one consumer of a group.
 pub(super) struct EmbeddedGroupReader {
@@ -32,7 +32,7 @@ pub(super) struct EmbeddedGroupReader {
 /// Deliveries that no read has returned yet.
 #[derive(Default)]
 struct BufferedDeliveries {
-    batches: Vec<Batch<Delivery>>,
+    batches: Vec<StreamBatch<DeliveredEntry>>,
     /// Commit of the deliveries; must be written before they are returned.
     written: u64,
     /// Commit of the newest entry; must be durable before it is returned.
@@ -52,7 +52,7 @@ impl EmbeddedGroupReader {
     }
 
     /// Returns the buffered deliveries once they cannot be lost.
-    async fn return_buffered(&mut self) -> Result<Vec<Batch<Delivery>>> {
+    async fn return_buffered(&mut self) -> Result<Vec<StreamBatch<DeliveredEntry>>> {
         self.engine.shared.wait(self.buffered.written, self.buffered.durable).await?;
         Ok(std::mem::take(&mut self.buffered).batches)
     }
@@ -65,8 +65,8 @@ impl GroupReader for EmbeddedGroupReader {
         streams: &[StreamName],
         count: usize,
         wait: Duration,
-    ) -> Result<Vec<Batch<Delivery>>> {
-        check::read(streams, count, wait)?;
+    ) -> Result<Vec<StreamBatch<DeliveredEntry>>> {
+        validate::read(streams, count, wait)?;
         if !self.buffered.batches.is_empty() {
             return self.return_buffered().await;
         }
@@ -105,7 +105,7 @@ impl GroupReader for EmbeddedGroupReader {
         }
     }
 
-    async fn close(mut self: Box<Self>) -> Result<Vec<Batch<Delivery>>> {
+    async fn close(mut self: Box<Self>) -> Result<Vec<StreamBatch<DeliveredEntry>>> {
         self.return_buffered().await
     }
 }
@@ -150,17 +150,17 @@ fn deliver_new(
         }
         let Some(found) = tx.state().stream(stream, tx.now)? else { continue };
         let Some(known) = found.groups.get(group) else { continue };
-        let entries: Vec<Delivery> = found
+        let entries: Vec<DeliveredEntry> = found
             .entries
             .after(known.last_delivered)
             .take(count)
-            .map(|(id, fields)| Delivery { id: *id, fields: fields.clone(), deliveries: 1 })
+            .map(|(id, fields)| DeliveredEntry { id: *id, fields: fields.clone(), deliveries: 1 })
             .collect();
         match entries.last().map(|entry| entry.id) {
             Some(through) => {
                 buffered.durable = buffered.durable.max(found.commit_of(through));
                 tx.apply(&RedoRecord::Deliver { stream, group, consumer, through, at });
-                buffered.batches.push(Batch { stream: name.clone(), entries });
+                buffered.batches.push(StreamBatch { stream: name.clone(), entries });
             }
             // As on Redis 7.0, a consumer is created with its first entry.
             None => tx.touch(stream, group, consumer),
@@ -189,9 +189,9 @@ impl TailReader for EmbeddedTailReader {
         positions: &[(StreamName, EntryId)],
         count: usize,
         wait: Duration,
-    ) -> Result<Vec<Batch<Entry>>> {
+    ) -> Result<Vec<StreamBatch<Entry>>> {
         let streams: Vec<StreamName> = positions.iter().map(|(name, _)| name.clone()).collect();
-        check::read(&streams, count, wait)?;
+        validate::read(&streams, count, wait)?;
         let shared = Arc::clone(&self.engine.shared);
         let mut time_out = std::pin::pin!(shared.clock.sleep(wait));
         let mut registration = None;
@@ -226,7 +226,7 @@ fn entries_after(
     tx: &Tx<'_>,
     positions: &[(StreamName, EntryId)],
     count: usize,
-) -> Result<(Vec<Batch<Entry>>, u64)> {
+) -> Result<(Vec<StreamBatch<Entry>>, u64)> {
     let (mut batches, mut durable) = (Vec::new(), 0);
     for (name, position) in positions {
         let Some(found) = tx.state().stream(name.as_str(), tx.now)? else { continue };
@@ -235,7 +235,7 @@ fn entries_after(
             after.map(|(id, fields)| Entry { id: *id, fields: fields.clone() }).collect();
         if let Some(newest) = entries.last() {
             durable = durable.max(found.commit_of(newest.id));
-            batches.push(Batch { stream: name.clone(), entries });
+            batches.push(StreamBatch { stream: name.clone(), entries });
         }
     }
     Ok((batches, durable))

@@ -9,7 +9,7 @@ use super::Embedded;
 use super::redo_record::RedoRecord;
 use super::state::registry::{field_bytes, member_bytes};
 use super::transaction::{Durability, Tx};
-use crate::check;
+use crate::validate;
 use crate::error::Result;
 use crate::name::{MapName, SetName};
 use crate::registry::{Registry, RegistryMap};
@@ -22,7 +22,7 @@ impl Registry for Embedded {
         members: &[&str],
         ttl: Option<Duration>,
     ) -> Result<usize> {
-        check::members(members, ttl)?;
+        validate::members(members, ttl)?;
         let add = self.shared().transact(Durability::Durable, |tx| {
             let found = tx.state().set(set.as_str(), tx.now)?;
             if members.is_empty() && found.is_none() {
@@ -44,7 +44,7 @@ impl Registry for Embedded {
     }
 
     async fn set_remove(&self, set: &SetName, members: &[&str]) -> Result<usize> {
-        check::members(members, None)?;
+        validate::members(members, None)?;
         if members.is_empty() {
             return self.shared().ensure_open().map(|()| 0);
         }
@@ -72,7 +72,7 @@ impl Registry for Embedded {
     }
 
     async fn set_contains(&self, set: &SetName, members: &[&str]) -> Result<Vec<bool>> {
-        check::members(members, None)?;
+        validate::members(members, None)?;
         if members.is_empty() {
             return self.shared().ensure_open().map(|()| Vec::new());
         }
@@ -85,7 +85,7 @@ impl Registry for Embedded {
     }
 
     async fn map_create(&self, map: &MapName, fields: &RegistryMap) -> Result<bool> {
-        check::map(fields)?;
+        validate::map(fields)?;
         let create = self.shared().transact(Durability::Durable, |tx| {
             if tx.state().map(map.as_str(), tx.now)?.is_some() {
                 return Ok(false);
@@ -102,7 +102,7 @@ impl Registry for Embedded {
         expect: Option<(&str, &[u8])>,
         fields: &RegistryMap,
     ) -> Result<bool> {
-        check::map(fields)?;
+        validate::map(fields)?;
         let update = self.shared().transact(Durability::Durable, |tx| {
             let Some(found) = tx.state().map(map.as_str(), tx.now)? else {
                 return Ok(false);

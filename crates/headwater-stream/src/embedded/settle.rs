@@ -14,17 +14,17 @@ use super::transaction::Tx;
 use crate::entry::{EntryId, Fields};
 use crate::error::{Result, StreamError};
 use crate::name::StreamName;
-use crate::streams::{Retention, Settle, Settled, Settlement, Then};
+use crate::streams::{Retention, SettleBatch, SettleResult, Settlement, SettleAction};
 
-pub(super) fn settle(tx: &mut Tx<'_>, settle: &Settle<'_>) -> Result<Settled> {
+pub(super) fn settle(tx: &mut Tx<'_>, settle: &SettleBatch<'_>) -> Result<SettleResult> {
     tx.state().stream(settle.stream.as_str(), tx.now)?;
     match check_fence(tx.state(), settle.fence, tx.now) {
         Err(StreamError::Fenced { .. }) if is_repeated_delete(tx, settle)? => {
-            return Ok(Settled { applied: 0, stale: settle.entries.len() });
+            return Ok(SettleResult { applied: 0, stale: settle.entries.len() });
         }
         checked => checked?,
     }
-    if settle.entries.iter().all(|settlement| matches!(settlement.then, Then::Done)) {
+    if settle.entries.iter().all(|settlement| matches!(settlement.action, SettleAction::Ack)) {
         return acknowledge_all(tx, settle);
     }
     check_types(tx, settle)?;
@@ -32,7 +32,7 @@ pub(super) fn settle(tx: &mut Tx<'_>, settle: &Settle<'_>) -> Result<Settled> {
     plan.check_new_names()?;
     tx.ensure_capacity(plan.bytes_more())?;
     let (stream, group) = (settle.stream.as_str(), settle.group.as_str());
-    let settled = Settled { applied: plan.applied, stale: settle.entries.len() - plan.applied };
+    let settled = SettleResult { applied: plan.applied, stale: settle.entries.len() - plan.applied };
     tx.touch(stream, group, settle.consumer.as_str());
     if !plan.released.is_empty() {
         let (ids, at) = (Cow::Owned(plan.released), tx.now);
@@ -53,14 +53,14 @@ pub(super) fn settle(tx: &mut Tx<'_>, settle: &Settle<'_>) -> Result<Settled> {
 
 /// Whether an owner with an expired lease retries a completed delete: the lease has had no other holder
 /// since, and all entries to delete are gone.
-fn is_repeated_delete(tx: &Tx<'_>, settle: &Settle<'_>) -> Result<bool> {
+fn is_repeated_delete(tx: &Tx<'_>, settle: &SettleBatch<'_>) -> Result<bool> {
     let Some(fence) = settle.fence else { return Ok(false) };
     let state = tx.state();
     let is_free = state.lease(fence.lease.as_str(), tx.now)?.is_none();
     let is_last = state.epochs.get(fence.lease.as_str()) == Some(fence.epoch.0);
     let Some((stream, group)) = group_of(tx, settle)? else { return Ok(false) };
     let is_gone = |settlement: &Settlement| {
-        matches!(settlement.then, Then::Delete)
+        matches!(settlement.action, SettleAction::Delete)
             && stream.entries.get(settlement.id).is_none()
             && !group.pending.contains(settlement.id)
     };
@@ -69,7 +69,7 @@ fn is_repeated_delete(tx: &Tx<'_>, settle: &Settle<'_>) -> Result<bool> {
 }
 
 /// Fast path for plain acknowledgements: the record itself ignores entries that are not pending.
-fn acknowledge_all(tx: &mut Tx<'_>, settle: &Settle<'_>) -> Result<Settled> {
+fn acknowledge_all(tx: &mut Tx<'_>, settle: &SettleBatch<'_>) -> Result<SettleResult> {
     let pending = |tx: &Tx<'_>| -> Result<usize> {
         Ok(group_of(tx, settle)?.map_or(0, |(_, group)| group.pending.len()))
     };
@@ -86,26 +86,26 @@ fn acknowledge_all(tx: &mut Tx<'_>, settle: &Settle<'_>) -> Result<Settled> {
         tx.apply(&RedoRecord::Acknowledge { stream, group, ids: Cow::Owned(ids) });
     }
     let applied = before - pending(tx)?;
-    Ok(Settled { applied, stale: settle.entries.len() - applied })
+    Ok(SettleResult { applied, stale: settle.entries.len() - applied })
 }
 
 fn group_of<'a>(
     tx: &'a Tx<'_>,
-    settle: &Settle<'_>,
+    settle: &SettleBatch<'_>,
 ) -> Result<Option<(&'a StreamState, &'a GroupState)>> {
     let stream = tx.state().stream(settle.stream.as_str(), tx.now)?;
     Ok(stream.and_then(|stream| Some((stream, stream.groups.get(settle.group.as_str())?))))
 }
 
-fn follow_up(tx: &mut Tx<'_>, then: &Then) -> Result<()> {
+fn follow_up(tx: &mut Tx<'_>, then: &SettleAction) -> Result<()> {
     match then {
-        Then::Append { to, fields } => {
+        SettleAction::Append { to, fields } => {
             append_one(tx, to, fields)?;
         }
-        Then::PutAside { delays, to, due, fields } => {
+        SettleAction::Reschedule { delays, to, due, fields } => {
             super::delays::schedule(tx, delays, to, *due, fields);
         }
-        Then::Done | Then::Delete | Then::Release => {}
+        SettleAction::Ack | SettleAction::Delete | SettleAction::Release => {}
     }
     Ok(())
 }
@@ -116,16 +116,16 @@ fn append_one(tx: &mut Tx<'_>, to: &StreamName, fields: &Fields) -> Result<()> {
 }
 
 /// Fails if a follow-up, whether it will be applied or not, targets a name of another type.
-fn check_types(tx: &Tx<'_>, settle: &Settle<'_>) -> Result<()> {
+fn check_types(tx: &Tx<'_>, settle: &SettleBatch<'_>) -> Result<()> {
     for settlement in settle.entries {
-        match &settlement.then {
-            Then::Append { to, .. } => {
+        match &settlement.action {
+            SettleAction::Append { to, .. } => {
                 tx.state().stream(to.as_str(), tx.now)?;
             }
-            Then::PutAside { delays, .. } => {
+            SettleAction::Reschedule { delays, .. } => {
                 tx.state().delays(delays.as_str(), tx.now)?;
             }
-            Then::Done | Then::Delete | Then::Release => {}
+            SettleAction::Ack | SettleAction::Delete | SettleAction::Release => {}
         }
     }
     Ok(())
@@ -138,20 +138,20 @@ struct SettlePlan<'a> {
     acknowledged: Vec<EntryId>,
     deleted: Vec<EntryId>,
     released: Vec<EntryId>,
-    follow_ups: Vec<&'a Then>,
+    follow_ups: Vec<&'a SettleAction>,
     bytes_added: u64,
     bytes_freed: u64,
 }
 
 impl<'a> SettlePlan<'a> {
-    fn new(tx: &Tx<'_>, settle: &Settle<'a>) -> Result<Self> {
+    fn new(tx: &Tx<'_>, settle: &SettleBatch<'a>) -> Result<Self> {
         let mut plan = Self::default();
         let Some((stream, group)) = group_of(tx, settle)? else { return Ok(plan) };
         let mut settled_ids = SettledIds::new(settle);
-        let rank = |settlement: &Settlement| match settlement.then {
-            Then::Append { .. } | Then::PutAside { .. } | Then::Release => 0,
-            Then::Done => 1,
-            Then::Delete => 2,
+        let rank = |settlement: &Settlement| match settlement.action {
+            SettleAction::Append { .. } | SettleAction::Reschedule { .. } | SettleAction::Release => 0,
+            SettleAction::Ack => 1,
+            SettleAction::Delete => 2,
         };
         // If an entry has two settlements, the first by rank applies: one with a follow-up or release, then done,
         // then delete.
@@ -171,26 +171,26 @@ impl<'a> SettlePlan<'a> {
     }
 
     fn add(&mut self, stream: &StreamState, settlement: &'a Settlement) {
-        let Settlement { id, then } = settlement;
+        let Settlement { id, action: then } = settlement;
         let fields = stream.entries.get(*id);
         self.applied += 1;
-        if matches!(then, Then::Release) && fields.is_some() {
+        if matches!(then, SettleAction::Release) && fields.is_some() {
             self.released.push(*id);
             return;
         }
         // A deleted entry cannot be released; as on Redis, it stops being pending.
         self.acknowledged.push(*id);
         match then {
-            Then::Done | Then::Release => {}
-            Then::Delete => {
+            SettleAction::Ack | SettleAction::Release => {}
+            SettleAction::Delete => {
                 self.deleted.extend(fields.map(|_| *id));
                 self.bytes_freed += fields.map_or(0, footprint);
             }
-            Then::Append { fields, .. } => {
+            SettleAction::Append { fields, .. } => {
                 self.follow_ups.push(then);
                 self.bytes_added += footprint(fields);
             }
-            Then::PutAside { fields, .. } => {
+            SettleAction::Reschedule { fields, .. } => {
                 self.follow_ups.push(then);
                 self.bytes_added += delayed_footprint(fields);
             }
@@ -202,9 +202,9 @@ impl<'a> SettlePlan<'a> {
         let mut is_stream = HashMap::new();
         for then in &self.follow_ups {
             let (name, wants_stream) = match then {
-                Then::Append { to, .. } => (to.as_str(), true),
-                Then::PutAside { delays, .. } => (delays.as_str(), false),
-                Then::Done | Then::Delete | Then::Release => continue,
+                SettleAction::Append { to, .. } => (to.as_str(), true),
+                SettleAction::Reschedule { delays, .. } => (delays.as_str(), false),
+                SettleAction::Ack | SettleAction::Delete | SettleAction::Release => continue,
             };
             if *is_stream.entry(name).or_insert(wants_stream) != wants_stream {
                 return Err(StreamError::WrongType { name: name.to_owned() });
@@ -226,7 +226,7 @@ struct SettledIds {
 }
 
 impl SettledIds {
-    fn new(settle: &Settle<'_>) -> Self {
+    fn new(settle: &SettleBatch<'_>) -> Self {
         let is_ascending = settle.entries.is_sorted_by(|one, next| one.id < next.id);
         Self { ids: (!is_ascending).then(HashSet::new) }
     }

@@ -10,15 +10,15 @@ use super::redo_record::RedoRecord;
 use super::state::group::GroupState;
 use super::transaction::{Durability, ReadTx};
 use super::{Embedded, append, pending, reader, settle};
-use crate::check;
+use crate::validate;
 use crate::clock::Timestamp;
 use crate::entry::{Entry, EntryId, Fields};
 use crate::error::Result;
 use crate::name::{ConsumerName, GroupName, StreamName};
 use crate::streams::{
-    Appended, ConsumerStats, Direction, GroupReader, GroupStart, GroupStats, Once, Pending,
-    PendingQuery, Range, Reclaim, Reclaimed, Retention, Settle, Settled, Silenced, StreamStats,
-    Streams, TailReader, TrimGuard, Trimmed,
+    AppendedEntry, ConsumerStats, Direction, GroupReader, GroupStart, GroupStats, IdempotentEntry, PendingDelivery,
+    PendingDeliveryQuery, Range, ReclaimRequest, ReclaimResult, Retention, SettleBatch, SettleResult, DisconnectOutcome, StreamStats,
+    Streams, TailReader, TrimGuard, TrimResult,
 };
 
 #[async_trait]
@@ -29,7 +29,7 @@ impl Streams for Embedded {
         entries: &[Fields],
         retention: &Retention,
     ) -> Result<Vec<EntryId>> {
-        check::append(&entries, retention)?;
+        validate::append(&entries, retention)?;
         if entries.is_empty() {
             self.shared().ensure_open()?;
             return Ok(Vec::new());
@@ -43,11 +43,11 @@ impl Streams for Embedded {
     async fn append_once(
         &self,
         stream: &StreamName,
-        entries: &[Once],
+        entries: &[IdempotentEntry],
         keep: Duration,
         retention: &Retention,
-    ) -> Result<Vec<Appended>> {
-        check::append_once(entries, keep, retention)?;
+    ) -> Result<Vec<AppendedEntry>> {
+        validate::append_once(entries, keep, retention)?;
         if entries.is_empty() {
             return self.shared().ensure_open().map(|()| Vec::new());
         }
@@ -58,7 +58,7 @@ impl Streams for Embedded {
     }
 
     async fn appended(&self, stream: &StreamName, ids: &[&str]) -> Result<Vec<Option<EntryId>>> {
-        check::known_ids(ids)?;
+        validate::idempotency_ids(ids)?;
         self.shared().read(|tx| append::appended(tx, stream, ids)).await
     }
 
@@ -126,16 +126,16 @@ impl Streams for Embedded {
     }
 
     /// Only a blocked read can be in flight: any other read is one step under the lock.
-    async fn silence(
+    async fn disconnect_reader(
         &self,
         _stream: &StreamName,
         group: &GroupName,
         consumer: &ConsumerName,
-    ) -> Result<Silenced> {
+    ) -> Result<DisconnectOutcome> {
         let ended = self
             .shared()
             .transact_without_wait(|tx| Ok(tx.blocked_reads().cancel(group, consumer)))?;
-        Ok(Silenced::Yes { ended })
+        Ok(DisconnectOutcome::Disconnected { readers: ended })
     }
 
     async fn tail(&self) -> Result<Box<dyn TailReader>> {
@@ -143,11 +143,11 @@ impl Streams for Embedded {
         Ok(Box::new(reader::EmbeddedTailReader::new(Arc::clone(&self.engine))))
     }
 
-    async fn settle(&self, settle: Settle<'_>) -> Result<Settled> {
-        check::settle(&settle)?;
+    async fn settle(&self, settle: SettleBatch<'_>) -> Result<SettleResult> {
+        validate::settle(&settle)?;
         if settle.entries.is_empty() && settle.fence.is_none() {
             self.shared().ensure_open()?;
-            return Ok(Settled::default());
+            return Ok(SettleResult::default());
         }
         self.shared().transact(Durability::Durable, |tx| settle::settle(tx, &settle)).await
     }
@@ -159,25 +159,25 @@ impl Streams for Embedded {
         consumer: &ConsumerName,
         ids: &[EntryId],
     ) -> Result<Vec<EntryId>> {
-        check::ids(ids)?;
+        validate::ids(ids)?;
         let keep = self.shared().transact(Durability::Written, |tx| {
             pending::keep_alive(tx, stream, group, consumer, ids)
         });
         keep.await
     }
 
-    async fn reclaim(&self, reclaim: Reclaim<'_>) -> Result<Reclaimed> {
-        check::reclaim(&reclaim)?;
+    async fn reclaim(&self, reclaim: ReclaimRequest<'_>) -> Result<ReclaimResult> {
+        validate::reclaim(&reclaim)?;
         self.shared().transact(Durability::Written, |tx| pending::reclaim(tx, &reclaim)).await
     }
 
-    async fn pending(&self, query: PendingQuery<'_>) -> Result<Vec<Pending>> {
-        check::count(query.count)?;
+    async fn pending(&self, query: PendingDeliveryQuery<'_>) -> Result<Vec<PendingDelivery>> {
+        validate::count(query.count)?;
         self.shared().read(|tx| pending::list(tx, &query)).await
     }
 
     async fn range(&self, stream: &StreamName, range: Range) -> Result<Vec<Entry>> {
-        check::count(range.count)?;
+        validate::count(range.count)?;
         self.shared().read(|tx| entries_of(tx, stream, range)).await
     }
 
@@ -186,8 +186,8 @@ impl Streams for Embedded {
         stream: &StreamName,
         retention: &Retention,
         guard: TrimGuard,
-    ) -> Result<Trimmed> {
-        check::retention(retention)?;
+    ) -> Result<TrimResult> {
+        validate::retention(retention)?;
         let trim = self
             .shared()
             .transact(Durability::Durable, |tx| append::trim(tx, stream, retention, guard));
@@ -195,7 +195,7 @@ impl Streams for Embedded {
     }
 
     async fn delete_entries(&self, stream: &StreamName, ids: &[EntryId]) -> Result<usize> {
-        check::ids(ids)?;
+        validate::ids(ids)?;
         if ids.is_empty() {
             return self.shared().ensure_open().map(|()| 0);
         }

@@ -16,7 +16,7 @@ use super::waiters::{BlockedReads, LeaseSubscribers, NameWaiters};
 use crate::clock::Timestamp;
 use crate::entry::EntryId;
 use crate::error::{Result, StreamError};
-use crate::leases::HintKind;
+use crate::leases::LeaseEventKind;
 
 /// What a write waits for before it returns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -134,7 +134,7 @@ impl<'a> Tx<'a> {
     pub(super) fn expire_leases(&mut self) {
         while let Some(lease) = self.inner.state.next_expired_lease(self.now) {
             self.apply(&RedoRecord::Remove { name: lease.as_str() });
-            self.inner.lease_subscribers.publish(&lease, HintKind::Expired);
+            self.inner.lease_subscribers.publish(&lease, LeaseEventKind::Expired);
         }
     }
 

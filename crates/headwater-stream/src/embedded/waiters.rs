@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use tokio::sync::Notify;
 
-use crate::leases::{HintKind, LeaseHint};
+use crate::leases::{LeaseEventKind, LeaseEvent};
 use crate::name::{ConsumerName, GroupName, LeaseName};
 
 /// Tasks to notify when something changes under a name.
@@ -113,7 +113,7 @@ pub(super) struct LeaseSubscribers {
 #[derive(Debug)]
 pub(super) struct LeaseSubscriber {
     prefix: String,
-    hints: Mutex<VecDeque<LeaseHint>>,
+    hints: Mutex<VecDeque<LeaseEvent>>,
     pub(super) notified: Notify,
 }
 
@@ -129,7 +129,7 @@ impl LeaseSubscribers {
         subscriber
     }
 
-    pub(super) fn publish(&self, lease: &LeaseName, kind: HintKind) {
+    pub(super) fn publish(&self, lease: &LeaseName, kind: LeaseEventKind) {
         for subscriber in self.all.iter().filter_map(Weak::upgrade) {
             if lease.as_str().starts_with(&subscriber.prefix) {
                 subscriber.publish(lease, kind);
@@ -147,22 +147,22 @@ impl LeaseSubscribers {
 }
 
 impl LeaseSubscriber {
-    fn publish(&self, lease: &LeaseName, kind: HintKind) {
+    fn publish(&self, lease: &LeaseName, kind: LeaseEventKind) {
         let mut hints = self.lock();
         if hints.len() >= HINTS_MAX {
             hints.clear();
-            hints.push_back(LeaseHint { lease: None, kind: HintKind::Missed });
+            hints.push_back(LeaseEvent { lease: None, kind: LeaseEventKind::Lagged });
         }
-        hints.push_back(LeaseHint { lease: Some(lease.clone()), kind });
+        hints.push_back(LeaseEvent { lease: Some(lease.clone()), kind });
         drop(hints);
         self.notified.notify_one();
     }
 
-    pub(super) fn take(&self) -> Option<LeaseHint> {
+    pub(super) fn take(&self) -> Option<LeaseEvent> {
         self.lock().pop_front()
     }
 
-    fn lock(&self) -> MutexGuard<'_, VecDeque<LeaseHint>> {
+    fn lock(&self) -> MutexGuard<'_, VecDeque<LeaseEvent>> {
         self.hints.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use headwater_stream::{
-    DelayId, Direction, Entry, EntryId, Fence, Fields, GroupStart, LeaseName, Once, PendingQuery,
-    ReclaimFrom, Retention, Settlement, StreamName, Then, TrimGuard,
+    DelayId, Direction, Entry, EntryId, Fence, Fields, GroupStart, LeaseName, IdempotentEntry, PendingDeliveryQuery,
+    ReclaimFrom, Retention, Settlement, StreamName, SettleAction, TrimGuard,
 };
 
 use crate::observed_backend::*;
@@ -36,8 +36,8 @@ impl ObservedBackend<'_> {
                 errors(answer, |ids| format!("{} ids", ids.len()))
             }
             AppendOnce { stream, ids } => {
-                let once = |id: &u8| Once { id: format!("once{id}"), fields: self.next_fields() };
-                let entries: Vec<Once> = ids.iter().map(once).collect();
+                let once = |id: &u8| IdempotentEntry { id: format!("once{id}"), fields: self.next_fields() };
+                let entries: Vec<IdempotentEntry> = ids.iter().map(once).collect();
                 let name = self.stream(*stream);
                 let keep = &Retention::KEEP_ALL;
                 let answer = backend.append_once(&name, &entries, HOUR, keep).await;
@@ -46,7 +46,7 @@ impl ObservedBackend<'_> {
                     self.entries.entry(*stream).or_default().extend(new);
                 }
                 errors(answer, |appended| {
-                    let show = |one: &headwater_stream::Appended| {
+                    let show = |one: &headwater_stream::AppendedEntry| {
                         format!("{} {}", self.show_id(*stream, one.id), one.duplicate)
                     };
                     appended.iter().map(show).collect::<Vec<_>>().join(", ")
@@ -99,7 +99,7 @@ impl ObservedBackend<'_> {
             Reclaim { .. } => self.reclaim(operation).await,
             Pending { stream, group: g, consumer: c, long_idle, after, count } => {
                 let c = c.map(consumer);
-                let query = PendingQuery {
+                let query = PendingDeliveryQuery {
                     stream: &self.stream(*stream),
                     group: &group(*g),
                     consumer: c.as_ref(),
@@ -108,7 +108,7 @@ impl ObservedBackend<'_> {
                     count: usize::from(*count),
                 };
                 errors(backend.pending(query).await, |all| {
-                    let show = |p: &headwater_stream::Pending| {
+                    let show = |p: &headwater_stream::PendingDelivery| {
                         format!("{} {} {}", self.show_id(*stream, p.id), p.consumer, p.deliveries)
                     };
                     all.iter().map(show).collect::<Vec<_>>().join(", ")
@@ -151,14 +151,14 @@ impl ObservedBackend<'_> {
                 errors(answer, |names| format!("{names:?}"))
             }
             PutAside { delays, items } => {
-                let items: Vec<headwater_stream::PutAside> = (items.iter())
-                    .map(|(to, when)| headwater_stream::PutAside {
+                let items: Vec<headwater_stream::ScheduleRequest> = (items.iter())
+                    .map(|(to, when)| headwater_stream::ScheduleRequest {
                         to: self.stream(*to),
                         due: Self::due(*when),
                         fields: self.next_fields(),
                     })
                     .collect();
-                let answer = backend.put_aside(&self.delays(*delays), &items).await;
+                let answer = backend.schedule(&self.delays(*delays), &items).await;
                 if let Ok(ids) = &answer {
                     self.delayed.entry(*delays).or_default().extend(ids);
                 }
@@ -169,10 +169,10 @@ impl ObservedBackend<'_> {
                 errors(backend.cancel(&self.delays(*delays), id).await, |was| format!("was={was}"))
             }
             TakeDue { delays, count } => {
-                let answer = backend.take_due(&self.delays(*delays), usize::from(*count)).await;
+                let answer = backend.promote_due(&self.delays(*delays), usize::from(*count)).await;
                 self.discover().await;
                 errors(answer, |returned| {
-                    let show = |r: &headwater_stream::Returned| {
+                    let show = |r: &headwater_stream::PromotedEntry| {
                         let stream = (0..=STREAMS).find(|number| self.stream(*number) == r.stream);
                         let stream = stream.expect("only to streams of this sequence");
                         let delay = place(self.delayed.get(delays), &r.delay);
@@ -182,7 +182,7 @@ impl ObservedBackend<'_> {
                 })
             }
             WaitDue { delays } => {
-                let answer = backend.wait_due(&self.delays(*delays), Duration::ZERO).await;
+                let answer = backend.wait_until_due(&self.delays(*delays), Duration::ZERO).await;
                 errors(answer, |due| format!("due={due}"))
             }
             DelayStats { delays } => {
@@ -198,17 +198,17 @@ impl ObservedBackend<'_> {
                 self.list_delayed(*delays, usize::from(*offset), usize::from(*count)).await
             }
             DeleteDelays { delays } => {
-                errors(backend.delete_delays(&self.delays(*delays)).await, |was| {
+                errors(backend.delete_delay_set(&self.delays(*delays)).await, |was| {
                     format!("was={was}")
                 })
             }
             Acquire { lease, holder: h } => {
                 let answer = backend.acquire(&self.lease(*lease), &holder(*h), HOUR).await;
                 errors(answer, |acquired| match acquired {
-                    headwater_stream::Acquire::Won(epoch) => {
+                    headwater_stream::AcquireResult::Won(epoch) => {
                         format!("won {}", self.show_epoch(*lease, epoch))
                     }
-                    headwater_stream::Acquire::Held { by, .. } => format!("held by {by}"),
+                    headwater_stream::AcquireResult::Held { by, .. } => format!("held by {by}"),
                 })
             }
             Renew { holder: h, leases } => {
@@ -342,24 +342,24 @@ impl ObservedBackend<'_> {
         let settlements: Vec<Settlement> = (entries.iter())
             .map(|(which, end)| {
                 let then = match end {
-                    End::Done => Then::Done,
-                    End::Delete => Then::Delete,
-                    End::Release => Then::Release,
+                    End::Done => SettleAction::Ack,
+                    End::Delete => SettleAction::Delete,
+                    End::Release => SettleAction::Release,
                     End::Append(to) => {
-                        Then::Append { to: self.stream(*to), fields: self.next_fields() }
+                        SettleAction::Append { to: self.stream(*to), fields: self.next_fields() }
                     }
-                    End::PutAside(delays, to, when) => Then::PutAside {
+                    End::PutAside(delays, to, when) => SettleAction::Reschedule {
                         delays: self.delays(*delays),
                         to: self.stream(*to),
                         due: Self::due(*when),
                         fields: self.next_fields(),
                     },
                 };
-                Settlement { id: self.id(stream, *which), then }
+                Settlement { id: self.id(stream, *which), action: then }
             })
             .collect();
         let fence = guard.map(|guard| self.fence(guard));
-        let settle = headwater_stream::Settle {
+        let settle = headwater_stream::SettleBatch {
             stream: &self.stream(stream),
             group: &group(g),
             consumer: &consumer(c),
@@ -399,7 +399,7 @@ impl ObservedBackend<'_> {
                 ReclaimFrom::Ids(&ids)
             }
         };
-        let reclaim = headwater_stream::Reclaim {
+        let reclaim = headwater_stream::ReclaimRequest {
             stream: &self.stream(*stream),
             group: &group(*g),
             consumer: &consumer(*c),
@@ -413,7 +413,7 @@ impl ObservedBackend<'_> {
         errors(answer, |mut found| {
             // The order of deleted ids is unspecified.
             found.deleted.sort();
-            let show = |entry: &headwater_stream::Delivery| {
+            let show = |entry: &headwater_stream::DeliveredEntry| {
                 let id = self.show_id(*stream, entry.id);
                 format!("{id} {:?} x{}", entry.fields, entry.deliveries)
             };
@@ -450,7 +450,7 @@ impl ObservedBackend<'_> {
 
     async fn list_delayed(&self, delays: u8, offset: usize, count: usize) -> String {
         errors(self.backend().delayed(&self.delays(delays), offset, count).await, |all| {
-            let show = |d: &headwater_stream::Delayed| {
+            let show = |d: &headwater_stream::DelayedEntry| {
                 let id = place(self.delayed.get(&delays), &d.id);
                 let to = d.to.as_str().rsplit(':').next().unwrap_or_default().to_owned();
                 format!("{id} to {to} {} {:?}", Self::show_due(d.due_at), d.fields)

@@ -9,7 +9,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use headwater_stream::clock::Timestamp;
 use headwater_stream::{
-    Backend, ConsumerName, DedupScope, DelayId, DelayName, Due, Entry, EntryId, Epoch, Fence,
+    Backend, ConsumerName, DedupScope, DelayId, DelayName, DueTime, Entry, EntryId, Epoch, Fence,
     Fields, GroupName, GroupReader, HolderName, LeaseName, MapName, Range, RegistryMap, Result,
     SetName, StreamName, TailReader,
 };
@@ -201,12 +201,12 @@ impl<'a> ObservedBackend<'a> {
         format!("{} grows={grows}", place(Some(known), &epoch))
     }
 
-    pub(crate) fn due(when: When) -> Due {
+    pub(crate) fn due(when: When) -> DueTime {
         match when {
-            When::Past(ms) => Due::At(Timestamp::from_millis(PAST_MS + u64::from(ms))),
-            When::AtOnce => Due::After(Duration::ZERO),
-            When::InAnHour => Due::After(HOUR),
-            When::FarFuture(ms) => Due::At(Timestamp::from_millis(FUTURE_MS + u64::from(ms))),
+            When::Past(ms) => DueTime::At(Timestamp::from_millis(PAST_MS + u64::from(ms))),
+            When::AtOnce => DueTime::After(Duration::ZERO),
+            When::InAnHour => DueTime::After(HOUR),
+            When::FarFuture(ms) => DueTime::At(Timestamp::from_millis(FUTURE_MS + u64::from(ms))),
         }
     }
 

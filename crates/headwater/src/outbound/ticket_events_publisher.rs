@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use headwater_issue::{DeliverError, OutboxRow};
-use headwater_stream::{Backend, Fields, Once, Retention, StreamName};
+use headwater_stream::{Backend, Fields, IdempotentEntry, Retention, StreamName};
 
 use crate::limits::{APPENDED_KEPT, TICKET_EVENTS_KEPT};
 use crate::tickets::{TICKET_EVENTS, TicketEvent};
@@ -55,7 +55,7 @@ impl TicketEventsPublisher {
                 "stream backend was unavailable a moment ago; backing off".into(),
             ));
         }
-        let once = Once { id: row.idempotency_key.clone(), fields };
+        let once = IdempotentEntry { id: row.idempotency_key.clone(), fields };
         let retention = Retention::max_len(TICKET_EVENTS_KEPT);
         let appended = self.streams.append_once(&stream, &[once], APPENDED_KEPT, &retention).await;
         match appended {

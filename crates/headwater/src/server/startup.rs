@@ -30,7 +30,7 @@ const SLOW_ATTEMPT: Duration = Duration::from_secs(1);
 
 /// Checks the URLs of the stream backend and the database without connecting.
 pub(crate) fn check(settings: &Settings) -> Result<(), CliError> {
-    if let Err(error) = headwater_stream::check_url(settings.stream_url.expose_secret()) {
+    if let Err(error) = headwater_stream::validate_url(settings.stream_url.expose_secret()) {
         let problem = match &error {
             StreamError::Invalid { problem, .. } => problem.clone(),
             other => other.to_string(),

@@ -19,7 +19,7 @@ pub(super) struct RetryingReader {
     inner: Box<dyn GroupReader>,
     seen: SeenEntries,
     /// The search for undelivered entries; it survives a dropped read.
-    search: Option<JoinHandle<Result<Vec<Batch<Delivery>>>>>,
+    search: Option<JoinHandle<Result<Vec<StreamBatch<DeliveredEntry>>>>>,
     last_failure: Option<Instant>,
 }
 
@@ -63,7 +63,7 @@ impl RetryingReader {
     }
 
     /// Entries pending for this consumer that were never returned. Cancel-safe.
-    async fn find_missed(&mut self, count: usize) -> Result<Vec<Batch<Delivery>>> {
+    async fn find_missed(&mut self, count: usize) -> Result<Vec<StreamBatch<DeliveredEntry>>> {
         let search = self.search.get_or_insert_with(|| {
             let seen = self.seen.clone();
             tokio::spawn(async move { seen.missed(count).await })
@@ -75,10 +75,10 @@ impl RetryingReader {
 }
 
 impl SeenEntries {
-    async fn missed(&self, count: usize) -> Result<Vec<Batch<Delivery>>> {
+    async fn missed(&self, count: usize) -> Result<Vec<StreamBatch<DeliveredEntry>>> {
         let mut batches = Vec::new();
         for stream in &self.streams {
-            let query = PendingQuery {
+            let query = PendingDeliveryQuery {
                 stream,
                 group: &self.group,
                 consumer: Some(&self.consumer),
@@ -91,28 +91,28 @@ impl SeenEntries {
                 answer => answer?,
             };
             let mut entries = Vec::new();
-            for Pending { id, deliveries, .. } in pending {
+            for PendingDelivery { id, deliveries, .. } in pending {
                 if entries.len() < count && !self.ids.contains(&(stream.clone(), id)) {
                     let range = Range { from: id, to: id, ..Range::first(1) };
                     let found = self.backend.range(stream, range).await?.into_iter();
-                    entries.extend(found.map(|e| Delivery { id, fields: e.fields, deliveries }));
+                    entries.extend(found.map(|e| DeliveredEntry { id, fields: e.fields, deliveries }));
                 }
             }
             if !entries.is_empty() {
-                batches.push(Batch { stream: stream.clone(), entries });
+                batches.push(StreamBatch { stream: stream.clone(), entries });
             }
         }
         Ok(batches)
     }
 
     /// Filters entries returned before: a dropped read may return what the list of pending entries already did.
-    fn show(&mut self, batches: Vec<Batch<Delivery>>) -> Vec<Batch<Delivery>> {
+    fn show(&mut self, batches: Vec<StreamBatch<DeliveredEntry>>) -> Vec<StreamBatch<DeliveredEntry>> {
         let mut fresh = Vec::new();
-        for Batch { stream, mut entries } in batches {
+        for StreamBatch { stream, mut entries } in batches {
             // Without a failure, a repeated entry was redelivered.
             entries.retain(|entry| self.ids.insert((stream.clone(), entry.id)) || !self.has_failed);
             if !entries.is_empty() {
-                fresh.push(Batch { stream, entries });
+                fresh.push(StreamBatch { stream, entries });
             }
         }
         fresh
@@ -126,7 +126,7 @@ impl GroupReader for RetryingReader {
         streams: &[StreamName],
         count: usize,
         wait: Duration,
-    ) -> Result<Vec<Batch<Delivery>>> {
+    ) -> Result<Vec<StreamBatch<DeliveredEntry>>> {
         let started = Instant::now();
         self.seen.streams = streams.to_vec();
         (self.seen.backend.before)();
@@ -159,7 +159,7 @@ impl GroupReader for RetryingReader {
         }
     }
 
-    async fn close(mut self: Box<Self>) -> Result<Vec<Batch<Delivery>>> {
+    async fn close(mut self: Box<Self>) -> Result<Vec<StreamBatch<DeliveredEntry>>> {
         let mut left = match self.search.take() {
             Some(search) => search.await.expect("a search does not panic")?,
             None => Vec::new(),
@@ -200,7 +200,7 @@ impl TailReader for RetryingTail {
         positions: &[(StreamName, EntryId)],
         count: usize,
         wait: Duration,
-    ) -> Result<Vec<Batch<Entry>>> {
+    ) -> Result<Vec<StreamBatch<Entry>>> {
         let started = Instant::now();
         (self.backend.before)();
         loop {

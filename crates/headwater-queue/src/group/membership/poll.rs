@@ -292,7 +292,7 @@ impl MembershipLoop {
                 self.failed_acquires = 0;
                 let is_wanted = subscription.state == SubscriptionState::Member
                     && is_current
-                    && lease.is_trusted();
+                    && lease.is_valid();
                 if !is_wanted {
                     // Leaving, or the topic changed, or the lease is too old. The listener does not know it yet.
                     return self.release(session, id, partition);

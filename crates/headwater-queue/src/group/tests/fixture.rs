@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use headwater_stream::{
-    Backend, ConsumerName, GroupName, HeldLease, KeeperConfig, LeaseInfo, Options, connect,
+    Backend, ConsumerName, GroupName, HeldLease, LeaseRenewerConfig, LeaseInfo, Options, connect,
 };
 use headwater_testkit::{Cluster, Redis, unique};
 use tokio::sync::Notify;
@@ -56,10 +56,10 @@ macro_rules! on_every_backend {
 /// Fast enough for a test, slow enough for a busy machine.
 pub(super) fn fast_config() -> QueueConfig {
     QueueConfig {
-        lease: KeeperConfig {
+        lease: LeaseRenewerConfig {
             ttl: Duration::from_secs(3),
             renew_every: Duration::from_millis(500),
-            margin: Duration::from_millis(500),
+            safety_margin: Duration::from_millis(500),
         },
         rebalance_every: Duration::from_secs(1),
         ..Default::default()
@@ -357,7 +357,7 @@ impl RebalanceListener for RecordingListener {
     fn on_assigned(&self, owned: AssignedPartition) {
         let partition = owned.partition;
         self.record(Callback::Assigned(partition));
-        assert!(owned.lease.is_trusted());
+        assert!(owned.lease.is_valid());
         let key = (owned.topic.name.to_string(), partition);
         let other = self.owners.lock().unwrap().insert(key, self.serial);
         assert_eq!(other, None, "partition {partition} has two owners");

@@ -122,7 +122,7 @@ async fn role_epoch_logger() {
     println!("READY");
     loop {
         let owned: Vec<_> = member.listener.lock().owned.values().cloned().collect();
-        let lines = owned.iter().filter(|owned| owned.lease.is_trusted()).map(|owned| {
+        let lines = owned.iter().filter(|owned| owned.lease.is_valid()).map(|owned| {
             let epoch = owned.lease.fence().epoch.to_string();
             Fields::new([("partition", owned.partition.to_string()), ("epoch", epoch)])
         });

@@ -7,7 +7,7 @@ use crate::clock::Timestamp;
 use crate::embedded::codec::RecordError;
 use crate::entry::EntryId;
 use crate::name::{ConsumerName, GroupName};
-use crate::streams::Then;
+use crate::streams::SettleAction;
 
 #[derive(Clone, Debug)]
 pub(in crate::embedded) struct GroupState {
@@ -31,7 +31,7 @@ pub(in crate::embedded) struct PendingEntry {
 impl PendingEntry {
     /// Whether it was released: any consumer may then claim it, whatever minimum idle time the claim has.
     pub(in crate::embedded) fn is_released(&self) -> bool {
-        self.consumer.as_str() == Then::RELEASED
+        self.consumer.as_str() == SettleAction::RELEASED
     }
 }
 
@@ -128,7 +128,7 @@ impl GroupState {
 
     /// Releases a pending entry from its consumer and decrements its delivery count.
     pub(super) fn release(&mut self, id: EntryId, at: Timestamp) -> Result<(), RecordError> {
-        let delivered = self.reassign(id, Then::RELEASED, at)?;
+        let delivered = self.reassign(id, SettleAction::RELEASED, at)?;
         delivered.deliveries = delivered.deliveries.saturating_sub(1);
         // The longest possible idle time.
         delivered.at = Timestamp::default();

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use headwater_queue::Queue;
-use headwater_stream::{Backend, Description, Options};
+use headwater_stream::{Backend, BackendDescription, Options};
 use secrecy::ExposeSecret;
 use tokio::time::timeout;
 
@@ -50,7 +50,7 @@ async fn describe_now(
     settings: &Settings,
     streams: &Arc<dyn Backend>,
     call_deadline: Duration,
-) -> Result<Description, String> {
+) -> Result<BackendDescription, String> {
     let known = streams.describe();
     if known.kind != "redis" {
         return Ok(known);
@@ -64,7 +64,7 @@ async fn describe_now(
     Ok(description)
 }
 
-fn findings_of(description: &Description) -> Vec<Finding> {
+fn findings_of(description: &BackendDescription) -> Vec<Finding> {
     let version = description.version.as_deref().unwrap_or("(built in)");
     let mut findings = vec![Finding::ok(
         "streams",
@@ -143,8 +143,8 @@ fn notifies_expiry(flags: &str) -> bool {
 mod tests {
     use super::*;
 
-    fn redis(facts: Vec<(&'static str, String)>) -> Description {
-        Description {
+    fn redis(facts: Vec<(&'static str, String)>) -> BackendDescription {
+        BackendDescription {
             kind: "redis",
             address: "redis://here".to_owned(),
             version: Some("7.0.15".to_owned()),
