@@ -9,7 +9,7 @@ use std::fmt::Write as _;
 
 use bytes::Bytes;
 use headwater_stream::clock::Timestamp;
-use headwater_stream::{DeliveredEntry, EntryId, EntrySize, Epoch, Fields, Own};
+use headwater_stream::{DeliveredEntry, EntryId, EntrySize, Epoch, Fields, FieldRef};
 
 use crate::error::{QueueError, Result};
 use crate::limits::{ATTEMPTS_MAX, HEADERS_BYTES_MAX, KEY_BYTES_MAX, MESSAGE_ID_BYTES_MAX};
@@ -146,7 +146,7 @@ pub(crate) struct OutgoingMessage {
 impl OutgoingMessage {
     /// The fields of its entry.
     pub(crate) fn encode(&self, partition_fields: &PartitionFields, timestamp: &Bytes) -> Fields {
-        self.with_parts(partition_fields, timestamp, Fields::with_common)
+        self.with_parts(partition_fields, timestamp, Fields::with_shared)
     }
 
     /// The size of its entry.
@@ -164,7 +164,7 @@ impl OutgoingMessage {
         &self,
         partition_fields: &PartitionFields,
         timestamp: &Bytes,
-        take: impl FnOnce(&[Own<'_>], &Fields, &[Own<'_>]) -> T,
+        take: impl FnOnce(&[FieldRef<'_>], &Fields, &[FieldRef<'_>]) -> T,
     ) -> T {
         static NO_RETRY: Bytes = Bytes::from_static(b"0");
         let (payload, timestamp) = ((PAYLOAD, &self.payload), (TIMESTAMP, timestamp));
@@ -197,10 +197,10 @@ impl PartitionFields {
     pub(crate) fn new(topic: &Topic, partition: Partition) -> Self {
         let name = Bytes::copy_from_slice(topic.name.as_str().as_bytes());
         let location = [(TOPIC, &name), (PARTITION_ID, &partition.to_string().into())];
-        let without_counts = Fields::with_common(&location, &Fields::default(), &[]);
+        let without_counts = Fields::with_shared(&location, &Fields::default(), &[]);
         let max_retries = topic.policies.max_retries.to_string().into();
         let counts = [(RETRY_COUNT, &Bytes::from_static(b"0")), (MAX_RETRIES, &max_retries)];
-        Self { with_counts: Fields::with_common(&counts, &without_counts, &[]), without_counts }
+        Self { with_counts: Fields::with_shared(&counts, &without_counts, &[]), without_counts }
     }
 }
 

@@ -6,7 +6,7 @@ mod packed;
 use std::fmt;
 use std::str::FromStr;
 
-pub use self::fields::{Fields, Own};
+pub use self::fields::{Fields, FieldRef};
 #[cfg(feature = "redis")]
 pub(crate) use self::packed::{Digits, count, next_text, put_count, put_text};
 

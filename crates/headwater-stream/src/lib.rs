@@ -36,7 +36,7 @@ pub use dedup::{Dedup, DedupStatus};
 pub use delays::{
     DelayId, DelayStats, DelayedEntry, Delays, DueTime, PromotedEntry, ScheduleRequest,
 };
-pub use entry::{DeliveredEntry, Entry, EntryId, EntrySize, Fields, Own, ParseEntryIdError};
+pub use entry::{DeliveredEntry, Entry, EntryId, EntrySize, Fields, FieldRef, ParseEntryIdError};
 pub use error::{BoxError, Result, StreamError};
 pub use lease_renewer::{
     HeldLease, LeaseAcquisition, LeaseRenewer, LeaseRenewerConfig, LossCause, LostLease,

@@ -91,7 +91,7 @@ impl Commands {
 
     /// The names and values of an entry, as words.
     pub(super) fn arg_fields(&mut self, fields: &Fields) {
-        fields.put_into(&mut self.bytes);
+        fields.encode_into(&mut self.bytes);
         self.added(2 * fields.len());
     }
 
