@@ -95,7 +95,7 @@ impl EventDelivery {
                 "durable handler failed; the event will be retried"
             );
             let wait =
-                result.after.unwrap_or_else(|| self.retry.backoff.wait(attempt, random_unit()));
+                result.after.unwrap_or_else(|| self.retry.backoff.delay(attempt, random_unit()));
             tokio::select! {
                 () = tokio::time::sleep(wait) => {}
                 () = self.closing.wait() => return DeliveryOutcome::Released,

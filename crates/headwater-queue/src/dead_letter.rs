@@ -10,7 +10,7 @@ use headwater_stream::{Entry, EntryId, Fields};
 
 use crate::limits::REASON_BYTES_MAX;
 use crate::message::{
-    self, HEADERS, Headers, KEY, ORIGINAL_MESSAGE_ID, PARTITION_ID, PAYLOAD, REPLAYED_FROM,
+    self, HEADERS, MessageHeaders, KEY, ORIGINAL_MESSAGE_ID, PARTITION_ID, PAYLOAD, REPLAYED_FROM,
     RETRY_COUNT, RETRY_GROUP, TIMESTAMP, TOPIC,
 };
 use crate::topic::{GroupName, Partition, TopicName};
@@ -39,7 +39,7 @@ pub struct DeadLetter {
     /// The payload.
     pub payload: Bytes,
     /// The headers; empty if they were malformed.
-    pub headers: Headers,
+    pub headers: MessageHeaders,
     /// How often it failed.
     pub failures: u32,
     /// When it was sent.

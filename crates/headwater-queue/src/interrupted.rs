@@ -94,7 +94,7 @@ mod tests {
              on partitions 3-7: the backend is unavailable: no answer; repeat it"
         );
         assert!(error.is_transient());
-        assert_eq!(error.again().to_string(), error.to_string());
+        assert_eq!(error.duplicate().to_string(), error.to_string());
         let denied = || QueueError::Backend(StreamError::Denied { problem: "no".to_owned() });
         let error = interrupt(&progress, denied());
         assert!(error.to_string().contains("not done on partitions 2-7"), "{error}");

@@ -12,7 +12,7 @@ use headwater_stream::Backend;
 use tokio::time::Instant;
 
 use crate::config::QueueConfig;
-use crate::consumer::Consumers;
+use crate::consumer::SharedTasks;
 use crate::error::Result;
 use crate::group::Coordinator;
 use crate::keys::Layout;
@@ -29,7 +29,7 @@ pub(crate) struct Inner {
     pub(crate) config: QueueConfig,
     pub(crate) coordinator: Coordinator,
     /// Background tasks shared by its subscriptions.
-    pub(crate) consumers: Arc<Consumers>,
+    pub(crate) shared_tasks: Arc<SharedTasks>,
     topic_cache: Mutex<HashMap<TopicName, (Instant, Arc<Topic>)>>,
     /// Counts invalidations of `topic_cache`, for callers with a cache of their own.
     invalidations: AtomicU64,
@@ -58,7 +58,7 @@ impl Queue {
             backend,
             config,
             coordinator,
-            consumers: Arc::default(),
+            shared_tasks: Arc::default(),
             topic_cache: Mutex::default(),
             invalidations: AtomicU64::new(0),
         };

@@ -30,7 +30,7 @@ pub struct RemovedGroup {
 impl Queue {
     /// Removes a group from all partitions of a topic. Its pending and unread messages will not be delivered to it.
     ///
-    /// Fails with [`QueueError::GroupAtWork`](crate::QueueError::GroupAtWork) while it has a live member or an owned
+    /// Fails with [`QueueError::GroupActive`](crate::QueueError::GroupActive) while it has a live member or an owned
     /// partition. A process that joins concurrently may create the group again.
     pub async fn remove_group(&self, topic: &str, group: &str) -> Result<RemovedGroup> {
         let view = self.inspect().group(topic, group).await?;

@@ -118,7 +118,7 @@ pub struct ResetPartition {
 
 impl Queue {
     /// Resets a group of a topic. Fails with [`QueueError::NoGroup`] or, while it is active, with
-    /// [`QueueError::GroupAtWork`].
+    /// [`QueueError::GroupActive`].
     pub async fn reset_group(
         &self,
         topic: &str,
@@ -232,7 +232,7 @@ pub(crate) fn require_inactive(view: &GroupView, mut who: Vec<String>) -> Result
         who += &format!(" and {more} more");
     }
     let (topic, group) = (view.topic.clone(), view.group.clone());
-    Err(QueueError::GroupAtWork { topic, group, who })
+    Err(QueueError::GroupActive { topic, group, who })
 }
 
 /// Plans the reset of one partition.

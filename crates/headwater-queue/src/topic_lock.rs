@@ -39,7 +39,7 @@ impl TopicLock {
     /// Acquires the lock; waits up to [`WAIT`], then fails with [`QueueError::Busy`].
     pub(crate) async fn acquire(queue: &Queue, topic: &TopicName) -> Result<Self> {
         let backend = Arc::clone(&queue.inner.backend);
-        let (lease, holder) = (keys::change(topic), new_holder());
+        let (lease, holder) = (keys::topic_lock(topic), new_holder());
         let started = Instant::now();
         loop {
             match backend.acquire(&lease, &holder, TTL).await? {

@@ -136,7 +136,7 @@ impl Topics {
 
     /// Gives a topic more partitions, and returns when every producer knows of it: after twice its `refresh`.
     ///
-    /// With hash partitioning and `Order::PerKey`, messages of a key that moves to another partition are handled only
+    /// With hash partitioning and `MessageOrder::PerKey`, messages of a key that moves to another partition are handled only
     /// after the older ones in its old partition are done. If this process dies meanwhile, the next `grow` or a
     /// consumer completes the resize.
     pub async fn grow(&self, name: &str, partitions: u16) -> Result<()> {
@@ -221,7 +221,7 @@ impl Topics {
             had_data |= try_join_all(gone).await?.contains(&true);
             progress.done();
         }
-        for some in keys::own_witnesses(&topic).chunks(DELETE_BATCH) {
+        for some in keys::own_data_epochs(&topic).chunks(DELETE_BATCH) {
             lock.renew().await?;
             try_join_all(some.iter().map(|witness| backend.map_delete(witness))).await?;
         }
@@ -289,7 +289,7 @@ impl Topics {
 
     /// Notifies consumers of the topic that it changed.
     async fn notify_watchers(&self, name: &TopicName) {
-        group::notify_watchers(&*self.queue.inner.backend, &keys::topic_bell(name)).await;
+        group::notify_watchers(&*self.queue.inner.backend, &keys::topic_notification(name)).await;
     }
 
     fn too_many_conflicts(&self, name: &TopicName) -> QueueError {

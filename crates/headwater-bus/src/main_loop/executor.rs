@@ -190,7 +190,7 @@ impl RequestExecutor {
                 Err(error) => {
                     warn!(request_id = %request.id, %error, "request could not be locked");
                     attempts += 1;
-                    RETRY.wait(attempts, random_unit())
+                    RETRY.delay(attempts, random_unit())
                 }
             };
             if attempts > RETRIES_MAX {
@@ -321,7 +321,7 @@ impl RequestExecutor {
                 Err(error) if error.is_transient() && attempts < RETRIES_MAX => {
                     attempts += 1;
                     warn!(%error, "session of a request cannot be opened; retrying");
-                    self.sleep_unless_stopping(RETRY.wait(attempts, random_unit())).await?;
+                    self.sleep_unless_stopping(RETRY.delay(attempts, random_unit())).await?;
                 }
                 Err(error) if error.is_transient() => return Err(ReleaseReason::Unavailable),
                 Err(error) => return Ok(Err(error.to_string())),
@@ -403,7 +403,7 @@ impl RequestExecutor {
             }
             metrics::request_retried();
             warn!(attempt = context.attempt, error = reason, "request failed; it will be retried");
-            let wait = self.config.backoff.wait(context.attempt, random_unit());
+            let wait = self.config.backoff.delay(context.attempt, random_unit());
             tokio::select! {
                 biased;
                 () = lock.cancelled() => return Ok(cancelled_outcome()),
@@ -539,7 +539,7 @@ impl RequestExecutor {
             }
             // A finished run still stores its reply during the drain period.
             tokio::select! {
-                () = sleep(RETRY.wait(attempts, random_unit())) => {}
+                () = sleep(RETRY.delay(attempts, random_unit())) => {}
                 () = self.drain_elapsed() => return Err(ReleaseReason::Stopping),
             }
         }

@@ -173,7 +173,7 @@ impl Drop for LeaseEvents {
 /// Broadcasts hints to all sessions.
 async fn listen(backend: Arc<dyn Backend>, hints: broadcast::Sender<LeaseEvent>) {
     loop {
-        let mut watch = match backend.watch(keys::WATCHED).await {
+        let mut watch = match backend.watch(keys::LEASE_PREFIX).await {
             Ok(watch) => watch,
             Err(error) => {
                 warn!(%error, "watching leases failed, retrying; groups are polled meanwhile");

@@ -106,10 +106,10 @@ pub(super) async fn notify_members(
     entries: &[MemberEntry],
 ) {
     if entries.len() > TOPIC_NOTIFICATIONS_MAX {
-        return notify_watchers(backend, &keys::bell(group)).await;
+        return notify_watchers(backend, &keys::group_notification(group)).await;
     }
     let notifications: Vec<LeaseName> =
-        entries.iter().map(|entry| keys::join_bell(group, &entry.topic)).collect();
+        entries.iter().map(|entry| keys::join_notification(group, &entry.topic)).collect();
     join_all(notifications.iter().map(|name| notify_watchers(backend, name))).await;
 }
 
@@ -262,7 +262,7 @@ async fn try_finish_leave(
     if let Some((entry, leases)) = &leave.reservation {
         // Lease before entry: an entry without its lease is removed as that of a dead member. Both before the partition
         // leases are released, so that the partitions never appear free.
-        let lease = keys::resting(group, &entry.member);
+        let lease = keys::reservation(group, &entry.member);
         let holder = HolderName::new(format!("resting:{}", entry.member))?;
         backend.acquire(&lease, &holder, leave.reserve_for).await?;
         write_entries(backend, group, &[entry.to_string()]).await?;

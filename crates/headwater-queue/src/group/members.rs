@@ -200,7 +200,7 @@ fn liveness_key(entry: &MemberEntry) -> (&str, bool) {
 fn liveness_lease(group: &GroupName, entry: &MemberEntry) -> LeaseName {
     match entry.status {
         MemberStatus::Active(_) => keys::member(group, &entry.member),
-        MemberStatus::Reserved(_) => keys::resting(group, &entry.member),
+        MemberStatus::Reserved(_) => keys::reservation(group, &entry.member),
     }
 }
 

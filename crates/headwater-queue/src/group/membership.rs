@@ -147,7 +147,7 @@ impl MembershipLoop {
             cleaning_up: HashSet::new(),
             known_consumers: KnownConsumers::default(),
             gone: BTreeMap::new(),
-            members: [keys::member(group, ""), keys::resting(group, ""), keys::bell(group)],
+            members: [keys::member(group, ""), keys::reservation(group, ""), keys::group_notification(group)],
             leave_waiters: Vec::new(),
             context,
         }

@@ -230,8 +230,8 @@ impl GroupSession {
     /// Removes a subscription and adds a queued join for the same topic.
     pub(super) fn remove(&mut self, topic: &TopicName) -> Option<GroupSubscription> {
         let subscription = self.subscriptions.remove(topic)?;
-        self.event_targets.remove(&keys::topic_bell(topic));
-        self.event_targets.remove(&keys::join_bell(&self.context.group, topic));
+        self.event_targets.remove(&keys::topic_notification(topic));
+        self.event_targets.remove(&keys::join_notification(&self.context.group, topic));
         subscription.leases.iter().for_each(|lease| drop(self.event_targets.remove(lease)));
         let (next, later) = std::mem::take(&mut self.queued_joins)
             .into_iter()
@@ -246,8 +246,8 @@ impl GroupSession {
     /// Maps the lease names of a topic to it, after they changed.
     pub(super) fn watch_topic(&mut self, topic: &TopicName) {
         let Some(subscription) = self.subscriptions.get(topic) else { return };
-        self.event_targets.insert(keys::topic_bell(topic), LeaseEventTarget::Topic(topic.clone()));
-        let join = keys::join_bell(&self.context.group, topic);
+        self.event_targets.insert(keys::topic_notification(topic), LeaseEventTarget::Topic(topic.clone()));
+        let join = keys::join_notification(&self.context.group, topic);
         self.event_targets.insert(join, LeaseEventTarget::Partition(topic.clone()));
         for lease in &subscription.leases {
             self.event_targets.insert(lease.clone(), LeaseEventTarget::Partition(topic.clone()));

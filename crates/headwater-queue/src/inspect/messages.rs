@@ -9,7 +9,7 @@ use super::{Inspector, select_partitions};
 use crate::error::{QueueError, Result};
 use crate::keys;
 use crate::merge_pages::{IdRange, PageMerge};
-use crate::message::{Malformed, Message};
+use crate::message::{MalformedMessage, Message};
 use crate::pagination::{CursorScope, PAGE_DEFAULT, Page, check_limit};
 use crate::topic::{Partition, TopicName};
 
@@ -65,7 +65,7 @@ pub struct StoredMessage {
     /// When it was stored.
     pub stored_at: Timestamp,
     /// The message, or why the entry is malformed. Its `deliveries` is 0, because it was not read by a group.
-    pub message: std::result::Result<Message, Malformed>,
+    pub message: std::result::Result<Message, MalformedMessage>,
     /// All fields of the entry, unchanged.
     pub fields: Fields,
 }

@@ -107,7 +107,7 @@ mod bodies {
         wait_until_all_settled(&fixture).await?;
         let back = Reset::to(ResetTo::Beginning);
         let answer = fixture.queue.reset_group(&fixture.topic, &name(&fixture), &back).await;
-        assert!(matches!(answer, Err(QueueError::GroupAtWork { .. })), "{answer:?}");
+        assert!(matches!(answer, Err(QueueError::GroupActive { .. })), "{answer:?}");
 
         let forced = Reset { guard: ResetGuard::Force, ..back };
         let report = fixture.queue.reset_group(&fixture.topic, &name(&fixture), &forced).await?;

@@ -90,7 +90,7 @@ mod bodies {
             let won = fixture.backend().acquire(&lease, &holder, Duration::from_secs(60)).await?;
             let headwater_stream::AcquireResult::Won(epoch) = won else { panic!("{won:?}") };
             let answer = fixture.queue.remove_group(&fixture.topic, &name).await;
-            let Err(QueueError::GroupAtWork { who, .. }) = &answer else { panic!("{answer:?}") };
+            let Err(QueueError::GroupActive { who, .. }) = &answer else { panic!("{answer:?}") };
             assert_eq!(who, if named == "m1" { "worker:a:1" } else { "m2" });
             assert_eq!(fixture.queue.inspect().group(&fixture.topic, &name).await?.lag, Some(3));
             fixture.backend().release(&holder, &[Fence { lease, epoch }]).await?;

@@ -185,7 +185,7 @@ mod bodies {
             let won = fixture.backend().acquire(&lease, &holder, ttl).await?;
             let headwater_stream::AcquireResult::Won(epoch) = won else { panic!("{won:?}") };
             let answer = reset(to_end).await;
-            let Err(QueueError::GroupAtWork { who, .. }) = &answer else { panic!("{answer:?}") };
+            let Err(QueueError::GroupActive { who, .. }) = &answer else { panic!("{answer:?}") };
             assert_eq!(who, "worker:a:1");
             assert_eq!(lag().await?, Some(3), "nothing happened");
             assert_eq!(reset(to_end.dry_run()).await?.skipped.count, 3, "a dry run is allowed");

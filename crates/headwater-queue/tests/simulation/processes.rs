@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use headwater_queue::{
-    Backoff, ConsumerConfig, Message, NewMessage, Order, Outcome, ProducerConfig, Queue,
+    Backoff, ConsumerConfig, Message, NewMessage, MessageOrder, Outcome, ProducerConfig, Queue,
     QueueConfig, RetryPolicy,
 };
 use headwater_stream::{LeaseRenewerConfig, Options};
@@ -94,7 +94,7 @@ pub(crate) async fn consume() -> Result<()> {
     let settings = ProcessSettings::from_environment()?;
     let queue = retry(|| settings.queue()).await;
     let config = ConsumerConfig {
-        order: Order::PerKey,
+        order: MessageOrder::PerKey,
         concurrency: 4,
         batch: 16,
         poll: Duration::from_secs(1),

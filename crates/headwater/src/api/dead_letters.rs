@@ -14,7 +14,7 @@ use axum::extract::State;
 use axum::response::{IntoResponse, Response};
 use futures_util::stream;
 use headwater_queue::{
-    DeadLetter, DeadLetterFilter, DeadLetterQuery, Headers, Letters, PurgeConfig, PurgeReport,
+    DeadLetter, DeadLetterFilter, DeadLetterQuery, MessageHeaders, Letters, PurgeConfig, PurgeReport,
     ReplayConfig, ReplayReport,
 };
 use headwater_stream::Direction;
@@ -57,7 +57,7 @@ pub(crate) struct DeadLetterDto {
     key: Option<String>,
     #[serde(flatten)]
     payload: PayloadDto,
-    headers: Headers,
+    headers: MessageHeaders,
     failures: u32,
     sent_at: Option<String>,
     failed_at: Option<String>,

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
-use headwater_queue::{Headers, StoredMessage};
+use headwater_queue::{MessageHeaders, StoredMessage};
 use headwater_stream::clock::Timestamp;
 use headwater_stream::{EntryId, Fields};
 use serde::{Deserialize, Serialize};
@@ -28,8 +28,8 @@ pub(crate) struct MessageDto {
     pub(crate) key: Option<String>,
     #[serde(flatten)]
     pub(crate) payload: PayloadDto,
-    /// Headers.
-    pub(crate) headers: Headers,
+    /// MessageHeaders.
+    pub(crate) headers: MessageHeaders,
     /// Attempt number, starting at 1.
     pub(crate) attempt: u32,
     /// When it was stored.

@@ -12,7 +12,7 @@ use axum::response::Sse;
 use axum::response::sse::{Event, KeepAlive};
 use futures_util::{Stream, StreamExt, stream};
 use headwater_queue::{
-    Bound, Headers, MessageQuery, NewMessage, QueueError, TailConfig, TailStart,
+    Bound, MessageHeaders, MessageQuery, NewMessage, QueueError, TailConfig, TailStart,
 };
 use headwater_stream::Direction;
 use serde::{Deserialize, Serialize};
@@ -56,7 +56,7 @@ pub(crate) struct NewMessageDto {
     #[serde(flatten)]
     payload: PayloadDto,
     #[serde(default)]
-    headers: Headers,
+    headers: MessageHeaders,
     /// Target partition; by default the key determines it.
     partition: Option<u16>,
     /// Idempotency id: sent again within ten minutes, the message is stored once.

@@ -119,9 +119,9 @@ impl From<QueueError> for ApiError {
             QueueError::NoTopic { .. }
             | QueueError::NoGroup { .. }
             | QueueError::NoDeadLetter { .. } => Self::not_found(message),
-            QueueError::TopicExists { .. } | QueueError::GroupAtWork { .. } => conflict(message),
+            QueueError::TopicExists { .. } | QueueError::GroupActive { .. } => conflict(message),
             QueueError::Busy { .. } => conflict(message).retry_after(BUSY_RETRY_AFTER),
-            QueueError::Backlogged { retry_after, .. } => {
+            QueueError::BudgetExceeded { retry_after, .. } => {
                 Self::new(StatusCode::TOO_MANY_REQUESTS, "backlogged", message)
                     .retry_after(*retry_after)
             }

@@ -21,7 +21,7 @@ use axum::response::sse::{Event, KeepAlive};
 use futures_util::Stream;
 use headwater_issue::STREAM;
 use headwater_queue::{
-    ConsumerConfig, Headers, Message, Mode, Outcome, Policies, Queue, QueueError,
+    ConsumerConfig, MessageHeaders, Message, Mode, Outcome, Policies, Queue, QueueError,
 };
 use serde::{Deserialize, Serialize};
 use tokio::sync::mpsc;
@@ -115,7 +115,7 @@ pub(crate) struct DeliveryDto {
     key: Option<String>,
     #[serde(flatten)]
     payload: PayloadDto,
-    headers: Headers,
+    headers: MessageHeaders,
     /// Attempt number, starting at 1.
     attempt: u32,
     /// Maximum attempts; after the last failure it becomes a dead letter.
