@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use headwater_queue::{
-    Backoff, ConsumerConfig, DeadLetterFilter, DeadLetterQuery, Letters, Message, NewMessage,
+    Backoff, ConsumerConfig, DeadLetterFilter, DeadLetterQuery, DeadLetterSelection, Message, NewMessage,
     Outcome, ProducerConfig, Queue, ReplayConfig, RetryPolicy,
 };
 use headwater_stream::{Options, connect};
@@ -69,7 +69,7 @@ async fn main() -> Result {
 
     // The cause is fixed, so the dead letter is replayed unchanged.
     bank_is_open.store(true, Ordering::Relaxed);
-    let all = Letters::Matching(DeadLetterFilter::default());
+    let all = DeadLetterSelection::Matching(DeadLetterFilter::default());
     let report = dead_letters.replay(all, &ReplayConfig::default()).await?;
     println!("replayed: {}", report.replayed);
     let line = loop {

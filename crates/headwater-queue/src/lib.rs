@@ -20,17 +20,17 @@ mod config;
 mod group;
 mod queue;
 
-mod change;
+mod topic_lock;
 mod topics;
 
-mod page;
+mod pagination;
 
-mod merge;
+mod merge_pages;
 
 mod inspect;
 
 mod dead_letters;
-mod removal;
+mod remove_group;
 mod reset;
 mod sampler;
 mod tail;
@@ -44,7 +44,7 @@ pub use config::{ConsumerConfig, MessageOrder, Mode, ProducerConfig, QueueConfig
 pub use consumer::{Subscription, SubscriptionStats};
 pub use dead_letter::DeadLetter;
 pub use dead_letters::{
-    DeadLetterFilter, DeadLetterQuery, DeadLetters, Letters, PurgeConfig, PurgeReport, Refusal,
+    DeadLetterFilter, DeadLetterQuery, DeadLetters, DeadLetterSelection, PurgeConfig, PurgeReport, ReplayRefusal,
     ReplayConfig, ReplayReport,
 };
 pub use error::{Interrupted, QueueError, Result};
@@ -55,16 +55,16 @@ pub use inspect::{
 };
 pub use keys::Layout;
 pub use message::{MalformedMessage, Message, MessageHeaders, NewMessage};
-pub use page::Page;
+pub use pagination::Page;
 pub use partitioner::{ConsistentHash, HashPartitioner, Partitioner, RoundRobin, hash_code};
 pub use producer::{DelayedMessage, Producer, Sent};
 pub use queue::Queue;
-pub use removal::RemovedGroup;
-pub use reset::{Counted, Reset, ResetGuard, ResetPartition, ResetReport, ResetTo};
+pub use remove_group::RemovedGroup;
+pub use reset::{BoundedCount, Reset, ResetGuard, ResetPartition, ResetReport, ResetTo};
 pub use sampler::Sampler;
 pub use tail::{Tail, TailConfig, TailStart};
-pub use topic::{GroupName, Growth, Partition, Policies, Topic, TopicName};
-pub use topics::{Described, DescribedPartition, Topics};
+pub use topic::{GroupName, Resize, Partition, Policies, Topic, TopicName};
+pub use topics::{TopicDescription, PartitionDescription, Topics};
 pub use trace::{TRACEPARENT, TraceBridge, TraceContext};
 pub use trim::{Trim, TrimReport, TrimmedPartition};
 

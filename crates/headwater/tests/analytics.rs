@@ -210,7 +210,7 @@ fn invalid_calls(setup: &Setup, to: &[&str]) {
         (&["sql", "COPY (SELECT 1) TO 'elsewhere.csv'"], "only one SELECT is allowed"),
         (&["sql", "SELECT 1", "--format", "svg"], "headwater report list"),
         (&["sql"], "Usage"),
-        (&["report", "tickets"], "there are tickets-per-day, first-response"),
+        (&["report", "tickets"], "available: tickets-per-day, first-response"),
         (&["report", "list", "--format", "pie"], "possible values"),
         (&["analytics"], "Usage"),
     ] {

@@ -11,7 +11,7 @@ use axum::extract::{Path, State};
 use axum::http::StatusCode;
 use axum::routing::post;
 use axum::{Json, Router};
-use headwater_testkit::{Database, Postgres, Proxy, Redis, Reply};
+use headwater_testkit::{Database, Postgres, Proxy, Redis, RedisReply};
 use serde_json::{Value, json};
 use sqlx::{Connection, PgConnection};
 use tokio::net::TcpListener;
@@ -195,7 +195,7 @@ async fn a_kill_between_storing_an_entry_and_acknowledging_it_counts_it_once() -
     server.kill9()?;
     let pending = || {
         let reply = redis.command(&["XPENDING", "ticket_events", "ai_processor_group"]).ok()?;
-        reply.items().first().and_then(Reply::int)
+        reply.items().first().and_then(RedisReply::int)
     };
     assert_eq!(pending(), Some(1), "it is stored but not acknowledged");
 

@@ -21,7 +21,7 @@ use axum::http::{HeaderMap, StatusCode};
 use axum::routing::post;
 use axum::{Json, Router};
 use futures_util::StreamExt;
-use headwater_testkit::{Port, Postgres, Proxy, Random, Redis};
+use headwater_testkit::{Port, Postgres, Proxy, TestRandom, Redis};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 use sqlx::{Connection, PgConnection};
@@ -204,7 +204,7 @@ fn as_str(arguments: &[String]) -> Vec<&str> {
 
 impl Pipeline {
     /// Injects one fault. Stalls end before this returns; a stopped process continues by itself later.
-    async fn fault(&mut self, random: &mut Random) -> Result<String> {
+    async fn fault(&mut self, random: &mut TestRandom) -> Result<String> {
         let process = usize::try_from(random.between(0..4))?;
         let stall = if random.between(0..8) == 0 { LONG_STALL } else { STALL };
         let pause = Duration::from_millis(random.between(stall));
@@ -299,7 +299,7 @@ async fn deliver(client: &reqwest::Client, servers: &[String], number: u64) {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn every_confirmed_event_is_answered_exactly_once_despite_faults() -> Result<()> {
-    let mut random = Random::for_test();
+    let mut random = TestRandom::for_test();
     let faults = amount("HEADWATER_FAULTS", 6);
     let webhooks = amount("HEADWATER_WEBHOOKS", 20 * faults);
     let stop = if faults > 50 { 5_000..70_000 } else { 500..15_000 };

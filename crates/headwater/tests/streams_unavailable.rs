@@ -13,7 +13,7 @@ use headwater::tickets::{TICKET_EVENTS, TicketEvent, TicketEventType, TicketPayl
 use headwater_issue::{DeliverError, IssueId, OutboxId, OutboxKind, OutboxRow};
 use headwater_stream::clock::{Clock, SystemClock};
 use headwater_stream::{Options, StreamName};
-use headwater_testkit::{Persistence, Proxy, Redis, Reply};
+use headwater_testkit::{Persistence, Proxy, Redis, RedisReply};
 use serde_json::{Value, json};
 use uuid::Uuid;
 
@@ -25,8 +25,8 @@ use crate::support::{LIMIT, Place, Server, eventually};
 fn steps(redis: &Redis, session: &str) -> Vec<String> {
     let stream = format!("wink:events:{session}");
     let Ok(entries) = redis.command(&["XRANGE", &stream, "-", "+"]) else { return Vec::new() };
-    let step = |entry: &Reply| {
-        let fields = entry.items().get(1).map(Reply::items).unwrap_or_default();
+    let step = |entry: &RedisReply| {
+        let fields = entry.items().get(1).map(RedisReply::items).unwrap_or_default();
         let index = fields.iter().position(|field| field.text() == "type")?;
         let name = fields.get(index + 1)?.text();
         name.rsplit('.').next().map(str::to_owned)
@@ -145,8 +145,8 @@ fn published(redis: &Redis) -> Vec<(String, String, String)> {
     let Ok(entries) = redis.command(&["XRANGE", TICKET_EVENTS, "-", "+"]) else {
         return Vec::new();
     };
-    let read = |entry: &Reply| {
-        let fields = entry.items().get(1).map(Reply::items).unwrap_or_default();
+    let read = |entry: &RedisReply| {
+        let fields = entry.items().get(1).map(RedisReply::items).unwrap_or_default();
         let event: Value = serde_json::from_str(&fields.get(1)?.text()).ok()?;
         let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
         let content = text(&event["payload"]["content"]);

@@ -7,7 +7,7 @@ use std::io::Write;
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, ensure};
-use headwater_testkit::{Postgres, Redis, Reply, wait_until};
+use headwater_testkit::{Postgres, Redis, RedisReply, wait_until};
 use serde_json::{Value, json};
 use uuid::Uuid;
 
@@ -42,7 +42,7 @@ fn add(ticket: Uuid, message: Uuid) -> String {
 /// Pending entries of the group.
 fn pending(redis: &Redis) -> Option<i64> {
     let reply = redis.command(&["XPENDING", "ticket_events", "ai_processor_group"]).ok()?;
-    reply.items().first().and_then(Reply::int)
+    reply.items().first().and_then(RedisReply::int)
 }
 
 /// Whether the group of the desk exists.
@@ -66,8 +66,8 @@ fn events(redis: &Redis, event_type: &str, ticket: Uuid) -> Vec<Value> {
     let Ok(entries) = redis.command(&["XRANGE", "ticket_events", "-", "+"]) else {
         return Vec::new();
     };
-    let read = |entry: &Reply| {
-        let fields = entry.items().get(1).map(Reply::items).unwrap_or_default();
+    let read = |entry: &RedisReply| {
+        let fields = entry.items().get(1).map(RedisReply::items).unwrap_or_default();
         let event: Value = serde_json::from_str(&fields.get(1)?.text()).ok()?;
         let is_one = event["event_type"] == event_type && event["ticket_id"] == ticket.to_string();
         is_one.then_some(event)
@@ -221,7 +221,7 @@ async fn an_invalid_entry_becomes_a_dead_letter_and_blocks_nothing() -> Result<(
     wait_until("all entries to be acknowledged", LIMIT, || pending(&redis) == Some(0))?;
     assert_eq!(dead_letters(&redis), 3);
     let kept = redis.command(&["XRANGE", "ticket_events:dlq", "-", "+"])?;
-    let fields = kept.items().iter().flat_map(|entry| entry.items()).flat_map(Reply::items);
+    let fields = kept.items().iter().flat_map(|entry| entry.items()).flat_map(RedisReply::items);
     assert!(
         fields.clone().any(|field| field.text().contains("no json")),
         "with its original bytes"

@@ -14,7 +14,7 @@ use headwater::tickets::{
     ImportOutcome, NewTicket, NewTicketMessage, PostedMessage, TicketError, TicketFilter,
     TicketStatus, Tickets,
 };
-use headwater_analytics::RunFigures;
+use headwater_analytics::RunMetrics;
 use headwater_issue::{
     Connection, DeliverError, IssueId, Nudger, OutboxId, OutboxKind, OutboxRow, Quiet, Store,
     StoreOptions, connect,
@@ -119,7 +119,7 @@ fn row(posted: PostedMessage, key: &str) -> OutboxRow {
 }
 
 fn reply(content: &str) -> DeskReply {
-    let run = RunFigures { events: Some(1), tokens_in: Some(20), ..RunFigures::default() };
+    let run = RunMetrics { events: Some(1), tokens_in: Some(20), ..RunMetrics::default() };
     DeskReply { content: content.into(), message_id: None, session_id: None, up_to: None, run }
 }
 

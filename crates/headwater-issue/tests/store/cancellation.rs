@@ -7,7 +7,7 @@ use anyhow::Result;
 use headwater_issue::{
     CommitVerifier, DebounceWindow, IssueError, Store, StoreConnection, StoreOptions,
 };
-use headwater_testkit::{Postgres, Proxy, Random};
+use headwater_testkit::{Postgres, Proxy, TestRandom};
 
 use super::{File, event, open, open_with, record};
 
@@ -69,7 +69,7 @@ async fn an_event_confirmed_after_an_abandoned_begin_is_committed() -> Result<()
 }
 
 /// Drops calls of every kind after a random time while replies are delayed, and confirms events in between.
-async fn drops_calls_at_random(store: &Arc<dyn Store>, random: &mut Random) -> Result<u64> {
+async fn drops_calls_at_random(store: &Arc<dyn Store>, random: &mut TestRandom) -> Result<u64> {
     let mut count = 0;
     for round in 0..120_u32 {
         let (issue, key) = (format!("{}", round % 7), format!("{round}"));
@@ -107,7 +107,7 @@ async fn counted(store: &dyn Store) -> Result<u64> {
 #[tokio::test(flavor = "multi_thread")]
 async fn events_confirmed_between_calls_that_are_dropped_at_random_are_committed_on_postgres()
 -> Result<()> {
-    let mut random = Random::for_test();
+    let mut random = TestRandom::for_test();
     let database = Postgres::shared()?.database()?;
     let direct = open(&database.url()).await?;
     let proxy = Proxy::start(Postgres::shared()?.addr())?;
@@ -124,7 +124,7 @@ async fn events_confirmed_between_calls_that_are_dropped_at_random_are_committed
 #[tokio::test(flavor = "multi_thread")]
 async fn events_confirmed_between_calls_that_are_dropped_at_random_are_committed_on_sqlite()
 -> Result<()> {
-    let mut random = Random::for_test();
+    let mut random = TestRandom::for_test();
     let file = File::new()?;
     let store = open(&file.url).await?;
     let confirmed = drops_calls_at_random(&store, &mut random).await?;

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, ensure};
 use headwater_queue::{ConsumerConfig, Message, Mode, Subscription};
 use headwater_stream::{ConsumerName, GroupName, GroupStart, StreamName};
-use headwater_testkit::bench::{Raw, Report, median, processor_seconds, timed};
+use headwater_testkit::bench::{Raw, BenchReport, median, processor_seconds, timed};
 use tokio::sync::Notify;
 
 use crate::produce::{self, BATCH};
@@ -18,7 +18,7 @@ use crate::{BenchServer, BenchTopic, Effort, GROUP, READ_BATCH};
 const TIMEOUT: Duration = Duration::from_secs(120);
 
 pub(crate) async fn compare(
-    report: &mut Report,
+    report: &mut BenchReport,
     server: &BenchServer,
     effort: &Effort,
 ) -> Result<()> {
@@ -50,7 +50,7 @@ pub(crate) async fn compare(
 
 /// The same work on short and long topics, and with many entries pending for an inactive consumer.
 pub(crate) async fn scaling(
-    report: &mut Report,
+    report: &mut BenchReport,
     server: &BenchServer,
     effort: &Effort,
 ) -> Result<()> {

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use headwater_queue::{ConsumerConfig, Message};
-use headwater_testkit::bench::{Raw, Report, read_command};
+use headwater_testkit::bench::{Raw, BenchReport, read_command};
 
 use crate::raw::append_commands;
 use crate::{BenchServer, BenchTopic, Effort, GROUP};
@@ -18,7 +18,7 @@ const TURNS: usize = 5;
 
 /// Raw readers and the queue are woken by the same raw producer.
 pub(crate) async fn compare(
-    report: &mut Report,
+    report: &mut BenchReport,
     server: &BenchServer,
     effort: &Effort,
 ) -> Result<()> {

@@ -18,7 +18,7 @@ use anyhow::Result;
 use headwater_queue::{Policies, Producer, ProducerConfig, Queue};
 use headwater_stream::{Options, connect};
 use headwater_testkit::Redis;
-use headwater_testkit::bench::{Report, Request};
+use headwater_testkit::bench::{BenchReport, Request};
 
 /// Bytes of the payload of every message.
 pub(crate) const PAYLOAD_BYTES: usize = 256;
@@ -106,7 +106,7 @@ async fn main() -> Result<()> {
     if let Some(partitions) = request.number("--partitions") {
         effort.partitions = vec![u16::try_from(partitions)?].leak();
     }
-    let mut report = Report;
+    let mut report = BenchReport;
     let server = BenchServer::start().await?;
 
     if ["produce", "batches", "callers"].iter().any(|part| request.wants(part)) {

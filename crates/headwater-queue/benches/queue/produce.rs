@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use headwater_queue::{NewMessage, Producer};
-use headwater_testkit::bench::{Raw, Report, Request, timed};
+use headwater_testkit::bench::{Raw, BenchReport, Request, timed};
 
 use crate::raw::pipelines;
 use crate::{BenchServer, Effort, PAYLOAD_BYTES};
@@ -21,7 +21,7 @@ const VARIANTS: [(&str, &str, usize); 2] =
     [("batches", "batches of 100", BATCH), ("callers", "64 callers", CALLERS)];
 
 pub(crate) async fn compare(
-    report: &mut Report,
+    report: &mut BenchReport,
     server: &BenchServer,
     effort: &Effort,
     request: &Request,

@@ -13,7 +13,7 @@ use headwater_queue::{
 };
 use headwater_stream::{LeaseRenewerConfig, Options, connect};
 use headwater_testkit::Child;
-use headwater_testkit::bench::Report;
+use headwater_testkit::bench::BenchReport;
 use tokio::sync::mpsc;
 
 use crate::{BenchServer, Effort, GROUP};
@@ -47,7 +47,7 @@ pub(crate) async fn run_owner_if_requested() -> Result<()> {
 }
 
 pub(crate) async fn measure(
-    report: &mut Report,
+    report: &mut BenchReport,
     server: &BenchServer,
     effort: &Effort,
 ) -> Result<()> {

@@ -21,7 +21,7 @@ use crate::error::Result;
 use crate::keys;
 use crate::message::KEY;
 use crate::queue::{self, Queue};
-use crate::topic::{Growth, Partition, Topic};
+use crate::topic::{Resize, Partition, Topic};
 
 /// How often closed barriers are checked.
 const CHECK_EVERY: Duration = Duration::from_millis(50);
@@ -95,18 +95,18 @@ async fn check(
     let read_at = Instant::now();
     let mut topic = queue.read_topic(&partition_set.context.topic).await?;
     barriers.update_topic(Arc::clone(&topic), read_at);
-    if topic.growths.last().is_some_and(|resize| resize.last_ids.is_none()) {
+    if topic.resizes.last().is_some_and(|resize| resize.last_ids.is_none()) {
         // Messages that waited only for the topic refresh need not wait for the resize.
         partition_set.consumers().iter().for_each(|consumer| consumer.unblock());
         // Waits until every producer knows the new partition count. The process that began the resize may be dead.
-        queue.topics().settle_growth(&partition_set.context.topic).await?;
+        queue.topics().complete_resize(&partition_set.context.topic).await?;
         let read_at = Instant::now();
         topic = queue.read_topic(&partition_set.context.topic).await?;
         barriers.update_topic(Arc::clone(&topic), read_at);
     }
     for barrier in awaited {
         let Barrier::Resize { began_ms, old } = *barrier else { continue };
-        let resize = topic.growths.iter().find(|resize| resize.began.as_millis() == began_ms);
+        let resize = topic.resizes.iter().find(|resize| resize.began.as_millis() == began_ms);
         // A resize that the topic does not have belonged to a topic that was deleted since.
         let is_finished = match resize {
             Some(resize) => is_old_partition_finished(partition_set, &topic, resize, old).await?,
@@ -127,7 +127,7 @@ async fn complete_resizes(
     topic: &Topic,
     awaited: &HashSet<Barrier>,
 ) -> Result<()> {
-    for resize in topic.growths.iter().filter(|resize| resize.last_ids.is_some()) {
+    for resize in topic.resizes.iter().filter(|resize| resize.last_ids.is_some()) {
         let was_awaited = |barrier: &Barrier| {
             let start = resize.began.as_millis();
             matches!(barrier, Barrier::Resize { began_ms, .. } if *began_ms == start)
@@ -153,7 +153,7 @@ async fn complete_resizes(
 async fn is_old_partition_finished(
     partition_set: &PartitionSet,
     topic: &Topic,
-    resize: &Growth,
+    resize: &Resize,
     old: Partition,
 ) -> Result<bool> {
     let last_ids = resize.last_ids.as_deref().unwrap_or_default();
@@ -202,7 +202,7 @@ async fn blocks_moved_keys(
     backend: &dyn Backend,
     stream: &headwater_stream::StreamName,
     id: EntryId,
-    resize: &Growth,
+    resize: &Resize,
     old: Partition,
 ) -> Result<bool> {
     let range = Range { from: id, to: id, ..Range::first(1) };

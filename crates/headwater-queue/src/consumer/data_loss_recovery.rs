@@ -23,7 +23,7 @@ use tracing::{debug, error, warn};
 
 use super::metrics::record_anomaly;
 use crate::message::{self, ORIGINAL_MESSAGE_ID, RETRY_GROUP, read_id};
-use crate::page::previous;
+use crate::pagination::previous;
 use crate::topic::{GroupName, TopicName};
 
 /// The field of the data epoch's key.

@@ -27,7 +27,7 @@ use super::repartition_barrier::Barrier;
 use super::retry_or_dead_letter::{DeliveryResult, Disposition, FinishedDelivery, MessagePolicy};
 use super::subscription_context::SubscriptionContext;
 use crate::config::Mode;
-use crate::group::seam::Alarm;
+use crate::group::rebalance_listener::FencedSignal;
 
 /// The consumer of one partition.
 pub(super) struct PartitionConsumer {
@@ -36,7 +36,7 @@ pub(super) struct PartitionConsumer {
     pub(super) consumer_name: ConsumerName,
     pub(super) lease: HeldLease,
     pub(super) fence: Option<Fence>,
-    pub(super) alarm: Alarm,
+    pub(super) fenced: FencedSignal,
     pub(super) data_epoch: Arc<DataEpoch>,
     pub(super) metrics: PartitionMetrics,
     pub(super) fetcher: Arc<Fetcher>,
@@ -111,7 +111,7 @@ impl PartitionConsumer {
         policy: MessagePolicy,
         consumer_name: ConsumerName,
         lease: HeldLease,
-        alarm: Alarm,
+        fenced: FencedSignal,
         fetcher: Arc<Fetcher>,
     ) -> Self {
         let (topic, group) = (&context.topic, &context.group);
@@ -134,7 +134,7 @@ impl PartitionConsumer {
             consumer_name,
             lease,
             fence,
-            alarm,
+            fenced,
             data_epoch: Arc::new(DataEpoch::new(policy.data_epoch())),
             policy,
             metrics,

@@ -20,7 +20,7 @@ use super::reclaim::ReclaimScope;
 use super::shared_tasks::SharedTasks;
 use super::subscription_context::{SubscriptionContext, SubscriptionStats};
 use crate::config::Mode;
-use crate::group::seam::{Joined, OwnedPartition, Workplace};
+use crate::group::rebalance_listener::{GroupMembership, AssignedPartition, RebalanceListener};
 use crate::keys;
 use crate::topic::{Partition, Topic};
 
@@ -38,7 +38,7 @@ pub(super) struct PartitionSet {
 struct PartitionSetState {
     topic: Arc<Topic>,
     /// Our membership in the group, while we are a member.
-    joined: Option<Joined>,
+    joined: Option<GroupMembership>,
     consumers: HashMap<Partition, Arc<PartitionConsumer>>,
     /// Promote the due messages of the topic.
     delay_schedulers: Vec<Arc<DelayScheduler>>,
@@ -127,7 +127,7 @@ impl PartitionSet {
                 policy,
                 joined.consumer.clone(),
                 joined.lease.clone(),
-                joined.alarm.clone(),
+                joined.fenced.clone(),
                 self.fetcher(&joined.consumer),
             ));
             consumer.spawn(Arc::clone(&consumer).start_shared());
@@ -187,8 +187,8 @@ fn delay_schedulers(
 }
 
 #[async_trait]
-impl Workplace for PartitionSet {
-    fn joined(&self, joined: Joined) {
+impl RebalanceListener for PartitionSet {
+    fn on_joined(&self, joined: GroupMembership) {
         let mut state = self.lock();
         state.joined = Some(joined);
         if self.context.config.mode == Mode::Shared && !state.is_stopping {
@@ -196,8 +196,8 @@ impl Workplace for PartitionSet {
         }
     }
 
-    fn gained(&self, owned: OwnedPartition) {
-        let OwnedPartition { topic, partition, lease, consumer: consumer_name, alarm } = owned;
+    fn on_assigned(&self, owned: AssignedPartition) {
+        let AssignedPartition { topic, partition, lease, consumer: consumer_name, fenced } = owned;
         let mut state = self.lock();
         if state.is_stopping {
             return;
@@ -207,7 +207,7 @@ impl Workplace for PartitionSet {
         let fetcher = self.fetcher(&consumer_name);
         let context = Arc::clone(&self.context);
         let consumer =
-            PartitionConsumer::new(context, policy, consumer_name, lease, alarm, fetcher);
+            PartitionConsumer::new(context, policy, consumer_name, lease, fenced, fetcher);
         let consumer = Arc::new(consumer);
         if let Some(former) = state.consumers.insert(partition, Arc::clone(&consumer)) {
             drop(former.terminate());
@@ -217,7 +217,7 @@ impl Workplace for PartitionSet {
         consumer.spawn(Arc::clone(&consumer).start_owned());
     }
 
-    async fn give_up(&self, partition: Partition) {
+    async fn on_revoke(&self, partition: Partition) {
         let consumer = self.lock().consumers.get(&partition).cloned();
         let Some(consumer) = consumer else { return };
         consumer.shut_down(PartitionPhase::Stopping, self.context.config.drain).await;
@@ -225,7 +225,7 @@ impl Workplace for PartitionSet {
         self.context.divide_capacity(self.lock().consumers.len());
     }
 
-    fn lost(&self, partition: Partition) {
+    fn on_lost(&self, partition: Partition) {
         let mut state = self.lock();
         let consumer = state.consumers.remove(&partition);
         self.context.divide_capacity(state.consumers.len());
@@ -236,7 +236,7 @@ impl Workplace for PartitionSet {
         }
     }
 
-    fn expelled(&self) {
+    fn on_evicted(&self) {
         let consumers: Vec<_> = {
             let mut state = self.lock();
             state.joined = None;
@@ -245,7 +245,7 @@ impl Workplace for PartitionSet {
         consumers.iter().for_each(|consumer| consumer.abandon());
     }
 
-    async fn orphaned(&self, dead: ConsumerName) -> bool {
+    async fn on_member_died(&self, dead: ConsumerName) -> bool {
         let consumers = self.consumers();
         // While stopping, nothing is reclaimed: other members do it, or this one after its restart.
         let mut all_reclaimed = !consumers.is_empty();
@@ -260,7 +260,7 @@ impl Workplace for PartitionSet {
         all_reclaimed
     }
 
-    fn changed(&self, topic: Arc<Topic>) {
+    fn on_topic_changed(&self, topic: Arc<Topic>) {
         // The topic was read in the past: it may be older than a message that arrives now.
         let read_at = Instant::now() - TOPIC_AGE_MAX;
         let mut state = self.lock();
@@ -296,9 +296,9 @@ mod tests {
             SubscriptionContext::new(backend, Arc::clone(&topic), group, handler, config, None);
         let partition_set = PartitionSet::new(context, topic, Arc::default());
         // Not joined yet, or stopping: the entries of the dead member are still to be reclaimed.
-        assert!(!partition_set.orphaned(ConsumerName::new("dead")?).await);
+        assert!(!partition_set.on_member_died(ConsumerName::new("dead")?).await);
         partition_set.terminate();
-        assert!(!partition_set.orphaned(ConsumerName::new("dead")?).await);
+        assert!(!partition_set.on_member_died(ConsumerName::new("dead")?).await);
         Ok(())
     }
 }

@@ -19,7 +19,7 @@ use tokio::time::Instant;
 use super::key_queues::InFlightMessage;
 use crate::config::MessageOrder;
 use crate::partitioner::hash_partition;
-use crate::topic::{Growth, Partition, Topic};
+use crate::topic::{Resize, Partition, Topic};
 
 /// What a blocked message waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -44,7 +44,7 @@ struct BarrierState {
     /// The topic was in this state at this time.
     topic_read_at: Instant,
     /// Resizes with a closed barrier.
-    resizes: Vec<Growth>,
+    resizes: Vec<Resize>,
     /// Start times of the resizes whose barriers are all open.
     completed: HashSet<u64>,
     /// Open barriers of resizes that are not completed.
@@ -60,7 +60,7 @@ const MANUALLY_PARTITIONED_MAX: usize = 10_000;
 impl Barriers {
     pub(super) fn new(order: MessageOrder, topic: Arc<Topic>) -> Self {
         let state = BarrierState {
-            resizes: topic.growths.clone(),
+            resizes: topic.resizes.clone(),
             topic,
             topic_read_at: Instant::now(),
             completed: HashSet::new(),
@@ -79,14 +79,14 @@ impl Barriers {
         let mut state = self.lock();
         if is_newer(&topic, &state.topic) {
             if topic.created_at != state.topic.created_at
-                || topic.growths.len() != state.topic.growths.len()
+                || topic.resizes.len() != state.topic.resizes.len()
             {
                 state.manually_partitioned.clear();
             }
             let is_completed =
-                |resize: &Growth| state.completed.contains(&resize.began.as_millis());
+                |resize: &Resize| state.completed.contains(&resize.began.as_millis());
             state.resizes =
-                topic.growths.iter().filter(|resize| !is_completed(resize)).cloned().collect();
+                topic.resizes.iter().filter(|resize| !is_completed(resize)).cloned().collect();
             state.topic = topic;
         }
         state.topic_read_at = state.topic_read_at.max(topic_read_at);
@@ -112,7 +112,7 @@ impl Barriers {
         // It may have been sent before a resize, to the partition that the key had then.
         let hashes_here = |partitions: u16| hash_partition(key, partitions) == partition;
         let is_expected_here = hashes_here(topic.partitions)
-            || topic.growths.iter().any(|resize| hashes_here(resize.from));
+            || topic.resizes.iter().any(|resize| hashes_here(resize.from));
         if is_expected_here {
             return None;
         }
@@ -150,7 +150,7 @@ impl Barriers {
     }
 
     /// The closed barriers of a resize.
-    pub(super) fn closed(&self, resize: &Growth) -> Vec<Barrier> {
+    pub(super) fn closed(&self, resize: &Resize) -> Vec<Barrier> {
         let state = self.lock();
         match state.completed.contains(&resize.began.as_millis()) {
             true => Vec::new(),
@@ -164,7 +164,7 @@ impl Barriers {
 }
 
 fn closed_barriers<'a>(
-    resize: &Growth,
+    resize: &Resize,
     open: &'a HashSet<Barrier>,
 ) -> impl Iterator<Item = Barrier> + 'a {
     let began_ms = resize.began.as_millis();
@@ -176,14 +176,14 @@ fn closed_barriers<'a>(
 /// Whether this is not older than the known state. While a topic exists, resizes are only added and completed.
 fn is_newer(topic: &Topic, known: &Topic) -> bool {
     let age = |topic: &Topic| {
-        let completed = topic.growths.iter().filter(|resize| resize.last_ids.is_some()).count();
-        (topic.growths.len(), completed)
+        let completed = topic.resizes.iter().filter(|resize| resize.last_ids.is_some()).count();
+        (topic.resizes.len(), completed)
     };
     topic.created_at != known.created_at || age(topic) >= age(known)
 }
 
 /// The barrier of a message, if the resize moved its key to this partition.
-fn barrier_for(resize: &Growth, key: &str, id: EntryId, partition: Partition) -> Option<Barrier> {
+fn barrier_for(resize: &Resize, key: &str, id: EntryId, partition: Partition) -> Option<Barrier> {
     let began_ms = resize.began.as_millis();
     let old = hash_partition(key, resize.from);
     let is_moved = old != partition && hash_partition(key, resize.to) == partition;
@@ -191,7 +191,7 @@ fn barrier_for(resize: &Growth, key: &str, id: EntryId, partition: Partition) ->
 }
 
 /// Whether a resize moved this key to this partition: then the message is itself blocked here.
-pub(super) fn is_moved_by(resize: &Growth, key: Option<&[u8]>, partition: Partition) -> bool {
+pub(super) fn is_moved_by(resize: &Resize, key: Option<&[u8]>, partition: Partition) -> bool {
     let key = key.and_then(|key| std::str::from_utf8(key).ok());
     key.is_some_and(|key| hash_partition(key, resize.from) != partition)
 }
@@ -208,8 +208,8 @@ mod tests {
     /// From 4 to 6 partitions, at millisecond 1000. Keys are single characters, scope hash is their number.
     fn resized_topic() -> Topic {
         let name = TopicName::new("orders").unwrap();
-        let resize = Growth { from: 4, to: 6, began: Timestamp::from_millis(1000), last_ids: None };
-        Topic { partitions: 6, growths: vec![resize], ..Topic::plain(name, Layout::Partitioned) }
+        let resize = Resize { from: 4, to: 6, began: Timestamp::from_millis(1000), last_ids: None };
+        Topic { partitions: 6, resizes: vec![resize], ..Topic::plain(name, Layout::Partitioned) }
     }
 
     fn item(hash: u8, ms: u64, received_at: Instant) -> InFlightMessage {
@@ -275,7 +275,7 @@ mod tests {
     fn a_resize_is_dropped_when_all_its_barriers_are_open() {
         let barriers = barriers(resized_topic());
         let now = Instant::now();
-        let resize = resized_topic().growths.remove(0);
+        let resize = resized_topic().resizes.remove(0);
         assert_eq!(barriers.closed(&resize).len(), 4);
         for old in 0..4 {
             assert_eq!(barriers.lock().resizes.len(), 1);
@@ -291,7 +291,7 @@ mod tests {
         // A later resize has its own barriers.
         let mut resized_again = resized_topic();
         let began = Timestamp::from_millis(5000);
-        resized_again.growths.push(Growth { from: 6, to: 8, began, last_ids: None });
+        resized_again.resizes.push(Resize { from: 6, to: 8, began, last_ids: None });
         resized_again.partitions = 8;
         barriers.update_topic(Arc::new(resized_again), now);
         assert_eq!(barriers.lock().resizes.len(), 1);
@@ -303,7 +303,7 @@ mod tests {
     #[test]
     fn two_keys_that_swap_partitions_do_not_block_each_other() {
         // 69: from 1 to 3. 67: from 3 to 1. Each waits for the other's partition, but not for moved messages there.
-        let resize = &resized_topic().growths[0];
+        let resize = &resized_topic().resizes[0];
         assert!(is_moved_by(resize, Some(&[69]), 3));
         assert!(is_moved_by(resize, Some(&[67]), 1));
         assert!(!is_moved_by(resize, Some(&[65]), 1), "an old message of its key blocks");

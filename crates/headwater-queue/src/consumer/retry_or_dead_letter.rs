@@ -15,7 +15,7 @@ use headwater_stream::{DelayName, DueTime, EntryId, Epoch, MapName, StreamName, 
 
 use super::key_queues::InFlightMessage;
 use crate::config::{ConsumerConfig, MessageOrder};
-use crate::dead_letter::{self, Origin};
+use crate::dead_letter::{self, DeadLetterOrigin};
 use crate::handler::{Outcome, RetryPolicy};
 use crate::keys;
 use crate::message::{MalformedMessage, Message, read_id};
@@ -254,7 +254,7 @@ impl MessagePolicy {
         reason: &str,
         cause: DeadLetterCause,
     ) -> FinishedDelivery {
-        let origin = Origin {
+        let origin = DeadLetterOrigin {
             topic: &self.topic.name,
             partition: self.partition,
             first_id,

@@ -132,7 +132,7 @@ impl PartitionConsumer {
     pub(super) fn on_fenced(&self) {
         warn!(stream = %self.policy.stream, consumer = %self.consumer_name, "fenced: the partition has another owner");
         self.metrics.record_anomaly("fenced", 1);
-        self.alarm.raise();
+        self.fenced.signal();
         self.abandon();
     }
 

@@ -17,8 +17,8 @@ use super::partition_set::PartitionSet;
 use super::subscription_context::{SubscriptionContext, SubscriptionStats};
 use crate::config::{ConsumerConfig, MessageOrder};
 use crate::error::Result;
-use crate::group::coordinator::Membership;
-use crate::group::seam::Joining;
+use crate::group::coordinator::MembershipHandle;
+use crate::group::rebalance_listener::JoinRequest;
 use crate::handler::Handler;
 use crate::keys;
 use crate::queue::Queue;
@@ -29,7 +29,7 @@ use crate::topic::{TopicName, group_name};
 pub struct Subscription {
     partition_set: Arc<PartitionSet>,
     /// `None` once it has left the group.
-    membership: Mutex<Option<Membership>>,
+    membership: Mutex<Option<MembershipHandle>>,
 }
 
 impl fmt::Debug for Subscription {
@@ -78,11 +78,11 @@ impl Queue {
             Arc::clone(&topic),
             Arc::clone(&inner.shared_tasks),
         ));
-        let workplace = Arc::clone(&partition_set);
-        let joining = Joining { group, topic, mode, member, workplace };
+        let listener = Arc::clone(&partition_set);
+        let request = JoinRequest { group, topic, mode, member, listener };
         // Created before joining: if this future is dropped, the drop of the subscription stops what has started.
         let subscription = Subscription { partition_set, membership: Mutex::default() };
-        let membership = inner.coordinator.join(joining).await?;
+        let membership = inner.coordinator.join(request).await?;
         *subscription.lock() = Some(membership);
         let partition_set = &subscription.partition_set;
         inner.shared_tasks.maintenance.register(partition_set);
@@ -126,7 +126,7 @@ impl Subscription {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Option<Membership>> {
+    fn lock(&self) -> MutexGuard<'_, Option<MembershipHandle>> {
         self.membership.lock().expect("no code panics while it holds the membership")
     }
 

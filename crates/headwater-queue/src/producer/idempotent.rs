@@ -18,7 +18,7 @@ use crate::error::{QueueError, Result};
 use crate::keys;
 use crate::message::NewMessage;
 use crate::partitioner::hash_partition;
-use crate::topic::{Growth, Partition};
+use crate::topic::{Resize, Partition};
 
 /// Assumed maximum difference between the clocks of this machine and of the backend, for deciding which resizes are
 /// recent. Clocks may be off by hours; a large value costs one more lookup per send for a day after a resize.
@@ -57,10 +57,10 @@ impl Producer {
         let mut earlier = Vec::new();
         if message.id.is_some() && message.partition.is_none() {
             let relevant = self.inner.config.idempotence_window
-                + Growth::settling(cached.topic.policies.refresh)
+                + Resize::propagation_time(cached.topic.policies.refresh)
                 + CLOCK_SKEW_MAX;
             let since = SystemClock.now().before(relevant);
-            for resize in cached.topic.growths.iter().filter(|resize| resize.began >= since) {
+            for resize in cached.topic.resizes.iter().filter(|resize| resize.began >= since) {
                 let old = self.choose_partition(message, resize.from);
                 if old != partition && !earlier.contains(&old) && old < cached.topic.partitions {
                     earlier.push(old);

@@ -16,7 +16,7 @@ use crate::error::Result;
 use crate::limits::PRODUCER_TOPICS_MAX;
 use crate::metrics::PRODUCED;
 use crate::queue::Queue;
-use crate::topic::{Growth, Partition, Topic, TopicName};
+use crate::topic::{Resize, Partition, Topic, TopicName};
 
 /// A topic as it was at one moment.
 pub(super) struct CachedTopic {
@@ -49,7 +49,7 @@ impl CachedTopic {
 
     /// Whether the metadata is so old that a resize may have completed without this producer.
     pub(super) fn is_stale(&self) -> bool {
-        self.read_at.elapsed() >= Growth::settling(self.topic.policies.refresh)
+        self.read_at.elapsed() >= Resize::propagation_time(self.topic.policies.refresh)
     }
 }
 
@@ -80,7 +80,7 @@ impl TopicCache {
     }
 
     fn is_fresh(&self, cached: &CachedTopic, now: Instant) -> bool {
-        cached.invalidations == self.queue.forgotten()
+        cached.invalidations == self.queue.invalidations()
             && now.duration_since(cached.read_at) < cached.topic.policies.refresh
     }
 
@@ -94,7 +94,7 @@ impl TopicCache {
             return Ok(cached.clone());
         }
         // Before the read, so that an invalidation during the read is not missed.
-        let invalidations = self.queue.forgotten();
+        let invalidations = self.queue.invalidations();
         let (read_at, topic) = self.queue.topic_since(&name).await?;
         let (partitions, budget) = match latest {
             Some(cached) if cached.topic == topic => {

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use anyhow::Result;
 use headwater_queue::{
-    Backoff, ConsumerConfig, Letters, MessageOrder, MessageQuery, Outcome, ReplayConfig,
+    Backoff, ConsumerConfig, DeadLetterSelection, MessageOrder, MessageQuery, Outcome, ReplayConfig,
     RetryPolicy, metrics,
 };
 use headwater_stream::Fields;
@@ -98,12 +98,12 @@ async fn a_replay_is_delivered_only_to_the_group_of_the_dead_letter(
     assert_eq!(groups, [Some("billing".to_owned()), Some("shipping".to_owned())]);
     let billed = page.items.iter().find(|letter| letter.group.as_deref() == Some("billing"));
     let id = billed.expect("there is one").id;
-    letters.replay(Letters::Ids(vec![id]), &ReplayConfig::default()).await?;
+    letters.replay(DeadLetterSelection::Ids(vec![id]), &ReplayConfig::default()).await?;
     let again = failed.next().await?;
     assert_eq!((again.replayed_from, again.attempt), (Some(id), 1));
 
     // The other dead letter, too: they are not copies of each other.
-    let all = Letters::Matching(Default::default());
+    let all = DeadLetterSelection::Matching(Default::default());
     assert_eq!(letters.replay(all, &ReplayConfig::default()).await?.replayed, 1);
     assert!(also_failed.next().await?.replayed_from.is_some());
     fixture.send(0, Some("k"), "last").await?;
@@ -154,7 +154,7 @@ async fn a_dead_letter_keeps_fields_of_another_program_with_the_same_names(
     ] {
         assert_eq!(text(&letters[0], field), value, "{field}");
     }
-    let all = Letters::Matching(Default::default());
+    let all = DeadLetterSelection::Matching(Default::default());
     let letters = fixture.queue.dead_letters(&fixture.topic).await?;
     assert_eq!(letters.replay(all, &ReplayConfig::default()).await?.replayed, 1);
     let again = seen.next().await?;

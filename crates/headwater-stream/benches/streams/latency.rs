@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use headwater_stream::{Fields, GroupStart, Retention, StreamName};
 use headwater_testkit::Redis;
-use headwater_testkit::bench::{Raw, Report, read_command};
+use headwater_testkit::bench::{Raw, BenchReport, read_command};
 
 use crate::GROUP;
 use crate::backend_ops::BackendOps;
@@ -17,7 +17,7 @@ const BLOCK_MS: u64 = 10_000;
 
 /// The raw loop and the backend alternate in blocks, woken by the same raw producer.
 pub(crate) async fn compare(
-    report: &mut Report,
+    report: &mut BenchReport,
     ops: &BackendOps,
     redis: &Redis,
     wake_ups: usize,
@@ -91,7 +91,7 @@ fn produce(
 }
 
 /// The embedded backend has no raw counterpart to compare with.
-pub(crate) async fn embedded(report: &mut Report, ops: &BackendOps, wake_ups: usize) -> Result<()> {
+pub(crate) async fn embedded(report: &mut BenchReport, ops: &BackendOps, wake_ups: usize) -> Result<()> {
     let stream = StreamName::new("wake")?;
     ops.backend.ensure_group(&stream, &ops.group, GroupStart::Beginning).await?;
     let mut reader = ops.backend.reader(&ops.group, ops.consumer()).await?;

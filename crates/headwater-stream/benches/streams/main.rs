@@ -8,7 +8,7 @@ mod backend_ops;
 
 use anyhow::Result;
 use headwater_stream::{Options, connect};
-use headwater_testkit::bench::{Pipelines, Raw, Report, Request, command, median, timed};
+use headwater_testkit::bench::{Pipelines, Raw, BenchReport, Request, command, median, timed};
 use headwater_testkit::{Persistence, Redis};
 
 use crate::backend_ops::BackendOps;
@@ -64,7 +64,7 @@ async fn main() -> Result<()> {
     let request = Request::from_arguments();
     let mut effort = if request.quick { QUICK } else { FULL };
     effort.rounds = request.number("--rounds").unwrap_or(effort.rounds);
-    let mut report = Report;
+    let mut report = BenchReport;
 
     let redis = Redis::start()?;
     let directory = tempfile::tempdir()?;
@@ -98,7 +98,7 @@ async fn main() -> Result<()> {
 }
 
 async fn compare_with_raw(
-    report: &mut Report,
+    report: &mut BenchReport,
     ops: &BackendOps,
     redis: &Redis,
     effort: Effort,
@@ -146,7 +146,7 @@ async fn compare_with_raw(
 }
 
 async fn compare_with_redis(
-    report: &mut Report,
+    report: &mut BenchReport,
     embedded: &BackendOps,
     redis: &BackendOps,
     effort: Effort,
@@ -184,7 +184,7 @@ async fn compare_with_redis(
 }
 
 /// The same work on a short and a long stream, without and with many pending entries.
-async fn growth(report: &mut Report, backend: &str, ops: &BackendOps, effort: Effort) -> Result<()> {
+async fn growth(report: &mut BenchReport, backend: &str, ops: &BackendOps, effort: Effort) -> Result<()> {
     let few = effort.many / 100;
     let mut took = Vec::new();
     for (stream, entries, pending) in [

@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use headwater_analytics::{
-    AnalyticsError, Ingest, IngestConfig, LetterMirror, LetterMirrorConfig, Table, Warehouse,
-    WarehouseReader,
+    AnalyticsError, Ingest, IngestConfig, DeadLetterMirror, DeadLetterMirrorConfig, Table, AnalyticsStore,
+    AnalyticsReader,
 };
 use headwater_queue::Queue;
 use headwater_stream::clock::{Clock, SystemClock, Timestamp};
@@ -31,28 +31,28 @@ pub(super) struct DuckDbFile {
 enum OpenFile {
     #[default]
     Closed,
-    ReadOnly(WarehouseReader),
-    ReadWrite(Arc<Warehouse>),
+    ReadOnly(AnalyticsReader),
+    ReadWrite(Arc<AnalyticsStore>),
 }
 
 /// Running ingestion of events and dead letters.
 #[derive(Debug)]
 pub(super) struct DuckDbIngest {
     ingest: Ingest,
-    dead_letters: LetterMirror,
+    dead_letters: DeadLetterMirror,
 }
 
 impl DuckDbFile {
     pub(super) const IS_BUILT_IN: bool = true;
 
     pub(super) async fn open_read_only(path: &Path) -> Result<Self, AnalyticsRequestError> {
-        let reader = blocking(path, WarehouseReader::open).await?;
+        let reader = blocking(path, AnalyticsReader::open).await?;
         Ok(Self { file: Mutex::new(OpenFile::ReadOnly(reader)) })
     }
 
     pub(super) async fn open_read_write(path: &Path) -> Result<Self, AnalyticsRequestError> {
-        let warehouse = blocking(path, Warehouse::open).await?;
-        Ok(Self { file: Mutex::new(OpenFile::ReadWrite(Arc::new(warehouse))) })
+        let store = blocking(path, AnalyticsStore::open).await?;
+        Ok(Self { file: Mutex::new(OpenFile::ReadWrite(Arc::new(store))) })
     }
 
     pub(super) fn can_write(&self) -> bool {
@@ -65,18 +65,18 @@ impl DuckDbFile {
         path: &Path,
         queue: &Queue,
     ) -> Result<DuckDbIngest, AnalyticsRequestError> {
-        let warehouse = match self.file() {
-            OpenFile::ReadWrite(warehouse) => warehouse,
+        let store = match self.file() {
+            OpenFile::ReadWrite(store) => store,
             OpenFile::Closed | OpenFile::ReadOnly(_) => {
-                let warehouse = Arc::new(blocking(path, Warehouse::open).await?);
+                let store = Arc::new(blocking(path, AnalyticsStore::open).await?);
                 *self.file.lock().unwrap_or_else(PoisonError::into_inner) =
-                    OpenFile::ReadWrite(Arc::clone(&warehouse));
-                warehouse
+                    OpenFile::ReadWrite(Arc::clone(&store));
+                store
             }
         };
-        let ingest = Ingest::start(queue, Arc::clone(&warehouse), IngestConfig::default()).await?;
+        let ingest = Ingest::start(queue, Arc::clone(&store), IngestConfig::default()).await?;
         let dead_letters =
-            LetterMirror::new(queue.clone(), warehouse, LetterMirrorConfig::default());
+            DeadLetterMirror::new(queue.clone(), store, DeadLetterMirrorConfig::default());
         Ok(DuckDbIngest { ingest, dead_letters })
     }
 
@@ -89,9 +89,9 @@ impl DuckDbFile {
         let reader = match self.file() {
             OpenFile::Closed => return Err(AnalyticsRequestError::NotOpen(String::new())),
             OpenFile::ReadOnly(reader) => reader,
-            OpenFile::ReadWrite(warehouse) => warehouse.reader().clone(),
+            OpenFile::ReadWrite(store) => store.reader().clone(),
         };
-        Ok(reader.query_keeping(sql, permit).await?)
+        Ok(reader.query_with_permit(sql, permit).await?)
     }
 
     /// Replaces all rows. Returns the number of rows removed and stored.
@@ -99,14 +99,14 @@ impl DuckDbFile {
         &self,
         batches: RebuildBatches,
     ) -> Result<(u64, u64), AnalyticsRequestError> {
-        let OpenFile::ReadWrite(warehouse) = self.file() else {
+        let OpenFile::ReadWrite(store) = self.file() else {
             return Err(AnalyticsRequestError::NotOpen(String::new()));
         };
         let keep_from =
             Timestamp::from_millis(SystemClock.now().as_millis().saturating_sub(INGEST_LAG_MS));
-        let rebuilt = spawn_blocking(move || warehouse.rebuild(keep_from, batches)).await;
+        let rebuilt = spawn_blocking(move || store.rebuild(keep_from, batches)).await;
         let rebuilt = rebuilt.unwrap_or_else(|ended| {
-            Err(AnalyticsError::Warehouse {
+            Err(AnalyticsError::Store {
                 what: "rebuild its tables",
                 problem: ended.to_string(),
             })

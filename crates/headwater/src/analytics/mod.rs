@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use headwater_analytics::{AnalyticsError, Table, TicketEvent};
+use headwater_analytics::{AnalyticsError, Table, TicketEventRow};
 use headwater_issue::Store;
 use headwater_queue::Queue;
 use serde::Serialize;
@@ -46,7 +46,7 @@ const QUERIES_MAX: usize = 4;
 const RETRY_INTERVAL: Duration = Duration::from_secs(5);
 
 /// Batches of a rebuild, read from SQL one at a time.
-type RebuildBatches = Box<dyn Iterator<Item = Result<Vec<TicketEvent>, AnalyticsError>> + Send>;
+type RebuildBatches = Box<dyn Iterator<Item = Result<Vec<TicketEventRow>, AnalyticsError>> + Send>;
 
 /// State of analytics.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, ToSchema)]

@@ -58,7 +58,7 @@ pub(crate) struct TableResponse {
 
 impl From<Table> for TableResponse {
     fn from(table: Table) -> Self {
-        Self { columns: table.columns, rows: table.rows, is_cut: table.is_cut }
+        Self { columns: table.columns, rows: table.rows, is_cut: table.truncated }
     }
 }
 

@@ -14,7 +14,7 @@ use axum::extract::State;
 use axum::response::{IntoResponse, Response};
 use futures_util::stream;
 use headwater_queue::{
-    DeadLetter, DeadLetterFilter, DeadLetterQuery, MessageHeaders, Letters, PurgeConfig, PurgeReport,
+    DeadLetter, DeadLetterFilter, DeadLetterQuery, MessageHeaders, DeadLetterSelection, PurgeConfig, PurgeReport,
     ReplayConfig, ReplayReport,
 };
 use headwater_stream::Direction;
@@ -156,7 +156,7 @@ pub(crate) struct DeadLettersRequest {
 }
 
 impl DeadLettersRequest {
-    fn letters(&self) -> Result<Letters, ApiError> {
+    fn letters(&self) -> Result<DeadLetterSelection, ApiError> {
         let filter = filter(
             self.reason.clone(),
             self.key.clone(),
@@ -169,9 +169,9 @@ impl DeadLettersRequest {
             (Some(ids), false, false) => {
                 let ids =
                     ids.iter().map(|id| parse_entry_id("ids", id)).collect::<Result<_, _>>()?;
-                Ok(Letters::Ids(ids))
+                Ok(DeadLetterSelection::Ids(ids))
             }
-            (None, true, false) | (None, false, true) => Ok(Letters::Matching(filter)),
+            (None, true, false) | (None, false, true) => Ok(DeadLetterSelection::Matching(filter)),
             _ => Err(ApiError::invalid(
                 "select dead letters with exactly one of `ids`, a filter, or `all: true`",
             )),
@@ -278,14 +278,14 @@ async fn replay(
             let handled = report.replayed + report.already_replayed + report.refused;
             count.store(handled, Ordering::Relaxed);
         };
-        Ok(ReplayResponse::from(dead.replay_telling(letters, &config, &report_progress).await?))
+        Ok(ReplayResponse::from(dead.replay_with_progress(letters, &config, &report_progress).await?))
     };
     respond(replaying, done, with_progress, &operations).await
 }
 
 impl From<ReplayReport> for ReplayResponse {
     fn from(report: ReplayReport) -> Self {
-        let dto = |refusal: headwater_queue::Refusal| RefusedReplayDto {
+        let dto = |refusal: headwater_queue::ReplayRefusal| RefusedReplayDto {
             id: refusal.id.to_string(),
             problem: refusal.problem,
         };
@@ -324,7 +324,7 @@ async fn purge(
     let purging = async move {
         let report_progress = |report: &PurgeReport| count.store(report.purged, Ordering::Relaxed);
         let PurgeReport { purged, is_done } =
-            dead.purge_telling(letters, &config, &report_progress).await?;
+            dead.purge_with_progress(letters, &config, &report_progress).await?;
         Ok(PurgeResponse { purged, is_done })
     };
     respond(purging, done, with_progress, &operations).await

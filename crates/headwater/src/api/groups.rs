@@ -7,7 +7,7 @@ use axum::extract::State;
 use axum::http::StatusCode;
 use headwater_issue::{GROUP, STREAM};
 use headwater_queue::{
-    Counted, GroupView, Mode, PendingFilter, PendingView, RemovedGroup, Reset, ResetGuard,
+    BoundedCount, GroupView, Mode, PendingFilter, PendingView, RemovedGroup, Reset, ResetGuard,
     ResetReport, ResetTo,
 };
 use serde::{Deserialize, Serialize};
@@ -190,8 +190,8 @@ pub(crate) struct CountDto {
     or_more: bool,
 }
 
-impl From<Counted> for CountDto {
-    fn from(counted: Counted) -> Self {
+impl From<BoundedCount> for CountDto {
+    fn from(counted: BoundedCount) -> Self {
         Self { count: counted.count, or_more: counted.or_more }
     }
 }
@@ -221,10 +221,10 @@ async fn reset(
             EntryPosition::Time(at) => ResetTo::Time(at),
         },
     };
-    let guard = if request.force { ResetGuard::Force } else { ResetGuard::NobodyAtWork };
+    let guard = if request.force { ResetGuard::Force } else { ResetGuard::RequireInactive };
     let reset = Reset { to, partition: request.partition, guard, dry_run: request.dry_run };
     let resetting = async move { Ok(operations.queue.reset_group(&topic, &group, &reset).await?) };
-    let ResetReport { again, skipped, dropped, is_done, .. } = run_to_completion(resetting).await?;
+    let ResetReport { redelivered: again, skipped, dropped, is_done, .. } = run_to_completion(resetting).await?;
     Ok(Json(GroupResetResponse {
         again: again.into(),
         skipped: skipped.into(),

@@ -6,7 +6,7 @@ use axum::Json;
 use axum::extract::State;
 use axum::http::StatusCode;
 use headwater_issue::STREAM;
-use headwater_queue::{Described, Policies, TopicView, Trim};
+use headwater_queue::{TopicDescription, Policies, TopicView, Trim};
 use headwater_stream::{Retention, TrimGuard};
 use serde::{Deserialize, Serialize};
 use utoipa::{IntoParams, ToSchema};
@@ -236,7 +236,7 @@ async fn describe(
     Ok(Json(to_response(view, described)))
 }
 
-fn to_response(view: TopicView, described: Described) -> TopicResponse {
+fn to_response(view: TopicView, described: TopicDescription) -> TopicResponse {
     let policies = &view.policies;
     let retention = policies.retention;
     // A topic may grow between the two queries; extra partitions are dropped.

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use headwater_analytics::RunFigures;
+use headwater_analytics::RunMetrics;
 use headwater_bus::Sessions;
 use headwater_issue::{
     EventLogId, HandlerError, IssueError, IssueHandler, OnNewEvent, Quiet, Resolution, Run,
@@ -307,9 +307,9 @@ impl Desk {
     }
 
     /// Events, tokens and cost of a run.
-    fn run_metrics(&self, run: &Run, usage: TokenUsage) -> RunFigures {
+    fn run_metrics(&self, run: &Run, usage: TokenUsage) -> RunMetrics {
         let count = |number: u64| Some(u32::try_from(number).unwrap_or(u32::MAX));
-        RunFigures {
+        RunMetrics {
             events: count(run.events().len() as u64),
             tokens_in: count(usage.input_tokens),
             tokens_out: count(usage.output_tokens),
@@ -352,7 +352,7 @@ impl Desk {
         });
         resolution.fields = Some(fields.to_string());
         resolution.outbox.push(row(content, ReplyTarget::Answer, run_metrics));
-        let nothing = RunFigures::default();
+        let nothing = RunMetrics::default();
         for effect in outcome.effects {
             resolution.outbox.push(match effect {
                 ToolEffect::HandOver { reason } => row(reason, ReplyTarget::HandOver, nothing),

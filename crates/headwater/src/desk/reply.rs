@@ -2,7 +2,7 @@
 //!
 //! Upstream: `handler`. Downstream: `outbound`.
 
-use headwater_analytics::RunFigures;
+use headwater_analytics::RunMetrics;
 use headwater_issue::{NewOutbox, OutboxKind};
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
@@ -51,7 +51,7 @@ pub struct DeskReply {
     pub up_to: Option<i64>,
     /// Events, tokens and cost of the run, for analytics.
     #[serde(flatten)]
-    pub run: RunFigures,
+    pub run: RunMetrics,
 }
 
 impl DeskReply {

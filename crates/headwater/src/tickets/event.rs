@@ -6,7 +6,7 @@
 //! variant (`content` beside `event_type` instead of below `payload`). Rejects ids that are not UUIDs, unknown types,
 //! and text over the limits.
 
-use headwater_analytics::RunFigures;
+use headwater_analytics::RunMetrics;
 use headwater_stream::clock::Timestamp;
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
@@ -111,7 +111,7 @@ pub struct TicketPayload {
     pub author: Option<Author>,
     /// Events, tokens and cost of an answer; empty in all other events.
     #[serde(flatten)]
-    pub run: RunFigures,
+    pub run: RunMetrics,
 }
 
 impl TicketPayload {
@@ -122,7 +122,7 @@ impl TicketPayload {
             timestamp: at.to_rfc3339(),
             title: None,
             author: None,
-            run: RunFigures::default(),
+            run: RunMetrics::default(),
         }
     }
 }
@@ -233,7 +233,7 @@ mod tests {
 
     #[test]
     fn an_answer_contains_its_run_metrics_beside_its_text() {
-        let run = RunFigures {
+        let run = RunMetrics {
             events: Some(2),
             tokens_in: Some(300),
             tokens_out: Some(20),

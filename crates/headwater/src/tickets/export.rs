@@ -7,7 +7,7 @@
 
 use std::sync::Arc;
 
-use headwater_analytics::{RunFigures, TicketEvent as Row};
+use headwater_analytics::{RunMetrics, TicketEventRow as Row};
 use headwater_issue::{Connection, Store};
 use headwater_stream::clock::Timestamp;
 use sqlx::Error;
@@ -169,7 +169,7 @@ fn from_event_log(payload: &str) -> Option<Row> {
 
 fn from_answer(answer: AnswerRow) -> Row {
     let (_, message_id, ticket_id, user_id, content, created_ms, run) = answer;
-    let run = run.as_deref().and_then(|run| serde_json::from_str::<RunFigures>(run).ok());
+    let run = run.as_deref().and_then(|run| serde_json::from_str::<RunMetrics>(run).ok());
     Row {
         entry: None,
         event_type: TicketEventType::AiResponseGenerated.as_str().to_owned(),

@@ -199,7 +199,7 @@ pub(crate) fn show(format: OutputFormat, table: &Table) -> Result<(), CliError> 
             table.to_json_lines().lines().try_for_each(output::exact)?
         }
     }
-    if table.is_cut {
+    if table.truncated {
         output::note(&format!("result truncated to the first {} rows", table.rows.len()));
     }
     Ok(())

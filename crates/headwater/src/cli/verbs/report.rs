@@ -45,5 +45,5 @@ fn list(format: OutputFormat) -> Result<(), CliError> {
     }
     let columns = vec!["name".to_owned(), "title".to_owned()];
     let rows = REPORTS.iter().map(|report| vec![json!(report.name), json!(report.title)]);
-    show(format, &Table { columns, rows: rows.collect(), is_cut: false })
+    show(format, &Table { columns, rows: rows.collect(), truncated: false })
 }

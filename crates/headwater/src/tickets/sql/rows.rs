@@ -1,6 +1,6 @@
 //! Parameter types of the statements, and conversion of column values.
 
-use headwater_analytics::RunFigures;
+use headwater_analytics::RunMetrics;
 use headwater_issue::IssueId;
 use headwater_stream::clock::Timestamp;
 use sqlx::Error;
@@ -25,7 +25,7 @@ pub(crate) struct NewMessageRow<'a> {
     pub(crate) author: Author,
     pub(crate) content: &'a str,
     /// Run metrics of an answer.
-    pub(crate) run: RunFigures,
+    pub(crate) run: RunMetrics,
     pub(crate) now: Timestamp,
 }
 
@@ -72,8 +72,8 @@ pub(crate) fn from_ms(ms: i64) -> Timestamp {
 }
 
 /// Run metrics as a column value; `None` if nothing is known.
-pub(crate) fn run_json(run: &RunFigures) -> Option<String> {
-    let known = *run != RunFigures::default();
+pub(crate) fn run_json(run: &RunMetrics) -> Option<String> {
+    let known = *run != RunMetrics::default();
     known.then(|| serde_json::to_string(run).expect("numbers are JSON"))
 }
 
