@@ -135,7 +135,7 @@ async fn show(
         Some(info) => info,
         // Events written by another program, or spooled by a process that was killed. A read does not register the
         // session.
-        None => app.sessions.info_of_any(&session).await.map_err(|error| match error {
+        None => app.sessions.info_including_foreign(&session).await.map_err(|error| match error {
             error if error.is_transient() => error,
             // No session, or entries that do not form one.
             _ => SessionError::NotFound { session: session.clone() },

@@ -10,7 +10,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, anyhow, bail};
 use async_trait::async_trait;
 use headwater_bus::{
-    BusError, EventBus, FailurePolicy, Folds, PromptExecuted, Registry, Sessions, SessionsConfig,
+    BusError, EventBus, FailurePolicy, Folds, PromptExecuted, EventRegistry, Sessions, SessionsConfig,
     SpoolConfig, SpoolError, StreamedBus, StreamedBusConfig, ToolInvoked,
 };
 use headwater_issue::{Confirmations, DeliverError, Nudger, OutboxRow, Store};
@@ -92,7 +92,7 @@ pub(crate) async fn sessions(
     streams: &Arc<dyn Backend>,
 ) -> Result<(Arc<StreamedBus>, Arc<Sessions>)> {
     let config = bus_config(FailurePolicy::Fail);
-    let bus = StreamedBus::open(Arc::clone(streams), Registry::builtin(), config).await;
+    let bus = StreamedBus::open(Arc::clone(streams), EventRegistry::builtin(), config).await;
     open_sessions(bus.context("opening the bus")?).await
 }
 
@@ -122,7 +122,7 @@ pub(crate) async fn close(bus: Arc<StreamedBus>) {
 /// later.
 async fn open_bus(settings: &Settings, streams: &Arc<dyn Backend>) -> Result<StreamedBus> {
     let open = async |on_failure| {
-        StreamedBus::open(Arc::clone(streams), Registry::builtin(), bus_config(on_failure)).await
+        StreamedBus::open(Arc::clone(streams), EventRegistry::builtin(), bus_config(on_failure)).await
     };
     let Some(directory) = settings.spool() else { return Ok(open(FailurePolicy::Fail).await?) };
     for index in 0..SPOOLS_MAX {
@@ -136,7 +136,7 @@ async fn open_bus(settings: &Settings, streams: &Arc<dyn Backend>) -> Result<Str
             Err(BusError::Spool(error)) if !settings.stream_spool_is_given => {
                 warn!(%error, "default spool cannot be used; repair or remove the file, or set `stream.spool`");
                 let concerns_one_file =
-                    matches!(error, SpoolError::Corrupt { .. } | SpoolError::Foreign { .. });
+                    matches!(error, SpoolError::Corrupt { .. } | SpoolError::WrongOwner { .. });
                 if !concerns_one_file {
                     break;
                 }
