@@ -119,7 +119,7 @@ impl ClockScenario {
             let (status, body) = self.server.get("/api/v1/issues/1/why").await?;
             ensure!(status == 200, "{body}");
             ensure!(!body.to_string().contains("no worker is alive"), "{body}");
-            ensure!(!body.to_string().contains("does not show itself"), "{body}");
+            ensure!(!body.to_string().contains("worker heartbeat missing"), "{body}");
             is_well(self).with_context(|| self.server.log())?;
             tokio::time::sleep(Duration::from_millis(100)).await;
         }

@@ -21,7 +21,7 @@ use headwater_bus::{
 };
 use headwater_issue::{
     DeliverError, Inbox, InboxConfig, IssueId, NewEvent, Nudger, Outbox, OutboxConfig, OutboxRow,
-    ProcessingStatus, RetryPolicy, Store, StoreOptions, Worker, WorkerConfig, connect,
+    ProcessingStatus, IssueRetryPolicy, Store, StoreOptions, Worker, WorkerConfig, connect,
 };
 use headwater_queue::Queue;
 use headwater_stream::EntryId;
@@ -71,7 +71,7 @@ impl System {
         store.ensure_integration("hub", "github").await.unwrap();
         let nudger = Nudger::new(Arc::clone(&streams));
         let quiet = setup.config.debounce_window();
-        let inbox = InboxConfig { quiet, ..InboxConfig::default() };
+        let inbox = InboxConfig { debounce: quiet, ..InboxConfig::default() };
         let inbox = Inbox::new(Arc::clone(&store), nudger.clone(), inbox).unwrap();
         let bus = Arc::new(LocalBus::new(EventRegistry::builtin()));
         let steps = watch_session(&bus).await;
@@ -90,11 +90,11 @@ impl System {
             Arc::clone(&sessions),
             setup.config,
         );
-        let retry = RetryPolicy {
+        let retry = IssueRetryPolicy {
             attempts_max: 3,
             backoff_first: Duration::ZERO,
             backoff_max: Duration::ZERO,
-            ..RetryPolicy::default()
+            ..IssueRetryPolicy::default()
         };
         let others = WorkerConfig {
             retry,

@@ -18,9 +18,9 @@ use axum::response::IntoResponse;
 use headwater::desk::{DeskReply, ReplyTarget};
 use headwater::outbound::{Destination, LocalDelivery, OutboxDeliverer, sign};
 use headwater_issue::{
-    Claim, ClaimOptions, Completion, Deliver, DeliverError, Delivery, EventLogId, IssueId,
-    KeyedOutbox, NewEvent, NewOutbox, Outbox, OutboxConfig, OutboxId, OutboxKind, OutboxRow,
-    OutboxSettlement, Quiet, RetryPolicy, Store, StoreOptions, connect,
+    Claim, ClaimOptions, RunCompletion, Deliver, DeliverError, OutboxDelivery, EventLogId, IssueId,
+    KeyedOutboxRow, NewEvent, NewOutboxRow, Outbox, OutboxConfig, OutboxId, OutboxKind, OutboxRow,
+    OutboxSettlement, DebounceWindow, IssueRetryPolicy, Store, StoreOptions, connect,
 };
 use headwater_stream::clock::{Clock, SystemClock, TestClock};
 use serde_json::{Value as Json, json};
@@ -340,7 +340,7 @@ async fn a_reply_that_was_stale_at_commit_is_not_sent() {
         ..NewEvent::new("it", "7", "note", "{}")
     };
     let record =
-        async |key: &str| store.record(&[event(key)], &Quiet::default()).await.remove(0).unwrap();
+        async |key: &str| store.record(&[event(key)], &DebounceWindow::default()).await.remove(0).unwrap();
     // Claims the issue, records `meanwhile`, and completes the run with replies that have seen events up to `up_to`.
     let run = async |meanwhile: &str, logs: &[EventLogId], up_to: &[Option<EventLogId>]| {
         let options = ClaimOptions::new("worker");
@@ -349,17 +349,17 @@ async fn a_reply_that_was_stale_at_commit_is_not_sent() {
             panic!("the issue cannot be claimed")
         };
         let meanwhile = record(meanwhile).await.event_log_id;
-        let reply = |up_to: &Option<EventLogId>| NewOutbox {
+        let reply = |up_to: &Option<EventLogId>| NewOutboxRow {
             kind: OutboxKind::Reply,
             target: ReplyTarget::Answer.as_str().to_owned(),
             payload: json!({"content": "Hello", "up_to": up_to.map(|id| id.0)}).to_string(),
         };
-        let completion = Completion {
+        let completion = RunCompletion {
             issue_id: claimed.issue.id,
             epoch: claimed.epoch,
             event_log_ids: logs.to_vec(),
             outbox: up_to.iter().map(reply).collect(),
-            ..Completion::default()
+            ..RunCompletion::default()
         };
         store.complete(&[completion]).await.unwrap();
         meanwhile
@@ -374,7 +374,7 @@ async fn a_reply_that_was_stale_at_commit_is_not_sent() {
             let (id, deliveries) = (row.id, row.deliveries);
             let row = OutboxRow { external_project_id: "ada/engine".into(), ..row };
             delivery.deliver(&row).await.unwrap();
-            let delivery = Delivery::Delivered;
+            let delivery = OutboxDelivery::Delivered;
             let settlement = OutboxSettlement { id, deliveries, delivery };
             store.settle_outbox(&[settlement]).await.unwrap();
         }
@@ -570,11 +570,11 @@ async fn each_comment_is_posted_once_despite_receiver_faults() {
             external_project_id: "ada/engine".into(),
             ..NewEvent::new("it", issue.to_string(), "note", "{}")
         };
-        let recorded = store.record(&[event], &Quiet::default()).await.remove(0).unwrap();
+        let recorded = store.record(&[event], &DebounceWindow::default()).await.remove(0).unwrap();
         let payload = json!({"content": format!("ACK {issue}")}).to_string();
-        let row = NewOutbox { kind: OutboxKind::Reply, target: String::new(), payload };
+        let row = NewOutboxRow { kind: OutboxKind::Reply, target: String::new(), payload };
         let mut transaction = store.begin().await.unwrap();
-        let rows = [KeyedOutbox { key: "1".into(), row }];
+        let rows = [KeyedOutboxRow { key: "1".into(), row }];
         transaction.write_outbox(recorded.issue_id, &rows).await.unwrap();
         transaction.commit().await.unwrap();
     }
@@ -582,11 +582,11 @@ async fn each_comment_is_posted_once_despite_receiver_faults() {
     let delivery =
         OutboxDeliverer::new(Arc::clone(&store), destinations, Arc::new(NoLocalDelivery)).unwrap();
     let backoff_max = Duration::from_millis(50);
-    let retry = RetryPolicy {
+    let retry = IssueRetryPolicy {
         attempts_max: 1000,
         backoff_first: backoff_max,
         backoff_max,
-        ..RetryPolicy::default()
+        ..IssueRetryPolicy::default()
     };
     let config = OutboxConfig { retry, every: backoff_max, ..OutboxConfig::default() };
     let outbox = Outbox::new(Arc::clone(&store), delivery, config).unwrap();

@@ -248,7 +248,7 @@ fn event_row(number: usize) -> OutboxRow {
 async fn attempts(publisher: &TicketEventsPublisher, rows: &[OutboxRow]) -> usize {
     let answers = join_all(rows.iter().map(|row| publisher.publish(row))).await;
     let was_attempted = |answer: &Result<(), DeliverError>| match answer {
-        Err(DeliverError::Away(reason)) => !reason.contains("a moment ago"),
+        Err(DeliverError::Unavailable(reason)) => !reason.contains("a moment ago"),
         other => panic!("{other:?}"),
     };
     answers.iter().filter(|answer| was_attempted(answer)).count()
@@ -277,13 +277,13 @@ async fn of_many_events_one_at_a_time_probes_an_unavailable_redis() -> Result<()
     let deadline = Instant::now() + LIMIT;
     for row in &rows {
         while let Err(error) = publisher.publish(row).await {
-            assert!(matches!(error, DeliverError::Away(_)), "{error}");
+            assert!(matches!(error, DeliverError::Unavailable(_)), "{error}");
             assert!(Instant::now() < deadline, "{error}");
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
         // The process died before it recorded the delivery: the row is repeated.
         while let Err(error) = publisher.publish(row).await {
-            assert!(matches!(error, DeliverError::Away(_)), "{error}");
+            assert!(matches!(error, DeliverError::Unavailable(_)), "{error}");
             assert!(Instant::now() < deadline, "{error}");
         }
     }

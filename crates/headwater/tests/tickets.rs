@@ -16,7 +16,7 @@ use headwater::tickets::{
 };
 use headwater_analytics::RunMetrics;
 use headwater_issue::{
-    Connection, DeliverError, IssueId, Nudger, OutboxId, OutboxKind, OutboxRow, Quiet, Store,
+    StoreConnection, DeliverError, IssueId, Nudger, OutboxId, OutboxKind, OutboxRow, DebounceWindow, Store,
     StoreOptions, connect,
 };
 use headwater_stream::clock::{Clock, SystemClock, Timestamp};
@@ -35,9 +35,9 @@ async fn fixture(url: &str, keep: Box<dyn Any>) -> Fixture {
     let streams = headwater_stream::connect("embedded:memory", &Default::default()).await.unwrap();
     let nudger = Nudger::new(streams);
     let tickets =
-        Tickets::open(Arc::clone(&store), nudger.clone(), Quiet::default()).await.unwrap();
+        Tickets::open(Arc::clone(&store), nudger.clone(), DebounceWindow::default()).await.unwrap();
     // Opening twice is idempotent.
-    Tickets::open(Arc::clone(&store), nudger, Quiet::default()).await.unwrap();
+    Tickets::open(Arc::clone(&store), nudger, DebounceWindow::default()).await.unwrap();
     Fixture { store, tickets, _keep: keep }
 }
 
@@ -149,7 +149,7 @@ async fn published(fixture: &Fixture) -> Vec<String> {
             // Only an answer has run metrics.
             let took = (published.last().unwrap() == "AI_RESPONSE_GENERATED").then_some(20);
             assert_eq!(json["payload"]["tokens_in"].as_u64(), took, "{json}");
-            let delivery = headwater_issue::Delivery::Delivered;
+            let delivery = headwater_issue::OutboxDelivery::Delivered;
             let settlement = headwater_issue::OutboxSettlement {
                 id: row.id,
                 deliveries: row.deliveries,
@@ -557,8 +557,8 @@ async fn query_number(fixture: &Fixture, sql: &str) -> i64 {
     let sql = AssertSqlSafe(sql.to_owned());
     let mut reading = fixture.store.read_connection().await.unwrap();
     let number = match reading.connection() {
-        Connection::Sqlite(sqlite) => sqlx::query_scalar(sql).fetch_one(sqlite).await.unwrap(),
-        Connection::Postgres(postgres) => {
+        StoreConnection::Sqlite(sqlite) => sqlx::query_scalar(sql).fetch_one(sqlite).await.unwrap(),
+        StoreConnection::Postgres(postgres) => {
             sqlx::query_scalar(sql).fetch_one(postgres).await.unwrap()
         }
         other => panic!("{other:?}"),
@@ -571,8 +571,8 @@ async fn execute(fixture: &Fixture, sql: &str) {
     let mut transaction = fixture.store.begin().await.unwrap();
     let sql = AssertSqlSafe(sql.to_owned());
     match transaction.connection() {
-        Connection::Sqlite(sqlite) => drop(sqlx::query(sql).execute(sqlite).await.unwrap()),
-        Connection::Postgres(postgres) => drop(sqlx::query(sql).execute(postgres).await.unwrap()),
+        StoreConnection::Sqlite(sqlite) => drop(sqlx::query(sql).execute(sqlite).await.unwrap()),
+        StoreConnection::Postgres(postgres) => drop(sqlx::query(sql).execute(postgres).await.unwrap()),
         other => panic!("{other:?}"),
     }
     transaction.commit().await.unwrap();

@@ -6,7 +6,7 @@
 use sqlx::postgres::PgConnection;
 use sqlx::{Connection, Executor, Row};
 
-use super::connections::Connections;
+use super::connections::PgConnections;
 use super::functions;
 
 use crate::error::Result;
@@ -17,13 +17,13 @@ use crate::row_decoding::database_error;
 const LOCK: i64 = 0x6865_6164_7761_7465;
 
 /// Migrates the issue tables, installs the functions, and returns the identity of the database.
-pub(super) async fn open(connections: &Connections) -> Result<String> {
+pub(super) async fn open(connections: &PgConnections) -> Result<String> {
     migrate(connections, ISSUES).await?;
     connections.run(identity).await.map_err(|error| database_error("reading the identity", error))
 }
 
 /// Applies the migrations of one owner.
-pub(super) async fn migrate(connections: &Connections, list: &[Migration]) -> Result<()> {
+pub(super) async fn migrate(connections: &PgConnections, list: &[Migration]) -> Result<()> {
     let migrations = OwnedMigrations::new(list, |one| one.postgres);
     let installs_functions = std::ptr::eq(list, ISSUES);
     let applied = connections.run(async |connection| {

@@ -10,8 +10,8 @@ use axum::extract::State;
 use axum::http::header;
 use axum::response::IntoResponse;
 use headwater_issue::{
-    EventLog, EventLogFilter, EventLogId, Issue, IssueFilter, IssueId, ProcessingStatus, Reason,
-    Released, Retried,
+    EventLog, EventLogFilter, EventLogId, Issue, IssueFilter, IssueId, ProcessingStatus, DiagnosisReason,
+    QuarantineCleared, IssueRetried,
 };
 use headwater_stream::clock::Timestamp;
 use serde::{Deserialize, Serialize};
@@ -198,15 +198,15 @@ async fn why(
     State(app): State<App>,
     PathParams(id): PathParams<i64>,
 ) -> JsonResult<IssueWhyResponse> {
-    let why = headwater_issue::why(app.store.as_ref(), IssueId(id)).await?;
+    let why = headwater_issue::explain(app.store.as_ref(), IssueId(id)).await?;
     let reason = match &why.reason {
-        Reason::Idle => "idle",
-        Reason::Claimed { .. } => "claimed",
-        Reason::ClaimRanOut { .. } => "claim_ran_out",
-        Reason::Quarantined { .. } => "quarantined",
-        Reason::NoWorker => "no_worker",
-        Reason::Waiting { .. } => "waiting",
-        Reason::Queued { .. } => "queued",
+        DiagnosisReason::Idle => "idle",
+        DiagnosisReason::Claimed { .. } => "claimed",
+        DiagnosisReason::ClaimExpired { .. } => "claim_ran_out",
+        DiagnosisReason::Quarantined { .. } => "quarantined",
+        DiagnosisReason::NoWorker => "no_worker",
+        DiagnosisReason::Waiting { .. } => "waiting",
+        DiagnosisReason::Queued { .. } => "queued",
         _ => "other",
     };
     let waiting_ms = why.waiting_for.map(|waited| waited.as_millis());
@@ -236,9 +236,9 @@ async fn retry(
     PathParams(id): PathParams<i64>,
 ) -> JsonResult<IssueChangeResponse> {
     let result = match headwater_issue::retry(app.store.as_ref(), &app.nudger, IssueId(id)).await? {
-        Retried::Queued => "queued",
-        Retried::Processing => "processing",
-        Retried::Idle => "idle",
+        IssueRetried::Queued => "queued",
+        IssueRetried::Processing => "processing",
+        IssueRetried::Idle => "idle",
     };
     Ok(Json(IssueChangeResponse { issue_id: id, result }))
 }
@@ -252,9 +252,9 @@ async fn release(
 ) -> JsonResult<IssueChangeResponse> {
     let result =
         match headwater_issue::release(app.store.as_ref(), &app.nudger, IssueId(id)).await? {
-            Released::Queued => "queued",
-            Released::Idle => "idle",
-            Released::NotQuarantined => "not_quarantined",
+            QuarantineCleared::Queued => "queued",
+            QuarantineCleared::Idle => "idle",
+            QuarantineCleared::NotQuarantined => "not_quarantined",
         };
     Ok(Json(IssueChangeResponse { issue_id: id, result }))
 }

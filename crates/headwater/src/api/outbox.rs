@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use axum::Json;
 use axum::extract::State;
-use headwater_issue::{DeadOutbox, IssueError, OutboxId};
+use headwater_issue::{DeadOutboxRow, IssueError, OutboxId};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use utoipa::{IntoParams, ToSchema};
@@ -78,14 +78,14 @@ async fn list(
         let store = Arc::clone(&app.store);
         async move { store.dead_outbox(last.or(from), count).await }
     };
-    let measure = |dead: &DeadOutbox| (dead.row.id, dead.row.payload.len() + dead.error.len());
+    let measure = |dead: &DeadOutboxRow| (dead.row.id, dead.row.payload.len() + dead.error.len());
     let (rows, last) = paging::read_page(limit, measure, read).await?;
     let next = last.map(|id| id.0);
     Ok(Json(OutboxPage { rows: rows.into_iter().map(to_dto).collect(), next_cursor: next }))
 }
 
-fn to_dto(dead: DeadOutbox) -> OutboxRowDto {
-    let DeadOutbox { row, error } = dead;
+fn to_dto(dead: DeadOutboxRow) -> OutboxRowDto {
+    let DeadOutboxRow { row, error } = dead;
     OutboxRowDto {
         id: row.id.0,
         issue_id: row.issue_id.0,
@@ -148,7 +148,7 @@ async fn retry_all(
 ) -> JsonResult<OutboxRetryAllResponse> {
     let rows = app.store.dead_outbox(request.cursor.map(OutboxId), RETRY_BATCH).await?;
     let next = rows.last().filter(|_| rows.len() == RETRY_BATCH).map(|dead| dead.row.id.0);
-    let is_selected = |dead: &&DeadOutbox| {
+    let is_selected = |dead: &&DeadOutboxRow| {
         request.integration.as_ref().is_none_or(|integration| dead.row.integration == *integration)
     };
     let mut queued = 0;

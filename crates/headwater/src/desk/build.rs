@@ -13,7 +13,7 @@ use headwater_bus::{
     BusError, EventBus, FailurePolicy, Folds, PromptExecuted, EventRegistry, Sessions, SessionsConfig,
     SpoolConfig, SpoolError, StreamedBus, StreamedBusConfig, ToolInvoked,
 };
-use headwater_issue::{Confirmations, DeliverError, Nudger, OutboxRow, Store};
+use headwater_issue::{CommitVerifier, DeliverError, Nudger, OutboxRow, Store};
 use headwater_stream::Backend;
 use secrecy::{ExposeSecret, SecretString};
 use tracing::warn;
@@ -55,7 +55,7 @@ impl DeskServices {
         store: &Arc<dyn Store>,
         streams: &Arc<dyn Backend>,
         nudger: &Nudger,
-        confirmations: &Confirmations,
+        confirmations: &CommitVerifier,
     ) -> Result<Self> {
         let config = settings.desk;
         let tickets =

@@ -14,7 +14,7 @@ use async_trait::async_trait;
 use headwater_analytics::RunMetrics;
 use headwater_bus::Sessions;
 use headwater_issue::{
-    EventLogId, HandlerError, IssueError, IssueHandler, OnNewEvent, Quiet, Resolution, Run,
+    EventLogId, HandlerError, IssueError, IssueHandler, OnNewEvent, DebounceWindow, Resolution, Run,
     WorkerConfig,
 };
 use serde_json::json;
@@ -101,8 +101,8 @@ impl Default for DeskConfig {
 
 impl DeskConfig {
     /// The debounce window for recorders of desk events.
-    pub fn debounce_window(&self) -> Quiet {
-        Quiet { quiet: self.quiet, max_wait: self.max_wait, events_max: self.events_max }
+    pub fn debounce_window(&self) -> DebounceWindow {
+        DebounceWindow { quiet_for: self.quiet, max_wait: self.max_wait, events_max: self.events_max }
     }
 
     /// Settings of a worker that runs the desk; everything else as in `others`.
@@ -232,9 +232,9 @@ impl Desk {
         match error {
             // The error is not specific to this issue, so no attempt is counted.
             ModelError::RateLimited { after, .. } => {
-                HandlerError::put_off(after.unwrap_or_default().max(pause), error)
+                HandlerError::defer(after.unwrap_or_default().max(pause), error)
             }
-            ModelError::Unreachable(_) => HandlerError::put_off(pause, error),
+            ModelError::Unreachable(_) => HandlerError::defer(pause, error),
             ModelError::Rejected(_) => HandlerError::quarantine(error),
             _ => HandlerError::retry(error),
         }
@@ -250,7 +250,7 @@ impl Desk {
         let now = budget::now();
         let tokens = prompt_tokens + u64::from(prompt.output_tokens_max);
         let reservation = TokenReservation::new(run.issue().id, tokens, prompt_tokens, now);
-        let deferred = |after, reason: &str| Err(HandlerError::put_off(after, reason).into());
+        let deferred = |after, reason: &str| Err(HandlerError::defer(after, reason).into());
         match self.accounting.reserve(reservation, &self.config.budget).await {
             Ok(ReservationOutcome::Granted(open)) => Ok(open),
             Ok(ReservationOutcome::IssueBudgetExceeded) => Err(Stop::BudgetExceeded),

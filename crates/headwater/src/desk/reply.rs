@@ -3,7 +3,7 @@
 //! Upstream: `handler`. Downstream: `outbound`.
 
 use headwater_analytics::RunMetrics;
-use headwater_issue::{NewOutbox, OutboxKind};
+use headwater_issue::{NewOutboxRow, OutboxKind};
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
@@ -56,8 +56,8 @@ pub struct DeskReply {
 
 impl DeskReply {
     /// Encodes the reply as an outbox row.
-    pub fn into_row(self, target: ReplyTarget) -> NewOutbox {
+    pub fn into_row(self, target: ReplyTarget) -> NewOutboxRow {
         let payload = serde_json::to_string(&self).expect("texts and numbers are JSON");
-        NewOutbox { kind: OutboxKind::Reply, target: target.as_str().to_owned(), payload }
+        NewOutboxRow { kind: OutboxKind::Reply, target: target.as_str().to_owned(), payload }
     }
 }

@@ -17,6 +17,6 @@ pub(super) async fn is_stale(
     let Some(up_to) = reply.up_to else { return Ok(false) };
     let newest = store.newest_event_log_at_commit(row.id).await;
     // Our own database failed, not the delivery: no attempt is counted.
-    let newest = newest.map_err(|error| DeliverError::Away(error.to_string()))?;
+    let newest = newest.map_err(|error| DeliverError::Unavailable(error.to_string()))?;
     Ok(newest.is_some_and(|EventLogId(newest)| newest > up_to))
 }

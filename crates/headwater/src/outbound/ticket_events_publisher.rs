@@ -51,7 +51,7 @@ impl TicketEventsPublisher {
             _ => (self.control.clone(), bus_event(row)),
         };
         if self.is_backing_off(Instant::now()) {
-            return Err(DeliverError::Away(
+            return Err(DeliverError::Unavailable(
                 "stream backend was unavailable a moment ago; backing off".into(),
             ));
         }
@@ -61,7 +61,7 @@ impl TicketEventsPublisher {
         match appended {
             Err(error) if error.is_transient() => {
                 self.back_off_until(Some(Instant::now() + BACKOFF));
-                Err(DeliverError::Away(error.to_string()))
+                Err(DeliverError::Unavailable(error.to_string()))
             }
             result => {
                 self.back_off_until(None);

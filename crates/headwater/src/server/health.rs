@@ -119,7 +119,7 @@ impl ProcessHealth {
         let (database, streams) =
             tokio::join!(self.check_database(store), self.check_streams(streams));
         let mut checks = Vec::from(database);
-        let refused = inbox.is_refused(WRITE_FAILURE_WINDOW);
+        let refused = inbox.has_failed_within(WRITE_FAILURE_WINDOW);
         let reason = refused.then(|| "rejecting new events; see the log".to_owned());
         checks.push(ReadinessCheck::new("database writes", Instant::now(), reason));
         checks.push(streams);

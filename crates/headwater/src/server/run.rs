@@ -18,8 +18,8 @@ use anyhow::Context;
 use async_trait::async_trait;
 use futures_util::FutureExt;
 use headwater_issue::{
-    Confirmations, HandlerError, Inbox, InboxConfig, IssueHandler, Outbox, OutboxConfig, Quiet,
-    Resolution, RetryPolicy, Run, STREAM, Store, SweepOptions, Sweeper, SweeperConfig, Worker,
+    CommitVerifier, HandlerError, Inbox, InboxConfig, IssueHandler, Outbox, OutboxConfig, DebounceWindow,
+    Resolution, IssueRetryPolicy, Run, STREAM, Store, SweepOptions, Sweeper, SweeperConfig, Worker,
     WorkerConfig,
 };
 use headwater_queue::Queue;
@@ -123,7 +123,7 @@ pub(crate) async fn run(
 
     // Inbound: the inbox stores events and nudges workers.
     let nudger = telemetry.nudger(Arc::clone(&streams));
-    let confirmations = Confirmations::default();
+    let confirmations = CommitVerifier::default();
     let inbox_config = inbox_config(&settings.work, &confirmations);
     let inbox = Inbox::new(Arc::clone(&store), nudger.clone(), inbox_config)
         .context("failed to start the inbox")?;
@@ -403,9 +403,9 @@ async fn finish_before(deadline: Instant, ending: impl Future<Output = ()>, what
     }
 }
 
-fn inbox_config(work: &WorkSettings, confirmations: &Confirmations) -> InboxConfig {
-    let quiet = Quiet { quiet: work.quiet, max_wait: work.max_wait, events_max: work.events_max };
-    InboxConfig { quiet, confirmations: confirmations.clone(), ..InboxConfig::default() }
+fn inbox_config(work: &WorkSettings, confirmations: &CommitVerifier) -> InboxConfig {
+    let quiet = DebounceWindow { quiet_for: work.quiet, max_wait: work.max_wait, events_max: work.events_max };
+    InboxConfig { debounce: quiet, commit_verifier: confirmations.clone(), ..InboxConfig::default() }
 }
 
 fn worker_config(work: &WorkSettings) -> WorkerConfig {
@@ -415,10 +415,10 @@ fn worker_config(work: &WorkSettings) -> WorkerConfig {
         heartbeat_every: work.claim / 4,
         events_max: work.events_max,
         deadline: work.deadline,
-        retry: RetryPolicy {
+        retry: IssueRetryPolicy {
             attempts_max: work.attempts,
             crashes_max: work.attempts,
-            ..RetryPolicy::default()
+            ..IssueRetryPolicy::default()
         },
         drain: work.drain,
         ..WorkerConfig::default()
@@ -437,11 +437,11 @@ fn sweeper_config(work: &WorkSettings) -> SweeperConfig {
 fn outbox_config(work: &WorkSettings) -> OutboxConfig {
     // After a kill the row is redelivered once `ttl` expires, so `ttl` is short.
     let (deadline, ttl) = (Duration::from_secs(26), Duration::from_secs(30));
-    let retry = RetryPolicy {
+    let retry = IssueRetryPolicy {
         attempts_max: work.outbox_attempts,
         crashes_max: work.attempts,
         backoff_max: OUTBOX_BACKOFF_MAX,
-        ..RetryPolicy::default()
+        ..IssueRetryPolicy::default()
     };
     OutboxConfig { retry, deadline, ttl, ..OutboxConfig::default() }
 }

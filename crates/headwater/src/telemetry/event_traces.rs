@@ -61,7 +61,7 @@ pub(crate) fn record_event_trace(event: EventLogId) {
 #[derive(Debug)]
 pub(crate) struct OtelTraces;
 
-impl headwater_issue::Origins for OtelTraces {
+impl headwater_issue::TracePropagator for OtelTraces {
     fn current(&self) -> Option<TraceContext> {
         let trace = current_span_context()?;
         let trace_id = u128::from_be_bytes(trace.trace_id().to_bytes());
@@ -69,7 +69,7 @@ impl headwater_issue::Origins for OtelTraces {
         TraceContext::new(trace_id, span_id, trace.is_sampled())
     }
 
-    fn came_with(&self, event: EventLogId, trace: TraceContext) {
+    fn record_parent(&self, event: EventLogId, trace: TraceContext) {
         let flags = if trace.is_sampled() { TraceFlags::SAMPLED } else { TraceFlags::default() };
         let (trace_id, span_id) = (trace.trace_id().into(), trace.span_id().into());
         record(event, SpanContext::new(trace_id, span_id, flags, true, TraceState::default()));

@@ -106,7 +106,7 @@ impl Telemetry {
     /// Creates a nudger that carries the traces of events if there is a collector.
     pub(crate) fn nudger(&self, streams: Arc<dyn Backend>) -> Nudger {
         match self.traces {
-            Some(_) => Nudger::traced(streams, Arc::new(event_traces::OtelTraces)),
+            Some(_) => Nudger::with_tracing(streams, Arc::new(event_traces::OtelTraces)),
             None => Nudger::new(streams),
         }
     }

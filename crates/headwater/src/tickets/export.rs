@@ -8,7 +8,7 @@
 use std::sync::Arc;
 
 use headwater_analytics::{RunMetrics, TicketEventRow as Row};
-use headwater_issue::{Connection, Store};
+use headwater_issue::{StoreConnection, Store};
 use headwater_stream::clock::Timestamp;
 use sqlx::Error;
 
@@ -73,10 +73,10 @@ impl TicketExport {
     pub(crate) async fn count(&self) -> Result<u64, TicketError> {
         let mut connection = self.store.read_connection().await?;
         let counted: Result<i64, Error> = match connection.connection() {
-            Connection::Sqlite(connection) => {
+            StoreConnection::Sqlite(connection) => {
                 sqlx::query_scalar(COUNT).bind(INTEGRATION).fetch_one(connection).await
             }
-            Connection::Postgres(connection) => {
+            StoreConnection::Postgres(connection) => {
                 sqlx::query_scalar(COUNT).bind(INTEGRATION).fetch_one(connection).await
             }
             _ => Err(unsupported_database()),
@@ -111,11 +111,11 @@ impl TicketExport {
     async fn event_logs(&self) -> Result<(Vec<Row>, Option<i64>), TicketError> {
         let mut connection = self.store.read_connection().await?;
         let read: Result<Vec<LogRow>, Error> = match connection.connection() {
-            Connection::Sqlite(connection) => {
+            StoreConnection::Sqlite(connection) => {
                 let logs = sqlx::query_as(LOGS).bind(INTEGRATION).bind(self.after).bind(PAGE);
                 logs.fetch_all(connection).await
             }
-            Connection::Postgres(connection) => {
+            StoreConnection::Postgres(connection) => {
                 let logs = sqlx::query_as(LOGS).bind(INTEGRATION).bind(self.after).bind(PAGE);
                 logs.fetch_all(connection).await
             }
@@ -131,11 +131,11 @@ impl TicketExport {
     async fn answers(&self) -> Result<(Vec<Row>, Option<i64>), TicketError> {
         let mut connection = self.store.read_connection().await?;
         let read: Result<Vec<AnswerRow>, Error> = match connection.connection() {
-            Connection::Sqlite(connection) => {
+            StoreConnection::Sqlite(connection) => {
                 let answers = sqlx::query_as(answers!("m.created_at"));
                 answers.bind(self.after).bind(PAGE).fetch_all(connection).await
             }
-            Connection::Postgres(connection) => {
+            StoreConnection::Postgres(connection) => {
                 let answers = sqlx::query_as(answers!(
                     "CAST(extract(epoch FROM m.created_at) * 1000 AS bigint)"
                 ));

@@ -47,7 +47,7 @@ impl Tickets {
         };
         delivered.map_err(|error| match error {
             // A database failure is not the fault of the row, so no attempt is counted.
-            error if error.is_transient() => DeliverError::Away(error.to_string()),
+            error if error.is_transient() => DeliverError::Unavailable(error.to_string()),
             error => DeliverError::Dead(error.to_string()),
         })
     }
@@ -141,7 +141,7 @@ async fn is_superseded(
     let Some(up_to) = reply.up_to else { return Ok(false) };
     let filter = EventLogFilter { processed: None, after: Some(EventLogId(up_to)) };
     let newer = store.event_logs(row.issue_id, &filter, 1).await;
-    Ok(!newer.map_err(|error| DeliverError::Away(error.to_string()))?.is_empty())
+    Ok(!newer.map_err(|error| DeliverError::Unavailable(error.to_string()))?.is_empty())
 }
 
 /// The message id of a reply: given, or derived from the row's key, so that it is the same for every attempt.

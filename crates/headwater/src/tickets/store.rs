@@ -10,8 +10,8 @@
 use std::sync::Arc;
 
 use headwater_issue::{
-    Confirmations, IssueError, IssueId, KeyedOutbox, NewEvent, NewOutbox, Nudger, OutboxKind,
-    Quiet, Recorded, Store, Transaction,
+    CommitVerifier, IssueError, IssueId, KeyedOutboxRow, NewEvent, NewOutboxRow, Nudger, OutboxKind,
+    DebounceWindow, Recorded, Store, Transaction,
 };
 use headwater_stream::clock::{Clock, SystemClock, Timestamp};
 use tokio::sync::broadcast;
@@ -41,8 +41,8 @@ const CHANGES_MAX: usize = 1024;
 macro_rules! dispatch {
     ($connection:expr, $statement:ident($($argument:expr),*)) => {
         match $connection {
-            headwater_issue::Connection::Sqlite(connection) => $crate::tickets::sql::sqlite::$statement(connection, $($argument),*).await,
-            headwater_issue::Connection::Postgres(connection) => $crate::tickets::sql::postgres::$statement(connection, $($argument),*).await,
+            headwater_issue::StoreConnection::Sqlite(connection) => $crate::tickets::sql::sqlite::$statement(connection, $($argument),*).await,
+            headwater_issue::StoreConnection::Postgres(connection) => $crate::tickets::sql::postgres::$statement(connection, $($argument),*).await,
             _ => Err(sqlx::Error::Configuration("tickets need SQLite or PostgreSQL".into())),
         }
         .map_err(|error| $crate::tickets::store::database_error(stringify!($statement), error))
@@ -87,9 +87,9 @@ pub(super) use {dispatch, dispatch_read, retry_on_conflict};
 pub struct Tickets {
     pub(super) store: Arc<dyn Store>,
     nudger: Nudger,
-    quiet: Quiet,
+    quiet: DebounceWindow,
     changes: broadcast::Sender<Uuid>,
-    confirmations: Confirmations,
+    confirmations: CommitVerifier,
 }
 
 /// A change of a ticket within a transaction.
@@ -105,15 +105,15 @@ impl Tickets {
     pub async fn open(
         store: Arc<dyn Store>,
         nudger: Nudger,
-        quiet: Quiet,
+        quiet: DebounceWindow,
     ) -> Result<Self, TicketError> {
         ensure_schema(&store).await?;
         let (changes, _) = broadcast::channel(CHANGES_MAX);
-        Ok(Self { store, nudger, quiet, changes, confirmations: Confirmations::default() })
+        Ok(Self { store, nudger, quiet, changes, confirmations: CommitVerifier::default() })
     }
 
     /// Registers every committed event for confirmation: a sample is read back later.
-    pub(crate) fn with_confirmations(self, confirmations: Confirmations) -> Self {
+    pub(crate) fn with_confirmations(self, confirmations: CommitVerifier) -> Self {
         Self { confirmations, ..self }
     }
 
@@ -335,8 +335,8 @@ impl Tickets {
         recorded: &Recorded,
     ) -> Result<(), TicketError> {
         transaction.commit().await?;
-        self.confirmations.note(recorded.event_log_id);
-        self.nudger.after(recorded);
+        self.confirmations.add(recorded.event_log_id);
+        self.nudger.nudge_recorded(recorded);
         self.notify_changed(ticket_id);
         Ok(())
     }
@@ -361,9 +361,9 @@ pub(super) async fn write_event_row(
     event: &TicketEvent,
 ) -> Result<(), TicketError> {
     let (target, payload) = (TICKET_EVENTS.to_owned(), event.to_json());
-    let row = NewOutbox { kind: OutboxKind::Event, target, payload };
+    let row = NewOutboxRow { kind: OutboxKind::Event, target, payload };
     let key = format!("{}:{}", event.event_type.as_str(), event.message_id);
-    transaction.write_outbox(issue_id, &[KeyedOutbox { key, row }]).await?;
+    transaction.write_outbox(issue_id, &[KeyedOutboxRow { key, row }]).await?;
     Ok(())
 }
 

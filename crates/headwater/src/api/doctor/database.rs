@@ -2,7 +2,7 @@
 
 use std::time::SystemTime;
 
-use headwater_issue::{Connection, Store};
+use headwater_issue::{StoreConnection, Store};
 use sqlx::{PgConnection, Row, SqliteConnection};
 
 use crate::api::doctor::{Finding, clock};
@@ -15,8 +15,8 @@ const SPARE: i64 = 5;
 pub(super) async fn server(settings: &Settings, store: &dyn Store) -> Result<Vec<Finding>, String> {
     let mut reading = store.read_connection().await.map_err(|error| error.to_string())?;
     let checked = match reading.connection() {
-        Connection::Postgres(connection) => postgres(settings, connection).await,
-        Connection::Sqlite(connection) => sqlite(settings, connection).await,
+        StoreConnection::Postgres(connection) => postgres(settings, connection).await,
+        StoreConnection::Sqlite(connection) => sqlite(settings, connection).await,
         _ => Ok(vec![Finding::ok("database", settings.database_shown())]),
     };
     reading.release().await;

@@ -118,7 +118,7 @@ pub(crate) fn check_timeout(settings: &Settings) -> Duration {
 }
 
 /// A consistency check; its error is a message.
-pub(crate) type ConsistencyCheck<'a> = BoxFuture<'a, Result<headwater_issue::Audit, String>>;
+pub(crate) type ConsistencyCheck<'a> = BoxFuture<'a, Result<headwater_issue::ConsistencyReport, String>>;
 
 /// Checks the database server and its contents.
 pub(crate) async fn database(
@@ -189,9 +189,9 @@ fn clock(of: &str, before: SystemTime, theirs_ms: u64) -> Finding {
 }
 
 /// Whether all events are accounted for.
-fn consistency(counted: Result<headwater_issue::Audit, String>) -> Finding {
+fn consistency(counted: Result<headwater_issue::ConsistencyReport, String>) -> Finding {
     match counted {
-        Ok(audit) if audit.balances() => Finding::ok("audit", "every event is accounted for"),
+        Ok(audit) if audit.is_consistent() => Finding::ok("audit", "every event is accounted for"),
         Ok(_) => Finding::error(
             "audit",
             "some recorded events are neither processed, pending nor quarantined",

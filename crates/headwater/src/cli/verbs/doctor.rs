@@ -85,7 +85,7 @@ async fn look(settings: &Settings) -> Vec<Finding> {
         Err(missing) => findings.push(nothing("database", &missing)),
         Ok(Ok(store)) => {
             let counting = Box::pin(async {
-                let counted = headwater_issue::audit(store.as_ref()).await;
+                let counted = headwater_issue::check_consistency(store.as_ref()).await;
                 counted.map_err(|error| error.to_string())
             });
             findings.extend(doctor::database(settings, store.as_ref(), counting).await);

@@ -6,7 +6,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use headwater_issue::{Connection, IssueError, Store};
+use headwater_issue::{StoreConnection, IssueError, Store};
 use headwater_stream::clock::Timestamp;
 use sqlx::Row;
 use tracing::warn;
@@ -101,10 +101,10 @@ pub(super) async fn trim(store: &dyn Store, rows_max: u64) -> Result<(), IssueEr
     let rows_max = i64::try_from(rows_max).unwrap_or(i64::MAX);
     let mut transaction = store.begin().await?;
     match transaction.connection() {
-        Connection::Sqlite(connection) => {
+        StoreConnection::Sqlite(connection) => {
             sqlx::query(SQLITE.trim).bind(rows_max).execute(connection).await.map_err(failed)?;
         }
-        Connection::Postgres(connection) => {
+        StoreConnection::Postgres(connection) => {
             sqlx::query(POSTGRES.trim).bind(rows_max).execute(connection).await.map_err(failed)?;
         }
         _ => return Err(unsupported_store()),
@@ -146,10 +146,10 @@ impl AuditWriter {
         let mut transaction = self.store.begin().await?;
         for write in batch {
             match transaction.connection() {
-                Connection::Sqlite(connection) => {
+                StoreConnection::Sqlite(connection) => {
                     statement!(SQLITE, write).execute(connection).await.map(drop)
                 }
-                Connection::Postgres(connection) => {
+                StoreConnection::Postgres(connection) => {
                     statement!(POSTGRES, write).execute(connection).await.map(drop)
                 }
                 _ => return Err(unsupported_store()),
@@ -176,12 +176,12 @@ pub(super) async fn page(
     let limit = i64::try_from(limit).unwrap_or(i64::MAX);
     let mut reading = store.read_connection().await?;
     let entries = match reading.connection() {
-        Connection::Sqlite(connection) => {
+        StoreConnection::Sqlite(connection) => {
             let rows =
                 sqlx::query(SQLITE.page).bind(before).bind(limit).fetch_all(connection).await;
             rows.and_then(|rows| rows.iter().map(|row| read!(row)).collect::<Result<_, _>>())
         }
-        Connection::Postgres(connection) => {
+        StoreConnection::Postgres(connection) => {
             let rows =
                 sqlx::query(POSTGRES.page).bind(before).bind(limit).fetch_all(connection).await;
             rows.and_then(|rows| rows.iter().map(|row| read!(row)).collect::<Result<_, _>>())
