@@ -10,7 +10,7 @@ use std::process::Output;
 use headwater_testkit::{Database, Postgres, Redis, wait_until};
 use serde_json::{Value, json};
 
-use support::{LIMIT, Place, Server, text};
+use support::{LIMIT, ServerDir, Server, text};
 
 /// Prices, so that every answer has a cost.
 const PRICES: [&str; 4] = ["--model-price-in", "1000000", "--model-price-out", "1000000"];
@@ -20,7 +20,7 @@ const ALL_EVENTS: &str =
 
 /// A working directory with its servers, and the arguments that select them.
 struct Setup {
-    place: Place,
+    place: ServerDir,
     arguments: Vec<String>,
     redis: Option<Redis>,
     _database: Option<Database>,
@@ -28,7 +28,7 @@ struct Setup {
 
 impl Setup {
     fn embedded() -> Self {
-        Self { place: Place::new().unwrap(), arguments: Vec::new(), redis: None, _database: None }
+        Self { place: ServerDir::new().unwrap(), arguments: Vec::new(), redis: None, _database: None }
     }
 
     fn servers() -> Self {
@@ -36,7 +36,7 @@ impl Setup {
         let database = Postgres::shared().unwrap().database().unwrap();
         let arguments = ["--stream-url", &redis.url(), "--database-url", &database.url()];
         let arguments = arguments.map(str::to_owned).to_vec();
-        let place = Place::new().unwrap();
+        let place = ServerDir::new().unwrap();
         Self { place, arguments, redis: Some(redis), _database: Some(database) }
     }
 
@@ -233,7 +233,7 @@ async fn every_verb_on_redis_and_postgres() {
 #[tokio::test]
 async fn a_read_token_may_query_but_not_rebuild() {
     let settings = "[[token]]\nname = \"analyst\"\nrole = \"read\"\ntoken_env = \"ANALYST\"\n";
-    let place = Place::new().unwrap().settings(settings).unwrap();
+    let place = ServerDir::new().unwrap().settings(settings).unwrap();
     let place = place.variable("ANALYST", "a-token-of-some-length-1");
     let server = place.serve(&[]).unwrap();
     let ask = |request: reqwest::RequestBuilder, token: Option<&str>| {
@@ -268,7 +268,7 @@ async fn why_a_file_cannot_be_opened_is_shown_to_admins_only() {
             "[[token]]\nname = \"{role}\"\nrole = \"{role}\"\ntoken = \"{role}-{role}-{role}-{role}\"\n"
         )
     };
-    let place = Place::new().unwrap().settings(&(token("read") + &token("admin"))).unwrap();
+    let place = ServerDir::new().unwrap().settings(&(token("read") + &token("admin"))).unwrap();
     let path = support::directory(&place, "secret-name").unwrap().display().to_string();
     let server = place.serve(&["--analytics-path", &path]).unwrap();
     let is_waiting = |_: u16, body: &Value| body["analytics"]["state"] == "waiting";

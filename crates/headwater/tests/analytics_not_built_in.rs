@@ -6,11 +6,11 @@ mod support;
 
 use serde_json::json;
 
-use support::{Place, text};
+use support::{ServerDir, text};
 
 #[tokio::test]
 async fn without_analytics_the_rest_works_and_errors_explain_how_to_enable_it() {
-    let place = Place::new().unwrap();
+    let place = ServerDir::new().unwrap();
     for verb in [
         &["sql", "SELECT 1"][..],
         &["report", "tickets-per-day"],

@@ -12,12 +12,12 @@ use headwater_testkit::{Postgres, Redis};
 use serde_json::{Value, json};
 use support::desk::{all_idle, answered, by, new_ticket, open};
 use support::model::FakeModel;
-use support::{LIMIT, Place, Server, answer, eventually};
+use support::{LIMIT, ServerDir, Server, answer, eventually};
 use uuid::Uuid;
 
 #[tokio::test]
 async fn a_ticket_is_answered_closed_and_reopened_without_external_services() {
-    let place = Place::new().unwrap();
+    let place = ServerDir::new().unwrap();
     let mut server = place.serve(&["--issue-quiet", "100ms"]).unwrap();
     let created = open(&server, "Where is my parcel? <script>alert(1)</script>").await.unwrap();
     let id = created["ticket_id"].as_str().unwrap().to_owned();
@@ -66,7 +66,7 @@ async fn a_ticket_is_answered_closed_and_reopened_without_external_services() {
 
 #[tokio::test]
 async fn tickets_and_answers_survive_a_kill_at_any_moment() {
-    let place = Place::new().unwrap();
+    let place = ServerDir::new().unwrap();
     let mut ids: Vec<String> = Vec::new();
     for round in 0..3 {
         let mut server = place
@@ -120,7 +120,7 @@ async fn each_ticket_gets_one_reply_after_a_worker_is_killed_during_a_model_call
     let redis = Redis::start().unwrap();
     let database = Postgres::shared().unwrap().database().unwrap();
     let (model, url) = FakeModel::start((5, 5)).await.unwrap();
-    let place = Place::new().unwrap();
+    let place = ServerDir::new().unwrap();
     let (streams, database) = (redis.url(), database.url());
     let arguments = [
         "--stream-url",
@@ -186,7 +186,7 @@ async fn raw(server: &Server, path: &str, content_type: &str, body: Vec<u8>) -> 
 
 #[tokio::test]
 async fn bad_input_is_rejected_with_an_error_code_and_changes_nothing() {
-    let place = Place::new().unwrap();
+    let place = ServerDir::new().unwrap();
     let server = place.serve(&["--issue-quiet", "50ms"]).unwrap();
     let created = open(&server, "x").await.unwrap();
     let id = created["ticket_id"].as_str().unwrap().to_owned();
@@ -301,7 +301,7 @@ async fn bad_input_is_rejected_with_an_error_code_and_changes_nothing() {
 async fn a_token_allows_only_what_its_role_allows() {
     let text = "[[token]]\nname = \"r\"\nrole = \"read\"\ntoken = \"rrrrrrrrrrrrrrrrrrrr\"\n\
                 [[token]]\nname = \"w\"\nrole = \"write\"\ntoken = \"wwwwwwwwwwwwwwwwwwww\"\n";
-    let place = Place::new().unwrap().settings(text).unwrap();
+    let place = ServerDir::new().unwrap().settings(text).unwrap();
     let server = place.serve(&[]).unwrap();
     let call = async |token: &str, method: &str, path: &str| {
         let request = match method {

@@ -9,14 +9,14 @@ use serde_json::{Value, json};
 
 use crate::support::desk::{all_idle, answered, by, new_ticket, open};
 use crate::support::model::{FakeModel, ModelFault};
-use crate::support::{Place, Server};
+use crate::support::{ServerDir, Server};
 
 fn id(created: &Value) -> Result<String> {
     Ok(created["ticket_id"].as_str().context("a ticket")?.to_owned())
 }
 
 /// Starts a desk with this model. The attempt limit is high, so faults only take time.
-fn desk(place: &Place, url: &str, more: &[&str]) -> Result<Server> {
+fn desk(place: &ServerDir, url: &str, more: &[&str]) -> Result<Server> {
     let model = ["--model-url", url, "--model-name", "test-model", "--worker-attempts", "1000"];
     let quick = ["--issue-quiet", "10ms", "--sweep-every", "200ms"];
     place.serve(&[&model[..], &quick, more].concat())
@@ -51,7 +51,7 @@ async fn each_ticket_gets_one_complete_answer_despite_model_faults() -> Result<(
     for (word, faults) in plans {
         model.plan(word, faults);
     }
-    let place = Place::new()?;
+    let place = ServerDir::new()?;
     let server = desk(&place, &url, &["--model-idle-timeout", "2s"])?;
     let mut tickets = Vec::new();
     for (word, faults) in plans {
@@ -82,7 +82,7 @@ async fn each_ticket_gets_one_complete_answer_despite_model_faults() -> Result<(
 async fn an_issue_over_its_token_budget_is_handed_over() -> Result<()> {
     // One answer uses most of the issue budget.
     let (model, url) = FakeModel::open((9_000, 500)).await?;
-    let place = Place::new()?;
+    let place = ServerDir::new()?;
     let server = desk(&place, &url, &["--desk-issue-tokens-max", "10000"])?;
     let ticket = id(&open(&server, "first question").await?)?;
     let shown = answered(&server, &ticket, 1).await?;
@@ -110,7 +110,7 @@ async fn an_issue_over_its_token_budget_is_handed_over() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn when_the_daily_token_budget_is_used_up_tickets_wait_and_none_is_lost() -> Result<()> {
     let (model, url) = FakeModel::open((19_000, 500)).await?;
-    let place = Place::new()?;
+    let place = ServerDir::new()?;
     let mut server = desk(&place, &url, &["--desk-day-tokens-max", "20000"])?;
     let first = id(&open(&server, "first question").await?)?;
     answered(&server, &first, 1).await?;

@@ -31,7 +31,7 @@ use tokio::sync::Semaphore;
 use crate::support::sender::{
     SECRET, STANDARD_SECRET, github_comment, github_to, now, standard_to,
 };
-use crate::support::{Place, Server};
+use crate::support::{ServerDir, Server};
 
 /// Issues per integration; events are distributed over them.
 const ISSUES: u64 = 40;
@@ -179,13 +179,13 @@ const STALL: Range<u64> = 200..4_000;
 const LONG_STALL: Range<u64> = 9_000..12_000;
 
 struct Process {
-    place: Place,
+    place: ServerDir,
     arguments: Vec<String>,
     server: Server,
 }
 
 impl Process {
-    fn start(place: Place, arguments: Vec<String>) -> Result<Self> {
+    fn start(place: ServerDir, arguments: Vec<String>) -> Result<Self> {
         let server = place.start_soon(&as_str(&arguments))?;
         Ok(Self { place, arguments, server })
     }
@@ -341,7 +341,7 @@ async fn every_confirmed_event_is_answered_exactly_once_despite_faults() -> Resu
     ];
     let mut processes = Vec::new();
     for index in 0..4 {
-        let place = Place::new()?.settings(&settings)?.variable("SHOP_TOKEN", "a token");
+        let place = ServerDir::new()?.settings(&settings)?.variable("SHOP_TOKEN", "a token");
         let role = match ports.get(index) {
             Some(port) => {
                 vec!["serve".to_owned(), "--http-listen".to_owned(), port.address().to_string()]
@@ -435,7 +435,7 @@ async fn webhooks_confirmed_while_begins_stall_are_in_the_database() -> Result<(
     let settings = format!(
         "[[integration]]\nid = \"anybody\"\nprovider = \"standard\"\nsecret = \"{STANDARD_SECRET}\"\nbase_url = \"{url}/callback\"\n"
     );
-    let place = Place::new()?.settings(&settings)?;
+    let place = ServerDir::new()?.settings(&settings)?;
     let (proxy_url, model) = (database.url_at(proxy.addr()), format!("{url}/v1"));
     let mut server =
         place.serve(&["--database-url", &proxy_url, "--model-url", &model, "--model-name", "m"])?;

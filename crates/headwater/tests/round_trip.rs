@@ -18,7 +18,7 @@ use serde_json::{Value, json};
 use tokio::net::TcpListener;
 
 use crate::support::sender::{SECRET, github, github_comment, github_issues, send};
-use crate::support::{LIMIT, Place, Server, eventually};
+use crate::support::{LIMIT, ServerDir, Server, eventually};
 
 const TOKEN: &str = "a token of the shop";
 
@@ -79,12 +79,12 @@ async fn list(State(github): State<Github>, Path((_, _, number)): Comment) -> Js
     Json(of_issue.map(|(_, body)| json!({"id": 1, "body": body})).collect())
 }
 
-fn place(github: SocketAddr) -> Result<Place> {
+fn place(github: SocketAddr) -> Result<ServerDir> {
     let settings = format!(
         "[[integration]]\nid = \"shop\"\nprovider = \"github\"\nsecret = \"{SECRET}\"\n\
          reply_token_env = \"SHOP_TOKEN\"\nbase_url = \"http://{github}\"\n"
     );
-    Ok(Place::new()?.settings(&settings)?.variable("SHOP_TOKEN", TOKEN))
+    Ok(ServerDir::new()?.settings(&settings)?.variable("SHOP_TOKEN", TOKEN))
 }
 
 async fn wait_for_comments(github: &Github, count: usize, server: &Server) -> Result<()> {
@@ -179,7 +179,7 @@ fn replies(ticket: &Value) -> usize {
 #[tokio::test]
 async fn a_shutdown_during_a_model_call_completes_it_and_delivers_its_reply() -> Result<()> {
     let database = Postgres::shared()?.database()?;
-    let place = Place::new()?;
+    let place = ServerDir::new()?;
     let slow = ["--issue-quiet", "10ms", "--model-url", "scripted:8s"];
     let url = database.url();
     let mut server = place.serve(&[&slow[..], &["--database-url", &url]].concat())?;
@@ -215,7 +215,7 @@ async fn a_reply_in_flight_at_shutdown_has_the_drain_time_to_arrive() -> Result<
 
 #[tokio::test]
 async fn a_run_that_exceeds_the_drain_is_released_without_an_attempt() -> Result<()> {
-    let place = Place::new()?;
+    let place = ServerDir::new()?;
     let quiet = ["--issue-quiet", "10ms"];
     let slow = ["--model-url", "scripted:1h", "--model-timeout", "1h", "--worker-drain", "200ms"];
     let mut server = place.serve(&[&quiet[..], &slow].concat())?;

@@ -11,7 +11,7 @@ use tokio::time::Instant;
 
 use crate::support::desk::{all_idle, answered, by, open};
 use crate::support::model::FakeModel;
-use crate::support::{LIMIT, Place};
+use crate::support::{LIMIT, ServerDir};
 
 /// Longer than `lock_timeout` (1 s), shorter than the deadline of a call (10 s).
 const STALL: Duration = Duration::from_secs(3);
@@ -34,7 +34,7 @@ async fn stalled_commits_quarantine_no_issue_and_leak_no_tokens() -> Result<()> 
     let database = postgres.database()?;
     let proxy = Proxy::start(postgres.addr())?;
     let (model, model_url) = FakeModel::open(TOKENS).await?;
-    let place = Place::new()?;
+    let place = ServerDir::new()?;
     // One counted failure quarantines an issue.
     let url = database.url_at(proxy.addr());
     let server = place.serve(

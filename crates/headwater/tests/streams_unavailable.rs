@@ -19,7 +19,7 @@ use uuid::Uuid;
 
 use crate::support::desk::{all_idle, answered, by, open};
 use crate::support::model::FakeModel;
-use crate::support::{LIMIT, Place, Server, eventually};
+use crate::support::{LIMIT, ServerDir, Server, eventually};
 
 /// The types of the steps in the stream of a session, in order, without their namespace.
 fn steps(redis: &Redis, session: &str) -> Vec<String> {
@@ -48,7 +48,7 @@ async fn the_steps_of_a_run_during_an_outage_reach_its_session_after_the_outage(
     let redis = Redis::start()?;
     let proxy = Proxy::start(redis.addr())?;
     let (model, model_url) = FakeModel::start((5, 5)).await?;
-    let place = Place::new()?;
+    let place = ServerDir::new()?;
     let proxy_url = redis.url_at(proxy.addr());
     // On a busy machine a worker may lose its membership during a run; a short claim lets the run be repeated soon.
     let quick = ["--issue-quiet", "10ms", "--sweep-every", "200ms", "--worker-claim", "10s"];
@@ -94,7 +94,7 @@ async fn after_a_kill_during_an_outage_the_next_process_publishes_the_steps() ->
     let redis = Redis::start()?;
     let proxy = Proxy::start(redis.addr())?;
     let (_model, model_url) = FakeModel::open((5, 5)).await?;
-    let place = Place::new()?;
+    let place = ServerDir::new()?;
     let proxy_url = redis.url_at(proxy.addr());
     let quick = ["--issue-quiet", "10ms", "--sweep-every", "200ms"];
     let model_at = ["--model-url", &model_url, "--model-name", "m"];
@@ -161,7 +161,7 @@ async fn many_events_during_an_outage_delay_no_reply_and_are_published_once_in_o
 {
     const TICKETS: usize = 80;
     let redis = Redis::builder().persistence(Persistence::Always).start()?;
-    let place = Place::new()?;
+    let place = ServerDir::new()?;
     let quick = ["--issue-quiet", "500ms", "--sweep-every", "200ms"];
     let many = ["--http-rate-per-second", "1000000", "--http-rate-burst", "1000000"];
     let server = place.serve(&[&["--stream-url", &redis.url()][..], &quick, &many].concat())?;

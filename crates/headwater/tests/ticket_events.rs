@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use uuid::Uuid;
 
 use crate::support::desk::{answered, by};
-use crate::support::{LIMIT, Place, Server, text};
+use crate::support::{LIMIT, ServerDir, Server, text};
 
 const CREATE: &str = "XGROUP CREATE ticket_events ai_processor_group $ MKSTREAM";
 const ADD: &str = r#"XADD ticket_events * data '{"event_type": "MESSAGE_RECEIVED", "ticket_id": "...", "message_id": "..."}'"#;
@@ -75,7 +75,7 @@ fn events(redis: &Redis, event_type: &str, ticket: Uuid) -> Vec<Value> {
     entries.items().iter().filter_map(read).collect()
 }
 
-fn desk(place: &Place, redis: &Redis) -> Result<Server> {
+fn desk(place: &ServerDir, redis: &Redis) -> Result<Server> {
     let idle = ["--desk-reclaim-idle", "500ms"];
     // Analytics would be a second group with its own dead letters.
     let alone = ["--analytics-path", ""];
@@ -86,7 +86,7 @@ fn desk(place: &Place, redis: &Redis) -> Result<Server> {
 #[tokio::test]
 async fn redis_cli_runs_the_sample_commands_as_they_are_written() -> Result<()> {
     let redis = Redis::start()?;
-    let place = Place::new()?;
+    let place = ServerDir::new()?;
     let server = desk(&place, &redis)?;
     wait_until("the desk's group", LIMIT, || has_group(&redis))?;
 
@@ -121,7 +121,7 @@ async fn redis_cli_runs_the_sample_commands_as_they_are_written() -> Result<()> 
 #[tokio::test]
 async fn the_documented_sample_commands_work_against_a_running_desk() -> Result<()> {
     let redis = Redis::start()?;
-    let place = Place::new()?;
+    let place = ServerDir::new()?;
     // The group may exist before the desk starts.
     let create: Vec<&str> = CREATE.split(' ').collect();
     redis.command(&create)?.ok()?;
@@ -188,7 +188,7 @@ async fn the_documented_sample_commands_work_against_a_running_desk() -> Result<
 #[tokio::test]
 async fn an_entry_that_another_program_read_and_did_not_acknowledge_is_reclaimed() -> Result<()> {
     let redis = Redis::start()?;
-    let place = Place::new()?;
+    let place = ServerDir::new()?;
     let server = desk(&place, &redis)?;
     wait_until("the desk's group", LIMIT, || has_group(&redis))?;
     let late = Uuid::new_v4();
@@ -209,7 +209,7 @@ async fn an_entry_that_another_program_read_and_did_not_acknowledge_is_reclaimed
 #[tokio::test]
 async fn an_invalid_entry_becomes_a_dead_letter_and_blocks_nothing() -> Result<()> {
     let redis = Redis::start()?;
-    let place = Place::new()?;
+    let place = ServerDir::new()?;
     let server = desk(&place, &redis)?;
     for fields in [["data", "no json"], ["other", "field"], ["data", r#"{"event_type":"X"}"#]] {
         redis.command(&["XADD", "ticket_events", "*", fields[0], fields[1]])?.ok()?;
@@ -232,7 +232,7 @@ async fn an_invalid_entry_becomes_a_dead_letter_and_blocks_nothing() -> Result<(
 #[tokio::test]
 async fn after_a_redis_flush_the_desk_continues_and_no_ticket_is_lost() -> Result<()> {
     let redis = Redis::start()?;
-    let place = Place::new()?;
+    let place = ServerDir::new()?;
     let server = desk(&place, &redis)?;
     wait_until("the desk's group", LIMIT, || has_group(&redis))?;
     let (before, after) = (Uuid::new_v4(), Uuid::new_v4());
@@ -251,7 +251,7 @@ async fn after_a_redis_flush_the_desk_continues_and_no_ticket_is_lost() -> Resul
 #[tokio::test]
 async fn a_cache_hit_counts_only_if_sql_has_the_message() -> Result<()> {
     let redis = Redis::start()?;
-    let place = Place::new()?;
+    let place = ServerDir::new()?;
     let server = desk(&place, &redis)?;
     wait_until("the desk's group", LIMIT, || has_group(&redis))?;
     // As after a crash between cache write and commit, or a restored old database.
@@ -269,7 +269,7 @@ async fn an_entry_waits_while_the_database_is_unavailable() -> Result<()> {
     let redis = Redis::start()?;
     let postgres = Postgres::start()?;
     let database = postgres.database()?;
-    let place = Place::new()?;
+    let place = ServerDir::new()?;
     let always = ["--stream-url", &redis.url(), "--issue-quiet", "50ms", "--analytics-path", ""];
     let server = place.serve(&[&always[..], &["--database-url", &database.url()]].concat())?;
     wait_until("the desk's group", LIMIT, || has_group(&redis))?;

@@ -10,15 +10,15 @@ use headwater_testkit::{Postgres, Redis};
 use serde_json::{Value, json};
 
 use crate::support::desk::all_idle;
-use crate::support::nasty::{nasty, with_text};
+use crate::support::hostile_text::{hostile_texts, with_text};
 use crate::support::sender::{
     SECRET, github, github_comment, github_issues, github_signature, gitlab, gitlab_issue,
     gitlab_note, integrations, now, send, standard,
 };
-use crate::support::{LIMIT, Place, Server};
+use crate::support::{LIMIT, ServerDir, Server};
 
-fn server() -> Result<(Place, Server)> {
-    let place = Place::new()?.settings(&integrations())?;
+fn server() -> Result<(ServerDir, Server)> {
+    let place = ServerDir::new()?.settings(&integrations())?;
     let server = place.serve(&["--issue-quiet", "50ms"])?;
     Ok((place, server))
 }
@@ -258,7 +258,7 @@ async fn bad_requests_are_rejected_with_the_right_code_and_change_nothing() -> R
 #[tokio::test]
 async fn a_payload_that_jsonb_cannot_represent_is_stored_as_received() -> Result<()> {
     let database = Postgres::shared()?.database()?;
-    let place = Place::new()?.settings(&integrations())?;
+    let place = ServerDir::new()?.settings(&integrations())?;
     let database = database.url();
     for arguments in [vec![], vec!["--database-url", &database]] {
         let server = place.serve(&[&["--issue-quiet", "50ms"][..], &arguments].concat())?;
@@ -335,11 +335,11 @@ async fn a_delivery_is_identified_by_its_id_and_not_by_its_content() -> Result<(
 
 #[tokio::test]
 async fn sql_and_html_in_every_field_of_a_webhook_are_plain_text() -> Result<()> {
-    let place = Place::new()?.settings(&integrations())?;
+    let place = ServerDir::new()?.settings(&integrations())?;
     let many = ["--http-rate-per-second", "1000000", "--http-rate-burst", "1000000"];
     let server = place.serve(&[&["--issue-quiet", "100ms"][..], &many].concat())?;
     let mut requests = Vec::new();
-    for text in nasty() {
+    for text in hostile_texts() {
         let standard_payload =
             json!({"type": "t", "issue": {"id": "i"}, "project": {"id": "p"}, "data": {"x": "y"}});
         for payload in with_text(&standard_payload, &text) {
@@ -427,7 +427,7 @@ async fn the_body_limit_applies_to_the_bytes_read_and_not_to_the_headers() -> Re
 
 #[tokio::test]
 async fn a_rate_limited_client_gets_retry_after() -> Result<()> {
-    let place = Place::new()?.settings(&integrations())?;
+    let place = ServerDir::new()?.settings(&integrations())?;
     let server = place.serve(&["--http-rate-per-second", "1", "--http-rate-burst", "5"])?;
     let mut refused = None;
     // One request per second is allowed again: a slow machine needs some more than five.
@@ -455,7 +455,7 @@ async fn while_the_database_is_unavailable_webhooks_get_retry_after_and_nothing_
     let redis = Redis::start()?;
     let postgres = Postgres::start()?;
     let database = postgres.database()?;
-    let place = Place::new()?.settings(&integrations())?;
+    let place = ServerDir::new()?.settings(&integrations())?;
     let server = place.serve(&[
         "--stream-url",
         &redis.url(),

@@ -5,7 +5,7 @@ use headwater_analytics::AnalyticsError;
 use std::time::Duration;
 use tracing::error;
 
-use crate::exit::Failure;
+use crate::exit::CliError;
 use crate::http::ApiError;
 
 /// `Retry-After` when all query slots are in use.
@@ -69,7 +69,7 @@ impl From<AnalyticsRequestError> for ApiError {
     }
 }
 
-impl From<AnalyticsRequestError> for Failure {
+impl From<AnalyticsRequestError> for CliError {
     fn from(problem: AnalyticsRequestError) -> Self {
         match problem {
             AnalyticsRequestError::Analytics(
@@ -88,7 +88,7 @@ mod tests {
     fn a_build_without_analytics_explains_how_to_enable_it() {
         let refused = ApiError::from(AnalyticsRequestError::NotBuiltIn);
         assert_eq!(refused.status(), StatusCode::NOT_IMPLEMENTED);
-        let failure = Failure::from(AnalyticsRequestError::NotBuiltIn).to_string();
+        let failure = CliError::from(AnalyticsRequestError::NotBuiltIn).to_string();
         assert!(failure.contains("--features analytics") && failure.contains("docs/analytics.md"));
     }
 }

@@ -26,7 +26,7 @@ use tokio::task::JoinHandle;
 use tracing::{info, warn};
 use utoipa::ToSchema;
 
-use crate::server::shutdown::Stopping;
+use crate::server::shutdown::ShutdownSignal;
 use crate::server::startup;
 
 #[cfg(not(feature = "analytics"))]
@@ -83,7 +83,7 @@ struct Inner {
     file: AnalyticsFile,
     path: Option<PathBuf>,
     store: Option<Arc<dyn Store>>,
-    stopping: Stopping,
+    shutdown: ShutdownSignal,
     state: Mutex<AnalyticsState>,
     queries: Arc<Semaphore>,
     rebuild_progress: Arc<Mutex<RebuildProgress>>,
@@ -95,14 +95,14 @@ impl Analytics {
     pub(crate) fn for_server(
         path: Option<&Path>,
         store: Arc<dyn Store>,
-        stopping: Stopping,
+        shutdown: ShutdownSignal,
     ) -> Self {
         let state = match (AnalyticsFile::IS_BUILT_IN, path) {
             (false, _) => AnalyticsState::NotBuiltIn,
             (true, None) => AnalyticsState::Off,
             (true, Some(_)) => AnalyticsState::Starting,
         };
-        Self::new(AnalyticsFile::default(), path, Some(store), state, stopping)
+        Self::new(AnalyticsFile::default(), path, Some(store), state, shutdown)
     }
 
     /// Checks that analytics is built in and enabled.
@@ -115,7 +115,7 @@ impl Analytics {
         path: Option<&Path>,
     ) -> Result<Self, AnalyticsRequestError> {
         let file = AnalyticsFile::open_read_only(enabled_path(path)?).await?;
-        Ok(Self::new(file, path, None, AnalyticsState::Off, Stopping::default()))
+        Ok(Self::new(file, path, None, AnalyticsState::Off, ShutdownSignal::default()))
     }
 
     /// Opens a file for a rebuild. No other process may have it open.
@@ -126,7 +126,7 @@ impl Analytics {
         let path = enabled_path(path)?;
         create_parent(path)?;
         let file = AnalyticsFile::open_read_write(path).await?;
-        Ok(Self::new(file, Some(path), Some(store), AnalyticsState::Off, Stopping::default()))
+        Ok(Self::new(file, Some(path), Some(store), AnalyticsState::Off, ShutdownSignal::default()))
     }
 
     fn new(
@@ -134,13 +134,13 @@ impl Analytics {
         path: Option<&Path>,
         store: Option<Arc<dyn Store>>,
         state: AnalyticsState,
-        stopping: Stopping,
+        shutdown: ShutdownSignal,
     ) -> Self {
         Self(Arc::new(Inner {
             file,
             path: path.map(Path::to_owned),
             store,
-            stopping,
+            shutdown,
             state: Mutex::new(state),
             queries: Arc::new(Semaphore::new(QUERIES_MAX)),
             rebuild_progress: Arc::default(),
@@ -160,28 +160,28 @@ impl Analytics {
 
     /// Opens the file and ingests events until shutdown. Retries failures.
     pub(crate) async fn run(&self, queue: Queue) {
-        let (inner, stopping) = (&self.0, &self.0.stopping);
-        let Some(path) = &inner.path else { return stopping.begun().await };
+        let (inner, shutdown) = (&self.0, &self.0.shutdown);
+        let Some(path) = &inner.path else { return shutdown.wait().await };
         let ingesting = loop {
             let starting = async {
                 create_parent(path)?;
                 inner.file.start_ingest(path, &queue).await
             };
             tokio::select! {
-                () = stopping.begun() => return,
+                () = shutdown.wait() => return,
                 started = starting => match started {
                     Ok(ingesting) => break ingesting,
                     Err(problem) => self.set_waiting(problem.to_string()),
                 },
             }
             tokio::select! {
-                () = stopping.begun() => return,
+                () = shutdown.wait() => return,
                 () = tokio::time::sleep(RETRY_INTERVAL) => {}
             }
         };
         info!(path = %path.display(), "analytics ingestion started");
         self.set_state(AnalyticsState::Ingesting);
-        ingesting.run(stopping.begun()).await;
+        ingesting.run(shutdown.wait()).await;
         self.set_state(AnalyticsState::Starting);
     }
 
@@ -229,7 +229,7 @@ impl Analytics {
         let analytics = self.clone();
         *job = Some(tokio::spawn(async move {
             let batches =
-                rebuild::batches(store, Arc::clone(&progress), analytics.0.stopping.clone());
+                rebuild::batches(store, Arc::clone(&progress), analytics.0.shutdown.clone());
             let ended = match batches.await {
                 Ok(batches) => analytics.0.file.rebuild(batches).await,
                 Err(error) => Err(error.into()),

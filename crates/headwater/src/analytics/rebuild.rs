@@ -15,7 +15,7 @@ use tracing::{info, warn};
 use utoipa::ToSchema;
 
 use crate::analytics::{AnalyticsRequestError, RebuildBatches};
-use crate::server::shutdown::Stopping;
+use crate::server::shutdown::ShutdownSignal;
 use crate::tickets::TicketExport;
 
 /// Progress of a rebuild.
@@ -51,7 +51,7 @@ impl RebuildProgress {
 pub(super) async fn batches(
     store: Arc<dyn Store>,
     progress: Arc<Mutex<RebuildProgress>>,
-    stopping: Stopping,
+    shutdown: ShutdownSignal,
 ) -> Result<RebuildBatches, AnalyticsError> {
     let mut export = TicketExport::new(store);
     let total = export.count().await.map_err(unreadable)?;
@@ -62,7 +62,7 @@ pub(super) async fn batches(
         if has_failed {
             return None;
         }
-        let page = match stopping.has_begun() {
+        let page = match shutdown.is_triggered() {
             true => Err(AnalyticsError::Source("the server is shutting down".to_owned())),
             false => runtime.block_on(export.next_page()).map_err(unreadable),
         };

@@ -18,7 +18,7 @@ use headwater_stream::Backend;
 use secrecy::{ExposeSecret, SecretString};
 use tracing::warn;
 
-use crate::config::{Integration, Model, Provider, Settings};
+use crate::config::{IntegrationSettings, ModelSettings, Provider, Settings};
 use crate::desk::{
     Desk, DeskReply, LanguageModel, Ledger, OpenAiConfig, OpenAiModel, ReplyTarget, ScriptedModel,
     TicketSearch,
@@ -159,7 +159,7 @@ async fn open_bus(settings: &Settings, streams: &Arc<dyn Backend>) -> Result<Str
 }
 
 /// The configured model.
-fn model(settings: &Model) -> Result<Arc<dyn LanguageModel>> {
+fn model(settings: &ModelSettings) -> Result<Arc<dyn LanguageModel>> {
     if let Some(delay) = &settings.scripted {
         return Ok(Arc::new(ScriptedModel::default().with_delay(*delay)));
     }
@@ -174,7 +174,7 @@ fn model(settings: &Model) -> Result<Arc<dyn LanguageModel>> {
 }
 
 /// The destination of replies of an integration.
-fn destination(one: &Integration) -> (String, Destination) {
+fn destination(one: &IntegrationSettings) -> (String, Destination) {
     let unconfigured = |what: &str| Destination::Unconfigured {
         problem: format!(
             "[[integration]] `{}` has no {what}, so its replies cannot be delivered",

@@ -97,7 +97,7 @@ async fn check_status(response: Response) -> Result<Response, DeliverError> {
     }
     let (is_retryable, pause) =
         (is_retryable(&response), retry_after(response.headers(), SystemTime::now()));
-    let body = http_client::read_beginning(response, ERROR_BODY_BYTES_MAX).await;
+    let body = http_client::read_prefix(response, ERROR_BODY_BYTES_MAX).await;
     let body = text::one_line(&String::from_utf8_lossy(&body), 300);
     let is_forbidden = matches!(status, StatusCode::FORBIDDEN | StatusCode::TOO_MANY_REQUESTS);
     let is_secondary = is_forbidden && body.to_ascii_lowercase().contains("secondary rate limit");

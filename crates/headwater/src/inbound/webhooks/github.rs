@@ -6,7 +6,7 @@
 use axum::http::HeaderMap;
 use serde_json::Value;
 
-use crate::config::Integration;
+use crate::config::IntegrationSettings;
 use crate::http::ApiError;
 use crate::inbound::webhooks::{
     WebhookEvent, WebhookMapping, header, is_own_message, required_id, text_at,
@@ -16,7 +16,7 @@ use crate::inbound::webhooks::{
 pub(super) fn map(
     headers: &HeaderMap,
     payload: &Value,
-    integration: &Integration,
+    integration: &IntegrationSettings,
 ) -> Result<WebhookMapping, ApiError> {
     let event = header(headers, "x-github-event")
         .ok_or_else(|| ApiError::invalid("header `X-GitHub-Event` is missing"))?;

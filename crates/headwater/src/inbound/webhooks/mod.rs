@@ -30,10 +30,10 @@ use utoipa::ToSchema;
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
-use crate::config::{Integration, Provider};
+use crate::config::{IntegrationSettings, Provider};
 use crate::http::ApiError;
 use crate::http::body;
-use crate::http::extract::PathOf;
+use crate::http::extract::PathParams;
 use crate::outbound::marker;
 use crate::server::app_state::App;
 use crate::telemetry;
@@ -93,7 +93,7 @@ pub(crate) fn routes() -> OpenApiRouter<App> {
     security(()))]
 async fn receive(
     State(app): State<App>,
-    PathOf((provider, id)): PathOf<(String, String)>,
+    PathParams((provider, id)): PathParams<(String, String)>,
     request: Request,
 ) -> Response {
     let result = process(&app, &provider, &id, request).await;
@@ -187,7 +187,7 @@ fn find_integration<'a>(
     app: &'a App,
     provider: &str,
     id: &str,
-) -> Result<&'a Integration, ApiError> {
+) -> Result<&'a IntegrationSettings, ApiError> {
     let found = app.settings.integrations.iter().find(|one| {
         one.id == id && one.provider.as_str() == provider && one.provider != Provider::Desk
     });
@@ -201,7 +201,7 @@ fn unknown(provider: &str, id: &str) -> ApiError {
 /// Verifies the signature of the raw bytes.
 fn verify_signature(
     app: &App,
-    integration: &Integration,
+    integration: &IntegrationSettings,
     headers: &HeaderMap,
     bytes: &[u8],
 ) -> Result<(), ApiError> {
@@ -227,7 +227,7 @@ fn unauthorized(problem: &str) -> ApiError {
 
 async fn record(
     app: &App,
-    integration: &Integration,
+    integration: &IntegrationSettings,
     event: WebhookEvent,
     payload: &str,
 ) -> Result<Recorded, ApiError> {
@@ -248,7 +248,7 @@ async fn record(
         other => other,
     };
     if let Ok(recorded) = &recorded {
-        telemetry::note_origin(recorded.event_log_id);
+        telemetry::record_event_trace(recorded.event_log_id);
     }
     recorded.map_err(|error| match error {
         IssueError::DedupConflict { .. } => {
@@ -287,7 +287,7 @@ fn header<'a>(headers: &'a HeaderMap, name: &str) -> Option<&'a str> {
 }
 
 /// Whether the desk wrote the message: it ends with a reply marker, or its author is `bot_login`.
-fn is_own_message(integration: &Integration, author: Option<&str>, text: Option<&str>) -> bool {
+fn is_own_message(integration: &IntegrationSettings, author: Option<&str>, text: Option<&str>) -> bool {
     let is_bot = |login: &String| author.is_some_and(|author| author.eq_ignore_ascii_case(login));
     integration.bot_login.as_ref().is_some_and(is_bot) || text.is_some_and(marker::contains_marker)
 }
