@@ -127,7 +127,7 @@ impl ClockScenario {
     }
 
     fn questions(&self) -> usize {
-        self.model.asked("").len()
+        self.model.requests("").len()
     }
 }
 
@@ -140,11 +140,11 @@ async fn everything_happens_once(step: i64, on_postgres: bool) -> Result<()> {
     ensure!(status < 300, "{status} {answer}");
     scenario.step(|scenario| check(scenario.questions() <= 1, "two runs")).await?;
     let asked = scenario.model.clone();
-    eventually("a question to the model", || !asked.asked("Where is it?").is_empty()).await?;
+    eventually("a question to the model", || !asked.requests("Where is it?").is_empty()).await?;
 
     // Within the run: the worker keeps its claim, and the model is not called again.
     scenario.step(|scenario| check(scenario.questions() == 1, "the run was repeated")).await?;
-    scenario.model.open_door();
+    scenario.model.unblock();
     let hub = scenario.hub.clone();
     eventually("the comment to be posted", || hub.posts() == 1).await?;
 
@@ -162,7 +162,7 @@ async fn everything_happens_once(step: i64, on_postgres: bool) -> Result<()> {
     let hub = scenario.hub.clone();
     eventually("the second comment", || hub.posts() == 2).await?;
     all_idle(&scenario.server).await?;
-    let questions = scenario.model.asked("");
+    let questions = scenario.model.requests("");
     ensure!(questions.len() == 2, "{} questions", questions.len());
     // The prompt contains the conversation, one line of JSON for each text.
     let turns = questions[1].body["messages"].as_array().context("messages")?;

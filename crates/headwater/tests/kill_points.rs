@@ -110,13 +110,13 @@ async fn a_kill_between_adding_a_reply_and_recording_it_adds_it_once() -> Result
     let mut server = dir.serve(&arguments)?;
     let created = open(&server, "Where is it?").await?;
     let ticket = created["ticket_id"].as_str().context("a ticket")?.to_owned();
-    eventually("a question", || !model.asked("Where is it?").is_empty()).await?;
+    eventually("a question", || !model.requests("Where is it?").is_empty()).await?;
 
     // The reply waits for the lock on its ticket; then its outbox row is locked.
     let mut door = PgConnection::connect(&url).await?;
     let mut at_door = door.begin().await?;
     sqlx::query("SELECT number FROM tickets FOR UPDATE").execute(&mut *at_door).await?;
-    model.open_door();
+    model.unblock();
     let reply = "outbox WHERE kind = 'reply' AND status = 'taken'";
     eventually("the answer to be taken", || count(&database, reply) == 1).await?;
     let mut books = PgConnection::connect(&url).await?;

@@ -14,7 +14,7 @@ use utoipa::{IntoParams, ToSchema};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
-use crate::analytics::{self, Analytics, Rebuilding};
+use crate::analytics::{self, Analytics, RebuildProgress};
 use crate::config::Role;
 use crate::http::ApiError;
 use crate::http::auth::Principal;
@@ -97,9 +97,9 @@ struct SqlQuery {
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct AnalyticsResponse {
     #[serde(flatten)]
-    state: analytics::State,
+    state: analytics::AnalyticsState,
     /// The latest rebuild since the server started.
-    rebuild: Rebuilding,
+    rebuild: RebuildProgress,
 }
 
 /// List the built-in reports.
@@ -148,7 +148,7 @@ async fn status(
     State(analytics): State<Analytics>,
     principal: Principal,
 ) -> Json<AnalyticsResponse> {
-    let (state, rebuild) = (analytics.state(), analytics.rebuilding());
+    let (state, rebuild) = (analytics.state(), analytics.rebuild_progress());
     Json(match principal.require_role(Role::Admin) {
         Ok(()) => AnalyticsResponse { state, rebuild },
         Err(_) => {
@@ -159,7 +159,7 @@ async fn status(
 
 /// Start to replace all events in the DuckDB file by those of the database; `GET /analytics` shows the progress.
 #[utoipa::path(post, path = "/analytics/rebuild", tag = "analytics",
-    responses((status = 202, body = Rebuilding), (status = 409, description = "A rebuild is in progress"),
+    responses((status = 202, body = RebuildProgress), (status = 409, description = "A rebuild is in progress"),
         (status = 501, description = "Analytics is disabled or not built in"), (status = 503, description = "The DuckDB file is not open yet")))]
 async fn rebuild(
     State(analytics): State<Analytics>,

@@ -22,7 +22,7 @@ use crate::limits::{PAGE_DEFAULT, PAGE_MAX};
 use crate::server::app_state::App;
 use crate::tickets::Author;
 use crate::tickets::{
-    NewTicket, NewTicketMessage, Posted, Ticket, TicketError, TicketFilter, TicketMessage,
+    NewTicket, NewTicketMessage, PostedMessage, Ticket, TicketError, TicketFilter, TicketMessage,
     TicketStatus,
 };
 
@@ -100,9 +100,9 @@ pub(crate) struct TicketPostedResponse {
 }
 
 /// 201 if created, 200 for a duplicate.
-fn posted(posted: Posted) -> (StatusCode, Json<TicketPostedResponse>) {
+fn posted(posted: PostedMessage) -> (StatusCode, Json<TicketPostedResponse>) {
     let status = if posted.duplicate { StatusCode::OK } else { StatusCode::CREATED };
-    let Posted { ticket_id, message_id, issue_id, duplicate, .. } = posted;
+    let PostedMessage { ticket_id, message_id, issue_id, duplicate, .. } = posted;
     (status, Json(TicketPostedResponse { ticket_id, message_id, issue_id: issue_id.0, duplicate }))
 }
 

@@ -20,7 +20,7 @@ use std::time::Duration;
 
 use secrecy::{ExposeSecret, SecretString};
 
-use crate::desk::{Budget, DeskConfig, Prices, SearchScope};
+use crate::desk::{TokenBudget, DeskConfig, Prices, SearchScope};
 
 pub(crate) use crate::config::docs::{as_json, as_markdown, as_text};
 pub(crate) use crate::config::error::SettingsError;
@@ -245,8 +245,8 @@ impl Settings {
             events_max: work.events_max,
             supersede_max: read.count("desk.supersede_max"),
             output_tokens_max: read.count("model.output_tokens_max"),
-            away_pause: DeskConfig::default().away_pause,
-            budget: Budget {
+            unreachable_pause: DeskConfig::default().unreachable_pause,
+            budget: TokenBudget {
                 issue_tokens_max: read.count("desk.issue_tokens_max"),
                 day_tokens_max: read.count("desk.day_tokens_max"),
             },

@@ -75,7 +75,7 @@ pub(crate) struct ReadinessResponse {
     checks: Vec<ReadinessCheck>,
     /// Informational: readiness does not depend on analytics.
     #[serde(skip_serializing_if = "Option::is_none")]
-    analytics: Option<analytics::State>,
+    analytics: Option<analytics::AnalyticsState>,
 }
 
 impl ReadinessResponse {

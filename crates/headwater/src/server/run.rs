@@ -34,7 +34,7 @@ use crate::api::Operations;
 use crate::api::tickets_sse::SseListeners;
 use crate::config::{Settings, WorkSettings};
 use crate::desk::build;
-use crate::desk::build::DeskParts;
+use crate::desk::build::DeskServices;
 use crate::exit::CliError;
 use crate::http::audit::AuditLog;
 use crate::http::router;
@@ -130,7 +130,7 @@ pub(crate) async fn run(
 
     // Work: claim, handle, complete. The desk is the default handler.
     let desk =
-        Box::pin(DeskParts::open(&settings, &store, &streams, &nudger, &confirmations)).await;
+        Box::pin(DeskServices::open(&settings, &store, &streams, &nudger, &confirmations)).await;
     let desk = desk.context("failed to start the desk")?;
     let config = worker_config(&settings.work);
     let (handler, config) = match handler {
@@ -148,13 +148,13 @@ pub(crate) async fn run(
     .context("failed to start the sweeper")?;
 
     // Outbound: the outbox delivers replies and events after the commit.
-    let DeskParts { tickets, replies, intake, bus, sessions, desk } = desk;
+    let DeskServices { tickets, delivery: replies, ticket_events: intake, bus, sessions, desk } = desk;
     let outbox = Outbox::new(Arc::clone(&store), replies, outbox_config(&settings.work))
         .context("failed to start the outbox")?;
 
     // Analytics: only `serve` opens the DuckDB file.
     let path = settings.analytics_path.as_deref().filter(|_| role == ProcessRole::Serve);
-    let analytics = Analytics::of_server(path, Arc::clone(&store), shutdown.clone());
+    let analytics = Analytics::for_server(path, Arc::clone(&store), shutdown.clone());
 
     // HTTP.
     let health =
@@ -214,7 +214,7 @@ pub(crate) async fn run(
     services
         .start("confirmation check", async move { confirmations.run(confirming, stopped).await });
     // Sessions of runs that started while the stream backend was unavailable.
-    let (stopped, late) = (stop_requested(), desk.late_sessions());
+    let (stopped, late) = (stop_requested(), desk.pending_sessions());
     services.start("pending sessions", async move { late.run(stopped).await });
     // Ticket events from other programs.
     let stopped = stop_requested();
@@ -225,7 +225,7 @@ pub(crate) async fn run(
             let _ = model_runs.run(SESSIONS_EVERY, stopped).await;
         });
     }
-    if analytics.is_on() {
+    if analytics.is_enabled() {
         let (analytics, queue) = (analytics.clone(), analytics_queue);
         services.start("analytics", async move { analytics.run(queue).await });
     }

@@ -11,7 +11,7 @@ use clap::{Subcommand, ValueEnum};
 use headwater_analytics::{AnalyticsError, Report, Table};
 use serde_json::{Value, json};
 
-use crate::analytics::{self, Problem};
+use crate::analytics::{self, AnalyticsRequestError};
 use crate::cli::api_client::ApiClient;
 use crate::cli::in_process;
 use crate::cli::local_audit;
@@ -114,7 +114,7 @@ impl AnalyticsSource {
         if let Some(url) = connection.url() {
             return Ok(Self::Network(ApiClient::network(&url)?));
         }
-        let opened = analytics::Analytics::to_ask(settings.analytics_path.as_deref()).await;
+        let opened = analytics::Analytics::open_for_queries(settings.analytics_path.as_deref()).await;
         opened.map(Self::Local).map_err(|problem| open_error(problem, settings))
     }
 
@@ -123,11 +123,11 @@ impl AnalyticsSource {
         // Fails early if analytics is disabled, before the database is opened.
         analytics::Analytics::check(settings.analytics_path.as_deref())?;
         let store = in_process::store(settings).await?;
-        let prepared = tickets::prepare(&store).await;
+        let prepared = tickets::ensure_schema(&store).await;
         prepared
             .map_err(|error| CliError::new(format!("failed to open the ticket tables: {error}")))?;
         let path = settings.analytics_path.as_deref();
-        let opened = analytics::Analytics::to_rebuild(path, Arc::clone(&store)).await;
+        let opened = analytics::Analytics::open_for_rebuild(path, Arc::clone(&store)).await;
         let opened = opened.map_err(|problem| open_error(problem, settings))?;
         let audit = AuditLog::open_append_only(store).await;
         let audit = audit
@@ -167,7 +167,7 @@ impl AnalyticsSource {
     async fn rebuild(&self) -> Result<Value, CliError> {
         match self {
             Self::Network(client) => Ok(client.get("/analytics", &[]).await?["rebuild"].take()),
-            Self::Local(analytics) => Ok(json!(analytics.rebuilding())),
+            Self::Local(analytics) => Ok(json!(analytics.rebuild_progress())),
         }
     }
 }
@@ -177,13 +177,13 @@ fn table(answer: Value) -> Result<Table, CliError> {
         .map_err(|error| CliError::new(format!("unexpected response format: {error}")))
 }
 
-fn open_error(problem: Problem, settings: &Settings) -> CliError {
+fn open_error(problem: AnalyticsRequestError, settings: &Settings) -> CliError {
     match &problem {
-        Problem::Analytics(AnalyticsError::InUse { .. }) => CliError::new(format!(
+        AnalyticsRequestError::Analytics(AnalyticsError::InUse { .. }) => CliError::new(format!(
             "{problem}; query the running server with `--url http://{}`",
             settings.http.listen
         )),
-        Problem::Analytics(AnalyticsError::Missing { .. }) => CliError::new(format!(
+        AnalyticsRequestError::Analytics(AnalyticsError::Missing { .. }) => CliError::new(format!(
             "{problem}; create it with `headwater serve` or `headwater analytics rebuild`"
         )),
         _ => problem.into(),
