@@ -6,7 +6,8 @@
 
 use futures_util::future::join_all;
 use headwater_stream::{
-    DeliveredEntry, EntryId, Fence, LeaseName, ReclaimRequest, ReclaimFrom, Result, StreamError, StreamName,
+    DeliveredEntry, EntryId, Fence, LeaseName, ReclaimFrom, ReclaimRequest, Result, StreamError,
+    StreamName,
 };
 use tracing::{debug, warn};
 
@@ -111,7 +112,11 @@ impl AssignmentMember {
     }
 
     /// Reclaims the pending entry of a stream under its lease. Tries the cheapest lookup first.
-    async fn fetch(&self, stream: &StreamName, fence: &Fence) -> Result<Option<(DeliveredEntry, Input)>> {
+    async fn fetch(
+        &self,
+        stream: &StreamName,
+        fence: &Fence,
+    ) -> Result<Option<(DeliveredEntry, Input)>> {
         if let Some(found) = self.fetch_known(stream, fence).await? {
             return Ok(Some(found));
         }
@@ -155,7 +160,11 @@ impl AssignmentMember {
     }
 
     /// Reclaims one pending entry from any consumer. `None` if it is not pending.
-    pub(crate) async fn reclaim(&self, id: EntryId, fence: &Fence) -> Result<Option<DeliveredEntry>> {
+    pub(crate) async fn reclaim(
+        &self,
+        id: EntryId,
+        fence: &Fence,
+    ) -> Result<Option<DeliveredEntry>> {
         let reclaim = ReclaimRequest {
             stream: &self.names.input,
             group: &self.names.group,

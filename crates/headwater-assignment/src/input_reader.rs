@@ -6,7 +6,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use headwater_stream::{StreamBatch, DeliveredEntry, EntryId, GroupReader, Result, StreamError};
+use headwater_stream::{DeliveredEntry, EntryId, GroupReader, Result, StreamBatch, StreamError};
 use tokio::sync::watch;
 use tokio::time::sleep;
 use tracing::warn;

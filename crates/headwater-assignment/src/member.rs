@@ -5,8 +5,9 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use headwater_stream::limits::BATCH_MAX;
 use headwater_stream::{
-    LeaseAcquisition, Backend, EntryId, Epoch, Fence, Fields, GroupStart, HeldLease, LeaseRenewer,
-    LeaseName, Result, SettleBatch, SettleResult, Settlement, StreamError, StreamName, SettleAction,
+    Backend, EntryId, Epoch, Fence, Fields, GroupStart, HeldLease, LeaseAcquisition, LeaseName,
+    LeaseRenewer, Result, SettleAction, SettleBatch, SettleResult, Settlement, StreamError,
+    StreamName,
 };
 use tokio::sync::watch;
 use tokio::time::Instant;
@@ -136,8 +137,10 @@ impl AssignmentMember {
     /// Releases entries unhandled. Needs no fence: entries pending for other consumers are unaffected.
     pub(crate) async fn release_entries(&self, ids: &[EntryId]) -> Result<()> {
         for chunk in ids.chunks(BATCH_MAX) {
-            let entries: Vec<Settlement> =
-                chunk.iter().map(|id| Settlement { id: *id, action: SettleAction::Release }).collect();
+            let entries: Vec<Settlement> = chunk
+                .iter()
+                .map(|id| Settlement { id: *id, action: SettleAction::Release })
+                .collect();
             self.settle(None, &entries).await?;
         }
         Ok(())

@@ -9,8 +9,8 @@ use std::time::Duration;
 use futures_util::future::try_join_all;
 use headwater_stream::limits::LEASES_MAX;
 use headwater_stream::{
-    Direction, EntryId, LeaseInfo, LeaseName, PendingDelivery, PendingDeliveryQuery, Range, ReclaimRequest, ReclaimFrom,
-    Result, StreamError, StreamName,
+    Direction, EntryId, LeaseInfo, LeaseName, PendingDelivery, PendingDeliveryQuery, Range,
+    ReclaimFrom, ReclaimRequest, Result, StreamError, StreamName,
 };
 use tracing::{debug, warn};
 

@@ -9,7 +9,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 
 use futures_util::future::join_all;
-use headwater_stream::{PendingDelivery, StreamName, SettleAction};
+use headwater_stream::{PendingDelivery, SettleAction, StreamName};
 use tokio::time::Instant;
 use tracing::{debug, warn};
 

@@ -3,7 +3,7 @@
 //! Guarantees: the input entry is settled before the lease is released, so no other consumer can acquire the
 //! stream in between. The task that removes the slot sends the notification, so it is sent once.
 
-use headwater_stream::{LeaseName, Settlement, StreamError, SettleAction};
+use headwater_stream::{LeaseName, SettleAction, Settlement, StreamError};
 use tracing::{debug, warn};
 
 use crate::error::EndError;

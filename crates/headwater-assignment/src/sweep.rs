@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use futures_util::future::try_join_all;
 use headwater_stream::{
-    EntryId, LeaseEventKind, LeaseEvent, LeaseInfo, LeaseWatch, PendingDelivery, Result, StreamName,
+    EntryId, LeaseEvent, LeaseEventKind, LeaseInfo, LeaseWatch, PendingDelivery, Result, StreamName,
 };
 use tokio::sync::watch;
 use tokio::time::{Instant, interval, sleep_until, timeout_at};
@@ -126,7 +126,12 @@ impl AssignmentSweep {
     }
 
     /// Schedules a check at the expiration of a lease that is overdue and expires before the next pass.
-    fn expect_expiry(&mut self, stream: &StreamName, pending: &PendingDelivery, remaining: Duration) {
+    fn expect_expiry(
+        &mut self,
+        stream: &StreamName,
+        pending: &PendingDelivery,
+        remaining: Duration,
+    ) {
         let config = &self.member.config;
         let overdue = pending.idle + SWEEP_JITTER >= config.heartbeat_every;
         if overdue && remaining < config.sweep_every + SWEEP_JITTER {

@@ -5,7 +5,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use headwater_stream::{Backend, DeliveredEntry, Options, StreamName, SettleAction, connect};
+use headwater_stream::{Backend, DeliveredEntry, Options, SettleAction, StreamName, connect};
 
 use crate::config::AssignmentConfig;
 use crate::member::AssignmentMember;
@@ -85,7 +85,9 @@ async fn an_entry_pending_for_another_consumer_is_not_released() {
 
 #[tokio::test]
 async fn the_heartbeat_detects_an_end_whose_reply_was_lost() {
-    for (reason, then) in [(EndReason::Done, SettleAction::Delete), (EndReason::Release, SettleAction::Release)] {
+    for (reason, then) in
+        [(EndReason::Done, SettleAction::Delete), (EndReason::Release, SettleAction::Release)]
+    {
         let backend = backend().await;
         let (member, mut received) = member(&backend).await;
         let owned = take_ownership(&member, &mut received).await;

@@ -10,7 +10,8 @@ use std::time::Duration;
 use bytes::Bytes;
 use headwater_stream::clock::Timestamp;
 use headwater_stream::{
-    Backend, Direction, Entry, EntryId, Fields, IdempotentEntry, Range, Retention, StreamError, StreamName,
+    Backend, Direction, Entry, EntryId, Fields, IdempotentEntry, Range, Retention, StreamError,
+    StreamName,
 };
 use tracing::warn;
 

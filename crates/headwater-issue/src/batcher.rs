@@ -6,7 +6,7 @@
 
 use std::sync::Arc;
 
-use headwater_stream::{Coalescer, CoalescerConfig, BatchError, StreamError};
+use headwater_stream::{BatchError, Coalescer, CoalescerConfig, StreamError};
 
 use crate::claim::{Claim, ClaimOptions, CompletionOutcome, RunCompletion};
 use crate::error::{IssueError, Result};

@@ -84,7 +84,6 @@ pub use claim::{
 };
 pub use commit_verifier::CommitVerifier;
 pub use connect::{StoreOptions, connect};
-pub use migrations::Migration;
 pub use consistency_check::check_consistency;
 pub use dedup::dedup_key;
 pub use error::{IssueError, Result, SharedError};
@@ -97,6 +96,7 @@ pub use issue::{
     NewEvent, OutboxId, ProcessingStatus, Recorded,
 };
 pub use json::sanitize as sanitize_json;
+pub use migrations::Migration;
 pub use nudge::{GROUP, Nudger, STREAM};
 pub use operator_actions::{release, release_all, retry};
 pub use outbox::types::{

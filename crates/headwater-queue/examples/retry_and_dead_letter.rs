@@ -7,8 +7,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use headwater_queue::{
-    Backoff, ConsumerConfig, DeadLetterFilter, DeadLetterQuery, DeadLetterSelection, Message, NewMessage,
-    Outcome, ProducerConfig, Queue, ReplayConfig, RetryPolicy,
+    Backoff, ConsumerConfig, DeadLetterFilter, DeadLetterQuery, DeadLetterSelection, Message,
+    NewMessage, Outcome, ProducerConfig, Queue, ReplayConfig, RetryPolicy,
 };
 use headwater_stream::{Options, connect};
 use tokio::sync::mpsc;

@@ -10,7 +10,7 @@ use headwater_stream::{Entry, EntryId, Fields};
 
 use crate::limits::REASON_BYTES_MAX;
 use crate::message::{
-    self, HEADERS, MessageHeaders, KEY, ORIGINAL_MESSAGE_ID, PARTITION_ID, PAYLOAD, REPLAYED_FROM,
+    self, HEADERS, KEY, MessageHeaders, ORIGINAL_MESSAGE_ID, PARTITION_ID, PAYLOAD, REPLAYED_FROM,
     RETRY_COUNT, RETRY_GROUP, TIMESTAMP, TOPIC,
 };
 use crate::topic::{GroupName, Partition, TopicName};

@@ -44,8 +44,8 @@ pub use config::{ConsumerConfig, MessageOrder, Mode, ProducerConfig, QueueConfig
 pub use consumer::{Subscription, SubscriptionStats};
 pub use dead_letter::DeadLetter;
 pub use dead_letters::{
-    DeadLetterFilter, DeadLetterQuery, DeadLetters, DeadLetterSelection, PurgeConfig, PurgeReport, ReplayRefusal,
-    ReplayConfig, ReplayReport,
+    DeadLetterFilter, DeadLetterQuery, DeadLetterSelection, DeadLetters, PurgeConfig, PurgeReport,
+    ReplayConfig, ReplayRefusal, ReplayReport,
 };
 pub use error::{Interrupted, QueueError, Result};
 pub use handler::{Backoff, Handler, Outcome, RetryPolicy};
@@ -63,8 +63,8 @@ pub use remove_group::RemovedGroup;
 pub use reset::{BoundedCount, Reset, ResetGuard, ResetPartition, ResetReport, ResetTo};
 pub use sampler::Sampler;
 pub use tail::{Tail, TailConfig, TailStart};
-pub use topic::{GroupName, Resize, Partition, Policies, Topic, TopicName};
-pub use topics::{TopicDescription, PartitionDescription, Topics};
+pub use topic::{GroupName, Partition, Policies, Resize, Topic, TopicName};
+pub use topics::{PartitionDescription, TopicDescription, Topics};
 pub use trace::{TRACEPARENT, TraceBridge, TraceContext};
 pub use trim::{Trim, TrimReport, TrimmedPartition};
 

@@ -9,7 +9,7 @@ use std::fmt::Write as _;
 
 use bytes::Bytes;
 use headwater_stream::clock::Timestamp;
-use headwater_stream::{DeliveredEntry, EntryId, EntrySize, Epoch, Fields, FieldRef};
+use headwater_stream::{DeliveredEntry, EntryId, EntrySize, Epoch, FieldRef, Fields};
 
 use crate::error::{QueueError, Result};
 use crate::limits::{ATTEMPTS_MAX, HEADERS_BYTES_MAX, KEY_BYTES_MAX, MESSAGE_ID_BYTES_MAX};

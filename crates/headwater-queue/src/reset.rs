@@ -8,7 +8,8 @@
 
 use headwater_stream::clock::Timestamp;
 use headwater_stream::{
-    Direction, EntryId, GroupStart, GroupStats, PendingDeliveryQuery, Range, StreamName, StreamStats,
+    Direction, EntryId, GroupStart, GroupStats, PendingDeliveryQuery, Range, StreamName,
+    StreamStats,
 };
 
 use crate::error::{QueueError, Result};

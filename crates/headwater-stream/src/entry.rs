@@ -6,7 +6,7 @@ mod packed;
 use std::fmt;
 use std::str::FromStr;
 
-pub use self::fields::{Fields, FieldRef};
+pub use self::fields::{FieldRef, Fields};
 #[cfg(feature = "redis")]
 pub(crate) use self::packed::{Digits, count, next_text, put_count, put_text};
 

@@ -36,7 +36,7 @@ pub use dedup::{Dedup, DedupStatus};
 pub use delays::{
     DelayId, DelayStats, DelayedEntry, Delays, DueTime, PromotedEntry, ScheduleRequest,
 };
-pub use entry::{DeliveredEntry, Entry, EntryId, EntrySize, Fields, FieldRef, ParseEntryIdError};
+pub use entry::{DeliveredEntry, Entry, EntryId, EntrySize, FieldRef, Fields, ParseEntryIdError};
 pub use error::{BoxError, Result, StreamError};
 pub use lease_renewer::{
     HeldLease, LeaseAcquisition, LeaseRenewer, LeaseRenewerConfig, LossCause, LostLease,
@@ -52,7 +52,7 @@ pub use name::{
 pub use registry::{Registry, RegistryMap};
 pub use streams::{
     AppendRequest, AppendedEntry, ConsumerStats, Direction, DisconnectOutcome, EntrySource,
-    GroupReader, GroupStart, GroupStats, IdempotentEntry, PendingDelivery, PendingDeliveryQuery, Range,
-    ReclaimFrom, ReclaimRequest, ReclaimResult, Retention, SettleAction, SettleBatch,
+    GroupReader, GroupStart, GroupStats, IdempotentEntry, PendingDelivery, PendingDeliveryQuery,
+    Range, ReclaimFrom, ReclaimRequest, ReclaimResult, Retention, SettleAction, SettleBatch,
     SettleResult, Settlement, StreamBatch, StreamStats, Streams, TailReader, TrimGuard, TrimResult,
 };

@@ -10,8 +10,7 @@ use crate::limits::*;
 use crate::name::StreamName;
 use crate::registry::RegistryMap;
 use crate::streams::{
-    EntrySource, IdempotentEntry, ReclaimFrom, ReclaimRequest, Retention, SettleAction,
-    SettleBatch,
+    EntrySource, IdempotentEntry, ReclaimFrom, ReclaimRequest, Retention, SettleAction, SettleBatch,
 };
 
 /// Returns the total size of the entries.

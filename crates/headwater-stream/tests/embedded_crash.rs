@@ -164,7 +164,12 @@ async fn consumes(backend: Arc<dyn Backend>, name: &str) {
     }
 }
 
-async fn settle(backend: &dyn Backend, s: &StreamName, consumer: &ConsumerName, entry: &DeliveredEntry) {
+async fn settle(
+    backend: &dyn Backend,
+    s: &StreamName,
+    consumer: &ConsumerName,
+    entry: &DeliveredEntry,
+) {
     let number = number_of(&entry.fields);
     let then = match outcome_of(number) {
         Outcome::Delete => SettleAction::Delete,
@@ -174,7 +179,8 @@ async fn settle(backend: &dyn Backend, s: &StreamName, consumer: &ConsumerName, 
     };
     report(&format!("intends {number} {}", entry.id));
     let entries = [Settlement { id: entry.id, action: then }];
-    let settle = SettleBatch { stream: s, group: &group(), consumer, fence: None, entries: &entries };
+    let settle =
+        SettleBatch { stream: s, group: &group(), consumer, fence: None, entries: &entries };
     assert_eq!(backend.settle(settle).await.unwrap(), SettleResult { applied: 1, stale: 0 });
     report(&format!("settled {number} {}", entry.id));
 }

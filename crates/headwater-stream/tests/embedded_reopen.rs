@@ -250,7 +250,8 @@ async fn call(backend: &dyn Backend, step: &Step, clock: &TestClock) -> String {
         }
         29 | 30 => {
             let retention = if number == 0 { Retention::max_len(3) } else { Retention::KEEP_ALL };
-            let once = |number: &u64| IdempotentEntry { id: number.to_string(), fields: fields(*number) };
+            let once =
+                |number: &u64| IdempotentEntry { id: number.to_string(), fields: fields(*number) };
             let entries: Vec<IdempotentEntry> = list.iter().map(once).collect();
             answer(backend.append_once(&stream, &entries, short * 3, &retention).await)
         }

@@ -248,7 +248,11 @@ async fn validity_is_counted_from_the_moment_the_request_was_sent() {
 
     held.lost().await;
 
-    assert_eq!(sent.elapsed(), validity(), "a slow reply shortens the validity and never extends it");
+    assert_eq!(
+        sent.elapsed(),
+        validity(),
+        "a slow reply shortens the validity and never extends it"
+    );
 }
 
 #[tokio::test(start_paused = true)]

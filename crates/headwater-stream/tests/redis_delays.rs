@@ -74,7 +74,10 @@ async fn waits_share_one_connection_and_each_gets_its_own_notification() -> Resu
     until_subscribed(&redis, &[]).await?;
     let list = redis.command(&["CLIENT", "LIST"])?.text();
     let connections = list.lines().filter(|line| line.contains("name=headwater")).count();
-    assert!(connections <= 4, "expected two shared connections and one subscriber, found {connections}: {list}");
+    assert!(
+        connections <= 4,
+        "expected two shared connections and one subscriber, found {connections}: {list}"
+    );
 
     for number in 0..300 {
         schedule(&theirs, &format!("set-{number}"), "to", DueTime::After(Duration::ZERO)).await?;

@@ -27,7 +27,9 @@ fn short_deadline() -> Options {
 }
 
 /// Retries a call that must succeed: a busy machine may exceed the short deadline.
-async fn retry_while_unavailable<T>(call: impl AsyncFn() -> Result<T, StreamError>) -> Result<T, StreamError> {
+async fn retry_while_unavailable<T>(
+    call: impl AsyncFn() -> Result<T, StreamError>,
+) -> Result<T, StreamError> {
     let until = Instant::now() + LONG_TIMEOUT;
     loop {
         match call().await {
@@ -60,13 +62,8 @@ async fn every_call(
     let fence = Fence { lease: lease.clone(), epoch: headwater_stream::Epoch(1) };
     let ids = [EntryId::new(1, 1)];
     let done = [Settlement::ack(ids[0])];
-    let settle = SettleBatch {
-        stream: &stream,
-        group: &group,
-        consumer: &ann,
-        fence: None,
-        entries: &done,
-    };
+    let settle =
+        SettleBatch { stream: &stream, group: &group, consumer: &ann, fence: None, entries: &done };
     let reclaim = ReclaimRequest {
         stream: &stream,
         group: &group,
@@ -321,7 +318,11 @@ async fn a_connection_lost_in_the_middle_of_a_command_fails_only_that_call() -> 
     let result = backend.append(&orders, &[big], &Retention::KEEP_ALL).await;
 
     assert!(matches!(result, Err(StreamError::Unavailable { .. })), "{result:?}");
-    assert_eq!(backend.range(&orders, Range::first(10)).await?.len(), 1, "a partial command is not executed");
+    assert_eq!(
+        backend.range(&orders, Range::first(10)).await?.len(),
+        1,
+        "a partial command is not executed"
+    );
     backend.append(&orders, &[one()], &Retention::KEEP_ALL).await?;
     Ok(())
 }

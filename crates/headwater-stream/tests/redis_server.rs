@@ -389,7 +389,10 @@ async fn watch_with(builder: RedisBuilder) -> Result<(Redis, WatchMode, String)>
         bail!("it is free");
     };
     backend.release(&holder("ann"), &[Fence { lease: lease("lease:b"), epoch }]).await?;
-    assert_eq!(next_event(&mut *watch).await?, (Some("lease:b".to_owned()), LeaseEventKind::Released));
+    assert_eq!(
+        next_event(&mut *watch).await?,
+        (Some("lease:b".to_owned()), LeaseEventKind::Released)
+    );
     let flags = redis.command(&["CONFIG", "GET", "notify-keyspace-events"])?;
     let flags = flags.items().get(1).map(|flags| flags.text()).unwrap_or_default();
     Ok((redis, mode, flags))
@@ -460,7 +463,10 @@ async fn a_watch_receives_events_of_its_own_database_only() -> Result<()> {
     let ttl = Duration::from_millis(60);
     there.acquire(&lease("lease:there"), &holder("ann"), ttl).await?;
     here.acquire(&lease("lease:here"), &holder("ann"), ttl).await?;
-    assert_eq!(next_event(&mut *watch).await?, (Some("lease:here".to_owned()), LeaseEventKind::Expired));
+    assert_eq!(
+        next_event(&mut *watch).await?,
+        (Some("lease:here".to_owned()), LeaseEventKind::Expired)
+    );
     let AcquireResult::Won(epoch) = there.acquire(&lease("lease:x"), &holder("ann"), HOUR).await?
     else {
         bail!("it is free");
@@ -541,6 +547,10 @@ async fn a_read_dropped_at_any_moment_does_not_delay_the_next_one() -> Result<()
         assert!(start.elapsed() < SLACK, "round {round}: {:?}", start.elapsed());
     }
     let id = backend.append(&orders[0], &[one()], &KEEP).await?[0];
-    assert_eq!(read_ids(&mut *reader, &orders[0]).await?, [id], "the dropped reads delivered nothing");
+    assert_eq!(
+        read_ids(&mut *reader, &orders[0]).await?,
+        [id],
+        "the dropped reads delivered nothing"
+    );
     Ok(())
 }

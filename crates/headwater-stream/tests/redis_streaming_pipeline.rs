@@ -110,7 +110,10 @@ async fn the_rest_of_an_append_is_sent_after_the_rejected_part() -> Result<()> {
     let appended = futures_util::future::join_all(appends).await;
 
     let rejected = proxy.rejected.load(Ordering::SeqCst);
-    assert!(rejected > count && rejected < 3 * count, "{rejected} were rejected, not all were sent");
+    assert!(
+        rejected > count && rejected < 3 * count,
+        "{rejected} were rejected, not all were sent"
+    );
     for (name, appended) in names.iter().zip(appended) {
         assert_eq!(appended?.len(), count, "{name}");
         let found = backend.range(name, Range::first(3 * count)).await?;

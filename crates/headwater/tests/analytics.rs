@@ -10,7 +10,7 @@ use std::process::Output;
 use headwater_testkit::{Database, Postgres, Redis, wait_until};
 use serde_json::{Value, json};
 
-use support::{LIMIT, ServerDir, Server, text};
+use support::{LIMIT, Server, ServerDir, text};
 
 /// Prices, so that every answer has a cost.
 const PRICES: [&str; 4] = ["--model-price-in", "1000000", "--model-price-out", "1000000"];
@@ -28,7 +28,12 @@ struct Setup {
 
 impl Setup {
     fn embedded() -> Self {
-        Self { place: ServerDir::new().unwrap(), arguments: Vec::new(), redis: None, _database: None }
+        Self {
+            place: ServerDir::new().unwrap(),
+            arguments: Vec::new(),
+            redis: None,
+            _database: None,
+        }
     }
 
     fn servers() -> Self {

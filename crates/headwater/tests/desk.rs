@@ -20,8 +20,8 @@ use headwater_bus::{
     ReceivedEvent, SessionId, Sessions, SessionsConfig, SubscribeOptions, ToolInvoked,
 };
 use headwater_issue::{
-    DeliverError, Inbox, InboxConfig, IssueId, NewEvent, Nudger, Outbox, OutboxConfig, OutboxRow,
-    ProcessingStatus, IssueRetryPolicy, Store, StoreOptions, Worker, WorkerConfig, connect,
+    DeliverError, Inbox, InboxConfig, IssueId, IssueRetryPolicy, NewEvent, Nudger, Outbox,
+    OutboxConfig, OutboxRow, ProcessingStatus, Store, StoreOptions, Worker, WorkerConfig, connect,
 };
 use headwater_queue::Queue;
 use headwater_stream::EntryId;

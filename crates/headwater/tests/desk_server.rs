@@ -12,7 +12,7 @@ use headwater_testkit::{Postgres, Redis};
 use serde_json::{Value, json};
 use support::desk::{all_idle, answered, by, new_ticket, open};
 use support::model::FakeModel;
-use support::{LIMIT, ServerDir, Server, answer, eventually};
+use support::{LIMIT, Server, ServerDir, answer, eventually};
 use uuid::Uuid;
 
 #[tokio::test]

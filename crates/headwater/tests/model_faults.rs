@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 use crate::support::desk::{all_idle, answered, by, new_ticket, open};
 use crate::support::model::{FakeModel, ModelFault};
-use crate::support::{ServerDir, Server};
+use crate::support::{Server, ServerDir};
 
 fn id(created: &Value) -> Result<String> {
     Ok(created["ticket_id"].as_str().context("a ticket")?.to_owned())

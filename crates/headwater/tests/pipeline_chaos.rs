@@ -21,7 +21,7 @@ use axum::http::{HeaderMap, StatusCode};
 use axum::routing::post;
 use axum::{Json, Router};
 use futures_util::StreamExt;
-use headwater_testkit::{Port, Postgres, Proxy, TestRandom, Redis};
+use headwater_testkit::{Port, Postgres, Proxy, Redis, TestRandom};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 use sqlx::{Connection, PgConnection};
@@ -31,7 +31,7 @@ use tokio::sync::Semaphore;
 use crate::support::sender::{
     SECRET, STANDARD_SECRET, github_comment, github_to, now, standard_to,
 };
-use crate::support::{ServerDir, Server};
+use crate::support::{Server, ServerDir};
 
 /// Issues per integration; events are distributed over them.
 const ISSUES: u64 = 40;

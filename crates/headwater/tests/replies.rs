@@ -18,9 +18,9 @@ use axum::response::IntoResponse;
 use headwater::desk::{DeskReply, ReplyTarget};
 use headwater::outbound::{Destination, LocalDelivery, OutboxDeliverer, sign};
 use headwater_issue::{
-    Claim, ClaimOptions, RunCompletion, Deliver, DeliverError, OutboxDelivery, EventLogId, IssueId,
-    KeyedOutboxRow, NewEvent, NewOutboxRow, Outbox, OutboxConfig, OutboxId, OutboxKind, OutboxRow,
-    OutboxSettlement, DebounceWindow, IssueRetryPolicy, Store, StoreOptions, connect,
+    Claim, ClaimOptions, DebounceWindow, Deliver, DeliverError, EventLogId, IssueId,
+    IssueRetryPolicy, KeyedOutboxRow, NewEvent, NewOutboxRow, Outbox, OutboxConfig, OutboxDelivery,
+    OutboxId, OutboxKind, OutboxRow, OutboxSettlement, RunCompletion, Store, StoreOptions, connect,
 };
 use headwater_stream::clock::{Clock, SystemClock, TestClock};
 use serde_json::{Value as Json, json};
@@ -339,8 +339,9 @@ async fn a_reply_that_was_stale_at_commit_is_not_sent() {
         dedup_key: Some(key.into()),
         ..NewEvent::new("it", "7", "note", "{}")
     };
-    let record =
-        async |key: &str| store.record(&[event(key)], &DebounceWindow::default()).await.remove(0).unwrap();
+    let record = async |key: &str| {
+        store.record(&[event(key)], &DebounceWindow::default()).await.remove(0).unwrap()
+    };
     // Claims the issue, records `meanwhile`, and completes the run with replies that have seen events up to `up_to`.
     let run = async |meanwhile: &str, logs: &[EventLogId], up_to: &[Option<EventLogId>]| {
         let options = ClaimOptions::new("worker");

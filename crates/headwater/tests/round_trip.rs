@@ -18,7 +18,7 @@ use serde_json::{Value, json};
 use tokio::net::TcpListener;
 
 use crate::support::sender::{SECRET, github, github_comment, github_issues, send};
-use crate::support::{LIMIT, ServerDir, Server, eventually};
+use crate::support::{LIMIT, Server, ServerDir, eventually};
 
 const TOKEN: &str = "a token of the shop";
 

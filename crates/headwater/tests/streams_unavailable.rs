@@ -19,7 +19,7 @@ use uuid::Uuid;
 
 use crate::support::desk::{all_idle, answered, by, open};
 use crate::support::model::FakeModel;
-use crate::support::{LIMIT, ServerDir, Server, eventually};
+use crate::support::{LIMIT, Server, ServerDir, eventually};
 
 /// The types of the steps in the stream of a session, in order, without their namespace.
 fn steps(redis: &Redis, session: &str) -> Vec<String> {

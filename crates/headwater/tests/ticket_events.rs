@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use uuid::Uuid;
 
 use crate::support::desk::{answered, by};
-use crate::support::{LIMIT, ServerDir, Server, text};
+use crate::support::{LIMIT, Server, ServerDir, text};
 
 const CREATE: &str = "XGROUP CREATE ticket_events ai_processor_group $ MKSTREAM";
 const ADD: &str = r#"XADD ticket_events * data '{"event_type": "MESSAGE_RECEIVED", "ticket_id": "...", "message_id": "..."}'"#;

@@ -16,8 +16,8 @@ use headwater::tickets::{
 };
 use headwater_analytics::RunMetrics;
 use headwater_issue::{
-    StoreConnection, DeliverError, IssueId, Nudger, OutboxId, OutboxKind, OutboxRow, DebounceWindow, Store,
-    StoreOptions, connect,
+    DebounceWindow, DeliverError, IssueId, Nudger, OutboxId, OutboxKind, OutboxRow, Store,
+    StoreConnection, StoreOptions, connect,
 };
 use headwater_stream::clock::{Clock, SystemClock, Timestamp};
 use headwater_testkit::Postgres;
@@ -572,7 +572,9 @@ async fn execute(fixture: &Fixture, sql: &str) {
     let sql = AssertSqlSafe(sql.to_owned());
     match transaction.connection() {
         StoreConnection::Sqlite(sqlite) => drop(sqlx::query(sql).execute(sqlite).await.unwrap()),
-        StoreConnection::Postgres(postgres) => drop(sqlx::query(sql).execute(postgres).await.unwrap()),
+        StoreConnection::Postgres(postgres) => {
+            drop(sqlx::query(sql).execute(postgres).await.unwrap())
+        }
         other => panic!("{other:?}"),
     }
     transaction.commit().await.unwrap();

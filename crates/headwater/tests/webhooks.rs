@@ -15,7 +15,7 @@ use crate::support::sender::{
     SECRET, github, github_comment, github_issues, github_signature, gitlab, gitlab_issue,
     gitlab_note, integrations, now, send, standard,
 };
-use crate::support::{LIMIT, ServerDir, Server};
+use crate::support::{LIMIT, Server, ServerDir};
 
 fn server() -> Result<(ServerDir, Server)> {
     let place = ServerDir::new()?.settings(&integrations())?;

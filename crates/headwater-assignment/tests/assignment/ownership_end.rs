@@ -175,7 +175,9 @@ async fn shutdown_waits_for_work_and_releases_the_rest(fixture: &ServiceFixture)
     assert!(consumer.notifications.recv().await.is_none());
     let pending = fixture.pending().await;
     assert_eq!(pending.len(), 2);
-    assert!(pending.iter().all(|p| p.consumer.as_str() == SettleAction::RELEASED && p.deliveries == 0));
+    assert!(
+        pending.iter().all(|p| p.consumer.as_str() == SettleAction::RELEASED && p.deliveries == 0)
+    );
     assert_eq!(
         fixture.connect().await.leases(&[fixture.lease(owned[1].stream())]).await.unwrap(),
         [None]

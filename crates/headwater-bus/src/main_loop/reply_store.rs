@@ -10,7 +10,9 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use bytes::Bytes;
-use headwater_stream::{DedupStatus, Direction, EntryId, IdempotentEntry, Range, Retention, StreamName, TrimGuard};
+use headwater_stream::{
+    DedupStatus, Direction, EntryId, IdempotentEntry, Range, Retention, StreamName, TrimGuard,
+};
 use tokio::time::Instant;
 use tracing::{debug, warn};
 

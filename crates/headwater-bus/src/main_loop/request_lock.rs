@@ -8,7 +8,9 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
-use headwater_stream::{LeaseAcquisition, HeldLease, HolderName, LeaseRenewerConfig, LeaseRenewer, LeaseName};
+use headwater_stream::{
+    HeldLease, HolderName, LeaseAcquisition, LeaseName, LeaseRenewer, LeaseRenewerConfig,
+};
 use tokio::sync::{mpsc, watch};
 use tracing::warn;
 
@@ -29,7 +31,7 @@ pub(super) struct RequestLocks {
 
 /// Result of acquiring a lock.
 pub(super) enum LockAttempt {
-    LeaseAcquisition(RequestLock),
+    Acquired(RequestLock),
     /// Held elsewhere, for at least this time unless it is released.
     Held(Duration),
 }

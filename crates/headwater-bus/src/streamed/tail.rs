@@ -11,7 +11,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use headwater_stream::{
-    StreamBatch, Direction, Entry, EntryId, Fields, Range, StreamError, StreamName, TailReader,
+    Direction, Entry, EntryId, Fields, Range, StreamBatch, StreamError, StreamName, TailReader,
 };
 use tokio::task::{Id, JoinError, JoinSet};
 use tokio::time::{Instant, sleep_until, timeout};

@@ -66,7 +66,12 @@ impl Fixture {
     }
 
     fn new(target: Target) -> Self {
-        Self { target, prefix: new_prefix(), lease: LeaseRenewerConfig::default(), call_deadline: LIMIT }
+        Self {
+            target,
+            prefix: new_prefix(),
+            lease: LeaseRenewerConfig::default(),
+            call_deadline: LIMIT,
+        }
     }
 
     pub(crate) fn with_prefix(url: String, prefix: String) -> Self {

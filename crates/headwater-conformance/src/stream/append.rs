@@ -7,8 +7,8 @@ use std::sync::Arc;
 use bytes::Bytes;
 use headwater_stream::limits::{BATCH_MAX, ENTRY_BYTES_MAX, FIELDS_MAX};
 use headwater_stream::{
-    AppendRequest, EntrySource, Entry, EntryId, EntrySize, Fields, Range, Retention, SetName, StreamError,
-    StreamName, TrimGuard,
+    AppendRequest, Entry, EntryId, EntrySize, EntrySource, Fields, Range, Retention, SetName,
+    StreamError, StreamName, TrimGuard,
 };
 
 use super::env::StreamTestEnv;

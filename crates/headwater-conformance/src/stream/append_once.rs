@@ -7,7 +7,8 @@ use std::time::Duration;
 use bytes::Bytes;
 use headwater_stream::limits::{BATCH_MAX, ENTRY_BYTES_MAX, FIELDS_MAX};
 use headwater_stream::{
-    AppendedEntry, Backend, EntryId, Fields, IdempotentEntry, Result, Retention, StreamName, SettleAction, TrimGuard,
+    AppendedEntry, Backend, EntryId, Fields, IdempotentEntry, Result, Retention, SettleAction,
+    StreamName, TrimGuard,
 };
 
 use super::env::StreamTestEnv;
@@ -51,7 +52,11 @@ pub async fn a_new_id_is_appended_and_a_duplicate_is_not(env: StreamTestEnv) -> 
 
     let second = append(&*env.second, &stream, &[once("c", 3), once("a", 4)]).await?;
 
-    assert_eq!(second[1], AppendedEntry { id: first[0].id, duplicate: true }, "the first one counts");
+    assert_eq!(
+        second[1],
+        AppendedEntry { id: first[0].id, duplicate: true },
+        "the first one counts"
+    );
     assert!(!second[0].duplicate && second[0].id > first[1].id);
     let found = fields_in(&*env.second, &stream).await?;
     assert_eq!(found, [numbered(1), numbered(2), numbered(3)]);
@@ -71,7 +76,8 @@ pub async fn an_id_given_twice_in_one_call_is_appended_once(env: StreamTestEnv) 
 
 pub async fn retrying_a_whole_call_changes_nothing(env: StreamTestEnv) -> TestResult {
     let stream = env.stream("orders");
-    let entries: Vec<IdempotentEntry> = (0..100).map(|number| once(&format!("id-{number}"), number)).collect();
+    let entries: Vec<IdempotentEntry> =
+        (0..100).map(|number| once(&format!("id-{number}"), number)).collect();
     let first = append(&*env.second, &stream, &entries).await?;
     for _ in 0..3 {
         let again = append(&*env.backend, &stream, &entries).await?;
@@ -210,8 +216,10 @@ pub async fn ids_and_fields_are_preserved_byte_for_byte(env: StreamTestEnv) -> T
     fields.push(Fields::new((0..FIELDS_MAX).map(|field| (format!("f{field}"), "x"))));
     fields.push(Fields::new([("p", large)]));
     fields.extend(numbers(3));
-    let entry =
-        |(id, fields): (&&str, &Fields)| IdempotentEntry { id: (*id).to_owned(), fields: fields.clone() };
+    let entry = |(id, fields): (&&str, &Fields)| IdempotentEntry {
+        id: (*id).to_owned(),
+        fields: fields.clone(),
+    };
     let entries: Vec<IdempotentEntry> = odd.iter().zip(&fields).map(entry).collect();
 
     let first = append(&*env.backend, &stream, &entries).await?;

@@ -7,9 +7,9 @@ use bytes::Bytes;
 use headwater_stream::clock::Timestamp;
 use headwater_stream::limits::*;
 use headwater_stream::{
-    Delays, DueTime, EntryId, Epoch, Fence, Fields, LeaseName, IdempotentEntry, PendingDeliveryQuery, ScheduleRequest, Range,
-    ReclaimRequest, ReclaimFrom, RegistryMap, Result, Retention, Settlement, StreamError, StreamName,
-    SettleAction, TrimGuard,
+    Delays, DueTime, EntryId, Epoch, Fence, Fields, IdempotentEntry, LeaseName,
+    PendingDeliveryQuery, Range, ReclaimFrom, ReclaimRequest, RegistryMap, Result, Retention,
+    ScheduleRequest, SettleAction, Settlement, StreamError, StreamName, TrimGuard,
 };
 
 use super::env::{StreamTestEnv, consumer, holder};
@@ -71,7 +71,8 @@ pub async fn entries_beyond_a_limit_are_not_appended(env: StreamTestEnv) -> Test
 pub async fn entries_beyond_a_limit_are_not_appended_once(env: StreamTestEnv) -> TestResult {
     let stream = env.stream("orders");
     let keep = &Retention::KEEP_ALL;
-    let once = |(number, fields): (usize, Fields)| IdempotentEntry { id: number.to_string(), fields };
+    let once =
+        |(number, fields): (usize, Fields)| IdempotentEntry { id: number.to_string(), fields };
     for (case, entries, what, limit) in bad_entries() {
         let entries: Vec<IdempotentEntry> = entries.into_iter().enumerate().map(once).collect();
         let answer = env.backend.append_once(&stream, &entries, HOUR, keep).await;
@@ -79,7 +80,8 @@ pub async fn entries_beyond_a_limit_are_not_appended_once(env: StreamTestEnv) ->
     }
     let long = "i".repeat(NAME_BYTES_MAX + 1);
     for (id, limit) in [("", "empty".to_owned()), (&long, NAME_BYTES_MAX.to_string())] {
-        let entries = ["0", id].map(|id| IdempotentEntry { id: id.to_owned(), fields: numbered(0) });
+        let entries =
+            ["0", id].map(|id| IdempotentEntry { id: id.to_owned(), fields: numbered(0) });
         let answer = env.backend.append_once(&stream, &entries, HOUR, keep).await;
         assert_invalid("append", answer, "an entry's id", &limit);
         let answer = env.backend.appended(&stream, &["0", id]).await;
@@ -234,7 +236,12 @@ pub async fn counts_are_at_least_one_and_limited(env: StreamTestEnv) -> TestResu
         assert_invalid("pending", env.backend.pending(query).await, "count", &limit);
         let reclaim = ReclaimRequest { count, ..flow.reclaim_any(&bob) };
         assert_invalid("reclaim", env.backend.reclaim(reclaim).await, "count", &limit);
-        assert_invalid("promote_due", env.backend.promote_due(&delays, count).await, "count", &limit);
+        assert_invalid(
+            "promote_due",
+            env.backend.promote_due(&delays, count).await,
+            "count",
+            &limit,
+        );
         assert_invalid("delayed", env.backend.delayed(&delays, 0, count).await, "count", &limit);
     }
     assert!(flow.pending_owners().await?.iter().all(|(_, owner, _)| owner == "ann"));
@@ -257,7 +264,12 @@ pub async fn entries_beyond_a_limit_are_not_scheduled(env: StreamTestEnv) -> Tes
         assert_invalid("schedule", answer, what, &limit);
     }
     let wait = WAIT_MAX + Duration::from_millis(1);
-    assert_invalid("wait_until_due", env.backend.wait_until_due(&delays, wait).await, "wait", &"60s");
+    assert_invalid(
+        "wait_until_due",
+        env.backend.wait_until_due(&delays, wait).await,
+        "wait",
+        &"60s",
+    );
     assert_eq!(env.second.delay_stats(&delays).await?.waiting, 0, "nothing was scheduled");
     Ok(())
 }

@@ -50,7 +50,10 @@ pub async fn a_closed_backend_is_unavailable(env: StreamTestEnv) -> TestResult {
         assert_unavailable("tail", &tail.read(&position, 1, LONG).await);
         assert_unavailable("reader", &backend.reader(&group, &ann).await.map(drop));
         assert_unavailable("delays", &backend.delay_stats(&env.delays("later")).await);
-        assert_unavailable("wait_until_due", &backend.wait_until_due(&env.delays("later"), LONG).await);
+        assert_unavailable(
+            "wait_until_due",
+            &backend.wait_until_due(&env.delays("later"), LONG).await,
+        );
         assert_unavailable("leases", &backend.acquire(&env.lease("a"), &holder("ann"), HOUR).await);
         assert_unavailable("registry", &backend.map_get(&env.map("a")).await);
         let fields = RegistryMap::from([("a".to_owned(), bytes::Bytes::new())]);

@@ -4,7 +4,9 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use headwater_stream::{EntryId, ReclaimRequest, ReclaimFrom, Retention, SettleBatch, Settlement, SettleAction};
+use headwater_stream::{
+    EntryId, ReclaimFrom, ReclaimRequest, Retention, SettleAction, SettleBatch, Settlement,
+};
 
 use super::env::{StreamTestEnv, consumer};
 use super::failure::TestResult;
@@ -122,7 +124,8 @@ pub async fn eight_concurrent_reclaims_assign_each_entry_to_one_consumer(
             tokio::spawn(async move {
                 let (me, ann) = (consumer(&format!("c{task}")), consumer("ann"));
                 let from = ReclaimFrom::Consumer(&ann);
-                let found = backend.reclaim(ReclaimRequest { from, ..flow.reclaim_any(&me) }).await?;
+                let found =
+                    backend.reclaim(ReclaimRequest { from, ..flow.reclaim_any(&me) }).await?;
                 TestResult::Ok(ids_of(&found.entries))
             })
         })

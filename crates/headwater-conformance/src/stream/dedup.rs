@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
-use headwater_stream::DedupStatus::{InProgress, Done, New};
+use headwater_stream::DedupStatus::{Done, InProgress, New};
 
 use super::env::StreamTestEnv;
 use super::failure::TestResult;

@@ -8,7 +8,7 @@ use bytes::Bytes;
 use headwater_stream::clock::Timestamp;
 use headwater_stream::limits::BATCH_MAX;
 use headwater_stream::{
-    DelayId, DelayStats, DueTime, Fields, ScheduleRequest, PromotedEntry, StreamError, StreamName,
+    DelayId, DelayStats, DueTime, Fields, PromotedEntry, ScheduleRequest, StreamError, StreamName,
 };
 use tokio::time::Instant;
 
@@ -28,7 +28,8 @@ pub async fn delay_ids_are_ascending(env: StreamTestEnv) -> TestResult {
     let (delays, to) = (env.delays("later"), env.stream("orders"));
     let mut all: Vec<DelayId> = Vec::new();
     for count in [3, 1, 10] {
-        let items: Vec<ScheduleRequest> = (0..count).map(|n| item(&to, DueTime::After(HOUR), n)).collect();
+        let items: Vec<ScheduleRequest> =
+            (0..count).map(|n| item(&to, DueTime::After(HOUR), n)).collect();
         let ids = env.backend.schedule(&delays, &items).await?;
         assert_eq!(ids.len(), count, "one id for each entry");
         all.extend(ids);

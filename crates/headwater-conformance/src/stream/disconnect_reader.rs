@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use futures_util::poll;
 use headwater_stream::{
-    Backend, StreamBatch, DeliveredEntry, GroupName, GroupReader, GroupStart, PendingDeliveryQuery, Result, Retention,
-    DisconnectOutcome, StreamError, StreamName,
+    Backend, DeliveredEntry, DisconnectOutcome, GroupName, GroupReader, GroupStart,
+    PendingDeliveryQuery, Result, Retention, StreamBatch, StreamError, StreamName,
 };
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;

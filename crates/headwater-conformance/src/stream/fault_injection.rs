@@ -6,8 +6,8 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::time::Duration;
 
 use headwater_stream::{
-    AcquireResult, DueTime, EntryId, Fence, ScheduleRequest, ReclaimRequest, ReclaimFrom, Result, Retention, Settlement,
-    StreamError, SettleAction,
+    AcquireResult, DueTime, EntryId, Fence, ReclaimFrom, ReclaimRequest, Result, Retention,
+    ScheduleRequest, SettleAction, Settlement, StreamError,
 };
 
 use super::env::{StreamTestEnv, consumer, holder};
@@ -270,7 +270,9 @@ pub async fn a_lease_acquired_twice_after_a_lost_reply_is_one_lease(
         let lease = env.lease(&round.to_string());
         let ann = holder("ann");
         let answer = repeat(|| env.raw.acquire(&lease, &ann, HOUR)).await?;
-        let AcquireResult::Won(epoch) = answer else { panic!("expected a free lease, found {answer:?}") };
+        let AcquireResult::Won(epoch) = answer else {
+            panic!("expected a free lease, found {answer:?}")
+        };
         let again = repeat(|| env.raw.acquire(&lease, &ann, HOUR)).await?;
         assert_eq!(again, AcquireResult::Won(epoch), "the epoch stays");
         let bob = env.second.acquire(&lease, &holder("bob"), HOUR).await?;
@@ -283,7 +285,8 @@ pub async fn a_lease_acquired_twice_after_a_lost_reply_is_one_lease(
 pub async fn a_fenced_settle_stays_fenced_on_every_retry(env: StreamTestEnv) -> TestResult {
     let (flow, ids) = env.flow_with_pending(2).await?;
     let lease = env.lease("orders");
-    let AcquireResult::Won(epoch) = env.second.acquire(&lease, &holder("ann"), ms(60)).await? else {
+    let AcquireResult::Won(epoch) = env.second.acquire(&lease, &holder("ann"), ms(60)).await?
+    else {
         panic!("expected a free lease");
     };
     sleep_ms(120).await;

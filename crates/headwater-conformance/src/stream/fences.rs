@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use headwater_stream::{
-    AcquireResult, DueTime, EntryId, Epoch, Fence, ReclaimRequest, ReclaimFrom, Settlement, StreamError, StreamName,
-    SettleAction,
+    AcquireResult, DueTime, EntryId, Epoch, Fence, ReclaimFrom, ReclaimRequest, SettleAction,
+    Settlement, StreamError, StreamName,
 };
 
 use super::env::{StreamTestEnv, consumer, holder};

@@ -3,7 +3,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use headwater_stream::{AcquireResult, Backend, Epoch, Fence, LeaseEventKind, LeaseName, Renewal, WatchMode};
+use headwater_stream::{
+    AcquireResult, Backend, Epoch, Fence, LeaseEventKind, LeaseName, Renewal, WatchMode,
+};
 use tokio::time::Instant;
 
 use super::env::{StreamTestEnv, holder};

@@ -59,7 +59,8 @@ pub async fn paging_through_pending_entries_returns_each_once(env: StreamTestEnv
         let mut found = Vec::new();
         let mut after = None;
         loop {
-            let query = PendingDeliveryQuery { consumer: who, after, count: 3, ..flow.pending_query() };
+            let query =
+                PendingDeliveryQuery { consumer: who, after, count: 3, ..flow.pending_query() };
             let page = env.backend.pending(query).await?;
             assert!(page.len() <= 3, "expected at most 3, found {page:?}");
             let Some(last) = page.last() else { break };
@@ -126,7 +127,11 @@ pub async fn listing_pending_entries_of_a_missing_group_fails(env: StreamTestEnv
             (
                 "reclaim",
                 env.backend
-                    .reclaim(headwater_stream::ReclaimRequest { stream, group, ..flow.reclaim_any(&ann) })
+                    .reclaim(headwater_stream::ReclaimRequest {
+                        stream,
+                        group,
+                        ..flow.reclaim_any(&ann)
+                    })
                     .await
                     .map(drop),
             ),

@@ -4,7 +4,9 @@ use std::sync::Arc;
 use std::task::Poll;
 use std::time::Duration;
 
-use headwater_stream::{StreamBatch, DeliveredEntry, EntryId, GroupReader, GroupStart, Retention, StreamName};
+use headwater_stream::{
+    DeliveredEntry, EntryId, GroupReader, GroupStart, Retention, StreamBatch, StreamName,
+};
 use tokio::time::{Instant, timeout};
 
 use super::env::{StreamTestEnv, consumer, group};

@@ -1,6 +1,8 @@
 //! Reclaim: sources, pages and delivery counts.
 
-use headwater_stream::{ConsumerName, EntryId, ReclaimRequest, ReclaimFrom, ReclaimResult, Settlement, SettleAction};
+use headwater_stream::{
+    ConsumerName, EntryId, ReclaimFrom, ReclaimRequest, ReclaimResult, SettleAction, Settlement,
+};
 use tokio::time::Instant;
 
 use super::env::{StreamTestEnv, consumer};
@@ -124,7 +126,8 @@ pub async fn a_reclaim_by_idle_time_excludes_recently_active_entries(
         assert_eq!(ids_of(&found.entries), old);
     }
 
-    let found = env.backend.reclaim(ReclaimRequest { min_idle: HOUR, ..flow.reclaim_any(&bob) }).await?;
+    let found =
+        env.backend.reclaim(ReclaimRequest { min_idle: HOUR, ..flow.reclaim_any(&bob) }).await?;
     assert_eq!(found.entries, [], "nothing is an hour old");
     let by_ids = ReclaimFrom::Ids(&old);
     let found = env
@@ -203,8 +206,10 @@ pub async fn the_cursor_skips_entries_of_other_consumers(env: StreamTestEnv) -> 
 pub async fn a_reclaim_begins_after_the_cursor(env: StreamTestEnv) -> TestResult {
     let (flow, ids) = env.flow_with_pending(5).await?;
     let bob = consumer("bob");
-    let found =
-        env.backend.reclaim(ReclaimRequest { after: Some(ids[1]), ..flow.reclaim_any(&bob) }).await?;
+    let found = env
+        .backend
+        .reclaim(ReclaimRequest { after: Some(ids[1]), ..flow.reclaim_any(&bob) })
+        .await?;
     assert_eq!(ids_of(&found.entries), ids[2..]);
 
     let after = Some(ids[4]);
@@ -268,7 +273,8 @@ pub async fn a_release_after_a_crash_keeps_the_delivery_count_of_the_crash(
     env.second.reclaim(flow.reclaim_any(&bob)).await?;
     flow.settle_one("bob", ids[0], SettleAction::Release).await?;
 
-    let found = env.second.reclaim(ReclaimRequest { min_idle: HOUR, ..flow.reclaim_any(&cid) }).await?;
+    let found =
+        env.second.reclaim(ReclaimRequest { min_idle: HOUR, ..flow.reclaim_any(&cid) }).await?;
 
     let counts: Vec<u64> = found.entries.iter().map(|entry| entry.deliveries).collect();
     assert_eq!(counts, [2], "ann's delivery and cid's; the one bob gave back does not count");

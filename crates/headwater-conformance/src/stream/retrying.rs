@@ -211,7 +211,11 @@ impl Streams for Retrying {
 
 #[async_trait]
 impl Delays for Retrying {
-    async fn schedule(&self, delays: &DelayName, items: &[ScheduleRequest]) -> Result<Vec<DelayId>> {
+    async fn schedule(
+        &self,
+        delays: &DelayName,
+        items: &[ScheduleRequest],
+    ) -> Result<Vec<DelayId>> {
         self.repeat(|| self.inner.schedule(delays, items)).await
     }
 

@@ -5,8 +5,8 @@ use std::time::Duration;
 use bytes::Bytes;
 use headwater_stream::limits::{BATCH_MAX, ENTRY_BYTES_MAX, FOLLOW_UP_FIELDS_MAX};
 use headwater_stream::{
-    DueTime, EntryId, Fields, GroupStart, ReclaimRequest, ReclaimFrom, Retention, SettleBatch, Settlement,
-    StreamError, StreamName, SettleAction,
+    DueTime, EntryId, Fields, GroupStart, ReclaimFrom, ReclaimRequest, Retention, SettleAction,
+    SettleBatch, Settlement, StreamError, StreamName,
 };
 
 use super::env::{StreamTestEnv, consumer, group};
@@ -182,7 +182,8 @@ pub async fn a_released_entry_can_be_reclaimed_at_once_and_its_delivery_does_not
     flow.settle("ann", &[Settlement { id: ids[0], action: SettleAction::Release }]).await?;
 
     let bob = consumer("bob");
-    let reclaim = ReclaimRequest { min_idle: HOUR, from: ReclaimFrom::Others, ..flow.reclaim_any(&bob) };
+    let reclaim =
+        ReclaimRequest { min_idle: HOUR, from: ReclaimFrom::Others, ..flow.reclaim_any(&bob) };
     let found = env.second.reclaim(reclaim).await?;
 
     assert_eq!(ids_of(&found.entries), ids[..1], "whatever the idle time asked for");
@@ -253,7 +254,8 @@ pub async fn an_entry_named_twice_is_settled_once(env: StreamTestEnv) -> TestRes
 
 pub async fn done_and_delete_apply_for_any_consumer(env: StreamTestEnv) -> TestResult {
     let (flow, ids) = env.flow_with_pending(3).await?;
-    let entries = [Settlement::ack(ids[0]), Settlement { id: ids[1], action: SettleAction::Delete }];
+    let entries =
+        [Settlement::ack(ids[0]), Settlement { id: ids[1], action: SettleAction::Delete }];
 
     let answer = flow.settle("bob", &entries).await?;
 

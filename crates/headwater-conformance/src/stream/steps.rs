@@ -7,9 +7,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use headwater_stream::{
-    Backend, StreamBatch, ConsumerName, DeliveredEntry, Entry, EntryId, Fence, Fields, GroupName, GroupReader,
-    GroupStart, GroupStats, PendingDelivery, PendingDeliveryQuery, Range, ReclaimRequest, ReclaimFrom, ReclaimResult, Result,
-    Retention, SettleBatch, SettleResult, Settlement, StreamName, SettleAction,
+    Backend, ConsumerName, DeliveredEntry, Entry, EntryId, Fence, Fields, GroupName, GroupReader,
+    GroupStart, GroupStats, PendingDelivery, PendingDeliveryQuery, Range, ReclaimFrom,
+    ReclaimRequest, ReclaimResult, Result, Retention, SettleAction, SettleBatch, SettleResult,
+    Settlement, StreamBatch, StreamName,
 };
 
 use super::env::{StreamTestEnv, consumer, group};
@@ -160,7 +161,12 @@ impl Flow {
     }
 
     /// Settles one entry for a consumer, through the connection under test.
-    pub(super) async fn settle_one(&self, name: &str, id: EntryId, then: SettleAction) -> Result<SettleResult> {
+    pub(super) async fn settle_one(
+        &self,
+        name: &str,
+        id: EntryId,
+        then: SettleAction,
+    ) -> Result<SettleResult> {
         self.settle(name, &[Settlement { id, action: then }]).await
     }
 

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use headwater_stream::{StreamBatch, Entry, EntryId, Retention, StreamName};
+use headwater_stream::{Entry, EntryId, Retention, StreamBatch, StreamName};
 use tokio::time::{Instant, timeout};
 
 use super::env::StreamTestEnv;

@@ -5,9 +5,10 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use headwater_stream::{
-    AcquireResult, Backend, DelayId, DelayName, DueTime, EntryId, Fence, GroupStart, LeaseName, MapName,
-    IdempotentEntry, PendingDeliveryQuery, ScheduleRequest, Range, ReclaimRequest, ReclaimFrom, RegistryMap, Renewal, Result,
-    Retention, SetName, SettleBatch, Settlement, StreamError, StreamName, TrimGuard,
+    AcquireResult, Backend, DelayId, DelayName, DueTime, EntryId, Fence, GroupStart,
+    IdempotentEntry, LeaseName, MapName, PendingDeliveryQuery, Range, ReclaimFrom, ReclaimRequest,
+    RegistryMap, Renewal, Result, Retention, ScheduleRequest, SetName, SettleBatch, Settlement,
+    StreamError, StreamName, TrimGuard,
 };
 
 use super::env::{StreamTestEnv, consumer, group, holder};
@@ -180,7 +181,8 @@ pub async fn delay_calls_on_another_type_fail_with_wrong_type(env: StreamTestEnv
     let target = &env.stream("target");
     rejects_other_types(&env, NameType::Delays, |backend, name| async move {
         let delays = &DelayName::new(name)?;
-        let item = ScheduleRequest { to: target.clone(), due: DueTime::After(HOUR), fields: numbered(1) };
+        let item =
+            ScheduleRequest { to: target.clone(), due: DueTime::After(HOUR), fields: numbered(1) };
         Ok(vec![
             ("schedule", backend.schedule(delays, &[item]).await.map(drop)),
             ("cancel", backend.cancel(delays, DelayId(1)).await.map(drop)),

@@ -22,19 +22,20 @@ pub(super) async fn claim(
     issues: &[IssueId],
     options: &ClaimOptions,
 ) -> Result<Vec<Claim>, Error> {
-    let rows = sqlx::query("SELECT * FROM headwater_claim($1, $2, $3, $4, $5, $6)").bind(
-        distinct(issues, |issue| (*issue, ClaimEpoch::default()))
-            .iter()
-            .map(|issue| issue.0)
-            .collect::<Vec<_>>(),
-    )
-    .bind(options.worker.as_str())
-    .bind(ms(options.ttl))
-    .bind(to_i64(options.events_max))
-    .bind(to_i64(claim_bytes_max(issues.len())))
-    .bind(i64::from(options.crashes_max))
-    .fetch_all(connection)
-    .await?;
+    let rows = sqlx::query("SELECT * FROM headwater_claim($1, $2, $3, $4, $5, $6)")
+        .bind(
+            distinct(issues, |issue| (*issue, ClaimEpoch::default()))
+                .iter()
+                .map(|issue| issue.0)
+                .collect::<Vec<_>>(),
+        )
+        .bind(options.worker.as_str())
+        .bind(ms(options.ttl))
+        .bind(to_i64(options.events_max))
+        .bind(to_i64(claim_bytes_max(issues.len())))
+        .bind(i64::from(options.crashes_max))
+        .fetch_all(connection)
+        .await?;
     let mut found = HashMap::new();
     for row in &rows {
         let issue: Issue = read_issue!(row);

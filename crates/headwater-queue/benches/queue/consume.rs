@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, ensure};
 use headwater_queue::{ConsumerConfig, Message, Mode, Subscription};
 use headwater_stream::{ConsumerName, GroupName, GroupStart, StreamName};
-use headwater_testkit::bench::{Raw, BenchReport, median, processor_seconds, timed};
+use headwater_testkit::bench::{BenchReport, Raw, median, processor_seconds, timed};
 use tokio::sync::Notify;
 
 use crate::produce::{self, BATCH};

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use headwater_queue::{ConsumerConfig, Message};
-use headwater_testkit::bench::{Raw, BenchReport, read_command};
+use headwater_testkit::bench::{BenchReport, Raw, read_command};
 
 use crate::raw::append_commands;
 use crate::{BenchServer, BenchTopic, Effort, GROUP};

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use headwater_queue::{NewMessage, Producer};
-use headwater_testkit::bench::{Raw, BenchReport, Request, timed};
+use headwater_testkit::bench::{BenchReport, Raw, Request, timed};
 
 use crate::raw::pipelines;
 use crate::{BenchServer, Effort, PAYLOAD_BYTES};

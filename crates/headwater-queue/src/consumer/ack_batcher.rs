@@ -12,7 +12,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use headwater_stream::limits::{BATCH_BYTES_MAX, BATCH_MAX, FOLLOW_UP_BYTES_MAX};
-use headwater_stream::{EntryId, SettleBatch, SettleResult, Settlement, StreamError, SettleAction};
+use headwater_stream::{EntryId, SettleAction, SettleBatch, SettleResult, Settlement, StreamError};
 use tokio::time::Instant;
 use tracing::{debug, error, warn};
 
@@ -174,7 +174,9 @@ fn batch_len(state: &PartitionConsumerState) -> usize {
     let fits = |entry: &&Settlement| {
         let has_room = bytes < FOLLOW_UP_BYTES_PER_CALL;
         bytes += match &entry.action {
-            SettleAction::Append { fields, .. } | SettleAction::Reschedule { fields, .. } => fields.bytes(),
+            SettleAction::Append { fields, .. } | SettleAction::Reschedule { fields, .. } => {
+                fields.bytes()
+            }
             SettleAction::Ack | SettleAction::Delete | SettleAction::Release => 0,
         };
         has_room

@@ -21,7 +21,7 @@ use crate::error::Result;
 use crate::keys;
 use crate::message::KEY;
 use crate::queue::{self, Queue};
-use crate::topic::{Resize, Partition, Topic};
+use crate::topic::{Partition, Resize, Topic};
 
 /// How often closed barriers are checked.
 const CHECK_EVERY: Duration = Duration::from_millis(50);

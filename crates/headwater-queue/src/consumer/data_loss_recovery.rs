@@ -15,8 +15,8 @@ use std::time::Duration;
 use bytes::Bytes;
 use headwater_stream::clock::{Clock, SystemClock};
 use headwater_stream::{
-    Backend, DeliveredEntry, EntryId, MapName, PendingDeliveryQuery, ScheduleRequest, Range, RegistryMap, Retention,
-    Settlement, StreamError, StreamName, SettleAction,
+    Backend, DeliveredEntry, EntryId, MapName, PendingDeliveryQuery, Range, RegistryMap, Retention,
+    ScheduleRequest, SettleAction, Settlement, StreamError, StreamName,
 };
 use tokio::time::Instant;
 use tracing::{debug, error, warn};
@@ -102,7 +102,10 @@ impl LossRecovery {
                 (RETRY_GROUP, Some(self.group.to_string())),
             ],
         );
-        Settlement { id: delivery.id, action: SettleAction::Append { to: self.stream.clone(), fields } }
+        Settlement {
+            id: delivery.id,
+            action: SettleAction::Append { to: self.stream.clone(), fields },
+        }
     }
 
     /// After a settle call that had no effect on some entries although the lease is ours. Entries that another consumer
@@ -253,7 +256,9 @@ fn is_follow_up(then: &SettleAction) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use headwater_stream::{ConsumerName, Fields, GroupStart, Options, SettleBatch, TrimGuard, connect};
+    use headwater_stream::{
+        ConsumerName, Fields, GroupStart, Options, SettleBatch, TrimGuard, connect,
+    };
 
     use super::*;
 

@@ -14,8 +14,8 @@ use std::time::Duration;
 use futures_util::{TryStreamExt, stream};
 use headwater_stream::limits::READ_STREAMS_MAX;
 use headwater_stream::{
-    Backend, StreamBatch, ConsumerName, DeliveredEntry, GroupName, GroupReader, SettleBatch, Settlement, DisconnectOutcome,
-    StreamError, StreamName, SettleAction,
+    Backend, ConsumerName, DeliveredEntry, DisconnectOutcome, GroupName, GroupReader, SettleAction,
+    SettleBatch, Settlement, StreamBatch, StreamError, StreamName,
 };
 use tokio::sync::{Notify, watch};
 use tokio::task::JoinHandle;
@@ -354,7 +354,10 @@ impl FetchLoop {
     }
 
     /// Passes each batch to its partition consumer. Returns batches of partitions that are no longer consumed here.
-    fn dispatch(&self, batches: Vec<StreamBatch<DeliveredEntry>>) -> Vec<StreamBatch<DeliveredEntry>> {
+    fn dispatch(
+        &self,
+        batches: Vec<StreamBatch<DeliveredEntry>>,
+    ) -> Vec<StreamBatch<DeliveredEntry>> {
         let mut unrouted = Vec::new();
         let sources = self.lock();
         let routed: Vec<_> = batches
@@ -377,7 +380,8 @@ impl FetchLoop {
     /// Releases entries of a partition that is no longer consumed here, so that its owner gets them at once.
     async fn release_unrouted(&self, StreamBatch { stream, entries }: StreamBatch<DeliveredEntry>) {
         debug!(%stream, entries = entries.len(), "releasing entries of a partition that was removed");
-        let release = |entry: &DeliveredEntry| Settlement { id: entry.id, action: SettleAction::Release };
+        let release =
+            |entry: &DeliveredEntry| Settlement { id: entry.id, action: SettleAction::Release };
         let entries: Vec<Settlement> = entries.iter().map(release).collect();
         let settle = SettleBatch {
             stream: &stream,

@@ -7,7 +7,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use headwater_stream::{Entry, EntryId, ReclaimRequest, ReclaimFrom, ReclaimResult, Settlement, StreamError};
+use headwater_stream::{
+    Entry, EntryId, ReclaimFrom, ReclaimRequest, ReclaimResult, Settlement, StreamError,
+};
 use tracing::{debug, warn};
 
 use super::key_queues::InFlightMessage;

@@ -11,7 +11,9 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
-use headwater_stream::{ConsumerName, DeliveredEntry, EntryId, Fence, HeldLease, Settlement, SettleAction};
+use headwater_stream::{
+    ConsumerName, DeliveredEntry, EntryId, Fence, HeldLease, SettleAction, Settlement,
+};
 use tokio::sync::{Notify, Semaphore, SemaphorePermit};
 use tokio::task::JoinSet;
 use tokio::time::Instant;

@@ -20,7 +20,7 @@ use super::reclaim::ReclaimScope;
 use super::shared_tasks::SharedTasks;
 use super::subscription_context::{SubscriptionContext, SubscriptionStats};
 use crate::config::Mode;
-use crate::group::rebalance_listener::{GroupMembership, AssignedPartition, RebalanceListener};
+use crate::group::rebalance_listener::{AssignedPartition, GroupMembership, RebalanceListener};
 use crate::keys;
 use crate::topic::{Partition, Topic};
 

@@ -11,8 +11,8 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use headwater_stream::{
-    ConsumerName, EntryId, GroupStart, PendingDelivery, PendingDeliveryQuery, ReclaimRequest, ReclaimFrom, StreamError,
-    SettleAction,
+    ConsumerName, EntryId, GroupStart, PendingDelivery, PendingDeliveryQuery, ReclaimFrom,
+    ReclaimRequest, SettleAction, StreamError,
 };
 use tracing::{debug, info, warn};
 

@@ -19,7 +19,7 @@ use tokio::time::Instant;
 use super::key_queues::InFlightMessage;
 use crate::config::MessageOrder;
 use crate::partitioner::hash_partition;
-use crate::topic::{Resize, Partition, Topic};
+use crate::topic::{Partition, Resize, Topic};
 
 /// What a blocked message waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -213,8 +213,11 @@ mod tests {
     }
 
     fn item(hash: u8, ms: u64, received_at: Instant) -> InFlightMessage {
-        let delivery =
-            DeliveredEntry { id: EntryId::new(ms, 0), fields: Fields::new([("a", "b")]), deliveries: 1 };
+        let delivery = DeliveredEntry {
+            id: EntryId::new(ms, 0),
+            fields: Fields::new([("a", "b")]),
+            deliveries: 1,
+        };
         InFlightMessage {
             delivery,
             failures: 0,

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use headwater_stream::clock::{Clock, SystemClock};
 use headwater_stream::limits::DELAY_MAX;
-use headwater_stream::{DelayName, DueTime, EntryId, Epoch, MapName, StreamName, SettleAction};
+use headwater_stream::{DelayName, DueTime, EntryId, Epoch, MapName, SettleAction, StreamName};
 
 use super::key_queues::InFlightMessage;
 use crate::config::{ConsumerConfig, MessageOrder};
@@ -118,7 +118,10 @@ impl MessagePolicy {
             Err(malformed) => return Err(self.malformed(item, &malformed)),
         };
         if message.retry_group.as_ref().is_some_and(|group| group != self.group.as_str()) {
-            return Err(FinishedDelivery { action: SettleAction::Ack, result: DeliveryResult::Skipped });
+            return Err(FinishedDelivery {
+                action: SettleAction::Ack,
+                result: DeliveryResult::Skipped,
+            });
         }
         let crashes_max = u64::from(self.retry.max_crashes);
         let deliveries_max = match self.order {
@@ -328,7 +331,9 @@ mod tests {
         assert!(relaxed.accept(&item(&[("payload", "")], 5)).is_ok());
         let finished = relaxed.accept(&item(&[("payload", "")], 6)).unwrap_err();
         assert_eq!(finished.result, DeliveryResult::DeadLetter(DeadLetterCause::Crashes));
-        let SettleAction::Append { fields, to } = finished.action else { panic!("expected a dead letter") };
+        let SettleAction::Append { fields, to } = finished.action else {
+            panic!("expected a dead letter")
+        };
         assert_eq!(to.as_str(), "stream:topic:orders:dlq");
         assert_eq!(fields.get("retryCount").unwrap(), "0", "a crash is not a failed attempt");
         let per_key = policy(MessageOrder::PerKey);

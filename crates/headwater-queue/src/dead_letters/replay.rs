@@ -207,7 +207,8 @@ impl Replay<'_> {
             match self.letters.prepare(&letter, self.config.max_replays) {
                 Ok((partition, fields)) => {
                     // The prefix separates it from deduplication ids of producers.
-                    let once = IdempotentEntry { id: format!("~replay:{}", letter.identity()), fields };
+                    let once =
+                        IdempotentEntry { id: format!("~replay:{}", letter.identity()), fields };
                     by_partition.entry(partition).or_default().push(PreparedReplay {
                         id: letter.id,
                         once,

@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use std::time::Duration;
 
-use headwater_stream::{Backend, GroupName, LeaseEventKind, LeaseEvent};
+use headwater_stream::{Backend, GroupName, LeaseEvent, LeaseEventKind};
 use tokio::sync::{broadcast, mpsc, oneshot};
 use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::sleep;

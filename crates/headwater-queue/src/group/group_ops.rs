@@ -8,9 +8,9 @@ use std::time::Duration;
 
 use futures_util::future::{join_all, try_join_all};
 use headwater_stream::{
-    AcquireResult, Backend, ConsumerName, ConsumerStats, Fence, GroupName, HeldLease, HolderName,
-    LeaseRenewerConfig, LeaseRenewer, LeaseName, PendingDeliveryQuery, SettleBatch, Settlement, DisconnectOutcome, StreamError,
-    StreamName, SettleAction,
+    AcquireResult, Backend, ConsumerName, ConsumerStats, DisconnectOutcome, Fence, GroupName,
+    HeldLease, HolderName, LeaseName, LeaseRenewer, LeaseRenewerConfig, PendingDeliveryQuery,
+    SettleAction, SettleBatch, Settlement, StreamError, StreamName,
 };
 use tokio::time::sleep;
 use tracing::{debug, info, warn};
@@ -309,8 +309,10 @@ async fn release_pending(
             return Ok(());
         }
         info!(%stream, %group, %consumer, entries = pending.len(), "releasing pending entries");
-        let entries: Vec<Settlement> =
-            pending.iter().map(|row| Settlement { id: row.id, action: SettleAction::Release }).collect();
+        let entries: Vec<Settlement> = pending
+            .iter()
+            .map(|row| Settlement { id: row.id, action: SettleAction::Release })
+            .collect();
         let settle = SettleBatch { stream, group, consumer, fence: None, entries: &entries };
         backend.settle(settle).await?;
     }

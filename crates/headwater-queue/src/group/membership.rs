@@ -14,7 +14,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use headwater_stream::{
-    ConsumerName, HeldLease, LeaseEventKind, LeaseEvent, LeaseRenewer, LeaseName, LostLease, StreamError,
+    ConsumerName, HeldLease, LeaseEvent, LeaseEventKind, LeaseName, LeaseRenewer, LostLease,
+    StreamError,
 };
 use tokio::sync::oneshot;
 use tokio::task::{JoinError, JoinSet};
@@ -147,7 +148,11 @@ impl MembershipLoop {
             cleaning_up: HashSet::new(),
             known_consumers: KnownConsumers::default(),
             gone: BTreeMap::new(),
-            members: [keys::member(group, ""), keys::reservation(group, ""), keys::group_notification(group)],
+            members: [
+                keys::member(group, ""),
+                keys::reservation(group, ""),
+                keys::group_notification(group),
+            ],
             leave_waiters: Vec::new(),
             context,
         }
@@ -251,7 +256,8 @@ impl MembershipLoop {
 
     /// Schedules what a hint about a lease calls for.
     fn handle_hint(&mut self, session: &mut GroupSession, hint: &LeaseEvent) {
-        let Some(lease) = hint.lease.as_ref().filter(|_| hint.kind != LeaseEventKind::Lagged) else {
+        let Some(lease) = hint.lease.as_ref().filter(|_| hint.kind != LeaseEventKind::Lagged)
+        else {
             return self.poll_everything(session);
         };
         let now = Instant::now();

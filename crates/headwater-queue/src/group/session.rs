@@ -246,7 +246,8 @@ impl GroupSession {
     /// Maps the lease names of a topic to it, after they changed.
     pub(super) fn watch_topic(&mut self, topic: &TopicName) {
         let Some(subscription) = self.subscriptions.get(topic) else { return };
-        self.event_targets.insert(keys::topic_notification(topic), LeaseEventTarget::Topic(topic.clone()));
+        self.event_targets
+            .insert(keys::topic_notification(topic), LeaseEventTarget::Topic(topic.clone()));
         let join = keys::join_notification(&self.context.group, topic);
         self.event_targets.insert(join, LeaseEventTarget::Partition(topic.clone()));
         for lease in &subscription.leases {

@@ -4,7 +4,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use headwater_stream::{ConsumerName, Direction, EntryId, PendingDelivery, PendingDeliveryQuery, StreamError};
+use headwater_stream::{
+    ConsumerName, Direction, EntryId, PendingDelivery, PendingDeliveryQuery, StreamError,
+};
 
 use super::{Inspector, select_partitions};
 use crate::error::Result;

@@ -10,7 +10,7 @@ use std::ops::Range;
 use bytes::Bytes;
 use futures_util::future::join_all;
 use headwater_stream::limits::{BATCH_BYTES_MAX, BATCH_MAX, ENTRY_BYTES_MAX};
-use headwater_stream::{AppendRequest, EntrySource, EntrySize, Fields, StreamName};
+use headwater_stream::{AppendRequest, EntrySize, EntrySource, Fields, StreamName};
 use tokio::time::{Instant, timeout_at};
 use tracing::Instrument;
 

@@ -66,7 +66,12 @@ impl Producer {
         }
     }
 
-    async fn send_due(&self, topic: &str, message: NewMessage, due: DueTime) -> Result<DelayedMessage> {
+    async fn send_due(
+        &self,
+        topic: &str,
+        message: NewMessage,
+        due: DueTime,
+    ) -> Result<DelayedMessage> {
         let until = Instant::now() + self.inner.config.deadline;
         let cached = self.cached_topic(topic, until).await?;
         if message.id.is_some() {

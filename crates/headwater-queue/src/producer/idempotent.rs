@@ -9,7 +9,9 @@
 use std::time::Duration;
 
 use headwater_stream::clock::{Clock, SystemClock};
-use headwater_stream::{AppendedEntry, Coalescer, CoalescerConfig, Fields, IdempotentEntry, StreamError};
+use headwater_stream::{
+    AppendedEntry, Coalescer, CoalescerConfig, Fields, IdempotentEntry, StreamError,
+};
 
 use super::partition_handle::PartitionHandle;
 use super::topic_cache::CachedTopic;
@@ -18,7 +20,7 @@ use crate::error::{QueueError, Result};
 use crate::keys;
 use crate::message::NewMessage;
 use crate::partitioner::hash_partition;
-use crate::topic::{Resize, Partition};
+use crate::topic::{Partition, Resize};
 
 /// Assumed maximum difference between the clocks of this machine and of the backend, for deciding which resizes are
 /// recent. Clocks may be off by hours; a large value costs one more lookup per send for a day after a resize.

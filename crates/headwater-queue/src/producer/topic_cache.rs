@@ -16,7 +16,7 @@ use crate::error::Result;
 use crate::limits::PRODUCER_TOPICS_MAX;
 use crate::metrics::PRODUCED;
 use crate::queue::Queue;
-use crate::topic::{Resize, Partition, Topic, TopicName};
+use crate::topic::{Partition, Resize, Topic, TopicName};
 
 /// A topic as it was at one moment.
 pub(super) struct CachedTopic {

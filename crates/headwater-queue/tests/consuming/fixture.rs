@@ -7,8 +7,8 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 use headwater_queue::{Policies, Queue, QueueConfig};
 use headwater_stream::{
-    Backend, Entry, EntryId, Fields, GroupName, LeaseRenewerConfig, Options, PendingDelivery, PendingDeliveryQuery,
-    Range, Retention, StreamName, connect,
+    Backend, Entry, EntryId, Fields, GroupName, LeaseRenewerConfig, Options, PendingDelivery,
+    PendingDeliveryQuery, Range, Retention, StreamName, connect,
 };
 use headwater_testkit::{Cluster, Redis, unique};
 

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use anyhow::Result;
 use headwater_queue::{ConsumerConfig, Message, Outcome};
-use headwater_stream::{ConsumerName, GroupName, ReclaimRequest, ReclaimFrom};
+use headwater_stream::{ConsumerName, GroupName, ReclaimFrom, ReclaimRequest};
 use tokio::sync::{Semaphore, mpsc::unbounded_channel};
 
 use crate::bad_input::read_and_die;

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use headwater_queue::{Backoff, ConsumerConfig, Message, MessageOrder, Outcome, RetryPolicy};
-use headwater_stream::{ConsumerName, GroupName, ReclaimRequest, ReclaimFrom};
+use headwater_stream::{ConsumerName, GroupName, ReclaimFrom, ReclaimRequest};
 
 use crate::fixture::{Fixture, GROUP, TIMEOUT, text};
 use crate::recording_handler::{payload, recording_handler};

@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use anyhow::Result;
 use headwater_queue::{
-    Backoff, ConsumerConfig, DeadLetterSelection, MessageOrder, MessageQuery, Outcome, ReplayConfig,
-    RetryPolicy, metrics,
+    Backoff, ConsumerConfig, DeadLetterSelection, MessageOrder, MessageQuery, Outcome,
+    ReplayConfig, RetryPolicy, metrics,
 };
 use headwater_stream::Fields;
 

@@ -6,8 +6,8 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use headwater_queue::{NewMessage, Policies, Producer, ProducerConfig, Queue, QueueError, Sent};
 use headwater_stream::{
-    Backend, ConsumerName, DeliveredEntry, Entry, EntryId, Fields, GroupName, GroupReader, GroupStart,
-    Options, Range, Retention, SettleBatch, Settlement, StreamName, connect,
+    Backend, ConsumerName, DeliveredEntry, Entry, EntryId, Fields, GroupName, GroupReader,
+    GroupStart, Options, Range, Retention, SettleBatch, Settlement, StreamName, connect,
 };
 use headwater_testkit::{Cluster, Redis, unique};
 

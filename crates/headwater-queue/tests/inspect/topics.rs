@@ -29,7 +29,7 @@ mod bodies {
     use headwater_queue::{Layout, Policies, QueueError};
     use headwater_stream::clock::Timestamp;
     use headwater_stream::{
-        DelayName, DueTime, Fields, MapName, ScheduleRequest, RegistryMap, Retention, SetName,
+        DelayName, DueTime, Fields, MapName, RegistryMap, Retention, ScheduleRequest, SetName,
     };
 
     use crate::fixture::*;

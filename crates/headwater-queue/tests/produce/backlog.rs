@@ -13,7 +13,9 @@ mod bodies {
 
     use anyhow::{Result, bail};
     use headwater_queue::{NewMessage, Policies, ProducerConfig, Queue, QueueError};
-    use headwater_stream::{ConsumerName, GroupName, GroupStart, SettleBatch, Settlement, StreamName};
+    use headwater_stream::{
+        ConsumerName, GroupName, GroupStart, SettleBatch, Settlement, StreamName,
+    };
 
     use crate::setup::Setup;
 

@@ -5,8 +5,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use headwater_queue::{
-    ConsumerConfig, Message, NewMessage, MessageOrder, Policies, ProducerConfig, Queue, QueueConfig,
-    Subscription,
+    ConsumerConfig, Message, MessageOrder, NewMessage, Policies, ProducerConfig, Queue,
+    QueueConfig, Subscription,
 };
 use headwater_stream::{LeaseRenewerConfig, Options, connect};
 use headwater_testkit::unique;
@@ -31,7 +31,11 @@ pub(crate) fn fast_config() -> QueueConfig {
 
 pub(crate) fn ordered() -> ConsumerConfig {
     // A long poll, so that a blocking read is in progress when the process stops.
-    ConsumerConfig { order: MessageOrder::PerKey, poll: Duration::from_secs(30), ..Default::default() }
+    ConsumerConfig {
+        order: MessageOrder::PerKey,
+        poll: Duration::from_secs(30),
+        ..Default::default()
+    }
 }
 
 pub(crate) struct QueueFixture {

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use headwater_queue::{
-    Backoff, ConsumerConfig, Message, NewMessage, MessageOrder, Outcome, ProducerConfig, Queue,
+    Backoff, ConsumerConfig, Message, MessageOrder, NewMessage, Outcome, ProducerConfig, Queue,
     QueueConfig, RetryPolicy,
 };
 use headwater_stream::{LeaseRenewerConfig, Options};
@@ -42,8 +42,11 @@ impl ProcessSettings {
     async fn queue(&self) -> Result<Queue> {
         let options = Options { call_deadline: Duration::from_secs(1), ..Default::default() };
         let backend = headwater_stream::connect(&self.url, &options).await?;
-        let lease =
-            LeaseRenewerConfig { ttl: LEASE_TTL, renew_every: LEASE_TTL / 5, safety_margin: LEASE_TTL / 10 };
+        let lease = LeaseRenewerConfig {
+            ttl: LEASE_TTL,
+            renew_every: LEASE_TTL / 5,
+            safety_margin: LEASE_TTL / 10,
+        };
         let rebalance_every = LEASE_TTL / 3;
         let config = QueueConfig { lease, rebalance_every, ..Default::default() };
         Ok(Queue::with_config(backend, config)?)

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use headwater_stream::{Fields, GroupStart, Retention, StreamName};
 use headwater_testkit::Redis;
-use headwater_testkit::bench::{Raw, BenchReport, read_command};
+use headwater_testkit::bench::{BenchReport, Raw, read_command};
 
 use crate::GROUP;
 use crate::backend_ops::BackendOps;
@@ -91,7 +91,11 @@ fn produce(
 }
 
 /// The embedded backend has no raw counterpart to compare with.
-pub(crate) async fn embedded(report: &mut BenchReport, ops: &BackendOps, wake_ups: usize) -> Result<()> {
+pub(crate) async fn embedded(
+    report: &mut BenchReport,
+    ops: &BackendOps,
+    wake_ups: usize,
+) -> Result<()> {
     let stream = StreamName::new("wake")?;
     ops.backend.ensure_group(&stream, &ops.group, GroupStart::Beginning).await?;
     let mut reader = ops.backend.reader(&ops.group, ops.consumer()).await?;

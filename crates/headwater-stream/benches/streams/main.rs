@@ -3,12 +3,12 @@
 //! Machines are noisy, so the relevant figures are ratios: the raw loop and the backend alternate round by round, and the
 //! median of the rounds is reported. Run it with `cargo xtask bench`, or `cargo xtask bench -- --quick` for a first result.
 
-mod latency;
 mod backend_ops;
+mod latency;
 
 use anyhow::Result;
 use headwater_stream::{Options, connect};
-use headwater_testkit::bench::{Pipelines, Raw, BenchReport, Request, command, median, timed};
+use headwater_testkit::bench::{BenchReport, Pipelines, Raw, Request, command, median, timed};
 use headwater_testkit::{Persistence, Redis};
 
 use crate::backend_ops::BackendOps;
@@ -71,7 +71,8 @@ async fn main() -> Result<()> {
     let memory = BackendOps::new(connect("embedded:memory", &Options::default()).await?);
     let on_redis = BackendOps::new(connect(&redis.url(), &Options::default()).await?);
 
-    report.heading("Redis without persistence: the backend compared with the raw loop (1.00 = raw)");
+    report
+        .heading("Redis without persistence: the backend compared with the raw loop (1.00 = raw)");
     compare_with_raw(&mut report, &on_redis, &redis, effort, effort.entries).await?;
     latency::compare(&mut report, &on_redis, &redis, effort.wake_ups).await?;
 
@@ -86,7 +87,9 @@ async fn main() -> Result<()> {
         let on_redis = BackendOps::new(connect(&redis.url(), &Options::default()).await?);
         let url = format!("embedded:{}?sync={sync}", directory.path().join(sync).display());
         let embedded = BackendOps::new(connect(&url, &Options::default()).await?);
-        report.heading(&format!("embedded sync={sync} compared with the Redis backend at the same durability"));
+        report.heading(&format!(
+            "embedded sync={sync} compared with the Redis backend at the same durability"
+        ));
         let entries = if sync == "always" { effort.durable_entries } else { effort.entries };
         compare_with_redis(&mut report, &embedded, &on_redis, effort, entries).await?;
     }
@@ -184,7 +187,12 @@ async fn compare_with_redis(
 }
 
 /// The same work on a short and a long stream, without and with many pending entries.
-async fn growth(report: &mut BenchReport, backend: &str, ops: &BackendOps, effort: Effort) -> Result<()> {
+async fn growth(
+    report: &mut BenchReport,
+    backend: &str,
+    ops: &BackendOps,
+    effort: Effort,
+) -> Result<()> {
     let few = effort.many / 100;
     let mut took = Vec::new();
     for (stream, entries, pending) in [

@@ -9,10 +9,10 @@ use super::Embedded;
 use super::redo_record::RedoRecord;
 use super::state::dedup_table::dedup_footprint;
 use super::transaction::Durability;
-use crate::validate;
-use crate::dedup::{DedupStatus, Dedup};
+use crate::dedup::{Dedup, DedupStatus};
 use crate::error::Result;
 use crate::name::DedupScope;
+use crate::validate;
 
 #[async_trait]
 impl Dedup for Embedded {

@@ -11,20 +11,27 @@ use super::redo_record::RedoRecord;
 use super::state::delay_set::delayed_footprint;
 use super::transaction::{Durability, Tx};
 use super::{Embedded, append};
-use crate::validate;
-use crate::delays::{DelayId, DelayStats, DelayedEntry, Delays, DueTime, ScheduleRequest, PromotedEntry};
+use crate::delays::{
+    DelayId, DelayStats, DelayedEntry, Delays, DueTime, PromotedEntry, ScheduleRequest,
+};
 use crate::entry::Fields;
 use crate::error::Result;
 use crate::name::{DelayName, StreamName};
+use crate::validate;
 
 #[async_trait]
 impl Delays for Embedded {
-    async fn schedule(&self, delays: &DelayName, items: &[ScheduleRequest]) -> Result<Vec<DelayId>> {
+    async fn schedule(
+        &self,
+        delays: &DelayName,
+        items: &[ScheduleRequest],
+    ) -> Result<Vec<DelayId>> {
         validate::schedule(items)?;
         let put = self.shared().transact(Durability::Durable, |tx| {
             tx.state().delays(delays.as_str(), tx.now)?;
             tx.ensure_capacity(items.iter().map(|item| delayed_footprint(&item.fields)).sum())?;
-            let put = |item: &ScheduleRequest| schedule(tx, delays, &item.to, item.due, &item.fields);
+            let put =
+                |item: &ScheduleRequest| schedule(tx, delays, &item.to, item.due, &item.fields);
             Ok(items.iter().map(put).collect())
         });
         put.await

@@ -12,13 +12,14 @@ use super::state::EmbeddedState;
 use super::state::lease_table::Lease;
 use super::transaction::{Durability, Tx};
 use super::waiters::LeaseSubscriber;
-use crate::validate;
 use crate::clock::Timestamp;
 use crate::error::{Result, StreamError};
 use crate::leases::{
-    AcquireResult, Epoch, Fence, LeaseEventKind, LeaseEvent, LeaseInfo, LeaseWatch, Leases, Renewal, WatchMode,
+    AcquireResult, Epoch, Fence, LeaseEvent, LeaseEventKind, LeaseInfo, LeaseWatch, Leases,
+    Renewal, WatchMode,
 };
 use crate::name::{HolderName, LeaseName};
+use crate::validate;
 
 #[async_trait]
 impl Leases for Embedded {

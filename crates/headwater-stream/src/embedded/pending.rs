@@ -14,7 +14,9 @@ use crate::clock::Timestamp;
 use crate::entry::{DeliveredEntry, EntryId};
 use crate::error::{Result, StreamError};
 use crate::name::{ConsumerName, GroupName, StreamName};
-use crate::streams::{PendingDelivery, PendingDeliveryQuery, ReclaimRequest, ReclaimFrom, ReclaimResult};
+use crate::streams::{
+    PendingDelivery, PendingDeliveryQuery, ReclaimFrom, ReclaimRequest, ReclaimResult,
+};
 
 pub(super) fn keep_alive(
     tx: &mut Tx<'_>,
@@ -116,7 +118,10 @@ fn is_from(delivered: &PendingEntry, reclaim: &ReclaimRequest<'_>) -> bool {
     }
 }
 
-pub(super) fn list(tx: &ReadTx<'_>, query: &PendingDeliveryQuery<'_>) -> Result<Vec<PendingDelivery>> {
+pub(super) fn list(
+    tx: &ReadTx<'_>,
+    query: &PendingDeliveryQuery<'_>,
+) -> Result<Vec<PendingDelivery>> {
     let (_, group) = group_of(tx.state, query.stream, query.group, tx.now)?;
     let pending = |id: &EntryId| {
         let delivered = group.pending.get(*id)?;

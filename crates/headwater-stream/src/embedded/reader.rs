@@ -13,11 +13,11 @@ use super::engine::{Engine, EngineShared};
 use super::redo_record::RedoRecord;
 use super::transaction::Tx;
 use super::waiters::BlockedRead;
-use crate::validate;
 use crate::entry::{DeliveredEntry, Entry, EntryId};
 use crate::error::{Result, StreamError};
 use crate::name::{ConsumerName, GroupName, StreamName};
-use crate::streams::{StreamBatch, GroupReader, TailReader};
+use crate::streams::{GroupReader, StreamBatch, TailReader};
+use crate::validate;
 
 /// Reads new entries for one consumer of a group.
 pub(super) struct EmbeddedGroupReader {

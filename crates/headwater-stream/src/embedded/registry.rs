@@ -9,10 +9,10 @@ use super::Embedded;
 use super::redo_record::RedoRecord;
 use super::state::registry::{field_bytes, member_bytes};
 use super::transaction::{Durability, Tx};
-use crate::validate;
 use crate::error::Result;
 use crate::name::{MapName, SetName};
 use crate::registry::{Registry, RegistryMap};
+use crate::validate;
 
 #[async_trait]
 impl Registry for Embedded {

@@ -14,7 +14,7 @@ use super::transaction::Tx;
 use crate::entry::{EntryId, Fields};
 use crate::error::{Result, StreamError};
 use crate::name::StreamName;
-use crate::streams::{Retention, SettleBatch, SettleResult, Settlement, SettleAction};
+use crate::streams::{Retention, SettleAction, SettleBatch, SettleResult, Settlement};
 
 pub(super) fn settle(tx: &mut Tx<'_>, settle: &SettleBatch<'_>) -> Result<SettleResult> {
     tx.state().stream(settle.stream.as_str(), tx.now)?;
@@ -32,7 +32,8 @@ pub(super) fn settle(tx: &mut Tx<'_>, settle: &SettleBatch<'_>) -> Result<Settle
     plan.check_new_names()?;
     tx.ensure_capacity(plan.bytes_more())?;
     let (stream, group) = (settle.stream.as_str(), settle.group.as_str());
-    let settled = SettleResult { applied: plan.applied, stale: settle.entries.len() - plan.applied };
+    let settled =
+        SettleResult { applied: plan.applied, stale: settle.entries.len() - plan.applied };
     tx.touch(stream, group, settle.consumer.as_str());
     if !plan.released.is_empty() {
         let (ids, at) = (Cow::Owned(plan.released), tx.now);
@@ -149,7 +150,9 @@ impl<'a> SettlePlan<'a> {
         let Some((stream, group)) = group_of(tx, settle)? else { return Ok(plan) };
         let mut settled_ids = SettledIds::new(settle);
         let rank = |settlement: &Settlement| match settlement.action {
-            SettleAction::Append { .. } | SettleAction::Reschedule { .. } | SettleAction::Release => 0,
+            SettleAction::Append { .. }
+            | SettleAction::Reschedule { .. }
+            | SettleAction::Release => 0,
             SettleAction::Ack => 1,
             SettleAction::Delete => 2,
         };

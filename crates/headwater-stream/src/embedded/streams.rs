@@ -10,16 +10,17 @@ use super::redo_record::RedoRecord;
 use super::state::group::GroupState;
 use super::transaction::{Durability, ReadTx};
 use super::{Embedded, append, pending, reader, settle};
-use crate::validate;
 use crate::clock::Timestamp;
 use crate::entry::{Entry, EntryId, Fields};
 use crate::error::Result;
 use crate::name::{ConsumerName, GroupName, StreamName};
 use crate::streams::{
-    AppendedEntry, ConsumerStats, Direction, GroupReader, GroupStart, GroupStats, IdempotentEntry, PendingDelivery,
-    PendingDeliveryQuery, Range, ReclaimRequest, ReclaimResult, Retention, SettleBatch, SettleResult, DisconnectOutcome, StreamStats,
-    Streams, TailReader, TrimGuard, TrimResult,
+    AppendedEntry, ConsumerStats, Direction, DisconnectOutcome, GroupReader, GroupStart,
+    GroupStats, IdempotentEntry, PendingDelivery, PendingDeliveryQuery, Range, ReclaimRequest,
+    ReclaimResult, Retention, SettleBatch, SettleResult, StreamStats, Streams, TailReader,
+    TrimGuard, TrimResult,
 };
+use crate::validate;
 
 #[async_trait]
 impl Streams for Embedded {

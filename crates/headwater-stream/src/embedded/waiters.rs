@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use tokio::sync::Notify;
 
-use crate::leases::{LeaseEventKind, LeaseEvent};
+use crate::leases::{LeaseEvent, LeaseEventKind};
 use crate::name::{ConsumerName, GroupName, LeaseName};
 
 /// Tasks to notify when something changes under a name.

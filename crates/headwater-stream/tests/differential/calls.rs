@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use headwater_stream::{
-    DelayId, Direction, Entry, EntryId, Fence, Fields, GroupStart, LeaseName, IdempotentEntry, PendingDeliveryQuery,
-    ReclaimFrom, Retention, Settlement, StreamName, SettleAction, TrimGuard,
+    DelayId, Direction, Entry, EntryId, Fence, Fields, GroupStart, IdempotentEntry, LeaseName,
+    PendingDeliveryQuery, ReclaimFrom, Retention, SettleAction, Settlement, StreamName, TrimGuard,
 };
 
 use crate::observed_backend::*;
@@ -36,7 +36,10 @@ impl ObservedBackend<'_> {
                 errors(answer, |ids| format!("{} ids", ids.len()))
             }
             AppendOnce { stream, ids } => {
-                let once = |id: &u8| IdempotentEntry { id: format!("once{id}"), fields: self.next_fields() };
+                let once = |id: &u8| IdempotentEntry {
+                    id: format!("once{id}"),
+                    fields: self.next_fields(),
+                };
                 let entries: Vec<IdempotentEntry> = ids.iter().map(once).collect();
                 let name = self.stream(*stream);
                 let keep = &Retention::KEEP_ALL;

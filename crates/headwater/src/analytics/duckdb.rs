@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use headwater_analytics::{
-    AnalyticsError, Ingest, IngestConfig, DeadLetterMirror, DeadLetterMirrorConfig, Table, AnalyticsStore,
-    AnalyticsReader,
+    AnalyticsError, AnalyticsReader, AnalyticsStore, DeadLetterMirror, DeadLetterMirrorConfig,
+    Ingest, IngestConfig, Table,
 };
 use headwater_queue::Queue;
 use headwater_stream::clock::{Clock, SystemClock, Timestamp};
@@ -106,10 +106,7 @@ impl DuckDbFile {
             Timestamp::from_millis(SystemClock.now().as_millis().saturating_sub(INGEST_LAG_MS));
         let rebuilt = spawn_blocking(move || store.rebuild(keep_from, batches)).await;
         let rebuilt = rebuilt.unwrap_or_else(|ended| {
-            Err(AnalyticsError::Store {
-                what: "rebuild its tables",
-                problem: ended.to_string(),
-            })
+            Err(AnalyticsError::Store { what: "rebuild its tables", problem: ended.to_string() })
         })?;
         Ok((rebuilt.removed, rebuilt.stored))
     }

@@ -14,8 +14,8 @@ use axum::extract::State;
 use axum::response::{IntoResponse, Response};
 use futures_util::stream;
 use headwater_queue::{
-    DeadLetter, DeadLetterFilter, DeadLetterQuery, MessageHeaders, DeadLetterSelection, PurgeConfig, PurgeReport,
-    ReplayConfig, ReplayReport,
+    DeadLetter, DeadLetterFilter, DeadLetterQuery, DeadLetterSelection, MessageHeaders,
+    PurgeConfig, PurgeReport, ReplayConfig, ReplayReport,
 };
 use headwater_stream::Direction;
 use headwater_stream::clock::Timestamp;
@@ -278,7 +278,9 @@ async fn replay(
             let handled = report.replayed + report.already_replayed + report.refused;
             count.store(handled, Ordering::Relaxed);
         };
-        Ok(ReplayResponse::from(dead.replay_with_progress(letters, &config, &report_progress).await?))
+        Ok(ReplayResponse::from(
+            dead.replay_with_progress(letters, &config, &report_progress).await?,
+        ))
     };
     respond(replaying, done, with_progress, &operations).await
 }

@@ -224,7 +224,8 @@ async fn reset(
     let guard = if request.force { ResetGuard::Force } else { ResetGuard::RequireInactive };
     let reset = Reset { to, partition: request.partition, guard, dry_run: request.dry_run };
     let resetting = async move { Ok(operations.queue.reset_group(&topic, &group, &reset).await?) };
-    let ResetReport { redelivered: again, skipped, dropped, is_done, .. } = run_to_completion(resetting).await?;
+    let ResetReport { redelivered: again, skipped, dropped, is_done, .. } =
+        run_to_completion(resetting).await?;
     Ok(Json(GroupResetResponse {
         again: again.into(),
         skipped: skipped.into(),

@@ -10,8 +10,8 @@ use axum::extract::State;
 use axum::http::header;
 use axum::response::IntoResponse;
 use headwater_issue::{
-    EventLog, EventLogFilter, EventLogId, Issue, IssueFilter, IssueId, ProcessingStatus, DiagnosisReason,
-    QuarantineCleared, IssueRetried,
+    DiagnosisReason, EventLog, EventLogFilter, EventLogId, Issue, IssueFilter, IssueId,
+    IssueRetried, ProcessingStatus, QuarantineCleared,
 };
 use headwater_stream::clock::Timestamp;
 use serde::{Deserialize, Serialize};

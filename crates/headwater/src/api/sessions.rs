@@ -135,17 +135,20 @@ async fn show(
         Some(info) => info,
         // Events written by another program, or spooled by a process that was killed. A read does not register the
         // session.
-        None => app.sessions.info_including_foreign(&session).await.map_err(|error| match error {
-            error if error.is_transient() => error,
-            // No session, or entries that do not form one.
-            _ => SessionError::NotFound { session: session.clone() },
-        })?,
+        None => {
+            app.sessions.info_including_foreign(&session).await.map_err(|error| match error {
+                error if error.is_transient() => error,
+                // No session, or entries that do not form one.
+                _ => SessionError::NotFound { session: session.clone() },
+            })?
+        }
     };
-    let (events, unreadable, problem) = match app.sessions.state_at(&session, Until::End).await {
-        Ok(state) => (Some(state.events()), Some(state.unreadable()), None),
-        Err(error) if error.is_transient() => return Err(error.into()),
-        Err(error) => (None, None, Some(error.to_string())),
-    };
+    let (events, unreadable, problem) =
+        match app.sessions.state_at(&session, ReplayUntil::End).await {
+            Ok(state) => (Some(state.events()), Some(state.unreadable()), None),
+            Err(error) if error.is_transient() => return Err(error.into()),
+            Err(error) => (None, None, Some(error.to_string())),
+        };
     Ok(Json(SessionResponse { info: to_dto(info), events, unreadable, problem }))
 }
 
@@ -317,11 +320,11 @@ pub(super) fn parse_session_id(session: &str) -> Result<SessionId, ApiError> {
     SessionId::new(session).map_err(|error| ApiError::invalid(error.to_string()))
 }
 
-fn parse_until(text: Option<&str>) -> Result<Until, ApiError> {
+fn parse_until(text: Option<&str>) -> Result<ReplayUntil, ApiError> {
     Ok(match text.map(|text| parse_position("until", text)).transpose()? {
-        None => Until::End,
-        Some(EntryPosition::Id(id)) => Until::Entry(id),
-        Some(EntryPosition::Time(at)) => Until::Time(at),
+        None => ReplayUntil::End,
+        Some(EntryPosition::Id(id)) => ReplayUntil::Entry(id),
+        Some(EntryPosition::Time(at)) => ReplayUntil::Time(at),
     })
 }
 

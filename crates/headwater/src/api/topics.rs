@@ -6,7 +6,7 @@ use axum::Json;
 use axum::extract::State;
 use axum::http::StatusCode;
 use headwater_issue::STREAM;
-use headwater_queue::{TopicDescription, Policies, TopicView, Trim};
+use headwater_queue::{Policies, TopicDescription, TopicView, Trim};
 use headwater_stream::{Retention, TrimGuard};
 use serde::{Deserialize, Serialize};
 use utoipa::{IntoParams, ToSchema};

@@ -166,7 +166,8 @@ async fn app(
 ) -> Result<(Arc<StreamedBus>, App), CliError> {
     let nudger = Nudger::new(Arc::clone(streams));
     let inbox = Inbox::new(Arc::clone(store), nudger.clone(), InboxConfig::default());
-    let tickets = Tickets::open(Arc::clone(store), nudger.clone(), settings.desk.debounce_window()).await;
+    let tickets =
+        Tickets::open(Arc::clone(store), nudger.clone(), settings.desk.debounce_window()).await;
     let (bus, sessions) = build::sessions(streams).await?;
     let audit = AuditLog::open_append_only(Arc::clone(store)).await;
     let app = AppState {

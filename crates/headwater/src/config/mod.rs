@@ -20,7 +20,7 @@ use std::time::Duration;
 
 use secrecy::{ExposeSecret, SecretString};
 
-use crate::desk::{TokenBudget, DeskConfig, Prices, SearchScope};
+use crate::desk::{DeskConfig, Prices, SearchScope, TokenBudget};
 
 pub(crate) use crate::config::docs::{as_json, as_markdown, as_text};
 pub(crate) use crate::config::error::SettingsError;

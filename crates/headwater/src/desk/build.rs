@@ -10,8 +10,8 @@ use std::time::Duration;
 use anyhow::{Context, Result, anyhow, bail};
 use async_trait::async_trait;
 use headwater_bus::{
-    BusError, EventBus, FailurePolicy, Folds, PromptExecuted, EventRegistry, Sessions, SessionsConfig,
-    SpoolConfig, SpoolError, StreamedBus, StreamedBusConfig, ToolInvoked,
+    BusError, EventBus, EventRegistry, FailurePolicy, Folds, PromptExecuted, Sessions,
+    SessionsConfig, SpoolConfig, SpoolError, StreamedBus, StreamedBusConfig, ToolInvoked,
 };
 use headwater_issue::{CommitVerifier, DeliverError, Nudger, OutboxRow, Store};
 use headwater_stream::Backend;
@@ -122,7 +122,8 @@ pub(crate) async fn close(bus: Arc<StreamedBus>) {
 /// later.
 async fn open_bus(settings: &Settings, streams: &Arc<dyn Backend>) -> Result<StreamedBus> {
     let open = async |on_failure| {
-        StreamedBus::open(Arc::clone(streams), EventRegistry::builtin(), bus_config(on_failure)).await
+        StreamedBus::open(Arc::clone(streams), EventRegistry::builtin(), bus_config(on_failure))
+            .await
     };
     let Some(directory) = settings.spool() else { return Ok(open(FailurePolicy::Fail).await?) };
     for index in 0..SPOOLS_MAX {

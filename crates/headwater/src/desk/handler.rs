@@ -14,8 +14,8 @@ use async_trait::async_trait;
 use headwater_analytics::RunMetrics;
 use headwater_bus::Sessions;
 use headwater_issue::{
-    EventLogId, HandlerError, IssueError, IssueHandler, OnNewEvent, DebounceWindow, Resolution, Run,
-    WorkerConfig,
+    DebounceWindow, EventLogId, HandlerError, IssueError, IssueHandler, OnNewEvent, Resolution,
+    Run, WorkerConfig,
 };
 use serde_json::json;
 use tracing::{info, warn};
@@ -102,7 +102,11 @@ impl Default for DeskConfig {
 impl DeskConfig {
     /// The debounce window for recorders of desk events.
     pub fn debounce_window(&self) -> DebounceWindow {
-        DebounceWindow { quiet_for: self.quiet, max_wait: self.max_wait, events_max: self.events_max }
+        DebounceWindow {
+            quiet_for: self.quiet,
+            max_wait: self.max_wait,
+            events_max: self.events_max,
+        }
     }
 
     /// Settings of a worker that runs the desk; everything else as in `others`.

@@ -26,7 +26,11 @@ pub(crate) struct PageQuery {
 }
 
 /// Validates the requested number of rows.
-pub(crate) fn limit(requested: Option<usize>, default: usize, max: usize) -> Result<usize, ApiError> {
+pub(crate) fn limit(
+    requested: Option<usize>,
+    default: usize,
+    max: usize,
+) -> Result<usize, ApiError> {
     let limit = requested.unwrap_or(default);
     if (1..=max).contains(&limit) {
         return Ok(limit);

@@ -18,9 +18,9 @@ use anyhow::Context;
 use async_trait::async_trait;
 use futures_util::FutureExt;
 use headwater_issue::{
-    CommitVerifier, HandlerError, Inbox, InboxConfig, IssueHandler, Outbox, OutboxConfig, DebounceWindow,
-    Resolution, IssueRetryPolicy, Run, STREAM, Store, SweepOptions, Sweeper, SweeperConfig, Worker,
-    WorkerConfig,
+    CommitVerifier, DebounceWindow, HandlerError, Inbox, InboxConfig, IssueHandler,
+    IssueRetryPolicy, Outbox, OutboxConfig, Resolution, Run, STREAM, Store, SweepOptions, Sweeper,
+    SweeperConfig, Worker, WorkerConfig,
 };
 use headwater_queue::Queue;
 use headwater_stream::Backend;
@@ -148,7 +148,8 @@ pub(crate) async fn run(
     .context("failed to start the sweeper")?;
 
     // Outbound: the outbox delivers replies and events after the commit.
-    let DeskServices { tickets, delivery: replies, ticket_events: intake, bus, sessions, desk } = desk;
+    let DeskServices { tickets, delivery: replies, ticket_events: intake, bus, sessions, desk } =
+        desk;
     let outbox = Outbox::new(Arc::clone(&store), replies, outbox_config(&settings.work))
         .context("failed to start the outbox")?;
 
@@ -404,8 +405,16 @@ async fn finish_before(deadline: Instant, ending: impl Future<Output = ()>, what
 }
 
 fn inbox_config(work: &WorkSettings, confirmations: &CommitVerifier) -> InboxConfig {
-    let quiet = DebounceWindow { quiet_for: work.quiet, max_wait: work.max_wait, events_max: work.events_max };
-    InboxConfig { debounce: quiet, commit_verifier: confirmations.clone(), ..InboxConfig::default() }
+    let quiet = DebounceWindow {
+        quiet_for: work.quiet,
+        max_wait: work.max_wait,
+        events_max: work.events_max,
+    };
+    InboxConfig {
+        debounce: quiet,
+        commit_verifier: confirmations.clone(),
+        ..InboxConfig::default()
+    }
 }
 
 fn worker_config(work: &WorkSettings) -> WorkerConfig {

@@ -8,7 +8,7 @@
 use std::sync::Arc;
 
 use headwater_analytics::{RunMetrics, TicketEventRow as Row};
-use headwater_issue::{StoreConnection, Store};
+use headwater_issue::{Store, StoreConnection};
 use headwater_stream::clock::Timestamp;
 use sqlx::Error;
 

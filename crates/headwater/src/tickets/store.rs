@@ -10,8 +10,8 @@
 use std::sync::Arc;
 
 use headwater_issue::{
-    CommitVerifier, IssueError, IssueId, KeyedOutboxRow, NewEvent, NewOutboxRow, Nudger, OutboxKind,
-    DebounceWindow, Recorded, Store, Transaction,
+    CommitVerifier, DebounceWindow, IssueError, IssueId, KeyedOutboxRow, NewEvent, NewOutboxRow,
+    Nudger, OutboxKind, Recorded, Store, Transaction,
 };
 use headwater_stream::clock::{Clock, SystemClock, Timestamp};
 use tokio::sync::broadcast;
@@ -19,9 +19,7 @@ use uuid::Uuid;
 
 use crate::limits::PAGE_MAX;
 use crate::tickets::sql::migrations;
-use crate::tickets::sql::postgres;
 use crate::tickets::sql::rows::{NewMessageRow, NewTicketRow};
-use crate::tickets::sql::sqlite;
 use crate::tickets::ticket::{
     NewTicket, NewTicketMessage, PostedMessage, Ticket, TicketError, TicketFilter, TicketMessage,
     TicketStatus, checked_content, checked_title, checked_user,

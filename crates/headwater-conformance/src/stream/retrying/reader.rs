@@ -95,7 +95,11 @@ impl SeenEntries {
                 if entries.len() < count && !self.ids.contains(&(stream.clone(), id)) {
                     let range = Range { from: id, to: id, ..Range::first(1) };
                     let found = self.backend.range(stream, range).await?.into_iter();
-                    entries.extend(found.map(|e| DeliveredEntry { id, fields: e.fields, deliveries }));
+                    entries.extend(found.map(|e| DeliveredEntry {
+                        id,
+                        fields: e.fields,
+                        deliveries,
+                    }));
                 }
             }
             if !entries.is_empty() {
@@ -106,7 +110,10 @@ impl SeenEntries {
     }
 
     /// Filters entries returned before: a dropped read may return what the list of pending entries already did.
-    fn show(&mut self, batches: Vec<StreamBatch<DeliveredEntry>>) -> Vec<StreamBatch<DeliveredEntry>> {
+    fn show(
+        &mut self,
+        batches: Vec<StreamBatch<DeliveredEntry>>,
+    ) -> Vec<StreamBatch<DeliveredEntry>> {
         let mut fresh = Vec::new();
         for StreamBatch { stream, mut entries } in batches {
             // Without a failure, a repeated entry was redelivered.

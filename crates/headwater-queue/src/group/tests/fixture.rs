@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use headwater_stream::{
-    Backend, ConsumerName, GroupName, HeldLease, LeaseRenewerConfig, LeaseInfo, Options, connect,
+    Backend, ConsumerName, GroupName, HeldLease, LeaseInfo, LeaseRenewerConfig, Options, connect,
 };
 use headwater_testkit::{Cluster, Redis, unique};
 use tokio::sync::Notify;

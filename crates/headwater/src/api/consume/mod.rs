@@ -21,7 +21,7 @@ use axum::response::sse::{Event, KeepAlive};
 use futures_util::Stream;
 use headwater_issue::STREAM;
 use headwater_queue::{
-    ConsumerConfig, MessageHeaders, Message, Mode, Outcome, Policies, Queue, QueueError,
+    ConsumerConfig, Message, MessageHeaders, Mode, Outcome, Policies, Queue, QueueError,
 };
 use serde::{Deserialize, Serialize};
 use tokio::sync::mpsc;

@@ -2,7 +2,7 @@
 
 use std::time::SystemTime;
 
-use headwater_issue::{StoreConnection, Store};
+use headwater_issue::{Store, StoreConnection};
 use sqlx::{PgConnection, Row, SqliteConnection};
 
 use crate::api::doctor::{Finding, clock};

@@ -118,7 +118,8 @@ pub(crate) fn check_timeout(settings: &Settings) -> Duration {
 }
 
 /// A consistency check; its error is a message.
-pub(crate) type ConsistencyCheck<'a> = BoxFuture<'a, Result<headwater_issue::ConsistencyReport, String>>;
+pub(crate) type ConsistencyCheck<'a> =
+    BoxFuture<'a, Result<headwater_issue::ConsistencyReport, String>>;
 
 /// Checks the database server and its contents.
 pub(crate) async fn database(

@@ -114,7 +114,8 @@ impl AnalyticsSource {
         if let Some(url) = connection.url() {
             return Ok(Self::Network(ApiClient::network(&url)?));
         }
-        let opened = analytics::Analytics::open_for_queries(settings.analytics_path.as_deref()).await;
+        let opened =
+            analytics::Analytics::open_for_queries(settings.analytics_path.as_deref()).await;
         opened.map(Self::Local).map_err(|problem| open_error(problem, settings))
     }
 

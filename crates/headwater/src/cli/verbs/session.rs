@@ -116,7 +116,10 @@ impl SessionArgs {
                 let interrupted = format!(
                     "interrupted; the fork continues on the server: check it with `headwater session show {new}`"
                 );
-                output::object(json, &or_interrupted(client.post_long(&to, request), interrupted).await?)
+                output::object(
+                    json,
+                    &or_interrupted(client.post_long(&to, request), interrupted).await?,
+                )
             }
             SessionCommand::Export { session, output } => {
                 let lines = client.lines(&format!("{}/export", path(session)), &[]).await?;

@@ -139,8 +139,7 @@ async fn error_response(response: Response, idle_deadline: Instant, key: &str) -
     let status = response.status();
     let after = retry_after(&response);
     let body =
-        timeout_at(idle_deadline, http_client::read_prefix(response, ERROR_BODY_BYTES_MAX))
-            .await;
+        timeout_at(idle_deadline, http_client::read_prefix(response, ERROR_BODY_BYTES_MAX)).await;
     let body = body.unwrap_or_default();
     let reason = format!("{status}: {}", error_message(&body, key));
     match status {

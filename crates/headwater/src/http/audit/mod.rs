@@ -300,7 +300,9 @@ pub(crate) struct DiscrepancyDto {
 
 /// Runs a consistency check, one at a time: several would use all database connections. It continues if the client
 /// disconnects, because the database would as well. Shutdown cancels it.
-pub(crate) async fn check_consistency(app: &App) -> Result<headwater_issue::ConsistencyReport, ApiError> {
+pub(crate) async fn check_consistency(
+    app: &App,
+) -> Result<headwater_issue::ConsistencyReport, ApiError> {
     let store = Arc::clone(&app.store);
     let counting = async move { Ok(headwater_issue::check_consistency(store.as_ref()).await?) };
     app.background_jobs.run_consistency_check(app.shutdown.clone(), counting).await

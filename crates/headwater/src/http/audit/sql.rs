@@ -6,7 +6,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use headwater_issue::{StoreConnection, IssueError, Store};
+use headwater_issue::{IssueError, Store, StoreConnection};
 use headwater_stream::clock::Timestamp;
 use sqlx::Row;
 use tracing::warn;

@@ -287,7 +287,11 @@ fn header<'a>(headers: &'a HeaderMap, name: &str) -> Option<&'a str> {
 }
 
 /// Whether the desk wrote the message: it ends with a reply marker, or its author is `bot_login`.
-fn is_own_message(integration: &IntegrationSettings, author: Option<&str>, text: Option<&str>) -> bool {
+fn is_own_message(
+    integration: &IntegrationSettings,
+    author: Option<&str>,
+    text: Option<&str>,
+) -> bool {
     let is_bot = |login: &String| author.is_some_and(|author| author.eq_ignore_ascii_case(login));
     integration.bot_login.as_ref().is_some_and(is_bot) || text.is_some_and(marker::contains_marker)
 }
