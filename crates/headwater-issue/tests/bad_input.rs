@@ -141,16 +141,16 @@ async fn a_malformed_nudge_becomes_a_dead_letter_with_its_bytes() -> Result<()> 
     let worker = system.start(run_log.handler(), WorkerConfig::default())?;
     system.wait_processed().await?;
     let dead = StreamName::new("issue_work:dlq")?;
-    wait_until("the dead deliveries", || async {
+    wait_until("the dead letters", || async {
         let stats = system.streams.stats(&dead).await.expect("the store replies");
         stats.is_some_and(|stats| stats.length == bad.len() as u64)
     })
     .await?;
     worker.stop().await?;
     assert_eq!(run_log.runs(), [["a"]]);
-    let deliveries = system.streams.range(&dead, Range::first(10)).await?;
-    let fields: Vec<_> = deliveries.iter().map(|letter| letter.fields.get("issue_id")).collect();
-    assert!(fields.contains(&bad[3].get("issue_id")), "{deliveries:?}");
+    let dead_letters = system.streams.range(&dead, Range::first(10)).await?;
+    let fields: Vec<_> = dead_letters.iter().map(|letter| letter.fields.get("issue_id")).collect();
+    assert!(fields.contains(&bad[3].get("issue_id")), "{dead_letters:?}");
     Ok(())
 }
 

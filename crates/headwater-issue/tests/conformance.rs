@@ -79,7 +79,7 @@ mod postgres {
             "UPDATE outbox SET due_at = due_at - headwater_interval($1),
                  created_at = created_at - headwater_interval($1),
                  delivered_at = delivered_at - headwater_interval($1)",
-            "UPDATE dead_deliveries SET released_at = released_at - headwater_interval($1)",
+            "UPDATE dead_letters SET released_at = released_at - headwater_interval($1)",
             "UPDATE workers SET expires_at = expires_at - headwater_interval($1)",
         ];
         for statement in statements {
