@@ -128,7 +128,7 @@ impl EmbeddedState {
                         group.acknowledge(*id);
                     });
                     Ok(())
-                })?
+                })?;
             }
             RedoRecord::Claim { stream, group, consumer, ids, at } => {
                 self.with_stream(stream, |stream| {
@@ -140,13 +140,13 @@ impl EmbeddedState {
                 self.with_stream(stream, |stream| {
                     let group = stream.group_mut(group)?;
                     ids.iter().try_for_each(|id| group.release(*id, *at))
-                })?
+                })?;
             }
             RedoRecord::KeepAlive { stream, group, ids, at } => {
                 self.with_stream(stream, |stream| {
                     let group = stream.group_mut(group)?;
                     ids.iter().try_for_each(|id| group.keep_alive(*id, *at))
-                })?
+                })?;
             }
             RedoRecord::RemoveConsumer { stream, group, consumer } => {
                 self.with_stream(stream, |stream| {
@@ -211,7 +211,7 @@ impl EmbeddedState {
             RedoRecord::RestoreEntries { stream, entries } => {
                 self.with_stream(stream, |stream| {
                     entries.iter().try_for_each(|(id, fields)| stream.restore(*id, fields.clone()))
-                })?
+                })?;
             }
             RedoRecord::RestorePending { stream, group, consumer, pending } => {
                 self.with_stream(stream, |stream| {

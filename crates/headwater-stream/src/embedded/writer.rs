@@ -350,7 +350,7 @@ impl LogWriter {
         match thread::Builder::new().name("headwater-compact".to_owned()).spawn(compact) {
             Ok(snapshot) => self.snapshot = Some(snapshot),
             Err(error) => {
-                error!(%error, "could not start the snapshot thread; the log keeps growing")
+                error!(%error, "could not start the snapshot thread; the log keeps growing");
             }
         }
         Ok(())
