@@ -158,7 +158,7 @@ pub struct Resize {
     pub from: u16,
     /// Partitions after.
     pub to: u16,
-    /// When it started, by the backend's clock. Until [`Self::propagation_time`] has passed, some producers may not
+    /// When it started, by the backend's clock. Until [`Resize::propagation_time`] has passed, some producers may not
     /// know of it.
     pub began: Timestamp,
     /// The last entry of each old partition that may have been sent by a producer unaware of the resize. `None` until
