@@ -219,7 +219,7 @@ async fn a_topic_with_an_interrupted_deletion_cannot_be_created() -> Result<()> 
     let created = cut.fixture.queue.topics().create(topic, PARTITIONS, Default::default()).await;
     assert!(
         matches!(&created, Err(QueueError::TopicExists { difference, .. })
-        if difference.contains("not finished")),
+        if difference.contains("deletion was interrupted")),
         "{created:?}"
     );
     assert!(cut.fixture.queue.topics().delete(topic).await?);
