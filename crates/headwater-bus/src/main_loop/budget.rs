@@ -14,7 +14,7 @@ use crate::builtin_events::{Budget, RequestUsage};
 
 /// A request exceeded its budget. Its run ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("budget exceeded: {used} {what} used, the limit is {limit}")]
+#[error("budget exceeded: {used} of {limit} {what}")]
 pub struct OverBudget {
     /// The limited resource.
     pub what: &'static str,
@@ -49,7 +49,7 @@ struct LimitAmounts([u64; 5]);
 
 /// Names of the amounts, in order.
 const LIMIT_NAMES: [&str; 5] =
-    ["tokens in and out", "input tokens", "output tokens", "calls", "millionths of cost"];
+    ["total tokens", "input tokens", "output tokens", "calls", "millionths of cost"];
 
 impl From<RequestUsage> for LimitAmounts {
     fn from(usage: RequestUsage) -> Self {

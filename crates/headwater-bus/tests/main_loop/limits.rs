@@ -89,10 +89,10 @@ async fn each_budget_limit_ends_a_request(fixture: Fixture) {
     let client = fixture.client("desk").await;
     // Each charge is one call with ten input tokens that costs one millionth.
     for (budget, what, charges) in [
-        (tokens(40), "50 tokens in and out of 40", 5),
-        (Budget { max_input_tokens: Some(40), ..Budget::default() }, "50 input tokens of 40", 5),
-        (Budget { max_calls: Some(3), ..Budget::default() }, "4 calls of 3", 4),
-        (Budget { max_cost_micros: Some(2), ..Budget::default() }, "3 millionths of cost of 2", 3),
+        (tokens(40), "50 of 40 total tokens", 5),
+        (Budget { max_input_tokens: Some(40), ..Budget::default() }, "50 of 40 input tokens", 5),
+        (Budget { max_calls: Some(3), ..Budget::default() }, "4 of 3 calls", 4),
+        (Budget { max_cost_micros: Some(2), ..Budget::default() }, "3 of 2 millionths of cost", 3),
     ] {
         let ask = Ask::Spend { tokens: 10, charges: 100, is_stubborn: false };
         let error =
