@@ -19,7 +19,7 @@ use crate::text;
 pub const SEARCH_TICKETS: &str = "search_tickets";
 /// Closes the ticket.
 pub const CLOSE_TICKET: &str = "close_ticket";
-/// Gives the issue to a person.
+/// Hands the issue over to a person.
 pub const HAND_OVER: &str = "hand_over";
 
 /// Which tickets a search may return.
@@ -52,7 +52,7 @@ pub struct FoundTicket {
     pub title: String,
     /// `open` or `closed`.
     pub status: String,
-    /// The beginning of the last answer in it.
+    /// The beginning of its last answer.
     pub answer: Option<String>,
 }
 
@@ -82,7 +82,7 @@ pub enum ToolEffect {
         /// Why, in the model's words.
         reason: String,
     },
-    /// Gives the issue to a person.
+    /// Hands the issue over to a person.
     HandOver {
         /// Why, in the model's words.
         reason: String,

@@ -179,7 +179,7 @@ mod tests {
             (&[("retry-after", "Sunday, 01-Nov-26 08:01:30 GMT")], Some(90)),
             (&[("retry-after", "Sun, 01 Nov 2026 07:00:00 GMT")], Some(0)),
             (&[("retry-after", "Fri, 31 Dec 9999 23:59:59 GMT")], Some(3600)),
-            // The server's clock is an hour behind ours.
+            // The server's clock is an hour behind the local one.
             (
                 &[
                     ("retry-after", "Sun, 01 Nov 2026 07:01:30 GMT"),

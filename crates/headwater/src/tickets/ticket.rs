@@ -43,7 +43,7 @@ pub struct Ticket {
     pub ticket_id: Uuid,
     /// The issue that has its messages as events.
     pub issue_id: IssueId,
-    /// What it is about.
+    /// The subject.
     pub title: String,
     /// The user, if known.
     pub user_id: Option<String>,
@@ -77,11 +77,11 @@ pub struct TicketMessage {
 /// A ticket to open.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct NewTicket {
-    /// What it is about.
+    /// The subject.
     pub title: String,
     /// Its first message.
     pub content: String,
-    /// Whose it is.
+    /// The user.
     pub user_id: Option<String>,
     /// The id of its first message, so that the call can be repeated. Default: a new one.
     pub message_id: Option<Uuid>,
