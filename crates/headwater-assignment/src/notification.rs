@@ -112,7 +112,7 @@ impl Drop for Notifications {
 
 #[derive(Debug)]
 pub(crate) struct NotificationQueue {
-    queue: Mutex<QueueState>,
+    queue: Mutex<NotificationQueueState>,
     max: usize,
     disowned_max: usize,
     arrived: Notify,
@@ -122,7 +122,7 @@ pub(crate) struct NotificationQueue {
 }
 
 #[derive(Debug, Default)]
-struct QueueState {
+struct NotificationQueueState {
     items: VecDeque<Notification>,
     /// Streams with an `Expired` in `items`.
     expired: HashSet<StreamName>,
@@ -220,7 +220,7 @@ impl NotificationQueue {
 
     fn push(
         &self,
-        mut queue: MutexGuard<'_, QueueState>,
+        mut queue: MutexGuard<'_, NotificationQueueState>,
         notification: Notification,
         kind: &'static str,
     ) {
@@ -246,12 +246,12 @@ impl NotificationQueue {
         Some(Some(next))
     }
 
-    fn lock(&self) -> MutexGuard<'_, QueueState> {
+    fn lock(&self) -> MutexGuard<'_, NotificationQueueState> {
         self.queue.lock().expect("no code panics while it holds this lock")
     }
 }
 
-impl QueueState {
+impl NotificationQueueState {
     fn free_capacity(&self, max: usize) -> usize {
         if self.closed || self.reader_dropped {
             return 0;

@@ -15,12 +15,12 @@ use crate::limits::LOCAL_QUEUE_MAX;
 
 #[derive(Debug, Default)]
 pub(crate) struct DueQueue {
-    state: Mutex<QueueState>,
+    state: Mutex<LocalQueueState>,
     changed: Notify,
 }
 
 #[derive(Debug, Default)]
-struct QueueState {
+struct LocalQueueState {
     by_time: BTreeSet<(Instant, IssueId)>,
     by_issue: HashMap<IssueId, Instant>,
 }
@@ -64,7 +64,7 @@ impl DueQueue {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, QueueState> {
+    fn lock(&self) -> MutexGuard<'_, LocalQueueState> {
         self.state.lock().expect("no code panics while it holds this lock")
     }
 }

@@ -65,14 +65,14 @@ pub(super) struct RequestExecutor {
 
 /// Why a request is released to its group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum ReleaseReason {
+enum RequestReleaseReason {
     Stopping,
     LockLost,
     Held,
     Unavailable,
 }
 
-impl ReleaseReason {
+impl RequestReleaseReason {
     fn as_str(self) -> &'static str {
         match self {
             Self::Stopping => "stopping",
@@ -152,7 +152,10 @@ impl RequestExecutor {
         }
     }
 
-    async fn handle_request(&self, request: &ParsedRequest) -> Result<Outcome, ReleaseReason> {
+    async fn handle_request(
+        &self,
+        request: &ParsedRequest,
+    ) -> Result<Outcome, RequestReleaseReason> {
         let began = Instant::now();
         let lock = self.acquire_lock(request).await?;
         let execution = self.execute_locked(request, &lock).await;
@@ -175,7 +178,10 @@ impl RequestExecutor {
 
     /// Acquires the lock of a request. If it is held elsewhere, waits up to `LOCK_WAIT_MAX` and then releases the
     /// request, so that it does not occupy a slot here.
-    async fn acquire_lock(&self, request: &ParsedRequest) -> Result<RequestLock, ReleaseReason> {
+    async fn acquire_lock(
+        &self,
+        request: &ParsedRequest,
+    ) -> Result<RequestLock, RequestReleaseReason> {
         let until = Instant::now() + LOCK_WAIT_MAX;
         let mut attempts = 0;
         loop {
@@ -184,7 +190,7 @@ impl RequestExecutor {
                 Ok(LockAttempt::Acquired(lock)) => return Ok(lock),
                 // On a local bus there is no other process to release it to.
                 Ok(LockAttempt::Held(_)) if request.is_stored && Instant::now() >= until => {
-                    return Err(ReleaseReason::Held);
+                    return Err(RequestReleaseReason::Held);
                 }
                 Ok(LockAttempt::Held(remaining)) => remaining.clamp(LOCK_WAIT_MIN, LOCK_WAIT_MAX),
                 Err(error) => {
@@ -194,7 +200,7 @@ impl RequestExecutor {
                 }
             };
             if attempts > RETRIES_MAX {
-                return Err(ReleaseReason::Unavailable);
+                return Err(RequestReleaseReason::Unavailable);
             }
             self.sleep_unless_stopping(wait).await?;
         }
@@ -205,7 +211,7 @@ impl RequestExecutor {
         &self,
         request: &ParsedRequest,
         lock: &RequestLock,
-    ) -> Result<Execution, ReleaseReason> {
+    ) -> Result<Execution, RequestReleaseReason> {
         match self.find_reply(request).await? {
             ReplyLookup::None => {}
             ReplyLookup::Reply => return Ok(Execution::AlreadyReplied),
@@ -241,7 +247,10 @@ impl RequestExecutor {
     }
 
     /// Looks for a reply. If another requester has one, copies it to this requester.
-    async fn find_reply(&self, request: &ParsedRequest) -> Result<ReplyLookup, ReleaseReason> {
+    async fn find_reply(
+        &self,
+        request: &ParsedRequest,
+    ) -> Result<ReplyLookup, RequestReleaseReason> {
         let ParsedRequest { requester, id: request_id, .. } = request;
         let found =
             self.with_limited_retries(|| self.reply_store.find(requester, request_id)).await?;
@@ -282,7 +291,7 @@ impl RequestExecutor {
     }
 
     /// The limits of the run, or why the request must not run.
-    async fn admit(&self, request: &ParsedRequest) -> Result<Admission, ReleaseReason> {
+    async fn admit(&self, request: &ParsedRequest) -> Result<Admission, RequestReleaseReason> {
         let crashes_max = u64::from(self.config.max_crashes);
         if request.deliveries > crashes_max {
             let problem = format!("{crashes_max} worker processes crashed while executing it");
@@ -313,7 +322,7 @@ impl RequestExecutor {
     async fn open_session(
         &self,
         request: &ParsedRequest,
-    ) -> Result<Result<Session, String>, ReleaseReason> {
+    ) -> Result<Result<Session, String>, RequestReleaseReason> {
         let mut attempts = 0;
         loop {
             match self.sessions.ensure(&request.session).await {
@@ -323,7 +332,9 @@ impl RequestExecutor {
                     warn!(%error, "session of a request cannot be opened; retrying");
                     self.sleep_unless_stopping(RETRY.delay(attempts, random_unit())).await?;
                 }
-                Err(error) if error.is_transient() => return Err(ReleaseReason::Unavailable),
+                Err(error) if error.is_transient() => {
+                    return Err(RequestReleaseReason::Unavailable);
+                }
                 Err(error) => return Ok(Err(error.to_string())),
             }
         }
@@ -338,14 +349,14 @@ impl RequestExecutor {
         meter: &Meter,
         limits: RunLimits,
         lock: &RequestLock,
-    ) -> Result<RequestOutcome, ReleaseReason> {
+    ) -> Result<RequestOutcome, RequestReleaseReason> {
         let lost = session.lock_losses();
         if lost >= u64::from(self.config.max_crashes) {
             let problem = format!("{lost} workers lost the lock while executing it");
             return Ok(RequestOutcome::Failed(RequestFailure::Crashed, problem));
         }
         let ended = self.run_attempts(request, session, meter, limits, lock).await;
-        if let Err(ReleaseReason::LockLost) = &ended
+        if let Err(RequestReleaseReason::LockLost) = &ended
             && let Err(error) = self.sessions.record_lock_loss(&request.session).await
         {
             warn!(%error, "loss of a request lock could not be recorded");
@@ -361,7 +372,7 @@ impl RequestExecutor {
         meter: &Meter,
         RunLimits { deadline, ends_at }: RunLimits,
         lock: &RequestLock,
-    ) -> Result<RequestOutcome, ReleaseReason> {
+    ) -> Result<RequestOutcome, RequestReleaseReason> {
         let (request_id, resources) = (request.id.clone(), request.resources.clone());
         let mut context = RequestContext {
             request_id,
@@ -376,8 +387,8 @@ impl RequestExecutor {
                 // In this order: a run that must end is not polled again.
                 biased;
                 () = lock.cancelled() => return Ok(cancelled_outcome()),
-                () = lock.lost() => return Err(ReleaseReason::LockLost),
-                () = self.drain_elapsed() => return Err(ReleaseReason::Stopping),
+                () = lock.lost() => return Err(RequestReleaseReason::LockLost),
+                () = self.drain_elapsed() => return Err(RequestReleaseReason::Stopping),
                 over = meter.exceeded() => {
                     return Ok(RequestOutcome::Failed(RequestFailure::OverBudget, over.to_string()));
                 }
@@ -407,8 +418,8 @@ impl RequestExecutor {
             tokio::select! {
                 biased;
                 () = lock.cancelled() => return Ok(cancelled_outcome()),
-                () = lock.lost() => return Err(ReleaseReason::LockLost),
-                _ = self.stop_requested() => return Err(ReleaseReason::Stopping),
+                () = lock.lost() => return Err(RequestReleaseReason::LockLost),
+                _ = self.stop_requested() => return Err(RequestReleaseReason::Stopping),
                 () = sleep_until(ends_at) => {
                     return Ok(RequestOutcome::Failed(RequestFailure::DeadlinePassed, deadline_message(deadline)));
                 }
@@ -424,10 +435,10 @@ impl RequestExecutor {
         ending: RequestOutcome,
         meter: &Meter,
         has_session: bool,
-    ) -> Result<Reply, ReleaseReason> {
+    ) -> Result<Reply, RequestReleaseReason> {
         let at = match timeout(CLOCK_TIMEOUT, self.now()).await {
             // A result must not be delayed or lost because the backend's time is unavailable.
-            Err(_) | Ok(Err(ReleaseReason::Unavailable)) => SystemClock.now(),
+            Err(_) | Ok(Err(RequestReleaseReason::Unavailable)) => SystemClock.now(),
             Ok(now) => now?,
         };
         let at = at.to_rfc3339();
@@ -468,7 +479,7 @@ impl RequestExecutor {
         &self,
         request: &ParsedRequest,
         reply: Reply,
-    ) -> Result<Execution, ReleaseReason> {
+    ) -> Result<Execution, RequestReleaseReason> {
         let ParsedRequest { requester, id: request_id, .. } = request;
         // Retried for a long time, so that a short outage does not cause the request to be executed again.
         let store = || self.reply_store.store(requester, request_id, &reply);
@@ -488,17 +499,17 @@ impl RequestExecutor {
         Ok(Execution::Replied(stored))
     }
 
-    async fn now(&self) -> Result<Timestamp, ReleaseReason> {
+    async fn now(&self) -> Result<Timestamp, RequestReleaseReason> {
         let backend = &self.reply_store.storage.backend;
         let now = self.with_limited_retries(|| async { Ok(backend.now().await?) }).await?;
-        now.map_err(|_| ReleaseReason::Unavailable)
+        now.map_err(|_| RequestReleaseReason::Unavailable)
     }
 
     /// Calls the backend, with a few retries on transient errors.
     async fn with_limited_retries<T, F>(
         &self,
         call: impl Fn() -> F,
-    ) -> Result<Result<T, BusError>, ReleaseReason>
+    ) -> Result<Result<T, BusError>, RequestReleaseReason>
     where
         F: Future<Output = Result<T, BusError>>,
     {
@@ -509,7 +520,7 @@ impl RequestExecutor {
     async fn with_long_retries<T, F>(
         &self,
         call: impl Fn() -> F,
-    ) -> Result<Result<T, BusError>, ReleaseReason>
+    ) -> Result<Result<T, BusError>, RequestReleaseReason>
     where
         F: Future<Output = Result<T, BusError>>,
     {
@@ -521,7 +532,7 @@ impl RequestExecutor {
         &self,
         may_retry: impl Fn(u32) -> bool,
         call: impl Fn() -> F,
-    ) -> Result<Result<T, BusError>, ReleaseReason>
+    ) -> Result<Result<T, BusError>, RequestReleaseReason>
     where
         F: Future<Output = Result<T, BusError>>,
     {
@@ -531,7 +542,7 @@ impl RequestExecutor {
                 Err(error) if error.is_transient() => {
                     attempts += 1;
                     if !may_retry(attempts) {
-                        return Err(ReleaseReason::Unavailable);
+                        return Err(RequestReleaseReason::Unavailable);
                     }
                     warn!(%error, attempts, "backend unavailable for the main loop; retrying");
                 }
@@ -540,21 +551,21 @@ impl RequestExecutor {
             // A finished run still stores its reply during the drain period.
             tokio::select! {
                 () = sleep(RETRY.delay(attempts, random_unit())) => {}
-                () = self.drain_elapsed() => return Err(ReleaseReason::Stopping),
+                () = self.drain_elapsed() => return Err(RequestReleaseReason::Stopping),
             }
         }
     }
 
-    async fn sleep_unless_stopping(&self, wait: Duration) -> Result<(), ReleaseReason> {
+    async fn sleep_unless_stopping(&self, wait: Duration) -> Result<(), RequestReleaseReason> {
         tokio::select! {
             () = sleep(wait) => Ok(()),
-            _ = self.stop_requested() => Err(ReleaseReason::Stopping),
+            _ = self.stop_requested() => Err(RequestReleaseReason::Stopping),
         }
     }
 
-    fn check_stopping(&self) -> Result<(), ReleaseReason> {
+    fn check_stopping(&self) -> Result<(), RequestReleaseReason> {
         match *self.stopping.borrow() {
-            Some(_) => Err(ReleaseReason::Stopping),
+            Some(_) => Err(RequestReleaseReason::Stopping),
             None => Ok(()),
         }
     }

@@ -85,7 +85,7 @@ pub(crate) enum SessionEnd {
 pub(crate) struct ConsumerSession {
     topic: String,
     group: String,
-    in_flight: Mutex<InFlightDeliveries>,
+    in_flight: Mutex<SessionDeliveries>,
     last_seen: Mutex<Instant>,
     /// The client wants to leave.
     leave_requested: ShutdownSignal,
@@ -97,13 +97,13 @@ pub(crate) struct ConsumerSession {
 
 /// Deliveries in flight.
 #[derive(Default)]
-struct InFlightDeliveries {
+struct SessionDeliveries {
     last: u64,
     is_closed: bool,
-    waiting: HashMap<u64, PendingDelivery>,
+    waiting: HashMap<u64, UnsettledDelivery>,
 }
 
-struct PendingDelivery {
+struct UnsettledDelivery {
     outcome: oneshot::Sender<Outcome>,
     /// Whether the client may have received it.
     is_sent: bool,
@@ -135,7 +135,7 @@ impl ConsumerSession {
         }
         in_flight.last += 1;
         let (delivery, (outcome, receiver)) = (in_flight.last, oneshot::channel());
-        in_flight.waiting.insert(delivery, PendingDelivery { outcome, is_sent: false });
+        in_flight.waiting.insert(delivery, UnsettledDelivery { outcome, is_sent: false });
         Some((delivery, receiver))
     }
 
@@ -189,7 +189,7 @@ impl ConsumerSession {
             in_flight.is_closed = true;
             std::mem::take(&mut in_flight.waiting)
         };
-        for (_, PendingDelivery { outcome, is_sent }) in waiting {
+        for (_, UnsettledDelivery { outcome, is_sent }) in waiting {
             let _ = outcome.send(match end {
                 SessionEnd::Lost if is_sent => {
                     Outcome::retry("consumer disconnected before settling the message")

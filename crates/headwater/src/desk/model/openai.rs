@@ -268,7 +268,7 @@ async fn response_stream(
         accumulator.add_event(&body)?;
         return Ok(ResponseStream::ready(accumulator.finish()?));
     }
-    let state = StreamState {
+    let state = ResponseStreamState {
         body: response.bytes_stream().boxed(),
         reader: Some(SseReader::default()),
         accumulator: Accumulator::default(),
@@ -277,11 +277,11 @@ async fn response_stream(
         deadline,
         idle,
     };
-    Ok(ResponseStream::new(stream::try_unfold(state, StreamState::next)))
+    Ok(ResponseStream::new(stream::try_unfold(state, ResponseStreamState::next)))
 }
 
 /// State of a response that is being read.
-struct StreamState {
+struct ResponseStreamState {
     body: BoxStream<'static, reqwest::Result<Bytes>>,
     /// `None` at the end of the response.
     reader: Option<SseReader>,
@@ -292,7 +292,7 @@ struct StreamState {
     idle: Duration,
 }
 
-impl StreamState {
+impl ResponseStreamState {
     async fn next(mut self) -> Result<Option<(ResponseChunk, Self)>, ModelError> {
         loop {
             if let Some(chunk) = self.ready.pop_front() {
