@@ -36,9 +36,6 @@ mod session;
 
 mod main_loop;
 
-#[cfg(feature = "conformance")]
-pub mod conformance;
-
 pub use breaker::{Breaker, BreakerConfig, BreakerPermit, BreakerState};
 pub use builtin_events::{
     Budget, MainLoopCompleted, MainLoopFailed, MainLoopRequest, PromptExecuted, PromptRendered,

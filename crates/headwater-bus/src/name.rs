@@ -107,7 +107,7 @@ impl EventId {
 
 /// The number of a subscription, unique within its bus.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct SubscriptionId(pub(crate) u64);
+pub struct SubscriptionId(pub u64);
 
 impl fmt::Display for SubscriptionId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -1,9 +1,8 @@
 //! The conformance suite on every bus.
-#![cfg(feature = "conformance")]
 #![allow(clippy::unwrap_used, reason = "a test that meets an error has failed")]
 
-use headwater_bus::conformance::{BusTestEnv, registry};
-use headwater_bus::{LocalBus, Namespace, StreamedBus, StreamedBusConfig, bus_suite};
+use headwater_bus::{LocalBus, Namespace, StreamedBus, StreamedBusConfig};
+use headwater_conformance::bus::{BusTestEnv, registry};
 use headwater_stream::{Options, connect};
 use headwater_testkit::{Cluster, Redis, unique};
 
@@ -21,7 +20,7 @@ mod local {
         BusTestEnv::new(LocalBus::new(registry()))
     }
 
-    bus_suite!(setup());
+    headwater_conformance::bus_suite!(setup());
 }
 
 mod embedded {
@@ -31,7 +30,7 @@ mod embedded {
         open("embedded:memory").await
     }
 
-    bus_suite!(setup());
+    headwater_conformance::bus_suite!(setup());
 }
 
 mod redis {
@@ -42,7 +41,7 @@ mod redis {
         open(&redis.url()).await.keep(redis)
     }
 
-    bus_suite!(setup());
+    headwater_conformance::bus_suite!(setup());
 }
 
 mod redis_cluster {
@@ -53,5 +52,5 @@ mod redis_cluster {
         open(&cluster.url()).await.keep(cluster)
     }
 
-    bus_suite!(setup());
+    headwater_conformance::bus_suite!(setup());
 }

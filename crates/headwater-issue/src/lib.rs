@@ -69,9 +69,6 @@ mod sweeper;
 mod consistency_check;
 mod explain;
 
-#[cfg(feature = "conformance")]
-pub mod conformance;
-
 pub use admin::{
     AdminStore, Backlog, ConsistencyReport, DeadOutboxRow, Discrepancy, EventLogFilter,
     IntegrationInfo, IssueDeadLetter, IssueFacts, IssueFilter, IssueRetried, QuarantineCleared,

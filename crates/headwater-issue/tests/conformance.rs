@@ -1,12 +1,12 @@
 //! The conformance suite for every store.
-#![cfg(all(feature = "conformance", any(feature = "sqlite", feature = "postgres")))]
+#![cfg(any(feature = "sqlite", feature = "postgres"))]
 
 use std::sync::Arc;
 
-use headwater_issue::conformance::{StoreTestEnv, StoreTestResult};
-use headwater_issue::{Store, StoreOptions, connect, store_conformance_suite};
+use headwater_conformance::issue::{StoreTestEnv, TestResult};
+use headwater_issue::{Store, StoreOptions, connect};
 
-async fn open(url: &str, options: &StoreOptions) -> StoreTestResult<Arc<dyn Store>> {
+async fn open(url: &str, options: &StoreOptions) -> TestResult<Arc<dyn Store>> {
     Ok(connect(url, options).await?)
 }
 
@@ -16,7 +16,7 @@ mod sqlite_memory {
 
     use super::*;
 
-    async fn setup() -> StoreTestResult<StoreTestEnv> {
+    async fn setup() -> TestResult<StoreTestEnv> {
         let clock = TestClock::default();
         let options = StoreOptions { clock: Arc::new(clock.clone()), ..StoreOptions::default() };
         let store = open("sqlite::memory:", &options).await?;
@@ -27,7 +27,7 @@ mod sqlite_memory {
         .await
     }
 
-    store_conformance_suite!(setup());
+    headwater_conformance::store_suite!(setup());
 }
 
 #[cfg(feature = "sqlite")]
@@ -36,7 +36,7 @@ mod sqlite_file {
 
     use super::*;
 
-    async fn setup() -> StoreTestResult<StoreTestEnv> {
+    async fn setup() -> TestResult<StoreTestEnv> {
         let clock = TestClock::default();
         let options = StoreOptions { clock: Arc::new(clock.clone()), ..StoreOptions::default() };
         let directory = tempfile::tempdir()?;
@@ -49,7 +49,7 @@ mod sqlite_file {
         Ok(env.await?.keep(directory))
     }
 
-    store_conformance_suite!(setup());
+    headwater_conformance::store_suite!(setup());
 }
 
 #[cfg(feature = "postgres")]
@@ -62,12 +62,12 @@ mod postgres {
     use super::*;
 
     /// Converts an error of the testkit.
-    fn testkit<T>(result: anyhow::Result<T>) -> StoreTestResult<T> {
+    fn testkit<T>(result: anyhow::Result<T>) -> TestResult<T> {
         Ok(result.map_err(|error| std::io::Error::other(format!("{error:#}")))?)
     }
 
     /// The server's clock cannot be moved, so all stored times are moved into the past instead.
-    async fn advance(pool: PgPool, duration: Duration) -> StoreTestResult {
+    async fn advance(pool: PgPool, duration: Duration) -> TestResult {
         let ms = i64::try_from(duration.as_millis())?;
         let statements = [
             "UPDATE issues SET claim_expires_at = claim_expires_at - headwater_interval($1),
@@ -88,7 +88,7 @@ mod postgres {
         Ok(())
     }
 
-    async fn setup() -> StoreTestResult<StoreTestEnv> {
+    async fn setup() -> TestResult<StoreTestEnv> {
         let database = testkit(testkit(Postgres::shared())?.database())?;
         let options = StoreOptions {
             call_deadline: Duration::from_secs(60),
@@ -102,5 +102,5 @@ mod postgres {
         Ok(env.await?.keep(database))
     }
 
-    store_conformance_suite!(setup());
+    headwater_conformance::store_suite!(setup());
 }

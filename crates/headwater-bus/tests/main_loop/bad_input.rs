@@ -2,13 +2,13 @@
 
 use std::time::Duration;
 
-use headwater_bus::conformance::HandlerLog;
 use headwater_bus::limits::PAYLOAD_BYTES_MAX;
 use headwater_bus::{
     BusError, Event, EventBusExt, MainLoopClient, MainLoopClientConfig, MainLoopConfig,
     MainLoopError, MainLoopFailed, MainLoopRequest, MainLoopWorker, ReceivedEvent, ReplyConfig,
     RequestFailure, RequestId, Requester, Submission, SubscribeOptions,
 };
+use headwater_conformance::bus::HandlerLog;
 use headwater_stream::{EntryId, Fields, MapName, RegistryMap, Retention, SetName};
 use serde_json::{Value, json};
 

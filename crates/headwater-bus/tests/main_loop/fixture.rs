@@ -4,7 +4,6 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use headwater_bus::conformance::{HandlerLog, Noted};
 use headwater_bus::{
     Backoff, Budget, BusError, BusHealth, EventBus, EventRegistry, ExecuteError, Folds, Handlers,
     LocalBus, MainLoop, MainLoopClient, MainLoopClientConfig, MainLoopConfig, MainLoopWorker,
@@ -12,6 +11,7 @@ use headwater_bus::{
     SessionBackend, Sessions, SessionsConfig, StreamedBus, StreamedBusConfig, Submission,
     SubscribeOptions, SubscriptionId,
 };
+use headwater_conformance::bus::{HandlerLog, Noted};
 use headwater_stream::{Backend, Entry, LeaseRenewerConfig, Options, Range, StreamName, connect};
 use serde::{Deserialize, Serialize};
 use tokio::sync::{Notify, Semaphore};

@@ -2,11 +2,11 @@
 
 use std::collections::BTreeSet;
 
-use headwater_bus::conformance::HandlerLog;
 use headwater_bus::{
     Event, EventBusExt, MainLoopCompleted, MainLoopRequest, ReceivedEvent, RequestFailure,
     RequestId, Submission, SubscribeOptions,
 };
+use headwater_conformance::bus::HandlerLog;
 use serde_json::{Value, json};
 
 use crate::fixture::{Ask, Fixture, Loop, begun, fast_config};

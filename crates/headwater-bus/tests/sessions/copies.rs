@@ -2,11 +2,11 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use headwater_bus::conformance::Noted;
 use headwater_bus::{
     BusError, Import, MissingReason, ReplayUntil, Session, SessionError, SessionId, SessionStage,
     Sessions, SessionsConfig,
 };
+use headwater_conformance::bus::Noted;
 use headwater_stream::clock::Timestamp;
 use headwater_stream::{EntryId, Fields, MapName, RegistryMap, Retention};
 

@@ -10,10 +10,10 @@ use std::sync::Arc;
 use std::task::Poll;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use headwater_bus::conformance::registry;
 use headwater_bus::{
     ReplayUntil, SessionError, SessionId, SessionStage, Sessions, StreamedBus, StreamedBusConfig,
 };
+use headwater_conformance::bus::registry;
 use headwater_stream::{Backend, EntryId, Options, connect};
 use headwater_testkit::{Child, Cluster, Redis};
 

@@ -1,10 +1,10 @@
 //! Stored and confirmed events that the backend lost are reported to open and recovered sessions.
 
-use headwater_bus::conformance::Noted;
 use headwater_bus::{
     EventBusExt, MissingEntries, MissingReason, ReplayUntil, Session, SessionError, SessionId,
     StoreOutcome,
 };
+use headwater_conformance::bus::Noted;
 use headwater_stream::clock::Timestamp;
 use headwater_stream::{EntryId, MapName, Retention, StreamName, TrimGuard};
 

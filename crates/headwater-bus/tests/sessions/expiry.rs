@@ -4,11 +4,11 @@ use std::pin::Pin;
 use std::task::Poll;
 use std::time::Duration;
 
-use headwater_bus::conformance::{HandlerLog, Noted};
 use headwater_bus::{
     EventBus, EventBusExt, ReceivedEvent, SessionError, SessionId, SessionStage, Sessions,
     SessionsConfig, SubscribeOptions,
 };
+use headwater_conformance::bus::{HandlerLog, Noted};
 use headwater_stream::{EntryId, Retention};
 
 use crate::fixture::{Fixture, Sum, by_hand, folds, noted, publish, sum};
@@ -174,7 +174,7 @@ async fn retention_never_removes_entries_that_no_snapshot_includes(fixture: Fixt
         session_retention: Retention::max_len(5),
         ..Default::default()
     };
-    let registry = headwater_bus::conformance::registry();
+    let registry = headwater_conformance::bus::registry();
     let bus = headwater_bus::StreamedBus::open(fixture.backend().await, registry, config);
     let bus = std::sync::Arc::new(bus.await.unwrap());
     let sessions = Sessions::new(bus, folds(), by_hand()).await.unwrap();

@@ -3,11 +3,11 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use headwater_bus::conformance::{Noted, registry};
 use headwater_bus::{
     EventBus, EventRegistry, Export, Fold, Folds, LocalBus, Session, SessionEvent, SessionId,
     Sessions, SessionsConfig, StreamedBus, StreamedBusConfig,
 };
+use headwater_conformance::bus::{Noted, registry};
 use headwater_stream::{Backend, Entry, EntryId, Fields, Options, Retention, StreamName, connect};
 use serde::{Deserialize, Serialize};
 use tempfile::TempDir;

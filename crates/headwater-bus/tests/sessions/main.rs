@@ -1,5 +1,5 @@
 //! Sessions: recovery, snapshots, compaction, forks, exports; on every bus.
-#![cfg(all(feature = "conformance", feature = "redis"))]
+#![cfg(feature = "redis")]
 #![allow(clippy::unwrap_used, reason = "a test that meets an error has failed")]
 
 #[path = "../backends/mod.rs"]

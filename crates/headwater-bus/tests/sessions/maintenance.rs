@@ -2,8 +2,9 @@
 
 use std::time::Duration;
 
-use headwater_bus::{EventBus, EventBusExt, Sessions, conformance::Noted};
+use headwater_bus::{EventBus, EventBusExt, Sessions};
 use headwater_bus::{SessionError, SessionId, SessionStage, SessionsConfig, SubscribeOptions};
+use headwater_conformance::bus::Noted;
 use headwater_stream::{EntryId, Fields, GroupStart, MapName, Retention, StreamName};
 use tokio::sync::oneshot;
 

@@ -6,8 +6,8 @@ mod shared;
 use std::sync::Arc;
 use std::time::Duration;
 
-use headwater_bus::conformance::registry;
 use headwater_bus::{BreakerConfig, FailurePolicy, Sessions, StreamedBus, StreamedBusConfig};
+use headwater_conformance::bus::registry;
 use headwater_stream::{Options, StreamName};
 use headwater_testkit::Redis;
 

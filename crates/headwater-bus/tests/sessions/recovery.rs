@@ -1,11 +1,11 @@
 //! Creating, publishing to and recovering sessions; missing events are reported.
 
-use headwater_bus::conformance::{Announced, Noted, registry};
 use headwater_bus::{
     BusError, Event, EventBusExt, EventId, EventRegistry, Fold, Folds, MissingReason,
     OutgoingEvent, ReplayUntil, Scope, SessionError, SessionEvent, SessionId, SessionStage,
     Sessions, StoreOutcome,
 };
+use headwater_conformance::bus::{Announced, Noted, registry};
 use headwater_stream::clock::Timestamp;
 use headwater_stream::{EntryId, MapName, RegistryMap, Retention, TrimGuard};
 use schemars::JsonSchema;

@@ -2,11 +2,11 @@
 
 use std::sync::Arc;
 
-use headwater_bus::conformance::{HandlerLog, Noted, registry};
 use headwater_bus::{
     Event, EventBus, EventBusExt, Fold, Folds, MissingReason, ReceivedEvent, Scope, SessionError,
     SessionEvent, Sessions, SessionsConfig, SubscribeOptions, UnreadableEntries,
 };
+use headwater_conformance::bus::{HandlerLog, Noted, registry};
 use headwater_stream::{EntryId, MapName, RegistryMap};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};

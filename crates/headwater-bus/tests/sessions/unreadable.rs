@@ -1,11 +1,11 @@
 //! Undecodable entries, some of which can be decoded later.
 
-use headwater_bus::conformance::{Noted, registry};
 use headwater_bus::limits::UNREADABLE_MAX;
 use headwater_bus::{
     Event, EventBusExt, Fold, Folds, ReplayUntil, Scope, SessionError, SessionEvent, Sessions,
     UnreadableEntries,
 };
+use headwater_conformance::bus::{Noted, registry};
 use headwater_stream::{EntryId, Fields, MapName, RegistryMap, Retention, StreamName};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};

@@ -6,11 +6,11 @@
 
 use std::time::Duration;
 
-use headwater_bus::conformance::{HandlerLog, Noted, registry};
 use headwater_bus::{
     BusError, EventBus, EventBusExt, FailurePolicy, SessionId, SpoolConfig, StoreOutcome,
     StreamedBus, StreamedBusConfig, SubscribeOptions,
 };
+use headwater_conformance::bus::{HandlerLog, Noted, registry};
 
 use crate::backends::{quick_lease, quick_queue};
 use crate::fixture::{

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use headwater_bus::conformance::registry;
 use headwater_bus::{BreakerState, BusError, EventBus, EventBusExt, StoreOutcome, StreamedBus};
+use headwater_conformance::bus::registry;
 use headwater_stream::{Options, connect};
 use tokio::task::JoinSet;
 

@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use headwater_bus::conformance::{HandlerLog, Noted, registry};
 use headwater_bus::{EventBus, EventBusExt, ReceivedEvent, StreamedBusConfig, SubscribeOptions};
+use headwater_conformance::bus::{HandlerLog, Noted, registry};
 use tokio::time::Instant;
 
 use crate::fixture::Fixture;

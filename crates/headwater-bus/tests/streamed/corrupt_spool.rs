@@ -3,11 +3,11 @@
 use std::fs;
 use std::path::Path;
 
-use headwater_bus::conformance::registry;
 use headwater_bus::{
     BusError, EventBus, EventBusExt, FailurePolicy, Namespace, SpoolConfig, SpoolError,
     StoreOutcome, StreamedBus, StreamedBusConfig,
 };
+use headwater_conformance::bus::registry;
 
 use crate::fixture::{Fixture, numbers, stored, watch};
 use crate::outage_fixture::{LIMIT, OutageFixture, publish_until_stored};

@@ -4,11 +4,11 @@ use std::env;
 use std::path::Path;
 use std::time::Duration;
 
-use headwater_bus::conformance::{HandlerLog, Noted, registry};
 use headwater_bus::{
     EventBus, EventBusExt, FailurePolicy, Namespace, ReceivedEvent, SessionId, SpoolConfig,
     StoreOutcome, StreamedBus, StreamedBusConfig, SubscribeOptions,
 };
+use headwater_conformance::bus::{HandlerLog, Noted, registry};
 use headwater_testkit::Child;
 
 use crate::backends::{quick_lease, quick_queue};

@@ -3,11 +3,11 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use headwater_bus::conformance::{HandlerLog, Noted, registry};
 use headwater_bus::{
     BreakerConfig, Envelope, EventBusExt, EventRegistry, Namespace, ReceivedEvent, SessionId,
     StreamedBus, StreamedBusConfig, SubscribeOptions,
 };
+use headwater_conformance::bus::{HandlerLog, Noted, registry};
 use headwater_stream::{Backend, Entry, EntryId, Fields, Options, Retention, StreamName, connect};
 
 pub(crate) use crate::backends::entries;

@@ -5,10 +5,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::Poll;
 use std::time::Duration;
 
-use headwater_bus::conformance::{HandlerLog, Noted, registry};
 use headwater_bus::{
     Backoff, EventBus, EventBusExt, ReceivedEvent, RetryPolicy, StreamedBusConfig, SubscribeOptions,
 };
+use headwater_conformance::bus::{HandlerLog, Noted, registry};
 use headwater_stream::{ConsumerName, GroupName, GroupStart, StreamName};
 
 use crate::backends::{quick_lease, quick_queue};

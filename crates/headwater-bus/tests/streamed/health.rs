@@ -2,11 +2,11 @@
 
 use std::sync::Arc;
 
-use headwater_bus::conformance::{Announced, HandlerLog, Noted, registry};
 use headwater_bus::{
     EventBus, EventBusExt, GroupHealth, ReceivedEvent, StreamHealth, StreamedBusConfig,
     SubscribeOptions,
 };
+use headwater_conformance::bus::{Announced, HandlerLog, Noted, registry};
 use headwater_stream::clock::{TestClock, Timestamp};
 use tokio::sync::Semaphore;
 

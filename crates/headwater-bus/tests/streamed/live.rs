@@ -3,10 +3,10 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use headwater_bus::conformance::{HandlerLog, Noted};
 use headwater_bus::{
     EventBus, EventBusExt, ReceivedEvent, SessionId, StreamedBus, SubscribeOptions,
 };
+use headwater_conformance::bus::{HandlerLog, Noted};
 use headwater_stream::{Retention, TrimGuard};
 use tokio::sync::Semaphore;
 

@@ -2,11 +2,11 @@
 
 use std::time::Duration;
 
-use headwater_bus::conformance::{HandlerLog, Noted, registry};
 use headwater_bus::{
     BusError, EventBus, EventBusExt, EventId, FailurePolicy, OutgoingEvent, SpoolConfig,
     StoreOutcome, StreamedBus, StreamedBusConfig,
 };
+use headwater_conformance::bus::{HandlerLog, Noted, registry};
 use headwater_testkit::{Persistence, Proxy, Redis};
 
 use crate::fixture::{Fixture, numbers, stored, watch};

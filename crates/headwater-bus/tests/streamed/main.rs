@@ -1,5 +1,5 @@
 //! The bus on streams: several processes, outages, spools.
-#![cfg(all(feature = "conformance", feature = "redis"))]
+#![cfg(feature = "redis")]
 #![allow(clippy::unwrap_used, reason = "a test that meets an error has failed")]
 
 #[path = "../backends/mod.rs"]

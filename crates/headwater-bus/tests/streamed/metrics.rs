@@ -3,11 +3,11 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use headwater_bus::conformance::{Announced, HandlerLog, Noted, registry};
 use headwater_bus::{
     EventBus, EventBusExt, EventId, FailurePolicy, Folds, OutgoingEvent, ReceivedEvent,
     ReplayUntil, SessionId, Sessions, SessionsConfig, StreamedBusConfig, SubscribeOptions,
 };
+use headwater_conformance::bus::{Announced, HandlerLog, Noted, registry};
 
 use crate::backends::telemetry::Counts;
 use crate::fixture::{Fixture, noted, watch};

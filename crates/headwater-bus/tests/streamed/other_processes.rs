@@ -2,10 +2,10 @@
 
 use std::sync::Arc;
 
-use headwater_bus::conformance::{Announced, HandlerLog, Noted};
 use headwater_bus::{
     EventBus, EventBusExt, EventId, OutgoingEvent, ReceivedEvent, StoreOutcome, SubscribeOptions,
 };
+use headwater_conformance::bus::{Announced, HandlerLog, Noted};
 use tokio::sync::Semaphore;
 
 use crate::fixture::{Fixture, entries, numbers, stored, watch, writes};

@@ -1,10 +1,10 @@
 //! Undecodable entries.
 
-use headwater_bus::conformance::{HandlerLog, Noted, registry};
 use headwater_bus::{
     Event, EventBus, EventBusExt, ParkedEntry, ReceivedEvent, RetryParkedOutcome, Scope,
     SubscribeOptions,
 };
+use headwater_conformance::bus::{HandlerLog, Noted, registry};
 use headwater_stream::EntryId;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};

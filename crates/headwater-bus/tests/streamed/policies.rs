@@ -3,11 +3,11 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use headwater_bus::conformance::{Noted, registry};
 use headwater_bus::{
     BreakerConfig, BreakerState, BusError, EventBus, EventBusExt, FailurePolicy, ReceivedEvent,
     StoreOutcome, StreamedBusConfig, SubscribeOptions,
 };
+use headwater_conformance::bus::{Noted, registry};
 use tokio::sync::Notify;
 
 use crate::fixture::{Fixture, noted, numbers, stored, watch};

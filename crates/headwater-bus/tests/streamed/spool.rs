@@ -4,11 +4,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use headwater_bus::conformance::{Noted, registry};
 use headwater_bus::{
     EventBus, EventBusExt, FailurePolicy, SessionId, SpoolConfig, StoreOutcome, StreamedBus,
     StreamedBusConfig,
 };
+use headwater_conformance::bus::{Noted, registry};
 use headwater_testkit::{Persistence, Proxy, Redis};
 use tempfile::TempDir;
 

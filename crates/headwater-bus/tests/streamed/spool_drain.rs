@@ -1,7 +1,7 @@
 //! Draining a spool while one node of a cluster is unavailable.
 
-use headwater_bus::conformance::registry;
 use headwater_bus::{EventBus, EventBusExt, StoreOutcome};
+use headwater_conformance::bus::registry;
 
 use crate::fixture::{noted, numbers, stored, watch};
 use crate::outage_fixture::{LIMIT, OutageFixture, until};

@@ -2,11 +2,11 @@
 
 use std::sync::Arc;
 
-use headwater_bus::conformance::{Announced, HandlerLog, Noted};
 use headwater_bus::{
     EventBus, EventBusExt, OutgoingEvent, ReceivedEvent, StreamedBus, SubscribeOptions,
     TraceContext, current_trace,
 };
+use headwater_conformance::bus::{Announced, HandlerLog, Noted};
 
 use crate::backends::telemetry::{Span, Spans};
 use crate::fixture::{Fixture, entries};

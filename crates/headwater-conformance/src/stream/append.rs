@@ -12,8 +12,8 @@ use headwater_stream::{
 };
 
 use super::env::StreamTestEnv;
-use super::failure::TestResult;
 use super::steps::{contents, fields_in, numbered, numbers};
+use crate::failure::TestResult;
 
 const KEEP: &Retention = &Retention::KEEP_ALL;
 

@@ -12,8 +12,8 @@ use headwater_stream::{
 };
 
 use super::env::StreamTestEnv;
-use super::failure::TestResult;
 use super::steps::{HOUR, contents, fields_in, ms, numbered, numbers, sleep_ms};
+use crate::failure::TestResult;
 
 const KEEP: &Retention = &Retention::KEEP_ALL;
 /// TTL for bulk ids: a server full of expired keys reports other expirations late.

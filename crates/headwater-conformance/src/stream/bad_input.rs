@@ -13,8 +13,8 @@ use headwater_stream::{
 };
 
 use super::env::{StreamTestEnv, consumer, holder};
-use super::failure::TestResult;
 use super::steps::{HOUR, numbered, numbers};
+use crate::failure::TestResult;
 
 /// Fails unless the call was rejected because of the argument `what`, with `limit` in the reason.
 fn assert_invalid<T: Debug>(call: &str, answer: Result<T>, what: &str, limit: &dyn Display) {

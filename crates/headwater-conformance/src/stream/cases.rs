@@ -3,7 +3,7 @@
 //! `always` marks cases that also hold when a call is retried because its reply was lost. `steady` marks
 //! cases that do not: they check whether this very call made the change, or expect no duplicates.
 
-use super::failure::TestResult;
+use crate::failure::TestResult;
 
 /// A test case.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -6,8 +6,8 @@ use std::time::Duration;
 use headwater_stream::{Range, RegistryMap, Result, Retention, StreamError};
 
 use super::env::{StreamTestEnv, consumer, group, holder};
-use super::failure::TestResult;
 use super::steps::{HOUR, LONG, numbers, sleep_ms, soon};
+use crate::failure::TestResult;
 
 fn assert_unavailable<T: Debug>(call: &str, answer: &Result<T>) {
     let unavailable = matches!(answer, Err(StreamError::Unavailable { .. }));

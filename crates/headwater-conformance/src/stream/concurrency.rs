@@ -9,8 +9,8 @@ use headwater_stream::{
 };
 
 use super::env::{StreamTestEnv, consumer};
-use super::failure::TestResult;
 use super::steps::{contents, done, fields_in, ids_of, ms, numbered, numbers, soon};
+use crate::failure::TestResult;
 
 /// Counts how often each id occurs.
 fn count(all: impl IntoIterator<Item = EntryId>) -> HashMap<EntryId, usize> {

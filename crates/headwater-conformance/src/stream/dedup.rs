@@ -6,8 +6,8 @@ use bytes::Bytes;
 use headwater_stream::DedupStatus::{Done, InProgress, New};
 
 use super::env::StreamTestEnv;
-use super::failure::TestResult;
 use super::steps::{HOUR, ms, sleep_ms};
+use crate::failure::TestResult;
 
 fn value(text: &'static str) -> Bytes {
     Bytes::from_static(text.as_bytes())

@@ -13,10 +13,10 @@ use headwater_stream::{
 use tokio::time::Instant;
 
 use super::env::StreamTestEnv;
-use super::failure::TestResult;
 use super::steps::{
     ALL, HOUR, LONG, TICK, contents, fields_in, ms, numbered, numbers, sleep_ms, soon,
 };
+use crate::failure::TestResult;
 
 const PAST: DueTime = DueTime::At(Timestamp::from_millis(1));
 

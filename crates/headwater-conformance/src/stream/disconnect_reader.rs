@@ -15,8 +15,8 @@ use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 
 use super::env::{StreamTestEnv, consumer, group};
-use super::failure::TestResult;
 use super::steps::{LONG, ids_of, numbers, soon};
+use crate::failure::TestResult;
 
 const ROUNDS: u64 = 20;
 

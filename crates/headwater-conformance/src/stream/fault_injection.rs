@@ -11,8 +11,8 @@ use headwater_stream::{
 };
 
 use super::env::{StreamTestEnv, consumer, holder};
-use super::failure::TestResult;
 use super::steps::{ALL, HOUR, contents, done, fields_in, ids_of, ms, numbered, numbers, sleep_ms};
+use crate::failure::TestResult;
 
 /// Rounds without faults.
 const ROUNDS: u64 = 20;

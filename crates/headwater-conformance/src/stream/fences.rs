@@ -8,8 +8,8 @@ use headwater_stream::{
 };
 
 use super::env::{StreamTestEnv, consumer, holder};
-use super::failure::TestResult;
 use super::steps::{Flow, HOUR, done, fields_in, ids_of, ms, numbered, settled, sleep_ms};
+use crate::failure::TestResult;
 
 /// Acquires the lease of this test for `name`; it must be free.
 async fn hold(env: &StreamTestEnv, name: &str, ttl: Duration) -> TestResult<Fence> {

@@ -5,8 +5,8 @@ use std::collections::BTreeSet;
 use headwater_stream::{EntryId, GroupStart, Retention};
 
 use super::env::{StreamTestEnv, consumer, group};
-use super::failure::TestResult;
 use super::steps::{ALL, ids_of, ms, numbers, read_all, sleep_ms};
+use crate::failure::TestResult;
 
 const KEEP: &Retention = &Retention::KEEP_ALL;
 

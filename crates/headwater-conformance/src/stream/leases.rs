@@ -9,8 +9,8 @@ use headwater_stream::{
 use tokio::time::Instant;
 
 use super::env::{StreamTestEnv, holder};
-use super::failure::TestResult;
 use super::steps::{HOUR, ms, sleep_ms, soon};
+use crate::failure::TestResult;
 
 const MINUTE: Duration = Duration::from_secs(60);
 

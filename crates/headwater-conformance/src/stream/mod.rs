@@ -26,7 +26,6 @@
 
 mod cases;
 mod env;
-mod failure;
 mod retrying;
 mod steps;
 
@@ -53,7 +52,7 @@ pub mod tail;
 pub mod trim;
 pub mod wrong_type;
 
+pub use crate::{TestFailure, TestResult};
 pub use cases::{TEST_CASES, TestCase, run};
 pub use env::StreamTestEnv;
-pub use failure::{TestFailure, TestResult};
 pub use retrying::Retrying;

@@ -4,8 +4,8 @@ use headwater_stream::{EntryId, GroupStart, PendingDelivery, PendingDeliveryQuer
 use tokio::time::Instant;
 
 use super::env::{StreamTestEnv, consumer, group};
-use super::failure::TestResult;
 use super::steps::{ALL, HOUR, TICK, done, ms, sleep_ms};
+use crate::failure::TestResult;
 
 fn ids(pending: &[PendingDelivery]) -> Vec<EntryId> {
     pending.iter().map(|pending| pending.id).collect()

@@ -3,8 +3,8 @@
 use headwater_stream::{Direction, Entry, EntryId, GroupStart, Range, Retention, StreamName};
 
 use super::env::{StreamTestEnv, group};
-use super::failure::TestResult;
 use super::steps::{ALL, contents, ids_of, numbers};
+use crate::failure::TestResult;
 
 const KEEP: &Retention = &Retention::KEEP_ALL;
 

@@ -10,10 +10,10 @@ use headwater_stream::{
 use tokio::time::{Instant, timeout};
 
 use super::env::{StreamTestEnv, consumer, group};
-use super::failure::TestResult;
 use super::steps::{
     CaseRandom, LONG, TICK, ids_of, ms, numbered, numbers, read_all, sleep_ms, soon,
 };
+use crate::failure::TestResult;
 
 const KEEP: &Retention = &Retention::KEEP_ALL;
 

@@ -6,8 +6,8 @@ use headwater_stream::{
 use tokio::time::Instant;
 
 use super::env::{StreamTestEnv, consumer};
-use super::failure::TestResult;
 use super::steps::{ALL, Flow, HOUR, ids_of, ms, numbered, sleep_ms};
+use crate::failure::TestResult;
 
 /// Six entries, pending for ann, bob and cid in turn.
 async fn three_consumers(env: &StreamTestEnv) -> TestResult<(Flow, Vec<EntryId>)> {

@@ -6,8 +6,8 @@ use bytes::Bytes;
 use headwater_stream::RegistryMap;
 
 use super::env::StreamTestEnv;
-use super::failure::TestResult;
 use super::steps::{HOUR, ms, sleep_ms};
+use crate::failure::TestResult;
 
 fn map<const N: usize>(fields: [(&str, &'static str); N]) -> RegistryMap {
     fields.map(|(name, value)| (name.to_owned(), Bytes::from(value))).into()

@@ -10,10 +10,10 @@ use headwater_stream::{
 };
 
 use super::env::{StreamTestEnv, consumer, group};
-use super::failure::TestResult;
 use super::steps::{
     ALL, HOUR, contents, done, fields_in, ids_of, numbered, numbers, settled, sleep_ms,
 };
+use crate::failure::TestResult;
 
 fn append_to(to: &StreamName, fields: Fields) -> SettleAction {
     SettleAction::Append { to: to.clone(), fields }

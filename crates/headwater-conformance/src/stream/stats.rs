@@ -3,8 +3,8 @@
 use headwater_stream::{ConsumerStats, EntryId, GroupStart, Retention, TrimGuard};
 
 use super::env::{StreamTestEnv, consumer, group};
-use super::failure::TestResult;
 use super::steps::{ALL, HOUR, done, ms, numbers, sleep_ms};
+use crate::failure::TestResult;
 
 fn names(consumers: &[ConsumerStats]) -> Vec<(&str, u64)> {
     consumers.iter().map(|consumer| (consumer.name.as_str(), consumer.pending)).collect()

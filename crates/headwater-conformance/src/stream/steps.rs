@@ -14,7 +14,7 @@ use headwater_stream::{
 };
 
 use super::env::{StreamTestEnv, consumer, group};
-use super::failure::TestResult;
+use crate::failure::TestResult;
 
 /// Timeout for anything that should complete.
 pub(super) const TIMEOUT: Duration = Duration::from_secs(30);

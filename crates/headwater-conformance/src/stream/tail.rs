@@ -7,8 +7,8 @@ use headwater_stream::{Entry, EntryId, Retention, StreamBatch, StreamName};
 use tokio::time::{Instant, timeout};
 
 use super::env::StreamTestEnv;
-use super::failure::TestResult;
 use super::steps::{ALL, LONG, TICK, contents, ms, numbers, sleep_ms, soon};
+use crate::failure::TestResult;
 
 const KEEP: &Retention = &Retention::KEEP_ALL;
 

@@ -3,8 +3,8 @@
 use headwater_stream::{EntryId, Fields, GroupStart, Retention, StreamName, TrimGuard, TrimResult};
 
 use super::env::{StreamTestEnv, group};
-use super::failure::TestResult;
 use super::steps::{ALL, Flow, contents, done, ids_of, numbers, settled, sleep_ms};
+use crate::failure::TestResult;
 
 fn trimmed(removed: u64, held_back: bool) -> TrimResult {
     TrimResult { removed, held_back }

@@ -12,8 +12,8 @@ use headwater_stream::{
 };
 
 use super::env::{StreamTestEnv, consumer, group, holder};
-use super::failure::TestResult;
 use super::steps::{HOUR, contents, numbered, numbers};
+use crate::failure::TestResult;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum NameType {

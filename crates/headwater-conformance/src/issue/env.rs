@@ -1,42 +1,18 @@
 //! The test environment: two connections to one store, a way to advance time, and helpers for common calls.
 
 use std::any::Any;
-use std::error::Error;
 use std::fmt;
-use std::panic::Location;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::{
+use crate::TestResult;
+use headwater_issue::{
     Claim, ClaimOptions, ClaimedIssue, CompletionOutcome, DebounceWindow, EventLogId, Issue,
     IssueId, NewEvent, NewOutboxRow, OutboxKind, Recorded, RunCompletion, Store,
 };
 
-/// Result of a case. A violated guarantee panics; an unexpected error is returned.
-pub type StoreTestResult<T = ()> = Result<T, TestFailure>;
-
-/// An unexpected error, with the location of its `?`.
-pub struct TestFailure {
-    message: String,
-    at: &'static Location<'static>,
-}
-
-impl<E: Error + 'static> From<E> for TestFailure {
-    #[track_caller]
-    fn from(error: E) -> Self {
-        Self { message: error.to_string(), at: Location::caller() }
-    }
-}
-
-// The test harness prints errors with `Debug`.
-impl fmt::Debug for TestFailure {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}: expected success, found an error: {}", self.at, self.message)
-    }
-}
-
-type Advancing = Pin<Box<dyn Future<Output = StoreTestResult> + Send>>;
+type Advancing = Pin<Box<dyn Future<Output = TestResult> + Send>>;
 
 /// The environment of one test: an empty store.
 pub struct StoreTestEnv {
@@ -66,9 +42,9 @@ impl StoreTestEnv {
         store: Arc<dyn Store>,
         second: Arc<dyn Store>,
         advance: impl Fn(Duration) -> F + Send + Sync + 'static,
-    ) -> StoreTestResult<Self>
+    ) -> TestResult<Self>
     where
-        F: Future<Output = StoreTestResult> + Send + 'static,
+        F: Future<Output = TestResult> + Send + 'static,
     {
         store.ensure_integration(INTEGRATION, "github").await?;
         let advance = Box::new(move |duration| Box::pin(advance(duration)) as Advancing);
@@ -83,43 +59,43 @@ impl StoreTestEnv {
     }
 
     /// Advances the time of the store.
-    pub async fn advance(&self, duration: Duration) -> StoreTestResult {
+    pub async fn advance(&self, duration: Duration) -> TestResult {
         (self.advance)(duration).await
     }
 
     /// Records one event without a debounce window.
-    pub async fn record(&self, issue: &str, key: &str) -> StoreTestResult<Recorded> {
+    pub async fn record(&self, issue: &str, key: &str) -> TestResult<Recorded> {
         Ok(self.record_all(&[event(issue, key)]).await?.remove(0))
     }
 
     /// Records events; fails if one is rejected.
-    pub async fn record_all(&self, events: &[NewEvent]) -> StoreTestResult<Vec<Recorded>> {
+    pub async fn record_all(&self, events: &[NewEvent]) -> TestResult<Vec<Recorded>> {
         let recorded = self.store.record(events, &DebounceWindow::default()).await;
         Ok(recorded.into_iter().collect::<Result<_, _>>()?)
     }
 
     /// Tries to claim one issue as worker `a`.
-    pub async fn try_claim(&self, issue: IssueId) -> StoreTestResult<Claim> {
+    pub async fn try_claim(&self, issue: IssueId) -> TestResult<Claim> {
         Ok(self.store.claim(&[issue], &options("a")).await?.remove(0))
     }
 
     /// Claims one issue as worker `a`.
-    pub async fn claim(&self, issue: IssueId) -> StoreTestResult<ClaimedIssue> {
+    pub async fn claim(&self, issue: IssueId) -> TestResult<ClaimedIssue> {
         Ok(won(self.try_claim(issue).await?))
     }
 
     /// Completes one run.
-    pub async fn complete(&self, completion: RunCompletion) -> StoreTestResult<CompletionOutcome> {
+    pub async fn complete(&self, completion: RunCompletion) -> TestResult<CompletionOutcome> {
         Ok(self.store.complete(&[completion]).await?.remove(0))
     }
 
     /// The current issue.
-    pub async fn issue(&self, id: IssueId) -> StoreTestResult<Issue> {
+    pub async fn issue(&self, id: IssueId) -> TestResult<Issue> {
         Ok(self.second.issue(id).await?.expect("the issue exists"))
     }
 
     /// Asserts that the consistency report has no discrepancies.
-    pub async fn assert_consistent(&self) -> StoreTestResult {
+    pub async fn assert_consistent(&self) -> TestResult {
         let report = self.second.check_consistency(10).await?;
         assert_eq!(report.discrepancies, [], "the store is consistent");
         assert_eq!(report.recorded, report.processed + report.pending + report.quarantined);
@@ -127,7 +103,7 @@ impl StoreTestEnv {
     }
 
     /// Records one event and completes its run with these replies.
-    pub async fn replied(&self, issue: &str, replies: &[&str]) -> StoreTestResult<IssueId> {
+    pub async fn replied(&self, issue: &str, replies: &[&str]) -> TestResult<IssueId> {
         let recorded = self.record(issue, &format!("{issue}/{}", replies.join("/"))).await?;
         let claimed = self.claim(recorded.issue_id).await?;
         let outbox = replies.iter().map(|text| reply(text)).collect();

@@ -3,12 +3,12 @@
 use std::time::Duration;
 
 use super::env::{Announced, BusTestEnv, HandlerLog, Noted, Unregistered};
-use crate::bus::{EventBusExt, SubscribeOptions};
-use crate::error::BusError;
-use crate::event::{OutgoingEvent, ReceivedEvent};
-use crate::handler::Handlers;
-use crate::limits::PAYLOAD_BYTES_MAX;
-use crate::name::SessionId;
+use headwater_bus::BusError;
+use headwater_bus::Handlers;
+use headwater_bus::SessionId;
+use headwater_bus::limits::PAYLOAD_BYTES_MAX;
+use headwater_bus::{EventBusExt, SubscribeOptions};
+use headwater_bus::{OutgoingEvent, ReceivedEvent};
 
 /// Logs all session events.
 async fn watch(env: &BusTestEnv) -> HandlerLog {

@@ -3,9 +3,10 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::env::{StoreTestEnv, StoreTestResult, TTL, completion, event, reply, text_of};
-use crate::limits::{NAME_BYTES_MAX, OUTBOX_PER_RUN_MAX};
-use crate::{
+use super::env::{StoreTestEnv, TTL, completion, event, reply, text_of};
+use crate::TestResult;
+use headwater_issue::limits::{NAME_BYTES_MAX, OUTBOX_PER_RUN_MAX};
+use headwater_issue::{
     CompletionOutcome, DebounceWindow, IssueError, IssueId, KeyedOutboxRow, NewOutboxRow,
     OutboxDelivery, OutboxSettlement, RunCompletion,
 };
@@ -15,7 +16,7 @@ fn keyed(key: &str, text: &str) -> KeyedOutboxRow {
 }
 
 /// Texts and keys of all rows in delivery order.
-async fn deliver_all(env: &StoreTestEnv) -> StoreTestResult<Vec<(String, String)>> {
+async fn deliver_all(env: &StoreTestEnv) -> TestResult<Vec<(String, String)>> {
     let mut delivered = Vec::new();
     loop {
         let rows = env.store.take_outbox("deliverer", 10, TTL).await?;
@@ -30,11 +31,11 @@ async fn deliver_all(env: &StoreTestEnv) -> StoreTestResult<Vec<(String, String)
     }
 }
 
-async fn texts(env: &StoreTestEnv) -> StoreTestResult<Vec<String>> {
+async fn texts(env: &StoreTestEnv) -> TestResult<Vec<String>> {
     Ok(deliver_all(env).await?.into_iter().map(|(text, _)| text).collect())
 }
 
-async fn write(env: &StoreTestEnv, issue: IssueId, rows: &[KeyedOutboxRow]) -> StoreTestResult {
+async fn write(env: &StoreTestEnv, issue: IssueId, rows: &[KeyedOutboxRow]) -> TestResult {
     let mut transaction = env.store.begin().await?;
     transaction.write_outbox(issue, rows).await?;
     Ok(transaction.commit().await?)
@@ -42,7 +43,7 @@ async fn write(env: &StoreTestEnv, issue: IssueId, rows: &[KeyedOutboxRow]) -> S
 
 pub async fn changes_of_a_transaction_are_visible_after_the_commit(
     env: StoreTestEnv,
-) -> StoreTestResult {
+) -> TestResult {
     let mut transaction = env.store.begin().await?;
     let recorded =
         transaction.record(&[event("42", "a")], &DebounceWindow::default()).await.remove(0)?;
@@ -56,7 +57,7 @@ pub async fn changes_of_a_transaction_are_visible_after_the_commit(
     env.assert_consistent().await
 }
 
-pub async fn a_dropped_transaction_is_rolled_back(env: StoreTestEnv) -> StoreTestResult {
+pub async fn a_dropped_transaction_is_rolled_back(env: StoreTestEnv) -> TestResult {
     let issue = env.record("1", "a").await?.issue_id;
     let mut transaction = env.store.begin().await?;
     transaction.record(&[event("42", "b")], &DebounceWindow::default()).await.remove(0)?;
@@ -69,7 +70,7 @@ pub async fn a_dropped_transaction_is_rolled_back(env: StoreTestEnv) -> StoreTes
 
 pub async fn an_outbox_row_is_written_once_however_often_its_transaction_is_repeated(
     env: StoreTestEnv,
-) -> StoreTestResult {
+) -> TestResult {
     let issue = env.record("1", "a").await?.issue_id;
     let other = env.record("2", "b").await?.issue_id;
     write(&env, issue, &[keyed("k", "one")]).await?;
@@ -91,7 +92,7 @@ pub async fn an_outbox_row_is_written_once_however_often_its_transaction_is_repe
 
 pub async fn a_key_used_for_a_different_row_is_a_conflict_and_nothing_is_written(
     env: StoreTestEnv,
-) -> StoreTestResult {
+) -> TestResult {
     let issue = env.record("1", "a").await?.issue_id;
     write(&env, issue, &[keyed("k", "one")]).await?;
     let mut transaction = env.store.begin().await?;
@@ -107,7 +108,7 @@ pub async fn a_key_used_for_a_different_row_is_a_conflict_and_nothing_is_written
 
 pub async fn invalid_rows_are_rejected_and_the_transaction_stays_usable(
     env: StoreTestEnv,
-) -> StoreTestResult {
+) -> TestResult {
     let issue = env.record("1", "a").await?.issue_id;
     let mut transaction = env.store.begin().await?;
     let with = |change: fn(&mut NewOutboxRow)| {
@@ -139,7 +140,7 @@ pub async fn invalid_rows_are_rejected_and_the_transaction_stays_usable(
 
 pub async fn rows_of_transactions_and_runs_are_delivered_in_commit_order(
     env: StoreTestEnv,
-) -> StoreTestResult {
+) -> TestResult {
     let issue = env.replied("1", &["run 1"]).await?;
     write(&env, issue, &[keyed("a", "transaction 1")]).await?;
     env.record("1", "next").await?;
@@ -170,7 +171,7 @@ pub async fn rows_of_transactions_and_runs_are_delivered_in_commit_order(
 
 pub async fn a_row_written_while_the_previous_one_is_settled_is_delivered(
     env: StoreTestEnv,
-) -> StoreTestResult {
+) -> TestResult {
     let issue = env.replied("1", &["first"]).await?;
     let row = env.store.take_outbox("deliverer", 1, TTL).await?.remove(0);
     let mut transaction = env.store.begin().await?;
@@ -198,9 +199,7 @@ pub async fn a_row_written_while_the_previous_one_is_settled_is_delivered(
     Ok(())
 }
 
-pub async fn a_committed_transaction_wakes_a_waiting_deliverer(
-    env: StoreTestEnv,
-) -> StoreTestResult {
+pub async fn a_committed_transaction_wakes_a_waiting_deliverer(env: StoreTestEnv) -> TestResult {
     let issue = env.record("1", "a").await?.issue_id;
     let mut transaction = env.store.begin().await?;
     transaction.write_outbox(issue, &[keyed("k", "x")]).await?;

@@ -6,11 +6,11 @@ use std::time::Duration;
 use tokio::sync::Notify;
 
 use super::env::{Announced, BusTestEnv, HandlerLog, Noted};
-use crate::breaker::BreakerState;
-use crate::bus::{EventBusExt, StoreOutcome, SubscribeOptions};
-use crate::event::{OutgoingEvent, ReceivedEvent};
-use crate::name::{EventId, SessionId};
-use crate::registry::EventRegistry;
+use headwater_bus::BreakerState;
+use headwater_bus::EventRegistry;
+use headwater_bus::{EventBusExt, StoreOutcome, SubscribeOptions};
+use headwater_bus::{EventId, SessionId};
+use headwater_bus::{OutgoingEvent, ReceivedEvent};
 
 pub async fn a_batch_keeps_its_order(env: BusTestEnv) {
     let log = HandlerLog::default();
@@ -113,7 +113,7 @@ pub async fn publishing_under_the_same_id_is_idempotent(env: BusTestEnv) {
     // In a batch, beside others and beside itself.
     let batch = vec![event(1, "one"), event(2, "two"), event(2, "two"), event(3, "three")];
     let results = env.bus.publish_all(batch).await.unwrap();
-    let is_new = |result: &crate::Result<crate::bus::PublishResult>| {
+    let is_new = |result: &headwater_bus::Result<headwater_bus::PublishResult>| {
         !matches!(result.as_ref().unwrap().stored, StoreOutcome::Duplicate(_))
     };
     assert_eq!(results.iter().map(is_new).collect::<Vec<_>>(), [false, true, false, true]);

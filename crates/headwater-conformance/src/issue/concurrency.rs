@@ -5,11 +5,10 @@ use std::sync::Arc;
 
 use tokio::task::JoinSet;
 
-use super::env::{
-    StoreTestEnv, StoreTestResult, TTL, completion, event, options, reply, text_of, won,
-};
+use super::env::{StoreTestEnv, TTL, completion, event, options, reply, text_of, won};
 use super::random::{SeededRandom, seed};
-use crate::{
+use crate::TestResult;
+use headwater_issue::{
     Claim, CompletionOutcome, DebounceWindow, IssueId, KeyedOutboxRow, NewEvent, OutboxDelivery,
     OutboxSettlement, Recorded, RunCompletion, Store, SweepOptions,
 };
@@ -21,7 +20,7 @@ fn store(env: &StoreTestEnv, n: usize) -> Arc<dyn Store> {
 
 pub async fn events_recorded_by_64_concurrent_callers_are_stored_once(
     env: StoreTestEnv,
-) -> StoreTestResult {
+) -> TestResult {
     let mut tasks = JoinSet::new();
     for n in 0..64 {
         let store = store(&env, n);
@@ -33,7 +32,7 @@ pub async fn events_recorded_by_64_concurrent_callers_are_stored_once(
                 .collect();
             with_retries(|| async {
                 let recorded = store.record(&events, &DebounceWindow::default()).await;
-                recorded.into_iter().collect::<crate::Result<Vec<_>>>()
+                recorded.into_iter().collect::<headwater_issue::Result<Vec<_>>>()
             })
             .await
         });
@@ -50,7 +49,7 @@ pub async fn events_recorded_by_64_concurrent_callers_are_stored_once(
     env.assert_consistent().await
 }
 
-pub async fn concurrent_duplicates_are_stored_once(env: StoreTestEnv) -> StoreTestResult {
+pub async fn concurrent_duplicates_are_stored_once(env: StoreTestEnv) -> TestResult {
     for round in 0..20 {
         let mut tasks = JoinSet::new();
         for n in 0..4 {
@@ -67,7 +66,7 @@ pub async fn concurrent_duplicates_are_stored_once(env: StoreTestEnv) -> StoreTe
     env.assert_consistent().await
 }
 
-pub async fn one_of_eight_concurrent_claims_wins(env: StoreTestEnv) -> StoreTestResult {
+pub async fn one_of_eight_concurrent_claims_wins(env: StoreTestEnv) -> TestResult {
     for round in 0..20 {
         let issue = env.record(&round.to_string(), &round.to_string()).await?.issue_id;
         let mut tasks = JoinSet::new();
@@ -87,7 +86,7 @@ pub async fn one_of_eight_concurrent_claims_wins(env: StoreTestEnv) -> StoreTest
 
 pub async fn concurrent_recorders_and_workers_lose_and_repeat_nothing(
     env: StoreTestEnv,
-) -> StoreTestResult {
+) -> TestResult {
     const ISSUES: u64 = 6;
     const EVENTS: usize = 240;
     let seed = seed();
@@ -101,7 +100,7 @@ pub async fn concurrent_recorders_and_workers_lose_and_repeat_nothing(
                 let event = event(&issue, &format!("{n}-{k}"));
                 record(&*store, &event).await?;
             }
-            Ok::<_, crate::IssueError>(())
+            Ok::<_, headwater_issue::IssueError>(())
         });
     }
     let (stop, stopped) = tokio::sync::watch::channel(false);
@@ -141,7 +140,7 @@ async fn work(
     store: &dyn Store,
     n: usize,
     stopped: &tokio::sync::watch::Receiver<bool>,
-) -> crate::Result<Vec<String>> {
+) -> headwater_issue::Result<Vec<String>> {
     let mut handled = Vec::new();
     while !*stopped.borrow() {
         let issues: Vec<IssueId> =
@@ -166,7 +165,7 @@ async fn work(
     Ok(handled)
 }
 
-pub async fn batches_in_any_order_do_not_deadlock(env: StoreTestEnv) -> StoreTestResult {
+pub async fn batches_in_any_order_do_not_deadlock(env: StoreTestEnv) -> TestResult {
     const ISSUES: u64 = 24;
     let seed = seed();
     let events: Vec<NewEvent> =
@@ -187,7 +186,7 @@ pub async fn batches_in_any_order_do_not_deadlock(env: StoreTestEnv) -> StoreTes
                 random.shuffle(&mut events);
                 with_retries(|| async {
                     let recorded = store.record(&events, &DebounceWindow::default()).await;
-                    recorded.into_iter().collect::<crate::Result<Vec<_>>>()
+                    recorded.into_iter().collect::<headwater_issue::Result<Vec<_>>>()
                 })
                 .await?;
                 let worker = options(&format!("w{n}"));
@@ -200,7 +199,7 @@ pub async fn batches_in_any_order_do_not_deadlock(env: StoreTestEnv) -> StoreTes
                 with_retries(|| store.sweep(&sweep)).await?;
                 with_retries(|| store.complete(&runs)).await?;
             }
-            Ok::<_, crate::IssueError>(())
+            Ok::<_, headwater_issue::IssueError>(())
         });
     }
     while let Some(done) = tasks.join_next().await {
@@ -209,7 +208,7 @@ pub async fn batches_in_any_order_do_not_deadlock(env: StoreTestEnv) -> StoreTes
     env.assert_consistent().await
 }
 
-async fn record(store: &dyn Store, event: &NewEvent) -> crate::Result<Recorded> {
+async fn record(store: &dyn Store, event: &NewEvent) -> headwater_issue::Result<Recorded> {
     with_retries(|| async {
         store.record(std::slice::from_ref(event), &DebounceWindow::default()).await.remove(0)
     })
@@ -217,9 +216,9 @@ async fn record(store: &dyn Store, event: &NewEvent) -> crate::Result<Recorded> 
 }
 
 /// Retries transient errors of a busy machine.
-async fn with_retries<T, F>(call: impl Fn() -> F) -> crate::Result<T>
+async fn with_retries<T, F>(call: impl Fn() -> F) -> headwater_issue::Result<T>
 where
-    F: Future<Output = crate::Result<T>>,
+    F: Future<Output = headwater_issue::Result<T>>,
 {
     loop {
         match call().await {
@@ -229,7 +228,11 @@ where
     }
 }
 
-async fn write(store: &dyn Store, issue: IssueId, row: &KeyedOutboxRow) -> crate::Result<()> {
+async fn write(
+    store: &dyn Store,
+    issue: IssueId,
+    row: &KeyedOutboxRow,
+) -> headwater_issue::Result<()> {
     let mut transaction = store.begin().await?;
     transaction.write_outbox(issue, std::slice::from_ref(row)).await?;
     transaction.commit().await
@@ -237,7 +240,7 @@ async fn write(store: &dyn Store, issue: IssueId, row: &KeyedOutboxRow) -> crate
 
 pub async fn rows_written_during_deliveries_are_delivered_in_order(
     env: StoreTestEnv,
-) -> StoreTestResult {
+) -> TestResult {
     const ISSUES: usize = 3;
     const ROWS: usize = 40;
     let mut writers = JoinSet::new();
@@ -249,7 +252,7 @@ pub async fn rows_written_during_deliveries_are_delivered_in_order(
                 let row = KeyedOutboxRow { key: n.to_string(), row: reply(&n.to_string()) };
                 with_retries(|| write(&*store, id, &row)).await?;
             }
-            Ok::<_, crate::IssueError>(())
+            Ok::<_, headwater_issue::IssueError>(())
         });
     }
     let mut delivered: HashMap<IssueId, Vec<usize>> = HashMap::new();

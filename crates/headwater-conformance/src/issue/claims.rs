@@ -2,14 +2,15 @@
 
 use std::time::Duration;
 
-use super::env::{StoreTestEnv, StoreTestResult, TTL, event, ids, options, won};
-use crate::limits::{PAYLOAD_BYTES_MAX, RUN_BYTES_MAX};
-use crate::{
+use super::env::{StoreTestEnv, TTL, event, ids, options, won};
+use crate::TestResult;
+use headwater_issue::limits::{PAYLOAD_BYTES_MAX, RUN_BYTES_MAX};
+use headwater_issue::{
     Claim, ClaimEpoch, ClaimOptions, ClaimRenewal, DebounceWindow, IssueId, NewEvent,
     ProcessingStatus,
 };
 
-pub async fn a_claim_returns_all_pending_events_in_order(env: StoreTestEnv) -> StoreTestResult {
+pub async fn a_claim_returns_all_pending_events_in_order(env: StoreTestEnv) -> TestResult {
     let mut recorded = Vec::new();
     for key in ["a", "b", "c"] {
         recorded.push(env.record("42", key).await?);
@@ -27,7 +28,7 @@ pub async fn a_claim_returns_all_pending_events_in_order(env: StoreTestEnv) -> S
     env.assert_consistent().await
 }
 
-pub async fn a_claim_returns_at_most_events_max_events(env: StoreTestEnv) -> StoreTestResult {
+pub async fn a_claim_returns_at_most_events_max_events(env: StoreTestEnv) -> TestResult {
     let mut recorded = Vec::new();
     for key in ["a", "b", "c"] {
         recorded.push(env.record("42", key).await?);
@@ -38,7 +39,7 @@ pub async fn a_claim_returns_at_most_events_max_events(env: StoreTestEnv) -> Sto
     Ok(())
 }
 
-pub async fn a_claim_is_limited_in_bytes_and_never_empty(env: StoreTestEnv) -> StoreTestResult {
+pub async fn a_claim_is_limited_in_bytes_and_never_empty(env: StoreTestEnv) -> TestResult {
     let payload = format!("\"{}\"", "x".repeat(PAYLOAD_BYTES_MAX - 2));
     let most = RUN_BYTES_MAX / PAYLOAD_BYTES_MAX;
     let events: Vec<NewEvent> = (0..most + 3)
@@ -49,7 +50,7 @@ pub async fn a_claim_is_limited_in_bytes_and_never_empty(env: StoreTestEnv) -> S
     Ok(())
 }
 
-pub async fn a_second_worker_gets_the_owner_of_the_claim(env: StoreTestEnv) -> StoreTestResult {
+pub async fn a_second_worker_gets_the_owner_of_the_claim(env: StoreTestEnv) -> TestResult {
     let issue = env.record("42", "a").await?.issue_id;
     let claimed = env.claim(issue).await?;
     let second = env.second.claim(&[issue], &options("b")).await?.remove(0);
@@ -57,7 +58,7 @@ pub async fn a_second_worker_gets_the_owner_of_the_claim(env: StoreTestEnv) -> S
     Ok(())
 }
 
-pub async fn a_claim_of_an_idle_or_missing_issue_reports_so(env: StoreTestEnv) -> StoreTestResult {
+pub async fn a_claim_of_an_idle_or_missing_issue_reports_so(env: StoreTestEnv) -> TestResult {
     let issue = env.record("42", "a").await?.issue_id;
     let claimed = env.claim(issue).await?;
     env.complete(super::env::completion(&claimed)).await?;
@@ -66,7 +67,7 @@ pub async fn a_claim_of_an_idle_or_missing_issue_reports_so(env: StoreTestEnv) -
     Ok(())
 }
 
-pub async fn an_issue_named_twice_is_claimed_once(env: StoreTestEnv) -> StoreTestResult {
+pub async fn an_issue_named_twice_is_claimed_once(env: StoreTestEnv) -> TestResult {
     let issue = env.record("42", "a").await?.issue_id;
     let claims = env.store.claim(&[issue, issue], &options("a")).await?;
     assert!(matches!(claims[0], Claim::Won(_)), "{claims:?}");
@@ -74,7 +75,7 @@ pub async fn an_issue_named_twice_is_claimed_once(env: StoreTestEnv) -> StoreTes
     Ok(())
 }
 
-pub async fn results_of_a_batch_of_claims_are_in_order(env: StoreTestEnv) -> StoreTestResult {
+pub async fn results_of_a_batch_of_claims_are_in_order(env: StoreTestEnv) -> TestResult {
     let mut issues = Vec::new();
     for name in ["1", "2", "3"] {
         issues.push(env.record(name, name).await?.issue_id);
@@ -92,7 +93,7 @@ pub async fn results_of_a_batch_of_claims_are_in_order(env: StoreTestEnv) -> Sto
 
 pub async fn an_expired_claim_goes_to_the_next_worker_with_a_new_epoch(
     env: StoreTestEnv,
-) -> StoreTestResult {
+) -> TestResult {
     let issue = env.record("42", "a").await?.issue_id;
     let first = env.claim(issue).await?;
     env.advance(TTL).await?;
@@ -104,7 +105,7 @@ pub async fn an_expired_claim_goes_to_the_next_worker_with_a_new_epoch(
     env.assert_consistent().await
 }
 
-pub async fn too_many_expired_claims_quarantine_the_issue(env: StoreTestEnv) -> StoreTestResult {
+pub async fn too_many_expired_claims_quarantine_the_issue(env: StoreTestEnv) -> TestResult {
     let issue = env.record("42", "a").await?.issue_id;
     let options = ClaimOptions { crashes_max: 2, ..options("a") };
     for _ in 0..2 {
@@ -118,9 +119,7 @@ pub async fn too_many_expired_claims_quarantine_the_issue(env: StoreTestEnv) -> 
     env.assert_consistent().await
 }
 
-pub async fn a_heartbeat_renews_a_claim_and_reports_newer_events(
-    env: StoreTestEnv,
-) -> StoreTestResult {
+pub async fn a_heartbeat_renews_a_claim_and_reports_newer_events(env: StoreTestEnv) -> TestResult {
     let issue = env.record("42", "a").await?.issue_id;
     let claimed = env.claim(issue).await?;
     env.advance(TTL / 2).await?;
@@ -141,7 +140,7 @@ pub async fn a_heartbeat_renews_a_claim_and_reports_newer_events(
 
 pub async fn a_heartbeat_of_a_lost_claim_reports_the_loss_and_changes_nothing(
     env: StoreTestEnv,
-) -> StoreTestResult {
+) -> TestResult {
     let issue = env.record("42", "a").await?.issue_id;
     let other = env.record("43", "b").await?.issue_id;
     let lost = env.claim(issue).await?;

@@ -8,10 +8,10 @@ use headwater_queue::{Backoff, Outcome, RetryPolicy};
 use tokio::sync::Semaphore;
 
 use super::env::{Announced, BusTestEnv, HandlerLog, Noted, wait_until};
-use crate::bus::{EventBusExt, SubscribeOptions};
-use crate::error::BusError;
-use crate::event::ReceivedEvent;
-use crate::handler::Handlers;
+use headwater_bus::BusError;
+use headwater_bus::Handlers;
+use headwater_bus::ReceivedEvent;
+use headwater_bus::{EventBusExt, SubscribeOptions};
 
 /// A group with short backoff and this many attempts.
 fn group(label: &str, attempts: u32) -> SubscribeOptions {

@@ -5,10 +5,10 @@
 //!
 //! ```ignore
 //! mod my_bus {
-//!     async fn setup() -> headwater_bus::conformance::BusTestEnv {
-//!         headwater_bus::conformance::BusTestEnv::new(MyBus::open(headwater_bus::conformance::registry()).await)
+//!     async fn setup() -> headwater_conformance::bus::BusTestEnv {
+//!         headwater_conformance::bus::BusTestEnv::new(MyBus::open(headwater_conformance::bus::registry()).await)
 //!     }
-//!     headwater_bus::bus_suite!(setup());
+//!     headwater_conformance::bus_suite!(setup());
 //! }
 //! ```
 //!
@@ -27,7 +27,7 @@ pub mod publish;
 
 pub use env::{Announced, BusTestEnv, HandlerLog, Noted, Unregistered, registry};
 
-/// Generates a `#[test]` for every case. See the [module](crate::conformance).
+/// Generates a `#[test]` for every case. See the [module](crate::bus).
 #[macro_export]
 macro_rules! bus_suite {
     ($setup:expr) => {
@@ -97,7 +97,7 @@ macro_rules! __bus_cases {
 
             $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
             async fn $case() {
-                $crate::conformance::$module::$case($setup.await).await;
+                $crate::bus::$module::$case($setup.await).await;
             })*
         })*
     };

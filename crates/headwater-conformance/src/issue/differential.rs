@@ -8,10 +8,11 @@ use std::time::Duration;
 
 use headwater_stream::clock::Timestamp;
 
-use super::env::{StoreTestEnv, StoreTestResult, TTL, TestFailure, event};
+use super::env::{StoreTestEnv, TTL, event};
 use super::random::{SeededRandom, from_environment, seed};
-use crate::state::{IssueState, Transition, TransitionEffect, apply};
-use crate::{
+use crate::{TestFailure, TestResult};
+use headwater_issue::state::{IssueState, Transition, TransitionEffect, apply};
+use headwater_issue::{
     AfterFailure, Claim, ClaimEpoch, ClaimOptions, ClaimRelease, ClaimReleased, ClaimRenewal,
     CompletionOutcome, DebounceWindow, EventLogId, FailureOutcome, IssueId, IssueRetried,
     ProcessingStatus, QuarantineCleared, ReleaseReason, RunCompletion, RunFailure, SweepOptions,
@@ -70,9 +71,7 @@ struct Sequence<'a> {
     calls: Vec<String>,
 }
 
-pub async fn random_sequences_of_calls_match_the_state_machine(
-    env: StoreTestEnv,
-) -> StoreTestResult {
+pub async fn random_sequences_of_calls_match_the_state_machine(env: StoreTestEnv) -> TestResult {
     let sequences = from_environment("HEADWATER_SEQUENCES").unwrap_or(SEQUENCES_DEFAULT) / 10;
     let seed = seed();
     for number in 0..sequences.max(1) {
@@ -88,7 +87,7 @@ pub async fn random_sequences_of_calls_match_the_state_machine(
 }
 
 impl<'a> Sequence<'a> {
-    async fn new(env: &'a StoreTestEnv, number: u64, seed: u64) -> StoreTestResult<Self> {
+    async fn new(env: &'a StoreTestEnv, number: u64, seed: u64) -> TestResult<Self> {
         let random = SeededRandom::seeded(seed.wrapping_add(number.wrapping_mul(0x1234_5678_9abc)));
         let now = Timestamp::from_millis(1_800_000_000_000);
         let mut sequence = Self {
@@ -107,7 +106,7 @@ impl<'a> Sequence<'a> {
     }
 
     /// Makes a call, and returns the issues it may have changed.
-    async fn call(&mut self) -> StoreTestResult<Range<usize>> {
+    async fn call(&mut self) -> TestResult<Range<usize>> {
         let issue = usize::try_from(self.random.below(ISSUES as u64)).unwrap_or(0);
         match self.random.below(20) {
             0..4 => self.record(issue).await?,
@@ -129,14 +128,14 @@ impl<'a> Sequence<'a> {
         Ok(issue..issue + 1)
     }
 
-    async fn advance(&mut self) -> StoreTestResult {
+    async fn advance(&mut self) -> TestResult {
         let time = MINUTE * 10 * u32::try_from(1 + self.random.below(8)).unwrap_or(1);
         self.calls.push(format!("advance {time:?}"));
         self.now = self.now.after(time);
         self.env.advance(time).await
     }
 
-    async fn record(&mut self, issue: usize) -> StoreTestResult {
+    async fn record(&mut self, issue: usize) -> TestResult {
         let model = &mut self.issues[issue];
         let events_max = usize::try_from(self.random.below(3) * 3).unwrap_or_default();
         let debounce = match self.random.below(2) {
@@ -181,7 +180,7 @@ impl<'a> Sequence<'a> {
         Ok(())
     }
 
-    async fn claim(&mut self, issue: usize) -> StoreTestResult {
+    async fn claim(&mut self, issue: usize) -> TestResult {
         let model = &mut self.issues[issue];
         let worker = (*self.random.pick(&["a", "b"])).to_owned();
         let events_max = usize::try_from(1 + self.random.below(4)).unwrap_or(1);
@@ -218,7 +217,7 @@ impl<'a> Sequence<'a> {
         Ok(())
     }
 
-    async fn heartbeat(&mut self, issue: usize) -> StoreTestResult {
+    async fn heartbeat(&mut self, issue: usize) -> TestResult {
         let model = &mut self.issues[issue];
         let (epoch, _) = model.any_claim(&mut self.random);
         self.calls.push(format!("heartbeat {issue} {epoch}"));
@@ -235,7 +234,7 @@ impl<'a> Sequence<'a> {
         Ok(())
     }
 
-    async fn complete(&mut self, issue: usize) -> StoreTestResult {
+    async fn complete(&mut self, issue: usize) -> TestResult {
         let model = &mut self.issues[issue];
         let (epoch, event_log_ids) = model.any_claim(&mut self.random);
         self.calls.push(format!("complete {issue} {epoch}"));
@@ -263,7 +262,7 @@ impl<'a> Sequence<'a> {
         Ok(())
     }
 
-    async fn fail(&mut self, issue: usize) -> StoreTestResult {
+    async fn fail(&mut self, issue: usize) -> TestResult {
         let model = &mut self.issues[issue];
         let (epoch, _) = model.any_claim(&mut self.random);
         let then = match self.random.below(5) {
@@ -289,7 +288,7 @@ impl<'a> Sequence<'a> {
         Ok(())
     }
 
-    async fn release_claims(&mut self, issue: usize) -> StoreTestResult {
+    async fn release_claims(&mut self, issue: usize) -> TestResult {
         let model = &mut self.issues[issue];
         let (epoch, _) = model.any_claim(&mut self.random);
         let reason = *self.random.pick(&[ReleaseReason::Shutdown, ReleaseReason::Superseded]);
@@ -306,7 +305,7 @@ impl<'a> Sequence<'a> {
         Ok(())
     }
 
-    async fn sweep(&mut self) -> StoreTestResult {
+    async fn sweep(&mut self) -> TestResult {
         self.calls.push("sweep".into());
         let overdue = MINUTE * 20;
         let (nudge_overdue, crashes_max) = (overdue, CRASHES_MAX);
@@ -334,7 +333,7 @@ impl<'a> Sequence<'a> {
         Ok(())
     }
 
-    async fn release_or_retry(&mut self, issue: usize) -> StoreTestResult {
+    async fn release_or_retry(&mut self, issue: usize) -> TestResult {
         let model = &mut self.issues[issue];
         if self.random.below(2) == 0 {
             self.calls.push(format!("release {issue}"));
@@ -359,7 +358,7 @@ impl<'a> Sequence<'a> {
     }
 
     /// Compares issues with their models; times relative to the current time.
-    async fn compare(&self, issues: Range<usize>) -> StoreTestResult {
+    async fn compare(&self, issues: Range<usize>) -> TestResult {
         for model in &self.issues[issues] {
             let facts = self.env.store.issue_facts(model.id).await?;
             let facts = facts.unwrap_or_else(|| panic!("{model:?} does not exist"));
@@ -416,7 +415,7 @@ impl<'a> Sequence<'a> {
     }
 
     /// After any sequence, an operator and a worker can process everything.
-    async fn drain(mut self) -> StoreTestResult {
+    async fn drain(mut self) -> TestResult {
         self.env.advance(MINUTE * 600).await?;
         for model in &mut self.issues {
             self.env.store.release(model.id).await?;

@@ -2,14 +2,15 @@
 
 use std::time::Duration;
 
-use super::env::{INTEGRATION, StoreTestEnv, StoreTestResult, completion, event};
-use crate::limits::{BATCH_MAX, JSON_DEPTH_MAX, PAYLOAD_BYTES_MAX};
-use crate::{
+use super::env::{INTEGRATION, StoreTestEnv, completion, event};
+use crate::TestResult;
+use headwater_issue::limits::{BATCH_MAX, JSON_DEPTH_MAX, PAYLOAD_BYTES_MAX};
+use headwater_issue::{
     AfterFailure, Claim, CompletionOutcome, DebounceWindow, IssueError, IssueId, NewEvent,
     ProcessingStatus, RunFailure,
 };
 
-pub async fn an_event_creates_its_issue_and_queues_it(env: StoreTestEnv) -> StoreTestResult {
+pub async fn an_event_creates_its_issue_and_queues_it(env: StoreTestEnv) -> TestResult {
     let recorded = env.record("42", "delivery-1").await?;
     assert!(!recorded.duplicate && recorded.nudge);
     assert_eq!(recorded.not_before, None);
@@ -31,7 +32,7 @@ pub async fn an_event_creates_its_issue_and_queues_it(env: StoreTestEnv) -> Stor
     env.assert_consistent().await
 }
 
-pub async fn a_duplicate_of_a_pending_event_nudges_again(env: StoreTestEnv) -> StoreTestResult {
+pub async fn a_duplicate_of_a_pending_event_nudges_again(env: StoreTestEnv) -> TestResult {
     let first = env.record("42", "delivery-1").await?;
     let again = env.record("42", "delivery-1").await?;
     assert_eq!((again.issue_id, again.event_log_id), (first.issue_id, first.event_log_id));
@@ -44,9 +45,7 @@ pub async fn a_duplicate_of_a_pending_event_nudges_again(env: StoreTestEnv) -> S
     env.assert_consistent().await
 }
 
-pub async fn a_duplicate_of_a_processed_event_changes_nothing(
-    env: StoreTestEnv,
-) -> StoreTestResult {
+pub async fn a_duplicate_of_a_processed_event_changes_nothing(env: StoreTestEnv) -> TestResult {
     let first = env.record("42", "delivery-1").await?;
     let claimed = env.claim(first.issue_id).await?;
     env.complete(completion(&claimed)).await?;
@@ -58,7 +57,7 @@ pub async fn a_duplicate_of_a_processed_event_changes_nothing(
     env.assert_consistent().await
 }
 
-pub async fn events_of_one_issue_share_one_nudge(env: StoreTestEnv) -> StoreTestResult {
+pub async fn events_of_one_issue_share_one_nudge(env: StoreTestEnv) -> TestResult {
     let events = [event("1", "a"), event("2", "b"), event("1", "c"), event("1", "a")];
     let recorded = env.record_all(&events).await?;
     let nudges: Vec<bool> = recorded.iter().map(|one| one.nudge).collect();
@@ -70,7 +69,7 @@ pub async fn events_of_one_issue_share_one_nudge(env: StoreTestEnv) -> StoreTest
 
 pub async fn issue_numbers_repeat_between_projects_and_integrations(
     env: StoreTestEnv,
-) -> StoreTestResult {
+) -> TestResult {
     env.store.ensure_integration("other", "gitlab").await?;
     let events = [
         event("42", "a"),
@@ -88,7 +87,7 @@ pub async fn issue_numbers_repeat_between_projects_and_integrations(
 
 pub async fn a_key_used_for_a_different_event_is_a_conflict_and_stores_nothing(
     env: StoreTestEnv,
-) -> StoreTestResult {
+) -> TestResult {
     let first = env.record("42", "delivery-1").await?;
     let others = [
         NewEvent { payload: "{}".into(), ..event("42", "delivery-1") },
@@ -104,7 +103,7 @@ pub async fn a_key_used_for_a_different_event_is_a_conflict_and_stores_nothing(
     env.assert_consistent().await
 }
 
-pub async fn keys_are_unique_per_integration(env: StoreTestEnv) -> StoreTestResult {
+pub async fn keys_are_unique_per_integration(env: StoreTestEnv) -> TestResult {
     env.store.ensure_integration("other", "gitlab").await?;
     let there = NewEvent { integration: "other".into(), ..event("42", "delivery-1") };
     let recorded = env.record_all(&[event("42", "delivery-1"), there]).await?;
@@ -112,7 +111,7 @@ pub async fn keys_are_unique_per_integration(env: StoreTestEnv) -> StoreTestResu
     Ok(())
 }
 
-pub async fn duplicates_in_one_batch_are_stored_once(env: StoreTestEnv) -> StoreTestResult {
+pub async fn duplicates_in_one_batch_are_stored_once(env: StoreTestEnv) -> TestResult {
     let other = NewEvent { payload: "{}".into(), ..event("42", "a") };
     let events = [event("42", "a"), event("42", "a"), other];
     let recorded = env.store.record(&events, &DebounceWindow::default()).await;
@@ -127,7 +126,7 @@ pub async fn duplicates_in_one_batch_are_stored_once(env: StoreTestEnv) -> Store
 
 pub async fn a_conflicting_event_in_a_batch_does_not_hide_a_duplicate(
     env: StoreTestEnv,
-) -> StoreTestResult {
+) -> TestResult {
     env.record("42", "a").await?;
     let other = NewEvent { payload: "{}".into(), ..event("42", "a") };
     let events = [other.clone(), event("42", "a"), other];
@@ -140,7 +139,7 @@ pub async fn a_conflicting_event_in_a_batch_does_not_hide_a_duplicate(
 
 pub async fn an_event_without_a_key_is_deduplicated_by_its_content(
     env: StoreTestEnv,
-) -> StoreTestResult {
+) -> TestResult {
     let event =
         NewEvent { dedup_key: None, payload: r#"{"action": "open"}"#.into(), ..event("42", "") };
     let spaced = NewEvent { payload: "{ \"action\":\"open\" }".into(), ..event.clone() };
@@ -153,7 +152,7 @@ pub async fn an_event_without_a_key_is_deduplicated_by_its_content(
 
 pub async fn equal_events_of_two_projects_without_a_key_are_both_stored(
     env: StoreTestEnv,
-) -> StoreTestResult {
+) -> TestResult {
     let first = NewEvent { dedup_key: None, ..event("42", "") };
     let second = NewEvent { external_project_id: "another".into(), ..first.clone() };
     let events = [first.clone(), second.clone(), first, second];
@@ -172,7 +171,7 @@ fn window(max_wait: Duration, events_max: usize) -> DebounceWindow {
 
 pub async fn a_burst_in_a_debounce_window_is_one_run_with_all_its_events(
     env: StoreTestEnv,
-) -> StoreTestResult {
+) -> TestResult {
     let debounce = window(Duration::from_secs(6000), 0);
     let mut issue = Default::default();
     for key in ["a", "b", "c"] {
@@ -197,7 +196,7 @@ pub async fn a_burst_in_a_debounce_window_is_one_run_with_all_its_events(
     env.assert_consistent().await
 }
 
-pub async fn no_event_waits_longer_than_max_wait(env: StoreTestEnv) -> StoreTestResult {
+pub async fn no_event_waits_longer_than_max_wait(env: StoreTestEnv) -> TestResult {
     let debounce = window(Duration::from_secs(1000), 0);
     let first = env.store.record(&[event("42", "a")], &debounce).await.remove(0)?;
     env.advance(Duration::from_secs(500)).await?;
@@ -211,7 +210,7 @@ pub async fn no_event_waits_longer_than_max_wait(env: StoreTestEnv) -> StoreTest
     Ok(())
 }
 
-pub async fn a_debounce_window_ends_early_at_events_max(env: StoreTestEnv) -> StoreTestResult {
+pub async fn a_debounce_window_ends_early_at_events_max(env: StoreTestEnv) -> TestResult {
     let debounce = window(Duration::from_secs(6000), 3);
     let mut nudges = Vec::new();
     let mut issue = Default::default();
@@ -240,14 +239,14 @@ pub async fn a_debounce_window_ends_early_at_events_max(env: StoreTestEnv) -> St
 }
 
 /// Fails a run of this issue.
-async fn fail(env: &StoreTestEnv, issue_id: IssueId, then: AfterFailure) -> StoreTestResult {
+async fn fail(env: &StoreTestEnv, issue_id: IssueId, then: AfterFailure) -> TestResult {
     let epoch = env.claim(issue_id).await?.epoch;
     let failure = RunFailure { issue_id, epoch, error: "no model".into(), then };
     env.store.fail(&[failure], 5).await?;
     Ok(())
 }
 
-pub async fn events_do_not_end_a_backoff(env: StoreTestEnv) -> StoreTestResult {
+pub async fn events_do_not_end_a_backoff(env: StoreTestEnv) -> TestResult {
     let debounce = window(Duration::from_secs(6000), 2);
     let issue_id = env.record("42", "a").await?.issue_id;
     fail(&env, issue_id, AfterFailure::Retry { after: Duration::from_secs(6000) }).await?;
@@ -257,7 +256,7 @@ pub async fn events_do_not_end_a_backoff(env: StoreTestEnv) -> StoreTestResult {
     env.assert_consistent().await
 }
 
-pub async fn events_do_not_end_the_delay_of_a_deferred_run(env: StoreTestEnv) -> StoreTestResult {
+pub async fn events_do_not_end_the_delay_of_a_deferred_run(env: StoreTestEnv) -> TestResult {
     let defer = AfterFailure::Defer { after: Duration::from_secs(20_000) };
     let windows = [
         window(Duration::from_secs(6000), 2),
@@ -292,7 +291,7 @@ pub async fn events_do_not_end_the_delay_of_a_deferred_run(env: StoreTestEnv) ->
 
 pub async fn payloads_of_maximum_size_and_depth_are_returned_unchanged(
     env: StoreTestEnv,
-) -> StoreTestResult {
+) -> TestResult {
     let largest = format!("\"{}\"", "x".repeat(PAYLOAD_BYTES_MAX - 2));
     let deepest = format!("{}{}", "[".repeat(JSON_DEPTH_MAX), "]".repeat(JSON_DEPTH_MAX));
     for (issue, payload) in [("1", largest), ("2", deepest)] {
@@ -303,7 +302,7 @@ pub async fn payloads_of_maximum_size_and_depth_are_returned_unchanged(
     Ok(())
 }
 
-pub async fn a_batch_of_maximum_size_is_recorded(env: StoreTestEnv) -> StoreTestResult {
+pub async fn a_batch_of_maximum_size_is_recorded(env: StoreTestEnv) -> TestResult {
     let events: Vec<NewEvent> =
         (0..BATCH_MAX).map(|n| event(&(n % 10).to_string(), &n.to_string())).collect();
     let recorded = env.record_all(&events).await?;
@@ -316,7 +315,7 @@ pub async fn a_batch_of_maximum_size_is_recorded(env: StoreTestEnv) -> StoreTest
     env.assert_consistent().await
 }
 
-pub async fn text_in_any_script_is_returned_unchanged(env: StoreTestEnv) -> StoreTestResult {
+pub async fn text_in_any_script_is_returned_unchanged(env: StoreTestEnv) -> TestResult {
     let text = "ключ 键 😀 \" \\ ' % _ \n\t\u{1} \u{7f} \u{2028} {} , NULL";
     let payload = serde_json::json!({ text: text }).to_string();
     let event = NewEvent {
@@ -341,7 +340,7 @@ pub async fn text_in_any_script_is_returned_unchanged(env: StoreTestEnv) -> Stor
 
 pub async fn a_payload_that_jsonb_cannot_store_is_sanitized_and_the_original_is_kept(
     env: StoreTestEnv,
-) -> StoreTestResult {
+) -> TestResult {
     let value = |text: &str| serde_json::from_str::<serde_json::Value>(text);
     let payloads = [
         (r#"{"a\u0000b": "\u0000"}"#, "{\"a\u{fffd}b\": \"\u{fffd}\"}"),
@@ -376,9 +375,7 @@ pub async fn a_payload_that_jsonb_cannot_store_is_sanitized_and_the_original_is_
     env.assert_consistent().await
 }
 
-pub async fn originals_are_stored_once_and_only_with_their_event(
-    env: StoreTestEnv,
-) -> StoreTestResult {
+pub async fn originals_are_stored_once_and_only_with_their_event(env: StoreTestEnv) -> TestResult {
     let odd = |issue: &str, key: &str| NewEvent {
         payload: format!(r#"{{"{key}": "\u0000"}}"#),
         ..event(issue, key)
@@ -400,11 +397,11 @@ pub async fn originals_are_stored_once_and_only_with_their_event(
     }
     assert_eq!(recorded[3].clone()?.event_log_id, recorded[1].clone()?.event_log_id);
     assert!(matches!(recorded[4], Err(IssueError::UnknownIntegration { .. })));
-    assert_eq!(env.store.original_payload(crate::EventLogId(i64::MAX)).await?, None);
+    assert_eq!(env.store.original_payload(headwater_issue::EventLogId(i64::MAX)).await?, None);
     env.assert_consistent().await
 }
 
-pub async fn empty_batches_have_no_effect(env: StoreTestEnv) -> StoreTestResult {
+pub async fn empty_batches_have_no_effect(env: StoreTestEnv) -> TestResult {
     assert!(env.store.record(&[], &DebounceWindow::default()).await.is_empty());
     assert!(env.store.claim(&[], &super::env::options("a")).await?.is_empty());
     assert!(env.store.complete(&[]).await?.is_empty());

@@ -9,10 +9,10 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
 
-use crate::bus::EventBus;
-use crate::event::{Event, Scope};
-use crate::name::SessionId;
-use crate::registry::EventRegistry;
+use headwater_bus::EventBus;
+use headwater_bus::EventRegistry;
+use headwater_bus::SessionId;
+use headwater_bus::{Event, Scope};
 
 /// Timeout for anything that is expected to happen.
 const LIMIT: Duration = Duration::from_secs(90);

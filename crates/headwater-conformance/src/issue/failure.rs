@@ -2,9 +2,10 @@
 
 use std::time::Duration;
 
-use super::env::{StoreTestEnv, StoreTestResult, TTL, completion, options, won};
-use crate::limits::ERROR_BYTES_MAX;
-use crate::{
+use super::env::{StoreTestEnv, TTL, completion, options, won};
+use crate::TestResult;
+use headwater_issue::limits::ERROR_BYTES_MAX;
+use headwater_issue::{
     AfterFailure, Claim, ClaimRelease, ClaimReleased, ClaimedIssue, FailureOutcome,
     ProcessingStatus, QuarantineCleared, ReleaseReason, RunFailure,
 };
@@ -20,7 +21,7 @@ fn retry(claimed: &ClaimedIssue) -> RunFailure {
     failure(claimed, AfterFailure::Retry { after: BACKOFF })
 }
 
-pub async fn a_failed_run_is_retried_after_its_backoff(env: StoreTestEnv) -> StoreTestResult {
+pub async fn a_failed_run_is_retried_after_its_backoff(env: StoreTestEnv) -> TestResult {
     let issue = env.record("42", "a").await?.issue_id;
     let claimed = env.claim(issue).await?;
     let failed = env.store.fail(&[retry(&claimed)], 3).await?.remove(0);
@@ -41,9 +42,7 @@ pub async fn a_failed_run_is_retried_after_its_backoff(env: StoreTestEnv) -> Sto
     env.assert_consistent().await
 }
 
-pub async fn the_last_failure_quarantines_and_keeps_the_error(
-    env: StoreTestEnv,
-) -> StoreTestResult {
+pub async fn the_last_failure_quarantines_and_keeps_the_error(env: StoreTestEnv) -> TestResult {
     let issue = env.record("42", "a").await?.issue_id;
     let claimed = env.claim(issue).await?;
     env.store.fail(&[retry(&claimed)], 2).await?;
@@ -63,7 +62,7 @@ pub async fn the_last_failure_quarantines_and_keeps_the_error(
     env.assert_consistent().await
 }
 
-pub async fn a_deferred_run_counts_no_attempt_however_often(env: StoreTestEnv) -> StoreTestResult {
+pub async fn a_deferred_run_counts_no_attempt_however_often(env: StoreTestEnv) -> TestResult {
     let issue = env.record("42", "a").await?.issue_id;
     let claimed = env.claim(issue).await?;
     env.store.fail(&[retry(&claimed)], 2).await?;
@@ -83,7 +82,7 @@ pub async fn a_deferred_run_counts_no_attempt_however_often(env: StoreTestEnv) -
     env.assert_consistent().await
 }
 
-pub async fn a_permanent_failure_quarantines_at_once(env: StoreTestEnv) -> StoreTestResult {
+pub async fn a_permanent_failure_quarantines_at_once(env: StoreTestEnv) -> TestResult {
     let issue = env.record("42", "a").await?.issue_id;
     let claimed = env.claim(issue).await?;
     let permanent = failure(&claimed, AfterFailure::Quarantine);
@@ -92,9 +91,7 @@ pub async fn a_permanent_failure_quarantines_at_once(env: StoreTestEnv) -> Store
     env.assert_consistent().await
 }
 
-pub async fn events_for_a_quarantined_issue_wait_for_its_release(
-    env: StoreTestEnv,
-) -> StoreTestResult {
+pub async fn events_for_a_quarantined_issue_wait_for_its_release(env: StoreTestEnv) -> TestResult {
     let issue = env.record("42", "a").await?.issue_id;
     let claimed = env.claim(issue).await?;
     env.store.fail(&[failure(&claimed, AfterFailure::Quarantine)], 5).await?;
@@ -110,7 +107,7 @@ pub async fn events_for_a_quarantined_issue_wait_for_its_release(
     env.assert_consistent().await
 }
 
-pub async fn a_failure_of_a_lost_claim_is_fenced(env: StoreTestEnv) -> StoreTestResult {
+pub async fn a_failure_of_a_lost_claim_is_fenced(env: StoreTestEnv) -> TestResult {
     let issue = env.record("42", "a").await?.issue_id;
     let other = env.record("43", "b").await?.issue_id;
     let lost = env.claim(issue).await?;
@@ -134,7 +131,7 @@ pub async fn a_failure_of_a_lost_claim_is_fenced(env: StoreTestEnv) -> StoreTest
     Ok(())
 }
 
-pub async fn a_released_claim_counts_no_attempt(env: StoreTestEnv) -> StoreTestResult {
+pub async fn a_released_claim_counts_no_attempt(env: StoreTestEnv) -> TestResult {
     let issue = env.record("42", "a").await?.issue_id;
     for (reason, superseded) in [(ReleaseReason::Shutdown, 0), (ReleaseReason::Superseded, 1)] {
         let claimed = env.claim(issue).await?;
@@ -148,7 +145,7 @@ pub async fn a_released_claim_counts_no_attempt(env: StoreTestEnv) -> StoreTestR
     env.assert_consistent().await
 }
 
-pub async fn a_success_resets_the_failure_counters(env: StoreTestEnv) -> StoreTestResult {
+pub async fn a_success_resets_the_failure_counters(env: StoreTestEnv) -> TestResult {
     let issue = env.record("42", "a").await?.issue_id;
     let claimed = env.claim(issue).await?;
     env.store.fail(&[failure(&claimed, AfterFailure::Retry { after: Duration::ZERO })], 5).await?;
@@ -161,7 +158,7 @@ pub async fn a_success_resets_the_failure_counters(env: StoreTestEnv) -> StoreTe
     Ok(())
 }
 
-pub async fn an_error_text_is_sanitized_and_truncated(env: StoreTestEnv) -> StoreTestResult {
+pub async fn an_error_text_is_sanitized_and_truncated(env: StoreTestEnv) -> TestResult {
     let issue = env.record("42", "a").await?.issue_id;
     let claimed = env.claim(issue).await?;
     let error = format!("nul \0 {}", "é".repeat(ERROR_BYTES_MAX));
@@ -173,7 +170,7 @@ pub async fn an_error_text_is_sanitized_and_truncated(env: StoreTestEnv) -> Stor
 
 pub async fn a_quarantine_leaves_a_dead_letter_that_remains_after_the_release(
     env: StoreTestEnv,
-) -> StoreTestResult {
+) -> TestResult {
     let recorded = env.record("42", "a").await?;
     let issue = recorded.issue_id;
     env.record("42", "b").await?;
@@ -202,11 +199,11 @@ pub async fn a_quarantine_leaves_a_dead_letter_that_remains_after_the_release(
     Ok(())
 }
 
-pub async fn a_claim_that_quarantines_leaves_a_dead_letter(env: StoreTestEnv) -> StoreTestResult {
+pub async fn a_claim_that_quarantines_leaves_a_dead_letter(env: StoreTestEnv) -> TestResult {
     let issue = env.record("42", "a").await?.issue_id;
     env.claim(issue).await?;
     env.advance(TTL).await?;
-    let strict = crate::ClaimOptions { crashes_max: 1, ..options("b") };
+    let strict = headwater_issue::ClaimOptions { crashes_max: 1, ..options("b") };
     let claim = env.store.claim(&[issue], &strict).await?.remove(0);
     assert!(matches!(claim, Claim::Quarantined { just_now: true, .. }), "{claim:?}");
     let letter = env.store.dead_letters(None, 10).await?.remove(0);

@@ -3,10 +3,9 @@
 use std::collections::{BTreeMap, HashSet};
 use std::time::Duration;
 
-use super::env::{
-    StoreTestEnv, StoreTestResult, TTL, completion, event, options, reply, text_of, won,
-};
-use crate::{
+use super::env::{StoreTestEnv, TTL, completion, event, options, reply, text_of, won};
+use crate::TestResult;
+use headwater_issue::{
     DeliveryTarget, IssueError, NewEvent, NewOutboxRow, OutboxDelivery, OutboxKind, OutboxRow,
     OutboxSettled, OutboxSettlement, OutboxTake, RunCompletion, TargetState,
 };
@@ -17,7 +16,7 @@ fn settle(row: &OutboxRow, delivery: OutboxDelivery) -> OutboxSettlement {
     OutboxSettlement { id: row.id, deliveries: row.deliveries, delivery }
 }
 
-async fn take(env: &StoreTestEnv) -> StoreTestResult<Vec<OutboxRow>> {
+async fn take(env: &StoreTestEnv) -> TestResult<Vec<OutboxRow>> {
     Ok(env.store.take_outbox("deliverer", 10, TTL).await?)
 }
 
@@ -25,7 +24,7 @@ async fn settle_as(
     env: &StoreTestEnv,
     row: &OutboxRow,
     delivery: OutboxDelivery,
-) -> StoreTestResult<OutboxSettled> {
+) -> TestResult<OutboxSettled> {
     Ok(env.store.settle_outbox(&[settle(row, delivery)]).await?.remove(0))
 }
 
@@ -33,9 +32,7 @@ fn texts(rows: &[OutboxRow]) -> Vec<String> {
     rows.iter().map(|row| text_of(&row.payload)).collect()
 }
 
-pub async fn replies_of_an_issue_are_taken_in_order_one_at_a_time(
-    env: StoreTestEnv,
-) -> StoreTestResult {
+pub async fn replies_of_an_issue_are_taken_in_order_one_at_a_time(env: StoreTestEnv) -> TestResult {
     let issue = env.replied("1", &["a", "b"]).await?;
     env.replied("2", &["c"]).await?;
     let first = take(&env).await?;
@@ -56,7 +53,7 @@ pub async fn replies_of_an_issue_are_taken_in_order_one_at_a_time(
 
 pub async fn a_failed_reply_blocks_only_later_replies_of_its_issue(
     env: StoreTestEnv,
-) -> StoreTestResult {
+) -> TestResult {
     env.replied("1", &["a", "b"]).await?;
     let row = take(&env).await?.remove(0);
     let failed = OutboxDelivery::Retry { after: LATER, error: "busy".into() };
@@ -71,7 +68,7 @@ pub async fn a_failed_reply_blocks_only_later_replies_of_its_issue(
     Ok(())
 }
 
-pub async fn a_dead_reply_unblocks_later_replies(env: StoreTestEnv) -> StoreTestResult {
+pub async fn a_dead_reply_unblocks_later_replies(env: StoreTestEnv) -> TestResult {
     env.replied("1", &["a", "b"]).await?;
     let row = take(&env).await?.remove(0);
     settle_as(&env, &row, OutboxDelivery::Dead { error: "no such issue".into() }).await?;
@@ -83,7 +80,7 @@ pub async fn a_dead_reply_unblocks_later_replies(env: StoreTestEnv) -> StoreTest
     Ok(())
 }
 
-pub async fn a_dead_reply_can_be_retried(env: StoreTestEnv) -> StoreTestResult {
+pub async fn a_dead_reply_can_be_retried(env: StoreTestEnv) -> TestResult {
     env.replied("1", &["a"]).await?;
     let row = take(&env).await?.remove(0);
     settle_as(&env, &row, OutboxDelivery::Dead { error: "gone".into() }).await?;
@@ -98,7 +95,7 @@ pub async fn a_dead_reply_can_be_retried(env: StoreTestEnv) -> StoreTestResult {
 
 pub async fn a_reply_of_a_dead_deliverer_is_redelivered_with_the_same_key(
     env: StoreTestEnv,
-) -> StoreTestResult {
+) -> TestResult {
     env.replied("1", &["a"]).await?;
     let lost = take(&env).await?.remove(0);
     env.advance(TTL).await?;
@@ -111,7 +108,7 @@ pub async fn a_reply_of_a_dead_deliverer_is_redelivered_with_the_same_key(
     Ok(())
 }
 
-pub async fn a_released_reply_counts_no_attempt(env: StoreTestEnv) -> StoreTestResult {
+pub async fn a_released_reply_counts_no_attempt(env: StoreTestEnv) -> TestResult {
     env.replied("1", &["a"]).await?;
     let row = take(&env).await?.remove(0);
     assert_eq!(settle_as(&env, &row, OutboxDelivery::Release).await?, OutboxSettled::Done);
@@ -120,7 +117,7 @@ pub async fn a_released_reply_counts_no_attempt(env: StoreTestEnv) -> StoreTestR
     Ok(())
 }
 
-pub async fn an_unavailable_target_counts_no_attempt(env: StoreTestEnv) -> StoreTestResult {
+pub async fn an_unavailable_target_counts_no_attempt(env: StoreTestEnv) -> TestResult {
     env.replied("1", &["a", "b"]).await?;
     let row = take(&env).await?.remove(0);
     let unavailable = |after| OutboxDelivery::Unavailable { after, error: "unreachable".into() };
@@ -134,7 +131,7 @@ pub async fn an_unavailable_target_counts_no_attempt(env: StoreTestEnv) -> Store
 
 pub async fn no_reply_waits_for_an_event_and_each_kind_keeps_its_order(
     env: StoreTestEnv,
-) -> StoreTestResult {
+) -> TestResult {
     let event = |text| NewOutboxRow { kind: OutboxKind::Event, ..reply(text) };
     let recorded = env.record("1", "1").await?;
     let claimed = env.claim(recorded.issue_id).await?;
@@ -161,7 +158,7 @@ pub async fn no_reply_waits_for_an_event_and_each_kind_keeps_its_order(
 }
 
 /// Creates `count` replies of an integration, one per issue.
-async fn backlog(env: &StoreTestEnv, integration: &str, count: usize) -> StoreTestResult {
+async fn backlog(env: &StoreTestEnv, integration: &str, count: usize) -> TestResult {
     env.store.ensure_integration(integration, "github").await?;
     for first in (0..count).step_by(100) {
         let events: Vec<NewEvent> = (first..count.min(first + 100))
@@ -184,7 +181,7 @@ async fn backlog(env: &StoreTestEnv, integration: &str, count: usize) -> StoreTe
 }
 
 /// Number of rows taken per integration.
-async fn taken(env: &StoreTestEnv, take: &OutboxTake) -> StoreTestResult<BTreeMap<String, usize>> {
+async fn taken(env: &StoreTestEnv, take: &OutboxTake) -> TestResult<BTreeMap<String, usize>> {
     let mut taken = BTreeMap::new();
     for row in env.store.take_outbox_from(take).await? {
         *taken.entry(row.integration).or_default() += 1;
@@ -205,7 +202,7 @@ fn counts<const N: usize>(counts: [(&str, usize); N]) -> BTreeMap<String, usize>
     counts.map(|(integration, count)| (integration.to_owned(), count)).into()
 }
 
-pub async fn a_backlog_of_one_target_does_not_block_another(env: StoreTestEnv) -> StoreTestResult {
+pub async fn a_backlog_of_one_target_does_not_block_another(env: StoreTestEnv) -> TestResult {
     backlog(&env, "slow", 300).await?;
     backlog(&env, "other", 1).await?;
     // Even a small batch includes the single row of the other target.
@@ -229,7 +226,7 @@ pub async fn a_backlog_of_one_target_does_not_block_another(env: StoreTestEnv) -
 
 pub async fn free_slots_go_to_the_target_with_the_fewest_in_flight(
     env: StoreTestEnv,
-) -> StoreTestResult {
+) -> TestResult {
     for integration in ["a", "b", "c"] {
         backlog(&env, integration, 10).await?;
     }
@@ -253,7 +250,7 @@ pub async fn free_slots_go_to_the_target_with_the_fewest_in_flight(
     Ok(())
 }
 
-pub async fn failing_targets_share_one_limit(env: StoreTestEnv) -> StoreTestResult {
+pub async fn failing_targets_share_one_limit(env: StoreTestEnv) -> TestResult {
     for integration in ["a", "b", "c", "healthy"] {
         backlog(&env, integration, 2).await?;
     }
@@ -270,7 +267,7 @@ pub async fn failing_targets_share_one_limit(env: StoreTestEnv) -> StoreTestResu
     Ok(())
 }
 
-pub async fn two_deliverers_never_take_the_same_reply(env: StoreTestEnv) -> StoreTestResult {
+pub async fn two_deliverers_never_take_the_same_reply(env: StoreTestEnv) -> TestResult {
     for n in 0..40 {
         env.replied(&n.to_string(), &["x"]).await?;
     }
@@ -294,7 +291,7 @@ pub async fn two_deliverers_never_take_the_same_reply(env: StoreTestEnv) -> Stor
     Ok(())
 }
 
-pub async fn a_row_settled_twice_is_settled_once(env: StoreTestEnv) -> StoreTestResult {
+pub async fn a_row_settled_twice_is_settled_once(env: StoreTestEnv) -> TestResult {
     env.replied("1", &["a"]).await?;
     let row = take(&env).await?.remove(0);
     let failed = OutboxDelivery::Retry { after: Duration::ZERO, error: "x".into() };
@@ -306,7 +303,7 @@ pub async fn a_row_settled_twice_is_settled_once(env: StoreTestEnv) -> StoreTest
     Ok(())
 }
 
-pub async fn a_new_outbox_row_wakes_a_waiting_deliverer(env: StoreTestEnv) -> StoreTestResult {
+pub async fn a_new_outbox_row_wakes_a_waiting_deliverer(env: StoreTestEnv) -> TestResult {
     // The timeout only ends a failing test; it is far longer than any wake-up takes.
     let store = std::sync::Arc::clone(&env.store);
     let waiter = tokio::spawn(async move {
@@ -319,7 +316,7 @@ pub async fn a_new_outbox_row_wakes_a_waiting_deliverer(env: StoreTestEnv) -> St
     Ok(())
 }
 
-pub async fn idempotency_keys_are_unique(env: StoreTestEnv) -> StoreTestResult {
+pub async fn idempotency_keys_are_unique(env: StoreTestEnv) -> TestResult {
     let mut keys = HashSet::new();
     for round in 0..3 {
         for issue in ["1", "2"] {
@@ -344,14 +341,14 @@ pub async fn idempotency_keys_are_unique(env: StoreTestEnv) -> StoreTestResult {
     Ok(())
 }
 
-pub async fn a_wait_for_the_outbox_times_out(env: StoreTestEnv) -> StoreTestResult {
+pub async fn a_wait_for_the_outbox_times_out(env: StoreTestEnv) -> TestResult {
     // An earlier row may complete the first wait at once; the second times out.
     env.store.outbox_wake(Duration::from_millis(10)).await;
     env.store.outbox_wake(Duration::from_millis(10)).await;
     Ok(())
 }
 
-pub async fn a_retried_dead_reply_is_the_next_of_its_issue(env: StoreTestEnv) -> StoreTestResult {
+pub async fn a_retried_dead_reply_is_the_next_of_its_issue(env: StoreTestEnv) -> TestResult {
     env.replied("1", &["a", "b", "c"]).await?;
     let dead = take(&env).await?.remove(0);
     settle_as(&env, &dead, OutboxDelivery::Dead { error: "gone".into() }).await?;
@@ -368,7 +365,7 @@ pub async fn a_retried_dead_reply_is_the_next_of_its_issue(env: StoreTestEnv) ->
 
 pub async fn unsettled_deliveries_are_counted_until_an_operator_retries(
     env: StoreTestEnv,
-) -> StoreTestResult {
+) -> TestResult {
     env.replied("1", &["a"]).await?;
     let mut row = take(&env).await?.remove(0);
     // Only unsettled deliveries count.

@@ -1,15 +1,15 @@
 //! The public conformance suite for implementations of `Store`: one test per guarantee.
 //!
-//! [`store_conformance_suite!`](crate::store_conformance_suite) takes an expression that creates a [`StoreTestEnv`],
+//! [`store_suite!`](crate::store_suite) takes an expression that creates a [`StoreTestEnv`],
 //! and generates one `#[test]` per case, in a module per subject:
 //!
 //! ```ignore
 //! mod my_store {
-//!     async fn setup() -> headwater_issue::conformance::StoreTestResult<headwater_issue::conformance::StoreTestEnv> {
+//!     async fn setup() -> headwater_conformance::issue::TestResult<headwater_conformance::issue::StoreTestEnv> {
 //!         let store = MyStore::open().await?;
-//!         headwater_issue::conformance::StoreTestEnv::new(store.clone(), store, |duration| { ... }).await
+//!         headwater_conformance::issue::StoreTestEnv::new(store.clone(), store, |duration| { ... }).await
 //!     }
-//!     headwater_issue::store_conformance_suite!(setup());
+//!     headwater_conformance::store_suite!(setup());
 //! }
 //! ```
 //!
@@ -34,5 +34,6 @@ pub mod record;
 pub mod sweep;
 pub mod transaction;
 
+pub use crate::{TestFailure, TestResult};
 pub use cases::run;
-pub use env::{StoreTestEnv, StoreTestResult, TestFailure};
+pub use env::StoreTestEnv;

@@ -2,12 +2,13 @@
 
 use std::time::Duration;
 
-use super::env::{StoreTestEnv, StoreTestResult, TTL, completion, event, options, reply};
-use crate::limits::{
+use super::env::{StoreTestEnv, TTL, completion, event, options, reply};
+use crate::TestResult;
+use headwater_issue::limits::{
     BATCH_MAX, CLAIM_TTL_MAX, DELAY_MAX, JSON_DEPTH_MAX, NAME_BYTES_MAX, OUTBOX_PER_RUN_MAX,
     PAYLOAD_BYTES_MAX,
 };
-use crate::{
+use headwater_issue::{
     AfterFailure, ClaimOptions, DebounceWindow, IssueError, NewEvent, NewOutboxRow, RunCompletion,
     RunFailure, SweepOptions,
 };
@@ -16,7 +17,7 @@ fn is_invalid<T: std::fmt::Debug>(result: &Result<T, IssueError>) -> bool {
     matches!(result, Err(IssueError::Invalid { .. }))
 }
 
-pub async fn an_invalid_event_does_not_fail_the_batch(env: StoreTestEnv) -> StoreTestResult {
+pub async fn an_invalid_event_does_not_fail_the_batch(env: StoreTestEnv) -> TestResult {
     let deep = format!("{}{}", "[".repeat(JSON_DEPTH_MAX + 1), "]".repeat(JSON_DEPTH_MAX + 1));
     let large = format!("\"{}\"", "x".repeat(PAYLOAD_BYTES_MAX));
     let long = "x".repeat(NAME_BYTES_MAX + 1);
@@ -55,7 +56,7 @@ pub async fn an_invalid_event_does_not_fail_the_batch(env: StoreTestEnv) -> Stor
     env.assert_consistent().await
 }
 
-pub async fn batches_over_a_limit_are_rejected(env: StoreTestEnv) -> StoreTestResult {
+pub async fn batches_over_a_limit_are_rejected(env: StoreTestEnv) -> TestResult {
     let many: Vec<NewEvent> = (0..=BATCH_MAX).map(|n| event("1", &n.to_string())).collect();
     let recorded = env.store.record(&many, &DebounceWindow::default()).await;
     assert_eq!(recorded.len(), BATCH_MAX + 1);
@@ -73,7 +74,7 @@ pub async fn batches_over_a_limit_are_rejected(env: StoreTestEnv) -> StoreTestRe
     Ok(())
 }
 
-pub async fn an_invalid_completion_is_rejected(env: StoreTestEnv) -> StoreTestResult {
+pub async fn an_invalid_completion_is_rejected(env: StoreTestEnv) -> TestResult {
     let issue = env.record("1", "a").await?.issue_id;
     let claimed = env.claim(issue).await?;
     let before = env.issue(issue).await?;
@@ -108,7 +109,7 @@ pub async fn an_invalid_completion_is_rejected(env: StoreTestEnv) -> StoreTestRe
     env.assert_consistent().await
 }
 
-pub async fn invalid_options_are_rejected(env: StoreTestEnv) -> StoreTestResult {
+pub async fn invalid_options_are_rejected(env: StoreTestEnv) -> TestResult {
     let issue = env.record("1", "a").await?.issue_id;
     let too_long = Duration::from_secs(1) + CLAIM_TTL_MAX;
     for bad in [

@@ -8,9 +8,9 @@ use tokio::sync::Notify;
 use tokio::time::timeout;
 
 use super::env::{Announced, BusTestEnv, HandlerLog, Noted};
-use crate::bus::{EventBusExt, SubscribeOptions};
-use crate::error::BusError;
-use crate::event::ReceivedEvent;
+use headwater_bus::BusError;
+use headwater_bus::ReceivedEvent;
+use headwater_bus::{EventBusExt, SubscribeOptions};
 
 pub async fn a_closed_bus_rejects_calls(env: BusTestEnv) {
     env.bus.close().await.unwrap();
@@ -48,7 +48,7 @@ pub async fn closing_is_idempotent(env: BusTestEnv) {
     first.unwrap();
     second.unwrap();
     env.bus.close().await.unwrap();
-    assert!(!env.bus.unsubscribe(crate::name::SubscriptionId(1)).await.unwrap());
+    assert!(!env.bus.unsubscribe(headwater_bus::SubscriptionId(1)).await.unwrap());
 }
 
 pub async fn an_event_waiting_for_its_retry_does_not_delay_closing(env: BusTestEnv) {

@@ -2,8 +2,9 @@
 
 use std::time::Duration;
 
-use super::env::{StoreTestEnv, StoreTestResult, TTL, options, won};
-use crate::{
+use super::env::{StoreTestEnv, TTL, options, won};
+use crate::TestResult;
+use headwater_issue::{
     AfterFailure, Nudge, OutboxDelivery, OutboxSettlement, RunFailure, SweepOptions, SweepReport,
 };
 
@@ -13,7 +14,7 @@ fn sweep() -> SweepOptions {
     SweepOptions { nudge_overdue: OVERDUE, crashes_max: 2, ..SweepOptions::default() }
 }
 
-pub async fn an_overdue_nudge_is_sent_again_and_only_once(env: StoreTestEnv) -> StoreTestResult {
+pub async fn an_overdue_nudge_is_sent_again_and_only_once(env: StoreTestEnv) -> TestResult {
     let recorded = env.record("42", "a").await?;
     env.record("42", "b").await?;
     assert_eq!(env.store.sweep(&sweep()).await?, SweepReport::default());
@@ -26,7 +27,7 @@ pub async fn an_overdue_nudge_is_sent_again_and_only_once(env: StoreTestEnv) -> 
     Ok(())
 }
 
-pub async fn an_issue_that_is_not_due_is_not_nudged(env: StoreTestEnv) -> StoreTestResult {
+pub async fn an_issue_that_is_not_due_is_not_nudged(env: StoreTestEnv) -> TestResult {
     let issue = env.record("42", "a").await?.issue_id;
     let claimed = env.claim(issue).await?;
     let then = AfterFailure::Retry { after: OVERDUE * 3 };
@@ -39,7 +40,7 @@ pub async fn an_issue_that_is_not_due_is_not_nudged(env: StoreTestEnv) -> StoreT
     Ok(())
 }
 
-pub async fn an_expired_claim_is_requeued_and_nudged(env: StoreTestEnv) -> StoreTestResult {
+pub async fn an_expired_claim_is_requeued_and_nudged(env: StoreTestEnv) -> TestResult {
     let recorded = env.record("42", "a").await?;
     env.claim(recorded.issue_id).await?;
     env.advance(TTL).await?;
@@ -52,7 +53,7 @@ pub async fn an_expired_claim_is_requeued_and_nudged(env: StoreTestEnv) -> Store
     env.assert_consistent().await
 }
 
-pub async fn repeatedly_expired_claims_are_quarantined(env: StoreTestEnv) -> StoreTestResult {
+pub async fn repeatedly_expired_claims_are_quarantined(env: StoreTestEnv) -> TestResult {
     let issue = env.record("42", "a").await?.issue_id;
     env.claim(issue).await?;
     env.advance(TTL).await?;
@@ -71,7 +72,7 @@ pub async fn repeatedly_expired_claims_are_quarantined(env: StoreTestEnv) -> Sto
     env.assert_consistent().await
 }
 
-pub async fn a_sweep_stops_at_its_limit_and_reports_more(env: StoreTestEnv) -> StoreTestResult {
+pub async fn a_sweep_stops_at_its_limit_and_reports_more(env: StoreTestEnv) -> TestResult {
     let mut issues = Vec::new();
     for n in 0..5 {
         issues.push(env.record(&n.to_string(), &n.to_string()).await?.issue_id);
@@ -97,7 +98,7 @@ pub async fn a_sweep_stops_at_its_limit_and_reports_more(env: StoreTestEnv) -> S
     Ok(())
 }
 
-pub async fn a_live_claim_is_left_alone(env: StoreTestEnv) -> StoreTestResult {
+pub async fn a_live_claim_is_left_alone(env: StoreTestEnv) -> TestResult {
     let issue = env.record("42", "a").await?.issue_id;
     let claimed = env.claim(issue).await?;
     env.advance(TTL - Duration::from_secs(600)).await?;
@@ -105,7 +106,7 @@ pub async fn a_live_claim_is_left_alone(env: StoreTestEnv) -> StoreTestResult {
     env.advance(Duration::from_secs(1200)).await?;
     assert_eq!(env.store.sweep(&sweep()).await?, SweepReport::default());
     let taken = env.second.claim(&[issue], &options("b")).await?.remove(0);
-    assert!(matches!(taken, crate::Claim::Taken { .. }), "{taken:?}");
+    assert!(matches!(taken, headwater_issue::Claim::Taken { .. }), "{taken:?}");
     env.advance(TTL).await?;
     won(env.second.claim(&[issue], &options("b")).await?.remove(0));
     Ok(())
@@ -113,14 +114,14 @@ pub async fn a_live_claim_is_left_alone(env: StoreTestEnv) -> StoreTestResult {
 
 pub async fn a_released_or_retried_issue_is_nudged_by_the_next_sweep(
     env: StoreTestEnv,
-) -> StoreTestResult {
+) -> TestResult {
     let recorded = env.record("42", "a").await?;
     let issue = recorded.issue_id;
     let nudge = Nudge { issue_id: issue, event_log_id: recorded.event_log_id };
     let fail = async |then| {
         let (epoch, error) = (env.claim(issue).await?.epoch, "broken".to_owned());
         let failed = env.store.fail(&[RunFailure { issue_id: issue, epoch, error, then }], 5).await;
-        StoreTestResult::Ok(failed.map(|_| ())?)
+        TestResult::Ok(failed.map(|_| ())?)
     };
     fail(AfterFailure::Quarantine).await?;
     env.store.release(issue).await?;
@@ -137,7 +138,7 @@ pub async fn a_released_or_retried_issue_is_nudged_by_the_next_sweep(
 
 pub async fn only_delivered_rows_and_released_dead_letters_are_removed_after_their_retention(
     env: StoreTestEnv,
-) -> StoreTestResult {
+) -> TestResult {
     let keep = TTL * 10;
     let options = SweepOptions { keep, limit: 2, ..sweep() };
     for issue in 0..5 {

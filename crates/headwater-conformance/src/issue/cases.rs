@@ -1,12 +1,12 @@
 //! The list of all cases, and the macros that generate tests from it.
 
-use super::StoreTestResult;
+use super::TestResult;
 
-/// Generates a `#[test]` for every case, in a module per subject. See the [module](crate::conformance).
+/// Generates a `#[test]` for every case, in a module per subject. See the [module](crate::issue).
 #[macro_export]
-macro_rules! store_conformance_suite {
+macro_rules! store_suite {
     ($setup:expr) => {
-        $crate::__store_conformance_tests! { ($setup)
+        $crate::__store_tests! { ($setup)
             record {
                 an_event_creates_its_issue_and_queues_it,
                 a_duplicate_of_a_pending_event_nudges_again,
@@ -147,15 +147,15 @@ macro_rules! store_conformance_suite {
 
 #[doc(hidden)]
 #[macro_export]
-macro_rules! __store_conformance_tests {
+macro_rules! __store_tests {
     (($setup:expr) $($subject:ident { $($name:ident,)* })*) => {
         $(mod $subject {
             #[allow(unused_imports, reason = "the set-up expression may use items of the parent module")]
             use super::*;
             $(#[test]
-            fn $name() -> $crate::conformance::StoreTestResult {
-                $crate::conformance::run(async {
-                    $crate::conformance::$subject::$name($setup.await?).await
+            fn $name() -> $crate::issue::TestResult {
+                $crate::issue::run(async {
+                    $crate::issue::$subject::$name($setup.await?).await
                 })
             })*
         })*
@@ -163,7 +163,7 @@ macro_rules! __store_conformance_tests {
 }
 
 /// Runs one case on its own runtime.
-pub fn run(case: impl Future<Output = StoreTestResult>) -> StoreTestResult {
+pub fn run(case: impl Future<Output = TestResult>) -> TestResult {
     let mut builder = tokio::runtime::Builder::new_multi_thread();
     builder.worker_threads(2).enable_all().build()?.block_on(case)
 }

@@ -4,9 +4,10 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
-use super::env::{StoreTestEnv, StoreTestResult, TTL, completion, ids, options, reply, won};
-use crate::limits::FIELDS_BYTES_MAX;
-use crate::{
+use super::env::{StoreTestEnv, TTL, completion, ids, options, reply, won};
+use crate::TestResult;
+use headwater_issue::limits::FIELDS_BYTES_MAX;
+use headwater_issue::{
     ClaimEpoch, CompletionOutcome, EventLogFilter, IssueId, ProcessingStatus, RunCompletion,
     SweepOptions,
 };
@@ -14,7 +15,7 @@ use crate::{
 const DONE: CompletionOutcome =
     CompletionOutcome::Committed { requeued: false, not_before: None, repeated: false };
 
-pub async fn a_completed_run_leaves_its_issue_idle(env: StoreTestEnv) -> StoreTestResult {
+pub async fn a_completed_run_leaves_its_issue_idle(env: StoreTestEnv) -> TestResult {
     let issue = env.record("42", "a").await?.issue_id;
     let claimed = env.claim(issue).await?;
     assert_eq!(env.complete(completion(&claimed)).await?, DONE);
@@ -27,9 +28,7 @@ pub async fn a_completed_run_leaves_its_issue_idle(env: StoreTestEnv) -> StoreTe
     env.assert_consistent().await
 }
 
-pub async fn an_event_that_arrives_while_processing_is_not_lost(
-    env: StoreTestEnv,
-) -> StoreTestResult {
+pub async fn an_event_that_arrives_while_processing_is_not_lost(env: StoreTestEnv) -> TestResult {
     let issue = env.record("42", "a").await?.issue_id;
     let claimed = env.claim(issue).await?;
     assert!(!env.record("42", "b").await?.nudge, "no nudge while the issue is processed");
@@ -44,10 +43,10 @@ pub async fn an_event_that_arrives_while_processing_is_not_lost(
     env.assert_consistent().await
 }
 
-pub async fn events_beyond_the_run_requeue_the_issue(env: StoreTestEnv) -> StoreTestResult {
+pub async fn events_beyond_the_run_requeue_the_issue(env: StoreTestEnv) -> TestResult {
     let issue = env.record("42", "a").await?.issue_id;
     env.record("42", "b").await?;
-    let options = crate::ClaimOptions { events_max: 1, ..options("a") };
+    let options = headwater_issue::ClaimOptions { events_max: 1, ..options("a") };
     let claimed = won(env.store.claim(&[issue], &options).await?.remove(0));
     let completed = env.complete(completion(&claimed)).await?;
     assert!(matches!(completed, CompletionOutcome::Committed { requeued: true, .. }));
@@ -57,7 +56,7 @@ pub async fn events_beyond_the_run_requeue_the_issue(env: StoreTestEnv) -> Store
 
 pub async fn a_completion_of_a_lost_claim_is_fenced_and_writes_nothing(
     env: StoreTestEnv,
-) -> StoreTestResult {
+) -> TestResult {
     let issue = env.record("42", "a").await?.issue_id;
     let lost = env.claim(issue).await?;
     env.advance(TTL).await?;
@@ -78,7 +77,7 @@ pub async fn a_completion_of_a_lost_claim_is_fenced_and_writes_nothing(
 
 pub async fn a_repeated_completion_is_reported_and_changes_nothing(
     env: StoreTestEnv,
-) -> StoreTestResult {
+) -> TestResult {
     let issue = env.record("42", "a").await?.issue_id;
     let claimed = env.claim(issue).await?;
     let run = RunCompletion { outbox: vec![reply("once")], ..completion(&claimed) };
@@ -98,7 +97,7 @@ pub async fn a_repeated_completion_is_reported_and_changes_nothing(
     env.assert_consistent().await
 }
 
-pub async fn fields_are_merged_and_discussions_replaced(env: StoreTestEnv) -> StoreTestResult {
+pub async fn fields_are_merged_and_discussions_replaced(env: StoreTestEnv) -> TestResult {
     let issue = env.record("42", "a").await?.issue_id;
     let steps = [
         (json!({ "a": 1, "b": { "c": null, "d": 2 } }), json!(["first"])),
@@ -121,14 +120,12 @@ pub async fn fields_are_merged_and_discussions_replaced(env: StoreTestEnv) -> St
     Ok(())
 }
 
-pub async fn a_completion_counts_only_its_own_unprocessed_events(
-    env: StoreTestEnv,
-) -> StoreTestResult {
+pub async fn a_completion_counts_only_its_own_unprocessed_events(env: StoreTestEnv) -> TestResult {
     let issue = env.record("42", "a").await?.issue_id;
     let other = env.record("43", "b").await?;
     let first = env.claim(issue).await?;
     let id = ids(&first)[0];
-    let ids = vec![id, id, other.event_log_id, crate::EventLogId(987_654)];
+    let ids = vec![id, id, other.event_log_id, headwater_issue::EventLogId(987_654)];
     assert_eq!(
         env.complete(RunCompletion { event_log_ids: ids, ..completion(&first) }).await?,
         DONE
@@ -147,7 +144,7 @@ pub async fn a_completion_counts_only_its_own_unprocessed_events(
     env.assert_consistent().await
 }
 
-pub async fn a_fenced_completion_does_not_fail_the_batch(env: StoreTestEnv) -> StoreTestResult {
+pub async fn a_fenced_completion_does_not_fail_the_batch(env: StoreTestEnv) -> TestResult {
     let mut runs = Vec::new();
     for name in ["1", "2", "3"] {
         let issue = env.record(name, name).await?.issue_id;
@@ -165,7 +162,7 @@ pub async fn a_fenced_completion_does_not_fail_the_batch(env: StoreTestEnv) -> S
     env.assert_consistent().await
 }
 
-pub async fn a_run_may_complete_without_processing_any_event(env: StoreTestEnv) -> StoreTestResult {
+pub async fn a_run_may_complete_without_processing_any_event(env: StoreTestEnv) -> TestResult {
     let issue = env.record("42", "a").await?.issue_id;
     let claimed = env.claim(issue).await?;
     let nothing = RunCompletion { event_log_ids: vec![], ..completion(&claimed) };
@@ -175,9 +172,7 @@ pub async fn a_run_may_complete_without_processing_any_event(env: StoreTestEnv) 
     env.assert_consistent().await
 }
 
-pub async fn a_completion_after_its_claim_was_swept_is_fenced(
-    env: StoreTestEnv,
-) -> StoreTestResult {
+pub async fn a_completion_after_its_claim_was_swept_is_fenced(env: StoreTestEnv) -> TestResult {
     let issue = env.record("42", "a").await?.issue_id;
     let claimed = env.claim(issue).await?;
     env.advance(TTL + Duration::from_secs(1)).await?;
@@ -187,7 +182,7 @@ pub async fn a_completion_after_its_claim_was_swept_is_fenced(
     env.assert_consistent().await
 }
 
-pub async fn fields_over_the_size_limit_are_rejected(env: StoreTestEnv) -> StoreTestResult {
+pub async fn fields_over_the_size_limit_are_rejected(env: StoreTestEnv) -> TestResult {
     let large = |name: &str| format!(r#"{{"{name}":"{}"}}"#, "x".repeat(FIELDS_BYTES_MAX * 2 / 3));
     let issue = env.record("42", "a").await?.issue_id;
     let claimed = env.claim(issue).await?;
@@ -198,7 +193,7 @@ pub async fn fields_over_the_size_limit_are_rejected(env: StoreTestEnv) -> Store
     let before = env.issue(issue).await?;
     let grown = RunCompletion { fields: Some(large("b")), ..completion(&claimed) };
     let rejected = env.store.complete(&[grown]).await;
-    assert!(matches!(rejected, Err(crate::IssueError::Invalid { .. })), "{rejected:?}");
+    assert!(matches!(rejected, Err(headwater_issue::IssueError::Invalid { .. })), "{rejected:?}");
     let problem = format!("{rejected:?}");
     assert!(problem.contains("fields of issue"), "{problem}");
     assert!(env.issue(issue).await? == before, "nothing was changed");

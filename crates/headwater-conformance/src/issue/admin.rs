@@ -2,13 +2,14 @@
 
 use std::time::Duration;
 
-use super::env::{INTEGRATION, StoreTestEnv, StoreTestResult, TTL, completion, event};
-use crate::{
+use super::env::{INTEGRATION, StoreTestEnv, TTL, completion, event};
+use crate::TestResult;
+use headwater_issue::{
     AfterFailure, Backlog, Claim, EventLogFilter, IssueError, IssueFilter, IssueId, IssueRetried,
     OutboxId, ProcessingStatus, QuarantineCleared, RunFailure,
 };
 
-async fn quarantine(env: &StoreTestEnv, issue: &str) -> StoreTestResult<IssueId> {
+async fn quarantine(env: &StoreTestEnv, issue: &str) -> TestResult<IssueId> {
     let id = env.record(issue, issue).await?.issue_id;
     let epoch = env.claim(id).await?.epoch;
     let (error, then) = ("broken".to_owned(), AfterFailure::Quarantine);
@@ -18,12 +19,12 @@ async fn quarantine(env: &StoreTestEnv, issue: &str) -> StoreTestResult<IssueId>
 
 pub async fn an_integration_is_created_once_and_keeps_its_provider(
     env: StoreTestEnv,
-) -> StoreTestResult {
+) -> TestResult {
     let id = env.store.ensure_integration("a", "gitlab").await?;
     assert_eq!(env.second.ensure_integration("a", "gitlab").await?, id);
     let other = env.store.ensure_integration("a", "github").await;
     assert!(matches!(other, Err(IssueError::OtherProvider { .. })), "{other:?}");
-    let names = |list: Vec<crate::IntegrationInfo>| {
+    let names = |list: Vec<headwater_issue::IntegrationInfo>| {
         list.into_iter().map(|one| one.name).collect::<Vec<_>>()
     };
     assert_eq!(names(env.store.integrations(None).await?), ["a", INTEGRATION]);
@@ -31,7 +32,7 @@ pub async fn an_integration_is_created_once_and_keeps_its_provider(
     Ok(())
 }
 
-pub async fn pages_of_issues_contain_each_issue_once(env: StoreTestEnv) -> StoreTestResult {
+pub async fn pages_of_issues_contain_each_issue_once(env: StoreTestEnv) -> TestResult {
     let events: Vec<_> = (0..7).map(|n| event(&n.to_string(), &n.to_string())).collect();
     let mut expected: Vec<_> =
         env.record_all(&events).await?.iter().map(|one| one.issue_id).collect();
@@ -48,12 +49,12 @@ pub async fn pages_of_issues_contain_each_issue_once(env: StoreTestEnv) -> Store
     Ok(())
 }
 
-pub async fn issues_are_listed_by_status_and_quarantine(env: StoreTestEnv) -> StoreTestResult {
+pub async fn issues_are_listed_by_status_and_quarantine(env: StoreTestEnv) -> TestResult {
     let queued = env.record("1", "1").await?.issue_id;
     let processing = env.record("2", "2").await?.issue_id;
     env.claim(processing).await?;
     let quarantined = quarantine(&env, "3").await?;
-    let list = async |filter: IssueFilter| -> StoreTestResult<Vec<IssueId>> {
+    let list = async |filter: IssueFilter| -> TestResult<Vec<IssueId>> {
         Ok(env.store.issues(&filter, 10).await?.iter().map(|issue| issue.id).collect())
     };
     for (status, expected) in [
@@ -75,14 +76,12 @@ pub async fn issues_are_listed_by_status_and_quarantine(env: StoreTestEnv) -> St
     Ok(())
 }
 
-pub async fn event_logs_are_listed_by_whether_they_are_processed(
-    env: StoreTestEnv,
-) -> StoreTestResult {
+pub async fn event_logs_are_listed_by_whether_they_are_processed(env: StoreTestEnv) -> TestResult {
     let first = env.record("1", "a").await?;
     let claimed = env.claim(first.issue_id).await?;
     env.complete(completion(&claimed)).await?;
     let second = env.record("1", "b").await?;
-    let list = async |processed, after| -> StoreTestResult<Vec<_>> {
+    let list = async |processed, after| -> TestResult<Vec<_>> {
         let filter = EventLogFilter { processed, after };
         let logs = env.store.event_logs(first.issue_id, &filter, 10).await?;
         Ok(logs.iter().map(|log| log.id).collect())
@@ -96,7 +95,7 @@ pub async fn event_logs_are_listed_by_whether_they_are_processed(
     Ok(())
 }
 
-pub async fn an_issue_is_found_by_its_ids_at_the_provider(env: StoreTestEnv) -> StoreTestResult {
+pub async fn an_issue_is_found_by_its_ids_at_the_provider(env: StoreTestEnv) -> TestResult {
     let id = env.record("42", "a").await?.issue_id;
     let found = env.store.find_issue(INTEGRATION, "project", "42").await?.expect("it exists");
     assert_eq!(found, env.issue(id).await?);
@@ -107,7 +106,7 @@ pub async fn an_issue_is_found_by_its_ids_at_the_provider(env: StoreTestEnv) -> 
 
 pub async fn releasing_an_issue_that_is_not_quarantined_changes_nothing(
     env: StoreTestEnv,
-) -> StoreTestResult {
+) -> TestResult {
     let id = env.record("42", "a").await?.issue_id;
     let before = env.issue(id).await?;
     assert_eq!(env.store.release(id).await?, QuarantineCleared::NotQuarantined);
@@ -115,7 +114,7 @@ pub async fn releasing_an_issue_that_is_not_quarantined_changes_nothing(
     Ok(())
 }
 
-pub async fn a_retry_ends_a_wait_but_not_a_run(env: StoreTestEnv) -> StoreTestResult {
+pub async fn a_retry_ends_a_wait_but_not_a_run(env: StoreTestEnv) -> TestResult {
     let id = env.record("42", "a").await?.issue_id;
     let claimed = env.claim(id).await?;
     assert_eq!(env.store.retry(id).await?, IssueRetried::Processing);
@@ -133,7 +132,7 @@ pub async fn a_retry_ends_a_wait_but_not_a_run(env: StoreTestEnv) -> StoreTestRe
     env.assert_consistent().await
 }
 
-pub async fn operations_on_missing_objects_are_not_found(env: StoreTestEnv) -> StoreTestResult {
+pub async fn operations_on_missing_objects_are_not_found(env: StoreTestEnv) -> TestResult {
     let missing = IssueId(987_654);
     assert!(matches!(env.store.release(missing).await, Err(IssueError::NotFound { .. })));
     assert!(matches!(env.store.retry(missing).await, Err(IssueError::NotFound { .. })));
@@ -143,9 +142,9 @@ pub async fn operations_on_missing_objects_are_not_found(env: StoreTestEnv) -> S
     Ok(())
 }
 
-pub async fn the_facts_report_live_workers(env: StoreTestEnv) -> StoreTestResult {
+pub async fn the_facts_report_live_workers(env: StoreTestEnv) -> TestResult {
     let recorded = env.record("42", "a").await?;
-    let facts = async || -> StoreTestResult<crate::IssueFacts> {
+    let facts = async || -> TestResult<headwater_issue::IssueFacts> {
         Ok(env.store.issue_facts(recorded.issue_id).await?.expect("the issue exists"))
     };
     let before = facts().await?;
@@ -164,11 +163,11 @@ pub async fn the_facts_report_live_workers(env: StoreTestEnv) -> StoreTestResult
     Ok(())
 }
 
-pub async fn a_worker_is_alive_until_its_heartbeat_expires(env: StoreTestEnv) -> StoreTestResult {
+pub async fn a_worker_is_alive_until_its_heartbeat_expires(env: StoreTestEnv) -> TestResult {
     env.store.heartbeat_worker("a", TTL).await?;
     env.store.heartbeat_worker("b", TTL * 3).await?;
     env.claim(env.record("42", "x").await?.issue_id).await?;
-    let names = async || -> StoreTestResult<Vec<(String, u64)>> {
+    let names = async || -> TestResult<Vec<(String, u64)>> {
         let workers = env.second.workers().await?;
         Ok(workers.into_iter().map(|one| (one.worker, one.claims)).collect())
     };
@@ -182,7 +181,7 @@ pub async fn a_worker_is_alive_until_its_heartbeat_expires(env: StoreTestEnv) ->
     Ok(())
 }
 
-pub async fn the_backlog_is_counted(env: StoreTestEnv) -> StoreTestResult {
+pub async fn the_backlog_is_counted(env: StoreTestEnv) -> TestResult {
     assert_eq!(env.store.backlog().await?, Backlog::default());
     env.record("1", "1").await?;
     env.claim(env.record("2", "2").await?.issue_id).await?;
@@ -196,9 +195,7 @@ pub async fn the_backlog_is_counted(env: StoreTestEnv) -> StoreTestResult {
     Ok(())
 }
 
-pub async fn the_consistency_report_is_consistent_in_every_state(
-    env: StoreTestEnv,
-) -> StoreTestResult {
+pub async fn the_consistency_report_is_consistent_in_every_state(env: StoreTestEnv) -> TestResult {
     env.record("1", "1").await?;
     env.claim(env.record("2", "2").await?.issue_id).await?;
     quarantine(&env, "3").await?;

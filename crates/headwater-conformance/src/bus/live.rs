@@ -6,12 +6,12 @@ use std::time::Duration;
 use tokio::sync::Barrier;
 
 use super::env::{Announced, BusTestEnv, HandlerLog, Noted};
-use crate::bus::{EventBusExt, SubscribeOptions};
-use crate::error::{BusError, FailureKind};
-use crate::event::ReceivedEvent;
-use crate::handler::Handlers;
-use crate::name::SessionId;
-use crate::trace::current_trace;
+use headwater_bus::Handlers;
+use headwater_bus::ReceivedEvent;
+use headwater_bus::SessionId;
+use headwater_bus::current_trace;
+use headwater_bus::{BusError, FailureKind};
+use headwater_bus::{EventBusExt, SubscribeOptions};
 
 /// A handler that logs a word and the event's number.
 fn writes(
