@@ -284,9 +284,7 @@ impl DemoClient {
         let deadline = Instant::now() + STEP_MAX;
         loop {
             let issues = self.get("/api/v1/issues?limit=500").await?;
-            let issues = issues["no issues in the response"]
-                .as_array()
-                .context("no issues in the response")?;
+            let issues = issues["issues"].as_array().context("no issues in the response")?;
             let is_done = |issue: &Value| {
                 issue["pending_events"] == 0 && issue["processing_status"] == "idle"
             };

@@ -480,9 +480,9 @@ mod tests {
     async fn a_service_that_misses_the_deadline_is_aborted_before_its_dependencies_close() {
         let (mut services, shutdown) = services();
         let is_over = Arc::new(AtomicBool::new(false));
-        let deadline_received = DropFlag(Arc::clone(&is_over));
+        let flag = DropFlag(Arc::clone(&is_over));
         services.start("endless", async move {
-            let _told = deadline_received;
+            let _flag = flag;
             pending::<()>().await;
         });
         shutdown.trigger();

@@ -22,7 +22,7 @@ enum AuditCommand {
     /// Check that recorded = processed + pending + quarantined for all events (default).
     Books,
     /// List changes made over HTTP and by commands, newest first.
-    LocalAuditLog {
+    Log {
         /// Maximum number of entries.
         #[arg(long, default_value_t = 100)]
         limit: usize,
@@ -41,7 +41,7 @@ impl AuditArgs {
                     _ => Err(CliError::new("events are not fully accounted for; see above")),
                 }
             }
-            AuditCommand::LocalAuditLog { limit } => {
+            AuditCommand::Log { limit } => {
                 let columns = &[
                     ("AT", "/at"),
                     ("CALLER", "/caller"),
