@@ -78,7 +78,7 @@ fn tickets(cli: &CliFixture, ticket: &str) {
     assert_eq!(cli.json(&["ticket", "show", ticket])[0]["handed_over"], false);
     cli.json(&["ticket", "close", ticket]);
     let message = cli.fails(&["ticket", "show", "6f1c1a35-5a0e-4f6f-8f43-3d1f7a1affff"], 1);
-    assert!(message.contains("no ticket"), "{message}");
+    assert!(message.contains("does not exist"), "{message}");
 }
 
 fn issues(cli: &CliFixture, issue: &str) {
@@ -221,8 +221,8 @@ fn all_dead_rows_and_quarantined_issues_are_retried_also_by_integration() {
          INSERT INTO issues (integration_id, external_project_id, external_issue_id, quarantined_at)
          SELECT (SELECT id FROM integrations WHERE name = CASE WHEN n % 4 = 0 THEN 'shop' ELSE 'desk' END),
              'many', n::text, now() FROM generate_series(1, {MANY}) AS n;
-         INSERT INTO outbox (issue_id, kind, target, idempotency_key, payload, status, due_at, last_error)
-         SELECT id, 'reply', 't', 'many-' || id, '{{}}', 'dead', now(), 'gone' FROM issues
+         INSERT INTO outbox (issue_id, integration_id, kind, target, idempotency_key, payload, status, due_at, last_error)
+         SELECT id, integration_id, 'reply', 't', 'many-' || id, '{{}}', 'dead', now(), 'gone' FROM issues
          WHERE external_project_id = 'many'"
     );
     database.query(&made).unwrap();

@@ -47,7 +47,7 @@ fn topics(cli: &CliFixture) {
     assert_eq!(described["partitions"][1]["stream_key"], "stream:topic:orders:p:1");
     assert_eq!(described["policies"]["retention_age_ms"], 7 * 24 * 3600 * 1000_u64);
     let message = cli.fails(&["topic", "describe", "nothing"], 1);
-    assert!(message.contains("no topic `nothing`"), "{message}");
+    assert!(message.contains("topic `nothing` does not exist"), "{message}");
 
     cli.json(&["topic", "create", "gone/away ü"]);
     let message = cli.fails(&["topic", "delete", "gone/away ü"], 2);
@@ -474,7 +474,7 @@ fn a_wrong_url_is_distinguished_from_a_missing_object() {
     let cli = CliFixture::embedded().start_server();
     let address = cli.server().address;
     for (url, code, words) in [
-        (format!("http://{address}"), 1, "no topic `nothing`"),
+        (format!("http://{address}"), 1, "topic `nothing` does not exist"),
         (format!("http://{address}/api/v1"), 1, "no Headwater API at"),
         (format!("https://{address}"), 3, "uses http, not https"),
     ] {

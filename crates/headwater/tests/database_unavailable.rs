@@ -11,7 +11,7 @@ use crate::support::sender::{github, github_issues, integrations, send};
 use crate::support::{LIMIT, Server, ServerDir};
 
 /// The error of requests that fail fast.
-const KNOWN: &str = "database unavailable; try again later";
+const KNOWN: &str = "database refuses connections; try again later";
 
 async fn open(server: &Server) -> Result<(u16, Value)> {
     server.post("/api/v1/tickets", &json!({"title": "Parcel", "content": "It is late."})).await

@@ -108,7 +108,7 @@ fn a_group_with_an_active_member_is_not_deleted() {
         groups.iter().any(|group| !group["members"].as_array().unwrap().is_empty())
     });
     let message = cli.fails(&["group", "delete", "orders", "g", "--yes"], 1);
-    assert!(message.contains("is at work"), "{message}");
+    assert!(message.contains("is active"), "{message}");
     assert_eq!(cli.json(&["group", "list", "orders"]).len(), 1);
     drop(consumer);
 }

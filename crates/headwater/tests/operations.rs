@@ -171,8 +171,9 @@ fn every_metric_is_documented_and_every_documented_metric_exists() {
     for entry in std::fs::read_dir(root().join("crates")).unwrap() {
         measured(&entry.unwrap().path().join("src"), &mut there);
     }
-    // A PostgreSQL notification channel, not a metric.
+    // A notification channel and a table of PostgreSQL.
     there.remove("headwater_outbox");
+    there.remove("headwater_migrations");
     assert!(there.len() > 60, "{there:?}");
     let document = document("docs/operations.md");
     let (_, tables) = document.split_once("\n## Metrics\n").unwrap();

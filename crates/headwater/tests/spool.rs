@@ -14,8 +14,8 @@ async fn an_unwritable_default_spool_is_skipped() {
     directory(&dir, "headwater-data").unwrap();
     std::fs::write(dir.file("headwater-data/spool"), "x").unwrap();
     let server = dir.serve(&["--stream-url", &redis.url()]).unwrap();
-    server.wait_for_log("the spool is left as it is").unwrap();
-    server.wait_for_log("no spool").unwrap();
+    server.wait_for_log("default spool cannot be used").unwrap();
+    server.wait_for_log("no spool available").unwrap();
     server.until("/health/ready", |status, _| status == 200).await.unwrap();
     drop(server);
     let worker = dir.worker(&["--stream-url", &redis.url()]).unwrap();
@@ -30,9 +30,9 @@ async fn a_damaged_default_spool_is_kept_and_the_next_file_is_used() {
     let damaged = dir.file("headwater-data/spool/0.spool");
     std::fs::write(&damaged, "this is no spool at all, and never was one").unwrap();
     let server = dir.serve(&["--stream-url", &redis.url()]).unwrap();
-    let warned = server.wait_for_log("the spool is left as it is").unwrap();
+    let warned = server.wait_for_log("default spool cannot be used").unwrap();
     assert!(warned["error"].as_str().unwrap().contains("0.spool"), "{warned}");
-    assert!(!server.log().contains("no spool:"), "{}", server.log());
+    assert!(!server.log().contains("no spool available"), "{}", server.log());
     assert!(std::fs::metadata(dir.file("headwater-data/spool/1.spool")).is_ok());
     assert!(std::fs::read_to_string(&damaged).unwrap().starts_with("this is no spool"));
 }

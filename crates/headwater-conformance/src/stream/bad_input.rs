@@ -92,7 +92,7 @@ pub async fn entries_beyond_a_limit_are_not_appended_once(env: StreamTestEnv) ->
     let entries = [once((0, numbered(0)))];
     for time in [Duration::ZERO, KEEP_MAX + Duration::from_millis(1)] {
         let answer = env.backend.append_once(&stream, &entries, time, keep).await;
-        assert_invalid("append", answer, "the time to remember", &format!("{KEEP_MAX:?}"));
+        assert_invalid("append", answer, "keep", &format!("{KEEP_MAX:?}"));
     }
     let never = Retention { max_bytes: Some(0), ..Retention::KEEP_ALL };
     let answer = env.backend.append_once(&stream, &entries, HOUR, &never).await;
@@ -146,7 +146,7 @@ pub async fn a_read_beyond_a_limit_delivers_nothing(env: StreamTestEnv) -> TestR
     let cases = [
         ("no streams", vec![], 1, none, "streams", "empty".to_owned()),
         ("many streams", many, 1, none, "streams", READ_STREAMS_MAX.to_string()),
-        ("count 0", one.clone(), 0, none, "count", "at least 1".to_owned()),
+        ("count 0", one.clone(), 0, none, "count", "the minimum is 1".to_owned()),
         ("a large count", one.clone(), COUNT_MAX + 1, none, "count", COUNT_MAX.to_string()),
         ("a long wait", one, 1, wait, "wait", "60s".to_owned()),
     ];
@@ -229,7 +229,9 @@ pub async fn counts_are_at_least_one_and_limited(env: StreamTestEnv) -> TestResu
     let item = ScheduleRequest { to: flow.stream.clone(), due, fields: numbered(1) };
     env.second.schedule(&delays, &[item]).await?;
 
-    for (count, limit) in [(0, "at least 1".to_owned()), (COUNT_MAX + 1, COUNT_MAX.to_string())] {
+    for (count, limit) in
+        [(0, "the minimum is 1".to_owned()), (COUNT_MAX + 1, COUNT_MAX.to_string())]
+    {
         let range = Range { count, ..Range::first(1) };
         assert_invalid("range", env.backend.range(&flow.stream, range).await, "count", &limit);
         let query = PendingDeliveryQuery { count, ..flow.pending_query() };
@@ -385,7 +387,7 @@ pub async fn ids_beyond_a_limit_are_not_begun(env: StreamTestEnv) -> TestResult 
     assert_invalid("finish", answer, "a de-duplication value", &VALUE_BYTES_MAX);
     for time in [Duration::ZERO, KEEP_MAX + Duration::from_millis(1)] {
         let limit = format!("{KEEP_MAX:?}");
-        let what = "the time to remember";
+        let what = "the time to live";
         let answer = env.backend.dedup_begin(&scope, &["m1"], time).await;
         assert_invalid("begin", answer, what, &limit);
         let answer = env.backend.dedup_finish(&scope, &[("m1", Bytes::new())], time).await;

@@ -69,7 +69,7 @@ impl RedisLeaseWatch {
         if let WatchMode::ReleasesOnly { reason } = &mode {
             warn!(
                 %reason,
-                "no notifications about expired leases from the server; they are found by polling"
+                "the server sends no notifications about expired leases; the sweep finds them"
             );
         }
         let task = tokio::spawn(run(Arc::clone(client), listener, nodes, subscriptions));

@@ -26,7 +26,7 @@ use tokio::task::JoinHandle;
 use tracing::{info, warn};
 use utoipa::ToSchema;
 
-use crate::server::shutdown::ShutdownSignal;
+use crate::server::shutdown_signal::ShutdownSignal;
 use crate::server::startup;
 
 #[cfg(not(feature = "analytics"))]

@@ -15,7 +15,7 @@ use tracing::{info, warn};
 use utoipa::ToSchema;
 
 use crate::analytics::{AnalyticsRequestError, RebuildBatches};
-use crate::server::shutdown::ShutdownSignal;
+use crate::server::shutdown_signal::ShutdownSignal;
 use crate::tickets::TicketExport;
 
 /// Progress of a rebuild.

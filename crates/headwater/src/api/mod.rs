@@ -40,7 +40,7 @@ use crate::config::HttpSettings;
 use crate::http::ApiError;
 use crate::http::body::ReadLimits;
 use crate::server::app_state::App;
-use crate::server::shutdown::ShutdownSignal;
+use crate::server::shutdown_signal::ShutdownSignal;
 
 use crate::api::consume::session::ConsumerSessions;
 pub(crate) use crate::api::consume::{ConsumeMode, LEASE};

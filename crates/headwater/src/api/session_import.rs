@@ -28,7 +28,7 @@ use crate::http::body::{drain, too_large};
 use crate::http::extract::PathParams;
 use crate::http::{ApiError, BodyMemory, decoded_bytes};
 use crate::server::app_state::App;
-use crate::server::shutdown::ShutdownSignal;
+use crate::server::shutdown_signal::ShutdownSignal;
 
 /// Minimum average rate after the first `http.read_timeout`. Only the time spent waiting for the client counts.
 const BYTES_PER_SECOND_MIN: u64 = 256;

@@ -25,7 +25,7 @@ use crate::http::ApiError;
 use crate::http::extract::PathParams;
 use crate::limits::{LISTENERS_MAX, PAGE_MAX};
 use crate::server::app_state::App;
-use crate::server::shutdown::ShutdownSignal;
+use crate::server::shutdown_signal::ShutdownSignal;
 use crate::tickets::{Ticket, TicketError, TicketStatus, Tickets};
 
 /// Poll interval for changes made by other processes.

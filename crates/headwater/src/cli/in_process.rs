@@ -32,7 +32,7 @@ use crate::http::{Authenticator, BackgroundJobs, BodyBudget, RateLimiter};
 use crate::server::app_state::{App, AppState};
 use crate::server::db_availability::DatabaseMonitor;
 use crate::server::health::ProcessHealth;
-use crate::server::shutdown::ShutdownSignal;
+use crate::server::shutdown_signal::ShutdownSignal;
 use crate::server::startup;
 use crate::tickets::Tickets;
 

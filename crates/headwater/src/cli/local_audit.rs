@@ -17,7 +17,7 @@ use crate::config::{Role, Settings};
 use crate::http::ApiError;
 use crate::http::audit::{self, AuditLog};
 use crate::http::auth::{self, Principal};
-use crate::server::shutdown::ShutdownSignal;
+use crate::server::shutdown_signal::ShutdownSignal;
 use crate::server::startup;
 
 /// User names by id.

@@ -30,7 +30,7 @@ use crate::desk::pending_sessions::PendingSessions;
 use crate::desk::prompt;
 use crate::desk::reply::{DeskReply, ReplyTarget};
 use crate::desk::session::RunSession;
-use crate::desk::token_accounting::{OpenReservation, ReservationOutcome, TokenAccounting};
+use crate::desk::token_reservations::{OpenReservation, ReservationOutcome, TokenAccounting};
 use crate::desk::tools::{self, SearchScope, TicketSearch, ToolEffect};
 use crate::limits::{REPLY_BYTES_MAX, TOOL_ROUNDS_MAX};
 use crate::text;

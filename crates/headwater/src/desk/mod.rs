@@ -9,7 +9,7 @@ pub mod model;
 pub mod budget;
 pub mod conversation;
 pub mod reply;
-mod token_accounting;
+mod token_reservations;
 
 pub mod prompt;
 pub mod tools;

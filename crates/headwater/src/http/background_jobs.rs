@@ -13,7 +13,7 @@ use tokio::sync::{Semaphore, oneshot};
 use tokio::task::JoinSet;
 
 use crate::http::ApiError;
-use crate::server::shutdown::ShutdownSignal;
+use crate::server::shutdown_signal::ShutdownSignal;
 
 /// Maximum concurrent imports and forks in one process; each needs some megabytes of memory.
 pub(crate) const JOBS_MAX: usize = 8;

@@ -157,7 +157,7 @@ impl From<IssueError> for ApiError {
                 if DISK_FULL.iter().any(|words| text.contains(words)) {
                     return Self::unavailable("database disk is full; free some space");
                 }
-                Self::unavailable("database unavailable; try again later")
+                Self::unavailable("database did not answer; try again later")
             }
             _ => {
                 error!(error = %problem, "request failed");
@@ -179,6 +179,6 @@ mod tests {
         };
         let full = "committing: (code: 13) database or disk is full";
         assert_eq!(message(full), "database disk is full; free some space");
-        assert_eq!(message("pool timed out"), "database unavailable; try again later");
+        assert_eq!(message("pool timed out"), "database did not answer; try again later");
     }
 }

@@ -36,7 +36,7 @@ use crate::http::connections::{
     ConnectionClass, ConnectionLimiter, ConnectionPermit, RESERVED_MAX, RequestInProgress,
 };
 use crate::http::rate_limit::client_network;
-use crate::server::shutdown::ShutdownSignal;
+use crate::server::shutdown_signal::ShutdownSignal;
 
 /// Pause after a failed accept, for example when too many files are open.
 const ACCEPT_RETRY_PAUSE: Duration = Duration::from_millis(100);

@@ -58,7 +58,7 @@ pub(crate) async fn apply(State(app): State<App>, mut request: Request, next: Ne
     let answered = tokio::select! {
         biased;
         answered = timeout(limit, answering) => answered,
-        () = unavailable => Ok(Ok(ApiError::unavailable("database unavailable; try again later").into_response())),
+        () = unavailable => Ok(Ok(ApiError::unavailable("database refuses connections; try again later").into_response())),
     };
     let mut response = match answered {
         Ok(Ok(response)) => response,

@@ -16,7 +16,7 @@ use crate::http::audit::AuditLog;
 use crate::http::{Authenticator, BackgroundJobs, BodyBudget, RateLimiter};
 use crate::server::db_availability::DatabaseMonitor;
 use crate::server::health::ProcessHealth;
-use crate::server::shutdown::ShutdownSignal;
+use crate::server::shutdown_signal::ShutdownSignal;
 use crate::tickets::Tickets;
 
 /// State shared by all routes.

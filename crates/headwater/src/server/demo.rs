@@ -29,7 +29,7 @@ use crate::config::{
 };
 use crate::exit::CliError;
 use crate::outbound::sign;
-use crate::server::shutdown::ShutdownSignal;
+use crate::server::shutdown_signal::ShutdownSignal;
 
 /// Id of the integration that the demo adds.
 const INTEGRATION: &str = "demo";

@@ -23,7 +23,7 @@ use utoipa_axum::routes;
 
 use crate::analytics::{self, Analytics};
 use crate::server::app_state::App;
-use crate::server::shutdown::ShutdownSignal;
+use crate::server::shutdown_signal::ShutdownSignal;
 
 /// Timeout of each dependency check.
 const CHECK_MAX: Duration = Duration::from_secs(2);

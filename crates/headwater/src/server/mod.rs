@@ -5,5 +5,7 @@ pub(crate) mod db_availability;
 pub(crate) mod demo;
 pub(crate) mod health;
 pub(crate) mod run;
-pub(crate) mod shutdown;
+mod services;
+mod shutdown;
+pub(crate) mod shutdown_signal;
 pub(crate) mod startup;

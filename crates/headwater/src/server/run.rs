@@ -7,16 +7,13 @@
 //!
 //! Upstream: `entry.rs`. Promises: every task started here is joined here. A service that ends by itself stops the
 //! process with exit code 1, so that a process supervisor restarts it. Shutdown takes at most `worker.drain` plus ten
-//! seconds. Shutdown order: stop accepting requests and claims, drain deliveries, close connections. Tasks that miss
-//! their deadline are aborted, so none of them uses the database after it is closed.
+//! seconds (`shutdown.rs` has the order).
 
-use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context;
 use async_trait::async_trait;
-use futures_util::FutureExt;
 use headwater_issue::{
     CommitVerifier, DebounceWindow, HandlerError, Inbox, InboxConfig, IssueHandler,
     IssueRetryPolicy, Outbox, OutboxConfig, Resolution, Run, STREAM, Store, SweepOptions, Sweeper,
@@ -25,15 +22,13 @@ use headwater_issue::{
 use headwater_queue::Queue;
 use headwater_stream::Backend;
 use tokio::sync::oneshot;
-use tokio::task::JoinSet;
-use tokio::time::{Instant, MissedTickBehavior, interval, timeout, timeout_at};
-use tracing::{Instrument, debug, error, info, info_span, warn};
+use tokio::time::{Instant, MissedTickBehavior, interval};
+use tracing::{Instrument, debug, info, info_span};
 
 use crate::analytics::Analytics;
 use crate::api::Operations;
 use crate::api::tickets_sse::SseListeners;
 use crate::config::{Settings, WorkSettings};
-use crate::desk::build;
 use crate::desk::build::DeskServices;
 use crate::exit::CliError;
 use crate::http::audit::AuditLog;
@@ -43,29 +38,11 @@ use crate::server::app_state::{App, AppState};
 use crate::server::db_availability::DatabaseMonitor;
 use crate::server::demo::Demo;
 use crate::server::health::ProcessHealth;
-use crate::server::shutdown::ShutdownSignal;
+use crate::server::services::Services;
+use crate::server::shutdown::Running;
+use crate::server::shutdown_signal::ShutdownSignal;
 use crate::server::startup;
 use crate::telemetry::{self, Telemetry};
-
-/// Shutdown deadlines, counted from the end of the drain: services ended and claims released; last replies delivered;
-/// connections closed. The rest of the ten seconds is for unsent traces.
-const SERVICES_MAX: Duration = Duration::from_millis(5500);
-const REPLIES_MAX: Duration = Duration::from_secs(7);
-const CLOSE_MAX: Duration = Duration::from_secs(8);
-
-/// How long after the drain the outbox may finish deliveries in flight.
-const REPLIES_DRAIN: Duration = Duration::from_secs(5);
-
-/// How long the database may take to close. A consistency check may still be running on it.
-const DATABASE_MAX: Duration = Duration::from_secs(2);
-
-/// How long an aborted service may take to end; one that blocks its thread does not end at all.
-const ABORT_MAX: Duration = Duration::from_millis(200);
-
-// A service has time to end and to report its result before it is aborted.
-const _: () = assert!(REPLIES_DRAIN.as_millis() + 1000 <= REPLIES_MAX.as_millis());
-const _: () = assert!(SERVICES_MAX.as_millis() + ABORT_MAX.as_millis() < REPLIES_MAX.as_millis());
-const _: () = assert!(REPLIES_MAX.as_millis() + ABORT_MAX.as_millis() < CLOSE_MAX.as_millis());
 
 /// Maximum backoff between two deliveries of an outbox row.
 const OUTBOX_BACKOFF_MAX: Duration = Duration::from_secs(15 * 60);
@@ -232,7 +209,7 @@ pub(crate) async fn run(
     }
     // Sends the outbox its drain deadline once no new replies can be produced.
     let (last_replies, deadline_received) = oneshot::channel::<Instant>();
-    let mut outbox_service = Services::new(services.health.clone(), shutdown.clone());
+    let mut outbox_service = Services::new(app.health.clone(), shutdown.clone());
     outbox_service.start("outbox", async move {
         let until = async { deadline_received.await.unwrap_or_else(|_| Instant::now()).into_std() };
         outbox.run_until(until).await;
@@ -253,55 +230,20 @@ pub(crate) async fn run(
         "server running"
     );
 
-    // Shutdown. Work that does not finish in time is retried later: claims and outbox leases expire.
     shutdown.wait().await;
-    let drained = Instant::now() + settings.work.drain;
-    let failed = {
-        let ending = async {
-            tokio::join!(
-                services.join(drained + SERVICES_MAX),
-                finish_before(drained + SERVICES_MAX, operations.close(), "HTTP consumers"),
-                finish_before(
-                    drained + SERVICES_MAX,
-                    app.background_jobs.close(),
-                    "imports and forks"
-                ),
-            )
-        };
-        tokio::pin!(ending);
-        let in_time = timeout_at(drained, ending.as_mut()).await;
-        // Runs still in progress are aborted by now, so they produce no more replies.
-        let _ = last_replies.send(drained + REPLIES_DRAIN);
-        let rest = async {
-            match in_time {
-                Ok(ended) => ended,
-                Err(_) => ending.await,
-            }
-        };
-        let ((failed, (), ()), outbox) =
-            tokio::join!(rest, outbox_service.join(drained + REPLIES_MAX));
-        failed.or(outbox)
+    let running = Running {
+        services,
+        outbox: outbox_service,
+        last_replies,
+        operations,
+        app,
+        analytics,
+        desk,
+        bus,
+        store,
+        streams,
     };
-    drop(app);
-    let end = drained + CLOSE_MAX;
-    tokio::join!(
-        finish_before(end, analytics.close(), "analytics rebuild"),
-        finish_before(end, desk.close(), "desk token accounting"),
-        finish_before(end, build::close(bus), "bus"),
-    );
-    tokio::join!(
-        finish_before(end.min(Instant::now() + DATABASE_MAX), store.close(), "database"),
-        finish_before(end, close(streams), "streams")
-    );
-    match failed {
-        Some(part) => {
-            Err(CliError::new(format!("service `{part}` ended unexpectedly; see the log")))
-        }
-        None => {
-            info!("stopped");
-            Ok(())
-        }
-    }
+    running.shut_down(settings.work.drain).await
 }
 
 /// Runs the handler inside a span that continues the traces of its events.
@@ -314,57 +256,6 @@ impl IssueHandler for TracedHandler {
         let span = info_span!("run", %issue_id, attempt, events);
         telemetry::continue_event_traces(&span, run.events());
         self.0.handle(run).instrument(span).await
-    }
-}
-
-/// Named background tasks. A task that ends before shutdown triggers it.
-struct Services {
-    tasks: JoinSet<Option<&'static str>>,
-    health: ProcessHealth,
-    shutdown: ShutdownSignal,
-}
-
-impl Services {
-    fn new(health: ProcessHealth, shutdown: ShutdownSignal) -> Self {
-        Self { tasks: JoinSet::new(), health, shutdown }
-    }
-
-    fn start(&mut self, part: &'static str, running: impl Future<Output = ()> + Send + 'static) {
-        let (health, shutdown) = (self.health.clone(), self.shutdown.clone());
-        health.set_running(part, true);
-        self.tasks.spawn(async move {
-            // A panic counts as an unexpected end.
-            let ended = AssertUnwindSafe(running).catch_unwind().await;
-            health.set_running(part, false);
-            debug!(part, "service ended");
-            if ended.is_err() {
-                error!(part, "service panicked, shutting down");
-            } else if !shutdown.is_triggered() {
-                error!(part, "service ended unexpectedly, shutting down");
-            }
-            let has_failed = ended.is_err() || !shutdown.is_triggered();
-            shutdown.trigger();
-            has_failed.then_some(part)
-        });
-    }
-
-    /// Waits for all services and returns the name of the first that failed. Services that miss the deadline are
-    /// aborted.
-    async fn join(&mut self, deadline: Instant) -> Option<&'static str> {
-        let mut failed = None;
-        let joining = async {
-            while let Some(ended) = self.tasks.join_next().await {
-                failed = failed.or(ended.ok().flatten());
-            }
-        };
-        if timeout_at(deadline, joining).await.is_err() {
-            warn!(
-                count = self.tasks.len(),
-                "services did not end before the deadline, aborting them"
-            );
-            let _ = timeout(ABORT_MAX, self.tasks.shutdown()).await;
-        }
-        failed
     }
 }
 
@@ -388,19 +279,6 @@ async fn sample(
         if let Err(error) = sampler.run_once().await {
             debug!(%error, "failed to sample topics, gauges keep their values");
         }
-    }
-}
-
-async fn close(streams: Arc<dyn Backend>) {
-    if let Err(error) = streams.close().await {
-        warn!(%error, "failed to close the stream backend");
-    }
-}
-
-/// Awaits `ending` until the deadline, then logs and gives up.
-async fn finish_before(deadline: Instant, ending: impl Future<Output = ()>, what: &str) {
-    if timeout_at(deadline, ending).await.is_err() {
-        warn!(what, "did not finish before the shutdown deadline");
     }
 }
 
@@ -453,53 +331,4 @@ fn outbox_config(work: &WorkSettings) -> OutboxConfig {
         ..IssueRetryPolicy::default()
     };
     OutboxConfig { retry, deadline, ttl, ..OutboxConfig::default() }
-}
-
-#[cfg(test)]
-mod tests {
-    use std::future::pending;
-    use std::sync::atomic::{AtomicBool, Ordering};
-
-    use super::*;
-
-    fn services() -> (Services, ShutdownSignal) {
-        let shutdown = ShutdownSignal::default();
-        (Services::new(ProcessHealth::new("w", shutdown.clone()), shutdown.clone()), shutdown)
-    }
-
-    /// Sets its flag when dropped.
-    struct DropFlag(Arc<AtomicBool>);
-
-    impl Drop for DropFlag {
-        fn drop(&mut self) {
-            self.0.store(true, Ordering::SeqCst);
-        }
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn a_service_that_misses_the_deadline_is_aborted_before_its_dependencies_close() {
-        let (mut services, shutdown) = services();
-        let is_over = Arc::new(AtomicBool::new(false));
-        let flag = DropFlag(Arc::clone(&is_over));
-        services.start("endless", async move {
-            let _flag = flag;
-            pending::<()>().await;
-        });
-        shutdown.trigger();
-        let began = Instant::now();
-        assert_eq!(services.join(began + SERVICES_MAX).await, None);
-        assert!(is_over.load(Ordering::SeqCst), "the task was dropped");
-        assert!(began.elapsed() < SERVICES_MAX + ABORT_MAX, "{:?}", began.elapsed());
-        finish_before(Instant::now() + ABORT_MAX, pending(), "never closes").await;
-    }
-
-    #[tokio::test]
-    async fn a_service_that_panics_or_ends_early_is_named_and_triggers_shutdown() {
-        for panics in [true, false] {
-            let (mut services, shutdown) = services();
-            services.start("odd", async move { assert!(!panics, "on purpose") });
-            shutdown.wait().await;
-            assert_eq!(services.join(Instant::now() + CLOSE_MAX).await, Some("odd"));
-        }
-    }
 }

@@ -1,69 +1,146 @@
-//! The shutdown signal of the process.
+//! The order of shutdown: stop accepting requests and claims, drain deliveries, close connections.
 //!
-//! Upstream: SIGTERM, SIGINT, or a service that ended unexpectedly. Downstream: every loop and every event stream.
-//! Promises: once triggered it stays triggered, also for tasks that start to wait later.
+//! Upstream: `run.rs`, after the shutdown signal. Guarantees: shutdown takes at most `worker.drain` plus ten seconds, of which
+//! the last are for unsent traces. Tasks that miss their deadline are aborted, so none of them uses the database
+//! after it is closed. Work that does not finish in time is retried later: claims and outbox leases expire.
 
 use std::sync::Arc;
+use std::time::Duration;
 
-use tokio::signal::unix::{SignalKind, signal};
-use tokio::sync::watch;
+use headwater_bus::StreamedBus;
+use headwater_issue::Store;
+use headwater_stream::Backend;
+use tokio::sync::oneshot;
+use tokio::time::{Instant, timeout_at};
 use tracing::{info, warn};
 
-/// Tells tasks to stop. Clones share one state.
-#[derive(Clone, Debug)]
-pub(crate) struct ShutdownSignal {
-    sender: Arc<watch::Sender<bool>>,
-    receiver: watch::Receiver<bool>,
+use crate::analytics::Analytics;
+use crate::api::Operations;
+use crate::desk::{Desk, build};
+use crate::exit::CliError;
+use crate::server::app_state::App;
+use crate::server::services::{ABORT_MAX, Services};
+
+/// Shutdown deadlines, counted from the end of the drain: services ended and claims released; last replies delivered;
+/// connections closed. The rest of the ten seconds is for unsent traces.
+const SERVICES_MAX: Duration = Duration::from_millis(5500);
+const REPLIES_MAX: Duration = Duration::from_secs(7);
+const CLOSE_MAX: Duration = Duration::from_secs(8);
+
+/// How long after the drain the outbox may finish deliveries in flight.
+const REPLIES_DRAIN: Duration = Duration::from_secs(5);
+
+/// How long the database may take to close. A consistency check may still be running on it.
+const DATABASE_MAX: Duration = Duration::from_secs(2);
+
+// A service has time to end and to report its result before it is aborted.
+const _: () = assert!(REPLIES_DRAIN.as_millis() + 1000 <= REPLIES_MAX.as_millis());
+const _: () = assert!(SERVICES_MAX.as_millis() + ABORT_MAX.as_millis() < REPLIES_MAX.as_millis());
+const _: () = assert!(REPLIES_MAX.as_millis() + ABORT_MAX.as_millis() < CLOSE_MAX.as_millis());
+
+/// What runs in the process when shutdown is triggered.
+pub(super) struct Running {
+    /// Everything but the outbox.
+    pub(super) services: Services,
+    /// Ends after the others, because they produce replies.
+    pub(super) outbox: Services,
+    /// Receives the deadline of the last deliveries.
+    pub(super) last_replies: oneshot::Sender<Instant>,
+    pub(super) operations: Operations,
+    pub(super) app: App,
+    pub(super) analytics: Analytics,
+    pub(super) desk: Arc<Desk>,
+    pub(super) bus: Arc<StreamedBus>,
+    pub(super) store: Arc<dyn Store>,
+    pub(super) streams: Arc<dyn Backend>,
 }
 
-impl Default for ShutdownSignal {
-    fn default() -> Self {
-        let (sender, receiver) = watch::channel(false);
-        Self { sender: Arc::new(sender), receiver }
-    }
-}
-
-impl ShutdownSignal {
-    /// Tells all waiting tasks to stop. Idempotent.
-    pub(crate) fn trigger(&self) {
-        self.sender.send_replace(true);
-    }
-
-    /// Whether shutdown was triggered.
-    pub(crate) fn is_triggered(&self) -> bool {
-        *self.receiver.borrow()
-    }
-
-    /// Waits until shutdown is triggered. Cancel-safe.
-    pub(crate) async fn wait(&self) {
-        // `wait_for` fails only when all senders are dropped, and `self` holds one.
-        let _ = self.receiver.clone().wait_for(|is_triggered| *is_triggered).await;
-    }
-
-    /// Triggers shutdown on SIGTERM or SIGINT. A second signal exits the process at once with code 1.
-    pub(crate) fn on_signals(&self) -> std::io::Result<()> {
-        let mut terminate = signal(SignalKind::terminate())?;
-        let mut interrupt = signal(SignalKind::interrupt())?;
-        let shutdown = self.clone();
-        // Runs until the process exits.
-        tokio::spawn(async move {
-            loop {
-                tokio::select! {
-                    _ = terminate.recv() => {}
-                    _ = interrupt.recv() => {}
+impl Running {
+    /// Shuts down; `drain` is the time for work in progress. Fails if a service had ended by itself.
+    pub(super) async fn shut_down(self, drain: Duration) -> Result<(), CliError> {
+        let Self {
+            mut services,
+            mut outbox,
+            last_replies,
+            operations,
+            app,
+            analytics,
+            desk,
+            bus,
+            store,
+            streams,
+        } = self;
+        let drained = Instant::now() + drain;
+        let failed = {
+            let ending = async {
+                tokio::join!(
+                    services.join(drained + SERVICES_MAX),
+                    finish_before(drained + SERVICES_MAX, operations.close(), "HTTP consumers"),
+                    finish_before(
+                        drained + SERVICES_MAX,
+                        app.background_jobs.close(),
+                        "imports and forks"
+                    ),
+                )
+            };
+            tokio::pin!(ending);
+            let in_time = timeout_at(drained, ending.as_mut()).await;
+            // Runs still in progress are aborted by now, so they produce no more replies.
+            let _ = last_replies.send(drained + REPLIES_DRAIN);
+            let rest = async {
+                match in_time {
+                    Ok(ended) => ended,
+                    Err(_) => ending.await,
                 }
-                if shutdown.is_triggered() {
-                    warn!(
-                        "second signal received, exiting at once; open claims expire and are retried"
-                    );
-                    std::process::exit(1);
-                }
-                info!(
-                    "shutdown signal received: draining work in progress; send it again to exit at once"
-                );
-                shutdown.trigger();
+            };
+            let ((failed, (), ()), outbox_failed) =
+                tokio::join!(rest, outbox.join(drained + REPLIES_MAX));
+            failed.or(outbox_failed)
+        };
+        drop(app);
+        let end = drained + CLOSE_MAX;
+        tokio::join!(
+            finish_before(end, analytics.close(), "analytics rebuild"),
+            finish_before(end, desk.close(), "desk token accounting"),
+            finish_before(end, build::close(bus), "bus"),
+        );
+        tokio::join!(
+            finish_before(end.min(Instant::now() + DATABASE_MAX), store.close(), "database"),
+            finish_before(end, close(streams), "streams")
+        );
+        match failed {
+            Some(part) => {
+                Err(CliError::new(format!("service `{part}` ended unexpectedly; see the log")))
             }
-        });
-        Ok(())
+            None => {
+                info!("stopped");
+                Ok(())
+            }
+        }
+    }
+}
+
+async fn close(streams: Arc<dyn Backend>) {
+    if let Err(error) = streams.close().await {
+        warn!(%error, "failed to close the stream backend");
+    }
+}
+
+/// Awaits `ending` until the deadline, then logs and gives up.
+async fn finish_before(deadline: Instant, ending: impl Future<Output = ()>, what: &str) {
+    if timeout_at(deadline, ending).await.is_err() {
+        warn!(what, "did not finish before the shutdown deadline");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn what_does_not_finish_before_its_deadline_is_given_up() {
+        let began = Instant::now();
+        finish_before(began + DATABASE_MAX, std::future::pending(), "never closes").await;
+        assert_eq!(began.elapsed(), DATABASE_MAX);
     }
 }

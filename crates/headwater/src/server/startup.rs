@@ -18,7 +18,7 @@ use tracing::{info, warn};
 
 use crate::config::{Settings, SettingsError};
 use crate::exit::CliError;
-use crate::server::shutdown::ShutdownSignal;
+use crate::server::shutdown_signal::ShutdownSignal;
 use crate::text::with_causes;
 
 /// First and longest pause between two attempts.

@@ -40,7 +40,7 @@ use crate::http::auth::Principal;
 use crate::http::body::{JsonBody, JsonResult};
 use crate::http::extract::PathParams;
 use crate::inbound::ticket_events_consumer::AI_PROCESSOR_GROUP;
-use crate::server::shutdown::ShutdownSignal;
+use crate::server::shutdown_signal::ShutdownSignal;
 use crate::tickets::TICKET_EVENTS;
 
 /// A client that sends nothing for this long is considered lost.

@@ -18,7 +18,7 @@ use crate::cli::consume_exec::execute;
 use crate::cli::output;
 use crate::cli::{ConnectionArgs, time};
 use crate::exit::CliError;
-use crate::server::shutdown::ShutdownSignal;
+use crate::server::shutdown_signal::ShutdownSignal;
 
 /// Interval of heartbeats; several may be lost before the lease expires.
 const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(8);

@@ -17,7 +17,7 @@ use crate::cli::api_client::{ApiClient, error_in_line, escape};
 use crate::cli::output::{self, OutputRows};
 use crate::cli::progress::ProgressBar;
 use crate::exit::CliError;
-use crate::server::shutdown::ShutdownSignal;
+use crate::server::shutdown_signal::ShutdownSignal;
 
 /// Bytes read from a file at once.
 const CHUNK_BYTES: usize = 256 * 1024;

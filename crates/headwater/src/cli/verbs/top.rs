@@ -14,7 +14,7 @@ use crate::cli::output;
 use crate::cli::top_view::{Frame, TopSnapshot};
 use crate::cli::{ConnectionArgs, time};
 use crate::exit::CliError;
-use crate::server::shutdown::ShutdownSignal;
+use crate::server::shutdown_signal::ShutdownSignal;
 
 /// Maximum number of topics.
 const TOPICS_MAX: usize = 200;
