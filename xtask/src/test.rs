@@ -53,8 +53,13 @@ fn checks() -> Result<Vec<(&'static str, Command)>, ExitError> {
             "headwater-conformance with the stream suite alone",
             alone("headwater-conformance", "stream")?,
         ),
+        ("headwater-conformance with the bus suite alone", alone("headwater-conformance", "bus")?),
+        (
+            "headwater-conformance with the issue suite alone",
+            alone("headwater-conformance", "issue")?,
+        ),
         ("headwater-issue with the SQLite store alone", alone("headwater-issue", "sqlite")?),
-        ("headwater-issue with the Postgres store alone", alone("headwater-issue", "postgres")?),
+        ("headwater-issue with the PostgreSQL store alone", alone("headwater-issue", "postgres")?),
         ("headwater-analytics without DuckDB", alone("headwater-analytics", "")?),
         ("headwater without analytics", alone("headwater", "")?),
     ]);

@@ -543,7 +543,7 @@ impl GroupWorker {
                 );
             }
             DeliveryOutcome::Failed { reason } => {
-                add_dead_letter(&self.dead_letters, self.group, delivered, &reason)
+                add_dead_letter(&self.dead_letters, self.group, delivered, &reason);
             }
         }
         self.in_flight_count.fetch_sub(1, Ordering::SeqCst);

@@ -277,7 +277,7 @@ impl Throttle {
     /// The drain makes no progress, or the spool is empty.
     pub(crate) fn stalled(&self) {
         self.0.throttle_state.send_modify(|throttle_state| {
-            (throttle_state.is_draining, throttle_state.is_almost_drained) = (false, false)
+            (throttle_state.is_draining, throttle_state.is_almost_drained) = (false, false);
         });
     }
 }

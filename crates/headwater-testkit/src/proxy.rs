@@ -214,7 +214,7 @@ impl ProxyTask {
             ProxyCommand::CutOnce => self.connections.shutdown().await,
             ProxyCommand::Stall => self.shared.faults.send_modify(|faults| faults.stalled = true),
             ProxyCommand::Delay(delay) => {
-                self.shared.faults.send_modify(|faults| faults.delay = delay)
+                self.shared.faults.send_modify(|faults| faults.delay = delay);
             }
             ProxyCommand::DropAfter(bytes) => lock(&self.shared.one_shots).drop_after = Some(bytes),
             ProxyCommand::DropReply => lock(&self.shared.one_shots).drop_reply = true,

@@ -571,9 +571,11 @@ async fn execute(fixture: &Fixture, sql: &str) {
     let mut transaction = fixture.store.begin().await.unwrap();
     let sql = AssertSqlSafe(sql.to_owned());
     match transaction.connection() {
-        StoreConnection::Sqlite(sqlite) => drop(sqlx::query(sql).execute(sqlite).await.unwrap()),
+        StoreConnection::Sqlite(sqlite) => {
+            sqlx::query(sql).execute(sqlite).await.unwrap();
+        }
         StoreConnection::Postgres(postgres) => {
-            drop(sqlx::query(sql).execute(postgres).await.unwrap())
+            sqlx::query(sql).execute(postgres).await.unwrap();
         }
         other => panic!("{other:?}"),
     }

@@ -125,7 +125,7 @@ impl SessionState {
         match read {
             DecodedEntry::Stray => {}
             DecodedEntry::Undecodable { error, version } => {
-                self.unreadable.add(entry_id, error, version)
+                self.unreadable.add(entry_id, error, version);
             }
             DecodedEntry::Event(delivered) => {
                 let is_copy = delivered.envelope.copy_of.is_some();

@@ -277,7 +277,7 @@ fn churner() {
                 0 => drop(session.snapshot().await.unwrap()),
                 1 => drop(session.compact().await.unwrap()),
                 2 => {
-                    drop(sessions.fork(&id, ReplayUntil::End, &SessionId::random()).await.unwrap())
+                    drop(sessions.fork(&id, ReplayUntil::End, &SessionId::random()).await.unwrap());
                 }
                 _ => {
                     let mut export = sessions.export(&id).await.unwrap();

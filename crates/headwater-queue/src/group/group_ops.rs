@@ -210,7 +210,7 @@ async fn fence_dead_readers(
     for (silenced, consumer) in try_join_all(ended).await?.into_iter().zip(&dead) {
         match silenced {
             DisconnectOutcome::Disconnected { readers: ended } => {
-                debug!(%stream, %group, %consumer, ended, "disconnected a stale reader")
+                debug!(%stream, %group, %consumer, ended, "disconnected a stale reader");
             }
             DisconnectOutcome::Denied { reason } => warn!(%stream, %group, %consumer, reason,
                 "cannot disconnect the reader of a dead consumer; if the process is frozen, messages may be delivered out of order"),

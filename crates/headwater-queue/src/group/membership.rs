@@ -289,7 +289,7 @@ impl MembershipLoop {
         match event {
             MembershipEvent::Renewed(renewed) => return self.handle_renewed(renewed),
             MembershipEvent::Registered { ids, refused } => {
-                self.handle_registered(session, ids, refused)
+                self.handle_registered(session, ids, refused);
             }
             MembershipEvent::Polled(snapshot) => return self.handle_polled(session, snapshot),
             MembershipEvent::Acquired { id, partition, held } => {

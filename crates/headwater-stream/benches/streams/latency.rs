@@ -25,7 +25,8 @@ pub(crate) async fn compare(
     let (mut raw_times, mut times) = (Vec::new(), Vec::new());
     for block in 0..10 {
         raw_times.extend(raw_wake_ups(redis, &format!("raw-wake-{block}"), wake_ups / 10)?);
-        mine.extend(our_wake_ups(ours, redis, &format!("our-wake-{block}"), wake_ups / 10).await?);
+        let key = format!("backend-wake-{block}");
+        times.extend(backend_wake_ups(ops, redis, &key, wake_ups / 10).await?);
     }
     report.latency("wake-up of a blocked reader", Some(&raw_times), &times);
     Ok(())
@@ -49,7 +50,7 @@ fn raw_wake_ups(redis: &Redis, key: &str, wake_ups: usize) -> Result<Vec<Duratio
     Ok(times)
 }
 
-async fn our_wake_ups(
+async fn backend_wake_ups(
     ops: &BackendOps,
     redis: &Redis,
     name: &str,

@@ -197,7 +197,7 @@ pub(crate) fn show(format: OutputFormat, table: &Table) -> Result<(), CliError> 
         OutputFormat::Table => columns(table)?,
         OutputFormat::Csv => output::exact(table.to_csv().trim_end_matches('\n'))?,
         OutputFormat::Json | OutputFormat::Svg => {
-            table.to_json_lines().lines().try_for_each(output::exact)?
+            table.to_json_lines().lines().try_for_each(output::exact)?;
         }
     }
     if table.truncated {
