@@ -11,7 +11,7 @@ Usage: cargo xtask <command>
   bench [-- ARGS]      run the benchmarks; ARGS go to the benchmark
   chaos [--minutes N]  run the crash and differential tests with N times the work,
                        stopped after N minutes (default 10)
-  tidy                 check what the compiler cannot: paths, file sizes, crate order
+  tidy                 check what the compiler cannot: paths, sizes, type names, crate order, layout
   setup                install the tools that the tests need
   help                 print this list
 
