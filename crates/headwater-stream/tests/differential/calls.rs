@@ -153,7 +153,7 @@ impl ObservedBackend<'_> {
                 let answer = backend.remove_idle_consumers(&name, &group(*g), min_idle).await;
                 errors(answer, |names| format!("{names:?}"))
             }
-            PutAside { delays, items } => {
+            Schedule { delays, items } => {
                 let items: Vec<headwater_stream::ScheduleRequest> = (items.iter())
                     .map(|(to, when)| headwater_stream::ScheduleRequest {
                         to: self.stream(*to),
@@ -351,7 +351,7 @@ impl ObservedBackend<'_> {
                     End::Append(to) => {
                         SettleAction::Append { to: self.stream(*to), fields: self.next_fields() }
                     }
-                    End::PutAside(delays, to, when) => SettleAction::Reschedule {
+                    End::Schedule(delays, to, when) => SettleAction::Reschedule {
                         delays: self.delays(*delays),
                         to: self.stream(*to),
                         due: Self::due(*when),

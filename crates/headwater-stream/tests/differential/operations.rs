@@ -47,7 +47,7 @@ pub(crate) enum End {
     Done,
     Delete,
     Append(u8),
-    PutAside(u8, u8, When),
+    Schedule(u8, u8, When),
     Release,
 }
 
@@ -151,7 +151,7 @@ pub(crate) enum Operation {
         group: u8,
         long_idle: bool,
     },
-    PutAside {
+    Schedule {
         delays: u8,
         items: Vec<(u8, When)>,
     },
@@ -258,7 +258,7 @@ fn end() -> impl Strategy<Value = End> {
         4 => Just(End::Done),
         1 => Just(End::Delete),
         2 => name(STREAMS).prop_map(End::Append),
-        2 => (name(DELAYS), name(STREAMS), when()).prop_map(|(d, s, w)| End::PutAside(d, s, w)),
+        2 => (name(DELAYS), name(STREAMS), when()).prop_map(|(d, s, w)| End::Schedule(d, s, w)),
         2 => Just(End::Release),
     ]
 }
@@ -331,7 +331,7 @@ fn on_delays() -> impl Strategy<Value = Operation> {
     use Operation::*;
     prop_oneof![
         4 => (name(DELAYS), few((name(STREAMS), when())))
-            .prop_map(|(delays, items)| PutAside { delays, items }),
+            .prop_map(|(delays, items)| Schedule { delays, items }),
         1 => (name(DELAYS), nth()).prop_map(|(delays, id)| Cancel { delays, id }),
         3 => (name(DELAYS), count()).prop_map(|(delays, count)| TakeDue { delays, count }),
         1 => name(DELAYS).prop_map(|delays| WaitDue { delays }),
