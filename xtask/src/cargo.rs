@@ -1,6 +1,6 @@
 //! Runs cargo: working directory, target directory and exit status.
 //!
-//! Promises: every command builds into the same cache with the same environment, so none invalidates the builds of
+//! Guarantees: every command builds into the same cache with the same environment, so none invalidates the builds of
 //! another.
 
 use std::env;

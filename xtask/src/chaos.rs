@@ -1,6 +1,6 @@
 //! `cargo xtask chaos`: the crash tests, the differential tests and the simulation with more work, under a time limit.
 //!
-//! Promises: the run ends soon after its limit, and servers that tests started end with it,
+//! Guarantees: the run ends soon after its limit, and servers that tests started end with it,
 //! because the test runner is asked to stop before it is made to.
 
 use std::env;

@@ -1,6 +1,6 @@
 //! The prebuilt DuckDB library that analytics links: found or downloaded. Building it would take hours.
 //!
-//! Promises: without it everything else still builds, and a message says what is skipped and how to get it.
+//! Guarantees: without it everything else still builds, and a message says what is skipped and how to get it.
 
 use std::env;
 use std::fs;

@@ -1,7 +1,7 @@
 //! Set-up, tests, demo and benchmarks: everything a contributor types after `cargo xtask`.
 //!
 //! `command` turns the arguments into a validated command, this file hands it to the module of the
-//! same name, and `cargo` starts the inner cargo. Promises: a failing step stops the run with its
+//! same name, and `cargo` starts the inner cargo. Guarantees: a failing step stops the run with its
 //! own exit code and one message. Not here: dependencies. This crate has none, so that the first
 //! command on a new machine starts within seconds.
 

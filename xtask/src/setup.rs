@@ -1,7 +1,7 @@
 //! Installs the programs that the tests need.
 //!
 //! On Debian-based systems, as root, missing packages are installed; otherwise the command to run is printed.
-//! Promises: a machine that has everything is not changed.
+//! Guarantees: a machine that has everything is not changed.
 //! Not here: starting servers; tests do that on free ports through `headwater-testkit`.
 
 use std::env;

@@ -1,6 +1,6 @@
 //! Draws a table as an SVG bar chart without scripts or external fonts.
 //!
-//! Upstream: `report` defines the columns. Promises: every text is escaped; an empty chart says so; at most the last
+//! Upstream: `report` defines the columns. Guarantees: every text is escaped; an empty chart says so; at most the last
 //! [`LABELS_MAX`] labels are drawn.
 
 use std::fmt::Write as _;

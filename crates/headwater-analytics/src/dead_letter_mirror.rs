@@ -1,7 +1,7 @@
 //! Copies dead letters into the analytics store for reports.
 //!
 //! Upstream: the dead letters of topics, which are only read. Downstream: `store`.
-//! Promises: each dead letter is copied once, also one that is later replayed or purged, if it existed during one pass.
+//! Guarantees: each dead letter is copied once, also one that is later replayed or purged, if it existed during one pass.
 
 use std::collections::BTreeSet;
 use std::future::Future;

@@ -1,7 +1,7 @@
 //! A ticket event as a row, parsed from a stream entry.
 //!
 //! Upstream: entries of `ticket_events`. Downstream: `store` stores it.
-//! Promises: the nested and the flat form of an event give the same row; a malformed entry is an error with the reason.
+//! Guarantees: the nested and the flat form of an event give the same row; a malformed entry is an error with the reason.
 //! Not here: what the events mean for a ticket.
 
 use headwater_stream::clock::Timestamp;

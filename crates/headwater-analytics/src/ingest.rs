@@ -1,7 +1,7 @@
 //! Ingestion: consumes the stream `ticket_events` as group `analytics_group` and stores its events.
 //!
 //! Upstream: entries of `headwater-queue`. Downstream: `store`.
-//! Promises: an entry is acknowledged after its row is committed; a redelivered one is not stored again; a malformed
+//! Guarantees: an entry is acknowledged after its row is committed; a redelivered one is not stored again; a malformed
 //! one goes to the dead letters unchanged; a failing store (a full disk) releases the entry without counting an
 //! attempt. Many entries share one transaction.
 

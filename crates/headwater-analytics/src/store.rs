@@ -1,7 +1,7 @@
 //! The analytics store: a DuckDB file that is written in transactions and queried.
 //!
 //! Upstream: `ingest`, `dead_letter_mirror` and rebuilds write. Downstream: DuckDB.
-//! Promises: a batch and its stream position are committed together, so a crash neither loses nor duplicates a row; a
+//! Guarantees: a batch and its stream position are committed together, so a crash neither loses nor duplicates a row; a
 //! query changes nothing and reads no other file. A file that another process has open, or that a newer version has
 //! written, is rejected.
 //!

@@ -1,7 +1,7 @@
 //! A query result: columns and rows, as CSV or JSON lines.
 //!
 //! Upstream: `store` fills it. Downstream: command line and HTTP interface.
-//! Promises: CSV cells round-trip (RFC 4180), except that a cell a spreadsheet would run as a formula gets a leading
+//! Guarantees: CSV cells round-trip (RFC 4180), except that a cell a spreadsheet would run as a formula gets a leading
 //! apostrophe, because the texts are untrusted.
 
 use serde::Deserialize;

@@ -2,7 +2,7 @@
 //!
 //! Upstream: a bus asks for a permit before each call and reports the result. Downstream: nothing; the clock is
 //! injected.
-//! Promises: half-open admits exactly one probe at a time; a probe that is dropped without a result frees the slot; the
+//! Guarantees: half-open admits exactly one probe at a time; a probe that is dropped without a result frees the slot; the
 //! result of a call that started before the last state change is ignored.
 
 use std::fmt;

@@ -1,7 +1,7 @@
 //! The built-in event types, with the type names used by other programs.
 //!
 //! Upstream: model runs and the main loop publish them. Downstream: sessions and subscribers.
-//! Promises: missing fields have defaults; unknown fields are ignored.
+//! Guarantees: missing fields have defaults; unknown fields are ignored.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};

@@ -1,7 +1,7 @@
 //! The trait of all buses: subscribe, publish, check health, close.
 //!
 //! Upstream: applications. Downstream: `local` and `streamed` implement it.
-//! Promises: stated one by one in the conformance suite, which every bus passes.
+//! Guarantees: stated one by one in the conformance suite, which every bus passes.
 
 use std::collections::BTreeMap;
 use std::time::Duration;

@@ -1,7 +1,7 @@
 //! Delivers an event to the handlers of a durable subscription, with retries.
 //!
 //! Upstream: an entry of a consumer group, or an event in the queue of a local bus. Downstream: `handler`.
-//! Promises: a failed event is retried in place: it stays unacknowledged, and no copy is appended to the stream, where
+//! Guarantees: a failed event is retried in place: it stays unacknowledged, and no copy is appended to the stream, where
 //! other readers would see it twice. Only the handlers that failed run again. When the bus closes, events waiting for
 //! their next attempt are released.
 

@@ -1,7 +1,7 @@
 //! Events: typed facts, their envelope, and how both are encoded in a stream entry.
 //!
 //! Upstream: applications. Downstream: entries of `headwater-stream`, with the field names of the wire format.
-//! Promises: payload bytes are never re-encoded; an entry of another program needs only `type` and `payload`.
+//! Guarantees: payload bytes are never re-encoded; an entry of another program needs only `type` and `payload`.
 //! Not here: which types are allowed, and upcasting of old versions (see `registry`).
 
 use std::any::Any;

@@ -2,7 +2,7 @@
 //!
 //! Upstream: `session` applies every event of a session to each fold, in stream order. Downstream: applications read
 //! the state; `snapshot` saves it.
-//! Promises: folds have a name and a version, so a snapshot is only used for the folds it was taken of. A fold that
+//! Guarantees: folds have a name and a version, so a snapshot is only used for the folds it was taken of. A fold that
 //! panics fails its session and nothing else.
 //! Not here: which entries of a stream count (see `session/state`).
 

@@ -1,7 +1,7 @@
 //! Event handlers, and how they are run in isolation.
 //!
 //! Upstream: applications. Downstream: `live` and durable subscriptions run them.
-//! Promises: an error, a panic or a timeout of a handler is reported as a failure with a reason and affects nothing
+//! Guarantees: an error, a panic or a timeout of a handler is reported as a failure with a reason and affects nothing
 //! else.
 
 use std::any::Any;

@@ -1,6 +1,6 @@
 //! All keys of the bus. No other module builds key names.
 //!
-//! Promises: the names of the wire format, behind a prefix; two different names never produce the same key. On a Redis
+//! Guarantees: the names of the wire format, behind a prefix; two different names never produce the same key. On a Redis
 //! Cluster each stream has its own slot; the layers below derive related keys of an atomic step from its name.
 
 use headwater_queue::limits::{GROUP_BYTES_MAX, TOPIC_BYTES_MAX};

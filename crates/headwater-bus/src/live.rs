@@ -1,7 +1,7 @@
 //! The live subscriptions of a bus and the dispatch of events to them.
 //!
 //! Upstream: `publish`, and events of other processes. Downstream: `handler`.
-//! Promises: handlers run one at a time in subscription order; a failed handler does not stop the others.
+//! Guarantees: handlers run one at a time in subscription order; a failed handler does not stop the others.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};

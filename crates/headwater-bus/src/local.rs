@@ -2,7 +2,7 @@
 //!
 //! Upstream: applications and their tests. Downstream: `live` and `delivery`; session events go to a storage in
 //! memory once sessions are used.
-//! Promises: those of every bus, within one process. A durable subscription has a queue in memory; an event that ran
+//! Guarantees: those of every bus, within one process. A durable subscription has a queue in memory; an event that ran
 //! out of attempts is kept as a dead letter (the newest thousand). Event ids set by the caller are deduplicated for
 //! ten minutes. Everything has a limit; exceeding it is an error.
 

@@ -1,7 +1,7 @@
 //! Names on a bus: sessions, namespaces, events, requests. Validated when they are created.
 //!
 //! Downstream: `keys`, which puts them into keys without further checks.
-//! Promises: names contain no colons or braces, so two different names never produce the same key.
+//! Guarantees: names contain no colons or braces, so two different names never produce the same key.
 
 use std::cell::Cell;
 use std::fmt;

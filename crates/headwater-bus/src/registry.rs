@@ -1,7 +1,7 @@
 //! The registry of event types: the allow-list of a bus, with upcasters from older versions.
 //!
 //! Upstream: the application registers its types once. Downstream: every bus decodes entries with it.
-//! Promises: events of unregistered types are rejected or parked. A panic of an upcaster or of a type's decoder fails
+//! Guarantees: events of unregistered types are rejected or parked. A panic of an upcaster or of a type's decoder fails
 //! only that entry.
 
 use std::any::TypeId;

@@ -2,7 +2,7 @@
 //!
 //! Upstream: `publish`, when an event cannot be stored. Downstream: `streamed/spool_drain` moves events to their
 //! streams.
-//! Promises: added events are synced to disk, in order; while the spool is not empty, every newer event of the bus is
+//! Guarantees: added events are synced to disk, in order; while the spool is not empty, every newer event of the bus is
 //! added behind, so the order within each session is kept. It is bounded; full is an error. A spool belongs to one
 //! bus.
 //! Not here: when to drain, and how duplicates are avoided (see `streamed/spool_drain`).

@@ -1,7 +1,7 @@
 //! Parks entries that cannot be decoded (unknown type, unknown version or invalid payload) for an operator.
 //!
 //! Upstream: readers of streams. Downstream: the stream `wink:events:unknown`.
-//! Promises: an entry is parked once, by any number of readers, with its bytes unchanged. The original stays in its
+//! Guarantees: an entry is parked once, by any number of readers, with its bytes unchanged. The original stays in its
 //! stream.
 
 use std::sync::Arc;

@@ -1,7 +1,7 @@
 //! A dead letter: a message that exhausted its attempts, with everything needed to replay it.
 //!
 //! Upstream: `consumer` writes them. Downstream: `dead_letters` lists and replays them.
-//! Promises: every field of the original entry is kept; the dead-letter fields are added. A field of another program
+//! Guarantees: every field of the original entry is kept; the dead-letter fields are added. A field of another program
 //! with the same name is renamed with [`CONFLICT_PREFIX`] and gets its own name back on replay.
 
 use bytes::Bytes;

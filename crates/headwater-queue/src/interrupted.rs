@@ -1,6 +1,6 @@
 //! Progress of a change over several partitions, and the error when it is interrupted.
 //!
-//! Upstream: `reset`, `remove_group`, `topics`. Promises: the error says which partitions are changed, which may be and
+//! Upstream: `reset`, `remove_group`, `topics`. Guarantees: the error says which partitions are changed, which may be and
 //! which are not, and how to continue. If nothing was changed, the original error is returned.
 
 use headwater_stream::StreamError;

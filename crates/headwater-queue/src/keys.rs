@@ -1,6 +1,6 @@
 //! Defines every key of the queue. No other module builds key names.
 //!
-//! Promises: keys that one atomic step touches share a hash slot of a Redis Cluster: the stream of a partition, its
+//! Guarantees: keys that one atomic step touches share a hash slot of a Redis Cluster: the stream of a partition, its
 //! leases and its delay set. The dead letters of a topic are one stream for all partitions, so on a cluster they may be
 //! in another slot; `settle` appends there first.
 

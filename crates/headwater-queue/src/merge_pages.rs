@@ -1,7 +1,7 @@
 //! Merges entries of many partitions into one page ordered by id, reading little more than the page needs.
 //!
 //! Upstream: listings of messages and of pending entries. Downstream: a function that fetches entries of one partition.
-//! Promises: the page is a gapless part of the merged order; memory is bounded by the page and a few fetches,
+//! Guarantees: the page is a gapless part of the merged order; memory is bounded by the page and a few fetches,
 //! whatever the number of partitions and entries. Method: fetch a few entries of every partition, discard those that
 //! cannot be on the page, and fetch more only from partitions that may still contribute.
 

@@ -1,7 +1,7 @@
 //! Messages: what a producer sends, what a handler receives, and how both are encoded in a stream entry.
 //!
 //! Upstream: applications. Downstream: entries of `headwater-stream`.
-//! Promises: payload bytes are never re-encoded; an entry of another program is readable with all its fields; a
+//! Guarantees: payload bytes are never re-encoded; an entry of another program is readable with all its fields; a
 //! malformed entry names the invalid field and keeps its bytes.
 
 use std::collections::BTreeMap;

@@ -1,6 +1,6 @@
 //! Pagination: pages of a listing, and the cursor of the next page.
 //!
-//! Upstream: every listing of this crate. Promises: a cursor is URL-safe text. It is rejected for any other listing
+//! Upstream: every listing of this crate. Guarantees: a cursor is URL-safe text. It is rejected for any other listing
 //! (another topic, group or filter), so a page never comes from the wrong one.
 
 use headwater_stream::EntryId;

@@ -1,6 +1,6 @@
 //! Partitioners: choose the partition of a message from its key.
 //!
-//! Promises: the hash is the one that other programs use (Java's `String.hashCode`), so that all agree on the partition
+//! Guarantees: the hash is the one that other programs use (Java's `String.hashCode`), so that all agree on the partition
 //! of a key.
 
 use std::collections::HashMap;

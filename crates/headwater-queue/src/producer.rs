@@ -1,7 +1,7 @@
 //! Sends messages: validates, chooses the partition, appends.
 //!
 //! Upstream: applications. Downstream: the streams of a topic.
-//! Promises: an invalid message is rejected before anything is sent; a partition is never chosen from topic metadata
+//! Guarantees: an invalid message is rejected before anything is sent; a partition is never chosen from topic metadata
 //! older than the topic's `refresh`; a confirmed message is in its partition, and every other result is an error.
 //! Not here: retrying a failed send. A caller that retries gives the message an id, so that duplicates are dropped.
 

@@ -1,7 +1,7 @@
 //! The queue: entry point of this crate, bound to one backend.
 //!
 //! Upstream: applications. Downstream: the backend.
-//! Promises: cached topic metadata is at most the topic's `refresh` old when it is used.
+//! Guarantees: cached topic metadata is at most the topic's `refresh` old when it is used.
 
 use std::collections::HashMap;
 use std::fmt;

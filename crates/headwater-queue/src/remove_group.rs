@@ -1,7 +1,7 @@
 //! Removing a consumer group from a topic.
 //!
 //! Upstream: administrators. Downstream: the groups of a topic's streams.
-//! Promises: a group with a live or a reserved member is not removed; each partition changes in one atomic step.
+//! Guarantees: a group with a live or a reserved member is not removed; each partition changes in one atomic step.
 //! After an error or a crash the group may be removed from some partitions only: repeat the call. Messages and dead
 //! letters remain. The epochs of its partitions remain, too, so that a new group of the same name fences the old
 //! consumers. Not detected: consumers of other programs, which have no heartbeat; their reads fail because the group

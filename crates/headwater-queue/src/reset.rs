@@ -1,7 +1,7 @@
 //! Resetting a group to another position of its topic.
 //!
 //! Upstream: administrators. Downstream: the groups of a topic's streams.
-//! Promises: a dry run changes nothing and reports what would be redelivered, skipped and dropped; a group with
+//! Guarantees: a dry run changes nothing and reports what would be redelivered, skipped and dropped; a group with
 //! active members is not reset unless [`ResetGuard::Force`] is set; each partition changes in one atomic step. An
 //! error after the first partition says which partitions are reset and what to repeat. A group that does not exist is
 //! an error.

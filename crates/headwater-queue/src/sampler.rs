@@ -2,7 +2,7 @@
 //!
 //! Upstream: an application starts it, in one process or in all. Downstream: the registry and the streams of a backend,
 //! which are only read. Plain topics are measured if listed.
-//! Promises: the gauges of a removed topic or group are set to 0.
+//! Guarantees: the gauges of a removed topic or group are set to 0.
 
 use std::collections::HashMap;
 use std::time::Duration;

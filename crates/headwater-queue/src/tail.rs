@@ -1,7 +1,7 @@
 //! The live tail of a topic: messages as they arrive, without a consumer group.
 //!
 //! Upstream: command line and HTTP interface. Downstream: a reader of the backend that belongs to no group.
-//! Promises: every message after the start is returned once, those of one partition in order; new partitions are read
+//! Guarantees: every message after the start is returned once, those of one partition in order; new partitions are read
 //! within the topic's `refresh`. Not promised: order between partitions, beyond one batch.
 
 use std::collections::HashMap;

@@ -1,7 +1,7 @@
 //! A topic: its name, partition count, policies and resizes, and their form in the registry.
 //!
 //! Upstream: all modules. Downstream: `keys`, which derives its keys.
-//! Promises: a topic read from the registry is valid; otherwise reading it fails with an error that names the field.
+//! Guarantees: a topic read from the registry is valid; otherwise reading it fails with an error that names the field.
 
 use std::borrow::Borrow;
 use std::fmt;

@@ -1,7 +1,7 @@
 //! A lock on a topic: growing and deleting it exclude each other.
 //!
 //! Upstream: `topics`. Downstream: a lease without background renewal, so that it expires if the holder dies.
-//! Promises: of two processes that change a topic, one waits until the other releases the lock or its lease expires.
+//! Guarantees: of two processes that change a topic, one waits until the other releases the lock or its lease expires.
 //! Not here: creating a topic, which is one atomic step.
 
 use std::hash::{BuildHasher, RandomState};

@@ -1,7 +1,7 @@
 //! Topic administration: create, list, describe, grow, delete.
 //!
 //! Upstream: administrators, and producers that create their topics. Downstream: the registry of the backend.
-//! Promises: a topic exists if its meta does. The registry is brought in line with the meta, also when processes
+//! Guarantees: a topic exists if its meta does. The registry is brought in line with the meta, also when processes
 //! create, grow and delete concurrently or die in between. Partition counts only grow, and growing keeps the order
 //! per key: see [`Topics::grow`].
 

@@ -2,7 +2,7 @@
 //!
 //! Upstream: `producer` opens a span per send, `consumer` one per handler call. Downstream: `tracing`, and through a
 //! [`TraceBridge`] a trace collector.
-//! Promises: a message carries the context of the span that sent it in the header `traceparent`; a `traceparent` set by
+//! Guarantees: a message carries the context of the span that sent it in the header `traceparent`; a `traceparent` set by
 //! the application is not changed. A send in a handler belongs to the trace of the handled message. If no span is
 //! recorded and there is no trace to continue, nothing is added to the message and a send has no extra cost.
 

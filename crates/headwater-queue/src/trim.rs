@@ -1,7 +1,7 @@
 //! Trimming a topic on request: by count, age or size.
 //!
 //! Upstream: administrators. Downstream: the streams of a topic.
-//! Promises: messages that a group has not read or not settled are kept, unless [`TrimGuard::Force`] is set. Not here:
+//! Guarantees: messages that a group has not read or not settled are kept, unless [`TrimGuard::Force`] is set. Not here:
 //! retention on send (see `Policies::retention`) and dead letters (see `DeadLetters::purge`).
 
 use headwater_stream::{Retention, TrimGuard};

@@ -1,7 +1,7 @@
 //! Coalesces the requests of concurrent callers into batches: many requests, one round trip or one commit.
 //!
 //! Upstream: code with many concurrent callers, each with one small request. Downstream: a function over a batch.
-//! Promises: requests are taken in the order they were made, and batches start in that order. A caller that is dropped does
+//! Guarantees: requests are taken in the order they were made, and batches start in that order. A caller that is dropped does
 //! not affect the others: its request is removed if it was not taken yet, and executed if it was. A single caller is not
 //! delayed unless `linger` is set.
 //! Not here: retries. After [`BatchError`] the owner of the function decides whether a request took effect.

@@ -1,7 +1,7 @@
 //! Delay sets: entries that wait until they are due, then move to their stream.
 //!
 //! Upstream: retries with backoff and delayed messages of `headwater-queue`. Downstream: a backend.
-//! Promises: an entry leaves the delay set and enters its stream in one atomic step, once; a waiting caller wakes when the
+//! Guarantees: an entry leaves the delay set and enters its stream in one atomic step, once; a waiting caller wakes when the
 //! first entry is due, also if another process schedules an earlier one meanwhile.
 
 use std::fmt;

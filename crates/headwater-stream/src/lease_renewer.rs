@@ -1,7 +1,7 @@
 //! Renews all leases of a process in one round trip, and tells holders to stop before a lease can expire.
 //!
 //! Upstream: owners of partitions or streams. Downstream: [`Leases`].
-//! Promises: a holder learns that it must stop *before* its lease can expire on the server. Validity is counted from the
+//! Guarantees: a holder learns that it must stop *before* its lease can expire on the server. Validity is counted from the
 //! moment the request was sent, so a slow reply shortens it and never extends it; a process that was paused finds its leases
 //! invalid when it resumes. A lease that is no longer valid has lapsed, and that is final: no renewal restores it. It is
 //! released, and a new acquire gets a new epoch.

@@ -1,7 +1,7 @@
 //! Leases: time-limited exclusive ownership, with an epoch that increases with each change of holder.
 //!
 //! Upstream: partition ownership and stream assignment, through [`LeaseRenewer`](crate::LeaseRenewer). Downstream: a backend.
-//! Promises: one holder at a time; epochs only increase, also across expiry, restart and a flush of the server (an epoch is at
+//! Guarantees: one holder at a time; epochs only increase, also across expiry, restart and a flush of the server (an epoch is at
 //! least the millisecond in which it began); a fenced effect is rejected unless the lease is held now in that epoch.
 //! Not here: choosing which leases to acquire (see `headwater-queue`).
 

@@ -1,6 +1,6 @@
 //! Validated names of streams, groups, consumers, leases and so on.
 //!
-//! Promises: a name is 1 to [`NAME_BYTES_MAX`](crate::limits::NAME_BYTES_MAX) bytes of UTF-8 without control characters. On Redis a
+//! Guarantees: a name is 1 to [`NAME_BYTES_MAX`](crate::limits::NAME_BYTES_MAX) bytes of UTF-8 without control characters. On Redis a
 //! name *is* the key, so a name with `}` must contain a hash tag (`{…}`): other keys of the same slot are derived from it.
 
 use std::fmt;

@@ -1,6 +1,6 @@
 //! A child process for crash tests: the test binary itself, running one other test.
 //!
-//! Promises: the child belongs to the same test run (it shares the same servers), and is killed with the parent.
+//! Guarantees: the child belongs to the same test run (it shares the same servers), and is killed with the parent.
 
 use std::env;
 use std::io::{BufRead, BufReader};

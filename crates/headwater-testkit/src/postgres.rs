@@ -1,7 +1,7 @@
 //! A real Postgres server, and one database per test in it.
 //!
 //! Upstream: tests. Downstream: `process` runs the server; `psql` talks to it.
-//! Promises: a created database is empty and belongs to one test; committed data survives `kill9`. `fsync` is off,
+//! Guarantees: a created database is empty and belongs to one test; committed data survives `kill9`. `fsync` is off,
 //! since tests do not need to survive a power failure.
 
 use std::fs;

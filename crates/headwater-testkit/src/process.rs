@@ -2,7 +2,7 @@
 //!
 //! Upstream: `redis`, `postgres` and `child` say what to run. Downstream: `temp_server_dir` provides the directory and
 //! removes it.
-//! Promises: `kill9` and `pause` are complete when they return, also for forked children of a server.
+//! Guarantees: `kill9` and `pause` are complete when they return, also for forked children of a server.
 
 use std::ffi::OsString;
 use std::fs::{self, File};

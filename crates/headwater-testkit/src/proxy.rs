@@ -1,7 +1,7 @@
 //! A TCP proxy that breaks connections on demand.
 //!
 //! It runs on its own thread, so it neither needs nor blocks the runtime of a test.
-//! Promises: a command takes effect before its call returns; bytes forwarded before are not affected.
+//! Guarantees: a command takes effect before its call returns; bytes forwarded before are not affected.
 //! Not here: forwarding of single chunks (see `link`).
 
 mod faults;

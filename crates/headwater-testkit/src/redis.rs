@@ -2,7 +2,7 @@
 //!
 //! Upstream: tests, `cluster` and `sentinel`, whose nodes are such servers. Downstream: `process` runs it,
 //! `resp` talks to it.
-//! Promises: a started server answers; a restarted one has the same port and data.
+//! Guarantees: a started server answers; a restarted one has the same port and data.
 
 mod builder;
 

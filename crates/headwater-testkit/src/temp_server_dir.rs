@@ -2,7 +2,7 @@
 //!
 //! The guard (`guard.sh`) is a shell outside the process group of the test. When the test process panics, exits or is
 //! killed with SIGKILL, the guard kills the servers and removes the directory.
-//! Promises: no process or file remains, however the test process ends.
+//! Guarantees: no process or file remains, however the test process ends.
 //! Not here: starting servers (see `process`), finding the directory of a shared server (see `shared`).
 
 use std::fs::{self, Permissions};

@@ -1,7 +1,7 @@
 //! A wall clock that a test can set for real processes, by preloading libfaketime.
 //!
 //! Upstream: tests that set the clock back or forward while a server runs. Downstream: the file that libfaketime
-//! reads on every call. Promises: the monotonic clock of the processes is unchanged, as when an operator or NTP sets
+//! reads on every call. Guarantees: the monotonic clock of the processes is unchanged, as when an operator or NTP sets
 //! the clock.
 
 use std::fs;

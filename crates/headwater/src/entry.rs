@@ -1,7 +1,7 @@
 //! Runs the command line: one function per command, from the arguments to the exit code.
 //!
 //! Upstream: `main.rs`. Downstream: `config` reads the settings, then `server/run.rs` or `cli` does the work.
-//! Promises: every error is printed as one sentence on standard error and ends with the exit code of its
+//! Guarantees: every error is printed as one sentence on standard error and ends with the exit code of its
 //! [`CliError`].
 
 use std::io::Write;

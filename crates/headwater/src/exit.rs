@@ -1,6 +1,6 @@
 //! Errors that end a command, with their exit codes.
 //!
-//! Upstream: every command. Downstream: `entry.rs`, which prints the error. Promises: a message is one sentence that
+//! Upstream: every command. Downstream: `entry.rs`, which prints the error. Guarantees: a message is one sentence that
 //! says what failed and what to do; it contains no secret.
 
 use std::process::ExitCode;

@@ -1,6 +1,6 @@
 //! The HTTP client for calls to other servers.
 //!
-//! Upstream: `desk` (models), `outbound` and `telemetry`. Promises: redirects are not followed, because they would
+//! Upstream: `desk` (models), `outbound` and `telemetry`. Guarantees: redirects are not followed, because they would
 //! forward credentials; a body is read up to a limit; errors do not contain the URL, which may hold a secret.
 
 use std::sync::Once;

@@ -1,6 +1,6 @@
 //! Cleans, truncates and escapes text from outside.
 //!
-//! Upstream: `tickets`, `inbound` and `desk`. Promises: cleaned text contains no control characters except line feeds
+//! Upstream: `tickets`, `inbound` and `desk`. Guarantees: cleaned text contains no control characters except line feeds
 //! and tabs, so every database and terminal accepts it; nothing else is changed. Only [`printable`] decides what a
 //! terminal may show. Escaping for JSON, HTML and comments is done where those are written.
 

@@ -1,6 +1,6 @@
 //! Folds that keep whole events: the newest one, or the newest N.
 //!
-//! Upstream: `fold`. Promises: payloads are kept as written, so upcasters still apply when a snapshot is loaded. The
+//! Upstream: `fold`. Guarantees: payloads are kept as written, so upcasters still apply when a snapshot is loaded. The
 //! number and bytes of kept events are bounded; the newest event is always kept, and dropped events are counted.
 
 use std::any::Any;

@@ -1,6 +1,6 @@
 //! Deduplicates events by id on a local bus.
 //!
-//! Upstream: `local`, for events with an id set by the caller. Promises: of two concurrent publishes with the same
+//! Upstream: `local`, for events with an id set by the caller. Guarantees: of two concurrent publishes with the same
 //! id, the second waits for the result of the first. An id is kept for ten minutes, unless newer ids exceed the
 //! limit.
 

@@ -1,7 +1,7 @@
 //! Budgets: resource limits of a request, charged during execution and passed on to sub-requests.
 //!
 //! Upstream: the `Budget` of a request. Downstream: the application charges a [`Meter`].
-//! Promises: a charge that exceeds a limit is counted and returns an error, and the run ends even if the error is
+//! Guarantees: a charge that exceeds a limit is counted and returns an error, and the run ends even if the error is
 //! ignored. A leased amount cannot be spent here until its unused part is returned.
 //! Not here: resources used by a process before it crashed; they are unknown.
 

@@ -2,7 +2,7 @@
 //!
 //! Upstream: applications, and requests that send sub-requests. Downstream: the control stream, and the requester's
 //! reply stream.
-//! Promises: submitting a request twice under one id executes it once, and both callers get the same reply; a reply
+//! Guarantees: submitting a request twice under one id executes it once, and both callers get the same reply; a reply
 //! that arrives after its caller timed out is kept for every process of the requester; a cancelled request has the
 //! cancellation as its reply, unless another reply came first. A caller gets an answer at the deadline of its request
 //! or at its timeout, at most [`REPLY_GRACE`] later, even if the backend is unavailable.

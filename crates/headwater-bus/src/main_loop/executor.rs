@@ -1,7 +1,7 @@
 //! Executes a request, from its delivery to its reply.
 //!
 //! Upstream: `worker`, with the deliveries of its group. Downstream: `request_context`, then `reply_store`.
-//! Promises: a request that has a reply is not executed; a reply is stored before the request is acknowledged; each
+//! Guarantees: a request that has a reply is not executed; a reply is stored before the request is acknowledged; each
 //! request that is not released ends with exactly one reply. Crashed processes are counted by the group, failed
 //! attempts here, and lost locks in the session; each count has a limit.
 

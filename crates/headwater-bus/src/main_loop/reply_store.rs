@@ -1,7 +1,7 @@
 //! Stores replies: one stream per requester, with at most one reply per request.
 //!
 //! Upstream: workers, and clients that cancel. Downstream: reply streams, and a copy on the control stream.
-//! Promises: if several writers reply to a request, the server keeps the first, and all see that one; a reply stream
+//! Guarantees: if several writers reply to a request, the server keeps the first, and all see that one; a reply stream
 //! is bounded in entries, bytes and age, and is deleted when it is empty. The copy has the event id of the original,
 //! so it is recognized as the same event.
 

@@ -2,7 +2,7 @@
 //!
 //! Upstream: `client`. Downstream: the reply stream, read without a group, so that all processes of a requester see
 //! every reply.
-//! Promises: a waiter is woken by the reply, not by polling; an outage only delays it. A reply that the reader misses
+//! Guarantees: a waiter is woken by the reply, not by polling; an outage only delays it. A reply that the reader misses
 //! (the stream was trimmed or deleted) is found by a last lookup at the end of the wait.
 
 use std::collections::HashMap;

@@ -1,7 +1,7 @@
 //! Locks on requests, so that each is executed by one process, and there only once.
 //!
 //! Upstream: `executor`. Downstream: leases of the backend.
-//! Promises: the holder of a [`RequestLock`] is the only executor of its request until [`RequestLock::lost`] returns; a
+//! Guarantees: the holder of a [`RequestLock`] is the only executor of its request until [`RequestLock::lost`] returns; a
 //! dropped lock is released soon, a released one at once.
 
 use std::collections::HashMap;

@@ -1,7 +1,7 @@
 //! Workers: processes that execute the requests of a namespace.
 //!
 //! Upstream: the group `control` on the control stream, shared by all workers of a namespace. Downstream: `executor`.
-//! Promises: a request is delivered to one worker, and to another one if that worker crashes; a stopping worker
+//! Guarantees: a request is delivered to one worker, and to another one if that worker crashes; a stopping worker
 //! finishes what it can within its drain timeout and releases the rest, which does not count as an attempt.
 //! Cancellations arrive on the control stream.
 

@@ -1,7 +1,7 @@
 //! Compaction: trims entries that are included in snapshots.
 //!
 //! Upstream: applications, operators and `maintenance`. Downstream: the guard group of a session, and a safe trim.
-//! Promises: only entries before the newest snapshot of *every* set of folds are trimmed, and of these only entries
+//! Guarantees: only entries before the newest snapshot of *every* set of folds are trimmed, and of these only entries
 //! that every group has read and acknowledged: the guard group stands at the snapshot, and a safe trim stops at the
 //! slowest group. The entry of the snapshot itself is kept, as proof that nothing after it is missing. A crash at any
 //! point leaves the session complete.

@@ -1,7 +1,7 @@
 //! Creates a session as a copy of stored entries.
 //!
 //! Upstream: `fork` and `import`. Downstream: the stream and metadata of the new session.
-//! Promises: the session is reported as unfinished until it is complete, and then committed in one step. A copier
+//! Guarantees: the session is reported as unfinished until it is complete, and then committed in one step. A copier
 //! that was presumed dead cannot commit, and the entries it still appends do not count: each copied entry names its
 //! copier, and the metadata names the copier whose entries count. A failed or killed copy can be repeated at once; it
 //! replaces the remains.

@@ -1,7 +1,7 @@
 //! Detects entries of a session that were deleted by something other than compaction.
 //!
 //! Upstream: `recovery`, `fork` and `export`, after they read the stream. Downstream: nothing; this is arithmetic.
-//! Promises: a deleted entry after the last remaining one is detected on every backend, because the backend keeps the
+//! Guarantees: a deleted entry after the last remaining one is detected on every backend, because the backend keeps the
 //! last generated id. If the backend also counts all entries ever added (Redis 7.0 and later), every other deleted
 //! entry is detected, too, unless a snapshot includes it.
 //! Not here: a trimmed beginning (see `recovery::beginning`), and entries that a failover lost together with the count.

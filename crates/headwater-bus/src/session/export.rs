@@ -1,7 +1,7 @@
 //! Exports a session as JSON lines.
 //!
 //! Upstream: operators. Downstream: `jsonl`.
-//! Promises: an export that is imported again has the same events in the same order with the same bytes. An incomplete
+//! Guarantees: an export that is imported again has the same events in the same order with the same bytes. An incomplete
 //! session is not exported.
 
 use std::collections::VecDeque;

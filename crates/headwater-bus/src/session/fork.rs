@@ -1,7 +1,7 @@
 //! Forks: a new session with a copy of another session's events.
 //!
 //! Upstream: applications and operators. Downstream: `copy`.
-//! Promises: the parent is only read. The fork has its own copy of the events, so it stays complete whatever happens
+//! Guarantees: the parent is only read. The fork has its own copy of the events, so it stays complete whatever happens
 //! to the parent; it records its parent and the last copied entry. If the parent is compacted meanwhile, the fork
 //! restarts from the new snapshot.
 

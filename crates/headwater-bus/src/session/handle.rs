@@ -1,7 +1,7 @@
 //! An open session: publish events to it and read its state.
 //!
 //! Upstream: applications and the main loop. Downstream: the bus, to publish; `replay`, to read stored events back.
-//! Promises: the state is computed from the stream in stream order, whichever process published the events: an event
+//! Guarantees: the state is computed from the stream in stream order, whichever process published the events: an event
 //! published here counts after it was read back. Calls may be concurrent. If known events are lost in the backend,
 //! that is an error and the state stays unchanged.
 

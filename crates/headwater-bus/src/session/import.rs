@@ -1,7 +1,7 @@
 //! Imports a session from JSON lines.
 //!
 //! Upstream: operators. Downstream: `copy`.
-//! Promises: each line and the file as a whole are validated: a truncated, foreign or unordered file is an error, and
+//! Guarantees: each line and the file as a whole are validated: a truncated, foreign or unordered file is an error, and
 //! nothing of it is imported. A call dropped half way fails the import, because it is unknown which entries were
 //! stored. The remains of a failed or killed import are not a session, and are replaced when the import is repeated.
 

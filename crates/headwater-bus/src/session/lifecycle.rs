@@ -1,7 +1,7 @@
 //! Creates, lists, describes and deletes sessions.
 //!
 //! Upstream: applications and operators. Downstream: `meta`, and a stream that lists all sessions.
-//! Promises: of two processes that create the same session one wins; a session has a guard group on its stream from
+//! Guarantees: of two processes that create the same session one wins; a session has a guard group on its stream from
 //! the start, so that this library never trims entries before a snapshot includes them. A crash in the middle leaves
 //! nothing that looks like a session.
 

@@ -1,7 +1,7 @@
 //! Periodic maintenance of sessions: expires unused ones, removes abandoned copies, compacts long ones.
 //!
 //! Upstream: a server, at intervals. Downstream: the list of sessions, `compaction`, `lifecycle`.
-//! Promises: each step is done once, also if several processes run maintenance; a session that fails does not block
+//! Guarantees: each step is done once, also if several processes run maintenance; a session that fails does not block
 //! others; a crash at any point is repaired by the next run. An expired session leaves a tombstone for a while.
 //! Refuses: to expire a session that a group still needs, or that was published to meanwhile.
 

@@ -1,7 +1,7 @@
 //! Metadata of a session: the map `wink:session:<id>:meta`.
 //!
 //! Upstream: every operation on a whole session. Downstream: a registry map of the backend.
-//! Promises: a session is complete if and only if its stage is `open`; a tombstone is kept after it expired.
+//! Guarantees: a session is complete if and only if its stage is `open`; a tombstone is kept after it expired.
 
 use std::collections::BTreeMap;
 use std::time::Duration;

@@ -2,7 +2,7 @@
 //!
 //! Upstream: applications and the main loop. Downstream: the bus stores the events; its session backend reads them
 //! back.
-//! Promises: the state of a session is a fold of its stream and of nothing else, the same in every process. Missing
+//! Guarantees: the state of a session is a fold of its stream and of nothing else, the same in every process. Missing
 //! events are reported: a session is never silently incomplete.
 
 // In dependency order: each module uses only those above it.

@@ -1,7 +1,7 @@
 //! Recovers the state of a session from its newest snapshot and later events, or from all events.
 //!
 //! Upstream: `Sessions::recover`, and open sessions whose position was compacted. Downstream: `snapshot`, `replay`.
-//! Promises: the state is complete, or the caller learns what is missing. An unusable snapshot (other folds, newer
+//! Guarantees: the state is complete, or the caller learns what is missing. An unusable snapshot (other folds, newer
 //! version, corrupt) is skipped, and all events are replayed if they still exist.
 
 use std::time::{Duration, Instant};

@@ -1,7 +1,7 @@
 //! Reads a session's stream page by page into a state, and detects gaps.
 //!
 //! Upstream: `recovery` and open sessions. Downstream: `state`.
-//! Promises: every page starts with the last entry of the previous one. Streams are trimmed from the beginning only: as
+//! Guarantees: every page starts with the last entry of the previous one. Streams are trimmed from the beginning only: as
 //! long as that entry exists, nothing after it was trimmed. If it does not, the replay stops and reports a gap.
 
 use headwater_stream::clock::Timestamp;

@@ -1,7 +1,7 @@
 //! Snapshots: the state of a session at an entry, so that recovery need not replay earlier entries.
 //!
 //! Upstream: `state`, periodically and on demand. Downstream: one registry map per set of folds.
-//! Promises: a snapshot is replaced atomically, and only by one of a later entry, also if several processes take one.
+//! Guarantees: a snapshot is replaced atomically, and only by one of a later entry, also if several processes take one.
 //! It lists its folds and their versions, and is used for no others.
 //! Not here: what may be trimmed before it (see `compaction`).
 

@@ -1,7 +1,7 @@
 //! The state of a session: its folds and its position in the stream.
 //!
 //! Upstream: entries of the stream, in order. Downstream: `fold`; `snapshot` saves it.
-//! Promises: an event counts once. Skipped are: entries that repeat another one for a group, and events whose id is
+//! Guarantees: an event counts once. Skipped are: entries that repeat another one for a group, and events whose id is
 //! among the newest thousands already seen. Undecodable entries are recorded and change nothing; entries appended by
 //! a copier that lost its session are ignored.
 

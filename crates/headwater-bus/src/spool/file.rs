@@ -1,7 +1,7 @@
 //! The spool file: appended at the end, read from the front, truncated when empty.
 //!
 //! Upstream: `spool`, from a thread that may block. Downstream: the disk.
-//! Promises: appended events survive a crash of the process or machine; a torn write at the end is truncated when the
+//! Guarantees: appended events survive a crash of the process or machine; a torn write at the end is truncated when the
 //! file is opened; corruption before the end is an error and changes nothing; one process at a time has the file
 //! open. A disk error fails the current write, and the file is repaired before the next one.
 

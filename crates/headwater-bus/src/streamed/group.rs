@@ -2,7 +2,7 @@
 //!
 //! Upstream: `headwater-queue` reads, shares, reclaims and dead-letters entries. Downstream: `delivery` handles each
 //! event.
-//! Promises: an undecodable entry is parked before it is acknowledged; a failed event becomes a dead letter with its
+//! Guarantees: an undecodable entry is parked before it is acknowledged; a failed event becomes a dead letter with its
 //! bytes unchanged.
 
 use std::sync::Arc;

@@ -1,7 +1,7 @@
 //! Tracks events published by this bus, so that its live handlers do not get them again from the stream.
 //!
 //! Upstream: `publish` reports stores and their results. Downstream: `tail` asks which entries to skip.
-//! Promises: an event published here runs the live handlers of this bus once, also if the backend's reply was lost:
+//! Guarantees: an event published here runs the live handlers of this bus once, also if the backend's reply was lost:
 //! if the event turns out to be stored, its handlers run then.
 
 use std::collections::{HashMap, VecDeque};

@@ -1,7 +1,7 @@
 //! Publishing: validate, store, then run the live handlers of this process.
 //!
 //! Upstream: `EventBus::publish_all`, in its own task. Downstream: `store`, then `live`.
-//! Promises: invalid input has no effect; handlers run in event order, and only for events that are stored or that the
+//! Guarantees: invalid input has no effect; handlers run in event order, and only for events that are stored or that the
 //! failure policy accepts.
 
 use std::sync::Arc;

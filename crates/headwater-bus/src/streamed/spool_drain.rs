@@ -1,7 +1,7 @@
 //! Moves events from the spool to their streams when the backend is available again.
 //!
 //! Upstream: the spool, oldest first. Downstream: the backend.
-//! Promises: events are appended to each stream in publish order, each once. An event is acknowledged in the spool
+//! Guarantees: events are appended to each stream in publish order, each once. An event is acknowledged in the spool
 //! after the backend confirmed it; after a crash in between it is sent again under the same id and deduplicated by
 //! the backend. If the outage was longer than the dedup window, the stream itself is searched for events that were
 //! sent before.

@@ -1,7 +1,7 @@
 //! Stores events, and handles an unavailable backend.
 //!
 //! Upstream: `publish`, with the events of one stream. Downstream: the breaker, the backend, the spool.
-//! Promises: an error tells whether the events may be stored; with a spool, an unconfirmed event is spooled and
+//! Guarantees: an error tells whether the events may be stored; with a spool, an unconfirmed event is spooled and
 //! stored once, deduplicated by its id; no event overtakes spooled ones.
 
 use std::sync::Arc;

@@ -1,7 +1,7 @@
 //! Delivers events of other processes to the live subscriptions of this one.
 //!
 //! Upstream: the `followed_streams`. Downstream: `live`, and `unknown_events` for undecodable entries.
-//! Promises: entries of one stream are handled in order and do not block other streams; entries of this bus are
+//! Guarantees: entries of one stream are handled in order and do not block other streams; entries of this bus are
 //! skipped, because its handlers have run; an undecodable entry does not stop the reader; an outage only delays it.
 //! Entries trimmed before they were read are lost to live handlers; this is counted and logged.
 

@@ -2,7 +2,7 @@
 //!
 //! Upstream: `partition_consumer` collects finished deliveries. Downstream:
 //! [`Streams::settle`](headwater_stream::Streams::settle).
-//! Promises: one call at a time per partition, with everything that finished meanwhile; the follow-up entry (retry,
+//! Guarantees: one call at a time per partition, with everything that finished meanwhile; the follow-up entry (retry,
 //! dead letter) is written with the acknowledgement or before it; a failed call is retried while the lease is trusted,
 //! which is idempotent. If the lease is lost, nothing is settled and the consumer terminates. Entries that Redis lost
 //! are left to `data_loss_recovery`.

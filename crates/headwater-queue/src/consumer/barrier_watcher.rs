@@ -1,7 +1,7 @@
 //! The barrier watcher opens repartition barriers while messages are blocked.
 //!
 //! Upstream: `repartition_barrier`. Downstream: the backend knows how far the group is in the old partitions.
-//! Promises: a resize whose initiator died is completed; a barrier opens when the group was delivered everything in the
+//! Guarantees: a resize whose initiator died is completed; a barrier opens when the group was delivered everything in the
 //! old partition up to the resize and nothing of it is pending except messages that the resize moved there; an open
 //! barrier stays open. The watcher also reads messages again whose payload was dropped while they were blocked.
 

@@ -2,7 +2,7 @@
 //!
 //! Upstream: `fetch_plan` asks before it reads, `reclaim` before it takes entries. Downstream: `fetcher` is woken when
 //! a read is worth it.
-//! Promises: never more in flight than the limit of the partition, or than the bulk size while it is read in bulk; a
+//! Guarantees: never more in flight than the limit of the partition, or than the bulk size while it is read in bulk; a
 //! partition that a read skipped for lack of capacity is read again when it has some.
 //! A *bulk* read asks few partitions for many entries. It pays where a backlog is waiting at the server and messages
 //! are handled fast ([`BacklogTracker`]); elsewhere it would hold messages that other consumers could have.

@@ -2,7 +2,7 @@
 //!
 //! Upstream: `ack_batcher`, when the server does not know an entry; `shutdown`, when the lease was lost with messages
 //! in flight. Downstream: the backend.
-//! Promises: an in-flight message, its retry or its dead letter survives the loss. A consumer that was paused until
+//! Guarantees: an in-flight message, its retry or its dead letter survives the loss. A consumer that was paused until
 //! another one took over writes nothing: the data epoch, a key beside the stream that never changes while the server
 //! keeps its data, distinguishes a loss from a trim.
 //! Not here: messages that were not in flight when the server lost them.

@@ -2,7 +2,7 @@
 //!
 //! Upstream: every subscription names the delay sets of its topic. Downstream: the backend promotes due entries in one
 //! atomic step, so several processes may do so concurrently.
-//! Promises: while any process subscribes to a topic, its due messages are promoted on time, even if another due entry
+//! Guarantees: while any process subscribes to a topic, its due messages are promoted on time, even if another due entry
 //! cannot be appended because its stream has the wrong type.
 
 use std::collections::HashMap;

@@ -2,7 +2,7 @@
 //!
 //! Upstream: `fetcher` knows the partitions, `capacity` how much each may take. Downstream: one read of the selected
 //! partitions, with a count that fits the one with the least capacity.
-//! Promises: the partitions of a subscription together get no more than it may have in flight; no partition starves: a
+//! Guarantees: the partitions of a subscription together get no more than it may have in flight; no partition starves: a
 //! skipped one comes first in one of the next turns.
 //!
 //! Partitions with a backlog that is handled fast are read in bulk, a few at a time: reading and settling cost much per

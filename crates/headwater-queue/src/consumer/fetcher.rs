@@ -1,7 +1,7 @@
 //! The fetcher: one blocking read for all partitions that one consumer name reads for one group.
 //!
 //! Upstream: the backend. Downstream: each `partition_consumer` receives its entries.
-//! Promises: a partition without capacity is skipped and the others continue; after `remove` has returned, no read can
+//! Guarantees: a partition without capacity is skipped and the others continue; after `remove` has returned, no read can
 //! deliver from that partition; one stream of the wrong type does not stop the reading of the others.
 //! All subscriptions of a process with the same group, consumer name, batch and poll share a fetcher, so that a
 //! thousand topics need one read.

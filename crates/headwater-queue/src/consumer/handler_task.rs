@@ -1,7 +1,7 @@
 //! The handler task: calls the handler on one message after the other.
 //!
 //! Upstream: `partition_consumer` starts a handler task when messages are ready. Downstream: the application's handler.
-//! Promises: a panic or a timeout of the handler counts as a failed attempt; a handler that blocks its thread or never
+//! Guarantees: a panic or a timeout of the handler counts as a failed attempt; a handler that blocks its thread or never
 //! returns delays only its own task, because tasks that were woken run before the next handler.
 
 use std::any::Any;

@@ -1,7 +1,7 @@
 //! Retries a failed message in place, with [`MessageOrder::PerKey`](crate::MessageOrder::PerKey): the message stays in
 //! flight and blocks its key until the next attempt.
 //!
-//! Upstream: `partition_consumer`. Promises: the entry stays pending during the backoff; the backend counts each
+//! Upstream: `partition_consumer`. Guarantees: the entry stays pending during the backoff; the backend counts each
 //! attempt as a delivery, so the limit holds across consumers.
 
 use std::sync::Arc;

@@ -1,7 +1,7 @@
 //! Key queues: the in-flight messages of one partition, and which of them may be handled now.
 //!
 //! Upstream: `partition_consumer` adds what was read. Downstream: its handler tasks take what is ready.
-//! Promises: messages leave in the order they arrived; with [`MessageOrder::PerKey`], one message per key is handled at
+//! Guarantees: messages leave in the order they arrived; with [`MessageOrder::PerKey`], one message per key is handled at
 //! a time and later ones of the key stay queued behind it until it is completed. A message without a key never waits.
 //! Not here: time and tasks. This is plain data, under the lock of its partition consumer.
 

@@ -1,7 +1,7 @@
 //! Periodic maintenance of all subscriptions of a process.
 //!
 //! Upstream: `subscription` registers. Downstream: `partition_consumer`.
-//! Promises: in-flight entries are kept alive, so that other consumers do not take them for orphaned; released entries
+//! Guarantees: in-flight entries are kept alive, so that other consumers do not take them for orphaned; released entries
 //! are reclaimed; finished deliveries are settled even if a handler blocks the thread that would do so. The
 //! `runtime_waker` ensures that a thread is available for that.
 //! One task serves all subscriptions: a thousand idle topics cost one check each, not one task each.

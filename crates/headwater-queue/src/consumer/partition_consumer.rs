@@ -2,7 +2,7 @@
 //!
 //! Upstream: `fetcher` delivers entries that were read, `reclaim` entries of other consumers. Downstream:
 //! `handler_task` calls the handler, `ack_batcher` settles.
-//! Promises: never more in flight than `capacity` allows; at most `concurrency` handlers at once; after termination,
+//! Guarantees: never more in flight than `capacity` allows; at most `concurrency` handlers at once; after termination,
 //! the outcome of a handler that is still running has no effect.
 //! An idle partition has no tasks: handler tasks and the settle task start when there is work and end with it.
 

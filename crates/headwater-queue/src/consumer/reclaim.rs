@@ -2,7 +2,7 @@
 //!
 //! Upstream: `partition_set` when a partition is assigned or a member died, `maintenance` periodically. Downstream:
 //! `partition_consumer`.
-//! Promises: in the order of ids; no more than there is capacity for; an entry that may crash its consumer is handled
+//! Guarantees: in the order of ids; no more than there is capacity for; an entry that may crash its consumer is handled
 //! alone, so that other entries do not reach the crash limit with it.
 //! Entries that were trimmed or deleted while pending are lost by an explicit action; they are counted and logged.
 

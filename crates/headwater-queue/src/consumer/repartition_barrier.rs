@@ -3,7 +3,7 @@
 //!
 //! Upstream: `partition_consumer` asks for each message, with [`MessageOrder::PerKey`](crate::MessageOrder::PerKey).
 //! Downstream: `barrier_watcher` checks which barriers may open.
-//! Promises: a message sent before a resize is never blocked by it, and one sent after it waits only for messages that
+//! Guarantees: a message sent before a resize is never blocked by it, and one sent after it waits only for messages that
 //! the resize did not move; so there is no deadlock. A message whose key does not hash to its partition, as far as this
 //! process knows, waits until the topic was read again.
 //! Not here: messages whose producer chose the partition. Their keys have no partition of their own.

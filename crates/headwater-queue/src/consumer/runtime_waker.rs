@@ -5,7 +5,7 @@
 //! everything in the process stalls, lease renewal included, until an event outside of the runtime wakes another
 //! thread. This thread produces such events.
 //!
-//! Upstream: `maintenance`, while there are subscriptions. Promises: as long as one thread of the runtime is free, the
+//! Upstream: `maintenance`, while there are subscriptions. Guarantees: as long as one thread of the runtime is free, the
 //! runtime polls the network again within [`WAKE_EVERY`]. Not here: a runtime whose threads are all blocked.
 
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};

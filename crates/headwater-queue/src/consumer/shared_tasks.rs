@@ -1,6 +1,6 @@
 //! Background tasks shared by all subscriptions of a queue: fetchers, delay schedulers and maintenance.
 //!
-//! Upstream: `partition_set`. Promises: a fetcher or a delay scheduler ends when its last user is dropped.
+//! Upstream: `partition_set`. Guarantees: a fetcher or a delay scheduler ends when its last user is dropped.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, Weak};

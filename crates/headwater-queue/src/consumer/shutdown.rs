@@ -3,7 +3,7 @@
 //! Upstream: `partition_set`, when a partition is revoked or lost or the subscription stops.
 //! Order of `shut_down`: stop reading, release what no handler has started, wait for the last read, wait for running
 //! handlers up to the drain timeout and then abort them, settle everything, terminate.
-//! Promises: no attempt is counted for a released message; when `shut_down` returns, nothing is in flight, everything
+//! Guarantees: no attempt is counted for a released message; when `shut_down` returns, nothing is in flight, everything
 //! is settled (as long as the lease was valid) and no read can deliver to this consumer.
 
 use std::sync::Arc;

@@ -2,7 +2,7 @@
 //!
 //! Upstream: applications. Downstream: the `coordinator`, which assigns partitions to the subscription's
 //! `partition_set`.
-//! Promises: a stopped subscription has finished or released all in-flight messages and counted no attempt for released
+//! Guarantees: a stopped subscription has finished or released all in-flight messages and counted no attempt for released
 //! ones; a dropped subscription loses nothing: its in-flight messages stay pending and are reclaimed.
 
 use std::fmt;

@@ -1,7 +1,7 @@
 //! Dead-letter administration: browse, show, replay, purge.
 //!
 //! Upstream: command line and HTTP interface. Downstream: the dead letters of a topic, one stream for all partitions.
-//! Promises: copies of one dead letter are shown once and replayed once; every entry of the stream is shown, also
+//! Guarantees: copies of one dead letter are shown once and replayed once; every entry of the stream is shown, also
 //! malformed ones; memory is bounded by a page. Not here: writing dead letters (see `consumer`).
 
 mod purge;

@@ -1,6 +1,6 @@
 //! Replay: sends dead letters again as messages, to their original partition.
 //!
-//! Promises: partition, key, headers and payload are unchanged. The message is appended before the dead letter is
+//! Guarantees: partition, key, headers and payload are unchanged. The message is appended before the dead letter is
 //! deleted, and the append is idempotent for a week, so a replay can be repeated after a crash. A message that was
 //! replayed too often is refused.
 

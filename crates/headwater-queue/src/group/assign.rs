@@ -1,6 +1,6 @@
 //! Partition assignment: a deterministic, sticky and balanced owner for each partition.
 //!
-//! Upstream: `subscription_state`, with members and leases from a snapshot. Promises: every partition has one owner;
+//! Upstream: `subscription_state`, with members and leases from a snapshot. Guarantees: every partition has one owner;
 //! the shares of two members differ by at most one; a member keeps every partition it may keep. Members with the same
 //! snapshot compute the same result. Pure: no clock, no backend.
 

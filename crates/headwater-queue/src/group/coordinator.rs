@@ -1,7 +1,7 @@
 //! The coordinator: all groups this process is a member of.
 //!
 //! Upstream: `consumer` joins and leaves. Downstream: one `session` per group, and one watch over all leases.
-//! Promises: it starts no task before the first join. Renewing takes one round trip per group and polling two,
+//! Guarantees: it starts no task before the first join. Renewing takes one round trip per group and polling two,
 //! whatever the number of topics. A joined subscription outlives the queue. When the last one has left, or was
 //! dropped and has left in the background, no task remains.
 //! Refuses a second subscription to the same topic in the same group: raise `concurrency` instead. Members with ids of

@@ -1,6 +1,6 @@
 //! The name of this process in its groups.
 //!
-//! Promises: session names are unique across hosts, processes and restarts, also with a configured process name.
+//! Guarantees: session names are unique across hosts, processes and restarts, also with a configured process name.
 
 use std::hash::{BuildHasher, RandomState};
 use std::sync::OnceLock;

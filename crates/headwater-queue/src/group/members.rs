@@ -6,7 +6,7 @@
 //! the partitions reserved for it until its reservation lease expires.
 //!
 //! Upstream: `group_ops` writes entries, `membership` reads snapshots. Downstream: registry and leases of the backend.
-//! Promises: an entry is written after its lease was acquired, and a snapshot reads entries before leases. So an entry
+//! Guarantees: an entry is written after its lease was acquired, and a snapshot reads entries before leases. So an entry
 //! whose lease is not held belongs to a dead member and stays dead.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};

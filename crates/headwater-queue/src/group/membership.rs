@@ -2,7 +2,7 @@
 //!
 //! Upstream: `session` joins and runs it. Downstream: `group_ops`; each operation runs in its own task and reports back
 //! with a [`MembershipEvent`].
-//! Promises: the loop never blocks. Renewals, polls, acquires and revokes run concurrently; a late result is checked
+//! Guarantees: the loop never blocks. Renewals, polls, acquires and revokes run concurrently; a late result is checked
 //! against the current state. Losing any lease ends the membership: `on_lost` runs for every owned partition, and the
 //! consumer name is not reused.
 

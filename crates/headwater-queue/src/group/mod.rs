@@ -7,7 +7,7 @@
 //!
 //! Upstream: `consumer` joins with a [`RebalanceListener`](rebalance_listener::RebalanceListener). Downstream: leases
 //! and registry of the backend.
-//! Promises: one owner per partition and epoch; `on_lost` runs before a lease can expire; a consumer name that lost a
+//! Guarantees: one owner per partition and epoch; `on_lost` runs before a lease can expire; a consumer name that lost a
 //! lease is never reused. Flow: `coordinator` starts a `session` per group. The session joins and runs the `membership`
 //! loop, which polls the group (`members`), plans (`subscription_state`, `assign`) and acts (`group_ops`).
 

@@ -1,7 +1,7 @@
 //! A session: this process in one group, from its first subscription to its last.
 //!
 //! Upstream: `coordinator` sends it commands. Downstream: `membership`, while it is a member.
-//! Promises: it never blocks on the backend or on a listener, so slow calls do not delay lease renewal. When its
+//! Guarantees: it never blocks on the backend or on a listener, so slow calls do not delay lease renewal. When its
 //! lease is no longer trusted it evicts its subscriptions immediately and rejoins under a new name.
 
 use std::any::Any;

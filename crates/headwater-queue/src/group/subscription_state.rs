@@ -1,7 +1,7 @@
 //! The state of one subscription within a group session: the partitions it holds and those it should hold.
 //!
 //! Upstream: `membership` updates it. Downstream: `assign` computes the owner of each partition.
-//! Promises: a plan follows from a group snapshot and from the partitions this process holds. For held partitions the
+//! Guarantees: a plan follows from a group snapshot and from the partitions this process holds. For held partitions the
 //! local state is newer than the snapshot and takes precedence.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};

@@ -1,7 +1,7 @@
 //! Inspection: read-only statistics and listings of topics and groups.
 //!
 //! Upstream: command line, HTTP interface, dashboards. Downstream: the backend, which is only read.
-//! Promises: nothing is changed; every listing is paged and bounded; a missing topic or group is an error.
+//! Guarantees: nothing is changed; every listing is paged and bounded; a missing topic or group is an error.
 //! Partitions are read one after another: a view of several partitions is not a consistent snapshot.
 
 mod groups;

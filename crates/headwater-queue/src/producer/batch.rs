@@ -1,6 +1,6 @@
 //! Batch sends: many messages in one call, one append per partition, one result per message.
 //!
-//! Promises: messages of one partition keep their order, even if some fail: after the first failure, nothing later of
+//! Guarantees: messages of one partition keep their order, even if some fail: after the first failure, nothing later of
 //! its partition is sent. Partitions are independent of each other.
 
 use std::borrow::Cow;

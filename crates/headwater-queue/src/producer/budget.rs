@@ -1,7 +1,7 @@
 //! Backpressure: a topic over its byte budget accepts no messages until its consumers catch up.
 //!
 //! Upstream: every send to a topic with a byte budget. Downstream: the sizes of its streams.
-//! Promises: sizes are measured by one caller at a time, at most every [`SAMPLE_EVERY`]; in between, the bytes that
+//! Guarantees: sizes are measured by one caller at a time, at most every [`SAMPLE_EVERY`]; in between, the bytes that
 //! this producer sent are added. To make room, only messages that every group has finished are trimmed, and never from
 //! a partition without a group, which may be about to get one. A rejected send has no effect.
 

@@ -1,7 +1,7 @@
 //! The topic cache of a producer: metadata of topics and a handle for each of their partitions.
 //!
 //! Upstream: `producer`. Downstream: the topic registry of the queue.
-//! Promises: cached metadata is at most `refresh` old; when it has to be read again, one caller reads it and concurrent
+//! Guarantees: cached metadata is at most `refresh` old; when it has to be read again, one caller reads it and concurrent
 //! callers wait for it.
 
 use std::collections::HashMap;

@@ -1,7 +1,7 @@
 //! A dedicated connection for blocking reads of one slot, so that a blocked read delays no other call.
 //!
 //! Upstream: `read_connections`. Downstream: `connection`.
-//! Promises: a read that was sent stays outstanding until its reply is taken, even if the caller drops its future. So no
+//! Guarantees: a read that was sent stays outstanding until its reply is taken, even if the caller drops its future. So no
 //! entry that the server delivered is lost by cancellation.
 
 use std::io;

@@ -1,6 +1,6 @@
 //! The nodes of a cluster and the slot map.
 //!
-//! Upstream: `client`. Promises: a redirection updates the map at once; a refresh skips nodes that do not answer.
+//! Upstream: `client`. Guarantees: a redirection updates the map at once; a refresh skips nodes that do not answer.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard};

@@ -1,7 +1,7 @@
 //! A connection for one caller at a time: for blocking reads, for pub/sub, and to set up a multiplexed connection.
 //!
 //! It has no task: the caller that waits for the reply does the I/O, so a wake-up needs no task switch.
-//! Promises: cancel-safe; after a dropped future, the next `finish` continues where it stopped.
+//! Guarantees: cancel-safe; after a dropped future, the next `finish` continues where it stopped.
 
 use std::io;
 use std::task::{Context, Poll, ready};

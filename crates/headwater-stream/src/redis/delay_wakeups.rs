@@ -1,7 +1,7 @@
 //! Wakes tasks that wait on a delay set when an entry with an earlier due time is scheduled.
 //!
 //! Upstream: `delays` waits here between two polls of a set. One pub/sub connection serves all waiting tasks of the process.
-//! Promises: when notifications may have been lost, because the connection broke or did not exist yet, all waiting tasks
+//! Guarantees: when notifications may have been lost, because the connection broke or did not exist yet, all waiting tasks
 //! are woken and poll again. Notifications are best effort: a task also polls every [`DueNotifier::poll_interval`].
 
 use std::collections::HashMap;

@@ -1,6 +1,6 @@
 //! Watches leases that become free: expired keys on every primary, and releases published by their holders.
 //!
-//! Promises: when events may have been lost, because a connection broke or the buffer was full, the watcher gets one
+//! Guarantees: when events may have been lost, because a connection broke or the buffer was full, the watcher gets one
 //! `Lagged` event.
 
 use std::sync::Arc;

@@ -5,7 +5,7 @@
 //! Replies are parsed in place (`reply`). Each atomic step is one script (`scripts`). Blocking reads use dedicated connections
 //! (`blocking_connection`).
 //!
-//! Promises: every call ends by its deadline, with `Unavailable` if necessary; a command whose reply was lost is re-sent only
+//! Guarantees: every call ends by its deadline, with `Unavailable` if necessary; a command whose reply was lost is re-sent only
 //! if it is idempotent; connections are re-established automatically.
 
 mod error;

@@ -5,7 +5,7 @@
 //! callers add theirs. So concurrent requests leave in few writes, an uncontended call is written by the calling task,
 //! without a task switch, and the server has work while callers prepare more. The connection task reads the replies.
 //!
-//! Promises: each reply goes to its request; a dropped call does not affect the others; a request without a reply at its
+//! Guarantees: each reply goes to its request; a dropped call does not affect the others; a request without a reply at its
 //! deadline closes the connection, and every caller learns whether its request may have reached the server.
 
 mod connection_task;

@@ -1,6 +1,6 @@
 //! A node: one server, or the primary of a Sentinel service. Holds its multiplexed connection and opens dedicated ones.
 //!
-//! Upstream: `client`. Promises: a broken connection is replaced on the next call; only one task connects at a time.
+//! Upstream: `client`. Guarantees: a broken connection is replaced on the next call; only one task connects at a time.
 
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard};

@@ -1,6 +1,6 @@
 //! A pub/sub connection, with periodic pings to detect a dead server.
 //!
-//! Upstream: `lease_watch` and `delay_wakeups`. Promises: it ends when the server is gone, even if the connection is not
+//! Upstream: `lease_watch` and `delay_wakeups`. Guarantees: it ends when the server is gone, even if the connection is not
 //! closed.
 
 use std::sync::Arc;

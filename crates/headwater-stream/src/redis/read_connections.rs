@@ -1,6 +1,6 @@
 //! The blocking connections of one reader: one in total, or one per slot on a cluster.
 //!
-//! Upstream: `group_reader` and `tail_reader`. Promises: the first connection with entries ends the wait; what other
+//! Upstream: `group_reader` and `tail_reader`. Guarantees: the first connection with entries ends the wait; what other
 //! connections fetch meanwhile is returned by the next read.
 
 use std::collections::BTreeMap;

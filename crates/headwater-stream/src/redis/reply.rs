@@ -1,7 +1,7 @@
 //! Parses RESP replies in place.
 //!
 //! There is no intermediate tree of values: a scanner finds the end of the replies, then a cursor walks over the bytes once.
-//! Promises: any input is a reply or an error, never a panic; no buffer grows without a limit.
+//! Guarantees: any input is a reply or an error, never a panic; no buffer grows without a limit.
 
 use bytes::Bytes;
 

@@ -1,6 +1,6 @@
 //! One call: commands of one slot, re-sent until each has a final reply.
 //!
-//! Upstream: `client`. Promises: a call ends by its deadline. A command that may have taken effect is re-sent only if it is
+//! Upstream: `client`. Guarantees: a call ends by its deadline. A command that may have taken effect is re-sent only if it is
 //! idempotent. A command that the server rejected without effect (moved, loading, unknown script, no longer primary) is
 //! re-sent until the deadline, independently of the other commands.
 

@@ -1,6 +1,6 @@
 //! Settles delivered entries in one atomic step per stream.
 //!
-//! Promises: a follow-up is written before or with the acknowledgement; if it cannot be written, the entry stays pending.
+//! Guarantees: a follow-up is written before or with the acknowledgement; if it cannot be written, the entry stays pending.
 //! A follow-up in another slot of a cluster is written first, so a crash in between causes a duplicate, never a loss.
 
 use std::collections::HashSet;

@@ -2,7 +2,7 @@
 //!
 //! Upstream: appends of many entries. Downstream: `multiplexed`, and `retry` after an error.
 //! The server processes the first part while the caller encodes the rest.
-//! Promises: the commands reach the server in order, on one connection; a call in parts succeeds, fails and is retried like
+//! Guarantees: the commands reach the server in order, on one connection; a call in parts succeeds, fails and is retried like
 //! a call that is sent whole.
 
 use bytes::Bytes;

@@ -1,6 +1,6 @@
 //! The DuckDB file of this process.
 //!
-//! Upstream: `analytics`. Downstream: `headwater-analytics`. Promises: blocking calls run on blocking threads; the
+//! Upstream: `analytics`. Downstream: `headwater-analytics`. Guarantees: blocking calls run on blocking threads; the
 //! file is opened once, however often the streams fail.
 
 use std::path::{Path, PathBuf};

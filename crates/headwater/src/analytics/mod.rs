@@ -2,7 +2,7 @@
 //!
 //! Upstream: `server::run` starts it beside the desk; routes and CLI verbs query it. Downstream:
 //! `headwater-analytics`, if the feature `analytics` links DuckDB; otherwise every call fails with instructions.
-//! Promises: no other service waits for analytics. If the file cannot be opened, that is logged and retried, and the
+//! Guarantees: no other service waits for analytics. If the file cannot be opened, that is logged and retried, and the
 //! server is ready nevertheless. One process at a time has the file open; a second one waits. One rebuild at a time; a
 //! shutdown cancels it without effect.
 

@@ -1,7 +1,7 @@
 //! Rebuilds the analytics file from the database, page by page.
 //!
 //! Upstream: `Analytics::rebuild`. Downstream: the ticket tables, then the file.
-//! Promises: a page is read when the file asks for it, after the old rows were deleted. Everything ingested from the
+//! Guarantees: a page is read when the file asks for it, after the old rows were deleted. Everything ingested from the
 //! stream before is therefore in the pages, because SQL had it first. A shutdown or a failed page ends the rebuild
 //! without changing the file.
 

@@ -1,6 +1,6 @@
 //! Reports, SQL queries and the rebuild of analytics, below `/api/v1`.
 //!
-//! Upstream: `http/router.rs`. Downstream: `analytics`. Promises: queries require the role `read` and are read-only;
+//! Upstream: `http/router.rs`. Downstream: `analytics`. Guarantees: queries require the role `read` and are read-only;
 //! a rebuild requires `admin`.
 
 use axum::Json;

@@ -1,6 +1,6 @@
 //! Dead letters: list, show, replay, purge.
 //!
-//! Upstream: `http/router.rs` and `cli/verbs/dlq.rs`. Promises: with `progress`, a replay or purge streams its
+//! Upstream: `http/router.rs` and `cli/verbs/dlq.rs`. Guarantees: with `progress`, a replay or purge streams its
 //! progress as JSON lines and has no timeout; it ends when the client disconnects. Both are idempotent.
 
 use std::collections::BTreeMap;

@@ -1,6 +1,6 @@
 //! Issues: list, show, explain, events, retry, release.
 //!
-//! Upstream: `http/router.rs`. Downstream: the admin methods of the store. Promises: pages follow ids, so that
+//! Upstream: `http/router.rs`. Downstream: the admin methods of the store. Guarantees: pages follow ids, so that
 //! concurrent changes neither repeat nor skip rows, and are limited in bytes; a change nudges the workers.
 
 use std::sync::Arc;

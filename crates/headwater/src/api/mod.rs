@@ -7,7 +7,7 @@
 //! [`Operations`]; the others (`issues.rs`, `tickets.rs` and `tickets_sse.rs`, `outbox.rs`, `sessions.rs` and
 //! `session_import.rs`, `analytics.rs`, `doctor/`, `status_page.rs`) on the state of the server. `dto.rs` and
 //! `ndjson.rs` define common output.
-//! Promises: destructive operations require the role `admin`; lists are paged; payloads that are not UTF-8 are
+//! Guarantees: destructive operations require the role `admin`; lists are paged; payloads that are not UTF-8 are
 //! base64.
 
 pub(crate) mod analytics;

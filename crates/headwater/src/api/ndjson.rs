@@ -1,6 +1,6 @@
 //! Responses that stream JSON lines.
 //!
-//! Upstream: routes with a long or slow response. Promises: the last line marks the end, or says why there are no
+//! Upstream: routes with a long or slow response. Guarantees: the last line marks the end, or says why there are no
 //! more.
 
 use std::convert::Infallible;

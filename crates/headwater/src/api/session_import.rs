@@ -1,6 +1,6 @@
 //! Imports a session from JSON lines.
 //!
-//! Upstream: `http/router.rs` and `cli/verbs/session.rs`. Downstream: the import of `headwater-bus`. Promises: if an
+//! Upstream: `http/router.rs` and `cli/verbs/session.rs`. Downstream: the import of `headwater-bus`. Guarantees: if an
 //! import fails (invalid line; truncated, oversized or slow body; disconnect; shutdown), the entries stored so far
 //! are removed. If removal fails as well, the error says so; then, and after a kill, repeating the same import
 //! replaces the remains. There is no total timeout: each chunk must arrive within `http.read_timeout`, the average

@@ -1,6 +1,6 @@
 //! Sessions: list, show, replay, fork, export. Import is in `session_import.rs`.
 //!
-//! Upstream: `http/router.rs` and `cli/verbs/session.rs`. Downstream: the sessions of `headwater-bus`. Promises:
+//! Upstream: `http/router.rs` and `cli/verbs/session.rs`. Downstream: the sessions of `headwater-bus`. Guarantees:
 //! missing entries are reported, never skipped silently; the last line distinguishes a complete replay or export from
 //! a truncated one; a fork completes even if the client disconnects.
 

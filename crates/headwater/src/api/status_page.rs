@@ -1,6 +1,6 @@
 //! The status page at `/`: plain HTML without scripts.
 //!
-//! Upstream: `http/router.rs`. Promises: all text is escaped (`maud`); no external resources are loaded; if the
+//! Upstream: `http/router.rs`. Guarantees: all text is escaped (`maud`); no external resources are loaded; if the
 //! database is unavailable, the page says so.
 
 use axum::extract::State;

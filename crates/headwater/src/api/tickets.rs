@@ -1,6 +1,6 @@
 //! Tickets: create, list, show, add messages, close, reopen.
 //!
-//! Upstream: `http/router.rs`. Downstream: `tickets`. Promises: a call repeated with the same `message_id` changes
+//! Upstream: `http/router.rs`. Downstream: `tickets`. Guarantees: a call repeated with the same `message_id` changes
 //! nothing and returns the same ids; invalid input is rejected before it has any effect. Texts are returned
 //! unchanged, as JSON.
 

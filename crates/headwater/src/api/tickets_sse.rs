@@ -1,6 +1,6 @@
 //! Server-sent events of one ticket: its messages and its status.
 //!
-//! Upstream: `tickets.rs`. Downstream: `tickets`. Promises: a client receives every message once and in order,
+//! Upstream: `tickets.rs`. Downstream: `tickets`. Guarantees: a client receives every message once and in order,
 //! starting with the first or after `Last-Event-ID`; messages of other processes arrive within a second. The stream
 //! ends at shutdown. In-process change notifications reduce latency; polling guarantees delivery.
 

@@ -1,6 +1,6 @@
 //! Client of the HTTP API: over the network, or in this process.
 //!
-//! Promises: both return the same results; an unreachable server is exit code 3 within [`CONNECT_TIMEOUT`], or when
+//! Guarantees: both return the same results; an unreachable server is exit code 3 within [`CONNECT_TIMEOUT`], or when
 //! `in_process.rs` stops retrying; tokens are never printed.
 
 use std::time::Duration;

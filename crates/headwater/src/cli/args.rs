@@ -1,6 +1,6 @@
 //! The command line: commands, and a flag for every setting.
 //!
-//! Upstream: the user. Downstream: `entry.rs` runs the command, `config` reads the flags. Promises: flags come from
+//! Upstream: the user. Downstream: `entry.rs` runs the command, `config` reads the flags. Guarantees: flags come from
 //! the table of settings, so flags and settings always match. To add a command, add a variant to [`HeadwaterCommand`]
 //! and an arm in `entry.rs`.
 

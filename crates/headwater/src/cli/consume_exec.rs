@@ -1,6 +1,6 @@
 //! Runs a command for each message of `consume --exec`.
 //!
-//! Upstream: `verbs/consume.rs`. Downstream: `supervise.rs`, this program again as parent of the shell. Promises: the
+//! Upstream: `verbs/consume.rs`. Downstream: `supervise.rs`, this program again as parent of the shell. Guarantees: the
 //! command's standard input is a file that is complete before the command starts, so it is never truncated. When the
 //! future is dropped, the command is killed with its process group; `supervise.rs` does the same if the consumer is
 //! killed. The end of standard error is kept.

@@ -1,6 +1,6 @@
 //! The API in this process, on a stream backend and database that it opens itself.
 //!
-//! Upstream: `api_client.rs`. Downstream: the same routes as `serve`. Promises: everything opened here is closed
+//! Upstream: `api_client.rs`. Downstream: the same routes as `serve`. Guarantees: everything opened here is closed
 //! here; no worker, sweeper or outbox runs. A command opens only what it needs: one on streams opens the database
 //! only to write the audit log (`local_audit.rs`), one on the database opens no streams. A read-only command creates
 //! no files: if the data does not exist, it works on an empty backend and says so.

@@ -1,6 +1,6 @@
 //! Audit log of commands that open the streams themselves.
 //!
-//! Upstream: `in_process.rs`. Downstream: `http/audit`. Promises: reads open no database. If a database is
+//! Upstream: `in_process.rs`. Downstream: `http/audit`. Guarantees: reads open no database. If a database is
 //! configured, or the default one exists, a change is rejected unless its entry is written, as over HTTP. Otherwise
 //! nothing is recorded.
 

@@ -5,7 +5,7 @@
 //! `verbs/` sends the requests -> `output.rs` prints tables or JSON, `progress.rs` shows progress. `local_audit.rs`
 //! records local changes; `consume_exec.rs` and `supervise.rs` run commands for `consume --exec`; `top_view.rs`
 //! computes what `top` shows.
-//! Promises: `--json` prints one JSON value per line on standard output and nothing else; destructive commands ask
+//! Guarantees: `--json` prints one JSON value per line on standard output and nothing else; destructive commands ask
 //! for confirmation or require `--yes`; text from outside is escaped for the terminal.
 
 // In dependency order: each module uses only those above it.

@@ -1,6 +1,6 @@
 //! Output: tables for people, one JSON value per line for programs.
 //!
-//! Promises: text for people goes through [`line`] or [`note`], which escape it for the terminal (`text::printable`);
+//! Guarantees: text for people goes through [`line`] or [`note`], which escape it for the terminal (`text::printable`);
 //! output for programs (`--json`, exports, CSV) goes through [`exact`], byte for byte.
 
 use std::collections::BTreeSet;

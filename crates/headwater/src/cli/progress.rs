@@ -1,6 +1,6 @@
 //! A progress line on standard error, shown only on a terminal.
 //!
-//! Promises: programs never see it; it is erased when the work is done.
+//! Guarantees: programs never see it; it is erased when the work is done.
 
 use std::io::{IsTerminal, Write};
 use std::sync::{Mutex, PoisonError};

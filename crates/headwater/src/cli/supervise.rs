@@ -1,7 +1,7 @@
 //! Parent process of a `consume --exec` command: kills it when the consumer ends for any reason.
 //!
 //! Upstream: `consume_exec.rs` starts this program with [`VERB`] as leader of a process group, with a pipe to the
-//! consumer as standard error; `entry.rs` calls [`run`] first. Downstream: `sh -c`. Promises: if the consumer is
+//! consumer as standard error; `entry.rs` calls [`run`] first. Downstream: `sh -c`. Guarantees: if the consumer is
 //! gone, the command is not started; if it ends later, the whole group is killed: this process, the shell and its
 //! children (unless they left the group with `setsid`). A killed process cannot clean up its children, so a separate
 //! process is needed; the kernel closes the consumer's end of the pipe.

@@ -1,6 +1,6 @@
 //! Computes what `top` shows from two snapshots of topics and groups.
 //!
-//! Promises: a rate is exact unless messages were trimmed between the snapshots; then it is marked as a lower bound.
+//! Guarantees: a rate is exact unless messages were trimmed between the snapshots; then it is marked as a lower bound.
 
 use serde_json::{Value, json};
 use tokio::time::Instant;

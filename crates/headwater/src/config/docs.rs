@@ -1,6 +1,6 @@
 //! Prints the settings: as text, as JSON, and as the page `docs/settings.md`.
 //!
-//! Upstream: `headwater config`. Promises: no secret is printed. A test compares `docs/settings.md` with
+//! Upstream: `headwater config`. Guarantees: no secret is printed. A test compares `docs/settings.md` with
 //! [`as_markdown`].
 
 use std::fmt::Write;

@@ -1,7 +1,7 @@
 //! The `[[integration]]` and `[[token]]` sections of the settings file.
 //!
 //! Upstream: `headwater.toml` and the variables it names. Downstream: `inbound`, `outbound` and `http/auth.rs`.
-//! Promises: ids and names are unique, required secrets are present and never shown, unknown fields are rejected.
+//! Guarantees: ids and names are unique, required secrets are present and never shown, unknown fields are rejected.
 
 use std::collections::HashSet;
 

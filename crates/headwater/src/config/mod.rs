@@ -1,6 +1,6 @@
 //! Settings: raw values from flags, environment and file become one validated [`Settings`] at startup.
 //!
-//! Upstream: `entry.rs`. Downstream: `server/run.rs` and `cli`. Promises: [`Settings`] is consistent, so later code
+//! Upstream: `entry.rs`. Downstream: `server/run.rs` and `cli`. Guarantees: [`Settings`] is consistent, so later code
 //! does not check again; secrets have types whose `Debug` hides them.
 //! Flow: `table.rs` (all settings), `value_type.rs` (allowed values) -> `sources.rs` (precedence) ->
 //! `integrations.rs` (`[[integration]]`, `[[token]]`) -> this file -> `docs.rs` (output), `redact.rs` (hides

@@ -1,6 +1,6 @@
 //! Hides secrets in values that are printed or logged.
 //!
-//! Promises: no password of a URL is shown, even if the URL is malformed.
+//! Guarantees: no password of a URL is shown, even if the URL is malformed.
 
 /// Replaces a secret.
 pub(crate) const HIDDEN: &str = "***";

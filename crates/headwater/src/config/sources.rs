@@ -1,6 +1,6 @@
 //! Resolves where each value comes from: flags, then environment, then file, then defaults.
 //!
-//! Upstream: `entry.rs`, which passes all sources as data. Downstream: `Settings` and `headwater config`. Promises:
+//! Upstream: `entry.rs`, which passes all sources as data. Downstream: `Settings` and `headwater config`. Guarantees:
 //! every value is valid for its type, and unknown names are rejected, so that a typo is reported at startup.
 
 use std::path::PathBuf;

@@ -2,7 +2,7 @@
 //!
 //! Downstream: `sources.rs` reads flags, environment and file by it, `mod.rs` builds [`crate::config::Settings`] from it,
 //! `headwater config` prints it, and `docs/settings.md` is generated from it.
-//! Promises: a setting has one name everywhere: `http.listen` is `--http-listen`, `HEADWATER_HTTP_LISTEN`, and `listen`
+//! Guarantees: a setting has one name everywhere: `http.listen` is `--http-listen`, `HEADWATER_HTTP_LISTEN`, and `listen`
 //! below `[http]` in the file. Not here: `[[integration]]` and `[[token]]` (see `integrations.rs`).
 
 use std::time::Duration;

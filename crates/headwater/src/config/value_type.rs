@@ -1,7 +1,7 @@
 //! Types of setting values: validation, and a description of the allowed values.
 //!
 //! Upstream: `table.rs` gives each setting a type. Downstream: `sources.rs` validates every value once; `Settings`
-//! reads them. Promises: a value that passed `check` can be parsed by the function of its type. Error texts do not
+//! reads them. Guarantees: a value that passed `check` can be parsed by the function of its type. Error texts do not
 //! contain the value, which may be secret.
 
 use std::net::{SocketAddr, ToSocketAddrs};

@@ -2,7 +2,7 @@
 //!
 //! Upstream: `token_reservations` reserves tokens before a model call and settles them after. Downstream: a [`Ledger`];
 //! `tickets` keeps it in SQL, shared by all processes.
-//! Promises: reserved plus used tokens never exceed a limit, however many runs reserve concurrently. A reservation
+//! Guarantees: reserved plus used tokens never exceed a limit, however many runs reserve concurrently. A reservation
 //! counts in full until it is settled or expires. An expired reservation (its process died) counts as its prompt
 //! tokens, because the model may have read the prompt.
 

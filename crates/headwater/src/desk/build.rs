@@ -1,6 +1,6 @@
 //! Builds the desk from its settings: model, tickets, sessions, outbox delivery and the consumer of `ticket_events`.
 //!
-//! Upstream: `server::run` starts the services built here. Promises: only the bus runs before `server::run` starts the
+//! Upstream: `server::run` starts the services built here. Guarantees: only the bus runs before `server::run` starts the
 //! services; `close` stops the bus.
 
 use std::collections::HashMap;

@@ -1,7 +1,7 @@
 //! The conversation of an issue: its history, and what the pending events add.
 //!
 //! Upstream: `handler`. Downstream: `prompt` renders it for a model.
-//! Promises: a payload of any shape is read without an error; text is kept unchanged. A conversation over the limit
+//! Guarantees: a payload of any shape is read without an error; text is kept unchanged. A conversation over the limit
 //! loses its oldest entries. The history is stored in the issue's `discussions`, so it is committed with each run.
 
 use headwater_issue::{EventLog, EventLogId, Issue};

@@ -3,7 +3,7 @@
 //! Upstream: a worker of `headwater-issue`, with `on_new_event = Supersede`. Downstream: the model, its tools, and the
 //! resolution, whose replies `outbound` delivers after the commit.
 //!
-//! Promises: model calls are the only external effect of a run, so a run that fails anywhere is simply repeated.
+//! Guarantees: model calls are the only external effect of a run, so a run that fails anywhere is simply repeated.
 //! Before a run completes it asks the database once more for newer events; if there are any, the worker discards the
 //! answer and starts a run with all of them.
 

@@ -2,7 +2,7 @@
 //!
 //! Upstream: `session` could not create them; their events are in the spool meanwhile. Downstream: the session index
 //! of the bus.
-//! Promises: at most [`PENDING_MAX`] sessions are tracked, in memory only. After a crash an untracked session can
+//! Guarantees: at most [`PENDING_MAX`] sessions are tracked, in memory only. After a crash an untracked session can
 //! still be read by its id, but is not listed.
 
 use std::collections::VecDeque;

@@ -1,7 +1,7 @@
 //! Renders the prompt, and escapes untrusted text in it.
 //!
 //! Upstream: `handler`. Downstream: a model.
-//! Promises: instructions are constants. Text of users, models and tools appears only in JSON strings, one object per
+//! Guarantees: instructions are constants. Text of users, models and tools appears only in JSON strings, one object per
 //! line, between two fences. In those strings `<`, `>`, `&`, line ends and invisible characters are escaped, so no
 //! text can end its string, its line or the fence, or put a role name at the start of a line. Decoding gives back the
 //! same text.

@@ -1,7 +1,7 @@
 //! Records a model run as a session on the bus: prompt, tool calls, answers.
 //!
 //! Upstream: `handler` records each step. Downstream: the bus; replaying the session shows the run.
-//! Promises: a run never fails, and is never delayed for long, because the bus is unavailable. With a spool, its steps
+//! Guarantees: a run never fails, and is never delayed for long, because the bus is unavailable. With a spool, its steps
 //! reach the session in order when streams are available again; without one, or if it is full, the loss is logged.
 
 use std::sync::{Arc, Mutex};

@@ -1,7 +1,7 @@
 //! Reserves tokens before a model call and settles them after it, whatever its outcome.
 //!
 //! Upstream: `handler`. Downstream: a [`Ledger`].
-//! Promises: each reservation is settled once, also if its run is dropped (superseded, claim lost, worker stopping) or
+//! Guarantees: each reservation is settled once, also if its run is dropped (superseded, claim lost, worker stopping) or
 //! the ledger is unavailable: settlements are retried until the ledger confirms one. No ledger call is cancelled
 //! half-way, and a run waits a bounded time for each. Only a process crash leaves a reservation unsettled; the ledger
 //! lets it expire.

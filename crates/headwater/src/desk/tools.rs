@@ -2,7 +2,7 @@
 //!
 //! Upstream: `handler` runs the calls of a model. Downstream: the ticket store through [`TicketSearch`], and the
 //! resolution of the run: closing and handing over happen when the run is committed, or not at all.
-//! Promises: arguments are validated; an unknown tool or an invalid call is reported to the model and does not fail
+//! Guarantees: arguments are validated; an unknown tool or an invalid call is reported to the model and does not fail
 //! the run.
 
 use async_trait::async_trait;

@@ -1,6 +1,6 @@
 //! Authentication and authorization: bearer tokens with roles.
 //!
-//! Upstream: `rate_limit.rs`. Downstream: routes, which take a [`Principal`] as argument. Promises: the presented
+//! Upstream: `rate_limit.rs`. Downstream: routes, which take a [`Principal`] as argument. Guarantees: the presented
 //! token is compared with all tokens in constant time; reading requires the role `read`, changes require `write`, and
 //! a route can require more. Cross-origin browser requests are rejected, except navigation to a page (CSRF
 //! protection). Without tokens only requests with a loopback `Host` header are served.

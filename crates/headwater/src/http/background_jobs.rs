@@ -1,7 +1,7 @@
 //! Jobs that run to completion even if the client disconnects: imports and forks, which would otherwise leave half a
 //! session, and consistency checks, which the database would continue anyway.
 //!
-//! Upstream: routes that copy or read much. Promises: at most [`JOBS_MAX`] imports and forks and one consistency
+//! Upstream: routes that copy or read much. Guarantees: at most [`JOBS_MAX`] imports and forks and one consistency
 //! check at a time; jobs are joined at shutdown, or aborted at its deadline; a consistency check is cancelled at
 //! shutdown.
 

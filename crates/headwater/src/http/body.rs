@@ -1,6 +1,6 @@
 //! Reads request bodies within limits, and decodes JSON.
 //!
-//! Upstream: routes. Promises: the size is counted while reading, regardless of the headers; memory is reserved
+//! Upstream: routes. Guarantees: the size is counted while reading, regardless of the headers; memory is reserved
 //! before it is used (`body_memory.rs`); JSON must be UTF-8, at most 128 levels deep, and have a JSON content type,
 //! or the error says which of these is violated.
 

@@ -1,7 +1,7 @@
 //! Memory budget for the bodies of all requests (`http.body_memory_bytes_max`).
 //!
 //! Upstream: `timeouts.rs` gives every request a [`BodyMemory`]; `body.rs` and imports reserve from it before they
-//! read or decode. Promises: reservations never exceed the budget, and those of one client never exceed half of it. A
+//! read or decode. Guarantees: reservations never exceed the budget, and those of one client never exceed half of it. A
 //! request waits up to [`WAIT_MAX`] for memory, then it is rejected with 503. Reservations are released when the
 //! request ends. Decoded JSON takes much more memory than its text, so [`decoded_bytes`] estimates it in advance.
 

@@ -1,7 +1,7 @@
 //! Limits open connections, and selects the one to close when there are too many.
 //!
 //! Upstream: `server.rs` obtains a [`ConnectionPermit`] before it serves a connection, and marks requests on it.
-//! Promises: at most `http.connections_max` connections, and `http.client_connections_max` of one client address. At
+//! Guarantees: at most `http.connections_max` connections, and `http.client_connections_max` of one client address. At
 //! a limit the connection that has been idle longest is closed for the new one; a connection with a request in
 //! progress is never closed. If none can be closed, up to [`RESERVED_MAX`] more connections are served one request
 //! each, to `/health/` only. So idle or slow sockets block neither health probes nor other clients. Not here:

@@ -1,6 +1,6 @@
 //! The error response of all routes: `{"error":{"code","message"}}`.
 //!
-//! Upstream: every route and middleware. Promises: a code is stable and meant for programs; a message says what to do
+//! Upstream: every route and middleware. Guarantees: a code is stable and meant for programs; a message says what to do
 //! and reveals no internals.
 
 use std::time::Duration;

@@ -1,6 +1,6 @@
 //! Completes the OpenAPI document: title, security scheme and the error response of every operation.
 //!
-//! Upstream: `router.rs`, with the descriptions of the handlers. Promises: every operation declares its error
+//! Upstream: `router.rs`, with the descriptions of the handlers. Guarantees: every operation declares its error
 //! response.
 
 use utoipa::openapi::security::{HttpAuthScheme, HttpBuilder, SecurityRequirement, SecurityScheme};

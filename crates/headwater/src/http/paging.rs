@@ -1,6 +1,6 @@
 //! Pages that are limited in bytes as well as in rows: a single row may hold a megabyte.
 //!
-//! Upstream: routes that list database rows. Promises: a page that is full in rows or bytes returns a cursor; it has
+//! Upstream: routes that list database rows. Guarantees: a page that is full in rows or bytes returns a cursor; it has
 //! at least one row if there is one; at most about twice [`PAGE_BYTES_MAX`] is held in memory.
 
 use serde::Deserialize;

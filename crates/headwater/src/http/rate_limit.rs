@@ -1,6 +1,6 @@
 //! Rate limit per client: a token bucket for each.
 //!
-//! Upstream: `timeouts.rs`. Downstream: `auth.rs`. Promises: a client cannot use up the limit of another; memory is
+//! Upstream: `timeouts.rs`. Downstream: `auth.rs`. Guarantees: a client cannot use up the limit of another; memory is
 //! bounded. `http.forwarded` decides how a client is identified behind a proxy.
 
 use std::collections::HashMap;

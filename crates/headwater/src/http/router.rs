@@ -1,6 +1,6 @@
 //! Composes all routes and their middleware.
 //!
-//! Upstream: `server/run.rs`. Downstream: the route modules. Promises: all routes have timeouts and rate limits; all
+//! Upstream: `server/run.rs`. Downstream: the route modules. Guarantees: all routes have timeouts and rate limits; all
 //! except health and webhooks (which are signed) require authentication. Unknown paths give 404 as an [`ApiError`].
 //! Every route is described in `/openapi.json`.
 

@@ -1,7 +1,7 @@
 //! Accepts and serves connections, and closes them gracefully at shutdown.
 //!
 //! Upstream: `server/run.rs` binds the address early, so that a port in use is reported at once. Downstream: the
-//! router. Promises: `connections.rs` limits connections; a client that does not send complete headers within
+//! router. Guarantees: `connections.rs` limits connections; a client that does not send complete headers within
 //! `http.read_timeout`, counted from the accept or the previous response, or that sends too many, is disconnected;
 //! after shutdown is triggered no new request is accepted, and requests in progress have until the deadline.
 

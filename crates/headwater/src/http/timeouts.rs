@@ -1,6 +1,6 @@
 //! The outermost middleware: timeout, panic handling and metrics of every request.
 //!
-//! Upstream: `server.rs`. Downstream: `rate_limit.rs`. Promises: a response begins within `http.request_timeout`,
+//! Upstream: `server.rs`. Downstream: `rate_limit.rs`. Guarantees: a response begins within `http.request_timeout`,
 //! except for imports and forks, and earlier if the database is down; requests are counted by route, not by path,
 //! which clients can choose freely.
 

@@ -1,6 +1,6 @@
 //! Standard Webhooks signatures, for verifying and signing.
 //!
-//! Upstream: `inbound::webhooks` verifies, `outbound::callback` signs. Promises: a secret is decoded to the same key
+//! Upstream: `inbound::webhooks` verifies, `outbound::callback` signs. Guarantees: a secret is decoded to the same key
 //! on both sides.
 
 use base64::Engine as _;

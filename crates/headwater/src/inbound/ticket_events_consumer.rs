@@ -3,7 +3,7 @@
 //!
 //! Upstream: the stream, shared with other programs and processes. Downstream: `tickets`.
 //!
-//! Promises: an entry is acknowledged after the SQL commit, so a crash redelivers it, and its message id makes the
+//! Guarantees: an entry is acknowledged after the SQL commit, so a crash redelivers it, and its message id makes the
 //! import idempotent. The set `processed_messages:TICKET` is written after the commit and only saves work: a hit is
 //! verified in SQL, so a lost or wrong set loses no message. Invalid entries go to `ticket_events:dlq` unchanged; an
 //! unavailable database counts no attempt. Entries of this program are read as well; their messages are duplicates.

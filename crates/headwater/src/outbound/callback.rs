@@ -1,6 +1,6 @@
 //! Delivers replies to a program: one signed request each (Standard Webhooks).
 //!
-//! Upstream: `outbound`. Promises: `webhook-id` is the row's idempotency key and the same for every attempt, so the
+//! Upstream: `outbound`. Guarantees: `webhook-id` is the row's idempotency key and the same for every attempt, so the
 //! receiver can detect duplicates; the signature covers id, time and body.
 
 use base64::Engine;

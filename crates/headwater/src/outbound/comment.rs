@@ -1,6 +1,6 @@
 //! Posts a reply as a comment on GitHub or GitLab, at most once.
 //!
-//! Upstream: `github` and `gitlab` define addresses and headers. Promises: before a repeated attempt, all comments
+//! Upstream: `github` and `gitlab` define addresses and headers. Guarantees: before a repeated attempt, all comments
 //! since the commit are searched for the marker of the reply; if there are too many to search, the reply is not
 //! posted. Only a comment of the desk counts: its marker has a valid HMAC, or its author is the account of the token.
 //! The text of the model is sanitized: no HTML, no GitLab quick action, no marker, no mention. The hidden marker at

@@ -1,6 +1,6 @@
 //! Sends a request and classifies the response for a delivery.
 //!
-//! Upstream: the deliverers. Promises: 4xx is permanent, except 408, 425, 429 and a 403 caused by a rate limit; 5xx
+//! Upstream: the deliverers. Guarantees: 4xx is permanent, except 408, 425, 429 and a 403 caused by a rate limit; 5xx
 //! and network errors are retried. `Retry-After` and the rate limits of GitHub and GitLab are honoured. Redirects are
 //! followed with the same method and body, on the same host only, so that credentials are not sent elsewhere. Error
 //! messages contain no address and no token.

@@ -1,6 +1,6 @@
 //! Sanitizes the Markdown of a model for GitHub and GitLab.
 //!
-//! Upstream: `comment`. Promises: the output mentions no user, loads no image, has no links except bare URLs, and
+//! Upstream: `comment`. Guarantees: the output mentions no user, loads no image, has no links except bare URLs, and
 //! contains no HTML, no GitLab quick action and no reply marker. Emphasis, lists, headings and code are kept. Code is
 //! unchanged, except that language names are removed, because some of them render diagrams and maps.
 //!

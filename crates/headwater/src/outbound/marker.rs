@@ -1,6 +1,6 @@
 //! The marker in comments of the desk. It identifies a posted reply, and keeps the desk from answering itself.
 //!
-//! Upstream: `outbound` writes and searches it, `inbound::webhooks` and `desk` search it. Promises: the marker of a
+//! Upstream: `outbound` writes and searches it, `inbound::webhooks` and `desk` search it. Guarantees: the marker of a
 //! reply is the same for every attempt and unique; it ends with an HMAC of the idempotency key, so it cannot be forged
 //! without the secret. Text of users and models cannot become a marker, because `<` is escaped in comments.
 

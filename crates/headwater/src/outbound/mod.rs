@@ -1,7 +1,7 @@
 //! Delivers outbox rows: as comments, notes, HTTP requests, ticket messages and stream entries.
 //!
 //! Upstream: the outbox of `headwater-issue`, which retries failed rows and keeps dead ones. Downstream: external
-//! servers, the ticket tables, the stream backend. Promises: a row is delivered at least once and, wherever the
+//! servers, the ticket tables, the stream backend. Guarantees: a row is delivered at least once and, wherever the
 //! receiver can detect duplicates, exactly once. A reply that was stale when it was committed is discarded (see
 //! `staleness`).
 

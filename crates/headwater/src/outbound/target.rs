@@ -1,6 +1,6 @@
 //! Destinations of replies and their credentials.
 //!
-//! Upstream: `config`. Downstream: the deliverers. Promises: tokens and secrets are never printed.
+//! Upstream: `config`. Downstream: the deliverers. Guarantees: tokens and secrets are never printed.
 
 use secrecy::SecretString;
 

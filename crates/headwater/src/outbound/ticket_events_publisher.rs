@@ -1,7 +1,7 @@
 //! Publishes events from the outbox to streams.
 //!
 //! Upstream: `outbound` passes rows of kind `event`. Downstream: the stream backend.
-//! Promises: an event is appended once, even if its row is repeated within a day. An unavailable backend counts no
+//! Guarantees: an event is appended once, even if its row is repeated within a day. An unavailable backend counts no
 //! attempt, and is probed by one event at a time, so that other rows do not wait for its timeout. `ticket_events` is
 //! trimmed to about ten thousand entries, but never loses an entry that a group has not read.
 

@@ -3,7 +3,7 @@
 //! Upstream: `http/timeouts.rs` reports slow requests and waits for the result. Downstream: its own connections to
 //! PostgreSQL, because the pool retries until a call's deadline and does not distinguish a busy server from one that
 //! is down.
-//! Promises: the database counts as unavailable only after every connection attempt within [`UNAVAILABLE_AFTER`] was
+//! Guarantees: the database counts as unavailable only after every connection attempt within [`UNAVAILABLE_AFTER`] was
 //! refused, and until the first one succeeds. A slow, full or silent server is waited for as usual. SQLite is never
 //! unavailable. A rejected request loses and duplicates nothing: it is dropped like one that timed out; its
 //! transaction is rolled back, or a retry is recognised by its id.

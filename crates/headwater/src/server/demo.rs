@@ -1,6 +1,6 @@
 //! `serve --demo`: sends a few tickets and a signed webhook through the running server and prints each step.
 //!
-//! Upstream: `entry.rs` prepares it, `run.rs` starts it. Downstream: only the server's HTTP API. Promises: data goes
+//! Upstream: `entry.rs` prepares it, `run.rs` starts it. Downstream: only the server's HTTP API. Guarantees: data goes
 //! to a temporary directory that is removed at the end, unless the settings name another location; a step that
 //! exceeds its timeout is printed and ends the process with exit code 1.
 

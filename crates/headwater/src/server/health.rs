@@ -1,6 +1,6 @@
 //! Liveness and readiness of the process.
 //!
-//! Upstream: `run.rs` reports which services run. Downstream: `/health/live` and `/health/ready`. Promises: readiness
+//! Upstream: `run.rs` reports which services run. Downstream: `/health/live` and `/health/ready`. Guarantees: readiness
 //! reflects the current state: the database and the stream backend are each queried with a timeout of two seconds; a
 //! service that ended or a worker whose heartbeat is missing is named. Reasons contain no secrets.
 

@@ -5,7 +5,7 @@
 //!                                        \________ sweeper ________/
 //! ```
 //!
-//! Upstream: `entry.rs`. Promises: every task started here is joined here. A service that ends by itself stops the
+//! Upstream: `entry.rs`. Guarantees: every task started here is joined here. A service that ends by itself stops the
 //! process with exit code 1, so that a process supervisor restarts it. Shutdown takes at most `worker.drain` plus ten
 //! seconds (`shutdown.rs` has the order).
 

@@ -1,7 +1,7 @@
 //! The shutdown signal of the process.
 //!
 //! Upstream: SIGTERM, SIGINT, or a service that ended unexpectedly. Downstream: every loop and every event stream.
-//! Promises: once triggered it stays triggered, also for tasks that start to wait later.
+//! Guarantees: once triggered it stays triggered, also for tasks that start to wait later.
 
 use std::sync::Arc;
 

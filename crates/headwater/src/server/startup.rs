@@ -1,7 +1,7 @@
 //! Opens the database and the stream backend, retrying while a server is unreachable.
 //!
 //! Upstream: `run.rs` and `cli/in_process.rs`. Downstream: the `connect` functions of `headwater-issue` and
-//! `headwater-stream`. Promises: retries with backoff for at most `start.wait` and logs each attempt; messages name
+//! `headwater-stream`. Guarantees: retries with backoff for at most `start.wait` and logs each attempt; messages name
 //! the server but no password; errors that retrying cannot fix fail at once.
 
 use std::path::Path;

@@ -1,7 +1,7 @@
 //! Remembers the trace of each event, so that its run continues it.
 //!
 //! Upstream: nudges carry traces between processes; `inbound/webhooks` records traces of events without a nudge.
-//! Downstream: `server/run.rs` reads them before a run. Promises: memory is bounded; without a collector nothing is
+//! Downstream: `server/run.rs` reads them before a run. Guarantees: memory is bounded; without a collector nothing is
 //! stored. A run much later, or one found by the sweeper of another process, starts a new trace.
 
 use std::collections::{HashMap, VecDeque};

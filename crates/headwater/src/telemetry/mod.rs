@@ -1,7 +1,7 @@
 //! Logs, metrics and traces of the process.
 //!
 //! Upstream: `config`. Downstream: standard error, `/metrics`, and an OpenTelemetry collector if configured.
-//! Promises: `auto` logs text on a terminal and JSON otherwise; an unavailable collector does not slow down requests;
+//! Guarantees: `auto` logs text on a terminal and JSON otherwise; an unavailable collector does not slow down requests;
 //! remaining traces are sent at shutdown, for a bounded time.
 
 mod event_traces;

@@ -1,6 +1,6 @@
 //! Exports traces to an OpenTelemetry collector (OTLP over HTTP).
 //!
-//! Upstream: spans of all crates. Downstream: `POST {otlp.url}/v1/traces`. Promises: spans are queued and dropped
+//! Upstream: spans of all crates. Downstream: `POST {otlp.url}/v1/traces`. Guarantees: spans are queued and dropped
 //! when the queue is full, so an unavailable collector does not slow down requests. The `traceparent` of a request is
 //! continued.
 

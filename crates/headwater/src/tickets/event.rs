@@ -2,7 +2,7 @@
 //!
 //! Upstream: `tickets` and other programs write them. Downstream: `inbound::ticket_events_consumer` and `desk` read
 //! them.
-//! Promises: written events have every field of the format. Reading accepts missing optional fields and the flat
+//! Guarantees: written events have every field of the format. Reading accepts missing optional fields and the flat
 //! variant (`content` beside `event_type` instead of below `payload`). Rejects ids that are not UUIDs, unknown types,
 //! and text over the limits.
 

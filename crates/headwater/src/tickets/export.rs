@@ -2,7 +2,7 @@
 //!
 //! Upstream: the event logs of the desk, and the answers in its tickets with their run metrics. Downstream: a rebuild
 //! of analytics.
-//! Promises: each published event that was committed before the export started is read once, in its published form.
+//! Guarantees: each published event that was committed before the export started is read once, in its published form.
 //! Not here: stream entries of other programs that were rejected, because SQL does not have them.
 
 use std::sync::Arc;

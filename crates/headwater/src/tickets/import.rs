@@ -1,7 +1,7 @@
 //! Imports ticket events that other programs appended to `ticket_events`.
 //!
 //! Upstream: `inbound::ticket_events_consumer`. Downstream: the same transactions as for the HTTP API, but nothing is
-//! published: the entry is already in the stream. Promises: a message id is imported at most once, without a time
+//! published: the entry is already in the stream. Guarantees: a message id is imported at most once, without a time
 //! limit; the caller acknowledges after the commit.
 
 use headwater_issue::IssueError;

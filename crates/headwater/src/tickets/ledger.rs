@@ -1,6 +1,6 @@
 //! The token ledger in SQL, shared by all processes.
 //!
-//! Upstream: `desk::token_reservations`. Promises: no reservation waits for another one: each is a row, and a budget is a sum
+//! Upstream: `desk::token_reservations`. Guarantees: no reservation waits for another one: each is a row, and a budget is a sum
 //! over rows. A reservation is inserted before the sums are checked a second time, so of two reservations that together
 //! exceed a budget at least one sees the other. Both may be rejected; the desk retries.
 

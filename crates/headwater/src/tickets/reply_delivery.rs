@@ -1,7 +1,7 @@
 //! Delivers replies of the desk to their tickets.
 //!
 //! Upstream: `outbound` passes outbox rows, possibly more than once. Downstream: the ticket tables, in one transaction
-//! with the published event. Promises: a repeated row changes nothing. A close or hand-over that newer events
+//! with the published event. Guarantees: a repeated row changes nothing. A close or hand-over that newer events
 //! supersede is discarded: a ticket that got a message, or was reopened, since the run stays open.
 
 use headwater_issue::{

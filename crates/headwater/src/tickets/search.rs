@@ -1,6 +1,6 @@
 //! Full-text search over tickets, for the `search_tickets` tool of the model.
 //!
-//! Upstream: `desk::tools`. Promises: words are matched literally; wildcards in them are escaped.
+//! Upstream: `desk::tools`. Guarantees: words are matched literally; wildcards in them are escaped.
 
 use std::time::Duration;
 

@@ -3,7 +3,7 @@
 //! Upstream: HTTP routes, stream entries, replies. Downstream: `sql::sqlite` and `sql::postgres`, inside transactions
 //! of `headwater-issue`.
 //!
-//! Promises: a message, its event log and its published event are committed together or not at all; repeating a call
+//! Guarantees: a message, its event log and its published event are committed together or not at all; repeating a call
 //! with the same message id changes nothing. The row of a ticket is always locked before the row of its issue, which
 //! prevents deadlocks, and the sequence numbers of the messages of a ticket grow in commit order.
 

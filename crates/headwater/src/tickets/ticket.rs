@@ -1,6 +1,6 @@
 //! Data types of tickets, and validation of input.
 //!
-//! Upstream: routes and stream entries. Downstream: `store`. Promises: validated text is within its limit.
+//! Upstream: routes and stream entries. Downstream: `store`. Guarantees: validated text is within its limit.
 
 use headwater_issue::{IssueError, IssueId};
 use headwater_stream::clock::Timestamp;

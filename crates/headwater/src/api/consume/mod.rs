@@ -2,7 +2,7 @@
 //!
 //! Upstream: `cli/verbs/consume.rs` and other HTTP clients. Downstream: a subscription of `headwater-queue` whose
 //! handler waits for the client's outcome; `session.rs` tracks deliveries in flight.
-//! Promises: a message is acknowledged only after the client settles it. When a client leaves, its deliveries are
+//! Guarantees: a message is acknowledged only after the client settles it. When a client leaves, its deliveries are
 //! released without counting an attempt; when it disconnects or sends nothing for [`LEASE`], its deliveries count as
 //! failed attempts. Order and retries are those of every consumer.
 

@@ -1,6 +1,6 @@
 //! Sessions of HTTP consumers and their deliveries in flight.
 //!
-//! Upstream: `mod.rs`. Promises: every delivery gets exactly one outcome, even if the client disconnects; at most
+//! Upstream: `mod.rs`. Guarantees: every delivery gets exactly one outcome, even if the client disconnects; at most
 //! [`CONSUMERS_MAX`] sessions at once; tasks are joined at shutdown.
 
 use std::collections::HashMap;

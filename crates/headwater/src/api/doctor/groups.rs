@@ -1,6 +1,6 @@
 //! Finds abandoned consumer groups that block retention, so that their streams grow without limit.
 //!
-//! Upstream: `streams.rs`. Downstream: the inspector of `headwater-queue`. Promises: read-only; checks at most
+//! Upstream: `streams.rs`. Downstream: the inspector of `headwater-queue`. Guarantees: read-only; checks at most
 //! [`TOPICS_MAX`] topics, and says so if there are more.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};

@@ -1,7 +1,7 @@
 //! Diagnostics of the servers Headwater depends on, with advice.
 //!
 //! Upstream: `cli/verbs/doctor.rs` and `GET /api/v1/doctor`. Downstream: `streams.rs`, `groups.rs` and `database.rs`.
-//! Promises: read-only; checks the current state, not that at startup. Each finding has a severity and says what to
+//! Guarantees: read-only; checks the current state, not that at startup. Each finding has a severity and says what to
 //! change. Each check has a timeout: if one server is unreachable, the others are still checked within
 //! `http.request_timeout`.
 

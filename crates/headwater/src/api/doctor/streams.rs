@@ -1,7 +1,7 @@
 //! Checks of the stream backend: version, memory, persistence, eviction, notifications, commands and clock.
 //!
 //! Upstream: `mod.rs`. Downstream: a new connection to Redis for each check, because a backend describes itself as of
-//! its connect. Promises: reports the current state; an unreachable server is reported once.
+//! its connect. Guarantees: reports the current state; an unreachable server is reported once.
 
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};

@@ -1,7 +1,7 @@
 //! `headwater analytics rebuild`, and access to analytics for `sql` and `report`: over the network, or to a local
 //! file.
 //!
-//! Downstream: the routes of `api/analytics.rs`, or `analytics` itself. Promises: both return the same results; if a
+//! Downstream: the routes of `api/analytics.rs`, or `analytics` itself. Guarantees: both return the same results; if a
 //! server has the file open, the error says how to query that server.
 
 use std::sync::Arc;

@@ -1,6 +1,6 @@
 //! `headwater bench`: measures throughput and latency on the configured backends, and checks for losses.
 //!
-//! Promises: prints one JSON line per run; counts every message and event, and fails if one is missing. Topics are
+//! Guarantees: prints one JSON line per run; counts every message and event, and fails if one is missing. Topics are
 //! created for the run and deleted; `record` and `claim` leave their issues in the integration `bench`.
 
 use std::collections::HashMap;

@@ -1,6 +1,6 @@
 //! `headwater consume`: joins a group; acknowledges a message after printing it, or after its command succeeded.
 //!
-//! Upstream: `cli/mod.rs`. Downstream: the routes of `api/consume`; `consume_exec.rs` runs commands. Promises: a
+//! Upstream: `cli/mod.rs`. Downstream: the routes of `api/consume`; `consume_exec.rs` runs commands. Guarantees: a
 //! message that was not printed is not acknowledged; a failed command is a failed attempt, which is retried and
 //! finally becomes a dead letter; on exit, deliveries in flight are released without counting an attempt.
 

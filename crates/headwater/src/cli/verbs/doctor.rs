@@ -1,7 +1,7 @@
 //! `headwater doctor`: checks the servers and suggests changes.
 //!
 //! Upstream: `cli/mod.rs`. Downstream: the checks of `api/doctor`, on a server (`--url`) or in this process.
-//! Promises: read-only, except that migrations of an existing database are applied as at every start. Exit codes: 0
+//! Guarantees: read-only, except that migrations of an existing database are applied as at every start. Exit codes: 0
 //! ok, 4 warnings, 1 errors, 3 a server is unreachable.
 
 use serde_json::Value;

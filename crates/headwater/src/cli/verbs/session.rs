@@ -1,6 +1,6 @@
 //! `headwater session`: list, show, replay, fork, export and import sessions.
 //!
-//! Promises: a truncated replay or export is a failure; an output file is written completely or not at all.
+//! Guarantees: a truncated replay or export is a failure; an output file is written completely or not at all.
 
 use std::fs::File;
 use std::io::{BufWriter, Read, Write};

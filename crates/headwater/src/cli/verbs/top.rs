@@ -1,7 +1,7 @@
 //! `headwater top`: shows throughput, lag, pending messages, owners and dead letters.
 //!
 //! Upstream: `cli/mod.rs`. Downstream: the routes of topics and groups; `top_view.rs` compares two snapshots.
-//! Promises: read-only; costs a few calls per topic and refresh, independent of the size of the topics.
+//! Guarantees: read-only; costs a few calls per topic and refresh, independent of the size of the topics.
 
 use std::io::Write;
 use std::time::Duration;

@@ -1,7 +1,7 @@
 //! The interface to language models: a prompt in, a streamed answer out.
 //!
 //! Upstream: `handler`. Downstream: `openai` (any OpenAI-compatible chat endpoint) and `scripted`.
-//! Promises: errors are classified by what the caller does next; a collected answer stays within the limits.
+//! Guarantees: errors are classified by what the caller does next; a collected answer stays within the limits.
 //! Not here: the text of a prompt (see `prompt`), what tools do (see `tools`).
 
 pub mod openai;

@@ -1,7 +1,7 @@
 //! Client of OpenAI-compatible chat endpoints: `POST {model.url}/chat/completions`, streamed.
 //!
 //! Upstream: `handler`. Downstream: an untrusted server.
-//! Promises: a call takes at most the total timeout, a pause within an answer at most the idle timeout. 429 and 5xx
+//! Guarantees: a call takes at most the total timeout, a pause within an answer at most the idle timeout. 429 and 5xx
 //! are retried within the total timeout and honour `Retry-After`. The key appears in no log and no error. Redirects
 //! are not followed, because they could leak the key.
 

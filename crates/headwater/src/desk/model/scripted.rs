@@ -1,7 +1,7 @@
 //! A deterministic, free model that follows a script, then fixed rules.
 //!
 //! Upstream: `handler`. The default model of a server without `model.url`, and the model of tests.
-//! Promises: the same prompts in the same order give the same answers.
+//! Guarantees: the same prompts in the same order give the same answers.
 
 use std::collections::VecDeque;
 use std::sync::{Mutex, MutexGuard};

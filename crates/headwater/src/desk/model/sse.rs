@@ -1,6 +1,6 @@
 //! Incremental parser for server-sent events.
 //!
-//! Upstream: `openai` feeds it the response body. Promises: it buffers at most one line and one event, each within a
+//! Upstream: `openai` feeds it the response body. Guarantees: it buffers at most one line and one event, each within a
 //! limit, however the bytes are split. Rejects lines over the limit and text that is not UTF-8.
 
 use crate::limits::LINE_BYTES_MAX;

@@ -3,7 +3,7 @@
 //! Upstream: `router.rs` adds [`record`] to every route that changes something; `cli/local_audit.rs` does the same
 //! for commands that open the streams themselves. Downstream: the table `audit_log` in the same database as the
 //! issues, shared by all processes.
-//! Promises: an entry is committed before its change begins; if that fails, the change is rejected. The status is
+//! Guarantees: an entry is committed before its change begins; if that fails, the change is rejected. The status is
 //! added afterwards; an entry without a status belongs to an interrupted change. Servers keep at most
 //! `audit.rows_max` entries, plus up to a thousand; commands remove none. Bodies are not recorded, because they may
 //! be confidential.

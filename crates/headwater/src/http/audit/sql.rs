@@ -1,6 +1,6 @@
 //! The `audit_log` table in SQLite and PostgreSQL.
 //!
-//! Upstream: `mod.rs`. Downstream: transactions and read connections of the store. Promises: a batch is one
+//! Upstream: `mod.rs`. Downstream: transactions and read connections of the store. Guarantees: a batch is one
 //! transaction.
 
 use std::sync::Arc;

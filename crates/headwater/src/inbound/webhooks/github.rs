@@ -1,6 +1,6 @@
 //! Maps GitHub webhooks to events.
 //!
-//! Upstream: `webhooks`, after the signature was verified. Promises: only issues and their comments become events;
+//! Upstream: `webhooks`, after the signature was verified. Guarantees: only issues and their comments become events;
 //! everything else, including pull requests, is ignored with a reason.
 
 use axum::http::HeaderMap;

@@ -1,6 +1,6 @@
 //! Maps GitLab webhooks to events.
 //!
-//! Upstream: `webhooks`, after the token was verified. Promises: only issues and notes on issues become events.
+//! Upstream: `webhooks`, after the token was verified. Guarantees: only issues and notes on issues become events.
 //! Internal notes are ignored: a public reply would disclose them.
 
 use axum::http::HeaderMap;

@@ -3,7 +3,7 @@
 //! Flow: integration (404) -> content type (415) -> body within its limits (413, 408) -> `verify` the signature on the
 //! raw bytes (401) -> JSON (400) -> `github`, `gitlab` or `standard` maps it to an issue, or ignores it -> inbox (503
 //! if the database is unavailable) -> 200.
-//! Promises: nothing is parsed before its signature is verified. 200 with `ok` means committed, with the payload as
+//! Guarantees: nothing is parsed before its signature is verified. 200 with `ok` means committed, with the payload as
 //! received: any JSON within the limits, also with NUL, lone surrogates or numbers that the database cannot represent.
 //! Messages of the desk itself are ignored, which prevents loops.
 //! Not here: processing of the event.

@@ -1,6 +1,6 @@
 //! Maps Standard Webhooks of any sender: `{"type": ..., "issue": ..., "project": ...}`, or the same below `data`.
 //!
-//! Upstream: `webhooks`, after the signature was verified. Promises: a payload without an issue is rejected, so that
+//! Upstream: `webhooks`, after the signature was verified. Guarantees: a payload without an issue is rejected, so that
 //! the developer of the sender notices.
 
 use axum::http::HeaderMap;

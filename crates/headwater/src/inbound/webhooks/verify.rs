@@ -1,6 +1,6 @@
 //! Verifies webhook signatures on the raw bytes.
 //!
-//! Upstream: `webhooks`. Promises: comparisons take constant time; only the signature headers are parsed. Error
+//! Upstream: `webhooks`. Guarantees: comparisons take constant time; only the signature headers are parsed. Error
 //! messages help the owner of the secret and reveal nothing to others.
 
 use std::time::Duration;
