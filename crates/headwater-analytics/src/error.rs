@@ -21,7 +21,7 @@ pub enum AnalyticsError {
     Query(String),
 
     /// The query exceeded the time limit and was stopped.
-    #[error("query stopped after {} s; narrow it down or use a report", limit.as_secs())]
+    #[error("query exceeded the limit of {} s and was cancelled; select fewer rows or use a report", limit.as_secs())]
     TooSlow {
         /// The time limit of a query.
         limit: std::time::Duration,
@@ -35,7 +35,9 @@ pub enum AnalyticsError {
     },
 
     /// Another process has the file open. Query that process (`--url`), or stop it.
-    #[error("DuckDB file `{path}` is in use by another process; query it over HTTP, or stop it")]
+    #[error(
+        "DuckDB file `{path}` is in use by another process; query the running server with `--url`, or stop that process"
+    )]
     InUse {
         /// The file.
         path: String,

@@ -60,7 +60,7 @@ pub const REPORTS: &[Report] = &[
     },
     Report {
         name: "events-per-run",
-        title: "How many events one run answered",
+        title: "Events answered per run",
         sql: "SELECT run_events AS events, count(*) AS runs
               FROM ticket_events WHERE event_type = 'AI_RESPONSE_GENERATED' AND run_events IS NOT NULL
               GROUP BY events ORDER BY events",

@@ -150,7 +150,7 @@ impl SubscribeOptions {
     }
 
     /// A durable subscription: one process of the group receives each event. The consumer group is named
-    /// `wink:cg:PLACE:LABEL`, where `PLACE` is the session or namespace.
+    /// `wink:cg:SCOPE:LABEL`, where `SCOPE` is the session or namespace.
     pub fn durable(label: impl Into<String>) -> Self {
         Self {
             kind: SubscriptionKind::Durable(label.into()),

@@ -108,8 +108,8 @@ impl Keys {
         let name = format!("{}:cg:{place}:{label}", self.prefix);
         if label.is_empty() || label.contains([':', '{', '}']) || name.len() > GROUP_BYTES_MAX {
             let problem = format!(
-                "`{label}` makes the group `{name}`; at most {GROUP_BYTES_MAX} bytes in all, \
-                 without colons and braces in the label"
+                "group name `{name}` of label `{label}` is invalid: at most {GROUP_BYTES_MAX} bytes in total, \
+                 and no colons or braces in the label"
             );
             return Err(BusError::invalid("group", problem));
         }

@@ -185,7 +185,9 @@ impl ClockWatch {
 impl WatchState {
     fn step(&mut self, how: &str) {
         self.detected += 1;
-        warn!("the clock of the database was {how}; waits are ended and leases are renewed");
+        warn!(
+            "the clock of the database was {how}; ending all waits and extending all claims and deliveries by their full TTL"
+        );
     }
 
     fn pending(&self) -> Option<DetectedStep> {

@@ -192,11 +192,11 @@ impl IssueState {
             (idle || !quarantined, "it is quarantined and not idle"),
             (
                 processing == self.claim_owner.is_some(),
-                "claim_owner must be set exactly while processing",
+                "`claim_owner` must be set if and only if the status is `processing`",
             ),
             (
                 processing == self.claim_expires_at.is_some(),
-                "claim_expires_at must be set exactly while processing",
+                "`claim_expires_at` must be set if and only if the status is `processing`",
             ),
             (
                 self.completed_epoch <= self.claim_epoch,

@@ -416,7 +416,8 @@ impl Inner {
             Ok(CompletionOutcome::Committed { .. }) => ("done", FollowUp::Later(Duration::ZERO)),
             Ok(CompletionOutcome::Fenced) => ("fenced", FollowUp::Nothing),
             Err(error @ IssueError::Invalid { .. }) => {
-                let error = HandlerError::retry(format!("the handler's result: {error}"));
+                let error =
+                    HandlerError::retry(format!("the handler's result is invalid: {error}"));
                 self.fail(run, held, error).await
             }
             // The database renews the claim but does not store the result. If it was stored after all, this is fenced.

@@ -293,7 +293,7 @@ impl Topics {
     }
 
     fn too_many_conflicts(&self, name: &TopicName) -> QueueError {
-        let by = format!("{ATTEMPTS_MAX} attempts conflicted with concurrent changes");
+        let by = format!("{ATTEMPTS_MAX} attempts conflicted with concurrent changes of it; retry");
         QueueError::Busy { topic: name.to_string(), by }
     }
 

@@ -1,7 +1,7 @@
 //! Streams and consumer groups: append-only logs, read by groups with acknowledgement and redelivery.
 //!
 //! Upstream: `headwater-queue`, `headwater-bus` and direct readers of a stream. Downstream: a backend.
-//! Guarantees: the `conformance` suite tests each one; every backend passes it.
+//! Guarantees: the suite in `headwater-conformance` tests each one; every backend passes it.
 //! Not here: topics, partitions and retry policies (see `headwater-queue`).
 
 use std::borrow::Cow;

@@ -507,7 +507,7 @@ async fn a_watch_reports_expiration_by_the_clock_and_release_at_once() {
     let hint = timeout(LIMIT, watch.next()).await.unwrap();
     assert_eq!(hint, LeaseEvent { lease: Some(lease("p:given")), kind: LeaseEventKind::Released });
 
-    // A subscriber that does not read gets `Missed` instead of all hints.
+    // A subscriber that does not read gets `Lagged` instead of all events.
     for number in 0..3_000 {
         let fence = acquire(&format!("p:{number}"), 10).await;
         backend.release(&holder, &[fence]).await.unwrap();

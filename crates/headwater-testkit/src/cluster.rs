@@ -1,6 +1,6 @@
 //! A real Redis Cluster: three primaries, each with one replica.
 //!
-//! Upstream: tests. Downstream: the nodes are `redis` servers in one server_dir.
+//! Upstream: tests. Downstream: the nodes are `redis` servers in one server directory.
 //! Guarantees: a started cluster covers all slots, and every node knows every other node and its role.
 
 use std::sync::Arc;

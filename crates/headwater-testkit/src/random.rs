@@ -1,4 +1,4 @@
-//! TestRandom numbers: a small seeded generator for faults, entropy for ports and unique names.
+//! Random numbers: a small seeded generator for faults, entropy for ports and unique names.
 
 use std::hash::{BuildHasher, RandomState};
 use std::ops::Range;

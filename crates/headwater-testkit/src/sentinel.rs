@@ -1,6 +1,6 @@
 //! A real Redis primary and replica, watched by three sentinels.
 //!
-//! Upstream: tests. Downstream: all five are `redis` servers in one server_dir.
+//! Upstream: tests. Downstream: all five are `redis` servers in one server directory.
 //! Guarantees: when started, each sentinel knows the replica and the two others, and can start a failover.
 
 use std::net::SocketAddr;

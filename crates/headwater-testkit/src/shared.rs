@@ -54,7 +54,7 @@ impl TestRun {
 
 /// Opens the shared server of this `kind`; starts it if needed.
 ///
-/// `start` runs the server in the server_dir, leaves it running and returns the text of the `ready` file.
+/// `start` runs the server in the server directory, leaves it running and returns the text of the `ready` file.
 /// `open` makes a handle from that text and fails if the server does not answer.
 pub(crate) fn server<T>(
     kind: &str,

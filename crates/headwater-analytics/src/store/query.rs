@@ -372,7 +372,7 @@ impl TableNames {
 fn query_error(error: duckdb::Error) -> AnalyticsError {
     let problem = error.to_string();
     if problem.starts_with("Out of Memory Error") {
-        let problem = format!("it needs more than {MEMORY_MAX} of memory; narrow it down");
+        let problem = format!("it needs more than {MEMORY_MAX} of memory; select fewer rows");
         return AnalyticsError::Query(problem);
     }
     let is_of_query = QUERY_ERRORS

@@ -32,7 +32,7 @@ pub enum UnreadableEntries {
     /// Trim nothing: a later version may decode them, and then needs all events.
     Keep,
     /// Trim them with the others.
-    GiveUp,
+    Trim,
 }
 
 impl Session {
@@ -69,7 +69,7 @@ impl Sessions {
             })?;
             if unreadable == UnreadableEntries::Keep && snapshot::has_unreadable(&fields) {
                 let problem = "entries could not be read when its snapshot was taken; register \
-                               their types, or give them up";
+                               their types, or compact with `UnreadableEntries::Trim`";
                 return Err(failed(problem.to_owned()));
             }
             before = Some(before.map_or(point, |other| earlier(other, point)));

@@ -28,13 +28,13 @@ pub enum SessionError {
         problem: String,
     },
 
-    /// A fork or import of this session is in progress or was interrupted. It is removed once it is considered
+    /// A fork, import or deletion of this session is in progress or was interrupted. It is removed once it is considered
     /// abandoned, or by `Sessions::delete`.
     #[error("session `{session}` is unfinished: {what}; last progress at {since}")]
     Unfinished {
         /// The session.
         session: SessionId,
-        /// What it is a copy of.
+        /// The unfinished operation: a fork, an import, or the deletion of an expired session.
         what: String,
         /// Time of the last progress.
         since: Timestamp,

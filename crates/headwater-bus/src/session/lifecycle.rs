@@ -109,7 +109,7 @@ impl Sessions {
                 );
                 return Err(exists(session, &problem));
             }
-            Some(_) => return Err(exists(session, "recover it")),
+            Some(_) => return Err(exists(session, "open it with `recover`, or choose another id")),
             None => {}
         }
         if stats.as_ref().is_some_and(|stats| stats.length > 0) {
@@ -182,7 +182,7 @@ impl Sessions {
             return Ok(());
         }
         let _ = storage.backend.delete_entries(&storage.keys.sessions(), &[meta.index]).await;
-        Err(exists(session, "recover it"))
+        Err(exists(session, "open it with `recover`, or choose another id"))
     }
 
     /// Sessions in creation order, after this entry of the list (`EntryId::MIN` for the first page). An empty page is
@@ -305,7 +305,9 @@ impl Sessions {
                 return Ok(());
             }
         }
-        let problem = format!("{UPDATE_ATTEMPTS} concurrent updates of the session metadata");
+        let problem = format!(
+            "{UPDATE_ATTEMPTS} updates of the session metadata conflicted with concurrent updates; retry"
+        );
         Err(BusError::from(StreamError::Unavailable { problem, source: None }).into())
     }
 

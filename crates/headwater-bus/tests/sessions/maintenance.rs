@@ -184,7 +184,11 @@ async fn a_crash_during_deletion_is_swept_later(fixture: Fixture) {
     pause().await;
     assert_eq!(sessions.sweep().await.unwrap().expired, 1);
     // The state after the first step: the session cannot be opened, and its name is not free.
-    let going = [("stage", "filling"), ("filler", "somebody"), ("filling", "an expired session,")];
+    let going = [
+        ("stage", "filling"),
+        ("filler", "another-process"),
+        ("filling", "deletion of an expired session"),
+    ];
     change_meta(&fixture, &going.map(|(name, value)| (name, value.to_owned()))).await;
     let error = sessions.recover(&fixture.session).await.unwrap_err();
     assert!(matches!(error, SessionError::Unfinished { .. }), "{error}");

@@ -83,7 +83,7 @@ async fn outbox_at(
     if rows.is_empty() {
         return Ok(vec![]);
     }
-    let failed = |error| database_error("tx to the outbox", error);
+    let failed = |error| database_error("writing to the outbox", error);
     let identity = identity_of(connection, issue_id).await.map_err(failed)?;
     let Some(identity) = identity else {
         return Err(IssueError::NotFound { what: format!("issue {issue_id}") });
@@ -184,7 +184,7 @@ impl Transaction for SqliteTransaction {
     ) -> Result<Vec<OutboxWritten>> {
         let WriteTx { transaction, now } = &mut self.tx;
         let call = outbox_at(transaction, issue_id, rows, *now);
-        let written = with_deadline(self.deadline, "tx to the outbox", call).await?;
+        let written = with_deadline(self.deadline, "writing to the outbox", call).await?;
         self.wakes |= written.iter().any(|one| !one.duplicate);
         Ok(written)
     }

@@ -2,7 +2,7 @@
 //!
 //! Upstream: `coordinator`, which decides which partitions this process owns, calls a [`RebalanceListener`].
 //! Downstream: the consumer of a subscription implements it.
-//! Promises of the coordinator, per subscription: calls are sequential; only `on_revoke` and `on_member_died` may
+//! Guarantees of the coordinator, per subscription: calls are sequential; only `on_revoke` and `on_member_died` may
 //! overlap with other calls. A partition is ours from `on_assigned` until `on_revoke` returns or `on_lost` is called.
 //! `on_lost` may come while `on_revoke` runs; `on_assigned` never comes before the previous `on_revoke` of the same
 //! partition has returned. After `on_evicted` nothing is ours until the next `on_joined`, which brings a new consumer

@@ -117,7 +117,7 @@ pub(super) struct LeaseSubscriber {
     pub(super) notified: Notify,
 }
 
-/// Hints queued per subscriber. On overflow they are replaced by one `Missed`.
+/// Hints queued per subscriber. On overflow they are replaced by one `Lagged`.
 const HINTS_MAX: usize = 1024;
 
 impl LeaseSubscribers {

@@ -28,7 +28,7 @@ pub(crate) struct MessageDto {
     pub(crate) key: Option<String>,
     #[serde(flatten)]
     pub(crate) payload: PayloadDto,
-    /// MessageHeaders.
+    /// Headers: names and values.
     pub(crate) headers: MessageHeaders,
     /// Attempt number, starting at 1.
     pub(crate) attempt: u32,

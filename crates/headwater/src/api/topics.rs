@@ -176,7 +176,7 @@ fn to_dto(view: TopicView) -> TopicDto {
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct TopicResponse {
     name: String,
-    /// `plain`, `standalone` or `cluster`: the layout of its keys.
+    /// The layout of its keys: `plain`, `plainclustered`, `partitioned`, `partitionedclustered` or `clustered`.
     layout: String,
     created_at: Option<String>,
     updated_at: Option<String>,

@@ -78,7 +78,7 @@ pub(crate) const TABLE: &[Setting] = &[
     setting("http.forwarded", "false", ValueType::Switch,
         "Take the client address from the last entry of `X-Forwarded-For`. Enable only behind a trusted proxy that sets this header."),
 
-    // WorkSettings on issues.
+    // Work on issues.
     setting("worker.listen", "127.0.0.1:0", ValueType::Listen,
         "Address and port on which `worker` serves health and metrics. Port 0 selects a free port."),
     setting("worker.concurrency", "64", ValueType::Count { min: 1, max: 10_000 },

@@ -125,7 +125,7 @@ fn after_a_hand_over_the_desk_is_silent_until_the_ticket_is_reopened() {
 
 #[test]
 fn own_comments_are_ignored() {
-    let body = format!("ModelAnswer {}", marker::marker_for("k", &"s".to_owned().into()));
+    let body = format!("Answer {}", marker::marker_for("k", &"s".to_owned().into()));
     let ours = json!({"action": "created", "comment": {"body": body, "user": {"login": "bot"}}});
     let thread = thread("github", &[ours]);
     assert!(!thread.needs_answer && thread.pending.is_empty());

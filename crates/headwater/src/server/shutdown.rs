@@ -129,7 +129,7 @@ async fn close(streams: Arc<dyn Backend>) {
 /// Awaits `ending` until the deadline, then logs and gives up.
 async fn finish_before(deadline: Instant, ending: impl Future<Output = ()>, what: &str) {
     if timeout_at(deadline, ending).await.is_err() {
-        warn!(what, "did not finish before the shutdown deadline");
+        warn!(what, "component did not finish before the shutdown deadline; continuing without it");
     }
 }
 

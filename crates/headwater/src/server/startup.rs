@@ -93,8 +93,8 @@ pub(crate) async fn streams(
             RetryDecision::Fail(invalid_setting("stream.url", &shown, problem))
         }
         StreamError::Corrupt { .. } => RetryDecision::Fail(CliError::new(format!(
-            "failed to open streams `{shown}`: {error}. Tickets and issues are in SQL: move the directory elsewhere and restart; topics of \
-             your own and sessions need a backup"
+            "failed to open streams `{shown}`: {error}. Tickets and issues are in SQL: move the directory elsewhere and restart; your own \
+             topics and the sessions can only be restored from a backup"
         ))),
         StreamError::Locked { directory } => RetryDecision::Fail(directory_in_use(directory, settings)),
         other => RetryDecision::Fail(CliError::new(format!("failed to open streams `{shown}`: {other}"))),
@@ -189,9 +189,9 @@ fn directory_in_use(directory: &str, settings: &Settings) -> CliError {
         address.set_ip(std::net::Ipv4Addr::LOCALHOST.into());
     }
     CliError::new(format!(
-        "the streams in `{directory}` are in use by {lock_owner}; one process at a time can have them. \
-         Ask that one by `--url http://{address}`, stop it, set `stream.url` to another directory, \
-         or to Redis for several processes"
+        "the streams in `{directory}` are in use by {lock_owner}; only one process can open them. \
+         Use that process with `--url http://{address}`, stop it, set `stream.url` to another directory, \
+         or use Redis to share streams between processes"
     ))
 }
 

@@ -6,8 +6,8 @@
 -- Returns: how many were settled.
 local stream, group, consumer, epoch, channel = KEYS[1], ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 
--- Whether an owner repeats a completed delete after its lease has ended: the lease had no other holder since, and all entries
--- are to be deleted and gone.
+-- Whether an owner repeats a completed delete after its lease has ended: the lease had no other holder since, and
+-- every entry is to be deleted and no longer exists.
 local function is_repeated_delete()
   if epoch == '' or check_type('string', KEYS[2], KEYS[3]) or redis.call('EXISTS', KEYS[2]) == 1 then return false end
   if (redis.call('GET', KEYS[3]) or ''):match('^%d+') ~= epoch then return false end

@@ -48,7 +48,7 @@ pub(crate) struct BenchArgs {
     /// Concurrent calls, or messages in flight.
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u64).range(1..=10_000))]
     in_flight: u64,
-    /// Print JSON (always the case).
+    /// Accepted for consistency; the output is always JSON.
     #[arg(long)]
     json: bool,
 }

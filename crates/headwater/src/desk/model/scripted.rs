@@ -157,7 +157,7 @@ fn rule_based_step(model_prompt: &ModelPrompt) -> ScriptStep {
     if may(tools::HAND_OVER) && has(&["human", "person", "lawyer"]) {
         return call(
             tools::HAND_OVER,
-            serde_json::json!({"reason": "the user prompts for a person"}),
+            serde_json::json!({"reason": "the user asked for a person"}),
         );
     }
     if may(tools::CLOSE_TICKET) && has(&["thank you, solved", "close this", "please close"]) {

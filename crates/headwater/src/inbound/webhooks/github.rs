@@ -49,7 +49,7 @@ pub(super) fn map(
         _ => ("/sender/login", "/issue/body"),
     };
     if is_own_message(integration, text_at(payload, author), text_at(payload, text)) {
-        return Ok(WebhookMapping::ignored("message of the desk itself"));
+        return Ok(WebhookMapping::ignored("the desk posted this message itself"));
     }
     Ok(WebhookMapping::Event(WebhookEvent {
         project: required_id(payload, "/repository/full_name")?,

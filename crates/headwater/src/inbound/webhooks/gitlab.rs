@@ -38,7 +38,7 @@ pub(super) fn map(
         _ => "/object_attributes/description",
     };
     if is_own_message(integration, text_at(payload, "/user/username"), text_at(payload, text)) {
-        return Ok(WebhookMapping::ignored("message of the desk itself"));
+        return Ok(WebhookMapping::ignored("the desk posted this message itself"));
     }
     Ok(WebhookMapping::Event(WebhookEvent {
         // The numeric id, because the path changes when a project is moved.
