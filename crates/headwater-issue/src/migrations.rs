@@ -30,7 +30,7 @@ pub(crate) const ISSUES: &[Migration] = &[Migration {
 }];
 
 #[cfg(any(feature = "sqlite", feature = "postgres"))]
-pub(crate) use self::migrator::{OwnedMigrations, schema_error};
+pub(crate) use self::migrator::{OwnedMigrations, earlier_build, schema_error, validate};
 
 #[cfg(any(feature = "sqlite", feature = "postgres"))]
 mod migrator {
@@ -89,6 +89,27 @@ mod migrator {
         }
     }
 
+    /// Rejects a list whose versions are not ascending versions of one owner other than this crate.
+    pub(crate) fn validate(list: &[Migration]) -> Result<(), IssueError> {
+        let is_ascending = list.windows(2).all(|pair| {
+            pair[0].version < pair[1].version
+                && pair[0].version / OWNER_RANGE == pair[1].version / OWNER_RANGE
+        });
+        if is_ascending && list.first().is_some_and(|one| one.version >= OWNER_RANGE) {
+            return Ok(());
+        }
+        let problem = format!(
+            "versions must ascend, begin at {OWNER_RANGE} or above, and have the same thousands"
+        );
+        Err(IssueError::invalid("migrations", problem))
+    }
+
+    /// The database has the migrations table of a build before the first release.
+    pub(crate) fn earlier_build() -> sqlx::Error {
+        let problem = "it was created by a build before the first release; create a new database";
+        sqlx::Error::Migrate(Box::new(MigrateError::Source(problem.into())))
+    }
+
     /// Why a migration failed.
     pub(crate) fn schema_error(error: sqlx::Error) -> IssueError {
         let error = match error {
@@ -103,6 +124,15 @@ mod migrator {
                 "its migration {version} was applied with another text than that of this program; run the program that \
                  created the database, or restore a backup into a new database"
             ),
+            MigrateError::Source(problem) => problem.to_string(),
+            // SQLITE_ERROR: the statement does not fit the schema. A retry does not help.
+            MigrateError::Execute(error) | MigrateError::ExecuteMigration(error, _)
+                if error
+                    .as_database_error()
+                    .is_some_and(|error| error.code().as_deref() == Some("1")) =>
+            {
+                format!("a migration failed: {error}")
+            }
             MigrateError::Execute(error) | MigrateError::ExecuteMigration(error, _) => {
                 return database_error("migrating the database", error);
             }

@@ -10,7 +10,7 @@ use super::connections::PgConnections;
 use super::functions;
 
 use crate::error::Result;
-use crate::migrations::{ISSUES, Migration, OwnedMigrations, schema_error};
+use crate::migrations::{self, ISSUES, Migration, OwnedMigrations, schema_error};
 use crate::row_decoding::database_error;
 
 /// Key of the advisory lock of migrations: "headwate" in ASCII.
@@ -18,14 +18,23 @@ const LOCK: i64 = 0x6865_6164_7761_7465;
 
 /// Migrates the issue tables, installs the functions, and returns the identity of the database.
 pub(super) async fn open(connections: &PgConnections) -> Result<String> {
-    migrate(connections, ISSUES).await?;
+    apply(connections, ISSUES, true).await?;
     connections.run(identity).await.map_err(|error| database_error("reading the identity", error))
 }
 
-/// Applies the migrations of one owner.
+/// Applies the migrations of an application.
 pub(super) async fn migrate(connections: &PgConnections, list: &[Migration]) -> Result<()> {
-    let migrations = OwnedMigrations::new(list, |one| one.postgres);
-    let installs_functions = std::ptr::eq(list, ISSUES);
+    migrations::validate(list)?;
+    apply(connections, list, false).await
+}
+
+/// Applies the migrations of one owner. Those of the issue tables come with the functions.
+async fn apply(
+    connections: &PgConnections,
+    list: &[Migration],
+    is_issue_schema: bool,
+) -> Result<()> {
+    let owned = OwnedMigrations::new(list, |one| one.postgres);
     let applied = connections.run(async |connection| {
         let mut transaction = connection.begin().await?;
         // Another process may migrate for longer than a statement may wait.
@@ -34,13 +43,18 @@ pub(super) async fn migrate(connections: &PgConnections, list: &[Migration]) -> 
             .bind(LOCK)
             .execute(&mut *transaction)
             .await?;
-        // Statements queue behind a lock request, so give up early and let the caller retry. Also hides the notice that
-        // the table of migrations exists.
-        transaction
-            .execute("SET LOCAL lock_timeout = '5s'; SET LOCAL client_min_messages = warning")
-            .await?;
-        migrations.apply(&mut *transaction).await?;
-        if installs_functions {
+        if is_issue_schema {
+            // Statements of other processes queue behind a lock request. Gives up early: opening a store is retried.
+            transaction.execute("SET LOCAL lock_timeout = '5s'").await?;
+        }
+        let earlier = "SELECT to_regclass('headwater_migration_checksums') IS NOT NULL";
+        if sqlx::query(earlier).fetch_one(&mut *transaction).await?.try_get(0)? {
+            return Err(migrations::earlier_build());
+        }
+        // Hides the notice that the table of migrations exists.
+        transaction.execute("SET LOCAL client_min_messages = warning").await?;
+        owned.apply(&mut *transaction).await?;
+        if is_issue_schema {
             functions::install(&mut transaction).await?;
         }
         transaction.commit().await

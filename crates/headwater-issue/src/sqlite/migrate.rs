@@ -10,7 +10,7 @@ use sqlx::sqlite::{SqliteConnectOptions, SqlitePoolOptions};
 use sqlx::{Row, SqlitePool};
 
 use crate::error::Result;
-use crate::migrations::{ISSUES, Migration, OwnedMigrations, schema_error};
+use crate::migrations::{self, ISSUES, Migration, OwnedMigrations, schema_error};
 use crate::row_decoding::database_error;
 
 /// Between two tries to open a file that another process is just creating.
@@ -37,13 +37,18 @@ pub(super) async fn open_and_migrate(
     }
 }
 
-/// Applies the migrations of one owner.
+/// Applies the migrations of an application.
 pub(super) async fn migrate(writer: &SqlitePool, list: &[Migration]) -> Result<()> {
+    migrations::validate(list)?;
     apply(writer, list).await.map_err(schema_error)
 }
 
 async fn apply(writer: &SqlitePool, list: &[Migration]) -> Result<(), sqlx::Error> {
     let mut transaction = writer.begin_with("BEGIN IMMEDIATE").await?;
+    let earlier = "SELECT count(*) FROM sqlite_master WHERE name = 'headwater_migration_checksums'";
+    if sqlx::query(earlier).fetch_one(&mut *transaction).await?.try_get::<i64, _>(0)? > 0 {
+        return Err(migrations::earlier_build());
+    }
     OwnedMigrations::new(list, |one| one.sqlite).apply(&mut *transaction).await?;
     transaction.commit().await
 }

@@ -144,3 +144,34 @@ async fn functions_are_installed_anew_unless_the_database_has_newer_ones() -> Re
     );
     Ok(())
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_database_of_a_build_before_the_first_release_is_rejected() -> Result<()> {
+    for existing in Existing::both()? {
+        if let Existing::Sqlite(file) = &existing {
+            std::fs::write(file.url.trim_start_matches("sqlite:"), "")?;
+        }
+        existing.run("CREATE TABLE headwater_migrations (version bigint)").await?;
+        existing.run("CREATE TABLE headwater_migration_checksums (version bigint)").await?;
+        let rejected = connect(&existing.url(), &StoreOptions::default()).await;
+        let Err(error @ IssueError::Schema { .. }) = rejected else { panic!("{rejected:?}") };
+        assert!(error.to_string().contains("create a new database"), "{error}");
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn versions_of_an_application_ascend_within_its_own_range() -> Result<()> {
+    let version = |version| Migration { version, ..NOTES };
+    for existing in Existing::both()? {
+        let store = open(&existing.url()).await?;
+        let lists =
+            [&[][..], &[version(2)], &[TITLES, NOTES], &[NOTES, NOTES], &[NOTES, version(8001)]];
+        for list in lists {
+            let rejected = store.migrate(list).await;
+            assert!(matches!(rejected, Err(IssueError::Invalid { .. })), "{rejected:?}");
+        }
+        assert_eq!(existing.ask(COUNT).await?, "1");
+    }
+    Ok(())
+}

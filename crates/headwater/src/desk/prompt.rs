@@ -142,8 +142,18 @@ fn lines(data: &str) -> impl Iterator<Item = &str> {
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
+    use sha2::{Digest, Sha256};
 
     use super::*;
+
+    /// The model depends on every word, which a mechanical change of the source must not touch.
+    #[test]
+    fn the_instruction_has_its_exact_text() {
+        let digest = Sha256::digest(INSTRUCTION);
+        let digest: String = digest.iter().map(|byte| format!("{byte:02x}")).collect();
+        let pinned = "094f1b0e401ec49a74f22902ba206609f5e6180a8d104fbbd5a7a94c78d243f1";
+        assert_eq!(digest, pinned, "change it only if you meant to change the text");
+    }
 
     fn entry(author: Author, text: &str) -> ConversationEntry {
         ConversationEntry {

@@ -32,7 +32,7 @@ async fn postgres(
         "SELECT current_setting('server_version'), current_setting('fsync'), current_setting('synchronous_commit'),
             current_setting('full_page_writes'), current_setting('max_connections')::bigint,
             (SELECT count(*) FROM pg_stat_activity WHERE backend_type = 'client backend'),
-            (SELECT max(version) FROM headwater_migrations),
+            (SELECT max(version) FROM headwater_migrations WHERE version < 1000),
             (extract(epoch FROM clock_timestamp()) * 1000)::bigint",
     )
     .fetch_one(connection)
@@ -88,7 +88,7 @@ async fn sqlite(
 ) -> Result<Vec<Finding>, sqlx::Error> {
     let row = sqlx::query(
         "SELECT sqlite_version(), (SELECT journal_mode FROM pragma_journal_mode),
-            (SELECT synchronous FROM pragma_synchronous), (SELECT max(version) FROM headwater_migrations)",
+            (SELECT synchronous FROM pragma_synchronous), (SELECT max(version) FROM headwater_migrations WHERE version < 1000)",
     )
     .fetch_one(connection)
     .await?;
