@@ -350,7 +350,7 @@ fn a_file_in_use_by_another_process_is_rejected_with_the_next_step() {
         [AnalyticsStore::open(&file).unwrap_err(), AnalyticsReader::open(&file).unwrap_err()]
     {
         assert!(matches!(error, AnalyticsError::InUse { .. }), "{error}");
-        assert!(error.to_string().contains("query it over HTTP, or stop it"), "{error}");
+        assert!(error.to_string().contains("or stop that process"), "{error}");
     }
     child.kill9().unwrap();
     AnalyticsStore::open(&file).unwrap();

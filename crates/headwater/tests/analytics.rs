@@ -200,7 +200,7 @@ fn reports(setup: &Setup, to: &[&str]) {
     let table = text(&setup.run(&["report", "events-per-run"], to).stdout);
     assert!(table.starts_with("EVENTS  RUNS\n1       "), "{table}");
     let svg = text(&setup.run(&["report", "events-per-run", "--format", "svg"], to).stdout);
-    assert!(svg.contains("How many events one run answered"), "{svg}");
+    assert!(svg.contains("Events answered per run"), "{svg}");
 }
 
 fn invalid_calls(setup: &Setup, to: &[&str]) {
