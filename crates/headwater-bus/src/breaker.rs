@@ -138,7 +138,7 @@ impl Breaker {
     }
 }
 
-/// Longest time a caller is told to wait for a running probe.
+/// Longest `retry_after` that a caller gets while a probe is running.
 const PROBE_RETRY_AFTER: Duration = Duration::from_millis(100);
 
 impl BreakerData {

@@ -224,7 +224,7 @@ pub enum SpoolError {
         /// The file.
         file: PathBuf,
     },
-    /// The file is corrupt before its end. Move it away and recover what can be read; nothing was changed.
+    /// The file is corrupt before its end. Move the file to another directory and recover what can be read; nothing was changed.
     #[error("spool `{}` is corrupt at byte {offset}: {problem}", file.display())]
     Corrupt {
         /// The file.
