@@ -7,7 +7,6 @@ use std::sync::Arc;
 
 use tokio::sync::Notify;
 
-use super::codec;
 use super::engine::Inner;
 use super::log::CommitLog;
 use super::redo_record::RedoRecord;
@@ -84,7 +83,7 @@ impl<'a> Tx<'a> {
     pub(super) fn apply(&mut self, record: &RedoRecord<'_>) {
         self.inner.state.apply(record).expect("a record applies to the state it was computed from");
         if self.log.is_some() {
-            codec::encode(record, &mut self.inner.buffer.bytes);
+            record.encode(&mut self.inner.buffer.bytes);
         }
         match record {
             RedoRecord::Append { stream, first, .. } => {
