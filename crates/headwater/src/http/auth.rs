@@ -19,7 +19,7 @@ use subtle::{Choice, ConditionallySelectable, ConstantTimeEq};
 
 use crate::config::{Role, TokenSettings};
 use crate::http::ApiError;
-use crate::server::app_state::Server;
+use crate::server::app_state::HttpServer;
 
 /// Path prefix of the API, which has no pages to navigate to.
 const API_PREFIX: &str = "/api/";
@@ -82,7 +82,7 @@ impl Authenticator {
 
 /// Middleware: authenticates and requires `read` to read and `write` to change.
 pub(crate) async fn require_authentication(
-    State(server): State<Server>,
+    State(server): State<HttpServer>,
     mut request: Request,
     next: Next,
 ) -> Result<Response, ApiError> {

@@ -16,7 +16,7 @@ use tokio::time::Instant;
 
 use crate::config::HttpSettings;
 use crate::http::{ApiError, Peer};
-use crate::server::app_state::Server;
+use crate::server::app_state::HttpServer;
 
 /// Maximum number of tracked clients.
 const CLIENTS_MAX: usize = 10_000;
@@ -109,7 +109,7 @@ pub(super) fn client_network(address: IpAddr) -> IpAddr {
 
 /// Middleware: rejects requests above the limit with 429.
 pub(crate) async fn apply(
-    State(server): State<Server>,
+    State(server): State<HttpServer>,
     request: Request,
     next: Next,
 ) -> Result<Response, ApiError> {

@@ -28,7 +28,7 @@ use crate::http::rate_limit;
 use crate::http::timeouts;
 use crate::http::{ApiError, NOT_FOUND_MESSAGE};
 use crate::inbound::webhooks;
-use crate::server::app_state::{App, Server};
+use crate::server::app_state::{App, HttpServer};
 use crate::server::health;
 
 /// Routes below `/api/v1`.
@@ -38,7 +38,7 @@ pub(crate) fn api(operations: Operations) -> OpenApiRouter<App> {
 }
 
 /// Routes of `serve`.
-pub(crate) fn serve(server: &Server, operations: Operations, analytics: Analytics) -> Router {
+pub(crate) fn serve(server: &HttpServer, operations: Operations, analytics: Analytics) -> Router {
     let api = api(operations).with_state(Arc::clone(&server.app));
     let api = api.merge(analytics::routes().with_state(analytics));
     let guarded = OpenApiRouter::new().nest("/api/v1", api).merge(status_page::routes());
@@ -58,13 +58,13 @@ pub(crate) fn serve(server: &Server, operations: Operations, analytics: Analytic
 }
 
 /// Routes of `worker`: health and metrics.
-pub(crate) fn worker(server: &Server) -> Router {
+pub(crate) fn worker(server: &HttpServer) -> Router {
     let guarded = Router::from(OpenApiRouter::new().routes(routes!(metrics)));
     let guarded = guarded.layer(from_fn_with_state(server.clone(), auth::require_authentication));
     finish(Router::from(health::routes()).merge(guarded), server)
 }
 
-fn finish(routes: Router<Server>, server: &Server) -> Router {
+fn finish(routes: Router<HttpServer>, server: &HttpServer) -> Router {
     routes
         .fallback(|| async { ApiError::not_found(NOT_FOUND_MESSAGE) })
         .method_not_allowed_fallback(|| async {
@@ -78,7 +78,7 @@ fn finish(routes: Router<Server>, server: &Server) -> Router {
 
 /// Prometheus metrics.
 #[utoipa::path(get, path = "/metrics", tag = "health", responses((status = 200, content_type = "text/plain", body = String)))]
-async fn metrics(State(server): State<Server>) -> impl IntoResponse {
+async fn metrics(State(server): State<HttpServer>) -> impl IntoResponse {
     let kind = [(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")];
     (kind, server.metrics.render())
 }

@@ -18,7 +18,7 @@ use tokio::time::{Instant, timeout};
 use tracing::{Instrument, debug, error, field, info_span};
 
 use crate::http::ApiError;
-use crate::server::app_state::Server;
+use crate::server::app_state::HttpServer;
 use crate::telemetry::continue_trace;
 
 /// Requests. Labels: route, method, status.
@@ -36,7 +36,7 @@ const NEED_DATABASE: [&str; 5] =
 
 /// Middleware: timeout, panics, metrics and common response headers.
 pub(crate) async fn apply(
-    State(server): State<Server>,
+    State(server): State<HttpServer>,
     mut request: Request,
     next: Next,
 ) -> Response {

@@ -67,4 +67,4 @@ pub(crate) struct ServerState {
 }
 
 /// The state type of the other routers.
-pub(crate) type Server = Arc<ServerState>;
+pub(crate) type HttpServer = Arc<ServerState>;

@@ -22,7 +22,7 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use crate::analytics::{self, Analytics};
-use crate::server::app_state::{AppState, Server, ServerState};
+use crate::server::app_state::{AppState, HttpServer, ServerState};
 use crate::server::shutdown_signal::ShutdownSignal;
 
 /// Timeout of each dependency check.
@@ -219,7 +219,7 @@ impl ReadinessCheck {
 }
 
 /// `/health/live` and `/health/ready`, unauthenticated.
-pub(crate) fn routes() -> OpenApiRouter<Server> {
+pub(crate) fn routes() -> OpenApiRouter<HttpServer> {
     OpenApiRouter::new().routes(routes!(live)).routes(routes!(ready))
 }
 
@@ -239,7 +239,7 @@ async fn live() -> Json<LivenessResponse> {
 /// Report whether the process can do its work, with reasons.
 #[utoipa::path(get, path = "/health/ready", tag = "health",
     responses((status = 200, body = ReadinessResponse), (status = 503, body = ReadinessResponse)), security(()))]
-async fn ready(State(server): State<Server>) -> Response {
+async fn ready(State(server): State<HttpServer>) -> Response {
     let readiness = server.health.readiness(&server).await;
     let status =
         if readiness.is_ready() { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };

@@ -35,7 +35,7 @@ use crate::http::ApiError;
 use crate::http::body;
 use crate::http::extract::PathParams;
 use crate::outbound::marker;
-use crate::server::app_state::Server;
+use crate::server::app_state::HttpServer;
 use crate::telemetry;
 
 /// Counter of webhooks. Labels: provider, result (`recorded`, `duplicate`, `ignored`, or the error code).
@@ -81,7 +81,7 @@ impl WebhookMapping {
 }
 
 /// `/webhooks/...`
-pub(crate) fn routes() -> OpenApiRouter<Server> {
+pub(crate) fn routes() -> OpenApiRouter<HttpServer> {
     OpenApiRouter::new().routes(routes!(receive))
 }
 
@@ -92,7 +92,7 @@ pub(crate) fn routes() -> OpenApiRouter<Server> {
     responses((status = 200, body = WebhookResponse), (status = 401, description = "The signature is missing or invalid."), (status = 404)),
     security(()))]
 async fn receive(
-    State(server): State<Server>,
+    State(server): State<HttpServer>,
     PathParams((provider, id)): PathParams<(String, String)>,
     request: Request,
 ) -> Response {
@@ -147,7 +147,7 @@ impl From<WebhookOutcome> for WebhookResponse {
 }
 
 async fn process(
-    server: &Server,
+    server: &HttpServer,
     provider: &str,
     id: &str,
     request: Request,
