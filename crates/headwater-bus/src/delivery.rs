@@ -1,6 +1,6 @@
 //! Delivers an event to the handlers of a durable subscription, with retries.
 //!
-//! Upstream: an entry of a consumer group, or an event in the queue of a local bus. Downstream: `handler`.
+//! Upstream: an entry of a consumer group. Downstream: `handler`.
 //! Guarantees: a failed event is retried in place: it stays unacknowledged, and no copy is appended to the stream, where
 //! other readers would see it twice. Only the handlers that failed run again. When the bus closes, events waiting for
 //! their next attempt are released.
@@ -8,7 +8,7 @@
 use std::time::Duration;
 
 use headwater_queue::RetryPolicy;
-use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
 use tracing::warn;
 
 use crate::handler::{DeliveredEvent, HandlerResult, TypedHandler};
@@ -16,28 +16,6 @@ use crate::name::random_bits;
 
 /// Attempts, if the retry policy does not set them.
 const ATTEMPTS_DEFAULT: u32 = 5;
-
-/// Set when a bus closes.
-#[derive(Clone, Debug)]
-pub(crate) struct CloseSignal(watch::Receiver<bool>);
-
-impl CloseSignal {
-    pub(crate) fn new() -> (watch::Sender<bool>, Self) {
-        let (sender, receiver) = watch::channel(false);
-        (sender, Self(receiver))
-    }
-
-    pub(crate) fn is_set(&self) -> bool {
-        *self.0.borrow()
-    }
-
-    /// Returns when the bus closes or is dropped. Cancel-safe.
-    pub(crate) async fn wait(&self) {
-        let mut receiver = self.0.clone();
-        // An error means that the bus was dropped.
-        let _ = receiver.wait_for(|closing| *closing).await;
-    }
-}
 
 /// Result of a delivery.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -57,7 +35,8 @@ pub(crate) struct EventDelivery {
     pub(crate) handlers: Vec<TypedHandler>,
     pub(crate) handler_timeout: Duration,
     pub(crate) retry: RetryPolicy,
-    pub(crate) closing: CloseSignal,
+    /// Cancelled when the bus closes or is dropped.
+    pub(crate) closing: CancellationToken,
 }
 
 impl EventDelivery {
@@ -98,7 +77,7 @@ impl EventDelivery {
                 result.after.unwrap_or_else(|| self.retry.backoff.delay(attempt, random_unit()));
             tokio::select! {
                 () = tokio::time::sleep(wait) => {}
-                () = self.closing.wait() => return DeliveryOutcome::Released,
+                () = self.closing.cancelled() => return DeliveryOutcome::Released,
             }
             remaining = result.failed;
         }

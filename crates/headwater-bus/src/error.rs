@@ -71,15 +71,6 @@ pub enum BusError {
     #[error(transparent)]
     Spool(#[from] SpoolError),
 
-    /// The queue of a durable subscription of a local bus is full. Retry later; the call had no effect.
-    #[error("queue of group `{group}` is full: {limit} events are waiting")]
-    QueueFull {
-        /// The group.
-        group: String,
-        /// Capacity of the queue.
-        limit: usize,
-    },
-
     /// The bus is closed.
     #[error("the bus is closed")]
     Closed,
@@ -130,7 +121,7 @@ impl BusError {
     /// Whether a retry of the same call may succeed.
     pub fn is_transient(&self) -> bool {
         match self {
-            Self::Unconfirmed { .. } | Self::BreakerOpen { .. } | Self::QueueFull { .. } => true,
+            Self::Unconfirmed { .. } | Self::BreakerOpen { .. } => true,
             Self::Spool(error) => matches!(error, SpoolError::Full { .. }),
             Self::Backend(error) => error.is_transient(),
             Self::Queue(error) => error.is_transient(),

@@ -188,8 +188,7 @@ impl RequestExecutor {
             self.check_stopping()?;
             let wait = match self.locks.acquire(request).await {
                 Ok(LockAttempt::Acquired(lock)) => return Ok(lock),
-                // On a local bus there is no other process to release it to.
-                Ok(LockAttempt::Held(_)) if request.is_stored && Instant::now() >= until => {
+                Ok(LockAttempt::Held(_)) if Instant::now() >= until => {
                     return Err(RequestReleaseReason::Held);
                 }
                 Ok(LockAttempt::Held(remaining)) => remaining.clamp(LOCK_WAIT_MIN, LOCK_WAIT_MAX),
@@ -257,11 +256,9 @@ impl RequestExecutor {
         match found {
             Ok(Some(StoredReply::Reply(reply))) => {
                 // The previous worker may have crashed or stopped between storing the reply and publishing its copy.
-                if request.is_stored {
-                    let publish_copy = || self.reply_store.publish_copy(request_id, &reply);
-                    if let Err(error) = self.with_limited_retries(publish_copy).await? {
-                        error!(%request_id, %error, "copy of the reply could not be published to the control stream");
-                    }
+                let publish_copy = || self.reply_store.publish_copy(request_id, &reply);
+                if let Err(error) = self.with_limited_retries(publish_copy).await? {
+                    error!(%request_id, %error, "copy of the reply could not be published to the control stream");
                 }
                 return Ok(ReplyLookup::Reply);
             }

@@ -13,6 +13,7 @@ use headwater_queue::{Outcome, RetryPolicy};
 use headwater_stream::LeaseName;
 use tokio::sync::{mpsc, watch};
 use tokio::time::{Instant, MissedTickBehavior, interval};
+use tokio_util::task::AbortOnDropHandle;
 use tracing::{info, warn};
 
 use super::config::MainLoopConfig;
@@ -20,7 +21,6 @@ use super::executor::{REPLY_STORE_TIMEOUT, RequestExecutor};
 use super::reply_store::ReplyStore;
 use super::request_context::{MainLoop, TypedMainLoop};
 use super::request_lock::RequestLocks;
-use crate::abort_on_drop::AbortOnDropTask;
 use crate::builtin_events::{MainLoopCompleted, MainLoopFailed, MainLoopRequest, RequestFailure};
 use crate::bus::{EventBus, EventBusExt, SubscribeOptions};
 use crate::error::Result;
@@ -43,12 +43,11 @@ pub struct MainLoopWorker {
     bus: Arc<dyn EventBus>,
     stop: watch::Sender<Option<Instant>>,
     subscriptions: Mutex<Vec<SubscriptionId>>,
-    _upkeep: AbortOnDropTask<()>,
+    _upkeep: AbortOnDropHandle<()>,
 }
 
 impl MainLoopWorker {
-    /// Starts to execute the requests of the bus's namespace, each in its own session. On a local bus: the requests
-    /// of this process.
+    /// Starts to execute the requests of the bus's namespace, each in its own session.
     ///
     /// A bus has one worker. A namespace may have any number of workers with the same main loop.
     pub async fn start(
@@ -68,7 +67,8 @@ impl MainLoopWorker {
         let main_loop = Arc::new(TypedMainLoop(main_loop));
         let executor =
             Arc::new(RequestExecutor { sessions, reply_store, locks, main_loop, config, stopping });
-        let maintain = AbortOnDropTask(tokio::spawn(maintain(Arc::clone(&executor), dropped)));
+        let maintain =
+            AbortOnDropHandle::new(tokio::spawn(maintain(Arc::clone(&executor), dropped)));
         let worker =
             Self { executor, bus, stop, subscriptions: Mutex::default(), _upkeep: maintain };
         worker.subscribe().await?;

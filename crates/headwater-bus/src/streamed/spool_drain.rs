@@ -53,14 +53,14 @@ pub(super) async fn run(inner: Arc<Inner>) {
     let throttle = spool.drain_throttle();
     // At most this many events are added per step, so one more step empties the spool.
     let few = BATCH.max(inner.config.in_flight_max);
-    while !inner.closing.is_set() {
+    while !inner.closing.is_cancelled() {
         // Also if the last events could not be written to the spool.
         if !spool.has_pending() {
             throttle.stalled();
         }
         tokio::select! {
             () = spool.wait_for_events() => {}
-            () = inner.closing.wait() => return,
+            () = inner.closing.cancelled() => return,
         }
         let wait = match run_once(&inner, spool, &mut possibly_sent).await {
             Ok(DrainStep::Drained) => {
