@@ -313,11 +313,11 @@ pub struct GroupHealth {
 pub struct SpoolHealth {
     /// Events in the spool.
     pub events: usize,
-    /// Size of the spool file in bytes.
+    /// Their size in bytes.
     pub bytes: u64,
-    /// Limit of the spool file in bytes.
+    /// Limit of their size in bytes.
     pub max_bytes: u64,
-    /// Events permanently rejected by their streams, now or before a restart. They are in the `.rejected` file beside
-    /// the spool until an operator removes that file.
+    /// Events permanently rejected by their streams, now or before a restart
+    /// ([`StreamedBus::rejected`](crate::StreamedBus::rejected)).
     pub rejected: u64,
 }

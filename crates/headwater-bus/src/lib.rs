@@ -42,7 +42,7 @@ pub use bus::{
     BusHealth, EventBus, EventBusExt, GroupHealth, PublishResult, SpoolHealth, StoreOutcome,
     StreamHealth, SubscribeOptions, SubscriptionKind,
 };
-pub use error::{BusError, DecodeError, FailureKind, HandlerFailure, Result, SpoolError};
+pub use error::{BusError, DecodeError, FailureKind, HandlerFailure, Result};
 pub use event::{Envelope, Event, OutgoingEvent, ReceivedEvent, Scope};
 pub use fold::{AllEvents, Fold, Folds, SessionEvent};
 pub use handler::{EventHandler, Handlers};

@@ -46,7 +46,7 @@ pub const UNCONFIRMED_MAX: usize = 10_000;
 /// Bytes of memory used by the streams of a bus in memory ([`StreamedBus::in_memory`](crate::StreamedBus::in_memory)).
 pub const IN_MEMORY_BYTES_MAX: u64 = 256 * 1024 * 1024;
 
-/// Bytes of a spool file. It is read whole when it is opened.
+/// Bytes of the events in a spool, which are in memory, too.
 pub const SPOOL_BYTES_MAX: u64 = 1024 * 1024 * 1024;
 
 /// Longest dedup window for event ids.

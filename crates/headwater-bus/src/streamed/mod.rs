@@ -109,7 +109,7 @@ impl StreamedBus {
         let spool = match &config.on_failure {
             FailurePolicy::Spool(spool) => {
                 let owner = format!("{}:{}", keys.prefix(), config.namespace);
-                Some(Spool::open(spool.clone(), &owner).await?)
+                Some(Spool::open(spool.clone(), &owner, Arc::clone(&config.clock)).await?)
             }
             FailurePolicy::Fail | FailurePolicy::LocalOnly => None,
         };
@@ -168,17 +168,26 @@ impl StreamedBus {
         self.inner.last_health().clone()
     }
 
-    /// Spooled events that were permanently rejected by their streams, oldest first, up to `count`. They are in the
-    /// `.rejected` file beside the spool; remove it when they are handled.
+    /// Spooled events that were permanently rejected by their streams, oldest first, up to `count`. They are kept in the
+    /// directory of the spool until [`delete_rejected`](Self::delete_rejected).
     pub async fn rejected(&self, count: usize) -> Result<Vec<RejectedEvent>> {
         let Some(spool) = &self.inner.spool else { return Ok(Vec::new()) };
         let rejected = spool.rejected(count).await?.into_iter();
         let read = |event: SpooledEvent| RejectedEvent {
+            id: event.id,
             stream: event.stream,
             event_id: event.event_id,
             fields: event.fields,
         };
         Ok(rejected.map(read).collect())
+    }
+
+    /// Deletes a rejected event. Returns whether it existed.
+    pub async fn delete_rejected(&self, id: EntryId) -> Result<bool> {
+        match &self.inner.spool {
+            Some(spool) => Ok(spool.delete_rejected(id).await?),
+            None => Ok(false),
+        }
     }
 
     /// Parked entries after this one (`EntryId::MIN` for the first page), oldest first.
@@ -204,6 +213,8 @@ impl StreamedBus {
 /// A spooled event that was permanently rejected by its stream.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RejectedEvent {
+    /// Its id in the spool.
+    pub id: EntryId,
     /// The stream.
     pub stream: StreamName,
     /// Id of the event.

@@ -20,7 +20,6 @@ use crate::error::{BusError, Result};
 use crate::event::Envelope;
 use crate::metrics;
 use crate::name::EventId;
-use crate::spool::SpooledEvent;
 
 /// An event encoded for its stream.
 pub(super) struct EncodedEvent {
@@ -126,38 +125,29 @@ impl Inner {
                 }
             }
         }
-        let (spooled_at, attempted) = (self.config.clock.now(), failed.is_some());
-        let waiting = |event: &EncodedEvent| SpooledEvent {
-            stream: stream.clone(),
-            event_id: event.envelope.event_id.clone(),
-            fields: event.fields.clone(),
-            attempted,
-            spooled_at,
-        };
-        match (spool.add(events.iter().map(waiting).collect()).await, failed) {
-            // They may be in their stream. If so, their handlers run when they are read from it.
-            (Err(problem), Some(error)) if may_have_been_stored(&error) => {
-                error!(%stream, error = %problem, "unconfirmed events could not be spooled");
-                let event_id = events[0].envelope.event_id.clone();
-                Err(BusError::Unconfirmed { event_id, source: Arc::new(error) })
-            }
-            (Err(problem), _) => match self.abandon(events) {
-                None => Err(problem.into()),
-                Some(event_id) => {
-                    let problem =
-                        format!("an event that may be stored could not be spooled: {problem}");
-                    let source = StreamError::Unavailable { problem, source: None };
-                    Err(BusError::Unconfirmed { event_id, source: Arc::new(source) })
-                }
-            },
+        let fields = events.iter().map(|event| &event.fields);
+        let Err(problem) = spool.add(stream, fields, failed.is_some()).await else {
             // They will be stored exactly once from the spool.
-            (Ok(_), _) => {
-                for event in events {
-                    self.own_events.settle(&event.envelope.event_id);
-                }
-                Ok(vec![StoreOutcome::Spooled; events.len()])
+            for event in events {
+                self.own_events.settle(&event.envelope.event_id);
             }
+            return Ok(vec![StoreOutcome::Spooled; events.len()]);
+        };
+        error!(%stream, error = %problem, "events could not be spooled");
+        // Neither in the spool nor in their stream, unless an earlier attempt stored them.
+        if matches!(problem, BusError::SpoolFull { .. })
+            && !failed.as_ref().is_some_and(may_have_been_stored)
+            && self.abandon(events).is_none()
+        {
+            return Err(problem);
         }
+        // If they are in their stream, their handlers run when they are read from it.
+        let source = failed.unwrap_or_else(|| StreamError::Unavailable {
+            problem: problem.to_string(),
+            source: None,
+        });
+        let event_id = events[0].envelope.event_id.clone();
+        Err(BusError::Unconfirmed { event_id, source: Arc::new(source) })
     }
 
     /// Only an event that was never sent definitely stays in this process. One that was sent and not confirmed may be
