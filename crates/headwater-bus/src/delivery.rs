@@ -7,7 +7,7 @@
 
 use std::time::Duration;
 
-use headwater_queue::RetryPolicy;
+use headwater_queue::{Outcome, RetryPolicy};
 use tokio_util::sync::CancellationToken;
 use tracing::warn;
 
@@ -16,18 +16,6 @@ use crate::name::random_bits;
 
 /// Attempts, if the retry policy does not set them.
 const ATTEMPTS_DEFAULT: u32 = 5;
-
-/// Result of a delivery.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum DeliveryOutcome {
-    Done,
-    /// Released unhandled, for another process or a later delivery.
-    Released,
-    /// All attempts failed, or the failure is permanent.
-    Failed {
-        reason: String,
-    },
-}
 
 /// The handlers of one durable subscription and their retry policy.
 #[derive(Clone)]
@@ -45,8 +33,9 @@ impl EventDelivery {
         self.handlers.iter().any(|handler| handler.event_type == event_type)
     }
 
-    /// Runs the handlers of an event until all succeed, the attempts are used up, or the bus closes.
-    pub(crate) async fn run(&self, delivered: &DeliveredEvent) -> DeliveryOutcome {
+    /// Runs the handlers of an event until all succeed, the attempts are used up (a dead letter), or the bus closes (a
+    /// release).
+    pub(crate) async fn run(&self, delivered: &DeliveredEvent) -> Outcome {
         let event_type = &delivered.envelope.event_type;
         let mut remaining: Vec<&TypedHandler> =
             self.handlers.iter().filter(|handler| handler.event_type == event_type).collect();
@@ -60,11 +49,11 @@ impl EventDelivery {
                 result.record(handler, handled);
             }
             if result.is_released {
-                return DeliveryOutcome::Released;
+                return Outcome::Release;
             }
-            let Some(reason) = result.reason else { return DeliveryOutcome::Done };
+            let Some(reason) = result.reason else { return Outcome::Done };
             if result.is_permanent || attempt >= attempts {
-                return DeliveryOutcome::Failed { reason: format!("{reason} (attempt {attempt})") };
+                return Outcome::dead_letter(format!("{reason} (attempt {attempt})"));
             }
             warn!(
                 event_type,
@@ -77,7 +66,7 @@ impl EventDelivery {
                 result.after.unwrap_or_else(|| self.retry.backoff.delay(attempt, random_unit()));
             tokio::select! {
                 () = tokio::time::sleep(wait) => {}
-                () = self.closing.cancelled() => return DeliveryOutcome::Released,
+                () = self.closing.cancelled() => return Outcome::Release,
             }
             remaining = result.failed;
         }

@@ -29,7 +29,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use futures_util::future::join_all;
-use headwater_queue::Queue;
+use headwater_queue::{Outcome, Queue};
 use headwater_stream::{Backend, EntryId, Fields, Options, StreamName, connect};
 use tokio::sync::Semaphore;
 use tokio::task::JoinHandle;
@@ -44,7 +44,7 @@ use self::health::ReportedGauge;
 use self::own_events::OwnEvents;
 use crate::breaker::Breaker;
 use crate::bus::{BusHealth, EventBus, PublishResult, SubscribeOptions, SubscriptionKind};
-use crate::delivery::DeliveryOutcome;
+use crate::delivery::EventDelivery;
 use crate::error::{BusError, Result};
 use crate::event::{Envelope, OutgoingEvent, Scope};
 use crate::handler::{self, DeliveredEvent, Handlers};
@@ -437,19 +437,11 @@ impl Inner {
             return Ok(RetryParkedOutcome::NotParked);
         };
         let read = Envelope::from_entry(&parked.stream, parked.entry_id, &parked.fields);
-        let envelope = match read {
-            Ok(envelope) => envelope,
-            Err(decode_error) => {
-                return Ok(RetryParkedOutcome::Unreadable(decode_error.to_string()));
-            }
-        };
-        let value = match self.registry.decode_any(&envelope) {
-            Ok(value) => value,
-            Err(decode_error) => {
-                return Ok(RetryParkedOutcome::Unreadable(decode_error.to_string()));
-            }
-        };
-        let delivered = DeliveredEvent { value, envelope: Arc::new(envelope) };
+        let delivered =
+            match read.and_then(|envelope| DeliveredEvent::decode(&self.registry, envelope)) {
+                Ok(delivered) => delivered,
+                Err(error) => return Ok(RetryParkedOutcome::Unreadable(error.to_string())),
+            };
         let session = self.session_of(&parked.stream);
         let source = EventSource::Here(session.as_ref());
         let dispatched = self.live.dispatch(&delivered, source, self.config.session.as_ref()).await;
@@ -459,11 +451,11 @@ impl Inner {
         let mut handled = dispatched.invoked;
         for delivery in self.deliveries(&parked.stream, &delivered.envelope.event_type) {
             match delivery.run(&delivered).await {
-                DeliveryOutcome::Done => handled += 1,
-                DeliveryOutcome::Released => {
+                Outcome::Done => handled += 1,
+                Outcome::Release => {
                     return Ok(RetryParkedOutcome::Failed("released by its handler".to_owned()));
                 }
-                DeliveryOutcome::Failed { reason } => {
+                Outcome::DeadLetter { reason } | Outcome::Retry { reason, .. } => {
                     return Ok(RetryParkedOutcome::Failed(reason));
                 }
             }
@@ -475,11 +467,7 @@ impl Inner {
         Ok(RetryParkedOutcome::Handled(handled))
     }
 
-    fn deliveries(
-        &self,
-        stream: &StreamName,
-        event_type: &str,
-    ) -> Vec<crate::delivery::EventDelivery> {
+    fn deliveries(&self, stream: &StreamName, event_type: &str) -> Vec<EventDelivery> {
         let groups = self.groups();
         let wanted = groups
             .values()

@@ -226,8 +226,7 @@ impl Inner {
         if is_known && !self.live.handles(&envelope.event_type) {
             return Ok(None);
         }
-        let value = self.registry.decode_any(&envelope)?;
-        Ok(Some(DeliveredEvent { value, envelope: Arc::new(envelope) }))
+        DeliveredEvent::decode(&self.registry, envelope).map(Some)
     }
 
     /// Parks an entry, retrying transient errors. An error means that the bus is closing, or that the backend

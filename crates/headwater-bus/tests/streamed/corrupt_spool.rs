@@ -43,11 +43,11 @@ async fn a_torn_spool_is_drained_up_to_the_torn_record(outage: OutageFixture) {
     for number in 0..10 {
         assert_eq!(bus.publish(fixture.noted(number)).await.unwrap().stored, StoreOutcome::Spooled);
     }
-    bus.close().await.unwrap();
-    drop(bus);
     // The machine crashed while it wrote the last event.
     let file = log_of(&directory);
     let whole = fs::read(&file).unwrap();
+    bus.close().await.unwrap();
+    drop(bus);
     fs::write(&file, &whole[..whole.len() - 7]).unwrap();
     outage.end().await;
 
