@@ -140,7 +140,8 @@ async fn events_of_a_dropped_caller_count_until_they_are_removed() {
 #[tokio::test]
 async fn events_of_a_failed_write_count_until_the_spool_is_found_empty() {
     let directory = tempfile::tempdir().unwrap();
-    let spool = open(config(&directory), "tests").await.unwrap();
+    let config = SpoolConfig { max_bytes: MIB, ..config(&directory) };
+    let spool = open(config, "tests").await.unwrap();
     let too_many = (0..=headwater_stream::limits::FIELDS_MAX).map(|n| (n.to_string(), "x"));
     let error = spool.add(&stream(), [Fields::new(too_many)].iter(), false).await.unwrap_err();
     assert!(matches!(error, BusError::Spool { .. }), "{error}");
@@ -173,10 +174,11 @@ async fn rejected_events_are_kept_once_until_they_are_deleted() {
     assert_eq!((spool.health().rejected, spool.rejected(10).await.unwrap().len()), (1, 1));
 }
 
-#[tokio::test(start_paused = true)]
+#[tokio::test]
 async fn newer_events_wait_while_the_drain_makes_progress_but_not_forever() {
     let directory = tempfile::tempdir().unwrap();
     let spool = open(config(&directory), "tests").await.unwrap();
+    tokio::time::pause();
     let mut throttle = Box::pin(spool.throttle());
     assert!(futures_util::poll!(&mut throttle).is_ready());
     spool.set_draining(true);
