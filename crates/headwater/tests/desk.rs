@@ -16,8 +16,8 @@ use headwater::desk::tools::{FoundTicket, SearchQuery};
 use headwater::desk::{Desk, DeskConfig, DeskReply, NoTickets, ReplyTarget, TicketSearch};
 use headwater::outbound::{Destination, LocalDelivery, OutboxDeliverer};
 use headwater_bus::{
-    EventBus, EventBusExt, EventRegistry, Folds, LocalBus, PromptExecuted, PromptRendered,
-    ReceivedEvent, SessionId, Sessions, SessionsConfig, SubscribeOptions, ToolInvoked,
+    EventBus, EventBusExt, EventRegistry, Folds, PromptExecuted, PromptRendered, ReceivedEvent,
+    SessionId, Sessions, SessionsConfig, StreamedBus, SubscribeOptions, ToolInvoked,
 };
 use headwater_issue::{
     DeliverError, Inbox, InboxConfig, IssueId, IssueRetryPolicy, NewEvent, Nudger, Outbox,
@@ -36,7 +36,7 @@ const TIMEOUT: Duration = Duration::from_secs(60);
 struct System {
     store: Arc<dyn Store>,
     inbox: Inbox,
-    bus: Arc<LocalBus>,
+    bus: Arc<StreamedBus>,
     steps: Arc<Mutex<Vec<String>>>,
     stop: watch::Sender<bool>,
     working: tokio::task::JoinHandle<()>,
@@ -73,7 +73,7 @@ impl System {
         let quiet = setup.config.debounce_window();
         let inbox = InboxConfig { debounce: quiet, ..InboxConfig::default() };
         let inbox = Inbox::new(Arc::clone(&store), nudger.clone(), inbox).unwrap();
-        let bus = Arc::new(LocalBus::new(EventRegistry::builtin()));
+        let bus = Arc::new(StreamedBus::in_memory(EventRegistry::builtin()).await.unwrap());
         let steps = watch_session(&bus).await;
         let ledger = Arc::new(MemoryLedger::default());
         let on_bus = Arc::clone(&bus) as Arc<dyn EventBus>;
@@ -186,7 +186,7 @@ impl LocalDelivery for DeliveredReplies {
     }
 }
 
-async fn watch_session(bus: &LocalBus) -> Arc<Mutex<Vec<String>>> {
+async fn watch_session(bus: &StreamedBus) -> Arc<Mutex<Vec<String>>> {
     let steps = Arc::new(Mutex::new(Vec::new()));
     let note = |steps: &Arc<Mutex<Vec<String>>>, session: &Option<String>, step: String| {
         assert!(session.as_ref().unwrap().starts_with("issue-"), "{session:?}");

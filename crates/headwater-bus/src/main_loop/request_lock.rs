@@ -11,7 +11,8 @@ use std::time::Duration;
 use headwater_stream::{
     HeldLease, HolderName, LeaseAcquisition, LeaseName, LeaseRenewer, LeaseRenewerConfig,
 };
-use tokio::sync::{mpsc, watch};
+use tokio::runtime::Handle;
+use tokio_util::sync::CancellationToken;
 use tracing::warn;
 
 use super::parsed_request::ParsedRequest;
@@ -24,9 +25,7 @@ use crate::session_backend::SessionBackend;
 pub(super) struct RequestLocks {
     storage: SessionBackend,
     keeper: LeaseRenewer,
-    requests: Mutex<HashMap<RequestId, watch::Sender<bool>>>,
-    /// Leases of dropped locks, to be released. Bounded by the number of running requests.
-    dropped: mpsc::UnboundedSender<LeaseName>,
+    requests: Mutex<HashMap<RequestId, CancellationToken>>,
 }
 
 /// Result of acquiring a lock.
@@ -44,11 +43,10 @@ impl RequestLocks {
         storage: SessionBackend,
         holder: &str,
         config: LeaseRenewerConfig,
-    ) -> Result<(Arc<Self>, mpsc::UnboundedReceiver<LeaseName>)> {
+    ) -> Result<Arc<Self>> {
         let leases = Arc::clone(&storage.backend) as Arc<dyn headwater_stream::Leases>;
         let keeper = LeaseRenewer::new(leases, HolderName::new(holder)?, config)?;
-        let (dropped, receiver) = mpsc::unbounded_channel();
-        Ok((Arc::new(Self { storage, keeper, requests: Mutex::default(), dropped }), receiver))
+        Ok(Arc::new(Self { storage, keeper, requests: Mutex::default() }))
     }
 
     /// Acquires the lock of a request, if it is free. The request can be cancelled from before the lock is acquired.
@@ -71,8 +69,8 @@ impl RequestLocks {
         if requests.contains_key(&request.id) {
             return None;
         }
-        let (sender, cancelled) = watch::channel(false);
-        requests.insert(request.id.clone(), sender);
+        let cancelled = CancellationToken::new();
+        requests.insert(request.id.clone(), cancelled.clone());
         metrics::requests_running(1.0);
         let request_id = request.id.clone();
         Some(RequestLock { locks: Arc::clone(self), request_id, cancelled, lease: None })
@@ -81,19 +79,14 @@ impl RequestLocks {
     /// Cancels a request if it is running in this process.
     pub(super) fn cancel(&self, request: &str) {
         let Ok(request) = RequestId::new(request) else { return };
-        if let Some(sender) = self.requests().get(&request) {
-            sender.send_replace(true);
+        if let Some(cancelled) = self.requests().get(&request) {
+            cancelled.cancel();
         }
     }
 
-    /// Renews locks and releases dropped ones, for as long as it is polled.
-    pub(super) async fn run(&self, mut dropped: mpsc::UnboundedReceiver<LeaseName>) {
-        let releasing = async {
-            while let Some(lock) = dropped.recv().await {
-                self.release(&lock).await;
-            }
-        };
-        tokio::join!(self.keeper.run(std::future::pending()), releasing);
+    /// Renews locks, for as long as it is polled.
+    pub(super) async fn run(&self) {
+        self.keeper.run(std::future::pending()).await;
     }
 
     async fn release(&self, lock: &LeaseName) {
@@ -110,7 +103,7 @@ impl RequestLocks {
         }
     }
 
-    fn requests(&self) -> MutexGuard<'_, HashMap<RequestId, watch::Sender<bool>>> {
+    fn requests(&self) -> MutexGuard<'_, HashMap<RequestId, CancellationToken>> {
         self.requests.lock().expect("no code panics while it holds this lock")
     }
 }
@@ -119,17 +112,14 @@ impl RequestLocks {
 pub(super) struct RequestLock {
     locks: Arc<RequestLocks>,
     request_id: RequestId,
-    cancelled: watch::Receiver<bool>,
+    cancelled: CancellationToken,
     lease: Option<(LeaseName, HeldLease)>,
 }
 
 impl RequestLock {
     /// Returns when the request is cancelled. Cancel-safe.
     pub(super) async fn cancelled(&self) {
-        let mut cancelled = self.cancelled.clone();
-        if cancelled.wait_for(|is_cancelled| *is_cancelled).await.is_err() {
-            std::future::pending::<()>().await;
-        }
+        self.cancelled.cancelled().await;
     }
 
     /// Returns when another process may hold the lock. Cancel-safe.
@@ -152,9 +142,10 @@ impl Drop for RequestLock {
     fn drop(&mut self) {
         metrics::requests_running(-1.0);
         self.locks.requests().remove(&self.request_id);
-        if let Some((lock, _)) = self.lease.take() {
-            // After the worker has stopped there is no receiver; the worker releases all locks itself.
-            let _ = self.locks.dropped.send(lock);
+        // Without a runtime it expires after its TTL.
+        if let (Some((lock, _)), Ok(runtime)) = (self.lease.take(), Handle::try_current()) {
+            let locks = Arc::clone(&self.locks);
+            runtime.spawn(async move { locks.release(&lock).await });
         }
     }
 }

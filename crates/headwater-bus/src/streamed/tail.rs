@@ -48,7 +48,7 @@ async fn follow(inner: &Arc<Inner>, tasks: &mut StreamTasks) {
     // Keys that are not streams, and when to check them again.
     let mut foreign: HashSet<StreamName> = HashSet::new();
     let mut retry_foreign_at = Instant::now();
-    while !inner.closing.is_set() {
+    while !inner.closing.is_cancelled() {
         let mut positions = tasks.idle(inner.followed.positions());
         positions.retain(|(stream, _)| !foreign.contains(stream));
         // Only the read is cancelled by a change or by closing: reads are cancel-safe, handlers need not be.
@@ -60,7 +60,7 @@ async fn follow(inner: &Arc<Inner>, tasks: &mut StreamTasks) {
                 foreign.clear();
                 continue;
             }
-            () = inner.closing.wait() => return,
+            () = inner.closing.cancelled() => return,
         };
         match read {
             Ok(batches) => {
@@ -168,7 +168,7 @@ impl Inner {
             self.followed.mark_late(&stream);
         }
         for entry in entries {
-            if self.closing.is_set() {
+            if self.closing.is_cancelled() {
                 return;
             }
             self.receive_one(&stream, &entry).await;
@@ -226,8 +226,7 @@ impl Inner {
         if is_known && !self.live.handles(&envelope.event_type) {
             return Ok(None);
         }
-        let value = self.registry.decode_any(&envelope)?;
-        Ok(Some(DeliveredEvent { value, envelope: Arc::new(envelope) }))
+        DeliveredEvent::decode(&self.registry, envelope).map(Some)
     }
 
     /// Parks an entry, retrying transient errors. An error means that the bus is closing, or that the backend
@@ -262,7 +261,7 @@ impl Inner {
     pub(super) async fn sleep_unless_closing(&self, wait: Duration) -> bool {
         tokio::select! {
             () = tokio::time::sleep(wait) => true,
-            () = self.closing.wait() => false,
+            () = self.closing.cancelled() => false,
         }
     }
 }
