@@ -1,9 +1,9 @@
 //! Key queues: the in-flight messages of one partition, and which of them may be handled now.
 //!
-//! Upstream: `partition_consumer` adds what was read. Downstream: its handler tasks take what is ready.
+//! Upstream: `partition_state` adds what was read. Downstream: it hands what is ready to handlers.
 //! Guarantees: messages leave in the order they arrived; with [`MessageOrder::PerKey`], one message per key is handled at
 //! a time and later ones of the key stay queued behind it until it is completed. A message without a key never waits.
-//! Not here: time and tasks. This is plain data, under the lock of its partition consumer.
+//! Not here: time and tasks. This is plain data.
 
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 
@@ -232,6 +232,15 @@ impl KeyQueues {
         let waiting =
             self.in_backoff.values().chain(self.blocked.values()).chain(self.evicted.values());
         self.ready.iter().chain(queued).chain(waiting).map(|item| item.delivery.id)
+    }
+
+    /// The ids of all messages whose payload was not dropped.
+    #[cfg(test)]
+    pub(super) fn payload_ids(&self) -> impl Iterator<Item = EntryId> {
+        let queued = self.busy_keys.values().flatten();
+        let waiting = self.in_backoff.values().chain(self.blocked.values());
+        let all = self.ready.iter().chain(queued).chain(waiting);
+        all.filter(|item| !item.is_evicted()).map(|item| item.delivery.id)
     }
 
     /// Removes everything and returns the ids, in no particular order.
