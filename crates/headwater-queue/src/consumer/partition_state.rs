@@ -358,6 +358,9 @@ impl PartitionState {
 
     /// When [`PartitionEvent::Tick`] is due.
     pub(super) fn next_deadline(&self) -> Option<Instant> {
+        if self.phase == PartitionPhase::Terminated {
+            return None;
+        }
         let backoff = self.backoffs.first().map(|(at, _)| *at);
         let all = [
             backoff,

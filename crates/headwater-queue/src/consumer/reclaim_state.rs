@@ -301,11 +301,10 @@ impl PartitionState {
                 self.reclaims.request(ReclaimPurpose::Unseen, ended.scope);
             }
             ReclaimPurpose::Unseen if is_complete => self.start_reading(),
+            // The last read is followed by another try.
+            ReclaimPurpose::Unseen => self.reclaims.has_unseen = true,
             ReclaimPurpose::Member(reply) => self.actions.push(Action::Reply(reply, is_complete)),
-            ReclaimPurpose::Start
-            | ReclaimPurpose::Unseen
-            | ReclaimPurpose::Orphans
-            | ReclaimPurpose::LastUnseen => {}
+            ReclaimPurpose::Start | ReclaimPurpose::Orphans | ReclaimPurpose::LastUnseen => {}
         }
     }
 }
