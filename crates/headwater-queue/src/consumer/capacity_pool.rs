@@ -69,12 +69,6 @@ impl CapacityPool {
         (self.in_flight_max / partitions).max(self.concurrency).clamp(1, self.in_flight_max)
     }
 
-    /// Whether all partitions together could exceed `in_flight_max`.
-    pub(super) fn is_oversubscribed(&self) -> bool {
-        let all = self.each().saturating_mul(self.partitions.load(Ordering::Relaxed));
-        all > self.in_flight_max || self.limits().bulk.is_some()
-    }
-
     /// How many more messages may be in flight.
     pub(super) fn free(&self) -> usize {
         let blocked = self.blocked.load(Ordering::SeqCst);

@@ -12,14 +12,11 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
+use headwater_stream::StreamName;
 use headwater_stream::limits::READ_STREAMS_MAX;
-use headwater_stream::{HeldLease, StreamName};
-use tokio::sync::mpsc::UnboundedSender;
 use tokio::time::Instant;
 
 use super::capacity_pool::CapacityPool;
-use super::partition_driver::DriverEvent;
-use crate::topic::TopicName;
 
 /// How long a read waits when partitions take turns.
 const TURN_WAIT: Duration = Duration::from_millis(20);
@@ -34,50 +31,50 @@ const BULK_MIN: usize = 32;
 /// throughput on two processors). Partitions that may be on different servers are read together.
 const BULK_ALONE: usize = 128;
 
-/// A partition that is read.
-pub(super) struct FetchSource {
+/// A partition that is read, and where its entries go.
+pub(super) struct FetchSource<T> {
     /// Identifies its consumer: another one may have the same stream later.
     pub(super) id: u64,
-    pub(super) topic: TopicName,
-    pub(super) events: UnboundedSender<DriverEvent>,
-    pub(super) lease: HeldLease,
+    pub(super) target: T,
     pub(super) pool: Arc<CapacityPool>,
-    /// Whether its partitions may be on different servers.
-    pub(super) is_spread: bool,
+    /// Whether partitions of its topic may be on different servers.
+    is_spread: bool,
     pub(super) credits: isize,
-    pub(super) is_fast: bool,
+    is_fast: bool,
     /// Whether its driver wants it to be read.
     pub(super) is_reading: bool,
     /// Reads that failed, and those whose entries were reclaimed.
     pub(super) failed_reads: u64,
     pub(super) recovered_reads: u64,
-    /// Whether more entries may be waiting at the server.
-    pub(super) has_more: bool,
-    /// Since when it has too few credits for a bulk read.
-    starved_since: Option<Instant>,
-    last_turn: u64,
-    /// Whether the current read includes it.
-    is_in_read: bool,
     /// The number of the removal that ends it.
     pub(super) removal_seq: Option<u64>,
     /// Skipped until then, because its stream has the wrong type.
     pub(super) skipped_until: Option<Instant>,
+    /// Whether more entries may be waiting at the server.
+    has_more: bool,
+    /// Since when it has too few credits for a bulk read.
+    starved_since: Option<Instant>,
+    last_turn: u64,
+    kind: FetchKind,
 }
 
-impl FetchSource {
-    pub(super) fn new(
-        id: u64,
-        topic: TopicName,
-        events: UnboundedSender<DriverEvent>,
-        lease: HeldLease,
-        pool: Arc<CapacityPool>,
-        is_spread: bool,
-    ) -> Self {
+/// How the next read may include a partition.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum FetchKind {
+    No,
+    /// In bulk, as soon as it has credits.
+    BulkSoon,
+    Bulk,
+    Ample,
+    /// With few credits: no message waits for a handler, but handlers are busy.
+    Scarce,
+}
+
+impl<T> FetchSource<T> {
+    pub(super) fn new(id: u64, target: T, pool: Arc<CapacityPool>, is_spread: bool) -> Self {
         Self {
             id,
-            topic,
-            events,
-            lease,
+            target,
             pool,
             is_spread,
             credits: 0,
@@ -85,18 +82,13 @@ impl FetchSource {
             is_reading: true,
             failed_reads: 0,
             recovered_reads: 0,
+            removal_seq: None,
+            skipped_until: None,
             has_more: false,
             starved_since: None,
             last_turn: 0,
-            is_in_read: false,
-            removal_seq: None,
-            skipped_until: None,
+            kind: FetchKind::No,
         }
-    }
-
-    fn may_read(&self) -> bool {
-        let is_recovered = self.failed_reads == self.recovered_reads;
-        self.is_reading && is_recovered && self.removal_seq.is_none() && self.lease.is_valid()
     }
 
     fn credits(&self) -> usize {
@@ -110,16 +102,32 @@ impl FetchSource {
         self.credits().saturating_sub(bulk - limits.regular)
     }
 
-    /// The size of bulk reads, if they pay for this partition.
-    fn bulk_size(&self) -> Option<usize> {
-        if self.has_more && self.is_fast { self.pool.limits().bulk } else { None }
+    /// How the next read may include it.
+    fn next_kind(&mut self, now: Instant) -> FetchKind {
+        let limits = self.pool.limits();
+        if let Some(bulk) = limits.bulk.filter(|_| self.has_more && self.is_fast) {
+            if self.credits() * 2 >= bulk {
+                self.starved_since = None;
+                return FetchKind::Bulk;
+            }
+            let since = *self.starved_since.get_or_insert(now);
+            if now.duration_since(since) <= SATURATED_FOR {
+                return FetchKind::BulkSoon;
+            }
+            self.starved_since = None;
+            self.has_more = false;
+        }
+        match self.regular_credits() {
+            0 => FetchKind::No,
+            few if few * 4 < limits.regular => FetchKind::Scarce,
+            _ => FetchKind::Ample,
+        }
     }
 }
 
 /// The next read.
 #[derive(Default)]
 pub(super) struct FetchRequest {
-    pub(super) turn: u64,
     pub(super) streams: Vec<StreamName>,
     /// Entries per stream.
     pub(super) count: usize,
@@ -135,8 +143,8 @@ pub(super) struct FetchRequest {
 }
 
 /// The partitions of one fetcher.
-pub(super) struct FetchCredits {
-    pub(super) sources: HashMap<StreamName, FetchSource>,
+pub(super) struct FetchCredits<T> {
+    pub(super) sources: HashMap<StreamName, FetchSource<T>>,
     pub(super) removals: u64,
     /// Whether the fetcher was woken and has not planned a read since.
     is_woken: bool,
@@ -147,11 +155,14 @@ pub(super) struct FetchCredits {
     bulk_size: usize,
     /// When partitions were last read without bulk.
     regular_read_at: Option<Instant>,
-    /// Since when there has been no capacity for a bulk read, per subscription.
+    /// Since when a subscription has had no capacity for a bulk read.
     saturated_since: HashMap<usize, Instant>,
 }
 
-impl FetchCredits {
+/// Partitions that could be read, and how many entries of each.
+type Candidates<'a, T> = Vec<(&'a StreamName, &'a FetchSource<T>, usize)>;
+
+impl<T> FetchCredits<T> {
     pub(super) fn new(batch: usize, poll: Duration) -> Self {
         Self {
             sources: HashMap::new(),
@@ -167,7 +178,7 @@ impl FetchCredits {
     }
 
     /// The source of this consumer, unless another consumer has replaced it.
-    pub(super) fn find(&mut self, stream: &StreamName, id: u64) -> Option<&mut FetchSource> {
+    pub(super) fn find(&mut self, stream: &StreamName, id: u64) -> Option<&mut FetchSource<T>> {
         self.sources.get_mut(stream).filter(|source| source.id == id)
     }
 
@@ -180,14 +191,15 @@ impl FetchCredits {
         change: isize,
         is_fast: bool,
     ) -> bool {
+        let turn = self.turn;
         let Some(source) = self.find(stream, id) else { return false };
         source.credits += change;
         source.is_fast = is_fast;
-        if source.is_in_read || change <= 0 {
+        if source.last_turn == turn || change <= 0 {
             return false;
         }
-        match source.bulk_size() {
-            Some(size) => source.credits() * 2 >= size && source.pool.free_for_bulk() > 0,
+        match source.pool.limits().bulk.filter(|_| source.has_more && is_fast) {
+            Some(bulk) => source.credits() * 2 >= bulk && source.pool.free_for_bulk() > 0,
             None => source.regular_credits() > 0,
         }
     }
@@ -197,139 +209,119 @@ impl FetchCredits {
         !std::mem::replace(&mut self.is_woken, true)
     }
 
-    /// Plans the next read.
-    pub(super) fn next_request(&mut self, now: Instant) -> FetchRequest {
+    /// Plans the next read. `is_valid` tells whether a partition may be read at all.
+    pub(super) fn next_request(
+        &mut self,
+        now: Instant,
+        is_valid: impl Fn(&T) -> bool,
+    ) -> FetchRequest {
         self.is_woken = false;
         self.turn += 1;
-        let mut candidates = Candidates::default();
-        let mut soonest: Option<Instant> = None;
-        for (stream, source) in &mut self.sources {
-            source.is_in_read = false;
+        let mut request = FetchRequest { removals: self.removals, ..Default::default() };
+        let mut wait_max = self.poll;
+        for source in self.sources.values_mut() {
             source.pool.set_awaited(false);
+            source.kind = FetchKind::No;
+            request.has_removals |= source.removal_seq.is_some();
+            let is_recovered = source.failed_reads == source.recovered_reads;
             if let Some(until) = source.skipped_until.filter(|until| *until > now) {
-                soonest = Some(soonest.map_or(until, |soonest| soonest.min(until)));
-            } else if source.may_read() {
-                candidates.add(stream, source, now);
+                wait_max = wait_max.min(until - now);
+            } else if source.is_reading && is_recovered && source.removal_seq.is_none() {
+                source.kind =
+                    if is_valid(&source.target) { source.next_kind(now) } else { FetchKind::No };
             }
         }
-        let selection = self.select(candidates, now);
-        let has_removals = self.sources.values().any(|source| source.removal_seq.is_some());
-        let mut wait = self.poll.min(selection.wait_max.unwrap_or(self.poll));
-        if let Some(soonest) = soonest {
-            wait = wait.min(soonest - now);
-        }
-        if has_removals {
+        request.wait = wait_max;
+        self.select(&mut request, now);
+        if request.has_removals {
             // Without blocking, so that the server no longer reads the removed streams.
-            wait = Duration::ZERO;
+            request.wait = Duration::ZERO;
         }
-        let streams: Vec<StreamName> = selection.streams;
-        for stream in &streams {
+        request.count = request.count.clamp(1, self.batch);
+        for stream in &request.streams {
             if let Some(source) = self.sources.get_mut(stream) {
-                source.is_in_read = true;
+                source.last_turn = self.turn;
             }
         }
-        FetchRequest {
-            turn: self.turn,
-            streams,
-            count: selection.count.clamp(1, self.batch),
-            wait,
-            is_bulk: selection.is_bulk,
-            awaits_bulk: selection.awaits_bulk,
-            removals: self.removals,
-            has_removals,
-        }
+        request
     }
 
-    fn select(&mut self, candidates: Candidates, now: Instant) -> Selection {
-        let Candidates { bulk, mut ample, scarce, has_bulk_soon } = candidates;
-        let has_bulk = has_bulk_soon || !bulk.is_empty();
-        let (bulk, count) = self.select_bulk(bulk, &mut ample, now);
-        let awaits_bulk = has_bulk && bulk.is_empty();
-        let has_regular = !ample.is_empty() || !scarce.is_empty();
+    fn of_kind(&self, kind: FetchKind) -> Candidates<'_, T> {
+        let sources = self.sources.iter().filter(|(_, source)| source.kind == kind);
+        let mut all: Candidates<'_, T> = match kind {
+            FetchKind::Bulk => {
+                sources.map(|(name, source)| (name, source, source.credits())).collect()
+            }
+            _ => sources.map(|(name, source)| (name, source, source.regular_credits())).collect(),
+        };
+        // Those that were read longest ago come first.
+        all.sort_by_key(|(_, source, _)| source.last_turn);
+        all
+    }
+
+    fn select(&mut self, request: &mut FetchRequest, now: Instant) {
+        let mut bulk = self.of_kind(FetchKind::Bulk);
+        let mut regular = self.of_kind(FetchKind::Ample);
+        let scarce = self.of_kind(FetchKind::Scarce);
+        let is_soon = |source: &FetchSource<T>| source.kind == FetchKind::BulkSoon;
+        let has_bulk = !bulk.is_empty() || self.sources.values().any(is_soon);
+        let mut saturated_since = HashMap::new();
+        let mut count =
+            bulk.iter().map(|(_, _, credits)| *credits).fold(self.bulk_size, usize::min);
+        for (_, source, _) in &bulk {
+            let (key, free) = (pool_key(source), source.pool.free_for_bulk());
+            if free > 0 {
+                count = count.min(free);
+            } else {
+                let since = self.saturated_since.get(&key).copied();
+                saturated_since.insert(key, since.unwrap_or(now));
+            }
+        }
+        let skipped = fit(&mut bulk, count, CapacityPool::free_for_bulk, |source| {
+            count >= BULK_ALONE && !source.is_spread
+        });
+        // If their subscription has been saturated for long, the others are read like regular ones.
+        let is_saturated = |source: &FetchSource<T>| {
+            let since = saturated_since.get(&pool_key(source));
+            since.is_some_and(|since| now.duration_since(*since) > SATURATED_FOR)
+        };
+        let skipped = skipped.into_iter().filter(|(_, source, _)| is_saturated(source));
+        let skipped = skipped.map(|(name, source, _)| (name, source, source.regular_credits()));
+        regular.extend(skipped.filter(|(_, _, credits)| *credits > 0));
+        request.awaits_bulk = has_bulk && bulk.is_empty();
         let regular_due =
             self.regular_read_at.is_none_or(|at| now.duration_since(at) >= REGULAR_FETCH_EVERY);
-        if has_bulk && !(has_regular && regular_due) {
-            let wait_max = Some(Duration::ZERO);
-            return Selection {
-                wait_max,
-                is_bulk: true,
-                awaits_bulk,
-                ..Selection::of(bulk, count)
-            };
-        }
-        self.regular_read_at = Some(now);
-        let mut wait_max = None;
-        let mut selected = ample;
-        if selected.is_empty() {
-            selected = scarce;
-        } else if !scarce.is_empty() {
-            // They take turns: one small count for all would slow down the partitions with ample credits.
-            wait_max = Some(TURN_WAIT);
-            if self.turn.is_multiple_of(2) {
-                selected = scarce;
-                wait_max = Some(Duration::ZERO);
-            }
-        }
-        let smallest = selected.iter().map(|candidate| candidate.credits).min().unwrap_or(0);
-        let before = selected.len();
-        let count = share_pools(&mut selected, smallest, self.turn);
-        if selected.len() < before {
-            wait_max = Some(wait_max.unwrap_or(TURN_WAIT).min(TURN_WAIT));
-        }
         if has_bulk {
-            wait_max = Some(Duration::ZERO);
+            request.wait = Duration::ZERO;
         }
-        Selection { wait_max, awaits_bulk, ..Selection::of(selected, count) }
-    }
-
-    /// The partitions that were read longest ago, as many as there is capacity for, and the count of each. If their
-    /// subscription has been saturated for long, the others are read like regular ones.
-    fn select_bulk(
-        &mut self,
-        mut all: Vec<Candidate>,
-        ample: &mut Vec<Candidate>,
-        now: Instant,
-    ) -> (Vec<Candidate>, usize) {
-        all.sort_by_key(|candidate| candidate.last_turn);
-        let smallest = all.iter().map(|candidate| candidate.credits).min().unwrap_or(0);
-        let mut count = self.bulk_size.min(smallest);
-        // Free capacity of each subscription, whether one partition is read alone, and whether partitions wait.
-        let mut budgets: HashMap<usize, (Arc<CapacityPool>, usize, bool, bool)> = HashMap::new();
-        let mut selected = Vec::new();
-        for candidate in all {
-            let key = candidate.pool_key();
-            let (_, free, is_exclusive, has_waiting) = budgets.entry(key).or_insert_with(|| {
-                candidate.pool.set_awaited(true);
-                let free = candidate.pool.free_for_bulk();
-                if free > 0 {
-                    self.saturated_since.remove(&key);
-                } else {
-                    self.saturated_since.entry(key).or_insert(now);
-                }
-                (Arc::clone(&candidate.pool), free, false, false)
-            });
-            let fits = count.min(*free);
-            // One more partition is not worth a much smaller count for all.
-            if fits > 0 && fits * 2 >= count && !*is_exclusive {
-                *free -= fits;
-                count = fits;
-                *is_exclusive = count >= BULK_ALONE && !candidate.is_spread;
-                selected.push(candidate);
-                continue;
-            }
-            *has_waiting = true;
-            let since = self.saturated_since.get(&key);
-            if since.is_some_and(|since| now.duration_since(*since) > SATURATED_FOR) {
-                let credits = candidate.regular_credits;
-                if credits > 0 {
-                    ample.push(Candidate { credits, ..candidate });
+        let has_regular = !regular.is_empty() || !scarce.is_empty();
+        request.is_bulk = has_bulk && !(has_regular && regular_due);
+        if request.is_bulk {
+            regular = bulk;
+        } else {
+            if regular.is_empty() {
+                regular = scarce;
+            } else if !scarce.is_empty() {
+                // They take turns: one small count for all would slow down the partitions with ample credits.
+                request.wait = request.wait.min(TURN_WAIT);
+                if self.turn.is_multiple_of(2) {
+                    regular = scarce;
+                    request.wait = Duration::ZERO;
                 }
             }
+            count = share_pools(&regular);
+            // All subscriptions together have less than one entry for each: they take turns.
+            if !fit(&mut regular, count, CapacityPool::free, |_| false).is_empty() {
+                request.wait = request.wait.min(TURN_WAIT);
+            }
         }
-        for (pool, .., has_waiting) in budgets.values() {
-            pool.set_awaited(*has_waiting);
+        request.count = count;
+        let selected = regular.iter().take(READ_STREAMS_MAX);
+        request.streams = selected.map(|(name, ..)| (*name).clone()).collect();
+        if !request.is_bulk {
+            self.regular_read_at = Some(now);
         }
-        (selected, count)
+        self.saturated_since = saturated_since;
     }
 
     /// Records the result of a read: how many entries each stream returned, empty ones not included.
@@ -341,7 +333,6 @@ impl FetchCredits {
         if request.is_bulk {
             for stream in &request.streams {
                 if let Some(source) = self.sources.get_mut(stream) {
-                    source.last_turn = request.turn;
                     source.has_more = false;
                 }
             }
@@ -350,7 +341,6 @@ impl FetchCredits {
         for (stream, entries) in batches {
             total += entries;
             if let Some(source) = self.sources.get_mut(stream) {
-                source.last_turn = request.turn;
                 source.has_more = entries >= request.count;
             }
         }
@@ -362,127 +352,171 @@ impl FetchCredits {
     }
 }
 
-/// The streams of one read.
-#[derive(Default)]
-struct Selection {
-    streams: Vec<StreamName>,
+/// Identifies the subscription of a partition.
+fn pool_key<T>(source: &FetchSource<T>) -> usize {
+    Arc::as_ptr(&source.pool) as usize
+}
+
+/// The entries of each partition, so that those of one subscription share its free capacity.
+fn share_pools<T>(candidates: &Candidates<'_, T>) -> usize {
+    let mut wanted: HashMap<usize, usize> = HashMap::new();
+    for (_, source, _) in candidates {
+        *wanted.entry(pool_key(source)).or_default() += 1;
+    }
+    let share = |(_, source, credits): &(_, &FetchSource<T>, usize)| {
+        let free = source.pool.free() / wanted[&pool_key(source)];
+        (*credits).min(free.max(1))
+    };
+    candidates.iter().map(share).min().unwrap_or(0)
+}
+
+/// Keeps the partitions that fit into the free capacity of their subscription with so many entries each, after one that
+/// is read alone no other one. Returns those that do not.
+fn fit<'a, T>(
+    candidates: &mut Candidates<'a, T>,
     count: usize,
-    wait_max: Option<Duration>,
-    is_bulk: bool,
-    awaits_bulk: bool,
-}
-
-impl Selection {
-    fn of(selected: Vec<Candidate>, count: usize) -> Self {
-        let streams = selected.into_iter().take(READ_STREAMS_MAX);
-        let streams = streams.map(|candidate| candidate.stream).collect();
-        Self { streams, count, ..Self::default() }
-    }
-}
-
-/// A partition that could be read.
-struct Candidate {
-    stream: StreamName,
-    pool: Arc<CapacityPool>,
-    credits: usize,
-    /// Those for a read that is not in bulk.
-    regular_credits: usize,
-    is_spread: bool,
-    last_turn: u64,
-}
-
-impl Candidate {
-    /// Identifies the subscription.
-    fn pool_key(&self) -> usize {
-        Arc::as_ptr(&self.pool) as usize
-    }
-}
-
-#[derive(Default)]
-struct Candidates {
-    bulk: Vec<Candidate>,
-    ample: Vec<Candidate>,
-    /// With few credits: no message waits for a handler, but handlers are busy.
-    scarce: Vec<Candidate>,
-    /// Whether partitions will have credits for a bulk read soon.
-    has_bulk_soon: bool,
-}
-
-impl Candidates {
-    fn add(&mut self, stream: &StreamName, source: &mut FetchSource, now: Instant) {
-        let (credits, regular_credits) = (source.credits(), source.regular_credits());
-        let kind = match source.bulk_size() {
-            Some(size) if credits * 2 >= size => {
-                source.starved_since = None;
-                Some((&mut self.bulk, credits))
-            }
-            Some(_) => {
-                let since = *source.starved_since.get_or_insert(now);
-                if now.duration_since(since) <= SATURATED_FOR {
-                    self.has_bulk_soon = true;
-                    return;
-                }
-                source.starved_since = None;
-                source.has_more = false;
-                None
-            }
-            None => None,
-        };
-        let (list, credits) = match kind {
-            Some(bulk) => bulk,
-            None if regular_credits == 0 => return,
-            None if regular_credits * 4 >= source.pool.limits().regular => {
-                (&mut self.ample, regular_credits)
-            }
-            None => (&mut self.scarce, regular_credits),
-        };
-        list.push(Candidate {
-            stream: stream.clone(),
-            pool: Arc::clone(&source.pool),
-            credits,
-            regular_credits,
-            is_spread: source.is_spread,
-            last_turn: source.last_turn,
+    free: impl Fn(&CapacityPool) -> usize,
+    is_alone: impl Fn(&FetchSource<T>) -> bool,
+) -> Candidates<'a, T> {
+    // Free capacity, and whether capacity is awaited.
+    let mut budgets: HashMap<usize, (usize, bool)> = HashMap::new();
+    let mut skipped = Vec::new();
+    candidates.retain(|candidate| {
+        let (_, source, _) = candidate;
+        let (left, is_awaited) = budgets.entry(pool_key(source)).or_insert_with(|| {
+            let is_awaited = source.pool.is_awaited();
+            // Set before the capacity is read, so that capacity freed meanwhile wakes the fetcher.
+            source.pool.set_awaited(true);
+            (free(&source.pool), is_awaited)
         });
+        let fits = *left >= count && count > 0;
+        if fits {
+            *left = if is_alone(source) { 0 } else { *left - count };
+        } else {
+            *is_awaited = true;
+            skipped.push(*candidate);
+        }
+        fits
+    });
+    for (_, source, _) in candidates {
+        source.pool.set_awaited(budgets[&pool_key(source)].1);
     }
+    skipped
 }
 
-/// If the partitions of a subscription together could exceed its capacity, they share what is left, or take turns.
-/// Returns the count of each.
-fn share_pools(selected: &mut Vec<Candidate>, credits: usize, turn: u64) -> usize {
-    // Free capacity of each subscription, and partitions that want it.
-    let mut budgets: HashMap<usize, (usize, usize)> = HashMap::new();
-    for candidate in selected.iter().filter(|candidate| candidate.pool.is_oversubscribed()) {
-        let pool = &candidate.pool;
-        let (free, wanted) = budgets.entry(candidate.pool_key()).or_insert((pool.free(), 0));
-        *wanted += 1;
-        if *wanted > *free && !pool.is_awaited() {
-            pool.set_awaited(true);
-            // Capacity freed before this was set woke nothing.
-            *free = pool.free();
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::ConsumerConfig;
+
+    /// Partitions of one subscription: 24 with 5 messages each, or 32 in bulk.
+    struct Fixture {
+        credits: FetchCredits<()>,
+        pool: Arc<CapacityPool>,
+        now: Instant,
+    }
+
+    fn name(partition: usize) -> StreamName {
+        StreamName::new(format!("orders:{partition:02}")).unwrap()
+    }
+
+    impl Fixture {
+        fn new(partitions: usize) -> Self {
+            let config = ConsumerConfig { in_flight_max: 128, ..Default::default() };
+            let pool = Arc::new(CapacityPool::new(&config));
+            pool.divide(24);
+            let mut credits = FetchCredits::new(256, Duration::from_secs(5));
+            for partition in 0..partitions {
+                let source = FetchSource::new(0, (), Arc::clone(&pool), false);
+                credits.sources.insert(name(partition), source);
+            }
+            Self { credits, pool, now: Instant::now() }
+        }
+
+        fn next(&mut self) -> FetchRequest {
+            self.credits.next_request(self.now, |()| true)
+        }
+
+        /// Reads with these credits; each stream returns as many entries as were asked for.
+        fn read_all(&mut self, partitions: usize, credits: isize, is_fast: bool) -> FetchRequest {
+            for partition in 0..partitions {
+                self.credits.change(&name(partition), 0, credits, is_fast);
+            }
+            let request = self.next();
+            let full = request.streams.iter().map(|stream| (stream, request.count));
+            self.credits.record_read(&request, full);
+            request
         }
     }
-    let mut count = credits;
-    let mut has_too_few = false;
-    for (free, wanted) in budgets.values() {
-        if free >= wanted {
-            count = count.min(free / wanted);
-        }
-        has_too_few |= free < wanted;
+
+    #[test]
+    fn only_partitions_with_credits_are_read_and_no_more_than_they_have() {
+        let mut fixture = Fixture::new(3);
+        assert!(fixture.next().streams.is_empty());
+        assert!(fixture.credits.change(&name(0), 0, 5, false), "it is not being read");
+        assert!(fixture.credits.change(&name(1), 0, 4, false));
+        assert!(!fixture.credits.change(&name(2), 7, 5, false), "another consumer has it");
+        let request = fixture.next();
+        assert_eq!((request.streams.len(), request.count), (2, 4));
+        assert_eq!(request.wait, Duration::from_secs(5));
+        assert!(!fixture.credits.change(&name(0), 0, 1, false), "it is being read");
+        fixture.credits.change(&name(1), 0, -4, false);
+        assert_eq!(fixture.next().streams, [name(0)]);
     }
-    if has_too_few {
-        count = 1;
-        selected.sort_unstable_by(|a, b| a.stream.cmp(&b.stream));
-        let shift = usize::try_from(turn).unwrap_or(0) % selected.len();
-        selected.rotate_left(shift);
-        selected.retain(|candidate| match budgets.get_mut(&candidate.pool_key()) {
-            Some((free, _)) => {
-                let fits = *free > 0;
-                *free = free.saturating_sub(1);
-                fits
+
+    #[test]
+    fn bulk_reads_need_a_backlog_that_is_handled_fast() {
+        for (is_fast, has_backlog) in [(true, true), (false, true), (true, false)] {
+            let mut fixture = Fixture::new(2);
+            let request = fixture.read_all(2, if is_fast { 32 } else { 5 }, is_fast);
+            assert_eq!((request.is_bulk, request.count), (false, 5));
+            if !has_backlog {
+                let none = request.streams.iter().map(|stream| (stream, 0));
+                fixture.credits.record_read(&request, none);
             }
-            None => true,
-        });
+            let request = fixture.next();
+            assert_eq!(request.is_bulk, is_fast && has_backlog);
+            assert_eq!(request.count, if request.is_bulk { 32 } else { 5 });
+        }
     }
-    count
+
+    #[test]
+    fn a_partition_or_subscription_that_is_saturated_for_long_is_no_longer_read_in_bulk() {
+        let mut fixture = Fixture::new(1);
+        fixture.read_all(1, 32, true);
+        fixture.credits.change(&name(0), 0, -27, true);
+        let request = fixture.next();
+        assert!(request.streams.is_empty() && request.awaits_bulk, "it waits for credits");
+        fixture.now += SATURATED_FOR * 2;
+        let request = fixture.next();
+        assert!(!request.awaits_bulk && request.streams.is_empty(), "beyond the regular limit");
+
+        let mut fixture = Fixture::new(1);
+        fixture.read_all(1, 32, true);
+        fixture.pool.add_in_flight(100);
+        assert!(fixture.next().awaits_bulk, "the subscription has no capacity");
+        assert!(fixture.pool.is_awaited());
+        fixture.now += SATURATED_FOR * 2;
+        let request = fixture.next();
+        assert_eq!((request.streams.len(), request.count, request.is_bulk), (1, 5, false));
+    }
+
+    #[test]
+    fn partitions_share_the_capacity_of_their_subscription_or_take_turns() {
+        let mut fixture = Fixture::new(20);
+        fixture.pool.add_in_flight(128 - 60);
+        let request = fixture.read_all(20, 5, false);
+        assert_eq!((request.streams.len(), request.count), (20, 3));
+        fixture.pool.add_in_flight(60 - 8);
+        let mut seen = std::collections::BTreeSet::new();
+        for _ in 0..3 {
+            let request = fixture.next();
+            assert_eq!((request.streams.len(), request.count), (8, 1));
+            assert!(fixture.pool.is_awaited());
+            seen.extend(request.streams);
+        }
+        assert_eq!(seen.len(), 20, "no partition starves");
+        fixture.pool.add_in_flight(8);
+        assert!(fixture.next().streams.is_empty());
+    }
 }

@@ -16,6 +16,7 @@ use headwater_stream::{
     Backend, ConsumerName, DeliveredEntry, DisconnectOutcome, GroupName, GroupReader, SettleAction,
     SettleBatch, Settlement, StreamBatch, StreamError, StreamName,
 };
+use tokio::sync::mpsc::UnboundedSender;
 use tokio::sync::{Notify, watch};
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
@@ -23,7 +24,7 @@ use tracing::{debug, warn};
 
 use super::fetch_credits::{FetchCredits, FetchRequest, FetchSource, REGULAR_FETCH_EVERY};
 use super::handler_pool::yield_to_queue;
-use super::metrics::record_anomaly;
+use super::partition_context::PartitionContext;
 use super::partition_driver::DriverEvent;
 use super::partition_state::PartitionEvent;
 
@@ -53,10 +54,16 @@ pub(super) struct Fetcher {
     task: JoinHandle<()>,
 }
 
+/// Where the entries of a partition go.
+pub(super) struct FetchTarget {
+    pub(super) context: Arc<PartitionContext>,
+    pub(super) events: UnboundedSender<DriverEvent>,
+}
+
 struct FetchLoop {
     backend: Arc<dyn Backend>,
     key: FetcherKey,
-    credits: Mutex<FetchCredits>,
+    credits: Mutex<FetchCredits<FetchTarget>>,
     changed: Notify,
     /// Removals up to this number are in effect.
     removals_done: watch::Sender<u64>,
@@ -87,7 +94,11 @@ impl Fetcher {
     }
 
     /// Adds a partition, which is read as far as it gets credits.
-    pub(super) fn add(&self, stream: StreamName, source: FetchSource) {
+    pub(super) fn add(&self, id: u64, target: FetchTarget) {
+        let PartitionContext { subscription, policy, .. } = &*target.context;
+        let (pool, stream) = (Arc::clone(&subscription.pool), policy.stream.clone());
+        let is_spread = policy.topic.layout.is_spread();
+        let source = FetchSource::new(id, target, pool, is_spread);
         self.shared.lock().sources.insert(stream, source);
     }
 
@@ -149,7 +160,7 @@ impl Fetcher {
 }
 
 impl FetchLoop {
-    fn lock(&self) -> MutexGuard<'_, FetchCredits> {
+    fn lock(&self) -> MutexGuard<'_, FetchCredits<FetchTarget>> {
         self.credits.lock().expect("no code panics while it holds the credits")
     }
 
@@ -265,7 +276,7 @@ impl FetchLoop {
         let mut credits = self.lock();
         // This plan covers a wake-up that came meanwhile; it must not cancel the read.
         let _ = self.changed.notified().now_or_never();
-        credits.next_request(Instant::now())
+        credits.next_request(Instant::now(), |target| target.context.lease.is_valid())
     }
 
     async fn deliver(&self, batches: Vec<StreamBatch<DeliveredEntry>>) {
@@ -290,7 +301,7 @@ impl FetchLoop {
             source.credits -= isize::try_from(entries).unwrap_or(isize::MAX);
             source.pool.add_in_flight(entries);
             let event = DriverEvent::State(PartitionEvent::EntriesRead(batch.entries));
-            if source.events.send(event).is_err() {
+            if source.target.events.send(event).is_err() {
                 // It terminated: they stay pending for the next owner.
                 source.pool.remove_in_flight(entries);
             }
@@ -324,7 +335,7 @@ impl FetchLoop {
             for (stream, source) in &mut credits.sources {
                 if stream.as_str() == name {
                     source.skipped_until = Some(Instant::now() + WRONG_TYPE_PAUSE);
-                    record_anomaly(source.topic.as_str(), self.key.group.as_str(), "wrong_type", 1);
+                    source.target.context.metrics.record_anomaly("wrong_type", 1);
                 }
             }
             warn!(%error, "partition cannot be read");
@@ -335,7 +346,7 @@ impl FetchLoop {
         for source in credits.sources.values_mut() {
             source.failed_reads += 1;
             // Fails if it terminated.
-            let _ = source.events.send(DriverEvent::State(PartitionEvent::ReadFailed));
+            let _ = source.target.events.send(DriverEvent::State(PartitionEvent::ReadFailed));
         }
     }
 

@@ -18,10 +18,9 @@ use tokio::sync::oneshot;
 use tokio::time::{Instant, Sleep};
 use tracing::{debug, info, warn};
 
-use super::fetch_credits::FetchSource;
-use super::fetcher::Fetcher;
+use super::fetcher::{FetchTarget, Fetcher};
 use super::handler_pool::{HandlerPool, yield_to_queue};
-use super::key_queues::{InFlightMessage, KeyQueues};
+use super::key_queues::InFlightMessage;
 use super::partition_context::PartitionContext;
 use super::partition_state::{
     Action, PartitionEvent, PartitionPhase, PartitionState, Report, StateSettings, Unfinished,
@@ -53,11 +52,12 @@ impl PartitionHandle {
         let (events, received) = unbounded_channel();
         let handlers = Arc::new(HandlerPool::new(Arc::clone(&context)));
         let subscription = &context.subscription;
-        let config = &subscription.config;
-        let settings = StateSettings::new(config, &context.policy, context.consumer_name.clone());
-        let queues = KeyQueues::new(config.order, config.blocked_max);
-        let limits = subscription.pool.limits();
-        let state = PartitionState::new(settings, queues, limits, Instant::now());
+        let settings = StateSettings {
+            config: subscription.config.clone(),
+            consumer_name: context.consumer_name.clone(),
+            in_place_attempts: context.policy.in_place_attempts(),
+        };
+        let state = PartitionState::new(settings, subscription.pool.limits(), Instant::now());
         let driver = PartitionDriver {
             id: NEXT_ID.fetch_add(1, Ordering::Relaxed),
             state,
@@ -333,18 +333,12 @@ impl PartitionDriver {
     }
 
     fn start_reading(&mut self, failed_reads: u64) {
-        let stream = self.context.policy.stream.clone();
+        let context = Arc::clone(&self.context);
         if std::mem::replace(&mut self.is_added, true) {
-            return self.fetcher.set_reading(&stream, self.id, Some(failed_reads));
+            self.fetcher.set_reading(&context.policy.stream, self.id, Some(failed_reads));
+        } else if let Some(events) = self.events.upgrade() {
+            self.fetcher.add(self.id, FetchTarget { context, events });
         }
-        // Gone if the handle was dropped; then this driver ends.
-        let Some(events) = self.events.upgrade() else { return };
-        let subscription = &self.context.subscription;
-        let (topic, pool) = (subscription.topic.clone(), Arc::clone(&subscription.pool));
-        let is_spread = self.context.policy.topic.layout.is_spread();
-        let lease = self.context.lease.clone();
-        let source = FetchSource::new(self.id, topic, events, lease, pool, is_spread);
-        self.fetcher.add(stream, source);
     }
 
     fn end_reading(&mut self) {

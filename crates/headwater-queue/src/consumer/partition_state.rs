@@ -23,7 +23,7 @@ use tokio::time::Instant;
 use super::capacity_pool::PartitionLimits;
 use super::key_queues::{InFlightMessage, KeyQueues};
 use super::reclaim_state::{ReclaimPurpose, ReclaimScope, ReclaimState};
-use super::retry_or_dead_letter::{DeliveryResult, Disposition, MessagePolicy};
+use super::retry_or_dead_letter::{DeliveryResult, Disposition};
 use super::shutdown_state::ShutdownState;
 use crate::config::{ConsumerConfig, Mode};
 use crate::limits::BLOCKED_IDS_MAX;
@@ -183,30 +183,10 @@ pub(super) enum PartitionPhase {
 /// Settings of the state machine.
 #[derive(Clone, Debug)]
 pub(super) struct StateSettings {
-    pub(super) mode: Mode,
-    pub(super) concurrency: usize,
-    pub(super) reclaim_idle: Duration,
+    pub(super) config: ConsumerConfig,
     pub(super) consumer_name: ConsumerName,
     /// Deliveries that may be attempts in place and do not indicate a crash.
     pub(super) in_place_attempts: u64,
-    pub(super) max_crashes: u64,
-}
-
-impl StateSettings {
-    pub(super) fn new(
-        config: &ConsumerConfig,
-        policy: &MessagePolicy,
-        consumer_name: ConsumerName,
-    ) -> Self {
-        Self {
-            mode: config.mode,
-            concurrency: config.concurrency,
-            reclaim_idle: config.reclaim_idle,
-            consumer_name,
-            in_place_attempts: policy.in_place_attempts(),
-            max_crashes: u64::from(config.retry.max_crashes),
-        }
-    }
 }
 
 #[derive(Debug)]
@@ -249,12 +229,8 @@ pub(super) struct PartitionState {
 }
 
 impl PartitionState {
-    pub(super) fn new(
-        settings: StateSettings,
-        queues: KeyQueues,
-        limits: PartitionLimits,
-        now: Instant,
-    ) -> Self {
+    pub(super) fn new(settings: StateSettings, limits: PartitionLimits, now: Instant) -> Self {
+        let queues = KeyQueues::new(settings.config.order, settings.config.blocked_max);
         Self {
             settings,
             limits,
@@ -405,7 +381,7 @@ impl PartitionState {
     }
 
     fn start(&mut self) {
-        match self.settings.mode {
+        match self.settings.config.mode {
             // What the former owner left comes first.
             Mode::Owned => self.reclaims.request(ReclaimPurpose::Start, ReclaimScope::All),
             Mode::Shared => {
@@ -565,7 +541,7 @@ impl PartitionState {
             self.keep_alive_at = None;
             return;
         }
-        let every = (self.settings.reclaim_idle / 3).max(KEEP_ALIVE_MIN);
+        let every = (self.settings.config.reclaim_idle / 3).max(KEEP_ALIVE_MIN);
         let is_due = self.keep_alive_at.is_some_and(|at| at <= self.now);
         if is_due {
             self.actions.push(Action::KeepAlive(self.in_flight_ids().into_iter().collect()));
@@ -644,8 +620,9 @@ impl PartitionState {
         let change = isize::try_from(free).unwrap_or(isize::MAX) - self.credits;
         // Not for a few entries: a small read costs as much as a large one. But if no message waits for a handler, idle
         // handlers would have to wait for slow ones.
-        let is_worth_it =
-            change < 0 || free * 2 >= limit || self.running.len() <= self.settings.concurrency;
+        let is_worth_it = change < 0
+            || free * 2 >= limit
+            || self.running.len() <= self.settings.config.concurrency;
         let is_news = self.limits.bulk.is_some() && self.is_fast != self.reported_fast;
         if (change != 0 && is_worth_it) || (is_news && may_read) {
             let change = if is_worth_it { change } else { 0 };
@@ -668,12 +645,12 @@ impl PartitionState {
         self.last_search = self.now;
         self.search_released_at = None;
         let mut search = |scope| self.reclaims.request(ReclaimPurpose::Orphans, scope);
-        match self.settings.mode {
+        match self.settings.config.mode {
             // No other consumer may work on the partition.
             Mode::Owned => search(ReclaimScope::Others),
             Mode::Shared => {
                 search(ReclaimScope::released());
-                let idle = self.settings.reclaim_idle;
+                let idle = self.settings.config.reclaim_idle;
                 if self.now.saturating_duration_since(self.last_idle_search) >= idle / 3 {
                     self.last_idle_search = self.now;
                     search(ReclaimScope::Idle(idle));

@@ -14,7 +14,9 @@ use headwater_stream::{
 };
 use tokio::time::Instant;
 
-use super::partition_state::{Action, PartitionPhase, PartitionState, ReclaimReply, Report};
+use super::partition_state::{
+    Action, PartitionPhase, PartitionState, ReclaimReply, Report, StateSettings,
+};
 
 const RETRY_PAUSE: Duration = Duration::from_millis(100);
 /// How long a suspect entry is handled alone before others join it.
@@ -234,13 +236,7 @@ impl PartitionState {
                     return false;
                 }
             }
-            let same_risk = page_len(
-                &running.rows,
-                self.settings.in_place_attempts,
-                self.settings.max_crashes,
-                self.settings.concurrency,
-            );
-            same_risk.min(capacity)
+            page_len(&running.rows, &self.settings).min(capacity)
         };
         running.alone_until = None;
         running.step = ReclaimStep::Reclaiming;
@@ -310,12 +306,9 @@ impl PartitionState {
 }
 
 /// How many of these rows to reclaim at once: those with the same risk as the first.
-fn page_len(
-    rows: &VecDeque<PendingDelivery>,
-    in_place_attempts: u64,
-    max_crashes: u64,
-    concurrency: usize,
-) -> usize {
+fn page_len(rows: &VecDeque<PendingDelivery>, settings: &StateSettings) -> usize {
+    let StateSettings { config, in_place_attempts, .. } = settings;
+    let max_crashes = u64::from(config.retry.max_crashes);
     let risk = |row: &PendingDelivery| match row.deliveries {
         few if few < SUSPECT_DELIVERIES + in_place_attempts => 0,
         some if some + 1 < max_crashes + in_place_attempts => 1,
@@ -325,7 +318,7 @@ fn page_len(
     let same_risk = rows.iter().take_while(|row| risk(row) == first).count();
     match first {
         0 => same_risk,
-        1 => same_risk.min(concurrency),
+        1 => same_risk.min(config.concurrency),
         _ => 1,
     }
 }

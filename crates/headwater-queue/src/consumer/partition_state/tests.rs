@@ -20,15 +20,17 @@ fn id(n: u64) -> EntryId {
     EntryId::new(n, 0)
 }
 
-fn settings(mode: Mode) -> StateSettings {
-    StateSettings {
+fn settings(mode: Mode, order: MessageOrder) -> StateSettings {
+    let config = ConsumerConfig {
         mode,
+        order,
         concurrency: CONCURRENCY,
         reclaim_idle: Duration::from_secs(9),
-        consumer_name: ConsumerName::new(OWN).unwrap(),
-        in_place_attempts: 0,
-        max_crashes: 5,
-    }
+        blocked_max: 3,
+        ..Default::default()
+    };
+    let consumer_name = ConsumerName::new(OWN).unwrap();
+    StateSettings { config, consumer_name, in_place_attempts: 0 }
 }
 
 /// A server with one stream and one group, a fetcher, handlers and the calls in progress.
@@ -63,9 +65,8 @@ struct World {
 impl World {
     fn new(mode: Mode, order: MessageOrder) -> Self {
         let now = Instant::now();
-        let queues = KeyQueues::new(order, 3);
         Self {
-            state: PartitionState::new(settings(mode), queues, LIMITS, now),
+            state: PartitionState::new(settings(mode, order), LIMITS, now),
             now,
             keys: BTreeMap::new(),
             undelivered: BTreeSet::new(),
