@@ -227,20 +227,16 @@ impl KeyQueues {
         self.ready.len() + self.queued_behind + waiting
     }
 
-    pub(super) fn ids(&self) -> impl Iterator<Item = EntryId> {
+    /// All messages except those being handled, in no particular order.
+    pub(super) fn iter(&self) -> impl Iterator<Item = &InFlightMessage> {
         let queued = self.busy_keys.values().flatten();
         let waiting =
             self.in_backoff.values().chain(self.blocked.values()).chain(self.evicted.values());
-        self.ready.iter().chain(queued).chain(waiting).map(|item| item.delivery.id)
+        self.ready.iter().chain(queued).chain(waiting)
     }
 
-    /// The ids of all messages whose payload was not dropped.
-    #[cfg(test)]
-    pub(super) fn payload_ids(&self) -> impl Iterator<Item = EntryId> {
-        let queued = self.busy_keys.values().flatten();
-        let waiting = self.in_backoff.values().chain(self.blocked.values());
-        let all = self.ready.iter().chain(queued).chain(waiting);
-        all.filter(|item| !item.is_evicted()).map(|item| item.delivery.id)
+    pub(super) fn ids(&self) -> impl Iterator<Item = EntryId> {
+        self.iter().map(|item| item.delivery.id)
     }
 
     /// Removes everything and returns the ids, in no particular order.
@@ -251,13 +247,11 @@ impl KeyQueues {
     }
 
     /// Removes everything and returns the deliveries, in no particular order, except those whose payload was dropped.
-    pub(super) fn take_all(&mut self) -> impl Iterator<Item = DeliveredEntry> {
-        let Self { ready, busy_keys, in_backoff, blocked, .. } =
-            std::mem::replace(self, Self::new(self.order, self.blocked_max));
-        let queued = busy_keys.into_values().flatten();
-        let waiting = in_backoff.into_values().chain(blocked.into_values());
-        let all = ready.into_iter().chain(queued).chain(waiting);
-        all.filter(|item| !item.is_evicted()).map(|item| item.delivery)
+    pub(super) fn take_all(&mut self) -> Vec<DeliveredEntry> {
+        let with_payload = self.iter().filter(|item| !item.is_evicted());
+        let all = with_payload.map(|item| item.delivery.clone()).collect();
+        *self = Self::new(self.order, self.blocked_max);
+        all
     }
 
     /// Removes these messages. Returns how many there were.

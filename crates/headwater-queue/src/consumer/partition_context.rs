@@ -20,6 +20,7 @@ use tracing::{debug, error, warn};
 
 use super::data_loss_recovery::{DataEpoch, LossRecovery};
 use super::metrics::PartitionMetrics;
+use super::partition_state::PartitionEvent;
 use super::reclaim_state::ReclaimScope;
 use super::retry_or_dead_letter::MessagePolicy;
 use super::subscription_context::SubscriptionContext;
@@ -69,10 +70,11 @@ impl PartitionContext {
     }
 
     /// The backend rejected an effect as fenced: the partition has another owner.
-    pub(super) fn on_fenced(&self) {
+    pub(super) fn on_fenced(&self) -> PartitionEvent {
         warn!(stream = %self.policy.stream, consumer = %self.consumer_name, "fenced: the partition has another owner");
         self.metrics.record_anomaly("fenced", 1);
         self.fenced.signal();
+        PartitionEvent::LeaseLost
     }
 
     /// Observes the data epoch before anything is in flight. Returns when it did, or never will.

@@ -284,10 +284,7 @@ impl PartitionDriver {
                 yield_to_queue().await;
                 match context.settle(&batch).await {
                     Ok(()) => PartitionEvent::Settled,
-                    Err(_) => {
-                        context.on_fenced();
-                        PartitionEvent::LeaseLost
-                    }
+                    Err(_) => context.on_fenced(),
                 }
             }),
             Action::Credits { change, is_fast } => {
@@ -304,10 +301,7 @@ impl PartitionDriver {
             Action::CountDelivery(id) => self.call(|context| async move {
                 match context.count_delivery(id).await {
                     Ok(deliveries) => PartitionEvent::DeliveryCounted(id, deliveries),
-                    Err(_) => {
-                        context.on_fenced();
-                        PartitionEvent::LeaseLost
-                    }
+                    Err(_) => context.on_fenced(),
                 }
             }),
             Action::Reload(ids) => self
@@ -403,7 +397,7 @@ impl PartitionDriver {
             Report::ReclaimFailed { error, .. } => {
                 warn!(%stream, %error, "searching for orphaned entries failed");
             }
-            Report::Fenced => self.context.on_fenced(),
+            Report::Fenced => drop(self.context.on_fenced()),
             Report::LastReadTimedOut => {
                 warn!(%stream, "the last read did not return before its timeout");
             }

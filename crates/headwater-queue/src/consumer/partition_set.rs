@@ -13,7 +13,6 @@ use tokio::task::JoinSet;
 use tokio::time::Instant;
 use tracing::warn;
 
-use super::capacity_pool::PartitionLimits;
 use super::delay_scheduler::DelayScheduler;
 use super::fetcher::{Fetcher, FetcherKey};
 use super::partition_context::PartitionContext;
@@ -102,7 +101,7 @@ impl PartitionSet {
     /// Divides the capacity of the subscription among its partitions.
     fn divide_capacity(&self, state: &PartitionSetState) {
         let before = self.context.pool.limits();
-        let limits: PartitionLimits = self.context.pool.divide(state.partitions.len());
+        let limits = self.context.pool.divide(state.partitions.len());
         if limits != before {
             for partition in state.partitions.values() {
                 partition.send(PartitionEvent::LimitsChanged(limits));
