@@ -1,7 +1,7 @@
 //! Detects that Redis lost its data (flushed, or restarted empty) and appends again the messages that were in flight.
 //!
-//! Upstream: `ack_batcher`, when the server does not know an entry; `shutdown`, when the lease was lost with messages
-//! in flight. Downstream: the backend.
+//! Upstream: `partition_context`, when the server does not know an entry; `partition_driver`, when the lease was lost with
+//! messages in flight. Downstream: the backend.
 //! Guarantees: an in-flight message, its retry or its dead letter survives the loss. A consumer that was paused until
 //! another one took over writes nothing: the data epoch, a key beside the stream that never changes while the server
 //! keeps its data, distinguishes a loss from a trim.

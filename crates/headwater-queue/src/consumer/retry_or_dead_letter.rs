@@ -1,6 +1,6 @@
 //! Decides the disposition of a message from its handler's outcome: done, retry, release or dead letter.
 //!
-//! Upstream: `handler_task`. Downstream: `partition_consumer`, which executes the decision.
+//! Upstream: `handler_pool`. Downstream: `partition_state`, which executes the decision.
 //! Guarantees: failed attempts and crashes have separate limits. A failed attempt has a known outcome; a crash is a
 //! delivery without one. Reaching either limit makes a dead letter that states the cause and keeps all bytes.
 //! Not here: time, tasks and the backend. These are pure functions.

@@ -12,8 +12,8 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use tracing::info;
 
 use super::barrier_watcher;
-use super::partition_consumer::PartitionPhase;
 use super::partition_set::PartitionSet;
+use super::partition_state::PartitionPhase;
 use super::subscription_context::{SubscriptionContext, SubscriptionStats};
 use crate::config::{ConsumerConfig, MessageOrder};
 use crate::error::Result;
@@ -98,12 +98,13 @@ impl Subscription {
     /// Starts no handlers until `resume`. Running handlers finish; prefetched messages stay in flight.
     pub fn pause(&self) {
         self.partition_set.context.paused.store(true, Ordering::Release);
+        self.partition_set.partitions().iter().for_each(|partition| partition.pause());
     }
 
     /// Starts handlers again after `pause`.
     pub fn resume(&self) {
         self.partition_set.context.paused.store(false, Ordering::Release);
-        self.partition_set.consumers().iter().for_each(|consumer| consumer.resume());
+        self.partition_set.partitions().iter().for_each(|partition| partition.resume());
     }
 
     /// Stops reading, handles all in-flight messages within the drain timeout, releases the rest and leaves the group.
