@@ -39,6 +39,8 @@ mod clock_watch;
 mod event_batch;
 #[cfg(any(feature = "sqlite", feature = "postgres"))]
 mod row_decoding;
+#[cfg(any(feature = "sqlite", feature = "postgres"))]
+mod sql;
 
 #[cfg(feature = "postgres")]
 pub mod postgres;
@@ -103,6 +105,8 @@ pub use outbox::types::{
 };
 pub use outbox::{Deliver, DeliverError, Outbox};
 pub use retry_policy::IssueRetryPolicy;
+#[cfg(any(feature = "sqlite", feature = "postgres"))]
+pub use sql::{SqlColumn, SqlRow, SqlValue};
 pub use step_observer::{NoStepObserver, ProcessingStep, StepObserver};
 pub use store::Store;
 pub use sweeper::{Sweeper, SweeperConfig};
