@@ -12,6 +12,7 @@ Usage: cargo xtask <command>
   chaos [--minutes N]  run the crash and differential tests with N times the work,
                        stopped after N minutes (default 10)
   tidy                 check what the compiler cannot: paths, sizes, type names, crate order, layout
+  lines                count the lines of product code, per crate
   setup                install the tools that the tests need
   help                 print this list
 
@@ -29,6 +30,7 @@ pub(crate) enum XtaskCommand {
     Setup,
     Test { nextest_arguments: Vec<String> },
     Tidy,
+    Lines,
     Demo { arguments: Vec<String> },
     Bench { arguments: Vec<String> },
     Chaos { minutes: u32 },
@@ -47,6 +49,7 @@ impl XtaskCommand {
             name if is_help(name) => Ok(Self::Help),
             "setup" => without_arguments(Self::Setup, &rest),
             "tidy" => without_arguments(Self::Tidy, &rest),
+            "lines" => without_arguments(Self::Lines, &rest),
             "test" => Ok(Self::Test { nextest_arguments: passed_on(rest)? }),
             "demo" => Ok(Self::Demo { arguments: passed_on(rest)? }),
             "bench" => Ok(Self::Bench { arguments: passed_on(rest)? }),
