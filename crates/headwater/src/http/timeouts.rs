@@ -18,6 +18,7 @@ use tokio::time::{Instant, timeout};
 use tracing::{Instrument, debug, error, field, info_span};
 
 use crate::http::ApiError;
+use crate::http::client_address::client_of;
 use crate::server::app_state::App;
 use crate::telemetry::continue_trace;
 
@@ -41,7 +42,7 @@ pub(crate) async fn apply(State(app): State<App>, mut request: Request, next: Ne
     let (route, method) = (route.to_owned(), request.method().clone());
 
     // Held until the response begins; by then the decoded body is dropped.
-    let memory = app.body_budget.for_request(app.rate_limiter.client(&request));
+    let memory = app.body_budget.for_request(client_of(&request));
     request.extensions_mut().insert(Arc::clone(&memory));
 
     let span = info_span!("request", route, %method, status = field::Empty);
