@@ -43,7 +43,7 @@ fn run() -> Result<(), ExitError> {
         XtaskCommand::Test { nextest_arguments } => test::run(&nextest_arguments),
         XtaskCommand::Tidy => tidy::run(),
         XtaskCommand::Lines => lines::run(),
-        XtaskCommand::Demo { arguments } => demo::run(&arguments),
+        XtaskCommand::Demo { analytics, arguments } => demo::run(analytics, &arguments),
         XtaskCommand::Bench { arguments } => bench::run(&arguments),
         XtaskCommand::Chaos { minutes } => chaos::run(minutes),
     }
