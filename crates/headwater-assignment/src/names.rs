@@ -12,12 +12,8 @@
 //! On a Redis Cluster a lease must be in the slot of the input, so the service needs a hash tag there: `{orders}`, or
 //! `{eu}:orders`. Services without one share the leases `mutex:<stream>`: their data streams need distinct names.
 
-use std::process;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{SystemTime, UNIX_EPOCH};
-
 use headwater_stream::{
-    ConsumerName, GroupName, HolderName, LeaseName, Result, SetName, StreamName, hash_tag,
+    ConsumerName, GroupName, HolderName, LeaseName, Result, SetName, StreamName, hash_tag, start_id,
 };
 
 /// The names of one service.
@@ -79,14 +75,6 @@ impl MemberIdentity {
         let name = format!("{consumer}:{}", start_id());
         Ok(Self { holder: HolderName::new(&name)?, consumer: ConsumerName::new(&name)? })
     }
-}
-
-/// Time, process id and counter: unique unless a process id is reused within a microsecond.
-fn start_id() -> String {
-    static STARTS: AtomicU64 = AtomicU64::new(0);
-    let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    let start = STARTS.fetch_add(1, Ordering::Relaxed);
-    format!("{:x}-{:x}-{start:x}", since_1970.as_micros(), process::id())
 }
 
 #[cfg(test)]

@@ -45,7 +45,6 @@ pub mod postgres;
 #[cfg(feature = "sqlite")]
 pub mod sqlite;
 
-mod random;
 mod step_observer;
 mod trace_propagation;
 

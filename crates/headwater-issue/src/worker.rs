@@ -58,7 +58,6 @@ use crate::metrics::{
     EVENTS_PER_ISSUE_BATCH, ISSUES_PROCESSED, ISSUES_PROCESSING_DURATION, NUDGES_WITHOUT_RUN,
 };
 use crate::nudge::{self, Nudger};
-use crate::random;
 use crate::step_observer::ProcessingStep;
 use crate::store::Store;
 
@@ -438,9 +437,7 @@ impl Inner {
     ) -> (&'static str, FollowUp) {
         let (issue_id, attempt) = (run.issue().id, run.issue().attempts + 1);
         let then = match error.then {
-            FailureAction::Retry => {
-                AfterFailure::Retry { after: self.config.retry.delay(attempt, random::unit_f64()) }
-            }
+            FailureAction::Retry => AfterFailure::Retry { after: self.config.retry.delay(attempt) },
             FailureAction::RetryAfter(after) => AfterFailure::Retry { after },
             FailureAction::Defer(after) => defer_with_jitter(after),
             FailureAction::Unavailable => {
@@ -575,7 +572,7 @@ impl Inner {
 /// Defers a run, with jitter, so that runs deferred until the same time do not resume at once.
 fn defer_with_jitter(after: Duration) -> AfterFailure {
     let spread = (after / 10).min(DEFER_JITTER_MAX);
-    AfterFailure::Defer { after: after + spread.mul_f64(random::unit_f64()) }
+    AfterFailure::Defer { after: after + spread.mul_f64(fastrand::f64()) }
 }
 
 fn first<T>(results: Result<Vec<T>>) -> Result<Option<T>> {

@@ -5,6 +5,9 @@ mod error;
 pub mod limits;
 mod name;
 
+mod backoff;
+mod process_name;
+
 pub mod clock;
 mod entry;
 
@@ -30,6 +33,7 @@ mod redis;
 mod connect;
 
 pub use backend::{Backend, BackendDescription};
+pub use backoff::{Backoff, RetryTimer};
 pub use coalescer::{BatchError, Coalescer, CoalescerConfig};
 pub use connect::{Options, connect, validate_url};
 pub use dedup::{Dedup, DedupStatus};
@@ -49,6 +53,7 @@ pub use name::{
     ConsumerName, DedupScope, DelayName, GroupName, HolderName, LeaseName, MapName, SetName,
     StreamName, hash_tag,
 };
+pub use process_name::{process_name, start_id};
 pub use registry::{Registry, RegistryMap};
 pub use streams::{
     AppendRequest, AppendedEntry, ConsumerStats, Direction, DisconnectOutcome, EntrySource,

@@ -12,7 +12,9 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use headwater_stream::limits::{BATCH_BYTES_MAX, BATCH_MAX, FOLLOW_UP_BYTES_MAX};
-use headwater_stream::{EntryId, SettleAction, SettleBatch, SettleResult, Settlement, StreamError};
+use headwater_stream::{
+    Backoff, EntryId, SettleAction, SettleBatch, SettleResult, Settlement, StreamError,
+};
 use tokio::time::Instant;
 use tracing::{debug, error, warn};
 
@@ -25,8 +27,7 @@ const SETTLE_BATCH: usize = 256;
 /// While handlers are running, a finished delivery waits at most this long for a larger batch.
 const SETTLE_AFTER: Duration = Duration::from_millis(1);
 /// Backoff between attempts of a settle call.
-const BACKOFF_MIN: Duration = Duration::from_millis(20);
-const BACKOFF_MAX: Duration = Duration::from_secs(2);
+const BACKOFF: Backoff = Backoff::doubling(Duration::from_millis(20), Duration::from_secs(2));
 /// Bytes of follow-up entries in one call; the last entry may exceed it.
 const FOLLOW_UP_BYTES_PER_CALL: usize = BATCH_BYTES_MAX - FOLLOW_UP_BYTES_MAX;
 
@@ -108,7 +109,7 @@ impl PartitionConsumer {
 
     /// Settles; retries transient errors while the lease is trusted.
     async fn settle_with_retry(&self, batch: &[Settlement]) -> Result<SettleResult, StreamError> {
-        let mut backoff = BACKOFF_MIN;
+        let mut retry = BACKOFF.timer();
         loop {
             let settle = SettleBatch {
                 stream: &self.policy.stream,
@@ -121,8 +122,7 @@ impl PartitionConsumer {
                 Err(error) if error.is_transient() && self.lease.is_valid() => {
                     self.metrics.record_anomaly("settle_failed", 1);
                     warn!(stream = %self.policy.stream, %error, "settle failed, retrying");
-                    tokio::time::sleep(backoff).await;
-                    backoff = (backoff * 2).min(BACKOFF_MAX);
+                    retry.wait().await;
                 }
                 result => return result,
             }
