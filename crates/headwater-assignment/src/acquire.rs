@@ -14,12 +14,10 @@ use tracing::{debug, warn};
 use crate::error::ClaimError;
 use crate::input::{self, Input, MalformedInput};
 use crate::member::{AssignmentMember, LeaseGuard};
-use crate::notification::NotificationSlot;
+use crate::metrics::{CLAIMS, MALFORMED, QUARANTINED};
+use crate::notification::{Notification, NotificationSlot};
 use crate::owned::Owned;
 use crate::owned_set::{NoCapacity, OwnedReservation};
-
-/// Attempts to acquire a lease that turns out to be free when its holder is looked up.
-const ACQUIRE_TRIES_MAX: usize = 3;
 
 /// A new input entry with the capacity reserved for it.
 struct NewStream {
@@ -36,9 +34,10 @@ impl AssignmentMember {
         // Notify after the entry has been moved, so that a receiver does not find it any more.
         if let Err(ClaimError::Quarantined { owners, .. }) = &result {
             self.notification_queue.retract_expired(stream);
-            self.notification_queue.quarantined(stream, *owners);
+            let (stream, owners) = (stream.clone(), *owners);
+            self.notification_queue.send(Notification::Quarantined { stream, owners });
         }
-        self.metrics.claim(match &result {
+        let result_label = match &result {
             Ok(_) => "won",
             Err(ClaimError::AlreadyClaimed { .. }) => "already_claimed",
             Err(ClaimError::Unknown { .. }) => "unknown",
@@ -46,7 +45,8 @@ impl AssignmentMember {
             Err(ClaimError::AtCapacity { .. }) => "at_capacity",
             Err(ClaimError::Closed) => "closed",
             Err(ClaimError::Backend(_)) => "failed",
-        });
+        };
+        self.metrics.count_by(CLAIMS, "result", result_label);
         result
     }
 
@@ -60,7 +60,7 @@ impl AssignmentMember {
                 NoCapacity::Full => ClaimError::AtCapacity { streams_max: self.config.streams_max },
                 NoCapacity::Closed => ClaimError::Closed,
             })?;
-        let guard = self.acquire_lease_or_owner(stream).await?;
+        let guard = self.acquire_lease(stream).await?;
         let found = match self.fetch(stream, guard.fence()).await {
             Ok(found) => found,
             Err(error) => {
@@ -91,24 +91,6 @@ impl AssignmentMember {
             return Err(ClaimError::Closed);
         };
         Ok(owned)
-    }
-
-    async fn acquire_lease_or_owner(
-        &self,
-        stream: &StreamName,
-    ) -> Result<LeaseGuard<'_>, ClaimError> {
-        for _ in 0..ACQUIRE_TRIES_MAX {
-            if let Some(guard) = self.acquire_lease(stream).await? {
-                return Ok(guard);
-            }
-            let lease = self.names.lease(stream)?;
-            let holders = self.backend.leases(&[lease]).await?;
-            if let Some(Some(holder)) = holders.into_iter().next() {
-                let by = Some(holder.holder);
-                return Err(ClaimError::AlreadyClaimed { stream: stream.clone(), by });
-            }
-        }
-        Err(ClaimError::AlreadyClaimed { stream: stream.clone(), by: None })
     }
 
     /// Reclaims the pending entry of a stream under its lease. Tries the cheapest lookup first.
@@ -192,7 +174,7 @@ impl AssignmentMember {
         let reason = format!("quarantined after {owners} owners");
         self.dead_letter(delivery.id, &delivery.fields, &reason, Some(guard.fence())).await?;
         warn!(%stream, entry_id = %delivery.id, owners, "stream quarantined");
-        self.metrics.quarantined();
+        self.metrics.count(QUARANTINED, 1);
         Ok(())
     }
 
@@ -207,7 +189,7 @@ impl AssignmentMember {
                     let (id, fields) = (delivery.id, &delivery.fields);
                     warn!(entry_id = %id, reason, "malformed input entry moved to the dead letters");
                     match self.dead_letter(id, fields, &reason, None).await {
-                        Ok(()) => self.metrics.malformed(),
+                        Ok(()) => self.metrics.count(MALFORMED, 1),
                         Err(error) => {
                             warn!(entry_id = %id, %error, "could not write a dead letter; retrying");
                             again.push(delivery);
@@ -249,13 +231,13 @@ impl AssignmentMember {
         let (mut won, mut unused) = (Vec::new(), Vec::new());
         for (wanted, lock) in wanted.into_iter().zip(locks) {
             match lock {
-                Ok(Some(guard)) => won.push((wanted, guard)),
-                // The stream was added twice: the entry waits until its lease is free.
-                Ok(None) => surplus.push(wanted.delivery.id),
-                Err(error) if error.is_transient() => {
+                Ok(guard) => won.push((wanted, guard)),
+                Err(ClaimError::Backend(error)) if error.is_transient() => {
                     warn!(stream = %wanted.input.stream, %error, "could not acquire the lease; retrying");
                     again.push(wanted.delivery);
                 }
+                // The stream was added twice: the entry waits until its lease is free.
+                Err(ClaimError::AlreadyClaimed { .. }) => surplus.push(wanted.delivery.id),
                 // The error concerns only this stream, so do not block the others. The sweep retries it.
                 Err(error) => {
                     warn!(stream = %wanted.input.stream, %error, "could not acquire the lease; releasing the input entry");

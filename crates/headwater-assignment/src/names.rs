@@ -13,7 +13,8 @@
 //! `{eu}:orders`. Services without one share the leases `mutex:<stream>`: their data streams need distinct names.
 
 use headwater_stream::{
-    ConsumerName, GroupName, HolderName, LeaseName, Result, SetName, StreamName, hash_tag, start_id,
+    ConsumerName, GroupName, HolderName, LeaseName, LivenessLease, Result, SetName, StreamName,
+    hash_tag, start_id,
 };
 
 /// The names of one service.
@@ -57,6 +58,13 @@ impl Names {
     /// The lease that shows that a consumer is alive.
     pub(crate) fn member_lease(&self, holder: &str) -> Result<LeaseName> {
         LeaseName::new(format!("{}-member:{holder}", self.service))
+    }
+
+    /// A member of the list and its lease; `None` for a text that is not the name of a holder.
+    pub(crate) fn member(&self, entry: &str) -> Option<(HolderName, LivenessLease)> {
+        let holder = HolderName::new(entry).ok()?;
+        let lease = self.member_lease(entry).ok()?;
+        Some((holder.clone(), LivenessLease { lease, holder: Some(holder) }))
     }
 }
 

@@ -7,7 +7,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use headwater_stream::{AcquireResult, Backend, Fence, HolderName, Renewal, start_id};
+use headwater_stream::{AcquireResult, Backend, Fence, HolderName, Renewal, unique_holder};
 use tokio::time::Instant;
 use tracing::warn;
 
@@ -79,6 +79,5 @@ impl TopicLock {
 
 /// A unique holder name.
 fn new_holder() -> HolderName {
-    let name = format!("change:{}:{}", std::process::id(), start_id());
-    HolderName::new(name).expect("numbers make a valid name")
+    unique_holder(&format!("change:{}", std::process::id())).expect("numbers make a valid name")
 }

@@ -8,6 +8,9 @@ use std::{env, fs, process};
 
 use uuid::Uuid;
 
+use crate::error::Result;
+use crate::name::HolderName;
+
 /// Bytes of the host name that are used; the start id makes names unique.
 const HOST_BYTES_MAX: usize = 60;
 
@@ -15,6 +18,11 @@ const HOST_BYTES_MAX: usize = 60;
 pub fn start_id() -> String {
     let (high, low) = Uuid::new_v4().as_u64_pair();
     format!("{:016x}", high ^ low)
+}
+
+/// `NAME:START`, the name of one start of this process as a holder of leases.
+pub fn unique_holder(name: &str) -> Result<HolderName> {
+    HolderName::new(format!("{name}:{}", start_id()))
 }
 
 /// `worker:HOST:PID`, the default name of this process. Append a start id to make it unique.

@@ -10,8 +10,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use headwater_queue::{Outcome, RetryPolicy};
-use headwater_stream::LeaseName;
-use tokio::sync::{mpsc, watch};
+use tokio::sync::watch;
 use tokio::time::{Instant, MissedTickBehavior, interval};
 use tracing::{info, warn};
 
@@ -62,13 +61,13 @@ impl MainLoopWorker {
         bus.registry().check::<MainLoopCompleted>()?;
         bus.registry().check::<MainLoopFailed>()?;
         let reply_store = ReplyStore::new(Arc::clone(&bus), config.replies).await?;
-        let (locks, dropped) =
+        let locks =
             RequestLocks::new(reply_store.storage.clone(), &reply_store.origin, config.lease)?;
         let (stop, stopping) = watch::channel(None);
         let main_loop = Arc::new(TypedMainLoop(main_loop));
         let executor =
             Arc::new(RequestExecutor { sessions, reply_store, locks, main_loop, config, stopping });
-        let maintain = AbortOnDropTask(tokio::spawn(maintain(Arc::clone(&executor), dropped)));
+        let maintain = AbortOnDropTask(tokio::spawn(maintain(Arc::clone(&executor))));
         let worker =
             Self { executor, bus, stop, subscriptions: Mutex::default(), _upkeep: maintain };
         worker.subscribe().await?;
@@ -191,7 +190,7 @@ impl fmt::Debug for MainLoopWorker {
 }
 
 /// Periodic work of the worker.
-async fn maintain(executor: Arc<RequestExecutor>, dropped: mpsc::UnboundedReceiver<LeaseName>) {
+async fn maintain(executor: Arc<RequestExecutor>) {
     let sweeping = async {
         let mut ticks = interval(executor.config.sweep_every);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -202,5 +201,5 @@ async fn maintain(executor: Arc<RequestExecutor>, dropped: mpsc::UnboundedReceiv
             }
         }
     };
-    tokio::join!(executor.locks.run(dropped), sweeping);
+    tokio::join!(executor.locks.run(), sweeping);
 }
