@@ -238,7 +238,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 /// A lease whose stream is not owned yet. On drop it is released, so that a cancelled caller leaves no lease behind.
 pub(crate) struct LeaseGuard<'a> {
     member: &'a AssignmentMember,
-    held: HeldLease,
+    pub(crate) held: HeldLease,
     retained: bool,
 }
 
@@ -248,9 +248,8 @@ impl LeaseGuard<'_> {
     }
 
     /// Keeps the lease: the stream is owned.
-    pub(crate) fn into_held(mut self) -> HeldLease {
+    pub(crate) fn retain(mut self) {
         self.retained = true;
-        self.held.clone()
     }
 
     /// Releases the lease now.
