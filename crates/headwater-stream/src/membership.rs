@@ -128,7 +128,10 @@ mod tests {
     fn parse(text: &str) -> Option<(String, LivenessLease)> {
         let (member, holder) = text.split_once(' ')?;
         let lease = LeaseName::new(format!("alive:{member}")).ok()?;
-        let holder = (holder != "any").then(|| HolderName::new(holder).unwrap());
+        let holder = match holder {
+            "any" => None,
+            holder => Some(HolderName::new(holder).ok()?),
+        };
         Some((member.to_owned(), LivenessLease { lease, holder }))
     }
 
