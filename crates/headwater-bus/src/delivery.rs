@@ -12,7 +12,6 @@ use tokio_util::sync::CancellationToken;
 use tracing::warn;
 
 use crate::handler::{DeliveredEvent, HandlerResult, TypedHandler};
-use crate::name::random_bits;
 
 /// Attempts, if the retry policy does not set them.
 const ATTEMPTS_DEFAULT: u32 = 5;
@@ -63,7 +62,7 @@ impl EventDelivery {
                 "durable handler failed; the event will be retried"
             );
             let wait =
-                result.after.unwrap_or_else(|| self.retry.backoff.delay(attempt, random_unit()));
+                result.after.unwrap_or_else(|| self.retry.backoff.delay(attempt, fastrand::f64()));
             tokio::select! {
                 () = tokio::time::sleep(wait) => {}
                 () = self.closing.cancelled() => return Outcome::Release,
@@ -97,9 +96,4 @@ impl<'a> DeliveryAttempt<'a> {
             }
         }
     }
-}
-
-/// A uniform random number in [0, 1).
-pub(crate) fn random_unit() -> f64 {
-    (random_bits() as u64 >> 11) as f64 / (1u64 << 53) as f64
 }

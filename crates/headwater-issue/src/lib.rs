@@ -47,7 +47,6 @@ pub mod postgres;
 #[cfg(feature = "sqlite")]
 pub mod sqlite;
 
-mod random;
 mod step_observer;
 
 pub mod metrics;

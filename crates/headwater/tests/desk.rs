@@ -24,8 +24,8 @@ use headwater_issue::{
     OutboxConfig, OutboxRow, ProcessingStatus, Store, StoreOptions, Worker, WorkerConfig, connect,
 };
 use headwater_queue::Queue;
-use headwater_stream::EntryId;
 use headwater_stream::clock::{Clock, SystemClock};
+use headwater_stream::{Backoff, EntryId};
 use serde_json::json;
 use tokio::sync::{Semaphore, watch};
 use uuid::Uuid;
@@ -92,8 +92,7 @@ impl System {
         );
         let retry = IssueRetryPolicy {
             attempts_max: 3,
-            backoff_first: Duration::ZERO,
-            backoff_max: Duration::ZERO,
+            backoff: Backoff::Fixed(Duration::ZERO),
             ..IssueRetryPolicy::default()
         };
         let others = WorkerConfig {

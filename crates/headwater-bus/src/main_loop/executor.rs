@@ -25,19 +25,13 @@ use super::request_context::{AttemptResult, DynMainLoop, RequestContext};
 use super::request_lock::{LockAttempt, RequestLock, RequestLocks};
 use crate::builtin_events::{MainLoopCompleted, MainLoopFailed, MainLoopRequest, RequestFailure};
 use crate::bus::EventBusExt;
-use crate::delivery::random_unit;
 use crate::error::BusError;
 use crate::event::ReceivedEvent;
 use crate::metrics;
 use crate::session::{Session, SessionError, Sessions};
 
 /// Backoff between calls while the backend is unavailable.
-const RETRY: Backoff = Backoff::Exponential {
-    first: Duration::from_millis(100),
-    factor: 2.0,
-    max: Duration::from_secs(5),
-    jitter: 0.5,
-};
+const RETRY: Backoff = Backoff::doubling(Duration::from_millis(100), Duration::from_secs(5));
 
 /// Longest time to wait for a lock held elsewhere before the request is released, and shortest time between two
 /// attempts.
@@ -191,7 +185,7 @@ impl RequestExecutor {
                 Err(error) => {
                     warn!(request_id = %request.id, %error, "request could not be locked");
                     attempts += 1;
-                    RETRY.delay(attempts, random_unit())
+                    RETRY.delay(attempts, fastrand::f64())
                 }
             };
             if attempts > RETRIES_MAX {
@@ -361,7 +355,7 @@ impl RequestExecutor {
             }
             metrics::request_retried();
             warn!(attempt = context.attempt, error = reason, "request failed; it will be retried");
-            let wait = self.config.backoff.delay(context.attempt, random_unit());
+            let wait = self.config.backoff.delay(context.attempt, fastrand::f64());
             tokio::select! {
                 biased;
                 ended = interrupted() => return ended,
@@ -494,7 +488,7 @@ impl RequestExecutor {
             }
             // A finished run still stores its reply during the drain period.
             tokio::select! {
-                () = sleep(RETRY.delay(attempts, random_unit())) => {}
+                () = sleep(RETRY.delay(attempts, fastrand::f64())) => {}
                 () = self.drain_elapsed() => return Err(RequestReleaseReason::Stopping),
             }
         }

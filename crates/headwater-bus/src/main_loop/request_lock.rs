@@ -11,7 +11,6 @@ use std::time::Duration;
 use headwater_stream::{
     HeldLease, HolderName, LeaseAcquisition, LeaseName, LeaseRenewer, LeaseRenewerConfig,
 };
-use tokio::runtime::Handle;
 use tokio_util::sync::CancellationToken;
 use tracing::warn;
 
@@ -24,7 +23,7 @@ use crate::session_backend::SessionBackend;
 /// The request locks of this process.
 pub(super) struct RequestLocks {
     storage: SessionBackend,
-    keeper: LeaseRenewer,
+    renewer: LeaseRenewer,
     requests: Mutex<HashMap<RequestId, CancellationToken>>,
 }
 
@@ -45,8 +44,9 @@ impl RequestLocks {
         config: LeaseRenewerConfig,
     ) -> Result<Arc<Self>> {
         let leases = Arc::clone(&storage.backend) as Arc<dyn headwater_stream::Leases>;
-        let keeper = LeaseRenewer::new(leases, HolderName::new(holder)?, config)?;
-        Ok(Arc::new(Self { storage, keeper, requests: Mutex::default() }))
+        // A lock tells its holder of its loss itself.
+        let (renewer, _) = LeaseRenewer::new(leases, HolderName::new(holder)?, config)?;
+        Ok(Arc::new(Self { storage, renewer, requests: Mutex::default() }))
     }
 
     /// Acquires the lock of a request, if it is free. The request can be cancelled from before the lock is acquired.
@@ -55,7 +55,7 @@ impl RequestLocks {
             return Ok(LockAttempt::Held(LOCAL_RETRY_AFTER));
         };
         let name = self.storage.keys.request_lock(&request.session);
-        match self.keeper.acquire(&name).await? {
+        match self.renewer.acquire(&name).await? {
             LeaseAcquisition::Won(held) => {
                 lock.lease = Some((name, held));
                 Ok(LockAttempt::Acquired(lock))
@@ -84,13 +84,13 @@ impl RequestLocks {
         }
     }
 
-    /// Renews locks, for as long as it is polled.
+    /// Renews locks and releases dropped ones, for as long as it is polled.
     pub(super) async fn run(&self) {
-        self.keeper.run(std::future::pending()).await;
+        self.renewer.run(std::future::pending()).await;
     }
 
     async fn release(&self, lock: &LeaseName) {
-        if let Err(error) = self.keeper.release(std::slice::from_ref(lock)).await {
+        if let Err(error) = self.renewer.release(std::slice::from_ref(lock)).await {
             // It is no longer renewed, so it expires after its TTL.
             warn!(lease = %lock, %error, "request lock could not be released; it expires after its TTL");
         }
@@ -98,7 +98,7 @@ impl RequestLocks {
 
     /// Releases all locks.
     pub(super) async fn release_all(&self) {
-        for fence in self.keeper.held() {
+        for fence in self.renewer.held() {
             self.release(&fence.lease).await;
         }
     }
@@ -142,10 +142,9 @@ impl Drop for RequestLock {
     fn drop(&mut self) {
         metrics::requests_running(-1.0);
         self.locks.requests().remove(&self.request_id);
-        // Without a runtime it expires after its TTL.
-        if let (Some((lock, _)), Ok(runtime)) = (self.lease.take(), Handle::try_current()) {
-            let locks = Arc::clone(&self.locks);
-            runtime.spawn(async move { locks.release(&lock).await });
+        if let Some((lock, _)) = self.lease.take() {
+            // After the worker has stopped, it releases all locks itself.
+            self.locks.renewer.release_later(&lock);
         }
     }
 }

@@ -13,8 +13,8 @@ use std::time::Duration;
 use futures_util::{FutureExt, TryStreamExt, stream};
 use headwater_stream::limits::READ_STREAMS_MAX;
 use headwater_stream::{
-    Backend, ConsumerName, DeliveredEntry, DisconnectOutcome, GroupName, GroupReader, SettleAction,
-    SettleBatch, Settlement, StreamBatch, StreamError, StreamName,
+    Backend, Backoff, ConsumerName, DeliveredEntry, DisconnectOutcome, GroupName, GroupReader,
+    SettleAction, SettleBatch, Settlement, StreamBatch, StreamError, StreamName,
 };
 use tokio::sync::mpsc::UnboundedSender;
 use tokio::sync::{Notify, watch};
@@ -37,7 +37,7 @@ const DISCONNECTS_AT_ONCE: usize = 16;
 /// After a read of at most this many entries, their handlers run before the next read.
 const SMALL_BATCH: usize = 8;
 const BACKOFF_MIN: Duration = Duration::from_millis(20);
-const BACKOFF_MAX: Duration = Duration::from_secs(2);
+const BACKOFF: Backoff = Backoff::doubling(BACKOFF_MIN, Duration::from_secs(2));
 
 /// Subscriptions with the same key share a fetcher.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -170,7 +170,7 @@ impl FetchLoop {
         let mut read_in_flight = false;
         // Until when a failed read may still be executing at the server.
         let mut uncertain_until: Option<Instant> = None;
-        let mut backoff = BACKOFF_MIN;
+        let mut retry = BACKOFF.timer();
         loop {
             let request = self.next_request();
             if request.streams.is_empty() {
@@ -200,7 +200,7 @@ impl FetchLoop {
                 None => read_in_flight = true,
                 Some(Ok(batches)) => {
                     read_in_flight = false;
-                    backoff = BACKOFF_MIN;
+                    retry.reset();
                     let entries: usize = batches.iter().map(|batch| batch.entries.len()).sum();
                     let is_empty = entries == 0;
                     let lens = batches.iter().map(|batch| (&batch.stream, batch.entries.len()));
@@ -228,8 +228,7 @@ impl FetchLoop {
                     }
                     self.confirm_removals(&request, &mut uncertain_until).await;
                     if !is_wrong_type {
-                        tokio::time::sleep(backoff).await;
-                        backoff = (backoff * 2).min(BACKOFF_MAX);
+                        retry.wait().await;
                     }
                 }
             }
