@@ -9,8 +9,9 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use tokio::sync::mpsc;
-use tokio::task::{JoinHandle, JoinSet};
+use tokio::task::JoinSet;
 use tokio::time::Instant;
+use tokio_util::task::AbortOnDropHandle;
 use tracing::{debug, warn};
 
 use super::client::RedisClient;
@@ -33,7 +34,7 @@ pub(super) struct RedisLeaseWatch {
     mode: WatchMode,
     events: mpsc::Receiver<LeaseEvent>,
     has_lagged: Arc<AtomicBool>,
-    task: JoinHandle<()>,
+    _task: AbortOnDropHandle<()>,
 }
 
 impl RedisLeaseWatch {
@@ -73,7 +74,7 @@ impl RedisLeaseWatch {
             );
         }
         let task = tokio::spawn(run(Arc::clone(client), listener, nodes, subscriptions));
-        Ok(Self { mode, events: receiver, has_lagged, task })
+        Ok(Self { mode, events: receiver, has_lagged, _task: AbortOnDropHandle::new(task) })
     }
 }
 
@@ -92,12 +93,6 @@ impl LeaseWatch for RedisLeaseWatch {
             // The backend was closed: there will be no more events.
             None => std::future::pending().await,
         }
-    }
-}
-
-impl Drop for RedisLeaseWatch {
-    fn drop(&mut self) {
-        self.task.abort();
     }
 }
 
