@@ -73,8 +73,8 @@ pub(super) fn session_of(namespace: &Namespace, request: &RequestId) -> SessionI
     hash.update(namespace.as_str());
     hash.update([0]);
     hash.update(request.as_str());
-    let hex: String = hash.finalize()[..16].iter().map(|byte| format!("{byte:02x}")).collect();
-    SessionId::new(format!("request-{hex}")).expect("hexadecimal digits make a valid id")
+    let id = format!("request-{}", hex::encode(&hash.finalize()[..16]));
+    SessionId::new(id).expect("hexadecimal digits make a valid id")
 }
 
 #[cfg(test)]

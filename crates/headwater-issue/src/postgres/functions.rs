@@ -63,7 +63,7 @@ pub(super) async fn install(connection: &mut PgConnection) -> Result<(), sqlx::E
 fn checksum() -> String {
     let mut digest = Sha256::new();
     FUNCTIONS.iter().for_each(|function| digest.update(function));
-    digest.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
+    hex::encode(digest.finalize())
 }
 
 #[cfg(test)]

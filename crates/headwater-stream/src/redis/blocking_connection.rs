@@ -8,8 +8,8 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::task::JoinHandle;
 use tokio::time::{Instant, timeout_at};
+use tokio_util::task::AbortOnDropHandle;
 
 use super::client::{RedisClient, RetryBackoff};
 use super::command::EncodedCommands;
@@ -169,13 +169,13 @@ impl BlockingConnection {
     ) -> Result<()> {
         let attempt = self.connecting.get_or_insert_with(|| {
             let (client, slot, read) = (Arc::clone(client), self.slot, read.clone());
-            ConnectAttempt(tokio::spawn(async move {
+            AbortOnDropHandle::new(tokio::spawn(async move {
                 let mut connection = client.open_dedicated(slot, deadline).await?;
                 let disconnected = read.on_connect(&client, &mut connection, deadline).await?;
                 Ok((connection, disconnected))
             }))
         });
-        let opened = (&mut attempt.0).await;
+        let opened = attempt.await;
         self.connecting = None;
         self.asking = false;
         let aborted = |error| StreamError::unavailable("the connection attempt was aborted", error);
@@ -251,14 +251,8 @@ impl BlockingConnection {
     }
 }
 
-/// A running attempt to connect; aborted when dropped.
-struct ConnectAttempt(JoinHandle<Result<(Connection, bool)>>);
-
-impl Drop for ConnectAttempt {
-    fn drop(&mut self) {
-        self.0.abort();
-    }
-}
+/// A running attempt to connect.
+type ConnectAttempt = AbortOnDropHandle<Result<(Connection, bool)>>;
 
 const ASKING: &[u8] = b"*1\r\n$6\r\nASKING\r\n";
 

@@ -8,8 +8,9 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use tokio::sync::broadcast::{self, error::RecvError};
-use tokio::task::{JoinHandle, JoinSet};
+use tokio::task::JoinSet;
 use tokio::time::Instant;
+use tokio_util::task::AbortOnDropHandle;
 use tracing::{debug, warn};
 
 use super::client::RedisClient;
@@ -31,7 +32,7 @@ const RETRY_AFTER: Duration = Duration::from_millis(100);
 pub(super) struct RedisLeaseWatch {
     mode: WatchMode,
     events: broadcast::Receiver<LeaseEvent>,
-    task: JoinHandle<()>,
+    _task: AbortOnDropHandle<()>,
 }
 
 impl RedisLeaseWatch {
@@ -69,7 +70,7 @@ impl RedisLeaseWatch {
             );
         }
         let task = tokio::spawn(run(Arc::clone(client), listener, nodes, subscriptions));
-        Ok(Self { mode, events: receiver, task })
+        Ok(Self { mode, events: receiver, _task: AbortOnDropHandle::new(task) })
     }
 }
 
@@ -86,12 +87,6 @@ impl LeaseWatch for RedisLeaseWatch {
             // The backend was closed: there will be no more events.
             Err(RecvError::Closed) => std::future::pending().await,
         }
-    }
-}
-
-impl Drop for RedisLeaseWatch {
-    fn drop(&mut self) {
-        self.task.abort();
     }
 }
 
