@@ -72,22 +72,16 @@ impl PartitionHandle {
             context: Arc::clone(&context),
         };
         tokio::spawn(driver.run(received));
-        Self { context, events, handlers }
+        let handle = Self { context, events, handlers };
+        if handle.context.subscription.is_paused() {
+            handle.send(PartitionEvent::Paused(true));
+        }
+        handle
     }
 
     /// Passes an event. A driver that has ended ignores it.
     pub(super) fn send(&self, event: PartitionEvent) {
         let _ = self.events.send(DriverEvent::State(event));
-    }
-
-    pub(super) fn pause(&self) {
-        self.send(PartitionEvent::Paused(true));
-    }
-
-    /// Starts handlers again after a pause.
-    pub(super) fn resume(&self) {
-        self.send(PartitionEvent::Paused(false));
-        self.handlers.resume();
     }
 
     /// Finishes what is in flight: with [`PartitionPhase::Stopping`] running handlers only, with
@@ -201,7 +195,15 @@ impl PartitionDriver {
 
     fn on_driver_event(&mut self, event: DriverEvent) {
         match event {
-            DriverEvent::State(event) => self.on(event),
+            DriverEvent::State(event) => {
+                match event {
+                    // What is finished is not appended again if the server lost it.
+                    PartitionEvent::LeaseLost => self.take_finished(),
+                    PartitionEvent::Paused(false) => self.handlers.resume(),
+                    _ => {}
+                }
+                self.on(event);
+            }
             DriverEvent::AwaitedBarriers(reply) => {
                 let barriers = &self.context.subscription.barriers;
                 let partition = self.context.policy.partition;
