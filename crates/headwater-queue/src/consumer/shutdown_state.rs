@@ -6,7 +6,6 @@
 
 use std::time::Duration;
 
-use headwater_stream::EntryId;
 use tokio::time::Instant;
 
 use super::partition_state::{Action, PartitionPhase, PartitionState, Report};
@@ -123,8 +122,8 @@ impl PartitionState {
         self.report(Report::DrainTimedOut);
         self.actions.push(Action::AbortHandlers);
         self.phase = PartitionPhase::Stopping;
-        let running: Vec<EntryId> = self.running.drain().map(|(id, _)| id).collect();
+        let running = std::mem::take(&mut self.running).into_keys();
         let queued = self.queues.clear();
-        self.release(running.into_iter().chain(queued));
+        self.release(running.chain(queued));
     }
 }

@@ -1,8 +1,6 @@
 //! The state machine alone: rules one by one, and a simulation of server, fetcher and handlers on a virtual clock, with
 //! random events, failures and lost replies.
 
-use std::collections::{BTreeMap, BTreeSet};
-
 use proptest::prelude::*;
 
 use super::*;
