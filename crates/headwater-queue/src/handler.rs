@@ -6,7 +6,7 @@ use std::fmt;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use headwater_stream::Backoff;
+use headwater_stream::{Backoff, StreamError};
 
 use crate::error::{QueueError, Result};
 use crate::limits::ATTEMPTS_MAX;
@@ -116,7 +116,10 @@ impl RetryPolicy {
                 ));
             }
         }
-        Ok(self.backoff.validate()?)
+        self.backoff.validate().map_err(|error| match error {
+            StreamError::Invalid { what, problem } => QueueError::Invalid { what, problem },
+            other => other.into(),
+        })
     }
 }
 

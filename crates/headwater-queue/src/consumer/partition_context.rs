@@ -11,7 +11,7 @@ use std::time::Duration;
 use futures_util::future::join_all;
 use headwater_stream::limits::BATCH_MAX;
 use headwater_stream::{
-    ConsumerName, EntryId, Fence, Fields, GroupStart, HeldLease, PendingDelivery,
+    Backoff, ConsumerName, EntryId, Fence, Fields, GroupStart, HeldLease, PendingDelivery,
     PendingDeliveryQuery, Range, ReclaimFrom, ReclaimRequest, ReclaimResult, SettleBatch,
     SettleResult, Settlement, StreamError,
 };
@@ -30,8 +30,7 @@ use crate::pagination::previous;
 
 const RETRY_PAUSE: Duration = Duration::from_millis(100);
 /// Backoff between attempts of a settle call.
-const BACKOFF_MIN: Duration = Duration::from_millis(20);
-const BACKOFF_MAX: Duration = Duration::from_secs(2);
+const BACKOFF: Backoff = Backoff::doubling(Duration::from_millis(20), Duration::from_secs(2));
 
 pub(super) struct PartitionContext {
     pub(super) subscription: Arc<SubscriptionContext>,
@@ -116,7 +115,7 @@ impl PartitionContext {
 
     /// Settles; retries transient errors while the lease is trusted.
     async fn settle_with_retry(&self, batch: &[Settlement]) -> Result<SettleResult, StreamError> {
-        let mut backoff = BACKOFF_MIN;
+        let mut retry = BACKOFF.timer();
         loop {
             let settle = SettleBatch {
                 stream: &self.policy.stream,
@@ -129,8 +128,7 @@ impl PartitionContext {
                 Err(error) if error.is_transient() && self.lease.is_valid() => {
                     self.metrics.record_anomaly("settle_failed", 1);
                     warn!(stream = %self.policy.stream, %error, "settle failed, retrying");
-                    tokio::time::sleep(backoff).await;
-                    backoff = (backoff * 2).min(BACKOFF_MAX);
+                    retry.wait().await;
                 }
                 result => return result,
             }
