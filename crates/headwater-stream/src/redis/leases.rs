@@ -14,7 +14,7 @@ use super::client::Idempotency;
 use super::command::Commands;
 use super::error::ReplyError;
 use super::lease_watch::RedisLeaseWatch;
-use super::reply::{Cursor, RespReplies, parse_digits};
+use super::reply::{Cursor, parse_digits};
 use super::streams::millis;
 use super::{keys, sanitized_name, scripts};
 use crate::error::{Result, StreamError};
@@ -41,8 +41,7 @@ impl Leases for RedisBackend {
         let args = [holder.to_string(), millis(ttl).to_string(), record_ttl(ttl)];
         let commands = Commands::run(&scripts::ACQUIRE, &keys, &args);
         // The current holder gets the same epoch again, so the call is idempotent.
-        let replies = self.call(lease, commands, Idempotency::Idempotent).await?;
-        read_acquire(&replies).map_err(|error| error.into_stream_error(lease))
+        self.call_idempotent(lease, commands, read_acquire).await
     }
 
     async fn renew(
@@ -149,8 +148,7 @@ fn record_ttl(ttl: Duration) -> String {
     millis(RECORD_TTL_MIN.max(ttl * 2)).to_string()
 }
 
-fn read_acquire(replies: &RespReplies) -> Result<AcquireResult, ReplyError> {
-    let mut cursor = replies.cursor();
+fn read_acquire(cursor: &mut Cursor<'_>) -> Result<AcquireResult, ReplyError> {
     cursor.array()?;
     if cursor.number()? == 1 {
         return Ok(AcquireResult::Won(Epoch(cursor.digits()?)));
