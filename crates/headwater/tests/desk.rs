@@ -16,16 +16,16 @@ use headwater::desk::tools::{FoundTicket, SearchQuery};
 use headwater::desk::{Desk, DeskConfig, DeskReply, NoTickets, ReplyTarget, TicketSearch};
 use headwater::outbound::{Destination, LocalDelivery, OutboxDeliverer};
 use headwater_bus::{
-    EventBus, EventBusExt, EventRegistry, Folds, LocalBus, PromptExecuted, PromptRendered,
-    ReceivedEvent, SessionId, Sessions, SessionsConfig, SubscribeOptions, ToolInvoked,
+    EventBus, EventBusExt, EventRegistry, Folds, PromptExecuted, PromptRendered, ReceivedEvent,
+    SessionId, Sessions, SessionsConfig, StreamedBus, SubscribeOptions, ToolInvoked,
 };
 use headwater_issue::{
     DeliverError, Inbox, InboxConfig, IssueId, IssueRetryPolicy, NewEvent, Nudger, Outbox,
     OutboxConfig, OutboxRow, ProcessingStatus, Store, StoreOptions, Worker, WorkerConfig, connect,
 };
 use headwater_queue::Queue;
-use headwater_stream::EntryId;
 use headwater_stream::clock::{Clock, SystemClock};
+use headwater_stream::{Backoff, EntryId};
 use serde_json::json;
 use tokio::sync::{Semaphore, watch};
 use uuid::Uuid;
@@ -36,7 +36,7 @@ const TIMEOUT: Duration = Duration::from_secs(60);
 struct System {
     store: Arc<dyn Store>,
     inbox: Inbox,
-    bus: Arc<LocalBus>,
+    bus: Arc<StreamedBus>,
     steps: Arc<Mutex<Vec<String>>>,
     stop: watch::Sender<bool>,
     working: tokio::task::JoinHandle<()>,
@@ -73,7 +73,7 @@ impl System {
         let quiet = setup.config.debounce_window();
         let inbox = InboxConfig { debounce: quiet, ..InboxConfig::default() };
         let inbox = Inbox::new(Arc::clone(&store), nudger.clone(), inbox).unwrap();
-        let bus = Arc::new(LocalBus::new(EventRegistry::builtin()));
+        let bus = Arc::new(StreamedBus::in_memory(EventRegistry::builtin()).await.unwrap());
         let steps = watch_session(&bus).await;
         let ledger = Arc::new(MemoryLedger::default());
         let on_bus = Arc::clone(&bus) as Arc<dyn EventBus>;
@@ -92,8 +92,7 @@ impl System {
         );
         let retry = IssueRetryPolicy {
             attempts_max: 3,
-            backoff_first: Duration::ZERO,
-            backoff_max: Duration::ZERO,
+            backoff: Backoff::Fixed(Duration::ZERO),
             ..IssueRetryPolicy::default()
         };
         let others = WorkerConfig {
@@ -186,7 +185,7 @@ impl LocalDelivery for DeliveredReplies {
     }
 }
 
-async fn watch_session(bus: &LocalBus) -> Arc<Mutex<Vec<String>>> {
+async fn watch_session(bus: &StreamedBus) -> Arc<Mutex<Vec<String>>> {
     let steps = Arc::new(Mutex::new(Vec::new()));
     let note = |steps: &Arc<Mutex<Vec<String>>>, session: &Option<String>, step: String| {
         assert!(session.as_ref().unwrap().starts_with("issue-"), "{session:?}");

@@ -23,11 +23,11 @@ async fn an_unwritable_default_spool_is_skipped() {
 }
 
 #[tokio::test]
-async fn a_damaged_default_spool_is_kept_and_the_next_file_is_used() {
+async fn a_damaged_default_spool_is_kept_and_the_next_one_is_used() {
     let redis = Redis::start().unwrap();
     let dir = ServerDir::new().unwrap();
-    directory(&dir, "headwater-data/spool").unwrap();
-    let damaged = dir.file("headwater-data/spool/0.spool");
+    directory(&dir, "headwater-data/spool/0.spool").unwrap();
+    let damaged = dir.file("headwater-data/spool/0.spool/00000001.log");
     std::fs::write(&damaged, "this is no spool at all, and never was one").unwrap();
     let server = dir.serve(&["--stream-url", &redis.url()]).unwrap();
     let warned = server.wait_for_log("default spool cannot be used").unwrap();

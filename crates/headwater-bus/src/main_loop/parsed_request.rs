@@ -23,8 +23,6 @@ pub(super) struct ParsedRequest {
     pub(super) resources: Json,
     /// Number of deliveries, including those to crashed processes.
     pub(super) deliveries: u64,
-    /// Whether it is in a stream, so that another process can receive it if it is released.
-    pub(super) is_stored: bool,
     /// Why the request is invalid; then it is not executed.
     pub(super) problem: Option<String>,
 }
@@ -63,7 +61,6 @@ impl ParsedRequest {
             deadline,
             resources: event.resources.clone(),
             deliveries: event.envelope.deliveries,
-            is_stored: event.envelope.entry_id.is_some(),
             problem,
         })
     }

@@ -11,7 +11,7 @@ use futures_util::future::BoxFuture;
 use futures_util::{FutureExt, StreamExt, stream};
 use headwater_stream::clock::Timestamp;
 use headwater_stream::{
-    Direction, Entry, EntryId, Fields, GroupStart, Range, Retention, StreamError, StreamStats,
+    Direction, Entry, EntryId, Fields, GroupStart, Range, Retention, StreamStats,
 };
 use tracing::warn;
 
@@ -47,9 +47,6 @@ pub struct SessionInfo {
     /// Its newest entry.
     pub last_entry: Option<EntryId>,
 }
-
-/// Attempts to update a counter that other processes update, too.
-const UPDATE_ATTEMPTS: usize = 8;
 
 /// Sessions processed concurrently.
 pub(super) const CONCURRENCY: usize = 32;
@@ -291,24 +288,6 @@ impl Sessions {
         let is_copy = |entry: &Entry| entry.fields.get(ORIGINAL_ENTRY_ID).is_some();
         let copy = first.into_iter().find(is_copy);
         Ok(copy.map(|entry| Timestamp::from_millis(entry.id.ms)))
-    }
-
-    /// Counts a lock loss of a main loop. Processes may do so concurrently; an error if too many do.
-    pub(crate) async fn record_lock_loss(&self, session: &SessionId) -> Result<()> {
-        let map = self.storage().keys.session_meta(session);
-        for _ in 0..UPDATE_ATTEMPTS {
-            let Some(meta) = self.meta(session).await? else { return Ok(()) };
-            let known = meta.lock_losses.to_string();
-            let expected = Some((meta::LOCK_LOSSES, known.as_bytes()));
-            let more = meta::lock_losses_are(meta.lock_losses + 1);
-            if self.storage().backend.map_update(&map, expected, &more).await? {
-                return Ok(());
-            }
-        }
-        let problem = format!(
-            "{UPDATE_ATTEMPTS} updates of the session metadata conflicted with concurrent updates; retry"
-        );
-        Err(BusError::from(StreamError::Unavailable { problem, source: None }).into())
     }
 
     /// Records the first entry of a session that was empty. Returns the first entry as recorded.

@@ -27,7 +27,6 @@ const COPY_DESCRIPTION: &str = "filling";
 pub(crate) const COPIER: &str = "filler";
 const COPIED_BY: &str = "copied_by";
 const PARKED_THROUGH: &str = "parked_through";
-pub(crate) const LOCK_LOSSES: &str = "lost_runs";
 const PROGRESS_AT: &str = "progress_at";
 const EXPIRED_ENTRIES: &str = "expired_entries";
 const EXPIRED_THROUGH: &str = "expired_through";
@@ -97,8 +96,6 @@ pub(crate) struct SessionMeta {
     pub(crate) copied_by: String,
     /// Undecodable entries are parked up to this entry.
     pub(crate) parked_through: EntryId,
-    /// How often a main loop lost the lock of the request that this session belongs to.
-    pub(crate) lock_losses: u64,
     pub(crate) expired: Option<SessionPoint>,
     pub(crate) expired_at: Option<Timestamp>,
     /// The newest snapshot of each set of folds.
@@ -121,7 +118,6 @@ impl SessionMeta {
             progress_at: created_at,
             copied_by: String::new(),
             parked_through: EntryId::MIN,
-            lock_losses: 0,
             expired: None,
             expired_at: None,
             snapshots: BTreeMap::new(),
@@ -139,7 +135,6 @@ impl SessionMeta {
         put(COPIER, self.copier.clone());
         put(PROGRESS_AT, self.progress_at.to_rfc3339());
         put(COPIED_BY, self.copied_by.clone());
-        put(LOCK_LOSSES, self.lock_losses.to_string());
         if let Some(ttl) = self.ttl {
             put(TTL_MS, ttl.as_millis().to_string());
         }
@@ -219,10 +214,6 @@ impl SessionMeta {
                 "" => EntryId::MIN,
                 _ => entry_id(PARKED_THROUGH)?,
             },
-            lock_losses: match text(LOCK_LOSSES)? {
-                "" => 0,
-                _ => number(LOCK_LOSSES)?,
-            },
             expired: point(EXPIRED_THROUGH, EXPIRED_ENTRIES)?,
             expired_at: match text(EXPIRED_AT)? {
                 "" => None,
@@ -255,10 +246,6 @@ pub(crate) fn progress_is(now: Timestamp) -> RegistryMap {
 
 pub(crate) fn parked_through(id: EntryId) -> RegistryMap {
     one(PARKED_THROUGH, id.to_string())
-}
-
-pub(crate) fn lock_losses_are(runs: u64) -> RegistryMap {
-    one(LOCK_LOSSES, runs.to_string())
 }
 
 pub(crate) fn snapshot_is(set: &str, point: SessionPoint) -> RegistryMap {

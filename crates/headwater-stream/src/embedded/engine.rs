@@ -236,7 +236,8 @@ impl Engine {
                 // A thread that panicked has recorded a log failure.
                 let _ = thread.join();
             }
-            drop(lock);
+            // Closing alone is not enough: a child process that is being spawned has the file until it executes its program.
+            let _ = lock.unlock();
         }
     }
 }

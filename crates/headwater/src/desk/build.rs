@@ -11,10 +11,10 @@ use anyhow::{Context, Result, anyhow, bail};
 use async_trait::async_trait;
 use headwater_bus::{
     BusError, EventBus, EventRegistry, FailurePolicy, Folds, PromptExecuted, Sessions,
-    SessionsConfig, SpoolConfig, SpoolError, StreamedBus, StreamedBusConfig, ToolInvoked,
+    SessionsConfig, SpoolConfig, StreamedBus, StreamedBusConfig, ToolInvoked,
 };
 use headwater_issue::{CommitVerifier, DeliverError, Nudger, OutboxRow, Store};
-use headwater_stream::Backend;
+use headwater_stream::{Backend, StreamError};
 use secrecy::{ExposeSecret, SecretString};
 use tracing::warn;
 
@@ -127,18 +127,17 @@ async fn open_bus(settings: &Settings, streams: &Arc<dyn Backend>) -> Result<Str
     };
     let Some(directory) = settings.spool() else { return Ok(open(FailurePolicy::Fail).await?) };
     for index in 0..SPOOLS_MAX {
-        let file = directory.join(format!("{index}.spool"));
-        match open(FailurePolicy::Spool(SpoolConfig::new(file))).await {
-            // Another process uses this file. The spool of a dead process is free again; this process publishes its
+        let spool = directory.join(format!("{index}.spool"));
+        match open(FailurePolicy::Spool(SpoolConfig::new(spool))).await {
+            // Another process uses this one. The spool of a dead process is free again; this process publishes its
             // content.
-            Err(BusError::Spool(SpoolError::InUse { .. })) => {}
+            Err(BusError::Spool { source, .. })
+                if matches!(*source, StreamError::Locked { .. }) => {}
             // The default directory was not chosen by the user, and a missing spool never fails a run: continue
             // without it.
-            Err(BusError::Spool(error)) if !settings.stream_spool_is_given => {
-                warn!(%error, "default spool cannot be used; repair or remove the file, or set `stream.spool`");
-                let concerns_one_file =
-                    matches!(error, SpoolError::Corrupt { .. } | SpoolError::WrongOwner { .. });
-                if !concerns_one_file {
+            Err(error @ BusError::Spool { .. }) if !settings.stream_spool_is_given => {
+                warn!(%error, "default spool cannot be used; repair or remove it, or set `stream.spool`");
+                if error.is_transient() {
                     break;
                 }
             }
