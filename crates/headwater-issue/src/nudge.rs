@@ -10,7 +10,7 @@ use std::sync::Arc;
 use headwater_stream::{Backend, Fields, Retention, StreamError, StreamName};
 use metrics::counter;
 use tokio::sync::mpsc;
-use tokio::task::JoinHandle;
+use tokio_util::task::AbortOnDropHandle;
 use tracing::{debug, warn};
 
 use crate::claim::Nudge;
@@ -36,7 +36,8 @@ const EVENT_LOG_ID: &str = "event_log_id";
 pub struct Nudger {
     sender: Arc<Sender>,
     queue: mpsc::Sender<Nudge>,
-    _task: Arc<SenderTask>,
+    /// The sweep sends the nudges that are still queued when it is aborted.
+    _task: Arc<AbortOnDropHandle<()>>,
 }
 
 struct Sender {
@@ -48,16 +49,6 @@ struct Sender {
 impl std::fmt::Debug for Sender {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Sender").field("stream", &self.stream).finish_non_exhaustive()
-    }
-}
-
-/// The background task, aborted on drop. The sweep sends the nudges that are still queued.
-#[derive(Debug)]
-struct SenderTask(JoinHandle<()>);
-
-impl Drop for SenderTask {
-    fn drop(&mut self) {
-        self.0.abort();
     }
 }
 
@@ -77,7 +68,7 @@ impl Nudger {
         let sender = Arc::new(Sender { streams, stream, step_observer });
         let (queue, receiver) = mpsc::channel(NUDGE_QUEUE_MAX);
         let task = tokio::spawn(send_all(Arc::clone(&sender), receiver));
-        Self { sender, queue, _task: Arc::new(SenderTask(task)) }
+        Self { sender, queue, _task: Arc::new(AbortOnDropHandle::new(task)) }
     }
 
     /// Queues a nudge for sending in the background. Dropped if the queue is full: the sweep will send it.

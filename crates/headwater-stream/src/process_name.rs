@@ -3,8 +3,8 @@
 //! Upstream: whoever holds leases or reads in a group under a name of its own. Guarantees: a start id differs from those of all
 //! other starts, on this host and others; the name of a process is short and valid in every key.
 
+use std::process;
 use std::sync::OnceLock;
-use std::{env, fs, process};
 
 use uuid::Uuid;
 
@@ -32,9 +32,7 @@ pub fn process_name() -> &'static str {
 }
 
 fn host() -> String {
-    let name = fs::read_to_string("/proc/sys/kernel/hostname")
-        .or_else(|_| env::var("HOSTNAME"))
-        .unwrap_or_default();
+    let name = whoami::hostname().unwrap_or_default();
     // Part of a key: only characters without a meaning in keys.
     let plain = |c: &char| c.is_ascii_alphanumeric() || matches!(c, '-' | '.' | '_');
     let name: String = name.chars().filter(plain).take(HOST_BYTES_MAX).collect();

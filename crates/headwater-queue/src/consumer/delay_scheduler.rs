@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
 use headwater_stream::{Backend, Backoff, DelayName, StreamError};
-use tokio::task::JoinHandle;
+use tokio_util::task::AbortOnDropHandle;
 use tracing::{debug, warn};
 
 /// Maximum time of one wait for a due entry.
@@ -29,15 +29,7 @@ pub(super) struct DelaySchedulers {
 }
 
 /// Promotes the due entries of one delay set until it is dropped.
-pub(super) struct DelayScheduler {
-    task: JoinHandle<()>,
-}
-
-impl Drop for DelayScheduler {
-    fn drop(&mut self) {
-        self.task.abort();
-    }
-}
+pub(super) type DelayScheduler = AbortOnDropHandle<()>;
 
 impl DelaySchedulers {
     /// The scheduler of a delay set, started if it is not running.
@@ -53,7 +45,7 @@ impl DelaySchedulers {
             return scheduler;
         }
         let task = tokio::spawn(run(Arc::clone(backend), delays.clone()));
-        let scheduler = Arc::new(DelayScheduler { task });
+        let scheduler = Arc::new(DelayScheduler::new(task));
         running.insert(delays.clone(), Arc::downgrade(&scheduler));
         scheduler
     }

@@ -7,8 +7,8 @@
 use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
-use tokio::task::JoinHandle;
 use tokio::time::MissedTickBehavior;
+use tokio_util::task::AbortOnDropHandle;
 
 use super::partition_set::PartitionSet;
 use super::partition_state::PartitionEvent;
@@ -21,7 +21,7 @@ const SEARCHES_PER_TICK: usize = 10;
 #[derive(Default)]
 pub(super) struct ConsumerMaintenance {
     shared: Arc<MaintenanceTask>,
-    task: Mutex<Option<JoinHandle<()>>>,
+    task: Mutex<Option<AbortOnDropHandle<()>>>,
 }
 
 #[derive(Default)]
@@ -35,15 +35,6 @@ struct MaintenanceState {
     is_running: bool,
 }
 
-impl Drop for ConsumerMaintenance {
-    fn drop(&mut self) {
-        if let Some(task) = self.task.lock().expect("no code panics while it holds the task").take()
-        {
-            task.abort();
-        }
-    }
-}
-
 impl ConsumerMaintenance {
     /// Maintains this subscription until it is dropped.
     pub(super) fn register(&self, partition_set: &Arc<PartitionSet>) {
@@ -51,10 +42,10 @@ impl ConsumerMaintenance {
         let mut state = self.shared.lock();
         state.partition_sets.push(Arc::downgrade(partition_set));
         // If its runtime was shut down, the task has ended and `is_running` is stale.
-        if !state.is_running || task.as_ref().is_none_or(JoinHandle::is_finished) {
+        if !state.is_running || task.as_ref().is_none_or(AbortOnDropHandle::is_finished) {
             state.is_running = true;
             let running = Arc::clone(&self.shared).run(RuntimeWaker::start());
-            *task = Some(tokio::spawn(running));
+            *task = Some(AbortOnDropHandle::new(tokio::spawn(running)));
         }
     }
 }

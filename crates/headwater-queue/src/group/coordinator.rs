@@ -15,8 +15,9 @@ use std::time::Duration;
 
 use headwater_stream::{Backend, GroupName, LeaseEvent, LeaseEventKind};
 use tokio::sync::{broadcast, mpsc, oneshot};
-use tokio::task::{AbortHandle, JoinSet};
+use tokio::task::JoinSet;
 use tokio::time::sleep;
+use tokio_util::task::AbortOnDropHandle;
 use tracing::{debug, warn};
 
 use super::rebalance_listener::JoinRequest;
@@ -153,20 +154,14 @@ impl Coordinator {
 /// One watch over all leases, shared by all sessions. Closed when the last session has ended.
 pub(super) struct LeaseEvents {
     hints: broadcast::Sender<LeaseEvent>,
-    task: AbortHandle,
+    _task: AbortOnDropHandle<()>,
 }
 
 impl LeaseEvents {
     fn open(backend: Arc<dyn Backend>) -> Arc<Self> {
         let (hints, _) = broadcast::channel(HINTS_MAX);
-        let task = tokio::spawn(listen(backend, hints.clone())).abort_handle();
-        Arc::new(Self { hints, task })
-    }
-}
-
-impl Drop for LeaseEvents {
-    fn drop(&mut self) {
-        self.task.abort();
+        let task = tokio::spawn(listen(backend, hints.clone()));
+        Arc::new(Self { hints, _task: AbortOnDropHandle::new(task) })
     }
 }
 
