@@ -125,11 +125,12 @@ async fn functions_are_installed_anew_unless_the_database_has_newer_ones() -> Re
     let database = Postgres::shared()?.database()?;
     open(&database.url()).await?.close().await;
     let break_functions = |revision: i64| {
-        database.query("CREATE OR REPLACE FUNCTION headwater_now() RETURNS timestamptz LANGUAGE sql AS 'SELECT NULL::timestamptz'")?;
+        // One that opening a store does not call.
+        database.query("CREATE OR REPLACE FUNCTION headwater_interval(bigint) RETURNS interval LANGUAGE sql AS 'SELECT NULL::interval'")?;
         database
             .query(&format!("UPDATE headwater_functions SET revision = {revision}, sha256 = 'x'"))
     };
-    let is_broken = || database.query("SELECT headwater_now() IS NULL");
+    let is_broken = || database.query("SELECT headwater_interval(1) IS NULL");
     break_functions(0)?;
     open(&database.url()).await?.close().await;
     assert_eq!(is_broken()?, "f");
