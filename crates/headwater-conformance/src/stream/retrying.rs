@@ -195,6 +195,10 @@ impl Streams for Retrying {
         self.repeat(|| self.inner.delete_stream(stream)).await
     }
 
+    async fn rename_stream(&self, from: &StreamName, to: &StreamName) -> Result<bool> {
+        self.repeat(|| self.inner.rename_stream(from, to)).await
+    }
+
     async fn stats(&self, stream: &StreamName) -> Result<Option<StreamStats>> {
         self.repeat(|| self.inner.stats(stream)).await
     }

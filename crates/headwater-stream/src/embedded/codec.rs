@@ -51,6 +51,7 @@ const RESTORE_PENDING: u8 = 26;
 const RESTORE_LEASE: u8 = 27;
 const RESTORE_EPOCH: u8 = 28;
 const RESTORE_TIME: u8 = 29;
+const RENAME: u8 = 30;
 
 /// Appends the encoded record to `to`.
 pub(super) fn encode(record: &RedoRecord<'_>, to: &mut Vec<u8>) {
@@ -125,6 +126,9 @@ pub(super) fn encode(record: &RedoRecord<'_>, to: &mut Vec<u8>) {
         }
         RedoRecord::RemoveDedup { scope, id } => {
             out.tag(REMOVE_DEDUP).text(scope).text(id);
+        }
+        RedoRecord::Rename { from, to } => {
+            out.tag(RENAME).text(from).text(to);
         }
         RedoRecord::Remove { name } => {
             out.tag(REMOVE).text(name);
@@ -269,6 +273,7 @@ fn record<'a>(input: &mut Decoder<'a>) -> Decoded<RedoRecord<'a>> {
             RedoRecord::SetDedup { scope, id, done, until: input.time()?, at: input.time()? }
         }
         REMOVE_DEDUP => RedoRecord::RemoveDedup { scope: input.text()?, id: input.text()? },
+        RENAME => RedoRecord::Rename { from: input.text()?, to: input.text()? },
         REMOVE => RedoRecord::Remove { name: input.text()? },
         RESTORE_COUNTERS => RedoRecord::RestoreCounters { next_delay: input.number()? },
         RESTORE_TIME => RedoRecord::RestoreTime { at: input.time()? },

@@ -68,6 +68,8 @@ pub(super) enum RedoRecord<'a> {
     /// Removes a deduplication record.
     RemoveDedup { scope: &'a str, id: &'a str },
 
+    /// Gives a stream a name that is not in use.
+    Rename { from: &'a str, to: &'a str },
     /// Removes the value of a name: a stream, delay set, map, set or lease.
     Remove { name: &'a str },
 
