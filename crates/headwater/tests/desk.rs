@@ -14,19 +14,19 @@ use headwater::desk::model::scripted::{ScriptStep, ScriptedModel};
 use headwater::desk::model::{LanguageModel, ModelError, ModelPrompt, ResponseStream, Turn};
 use headwater::desk::tools::{FoundTicket, SearchQuery};
 use headwater::desk::{Desk, DeskConfig, DeskReply, NoTickets, ReplyTarget, TicketSearch};
-use headwater::outbound::{Destination, LocalDelivery, OutboxDeliverer};
+use headwater::outbound::{Destination, LocalDelivery, OutboxDeliverer, TicketEventsPublisher};
 use headwater_bus::{
-    EventBus, EventBusExt, EventRegistry, Folds, LocalBus, PromptExecuted, PromptRendered,
-    ReceivedEvent, SessionId, Sessions, SessionsConfig, SubscribeOptions, ToolInvoked,
+    EventBus, EventRegistry, Folds, LocalBus, PromptExecuted, ReplayUntil, SessionId, Sessions,
+    SessionsConfig,
 };
 use headwater_issue::{
     DeliverError, Inbox, InboxConfig, IssueId, IssueRetryPolicy, NewEvent, Nudger, Outbox,
     OutboxConfig, OutboxRow, ProcessingStatus, Store, StoreOptions, Worker, WorkerConfig, connect,
 };
 use headwater_queue::Queue;
-use headwater_stream::EntryId;
 use headwater_stream::clock::{Clock, SystemClock};
-use serde_json::json;
+use headwater_stream::{EntryId, StreamName};
+use serde_json::{Value, json};
 use tokio::sync::{Semaphore, watch};
 use uuid::Uuid;
 
@@ -37,6 +37,8 @@ struct System {
     store: Arc<dyn Store>,
     inbox: Inbox,
     bus: Arc<LocalBus>,
+    publisher: TicketEventsPublisher,
+    /// The delivered steps of model runs.
     steps: Arc<Mutex<Vec<String>>>,
     stop: watch::Sender<bool>,
     working: tokio::task::JoinHandle<()>,
@@ -74,7 +76,6 @@ impl System {
         let inbox = InboxConfig { debounce: quiet, ..InboxConfig::default() };
         let inbox = Inbox::new(Arc::clone(&store), nudger.clone(), inbox).unwrap();
         let bus = Arc::new(LocalBus::new(EventRegistry::builtin()));
-        let steps = watch_session(&bus).await;
         let ledger = Arc::new(MemoryLedger::default());
         let on_bus = Arc::clone(&bus) as Arc<dyn EventBus>;
         let sessions = Sessions::new(
@@ -87,9 +88,12 @@ impl System {
             setup.model,
             setup.search,
             setup.ledger.unwrap_or_else(|| Arc::clone(&ledger) as Arc<dyn Ledger>),
-            Arc::clone(&sessions),
+            Arc::clone(&store),
             setup.config,
         );
+        let control = StreamName::new("control").unwrap();
+        let publisher =
+            TicketEventsPublisher::new(Arc::clone(&streams), control, Arc::clone(&sessions));
         let retry = IssueRetryPolicy {
             attempts_max: 3,
             backoff_first: Duration::ZERO,
@@ -111,7 +115,8 @@ impl System {
             };
             worker.run(&queue, shutdown).await;
         });
-        Self { store, inbox, bus, steps, stop, working, ledger, sessions }
+        let steps = Arc::default();
+        Self { store, inbox, bus, publisher, steps, stop, working, ledger, sessions }
     }
 
     async fn post(&self, ticket: Uuid, content: &str) -> IssueId {
@@ -141,7 +146,11 @@ impl System {
 
     /// Delivers the outbox, and returns the delivered replies.
     async fn replies(&self) -> Vec<(ReplyTarget, DeskReply)> {
-        let delivered = Arc::new(DeliveredReplies::default());
+        let delivered = Arc::new(DeliveredRows {
+            replies: Mutex::default(),
+            steps: Arc::clone(&self.steps),
+            publisher: self.publisher.clone(),
+        });
         let destinations = HashMap::from([("desk".to_owned(), Destination::Tickets)]);
         let replies = OutboxDeliverer::new(
             Arc::clone(&self.store),
@@ -152,7 +161,7 @@ impl System {
         let outbox =
             Outbox::new(Arc::clone(&self.store), replies, OutboxConfig::default()).unwrap();
         outbox.run_once().await.unwrap();
-        delivered.0.lock().unwrap().clone()
+        delivered.replies.lock().unwrap().clone()
     }
 
     fn steps(&self) -> Vec<String> {
@@ -166,51 +175,41 @@ impl System {
     }
 }
 
-#[derive(Default)]
-struct DeliveredReplies(Mutex<Vec<(ReplyTarget, DeskReply)>>);
+struct DeliveredRows {
+    replies: Mutex<Vec<(ReplyTarget, DeskReply)>>,
+    steps: Arc<Mutex<Vec<String>>>,
+    publisher: TicketEventsPublisher,
+}
 
 #[async_trait]
-impl LocalDelivery for DeliveredReplies {
+impl LocalDelivery for DeliveredRows {
     async fn deliver_reply(
         &self,
         _: &OutboxRow,
         target: ReplyTarget,
         reply: DeskReply,
     ) -> Result<(), DeliverError> {
-        self.0.lock().unwrap().push((target, reply));
+        self.replies.lock().unwrap().push((target, reply));
         Ok(())
     }
 
+    /// Delivers every row twice, as after a crash before the first delivery was settled.
     async fn publish_event(&self, row: &OutboxRow) -> Result<(), DeliverError> {
-        Err(DeliverError::Dead(format!("no event is expected: {row:?}")))
+        self.publisher.publish(row).await?;
+        self.publisher.publish(row).await?;
+        let payload: Value = serde_json::from_str(&row.payload).unwrap();
+        assert!(payload["session_id"].as_str().unwrap().starts_with("issue-"), "{payload}");
+        for step in payload["steps"].as_array().unwrap() {
+            let event: Value = serde_json::from_str(step["payload"].as_str().unwrap()).unwrap();
+            let name = match step["type"].as_str().unwrap().rsplit('.').next().unwrap() {
+                "PromptRendered" => "rendered".to_owned(),
+                "PromptExecuted" => "executed".to_owned(),
+                _ => format!("{} {}", event["name"].as_str().unwrap(), event["result"]["success"]),
+            };
+            self.steps.lock().unwrap().push(name);
+        }
+        Ok(())
     }
-}
-
-async fn watch_session(bus: &LocalBus) -> Arc<Mutex<Vec<String>>> {
-    let steps = Arc::new(Mutex::new(Vec::new()));
-    let note = |steps: &Arc<Mutex<Vec<String>>>, session: &Option<String>, step: String| {
-        assert!(session.as_ref().unwrap().starts_with("issue-"), "{session:?}");
-        steps.lock().unwrap().push(step);
-    };
-    let all = Arc::clone(&steps);
-    let rendered = move |event: ReceivedEvent<PromptRendered>| {
-        note(&all, &event.session_id, "rendered".to_owned());
-        async {}
-    };
-    let all = Arc::clone(&steps);
-    let invoked = move |event: ReceivedEvent<ToolInvoked>| {
-        note(&all, &event.session_id, format!("{} {}", event.name, event.result.success));
-        async {}
-    };
-    let all = Arc::clone(&steps);
-    let executed = move |event: ReceivedEvent<PromptExecuted>| {
-        note(&all, &event.session_id, "executed".to_owned());
-        async {}
-    };
-    bus.subscribe::<PromptRendered>(SubscribeOptions::live(), rendered).await.unwrap();
-    bus.subscribe::<ToolInvoked>(SubscribeOptions::live(), invoked).await.unwrap();
-    bus.subscribe::<PromptExecuted>(SubscribeOptions::live(), executed).await.unwrap();
-    steps
 }
 
 /// A model that waits for a permit before each answer, and counts its calls.
@@ -223,7 +222,11 @@ struct BlockedModel {
 
 impl BlockedModel {
     fn new() -> Self {
-        let (inner, permits) = (Arc::default(), Arc::new(Semaphore::new(0)));
+        Self::with(ScriptedModel::default())
+    }
+
+    fn with(inner: ScriptedModel) -> Self {
+        let (inner, permits) = (Arc::new(inner), Arc::new(Semaphore::new(0)));
         Self { inner, permits, calls: watch::Sender::new(0) }
     }
 }
@@ -268,6 +271,38 @@ async fn a_burst_of_messages_gets_one_reply() {
     let executed = session.all::<PromptExecuted>().unwrap().events;
     assert_eq!(executed.len(), 1);
     assert_eq!(executed[0].result["text"], replies[0].1.content.as_str());
+    system.stop().await;
+}
+
+#[tokio::test]
+async fn a_superseded_run_leaves_the_steps_it_has_made() {
+    let script = [call("search_tickets", r#"{"query":"parcel"}"#), ScriptStep::Say("Good.".into())];
+    let model = BlockedModel::with(ScriptedModel::new(script));
+    let (permits, mut calls) = (Arc::clone(&model.permits), model.calls.subscribe());
+    let system = System::start(setup(model)).await;
+    let ticket = Uuid::now_v7();
+    permits.add_permits(1);
+    let issue_id = system.post(ticket, "Where is my parcel?").await;
+    // After a tool call, a second message supersedes the run.
+    calls.wait_for(|calls| *calls == 2).await.unwrap();
+    system.post(ticket, "I have found it.").await;
+    tokio::time::timeout(TIMEOUT, calls.wait_for(|calls| *calls == 3)).await.unwrap().unwrap();
+    permits.add_permits(10);
+    system.wait_until_idle(issue_id).await;
+    let both = async {
+        while system.sessions.list(EntryId::MIN, 10).await.unwrap().len() < 2 {
+            system.replies().await;
+        }
+    };
+    tokio::time::timeout(TIMEOUT, both).await.expect("both runs have a session");
+    let mut events = Vec::new();
+    for info in system.sessions.list(EntryId::MIN, 10).await.unwrap() {
+        let state = system.sessions.state_at(&info.session, ReplayUntil::End).await.unwrap();
+        assert_eq!(state.events(), info.length, "a row that is delivered twice counts once");
+        events.push(info.length);
+    }
+    events.sort_unstable();
+    assert_eq!(events, [2, 3], "{:?}", system.steps());
     system.stop().await;
 }
 

@@ -11,14 +11,15 @@ use futures_util::future::BoxFuture;
 use futures_util::{FutureExt, StreamExt, stream};
 use headwater_stream::clock::Timestamp;
 use headwater_stream::{
-    Direction, Entry, EntryId, Fields, GroupStart, Range, Retention, StreamError, StreamName,
-    StreamStats,
+    Direction, Entry, EntryId, Fields, GroupStart, IdempotentEntry, Range, Retention, StreamError,
+    StreamName, StreamStats,
 };
 use tracing::warn;
 
 use super::meta::{self, FirstEntry, Parent, SessionMeta, SessionPoint, SessionStage};
 use super::{Result, Session, SessionError, Sessions};
 use crate::error::BusError;
+use crate::event::Envelope;
 use crate::limits::LIST_PAGE_MAX;
 use crate::name::SessionId;
 
@@ -147,6 +148,29 @@ impl Sessions {
             Err(SessionError::Exists { .. }) => self.recover(session).await,
             other => other,
         }
+    }
+
+    /// Appends events that were encoded before, in order; creates the session if there is none. An event whose id was
+    /// appended within `keep` is skipped. Idempotent: may be repeated after any error.
+    pub async fn append_once(
+        &self,
+        session: &SessionId,
+        events: &[Envelope],
+        keep: Duration,
+    ) -> Result<()> {
+        match self.create(session).await {
+            Ok(_) | Err(SessionError::Exists { .. }) => {}
+            Err(error) => return Err(error),
+        }
+        let once = |event: &Envelope| IdempotentEntry {
+            id: event.event_id.to_string(),
+            fields: event.to_fields(),
+        };
+        let (stream, entries) = (self.storage().keys.session(session), events.iter().map(once));
+        let entries: Vec<IdempotentEntry> = entries.collect();
+        let backend = &self.storage().backend;
+        backend.append_once(&stream, &entries, keep, &Retention::KEEP_ALL).await?;
+        Ok(())
     }
 
     /// Takes over a stream of another program as a session.
