@@ -65,6 +65,7 @@ mod tests {
             event_type: "issue_created".into(),
             dedup_key: None,
             payload: payload.into(),
+            trace: None,
         }
     }
 

@@ -8,7 +8,6 @@
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use headwater_queue::TraceContext;
 use headwater_stream::{Coalescer, CoalescerConfig};
 use metrics::counter;
 
@@ -52,14 +51,10 @@ impl Default for InboxConfig {
     }
 }
 
-/// An event with the trace context of its caller.
-type IncomingEvent = (NewEvent, Option<TraceContext>);
-
 /// Records events.
 #[derive(Debug)]
 pub struct Inbox {
-    records: Coalescer<IncomingEvent, Result<Recorded>>,
-    nudger: Nudger,
+    records: Coalescer<NewEvent, Result<Recorded>>,
     failed_at: FailedAt,
 }
 
@@ -84,26 +79,24 @@ impl Inbox {
             in_flight_max: config.commits_max,
         };
         let debounce = config.debounce;
-        let (sender, observer) = (nudger.clone(), config.step_observer);
-        let commit_verifier = config.commit_verifier;
         let failed_at = FailedAt::default();
         let last_failure = Arc::clone(&failed_at);
-        let records = Coalescer::new(coalescer_config, move |incoming: Vec<IncomingEvent>| {
-            let (store, nudger, step_observer) =
-                (Arc::clone(&store), sender.clone(), Arc::clone(&observer));
-            let (commit_verifier, last_failure) =
-                (commit_verifier.clone(), Arc::clone(&last_failure));
+        let InboxConfig { commit_verifier, step_observer, .. } = config;
+        let records = Coalescer::new(coalescer_config, move |events: Vec<NewEvent>| {
+            let (store, nudger, last_failure) =
+                (Arc::clone(&store), nudger.clone(), Arc::clone(&last_failure));
+            let (commit_verifier, step_observer) =
+                (commit_verifier.clone(), Arc::clone(&step_observer));
             async move {
-                let (events, traces): (Vec<_>, Vec<_>) = incoming.into_iter().unzip();
                 let results = store.record(&events, &debounce).await;
                 update_last_failure(&last_failure, &results);
                 // Here and not in the caller, which may have been cancelled meanwhile.
-                for (result, trace) in results.iter().zip(traces) {
+                for result in &results {
                     count(result);
                     if let Ok(recorded) = result {
                         commit_verifier.add(recorded.event_log_id);
                         step_observer.on_step(ProcessingStep::Recorded, recorded.issue_id);
-                        nudger.nudge_recorded_with_trace(recorded, trace);
+                        nudger.nudge_recorded(recorded);
                     }
                 }
                 results
@@ -111,7 +104,7 @@ impl Inbox {
         });
         let records =
             records.map_err(|error| IssueError::invalid("the inbox", error.to_string()))?;
-        Ok(Self { records, nudger, failed_at })
+        Ok(Self { records, failed_at })
     }
 
     /// Whether a commit failed within this time and none has succeeded since.
@@ -128,8 +121,7 @@ impl Inbox {
         // Before batching: an invalid event must not cause a retry of the others.
         event.validate().inspect_err(|error| count(&Err(error.clone())))?;
         let bytes = event.payload.len();
-        let incoming = (event, self.nudger.propagator().current());
-        self.records.call_with_size(incoming, bytes).await.unwrap_or_else(|gone| {
+        self.records.call_with_size(event, bytes).await.unwrap_or_else(|gone| {
             let problem = "the commit ended without a result".to_owned();
             let gone = Err(IssueError::Unavailable { problem, source: Some(Arc::new(gone)) });
             count(&gone);

@@ -5,6 +5,7 @@
 use std::fmt;
 use std::time::Duration;
 
+use headwater_queue::TraceContext;
 use headwater_stream::clock::Timestamp;
 
 macro_rules! numeric_id {
@@ -157,6 +158,8 @@ pub struct EventLog {
     pub processed_at: Option<Timestamp>,
     /// Error of the last failed run that included it.
     pub processing_error: Option<String>,
+    /// [`NewEvent::trace`] of its first delivery.
+    pub trace: Option<TraceContext>,
 }
 
 /// An event to record.
@@ -176,6 +179,9 @@ pub struct NewEvent {
     pub dedup_key: Option<String>,
     /// Valid JSON; see [`EventLog::payload`] for what is stored.
     pub payload: String,
+    /// Trace in which the event arrived, for the run that handles it. Not part of the event: a repeated delivery in
+    /// another trace is a duplicate.
+    pub trace: Option<TraceContext>,
 }
 
 impl NewEvent {
@@ -195,6 +201,7 @@ impl NewEvent {
             event_type: event_type.into(),
             dedup_key: None,
             payload: payload.into(),
+            trace: None,
         }
     }
 }

@@ -47,7 +47,6 @@ pub mod sqlite;
 
 mod random;
 mod step_observer;
-mod trace_propagation;
 
 pub mod metrics;
 mod nudge;
@@ -60,6 +59,7 @@ mod batcher;
 mod claim_registry;
 mod local_queue;
 
+mod config;
 mod handler;
 mod worker;
 
@@ -80,6 +80,7 @@ pub use claim::{
     SweepOptions, SweepReport,
 };
 pub use commit_verifier::CommitVerifier;
+pub use config::{OnNewEvent, OutboxConfig, WorkerConfig};
 pub use connect::{StoreOptions, connect};
 pub use consistency_check::check_consistency;
 pub use dedup::dedup_key;
@@ -100,11 +101,10 @@ pub use outbox::types::{
     DeliveryTarget, KeyedOutboxRow, NewOutboxRow, OutboxDelivery, OutboxKind, OutboxRow,
     OutboxSettled, OutboxSettlement, OutboxTake, OutboxWritten, TargetState,
 };
-pub use outbox::{Deliver, DeliverError, Outbox, OutboxConfig};
+pub use outbox::{Deliver, DeliverError, Outbox};
 pub use retry_policy::IssueRetryPolicy;
 pub use step_observer::{NoStepObserver, ProcessingStep, StepObserver};
 pub use store::Store;
 pub use sweeper::{Sweeper, SweeperConfig};
-pub use trace_propagation::TracePropagator;
 pub use transaction::{ReadConnection, StoreConnection, Transaction};
-pub use worker::{OnNewEvent, Worker, WorkerConfig};
+pub use worker::Worker;

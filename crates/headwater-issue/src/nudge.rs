@@ -3,11 +3,10 @@
 //! Upstream: `inbox` after a commit, `worker` after a run that left pending events, `sweeper`. Downstream: the stream
 //! backend. Guarantees: enqueueing never blocks on an unavailable stream; only [`send`](Nudger::send) awaits it. A
 //! nudge that cannot be sent is dropped and counted, and the sweep sends it again. A nudge is a hint: it may be lost,
-//! duplicated or late. It carries the trace context of its cause (header `traceparent`), if traces are collected.
+//! duplicated or late.
 
 use std::sync::Arc;
 
-use headwater_queue::{TRACEPARENT, TraceContext};
 use headwater_stream::{Backend, Fields, Retention, StreamError, StreamName};
 use metrics::counter;
 use tokio::sync::mpsc;
@@ -20,7 +19,6 @@ use crate::issue::{EventLogId, IssueId, Recorded};
 use crate::limits::{BATCH_MAX, NUDGE_QUEUE_MAX};
 use crate::metrics::{ISSUES_QUEUED, NUDGES};
 use crate::step_observer::{NoStepObserver, ProcessingStep, StepObserver};
-use crate::trace_propagation::{NoTracing, TracePropagator};
 
 /// Stream of the nudges.
 pub const STREAM: &str = "issue_work";
@@ -32,17 +30,12 @@ const RETENTION: Retention = Retention::max_len(10_000);
 
 const ISSUE_ID: &str = "issue_id";
 const EVENT_LOG_ID: &str = "event_log_id";
-/// JSON object, as in every entry of a queue topic.
-const HEADERS: &str = "headers";
-
-/// A nudge with the trace context of its cause.
-type TracedNudge = (Nudge, Option<TraceContext>);
 
 /// Sends nudges. Clones share one queue; its task ends when the last clone is dropped.
 #[derive(Clone, Debug)]
 pub struct Nudger {
     sender: Arc<Sender>,
-    queue: mpsc::Sender<TracedNudge>,
+    queue: mpsc::Sender<Nudge>,
     _task: Arc<SenderTask>,
 }
 
@@ -50,7 +43,6 @@ struct Sender {
     streams: Arc<dyn Backend>,
     stream: StreamName,
     step_observer: Arc<dyn StepObserver>,
-    propagator: Arc<dyn TracePropagator>,
 }
 
 impl std::fmt::Debug for Sender {
@@ -76,26 +68,13 @@ impl Nudger {
     ///
     /// Outside of a tokio runtime.
     pub fn new(streams: Arc<dyn Backend>) -> Self {
-        Self::with(streams, Arc::new(NoStepObserver), Arc::new(NoTracing))
+        Self::with_observer(streams, Arc::new(NoStepObserver))
     }
 
     /// Like [`new`](Self::new), with an observer of processing steps.
     pub fn with_observer(streams: Arc<dyn Backend>, step_observer: Arc<dyn StepObserver>) -> Self {
-        Self::with(streams, step_observer, Arc::new(NoTracing))
-    }
-
-    /// Like [`new`](Self::new), for a process that collects traces: a nudge carries the current trace context.
-    pub fn with_tracing(streams: Arc<dyn Backend>, propagator: Arc<dyn TracePropagator>) -> Self {
-        Self::with(streams, Arc::new(NoStepObserver), propagator)
-    }
-
-    fn with(
-        streams: Arc<dyn Backend>,
-        step_observer: Arc<dyn StepObserver>,
-        propagator: Arc<dyn TracePropagator>,
-    ) -> Self {
         let stream = StreamName::new(STREAM).expect("the name is valid");
-        let sender = Arc::new(Sender { streams, stream, step_observer, propagator });
+        let sender = Arc::new(Sender { streams, stream, step_observer });
         let (queue, receiver) = mpsc::channel(NUDGE_QUEUE_MAX);
         let task = tokio::spawn(send_all(Arc::clone(&sender), receiver));
         Self { sender, queue, _task: Arc::new(SenderTask(task)) }
@@ -103,31 +82,13 @@ impl Nudger {
 
     /// Queues a nudge for sending in the background. Dropped if the queue is full: the sweep will send it.
     pub fn enqueue(&self, nudge: Nudge) {
-        self.enqueue_with_trace(nudge, self.propagator().current());
-    }
-
-    /// Like [`enqueue`](Self::enqueue), with the trace context of the caller that caused it.
-    pub(crate) fn enqueue_with_trace(&self, nudge: Nudge, trace: Option<TraceContext>) {
-        // Record it here too: if the nudge is lost, the sweep of this process may pass the issue to the local worker.
-        if let Some(trace) = trace {
-            self.propagator().record_parent(nudge.event_log_id, trace);
-        }
-        if self.queue.try_send((nudge, trace)).is_err() {
+        if self.queue.try_send(nudge).is_err() {
             counter!(NUDGES, "result" => "lost").increment(1);
         }
     }
 
     /// Queues the nudge for a recorded event, if it needs one. Call it after the commit of a caller's transaction.
     pub fn nudge_recorded(&self, recorded: &Recorded) {
-        self.nudge_recorded_with_trace(recorded, self.propagator().current());
-    }
-
-    /// Like [`nudge_recorded`](Self::nudge_recorded), with the trace context of the caller that recorded the event.
-    pub(crate) fn nudge_recorded_with_trace(
-        &self,
-        recorded: &Recorded,
-        trace: Option<TraceContext>,
-    ) {
         let Recorded { issue_id, event_log_id, duplicate, nudge, .. } = *recorded;
         if !nudge {
             return;
@@ -135,15 +96,13 @@ impl Nudger {
         if !duplicate {
             counter!(ISSUES_QUEUED).increment(1);
         }
-        self.enqueue_with_trace(Nudge { issue_id, event_log_id }, trace);
+        self.enqueue(Nudge { issue_id, event_log_id });
     }
 
-    /// Sends nudges now, in batches of at most [`BATCH_MAX`], without a trace context: the sender did not cause the
-    /// events.
+    /// Sends nudges now, in batches of at most [`BATCH_MAX`].
     pub async fn send(&self, nudges: &[Nudge]) -> Result<()> {
         for batch in nudges.chunks(BATCH_MAX) {
-            let batch: Vec<TracedNudge> = batch.iter().map(|nudge| (*nudge, None)).collect();
-            self.sender.send(&batch).await.map_err(|error| IssueError::Unavailable {
+            self.sender.send(batch).await.map_err(|error| IssueError::Unavailable {
                 problem: format!("{} nudges were not sent", batch.len()),
                 source: Some(Arc::new(error)),
             })?;
@@ -160,18 +119,13 @@ impl Nudger {
         Ok(workers.map_or(stats.length, |group| group.lag.unwrap_or_default()))
     }
 
-    /// The trace propagator of this process.
-    pub(crate) fn propagator(&self) -> &dyn TracePropagator {
-        self.sender.propagator.as_ref()
-    }
-
     /// The stream backend.
     pub fn streams(&self) -> &Arc<dyn Backend> {
         &self.sender.streams
     }
 }
 
-async fn send_all(sender: Arc<Sender>, mut receiver: mpsc::Receiver<TracedNudge>) {
+async fn send_all(sender: Arc<Sender>, mut receiver: mpsc::Receiver<Nudge>) {
     let mut batch = Vec::with_capacity(BATCH_MAX);
     while receiver.recv_many(&mut batch, BATCH_MAX).await > 0 {
         if let Err(error) = sender.send(&batch).await {
@@ -182,13 +136,13 @@ async fn send_all(sender: Arc<Sender>, mut receiver: mpsc::Receiver<TracedNudge>
 }
 
 impl Sender {
-    async fn send(&self, nudges: &[TracedNudge]) -> Result<(), StreamError> {
+    async fn send(&self, nudges: &[Nudge]) -> Result<(), StreamError> {
         let entries: Vec<Fields> = nudges.iter().map(to_fields).collect();
         let sent = self.streams.append(&self.stream, &entries, &RETENTION).await;
         let result = if sent.is_ok() { "sent" } else { "lost" };
         counter!(NUDGES, "result" => result).increment(nudges.len() as u64);
         sent?;
-        for (nudge, _) in nudges {
+        for nudge in nudges {
             debug!(issue_id = %nudge.issue_id, event_log_id = %nudge.event_log_id, "nudged");
             self.step_observer.on_step(ProcessingStep::Nudged, nudge.issue_id);
         }
@@ -196,16 +150,11 @@ impl Sender {
     }
 }
 
-fn to_fields((nudge, trace): &TracedNudge) -> Fields {
-    let issue = (ISSUE_ID, nudge.issue_id.to_string());
-    let event = (EVENT_LOG_ID, nudge.event_log_id.to_string());
-    match trace {
-        None => Fields::new([issue, event]),
-        Some(trace) => {
-            let headers = format!(r#"{{"{TRACEPARENT}":"{trace}"}}"#);
-            Fields::new([issue, event, (HEADERS, headers)])
-        }
-    }
+fn to_fields(nudge: &Nudge) -> Fields {
+    Fields::new([
+        (ISSUE_ID, nudge.issue_id.to_string()),
+        (EVENT_LOG_ID, nudge.event_log_id.to_string()),
+    ])
 }
 
 /// Decodes a nudge, including those of other programs. `event_log_id` is optional. The error says why the entry is

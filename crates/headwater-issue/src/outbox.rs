@@ -9,7 +9,6 @@
 //! unsettled delivery is repeated. Not here: the format of a reply at a provider, and whether a reply is stale; the
 //! deliverer decides that (see `AdminStore::newest_event_log_at_commit`).
 
-mod config;
 mod slots;
 pub(crate) mod types;
 
@@ -26,9 +25,9 @@ use tokio::task::{Id, JoinError, JoinSet};
 use tokio::time::{sleep, timeout, timeout_at};
 use tracing::{debug, error, warn};
 
-pub use self::config::OutboxConfig;
 use self::slots::{DeliverySlots, TargetResponse};
 use crate::batcher;
+use crate::config::OutboxConfig;
 use crate::error::{IssueError, Result};
 use crate::handler::panic_text;
 use crate::limits::DELIVERY_PAUSE_MAX;

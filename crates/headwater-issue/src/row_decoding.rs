@@ -3,6 +3,7 @@
 //! Upstream: `sqlite` and `postgres`, whose statements return these columns in this order, times as milliseconds and
 //! JSON as text. Guarantees: an unexpected value is a `Schema` error, never a panic.
 
+use headwater_queue::TraceContext;
 use headwater_stream::clock::Timestamp;
 
 use crate::error::{IssueError, SharedError};
@@ -16,6 +17,11 @@ pub(crate) fn timestamp(ms: i64) -> Timestamp {
 /// Timestamp of a nullable column.
 pub(crate) fn optional_timestamp(ms: Option<i64>) -> Option<Timestamp> {
     ms.map(timestamp)
+}
+
+/// Trace context of a nullable column; `None` if another program wrote an invalid one.
+pub(crate) fn trace(text: Option<String>) -> Option<TraceContext> {
+    TraceContext::parse(&text?)
 }
 
 /// Converts a count or a limit into a parameter.
@@ -162,6 +168,7 @@ macro_rules! read_event_log {
             created_at: $crate::row_decoding::timestamp(row.try_get(6)?),
             processed_at: $crate::row_decoding::optional_timestamp(row.try_get(7)?),
             processing_error: row.try_get(8)?,
+            trace: $crate::row_decoding::trace(row.try_get(9)?),
         }
     }};
 }

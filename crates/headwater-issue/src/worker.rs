@@ -1,69 +1,79 @@
-//! The worker: receive a nudge, claim the issue, load its events, execute the handler, finish the run, acknowledge the
-//! nudge.
+//! The worker: receive a nudge, claim the issue, execute the handler, finish the run, acknowledge the nudge.
 //!
 //! Upstream: nudges from `headwater-queue`, and the local queue of this process. Downstream: `store`. Outbox rows are
-//! written in the transaction that finishes a run; `outbox` delivers them later.
+//! written in the transaction that finishes a run; `outbox` delivers them later. `claim_registry` renews claims.
 //!
 //! Guarantees, at whichever line the process dies:
 //! - No database transaction is open while a handler runs.
 //! - At most one run of an issue takes effect at a time: every effect presents the epoch of its claim.
 //! - The nudge is acknowledged last. Until then the database has the remaining work: the issue is idle, queued, or
 //!   claimed until an expiry time, and the sweep finds queued issues and expired claims.
+//! - Every task started by `run` ends before `run` returns, or when its future is dropped.
 //!
 //! Where this crate decides that a run or a reply is stale:
-//! - `state` and the stores fence a run by its claim epoch: completion, failure and heartbeat of an older epoch change
-//!   nothing.
+//! - `state` and the stores fence a run by its claim epoch: an older epoch changes nothing.
 //! - `claim_registry` stops trusting a claim that was not renewed in time, and notices newer events; `execute`
 //!   then cancels the handler. [`OnNewEvent`] says whether newer events cancel a run.
 //! - `ClaimedIssue::completed_event_log_id` and `AdminStore::newest_event_log_at_commit` tell the handler and the
 //!   deliverer which event logs existed when a run or a reply was committed. The caller decides from them whether a
 //!   reply is stale.
-//!
-//! Not here: startup, heartbeats and shutdown (see `lifecycle`), renewal of claims (see `claim_registry`).
 
-mod config;
-mod lifecycle;
-
+use std::fmt;
 use std::panic::AssertUnwindSafe;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use async_trait::async_trait;
 use futures_util::FutureExt;
-use headwater_queue::{Handler, Message, Outcome, TRACEPARENT, TraceContext};
+use headwater_queue::{ConsumerConfig, Handler, Message, Mode, Outcome, Queue};
 use headwater_stream::clock::{Clock, SystemClock};
 use metrics::{counter, histogram};
-use tokio::sync::{Semaphore, SemaphorePermit, watch};
-use tokio::time::{Instant, sleep, sleep_until, timeout};
+use tokio::sync::{Semaphore, SemaphorePermit};
+use tokio::task::JoinSet;
+use tokio::time::{Instant, MissedTickBehavior, interval, sleep, sleep_until, timeout};
+use tokio_util::sync::CancellationToken;
 use tracing::{debug, error, info, warn};
 
-pub(crate) use self::config::unique_name;
-pub use self::config::{OnNewEvent, WorkerConfig};
 use crate::batcher::Batcher;
 use crate::claim::{
     AfterFailure, Claim, ClaimRelease, ClaimReleased, ClaimedIssue, CompletionOutcome,
     FailureOutcome, Nudge, ReleaseReason, RunCompletion, RunFailure,
 };
-use crate::claim_registry::{ClaimRegistry, HeldClaim, IssueSlot};
+use crate::claim_registry::{ClaimHandle, ClaimRegistry, HeldClaim, IssueSlot};
+use crate::config::{OnNewEvent, WorkerConfig};
 use crate::error::{IssueError, Result};
 use crate::handler::{
     DEFER_JITTER_MAX, FailureAction, HandlerError, IssueHandler, Resolution, Run, panic_text,
     unavailable_delay,
 };
-use crate::issue::{EventLogId, IssueId, ProcessingStatus};
+use crate::issue::{EventLogId, IssueId};
 use crate::limits::BATCH_MAX;
 use crate::local_queue::DueQueue;
 use crate::metrics::{
     EVENTS_PER_ISSUE_BATCH, ISSUES_PROCESSED, ISSUES_PROCESSING_DURATION, NUDGES_WITHOUT_RUN,
 };
-use crate::nudge::{self, Nudger};
+use crate::nudge::{self, GROUP, Nudger, STREAM};
 use crate::random;
 use crate::step_observer::ProcessingStep;
 use crate::store::Store;
 
 /// Delay before a database call that failed is retried.
 const RETRY_DELAY: Duration = Duration::from_millis(200);
+
+/// How long a worker counts as alive after its last heartbeat.
+const HEARTBEAT_TTL: Duration = Duration::from_secs(15);
+/// Interval of worker heartbeats.
+const HEARTBEAT_EVERY: Duration = Duration::from_secs(5);
+
+/// How long cancelled runs may take to release their claims.
+const RELEASE_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Delay before a failed subscription is retried.
+const SUBSCRIBE_RETRY_DELAY: Duration = Duration::from_millis(500);
+
+/// Added to the worker's own drain time, for the queue to acknowledge finished entries.
+const ACKNOWLEDGE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Processes issues. Clones share one worker.
 #[derive(Clone)]
@@ -79,31 +89,13 @@ struct Inner {
     batcher: Batcher,
     claims: Arc<ClaimRegistry>,
     local_queue: DueQueue,
-    /// Claims to release when the database is available again; at most one per run in flight when it became
-    /// unavailable.
+    /// Claims to release when the database is available again; at most one per run that was in flight.
     lapsed: Mutex<Vec<ClaimRelease>>,
     slots: Semaphore,
     /// Whether `run` was called.
     has_run: AtomicBool,
-    /// Becomes true when the handlers still running are to be cancelled.
-    stop: watch::Sender<bool>,
-}
-
-/// Result of processing an issue.
-enum ProcessOutcome {
-    /// The issue was processed, or the run in flight will process it again.
-    Done,
-    /// The worker is stopping and did not process the issue.
-    Stopping,
-}
-
-/// Result of an attempt to claim an issue.
-enum ClaimOutcome {
-    Won(Box<ClaimedIssue>, HeldClaim),
-    /// This worker has nothing to do for the issue now.
-    Nothing,
-    /// The worker is stopping and did not claim the issue.
-    Stopping,
+    /// Cancelled when the handlers still running are to be cancelled.
+    stop: CancellationToken,
 }
 
 /// How the handler of a run ended.
@@ -127,18 +119,199 @@ enum FollowUp {
     Later(Duration),
 }
 
+impl fmt::Debug for Worker {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Worker").field("name", &self.inner.config.name).finish_non_exhaustive()
+    }
+}
+
+impl Worker {
+    /// Creates a worker. It does nothing until [`run`](Self::run) is called.
+    ///
+    /// # Panics
+    ///
+    /// Outside of a tokio runtime.
+    pub fn new(
+        store: Arc<dyn Store>,
+        nudger: Nudger,
+        handler: impl IssueHandler,
+        config: WorkerConfig,
+    ) -> Result<Self> {
+        config.validate()?;
+        let inner = Inner {
+            batcher: Batcher::new(&store, config.claim_options(), config.calls_max)?,
+            claims: ClaimRegistry::new(Arc::clone(&store), config.claim_ttl),
+            local_queue: DueQueue::default(),
+            lapsed: Mutex::default(),
+            slots: Semaphore::new(config.concurrency),
+            has_run: AtomicBool::new(false),
+            stop: CancellationToken::new(),
+            handler: Arc::new(handler),
+            store,
+            nudger,
+            config,
+        };
+        Ok(Self { inner: Arc::new(inner) })
+    }
+
+    /// The name of this worker.
+    pub fn name(&self) -> &str {
+        &self.inner.config.name
+    }
+
+    /// Adds issues to the local queue of this worker, without a nudge. Returns how many were accepted.
+    pub fn offer(&self, issues: impl IntoIterator<Item = IssueId>) -> usize {
+        let now = Instant::now();
+        issues.into_iter().filter(|issue_id| self.inner.local_queue.add(*issue_id, now)).count()
+    }
+
+    /// Number of issues in flight.
+    pub fn in_flight(&self) -> usize {
+        self.inner.claims.len()
+    }
+
+    /// Number of runs that could be started now.
+    pub(crate) fn free_slots(&self) -> usize {
+        self.inner.slots.available_permits()
+    }
+
+    /// Processes one issue until nothing is left to do for it now. A no-op if the issue needs no run or another worker
+    /// has claimed it. A stopped worker sends a nudge instead, so that another worker processes the issue. Never fails:
+    /// errors are stored on the issue, or the sweep finds it.
+    pub async fn process_issue(&self, issue_id: IssueId) {
+        if self.inner.process_issue(issue_id).await == Outcome::Release {
+            // There is no stream entry to release, so send one; if that fails, the sweep finds the issue.
+            let nudge = Nudge { issue_id, event_log_id: EventLogId::default() };
+            let _ = self.inner.nudger.send(&[nudge]).await;
+        }
+    }
+
+    /// Processes issues until `shutdown` completes, then drains.
+    ///
+    /// # Panics
+    ///
+    /// If it was called before: a worker runs once, because its name must not be reused. Create a new one.
+    pub async fn run(&self, queue: &Queue, shutdown: impl Future<Output = ()>) {
+        let (name, stop) = (self.name(), &self.inner.stop);
+        let has_run = self.inner.has_run.swap(true, Ordering::SeqCst);
+        assert!(!has_run, "worker `{name}` was already run; a worker runs once, create a new one");
+        info!(worker_id = name, "worker started");
+        // On tasks of their own: a handler that blocks its thread must not delay the renewal of other claims.
+        let mut maintenance = JoinSet::new();
+        maintenance.spawn(renew_claims(Arc::clone(&self.inner)));
+        maintenance.spawn(heartbeat_worker(Arc::clone(&self.inner)));
+
+        let drain = CancellationToken::new();
+        let working = async {
+            tokio::join!(self.run_local_queue(&drain), self.consume_nudges(queue, &drain))
+        };
+        let stopping = async {
+            shutdown.await;
+            info!(worker_id = name, in_flight = self.in_flight(), "worker stopping");
+            drain.cancel();
+            sleep(self.inner.config.drain).await;
+            stop.cancel();
+            sleep(RELEASE_TIMEOUT).await;
+        };
+        tokio::select! {
+            _ = working => {}
+            () = stopping => warn!(worker_id = name, "runs did not end in time, their claims will expire"),
+        }
+        stop.cancel();
+        maintenance.shutdown().await;
+        let deregister = self.inner.store.heartbeat_worker(name, Duration::ZERO);
+        if !matches!(timeout(RELEASE_TIMEOUT, deregister).await, Ok(Ok(()))) {
+            warn!(
+                worker_id = name,
+                "worker not deregistered, it counts as alive until its heartbeat expires"
+            );
+        }
+        info!(worker_id = name, "worker stopped");
+    }
+
+    /// Processes the local queue until the drain begins, and returns when the runs it started have ended.
+    async fn run_local_queue(&self, drain: &CancellationToken) {
+        let mut runs = JoinSet::new();
+        loop {
+            let has_capacity = runs.len() < self.inner.config.concurrency;
+            tokio::select! {
+                () = drain.cancelled() => break,
+                Some(_) = runs.join_next() => {}
+                issue_id = self.inner.local_queue.next(), if has_capacity => {
+                    let worker = self.clone();
+                    runs.spawn(async move { worker.process_issue(issue_id).await });
+                }
+            }
+        }
+        while runs.join_next().await.is_some() {}
+    }
+
+    /// Consumes nudges until the drain begins, and returns when those in flight are acknowledged or released. An attempt
+    /// to subscribe is never dropped halfway: a half-joined member must leave the group before another worker of this
+    /// process joins.
+    async fn consume_nudges(&self, queue: &Queue, drain: &CancellationToken) {
+        while !drain.is_cancelled() {
+            match queue.subscribe(STREAM, GROUP, self.clone(), self.consumer_config()).await {
+                Ok(subscription) => {
+                    drain.cancelled().await;
+                    return subscription.stop().await;
+                }
+                Err(error) => {
+                    warn!(%error, "subscription to nudges failed, retrying");
+                    let _ = timeout(SUBSCRIBE_RETRY_DELAY, drain.cancelled()).await;
+                }
+            }
+        }
+    }
+
+    fn consumer_config(&self) -> ConsumerConfig {
+        let concurrency = self.inner.config.concurrency;
+        ConsumerConfig {
+            mode: Mode::Shared,
+            concurrency,
+            // No prefetch: a nudge that waits here could be handled by another process.
+            in_flight_max: concurrency,
+            batch: concurrency.min(256),
+            // Longer than the worker's own drain, so that cancelled runs can release their claims.
+            drain: self.inner.config.drain + ACKNOWLEDGE_TIMEOUT,
+            ..ConsumerConfig::default()
+        }
+    }
+}
+
+/// Renews claims and releases lapsed ones, until it is aborted.
+async fn renew_claims(inner: Arc<Inner>) {
+    let mut ticks = interval(inner.config.renew_every());
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    loop {
+        ticks.tick().await;
+        if let Err(error) = inner.claims.renew_all().await {
+            warn!(%error, "claims were not renewed, retrying");
+        }
+        if let Err(error) = inner.release_lapsed().await {
+            warn!(%error, "lapsed claims were not released, retrying");
+        }
+    }
+}
+
+/// Sends worker heartbeats until it is aborted.
+async fn heartbeat_worker(inner: Arc<Inner>) {
+    let mut ticks = interval(HEARTBEAT_EVERY);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    loop {
+        ticks.tick().await;
+        if let Err(error) = inner.store.heartbeat_worker(&inner.config.name, HEARTBEAT_TTL).await {
+            warn!(%error, "worker heartbeat failed, retrying");
+        }
+    }
+}
+
 /// Handles one nudge. The returned outcome makes the queue acknowledge or release the entry.
 #[async_trait]
 impl Handler for Worker {
     async fn handle(&self, message: Message) -> Outcome {
         let issue_id = match nudge::read(&message.fields) {
-            Ok(nudge) => {
-                let trace = message.headers.get(TRACEPARENT);
-                if let Some(trace) = trace.and_then(|text| TraceContext::parse(text)) {
-                    self.inner.nudger.propagator().record_parent(nudge.event_log_id, trace);
-                }
-                nudge.issue_id
-            }
+            Ok(nudge) => nudge.issue_id,
             Err(reason) => {
                 count_nudge_without_run("malformed");
                 warn!(entry_id = %message.id, error = %reason, "malformed nudge moved to the dead letters");
@@ -146,55 +319,41 @@ impl Handler for Worker {
             }
         };
         self.inner.config.step_observer.on_step(ProcessingStep::Received, issue_id);
-        match self.inner.process_issue(issue_id).await {
-            ProcessOutcome::Done => Outcome::Done,
-            ProcessOutcome::Stopping => Outcome::Release,
-        }
-    }
-}
-
-impl Worker {
-    /// Processes one issue until nothing is left to do for it now. A no-op if the issue needs no run or another worker
-    /// has claimed it. A stopped worker sends a nudge instead, so that another worker processes the issue. Never fails:
-    /// errors are stored on the issue, or the sweep finds it.
-    pub async fn process_issue(&self, issue_id: IssueId) {
-        if let ProcessOutcome::Stopping = self.inner.process_issue(issue_id).await {
-            // There is no stream entry to release, so send one; if that fails, the sweep finds the issue.
-            let nudge = Nudge { issue_id, event_log_id: EventLogId::default() };
-            let _ = self.inner.nudger.send(&[nudge]).await;
-        }
+        self.inner.process_issue(issue_id).await
     }
 }
 
 impl Inner {
-    /// Runs an issue, and again if it was requested meanwhile.
-    async fn process_issue(&self, issue_id: IssueId) -> ProcessOutcome {
-        let Some(_permit) = self.permit().await else { return ProcessOutcome::Stopping };
+    /// Runs an issue, and again if it was requested meanwhile. `Release` if the worker is stopping and has not
+    /// processed it.
+    async fn process_issue(&self, issue_id: IssueId) -> Outcome {
+        let Some(_permit) = self.permit().await else { return Outcome::Release };
         // If the issue is in flight, its run repeats after it ends, so this request is not lost.
         let mut entered = self.claims.try_enter(issue_id);
         while let Some(slot) = entered {
-            if let ProcessOutcome::Stopping = self.run(&slot).await {
-                return ProcessOutcome::Stopping;
+            if self.run(&slot).await == Outcome::Release {
+                return Outcome::Release;
             }
             entered = slot.exit();
         }
-        ProcessOutcome::Done
+        Outcome::Done
     }
 
-    /// One run: claim, load, execute, finish, follow up.
-    async fn run(&self, slot: &IssueSlot) -> ProcessOutcome {
+    /// One run: claim, execute, finish, follow up.
+    async fn run(&self, slot: &IssueSlot) -> Outcome {
         let (claimed, held) = match self.claim(slot).await {
-            ClaimOutcome::Won(claimed, held) => (claimed, held),
-            ClaimOutcome::Nothing => return ProcessOutcome::Done,
-            ClaimOutcome::Stopping => return ProcessOutcome::Stopping,
+            Ok(won) => won,
+            Err(outcome) => return outcome,
         };
         let started = Instant::now();
-        let run = self.load(*claimed, &held, started);
+        histogram!(EVENTS_PER_ISSUE_BATCH).record(claimed.events.len() as f64);
+        let (claim, deadline) = (held.handle().clone(), started + self.config.deadline);
+        let run = Run { claimed: Arc::new(*claimed), claim, deadline };
 
         let outcome = self.execute(&run).await;
         self.config.step_observer.on_step(ProcessingStep::Handled, slot.issue_id);
 
-        let (result, follow_up) = self.finish(&run, &held, outcome).await;
+        let (result, follow_up) = self.finish(&run, outcome).await;
         self.config.step_observer.on_step(ProcessingStep::Completed, slot.issue_id);
         drop(held);
         counter!(ISSUES_PROCESSED, "result" => result).increment(1);
@@ -203,14 +362,7 @@ impl Inner {
         debug!(issue_id = %slot.issue_id, epoch = %run.epoch(), result, elapsed_ms, "run ended");
 
         self.follow_up(&run, follow_up).await;
-        ProcessOutcome::Done
-    }
-
-    /// Builds the run. The claim returned the pending event logs from its own transaction.
-    fn load(&self, claimed: ClaimedIssue, held: &HeldClaim, started: Instant) -> Run {
-        histogram!(EVENTS_PER_ISSUE_BATCH).record(claimed.events.len() as f64);
-        let deadline = started + self.config.deadline;
-        Run { claimed: Arc::new(claimed), claim: held.handle().clone(), deadline }
+        Outcome::Done
     }
 
     /// Schedules the work that a run left, before its nudge is acknowledged.
@@ -223,8 +375,8 @@ impl Inner {
             }
             FollowUp::Nudge => {
                 let event_log_id = run.events().last().map(|event| event.id).unwrap_or_default();
-                let sent = self.nudger.send(&[Nudge { issue_id, event_log_id }]).await;
-                if sent.is_err() && !self.is_stopping() {
+                let nudge = Nudge { issue_id, event_log_id };
+                if self.nudger.send(&[nudge]).await.is_err() && !self.stop.is_cancelled() {
                     self.local_queue.add(issue_id, Instant::now());
                 }
             }
@@ -233,36 +385,27 @@ impl Inner {
 
     /// A permit for one more run; `None` if the worker stops first.
     async fn permit(&self) -> Option<SemaphorePermit<'_>> {
-        let mut stop = self.stop.subscribe();
-        tokio::select! {
-            biased;
-            _ = stop.wait_for(|stop| *stop) => None,
-            permit = self.slots.acquire() => permit.ok(),
-        }
-    }
-
-    fn is_stopping(&self) -> bool {
-        *self.stop.borrow()
+        self.stop.run_until_cancelled(self.slots.acquire()).await?.ok()
     }
 }
 
 /// Claim.
 impl Inner {
     /// Claims the issue. Retries while the database is unavailable, for at most the TTL of a claim; after that the
-    /// sweep finds the issue.
-    async fn claim(&self, slot: &IssueSlot) -> ClaimOutcome {
+    /// sweep finds the issue. The error is `Done` if there is nothing to do now, `Release` if the worker is stopping.
+    async fn claim(&self, slot: &IssueSlot) -> Result<(Box<ClaimedIssue>, HeldClaim), Outcome> {
         let issue_id = slot.issue_id;
         let until = Instant::now() + self.config.claim_ttl;
-        while !self.is_stopping() {
+        while !self.stop.is_cancelled() {
             let requested_at = Instant::now();
             let reason = match self.batcher.claim(issue_id).await {
                 Ok(Claim::Won(claimed)) => {
                     let held = slot.hold(&claimed, requested_at);
-                    if !self.confirm_claim(&held).await {
+                    if !self.confirm_claim(held.handle()).await {
                         continue;
                     }
                     self.config.step_observer.on_step(ProcessingStep::Claimed, issue_id);
-                    return ClaimOutcome::Won(claimed, held);
+                    return Ok((claimed, held));
                 }
                 Ok(Claim::Taken { owner, .. }) if owner == self.config.name => {
                     // This worker owns the claim but has no run for it: the reply to an earlier claim was lost.
@@ -288,21 +431,20 @@ impl Inner {
                 Ok(Claim::Missing) => "missing",
             };
             count_nudge_without_run(reason);
-            return ClaimOutcome::Nothing;
+            return Err(Outcome::Done);
         }
-        ClaimOutcome::Stopping
+        Err(Outcome::Release)
     }
 
     /// Confirms with a heartbeat a claim whose reply took so long that the claim may have expired meanwhile.
-    async fn confirm_claim(&self, held: &HeldClaim) -> bool {
-        if held.handle().is_held() {
+    async fn confirm_claim(&self, claim: &ClaimHandle) -> bool {
+        if claim.is_held() {
             return true;
         }
-        match held.handle().renew().await {
-            Ok(()) => held.handle().is_held(),
+        match claim.renew().await {
+            Ok(()) => claim.is_held(),
             Err(error) => {
-                let issue_id = held.handle().issue_id();
-                warn!(%issue_id, %error, "claim reply arrived too late, retrying");
+                warn!(issue_id = %claim.issue_id(), %error, "claim reply arrived too late, retrying");
                 self.pause().await;
                 false
             }
@@ -312,9 +454,10 @@ impl Inner {
     /// Releases an issue that this worker has claimed without having received the reply.
     async fn release_orphaned_claim(&self, issue_id: IssueId) {
         let release = async {
-            let Some(issue) = self.store.issue(issue_id).await? else { return Ok(()) };
-            let is_owner = issue.claim_owner.as_deref() == Some(self.config.name.as_str());
-            if issue.status == ProcessingStatus::Processing && is_owner {
+            let issue = self.store.issue(issue_id).await?;
+            let ours = Some(self.config.name.as_str());
+            // Only an issue in processing has an owner.
+            if let Some(issue) = issue.filter(|issue| issue.claim_owner.as_deref() == ours) {
                 let (epoch, reason) = (issue.claim_epoch, ReleaseReason::Shutdown);
                 self.store.release_claims(&[ClaimRelease { issue_id, epoch, reason }]).await?;
             }
@@ -328,8 +471,7 @@ impl Inner {
 
     /// Waits for [`RETRY_DELAY`], or until the worker stops.
     async fn pause(&self) {
-        let mut stop = self.stop.subscribe();
-        let _ = timeout(RETRY_DELAY, stop.wait_for(|stop| *stop)).await;
+        let _ = timeout(RETRY_DELAY, self.stop.cancelled()).await;
     }
 }
 
@@ -338,11 +480,10 @@ impl Inner {
     /// Executes the handler while its result can take effect. The handler is dropped when this returns. A panic and an
     /// exceeded deadline are failures.
     async fn execute(&self, run: &Run) -> RunOutcome {
-        let mut stop = self.stop.subscribe();
         tokio::select! {
             biased;
             () = run.cancelled() => RunOutcome::Lost,
-            _ = stop.wait_for(|stop| *stop) => RunOutcome::Stopped,
+            () = self.stop.cancelled() => RunOutcome::Stopped,
             () = self.superseded(run) => RunOutcome::Superseded,
             () = sleep_until(run.deadline) => {
                 let limit = self.config.deadline;
@@ -375,32 +516,22 @@ impl Inner {
 impl Inner {
     /// Ends a run in the database, according to how its handler ended. Returns the label for the metrics and the
     /// follow-up. A result is committed whole or not at all.
-    async fn finish(
-        &self,
-        run: &Run,
-        held: &HeldClaim,
-        outcome: RunOutcome,
-    ) -> (&'static str, FollowUp) {
+    async fn finish(&self, run: &Run, outcome: RunOutcome) -> (&'static str, FollowUp) {
         match outcome {
-            RunOutcome::Resolved(resolution) => self.commit(run, held, resolution).await,
-            RunOutcome::Failed(error) => self.fail(run, held, error).await,
-            RunOutcome::Superseded => self.release(run, held, ReleaseReason::Superseded).await,
-            RunOutcome::Stopped => self.release(run, held, ReleaseReason::Shutdown).await,
+            RunOutcome::Resolved(resolution) => self.commit(run, resolution).await,
+            RunOutcome::Failed(error) => self.fail(run, error).await,
+            RunOutcome::Superseded => self.release(run, ReleaseReason::Superseded).await,
+            RunOutcome::Stopped => self.release(run, ReleaseReason::Shutdown).await,
             RunOutcome::Lost => {
                 warn!(issue_id = %run.issue().id, epoch = %run.epoch(), "claim lost, run cancelled");
-                self.release_later(run, held);
+                self.release_later(run);
                 ("fenced", FollowUp::Nothing)
             }
         }
     }
 
     /// Commits the result of a run: events processed, fields changed and outbox rows written, in one transaction.
-    async fn commit(
-        &self,
-        run: &Run,
-        held: &HeldClaim,
-        resolution: Resolution,
-    ) -> (&'static str, FollowUp) {
+    async fn commit(&self, run: &Run, resolution: Resolution) -> (&'static str, FollowUp) {
         let completion = RunCompletion {
             issue_id: run.issue().id,
             epoch: run.epoch(),
@@ -409,33 +540,27 @@ impl Inner {
             discussions: resolution.discussions,
             outbox: resolution.outbox,
         };
-        match self.retry_while_held(held, || self.batcher.complete(completion.clone())).await {
+        match self.retry_while_held(run, || self.batcher.complete(completion.clone())).await {
             Ok(CompletionOutcome::Committed { requeued: false, .. }) => ("done", FollowUp::Nothing),
             Ok(CompletionOutcome::Committed { not_before: None, .. }) => ("done", FollowUp::Nudge),
             // A debounce window started during the run; the next claim returns how long it still lasts.
             Ok(CompletionOutcome::Committed { .. }) => ("done", FollowUp::Later(Duration::ZERO)),
             Ok(CompletionOutcome::Fenced) => ("fenced", FollowUp::Nothing),
             Err(error @ IssueError::Invalid { .. }) => {
-                let error =
-                    HandlerError::retry(format!("the handler's result is invalid: {error}"));
-                self.fail(run, held, error).await
+                let reason = format!("the handler's result is invalid: {error}");
+                self.fail(run, HandlerError::retry(reason)).await
             }
             // The database renews the claim but does not store the result. If it was stored after all, this is fenced.
-            Err(error) if error.is_transient() && held.handle().is_held() => {
+            Err(error) if error.is_transient() && !run.is_cancelled() => {
                 let reason = format!("the result was not stored: {error}");
-                self.fail(run, held, HandlerError::unavailable(reason)).await
+                self.fail(run, HandlerError::unavailable(reason)).await
             }
-            Err(error) => self.abandon(run, held, &error),
+            Err(error) => self.abandon(run, &error),
         }
     }
 
     /// Stores a failure: the issue is retried later, deferred or quarantined.
-    async fn fail(
-        &self,
-        run: &Run,
-        held: &HeldClaim,
-        error: HandlerError,
-    ) -> (&'static str, FollowUp) {
+    async fn fail(&self, run: &Run, error: HandlerError) -> (&'static str, FollowUp) {
         let (issue_id, attempt) = (run.issue().id, run.issue().attempts + 1);
         let then = match error.then {
             FailureAction::Retry => {
@@ -451,23 +576,19 @@ impl Inner {
             FailureAction::Quarantine => AfterFailure::Quarantine,
         };
         let (delay, result) = match then {
-            AfterFailure::Defer { after } => {
-                warn!(%issue_id, ?after, reason = %error.reason, "run deferred, no attempt counted");
-                (after, "put_off")
-            }
-            AfterFailure::Retry { after } => {
-                warn!(%issue_id, attempt, error = %error.reason, "run failed");
-                (after, "failed")
-            }
-            AfterFailure::Quarantine => {
-                warn!(%issue_id, attempt, error = %error.reason, "run failed");
-                (Duration::ZERO, "failed")
-            }
+            AfterFailure::Defer { after } => (after, "put_off"),
+            AfterFailure::Retry { after } => (after, "failed"),
+            AfterFailure::Quarantine => (Duration::ZERO, "failed"),
         };
+        if let AfterFailure::Defer { after } = then {
+            warn!(%issue_id, ?after, reason = %error.reason, "run deferred, no attempt counted");
+        } else {
+            warn!(%issue_id, attempt, error = %error.reason, "run failed");
+        }
         let failure = RunFailure { issue_id, epoch: run.epoch(), error: error.reason, then };
         let failures = [failure];
         let call = || self.store.fail(&failures, self.config.retry.attempts_max);
-        match first(self.retry_while_held(held, call).await) {
+        match first(self.retry_while_held(run, call).await) {
             Ok(Some(FailureOutcome::Requeued { .. })) => (result, FollowUp::Later(delay)),
             Ok(Some(FailureOutcome::Quarantined { attempts })) => {
                 error!(
@@ -477,27 +598,22 @@ impl Inner {
                 ("quarantined", FollowUp::Nothing)
             }
             Ok(Some(FailureOutcome::Fenced) | None) => ("fenced", FollowUp::Nothing),
-            Err(error) => self.abandon(run, held, &error),
+            Err(error) => self.abandon(run, &error),
         }
     }
 
     /// Releases the claim without a result and without counting an attempt.
-    async fn release(
-        &self,
-        run: &Run,
-        held: &HeldClaim,
-        reason: ReleaseReason,
-    ) -> (&'static str, FollowUp) {
+    async fn release(&self, run: &Run, reason: ReleaseReason) -> (&'static str, FollowUp) {
         let (issue_id, epoch) = (run.issue().id, run.epoch());
         info!(%issue_id, %epoch, ?reason, "run cancelled, claim released");
         let claims = [ClaimRelease { issue_id, epoch, reason }];
-        match first(self.retry_while_held(held, || self.store.release_claims(&claims)).await) {
+        match first(self.retry_while_held(run, || self.store.release_claims(&claims)).await) {
             Ok(Some(ClaimReleased::Requeued { .. })) if reason == ReleaseReason::Superseded => {
                 ("superseded", FollowUp::Later(Duration::ZERO))
             }
             Ok(Some(ClaimReleased::Requeued { .. })) => ("given_back", FollowUp::Nudge),
             Ok(Some(ClaimReleased::Fenced) | None) => ("fenced", FollowUp::Nothing),
-            Err(error) => self.abandon(run, held, &error),
+            Err(error) => self.abandon(run, &error),
         }
     }
 
@@ -506,19 +622,16 @@ impl Inner {
     /// is fenced.
     async fn retry_while_held<T, Calling: Future<Output = Result<T>>>(
         &self,
-        held: &HeldClaim,
+        run: &Run,
         call: impl Fn() -> Calling,
     ) -> Result<T> {
         let until = Instant::now() + self.config.claim_ttl;
         loop {
             match call().await {
                 Err(error)
-                    if error.is_transient()
-                        && held.handle().is_held()
-                        && Instant::now() < until =>
+                    if error.is_transient() && !run.is_cancelled() && Instant::now() < until =>
                 {
-                    let issue_id = held.handle().issue_id();
-                    warn!(%issue_id, %error, "end of the run was not stored, retrying");
+                    warn!(issue_id = %run.issue().id, %error, "end of the run was not stored, retrying");
                     sleep(RETRY_DELAY).await;
                 }
                 result => return result,
@@ -528,18 +641,18 @@ impl Inner {
 
     /// The database was unavailable until the claim expired. If the end of the run was not stored, `release_lapsed`
     /// releases the claim, or the sweep requeues the issue.
-    fn abandon(&self, run: &Run, held: &HeldClaim, error: &IssueError) -> (&'static str, FollowUp) {
+    fn abandon(&self, run: &Run, error: &IssueError) -> (&'static str, FollowUp) {
         error!(
             issue_id = %run.issue().id, epoch = %run.epoch(), %error,
             "end of the run was not stored; the issue will be run again"
         );
-        self.release_later(run, held);
+        self.release_later(run);
         ("error", FollowUp::Nothing)
     }
 
     /// Leaves the claim to `release_lapsed`, unless the database reported it as lost.
-    fn release_later(&self, run: &Run, held: &HeldClaim) {
-        if !held.handle().is_lost() {
+    fn release_later(&self, run: &Run) {
+        if !run.claim.is_lost() {
             let (issue_id, epoch, reason) = (run.issue().id, run.epoch(), ReleaseReason::Shutdown);
             self.lapsed().push(ClaimRelease { issue_id, epoch, reason });
         }

@@ -193,9 +193,8 @@ async fn a_run_in_another_process_continues_the_trace_of_its_event() -> Result<(
     let (of_worker, mut from_worker) = collector().await?;
     let dir = ServerDir::new()?.settings(&integrations())?;
     let (streams, database) = (redis.url(), database.url());
-    // Issues found by the sweeper have no trace, so only nudges may bring issues to workers.
-    let rarely = ["--sweep-every", "1h", "--issue-quiet", "10ms"];
-    let both = [&["--stream-url", &streams, "--database-url", &database][..], &rarely].concat();
+    let quiet = ["--issue-quiet", "10ms"];
+    let both = [&["--stream-url", &streams, "--database-url", &database][..], &quiet].concat();
     let mut server = dir.serve(&[&both[..], &["--otlp-url", &of_server]].concat())?;
     let mut worker = dir.worker(&[&both[..], &["--otlp-url", &of_worker]].concat())?;
     worker.until("/health/ready", |status, _| status == 200).await?;

@@ -9,6 +9,7 @@ macro_rules! store_suite {
         $crate::__store_tests! { ($setup)
             record {
                 an_event_creates_its_issue_and_queues_it,
+                the_trace_of_an_event_is_returned_with_its_run,
                 a_duplicate_of_a_pending_event_nudges_again,
                 a_duplicate_of_a_processed_event_changes_nothing,
                 events_of_one_issue_share_one_nudge,

@@ -121,6 +121,7 @@ pub(super) fn event(issue: &str, key: &str) -> NewEvent {
         source: "github".into(),
         event_type: "comment".into(),
         dedup_key: Some(key.into()),
+        trace: None,
         payload: serde_json::json!({ "key": key }).to_string(),
     }
 }

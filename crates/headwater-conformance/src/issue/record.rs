@@ -7,7 +7,7 @@ use crate::TestResult;
 use headwater_issue::limits::{BATCH_MAX, JSON_DEPTH_MAX, PAYLOAD_BYTES_MAX};
 use headwater_issue::{
     AfterFailure, Claim, CompletionOutcome, DebounceWindow, IssueError, IssueId, NewEvent,
-    ProcessingStatus, RunFailure,
+    ProcessingStatus, RunFailure, TraceContext,
 };
 
 pub async fn an_event_creates_its_issue_and_queues_it(env: StoreTestEnv) -> TestResult {
@@ -29,6 +29,21 @@ pub async fn an_event_creates_its_issue_and_queues_it(env: StoreTestEnv) -> Test
     assert_eq!(logs[0].id, recorded.event_log_id);
     assert_eq!((logs[0].source.as_str(), logs[0].event_type.as_str()), ("github", "comment"));
     assert_eq!((logs[0].dedup_key.as_str(), logs[0].processed_at), ("delivery-1", None));
+    env.assert_consistent().await
+}
+
+pub async fn the_trace_of_an_event_is_returned_with_its_run(env: StoreTestEnv) -> TestResult {
+    let traced = NewEvent { trace: Some(TraceContext::root()), ..event("42", "a") };
+    let elsewhere = NewEvent { trace: Some(TraceContext::root()), ..traced.clone() };
+    let recorded = env.record_all(&[traced.clone(), event("42", "b")]).await?;
+    let again = env.record_all(&[elsewhere]).await?;
+    assert!(again[0].duplicate, "a trace is not part of an event");
+
+    let claimed = env.claim(recorded[0].issue_id).await?;
+    let traces: Vec<_> = claimed.events.iter().map(|event| event.trace).collect();
+    assert_eq!(traces, [traced.trace, None]);
+    let listed = env.store.event_logs(recorded[0].issue_id, &Default::default(), 10).await?;
+    assert_eq!(listed, claimed.events);
     env.assert_consistent().await
 }
 

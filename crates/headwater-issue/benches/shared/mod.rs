@@ -79,6 +79,7 @@ pub(crate) fn event(prefix: &str, n: usize, issues: usize) -> NewEvent {
         source: "github".into(),
         event_type: "comment".into(),
         dedup_key: Some(format!("{prefix}-{n}")),
+        trace: None,
         payload: format!(r#"{{"action":"created","number":{n},"body":"{}"}}"#, "x".repeat(200)),
     }
 }

@@ -14,7 +14,7 @@ use crate::error::Result;
 use crate::issue::{ClaimEpoch, EventLog, EventLogId, Issue, IssueId};
 use crate::limits::{FIELDS_BYTES_MAX, RUN_EVENTS_MAX, claim_bytes_max};
 use crate::outbox::types::{NewOutboxRow, idempotency_key};
-use crate::row_decoding::{count, ms, optional_timestamp, read_issue, timestamp, to_i64};
+use crate::row_decoding::{count, ms, optional_timestamp, read_issue, timestamp, to_i64, trace};
 use crate::validate::error_text;
 
 pub(super) async fn claim(
@@ -69,7 +69,7 @@ fn read_claim(issue: Issue, row: &PgRow) -> Result<Claim, Error> {
     if row.try_get(23)? {
         return Ok(Claim::Won(Box::new(ClaimedIssue {
             epoch: issue.claim_epoch,
-            completed_event_log_id: row.try_get::<Option<i64>, _>(33)?.map(EventLogId),
+            completed_event_log_id: row.try_get::<Option<i64>, _>(34)?.map(EventLogId),
             expires_at: issue.claim_expires_at.unwrap_or_default(),
             events: read_events(issue.id, row)?,
             issue,
@@ -94,6 +94,7 @@ fn read_events(issue_id: IssueId, row: &PgRow) -> Result<Vec<EventLog>, Error> {
     let mut payloads = row.try_get::<Vec<String>, _>(30)?.into_iter();
     let mut created = row.try_get::<Vec<i64>, _>(31)?.into_iter();
     let mut errors = row.try_get::<Vec<Option<String>>, _>(32)?.into_iter();
+    let mut traces = row.try_get::<Vec<Option<String>>, _>(33)?.into_iter();
     let event = |id| EventLog {
         id: EventLogId(id),
         issue_id,
@@ -104,6 +105,7 @@ fn read_events(issue_id: IssueId, row: &PgRow) -> Result<Vec<EventLog>, Error> {
         created_at: timestamp(created.next().unwrap_or_default()),
         processed_at: None,
         processing_error: errors.next().unwrap_or_default(),
+        trace: trace(traces.next().unwrap_or_default()),
     };
     Ok(ids.into_iter().map(event).collect())
 }

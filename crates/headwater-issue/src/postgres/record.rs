@@ -21,7 +21,7 @@ pub(super) async fn record(
     let originals: Vec<Option<&[u8]>> =
         events.iter().map(|one| one.original.map(str::as_bytes)).collect();
     let statement =
-        "SELECT * FROM headwater_record($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12)";
+        "SELECT * FROM headwater_record($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13)";
     let rows = sqlx::query(statement)
         .bind(texts(|one| one.event.integration.clone()))
         .bind(texts(|one| one.event.external_project_id.clone()))
@@ -35,6 +35,12 @@ pub(super) async fn record(
         .bind(ms(debounce.max_wait))
         .bind(to_i64(debounce.events_max))
         .bind(originals)
+        .bind(
+            events
+                .iter()
+                .map(|one| one.event.trace.map(|trace| trace.to_string()))
+                .collect::<Vec<_>>(),
+        )
         .fetch_all(connection)
         .await?;
     let mut nudged = HashSet::new();

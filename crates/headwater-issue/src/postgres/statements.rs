@@ -17,7 +17,7 @@ pub(super) use issue_columns;
 macro_rules! event_log_columns {
     () => {
         "e.id, e.issue_id, e.source, e.event_type, e.dedup_key, e.payload::text, headwater_ms(e.created_at),
-         headwater_ms(e.processed_at), e.processing_error"
+         headwater_ms(e.processed_at), e.processing_error, e.trace"
     };
 }
 pub(super) use event_log_columns;

@@ -231,8 +231,8 @@ async fn insert(
 ) -> Result<EventLogId, Error> {
     let row = sqlx::query(
         "INSERT INTO event_logs (issue_id, integration_id, source, event_type, dedup_key, digest,
-             payload, payload_bytes, created_at)
-         VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9) RETURNING id",
+             payload, payload_bytes, created_at, trace)
+         VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10) RETURNING id",
     )
     .bind(issue_id.0)
     .bind(integration.0)
@@ -243,6 +243,7 @@ async fn insert(
     .bind(event.payload.as_ref())
     .bind(to_i64(event.payload.len()))
     .bind(to_column(now))
+    .bind(event.event.trace.map(|trace| trace.to_string()))
     .fetch_one(&mut *connection)
     .await?;
     let id = row.try_get(0)?;

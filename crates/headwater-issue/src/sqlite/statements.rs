@@ -18,7 +18,7 @@ pub(super) use issue_columns;
 macro_rules! event_log_columns {
     () => {
         "e.id, e.issue_id, e.source, e.event_type, e.dedup_key, e.payload, e.created_at, e.processed_at,
-         e.processing_error"
+         e.processing_error, e.trace"
     };
 }
 pub(super) use event_log_columns;

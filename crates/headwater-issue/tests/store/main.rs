@@ -25,6 +25,7 @@ fn event(issue: &str, key: &str) -> NewEvent {
         source: "github".into(),
         event_type: "comment".into(),
         dedup_key: Some(key.into()),
+        trace: None,
         payload: r#"{"action":"created"}"#.into(),
     }
 }

@@ -236,6 +236,7 @@ pub(crate) fn event_of(issue: &str, event: &str) -> NewEvent {
         source: "gitlab".into(),
         event_type: "note".into(),
         dedup_key: Some(format!("{issue}/{event}")),
+        trace: None,
         payload: format!(r#"{{"text":"{event}"}}"#),
     }
 }

@@ -11,7 +11,7 @@ use maud::{DOCTYPE, Markup, html};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
-use crate::server::app_state::App;
+use crate::server::app_state::HttpServer;
 use crate::server::health::ReadinessResponse;
 
 /// Maximum issues shown in each table.
@@ -28,16 +28,16 @@ const STYLE: &str = "body{font-family:sans-serif;max-width:60rem;margin:2rem aut
 const POLICY: &str = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
 
 /// Route `/`.
-pub(crate) fn routes() -> OpenApiRouter<App> {
+pub(crate) fn routes() -> OpenApiRouter<HttpServer> {
     OpenApiRouter::new().routes(routes!(page))
 }
 
 /// Show the status page.
 #[utoipa::path(get, path = "/", tag = "health",
     responses((status = 200, content_type = "text/html", body = String), (status = 503, content_type = "text/html", body = String)))]
-async fn page(State(app): State<App>) -> impl IntoResponse {
-    let readiness =
-        app.health.readiness(app.store.as_ref(), app.streams.as_ref(), &app.inbox).await;
+async fn page(State(server): State<HttpServer>) -> impl IntoResponse {
+    let readiness = server.health.readiness(&server).await;
+    let app = &server.app;
     let list = |status, quarantined| {
         let filter = IssueFilter { status, quarantined, ..IssueFilter::default() };
         let store = &app.store;

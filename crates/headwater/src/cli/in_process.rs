@@ -13,9 +13,8 @@ use anyhow::Context;
 use axum::Router;
 use axum::middleware::from_fn_with_state;
 use headwater_bus::StreamedBus;
-use headwater_issue::{Inbox, InboxConfig, Nudger, Store};
+use headwater_issue::{Nudger, Store};
 use headwater_stream::Backend;
-use metrics_exporter_prometheus::PrometheusBuilder;
 use secrecy::{ExposeSecret, SecretString};
 use sqlx::sqlite::SqliteConnectOptions;
 use utoipa_axum::router::OpenApiRouter;
@@ -26,12 +25,10 @@ use crate::cli::local_audit::{self, LocalAuditLog};
 use crate::config::Settings;
 use crate::desk::build;
 use crate::exit::CliError;
+use crate::http::BackgroundJobs;
 use crate::http::audit::{self, AuditLog};
 use crate::http::router;
-use crate::http::{Authenticator, BackgroundJobs, BodyBudget, RateLimiter};
 use crate::server::app_state::{App, AppState};
-use crate::server::db_availability::DatabaseMonitor;
-use crate::server::health::ProcessHealth;
 use crate::server::shutdown_signal::ShutdownSignal;
 use crate::server::startup;
 use crate::tickets::Tickets;
@@ -165,7 +162,6 @@ async fn app(
     store: &Arc<dyn Store>,
 ) -> Result<(Arc<StreamedBus>, App), CliError> {
     let nudger = Nudger::new(Arc::clone(streams));
-    let inbox = Inbox::new(Arc::clone(store), nudger.clone(), InboxConfig::default());
     let tickets =
         Tickets::open(Arc::clone(store), nudger.clone(), settings.desk.debounce_window()).await;
     let (bus, sessions) = build::sessions(streams).await?;
@@ -173,21 +169,14 @@ async fn app(
     let app = AppState {
         settings: settings.clone(),
         store: Arc::clone(store),
-        database: DatabaseMonitor::default(),
         streams: Arc::clone(streams),
-        inbox: inbox.context("failed to start the inbox")?,
         nudger,
-        health: ProcessHealth::new("", ShutdownSignal::default()),
-        authenticator: Authenticator::new(&[]),
-        rate_limiter: RateLimiter::new(&settings.http),
-        body_budget: BodyBudget::new(settings.http.body_memory_bytes_max),
         audit: Arc::new(audit.context("failed to open the audit log")?),
-        metrics: PrometheusBuilder::new().build_recorder().handle(),
-        shutdown: ShutdownSignal::default(),
         tickets: tickets.context("failed to open the ticket tables")?,
         sessions,
         background_jobs: BackgroundJobs::default(),
         listeners: SseListeners::default(),
+        shutdown: ShutdownSignal::default(),
     };
     Ok((bus, Arc::new(app)))
 }

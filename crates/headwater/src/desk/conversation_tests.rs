@@ -45,6 +45,7 @@ fn event(payload: Json) -> EventLog {
         created_at: Timestamp::from_millis(0),
         processed_at: None,
         processing_error: None,
+        trace: None,
     }
 }
 

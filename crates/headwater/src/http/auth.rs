@@ -19,7 +19,7 @@ use subtle::{Choice, ConditionallySelectable, ConstantTimeEq};
 
 use crate::config::{Role, TokenSettings};
 use crate::http::ApiError;
-use crate::server::app_state::App;
+use crate::server::app_state::HttpServer;
 
 /// Path prefix of the API, which has no pages to navigate to.
 const API_PREFIX: &str = "/api/";
@@ -82,12 +82,12 @@ impl Authenticator {
 
 /// Middleware: authenticates and requires `read` to read and `write` to change.
 pub(crate) async fn require_authentication(
-    State(app): State<App>,
+    State(server): State<HttpServer>,
     mut request: Request,
     next: Next,
 ) -> Result<Response, ApiError> {
     let (method, path) = (request.method(), request.uri().path());
-    let principal = app.authenticator.authenticate(method, path, request.headers())?;
+    let principal = server.authenticator.authenticate(method, path, request.headers())?;
     let needed = if is_read_only(request.method()) { Role::Read } else { Role::Write };
     principal.require_role(needed)?;
     request.extensions_mut().insert(principal);

@@ -16,7 +16,7 @@ use tokio::time::Instant;
 
 use crate::config::HttpSettings;
 use crate::http::{ApiError, Peer};
-use crate::server::app_state::App;
+use crate::server::app_state::HttpServer;
 
 /// Maximum number of tracked clients.
 const CLIENTS_MAX: usize = 10_000;
@@ -109,7 +109,7 @@ pub(super) fn client_network(address: IpAddr) -> IpAddr {
 
 /// Middleware: rejects requests above the limit with 429.
 pub(crate) async fn apply(
-    State(app): State<App>,
+    State(server): State<HttpServer>,
     request: Request,
     next: Next,
 ) -> Result<Response, ApiError> {
@@ -117,8 +117,8 @@ pub(crate) async fn apply(
     if request.uri().path() == "/health/live" {
         return Ok(next.run(request).await);
     }
-    let client = app.rate_limiter.client(&request);
-    match app.rate_limiter.take(client, Instant::now()) {
+    let client = server.rate_limiter.client(&request);
+    match server.rate_limiter.take(client, Instant::now()) {
         Ok(()) => Ok(next.run(request).await),
         Err(wait) => {
             let message = "too many requests; try again later";

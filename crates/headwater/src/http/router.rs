@@ -28,7 +28,7 @@ use crate::http::rate_limit;
 use crate::http::timeouts;
 use crate::http::{ApiError, NOT_FOUND_MESSAGE};
 use crate::inbound::webhooks;
-use crate::server::app_state::App;
+use crate::server::app_state::{App, HttpServer};
 use crate::server::health;
 
 /// Routes below `/api/v1`.
@@ -38,8 +38,9 @@ pub(crate) fn api(operations: Operations) -> OpenApiRouter<App> {
 }
 
 /// Routes of `serve`.
-pub(crate) fn serve(app: &App, operations: Operations, analytics: Analytics) -> Router {
-    let api = api(operations).merge(analytics::routes().with_state(analytics));
+pub(crate) fn serve(server: &HttpServer, operations: Operations, analytics: Analytics) -> Router {
+    let api = api(operations).with_state(Arc::clone(&server.app));
+    let api = api.merge(analytics::routes().with_state(analytics));
     let guarded = OpenApiRouter::new().nest("/api/v1", api).merge(status_page::routes());
     let guarded = guarded.routes(routes!(metrics)).routes(routes!(openapi));
     // Webhooks authenticate by signature.
@@ -51,35 +52,35 @@ pub(crate) fn serve(app: &App, operations: Operations, analytics: Analytics) -> 
     // The last layer is the outermost: authenticate, write the audit entry, then run the route.
     let guarded = guarded
         .layer(Extension(described))
-        .layer(from_fn_with_state(Arc::clone(&app.audit), audit::record))
-        .layer(from_fn_with_state(app.clone(), auth::require_authentication));
-    finish(open.merge(guarded), app)
+        .layer(from_fn_with_state(Arc::clone(&server.app.audit), audit::record))
+        .layer(from_fn_with_state(server.clone(), auth::require_authentication));
+    finish(open.merge(guarded), server)
 }
 
 /// Routes of `worker`: health and metrics.
-pub(crate) fn worker(app: &App) -> Router {
+pub(crate) fn worker(server: &HttpServer) -> Router {
     let guarded = Router::from(OpenApiRouter::new().routes(routes!(metrics)));
-    let guarded = guarded.layer(from_fn_with_state(app.clone(), auth::require_authentication));
-    finish(Router::from(health::routes()).merge(guarded), app)
+    let guarded = guarded.layer(from_fn_with_state(server.clone(), auth::require_authentication));
+    finish(Router::from(health::routes()).merge(guarded), server)
 }
 
-fn finish(routes: Router<App>, app: &App) -> Router {
+fn finish(routes: Router<HttpServer>, server: &HttpServer) -> Router {
     routes
         .fallback(|| async { ApiError::not_found(NOT_FOUND_MESSAGE) })
         .method_not_allowed_fallback(|| async {
             let message = "method not allowed for this path";
             ApiError::new(StatusCode::METHOD_NOT_ALLOWED, "method_not_allowed", message)
         })
-        .layer(from_fn_with_state(app.clone(), rate_limit::apply))
-        .layer(from_fn_with_state(app.clone(), timeouts::apply))
-        .with_state(app.clone())
+        .layer(from_fn_with_state(server.clone(), rate_limit::apply))
+        .layer(from_fn_with_state(server.clone(), timeouts::apply))
+        .with_state(server.clone())
 }
 
 /// Prometheus metrics.
 #[utoipa::path(get, path = "/metrics", tag = "health", responses((status = 200, content_type = "text/plain", body = String)))]
-async fn metrics(State(app): State<App>) -> impl IntoResponse {
+async fn metrics(State(server): State<HttpServer>) -> impl IntoResponse {
     let kind = [(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")];
-    (kind, app.metrics.render())
+    (kind, server.metrics.render())
 }
 
 /// The OpenAPI document, built once.

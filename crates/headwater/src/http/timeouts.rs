@@ -18,7 +18,7 @@ use tokio::time::{Instant, timeout};
 use tracing::{Instrument, debug, error, field, info_span};
 
 use crate::http::ApiError;
-use crate::server::app_state::App;
+use crate::server::app_state::HttpServer;
 use crate::telemetry::continue_trace;
 
 /// Requests. Labels: route, method, status.
@@ -35,23 +35,27 @@ const NEED_DATABASE: [&str; 5] =
     ["/webhooks/", "/api/v1/tickets", "/api/v1/issues", "/api/v1/outbox", "/api/v1/audit"];
 
 /// Middleware: timeout, panics, metrics and common response headers.
-pub(crate) async fn apply(State(app): State<App>, mut request: Request, next: Next) -> Response {
+pub(crate) async fn apply(
+    State(server): State<HttpServer>,
+    mut request: Request,
+    next: Next,
+) -> Response {
     let started = Instant::now();
     let route = request.extensions().get::<MatchedPath>().map_or("none", |path| path.as_str());
     let (route, method) = (route.to_owned(), request.method().clone());
 
     // Held until the response begins; by then the decoded body is dropped.
-    let memory = app.body_budget.for_request(app.rate_limiter.client(&request));
+    let memory = server.body_budget.for_request(server.rate_limiter.client(&request));
     request.extensions_mut().insert(Arc::clone(&memory));
 
     let span = info_span!("request", route, %method, status = field::Empty);
     continue_trace(&span, request.headers());
     let answering = AssertUnwindSafe(next.run(request).instrument(span.clone())).catch_unwind();
-    let limit = app.settings.http.request_timeout;
+    let limit = server.app.settings.http.request_timeout;
     let limit = if WITHOUT_TIMEOUT.contains(&route.as_str()) { Duration::MAX } else { limit };
     let unavailable = async {
         match NEED_DATABASE.iter().any(|begin| route.starts_with(begin)) {
-            true => app.database.wait_unavailable().await,
+            true => server.database.wait_unavailable().await,
             false => std::future::pending().await,
         }
     };

@@ -1,6 +1,6 @@
-//! State shared by all routes: one struct behind an `Arc`.
+//! State of the routes, in two parts: the data that the API works on, and what only the HTTP server needs.
 //!
-//! Upstream: `run.rs` builds it; `cli/in_process.rs` builds it for commands without a server. Downstream: every
+//! Upstream: `run.rs` builds both; `cli/in_process.rs` builds the data for commands without a server. Downstream: every
 //! route.
 
 use std::sync::Arc;
@@ -19,34 +19,18 @@ use crate::server::health::ProcessHealth;
 use crate::server::shutdown_signal::ShutdownSignal;
 use crate::tickets::Tickets;
 
-/// State shared by all routes.
+/// The data that the API routes work on.
 pub(crate) struct AppState {
     /// The settings.
     pub(crate) settings: Settings,
     /// The database: issues, events, outbox.
     pub(crate) store: Arc<dyn Store>,
-    /// Reports when the database is unavailable.
-    pub(crate) database: DatabaseMonitor,
     /// The stream backend.
     pub(crate) streams: Arc<dyn Backend>,
     /// Sends nudges to workers.
     pub(crate) nudger: Nudger,
-    /// Records incoming events.
-    pub(crate) inbox: Inbox,
-    /// Health of this process.
-    pub(crate) health: ProcessHealth,
-    /// Maps tokens to principals.
-    pub(crate) authenticator: Authenticator,
-    /// Request rate limits per client.
-    pub(crate) rate_limiter: RateLimiter,
-    /// Memory budget for the request bodies of all clients.
-    pub(crate) body_budget: Arc<BodyBudget>,
     /// The audit log.
     pub(crate) audit: Arc<AuditLog>,
-    /// Renders `/metrics`.
-    pub(crate) metrics: PrometheusHandle,
-    /// Ends event streams on shutdown.
-    pub(crate) shutdown: ShutdownSignal,
     /// Tickets.
     pub(crate) tickets: Tickets,
     /// Sessions of model runs.
@@ -55,7 +39,32 @@ pub(crate) struct AppState {
     pub(crate) background_jobs: BackgroundJobs,
     /// Open event streams of tickets.
     pub(crate) listeners: SseListeners,
+    /// Ends event streams on shutdown.
+    pub(crate) shutdown: ShutdownSignal,
 }
 
-/// The state type of every router.
+/// The state type of the routers below `/api/v1`.
 pub(crate) type App = Arc<AppState>;
+
+/// What the HTTP server needs in addition: for its middleware, webhooks, health, metrics and the status page.
+pub(crate) struct ServerState {
+    /// The data.
+    pub(crate) app: App,
+    /// Records incoming events.
+    pub(crate) inbox: Inbox,
+    /// Health of this process.
+    pub(crate) health: ProcessHealth,
+    /// Reports when the database is unavailable.
+    pub(crate) database: DatabaseMonitor,
+    /// Maps tokens to principals.
+    pub(crate) authenticator: Authenticator,
+    /// Request rate limits per client.
+    pub(crate) rate_limiter: RateLimiter,
+    /// Memory budget for the request bodies of all clients.
+    pub(crate) body_budget: Arc<BodyBudget>,
+    /// Renders `/metrics`.
+    pub(crate) metrics: PrometheusHandle,
+}
+
+/// The state type of the other routers.
+pub(crate) type HttpServer = Arc<ServerState>;

@@ -12,7 +12,7 @@ use axum::Json;
 use axum::extract::State;
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
-use headwater_issue::{Inbox, Store};
+use headwater_issue::Store;
 use headwater_stream::{Backend, DedupScope, StreamError};
 use serde::Serialize;
 use tokio::time::{Instant, timeout};
@@ -22,7 +22,7 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use crate::analytics::{self, Analytics};
-use crate::server::app_state::App;
+use crate::server::app_state::{AppState, HttpServer, ServerState};
 use crate::server::shutdown_signal::ShutdownSignal;
 
 /// Timeout of each dependency check.
@@ -110,16 +110,12 @@ impl ProcessHealth {
     }
 
     /// Runs all checks now.
-    pub(crate) async fn readiness(
-        &self,
-        store: &dyn Store,
-        streams: &dyn Backend,
-        inbox: &Inbox,
-    ) -> ReadinessResponse {
+    pub(crate) async fn readiness(&self, server: &ServerState) -> ReadinessResponse {
+        let AppState { store, streams, .. } = server.app.as_ref();
         let (database, streams) =
-            tokio::join!(self.check_database(store), self.check_streams(streams));
+            tokio::join!(self.check_database(store.as_ref()), self.check_streams(streams.as_ref()));
         let mut checks = Vec::from(database);
-        let refused = inbox.has_failed_within(WRITE_FAILURE_WINDOW);
+        let refused = server.inbox.has_failed_within(WRITE_FAILURE_WINDOW);
         let reason = refused.then(|| "rejecting new events; see the log".to_owned());
         checks.push(ReadinessCheck::new("database writes", Instant::now(), reason));
         checks.push(streams);
@@ -223,7 +219,7 @@ impl ReadinessCheck {
 }
 
 /// `/health/live` and `/health/ready`, unauthenticated.
-pub(crate) fn routes() -> OpenApiRouter<App> {
+pub(crate) fn routes() -> OpenApiRouter<HttpServer> {
     OpenApiRouter::new().routes(routes!(live)).routes(routes!(ready))
 }
 
@@ -243,9 +239,8 @@ async fn live() -> Json<LivenessResponse> {
 /// Report whether the process can do its work, with reasons.
 #[utoipa::path(get, path = "/health/ready", tag = "health",
     responses((status = 200, body = ReadinessResponse), (status = 503, body = ReadinessResponse)), security(()))]
-async fn ready(State(app): State<App>) -> Response {
-    let readiness =
-        app.health.readiness(app.store.as_ref(), app.streams.as_ref(), &app.inbox).await;
+async fn ready(State(server): State<HttpServer>) -> Response {
+    let readiness = server.health.readiness(&server).await;
     let status =
         if readiness.is_ready() { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
     (status, Json(readiness)).into_response()

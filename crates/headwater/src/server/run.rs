@@ -16,8 +16,8 @@ use anyhow::Context;
 use async_trait::async_trait;
 use headwater_issue::{
     CommitVerifier, DebounceWindow, HandlerError, Inbox, InboxConfig, IssueHandler,
-    IssueRetryPolicy, Outbox, OutboxConfig, Resolution, Run, STREAM, Store, SweepOptions, Sweeper,
-    SweeperConfig, Worker, WorkerConfig,
+    IssueRetryPolicy, Nudger, Outbox, OutboxConfig, Resolution, Run, STREAM, Store, SweepOptions,
+    Sweeper, SweeperConfig, Worker, WorkerConfig,
 };
 use headwater_queue::Queue;
 use headwater_stream::Backend;
@@ -34,7 +34,7 @@ use crate::exit::CliError;
 use crate::http::audit::AuditLog;
 use crate::http::router;
 use crate::http::{Authenticator, BackgroundJobs, BodyBudget, BoundListener, RateLimiter};
-use crate::server::app_state::{App, AppState};
+use crate::server::app_state::{App, AppState, ServerState};
 use crate::server::db_availability::DatabaseMonitor;
 use crate::server::demo::Demo;
 use crate::server::health::ProcessHealth;
@@ -99,7 +99,7 @@ pub(crate) async fn run(
     }
 
     // Inbound: the inbox stores events and nudges workers.
-    let nudger = telemetry.nudger(Arc::clone(&streams));
+    let nudger = Nudger::new(Arc::clone(&streams));
     let confirmations = CommitVerifier::default();
     let inbox_config = inbox_config(&settings.work, &confirmations);
     let inbox = Inbox::new(Arc::clone(&store), nudger.clone(), inbox_config)
@@ -140,34 +140,37 @@ pub(crate) async fn run(
     let audit = AuditLog::open(Arc::clone(&store), settings.audit_rows_max).await;
     let model_runs = Arc::clone(&sessions);
     let app: App = Arc::new(AppState {
-        audit: Arc::new(audit.context("failed to open the audit log")?),
-        authenticator: Authenticator::new(&settings.tokens),
-        rate_limiter: RateLimiter::new(&settings.http),
-        body_budget: BodyBudget::new(settings.http.body_memory_bytes_max),
-        metrics: telemetry.metrics.clone(),
-        health: health.clone(),
-        shutdown: shutdown.clone(),
+        settings: settings.clone(),
         store: Arc::clone(&store),
-        database: DatabaseMonitor::default(),
         streams: Arc::clone(&streams),
         nudger,
-        inbox,
-        settings: settings.clone(),
+        audit: Arc::new(audit.context("failed to open the audit log")?),
         tickets,
         sessions,
         background_jobs: BackgroundJobs::default(),
         listeners: SseListeners::default(),
+        shutdown: shutdown.clone(),
+    });
+    let server = Arc::new(ServerState {
+        app: Arc::clone(&app),
+        inbox,
+        health: health.clone(),
+        database: DatabaseMonitor::default(),
+        authenticator: Authenticator::new(&settings.tokens),
+        rate_limiter: RateLimiter::new(&settings.http),
+        body_budget: BodyBudget::new(settings.http.body_memory_bytes_max),
+        metrics: telemetry.metrics.clone(),
     });
     let operations = Operations::new(Arc::clone(&streams), settings.http.clone(), shutdown.clone());
     let operations = operations.context("failed to create the queue API")?;
     let routes = match role {
-        ProcessRole::Serve => router::serve(&app, operations.clone(), analytics.clone()),
-        ProcessRole::Worker => router::worker(&app),
+        ProcessRole::Serve => router::serve(&server, operations.clone(), analytics.clone()),
+        ProcessRole::Worker => router::worker(&server),
     };
 
     // Start all services.
     let queue = Queue::new(Arc::clone(&streams));
-    let mut services = Services::new(health, shutdown.clone());
+    let mut services = Services::new(health.clone(), shutdown.clone());
     let stop_requested = || {
         let shutdown = shutdown.clone();
         async move { shutdown.wait().await }
@@ -184,7 +187,7 @@ pub(crate) async fn run(
         tokio::select! { () = stopped => {}, () = sampling => {} }
     });
     let (stopped, watching) =
-        (stop_requested(), app.database.clone().run(settings.database_url.clone()));
+        (stop_requested(), server.database.clone().run(settings.database_url.clone()));
     services.start("database monitor", async move {
         tokio::select! { () = stopped => {}, () = watching => {} }
     });
@@ -206,7 +209,7 @@ pub(crate) async fn run(
     }
     // Sends the outbox its drain deadline once no new replies can be produced.
     let (last_replies, deadline_received) = oneshot::channel::<Instant>();
-    let mut outbox_service = Services::new(app.health.clone(), shutdown.clone());
+    let mut outbox_service = Services::new(health, shutdown.clone());
     outbox_service.start("outbox", async move {
         let until = async { deadline_received.await.unwrap_or_else(|_| Instant::now()).into_std() };
         outbox.run_until(until).await;

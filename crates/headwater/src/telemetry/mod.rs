@@ -4,16 +4,12 @@
 //! Guarantees: `auto` logs text on a terminal and JSON otherwise; an unavailable collector does not slow down requests;
 //! remaining traces are sent at shutdown, for a bounded time.
 
-mod event_traces;
 mod traces;
 mod uncached_filter;
 
 use std::io::IsTerminal;
-use std::sync::Arc;
 
 use anyhow::Context;
-use headwater_issue::Nudger;
-use headwater_stream::Backend;
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle};
 use secrecy::ExposeSecret;
 use tracing_subscriber::filter::LevelFilter;
@@ -23,9 +19,8 @@ use tracing_subscriber::{EnvFilter, Layer, Registry};
 
 use crate::config;
 use crate::exit::CliError;
-pub(crate) use crate::telemetry::event_traces::{continue_event_traces, record_event_trace};
 use crate::telemetry::traces::Traces;
-pub(crate) use crate::telemetry::traces::continue_trace;
+pub(crate) use crate::telemetry::traces::{continue_event_traces, continue_trace, current_trace};
 use crate::telemetry::uncached_filter::UncachedFilter;
 
 /// Histogram buckets in seconds, from a fast call to the longest run.
@@ -103,14 +98,6 @@ fn should_quiet_notices(level: &str) -> bool {
 }
 
 impl Telemetry {
-    /// Creates a nudger that carries the traces of events if there is a collector.
-    pub(crate) fn nudger(&self, streams: Arc<dyn Backend>) -> Nudger {
-        match self.traces {
-            Some(_) => Nudger::with_tracing(streams, Arc::new(event_traces::OtelTraces)),
-            None => Nudger::new(streams),
-        }
-    }
-
     /// Sends remaining traces.
     pub(crate) async fn flush(self) {
         if let Some(traces) = self.traces {

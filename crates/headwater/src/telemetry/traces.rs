@@ -2,15 +2,17 @@
 //!
 //! Upstream: spans of all crates. Downstream: `POST {otlp.url}/v1/traces`. Guarantees: spans are queued and dropped
 //! when the queue is full, so an unavailable collector does not slow down requests. The `traceparent` of a request is
-//! continued.
+//! continued, and so is the trace stored with an event (`event_logs.trace`) in the run that handles it.
 
 use std::time::Duration;
 
 use async_trait::async_trait;
 use axum::http::HeaderMap;
 use bytes::Bytes;
+use headwater_issue::{EventLog, TraceContext};
+use opentelemetry::Context;
 use opentelemetry::propagation::{Extractor, TextMapPropagator};
-use opentelemetry::trace::TracerProvider;
+use opentelemetry::trace::{SpanContext, TraceContextExt, TraceFlags, TraceState, TracerProvider};
 use opentelemetry_http::{HttpClient, HttpError, Request, Response};
 use opentelemetry_otlp::{SpanExporter, WithExportConfig, WithHttpConfig};
 use opentelemetry_sdk::Resource;
@@ -78,6 +80,27 @@ pub(crate) fn continue_trace(span: &Span, headers: &HeaderMap) {
         // Fails only without a collector.
         let _ = span.set_parent(TraceContextPropagator::new().extract(&HeaderExtractor(headers)));
     }
+}
+
+/// The trace of the running code, to be stored with an event. `None` without a collector.
+pub(crate) fn current_trace() -> Option<TraceContext> {
+    let trace = Span::current().context().span().span_context().clone();
+    let trace_id = u128::from_be_bytes(trace.trace_id().to_bytes());
+    let span_id = u64::from_be_bytes(trace.span_id().to_bytes());
+    TraceContext::new(trace_id, span_id, trace.is_sampled())
+}
+
+/// Makes a run's span part of the trace of its oldest event that has one, and links the traces of the others.
+pub(crate) fn continue_event_traces(span: &Span, events: &[EventLog]) {
+    let mut traces = events.iter().filter_map(|event| event.trace).map(|trace| {
+        let flags = if trace.is_sampled() { TraceFlags::SAMPLED } else { TraceFlags::default() };
+        let (trace_id, span_id) = (trace.trace_id().into(), trace.span_id().into());
+        SpanContext::new(trace_id, span_id, flags, true, TraceState::default())
+    });
+    let Some(first) = traces.next() else { return };
+    // Fails only without a collector.
+    let _ = span.set_parent(Context::new().with_remote_span_context(first));
+    traces.for_each(|other| span.add_link(other));
 }
 
 struct HeaderExtractor<'a>(&'a HeaderMap);

@@ -18,6 +18,7 @@ use tokio::sync::broadcast;
 use uuid::Uuid;
 
 use crate::limits::PAGE_MAX;
+use crate::telemetry;
 use crate::tickets::sql::migrations;
 use crate::tickets::sql::rows::{NewMessageRow, NewTicketRow};
 use crate::tickets::ticket::{
@@ -310,6 +311,7 @@ impl Tickets {
         let new = NewEvent {
             source: change.source.to_owned(),
             dedup_key: Some(event.message_id.to_string()),
+            trace: telemetry::current_trace(),
             ..NewEvent::new(
                 INTEGRATION,
                 event.ticket_id.to_string(),

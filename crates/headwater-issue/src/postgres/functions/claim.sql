@@ -8,7 +8,7 @@ CREATE OR REPLACE FUNCTION headwater_claim(
     o_discussions text, o_processing_started_at bigint, o_last_processed_at bigint, o_nudged_at bigint,
     o_created_at bigint, o_updated_at bigint, o_won boolean, o_quarantined_now boolean, o_now bigint,
     o_log_ids bigint[], o_sources text[], o_event_types text[], o_keys text[], o_payloads text[],
-    o_log_created_at bigint[], o_errors text[], o_completed_event_log_id bigint
+    o_log_created_at bigint[], o_errors text[], o_traces text[], o_completed_event_log_id bigint
 )
 LANGUAGE plpgsql
 SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off
@@ -64,14 +64,14 @@ BEGIN
         headwater_ms(i.processing_started_at), headwater_ms(i.last_processed_at), headwater_ms(i.nudged_at),
         headwater_ms(i.created_at), headwater_ms(i.updated_at), i.id = ANY (v_won), i.id = ANY (v_quarantined),
         headwater_ms(v_now), logs.ids, logs.sources, logs.event_types, logs.keys, logs.payloads, logs.created_at,
-        logs.errors, i.completed_event_log_id
+        logs.errors, logs.traces, i.completed_event_log_id
     FROM issues i JOIN integrations g ON g.id = i.integration_id
     LEFT JOIN LATERAL (
         SELECT array_agg(e.id ORDER BY e.id) AS ids, array_agg(e.source ORDER BY e.id) AS sources,
             array_agg(e.event_type ORDER BY e.id) AS event_types, array_agg(e.dedup_key ORDER BY e.id) AS keys,
             array_agg(e.payload::text ORDER BY e.id) AS payloads,
             array_agg(headwater_ms(e.created_at) ORDER BY e.id) AS created_at,
-            array_agg(e.processing_error ORDER BY e.id) AS errors
+            array_agg(e.processing_error ORDER BY e.id) AS errors, array_agg(e.trace ORDER BY e.id) AS traces
         FROM (
             SELECT oldest.*, sum(oldest.payload_bytes) OVER (ORDER BY oldest.id) AS bytes,
                 row_number() OVER (ORDER BY oldest.id) AS number

@@ -3,7 +3,7 @@
 CREATE OR REPLACE FUNCTION headwater_record(
     p_integration text[], p_project text[], p_issue text[], p_source text[], p_event_type text[], p_key text[],
     p_digest bytea[], p_payload text[], p_quiet_ms bigint, p_max_wait_ms bigint,
-    p_quiet_events_max bigint, p_original bytea[]
+    p_quiet_events_max bigint, p_original bytea[], p_trace text[]
 ) RETURNS TABLE (
     o_place bigint, o_known boolean, o_issue_id bigint, o_event_log_id bigint, o_new boolean, o_same boolean,
     o_processed boolean, o_became_queued boolean, o_status text, o_not_before bigint
@@ -47,12 +47,12 @@ BEGIN
 
     WITH inserted AS (
         INSERT INTO event_logs (id, issue_id, integration_id, source, event_type, dedup_key, digest, payload,
-            payload_bytes, created_at)
+            payload_bytes, trace, created_at)
         SELECT n.id, n.issue_id, n.integration, n.source, n.event_type, n.key, n.digest, n.payload::jsonb,
             -- Size as read back: jsonb rewrites numbers.
-            octet_length(n.payload::jsonb::text), v_now
-        FROM unnest(v_log, v_issue, v_integration, p_source, p_event_type, p_key, p_digest, p_payload)
-            AS n (id, issue_id, integration, source, event_type, key, digest, payload)
+            octet_length(n.payload::jsonb::text), n.trace, v_now
+        FROM unnest(v_log, v_issue, v_integration, p_source, p_event_type, p_key, p_digest, p_payload, p_trace)
+            AS n (id, issue_id, integration, source, event_type, key, digest, payload, trace)
         WHERE n.issue_id IS NOT NULL
         ORDER BY n.integration, n.key COLLATE "C"
         ON CONFLICT (integration_id, dedup_key) DO NOTHING

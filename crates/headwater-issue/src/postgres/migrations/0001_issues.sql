@@ -58,6 +58,8 @@ CREATE TABLE event_logs (
     payload_bytes bigint NOT NULL,
     processed_at timestamptz,
     processing_error text,
+    -- W3C `traceparent` of the request or message that brought the event.
+    trace text,
     created_at timestamptz NOT NULL DEFAULT now(),
     UNIQUE (integration_id, dedup_key)
 );

@@ -57,6 +57,8 @@ CREATE TABLE event_logs (
     payload_bytes INTEGER NOT NULL,
     processed_at INTEGER,
     processing_error TEXT,
+    -- W3C `traceparent` of the request or message that brought the event.
+    trace TEXT,
     created_at INTEGER NOT NULL,
     UNIQUE (integration_id, dedup_key)
 ) STRICT;

@@ -19,7 +19,7 @@ use axum::Json;
 use axum::extract::{Request, State};
 use axum::http::{HeaderMap, StatusCode};
 use axum::response::{IntoResponse, Response};
-use headwater_issue::{IssueError, NewEvent, Recorded, sanitize_json};
+use headwater_issue::{Inbox, IssueError, NewEvent, Recorded, sanitize_json};
 use headwater_stream::clock::{Clock, SystemClock};
 use metrics::counter;
 use secrecy::ExposeSecret;
@@ -30,12 +30,12 @@ use utoipa::ToSchema;
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
-use crate::config::{IntegrationSettings, Provider};
+use crate::config::{IntegrationSettings, Provider, Settings};
 use crate::http::ApiError;
 use crate::http::body;
 use crate::http::extract::PathParams;
 use crate::outbound::marker;
-use crate::server::app_state::App;
+use crate::server::app_state::HttpServer;
 use crate::telemetry;
 
 /// Counter of webhooks. Labels: provider, result (`recorded`, `duplicate`, `ignored`, or the error code).
@@ -81,7 +81,7 @@ impl WebhookMapping {
 }
 
 /// `/webhooks/...`
-pub(crate) fn routes() -> OpenApiRouter<App> {
+pub(crate) fn routes() -> OpenApiRouter<HttpServer> {
     OpenApiRouter::new().routes(routes!(receive))
 }
 
@@ -92,11 +92,11 @@ pub(crate) fn routes() -> OpenApiRouter<App> {
     responses((status = 200, body = WebhookResponse), (status = 401, description = "The signature is missing or invalid."), (status = 404)),
     security(()))]
 async fn receive(
-    State(app): State<App>,
+    State(server): State<HttpServer>,
     PathParams((provider, id)): PathParams<(String, String)>,
     request: Request,
 ) -> Response {
-    let result = process(&app, &provider, &id, request).await;
+    let result = process(&server, &provider, &id, request).await;
     let label = match &result {
         Ok(WebhookOutcome::Recorded(recorded)) if recorded.duplicate => "duplicate",
         Ok(WebhookOutcome::Recorded(_)) => "recorded",
@@ -147,16 +147,17 @@ impl From<WebhookOutcome> for WebhookResponse {
 }
 
 async fn process(
-    app: &App,
+    server: &HttpServer,
     provider: &str,
     id: &str,
     request: Request,
 ) -> Result<WebhookOutcome, ApiError> {
-    let integration = find_integration(app, provider, id)?;
+    let settings = &server.app.settings;
+    let integration = find_integration(settings, provider, id)?;
     body::require_json(request.headers())?;
     let headers = request.headers().clone();
-    let body = body::read(request, &app.settings.http).await?;
-    verify_signature(app, integration, &headers, &body.bytes)?;
+    let body = body::read(request, &settings.http).await?;
+    verify_signature(settings, integration, &headers, &body.bytes)?;
 
     let text = std::str::from_utf8(&body.bytes)
         .map_err(|_| ApiError::invalid("the body is not valid UTF-8"))?;
@@ -174,7 +175,7 @@ async fn process(
             if matches!(sanitized, Cow::Owned(_)) {
                 event.reject_replaced_characters()?;
             }
-            record(app, integration, event, text).await.map(WebhookOutcome::Recorded)
+            record(&server.inbox, integration, event, text).await.map(WebhookOutcome::Recorded)
         }
         WebhookMapping::Ignored(reason) => {
             debug!(integration = id, reason, "webhook ignored");
@@ -184,11 +185,11 @@ async fn process(
 }
 
 fn find_integration<'a>(
-    app: &'a App,
+    settings: &'a Settings,
     provider: &str,
     id: &str,
 ) -> Result<&'a IntegrationSettings, ApiError> {
-    let found = app.settings.integrations.iter().find(|one| {
+    let found = settings.integrations.iter().find(|one| {
         one.id == id && one.provider.as_str() == provider && one.provider != Provider::Desk
     });
     found.ok_or_else(|| unknown(provider, id))
@@ -200,7 +201,7 @@ fn unknown(provider: &str, id: &str) -> ApiError {
 
 /// Verifies the signature of the raw bytes.
 fn verify_signature(
-    app: &App,
+    settings: &Settings,
     integration: &IntegrationSettings,
     headers: &HeaderMap,
     bytes: &[u8],
@@ -213,7 +214,7 @@ fn verify_signature(
         Provider::Github => verify::github(secret, headers, bytes),
         Provider::Gitlab => verify::gitlab(secret, headers),
         Provider::Standard => {
-            let tolerance = app.settings.webhook_tolerance;
+            let tolerance = settings.webhook_tolerance;
             verify::standard(secret, headers, bytes, SystemClock.now(), tolerance)
         }
         Provider::Desk => Err("the desk does not receive webhooks"),
@@ -226,7 +227,7 @@ fn unauthorized(problem: &str) -> ApiError {
 }
 
 async fn record(
-    app: &App,
+    inbox: &Inbox,
     integration: &IntegrationSettings,
     event: WebhookEvent,
     payload: &str,
@@ -239,17 +240,15 @@ async fn record(
         event_type: event.event_type,
         dedup_key: event.delivery,
         payload: payload.to_owned(),
+        trace: telemetry::current_trace(),
     };
-    let recorded = match app.inbox.record(event.clone()).await {
+    let recorded = match inbox.record(event.clone()).await {
         // GitLab reuses the delivery id for webhooks triggered by a webhook. They are separate events.
         Err(IssueError::DedupConflict { .. }) if integration.provider == Provider::Gitlab => {
-            app.inbox.record(NewEvent { dedup_key: None, ..event }).await
+            inbox.record(NewEvent { dedup_key: None, ..event }).await
         }
         other => other,
     };
-    if let Ok(recorded) = &recorded {
-        telemetry::record_event_trace(recorded.event_log_id);
-    }
     recorded.map_err(|error| match error {
         IssueError::DedupConflict { .. } => {
             let message = "this delivery id was used for another event; the event was not stored";
