@@ -7,11 +7,14 @@ Usage: cargo xtask <command>
 
   test [-- ARGS]       install missing tools, then run all checks and tests;
                        ARGS go to `cargo nextest run`
-  demo [-- ARGS]       build and run the demo, which needs no server
+  demo [--analytics] [-- ARGS]
+                       build and run the demo, which needs no server; with reports
+                       on request, which take as long to build as all the rest
   bench [-- ARGS]      run the benchmarks; ARGS go to the benchmark
   chaos [--minutes N]  run the crash and differential tests with N times the work,
                        stopped after N minutes (default 10)
   tidy                 check what the compiler cannot: paths, sizes, type names, crate order, layout
+  lines                count the lines of product code, per crate
   setup                install the tools that the tests need
   help                 print this list
 
@@ -29,7 +32,8 @@ pub(crate) enum XtaskCommand {
     Setup,
     Test { nextest_arguments: Vec<String> },
     Tidy,
-    Demo { arguments: Vec<String> },
+    Lines,
+    Demo { analytics: bool, arguments: Vec<String> },
     Bench { arguments: Vec<String> },
     Chaos { minutes: u32 },
 }
@@ -47,8 +51,12 @@ impl XtaskCommand {
             name if is_help(name) => Ok(Self::Help),
             "setup" => without_arguments(Self::Setup, &rest),
             "tidy" => without_arguments(Self::Tidy, &rest),
+            "lines" => without_arguments(Self::Lines, &rest),
             "test" => Ok(Self::Test { nextest_arguments: passed_on(rest)? }),
-            "demo" => Ok(Self::Demo { arguments: passed_on(rest)? }),
+            "demo" => {
+                let (analytics, rest) = demo_flag(rest);
+                Ok(Self::Demo { analytics, arguments: passed_on(rest)? })
+            }
             "bench" => Ok(Self::Bench { arguments: passed_on(rest)? }),
             "chaos" => Ok(Self::Chaos { minutes: minutes(&rest)? }),
             unknown => Err(usage(&format!("unknown command `{unknown}`"))),
@@ -71,6 +79,15 @@ fn without_arguments(command: XtaskCommand, rest: &[String]) -> Result<XtaskComm
             Err(usage(&format!("unexpected argument `{first}`: the command takes no arguments")))
         }
     }
+}
+
+/// Whether the demo has analytics, and the other arguments.
+fn demo_flag(mut rest: Vec<String>) -> (bool, Vec<String>) {
+    let analytics = rest.first().is_some_and(|first| first == "--analytics");
+    if analytics {
+        rest.remove(0);
+    }
+    (analytics, rest)
 }
 
 /// The arguments after `--`, passed on to the program.
@@ -133,6 +150,17 @@ mod tests {
             parse("bench -- --help"),
             Ok(XtaskCommand::Bench { arguments: vec!["--help".to_owned()] })
         );
+    }
+
+    #[test]
+    fn the_demo_has_analytics_on_request() {
+        let demo = |line| match parse(line) {
+            Ok(XtaskCommand::Demo { analytics, arguments }) => (analytics, arguments.len()),
+            other => panic!("`{line}` is {other:?}"),
+        };
+        assert_eq!(demo("demo"), (false, 0));
+        assert_eq!(demo("demo --analytics -- --demo-exit"), (true, 1));
+        assert!(parse("demo --demo-exit").is_err());
     }
 
     #[test]

@@ -8,10 +8,12 @@
 mod bench;
 mod cargo;
 mod chaos;
+mod checkout;
 mod command;
 mod demo;
 mod duckdb;
 mod exit;
+mod lines;
 mod setup;
 mod test;
 mod tidy;
@@ -40,7 +42,8 @@ fn run() -> Result<(), ExitError> {
         XtaskCommand::Setup => setup::everything(),
         XtaskCommand::Test { nextest_arguments } => test::run(&nextest_arguments),
         XtaskCommand::Tidy => tidy::run(),
-        XtaskCommand::Demo { arguments } => demo::run(&arguments),
+        XtaskCommand::Lines => lines::run(),
+        XtaskCommand::Demo { analytics, arguments } => demo::run(analytics, &arguments),
         XtaskCommand::Bench { arguments } => bench::run(&arguments),
         XtaskCommand::Chaos { minutes } => chaos::run(minutes),
     }

@@ -10,10 +10,9 @@ mod order;
 mod text;
 
 use std::fs;
-use std::path::{Path, PathBuf};
-use std::process::Command;
 
 use crate::cargo::workspace_root;
+use crate::checkout::tracked_files;
 use crate::exit::ExitError;
 
 pub(crate) fn run() -> Result<(), ExitError> {
@@ -42,58 +41,4 @@ pub(crate) fn run() -> Result<(), ExitError> {
         eprintln!("{finding}");
     }
     Err(ExitError::new(format!("tidy found {} problem(s)", findings.len())))
-}
-
-/// The paths of all files under version control, relative to the root.
-fn tracked_files(root: &Path) -> Result<Vec<String>, ExitError> {
-    // Also reads a checkout that belongs to another user, as in a container.
-    let listing = Command::new("git")
-        .args(["-c", "safe.directory=*", "ls-files", "-z"])
-        .current_dir(root)
-        .output()
-        .ok()
-        .filter(|output| output.status.success());
-    match listing {
-        Some(output) => Ok(String::from_utf8_lossy(&output.stdout)
-            .split_terminator('\0')
-            .map(str::to_owned)
-            .collect()),
-        // A source archive has no history, and git may not be installed.
-        None => files_below(root)
-            .map_err(|error| ExitError::new(format!("reading the checkout failed: {error}"))),
-    }
-}
-
-/// The paths of all files below `root` except build output and history.
-fn files_below(root: &Path) -> std::io::Result<Vec<String>> {
-    let mut files = Vec::new();
-    let mut folders = vec![PathBuf::new()];
-    while let Some(folder) = folders.pop() {
-        for entry in fs::read_dir(root.join(&folder))? {
-            let entry = entry?;
-            let path = folder.join(entry.file_name());
-            let kind = entry.file_type()?;
-            if kind.is_dir() && path != Path::new(".git") && path != Path::new("target") {
-                folders.push(path);
-            } else if kind.is_file() {
-                files.push(path.to_string_lossy().into_owned());
-            }
-        }
-    }
-    files.sort();
-    Ok(files)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn without_version_control_the_same_files_are_found() {
-        // A test runs in the directory of its package; a compiled-in path may belong to another checkout.
-        let root = Path::new(".");
-        let files = files_below(root).unwrap();
-        assert!(files.contains(&"Cargo.toml".to_owned()));
-        assert!(files.contains(&"src/tidy/text.rs".to_owned()));
-    }
 }

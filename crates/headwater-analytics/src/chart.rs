@@ -3,8 +3,7 @@
 //! Upstream: `report` defines the columns. Guarantees: every text is escaped; an empty chart says so; at most the last
 //! [`LABELS_MAX`] labels are drawn.
 
-use std::fmt::Write as _;
-
+use maud::{Markup, html};
 use serde_json::Value;
 
 use crate::report::Chart;
@@ -25,95 +24,81 @@ const COLOURS: [&str; 3] = ["#2f6fb3", "#e08a2e", "#5a9a4d"];
 
 /// Draws the result of a report.
 pub fn svg(title: &str, chart: &Chart, table: &Table) -> String {
-    let mut svg = format!(
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {HEIGHT}\" \
-         font-family=\"sans-serif\" font-size=\"12\" role=\"img\">\n\
-         <title>{title}</title>\n<rect width=\"{WIDTH}\" height=\"{HEIGHT}\" fill=\"#fff\"/>\n\
-         <text x=\"{LEFT}\" y=\"28\" font-size=\"18\">{title}</text>\n",
-        title = escape(title)
-    );
+    let title = clean(title);
     let rows = &table.rows[table.rows.len().saturating_sub(LABELS_MAX)..];
     let bars: Vec<usize> = chart.bars.iter().filter_map(|name| table.column(name)).collect();
     let values = rows.iter().flat_map(|row| bars.iter().map(|bar| number(&row[*bar])));
     let top = round_up(values.fold(0.0, f64::max));
-    match table.column(chart.label) {
-        Some(label) if !rows.is_empty() && !bars.is_empty() => {
-            scale(&mut svg, top);
-            legend(&mut svg, chart.bars);
-            columns(&mut svg, rows, label, &bars, top);
+    let label = table.column(chart.label).filter(|_| !rows.is_empty() && !bars.is_empty());
+    let svg = html! {
+        svg xmlns="http://www.w3.org/2000/svg" viewBox={ "0 0 " (WIDTH) " " (HEIGHT) }
+            font-family="sans-serif" font-size="12" role="img" {
+            title { (title) }
+            rect width=(WIDTH) height=(HEIGHT) fill="#fff" {}
+            text x=(LEFT) y="28" font-size="18" { (title) }
+            @match label {
+                Some(label) => {
+                    (scale(top))
+                    (legend(chart.bars))
+                    (columns(rows, label, &bars, top))
+                }
+                None => text x=(LEFT) y="200" { "no data yet" },
+            }
         }
-        _ => put(&mut svg, format_args!("<text x=\"{LEFT}\" y=\"200\">no data yet</text>\n")),
-    }
-    svg.push_str("</svg>\n");
-    svg
+    };
+    svg.into_string() + "\n"
 }
 
 /// Five horizontal lines with their values.
-fn scale(svg: &mut String, top: f64) {
-    for step in 0..=4 {
-        let (value, y) = (top * f64::from(step) / 4.0, height(top * f64::from(step) / 4.0, top));
-        put(
-            svg,
-            format_args!(
-                "<line x1=\"{LEFT}\" x2=\"{RIGHT}\" y1=\"{y:.1}\" y2=\"{y:.1}\" stroke=\"#ddd\"/>\n\
-                 <text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"end\">{value}</text>\n",
-                LEFT - 6.0,
-                y + 4.0
-            ),
-        );
+fn scale(top: f64) -> Markup {
+    html! {
+        @for value in (0..=4).map(|step| top * f64::from(step) / 4.0) {
+            @let y = height(value, top);
+            line x1=(LEFT) x2=(RIGHT) y1=(tenths(y)) y2=(tenths(y)) stroke="#ddd" {}
+            text x=(tenths(LEFT - 6.0)) y=(tenths(y + 4.0)) text-anchor="end" { (value) }
+        }
     }
 }
 
-fn legend(svg: &mut String, names: &[&str]) {
-    for (index, name) in names.iter().enumerate() {
-        let x = LEFT + 160.0 * index as f64;
-        put(
-            svg,
-            format_args!(
-                "<rect x=\"{x}\" y=\"38\" width=\"12\" height=\"12\" fill=\"{}\"/>\n\
-                 <text x=\"{}\" y=\"48\">{}</text>\n",
-                COLOURS[index % COLOURS.len()],
-                x + 18.0,
-                escape(name)
-            ),
-        );
+fn legend(names: &[&str]) -> Markup {
+    html! {
+        @for (index, name) in names.iter().enumerate() {
+            @let x = LEFT + 160.0 * index as f64;
+            rect x=(x) y="38" width="12" height="12" fill=(COLOURS[index % COLOURS.len()]) {}
+            text x=(x + 18.0) y="48" { (name) }
+        }
     }
 }
 
 /// The bars of each row side by side, and its label below them.
-fn columns(svg: &mut String, rows: &[Vec<Value>], label: usize, bars: &[usize], top: f64) {
+fn columns(rows: &[Vec<Value>], label: usize, bars: &[usize], top: f64) -> Markup {
     let slot = (RIGHT - LEFT) / rows.len() as f64;
     let width = slot * 0.8 / bars.len() as f64;
-    for (row_index, row) in rows.iter().enumerate() {
-        let left = LEFT + slot * (row_index as f64 + 0.1);
-        for (bar_index, bar) in bars.iter().enumerate() {
-            let y = height(number(&row[*bar]), top);
-            put(
-                svg,
-                format_args!(
-                    "<rect x=\"{:.1}\" y=\"{y:.1}\" width=\"{width:.1}\" height=\"{:.1}\" fill=\"{}\">\
-                     <title>{}</title></rect>\n",
-                    left + width * bar_index as f64,
-                    BOTTOM - y,
-                    COLOURS[bar_index % COLOURS.len()],
-                    escape(&text(&row[*bar]))
-                ),
-            );
+    let y = tenths(BOTTOM + 14.0);
+    html! {
+        @for (row_index, row) in rows.iter().enumerate() {
+            @let left = LEFT + slot * (row_index as f64 + 0.1);
+            @for (bar_index, bar) in bars.iter().enumerate() {
+                @let top = height(number(&row[*bar]), top);
+                rect x=(tenths(left + width * bar_index as f64)) y=(tenths(top)) width=(tenths(width))
+                    height=(tenths(BOTTOM - top)) fill=(COLOURS[bar_index % COLOURS.len()]) {
+                    title { (clean(&text(&row[*bar]))) }
+                }
+            }
+            @let x = tenths(left + slot * 0.4);
+            text x=(x) y=(y) text-anchor="end" transform={ "rotate(-35 " (x) " " (y) ")" } {
+                (shortened(&clean(&text(&row[label]))))
+            }
         }
-        let (x, y) = (left + slot * 0.4, BOTTOM + 14.0);
-        put(
-            svg,
-            format_args!(
-                "<text x=\"{x:.1}\" y=\"{y:.1}\" text-anchor=\"end\" \
-                 transform=\"rotate(-35 {x:.1} {y:.1})\">{}</text>\n",
-                escape(&shortened(&text(&row[label])))
-            ),
-        );
     }
 }
 
 fn height(value: f64, top: f64) -> f64 {
     BOTTOM - (BOTTOM - TOP) * value / top
+}
+
+fn tenths(number: f64) -> String {
+    format!("{number:.1}")
 }
 
 /// The height of a bar; 0 for negative and non-numeric values.
@@ -137,25 +122,14 @@ fn shortened(label: &str) -> String {
     }
 }
 
-fn escape(text: &str) -> String {
-    let mut escaped = String::with_capacity(text.len());
-    for character in text.chars() {
-        match character {
-            '&' => escaped.push_str("&amp;"),
-            '<' => escaped.push_str("&lt;"),
-            '>' => escaped.push_str("&gt;"),
-            '"' => escaped.push_str("&quot;"),
-            // XML allows no other control characters, not even escaped.
-            '\t' | '\n' | '\r' => escaped.push(' '),
-            control if control.is_control() => escaped.push('\u{fffd}'),
-            other => escaped.push(other),
-        }
-    }
-    escaped
-}
-
-fn put(svg: &mut String, text: std::fmt::Arguments<'_>) {
-    svg.write_fmt(text).expect("writing to a string does not fail");
+/// XML allows no other control characters, not even escaped.
+fn clean(text: &str) -> String {
+    let clean = |c: char| match c {
+        '\t' | '\n' | '\r' => ' ',
+        control if control.is_control() => '\u{fffd}',
+        other => other,
+    };
+    text.chars().map(clean).collect()
 }
 
 #[cfg(test)]

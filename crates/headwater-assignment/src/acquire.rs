@@ -6,27 +6,26 @@
 
 use futures_util::future::join_all;
 use headwater_stream::{
-    DeliveredEntry, EntryId, Fence, LeaseName, ReclaimFrom, ReclaimRequest, Result, StreamError,
-    StreamName,
+    DeliveredEntry, EntryId, Fence, ReclaimFrom, ReclaimRequest, Result, StreamError, StreamName,
 };
 use tracing::{debug, warn};
 
 use crate::error::ClaimError;
 use crate::input::{self, Input, MalformedInput};
 use crate::member::{AssignmentMember, LeaseGuard};
-use crate::notification::NotificationSlot;
+use crate::metrics::{CLAIMS, MALFORMED, QUARANTINED};
+use crate::notification::Notification;
 use crate::owned::Owned;
 use crate::owned_set::{NoCapacity, OwnedReservation};
 
-/// Attempts to acquire a lease that turns out to be free when its holder is looked up.
-const ACQUIRE_TRIES_MAX: usize = 3;
-
-/// A new input entry with the capacity reserved for it.
-struct NewStream {
-    delivery: DeliveredEntry,
-    input: Input,
-    reservation: OwnedReservation,
-    slot: NotificationSlot,
+/// What became of a new input entry.
+enum NewEntry<'a> {
+    /// Owned or dead-lettered, or another consumer has it.
+    Handled,
+    /// To be released for other consumers; its lease afterwards, so that those it wakes find the entry released.
+    Surplus(Option<LeaseGuard<'a>>),
+    /// To be retried: the backend was unavailable.
+    Retry,
 }
 
 impl AssignmentMember {
@@ -36,9 +35,10 @@ impl AssignmentMember {
         // Notify after the entry has been moved, so that a receiver does not find it any more.
         if let Err(ClaimError::Quarantined { owners, .. }) = &result {
             self.notification_queue.retract_expired(stream);
-            self.notification_queue.quarantined(stream, *owners);
+            let (stream, owners) = (stream.clone(), *owners);
+            self.notification_queue.send(Notification::Quarantined { stream, owners });
         }
-        self.metrics.claim(match &result {
+        let result_label = match &result {
             Ok(_) => "won",
             Err(ClaimError::AlreadyClaimed { .. }) => "already_claimed",
             Err(ClaimError::Unknown { .. }) => "unknown",
@@ -46,7 +46,8 @@ impl AssignmentMember {
             Err(ClaimError::AtCapacity { .. }) => "at_capacity",
             Err(ClaimError::Closed) => "closed",
             Err(ClaimError::Backend(_)) => "failed",
-        });
+        };
+        self.metrics.count_by(CLAIMS, "result", result_label);
         result
     }
 
@@ -60,7 +61,7 @@ impl AssignmentMember {
                 NoCapacity::Full => ClaimError::AtCapacity { streams_max: self.config.streams_max },
                 NoCapacity::Closed => ClaimError::Closed,
             })?;
-        let guard = self.acquire_lease_or_owner(stream).await?;
+        let guard = self.acquire_lease(stream).await?;
         let found = match self.fetch(stream, guard.fence()).await {
             Ok(found) => found,
             Err(error) => {
@@ -84,31 +85,14 @@ impl AssignmentMember {
             result?;
             return Err(ClaimError::Quarantined { stream: stream.clone(), owners });
         }
-        let (id, lease) = (delivery.id, guard.fence().lease.clone());
-        let Some(owned) = self.take_ownership(input, &delivery, reservation, guard) else {
-            self.release_entries(&[id]).await?;
-            self.release_leases(&[lease]).await;
-            return Err(ClaimError::Closed);
-        };
-        Ok(owned)
-    }
-
-    async fn acquire_lease_or_owner(
-        &self,
-        stream: &StreamName,
-    ) -> Result<LeaseGuard<'_>, ClaimError> {
-        for _ in 0..ACQUIRE_TRIES_MAX {
-            if let Some(guard) = self.acquire_lease(stream).await? {
-                return Ok(guard);
-            }
-            let lease = self.names.lease(stream)?;
-            let holders = self.backend.leases(&[lease]).await?;
-            if let Some(Some(holder)) = holders.into_iter().next() {
-                let by = Some(holder.holder);
-                return Err(ClaimError::AlreadyClaimed { stream: stream.clone(), by });
+        match self.take_ownership(input, &delivery, reservation, guard) {
+            Ok(owned) => Ok(owned),
+            Err(guard) => {
+                self.release_entries(&[delivery.id]).await?;
+                guard.release().await;
+                Err(ClaimError::Closed)
             }
         }
-        Err(ClaimError::AlreadyClaimed { stream: stream.clone(), by: None })
     }
 
     /// Reclaims the pending entry of a stream under its lease. Tries the cheapest lookup first.
@@ -192,129 +176,105 @@ impl AssignmentMember {
         let reason = format!("quarantined after {owners} owners");
         self.dead_letter(delivery.id, &delivery.fields, &reason, Some(guard.fence())).await?;
         warn!(%stream, entry_id = %delivery.id, owners, "stream quarantined");
-        self.metrics.quarantined();
+        self.metrics.count(QUARANTINED, 1);
         Ok(())
     }
 
     /// Acquires the streams of new entries. Returns the entries to retry because the backend was unavailable.
     pub(crate) async fn acquire_new(&self, deliveries: Vec<DeliveredEntry>) -> Vec<DeliveredEntry> {
-        let mut again = Vec::new();
-        let mut surplus = Vec::new();
-        let mut wanted = Vec::new();
-        for delivery in deliveries {
-            match input::parse(&delivery.fields, &self.names) {
-                Err(MalformedInput(reason)) => {
-                    let (id, fields) = (delivery.id, &delivery.fields);
-                    warn!(entry_id = %id, reason, "malformed input entry moved to the dead letters");
-                    match self.dead_letter(id, fields, &reason, None).await {
-                        Ok(()) => self.metrics.malformed(),
-                        Err(error) => {
-                            warn!(entry_id = %id, %error, "could not write a dead letter; retrying");
-                            again.push(delivery);
-                        }
-                    }
+        let results = join_all(deliveries.iter().map(|delivery| self.take_new(delivery))).await;
+        let (mut again, mut surplus, mut guards) = (Vec::new(), Vec::new(), Vec::new());
+        for (delivery, result) in deliveries.into_iter().zip(results) {
+            match result {
+                NewEntry::Handled => {}
+                NewEntry::Surplus(guard) => {
+                    surplus.push(delivery.id);
+                    guards.extend(guard);
                 }
-                Ok(input) => {
-                    match (self.owned_set.reserve(&input.stream), self.notification_queue.reserve())
-                    {
-                        (Ok(reservation), Some(slot)) => {
-                            wanted.push(NewStream { delivery, input, reservation, slot });
-                        }
-                        // Already owned (the stream was added twice), or a concurrent claim used the capacity.
-                        _ => surplus.push(delivery.id),
-                    }
-                }
+                NewEntry::Retry => again.push(delivery),
             }
         }
-        let unused = self.acquire_leases_and_own(wanted, &mut surplus, &mut again).await;
         if let Err(error) = self.release_entries(&surplus).await {
             warn!(count = surplus.len(), %error, "could not release input entries; the sweep will find them");
-        }
-        // Last, so that consumers notified of the leases find the entries released.
-        if !unused.is_empty() {
-            self.release_leases(&unused).await;
         }
         again
     }
 
-    /// Acquires leases and takes ownership. Returns acquired leases that are not used.
-    async fn acquire_leases_and_own(
-        &self,
-        wanted: Vec<NewStream>,
-        surplus: &mut Vec<EntryId>,
-        again: &mut Vec<DeliveredEntry>,
-    ) -> Vec<LeaseName> {
-        let locks =
-            join_all(wanted.iter().map(|wanted| self.acquire_lease(&wanted.input.stream))).await;
-        let (mut won, mut unused) = (Vec::new(), Vec::new());
-        for (wanted, lock) in wanted.into_iter().zip(locks) {
-            match lock {
-                Ok(Some(guard)) => won.push((wanted, guard)),
-                // The stream was added twice: the entry waits until its lease is free.
-                Ok(None) => surplus.push(wanted.delivery.id),
-                Err(error) if error.is_transient() => {
-                    warn!(stream = %wanted.input.stream, %error, "could not acquire the lease; retrying");
-                    again.push(wanted.delivery);
+    async fn take_new(&self, delivery: &DeliveredEntry) -> NewEntry<'_> {
+        let id = delivery.id;
+        let input = match input::parse(&delivery.fields, &self.names) {
+            Ok(input) => input,
+            Err(MalformedInput(reason)) => {
+                warn!(entry_id = %id, reason, "malformed input entry moved to the dead letters");
+                if let Err(error) = self.dead_letter(id, &delivery.fields, &reason, None).await {
+                    warn!(entry_id = %id, %error, "could not write a dead letter; retrying");
+                    return NewEntry::Retry;
                 }
-                // The error concerns only this stream, so do not block the others. The sweep retries it.
-                Err(error) => {
-                    warn!(stream = %wanted.input.stream, %error, "could not acquire the lease; releasing the input entry");
-                    surplus.push(wanted.delivery.id);
-                }
-            }
-        }
-        if won.is_empty() {
-            return unused;
-        }
-        let ids: Vec<EntryId> = won.iter().map(|(wanted, _)| wanted.delivery.id).collect();
-        let missing = match self.keep_entries_alive(&ids).await {
-            Ok(missing) => missing,
-            Err(error) => {
-                warn!(count = ids.len(), %error, "could not confirm new input entries; retrying");
-                for (wanted, guard) in won {
-                    unused.push(guard.into_held().fence().lease.clone());
-                    again.push(wanted.delivery);
-                }
-                return unused;
+                self.metrics.count(MALFORMED, 1);
+                return NewEntry::Handled;
             }
         };
-        for (wanted, guard) in won {
-            let NewStream { delivery, input, reservation, slot } = wanted;
-            if missing.contains(&delivery.id) {
-                debug!(entry_id = %delivery.id, "another consumer reclaimed the entry before its lease was acquired");
-                unused.push(guard.into_held().fence().lease.clone());
-                continue;
+        let stream = &input.stream;
+        let (Ok(reservation), Some(slot)) =
+            (self.owned_set.reserve(stream), self.notification_queue.reserve())
+        else {
+            // Already owned (the stream was added twice), or a concurrent claim used the capacity.
+            return NewEntry::Surplus(None);
+        };
+        let guard = match self.acquire_lease(stream).await {
+            Ok(guard) => guard,
+            Err(ClaimError::Backend(error)) if error.is_transient() => {
+                warn!(%stream, %error, "could not acquire the lease; retrying");
+                return NewEntry::Retry;
             }
-            let lease = guard.fence().lease.clone();
-            match self.take_ownership(input, &delivery, reservation, guard) {
-                Some(owned) => slot.added(owned),
-                None => {
-                    surplus.push(delivery.id);
-                    unused.push(lease);
-                }
+            // The stream was added twice: the entry waits until its lease is free.
+            Err(ClaimError::AlreadyClaimed { .. }) => return NewEntry::Surplus(None),
+            // The error concerns only this stream, so do not block the others. The sweep retries it.
+            Err(error) => {
+                warn!(%stream, %error, "could not acquire the lease; releasing the input entry");
+                return NewEntry::Surplus(None);
+            }
+        };
+        match self.keep_entries_alive(&[id]).await {
+            Ok(missing) if missing.is_empty() => {}
+            Ok(_) => {
+                debug!(entry_id = %id, "another consumer reclaimed the entry before its lease was acquired");
+                guard.release().await;
+                return NewEntry::Handled;
+            }
+            Err(error) => {
+                warn!(entry_id = %id, %error, "could not confirm the new input entry; retrying");
+                return NewEntry::Retry;
             }
         }
-        unused
+        match self.take_ownership(input, delivery, reservation, guard) {
+            Ok(owned) => {
+                slot.added(owned);
+                NewEntry::Handled
+            }
+            Err(guard) => NewEntry::Surplus(Some(guard)),
+        }
     }
 
-    /// Records the ownership. `None` while closing; the caller then releases the lease.
-    fn take_ownership(
+    /// Records the ownership. Returns the lease while closing; the caller then releases it.
+    fn take_ownership<'a>(
         &self,
         input: Input,
         delivery: &DeliveredEntry,
         reservation: OwnedReservation,
-        guard: LeaseGuard<'_>,
-    ) -> Option<Owned> {
+        guard: LeaseGuard<'a>,
+    ) -> Result<Owned, LeaseGuard<'a>> {
         let Input { stream, info } = input;
         let entry = (delivery.id, delivery.deliveries);
-        let owned = Owned::new(stream, info, entry, guard.into_held(), self.metrics.clone());
+        let owned = Owned::new(stream, info, entry, guard.held.clone(), self.metrics.clone());
         if !reservation.commit(owned.clone()) {
-            return None;
+            return Err(guard);
         }
+        guard.retain();
         self.entry_index().insert(delivery.id, Some(owned.stream().clone()));
         self.notification_queue.retract_expired(owned.stream());
         self.count_owned();
         debug!(stream = %owned.stream(), epoch = %owned.epoch(), owners = owned.owners(), "stream owned");
-        Some(owned)
+        Ok(owned)
     }
 }

@@ -22,7 +22,7 @@ use crate::input;
 use crate::input_reader::InputReader;
 use crate::member::{AssignmentMember, Lifecycle, lifecycle_reached};
 use crate::names::{MemberIdentity, Names};
-use crate::notification::{Disowned, Notifications, Terminated};
+use crate::notification::{Disowned, Notification, Notifications, Terminated};
 use crate::owned::{EndReason, Owned};
 use crate::sweep::AssignmentSweep;
 
@@ -88,7 +88,8 @@ impl Assignment {
     ) -> Result<(Self, Notifications)> {
         config.validate()?;
         let (names, identity) = (Names::new(service)?, MemberIdentity::new(consumer)?);
-        let member = Arc::new(AssignmentMember::new(backend, names, identity, config)?);
+        let (member, losses) = AssignmentMember::new(backend, names, identity, config)?;
+        let member = Arc::new(member);
         member.prepare().await?;
         let lease_watch = member.backend.watch(&member.names.lease_prefix).await?;
         if let WatchMode::ReleasesOnly { reason } = lease_watch.mode() {
@@ -108,7 +109,7 @@ impl Assignment {
         let (stop, stopped) = oneshot::channel();
         let notifications = Notifications::new(&member.notification_queue);
         let mut tasks = AssignmentTasks { working: JoinSet::new(), heartbeat: JoinSet::new() };
-        tasks.heartbeat.spawn(heartbeat::run(Arc::clone(&member), lifecycle.clone()));
+        tasks.heartbeat.spawn(heartbeat::run(Arc::clone(&member), losses, lifecycle.clone()));
         let intake = InputReader::new(Arc::clone(&member), reader);
         tasks.working.spawn(intake.run(lifecycle.clone()));
         let sweep = AssignmentSweep::new(Arc::clone(&member)).run(lease_watch, lifecycle.clone());
@@ -197,7 +198,7 @@ impl Drop for Assignment {
         if let Some(supervisor) = lock(&self.supervisor).take() {
             // Aborts all tasks it owns.
             supervisor.abort();
-            self.member.notification_queue.terminated(Terminated::Dropped);
+            self.member.notification_queue.send(Notification::Terminated(Terminated::Dropped));
         }
     }
 }
@@ -238,7 +239,7 @@ async fn supervise(
     if let Err(error) = member.leave().await {
         warn!(%error, "could not release the member lease; it will expire");
     }
-    member.notification_queue.terminated(reason);
+    member.notification_queue.send(Notification::Terminated(reason));
     info!(service = member.names.service, "assignment terminated");
     given_back
 }

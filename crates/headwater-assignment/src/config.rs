@@ -10,7 +10,8 @@ use headwater_stream::{LeaseRenewerConfig, Result, StreamError};
 pub struct AssignmentConfig {
     /// Maximum number of streams this process owns. Default: 1000. Limit: [`STREAMS_MAX`].
     pub streams_max: usize,
-    /// Renewal interval; a lease lasts twice as long. Default: 5 s. Limits: 25 ms to 12 h.
+    /// Interval at which input entries are kept alive; a lease lasts twice as long and is renewed three times meanwhile.
+    /// Default: 5 s. Limits: 25 ms to 12 h.
     pub heartbeat_every: Duration,
     /// Interval of the sweep over all pending entries. With at most `heartbeat_every`, fail-over does not depend
     /// on notifications. Default: 5 s. Limits: 10 ms to 1 h.
@@ -96,8 +97,7 @@ impl AssignmentConfig {
         self.heartbeat_every * 2
     }
 
-    /// The heartbeat drives renewal, not the keeper; `renew_every` only has to be valid.
-    pub(crate) fn keeper(&self) -> LeaseRenewerConfig {
+    pub(crate) fn renewer(&self) -> LeaseRenewerConfig {
         let ttl = self.lease_ttl();
         LeaseRenewerConfig { ttl, renew_every: ttl / 3, safety_margin: ttl / 10 }
     }
@@ -123,14 +123,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_defaults_are_valid_and_so_is_their_keeper_config() {
+    fn the_defaults_are_valid_and_so_is_their_renewer_config() {
         let config = AssignmentConfig::default();
         config.validate().unwrap();
-        config.keeper().validate().unwrap();
+        config.renewer().validate().unwrap();
         let fastest =
             AssignmentConfig { heartbeat_every: Duration::from_millis(25), ..Default::default() };
         fastest.validate().unwrap();
-        fastest.keeper().validate().unwrap();
+        fastest.renewer().validate().unwrap();
     }
 
     #[test]

@@ -1,41 +1,71 @@
-//! The heartbeat: renews all leases in one call and keeps all input entries alive in another, concurrently,
-//! so an interval costs one round trip for any number of streams.
+//! The heartbeat: keeps all input entries alive in one call, and disowns streams whose leases were lost.
 //!
-//! Guarantees: a stream is disowned by a local timer as soon as its lease is no longer valid, and stays
-//! disowned. A failed heartbeat is retried several times before that.
+//! Upstream: an interval, and losses from the lease renewer, which renews all leases in one call and retries. So an
+//! interval costs the same few round trips for any number of streams.
+//! Guarantees: a stream is disowned as soon as its lease is no longer valid, and stays disowned. A failed heartbeat is
+//! retried several times before others could take the stream for abandoned.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use headwater_stream::{EntryId, LossCause, LostLease, Result, StreamError};
+use headwater_stream::limits::LEASES_MAX;
+use headwater_stream::{EntryId, Fence, LossCause, LostLease, LostLeases, Result, StreamError};
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep_until, timeout};
 use tracing::{debug, warn};
 
 use crate::member::{AssignmentMember, Lifecycle, lifecycle_reached};
+use crate::metrics::{HEARTBEAT_SECONDS, HEARTBEATS_FAILED, LOCKS_EXTENDED};
 use crate::notification::Disowned;
 use crate::owned::{Owned, OwnershipPhase};
 
-/// Runs heartbeats until the assignment has stopped.
-pub(crate) async fn run(member: Arc<AssignmentMember>, mut lifecycle: watch::Receiver<Lifecycle>) {
+/// Renews leases and runs heartbeats until the assignment has stopped.
+pub(crate) async fn run(
+    member: Arc<AssignmentMember>,
+    mut losses: LostLeases,
+    mut lifecycle: watch::Receiver<Lifecycle>,
+) {
+    tokio::select! {
+        () = member.renewer.run(lifecycle_reached(&mut lifecycle, Lifecycle::Stopped)) => {}
+        () = keep_alive(&member, &mut losses) => {}
+    }
+}
+
+async fn keep_alive(member: &AssignmentMember, losses: &mut LostLeases) {
     let every = member.config.heartbeat_every;
     let mut next = Instant::now() + every;
+    let mut renewed_before = 0;
     loop {
         tokio::select! {
-            () = lifecycle_reached(&mut lifecycle, Lifecycle::Stopped) => return,
+            // Losses first, because they say the cause.
+            biased;
+            lost = receive(losses) => {
+                member.disown_lost(&lost);
+                continue;
+            }
             () = sleep_until(next) => {}
-            // Run at once, so that the leases of disowned streams are released for other consumers.
-            _ = member.keeper.lapsed() => {}
         }
         let started = Instant::now();
-        match beat(&member, every).await {
+        let beat = member.run_heartbeat_once(every / 2);
+        tokio::pin!(beat);
+        // Streams that are lost while it waits for replies are disowned at once.
+        let result = loop {
+            tokio::select! {
+                result = &mut beat => break result,
+                lost = receive(losses) => member.disown_lost(&lost),
+            }
+        };
+        let renewed = member.renewer.renewed();
+        member.metrics.count(LOCKS_EXTENDED, (renewed - renewed_before) as usize);
+        renewed_before = renewed;
+        match result {
             Ok(()) => {
-                member.metrics.heartbeat(started.elapsed());
+                member.metrics.time(HEARTBEAT_SECONDS, started.elapsed());
                 next = started + every;
             }
             Err(error) => {
-                member.metrics.heartbeat_failed();
+                member.metrics.count(HEARTBEATS_FAILED, 1);
                 warn!(%error, "heartbeat failed; retrying");
                 next = Instant::now() + every / 8;
             }
@@ -43,23 +73,18 @@ pub(crate) async fn run(member: Arc<AssignmentMember>, mut lifecycle: watch::Rec
     }
 }
 
-/// One heartbeat. Leases that lapse while it waits for replies are disowned at once.
-async fn beat(member: &AssignmentMember, every: Duration) -> Result<()> {
-    let beat = member.run_heartbeat_once(every / 2);
-    tokio::pin!(beat);
-    loop {
-        tokio::select! {
-            result = &mut beat => return result,
-            _ = member.keeper.lapsed() => member.disown_lapsed(),
-        }
-    }
+/// Waits for a loss and returns all that are known. Cancel-safe.
+async fn receive(losses: &mut LostLeases) -> Vec<LostLease> {
+    let mut lost = Vec::new();
+    losses.recv_many(&mut lost, LEASES_MAX).await;
+    lost
 }
 
 impl AssignmentMember {
-    /// Renews everything once; waits at most `limit` for the replies.
+    /// Keeps all entries alive once; waits at most `limit` for the reply.
     pub(crate) async fn run_heartbeat_once(&self, limit: Duration) -> Result<()> {
-        // First: a process that was paused must not renew leases it has lost.
-        self.disown_lapsed();
+        // Also those that a call was ending when their lease was lost.
+        self.disown_lost(&[]);
         let owned: Vec<(Owned, OwnershipPhase)> = self
             .owned_set
             .owned()
@@ -70,53 +95,34 @@ impl AssignmentMember {
             })
             .collect();
         let ids: Vec<EntryId> = owned.iter().map(|(owned, _)| owned.entry()).collect();
-        let (renewed, kept, ()) = tokio::join!(
-            timeout(limit, self.keeper.run_once()),
-            timeout(limit, self.keep_entries_alive(&ids)),
-            async {
-                // Leases that could not be released expire.
-                let _ = timeout(limit, self.release_deferred()).await;
-            },
-        );
-        let renewed =
-            self.handle_renewed(&owned, renewed.unwrap_or_else(|_| Err(late(limit)))).await;
-        let kept = match kept.unwrap_or_else(|_| Err(late(limit))) {
-            Ok(missing) => self.handle_missing(&owned, &missing).await,
-            // The group was deleted (flush). The leases are gone too, so the renewal has reported the loss.
-            Err(StreamError::NoGroup { .. }) => self.ensure_group().await,
-            Err(error) => Err(error),
+        let late = |_| StreamError::Unavailable {
+            problem: format!("no reply to a heartbeat within {limit:?}"),
+            source: None,
         };
-        renewed.and(kept)
-    }
-
-    /// Disowns streams whose leases are no longer valid.
-    pub(crate) fn disown_lapsed(&self) {
-        for owned in self.owned_set.owned() {
-            if !owned.guard().is_valid() && owned.phase() != OwnershipPhase::Ending {
-                self.disown(&owned, Disowned::LeaseUnconfirmed);
-            }
+        match timeout(limit, self.keep_entries_alive(&ids)).await.map_err(late).flatten() {
+            Ok(missing) => self.handle_missing(&owned, &missing).await?,
+            // The group was deleted (flush). The leases are gone too, so the renewer reports the loss.
+            Err(StreamError::NoGroup { .. }) => self.ensure_group().await?,
+            Err(error) => return Err(error),
         }
-    }
-
-    async fn handle_renewed(
-        &self,
-        owned: &[(Owned, OwnershipPhase)],
-        renewed: Result<Vec<LostLease>>,
-    ) -> Result<()> {
-        let lost = renewed?;
-        self.metrics.locks_extended(owned.len().saturating_sub(lost.len()));
-        let lost: HashMap<_, _> = lost.into_iter().map(|lost| (lost.fence, lost.cause)).collect();
-        for (owned, _) in owned {
-            match lost.get(owned.guard().fence()) {
-                Some(LossCause::LostOnServer) => self.disown(owned, Disowned::LeaseLost),
-                Some(LossCause::Lapsed) => self.disown(owned, Disowned::LeaseUnconfirmed),
-                None => {}
-            }
-        }
-        if !self.keeper.holds(&self.member_lease) {
+        if !self.renewer.holds(&self.member_lease) {
             self.join().await?;
         }
         Ok(())
+    }
+
+    /// Disowns streams whose leases are no longer valid. A call that is ending one finds out itself, unless the server
+    /// has said that the lease is lost.
+    pub(crate) fn disown_lost(&self, lost: &[LostLease]) {
+        let causes: HashMap<&Fence, LossCause> =
+            lost.iter().map(|lost| (&lost.fence, lost.cause)).collect();
+        for owned in self.owned_set.owned() {
+            if causes.get(owned.guard().fence()) == Some(&LossCause::LostOnServer) {
+                self.disown(&owned, Disowned::LeaseLost);
+            } else if !owned.guard().is_valid() && owned.phase() != OwnershipPhase::Ending {
+                self.disown(&owned, Disowned::LeaseUnconfirmed);
+            }
+        }
     }
 
     /// Handles entries that are no longer pending for this consumer: ended by a call with a lost reply, or
@@ -152,12 +158,5 @@ impl AssignmentMember {
             Err(error) => return Err(error),
         }
         Ok(())
-    }
-}
-
-fn late(limit: Duration) -> StreamError {
-    StreamError::Unavailable {
-        problem: format!("no reply to a heartbeat within {limit:?}"),
-        source: None,
     }
 }

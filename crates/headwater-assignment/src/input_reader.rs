@@ -6,7 +6,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use headwater_stream::{DeliveredEntry, EntryId, GroupReader, Result, StreamBatch, StreamError};
+use headwater_stream::{
+    Backoff, DeliveredEntry, EntryId, GroupReader, Result, RetryTimer, StreamBatch, StreamError,
+};
 use tokio::sync::watch;
 use tokio::time::sleep;
 use tracing::warn;
@@ -23,20 +25,19 @@ const CAPACITY_CHECK: Duration = Duration::from_secs(1);
 /// everything.
 const YIELD_PAUSE: Duration = Duration::from_millis(2);
 
-const BACKOFF_MIN: Duration = Duration::from_millis(50);
-const BACKOFF_MAX: Duration = Duration::from_secs(2);
+const BACKOFF: Backoff = Backoff::doubling(Duration::from_millis(50), Duration::from_secs(2));
 
 pub(crate) struct InputReader {
     member: Arc<AssignmentMember>,
     reader: Box<dyn GroupReader>,
     /// Entries that were read but not acquired because the backend was unavailable.
     backlog: Vec<DeliveredEntry>,
-    backoff: Duration,
+    retry: RetryTimer,
 }
 
 impl InputReader {
     pub(crate) fn new(member: Arc<AssignmentMember>, reader: Box<dyn GroupReader>) -> Self {
-        Self { member, reader, backlog: Vec::new(), backoff: BACKOFF_MIN }
+        Self { member, reader, backlog: Vec::new(), retry: BACKOFF.timer() }
     }
 
     /// Acquires new streams until the assignment closes. Fails only with errors that a retry cannot fix.
@@ -52,11 +53,11 @@ impl InputReader {
                         if let Err(error) = self.member.ensure_group().await {
                             warn!(%error, "could not create the consumer group; retrying");
                         }
-                        self.back_off().await;
+                        self.retry.wait().await;
                     }
                     Err(error) if error.is_transient() => {
                         warn!(%error, "could not read the input stream; retrying");
-                        self.back_off().await;
+                        self.retry.wait().await;
                     }
                     Err(error) => break Err(error),
                 },
@@ -69,7 +70,7 @@ impl InputReader {
     /// Waits for capacity, then for new entries. Cancel-safe.
     async fn read(&mut self) -> Result<Vec<StreamBatch<DeliveredEntry>>> {
         if !self.backlog.is_empty() {
-            sleep(self.backoff).await;
+            self.retry.wait().await;
             return Ok(Vec::new());
         }
         let member = &self.member;
@@ -100,15 +101,8 @@ impl InputReader {
             sleep(YIELD_PAUSE).await;
         }
         if self.backlog.is_empty() {
-            self.backoff = BACKOFF_MIN;
-        } else {
-            self.backoff = (self.backoff * 2).min(BACKOFF_MAX);
+            self.retry.reset();
         }
-    }
-
-    async fn back_off(&mut self) {
-        sleep(self.backoff).await;
-        self.backoff = (self.backoff * 2).min(BACKOFF_MAX);
     }
 
     /// Stops reading and releases entries that were not acquired.

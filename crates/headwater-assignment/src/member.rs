@@ -5,9 +5,9 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use headwater_stream::limits::BATCH_MAX;
 use headwater_stream::{
-    Backend, EntryId, Epoch, Fence, Fields, GroupStart, HeldLease, LeaseAcquisition, LeaseName,
-    LeaseRenewer, Result, SettleAction, SettleBatch, SettleResult, Settlement, StreamError,
-    StreamName,
+    Backend, EntryId, Epoch, Fence, Fields, GroupStart, HeldLease, HolderName, LeaseAcquisition,
+    LeaseName, LeaseRenewer, LostLeases, MemberList, Result, SettleAction, SettleBatch,
+    SettleResult, Settlement, StreamError, StreamName,
 };
 use tokio::sync::watch;
 use tokio::time::Instant;
@@ -15,8 +15,9 @@ use tracing::warn;
 
 use crate::config::AssignmentConfig;
 use crate::entry_index::EntryIndex;
+use crate::error::ClaimError;
 use crate::input;
-use crate::metrics::AssignmentMetrics;
+use crate::metrics::{AssignmentMetrics, LOCKS_ACQUIRED, LOCKS_RELEASED, OWNED};
 use crate::names::{MemberIdentity, Names};
 use crate::notification::NotificationQueue;
 use crate::owned_set::OwnedSet;
@@ -26,15 +27,14 @@ pub(crate) struct AssignmentMember {
     pub(crate) names: Names,
     pub(crate) identity: MemberIdentity,
     pub(crate) config: AssignmentConfig,
-    pub(crate) keeper: LeaseRenewer,
+    pub(crate) renewer: LeaseRenewer,
+    members: MemberList,
     /// The lease that shows that this process is alive.
     pub(crate) member_lease: LeaseName,
     pub(crate) owned_set: Arc<OwnedSet>,
     pub(crate) notification_queue: Arc<NotificationQueue>,
     pub(crate) metrics: AssignmentMetrics,
     entry_index: Mutex<EntryIndex>,
-    /// Leases of streams that are no longer owned, to be released by the next heartbeat.
-    deferred_releases: Mutex<Vec<(StreamName, LeaseName)>>,
     /// Streams this process released and when, so that it does not acquire them again at once.
     recently_released: Mutex<HashMap<StreamName, Instant>>,
 }
@@ -45,12 +45,14 @@ impl AssignmentMember {
         names: Names,
         identity: MemberIdentity,
         config: AssignmentConfig,
-    ) -> Result<Self> {
+    ) -> Result<(Self, LostLeases)> {
         let metrics = AssignmentMetrics::new(&names.service);
         let leases = Arc::clone(&backend);
-        let keeper = LeaseRenewer::new(leases, identity.holder.clone(), config.keeper())?;
-        Ok(Self {
-            keeper,
+        let (renewer, losses) =
+            LeaseRenewer::new(leases, identity.holder.clone(), config.renewer())?;
+        let member = Self {
+            renewer,
+            members: MemberList::new(names.members.clone()),
             member_lease: names.member_lease(identity.holder.as_str())?,
             owned_set: OwnedSet::new(config.streams_max),
             notification_queue: NotificationQueue::new(
@@ -60,13 +62,13 @@ impl AssignmentMember {
             ),
             metrics,
             entry_index: Mutex::default(),
-            deferred_releases: Mutex::default(),
             recently_released: Mutex::default(),
             backend,
             names,
             identity,
             config,
-        })
+        };
+        Ok((member, losses))
     }
 
     /// Creates the input stream and its group, and checks that leases can fence it.
@@ -101,21 +103,26 @@ impl AssignmentMember {
 
     /// Registers this process as alive. The lease comes first: a member without one counts as dead.
     pub(crate) async fn join(&self) -> Result<()> {
-        if let LeaseAcquisition::Held { by, .. } = self.keeper.acquire(&self.member_lease).await? {
+        if let LeaseAcquisition::Held { by, .. } = self.renewer.acquire(&self.member_lease).await? {
             warn!(lease = %self.member_lease, %by, "another process holds the member lease of this consumer");
         }
-        let member = self.identity.holder.as_str();
-        self.backend.set_add(&self.names.members, &[member], None).await?;
-        Ok(())
+        self.members.add(&*self.backend, &[self.identity.holder.to_string()]).await
     }
 
     /// Deregisters this process.
     pub(crate) async fn leave(&self) -> Result<()> {
         // The lease first, because it decides. Other members clean up the set.
-        self.keeper.release(std::slice::from_ref(&self.member_lease)).await?;
-        let member = self.identity.holder.as_str();
-        self.backend.set_remove(&self.names.members, &[member]).await?;
-        Ok(())
+        self.renewer.release(std::slice::from_ref(&self.member_lease)).await?;
+        self.members.remove(&*self.backend, &[self.identity.holder.to_string()]).await
+    }
+
+    /// The members that are alive. Dead ones are removed from the list.
+    pub(crate) async fn live_members(&self) -> Result<Vec<HolderName>> {
+        let parse = |text: &str| self.names.member(text);
+        let snapshot = self.members.read(&*self.backend, parse, Vec::new()).await?;
+        let dead: Vec<String> = snapshot.dead().map(HolderName::to_string).collect();
+        self.members.remove(&*self.backend, &dead).await?;
+        Ok(snapshot.alive().cloned().collect())
     }
 
     /// Settles input entries.
@@ -165,42 +172,29 @@ impl AssignmentMember {
         Ok(())
     }
 
-    /// Acquires the lease of a stream; `None` if another process holds it.
+    /// Acquires the lease of a stream.
     pub(crate) async fn acquire_lease(
         &self,
         stream: &StreamName,
-    ) -> Result<Option<LeaseGuard<'_>>> {
-        let lease = self.names.lease(stream)?;
-        let Some(held) = self.keeper.acquire(&lease).await?.won() else { return Ok(None) };
-        self.metrics.locks_acquired(1);
-        Ok(Some(LeaseGuard { member: self, stream: stream.clone(), held, retained: false }))
-    }
-
-    /// Releases leases, so that other consumers are notified at once. On failure they expire.
-    pub(crate) async fn release_leases(&self, leases: &[LeaseName]) {
-        match self.keeper.release(leases).await {
-            Ok(count) => self.metrics.locks_released(count),
-            Err(error) => {
-                warn!(count = leases.len(), %error, "could not release leases; they will expire");
+    ) -> Result<LeaseGuard<'_>, ClaimError> {
+        match self.renewer.acquire(&self.names.lease(stream)?).await? {
+            LeaseAcquisition::Won(held) => {
+                self.metrics.count(LOCKS_ACQUIRED, 1);
+                Ok(LeaseGuard { member: self, held, retained: false })
+            }
+            LeaseAcquisition::Held { by, .. } => {
+                Err(ClaimError::AlreadyClaimed { stream: stream.clone(), by: Some(by) })
             }
         }
     }
 
-    /// Lets the next heartbeat release a lease.
-    pub(crate) fn release_later(&self, stream: StreamName, lease: LeaseName) {
-        lock(&self.deferred_releases).push((stream, lease));
-    }
-
-    /// Releases deferred leases, except those of streams that are owned again.
-    pub(crate) async fn release_deferred(&self) {
-        let deferred_releases = std::mem::take(&mut *lock(&self.deferred_releases));
-        let leases: Vec<LeaseName> = deferred_releases
-            .into_iter()
-            .filter(|(stream, _)| !self.owned_set.contains(stream))
-            .map(|(_, lease)| lease)
-            .collect();
-        if !leases.is_empty() {
-            self.release_leases(&leases).await;
+    /// Releases leases, so that other consumers are notified at once. On failure they expire.
+    pub(crate) async fn release_leases(&self, leases: &[LeaseName]) {
+        match self.renewer.release(leases).await {
+            Ok(count) => self.metrics.count(LOCKS_RELEASED, count),
+            Err(error) => {
+                warn!(count = leases.len(), %error, "could not release leases; they will expire");
+            }
         }
     }
 
@@ -213,7 +207,7 @@ impl AssignmentMember {
     }
 
     pub(crate) fn count_owned(&self) {
-        self.metrics.owned(self.owned_set.len());
+        self.metrics.gauge(OWNED, self.owned_set.len());
     }
 }
 
@@ -241,12 +235,10 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().expect("no code panics while it holds this lock")
 }
 
-/// A lease whose stream is not owned yet. On drop the next heartbeat releases it, so that a cancelled caller
-/// leaves no lease behind.
+/// A lease whose stream is not owned yet. On drop it is released, so that a cancelled caller leaves no lease behind.
 pub(crate) struct LeaseGuard<'a> {
     member: &'a AssignmentMember,
-    stream: StreamName,
-    held: HeldLease,
+    pub(crate) held: HeldLease,
     retained: bool,
 }
 
@@ -256,9 +248,8 @@ impl LeaseGuard<'_> {
     }
 
     /// Keeps the lease: the stream is owned.
-    pub(crate) fn into_held(mut self) -> HeldLease {
+    pub(crate) fn retain(mut self) {
         self.retained = true;
-        self.held.clone()
     }
 
     /// Releases the lease now.
@@ -271,7 +262,7 @@ impl LeaseGuard<'_> {
 impl Drop for LeaseGuard<'_> {
     fn drop(&mut self) {
         if !self.retained {
-            self.member.release_later(self.stream.clone(), self.held.fence().lease.clone());
+            self.member.renewer.release_later(&self.held.fence().lease);
         }
     }
 }

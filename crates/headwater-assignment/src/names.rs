@@ -12,12 +12,9 @@
 //! On a Redis Cluster a lease must be in the slot of the input, so the service needs a hash tag there: `{orders}`, or
 //! `{eu}:orders`. Services without one share the leases `mutex:<stream>`: their data streams need distinct names.
 
-use std::process;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{SystemTime, UNIX_EPOCH};
-
 use headwater_stream::{
-    ConsumerName, GroupName, HolderName, LeaseName, Result, SetName, StreamName, hash_tag,
+    ConsumerName, GroupName, HolderName, LeaseName, LivenessLease, Result, SetName, StreamName,
+    hash_tag, start_id,
 };
 
 /// The names of one service.
@@ -62,6 +59,13 @@ impl Names {
     pub(crate) fn member_lease(&self, holder: &str) -> Result<LeaseName> {
         LeaseName::new(format!("{}-member:{holder}", self.service))
     }
+
+    /// A member of the list and its lease; `None` for a text that is not the name of a holder.
+    pub(crate) fn member(&self, entry: &str) -> Option<(HolderName, LivenessLease)> {
+        let holder = HolderName::new(entry).ok()?;
+        let lease = self.member_lease(entry).ok()?;
+        Some((holder.clone(), LivenessLease { lease, holder: Some(holder) }))
+    }
 }
 
 /// The identity of one start of a consumer: as lease holder and in the group.
@@ -79,14 +83,6 @@ impl MemberIdentity {
         let name = format!("{consumer}:{}", start_id());
         Ok(Self { holder: HolderName::new(&name)?, consumer: ConsumerName::new(&name)? })
     }
-}
-
-/// Time, process id and counter: unique unless a process id is reused within a microsecond.
-fn start_id() -> String {
-    static STARTS: AtomicU64 = AtomicU64::new(0);
-    let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    let start = STARTS.fetch_add(1, Ordering::Relaxed);
-    format!("{:x}-{:x}-{start:x}", since_1970.as_micros(), process::id())
 }
 
 #[cfg(test)]

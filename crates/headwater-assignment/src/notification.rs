@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use headwater_stream::StreamName;
 use tokio::sync::Notify;
 
-use crate::metrics::AssignmentMetrics;
+use crate::metrics::{AssignmentMetrics, NOTIFICATIONS, NOTIFICATIONS_DROPPED};
 use crate::owned::Owned;
 
 /// An event of the assignment.
@@ -40,6 +40,19 @@ pub enum Notification {
     },
     /// The assignment has terminated; this is the last notification.
     Terminated(Terminated),
+}
+
+impl Notification {
+    /// The label in metrics.
+    fn kind(&self) -> &'static str {
+        match self {
+            Self::Added(_) => "added",
+            Self::Expired(_) => "expired",
+            Self::Disowned { .. } => "disowned",
+            Self::Quarantined { .. } => "quarantined",
+            Self::Terminated(_) => "terminated",
+        }
+    }
 }
 
 /// Why a stream is no longer owned.
@@ -163,17 +176,33 @@ impl NotificationQueue {
         self.lock().free_capacity(self.max)
     }
 
-    pub(crate) fn expired(&self, stream: &StreamName) {
+    /// Queues a notification. Dropped and counted if there is no slot for it.
+    pub(crate) fn send(&self, notification: Notification) {
+        let kind = notification.kind();
         let mut queue = self.lock();
-        if queue.closed || queue.expired.contains(stream) {
-            return;
+        let has_slot = !queue.closed && !queue.reader_dropped;
+        let has_slot = has_slot
+            && match &notification {
+                // `Added` has reserved its slot.
+                Notification::Added(_) | Notification::Terminated(_) => true,
+                Notification::Disowned { .. } => queue.disowned < self.disowned_max,
+                Notification::Expired(stream) if queue.expired.contains(stream) => return,
+                _ => queue.free_capacity(self.max) > 0,
+            };
+        queue.closed |= matches!(notification, Notification::Terminated(_));
+        if !has_slot {
+            drop(queue);
+            return self.metrics.count_by(NOTIFICATIONS_DROPPED, "kind", kind);
         }
-        if queue.free_capacity(self.max) == 0 {
-            self.metrics.notification_dropped("expired");
-            return;
+        match &notification {
+            Notification::Disowned { .. } => queue.disowned += 1,
+            Notification::Expired(stream) => drop(queue.expired.insert(stream.clone())),
+            _ => {}
         }
-        queue.expired.insert(stream.clone());
-        self.push(queue, Notification::Expired(stream.clone()), "expired");
+        queue.items.push_back(notification);
+        drop(queue);
+        self.metrics.count_by(NOTIFICATIONS, "kind", kind);
+        self.arrived.notify_one();
     }
 
     /// Removes a queued `Expired` that no longer applies.
@@ -182,52 +211,6 @@ impl NotificationQueue {
         if queue.expired.remove(stream) {
             queue.items.retain(|item| !matches!(item, Notification::Expired(s) if s == stream));
         }
-    }
-
-    pub(crate) fn quarantined(&self, stream: &StreamName, owners: u64) {
-        let queue = self.lock();
-        if queue.free_capacity(self.max) == 0 {
-            self.metrics.notification_dropped("quarantined");
-            return;
-        }
-        let notification = Notification::Quarantined { stream: stream.clone(), owners };
-        self.push(queue, notification, "quarantined");
-    }
-
-    pub(crate) fn disowned(&self, stream: &StreamName, reason: Disowned) {
-        let mut queue = self.lock();
-        if queue.closed || queue.reader_dropped || queue.disowned >= self.disowned_max {
-            self.metrics.notification_dropped("disowned");
-            return;
-        }
-        queue.disowned += 1;
-        let notification = Notification::Disowned { stream: stream.clone(), reason };
-        self.push(queue, notification, "disowned");
-    }
-
-    /// Queues the last notification; later ones are dropped.
-    pub(crate) fn terminated(&self, reason: Terminated) {
-        let mut queue = self.lock();
-        if queue.closed {
-            return;
-        }
-        queue.closed = true;
-        if queue.reader_dropped {
-            return;
-        }
-        self.push(queue, Notification::Terminated(reason), "terminated");
-    }
-
-    fn push(
-        &self,
-        mut queue: MutexGuard<'_, NotificationQueueState>,
-        notification: Notification,
-        kind: &'static str,
-    ) {
-        queue.items.push_back(notification);
-        drop(queue);
-        self.metrics.notification(kind);
-        self.arrived.notify_one();
     }
 
     /// The next notification: `None` if the queue is empty, `Some(None)` if it is closed.
@@ -267,19 +250,9 @@ pub(crate) struct NotificationSlot {
 }
 
 impl NotificationSlot {
+    /// Queues the notification; the slot stays reserved until it is queued.
     pub(crate) fn added(self, owned: Owned) {
-        let notification_queue = Arc::clone(&self.notification_queue);
-        {
-            let mut queue = notification_queue.lock();
-            if queue.closed || queue.reader_dropped {
-                notification_queue.metrics.notification_dropped("added");
-                return;
-            }
-            queue.items.push_back(Notification::Added(owned));
-        }
-        // `self` keeps the slot reserved until it is dropped below, so the queue stays within its limit.
-        notification_queue.metrics.notification("added");
-        notification_queue.arrived.notify_one();
+        self.notification_queue.send(Notification::Added(owned));
     }
 }
 
@@ -305,18 +278,22 @@ mod tests {
         StreamName::new(name).unwrap()
     }
 
+    fn disowned(name: &str) -> Notification {
+        Notification::Disowned { stream: stream(name), reason: Disowned::LeaseLost }
+    }
+
     #[test]
     fn the_queue_is_bounded() {
         let (notification_queue, mut notifications) = channel(3, 2);
         let slot = notification_queue.reserve().unwrap();
         for i in 0..100 {
-            notification_queue.expired(&stream(&format!("e{i}")));
-            notification_queue.quarantined(&stream("q"), 5);
-            notification_queue.disowned(&stream(&format!("d{i}")), Disowned::LeaseLost);
+            notification_queue.send(Notification::Expired(stream(&format!("e{i}"))));
+            notification_queue.send(Notification::Quarantined { stream: stream("q"), owners: 5 });
+            notification_queue.send(disowned(&format!("d{i}")));
         }
         assert!(notification_queue.reserve().is_none());
-        notification_queue.terminated(Terminated::Shutdown);
-        notification_queue.disowned(&stream("late"), Disowned::LeaseLost);
+        notification_queue.send(Notification::Terminated(Terminated::Shutdown));
+        notification_queue.send(disowned("late"));
 
         let received: Vec<_> = std::iter::from_fn(|| notifications.try_recv()).collect();
         // One slot is reserved, two are general, five are for `Disowned`, one for `Terminated`.
@@ -329,7 +306,7 @@ mod tests {
     fn expired_is_queued_once_per_stream_and_can_be_retracted() {
         let (notification_queue, mut notifications) = channel(10, 1);
         for name in ["a", "b", "a"] {
-            notification_queue.expired(&stream(name));
+            notification_queue.send(Notification::Expired(stream(name)));
         }
         notification_queue.retract_expired(&stream("a"));
         assert!(
@@ -337,7 +314,7 @@ mod tests {
         );
         assert!(notifications.try_recv().is_none());
         // Once received, it can be queued again.
-        notification_queue.expired(&stream("b"));
+        notification_queue.send(Notification::Expired(stream("b")));
         assert!(notifications.try_recv().is_some());
     }
 
@@ -363,9 +340,9 @@ mod tests {
             received
         });
         tokio::task::yield_now().await;
-        notification_queue.expired(&stream("a"));
+        notification_queue.send(Notification::Expired(stream("a")));
         tokio::task::yield_now().await;
-        notification_queue.terminated(Terminated::Dropped);
+        notification_queue.send(Notification::Terminated(Terminated::Dropped));
         assert_eq!(reader.await.unwrap(), 2);
     }
 }

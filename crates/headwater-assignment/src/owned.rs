@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use headwater_stream::{EntryId, Epoch, HeldLease, StreamName};
 use tokio::time::Instant;
 
-use crate::metrics::AssignmentMetrics;
+use crate::metrics::{AssignmentMetrics, PROCESSING_ENDED, PROCESSING_SECONDS, PROCESSING_STARTED};
 
 /// A stream this process owns. Clones share the ownership; dropping them does not end it.
 #[derive(Clone)]
@@ -105,7 +105,7 @@ impl Owned {
             return None;
         }
         progress.working += 1;
-        self.0.metrics.processing_started();
+        self.0.metrics.count(PROCESSING_STARTED, 1);
         Some(WorkGuard { owned: self.clone(), since: Instant::now() })
     }
 
@@ -195,7 +195,9 @@ impl fmt::Debug for WorkGuard {
 impl Drop for WorkGuard {
     fn drop(&mut self) {
         self.owned.progress().working -= 1;
-        self.owned.0.metrics.processing_ended(self.since.elapsed());
+        let metrics = &self.owned.0.metrics;
+        metrics.count(PROCESSING_ENDED, 1);
+        metrics.time(PROCESSING_SECONDS, self.since.elapsed());
     }
 }
 

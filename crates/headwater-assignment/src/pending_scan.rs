@@ -17,6 +17,7 @@ use tracing::{debug, warn};
 use crate::entry_index::before;
 use crate::input::{self, MalformedInput};
 use crate::member::AssignmentMember;
+use crate::metrics::MALFORMED;
 use crate::names::Names;
 
 /// Pending entries per call.
@@ -222,7 +223,7 @@ impl AssignmentMember {
             };
             warn!(entry_id = %delivery.id, reason, "malformed input entry moved to the dead letters");
             self.dead_letter(delivery.id, &delivery.fields, &reason, None).await?;
-            self.metrics.malformed();
+            self.metrics.count(MALFORMED, 1);
         }
         Ok(())
     }

@@ -16,6 +16,7 @@ use tracing::{debug, warn};
 use crate::config::OnExpired;
 use crate::error::ClaimError;
 use crate::member::AssignmentMember;
+use crate::notification::Notification;
 
 /// Concurrent claims.
 const CLAIM_CONCURRENCY: usize = 32;
@@ -59,7 +60,7 @@ impl Reassignment {
                 take.push(stream);
             } else {
                 debug!(%stream, "stream has no owner");
-                self.member.notification_queue.expired(&stream);
+                self.member.notification_queue.send(Notification::Expired(stream.clone()));
                 // The program has claimed it meanwhile: retract the announcement.
                 if self.member.owned_set.contains(&stream) {
                     self.member.notification_queue.retract_expired(&stream);

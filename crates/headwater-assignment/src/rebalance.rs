@@ -5,8 +5,8 @@
 
 use std::collections::HashSet;
 
-use headwater_stream::{HolderName, LeaseName, Result, StreamName};
-use tracing::{debug, info};
+use headwater_stream::{Result, StreamName};
+use tracing::info;
 
 use crate::config::Rebalance;
 use crate::member::AssignmentMember;
@@ -40,34 +40,5 @@ impl AssignmentMember {
             self.release_streams(leaving, Disowned::Rebalanced).await?;
         }
         Ok(Some(share))
-    }
-
-    /// The members that hold their lease. Members without one are removed from the set.
-    pub(crate) async fn live_members(&self) -> Result<Vec<HolderName>> {
-        let scanned = self.backend.set_members(&self.names.members).await?;
-        let (mut names, mut leases): (Vec<String>, Vec<LeaseName>) = (Vec::new(), Vec::new());
-        for name in scanned {
-            // An invalid name in the set cannot be a member.
-            if let Ok(lease) = self.names.member_lease(&name) {
-                names.push(name);
-                leases.push(lease);
-            }
-        }
-        let holders = self.backend.leases(&leases).await?;
-        let (mut live, mut dead) = (Vec::new(), Vec::new());
-        for (name, holder) in names.into_iter().zip(holders) {
-            match holder {
-                // Unknown whether this member is alive.
-                Some(info) if info.is_wrong_type() => {}
-                Some(info) => live.push(info.holder),
-                None => dead.push(name),
-            }
-        }
-        if !dead.is_empty() {
-            debug!(count = dead.len(), "removed dead members");
-            let dead: Vec<&str> = dead.iter().map(String::as_str).collect();
-            self.backend.set_remove(&self.names.members, &dead).await?;
-        }
-        Ok(live)
     }
 }

@@ -8,7 +8,8 @@ use tracing::{debug, warn};
 
 use crate::error::EndError;
 use crate::member::AssignmentMember;
-use crate::notification::Disowned;
+use crate::metrics::LOCKS_LOST;
+use crate::notification::{Disowned, Notification};
 use crate::owned::{EndAttempt, EndReason, Owned, OwnershipPhase};
 
 impl AssignmentMember {
@@ -86,7 +87,7 @@ impl AssignmentMember {
     pub(crate) fn confirm_end(&self, owned: &Owned, reason: EndReason) {
         if let Ok(attempt) = owned.begin_end(reason) {
             self.finish(owned, attempt, reason);
-            self.release_later(owned.stream().clone(), owned.guard().fence().lease.clone());
+            self.renewer.release_later(&owned.guard().fence().lease);
         }
     }
 
@@ -108,12 +109,13 @@ impl AssignmentMember {
         owned.set_phase(OwnershipPhase::Disowned);
         self.count_owned();
         if matches!(reason, Disowned::LeaseLost | Disowned::LeaseUnconfirmed) {
-            self.metrics.locks_lost(1);
+            self.metrics.count(LOCKS_LOST, 1);
             warn!(stream = %owned.stream(), epoch = %owned.epoch(), ?reason, "stream disowned");
         }
-        self.notification_queue.disowned(owned.stream(), reason);
+        let stream = owned.stream().clone();
+        self.notification_queue.send(Notification::Disowned { stream, reason });
         // If this process still holds the lease, releasing it lets another consumer acquire the stream at once.
-        self.release_later(owned.stream().clone(), owned.guard().fence().lease.clone());
+        self.renewer.release_later(&owned.guard().fence().lease);
     }
 
     /// Releases streams to other consumers in two round trips. Returns how many.
@@ -129,7 +131,8 @@ impl AssignmentMember {
         let mut leases: Vec<LeaseName> = Vec::with_capacity(streams.len());
         for (owned, attempt) in streams {
             self.finish(&owned, attempt, EndReason::Release);
-            self.notification_queue.disowned(owned.stream(), reason);
+            let stream = owned.stream().clone();
+            self.notification_queue.send(Notification::Disowned { stream, reason });
             leases.push(owned.guard().fence().lease.clone());
         }
         self.release_leases(&leases).await;

@@ -19,6 +19,7 @@ use tokio::time::{Instant, interval, sleep_until, timeout_at};
 use tracing::{debug, error, info, warn};
 
 use crate::member::{AssignmentMember, Lifecycle, lifecycle_reached};
+use crate::metrics::{BLOCKED, HINTS, STARTUP_RECOVERED};
 use crate::reassignment::{Reassignment, UnownedStream, is_released};
 
 /// Hints within this window are handled together.
@@ -150,11 +151,12 @@ impl AssignmentSweep {
         let mut hinted = Some(HashSet::new());
         let mut next = Some(first);
         while let Some(hint) = next {
-            self.member.metrics.hint(match hint.kind {
+            let kind = match hint.kind {
                 LeaseEventKind::Expired => "expired",
                 LeaseEventKind::Released => "released",
                 LeaseEventKind::Lagged => "missed",
-            });
+            };
+            self.member.metrics.count_by(HINTS, "kind", kind);
             match (hint.lease, &mut hinted) {
                 (Some(lease), Some(streams)) => {
                     streams.extend(self.member.names.stream_of(&lease));
@@ -227,7 +229,7 @@ impl AssignmentSweep {
             })
             .collect();
         if self.passes == 0 {
-            self.member.metrics.startup_recovered(free.len());
+            self.member.metrics.count(STARTUP_RECOVERED, free.len());
             if !free.is_empty() {
                 info!(count = free.len(), "found streams without an owner at the start");
             }
@@ -287,7 +289,7 @@ impl AssignmentSweep {
                 (Some(_), None) => {}
             }
         }
-        self.member.metrics.blocked(self.blocked.len());
+        self.member.metrics.gauge(BLOCKED, self.blocked.len());
         Ok(free)
     }
 

@@ -111,26 +111,22 @@ impl Breaker {
         let recovery = self.inner.config.recovery;
         let now = (self.inner.time)();
         let mut state = self.lock();
-        let is_probe = match &mut state.phase {
-            BreakerPhase::Closed { .. } => false,
+        match &mut state.phase {
+            BreakerPhase::Closed { .. } => {}
             BreakerPhase::Open { since } => {
                 let until = *since + recovery;
                 if now < until {
                     return Err(until - now);
                 }
                 state.change(BreakerPhase::HalfOpen { probing: true });
-                true
             }
             // The running probe may finish at any moment.
             BreakerPhase::HalfOpen { probing: true } => return Err(recovery.min(PROBE_RETRY_AFTER)),
-            BreakerPhase::HalfOpen { probing } => {
-                *probing = true;
-                true
-            }
-        };
+            BreakerPhase::HalfOpen { probing } => *probing = true,
+        }
         let generation = state.generation;
         drop(state);
-        Ok(BreakerPermit { breaker: self.clone(), generation, is_probe, is_decided: false })
+        Ok(BreakerPermit { breaker: self.clone(), generation })
     }
 
     fn lock(&self) -> MutexGuard<'_, BreakerData> {
@@ -161,14 +157,11 @@ impl fmt::Debug for Breaker {
 pub struct BreakerPermit {
     breaker: Breaker,
     generation: u64,
-    is_probe: bool,
-    is_decided: bool,
 }
 
 impl BreakerPermit {
     /// Reports that the backend answered.
-    pub fn succeeded(mut self) {
-        self.is_decided = true;
+    pub fn succeeded(self) {
         let mut state = self.breaker.lock();
         if state.generation == self.generation {
             match &mut state.phase {
@@ -179,8 +172,7 @@ impl BreakerPermit {
     }
 
     /// Reports that the backend did not answer or could not execute the call. Returns whether this opened the breaker.
-    pub fn failed(mut self) -> bool {
-        self.is_decided = true;
+    pub fn failed(self) -> bool {
         let now = (self.breaker.inner.time)();
         let threshold = self.breaker.inner.config.failure_threshold;
         let mut state = self.breaker.lock();
@@ -203,11 +195,12 @@ impl BreakerPermit {
 
 impl Drop for BreakerPermit {
     fn drop(&mut self) {
-        if self.is_probe && !self.is_decided {
-            let mut state = self.breaker.lock();
-            if state.generation == self.generation {
-                state.phase = BreakerPhase::HalfOpen { probing: false };
-            }
+        let mut state = self.breaker.lock();
+        // The result of a probe starts a new generation, so this probe had none.
+        if state.generation == self.generation
+            && let BreakerPhase::HalfOpen { probing } = &mut state.phase
+        {
+            *probing = false;
         }
     }
 }

@@ -1,6 +1,6 @@
 //! The trait of all buses: subscribe, publish, check health, close.
 //!
-//! Upstream: applications. Downstream: `local` and `streamed` implement it.
+//! Upstream: applications. Downstream: `streamed` implements it.
 //! Guarantees: stated one by one in the conformance suite, which every bus passes.
 
 use std::collections::BTreeMap;
@@ -49,7 +49,7 @@ pub trait EventBus: Send + Sync {
     /// The work continues if the call is dropped.
     async fn publish_all(&self, events: Vec<OutgoingEvent>) -> Result<Vec<Result<PublishResult>>>;
 
-    /// The storage of this bus's sessions. A local bus stores session events from the first call on.
+    /// The storage of this bus's sessions.
     async fn session_backend(&self) -> Result<SessionBackend>;
 
     /// Checks and returns the current health.
@@ -208,11 +208,10 @@ pub enum StoreOutcome {
     /// In its stream, at this entry.
     Entry(EntryId),
     /// Already in its stream, at this entry: an event with the same id was published before. No handler ran.
-    /// `EntryId::MIN` if a local bus did not store it.
     Duplicate(EntryId),
     /// In the spool of this process, because the backend is unavailable. It is moved to its stream later.
     Spooled,
-    /// Only in this process: the bus is local, or the backend is unavailable and the event was not sent
+    /// Only in this process: the backend is unavailable and the event was not sent
     /// ([`FailurePolicy::LocalOnly`](crate::FailurePolicy::LocalOnly)). No other process receives it.
     LocalOnly,
     /// In this process, and possibly in its stream: it was sent, and the backend did not confirm it
@@ -225,7 +224,6 @@ impl StoreOutcome {
     /// The entry id, if the event is in its stream.
     pub fn entry_id(self) -> Option<EntryId> {
         match self {
-            Self::Duplicate(EntryId::MIN) => None,
             Self::Entry(id) | Self::Duplicate(id) => Some(id),
             Self::Spooled | Self::LocalOnly | Self::Unconfirmed => None,
         }
@@ -315,11 +313,11 @@ pub struct GroupHealth {
 pub struct SpoolHealth {
     /// Events in the spool.
     pub events: usize,
-    /// Size of the spool file in bytes.
+    /// Their size in bytes.
     pub bytes: u64,
-    /// Limit of the spool file in bytes.
+    /// Limit of their size in bytes.
     pub max_bytes: u64,
-    /// Events permanently rejected by their streams, now or before a restart. They are in the `.rejected` file beside
-    /// the spool until an operator removes that file.
+    /// Events permanently rejected by their streams, now or before a restart
+    /// ([`StreamedBus::rejected`](crate::StreamedBus::rejected)).
     pub rejected: u64,
 }

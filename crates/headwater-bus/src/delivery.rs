@@ -1,55 +1,20 @@
 //! Delivers an event to the handlers of a durable subscription, with retries.
 //!
-//! Upstream: an entry of a consumer group, or an event in the queue of a local bus. Downstream: `handler`.
+//! Upstream: an entry of a consumer group. Downstream: `handler`.
 //! Guarantees: a failed event is retried in place: it stays unacknowledged, and no copy is appended to the stream, where
 //! other readers would see it twice. Only the handlers that failed run again. When the bus closes, events waiting for
 //! their next attempt are released.
 
 use std::time::Duration;
 
-use headwater_queue::RetryPolicy;
-use tokio::sync::watch;
+use headwater_queue::{Outcome, RetryPolicy};
+use tokio_util::sync::CancellationToken;
 use tracing::warn;
 
 use crate::handler::{DeliveredEvent, HandlerResult, TypedHandler};
-use crate::name::random_bits;
 
 /// Attempts, if the retry policy does not set them.
 const ATTEMPTS_DEFAULT: u32 = 5;
-
-/// Set when a bus closes.
-#[derive(Clone, Debug)]
-pub(crate) struct CloseSignal(watch::Receiver<bool>);
-
-impl CloseSignal {
-    pub(crate) fn new() -> (watch::Sender<bool>, Self) {
-        let (sender, receiver) = watch::channel(false);
-        (sender, Self(receiver))
-    }
-
-    pub(crate) fn is_set(&self) -> bool {
-        *self.0.borrow()
-    }
-
-    /// Returns when the bus closes or is dropped. Cancel-safe.
-    pub(crate) async fn wait(&self) {
-        let mut receiver = self.0.clone();
-        // An error means that the bus was dropped.
-        let _ = receiver.wait_for(|closing| *closing).await;
-    }
-}
-
-/// Result of a delivery.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum DeliveryOutcome {
-    Done,
-    /// Released unhandled, for another process or a later delivery.
-    Released,
-    /// All attempts failed, or the failure is permanent.
-    Failed {
-        reason: String,
-    },
-}
 
 /// The handlers of one durable subscription and their retry policy.
 #[derive(Clone)]
@@ -57,7 +22,8 @@ pub(crate) struct EventDelivery {
     pub(crate) handlers: Vec<TypedHandler>,
     pub(crate) handler_timeout: Duration,
     pub(crate) retry: RetryPolicy,
-    pub(crate) closing: CloseSignal,
+    /// Cancelled when the bus closes or is dropped.
+    pub(crate) closing: CancellationToken,
 }
 
 impl EventDelivery {
@@ -66,8 +32,9 @@ impl EventDelivery {
         self.handlers.iter().any(|handler| handler.event_type == event_type)
     }
 
-    /// Runs the handlers of an event until all succeed, the attempts are used up, or the bus closes.
-    pub(crate) async fn run(&self, delivered: &DeliveredEvent) -> DeliveryOutcome {
+    /// Runs the handlers of an event until all succeed, the attempts are used up (a dead letter), or the bus closes (a
+    /// release).
+    pub(crate) async fn run(&self, delivered: &DeliveredEvent) -> Outcome {
         let event_type = &delivered.envelope.event_type;
         let mut remaining: Vec<&TypedHandler> =
             self.handlers.iter().filter(|handler| handler.event_type == event_type).collect();
@@ -81,11 +48,11 @@ impl EventDelivery {
                 result.record(handler, handled);
             }
             if result.is_released {
-                return DeliveryOutcome::Released;
+                return Outcome::Release;
             }
-            let Some(reason) = result.reason else { return DeliveryOutcome::Done };
+            let Some(reason) = result.reason else { return Outcome::Done };
             if result.is_permanent || attempt >= attempts {
-                return DeliveryOutcome::Failed { reason: format!("{reason} (attempt {attempt})") };
+                return Outcome::dead_letter(format!("{reason} (attempt {attempt})"));
             }
             warn!(
                 event_type,
@@ -95,10 +62,10 @@ impl EventDelivery {
                 "durable handler failed; the event will be retried"
             );
             let wait =
-                result.after.unwrap_or_else(|| self.retry.backoff.delay(attempt, random_unit()));
+                result.after.unwrap_or_else(|| self.retry.backoff.delay(attempt, fastrand::f64()));
             tokio::select! {
                 () = tokio::time::sleep(wait) => {}
-                () = self.closing.wait() => return DeliveryOutcome::Released,
+                () = self.closing.cancelled() => return Outcome::Release,
             }
             remaining = result.failed;
         }
@@ -129,9 +96,4 @@ impl<'a> DeliveryAttempt<'a> {
             }
         }
     }
-}
-
-/// A uniform random number in [0, 1).
-pub(crate) fn random_unit() -> f64 {
-    (random_bits() as u64 >> 11) as f64 / (1u64 << 53) as f64
 }

@@ -66,18 +66,26 @@ pub enum BusError {
         retry_after: Duration,
     },
 
-    /// The event could not be spooled and is not stored. If an earlier attempt was not confirmed, the error is
-    /// [`Unconfirmed`](Self::Unconfirmed) instead.
-    #[error(transparent)]
-    Spool(#[from] SpoolError),
+    /// The spool is full, and the event is not stored. Wait until it is drained or raise the limit. If an earlier attempt
+    /// was not confirmed, the error is [`Unconfirmed`](Self::Unconfirmed) instead.
+    #[error("spool `{}` is full: {bytes} of {limit} bytes", directory.display())]
+    SpoolFull {
+        /// The directory.
+        directory: PathBuf,
+        /// Bytes of the events in it.
+        bytes: u64,
+        /// Its limit.
+        limit: u64,
+    },
 
-    /// The queue of a durable subscription of a local bus is full. Retry later; the call had no effect.
-    #[error("queue of group `{group}` is full: {limit} events are waiting")]
-    QueueFull {
-        /// The group.
-        group: String,
-        /// Capacity of the queue.
-        limit: usize,
+    /// The spool cannot be used. The source tells why: `Locked` by another process, `Corrupt`, `Invalid` if it belongs to
+    /// another bus, `Unavailable` after an I/O error. Nothing was changed.
+    #[error("spool `{}` cannot be used: {source}", directory.display())]
+    Spool {
+        /// The directory.
+        directory: PathBuf,
+        /// Error of the embedded backend.
+        source: Arc<StreamError>,
     },
 
     /// The bus is closed.
@@ -130,9 +138,8 @@ impl BusError {
     /// Whether a retry of the same call may succeed.
     pub fn is_transient(&self) -> bool {
         match self {
-            Self::Unconfirmed { .. } | Self::BreakerOpen { .. } | Self::QueueFull { .. } => true,
-            Self::Spool(error) => matches!(error, SpoolError::Full { .. }),
-            Self::Backend(error) => error.is_transient(),
+            Self::Unconfirmed { .. } | Self::BreakerOpen { .. } | Self::SpoolFull { .. } => true,
+            Self::Spool { source: error, .. } | Self::Backend(error) => error.is_transient(),
             Self::Queue(error) => error.is_transient(),
             _ => false,
         }
@@ -190,56 +197,6 @@ pub enum DecodeError {
         /// The version of the entry.
         version: u32,
         /// The decoding error.
-        problem: String,
-    },
-}
-
-/// Errors of a spool.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum SpoolError {
-    /// The spool is full. Wait until it is drained or raise the limit; nothing was added.
-    #[error("spool `{}` is full: {bytes} of {limit} bytes", file.display())]
-    Full {
-        /// The file.
-        file: PathBuf,
-        /// Its size.
-        bytes: u64,
-        /// Its limit.
-        limit: u64,
-    },
-    /// The file belongs to another bus. Use another file or open it with that bus; nothing was changed.
-    #[error("spool `{}` belongs to bus `{owner}`, not to `{bus}`", file.display())]
-    WrongOwner {
-        /// The file.
-        file: PathBuf,
-        /// The bus it belongs to.
-        owner: String,
-        /// The bus that tried to open it.
-        bus: String,
-    },
-    /// Another process, or another bus of this process, has the file open.
-    #[error("spool `{}` is in use by another process or bus", file.display())]
-    InUse {
-        /// The file.
-        file: PathBuf,
-    },
-    /// The file is corrupt before its end. Move the file to another directory and recover what can be read; nothing was changed.
-    #[error("spool `{}` is corrupt at byte {offset}: {problem}", file.display())]
-    Corrupt {
-        /// The file.
-        file: PathBuf,
-        /// Offset of the first unreadable record.
-        offset: u64,
-        /// The decoding error.
-        problem: String,
-    },
-    /// An I/O error. Fix the disk or the permissions.
-    #[error("spool `{}` cannot be used: {problem}", file.display())]
-    Disk {
-        /// The file.
-        file: PathBuf,
-        /// The operating system's message.
         problem: String,
     },
 }

@@ -25,7 +25,7 @@ use crate::trace;
 pub(crate) const TYPE: &str = "type";
 pub(crate) const PAYLOAD: &str = "payload";
 const TIMESTAMP: &str = "timestamp";
-const EVENT_ID: &str = "event_id";
+pub(crate) const EVENT_ID: &str = "event_id";
 const VERSION: &str = "version";
 const ORIGIN: &str = "origin";
 const TRACE_ID: &str = "trace_id";

@@ -16,7 +16,7 @@ use headwater_queue::Outcome;
 use tokio::time::timeout;
 use tracing::Instrument;
 
-use crate::error::{BusError, FailureKind, Result};
+use crate::error::{BusError, DecodeError, FailureKind, Result};
 use crate::event::{Envelope, Event, EventValue, ReceivedEvent, Scope};
 use crate::metrics;
 use crate::registry::EventRegistry;
@@ -111,6 +111,17 @@ pub(crate) struct TypedHandler {
 pub(crate) struct DeliveredEvent {
     pub(crate) value: EventValue,
     pub(crate) envelope: Arc<Envelope>,
+}
+
+impl DeliveredEvent {
+    /// Decodes the event in an envelope.
+    pub(crate) fn decode(
+        registry: &EventRegistry,
+        envelope: Envelope,
+    ) -> Result<Self, DecodeError> {
+        let value = registry.decode_any(&envelope)?;
+        Ok(Self { value, envelope: Arc::new(envelope) })
+    }
 }
 
 /// Result of one run of a handler.

@@ -2,7 +2,6 @@
 
 // In dependency order, along the path of an event: each module uses only those above it. (`error` and `name` use each
 // other: errors contain names, and invalid names are errors.)
-mod abort_on_drop;
 mod error;
 pub mod limits;
 pub mod metrics;
@@ -24,8 +23,6 @@ mod bus;
 mod delivery;
 mod live;
 
-mod local;
-
 mod spool;
 mod unknown_events;
 
@@ -45,12 +42,11 @@ pub use bus::{
     BusHealth, EventBus, EventBusExt, GroupHealth, PublishResult, SpoolHealth, StoreOutcome,
     StreamHealth, SubscribeOptions, SubscriptionKind,
 };
-pub use error::{BusError, DecodeError, FailureKind, HandlerFailure, Result, SpoolError};
+pub use error::{BusError, DecodeError, FailureKind, HandlerFailure, Result};
 pub use event::{Envelope, Event, OutgoingEvent, ReceivedEvent, Scope};
 pub use fold::{AllEvents, Fold, Folds, SessionEvent};
 pub use handler::{EventHandler, Handlers};
 pub use headwater_queue::{Backoff, Outcome, RetryPolicy, TraceContext};
-pub use local::{LocalBus, LocalDeadLetter};
 pub use main_loop::{
     BudgetLease, CancelOutcome, CompletedRequest, ExecuteError, FailedRequest, MainLoop,
     MainLoopClient, MainLoopClientConfig, MainLoopConfig, MainLoopError, MainLoopWorker, Meter,

@@ -43,19 +43,10 @@ pub const PARKED_MAX: u64 = 100_000;
 /// Unconfirmed events that are tracked, to run their handlers if they turn out to be stored.
 pub const UNCONFIRMED_MAX: usize = 10_000;
 
-/// Queued events of one durable subscription of a local bus.
-pub const LOCAL_QUEUE_MAX: usize = 10_000;
+/// Bytes of memory used by the streams of a bus in memory ([`StreamedBus::in_memory`](crate::StreamedBus::in_memory)).
+pub const IN_MEMORY_BYTES_MAX: u64 = 256 * 1024 * 1024;
 
-/// Dead letters kept by a local bus.
-pub const LOCAL_DEAD_LETTERS_MAX: usize = 1000;
-
-/// Event ids in the dedup window of a local bus.
-pub const LOCAL_IDS_MAX: usize = 10_000;
-
-/// Bytes of memory used by the sessions of a local bus.
-pub const LOCAL_SESSION_BYTES_MAX: u64 = 256 * 1024 * 1024;
-
-/// Bytes of a spool file. It is read whole when it is opened.
+/// Bytes of the events in a spool, which are in memory, too.
 pub const SPOOL_BYTES_MAX: u64 = 1024 * 1024 * 1024;
 
 /// Longest dedup window for event ids.

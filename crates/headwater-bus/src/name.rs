@@ -3,10 +3,10 @@
 //! Downstream: `keys`, which puts them into keys without further checks.
 //! Guarantees: names contain no colons or braces, so two different names never produce the same key.
 
-use std::cell::Cell;
 use std::fmt;
-use std::hash::{BuildHasher, RandomState};
 use std::sync::Arc;
+
+use uuid::Uuid;
 
 use crate::error::{BusError, Result};
 use crate::limits::{EVENT_ID_BYTES_MAX, REQUEST_ID_BYTES_MAX, SESSION_BYTES_MAX};
@@ -157,24 +157,14 @@ fn check_text(what: &str, name: &str, limit: usize) -> Result<()> {
     Err(BusError::invalid(what, problem))
 }
 
-/// 128 random bits.
+/// 122 random bits of the operating system, in a u128.
 pub(crate) fn random_bits() -> u128 {
-    thread_local! {
-        // The standard library seeds these keys from the operating system, once per thread.
-        static KEYS: (RandomState, RandomState) = (RandomState::new(), RandomState::new());
-        static COUNT: Cell<u64> = const { Cell::new(0) };
-    }
-    let count = COUNT.with(|count| count.replace(count.get().wrapping_add(1)));
-    KEYS.with(|(high, low)| {
-        (u128::from(high.hash_one(count)) << 64) | u128::from(low.hash_one(count))
-    })
+    Uuid::new_v4().as_u128()
 }
 
 /// A random UUID (version 4).
 fn random_uuid() -> String {
-    let bits = random_bits() & !(0xf << 76) & !(0x3 << 62) | (0x4 << 76) | (0x2 << 62);
-    let hex = format!("{bits:032x}");
-    format!("{}-{}-{}-{}-{}", &hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..])
+    Uuid::new_v4().to_string()
 }
 
 #[cfg(test)]

@@ -2,7 +2,6 @@
 //!
 //! Upstream: a bus stores session events there. Downstream: `session` reads them and stores session metadata beside
 //! them.
-//! Guarantees: a local bus has one in memory, so sessions work the same on every bus.
 
 use std::fmt;
 use std::sync::Arc;

@@ -1,7 +1,7 @@
 //! The conformance suite on every bus.
 #![allow(clippy::unwrap_used, reason = "a test that meets an error has failed")]
 
-use headwater_bus::{LocalBus, Namespace, StreamedBus, StreamedBusConfig};
+use headwater_bus::{Namespace, StreamedBus, StreamedBusConfig};
 use headwater_conformance::bus::{BusTestEnv, registry};
 use headwater_stream::{Options, connect};
 use headwater_testkit::{Cluster, Redis, unique};
@@ -13,21 +13,11 @@ async fn open(url: &str) -> BusTestEnv {
     BusTestEnv::new(StreamedBus::open(backend, registry(), config).await.unwrap())
 }
 
-mod local {
-    use super::*;
-
-    async fn setup() -> BusTestEnv {
-        BusTestEnv::new(LocalBus::new(registry()))
-    }
-
-    headwater_conformance::bus_suite!(setup());
-}
-
 mod embedded {
     use super::*;
 
     async fn setup() -> BusTestEnv {
-        open("embedded:memory").await
+        BusTestEnv::new(StreamedBus::in_memory(registry()).await.unwrap())
     }
 
     headwater_conformance::bus_suite!(setup());

@@ -1,279 +1,403 @@
-//! Administrative queries whose SQL is the same for both stores: listings and the consistency check.
+//! The administrative operations of both stores, as statements of `sql`.
 //!
-//! Upstream: `admin` of both stores, which add what differs. Downstream: the column lists of `statements` and the
-//! macros of `row_decoding`. Parameters are `$1`, `$2` and so on, which both databases accept; types are given by
-//! `CAST`.
+//! Upstream: every store that implements [`SqlStore`]. Downstream: the columns and rows of `row_decoding`. Guarantees: a
+//! listing is one statement, so it is one snapshot.
 
-/// Implements [`AdminStore`](crate::AdminStore) for a store: the methods here and the given ones. The store must have a
-/// method `call` that runs an async closure on a connection.
-macro_rules! implement_admin_store {
-    (for $store:ident, with { $($own:item)* }) => {
-        #[async_trait::async_trait]
-        impl $crate::AdminStore for $store {
-            async fn integrations(&self, after: Option<&str>) -> Result<Vec<IntegrationInfo>> {
-                self.call("listing integrations", async |connection| {
-                    let rows = sqlx::query(
-                        "SELECT id, name, provider FROM integrations WHERE name > $1
-                         ORDER BY name LIMIT $2",
-                    )
-                    .bind(after.unwrap_or_default())
-                    .bind(to_i64(PAGE_MAX))
-                    .fetch_all(&mut *connection)
-                    .await?;
-                    let mut integrations = Vec::with_capacity(rows.len());
-                    for row in &rows {
-                        let (id, name, provider) =
-                            (IntegrationId(row.try_get(0)?), row.try_get(1)?, row.try_get(2)?);
-                        integrations.push(IntegrationInfo { id, name, provider });
-                    }
-                    Ok(integrations)
-                })
-                .await
-            }
+use std::time::Duration;
 
-            async fn issue(&self, id: IssueId) -> Result<Option<Issue>> {
-                self.call("reading an issue", async |connection| {
-                    let row = sqlx::query(concat!(
-                        "SELECT ",
-                        issue_columns!(),
-                        " FROM issues i JOIN integrations g ON g.id = i.integration_id
-                          WHERE i.id = $1"
-                    ))
-                    .bind(id.0)
-                    .fetch_optional(&mut *connection)
-                    .await?;
-                    row.map(|row| Ok(read_issue!(&row))).transpose()
-                })
-                .await
-            }
+use async_trait::async_trait;
 
-            async fn find_issue(
-                &self,
-                integration: &str,
-                external_project_id: &str,
-                external_issue_id: &str,
-            ) -> Result<Option<Issue>> {
-                self.call("finding an issue", async |connection| {
-                    let row = sqlx::query(concat!(
-                        "SELECT ",
-                        issue_columns!(),
-                        " FROM issues i JOIN integrations g ON g.id = i.integration_id
-                          WHERE g.name = $1 AND i.external_project_id = $2
-                              AND i.external_issue_id = $3"
-                    ))
-                    .bind(integration)
-                    .bind(external_project_id)
-                    .bind(external_issue_id)
-                    .fetch_optional(&mut *connection)
-                    .await?;
-                    row.map(|row| Ok(read_issue!(&row))).transpose()
-                })
-                .await
-            }
+use crate::admin::{
+    AdminStore, Backlog, ConsistencyReport, DeadOutboxRow, Discrepancy, EventLogFilter,
+    IntegrationInfo, IssueDeadLetter, IssueFacts, IssueFilter, IssueRetried, QuarantineCleared,
+    WorkerInfo,
+};
+use crate::error::{IssueError, Result};
+use crate::issue::{
+    DeadLetterId, EventLog, EventLogId, IntegrationId, Issue, IssueId, OutboxId, ProcessingStatus,
+};
+use crate::limits::PAGE_MAX;
+use crate::row_decoding::{
+    count, database_error, dead_letter_columns, event_log_columns, inconsistency, issue_columns,
+    known_value, optional_timestamp, outbox_columns, read_dead_letter, read_event_log, read_issue,
+    read_outbox, timestamp, to_i64,
+};
+use crate::sql::{SqlRow, SqlValue};
+use crate::validate;
 
-            async fn issues(&self, filter: &IssueFilter, limit: usize) -> Result<Vec<Issue>> {
-                validate::page(limit)?;
-                self.call("listing issues", async |connection| {
-                    let rows = sqlx::query(concat!(
-                        "SELECT ",
-                        issue_columns!(),
-                        " FROM issues i JOIN integrations g ON g.id = i.integration_id
-                          WHERE i.id > $1
-                              AND (CAST($2 AS text) IS NULL OR i.processing_status = $2)
-                              AND (CAST($3 AS boolean) IS NULL
-                                  OR (i.quarantined_at IS NOT NULL) = $3)
-                              AND (CAST($4 AS text) IS NULL OR g.name = $4)
-                          ORDER BY i.id LIMIT $5"
-                    ))
-                    .bind(filter.after.map_or(i64::MIN, |after| after.0))
-                    .bind(filter.status.map(ProcessingStatus::as_str))
-                    .bind(filter.quarantined)
-                    .bind(filter.integration.as_deref())
-                    .bind(to_i64(limit))
-                    .fetch_all(&mut *connection)
-                    .await?;
-                    rows.iter().map(|row| Ok(read_issue!(row))).collect()
-                })
-                .await
-            }
+/// What the administrative operations need of a store. In statements, `headwater_now()` is the time of the database.
+#[async_trait]
+pub(crate) trait SqlStore: Send + Sync {
+    /// Executes a statement that reads. `what` names the operation in errors.
+    async fn query(
+        &self,
+        what: &str,
+        sql: &'static str,
+        parameters: &[SqlValue<'_>],
+    ) -> Result<Vec<SqlRow>>;
 
-            async fn event_logs(
-                &self,
-                issue_id: IssueId,
-                filter: &EventLogFilter,
-                limit: usize,
-            ) -> Result<Vec<EventLog>> {
-                validate::page(limit)?;
-                self.call("listing event logs", async |connection| {
-                    let rows = sqlx::query(concat!(
-                        "SELECT ",
-                        event_log_columns!(),
-                        " FROM event_logs e WHERE e.issue_id = $1 AND e.id > $2
-                              AND (CAST($3 AS boolean) IS NULL
-                                  OR (e.processed_at IS NOT NULL) = $3)
-                          ORDER BY e.id LIMIT $4"
-                    ))
-                    .bind(issue_id.0)
-                    .bind(filter.after.map_or(i64::MIN, |after| after.0))
-                    .bind(filter.processed)
-                    .bind(to_i64(limit))
-                    .fetch_all(&mut *connection)
-                    .await?;
-                    rows.iter().map(|row| Ok(read_event_log!(row))).collect()
-                })
-                .await
-            }
+    /// Like `query`, for a statement that reads all event logs and may take minutes.
+    async fn query_everything(
+        &self,
+        what: &str,
+        sql: &'static str,
+        parameters: &[SqlValue<'_>],
+    ) -> Result<Vec<SqlRow>>;
 
-            async fn original_payload(
-                &self,
-                id: $crate::issue::EventLogId,
-            ) -> Result<Option<String>> {
-                self.call("reading an original payload", async |connection| {
-                    let row = sqlx::query(
-                        "SELECT body FROM event_log_originals WHERE event_log_id = $1",
-                    )
-                    .bind(id.0)
-                    .fetch_optional(&mut *connection)
-                    .await?;
-                    let Some(row) = row else { return Ok(None) };
-                    let text = String::from_utf8(row.try_get(0)?);
-                    text.map(Some).map_err(|error| sqlx::Error::Decode(error.into()))
-                })
-                .await
-            }
+    /// Executes a statement that writes, and commits.
+    async fn execute(
+        &self,
+        what: &str,
+        sql: &'static str,
+        parameters: &[SqlValue<'_>],
+    ) -> Result<()>;
 
-            async fn newest_event_log_at_commit(
-                &self,
-                id: OutboxId,
-            ) -> Result<Option<$crate::issue::EventLogId>> {
-                self.call("reading an outbox row", async |connection| {
-                    let row = sqlx::query("SELECT newest_event_log_id FROM outbox WHERE id = $1")
-                        .bind(id.0)
-                        .fetch_optional(&mut *connection)
-                        .await?;
-                    let Some(row) = row else { return Ok(None) };
-                    Ok(row.try_get::<Option<i64>, _>(0)?.map($crate::issue::EventLogId))
-                })
-                .await
-            }
+    /// Handles a step of the clock, so that expiry times can be compared with it.
+    async fn handle_clock_step(&self) -> Result<()>;
 
-            async fn dead_letters(
-                &self,
-                after: Option<DeadLetterId>,
-                limit: usize,
-            ) -> Result<Vec<IssueDeadLetter>> {
-                validate::page(limit)?;
-                self.call("listing dead letters", async |connection| {
-                    let rows = sqlx::query(concat!(
-                        "SELECT ",
-                        dead_letter_columns!(),
-                        " FROM dead_letters d JOIN issues i ON i.id = d.issue_id
-                              JOIN integrations g ON g.id = i.integration_id
-                          WHERE d.id > $1 ORDER BY d.id LIMIT $2"
-                    ))
-                    .bind(after.map_or(i64::MIN, |after| after.0))
-                    .bind(to_i64(limit))
-                    .fetch_all(&mut *connection)
-                    .await?;
-                    rows.iter().map(|row| Ok(read_dead_letter!(row))).collect()
-                })
-                .await
-            }
+    /// Ends a quarantine or, with `retry`, any wait. `None` if the issue does not exist.
+    async fn end_wait(&self, what: &str, id: IssueId, retry: bool) -> Result<Option<WaitEnded>>;
 
-            async fn dead_outbox(
-                &self,
-                after: Option<OutboxId>,
-                limit: usize,
-            ) -> Result<Vec<DeadOutboxRow>> {
-                validate::page(limit)?;
-                self.call("listing dead outbox rows", async |connection| {
-                    let rows = sqlx::query(concat!(
-                        "SELECT ",
-                        outbox_columns!(),
-                        ", coalesce(o.last_error, '') FROM outbox o
-                               JOIN issues i ON i.id = o.issue_id
-                               JOIN integrations g ON g.id = i.integration_id
-                           WHERE o.status = 'dead' AND o.id > $1 ORDER BY o.id LIMIT $2"
-                    ))
-                    .bind(after.map_or(i64::MIN, |after| after.0))
-                    .bind(to_i64(limit))
-                    .fetch_all(&mut *connection)
-                    .await?;
-                    let mut dead = Vec::with_capacity(rows.len());
-                    for row in &rows {
-                        dead.push(DeadOutboxRow { row: read_outbox!(row), error: row.try_get(14)? });
-                    }
-                    Ok(dead)
-                })
-                .await
-            }
-
-            $($own)*
-        }
-    };
+    /// Makes a dead row deliverable again and wakes deliverers. Returns whether there is such a row.
+    async fn requeue_dead_outbox(&self, id: OutboxId) -> Result<bool>;
 }
-pub(crate) use implement_admin_store;
 
-/// Reads a consistency report within a transaction, so that all of it is from one snapshot.
-macro_rules! read_consistency_report {
-    ($reading:expr, $limit:expr) => {{
-        let reading = &mut $reading;
-        let totals = sqlx::query(
-            "SELECT (SELECT count(*) FROM issues), (SELECT count(*) FROM event_logs),
-                 (SELECT count(*) FROM event_logs WHERE processed_at IS NOT NULL),
-                 (SELECT CAST(coalesce(sum(pending_events), 0) AS bigint) FROM issues
-                  WHERE quarantined_at IS NULL),
-                 (SELECT CAST(coalesce(sum(pending_events), 0) AS bigint) FROM issues
-                  WHERE quarantined_at IS NOT NULL)",
-        )
-        .fetch_one(&mut **reading)
-        .await?;
-        let inconsistent = sqlx::query(
-            "SELECT i.id, i.processing_status, i.pending_events, coalesce(e.unprocessed, 0),
-                 i.quarantined_at IS NOT NULL, count(*) OVER ()
-             FROM issues AS i LEFT JOIN (
-                 SELECT issue_id, count(*) AS unprocessed FROM event_logs
-                 WHERE processed_at IS NULL GROUP BY issue_id) AS e ON e.issue_id = i.id
-             WHERE i.pending_events != coalesce(e.unprocessed, 0)
-                 OR (i.processing_status = 'idle' AND i.quarantined_at IS NULL
-                     AND i.pending_events > 0)
-                 OR (i.processing_status != 'idle'
-                     AND (i.quarantined_at IS NOT NULL OR i.pending_events = 0))
-             ORDER BY i.id LIMIT $1",
-        )
-        .bind(to_i64($limit))
-        .fetch_all(&mut **reading)
-        .await?;
-        let mut report = $crate::admin::ConsistencyReport {
-            issues: count(totals.try_get(0)?)?,
-            recorded: count(totals.try_get(1)?)?,
-            processed: count(totals.try_get(2)?)?,
-            pending: count(totals.try_get(3)?)?,
-            quarantined: count(totals.try_get(4)?)?,
-            ..Default::default()
+/// Result of ending a quarantine or a wait.
+pub(crate) struct WaitEnded {
+    pub(crate) was_quarantined: bool,
+    pub(crate) changed: bool,
+    /// Status afterwards.
+    pub(crate) status: ProcessingStatus,
+}
+
+/// The rows of a query, each read by `read`.
+async fn list<T>(
+    store: &impl SqlStore,
+    what: &str,
+    sql: &'static str,
+    parameters: &[SqlValue<'_>],
+    read: impl Fn(&SqlRow) -> Result<T, sqlx::Error>,
+) -> Result<Vec<T>> {
+    let rows = store.query(what, sql, parameters).await?;
+    let read: Result<_, sqlx::Error> = rows.iter().map(read).collect();
+    read.map_err(|error| database_error(what, error))
+}
+
+/// The first row of a query.
+async fn first<T>(
+    store: &impl SqlStore,
+    what: &str,
+    sql: &'static str,
+    parameters: &[SqlValue<'_>],
+    read: impl Fn(&SqlRow) -> Result<T, sqlx::Error>,
+) -> Result<Option<T>> {
+    Ok(list(store, what, sql, parameters, read).await?.into_iter().next())
+}
+
+async fn end_wait(
+    store: &impl SqlStore,
+    what: &str,
+    id: IssueId,
+    retry: bool,
+) -> Result<WaitEnded> {
+    let ended = store.end_wait(what, id, retry).await?;
+    ended.ok_or_else(|| IssueError::NotFound { what: format!("issue {id}") })
+}
+
+fn read_integration(row: &SqlRow) -> Result<IntegrationInfo, sqlx::Error> {
+    let (name, provider) = (row.get(1)?, row.get(2)?);
+    Ok(IntegrationInfo { id: IntegrationId(row.get(0)?), name, provider })
+}
+
+#[async_trait]
+impl<S: SqlStore> AdminStore for S {
+    async fn ensure_integration(&self, name: &str, provider: &str) -> Result<IntegrationId> {
+        validate::name("name", name)?;
+        validate::name("provider", provider)?;
+        let what = "creating an integration";
+        let insert = "INSERT INTO integrations (name, provider, created_at)
+             VALUES ($1, $2, headwater_now()) ON CONFLICT (name) DO NOTHING";
+        self.execute(what, insert, &[name.into(), provider.into()]).await?;
+        let select = "SELECT id, name, provider FROM integrations WHERE name = $1";
+        let found = first(self, what, select, &[name.into()], read_integration).await?;
+        match found {
+            Some(found) if found.provider == provider => Ok(found.id),
+            Some(IntegrationInfo { name: integration, provider, .. }) => {
+                Err(IssueError::OtherProvider { integration, provider })
+            }
+            None => Err(IssueError::NotFound { what: format!("integration `{name}`") }),
+        }
+    }
+
+    async fn integrations(&self, after: Option<&str>) -> Result<Vec<IntegrationInfo>> {
+        let select =
+            "SELECT id, name, provider FROM integrations WHERE name > $1 ORDER BY name LIMIT $2";
+        let parameters = [after.unwrap_or_default().into(), to_i64(PAGE_MAX).into()];
+        list(self, "listing integrations", select, &parameters, read_integration).await
+    }
+
+    async fn issue(&self, id: IssueId) -> Result<Option<Issue>> {
+        let select = concat!(
+            "SELECT ",
+            issue_columns!(),
+            " FROM issues i JOIN integrations g ON g.id = i.integration_id WHERE i.id = $1"
+        );
+        first(self, "reading an issue", select, &[id.0.into()], read_issue).await
+    }
+
+    async fn find_issue(
+        &self,
+        integration: &str,
+        external_project_id: &str,
+        external_issue_id: &str,
+    ) -> Result<Option<Issue>> {
+        let select = concat!(
+            "SELECT ",
+            issue_columns!(),
+            " FROM issues i JOIN integrations g ON g.id = i.integration_id
+              WHERE g.name = $1 AND i.external_project_id = $2 AND i.external_issue_id = $3"
+        );
+        let names = [integration, external_project_id, external_issue_id].map(SqlValue::from);
+        first(self, "finding an issue", select, &names, read_issue).await
+    }
+
+    async fn issues(&self, filter: &IssueFilter, limit: usize) -> Result<Vec<Issue>> {
+        validate::page(limit)?;
+        let select = concat!(
+            "SELECT ",
+            issue_columns!(),
+            " FROM issues i JOIN integrations g ON g.id = i.integration_id
+              WHERE i.id > $1 AND ($2::text IS NULL OR i.processing_status = $2)
+                  AND ($3::boolean IS NULL OR (i.quarantined_at IS NOT NULL) = $3)
+                  AND ($4::text IS NULL OR g.name = $4)
+              ORDER BY i.id LIMIT $5"
+        );
+        let parameters = [
+            filter.after.map_or(i64::MIN, |after| after.0).into(),
+            filter.status.map(ProcessingStatus::as_str).into(),
+            filter.quarantined.into(),
+            filter.integration.as_deref().into(),
+            to_i64(limit).into(),
+        ];
+        list(self, "listing issues", select, &parameters, read_issue).await
+    }
+
+    async fn event_logs(
+        &self,
+        issue_id: IssueId,
+        filter: &EventLogFilter,
+        limit: usize,
+    ) -> Result<Vec<EventLog>> {
+        validate::page(limit)?;
+        let select = concat!(
+            "SELECT ",
+            event_log_columns!(),
+            " FROM event_logs e WHERE e.issue_id = $1 AND e.id > $2
+                  AND ($3::boolean IS NULL OR (e.processed_at IS NOT NULL) = $3)
+              ORDER BY e.id LIMIT $4"
+        );
+        let after = filter.after.map_or(i64::MIN, |after| after.0);
+        let parameters =
+            [issue_id.0.into(), after.into(), filter.processed.into(), to_i64(limit).into()];
+        list(self, "listing event logs", select, &parameters, read_event_log).await
+    }
+
+    async fn original_payload(&self, id: EventLogId) -> Result<Option<String>> {
+        let select = "SELECT body FROM event_log_originals WHERE event_log_id = $1";
+        let read = |row: &SqlRow| {
+            let text = String::from_utf8(row.get(0)?);
+            text.map_err(|error| sqlx::Error::Decode(error.into()))
         };
-        for row in &inconsistent {
-            report.discrepancies_total = count(row.try_get(5)?)?;
-            let status: String = row.try_get(1)?;
-            let status = known_value(&status, ProcessingStatus::parse(&status))?;
-            let (pending_events, unprocessed) = (row.try_get(2)?, row.try_get(3)?);
-            let quarantined = row.try_get(4)?;
-            let problem = $crate::row_decoding::inconsistency(
-                status,
-                pending_events,
-                unprocessed,
-                quarantined,
-            );
-            report.discrepancies.push($crate::admin::Discrepancy {
-                issue_id: IssueId(row.try_get(0)?),
-                status,
-                pending_events,
-                unprocessed: count(unprocessed)?,
-                quarantined,
-                problem: problem.unwrap_or_default(),
-            });
+        first(self, "reading an original payload", select, &[id.0.into()], read).await
+    }
+
+    async fn newest_event_log_at_commit(&self, id: OutboxId) -> Result<Option<EventLogId>> {
+        let select = "SELECT newest_event_log_id FROM outbox WHERE id = $1";
+        let read = |row: &SqlRow| Ok(row.get::<Option<i64>>(0)?.map(EventLogId));
+        Ok(first(self, "reading an outbox row", select, &[id.0.into()], read).await?.flatten())
+    }
+
+    async fn release(&self, id: IssueId) -> Result<QuarantineCleared> {
+        let ended = end_wait(self, "releasing an issue", id, false).await?;
+        Ok(match (ended.was_quarantined, ended.status) {
+            (false, _) => QuarantineCleared::NotQuarantined,
+            (true, ProcessingStatus::Queued) => QuarantineCleared::Queued,
+            (true, _) => QuarantineCleared::Idle,
+        })
+    }
+
+    async fn retry(&self, id: IssueId) -> Result<IssueRetried> {
+        let ended = end_wait(self, "retrying an issue", id, true).await?;
+        Ok(match (ended.changed, ended.status) {
+            (true, ProcessingStatus::Queued) => IssueRetried::Queued,
+            (_, ProcessingStatus::Processing) => IssueRetried::Processing,
+            _ => IssueRetried::Idle,
+        })
+    }
+
+    async fn issue_facts(&self, id: IssueId) -> Result<Option<IssueFacts>> {
+        self.handle_clock_step().await?;
+        let select = concat!(
+            "SELECT ",
+            issue_columns!(),
+            ", (SELECT headwater_ms(e.created_at) FROM event_logs e
+                WHERE e.issue_id = i.id AND e.processed_at IS NULL ORDER BY e.id LIMIT 1),
+               (SELECT count(*) FROM workers WHERE expires_at > headwater_now()),
+               EXISTS (SELECT 1 FROM workers
+                WHERE worker = i.claim_owner AND expires_at > headwater_now()),
+               headwater_ms(headwater_now())
+              FROM issues i JOIN integrations g ON g.id = i.integration_id WHERE i.id = $1"
+        );
+        let read = |row: &SqlRow| {
+            Ok(IssueFacts {
+                issue: read_issue(row)?,
+                oldest_pending_at: optional_timestamp(row.get(23)?),
+                workers_alive: count(row.get(24)?)?,
+                owner_alive: row.get(25)?,
+                now: timestamp(row.get(26)?),
+            })
+        };
+        first(self, "reading the facts about an issue", select, &[id.0.into()], read).await
+    }
+
+    async fn check_consistency(&self, limit: usize) -> Result<ConsistencyReport> {
+        validate::page(limit)?;
+        let what = "checking consistency";
+        // One statement, so that all of it is from one snapshot. The totals are in every row.
+        let select = "WITH totals AS (
+                 SELECT (SELECT count(*) FROM issues), (SELECT count(*) FROM event_logs),
+                     (SELECT count(*) FROM event_logs WHERE processed_at IS NOT NULL),
+                     (SELECT coalesce(sum(pending_events), 0)::bigint FROM issues
+                      WHERE quarantined_at IS NULL),
+                     (SELECT coalesce(sum(pending_events), 0)::bigint FROM issues
+                      WHERE quarantined_at IS NOT NULL)
+             ), inconsistent AS (
+                 SELECT i.id, i.processing_status, i.pending_events, coalesce(e.unprocessed, 0),
+                     i.quarantined_at IS NOT NULL, count(*) OVER ()
+                 FROM issues AS i LEFT JOIN (
+                     SELECT issue_id, count(*) AS unprocessed FROM event_logs
+                     WHERE processed_at IS NULL GROUP BY issue_id) AS e ON e.issue_id = i.id
+                 WHERE i.pending_events != coalesce(e.unprocessed, 0)
+                     OR (i.processing_status = 'idle' AND i.quarantined_at IS NULL
+                         AND i.pending_events > 0)
+                     OR (i.processing_status != 'idle'
+                         AND (i.quarantined_at IS NOT NULL OR i.pending_events = 0))
+                 ORDER BY i.id LIMIT $1
+             )
+             SELECT totals.*, inconsistent.* FROM totals LEFT JOIN inconsistent ON true ORDER BY 6";
+        let rows = self.query_everything(what, select, &[to_i64(limit).into()]).await?;
+        read_consistency_report(&rows).map_err(|error| database_error(what, error))
+    }
+
+    async fn backlog(&self) -> Result<Backlog> {
+        let select = "SELECT (SELECT count(*) FROM issues WHERE processing_status = 'queued'),
+                 (SELECT count(*) FROM issues WHERE processing_status = 'processing'),
+                 (SELECT count(*) FROM issues WHERE quarantined_at IS NOT NULL),
+                 (SELECT count(*) FROM outbox WHERE status IN ('waiting', 'pending', 'taken')),
+                 (SELECT count(*) FROM outbox WHERE status = 'dead'),
+                 (SELECT headwater_ms(min(created_at)) FROM outbox
+                  WHERE status IN ('waiting', 'pending', 'taken')),
+                 headwater_ms(headwater_now())";
+        let read = |row: &SqlRow| {
+            let (oldest, now) = (optional_timestamp(row.get(5)?), timestamp(row.get(6)?));
+            Ok(Backlog {
+                queued: count(row.get(0)?)?,
+                processing: count(row.get(1)?)?,
+                quarantined: count(row.get(2)?)?,
+                outbox_pending: count(row.get(3)?)?,
+                outbox_dead: count(row.get(4)?)?,
+                outbox_lag: oldest.map_or(Duration::ZERO, |oldest| now.since(oldest)),
+            })
+        };
+        Ok(first(self, "counting the backlog", select, &[], read).await?.unwrap_or_default())
+    }
+
+    async fn workers(&self) -> Result<Vec<WorkerInfo>> {
+        self.handle_clock_step().await?;
+        let select = "SELECT worker, headwater_ms(started_at), headwater_ms(seen_at),
+                 headwater_ms(expires_at), (SELECT count(*) FROM issues
+                 WHERE processing_status = 'processing' AND claim_owner = worker)
+             FROM workers WHERE expires_at > headwater_now() ORDER BY worker LIMIT $1";
+        let read = |row: &SqlRow| {
+            Ok(WorkerInfo {
+                worker: row.get(0)?,
+                started_at: timestamp(row.get(1)?),
+                seen_at: timestamp(row.get(2)?),
+                expires_at: timestamp(row.get(3)?),
+                claims: count(row.get(4)?)?,
+            })
+        };
+        list(self, "listing workers", select, &[to_i64(PAGE_MAX).into()], read).await
+    }
+
+    async fn dead_letters(
+        &self,
+        after: Option<DeadLetterId>,
+        limit: usize,
+    ) -> Result<Vec<IssueDeadLetter>> {
+        validate::page(limit)?;
+        let select = concat!(
+            "SELECT ",
+            dead_letter_columns!(),
+            " FROM dead_letters d JOIN issues i ON i.id = d.issue_id
+                  JOIN integrations g ON g.id = i.integration_id
+              WHERE d.id > $1 ORDER BY d.id LIMIT $2"
+        );
+        let parameters = [after.map_or(i64::MIN, |after| after.0).into(), to_i64(limit).into()];
+        list(self, "listing dead letters", select, &parameters, read_dead_letter).await
+    }
+
+    async fn dead_outbox(
+        &self,
+        after: Option<OutboxId>,
+        limit: usize,
+    ) -> Result<Vec<DeadOutboxRow>> {
+        validate::page(limit)?;
+        let select = concat!(
+            "SELECT ",
+            outbox_columns!(),
+            ", coalesce(o.last_error, '') FROM outbox o JOIN issues i ON i.id = o.issue_id
+                   JOIN integrations g ON g.id = i.integration_id
+               WHERE o.status = 'dead' AND o.id > $1 ORDER BY o.id LIMIT $2"
+        );
+        let parameters = [after.map_or(i64::MIN, |after| after.0).into(), to_i64(limit).into()];
+        let read = |row: &SqlRow| Ok(DeadOutboxRow { row: read_outbox(row)?, error: row.get(14)? });
+        list(self, "listing dead outbox rows", select, &parameters, read).await
+    }
+
+    async fn retry_outbox(&self, id: OutboxId) -> Result<()> {
+        if !self.requeue_dead_outbox(id).await? {
+            return Err(IssueError::NotFound { what: format!("dead outbox row {id}") });
         }
-        report
-    }};
+        Ok(())
+    }
 }
-pub(crate) use read_consistency_report;
+
+fn read_consistency_report(rows: &[SqlRow]) -> Result<ConsistencyReport, sqlx::Error> {
+    let totals = rows.first().ok_or(sqlx::Error::RowNotFound)?;
+    let mut report = ConsistencyReport {
+        issues: count(totals.get(0)?)?,
+        recorded: count(totals.get(1)?)?,
+        processed: count(totals.get(2)?)?,
+        pending: count(totals.get(3)?)?,
+        quarantined: count(totals.get(4)?)?,
+        ..Default::default()
+    };
+    for row in rows {
+        let Some(issue_id) = row.get::<Option<i64>>(5)?.map(IssueId) else { continue };
+        let status: String = row.get(6)?;
+        let status = known_value(&status, ProcessingStatus::parse(&status))?;
+        let (pending_events, unprocessed, quarantined) = (row.get(7)?, row.get(8)?, row.get(9)?);
+        let problem = inconsistency(status, pending_events, unprocessed, quarantined);
+        report.discrepancies_total = count(row.get(10)?)?;
+        report.discrepancies.push(Discrepancy {
+            issue_id,
+            status,
+            pending_events,
+            unprocessed: count(unprocessed)?,
+            quarantined,
+            problem: problem.unwrap_or_default(),
+        });
+    }
+    Ok(report)
+}

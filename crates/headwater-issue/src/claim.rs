@@ -144,7 +144,7 @@ pub enum CompletionOutcome {
 pub enum AfterFailure {
     /// Retry, unless the attempts are exhausted.
     Retry {
-        /// Delay; see [`IssueRetryPolicy::delay`](crate::IssueRetryPolicy::delay).
+        /// Delay; see [`IssueRetryPolicy::backoff`](crate::IssueRetryPolicy::backoff).
         after: Duration,
     },
     /// Retry without counting an attempt: a resource that every run needs is unavailable.

@@ -14,7 +14,6 @@ use tracing::{debug, error};
 use crate::error::Result;
 use crate::issue::EventLogId;
 use crate::metrics::{CONFIRMED_EVENTS_CHECKED, CONFIRMED_EVENTS_MISSING};
-use crate::random;
 use crate::store::Store;
 
 /// Maximum number of event logs per check.
@@ -45,7 +44,7 @@ impl CommitVerifier {
             sample.ids.push(id);
             return;
         }
-        let index = random::u64() % sample.seen;
+        let index = fastrand::u64(..sample.seen);
         if let Some(replaced) = usize::try_from(index).ok().and_then(|at| sample.ids.get_mut(at)) {
             *replaced = id;
         }

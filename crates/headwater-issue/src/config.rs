@@ -3,6 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use headwater_stream::{process_name, start_id};
+
 use crate::claim::ClaimOptions;
 use crate::error::{IssueError, Result};
 use crate::limits::{
@@ -181,12 +183,7 @@ fn concurrency(value: usize, max: usize) -> Result<()> {
 
 /// A worker name that is unique over processes and time.
 fn unique_name() -> String {
-    let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
-    let host = match host.trim() {
-        "" => "localhost",
-        host => host,
-    };
-    format!("worker:{host}:{}:{:016x}", std::process::id(), crate::random::u64())
+    format!("{}:{}", process_name(), start_id())
 }
 
 #[cfg(test)]

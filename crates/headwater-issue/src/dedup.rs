@@ -25,11 +25,7 @@ fn computed_key(event: &NewEvent, compact_payload: &str) -> String {
         name(&event.event_type),
         name(&event.external_issue_id),
     );
-    let mut key = format!("{}:", event.source);
-    for byte in Sha256::digest(text) {
-        key.push_str(&format!("{byte:02x}"));
-    }
-    key
+    format!("{}:{}", event.source, hex::encode(Sha256::digest(text)))
 }
 
 /// Key and digest of an event as stored. Two events with the same key are equal if their digests are.

@@ -2,16 +2,14 @@
 //!
 //! Upstream: `validate`, `event_batch` and `dedup`. Guarantees: every store accepts validated text. It is valid JSON,
 //! not too large, not too deep, without NUL in a string, and without a number that overflows or grows when written
-//! without exponent. [`sanitize`] converts any valid JSON into such text. No tree is built; validation costs three
-//! passes and eight bytes per key of the open objects.
+//! without exponent. [`sanitize`] converts any valid JSON into such text. No tree is built: `serde_json` checks the
+//! syntax, and one pass over the tokens checks the rest, with eight bytes per key of the open objects.
 
 use std::borrow::Cow;
-use std::cell::Cell;
 use std::collections::HashSet;
-use std::fmt;
 use std::hash::{BuildHasher, RandomState};
 
-use serde::de::{DeserializeSeed, Deserializer, Error, MapAccess, SeqAccess, Visitor};
+use serde::de::IgnoredAny;
 
 use crate::error::{IssueError, Result};
 use crate::limits::{
@@ -37,67 +35,98 @@ pub(crate) struct Storable<'a> {
 
 /// Converts valid JSON within the limits into text that every store accepts. `what` names the argument in the error.
 pub(crate) fn storable<'a>(what: &str, text: &'a str) -> Result<Storable<'a>> {
-    let sanitized = sanitize(text);
-    let Checked { is_lossy, .. } = read(what, &sanitized)?;
-    let is_lossy = is_lossy || matches!(sanitized, Cow::Owned(_));
-    Ok(Storable { text: sanitized, is_lossy })
+    let text = sanitize(text);
+    let is_lossy = check(what, &text)? || matches!(text, Cow::Owned(_));
+    Ok(Storable { text, is_lossy })
 }
 
 /// Rejects text that some store cannot store. `what` names the argument in the error.
 pub(crate) fn validate(what: &str, text: &str) -> Result<JsonShape> {
-    read(what, text).map(|checked| checked.shape)
+    check(what, text)?;
+    let is_object = text.trim_ascii_start().starts_with('{');
+    Ok(if is_object { JsonShape::Object } else { JsonShape::Other })
 }
 
-fn read(what: &str, text: &str) -> Result<Checked> {
+/// Rejects text that some store cannot store. Returns whether `jsonb` would drop part of it.
+fn check(what: &str, text: &str) -> Result<bool> {
     if text.len() > PAYLOAD_BYTES_MAX {
         let problem = format!("has {} bytes, at most {PAYLOAD_BYTES_MAX} are allowed", text.len());
         return Err(IssueError::invalid(what, problem));
     }
-    let is_lossy = Cell::new(false);
-    let mut deserializer = serde_json::Deserializer::from_str(text);
-    let level = Level { depth: 0, is_lossy: &is_lossy, hasher: &RandomState::new() };
-    let shape = level.deserialize(&mut deserializer);
-    let shape = shape.and_then(|shape| deserializer.end().map(|()| shape)).map_err(|error| {
-        IssueError::invalid(what, format!("is not JSON that can be stored: {error}"))
-    })?;
-    check_numbers(text).map_err(|problem| IssueError::invalid(what, problem))?;
-    Ok(Checked { shape, is_lossy: is_lossy.get() })
+    let syntax = serde_json::from_str::<IgnoredAny>(text).map_err(|error| error.to_string());
+    syntax.and_then(|_| check_tokens(text)).map_err(|problem| {
+        IssueError::invalid(what, format!("is not JSON that can be stored: {problem}"))
+    })
+}
+
+/// Checks valid JSON for what PostgreSQL cannot store as `jsonb`, or writes much longer than it was. Returns whether
+/// `jsonb` would drop a repeated key or the sign of zero.
+fn check_tokens(text: &str) -> Result<bool, String> {
+    let hasher = RandomState::new();
+    // The hashes of the keys of every open object or array. A collision only causes a needless copy of the original.
+    let mut open: Vec<HashSet<u64>> = Vec::new();
+    let (mut is_lossy, mut written_out) = (false, text.len());
+    for (start, token) in tokens(text) {
+        match token.as_bytes()[0] {
+            b'{' | b'[' => open.push(HashSet::new()),
+            b'}' | b']' => drop(open.pop()),
+            b'"' => {
+                if !unstorable_escapes(token).is_empty() {
+                    return Err("a string contains a NUL character or a lone surrogate".to_owned());
+                }
+                if is_key(text, start + token.len())
+                    && let Some(keys) = open.last_mut()
+                {
+                    is_lossy |= !keys.insert(hasher.hash_one(unescaped(token)));
+                }
+            }
+            b'-' | b'0'..=b'9' => {
+                written_out += added_zeros(token)?;
+                match token.parse::<f64>() {
+                    Ok(number) if number.is_finite() => {
+                        is_lossy |= number == 0.0 && number.is_sign_negative();
+                    }
+                    _ => return Err("a number is out of range".to_owned()),
+                }
+            }
+            _ => {}
+        }
+        if open.len() > JSON_DEPTH_MAX {
+            return Err(format!("nesting is deeper than {JSON_DEPTH_MAX} levels"));
+        }
+    }
+    if written_out > PAYLOAD_BYTES_MAX {
+        return Err(format!(
+            "it has {written_out} bytes with its numbers written out, at most {PAYLOAD_BYTES_MAX} are allowed"
+        ));
+    }
+    Ok(is_lossy)
 }
 
 /// Replaces values of valid JSON that PostgreSQL's `jsonb` cannot store: `\u0000` and lone surrogates become U+FFFD,
 /// and numbers outside the range of `f64` become strings with the same characters. Invalid JSON does not become valid.
 /// Borrowed if nothing was replaced.
 pub fn sanitize(text: &str) -> Cow<'_, str> {
-    let bytes = text.as_bytes();
-    let mut sanitized = String::new();
-    let mut copied = 0;
+    let (mut sanitized, mut copied) = (String::new(), 0);
     let mut replace = |start: usize, end: usize, with: &str| {
         sanitized.push_str(&text[copied..start]);
         sanitized.push_str(with);
         copied = end;
     };
-    let mut position = 0;
-    while let Some(byte) = bytes.get(position) {
-        position += match byte {
+    for (start, token) in tokens(text) {
+        let end = start + token.len();
+        match token.as_bytes()[0] {
             b'"' => {
-                let end = position + string_length(&bytes[position..]);
-                for start in unstorable_escapes(&bytes[..end], position) {
-                    replace(start, start + ESCAPE_LENGTH, "\\ufffd");
+                for escape in unstorable_escapes(token) {
+                    replace(start + escape, start + escape + ESCAPE_LENGTH, "\\ufffd");
                 }
-                end - position
             }
-            b'-' | b'0'..=b'9' => {
-                let length = number_length(&bytes[position..]);
-                let (number, end) = (&text[position..position + length], position + length);
-                // A number as a key is invalid JSON and must stay invalid.
-                let is_key = bytes[end..].trim_ascii_start().first() == Some(&b':');
-                if !is_key && is_number(number) && !is_storable_number(number) {
-                    replace(position, end, &format!("\"{number}\""));
-                }
-                length
+            // A number as a key is invalid JSON and must stay invalid.
+            b'-' | b'0'..=b'9' if !is_key(text, end) && is_unstorable_number(token) => {
+                replace(start, end, &format!("\"{token}\""));
             }
-            _ => 1,
-        };
+            _ => {}
+        }
     }
     if copied == 0 {
         return Cow::Borrowed(text);
@@ -106,12 +135,40 @@ pub fn sanitize(text: &str) -> Cow<'_, str> {
     Cow::Owned(sanitized)
 }
 
+/// The strings, the number-like texts and all other characters of a text, with their positions.
+fn tokens(text: &str) -> impl Iterator<Item = (usize, &str)> {
+    let mut position = 0;
+    std::iter::from_fn(move || {
+        let (start, rest) = (position, &text[position..]);
+        position += match rest.as_bytes().first()? {
+            b'"' => string_length(rest.as_bytes()),
+            b'-' | b'0'..=b'9' => number_length(rest.as_bytes()),
+            _ => rest.chars().next()?.len_utf8(),
+        };
+        Some((start, &text[start..position]))
+    })
+}
+
+/// Whether a colon follows at this position.
+fn is_key(text: &str, end: usize) -> bool {
+    text[end..].trim_ascii_start().starts_with(':')
+}
+
+/// The text of a valid JSON string.
+fn unescaped(token: &str) -> Cow<'_, str> {
+    if token.contains('\\') {
+        return Cow::Owned(serde_json::from_str(token).unwrap_or_default());
+    }
+    Cow::Borrowed(token.trim_matches('"'))
+}
+
 /// The bytes of `\u` and four hexadecimal digits.
 const ESCAPE_LENGTH: usize = 6;
 
-/// Positions of escapes of NUL and of lone surrogates in the string that begins at `position`.
-fn unstorable_escapes(bytes: &[u8], mut position: usize) -> Vec<usize> {
-    let mut found = Vec::new();
+/// Positions of escapes of NUL and of lone surrogates in a string.
+fn unstorable_escapes(token: &str) -> Vec<usize> {
+    let bytes = token.as_bytes();
+    let (mut found, mut position) = (Vec::new(), 0);
     while let Some(offset) = bytes[position..].iter().position(|byte| *byte == b'\\') {
         position += offset;
         position +=
@@ -143,54 +200,11 @@ fn number_length(bytes: &[u8]) -> usize {
     bytes.iter().take_while(|byte| is_part(byte)).count()
 }
 
-/// Whether the text is a JSON number of any size.
-fn is_number(text: &str) -> bool {
-    let digits = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
-    let unsigned = text.strip_prefix('-').unwrap_or(text);
-    let (mantissa, exponent) = match unsigned.split_once(['e', 'E']) {
-        Some((mantissa, exponent)) => (mantissa, Some(exponent)),
-        None => (unsigned, None),
-    };
-    let (whole, fraction) = match mantissa.split_once('.') {
-        Some((whole, fraction)) => (whole, Some(fraction)),
-        None => (mantissa, None),
-    };
-    let exponent_digits = |text: &str| digits(text.strip_prefix(['+', '-']).unwrap_or(text));
-    digits(whole)
-        && (whole == "0" || !whole.starts_with('0'))
-        && fraction.is_none_or(digits)
-        && exponent.is_none_or(exponent_digits)
-}
-
-/// Whether every store accepts the number and writes it at a bounded length.
-fn is_storable_number(number: &str) -> bool {
-    added_zeros(number).is_ok() && number.parse::<f64>().is_ok_and(f64::is_finite)
-}
-
-/// Rejects numbers that are short as text and long in a store: PostgreSQL writes `1e-16383` without exponent, and
-/// cannot store some numbers at all.
-fn check_numbers(text: &str) -> Result<(), String> {
-    let bytes = text.as_bytes();
-    let mut written_out = text.len();
-    let mut position = 0;
-    while let Some(byte) = bytes.get(position) {
-        let rest = &bytes[position..];
-        position += match byte {
-            b'"' => string_length(rest),
-            b'-' | b'0'..=b'9' => {
-                let length = number_length(rest);
-                written_out += added_zeros(&text[position..position + length])?;
-                length
-            }
-            _ => 1,
-        };
-    }
-    if written_out > PAYLOAD_BYTES_MAX {
-        return Err(format!(
-            "has {written_out} bytes with its numbers written out, at most {PAYLOAD_BYTES_MAX} are allowed"
-        ));
-    }
-    Ok(())
+/// Whether the text is a JSON number that some store rejects or writes at an unbounded length.
+fn is_unstorable_number(number: &str) -> bool {
+    let is_storable =
+        added_zeros(number).is_ok() && number.parse::<f64>().is_ok_and(f64::is_finite);
+    !is_storable && serde_json::from_str::<IgnoredAny>(number).is_ok()
 }
 
 /// Length of the string at the start, including its quotation marks.
@@ -220,125 +234,6 @@ fn added_zeros(number: &str) -> Result<usize, String> {
         _ => Err(format!(
             "the exponent {exponent} of a number is outside {NUMBER_EXPONENT_MIN} to {NUMBER_EXPONENT_MAX}"
         )),
-    }
-}
-
-/// Result of reading a valid JSON text.
-struct Checked {
-    shape: JsonShape,
-    is_lossy: bool,
-}
-
-/// Reads one value at this nesting depth.
-#[derive(Clone, Copy)]
-struct Level<'a> {
-    depth: usize,
-    /// Set when `jsonb` would drop part of the text.
-    is_lossy: &'a Cell<bool>,
-    hasher: &'a RandomState,
-}
-
-impl Level<'_> {
-    fn below<E: Error>(self) -> Result<Self, E> {
-        if self.depth == JSON_DEPTH_MAX {
-            return Err(E::custom(format_args!("nesting is deeper than {JSON_DEPTH_MAX} levels")));
-        }
-        Ok(Self { depth: self.depth + 1, ..self })
-    }
-}
-
-impl<'de> DeserializeSeed<'de> for Level<'_> {
-    type Value = JsonShape;
-
-    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<JsonShape, D::Error> {
-        deserializer.deserialize_any(self)
-    }
-}
-
-fn reject_nul<E: Error>(text: &str) -> Result<(), E> {
-    // PostgreSQL cannot store NUL in a string, so no store accepts it.
-    if text.contains('\0') {
-        return Err(E::custom("a string contains a NUL character"));
-    }
-    Ok(())
-}
-
-/// Reads a key and returns its hash.
-struct Key<'a>(&'a RandomState);
-
-impl<'de> DeserializeSeed<'de> for Key<'_> {
-    type Value = u64;
-
-    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<u64, D::Error> {
-        deserializer.deserialize_str(self)
-    }
-}
-
-impl Visitor<'_> for Key<'_> {
-    type Value = u64;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a key")
-    }
-
-    fn visit_str<E: Error>(self, text: &str) -> Result<u64, E> {
-        reject_nul(text)?;
-        Ok(self.0.hash_one(text))
-    }
-}
-
-impl<'de> Visitor<'de> for Level<'_> {
-    type Value = JsonShape;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a JSON value")
-    }
-
-    fn visit_unit<E>(self) -> Result<JsonShape, E> {
-        Ok(JsonShape::Other)
-    }
-
-    fn visit_bool<E>(self, _: bool) -> Result<JsonShape, E> {
-        Ok(JsonShape::Other)
-    }
-
-    fn visit_i64<E>(self, _: i64) -> Result<JsonShape, E> {
-        Ok(JsonShape::Other)
-    }
-
-    fn visit_u64<E>(self, _: u64) -> Result<JsonShape, E> {
-        Ok(JsonShape::Other)
-    }
-
-    fn visit_f64<E>(self, number: f64) -> Result<JsonShape, E> {
-        if number == 0.0 && number.is_sign_negative() {
-            self.is_lossy.set(true);
-        }
-        Ok(JsonShape::Other)
-    }
-
-    fn visit_str<E: Error>(self, text: &str) -> Result<JsonShape, E> {
-        reject_nul(text)?;
-        Ok(JsonShape::Other)
-    }
-
-    fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<JsonShape, A::Error> {
-        let below = self.below()?;
-        while items.next_element_seed(below)?.is_some() {}
-        Ok(JsonShape::Other)
-    }
-
-    fn visit_map<A: MapAccess<'de>>(self, mut members: A) -> Result<JsonShape, A::Error> {
-        let below = self.below()?;
-        // A hash collision only causes a needless copy of the original.
-        let mut keys = HashSet::new();
-        while let Some(key) = members.next_key_seed(Key(self.hasher))? {
-            if !keys.insert(key) {
-                self.is_lossy.set(true);
-            }
-            members.next_value_seed(below)?;
-        }
-        Ok(JsonShape::Object)
     }
 }
 

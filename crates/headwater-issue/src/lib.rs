@@ -39,13 +39,14 @@ mod clock_watch;
 mod event_batch;
 #[cfg(any(feature = "sqlite", feature = "postgres"))]
 mod row_decoding;
+#[cfg(any(feature = "sqlite", feature = "postgres"))]
+mod sql;
 
 #[cfg(feature = "postgres")]
 pub mod postgres;
 #[cfg(feature = "sqlite")]
 pub mod sqlite;
 
-mod random;
 mod step_observer;
 
 pub mod metrics;
@@ -103,6 +104,8 @@ pub use outbox::types::{
 };
 pub use outbox::{Deliver, DeliverError, Outbox};
 pub use retry_policy::IssueRetryPolicy;
+#[cfg(any(feature = "sqlite", feature = "postgres"))]
+pub use sql::{SqlColumn, SqlRow, SqlValue};
 pub use step_observer::{NoStepObserver, ProcessingStep, StepObserver};
 pub use store::Store;
 pub use sweeper::{Sweeper, SweeperConfig};

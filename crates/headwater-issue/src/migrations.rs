@@ -150,9 +150,7 @@ mod tests {
 
     #[test]
     fn the_text_of_an_applied_migration_has_not_changed() {
-        let checksum = |sql: &str| {
-            Sha256::digest(sql).iter().map(|byte| format!("{byte:02x}")).collect::<String>()
-        };
+        let checksum = |sql: &str| hex::encode(Sha256::digest(sql));
         let checksums: Vec<_> =
             ISSUES.iter().map(|one| (checksum(one.postgres), checksum(one.sqlite))).collect();
         let pinned = [(

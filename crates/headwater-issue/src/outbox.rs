@@ -35,7 +35,6 @@ use crate::metrics::OUTBOX_DELIVERIES;
 use crate::outbox::types::{
     DeliveryTarget, OutboxDelivery, OutboxRow, OutboxSettled, OutboxSettlement, OutboxTake,
 };
-use crate::random;
 use crate::step_observer::ProcessingStep;
 use crate::store::Store;
 
@@ -354,13 +353,13 @@ impl Inner {
         if attempt >= self.config.retry.attempts_max {
             return (OutboxDelivery::Dead { error }, TargetResponse::Failed);
         }
-        let after = self.config.retry.delay(attempt, random::unit_f64());
+        let after = self.config.retry.delay(attempt);
         (OutboxDelivery::Retry { after, error }, TargetResponse::Failed)
     }
 
     /// Delay of a row whose target is unavailable.
     fn unavailable_delay(&self, row: &OutboxRow) -> Duration {
-        self.config.retry.delay(row.deliveries, random::unit_f64()).min(UNAVAILABLE_DELAY_MAX)
+        self.config.retry.delay(row.deliveries).min(UNAVAILABLE_DELAY_MAX)
     }
 
     /// The error of a row that was taken too often without being settled: it probably crashes its deliverers.

@@ -1,13 +1,21 @@
-//! Decodes rows of both stores, and maps database errors.
+//! Columns and rows of both stores, and their database errors.
 //!
 //! Upstream: `sqlite` and `postgres`, whose statements return these columns in this order, times as milliseconds and
 //! JSON as text. Guarantees: an unexpected value is a `Schema` error, never a panic.
 
+use std::collections::HashSet;
+
 use headwater_queue::TraceContext;
 use headwater_stream::clock::Timestamp;
 
+use crate::admin::IssueDeadLetter;
 use crate::error::{IssueError, SharedError};
-use crate::issue::ProcessingStatus;
+use crate::issue::{
+    ClaimEpoch, DeadLetterId, EventLog, EventLogId, Issue, IssueId, OutboxId, ProcessingStatus,
+};
+use crate::outbox::types::{OutboxKind, OutboxRow};
+use crate::sql::SqlRow;
+use crate::transaction::StoreConnection;
 
 /// Timestamp of a column.
 pub(crate) fn timestamp(ms: i64) -> Timestamp {
@@ -117,113 +125,131 @@ pub(crate) fn is_row_error(source: &SharedError) -> bool {
     class || ["53200", "55P03", "57014"].contains(&code.as_ref())
 }
 
-/// Reads an issue from the columns of `issue_columns!`.
-macro_rules! read_issue {
-    ($row:expr) => {{
-        let row = $row;
-        let status: String = row.try_get(5)?;
-        $crate::issue::Issue {
-            id: $crate::issue::IssueId(row.try_get(0)?),
-            integration: row.try_get(1)?,
-            provider: row.try_get(2)?,
-            external_project_id: row.try_get(3)?,
-            external_issue_id: row.try_get(4)?,
-            status: $crate::row_decoding::known_value(
-                &status,
-                $crate::issue::ProcessingStatus::parse(&status),
-            )?,
-            pending_events: $crate::row_decoding::count(row.try_get(6)?)?,
-            claim_epoch: $crate::issue::ClaimEpoch(row.try_get(7)?),
-            claim_owner: row.try_get(8)?,
-            claim_expires_at: $crate::row_decoding::optional_timestamp(row.try_get(9)?),
-            not_before: $crate::row_decoding::optional_timestamp(row.try_get(10)?),
-            attempts: $crate::row_decoding::count(row.try_get(11)?)?,
-            crashes: $crate::row_decoding::count(row.try_get(12)?)?,
-            superseded: $crate::row_decoding::count(row.try_get(13)?)?,
-            quarantined_at: $crate::row_decoding::optional_timestamp(row.try_get(14)?),
-            last_error: row.try_get(15)?,
-            fields: row.try_get(16)?,
-            discussions: row.try_get(17)?,
-            processing_started_at: $crate::row_decoding::optional_timestamp(row.try_get(18)?),
-            last_processed_at: $crate::row_decoding::optional_timestamp(row.try_get(19)?),
-            nudged_at: $crate::row_decoding::optional_timestamp(row.try_get(20)?),
-            created_at: $crate::row_decoding::timestamp(row.try_get(21)?),
-            updated_at: $crate::row_decoding::timestamp(row.try_get(22)?),
-        }
-    }};
+/// The columns of [`read_issue`]; `i` is the issue, `g` its integration.
+macro_rules! issue_columns {
+    () => {
+        "i.id, g.name, g.provider, i.external_project_id, i.external_issue_id, i.processing_status,
+         i.pending_events, i.claim_epoch, i.claim_owner, headwater_ms(i.claim_expires_at),
+         headwater_ms(i.not_before), i.attempts, i.crashes, i.superseded, headwater_ms(i.quarantined_at),
+         i.last_error, i.fields::text, i.discussions::text, headwater_ms(i.processing_started_at),
+         headwater_ms(i.last_processed_at), headwater_ms(i.nudged_at), headwater_ms(i.created_at),
+         headwater_ms(i.updated_at)"
+    };
 }
-pub(crate) use read_issue;
+pub(crate) use issue_columns;
+
+/// The columns of [`read_event_log`]; `e` is the event log.
+macro_rules! event_log_columns {
+    () => {
+        "e.id, e.issue_id, e.source, e.event_type, e.dedup_key, e.payload::text, headwater_ms(e.created_at),
+         headwater_ms(e.processed_at), e.processing_error, e.trace"
+    };
+}
+pub(crate) use event_log_columns;
+
+/// The columns of [`read_dead_letter`]; `d` is the dead letter, `i` its issue, `g` the integration.
+macro_rules! dead_letter_columns {
+    () => {
+        "d.id, d.issue_id, g.name, g.provider, i.external_project_id, i.external_issue_id, d.error, d.attempts,
+         d.crashes, d.pending_events, d.event_log_id, headwater_ms(d.quarantined_at), headwater_ms(d.released_at)"
+    };
+}
+pub(crate) use dead_letter_columns;
+
+/// The columns of [`read_outbox`]; `o` is the row, `i` its issue, `g` the integration.
+macro_rules! outbox_columns {
+    () => {
+        "o.id, o.issue_id, g.name, g.provider, i.external_project_id, i.external_issue_id, o.kind, o.target,
+         o.idempotency_key, o.payload::text, o.deliveries, o.attempts, headwater_ms(o.created_at), o.crashes"
+    };
+}
+pub(crate) use outbox_columns;
+
+/// Reads an issue from the columns of `issue_columns!`.
+pub(crate) fn read_issue(row: &SqlRow) -> Result<Issue, sqlx::Error> {
+    let status: String = row.get(5)?;
+    Ok(Issue {
+        id: IssueId(row.get(0)?),
+        integration: row.get(1)?,
+        provider: row.get(2)?,
+        external_project_id: row.get(3)?,
+        external_issue_id: row.get(4)?,
+        status: known_value(&status, ProcessingStatus::parse(&status))?,
+        pending_events: count(row.get(6)?)?,
+        claim_epoch: ClaimEpoch(row.get(7)?),
+        claim_owner: row.get(8)?,
+        claim_expires_at: optional_timestamp(row.get(9)?),
+        not_before: optional_timestamp(row.get(10)?),
+        attempts: count(row.get(11)?)?,
+        crashes: count(row.get(12)?)?,
+        superseded: count(row.get(13)?)?,
+        quarantined_at: optional_timestamp(row.get(14)?),
+        last_error: row.get(15)?,
+        fields: row.get(16)?,
+        discussions: row.get(17)?,
+        processing_started_at: optional_timestamp(row.get(18)?),
+        last_processed_at: optional_timestamp(row.get(19)?),
+        nudged_at: optional_timestamp(row.get(20)?),
+        created_at: timestamp(row.get(21)?),
+        updated_at: timestamp(row.get(22)?),
+    })
+}
 
 /// Reads an event log from the columns of `event_log_columns!`.
-macro_rules! read_event_log {
-    ($row:expr) => {{
-        let row = $row;
-        $crate::issue::EventLog {
-            id: $crate::issue::EventLogId(row.try_get(0)?),
-            issue_id: $crate::issue::IssueId(row.try_get(1)?),
-            source: row.try_get(2)?,
-            event_type: row.try_get(3)?,
-            dedup_key: row.try_get(4)?,
-            payload: row.try_get(5)?,
-            created_at: $crate::row_decoding::timestamp(row.try_get(6)?),
-            processed_at: $crate::row_decoding::optional_timestamp(row.try_get(7)?),
-            processing_error: row.try_get(8)?,
-            trace: $crate::row_decoding::trace(row.try_get(9)?),
-        }
-    }};
+pub(crate) fn read_event_log(row: &SqlRow) -> Result<EventLog, sqlx::Error> {
+    Ok(EventLog {
+        id: EventLogId(row.get(0)?),
+        issue_id: IssueId(row.get(1)?),
+        source: row.get(2)?,
+        event_type: row.get(3)?,
+        dedup_key: row.get(4)?,
+        payload: row.get(5)?,
+        created_at: timestamp(row.get(6)?),
+        processed_at: optional_timestamp(row.get(7)?),
+        processing_error: row.get(8)?,
+        trace: trace(row.get(9)?),
+    })
 }
-pub(crate) use read_event_log;
 
 /// Reads an outbox row from the columns of `outbox_columns!`.
-macro_rules! read_outbox {
-    ($row:expr) => {{
-        let row = $row;
-        let kind: String = row.try_get(6)?;
-        $crate::outbox::types::OutboxRow {
-            id: $crate::issue::OutboxId(row.try_get(0)?),
-            issue_id: $crate::issue::IssueId(row.try_get(1)?),
-            integration: row.try_get(2)?,
-            provider: row.try_get(3)?,
-            external_project_id: row.try_get(4)?,
-            external_issue_id: row.try_get(5)?,
-            kind: $crate::row_decoding::known_value(
-                &kind,
-                $crate::outbox::types::OutboxKind::parse(&kind),
-            )?,
-            target: row.try_get(7)?,
-            idempotency_key: row.try_get(8)?,
-            payload: row.try_get(9)?,
-            deliveries: $crate::row_decoding::count(row.try_get(10)?)?,
-            attempts: $crate::row_decoding::count(row.try_get(11)?)?,
-            created_at: $crate::row_decoding::timestamp(row.try_get(12)?),
-            crashes: $crate::row_decoding::count(row.try_get(13)?)?,
-        }
-    }};
+pub(crate) fn read_outbox(row: &SqlRow) -> Result<OutboxRow, sqlx::Error> {
+    let kind: String = row.get(6)?;
+    Ok(OutboxRow {
+        id: OutboxId(row.get(0)?),
+        issue_id: IssueId(row.get(1)?),
+        integration: row.get(2)?,
+        provider: row.get(3)?,
+        external_project_id: row.get(4)?,
+        external_issue_id: row.get(5)?,
+        kind: known_value(&kind, OutboxKind::parse(&kind))?,
+        target: row.get(7)?,
+        idempotency_key: row.get(8)?,
+        payload: row.get(9)?,
+        deliveries: count(row.get(10)?)?,
+        attempts: count(row.get(11)?)?,
+        created_at: timestamp(row.get(12)?),
+        crashes: count(row.get(13)?)?,
+    })
 }
-pub(crate) use read_outbox;
 
 /// Reads a dead letter from the columns of `dead_letter_columns!`.
-macro_rules! read_dead_letter {
-    ($row:expr) => {{
-        let row = $row;
-        $crate::admin::IssueDeadLetter {
-            id: $crate::issue::DeadLetterId(row.try_get(0)?),
-            issue_id: $crate::issue::IssueId(row.try_get(1)?),
-            integration: row.try_get(2)?,
-            provider: row.try_get(3)?,
-            external_project_id: row.try_get(4)?,
-            external_issue_id: row.try_get(5)?,
-            error: row.try_get(6)?,
-            attempts: $crate::row_decoding::count(row.try_get(7)?)?,
-            crashes: $crate::row_decoding::count(row.try_get(8)?)?,
-            pending_events: $crate::row_decoding::count(row.try_get(9)?)?,
-            event_log_id: $crate::issue::EventLogId(row.try_get(10)?),
-            quarantined_at: $crate::row_decoding::timestamp(row.try_get(11)?),
-            released_at: $crate::row_decoding::optional_timestamp(row.try_get(12)?),
-        }
-    }};
+pub(crate) fn read_dead_letter(row: &SqlRow) -> Result<IssueDeadLetter, sqlx::Error> {
+    Ok(IssueDeadLetter {
+        id: DeadLetterId(row.get(0)?),
+        issue_id: IssueId(row.get(1)?),
+        integration: row.get(2)?,
+        provider: row.get(3)?,
+        external_project_id: row.get(4)?,
+        external_issue_id: row.get(5)?,
+        error: row.get(6)?,
+        attempts: count(row.get(7)?)?,
+        crashes: count(row.get(8)?)?,
+        pending_events: count(row.get(9)?)?,
+        event_log_id: EventLogId(row.get(10)?),
+        quarantined_at: timestamp(row.get(11)?),
+        released_at: optional_timestamp(row.get(12)?),
+    })
 }
-pub(crate) use read_dead_letter;
 
 /// Describes the inconsistency of an issue; `None` if it is consistent.
 pub(crate) fn inconsistency(
@@ -244,4 +270,17 @@ pub(crate) fn inconsistency(
         (false, _, false) => Some(format!("it is {status} without unprocessed event logs")),
         _ => None,
     }
+}
+
+/// Returns those of these event logs that do not exist.
+pub(crate) async fn missing_event_logs(
+    connection: StoreConnection<'_>,
+    ids: &[EventLogId],
+) -> Result<Vec<EventLogId>, sqlx::Error> {
+    let select =
+        "SELECT id FROM event_logs WHERE id IN (SELECT value::bigint FROM headwater_each($1))";
+    let asked = serde_json::json!(ids.iter().map(|id| id.0).collect::<Vec<_>>()).to_string();
+    let rows = connection.fetch_all(select, &[(&asked).into()]).await?;
+    let existing: HashSet<i64> = rows.iter().map(|row| row.get(0)).collect::<Result<_, _>>()?;
+    Ok(ids.iter().copied().filter(|id| !existing.contains(&id.0)).collect())
 }

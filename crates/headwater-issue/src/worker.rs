@@ -54,7 +54,6 @@ use crate::metrics::{
     EVENTS_PER_ISSUE_BATCH, ISSUES_PROCESSED, ISSUES_PROCESSING_DURATION, NUDGES_WITHOUT_RUN,
 };
 use crate::nudge::{self, GROUP, Nudger, STREAM};
-use crate::random;
 use crate::step_observer::ProcessingStep;
 use crate::store::Store;
 
@@ -563,9 +562,7 @@ impl Inner {
     async fn fail(&self, run: &Run, error: HandlerError) -> (&'static str, FollowUp) {
         let (issue_id, attempt) = (run.issue().id, run.issue().attempts + 1);
         let then = match error.then {
-            FailureAction::Retry => {
-                AfterFailure::Retry { after: self.config.retry.delay(attempt, random::unit_f64()) }
-            }
+            FailureAction::Retry => AfterFailure::Retry { after: self.config.retry.delay(attempt) },
             FailureAction::RetryAfter(after) => AfterFailure::Retry { after },
             FailureAction::Defer(after) => defer_with_jitter(after),
             FailureAction::Unavailable => {
@@ -688,7 +685,7 @@ impl Inner {
 /// Defers a run, with jitter, so that runs deferred until the same time do not resume at once.
 fn defer_with_jitter(after: Duration) -> AfterFailure {
     let spread = (after / 10).min(DEFER_JITTER_MAX);
-    AfterFailure::Defer { after: after + spread.mul_f64(random::unit_f64()) }
+    AfterFailure::Defer { after: after + spread.mul_f64(fastrand::f64()) }
 }
 
 fn first<T>(results: Result<Vec<T>>) -> Result<Option<T>> {

@@ -10,6 +10,7 @@ use headwater_issue::{
     Claim, ClaimOptions, DebounceWindow, DeliverError, InboxConfig, IssueRetryPolicy, OutboxConfig,
     OutboxRow, SweepOptions, WorkerConfig,
 };
+use headwater_stream::Backoff;
 use headwater_stream::clock::{TestClock, Timestamp};
 use sqlx::{Connection as _, PgConnection};
 use support::{Backends, DeliveryLog, LONG, RunLog, System, event_of};
@@ -89,8 +90,7 @@ async fn the_outbox_uses_the_clock_of_the_database() -> Result<()> {
     }
     // The early process has taken one row; the late one gets only the other, and its failure is retried later.
     assert_eq!(early.store.take_outbox("early", 1, LONG).await?.len(), 1);
-    let retry =
-        IssueRetryPolicy { backoff_first: LONG * 10, backoff_max: LONG * 10, ..Default::default() };
+    let retry = IssueRetryPolicy { backoff: Backoff::Fixed(LONG * 10), ..Default::default() };
     let fails = |_: OutboxRow| async { Err(DeliverError::Retry("busy".into())) };
     let failing = late.outbox(fails, OutboxConfig { retry, ..OutboxConfig::default() })?;
     assert_eq!(failing.run_once().await?, 1);

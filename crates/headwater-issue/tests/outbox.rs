@@ -12,17 +12,13 @@ use headwater_issue::{
     Deliver, DeliverError, HandlerError, InboxConfig, IssueRetryPolicy, KeyedOutboxRow, NewEvent,
     NewOutboxRow, OutboxConfig, OutboxKind, OutboxRow, Resolution, Run, WorkerConfig,
 };
+use headwater_stream::Backoff;
 use support::captured_telemetry::{CapturedMetrics, CapturedWarnings};
 use support::flaky_store::FlakyStore;
 use support::{Backends, Gate, LONG, System, wait_until};
 
-const NO_WAIT: IssueRetryPolicy = IssueRetryPolicy {
-    attempts_max: 3,
-    crashes_max: 3,
-    backoff_first: Duration::ZERO,
-    backoff_factor: 1,
-    backoff_max: Duration::ZERO,
-};
+const NO_WAIT: IssueRetryPolicy =
+    IssueRetryPolicy { attempts_max: 3, crashes_max: 3, backoff: Backoff::Fixed(Duration::ZERO) };
 
 /// The result of a delivery.
 type DeliverFn = Box<dyn Fn(&OutboxRow) -> Result<(), DeliverError> + Send + Sync>;

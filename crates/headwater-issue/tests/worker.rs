@@ -12,16 +12,12 @@ use headwater_issue::{
     IssueRetryPolicy, OnNewEvent, ProcessingStatus, ProcessingStep, Resolution, Run, StepObserver,
     WorkerConfig, explain, limits,
 };
+use headwater_stream::Backoff;
 use support::flaky_store::FlakyStore;
 use support::{Backends, DeliveryLog, Gate, LONG, RunLog, System, event_ids, replies, wait_until};
 
-const NO_WAIT: IssueRetryPolicy = IssueRetryPolicy {
-    attempts_max: 3,
-    crashes_max: 3,
-    backoff_first: Duration::ZERO,
-    backoff_factor: 1,
-    backoff_max: Duration::ZERO,
-};
+const NO_WAIT: IssueRetryPolicy =
+    IssueRetryPolicy { attempts_max: 3, crashes_max: 3, backoff: Backoff::Fixed(Duration::ZERO) };
 
 fn no_backoff() -> WorkerConfig {
     WorkerConfig { retry: NO_WAIT, ..WorkerConfig::default() }

@@ -6,6 +6,7 @@ use std::fmt;
 use std::time::Duration;
 
 use async_trait::async_trait;
+use headwater_stream::Backoff;
 
 use crate::error::{QueueError, Result};
 use crate::limits::ATTEMPTS_MAX;
@@ -115,68 +116,7 @@ impl RetryPolicy {
                 ));
             }
         }
-        self.backoff.validate()
-    }
-}
-
-/// Delay before a failed message is retried.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Backoff {
-    /// Constant.
-    Fixed(Duration),
-    /// Exponential with jitter, so that messages that failed together are not retried together.
-    Exponential {
-        /// Delay after the first failure. Default: 1 s.
-        first: Duration,
-        /// Multiplier per failure, 1 to 1,000. Default: 2.
-        factor: f64,
-        /// Maximum delay. Default: 60 s.
-        max: Duration,
-        /// Random share of the delay, 0 to 1. Default: 1 (full jitter).
-        jitter: f64,
-    },
-}
-
-impl Default for Backoff {
-    fn default() -> Self {
-        Self::Exponential {
-            first: Duration::from_secs(1),
-            factor: 2.0,
-            max: Duration::from_secs(60),
-            jitter: 1.0,
-        }
-    }
-}
-
-impl Backoff {
-    /// The delay after the `failures`th failure (from 1). `random` is uniform in 0..1.
-    pub fn delay(&self, failures: u32, random: f64) -> Duration {
-        match *self {
-            Self::Fixed(delay) => delay,
-            Self::Exponential { first, factor, max, jitter } => {
-                let exponent = failures.saturating_sub(1).min(10_000);
-                let full = first.as_secs_f64() * factor.powi(exponent as i32);
-                let full = full.min(max.as_secs_f64());
-                Duration::from_secs_f64(full * (1.0 - jitter * random.clamp(0.0, 1.0)))
-            }
-        }
-    }
-
-    fn validate(&self) -> Result<()> {
-        let Self::Exponential { factor, max, jitter, first } = *self else { return Ok(()) };
-        if !(1.0..=1000.0).contains(&factor) {
-            return Err(QueueError::invalid("factor", format!("{factor}; must be 1 to 1000")));
-        }
-        if !(0.0..=1.0).contains(&jitter) {
-            return Err(QueueError::invalid("jitter", format!("{jitter}; must be 0 to 1")));
-        }
-        if first > max {
-            return Err(QueueError::invalid(
-                "first",
-                format!("{first:?} is greater than `max` ({max:?})"),
-            ));
-        }
-        Ok(())
+        Ok(self.backoff.validate()?)
     }
 }
 
@@ -184,31 +124,17 @@ impl Backoff {
 mod tests {
     use super::*;
 
-    #[test]
-    fn the_delay_doubles_up_to_its_maximum_and_jitter_only_shortens_it() {
-        let backoff = Backoff::default();
-        let seconds: Vec<u64> = (1..=8).map(|n| backoff.delay(n, 0.0).as_secs()).collect();
-        assert_eq!(seconds, [1, 2, 4, 8, 16, 32, 60, 60]);
-        assert_eq!(backoff.delay(3, 1.0), Duration::ZERO);
-        assert_eq!(backoff.delay(3, 0.5), Duration::from_secs(2));
-        assert_eq!(backoff.delay(u32::MAX, 0.0), Duration::from_secs(60));
-        assert_eq!(Backoff::Fixed(Duration::from_secs(3)).delay(9, 0.5), Duration::from_secs(3));
-    }
+    const SECOND: Duration = Duration::from_secs(1);
 
     #[test]
     fn invalid_numbers_are_rejected() {
-        let exponential = |factor, jitter| Backoff::Exponential {
-            first: Duration::from_secs(1),
-            factor,
-            max: Duration::from_secs(2),
-            jitter,
-        };
-        for backoff in [exponential(0.5, 1.0), exponential(f64::NAN, 1.0), exponential(2.0, 1.5)] {
-            let policy = RetryPolicy { backoff, ..Default::default() };
+        let backoff = Backoff::Exponential { first: SECOND, factor: 0.5, max: SECOND, jitter: 1.0 };
+        for policy in [
+            RetryPolicy { backoff, ..Default::default() },
+            RetryPolicy { max_attempts: Some(0), ..Default::default() },
+        ] {
             assert!(matches!(policy.validate(), Err(QueueError::Invalid { .. })), "{policy:?}");
         }
-        let none = RetryPolicy { max_attempts: Some(0), ..Default::default() };
-        assert!(none.validate().is_err());
         assert!(RetryPolicy::default().validate().is_ok());
     }
 

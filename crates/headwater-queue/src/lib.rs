@@ -48,7 +48,8 @@ pub use dead_letters::{
     ReplayConfig, ReplayRefusal, ReplayReport,
 };
 pub use error::{Interrupted, QueueError, Result};
-pub use handler::{Backoff, Handler, Outcome, RetryPolicy};
+pub use handler::{Handler, Outcome, RetryPolicy};
+pub use headwater_stream::Backoff;
 pub use inspect::{
     Bound, ConsumerView, GroupPartitionView, GroupView, Inspector, MemberView, MessageQuery,
     OwnerView, PartitionView, PendingFilter, PendingView, StoredMessage, TopicView,

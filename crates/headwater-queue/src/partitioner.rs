@@ -15,11 +15,6 @@ pub trait Partitioner: Send + Sync {
     /// `partitions`.
     fn partition(&self, key: Option<&str>, partitions: u16) -> Partition;
 
-    /// Whether the partition of a key is the one that [`HashPartitioner`] chooses. Default: false.
-    fn is_hash(&self) -> bool {
-        false
-    }
-
     /// Whether a key always has the same partition among the same `partitions`. If not, the partition of a message with
     /// an id is the hash of its id, so that a duplicate goes to the same partition. Default: true.
     fn is_stable(&self) -> bool {
@@ -54,10 +49,6 @@ impl Partitioner for HashPartitioner {
             Some(key) => hash_partition(key, partitions),
             None => self.0.partition(None, partitions),
         }
-    }
-
-    fn is_hash(&self) -> bool {
-        true
     }
 }
 

@@ -4,12 +4,10 @@
 //! Guarantees: of two processes that change a topic, one waits until the other releases the lock or its lease expires.
 //! Not here: creating a topic, which is one atomic step.
 
-use std::hash::{BuildHasher, RandomState};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use headwater_stream::{AcquireResult, Backend, Fence, HolderName, Renewal};
+use headwater_stream::{AcquireResult, Backend, Fence, HolderName, Renewal, unique_holder};
 use tokio::time::Instant;
 use tracing::warn;
 
@@ -79,11 +77,7 @@ impl TopicLock {
     }
 }
 
-/// A unique holder name: random per process, counted within it.
+/// A unique holder name.
 fn new_holder() -> HolderName {
-    static COUNT: AtomicU64 = AtomicU64::new(0);
-    let count = COUNT.fetch_add(1, Ordering::Relaxed);
-    let random = RandomState::new().hash_one(count);
-    HolderName::new(format!("change:{}:{count}:{random:x}", std::process::id()))
-        .expect("numbers make a valid name")
+    unique_holder(&format!("change:{}", std::process::id())).expect("numbers make a valid name")
 }

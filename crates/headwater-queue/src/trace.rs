@@ -6,12 +6,13 @@
 //! the application is not changed. A send in a handler belongs to the trace of the handled message. If no span is
 //! recorded and there is no trace to continue, nothing is added to the message and a send has no extra cost.
 
-use std::cell::Cell;
+use std::cell::RefCell;
 use std::fmt;
-use std::hash::{BuildHasher, Hasher, RandomState};
 
+use fastrand::Rng;
 use tracing::field::{Empty, display};
 use tracing::{Span, debug_span};
+use uuid::Uuid;
 
 use crate::message::{Message, MessageHeaders};
 use crate::topic::{GroupName, Partition, TopicName};
@@ -195,19 +196,13 @@ pub(crate) async fn with_context<F: Future>(
     }
 }
 
-/// A random number that is not zero. Trace ids must be unique; they need not be unpredictable.
+/// A random number that is not zero. Trace ids must be unique over processes, for which the seed of `fastrand` (time and thread) is
+/// too weak; they need not be unpredictable.
 fn random() -> u64 {
     thread_local! {
-        static STATE: Cell<u64> = Cell::new(RandomState::new().build_hasher().finish());
+        static RANDOM: RefCell<Rng> = RefCell::new(Rng::with_seed(Uuid::new_v4().as_u64_pair().1));
     }
-    STATE.with(|state| {
-        // SplitMix64: one step and a finaliser.
-        let next = state.get().wrapping_add(0x9e37_79b9_7f4a_7c15);
-        state.set(next);
-        let mixed = (next ^ (next >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        (mixed ^ (mixed >> 31)).max(1)
-    })
+    RANDOM.with_borrow_mut(|random| random.u64(1..))
 }
 
 #[cfg(test)]

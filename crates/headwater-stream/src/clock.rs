@@ -3,19 +3,30 @@
 //! The embedded backend takes every time from its [`Clock`]. On Redis the server's clock is used, so processes with skewed
 //! clocks agree.
 
-mod calendar;
 #[cfg(any(feature = "embedded", test))]
 mod steady;
 
 use std::fmt;
+use std::num::NonZeroU8;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use async_trait::async_trait;
+use time::OffsetDateTime;
+use time::format_description::well_known::iso8601::{Config, EncodedConfig, TimePrecision};
+use time::format_description::well_known::{Iso8601, Rfc3339};
 use tokio::sync::Notify;
 
 #[cfg(any(feature = "embedded", test))]
 pub(crate) use self::steady::SteadyClock;
+
+/// Seconds with three digits of a fraction.
+const MILLISECONDS: EncodedConfig = Config::DEFAULT
+    .set_time_precision(TimePrecision::Second { decimal_digits: NonZeroU8::new(3) })
+    .encode();
+/// 9999-12-31T23:59:59.999Z
+const LAST_MS: u64 = 253_402_300_799_999;
+const NANOS_PER_MS: i128 = 1_000_000;
 
 /// Milliseconds since 1970-01-01 UTC.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
@@ -42,14 +53,19 @@ impl Timestamp {
         Self(self.0.saturating_sub(u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)))
     }
 
-    /// Parses an RFC 3339 instant such as `2026-01-01T00:00:00.250Z`. Truncated to milliseconds.
+    /// Parses an RFC 3339 instant such as `2026-01-01T00:00:00.250Z`. Truncated to milliseconds; a leap second becomes the last
+    /// millisecond before it. `None` before 1970.
     pub fn from_rfc3339(text: &str) -> Option<Self> {
-        calendar::parse(text).map(Self)
+        let instant = OffsetDateTime::parse(text, &Rfc3339).ok()?;
+        u64::try_from(instant.unix_timestamp_nanos().div_euclid(NANOS_PER_MS)).ok().map(Self)
     }
 
     /// Formats as RFC 3339 in UTC with milliseconds. Years after 9999 become the last moment of 9999.
     pub fn to_rfc3339(self) -> String {
-        calendar::format(self.0)
+        let nanos = i128::from(self.0.min(LAST_MS)) * NANOS_PER_MS;
+        let instant = OffsetDateTime::from_unix_timestamp_nanos(nanos);
+        let text = instant.map(|instant| instant.format(&Iso8601::<MILLISECONDS>));
+        text.expect("the year is at most 9999").expect("formatting to a string does not fail")
     }
 
     /// Time since `earlier`; zero if `earlier` is later.
@@ -189,6 +205,65 @@ impl Clock for TestClock {
                 return;
             }
             moved.await;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(text: &str) -> Option<u64> {
+        Timestamp::from_rfc3339(text).map(Timestamp::as_millis)
+    }
+
+    #[test]
+    fn instants_round_trip_over_leap_years_and_centuries() {
+        for (ms, text) in [
+            (0, "1970-01-01T00:00:00.000Z"),
+            (951_782_400_000, "2000-02-29T00:00:00.000Z"),
+            (951_868_799_999, "2000-02-29T23:59:59.999Z"),
+            (1_767_225_600_250, "2026-01-01T00:00:00.250Z"),
+            (4_107_542_400_000, "2100-03-01T00:00:00.000Z"),
+            (LAST_MS, "9999-12-31T23:59:59.999Z"),
+        ] {
+            assert_eq!(Timestamp(ms).to_rfc3339(), text);
+            assert_eq!(parse(text), Some(ms));
+        }
+        assert_eq!(Timestamp(u64::MAX).to_rfc3339(), "9999-12-31T23:59:59.999Z");
+    }
+
+    #[test]
+    fn other_spellings_of_the_same_instant_are_parsed() {
+        for text in [
+            "2026-01-01T00:00:00Z",
+            "2026-01-01 00:00:00.000000999z",
+            "2026-01-01T01:30:00+01:30",
+            "2025-12-31T22:00:00.0-02:00",
+        ] {
+            assert_eq!(parse(text), Some(1_767_225_600_000), "{text}");
+        }
+        assert_eq!(parse("2016-12-31T23:59:60Z"), Some(1_483_228_799_999));
+    }
+
+    #[test]
+    fn invalid_instants_are_rejected() {
+        for text in [
+            "",
+            "2026",
+            "2026-01-01",
+            "2026-13-01T00:00:00Z",
+            "2026-02-29T00:00:00Z",
+            "2026-01-01T24:00:00Z",
+            "2026-01-01T00:00:00",
+            "2026-01-01T00:00:00.Z",
+            "2026-01-01T00:00:00Zx",
+            "1969-12-31T23:59:59Z",
+            "1969-12-31T23:59:59.9999Z",
+            "2026-01-01T00:00:00+0100",
+            "键",
+        ] {
+            assert_eq!(parse(text), None, "{text}");
         }
     }
 }

@@ -9,14 +9,13 @@
 use std::collections::VecDeque;
 use std::fmt;
 use std::panic::AssertUnwindSafe;
-use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard};
-use std::task::{Context, Poll, Waker};
+use std::task::Poll;
 use std::time::Duration;
 
 use futures_util::future::{BoxFuture, FutureExt};
 use futures_util::stream::{FuturesUnordered, StreamExt};
-use tokio::sync::Notify;
+use tokio::sync::{Notify, oneshot};
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep_until};
 use tracing::error;
@@ -122,7 +121,7 @@ struct QueuedRequest<Request, Response> {
     request: Request,
     bytes: usize,
     since: Instant,
-    completer: CallCompleter<Response>,
+    completer: oneshot::Sender<Response>,
 }
 
 impl<Request, Response> Coalescer<Request, Response>
@@ -172,7 +171,10 @@ where
         bytes: usize,
     ) -> Result<Response, BatchError> {
         let (number, response) = self.shared.enqueue(request, bytes);
-        PendingCall { shared: &self.shared, number, response }.await
+        let mut cancel = CancelOnDrop { shared: &self.shared, number: Some(number) };
+        let response = response.await;
+        cancel.number = None;
+        response.map_err(|_| BatchError)
     }
 
     #[cfg(feature = "redis")]
@@ -277,7 +279,8 @@ async fn execute<Request, Response>(
     });
     // Completers without a response fail their calls when they are dropped.
     let calls = completers.into_iter().zip(responses);
-    calls.for_each(|(completer, response)| completer.complete(response));
+    // A caller that is gone does not need it.
+    calls.for_each(|(completer, response)| drop(completer.send(response)));
     count
 }
 
@@ -294,15 +297,14 @@ enum NextStep<Request, Response> {
 }
 
 impl<Request, Response> CoalescerShared<Request, Response> {
-    fn enqueue(&self, request: Request, bytes: usize) -> (u64, Arc<CallSlot<Response>>) {
-        let slot = Arc::<CallSlot<Response>>::default();
-        let completer = CallCompleter(Some(Arc::clone(&slot)));
+    fn enqueue(&self, request: Request, bytes: usize) -> (u64, oneshot::Receiver<Response>) {
+        let (completer, response) = oneshot::channel();
         // A larger request gets a batch of its own, whatever its size.
         let (bytes, since) = (bytes.min(self.config.max_bytes), Instant::now());
         let mut state = self.lock();
         let number = state.next_number;
         if state.has_ended {
-            return (number, slot);
+            return (number, response);
         }
         state.next_number += 1;
         let was_full = self.is_full(&state);
@@ -314,7 +316,7 @@ impl<Request, Response> CoalescerShared<Request, Response> {
         if wakes {
             self.changed.notify_one();
         }
-        (number, slot)
+        (number, response)
     }
 
     fn is_full(&self, state: &CoalescerState<Request, Response>) -> bool {
@@ -366,87 +368,17 @@ impl<Request, Response> CoalescerShared<Request, Response> {
     }
 }
 
-/// A caller that waits for its response.
-struct PendingCall<'a, Request, Response> {
+/// Removes the request of a caller that was dropped before its response arrived.
+struct CancelOnDrop<'a, Request, Response> {
     shared: &'a CoalescerShared<Request, Response>,
-    number: u64,
-    response: Arc<CallSlot<Response>>,
+    /// `None` once the response has arrived.
+    number: Option<u64>,
 }
 
-impl<Request, Response> Future for PendingCall<'_, Request, Response> {
-    type Output = Result<Response, BatchError>;
-
-    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        let mut state = self.response.lock();
-        match std::mem::take(&mut *state) {
-            CallState::Ready(response) => Poll::Ready(Ok(response)),
-            CallState::Failed => Poll::Ready(Err(BatchError)),
-            CallState::Waiting(_) => {
-                *state = CallState::Waiting(Some(cx.waker().clone()));
-                Poll::Pending
-            }
-        }
-    }
-}
-
-impl<Request, Response> Drop for PendingCall<'_, Request, Response> {
+impl<Request, Response> Drop for CancelOnDrop<'_, Request, Response> {
     fn drop(&mut self) {
-        // With one reference left, the request was taken and completed.
-        if Arc::strong_count(&self.response) > 1 {
-            self.shared.cancel(self.number);
-        }
-    }
-}
-
-/// A slot for one response.
-struct CallSlot<Response>(Mutex<CallState<Response>>);
-
-enum CallState<Response> {
-    Waiting(Option<Waker>),
-    Ready(Response),
-    Failed,
-}
-
-impl<Response> Default for CallState<Response> {
-    fn default() -> Self {
-        Self::Waiting(None)
-    }
-}
-
-impl<Response> Default for CallSlot<Response> {
-    fn default() -> Self {
-        Self(Mutex::default())
-    }
-}
-
-impl<Response> CallSlot<Response> {
-    fn set(&self, state: CallState<Response>) {
-        let before = std::mem::replace(&mut *self.lock(), state);
-        if let CallState::Waiting(Some(caller)) = before {
-            caller.wake();
-        }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, CallState<Response>> {
-        self.0.lock().expect("no code panics while it holds this lock")
-    }
-}
-
-/// The task's end of a slot. Dropping it fails the call.
-struct CallCompleter<Response>(Option<Arc<CallSlot<Response>>>);
-
-impl<Response> CallCompleter<Response> {
-    fn complete(mut self, response: Response) {
-        if let Some(slot) = self.0.take() {
-            slot.set(CallState::Ready(response));
-        }
-    }
-}
-
-impl<Response> Drop for CallCompleter<Response> {
-    fn drop(&mut self) {
-        if let Some(slot) = self.0.take() {
-            slot.set(CallState::Failed);
+        if let Some(number) = self.number {
+            self.shared.cancel(number);
         }
     }
 }

@@ -1,18 +1,18 @@
-//! Renews all leases of a process in one round trip, and tells holders to stop before a lease can expire.
+//! Renews all leases of a process in one round trip, retries, and tells holders to stop before a lease can expire.
 //!
-//! Upstream: owners of partitions or streams. Downstream: [`Leases`].
-//! Guarantees: a holder learns that it must stop *before* its lease can expire on the server. Validity is counted from the
-//! moment the request was sent, so a slow reply shortens it and never extends it; a process that was paused finds its leases
+//! Upstream: [`membership`](crate::Membership), owners of partitions, streams and requests. Downstream: [`Leases`].
+//! Guarantees: a holder learns that it must stop *before* its lease can expire on the server. Validity is counted per lease from
+//! the moment its request was sent, so a slow reply shortens it and never extends it; a process that was paused finds its leases
 //! invalid when it resumes. A lease that is no longer valid has lapsed, and that is final: no renewal restores it. It is
-//! released, and a new acquire gets a new epoch.
+//! released, and a new acquire gets a new epoch. Each loss is reported once.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
-use std::{fmt, mem, slice};
+use std::{fmt, slice};
 
-use tokio::sync::{Notify, watch};
-use tokio::time::Instant;
+use tokio::sync::{Notify, mpsc, watch};
+use tokio::time::{Instant, sleep_until, timeout};
 use tracing::{debug, warn};
 
 use crate::error::{Result, StreamError};
@@ -81,7 +81,7 @@ impl LeaseRenewerConfig {
 /// Until when a lease is valid; `None` once it is lost or released.
 type Validity = watch::Sender<Option<Instant>>;
 
-/// Holds and renews the leases of a process.
+/// Holds and renews the leases of a process, while [`run`](Self::run) is polled.
 pub struct LeaseRenewer {
     leases: Arc<dyn Leases>,
     holder: HolderName,
@@ -89,18 +89,21 @@ pub struct LeaseRenewer {
     held: Mutex<HeldLeases>,
     /// Signalled when a lease was acquired.
     acquired: Notify,
+    /// Signalled when a lease has ended and is to be released.
+    ended: Notify,
 }
 
 /// The leases of a renewer.
-#[derive(Default)]
 struct HeldLeases {
     /// Leases that are renewed.
     leases: HashMap<LeaseName, (Fence, Validity)>,
     /// Leases that ended here and may still be held on the server, with the time by which they have expired there. They are
     /// not renewed, and are released before they are acquired again, so that the next ownership gets a new epoch.
     ended: HashMap<LeaseName, (Fence, Instant)>,
-    /// Lapsed leases that were not reported yet.
-    lapsed: Vec<LostLease>,
+    /// Number of renewals.
+    renewed: u64,
+    /// Fails if nobody listens.
+    losses: mpsc::UnboundedSender<LostLease>,
 }
 
 impl HeldLeases {
@@ -112,12 +115,6 @@ impl HeldLeases {
         Some(fence)
     }
 
-    /// Ends a lease that is no longer valid.
-    fn lapse(&mut self, lease: &LeaseName, expired_by: Instant) {
-        let fence = self.end(lease, expired_by);
-        self.lapsed.extend(fence.map(|fence| LostLease { fence, cause: LossCause::Lapsed }));
-    }
-
     /// Ends all leases that are no longer valid.
     fn lapse_overdue(&mut self, now: Instant, expired_by: Instant) {
         let is_overdue = |validity: &Validity| validity.borrow().is_none_or(|until| until <= now);
@@ -127,7 +124,16 @@ impl HeldLeases {
             .filter(|(_, (_, validity))| is_overdue(validity))
             .map(|(lease, _)| lease.clone())
             .collect();
-        overdue.iter().for_each(|lease| self.lapse(lease, expired_by));
+        for lease in &overdue {
+            if let Some(fence) = self.end(lease, expired_by) {
+                self.report(fence, LossCause::Lapsed);
+            }
+        }
+    }
+
+    fn report(&self, fence: Fence, cause: LossCause) {
+        warn!(lease = %fence.lease, epoch = %fence.epoch, ?cause, "lease lost");
+        let _ = self.losses.send(LostLease { fence, cause });
     }
 
     /// Forgets ended leases that the server no longer holds.
@@ -191,6 +197,9 @@ pub struct LostLease {
     pub cause: LossCause,
 }
 
+/// Receives each lost lease once, as soon as the loss is known. At most one is queued for each lease that was held.
+pub type LostLeases = mpsc::UnboundedReceiver<LostLease>;
+
 /// Why a lease was lost.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LossCause {
@@ -225,14 +234,24 @@ impl HeldLease {
 }
 
 impl LeaseRenewer {
-    /// Creates a renewer without leases. `holder` must be unique per process start.
+    /// Creates a renewer without leases, and the receiver of its losses. `holder` must be unique per process start.
     pub fn new(
         leases: Arc<dyn Leases>,
         holder: HolderName,
         config: LeaseRenewerConfig,
-    ) -> Result<Self> {
+    ) -> Result<(Self, LostLeases)> {
         config.validate()?;
-        Ok(Self { leases, holder, config, held: Mutex::default(), acquired: Notify::new() })
+        let (losses, lost) = mpsc::unbounded_channel();
+        let held = Mutex::new(HeldLeases {
+            leases: HashMap::new(),
+            ended: HashMap::new(),
+            renewed: 0,
+            losses,
+        });
+        Ok((
+            Self { leases, holder, config, held, acquired: Notify::new(), ended: Notify::new() },
+            lost,
+        ))
     }
 
     /// The name under which this process holds leases.
@@ -279,6 +298,11 @@ impl LeaseRenewer {
                 if let Some((_, old)) = held.leases.insert(lease.clone(), entry) {
                     old.send_replace(None);
                 }
+                if until <= Some(Instant::now()) {
+                    // The reply came too late. The holder never had the lease, so this is no loss.
+                    held.end(lease, self.expired_by());
+                    self.ended.notify_one();
+                }
                 receiver
             }
         };
@@ -287,42 +311,37 @@ impl LeaseRenewer {
         Ok(LeaseAcquisition::Won(HeldLease { fence, validity }))
     }
 
-    /// Renews all leases once, in one round trip, and releases those that have lapsed. Returns the lost leases. A lapsed
-    /// lease is reported once, here or by [`lapsed`](Self::lapsed).
-    pub async fn run_once(&self) -> Result<Vec<LostLease>> {
+    /// Renews all leases once, in one round trip, and releases those that have ended. Each lease has its own result; fails if
+    /// the result of one is unknown.
+    pub async fn run_once(&self) -> Result<()> {
+        let renewed = self.renew().await;
+        self.release_ended().await;
+        renewed
+    }
+
+    async fn renew(&self) -> Result<()> {
         let fences: Vec<Fence> = {
             let mut held = self.lock();
             // First: a lapsed lease must not be renewed.
             held.lapse_overdue(Instant::now(), self.expired_by());
             held.leases.values().map(|(fence, _)| fence.clone()).collect()
         };
-        let mut lost = Vec::new();
-        if !fences.is_empty() {
-            let sent = Instant::now();
-            let renewals = self.leases.renew(&self.holder, &fences, self.config.ttl).await?;
-            lost = self.apply_renewals(fences, renewals, sent);
+        if fences.is_empty() {
+            return Ok(());
         }
-        let ended: Vec<Fence> = {
-            let mut held = self.lock();
-            let now = Instant::now();
-            held.ended.retain(|_, (_, expired_by)| *expired_by > now);
-            lost.append(&mut held.lapsed);
-            held.ended.values().map(|(fence, _)| fence.clone()).collect()
-        };
-        if let Err(error) = self.release_fences(&ended).await {
-            debug!(count = ended.len(), %error, "failed to release ended leases, retrying");
-        }
-        Ok(lost)
+        let sent = Instant::now();
+        let renewals = self.leases.renew(&self.holder, &fences, self.config.ttl).await?;
+        self.apply_renewals(fences, renewals, sent)
     }
 
-    /// Applies the reply to a renewal. Returns the leases that the server no longer holds for us.
+    /// Applies the reply to a renewal.
     fn apply_renewals(
         &self,
         fences: Vec<Fence>,
         renewals: Vec<Renewal>,
         sent: Instant,
-    ) -> Vec<LostLease> {
-        let mut lost = Vec::new();
+    ) -> Result<()> {
+        let mut unknown = 0;
         let mut held = self.lock();
         // A lease that lapsed while the reply was in transit stays lost, whatever the reply says.
         held.lapse_overdue(Instant::now(), self.expired_by());
@@ -334,33 +353,78 @@ impl LeaseRenewer {
             match renewal {
                 Renewal::Kept => {
                     held.leases[&fence.lease].1.send_replace(Some(self.valid_until(sent)));
+                    held.renewed += 1;
                 }
                 Renewal::Lost => {
                     if let Some((_, validity)) = held.leases.remove(&fence.lease) {
                         validity.send_replace(None);
                     }
-                    lost.push(LostLease { fence, cause: LossCause::LostOnServer });
+                    held.report(fence, LossCause::LostOnServer);
                 }
+                // It stays valid for as long as it was, and lapses then.
+                Renewal::Unknown => unknown += 1,
             }
         }
-        lost
+        if unknown > 0 {
+            let problem = format!("the result of {unknown} renewals is unknown");
+            return Err(StreamError::Unavailable { problem, source: None });
+        }
+        Ok(())
     }
 
-    /// Waits until a lease lapses and returns all that have. Each is reported once, here or by
-    /// [`run_once`](Self::run_once). Cancel-safe.
-    pub async fn lapsed(&self) -> Vec<LostLease> {
+    /// Renews until `shutdown` completes, reports lapses and releases what has ended. To be called once.
+    pub async fn run(&self, shutdown: impl Future<Output = ()>) {
+        tokio::select! {
+            () = self.keep_renewing(shutdown) => {}
+            () = self.report_lapses() => {}
+            () = self.keep_releasing() => {}
+        }
+    }
+
+    /// Renews at an interval. A renewal that fails, or takes longer than a third of the TTL, is soon repeated.
+    async fn keep_renewing(&self, shutdown: impl Future<Output = ()>) {
+        let (every, limit) = (self.config.renew_every, self.config.ttl / 3);
+        let late = |_| StreamError::Unavailable {
+            problem: format!("lease renewal timed out after {limit:?}"),
+            source: None,
+        };
+        let mut next = Instant::now();
+        tokio::pin!(shutdown);
+        loop {
+            tokio::select! {
+                () = &mut shutdown => return,
+                () = sleep_until(next) => {}
+            }
+            let started = Instant::now();
+            // Not inside `select!`: a started renewal is completed.
+            next = match timeout(limit, self.renew()).await.map_err(late).flatten() {
+                // Counted from the start: the reply may have been slow.
+                Ok(()) => (started + every).max(Instant::now() + every / 2),
+                Err(error) => {
+                    warn!(holder = %self.holder, %error, "lease renewal failed, retrying");
+                    Instant::now() + every / 8
+                }
+            };
+            // In case an earlier release has failed.
+            self.ended.notify_one();
+        }
+    }
+
+    /// Ends leases as soon as they are no longer valid.
+    async fn report_lapses(&self) {
         loop {
             let next = {
                 let mut held = self.lock();
+                let before = held.leases.len();
                 held.lapse_overdue(Instant::now(), self.expired_by());
-                if !held.lapsed.is_empty() {
-                    return mem::take(&mut held.lapsed);
+                if held.leases.len() < before {
+                    self.ended.notify_one();
                 }
                 held.next_lapse()
             };
             let lapse = async {
                 match next {
-                    Some(at) => tokio::time::sleep_until(at).await,
+                    Some(at) => sleep_until(at).await,
                     None => std::future::pending().await,
                 }
             };
@@ -372,30 +436,15 @@ impl LeaseRenewer {
         }
     }
 
-    /// Renews until `shutdown` completes. A failed renewal is retried at the next interval; meanwhile leases may lapse.
-    pub async fn run(&self, shutdown: impl Future<Output = ()>) {
-        let mut ticks = tokio::time::interval(self.config.renew_every);
-        ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
-        tokio::pin!(shutdown);
+    async fn keep_releasing(&self) {
         loop {
-            tokio::select! {
-                () = &mut shutdown => return,
-                _ = ticks.tick() => {}
-            }
-            // Not inside `select!`: a started renewal is completed.
-            match self.run_once().await {
-                Ok(lost) => {
-                    for LostLease { fence, cause } in lost {
-                        warn!(lease = %fence.lease, epoch = %fence.epoch, ?cause, "lease lost");
-                    }
-                }
-                Err(error) => warn!(%error, "failed to renew leases, retrying"),
-            }
+            self.ended.notified().await;
+            self.release_ended().await;
         }
     }
 
     /// Releases leases so that other holders can acquire them at once. Returns how many were still held. If it fails,
-    /// [`run_once`](Self::run_once) retries until they have expired.
+    /// [`run`](Self::run) retries until they have expired.
     pub async fn release(&self, leases: &[LeaseName]) -> Result<usize> {
         // Ended first: no owner may work under a lease that is being released.
         let fences: Vec<Fence> = {
@@ -410,6 +459,25 @@ impl LeaseRenewer {
             debug!(count = fences.len(), "releasing leases");
         }
         self.release_fences(&fences).await
+    }
+
+    /// Ends a lease here; [`run`](Self::run) releases it. For code that cannot wait, such as a destructor.
+    pub fn release_later(&self, lease: &LeaseName) {
+        self.lock().end(lease, self.expired_by());
+        self.ended.notify_one();
+    }
+
+    /// Releases what has ended and has not expired on the server.
+    async fn release_ended(&self) {
+        let ended: Vec<Fence> = {
+            let mut held = self.lock();
+            let now = Instant::now();
+            held.ended.retain(|_, (_, expired_by)| *expired_by > now);
+            held.ended.values().map(|(fence, _)| fence.clone()).collect()
+        };
+        if let Err(error) = self.release_fences(&ended).await {
+            debug!(count = ended.len(), %error, "failed to release ended leases, retrying");
+        }
     }
 
     async fn release_fences(&self, fences: &[Fence]) -> Result<usize> {
@@ -427,6 +495,11 @@ impl LeaseRenewer {
         let held = self.lock();
         let ended = held.ended.values().map(|(fence, _)| fence.clone());
         held.leases.values().map(|(fence, _)| fence.clone()).chain(ended).collect()
+    }
+
+    /// How many renewals have succeeded.
+    pub fn renewed(&self) -> u64 {
+        self.lock().renewed
     }
 
     /// Whether a lease is held and valid.

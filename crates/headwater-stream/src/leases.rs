@@ -26,7 +26,7 @@ pub trait Leases: Send + Sync {
         ttl: Duration,
     ) -> Result<AcquireResult>;
 
-    /// Renews leases in one round trip. Returns one result per lease, in order. An expired lease is lost even if it had no
+    /// Renews leases in one round trip. Returns one result per lease, in order; fails only if all are unknown. An expired lease is lost even if it had no
     /// other holder since. A name that holds a value of another type counts as lost and does not affect the other leases.
     async fn renew(
         &self,
@@ -129,6 +129,8 @@ pub enum Renewal {
     Kept,
     /// The lease expired or has another holder. Stop working on what it protects.
     Lost,
+    /// The server of this lease did not answer. Repeat the call before the lease expires.
+    Unknown,
 }
 
 /// A held lease.

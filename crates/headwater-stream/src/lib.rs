@@ -5,6 +5,9 @@ mod error;
 pub mod limits;
 mod name;
 
+mod backoff;
+mod process_name;
+
 pub mod clock;
 mod entry;
 
@@ -21,6 +24,7 @@ mod validate;
 mod backend;
 mod coalescer;
 mod lease_renewer;
+mod membership;
 
 #[cfg(feature = "embedded")]
 mod embedded;
@@ -30,6 +34,7 @@ mod redis;
 mod connect;
 
 pub use backend::{Backend, BackendDescription};
+pub use backoff::{Backoff, RetryTimer};
 pub use coalescer::{BatchError, Coalescer, CoalescerConfig};
 pub use connect::{Options, connect, validate_url};
 pub use dedup::{Dedup, DedupStatus};
@@ -39,16 +44,18 @@ pub use delays::{
 pub use entry::{DeliveredEntry, Entry, EntryId, EntrySize, FieldRef, Fields, ParseEntryIdError};
 pub use error::{BoxError, Result, StreamError};
 pub use lease_renewer::{
-    HeldLease, LeaseAcquisition, LeaseRenewer, LeaseRenewerConfig, LossCause, LostLease,
+    HeldLease, LeaseAcquisition, LeaseRenewer, LeaseRenewerConfig, LossCause, LostLease, LostLeases,
 };
 pub use leases::{
     AcquireResult, Epoch, Fence, LeaseEvent, LeaseEventKind, LeaseInfo, LeaseWatch, Leases,
     Renewal, WatchMode,
 };
+pub use membership::{Liveness, LivenessLease, MemberList, MemberSnapshot};
 pub use name::{
     ConsumerName, DedupScope, DelayName, GroupName, HolderName, LeaseName, MapName, SetName,
     StreamName, hash_tag,
 };
+pub use process_name::{process_name, start_id, unique_holder};
 pub use registry::{Registry, RegistryMap};
 pub use streams::{
     AppendRequest, AppendedEntry, ConsumerStats, Direction, DisconnectOutcome, EntrySource,

@@ -3,7 +3,7 @@
 //! Time is tokio's paused clock. The lease server is a fake that can be slow, unreachable or lose replies.
 #![allow(clippy::unwrap_used, reason = "a test that panics has failed")]
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -11,8 +11,8 @@ use std::time::Duration;
 use async_trait::async_trait;
 use headwater_stream::{
     AcquireResult, Epoch, Fence, HeldLease, HolderName, LeaseAcquisition, LeaseInfo, LeaseName,
-    LeaseRenewer, LeaseRenewerConfig, LeaseWatch, Leases, LossCause, LostLease, Renewal, Result,
-    StreamError,
+    LeaseRenewer, LeaseRenewerConfig, LeaseWatch, Leases, LossCause, LostLease, LostLeases,
+    Renewal, Result, StreamError,
 };
 use tokio::sync::oneshot;
 use tokio::time::{Instant, advance, sleep, sleep_until, timeout};
@@ -26,6 +26,8 @@ struct LeaseServer {
     held: Mutex<HashMap<LeaseName, (HolderName, Epoch, Instant)>>,
     epochs: Mutex<u64>,
     network: Mutex<Network>,
+    /// Leases whose server does not answer a renewal.
+    unknown: Mutex<HashSet<LeaseName>>,
     renewals: AtomicUsize,
 }
 
@@ -49,6 +51,7 @@ impl LeaseServer {
             held: Mutex::default(),
             epochs: Mutex::new(100),
             network: Mutex::new(Network::Healthy),
+            unknown: Mutex::default(),
             renewals: AtomicUsize::new(0),
         })
     }
@@ -140,6 +143,9 @@ impl Leases for LeaseServer {
         self.renewals.fetch_add(1, Ordering::SeqCst);
         let effect = |server: &Self| {
             let renew = |fence: &Fence| {
+                if server.unknown.lock().unwrap().contains(&fence.lease) {
+                    return Renewal::Unknown;
+                }
                 if !server.is_held(holder, fence) {
                     return Renewal::Lost;
                 }
@@ -178,9 +184,20 @@ fn lease(number: usize) -> LeaseName {
 }
 
 fn renewer(server: &Arc<LeaseServer>, name: &str) -> Arc<LeaseRenewer> {
+    renewer_and_losses(server, name).0
+}
+
+fn renewer_and_losses(server: &Arc<LeaseServer>, name: &str) -> (Arc<LeaseRenewer>, LostLeases) {
     let holder = HolderName::new(name).unwrap();
     let leases: Arc<dyn Leases> = Arc::clone(server) as _;
-    Arc::new(LeaseRenewer::new(leases, holder, LeaseRenewerConfig::default()).unwrap())
+    let (renewer, losses) =
+        LeaseRenewer::new(leases, holder, LeaseRenewerConfig::default()).unwrap();
+    (Arc::new(renewer), losses)
+}
+
+/// The losses that were reported and not received yet.
+fn drain(losses: &mut LostLeases) -> Vec<LostLease> {
+    std::iter::from_fn(|| losses.try_recv().ok()).collect()
 }
 
 /// How long a lease is valid without renewal: 13.5 s by default.
@@ -258,12 +275,13 @@ async fn validity_is_counted_from_the_moment_the_request_was_sent() {
 #[tokio::test(start_paused = true)]
 async fn validity_of_a_renewed_lease_is_counted_from_the_moment_the_renewal_was_sent() {
     let server = LeaseServer::new();
-    let renewer = renewer(&server, "ann");
+    let (renewer, mut losses) = renewer_and_losses(&server, "ann");
     let held = acquire(&renewer, 1).await;
     advance(SECOND * 5).await;
     server.network(Network::Slow(MS, SECOND * 4));
     let sent = Instant::now();
-    assert_eq!(renewer.run_once().await.unwrap(), []);
+    renewer.run_once().await.unwrap();
+    assert_eq!(drain(&mut losses), []);
 
     held.lost().await;
 
@@ -315,14 +333,15 @@ async fn acquiring_a_held_lease_again_extends_it() {
 #[tokio::test(start_paused = true)]
 async fn all_leases_are_renewed_in_one_call() {
     let server = LeaseServer::new();
-    let renewer = renewer(&server, "ann");
+    let (renewer, mut losses) = renewer_and_losses(&server, "ann");
     let mut held = Vec::new();
     for number in 0..1000 {
         held.push(acquire(&renewer, number).await);
     }
     advance(SECOND * 10).await;
 
-    assert_eq!(renewer.run_once().await.unwrap(), []);
+    renewer.run_once().await.unwrap();
+    assert_eq!(drain(&mut losses), []);
 
     assert_eq!(server.renewals.load(Ordering::SeqCst), 1);
     advance(SECOND * 10).await;
@@ -332,7 +351,7 @@ async fn all_leases_are_renewed_in_one_call() {
 #[tokio::test(start_paused = true)]
 async fn nothing_is_sent_while_no_lease_is_held() {
     let server = LeaseServer::new();
-    assert_eq!(renewer(&server, "ann").run_once().await.unwrap(), []);
+    renewer(&server, "ann").run_once().await.unwrap();
     assert_eq!(server.renewals.load(Ordering::SeqCst), 0);
 }
 
@@ -356,17 +375,19 @@ async fn a_running_renewer_keeps_its_leases() {
 #[tokio::test(start_paused = true)]
 async fn a_lost_lease_is_reported_once() {
     let server = LeaseServer::new();
-    let renewer = renewer(&server, "ann");
+    let (renewer, mut losses) = renewer_and_losses(&server, "ann");
     let held = [acquire(&renewer, 1).await, acquire(&renewer, 2).await];
     server.held.lock().unwrap().remove(&lease(1));
 
-    let lost = renewer.run_once().await.unwrap();
+    renewer.run_once().await.unwrap();
+    let lost = drain(&mut losses);
 
     let fence = held[0].fence().clone();
     assert_eq!(lost, [LostLease { fence, cause: LossCause::LostOnServer }]);
     assert!(!held[0].is_valid() && held[1].is_valid());
     timeout(MS, held[0].lost()).await.expect("handles are notified");
-    assert_eq!(renewer.run_once().await.unwrap(), [], "it is reported once");
+    renewer.run_once().await.unwrap();
+    assert_eq!(drain(&mut losses), [], "it is reported once");
     assert_eq!(renewer.held(), [held[1].fence().clone()]);
 }
 
@@ -395,7 +416,7 @@ async fn all_tasks_that_wait_for_the_loss_are_woken() {
 #[tokio::test(start_paused = true)]
 async fn a_lease_that_lapsed_while_the_server_was_unreachable_is_released_and_stays_lost() {
     let server = LeaseServer::new();
-    let renewer = renewer(&server, "ann");
+    let (renewer, mut losses) = renewer_and_losses(&server, "ann");
     let held = acquire(&renewer, 1).await;
     let acquired = Instant::now();
     server.network(Network::Unreachable);
@@ -408,7 +429,8 @@ async fn a_lease_that_lapsed_while_the_server_was_unreachable_is_released_and_st
     // The server still holds the lease. It is released, not renewed.
     server.network(Network::Healthy);
     sleep_until(acquired + validity() + MS * 1_400).await;
-    let lost = renewer.run_once().await.unwrap();
+    renewer.run_once().await.unwrap();
+    let lost = drain(&mut losses);
     assert_eq!(lost, [lapsed(&held)]);
     assert!(!held.is_valid());
     assert!(server.holder(&lease(1)).is_none(), "other holders can acquire it");
@@ -418,7 +440,7 @@ async fn a_lease_that_lapsed_while_the_server_was_unreachable_is_released_and_st
 #[tokio::test(start_paused = true)]
 async fn a_renewal_whose_reply_arrives_after_the_lapse_does_not_restore_the_lease() {
     let server = LeaseServer::new();
-    let renewer = renewer(&server, "ann");
+    let (renewer, mut losses) = renewer_and_losses(&server, "ann");
     let held = acquire(&renewer, 1).await;
     let acquired = Instant::now();
     advance(validity() - SECOND).await;
@@ -431,40 +453,89 @@ async fn a_renewal_whose_reply_arrives_after_the_lapse_does_not_restore_the_leas
     held.lost().await;
     assert_eq!(acquired.elapsed(), validity());
 
-    let lost = renewing.await.unwrap().unwrap();
+    renewing.await.unwrap().unwrap();
+    let lost = drain(&mut losses);
 
     assert_eq!(lost, [lapsed(&held)]);
     assert!(!held.is_valid(), "a holder that was notified of the loss must not become owner again");
     assert!(server.holder(&lease(1)).is_none(), "the renewed lease is released");
-    assert_eq!(renewer.run_once().await.unwrap(), [], "it is reported once");
+    renewer.run_once().await.unwrap();
+    assert_eq!(drain(&mut losses), [], "it is reported once");
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_lapse_is_reported_immediately_and_once() {
     let server = LeaseServer::new();
-    let renewer = renewer(&server, "ann");
-    let waiting = tokio::spawn({
-        let renewer = Arc::clone(&renewer);
-        async move { renewer.lapsed().await }
-    });
-    advance(SECOND).await;
+    let (renewer, mut losses) = renewer_and_losses(&server, "ann");
+    let (_stop, _task) = run(&renewer);
+    sleep(SECOND).await;
     let held = acquire(&renewer, 1).await;
     let acquired = Instant::now();
     server.network(Network::Unreachable);
 
-    assert_eq!(waiting.await.unwrap(), [lapsed(&held)]);
+    assert_eq!(losses.recv().await, Some(lapsed(&held)));
 
     assert_eq!(acquired.elapsed(), validity());
     assert!(!held.is_valid());
     server.network(Network::Healthy);
-    assert_eq!(renewer.run_once().await.unwrap(), []);
-    assert!(timeout(SECOND * 60, renewer.lapsed()).await.is_err());
+    renewer.run_once().await.unwrap();
+    assert!(timeout(SECOND * 60, losses.recv()).await.is_err());
+}
+
+/// The server of one lease does not answer.
+#[tokio::test(start_paused = true)]
+async fn a_lease_whose_renewal_is_unknown_lapses_and_the_others_are_kept() {
+    let server = LeaseServer::new();
+    let (renewer, mut losses) = renewer_and_losses(&server, "ann");
+    let held = [acquire(&renewer, 1).await, acquire(&renewer, 2).await];
+    let acquired = Instant::now();
+    server.unknown.lock().unwrap().insert(lease(1));
+    let (_stop, _task) = run(&renewer);
+
+    assert_eq!(losses.recv().await, Some(lapsed(&held[0])));
+
+    assert_eq!(acquired.elapsed(), validity());
+    assert!(!held[0].is_valid() && held[1].is_valid());
+    assert!(timeout(SECOND * 60, losses.recv()).await.is_err(), "the other lease is renewed");
+    assert!(renewer.renewed() > 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_renewal_that_was_unknown_once_is_repeated_in_time() {
+    let server = LeaseServer::new();
+    let (renewer, mut losses) = renewer_and_losses(&server, "ann");
+    let held = acquire(&renewer, 1).await;
+    server.unknown.lock().unwrap().insert(lease(1));
+    assert!(renewer.run_once().await.is_err(), "the caller learns that it must be repeated");
+    let (_stop, _task) = run(&renewer);
+    sleep(SECOND * 12).await;
+    server.unknown.lock().unwrap().clear();
+    sleep(SECOND * 60).await;
+
+    assert!(held.is_valid());
+    assert_eq!(drain(&mut losses), []);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_lease_that_was_dropped_is_released_soon() {
+    let server = LeaseServer::new();
+    let (renewer, mut losses) = renewer_and_losses(&server, "ann");
+    let held = acquire(&renewer, 1).await;
+    let (_stop, _task) = run(&renewer);
+    sleep(SECOND).await;
+
+    renewer.release_later(&lease(1));
+    assert!(!held.is_valid(), "at once");
+    sleep(MS).await;
+
+    assert!(server.holder(&lease(1)).is_none(), "without waiting for the next renewal");
+    assert_eq!(drain(&mut losses), [], "a released lease is not a lost one");
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_lease_that_lapsed_is_acquired_again_with_a_new_epoch() {
     let server = LeaseServer::new();
-    let renewer = renewer(&server, "ann");
+    let (renewer, mut losses) = renewer_and_losses(&server, "ann");
     let old = acquire(&renewer, 1).await;
     advance(validity()).await;
     assert!(server.holder(&lease(1)).is_some(), "the server still holds it");
@@ -473,7 +544,8 @@ async fn a_lease_that_lapsed_is_acquired_again_with_a_new_epoch() {
 
     assert!(new.fence().epoch > old.fence().epoch, "{new:?} {old:?}");
     assert!(new.is_valid() && !old.is_valid());
-    assert_eq!(renewer.run_once().await.unwrap(), [lapsed(&old)]);
+    renewer.run_once().await.unwrap();
+    assert_eq!(drain(&mut losses), [lapsed(&old)]);
     assert!(new.is_valid());
     assert_eq!(renewer.held(), [new.fence().clone()]);
 }
@@ -481,14 +553,15 @@ async fn a_lease_that_lapsed_is_acquired_again_with_a_new_epoch() {
 #[tokio::test(start_paused = true)]
 async fn a_failed_release_is_retried() {
     let server = LeaseServer::new();
-    let renewer = renewer(&server, "ann");
+    let (renewer, mut losses) = renewer_and_losses(&server, "ann");
     acquire(&renewer, 1).await;
     server.network(Network::Unreachable);
     assert!(renewer.release(&[lease(1)]).await.is_err());
     assert!(server.holder(&lease(1)).is_some());
 
     server.network(Network::Healthy);
-    assert_eq!(renewer.run_once().await.unwrap(), [], "a released lease is not a lost one");
+    renewer.run_once().await.unwrap();
+    assert_eq!(drain(&mut losses), [], "a released lease is not a lost one");
 
     assert!(server.holder(&lease(1)).is_none());
 }
@@ -517,7 +590,7 @@ async fn one_lost_reply_does_not_lose_a_lease() {
 #[tokio::test(start_paused = true)]
 async fn a_paused_process_finds_its_leases_invalid() {
     let server = LeaseServer::new();
-    let renewer = renewer(&server, "ann");
+    let (renewer, mut losses) = renewer_and_losses(&server, "ann");
     let held = acquire(&renewer, 1).await;
 
     // No task of this process runs meanwhile; another process acquires the lease.
@@ -526,7 +599,8 @@ async fn a_paused_process_finds_its_leases_invalid() {
 
     assert!(!held.is_valid(), "it is invalid before any renewal");
     assert!(other.fence().epoch > held.fence().epoch);
-    assert_eq!(renewer.run_once().await.unwrap().len(), 1);
+    renewer.run_once().await.unwrap();
+    assert_eq!(drain(&mut losses).len(), 1);
 }
 
 #[tokio::test(start_paused = true)]
@@ -551,7 +625,7 @@ async fn a_released_lease_is_invalid_before_the_server_releases_it() {
 #[tokio::test(start_paused = true)]
 async fn a_renewal_in_flight_does_not_restore_a_released_lease() {
     let server = LeaseServer::new();
-    let renewer = renewer(&server, "ann");
+    let (renewer, mut losses) = renewer_and_losses(&server, "ann");
     let held = [acquire(&renewer, 1).await, acquire(&renewer, 2).await];
     // The renewal is executed; its reply arrives after the release.
     server.network(Network::Slow(MS, SECOND));
@@ -563,7 +637,8 @@ async fn a_renewal_in_flight_does_not_restore_a_released_lease() {
     server.network(Network::Healthy);
     renewer.release(&[lease(1)]).await.unwrap();
 
-    assert_eq!(renewing.await.unwrap().unwrap(), [], "a released lease is not a lost one");
+    renewing.await.unwrap().unwrap();
+    assert_eq!(drain(&mut losses), [], "a released lease is not a lost one");
     assert!(!held[0].is_valid() && held[1].is_valid());
     assert_eq!(renewer.held(), [held[1].fence().clone()]);
 }
@@ -571,7 +646,7 @@ async fn a_renewal_in_flight_does_not_restore_a_released_lease() {
 #[tokio::test(start_paused = true)]
 async fn a_reply_about_an_old_epoch_does_not_affect_the_new_one() {
     let server = LeaseServer::new();
-    let renewer = renewer(&server, "ann");
+    let (renewer, mut losses) = renewer_and_losses(&server, "ann");
     let old = acquire(&renewer, 1).await;
     server.held.lock().unwrap().clear();
     // The server reports the old epoch as lost; before the reply arrives, the lease is acquired again.
@@ -584,7 +659,8 @@ async fn a_reply_about_an_old_epoch_does_not_affect_the_new_one() {
     server.network(Network::Healthy);
     let new = acquire(&renewer, 1).await;
 
-    assert_eq!(renewing.await.unwrap().unwrap(), []);
+    renewing.await.unwrap().unwrap();
+    assert_eq!(drain(&mut losses), []);
     assert!(new.fence().epoch > old.fence().epoch);
     assert!(!old.is_valid() && new.is_valid());
     timeout(MS, old.lost()).await.expect("the old epoch is lost");

@@ -4,8 +4,12 @@
 //! and tabs, so every database and terminal accepts it; nothing else is changed. Only [`printable`] decides what a
 //! terminal may show. Escaping for JSON, HTML and comments is done where those are written.
 
-/// Removes control characters except tabs, and turns every line ending into `
-/// `.
+use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
+
+/// All bytes except the unreserved characters of RFC 3986.
+const ENCODED: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'_').remove(b'.').remove(b'~');
+
+/// Removes control characters except tabs, and turns every line ending into a line feed.
 pub fn cleaned(text: &str) -> String {
     let text = text.replace("\r\n", "\n").replace('\r', "\n");
     text.chars().filter(|c| matches!(c, '\n' | '\t') || !c.is_control()).collect()
@@ -54,16 +58,7 @@ pub fn one_line(text: &str, bytes_max: usize) -> String {
 
 /// Percent-encodes one path segment or query value.
 pub fn percent_encoded(text: &str) -> String {
-    let mut encoded = String::with_capacity(text.len());
-    for byte in text.bytes() {
-        match byte {
-            b'A'..=b'Z' | b'a'..=b'z' | b'0'..=b'9' | b'-' | b'_' | b'.' | b'~' => {
-                encoded.push(char::from(byte));
-            }
-            _ => encoded.push_str(&format!("%{byte:02X}")),
-        }
-    }
-    encoded
+    utf8_percent_encode(text, ENCODED).to_string()
 }
 
 /// An error with its causes, each mentioned once.

@@ -299,6 +299,48 @@ async fn consuming_system_streams_requires_the_admin_role() -> Result<()> {
 }
 
 #[tokio::test]
+async fn without_tokens_nobody_behind_a_proxy_is_an_admin() -> Result<()> {
+    let dir = ServerDir::new()?;
+    let server = dir.serve(&[])?;
+    let (status, _) = ask(&server, "GET", "/api/v1/issues", None).await?;
+    assert_eq!(status, 200, "a local request needs no token");
+    for header in ["X-Forwarded-For", "X-Forwarded-Host", "Forwarded", "Via", "X-Real-IP"] {
+        for (method, path) in
+            [("GET", "/api/v1/issues"), ("POST", "/api/v1/topics"), ("GET", "/metrics")]
+        {
+            let request = server.client.request(method.parse()?, server.url(path));
+            let (status, body) =
+                send(request.header(header, "203.0.113.7").json(&json!({"name": "t"}))).await?;
+            assert_eq!(
+                (status, &body["error"]["code"]),
+                (403, &json!("proxied")),
+                "{header} {path}"
+            );
+        }
+    }
+    let probe =
+        server.client.get(server.url("/health/live")).header("Via", "1.1 proxy").send().await?;
+    assert_eq!(probe.status(), 200, "probes come through proxies");
+    Ok(())
+}
+
+#[tokio::test]
+async fn behind_a_trusted_proxy_the_audit_log_has_the_address_of_the_client() -> Result<()> {
+    let token = format!("[[token]]\nname = \"boss\"\nrole = \"admin\"\ntoken = \"{ADMIN}\"\n");
+    let dir = ServerDir::new()?.settings(&token)?;
+    for (forwarded, client) in [("true", "203.0.113.7"), ("false", "127.0.0.1")] {
+        let mut server = dir.serve(&["--http-forwarded", forwarded])?;
+        let request = server.client.post(server.url("/api/v1/topics")).bearer_auth(ADMIN);
+        let request = request.header("X-Forwarded-For", "10.1.1.1, 203.0.113.7");
+        send(request.json(&json!({"name": format!("orders-{forwarded}")}))).await?;
+        let (_, log) = ask(&server, "GET", "/api/v1/audit?limit=1", Some(ADMIN)).await?;
+        assert_eq!(log["entries"][0]["client"], client, "{log}");
+        assert!(server.stop()?.success(), "{}", server.log());
+    }
+    Ok(())
+}
+
+#[tokio::test]
 async fn cross_origin_navigation_is_allowed_and_other_requests_are_rejected() -> Result<()> {
     let dir = ServerDir::new()?;
     let server = dir.serve(&[])?;

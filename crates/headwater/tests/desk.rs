@@ -16,7 +16,8 @@ use headwater::desk::tools::{FoundTicket, SearchQuery};
 use headwater::desk::{Desk, DeskConfig, DeskReply, NoTickets, ReplyTarget, TicketSearch};
 use headwater::outbound::{Destination, LocalDelivery, OutboxDeliverer, TicketEventsPublisher};
 use headwater_bus::{
-    EventBus, EventRegistry, Folds, LocalBus, PromptExecuted, SessionId, Sessions, SessionsConfig,
+    EventBus, EventRegistry, Folds, PromptExecuted, SessionId, Sessions, SessionsConfig,
+    StreamedBus,
 };
 use headwater_issue::{
     DeliverError, Inbox, InboxConfig, IssueId, IssueRetryPolicy, NewEvent, Nudger, Outbox,
@@ -24,7 +25,7 @@ use headwater_issue::{
 };
 use headwater_queue::Queue;
 use headwater_stream::clock::{Clock, SystemClock};
-use headwater_stream::{EntryId, StreamName};
+use headwater_stream::{Backoff, EntryId, StreamName};
 use serde_json::{Value, json};
 use tokio::sync::{Semaphore, watch};
 use uuid::Uuid;
@@ -35,7 +36,7 @@ const TIMEOUT: Duration = Duration::from_secs(60);
 struct System {
     store: Arc<dyn Store>,
     inbox: Inbox,
-    bus: Arc<LocalBus>,
+    bus: Arc<StreamedBus>,
     delivered: Arc<DeliveredRows>,
     stop: watch::Sender<bool>,
     working: tokio::task::JoinHandle<()>,
@@ -72,7 +73,7 @@ impl System {
         let quiet = setup.config.debounce_window();
         let inbox = InboxConfig { debounce: quiet, ..InboxConfig::default() };
         let inbox = Inbox::new(Arc::clone(&store), nudger.clone(), inbox).unwrap();
-        let bus = Arc::new(LocalBus::new(EventRegistry::builtin()));
+        let bus = Arc::new(StreamedBus::in_memory(EventRegistry::builtin()).await.unwrap());
         let ledger = Arc::new(MemoryLedger::default());
         let on_bus = Arc::clone(&bus) as Arc<dyn EventBus>;
         let sessions = Sessions::new(
@@ -93,8 +94,7 @@ impl System {
             TicketEventsPublisher::new(Arc::clone(&streams), control, Arc::clone(&sessions));
         let retry = IssueRetryPolicy {
             attempts_max: 3,
-            backoff_first: Duration::ZERO,
-            backoff_max: Duration::ZERO,
+            backoff: Backoff::Fixed(Duration::ZERO),
             ..IssueRetryPolicy::default()
         };
         let others = WorkerConfig {

@@ -19,6 +19,7 @@ use headwater::desk::model::{
     ToolSpec, Turn,
 };
 use headwater::desk::{OpenAiConfig, OpenAiModel};
+use headwater_stream::Backoff;
 use serde_json::{Value as Json, json};
 
 /// Behavior of the server for one request.
@@ -123,7 +124,7 @@ fn model_with_timeouts(address: SocketAddr, total: Duration, idle: Duration) -> 
     OpenAiModel::new(OpenAiConfig {
         total_timeout: total,
         idle_timeout: idle,
-        backoff: Duration::from_millis(1),
+        backoff: Backoff::Fixed(Duration::from_millis(1)),
         ..OpenAiConfig::new(format!("http://{address}/v1/"), "small", key)
     })
     .unwrap()

@@ -22,6 +22,7 @@ use headwater_issue::{
     IssueRetryPolicy, KeyedOutboxRow, NewEvent, NewOutboxRow, Outbox, OutboxConfig, OutboxDelivery,
     OutboxId, OutboxKind, OutboxRow, OutboxSettlement, RunCompletion, Store, StoreOptions, connect,
 };
+use headwater_stream::Backoff;
 use headwater_stream::clock::{Clock, SystemClock, TestClock};
 use serde_json::{Value as Json, json};
 
@@ -585,8 +586,7 @@ async fn each_comment_is_posted_once_despite_receiver_faults() {
     let backoff_max = Duration::from_millis(50);
     let retry = IssueRetryPolicy {
         attempts_max: 1000,
-        backoff_first: backoff_max,
-        backoff_max,
+        backoff: Backoff::Fixed(backoff_max),
         ..IssueRetryPolicy::default()
     };
     let config = OutboxConfig { retry, every: backoff_max, ..OutboxConfig::default() };

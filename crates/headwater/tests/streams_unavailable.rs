@@ -10,7 +10,7 @@ use anyhow::{Context, Result};
 use futures_util::future::join_all;
 use headwater::outbound::TicketEventsPublisher;
 use headwater::tickets::{TICKET_EVENTS, TicketEvent, TicketEventType, TicketPayload};
-use headwater_bus::{EventRegistry, Folds, LocalBus, Sessions, SessionsConfig};
+use headwater_bus::{EventRegistry, Folds, Sessions, SessionsConfig, StreamedBus};
 use headwater_issue::{DeliverError, IssueId, OutboxId, OutboxKind, OutboxRow};
 use headwater_stream::clock::{Clock, SystemClock};
 use headwater_stream::{Options, StreamName};
@@ -259,7 +259,7 @@ async fn of_many_events_one_at_a_time_probes_an_unavailable_redis() -> Result<()
     let proxy = Proxy::start(redis.addr())?;
     let options = Options { call_deadline: Duration::from_secs(3), ..Options::default() };
     let streams = headwater_stream::connect(&redis.url_at(proxy.addr()), &options).await?;
-    let bus = Arc::new(LocalBus::new(EventRegistry::builtin()));
+    let bus = Arc::new(StreamedBus::in_memory(EventRegistry::builtin()).await?);
     let sessions = Sessions::new(bus, Folds::none(), SessionsConfig::default()).await?;
     let control = StreamName::new("control")?;
     let publisher = TicketEventsPublisher::new(Arc::clone(&streams), control, Arc::new(sessions));

@@ -2,6 +2,8 @@
 
 use std::collections::BTreeMap;
 
+use crate::checkout::{is_product_code, product_lines};
+
 /// Names that product code may define more than once, and why.
 const ALLOWED: [(&str, &str); 2] = [
     ("Inner", "the shared part behind an `Arc`, private to its file"),
@@ -14,7 +16,7 @@ const ALLOWED: [(&str, &str); 2] = [
 pub(crate) fn check<'a>(files: impl IntoIterator<Item = &'a (String, String)>) -> Vec<String> {
     let mut places: BTreeMap<&str, Vec<String>> = BTreeMap::new();
     for (path, text) in files {
-        if !is_product_code(path) {
+        if !path.ends_with(".rs") || !is_product_code(path) {
             continue;
         }
         for (line, number) in product_lines(text) {
@@ -30,16 +32,6 @@ pub(crate) fn check<'a>(files: impl IntoIterator<Item = &'a (String, String)>) -
         format!("the type name `{name}` is defined more than once: {}", places.join(", "))
     };
     places.into_iter().map(finding).collect()
-}
-
-fn is_product_code(path: &str) -> bool {
-    let is_test = path.ends_with("/tests.rs") || path.ends_with("_tests.rs");
-    path.ends_with(".rs") && path.contains("/src/") && !path.contains("/tests/") && !is_test
-}
-
-/// The numbered lines before the unit tests, which close a file.
-fn product_lines(text: &str) -> impl Iterator<Item = (&str, u32)> {
-    text.lines().zip(1..).take_while(|(line, _)| *line != "mod tests {")
 }
 
 /// The type that a line defines. An indented `type` is an associated type.

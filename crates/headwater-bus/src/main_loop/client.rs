@@ -17,6 +17,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value as Json;
 use tokio::time::{Instant, timeout, timeout_at};
+use tokio_util::task::AbortOnDropHandle;
 use tracing::{Instrument, warn};
 
 use super::config::MainLoopClientConfig;
@@ -26,7 +27,6 @@ use super::reply::{CompletedRequest, Reply};
 use super::reply_store::{ReplyStore, StoredReply};
 use super::reply_waiters::{self, ReplyWaiter, ReplyWaiters};
 use super::request_context::RequestContext;
-use crate::abort_on_drop::AbortOnDropTask;
 use crate::builtin_events::{
     Budget, MainLoopCompleted, MainLoopFailed, MainLoopRequest, RequestFailure,
 };
@@ -177,7 +177,7 @@ pub struct MainLoopClient {
     /// Last known time of the backend, and when it was read; used to estimate the time while the backend is
     /// unavailable.
     clock: Mutex<(Timestamp, Instant)>,
-    _reader: AbortOnDropTask<()>,
+    _reader: AbortOnDropHandle<()>,
 }
 
 impl MainLoopClient {
@@ -200,7 +200,7 @@ impl MainLoopClient {
         let clock = Mutex::new((backend.now().await?, Instant::now()));
         let waiters = Arc::<ReplyWaiters>::default();
         let reader = reply_waiters::follow_replies(backend, stream, end, Arc::clone(&waiters));
-        let reader = AbortOnDropTask(tokio::spawn(reader));
+        let reader = AbortOnDropHandle::new(tokio::spawn(reader));
         Ok(Self { requester, reply_store, waiters, config, clock, _reader: reader })
     }
 

@@ -3,8 +3,9 @@
 //! Upstream: `worker`, with the deliveries of its group. Downstream: `request_context`, then `reply_store`.
 //! Guarantees: a request that has a reply is not executed; a reply is stored before the request is acknowledged; each
 //! request that is not released ends with exactly one reply. Crashed processes are counted by the group, failed
-//! attempts here, and lost locks in the session; each count has a limit.
+//! attempts and lost locks here; each count has a limit.
 
+use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -14,7 +15,7 @@ use tokio::sync::watch;
 use tokio::time::{Instant, sleep, sleep_until, timeout, timeout_at};
 use tracing::{Instrument, debug, error, info, warn};
 
-use super::budget::Meter;
+use super::budget::{Meter, OverBudget};
 use super::config::MainLoopConfig;
 use super::error::truncate_message;
 use super::parsed_request::ParsedRequest;
@@ -24,19 +25,13 @@ use super::request_context::{AttemptResult, DynMainLoop, RequestContext};
 use super::request_lock::{LockAttempt, RequestLock, RequestLocks};
 use crate::builtin_events::{MainLoopCompleted, MainLoopFailed, MainLoopRequest, RequestFailure};
 use crate::bus::EventBusExt;
-use crate::delivery::random_unit;
 use crate::error::BusError;
 use crate::event::ReceivedEvent;
 use crate::metrics;
-use crate::session::{Session, Sessions};
+use crate::session::{Session, SessionError, Sessions};
 
 /// Backoff between calls while the backend is unavailable.
-const RETRY: Backoff = Backoff::Exponential {
-    first: Duration::from_millis(100),
-    factor: 2.0,
-    max: Duration::from_secs(5),
-    jitter: 0.5,
-};
+const RETRY: Backoff = Backoff::doubling(Duration::from_millis(100), Duration::from_secs(5));
 
 /// Longest time to wait for a lock held elsewhere before the request is released, and shortest time between two
 /// attempts.
@@ -91,20 +86,6 @@ enum Execution {
     Unstorable(BusError),
 }
 
-/// Result of looking for a reply before execution.
-enum ReplyLookup {
-    Reply,
-    None,
-    /// Another requester has a reply, but this requester's stream permanently rejects the copy.
-    Unstorable(BusError),
-}
-
-/// Whether a request may run.
-enum Admission {
-    Admitted(RunLimits),
-    Rejected(RequestFailure, String),
-}
-
 /// End of a run, by the clock of the backend and of this process.
 #[derive(Clone, Copy)]
 struct RunLimits {
@@ -113,10 +94,7 @@ struct RunLimits {
 }
 
 /// Result of a request before it is encoded as a reply.
-enum RequestOutcome {
-    Output(serde_json::Value),
-    Failed(RequestFailure, String),
-}
+type RequestOutcome = Result<serde_json::Value, (RequestFailure, String)>;
 
 impl RequestExecutor {
     /// Handles one delivery of a request.
@@ -157,10 +135,22 @@ impl RequestExecutor {
         request: &ParsedRequest,
     ) -> Result<Outcome, RequestReleaseReason> {
         let began = Instant::now();
-        let lock = self.acquire_lock(request).await?;
-        let execution = self.execute_locked(request, &lock).await;
-        lock.release().await;
-        Ok(match execution? {
+        // A request that blocks its thread for longer than the lease makes its worker lose the lock without crashing.
+        // It is executed again here, unless another process has it by now.
+        let mut lock_losses = 0;
+        let execution = loop {
+            let lock = self.acquire_lock(request).await?;
+            let execution = self.execute_locked(request, &lock, lock_losses).await;
+            lock.release().await;
+            match execution {
+                Err(reason @ RequestReleaseReason::LockLost) => {
+                    metrics::request_released(reason.as_str());
+                    lock_losses += 1;
+                }
+                execution => break execution?,
+            }
+        };
+        Ok(match execution {
             Execution::Replied(reply) => {
                 metrics::request_ended(reply.result(), began.elapsed());
                 Outcome::Done
@@ -188,15 +178,14 @@ impl RequestExecutor {
             self.check_stopping()?;
             let wait = match self.locks.acquire(request).await {
                 Ok(LockAttempt::Acquired(lock)) => return Ok(lock),
-                // On a local bus there is no other process to release it to.
-                Ok(LockAttempt::Held(_)) if request.is_stored && Instant::now() >= until => {
+                Ok(LockAttempt::Held(_)) if Instant::now() >= until => {
                     return Err(RequestReleaseReason::Held);
                 }
                 Ok(LockAttempt::Held(remaining)) => remaining.clamp(LOCK_WAIT_MIN, LOCK_WAIT_MAX),
                 Err(error) => {
                     warn!(request_id = %request.id, %error, "request could not be locked");
                     attempts += 1;
-                    RETRY.delay(attempts, random_unit())
+                    RETRY.delay(attempts, fastrand::f64())
                 }
             };
             if attempts > RETRIES_MAX {
@@ -206,43 +195,31 @@ impl RequestExecutor {
         }
     }
 
-    /// Executes a request until it has a reply.
+    /// Executes a request until it has a reply. `lock_losses`: how often this worker lost its lock.
     async fn execute_locked(
         &self,
         request: &ParsedRequest,
         lock: &RequestLock,
+        lock_losses: u64,
     ) -> Result<Execution, RequestReleaseReason> {
-        match self.find_reply(request).await? {
-            ReplyLookup::None => {}
-            ReplyLookup::Reply => return Ok(Execution::AlreadyReplied),
-            ReplyLookup::Unstorable(error) => return Ok(Execution::Unstorable(error)),
+        if let Some(replied) = self.find_reply(request).await? {
+            return Ok(replied);
         }
         let meter = Meter::new(request.budget);
-        let (ending, has_session) = match self.admit(request).await? {
-            Admission::Rejected(kind, problem) => {
-                (RequestOutcome::Failed(kind, problem), kind == RequestFailure::Crashed)
-            }
-            Admission::Admitted(limits) => {
+        let (outcome, has_session) = match self.admit(request, lock_losses).await? {
+            Err((kind, problem)) => (Err((kind, problem)), kind == RequestFailure::Crashed),
+            Ok(limits) => {
                 // If this is dropped, the session is created completely or not at all, as after a crash.
                 let opened = timeout_at(limits.ends_at, self.open_session(request)).await;
-                match opened.map_err(|_| deadline_message(limits.deadline)) {
-                    Err(problem) => {
-                        (RequestOutcome::Failed(RequestFailure::DeadlinePassed, problem), false)
+                match opened.unwrap_or_else(|_| Ok(Err(deadline_passed(limits.deadline))))? {
+                    Ok(session) => {
+                        (self.run_attempts(request, &session, &meter, limits, lock).await?, true)
                     }
-                    Ok(opened) => match opened? {
-                        Ok(session) => (
-                            self.run_within_crash_limit(request, &session, &meter, limits, lock)
-                                .await?,
-                            true,
-                        ),
-                        Err(problem) => {
-                            (RequestOutcome::Failed(RequestFailure::Failed, problem), false)
-                        }
-                    },
+                    Err(failure) => (Err(failure), false),
                 }
             }
         };
-        let reply = self.reply(request, ending, &meter, has_session).await?;
+        let reply = self.reply(request, outcome, &meter, has_session).await?;
         self.store_reply(request, reply).await
     }
 
@@ -250,118 +227,77 @@ impl RequestExecutor {
     async fn find_reply(
         &self,
         request: &ParsedRequest,
-    ) -> Result<ReplyLookup, RequestReleaseReason> {
+    ) -> Result<Option<Execution>, RequestReleaseReason> {
         let ParsedRequest { requester, id: request_id, .. } = request;
-        let found =
-            self.with_limited_retries(|| self.reply_store.find(requester, request_id)).await?;
-        match found {
+        let find = || self.reply_store.find(requester, request_id);
+        match self.with_limited_retries(find).await? {
             Ok(Some(StoredReply::Reply(reply))) => {
                 // The previous worker may have crashed or stopped between storing the reply and publishing its copy.
-                if request.is_stored {
-                    let publish_copy = || self.reply_store.publish_copy(request_id, &reply);
-                    if let Err(error) = self.with_limited_retries(publish_copy).await? {
-                        error!(%request_id, %error, "copy of the reply could not be published to the control stream");
-                    }
-                }
-                return Ok(ReplyLookup::Reply);
+                let publish_copy = || self.reply_store.publish_copy(request_id, &reply);
+                self.with_limited_retries(publish_copy).await?.unwrap_or_else(|error| {
+                    error!(%request_id, %error, "copy of the reply could not be published to the control stream");
+                });
+                return Ok(Some(Execution::AlreadyReplied));
             }
-            Ok(Some(StoredReply::Trimmed)) => return Ok(ReplyLookup::Reply),
+            Ok(Some(StoredReply::Trimmed)) => return Ok(Some(Execution::AlreadyReplied)),
             Ok(None) => {}
             // The stored entry is not a reply, and nothing can replace it.
             Err(error) => {
                 warn!(%request_id, %error, "stored reply cannot be decoded");
-                return Ok(ReplyLookup::Reply);
+                return Ok(Some(Execution::AlreadyReplied));
             }
         }
         let for_other = || self.reply_store.find_for_other_requester(requester, request_id);
         match self.with_limited_retries(for_other).await? {
             Ok(Some(StoredReply::Reply(reply))) => {
                 let store = || self.reply_store.store(requester, request_id, &reply);
-                Ok(self
-                    .with_limited_retries(store)
-                    .await?
-                    .map_or_else(ReplyLookup::Unstorable, |_| ReplyLookup::Reply))
+                let stored = self.with_limited_retries(store).await?;
+                Ok(Some(stored.map_or_else(Execution::Unstorable, |_| Execution::AlreadyReplied)))
             }
-            Ok(_) => Ok(ReplyLookup::None),
+            Ok(_) => Ok(None),
             Err(error) => {
                 warn!(%request_id, %error, "reply of another requester cannot be decoded");
-                Ok(ReplyLookup::None)
+                Ok(None)
             }
         }
     }
 
     /// The limits of the run, or why the request must not run.
-    async fn admit(&self, request: &ParsedRequest) -> Result<Admission, RequestReleaseReason> {
+    async fn admit(
+        &self,
+        request: &ParsedRequest,
+        lock_losses: u64,
+    ) -> Result<Result<RunLimits, (RequestFailure, String)>, RequestReleaseReason> {
         let crashes_max = u64::from(self.config.max_crashes);
-        if request.deliveries > crashes_max {
-            let problem = format!("{crashes_max} worker processes crashed while executing it");
-            return Ok(Admission::Rejected(RequestFailure::Crashed, problem));
+        if request.deliveries + lock_losses > crashes_max {
+            let problem =
+                format!("{crashes_max} workers crashed or lost its lock while executing it");
+            return Ok(Err((RequestFailure::Crashed, problem)));
         }
         if let Some(problem) = &request.problem {
-            return Ok(Admission::Rejected(RequestFailure::Malformed, problem.clone()));
+            return Ok(Err((RequestFailure::Malformed, problem.clone())));
         }
         if let Err(problem) = self.main_loop.check(&request.body) {
             let problem = format!("the request cannot be decoded: {problem}");
-            return Ok(Admission::Rejected(RequestFailure::Malformed, problem));
+            return Ok(Err((RequestFailure::Malformed, problem)));
         }
         let now = self.now().await?;
         let longest = now.after(self.config.run_timeout);
         let deadline = request.deadline.map_or(longest, |deadline| deadline.min(longest));
         if deadline <= now {
-            return Ok(Admission::Rejected(
-                RequestFailure::DeadlinePassed,
-                deadline_message(deadline),
-            ));
+            return Ok(Err(deadline_passed(deadline)));
         }
-        Ok(Admission::Admitted(RunLimits {
-            deadline,
-            ends_at: Instant::now() + deadline.since(now),
-        }))
+        Ok(Ok(RunLimits { deadline, ends_at: Instant::now() + deadline.since(now) }))
     }
 
     async fn open_session(
         &self,
         request: &ParsedRequest,
-    ) -> Result<Result<Session, String>, RequestReleaseReason> {
-        let mut attempts = 0;
-        loop {
-            match self.sessions.ensure(&request.session).await {
-                Ok(session) => return Ok(Ok(session)),
-                Err(error) if error.is_transient() && attempts < RETRIES_MAX => {
-                    attempts += 1;
-                    warn!(%error, "session of a request cannot be opened; retrying");
-                    self.sleep_unless_stopping(RETRY.delay(attempts, random_unit())).await?;
-                }
-                Err(error) if error.is_transient() => {
-                    return Err(RequestReleaseReason::Unavailable);
-                }
-                Err(error) => return Ok(Err(error.to_string())),
-            }
-        }
-    }
-
-    /// Runs the request unless too many workers lost its lock. A request that blocks its thread for longer than the
-    /// lease makes every worker lose the lock without crashing, so it would otherwise be executed forever.
-    async fn run_within_crash_limit(
-        &self,
-        request: &ParsedRequest,
-        session: &Session,
-        meter: &Meter,
-        limits: RunLimits,
-        lock: &RequestLock,
-    ) -> Result<RequestOutcome, RequestReleaseReason> {
-        let lost = session.lock_losses();
-        if lost >= u64::from(self.config.max_crashes) {
-            let problem = format!("{lost} workers lost the lock while executing it");
-            return Ok(RequestOutcome::Failed(RequestFailure::Crashed, problem));
-        }
-        let ended = self.run_attempts(request, session, meter, limits, lock).await;
-        if let Err(RequestReleaseReason::LockLost) = &ended
-            && let Err(error) = self.sessions.record_lock_loss(&request.session).await
-        {
-            warn!(%error, "loss of a request lock could not be recorded");
-        }
-        ended
+    ) -> Result<Result<Session, (RequestFailure, String)>, RequestReleaseReason> {
+        let ensure = || self.sessions.ensure(&request.session);
+        let may_retry = |attempts| attempts < RETRIES_MAX;
+        let opened = self.with_retries(SessionError::is_transient, may_retry, ensure).await?;
+        Ok(opened.map_err(|error| (RequestFailure::Failed, error.to_string())))
     }
 
     /// Runs attempts until one succeeds or no further attempt is allowed.
@@ -382,47 +318,48 @@ impl RequestExecutor {
             ends_at,
             resources,
         };
+        // Returns when the run must end.
+        let interrupted = || async {
+            tokio::select! {
+                biased;
+                () = lock.cancelled() => {
+                    let problem = "its requester cancelled it".to_owned();
+                    Ok(Err((RequestFailure::Cancelled, problem)))
+                }
+                () = lock.lost() => Err(RequestReleaseReason::LockLost),
+                over = meter.exceeded() => Ok(Err(over_budget(over))),
+                () = sleep_until(ends_at) => Ok(Err(deadline_passed(deadline))),
+            }
+        };
         loop {
             let result = tokio::select! {
                 // In this order: a run that must end is not polled again.
                 biased;
-                () = lock.cancelled() => return Ok(cancelled_outcome()),
-                () = lock.lost() => return Err(RequestReleaseReason::LockLost),
+                ended = interrupted() => return ended,
                 () = self.drain_elapsed() => return Err(RequestReleaseReason::Stopping),
-                over = meter.exceeded() => {
-                    return Ok(RequestOutcome::Failed(RequestFailure::OverBudget, over.to_string()));
-                }
-                () = sleep_until(ends_at) => {
-                    return Ok(RequestOutcome::Failed(RequestFailure::DeadlinePassed, deadline_message(deadline)));
-                }
                 result = self.main_loop.execute(&request.body, session, &context) => result,
             };
             if let Some(over) = meter.over() {
-                return Ok(RequestOutcome::Failed(RequestFailure::OverBudget, over.to_string()));
+                return Ok(Err(over_budget(over)));
             }
             let (kind, reason) = match result {
-                AttemptResult::Output(output) => return Ok(RequestOutcome::Output(output)),
+                AttemptResult::Output(output) => return Ok(Ok(output)),
                 AttemptResult::Failed(error) if error.is_permanent => {
-                    return Ok(RequestOutcome::Failed(RequestFailure::GivenUp, error.reason));
+                    return Ok(Err((RequestFailure::GivenUp, error.reason)));
                 }
                 AttemptResult::Failed(error) => (RequestFailure::Failed, error.reason),
                 AttemptResult::Panicked(reason) => (RequestFailure::Panicked, reason),
             };
             if context.attempt >= self.config.max_attempts {
-                let reason = format!("{reason} (attempt {})", context.attempt);
-                return Ok(RequestOutcome::Failed(kind, reason));
+                return Ok(Err((kind, format!("{reason} (attempt {})", context.attempt))));
             }
             metrics::request_retried();
             warn!(attempt = context.attempt, error = reason, "request failed; it will be retried");
-            let wait = self.config.backoff.delay(context.attempt, random_unit());
+            let wait = self.config.backoff.delay(context.attempt, fastrand::f64());
             tokio::select! {
                 biased;
-                () = lock.cancelled() => return Ok(cancelled_outcome()),
-                () = lock.lost() => return Err(RequestReleaseReason::LockLost),
+                ended = interrupted() => return ended,
                 _ = self.stop_requested() => return Err(RequestReleaseReason::Stopping),
-                () = sleep_until(ends_at) => {
-                    return Ok(RequestOutcome::Failed(RequestFailure::DeadlinePassed, deadline_message(deadline)));
-                }
                 () = sleep(wait) => context.attempt += 1,
             }
         }
@@ -432,7 +369,7 @@ impl RequestExecutor {
     async fn reply(
         &self,
         request: &ParsedRequest,
-        ending: RequestOutcome,
+        outcome: RequestOutcome,
         meter: &Meter,
         has_session: bool,
     ) -> Result<Reply, RequestReleaseReason> {
@@ -454,9 +391,9 @@ impl RequestExecutor {
                 usage,
             })
         };
-        let output = match ending {
-            RequestOutcome::Output(output) => output,
-            RequestOutcome::Failed(kind, error) => return Ok(failed(kind, error)),
+        let output = match outcome {
+            Ok(output) => output,
+            Err((kind, error)) => return Ok(failed(kind, error)),
         };
         let reply = Reply::Completed(MainLoopCompleted {
             request_id: request_id.clone(),
@@ -513,7 +450,7 @@ impl RequestExecutor {
     where
         F: Future<Output = Result<T, BusError>>,
     {
-        self.with_retries(|attempts| attempts < RETRIES_MAX, call).await
+        self.with_retries(BusError::is_transient, |attempts| attempts < RETRIES_MAX, call).await
     }
 
     /// Calls the backend, with retries on transient errors for `REPLY_STORE_TIMEOUT`.
@@ -525,21 +462,22 @@ impl RequestExecutor {
         F: Future<Output = Result<T, BusError>>,
     {
         let until = Instant::now() + REPLY_STORE_TIMEOUT;
-        self.with_retries(|_| Instant::now() < until, call).await
+        self.with_retries(BusError::is_transient, |_| Instant::now() < until, call).await
     }
 
-    async fn with_retries<T, F>(
+    async fn with_retries<T, E: fmt::Display, F>(
         &self,
+        is_transient: impl Fn(&E) -> bool,
         may_retry: impl Fn(u32) -> bool,
         call: impl Fn() -> F,
-    ) -> Result<Result<T, BusError>, RequestReleaseReason>
+    ) -> Result<Result<T, E>, RequestReleaseReason>
     where
-        F: Future<Output = Result<T, BusError>>,
+        F: Future<Output = Result<T, E>>,
     {
         let mut attempts = 0;
         loop {
             match call().await {
-                Err(error) if error.is_transient() => {
+                Err(error) if is_transient(&error) => {
                     attempts += 1;
                     if !may_retry(attempts) {
                         return Err(RequestReleaseReason::Unavailable);
@@ -550,7 +488,7 @@ impl RequestExecutor {
             }
             // A finished run still stores its reply during the drain period.
             tokio::select! {
-                () = sleep(RETRY.delay(attempts, random_unit())) => {}
+                () = sleep(RETRY.delay(attempts, fastrand::f64())) => {}
                 () = self.drain_elapsed() => return Err(RequestReleaseReason::Stopping),
             }
         }
@@ -587,10 +525,10 @@ impl RequestExecutor {
     }
 }
 
-fn cancelled_outcome() -> RequestOutcome {
-    RequestOutcome::Failed(RequestFailure::Cancelled, "its requester cancelled it".to_owned())
+fn over_budget(over: OverBudget) -> (RequestFailure, String) {
+    (RequestFailure::OverBudget, over.to_string())
 }
 
-fn deadline_message(deadline: Timestamp) -> String {
-    format!("deadline passed at {}", deadline.to_rfc3339())
+fn deadline_passed(deadline: Timestamp) -> (RequestFailure, String) {
+    (RequestFailure::DeadlinePassed, format!("deadline passed at {}", deadline.to_rfc3339()))
 }

@@ -7,8 +7,7 @@
 //! (`parsed_request`); `executor` acquires its lock (`request_lock`), runs the application's code with a
 //! `request_context`, stores the reply in the `reply_store` and copies it to the control stream. Then the request is
 //! acknowledged. `reply_waiters` wakes the client.
-//! Guarantees: one reply per request, the first, for all callers; no request is acknowledged before it has a reply. The
-//! same on every bus; on a local bus, within one process.
+//! Guarantees: one reply per request, the first, for all callers; no request is acknowledged before it has a reply.
 //! Not here: the meaning of a request; resources used by a run whose process crashed.
 
 // In dependency order: each module uses only those above it.

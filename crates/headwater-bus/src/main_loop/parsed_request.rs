@@ -23,8 +23,6 @@ pub(super) struct ParsedRequest {
     pub(super) resources: Json,
     /// Number of deliveries, including those to crashed processes.
     pub(super) deliveries: u64,
-    /// Whether it is in a stream, so that another process can receive it if it is released.
-    pub(super) is_stored: bool,
     /// Why the request is invalid; then it is not executed.
     pub(super) problem: Option<String>,
 }
@@ -63,7 +61,6 @@ impl ParsedRequest {
             deadline,
             resources: event.resources.clone(),
             deliveries: event.envelope.deliveries,
-            is_stored: event.envelope.entry_id.is_some(),
             problem,
         })
     }
@@ -76,8 +73,8 @@ pub(super) fn session_of(namespace: &Namespace, request: &RequestId) -> SessionI
     hash.update(namespace.as_str());
     hash.update([0]);
     hash.update(request.as_str());
-    let hex: String = hash.finalize()[..16].iter().map(|byte| format!("{byte:02x}")).collect();
-    SessionId::new(format!("request-{hex}")).expect("hexadecimal digits make a valid id")
+    let id = format!("request-{}", hex::encode(&hash.finalize()[..16]));
+    SessionId::new(id).expect("hexadecimal digits make a valid id")
 }
 
 #[cfg(test)]

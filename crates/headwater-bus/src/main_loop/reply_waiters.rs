@@ -9,9 +9,8 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
-use headwater_stream::{Backend, EntryId, StreamName, TailReader};
+use headwater_stream::{Backend, Backoff, EntryId, StreamName, TailReader};
 use tokio::sync::watch;
-use tokio::time::sleep;
 use tracing::debug;
 
 use super::reply;
@@ -27,8 +26,7 @@ const READ_TIMEOUT: Duration = Duration::from_secs(30);
 const READ_COUNT: usize = 64;
 
 /// Backoff between reads while the backend is unavailable.
-const RETRY_FIRST: Duration = Duration::from_millis(50);
-const RETRY_MAX: Duration = Duration::from_secs(2);
+const RETRY: Backoff = Backoff::doubling(Duration::from_millis(50), Duration::from_secs(2));
 
 type ArrivedReply = Option<Arc<Envelope>>;
 
@@ -105,12 +103,12 @@ pub(super) async fn follow_replies(
     mut position: EntryId,
     waiters: Arc<ReplyWaiters>,
 ) {
-    let mut wait = RETRY_FIRST;
+    let mut retry = RETRY.timer();
     let mut reader: Option<Box<dyn TailReader>> = None;
     loop {
         match read(&*backend, &mut reader, (stream.clone(), position)).await {
             Ok(envelopes) => {
-                wait = RETRY_FIRST;
+                retry.reset();
                 for (entry_id, envelope) in envelopes {
                     position = position.max(entry_id);
                     // An undecodable entry is not a reply.
@@ -123,8 +121,7 @@ pub(super) async fn follow_replies(
             Err(error) => {
                 debug!(%stream, %error, "replies cannot be read; retrying");
                 reader = None;
-                sleep(wait).await;
-                wait = (wait * 2).min(RETRY_MAX);
+                retry.wait().await;
             }
         }
     }

@@ -11,7 +11,7 @@ use std::time::Duration;
 use headwater_stream::{
     HeldLease, HolderName, LeaseAcquisition, LeaseName, LeaseRenewer, LeaseRenewerConfig,
 };
-use tokio::sync::{mpsc, watch};
+use tokio_util::sync::CancellationToken;
 use tracing::warn;
 
 use super::parsed_request::ParsedRequest;
@@ -23,10 +23,8 @@ use crate::session_backend::SessionBackend;
 /// The request locks of this process.
 pub(super) struct RequestLocks {
     storage: SessionBackend,
-    keeper: LeaseRenewer,
-    requests: Mutex<HashMap<RequestId, watch::Sender<bool>>>,
-    /// Leases of dropped locks, to be released. Bounded by the number of running requests.
-    dropped: mpsc::UnboundedSender<LeaseName>,
+    renewer: LeaseRenewer,
+    requests: Mutex<HashMap<RequestId, CancellationToken>>,
 }
 
 /// Result of acquiring a lock.
@@ -44,11 +42,11 @@ impl RequestLocks {
         storage: SessionBackend,
         holder: &str,
         config: LeaseRenewerConfig,
-    ) -> Result<(Arc<Self>, mpsc::UnboundedReceiver<LeaseName>)> {
+    ) -> Result<Arc<Self>> {
         let leases = Arc::clone(&storage.backend) as Arc<dyn headwater_stream::Leases>;
-        let keeper = LeaseRenewer::new(leases, HolderName::new(holder)?, config)?;
-        let (dropped, receiver) = mpsc::unbounded_channel();
-        Ok((Arc::new(Self { storage, keeper, requests: Mutex::default(), dropped }), receiver))
+        // A lock tells its holder of its loss itself.
+        let (renewer, _) = LeaseRenewer::new(leases, HolderName::new(holder)?, config)?;
+        Ok(Arc::new(Self { storage, renewer, requests: Mutex::default() }))
     }
 
     /// Acquires the lock of a request, if it is free. The request can be cancelled from before the lock is acquired.
@@ -57,7 +55,7 @@ impl RequestLocks {
             return Ok(LockAttempt::Held(LOCAL_RETRY_AFTER));
         };
         let name = self.storage.keys.request_lock(&request.session);
-        match self.keeper.acquire(&name).await? {
+        match self.renewer.acquire(&name).await? {
             LeaseAcquisition::Won(held) => {
                 lock.lease = Some((name, held));
                 Ok(LockAttempt::Acquired(lock))
@@ -71,8 +69,8 @@ impl RequestLocks {
         if requests.contains_key(&request.id) {
             return None;
         }
-        let (sender, cancelled) = watch::channel(false);
-        requests.insert(request.id.clone(), sender);
+        let cancelled = CancellationToken::new();
+        requests.insert(request.id.clone(), cancelled.clone());
         metrics::requests_running(1.0);
         let request_id = request.id.clone();
         Some(RequestLock { locks: Arc::clone(self), request_id, cancelled, lease: None })
@@ -81,23 +79,18 @@ impl RequestLocks {
     /// Cancels a request if it is running in this process.
     pub(super) fn cancel(&self, request: &str) {
         let Ok(request) = RequestId::new(request) else { return };
-        if let Some(sender) = self.requests().get(&request) {
-            sender.send_replace(true);
+        if let Some(cancelled) = self.requests().get(&request) {
+            cancelled.cancel();
         }
     }
 
     /// Renews locks and releases dropped ones, for as long as it is polled.
-    pub(super) async fn run(&self, mut dropped: mpsc::UnboundedReceiver<LeaseName>) {
-        let releasing = async {
-            while let Some(lock) = dropped.recv().await {
-                self.release(&lock).await;
-            }
-        };
-        tokio::join!(self.keeper.run(std::future::pending()), releasing);
+    pub(super) async fn run(&self) {
+        self.renewer.run(std::future::pending()).await;
     }
 
     async fn release(&self, lock: &LeaseName) {
-        if let Err(error) = self.keeper.release(std::slice::from_ref(lock)).await {
+        if let Err(error) = self.renewer.release(std::slice::from_ref(lock)).await {
             // It is no longer renewed, so it expires after its TTL.
             warn!(lease = %lock, %error, "request lock could not be released; it expires after its TTL");
         }
@@ -105,12 +98,12 @@ impl RequestLocks {
 
     /// Releases all locks.
     pub(super) async fn release_all(&self) {
-        for fence in self.keeper.held() {
+        for fence in self.renewer.held() {
             self.release(&fence.lease).await;
         }
     }
 
-    fn requests(&self) -> MutexGuard<'_, HashMap<RequestId, watch::Sender<bool>>> {
+    fn requests(&self) -> MutexGuard<'_, HashMap<RequestId, CancellationToken>> {
         self.requests.lock().expect("no code panics while it holds this lock")
     }
 }
@@ -119,17 +112,14 @@ impl RequestLocks {
 pub(super) struct RequestLock {
     locks: Arc<RequestLocks>,
     request_id: RequestId,
-    cancelled: watch::Receiver<bool>,
+    cancelled: CancellationToken,
     lease: Option<(LeaseName, HeldLease)>,
 }
 
 impl RequestLock {
     /// Returns when the request is cancelled. Cancel-safe.
     pub(super) async fn cancelled(&self) {
-        let mut cancelled = self.cancelled.clone();
-        if cancelled.wait_for(|is_cancelled| *is_cancelled).await.is_err() {
-            std::future::pending::<()>().await;
-        }
+        self.cancelled.cancelled().await;
     }
 
     /// Returns when another process may hold the lock. Cancel-safe.
@@ -153,8 +143,8 @@ impl Drop for RequestLock {
         metrics::requests_running(-1.0);
         self.locks.requests().remove(&self.request_id);
         if let Some((lock, _)) = self.lease.take() {
-            // After the worker has stopped there is no receiver; the worker releases all locks itself.
-            let _ = self.locks.dropped.send(lock);
+            // After the worker has stopped, it releases all locks itself.
+            self.locks.renewer.release_later(&lock);
         }
     }
 }

@@ -10,9 +10,9 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use headwater_queue::{Outcome, RetryPolicy};
-use headwater_stream::LeaseName;
-use tokio::sync::{mpsc, watch};
+use tokio::sync::watch;
 use tokio::time::{Instant, MissedTickBehavior, interval};
+use tokio_util::task::AbortOnDropHandle;
 use tracing::{info, warn};
 
 use super::config::MainLoopConfig;
@@ -20,7 +20,6 @@ use super::executor::{REPLY_STORE_TIMEOUT, RequestExecutor};
 use super::reply_store::ReplyStore;
 use super::request_context::{MainLoop, TypedMainLoop};
 use super::request_lock::RequestLocks;
-use crate::abort_on_drop::AbortOnDropTask;
 use crate::builtin_events::{MainLoopCompleted, MainLoopFailed, MainLoopRequest, RequestFailure};
 use crate::bus::{EventBus, EventBusExt, SubscribeOptions};
 use crate::error::Result;
@@ -43,12 +42,11 @@ pub struct MainLoopWorker {
     bus: Arc<dyn EventBus>,
     stop: watch::Sender<Option<Instant>>,
     subscriptions: Mutex<Vec<SubscriptionId>>,
-    _upkeep: AbortOnDropTask<()>,
+    _upkeep: AbortOnDropHandle<()>,
 }
 
 impl MainLoopWorker {
-    /// Starts to execute the requests of the bus's namespace, each in its own session. On a local bus: the requests
-    /// of this process.
+    /// Starts to execute the requests of the bus's namespace, each in its own session.
     ///
     /// A bus has one worker. A namespace may have any number of workers with the same main loop.
     pub async fn start(
@@ -62,13 +60,13 @@ impl MainLoopWorker {
         bus.registry().check::<MainLoopCompleted>()?;
         bus.registry().check::<MainLoopFailed>()?;
         let reply_store = ReplyStore::new(Arc::clone(&bus), config.replies).await?;
-        let (locks, dropped) =
+        let locks =
             RequestLocks::new(reply_store.storage.clone(), &reply_store.origin, config.lease)?;
         let (stop, stopping) = watch::channel(None);
         let main_loop = Arc::new(TypedMainLoop(main_loop));
         let executor =
             Arc::new(RequestExecutor { sessions, reply_store, locks, main_loop, config, stopping });
-        let maintain = AbortOnDropTask(tokio::spawn(maintain(Arc::clone(&executor), dropped)));
+        let maintain = AbortOnDropHandle::new(tokio::spawn(maintain(Arc::clone(&executor))));
         let worker =
             Self { executor, bus, stop, subscriptions: Mutex::default(), _upkeep: maintain };
         worker.subscribe().await?;
@@ -191,7 +189,7 @@ impl fmt::Debug for MainLoopWorker {
 }
 
 /// Periodic work of the worker.
-async fn maintain(executor: Arc<RequestExecutor>, dropped: mpsc::UnboundedReceiver<LeaseName>) {
+async fn maintain(executor: Arc<RequestExecutor>) {
     let sweeping = async {
         let mut ticks = interval(executor.config.sweep_every);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -202,5 +200,5 @@ async fn maintain(executor: Arc<RequestExecutor>, dropped: mpsc::UnboundedReceiv
             }
         }
     };
-    tokio::join!(executor.locks.run(dropped), sweeping);
+    tokio::join!(executor.locks.run(), sweeping);
 }

@@ -152,13 +152,13 @@ mod tests {
     use super::*;
     use crate::builtin_events::PromptExecuted;
     use crate::fold::Folds;
-    use crate::local::LocalBus;
     use crate::registry::EventRegistry;
     use crate::session::SessionsConfig;
+    use crate::streamed::StreamedBus;
 
     #[tokio::test]
     async fn a_session_that_expired_meanwhile_is_not_trimmed() {
-        let bus = Arc::new(LocalBus::new(EventRegistry::builtin()));
+        let bus = Arc::new(StreamedBus::in_memory(EventRegistry::builtin()).await.unwrap());
         let folds = Folds::none().all::<PromptExecuted>(10);
         let sessions = Sessions::new(bus, folds, SessionsConfig::default()).await.unwrap();
         let id = SessionId::random();

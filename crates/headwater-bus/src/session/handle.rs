@@ -34,7 +34,6 @@ pub struct Session {
     /// Its entry in the list of sessions; distinguishes it from a later session of the same name.
     index: EntryId,
     ttl: Option<Duration>,
-    lock_losses: u64,
     cached: Mutex<CachedState>,
 }
 
@@ -59,23 +58,18 @@ impl Session {
     pub(super) fn empty(sessions: Sessions, id: SessionId, meta: &SessionMeta) -> Self {
         let state = SessionState::new(id, sessions.inner.folds.clone());
         let (index, ttl, recovery) = (meta.index, meta.ttl, Recovery::default());
-        Self::recovered(sessions, LoadedSession { index, ttl, lock_losses: 0, state, recovery })
+        Self::recovered(sessions, LoadedSession { index, ttl, state, recovery })
     }
 
     pub(super) fn recovered(sessions: Sessions, loaded: LoadedSession) -> Self {
-        let LoadedSession { index, ttl, lock_losses, state, recovery } = loaded;
+        let LoadedSession { index, ttl, state, recovery } = loaded;
         let id = state.session.clone();
         let snapshot_entries = match recovery.from_snapshot {
             Some(_) => state.entries.saturating_sub(recovery.replayed),
             None => 0,
         };
         let cached = CachedState { state, recovery, snapshot_entries, broken: None };
-        Self { sessions, id, index, ttl, lock_losses, cached: Mutex::new(cached) }
-    }
-
-    /// How often a main loop had lost the lock of its request when it was opened.
-    pub(crate) fn lock_losses(&self) -> u64 {
-        self.lock_losses
+        Self { sessions, id, index, ttl, cached: Mutex::new(cached) }
     }
 
     /// Its id.

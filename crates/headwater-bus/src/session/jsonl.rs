@@ -69,24 +69,14 @@ impl JsonBytes {
     pub(super) fn new(bytes: &Bytes) -> Self {
         match std::str::from_utf8(bytes) {
             Ok(text) => Self::Text(text.to_owned()),
-            Err(_) => Self::Hex { hex: bytes.iter().map(|byte| format!("{byte:02x}")).collect() },
+            Err(_) => Self::Hex { hex: hex::encode(bytes) },
         }
     }
 
     pub(super) fn read(self) -> Option<Bytes> {
         match self {
             Self::Text(text) => Some(text.into()),
-            Self::Hex { hex } => {
-                let digits = hex.as_bytes();
-                let pair = |pair: &[u8]| {
-                    let text = std::str::from_utf8(pair).ok()?;
-                    u8::from_str_radix(text, 16).ok()
-                };
-                let is_even = digits.len() % 2 == 0;
-                is_even
-                    .then(|| digits.chunks(2).map(pair).collect::<Option<Vec<u8>>>())?
-                    .map(Bytes::from)
-            }
+            Self::Hex { hex } => hex::decode(hex).ok().map(Bytes::from),
         }
     }
 }

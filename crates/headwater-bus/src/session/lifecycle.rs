@@ -11,8 +11,8 @@ use futures_util::future::BoxFuture;
 use futures_util::{FutureExt, StreamExt, stream};
 use headwater_stream::clock::Timestamp;
 use headwater_stream::{
-    Direction, Entry, EntryId, Fields, GroupStart, IdempotentEntry, Range, Retention, StreamError,
-    StreamName, StreamStats,
+    Direction, Entry, EntryId, Fields, GroupStart, IdempotentEntry, Range, Retention, StreamName,
+    StreamStats,
 };
 use tracing::warn;
 
@@ -50,9 +50,6 @@ pub struct SessionInfo {
     /// Its newest entry.
     pub last_entry: Option<EntryId>,
 }
-
-/// Attempts to update a counter that other processes update, too.
-const UPDATE_ATTEMPTS: usize = 8;
 
 /// Sessions processed concurrently.
 pub(super) const CONCURRENCY: usize = 32;
@@ -321,24 +318,6 @@ impl Sessions {
         let was_there = storage.backend.map_delete(&storage.keys.session_meta(session)).await?;
         storage.backend.delete_entries(&storage.keys.sessions(), &[meta.index]).await?;
         Ok(was_there)
-    }
-
-    /// Counts a lock loss of a main loop. Processes may do so concurrently; an error if too many do.
-    pub(crate) async fn record_lock_loss(&self, session: &SessionId) -> Result<()> {
-        let map = self.storage().keys.session_meta(session);
-        for _ in 0..UPDATE_ATTEMPTS {
-            let Some(meta) = self.meta(session).await? else { return Ok(()) };
-            let known = meta.lock_losses.to_string();
-            let expected = Some((meta::LOCK_LOSSES, known.as_bytes()));
-            let more = meta::lock_losses_are(meta.lock_losses + 1);
-            if self.storage().backend.map_update(&map, expected, &more).await? {
-                return Ok(());
-            }
-        }
-        let problem = format!(
-            "{UPDATE_ATTEMPTS} updates of the session metadata conflicted with concurrent updates; retry"
-        );
-        Err(BusError::from(StreamError::Unavailable { problem, source: None }).into())
     }
 
     /// Records the first entry of a session that was empty. Returns the first entry as recorded.

@@ -26,7 +26,6 @@ const BASE_ENTRIES: &str = "base_entries";
 pub(crate) const RENAMING: &str = "filler";
 const COPIED_BY: &str = "copied_by";
 const PARKED_THROUGH: &str = "parked_through";
-pub(crate) const LOCK_LOSSES: &str = "lost_runs";
 const EXPIRED_ENTRIES: &str = "expired_entries";
 const EXPIRED_THROUGH: &str = "expired_through";
 pub(crate) const EXPIRED_AT: &str = "expired_at";
@@ -91,8 +90,6 @@ pub(crate) struct SessionMeta {
     pub(crate) renaming: String,
     /// Undecodable entries are parked up to this entry.
     pub(crate) parked_through: EntryId,
-    /// How often a main loop lost the lock of the request that this session belongs to.
-    pub(crate) lock_losses: u64,
     pub(crate) expired: Option<SessionPoint>,
     pub(crate) expired_at: Timestamp,
     /// The newest snapshot of each set of folds.
@@ -113,7 +110,6 @@ impl SessionMeta {
             copied_by: String::new(),
             renaming: String::new(),
             parked_through: EntryId::MIN,
-            lock_losses: 0,
             expired: None,
             expired_at: Timestamp::default(),
             snapshots: BTreeMap::new(),
@@ -129,7 +125,6 @@ impl SessionMeta {
             (FIRST, first_text(self.first)),
             (RENAMING, self.renaming.clone()),
             (COPIED_BY, self.copied_by.clone()),
-            (LOCK_LOSSES, self.lock_losses.to_string()),
         ]);
         if let Some(ttl) = self.ttl {
             fields.extend(map([(TTL_MS, ttl.as_millis().to_string())]));
@@ -203,7 +198,6 @@ impl SessionMeta {
             copied_by: text(COPIED_BY)?.to_owned(),
             renaming: text(RENAMING)?.to_owned(),
             parked_through: id_or(PARKED_THROUGH, EntryId::MIN)?,
-            lock_losses: number(LOCK_LOSSES, 0)?,
             expired: point(EXPIRED_THROUGH, EXPIRED_ENTRIES)?,
             expired_at: or(text(EXPIRED_AT), never, Timestamp::from_rfc3339, invalid(EXPIRED_AT))?,
             snapshots: read_snapshots(fields),
@@ -222,10 +216,6 @@ pub(crate) fn renaming_is(copy: &str) -> RegistryMap {
 
 pub(crate) fn parked_through(id: EntryId) -> RegistryMap {
     map([(PARKED_THROUGH, id.to_string())])
-}
-
-pub(crate) fn lock_losses_are(runs: u64) -> RegistryMap {
-    map([(LOCK_LOSSES, runs.to_string())])
 }
 
 pub(crate) fn snapshot_is(set: &str, point: SessionPoint) -> RegistryMap {

@@ -129,7 +129,7 @@ struct Inner {
 }
 
 impl Sessions {
-    /// The sessions of a bus. A local bus starts to store session events in memory.
+    /// The sessions of a bus.
     pub async fn new(bus: Arc<dyn EventBus>, folds: Folds, config: SessionsConfig) -> Result<Self> {
         config.validate()?;
         folds.check(bus.registry())?;

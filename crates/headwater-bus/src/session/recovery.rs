@@ -60,7 +60,6 @@ pub(super) struct LoadedSession {
     /// Its entry in the list of sessions, which is unique.
     pub(super) index: EntryId,
     pub(super) ttl: Option<Duration>,
-    pub(super) lock_losses: u64,
     pub(super) state: SessionState,
     pub(super) recovery: Recovery,
 }
@@ -149,8 +148,8 @@ impl Sessions {
                 elapsed_ms = recovery.took.as_millis() as u64,
                 "session recovered"
             );
-            let SessionMeta { index, ttl, lock_losses, .. } = meta;
-            return Ok(LoadedSession { index, ttl, lock_losses, state, recovery });
+            let SessionMeta { index, ttl, .. } = meta;
+            return Ok(LoadedSession { index, ttl, state, recovery });
         }
     }
 

@@ -59,7 +59,7 @@ pub enum FailurePolicy {
     /// Publishing fails. No handler runs.
     #[default]
     Fail,
-    /// The event is written to a file and moved to its stream when the backend is available again, in order within its
+    /// The event is written to a stream on disk and moved to its stream when the backend is available again, in order within its
     /// session. Handlers of this process run at once.
     Spool(SpoolConfig),
     /// Handlers of this process run. The result tells whether other processes may see the event:

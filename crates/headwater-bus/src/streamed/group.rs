@@ -12,7 +12,7 @@ use headwater_stream::{EntryId, GroupName, StreamName};
 
 use super::Inner;
 use crate::bus::SubscribeOptions;
-use crate::delivery::{DeliveryOutcome, EventDelivery};
+use crate::delivery::EventDelivery;
 use crate::error::{BusError, DecodeError, Result};
 use crate::event::{Envelope, Scope};
 use crate::handler::{DeliveredEvent, Handlers};
@@ -145,11 +145,7 @@ impl Inner {
             Ok(None) => return Outcome::Done,
             Err(decode_error) => return self.park_message(stream, &message, &decode_error).await,
         };
-        match delivery.run(&delivered).await {
-            DeliveryOutcome::Done => Outcome::Done,
-            DeliveryOutcome::Released => Outcome::Release,
-            DeliveryOutcome::Failed { reason } => Outcome::dead_letter(reason),
-        }
+        delivery.run(&delivered).await
     }
 
     /// Decodes a message; `None` if the group has no handler for its type.
@@ -165,8 +161,7 @@ impl Inner {
         if is_known && !delivery.handles(&envelope.event_type) {
             return Ok(None);
         }
-        let value = self.registry.decode_any(&envelope)?;
-        Ok(Some(DeliveredEvent { value, envelope: Arc::new(envelope) }))
+        DeliveredEvent::decode(&self.registry, envelope).map(Some)
     }
 
     async fn park_message(

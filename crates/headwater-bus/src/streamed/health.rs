@@ -11,12 +11,8 @@ use super::Inner;
 use crate::bus::{BusHealth, GroupHealth, StreamHealth};
 use crate::metrics;
 
-/// Labels of a pending gauge. Groups with the same label in different sessions share one.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct ReportedGauge {
-    kind: &'static str,
-    group: String,
-}
+/// Labels of a pending gauge: kind of stream, and group. Groups with the same label in different sessions share one.
+pub(super) type ReportedGauge = (&'static str, String);
 
 /// Checks the health at intervals until the bus closes.
 pub(super) async fn run(inner: Arc<Inner>, every: Duration) {
@@ -78,18 +74,17 @@ impl Inner {
         let now: BTreeSet<ReportedGauge> = pending.keys().cloned().collect();
         let before = std::mem::replace(&mut *self.reported_gauges(), now);
         // Groups that are no longer used would otherwise keep their last value.
-        for ReportedGauge { kind, group } in before.iter().filter(|one| !pending.contains_key(one))
-        {
+        for (kind, group) in before.iter().filter(|one| !pending.contains_key(one)) {
             metrics::pending(kind, group, 0);
         }
-        for (ReportedGauge { kind, group }, count) in &pending {
+        for ((kind, group), count) in &pending {
             metrics::pending(kind, group, *count);
         }
     }
 
     /// Resets the gauges when the bus is closed.
     pub(super) fn clear_gauges(&self) {
-        for ReportedGauge { kind, group } in std::mem::take(&mut *self.reported_gauges()) {
+        for (kind, group) in std::mem::take(&mut *self.reported_gauges()) {
             metrics::pending(kind, &group, 0);
         }
     }
@@ -101,7 +96,7 @@ impl Inner {
         let label = group.strip_prefix(&format!("{}:cg:{place}:", self.keys.prefix()));
         // The name of a foreign group may contain the session id, so it must not become a label.
         let other = if session.is_some() { "other" } else { group };
-        ReportedGauge { kind, group: label.unwrap_or(other).to_owned() }
+        (kind, label.unwrap_or(other).to_owned())
     }
 
     fn reported_gauges(&self) -> MutexGuard<'_, BTreeSet<ReportedGauge>> {

@@ -29,11 +29,12 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use futures_util::future::join_all;
-use headwater_queue::Queue;
-use headwater_stream::{Backend, EntryId, Fields, StreamName};
-use tokio::sync::{Semaphore, watch};
+use headwater_queue::{Outcome, Queue};
+use headwater_stream::{Backend, EntryId, Fields, Options, StreamName, connect};
+use tokio::sync::Semaphore;
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
+use tokio_util::sync::CancellationToken;
 use tracing::warn;
 
 pub use self::config::{FailurePolicy, StreamedBusConfig};
@@ -43,11 +44,12 @@ use self::health::ReportedGauge;
 use self::own_events::OwnEvents;
 use crate::breaker::Breaker;
 use crate::bus::{BusHealth, EventBus, PublishResult, SubscribeOptions, SubscriptionKind};
-use crate::delivery::{CloseSignal, DeliveryOutcome};
+use crate::delivery::EventDelivery;
 use crate::error::{BusError, Result};
 use crate::event::{Envelope, OutgoingEvent, Scope};
 use crate::handler::{self, DeliveredEvent, Handlers};
 use crate::keys::Keys;
+use crate::limits::IN_MEMORY_BYTES_MAX;
 use crate::live::{EventSource, LiveSubscription, LiveSubscriptions};
 use crate::name::{EventId, SessionId, SubscriptionId, random_bits};
 use crate::registry::EventRegistry;
@@ -58,7 +60,6 @@ use crate::unknown_events::{ParkedEntry, UnknownEvents};
 /// A bus on the streams of a backend.
 pub struct StreamedBus {
     inner: Arc<Inner>,
-    stop: watch::Sender<bool>,
     tasks: Mutex<Vec<JoinHandle<()>>>,
 }
 
@@ -77,7 +78,8 @@ pub(crate) struct Inner {
     spool: Option<Spool>,
     parked: UnknownEvents,
     next_id: AtomicU64,
-    closing: CloseSignal,
+    /// Cancelled when the bus closes or is dropped.
+    closing: CancellationToken,
     /// One permit for each publish in flight.
     in_flight: Arc<Semaphore>,
     last_health: Mutex<Option<BusHealth>>,
@@ -88,6 +90,14 @@ pub(crate) struct Inner {
 }
 
 impl StreamedBus {
+    /// Opens a bus inside this process, without persistence: on a new backend in memory, limited to
+    /// [`IN_MEMORY_BYTES_MAX`]. All events of sessions are kept until their session is deleted or expires.
+    pub async fn in_memory(registry: EventRegistry) -> Result<Self> {
+        let url = format!("embedded:memory?max_bytes={IN_MEMORY_BYTES_MAX}");
+        let backend = connect(&url, &Options::default()).await?;
+        Self::open(backend, registry, StreamedBusConfig::default()).await
+    }
+
     /// Opens a bus on a backend. Events in the spool are moved first. Closing the bus does not close the backend.
     pub async fn open(
         backend: Arc<dyn Backend>,
@@ -99,11 +109,10 @@ impl StreamedBus {
         let spool = match &config.on_failure {
             FailurePolicy::Spool(spool) => {
                 let owner = format!("{}:{}", keys.prefix(), config.namespace);
-                Some(Spool::open(spool.clone(), &owner).await?)
+                Some(Spool::open(spool.clone(), &owner, Arc::clone(&config.clock)).await?)
             }
             FailurePolicy::Fail | FailurePolicy::LocalOnly => None,
         };
-        let (stop, closing) = CloseSignal::new();
         let inner = Arc::new(Inner {
             control: keys.control(&config.namespace),
             parked: UnknownEvents { backend: Arc::clone(&backend), stream: keys.unknown() },
@@ -119,7 +128,7 @@ impl StreamedBus {
             breaker: Breaker::new(config.breaker)?,
             spool,
             next_id: AtomicU64::new(1),
-            closing,
+            closing: CancellationToken::new(),
             in_flight: Arc::new(Semaphore::new(config.in_flight_max)),
             last_health: Mutex::default(),
             missed: AtomicU64::new(0),
@@ -136,7 +145,12 @@ impl StreamedBus {
         if let Some(every) = inner.config.health_every {
             tasks.push(tokio::spawn(health::run(Arc::clone(&inner), every)));
         }
-        Ok(Self { inner, stop, tasks: Mutex::new(tasks) })
+        Ok(Self { inner, tasks: Mutex::new(tasks) })
+    }
+
+    /// The backend with its streams, for example to list the dead letters of its groups with `headwater-queue`.
+    pub fn backend(&self) -> &Arc<dyn Backend> {
+        &self.inner.backend
     }
 
     /// The control stream of its namespace, for appending entries without the bus.
@@ -154,17 +168,26 @@ impl StreamedBus {
         self.inner.last_health().clone()
     }
 
-    /// Spooled events that were permanently rejected by their streams, oldest first, up to `count`. They are in the
-    /// `.rejected` file beside the spool; remove it when they are handled.
+    /// Spooled events that were permanently rejected by their streams, oldest first, up to `count`. They are kept in the
+    /// directory of the spool until [`delete_rejected`](Self::delete_rejected).
     pub async fn rejected(&self, count: usize) -> Result<Vec<RejectedEvent>> {
         let Some(spool) = &self.inner.spool else { return Ok(Vec::new()) };
         let rejected = spool.rejected(count).await?.into_iter();
         let read = |event: SpooledEvent| RejectedEvent {
+            id: event.id,
             stream: event.stream,
             event_id: event.event_id,
             fields: event.fields,
         };
         Ok(rejected.map(read).collect())
+    }
+
+    /// Deletes a rejected event. Returns whether it existed.
+    pub async fn delete_rejected(&self, id: EntryId) -> Result<bool> {
+        match &self.inner.spool {
+            Some(spool) => Ok(spool.delete_rejected(id).await?),
+            None => Ok(false),
+        }
     }
 
     /// Parked entries after this one (`EntryId::MIN` for the first page), oldest first.
@@ -190,6 +213,8 @@ impl StreamedBus {
 /// A spooled event that was permanently rejected by its stream.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RejectedEvent {
+    /// Its id in the spool.
+    pub id: EntryId,
     /// The stream.
     pub stream: StreamName,
     /// Id of the event.
@@ -226,7 +251,7 @@ impl fmt::Debug for StreamedBus {
 impl Drop for StreamedBus {
     fn drop(&mut self) {
         // Work in flight is abandoned: unacknowledged events are reclaimed by other processes.
-        let _ = self.stop.send(true);
+        self.inner.closing.cancel();
         self.inner.live.clear();
         self.inner.groups().clear();
         self.tasks().drain(..).for_each(|task| task.abort());
@@ -251,7 +276,7 @@ impl EventBus for StreamedBus {
         handlers: Handlers,
     ) -> Result<SubscriptionId> {
         let inner = &self.inner;
-        if inner.closing.is_set() {
+        if inner.closing.is_cancelled() {
             return Err(BusError::Closed);
         }
         subscribe.validate()?;
@@ -296,7 +321,7 @@ impl EventBus for StreamedBus {
                 Some(permit.map_err(|_| BusError::Closed)?)
             }
         };
-        if permit.is_some() && inner.closing.is_set() {
+        if permit.is_some() && inner.closing.is_cancelled() {
             return Err(BusError::Closed);
         }
         // Runs in its own task, so that a stored event is handled even if the caller is dropped.
@@ -319,7 +344,7 @@ impl EventBus for StreamedBus {
 
     async fn close(&self) -> Result<()> {
         let inner = &self.inner;
-        let _ = self.stop.send(true);
+        inner.closing.cancel();
         let groups: Vec<DurableGroup> = inner.groups().drain().map(|(_, group)| group).collect();
         let tasks: Vec<JoinHandle<()>> = self.tasks().drain(..).collect();
         let drain = inner.config.drain;
@@ -412,19 +437,11 @@ impl Inner {
             return Ok(RetryParkedOutcome::NotParked);
         };
         let read = Envelope::from_entry(&parked.stream, parked.entry_id, &parked.fields);
-        let envelope = match read {
-            Ok(envelope) => envelope,
-            Err(decode_error) => {
-                return Ok(RetryParkedOutcome::Unreadable(decode_error.to_string()));
-            }
-        };
-        let value = match self.registry.decode_any(&envelope) {
-            Ok(value) => value,
-            Err(decode_error) => {
-                return Ok(RetryParkedOutcome::Unreadable(decode_error.to_string()));
-            }
-        };
-        let delivered = DeliveredEvent { value, envelope: Arc::new(envelope) };
+        let delivered =
+            match read.and_then(|envelope| DeliveredEvent::decode(&self.registry, envelope)) {
+                Ok(delivered) => delivered,
+                Err(error) => return Ok(RetryParkedOutcome::Unreadable(error.to_string())),
+            };
         let session = self.session_of(&parked.stream);
         let source = EventSource::Here(session.as_ref());
         let dispatched = self.live.dispatch(&delivered, source, self.config.session.as_ref()).await;
@@ -434,11 +451,11 @@ impl Inner {
         let mut handled = dispatched.invoked;
         for delivery in self.deliveries(&parked.stream, &delivered.envelope.event_type) {
             match delivery.run(&delivered).await {
-                DeliveryOutcome::Done => handled += 1,
-                DeliveryOutcome::Released => {
+                Outcome::Done => handled += 1,
+                Outcome::Release => {
                     return Ok(RetryParkedOutcome::Failed("released by its handler".to_owned()));
                 }
-                DeliveryOutcome::Failed { reason } => {
+                Outcome::DeadLetter { reason } | Outcome::Retry { reason, .. } => {
                     return Ok(RetryParkedOutcome::Failed(reason));
                 }
             }
@@ -450,11 +467,7 @@ impl Inner {
         Ok(RetryParkedOutcome::Handled(handled))
     }
 
-    fn deliveries(
-        &self,
-        stream: &StreamName,
-        event_type: &str,
-    ) -> Vec<crate::delivery::EventDelivery> {
+    fn deliveries(&self, stream: &StreamName, event_type: &str) -> Vec<EventDelivery> {
         let groups = self.groups();
         let wanted = groups
             .values()

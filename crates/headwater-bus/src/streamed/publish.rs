@@ -11,7 +11,7 @@ use headwater_stream::StreamName;
 use tracing::Instrument;
 
 use super::Inner;
-use super::store::EncodedEvent;
+use super::store::PreparedEvent;
 use crate::bus::{PublishResult, StoreOutcome};
 use crate::error::{BusError, Result};
 use crate::event::{Envelope, OutgoingEvent, Scope, publish_span};
@@ -21,14 +21,6 @@ use crate::live::EventSource;
 use crate::metrics;
 use crate::name::{EventId, SessionId};
 use crate::trace;
-
-/// An event with its stream.
-struct PreparedEvent {
-    stream: StreamName,
-    session: Option<SessionId>,
-    delivered: DeliveredEvent,
-    has_caller_id: bool,
-}
 
 impl Inner {
     pub(super) async fn publish_all(
@@ -82,6 +74,7 @@ impl Inner {
             prepared.push(PreparedEvent {
                 stream,
                 session,
+                fields: envelope.to_fields(),
                 has_caller_id: event.event_id.is_some(),
                 delivered: DeliveredEvent { value: event.value, envelope },
             });
@@ -113,9 +106,8 @@ impl Inner {
         }
         let mut answers: Vec<Option<Result<StoreOutcome>>> = events.iter().map(|_| None).collect();
         for (stream, indexes) in streams {
-            let ready: Vec<EncodedEvent> =
-                indexes.iter().map(|index| events[*index].ready()).collect();
-            for (index, answer) in indexes.into_iter().zip(self.store(stream, &ready).await) {
+            let batch: Vec<&PreparedEvent> = indexes.iter().map(|index| &events[*index]).collect();
+            for (index, answer) in indexes.into_iter().zip(self.store(stream, &batch).await) {
                 answers[index] = Some(answer);
             }
         }
@@ -136,15 +128,5 @@ impl Inner {
         result.handlers_invoked = dispatched.invoked;
         result.failures = dispatched.failures;
         result
-    }
-}
-
-impl PreparedEvent {
-    fn ready(&self) -> EncodedEvent {
-        EncodedEvent {
-            envelope: Arc::clone(&self.delivered.envelope),
-            fields: self.delivered.envelope.to_fields(),
-            has_caller_id: self.has_caller_id,
-        }
     }
 }

@@ -17,17 +17,25 @@ use super::config::{DEDUP_WINDOW_DEFAULT, FailurePolicy};
 use crate::breaker::BreakerPermit;
 use crate::bus::StoreOutcome;
 use crate::error::{BusError, Result};
-use crate::event::Envelope;
+use crate::handler::DeliveredEvent;
 use crate::metrics;
-use crate::name::EventId;
-use crate::spool::SpooledEvent;
+use crate::name::{EventId, SessionId};
 
-/// An event encoded for its stream.
-pub(super) struct EncodedEvent {
-    pub(super) envelope: Arc<Envelope>,
+/// A validated event with its stream.
+pub(super) struct PreparedEvent {
+    pub(super) stream: StreamName,
+    pub(super) session: Option<SessionId>,
+    pub(super) delivered: DeliveredEvent,
+    /// It, as stored.
     pub(super) fields: Fields,
     /// Whether the id was set by the caller, so that it may have been published before.
     pub(super) has_caller_id: bool,
+}
+
+impl PreparedEvent {
+    fn event_id(&self) -> &EventId {
+        &self.delivered.envelope.event_id
+    }
 }
 
 impl Inner {
@@ -35,7 +43,7 @@ impl Inner {
     pub(super) async fn store(
         &self,
         stream: &StreamName,
-        events: &[EncodedEvent],
+        events: &[&PreparedEvent],
     ) -> Vec<Result<StoreOutcome>> {
         let answer = match &self.config.on_failure {
             FailurePolicy::Fail => self.store_or_fail(stream, events).await,
@@ -45,7 +53,7 @@ impl Inner {
         match answer {
             Ok(stored) => stored.into_iter().map(Ok).collect(),
             Err(BusError::Unconfirmed { source, .. }) => {
-                let unconfirmed = |event: &EncodedEvent| self.unconfirmed(event, &source);
+                let unconfirmed = |event: &&PreparedEvent| self.unconfirmed(event, &source);
                 events.iter().map(unconfirmed).collect()
             }
             Err(error) => events.iter().map(|_| Err(error.clone())).collect(),
@@ -55,16 +63,16 @@ impl Inner {
     async fn store_or_fail(
         &self,
         stream: &StreamName,
-        events: &[EncodedEvent],
+        events: &[&PreparedEvent],
     ) -> Result<Vec<StoreOutcome>> {
         let admitted = self.breaker.admit();
         let permit = admitted.map_err(|retry_after| BusError::BreakerOpen { retry_after })?;
-        events.iter().for_each(|event| self.own_events.store_started(&event.envelope.event_id));
+        events.iter().for_each(|event| self.own_events.store_started(event.event_id()));
         let answer = self.try_append(stream, events, permit).await;
         match answer {
             Ok(stored) => Ok(self.settle(events, stored)),
             Err(error) if may_have_been_stored(&error) => {
-                let event_id = events[0].envelope.event_id.clone();
+                let event_id = events[0].event_id().clone();
                 Err(BusError::Unconfirmed { event_id, source: Arc::new(error) })
             }
             Err(error) => {
@@ -75,15 +83,15 @@ impl Inner {
     }
 
     /// This attempt definitely did not store them. Returns one that an earlier attempt may have stored.
-    fn abandon(&self, events: &[EncodedEvent]) -> Option<EventId> {
-        let ids = events.iter().map(|event| &event.envelope.event_id);
+    fn abandon(&self, events: &[&PreparedEvent]) -> Option<EventId> {
+        let ids = events.iter().map(|event| event.event_id());
         ids.filter(|event_id| self.own_events.not_stored(event_id)).last().cloned()
     }
 
     /// An event that was stored before under the same id, but not confirmed, is new to the handlers here.
-    fn settle(&self, events: &[EncodedEvent], stored: Vec<StoreOutcome>) -> Vec<StoreOutcome> {
-        let settle = |(event, stored): (&EncodedEvent, StoreOutcome)| {
-            let was_unconfirmed = self.own_events.settle(&event.envelope.event_id);
+    fn settle(&self, events: &[&PreparedEvent], stored: Vec<StoreOutcome>) -> Vec<StoreOutcome> {
+        let settle = |(event, stored): (&&PreparedEvent, StoreOutcome)| {
+            let was_unconfirmed = self.own_events.settle(event.event_id());
             match stored {
                 StoreOutcome::Duplicate(id) if was_unconfirmed => StoreOutcome::Entry(id),
                 stored => stored,
@@ -92,8 +100,12 @@ impl Inner {
         events.iter().zip(stored).map(settle).collect()
     }
 
-    fn unconfirmed(&self, event: &EncodedEvent, source: &Arc<StreamError>) -> Result<StoreOutcome> {
-        let event_id = event.envelope.event_id.clone();
+    fn unconfirmed(
+        &self,
+        event: &PreparedEvent,
+        source: &Arc<StreamError>,
+    ) -> Result<StoreOutcome> {
+        let event_id = event.event_id().clone();
         match self.own_events.store_unconfirmed(&event_id) {
             Some(entry_id) => Ok(StoreOutcome::Entry(entry_id)),
             None => Err(BusError::Unconfirmed { event_id, source: Arc::clone(source) }),
@@ -103,13 +115,13 @@ impl Inner {
     async fn store_or_spool(
         &self,
         stream: &StreamName,
-        events: &[EncodedEvent],
+        events: &[&PreparedEvent],
     ) -> Result<Vec<StoreOutcome>> {
         let spool = self.spool.as_ref().expect("a bus with this policy has a spool");
         // No event may overtake spooled ones. A caller that gets here before the first event is spooled is concurrent
         // with it.
         spool.throttle().await;
-        events.iter().for_each(|event| self.own_events.store_started(&event.envelope.event_id));
+        events.iter().for_each(|event| self.own_events.store_started(event.event_id()));
         let mut failed = None;
         if !spool.has_pending()
             && let Ok(permit) = self.breaker.admit()
@@ -126,38 +138,29 @@ impl Inner {
                 }
             }
         }
-        let (spooled_at, attempted) = (self.config.clock.now(), failed.is_some());
-        let waiting = |event: &EncodedEvent| SpooledEvent {
-            stream: stream.clone(),
-            event_id: event.envelope.event_id.clone(),
-            fields: event.fields.clone(),
-            attempted,
-            spooled_at,
-        };
-        match (spool.add(events.iter().map(waiting).collect()).await, failed) {
-            // They may be in their stream. If so, their handlers run when they are read from it.
-            (Err(problem), Some(error)) if may_have_been_stored(&error) => {
-                error!(%stream, error = %problem, "unconfirmed events could not be spooled");
-                let event_id = events[0].envelope.event_id.clone();
-                Err(BusError::Unconfirmed { event_id, source: Arc::new(error) })
-            }
-            (Err(problem), _) => match self.abandon(events) {
-                None => Err(problem.into()),
-                Some(event_id) => {
-                    let problem =
-                        format!("an event that may be stored could not be spooled: {problem}");
-                    let source = StreamError::Unavailable { problem, source: None };
-                    Err(BusError::Unconfirmed { event_id, source: Arc::new(source) })
-                }
-            },
+        let fields = events.iter().map(|event| &event.fields);
+        let Err(problem) = spool.add(stream, fields, failed.is_some()).await else {
             // They will be stored exactly once from the spool.
-            (Ok(_), _) => {
-                for event in events {
-                    self.own_events.settle(&event.envelope.event_id);
-                }
-                Ok(vec![StoreOutcome::Spooled; events.len()])
+            for event in events {
+                self.own_events.settle(event.event_id());
             }
+            return Ok(vec![StoreOutcome::Spooled; events.len()]);
+        };
+        error!(%stream, error = %problem, "events could not be spooled");
+        // Neither in the spool nor in their stream, unless an earlier attempt stored them.
+        if matches!(problem, BusError::SpoolFull { .. })
+            && !failed.as_ref().is_some_and(may_have_been_stored)
+            && self.abandon(events).is_none()
+        {
+            return Err(problem);
         }
+        // If they are in their stream, their handlers run when they are read from it.
+        let source = failed.unwrap_or_else(|| StreamError::Unavailable {
+            problem: problem.to_string(),
+            source: None,
+        });
+        let event_id = events[0].event_id().clone();
+        Err(BusError::Unconfirmed { event_id, source: Arc::new(source) })
     }
 
     /// Only an event that was never sent definitely stays in this process. One that was sent and not confirmed may be
@@ -165,7 +168,7 @@ impl Inner {
     async fn store_or_not(
         &self,
         stream: &StreamName,
-        events: &[EncodedEvent],
+        events: &[&PreparedEvent],
     ) -> Result<Vec<StoreOutcome>> {
         let Ok(permit) = self.breaker.admit() else {
             return Ok(vec![StoreOutcome::LocalOnly; events.len()]);
@@ -193,7 +196,7 @@ impl Inner {
     async fn try_append(
         &self,
         stream: &StreamName,
-        events: &[EncodedEvent],
+        events: &[&PreparedEvent],
         permit: BreakerPermit,
     ) -> Result<Vec<StoreOutcome>, StreamError> {
         let answer = self.append(stream, events).await;
@@ -212,7 +215,7 @@ impl Inner {
     async fn append(
         &self,
         stream: &StreamName,
-        events: &[EncodedEvent],
+        events: &[&PreparedEvent],
     ) -> Result<Vec<StoreOutcome>, StreamError> {
         let retention = self.retention(stream);
         if !self.dedups_all() && !events.iter().any(|event| event.has_caller_id) {
@@ -223,7 +226,7 @@ impl Inner {
         let once: Vec<IdempotentEntry> = events
             .iter()
             .map(|event| IdempotentEntry {
-                id: event.envelope.event_id.to_string(),
+                id: event.event_id().to_string(),
                 fields: event.fields.clone(),
             })
             .collect();

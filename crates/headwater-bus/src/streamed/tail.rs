@@ -11,7 +11,8 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use headwater_stream::{
-    Direction, Entry, EntryId, Fields, Range, StreamBatch, StreamError, StreamName, TailReader,
+    Backoff, Direction, Entry, EntryId, Fields, Range, StreamBatch, StreamError, StreamName,
+    TailReader,
 };
 use tokio::task::{Id, JoinError, JoinSet};
 use tokio::time::{Instant, sleep_until, timeout};
@@ -25,7 +26,7 @@ use crate::live::EventSource;
 use crate::metrics;
 
 /// Backoff between reads while the backend is unavailable.
-const RETRY_FIRST: Duration = Duration::from_millis(50);
+const RETRY: Backoff = Backoff::doubling(Duration::from_millis(50), RETRY_MAX);
 const RETRY_MAX: Duration = Duration::from_secs(2);
 
 /// How long the next read waits for the handlers of the last one. After that, the other streams are read without it,
@@ -43,12 +44,12 @@ pub(super) async fn run(inner: Arc<Inner>) {
 }
 
 async fn follow(inner: &Arc<Inner>, tasks: &mut StreamTasks) {
-    let mut wait = RETRY_FIRST;
+    let mut retry = RETRY.timer();
     let mut reader = None;
     // Keys that are not streams, and when to check them again.
     let mut foreign: HashSet<StreamName> = HashSet::new();
     let mut retry_foreign_at = Instant::now();
-    while !inner.closing.is_set() {
+    while !inner.closing.is_cancelled() {
         let mut positions = tasks.idle(inner.followed.positions());
         positions.retain(|(stream, _)| !foreign.contains(stream));
         // Only the read is cancelled by a change or by closing: reads are cancel-safe, handlers need not be.
@@ -60,11 +61,11 @@ async fn follow(inner: &Arc<Inner>, tasks: &mut StreamTasks) {
                 foreign.clear();
                 continue;
             }
-            () = inner.closing.wait() => return,
+            () = inner.closing.cancelled() => return,
         };
         match read {
             Ok(batches) => {
-                wait = RETRY_FIRST;
+                retry.reset();
                 let began = Instant::now();
                 let streams: Vec<StreamName> =
                     batches.iter().map(|batch| batch.stream.clone()).collect();
@@ -83,10 +84,9 @@ async fn follow(inner: &Arc<Inner>, tasks: &mut StreamTasks) {
                 debug!(%error, "live subscriptions cannot read; retrying");
                 reader = None;
                 inner.followed.mark_all_late();
-                if !inner.sleep_unless_closing(wait).await {
+                if !inner.sleep_unless_closing(retry.next_delay()).await {
                     return;
                 }
-                wait = (wait * 2).min(RETRY_MAX);
             }
         }
     }
@@ -168,7 +168,7 @@ impl Inner {
             self.followed.mark_late(&stream);
         }
         for entry in entries {
-            if self.closing.is_set() {
+            if self.closing.is_cancelled() {
                 return;
             }
             self.receive_one(&stream, &entry).await;
@@ -226,8 +226,7 @@ impl Inner {
         if is_known && !self.live.handles(&envelope.event_type) {
             return Ok(None);
         }
-        let value = self.registry.decode_any(&envelope)?;
-        Ok(Some(DeliveredEvent { value, envelope: Arc::new(envelope) }))
+        DeliveredEvent::decode(&self.registry, envelope).map(Some)
     }
 
     /// Parks an entry, retrying transient errors. An error means that the bus is closing, or that the backend
@@ -239,16 +238,15 @@ impl Inner {
         fields: &Fields,
         decode_error: &DecodeError,
     ) -> Result<(), StreamError> {
-        let mut wait = RETRY_FIRST;
+        let mut retry = RETRY.timer();
         loop {
             let now = self.config.clock.now();
             match self.parked.park(stream, entry_id, fields, decode_error, now).await {
                 Ok(()) => return Ok(()),
                 Err(error) if error.is_transient() => {
-                    if !self.sleep_unless_closing(wait).await {
+                    if !self.sleep_unless_closing(retry.next_delay()).await {
                         return Err(error);
                     }
-                    wait = (wait * 2).min(RETRY_MAX);
                 }
                 Err(error) => {
                     error!(%stream, %entry_id, reason = %decode_error, %error, "entry could not be parked");
@@ -262,7 +260,7 @@ impl Inner {
     pub(super) async fn sleep_unless_closing(&self, wait: Duration) -> bool {
         tokio::select! {
             () = tokio::time::sleep(wait) => true,
-            () = self.closing.wait() => false,
+            () = self.closing.cancelled() => false,
         }
     }
 }

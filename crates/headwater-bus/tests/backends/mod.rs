@@ -1,4 +1,4 @@
-//! The environments of the tests: three backends, or a local bus, with a key prefix unique to the test.
+//! The environments of the tests: three backends, with a key prefix unique to the test.
 //!
 //! Each test binary has its own `fixture::Fixture` with the buses of its scenarios.
 
@@ -7,7 +7,6 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use headwater_bus::EventBus;
 use headwater_queue::QueueConfig;
 use headwater_stream::{
     Backend, Direction, Entry, EntryId, LeaseRenewerConfig, Options, Range, StreamName, connect,
@@ -35,17 +34,6 @@ macro_rules! on_streams {
         tests_in!(embedded, crate::fixture::Fixture::embedded().await, $runtime, $($scenario),*);
         tests_in!(redis, crate::fixture::Fixture::redis(), $runtime, $($scenario),*);
         tests_in!(cluster, crate::fixture::Fixture::cluster(), $runtime, $($scenario),*);
-    };
-}
-
-/// Runs each scenario on a local bus; for scenarios that do not access a backend.
-#[allow(unused_macros, reason = "each test binary uses what it needs")]
-macro_rules! on_local_bus {
-    ($($scenario:ident),* $(,)?) => {
-        on_local_bus!((flavor = "multi_thread", worker_threads = 2): $($scenario),*);
-    };
-    ($runtime:tt: $($scenario:ident),* $(,)?) => {
-        tests_in!(local, crate::fixture::Fixture::local(), $runtime, $($scenario),*);
     };
 }
 
@@ -79,8 +67,6 @@ pub(crate) mod telemetry;
 /// The backend of the buses.
 #[derive(Clone)]
 pub(crate) enum Target {
-    /// One bus in one process.
-    Local(Arc<dyn EventBus>),
     /// All buses share one backend.
     Shared(Arc<dyn Backend>),
     /// Each bus has its own connections.
@@ -103,7 +89,6 @@ impl Target {
     /// A backend, as another process would open it.
     pub(crate) async fn connect(&self, options: &Options) -> Arc<dyn Backend> {
         match self {
-            Self::Local(_) => panic!("a local bus has no backend to look into"),
             Self::Shared(backend) => Arc::clone(backend),
             Self::Url(url) => connect(url, options).await.unwrap(),
         }

@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 
 use crate::fixture::{Ask, Fixture, Loop, fast_config};
 
-on_every_bus![
+on_streams![
     an_undecodable_request_fails_at_once,
     invalid_requests_of_other_programs_fail_visibly,
     an_output_larger_than_a_mebibyte_fails_the_request,

@@ -10,7 +10,7 @@ use serde_json::Value;
 
 use crate::fixture::{Ask, Fixture, LIMIT, Loop, Mute, begun, fast_config};
 
-on_every_bus![
+on_streams![
     a_running_request_is_stopped_when_it_is_cancelled,
     a_waiting_request_is_not_started_when_it_is_cancelled,
     a_request_that_has_a_reply_cannot_be_cancelled,

@@ -11,6 +11,7 @@ use headwater_bus::{
 use headwater_testkit::{Child, Cluster, Redis};
 use tokio::task::JoinHandle;
 
+use crate::backends::new_prefix;
 use crate::fixture::{Ask, Fixture, LIMIT, Loop, Mute, begun, fast_config, quick_lease};
 
 /// Runs each scenario where processes can share a backend.
@@ -140,7 +141,7 @@ async fn a_request_completes_once_if_one_of_two_workers_is_killed(url: String) {
 async fn pending_events_of_a_killed_process_are_handled_after_restart_embedded() {
     let directory = tempfile::tempdir().unwrap();
     let url = format!("embedded:{}", directory.path().join("streams").display());
-    let prefix = Fixture::local().prefix;
+    let prefix = new_prefix();
     let environment = [("URL", url.as_str()), ("PREFIX", &prefix), ("ROLE", "asks itself")];
     let first = Child::spawn_self("crashes::worker", &environment).unwrap();
     tokio::task::block_in_place(|| {

@@ -6,10 +6,10 @@ use std::time::Duration;
 use async_trait::async_trait;
 use headwater_bus::{
     Backoff, Budget, BusError, BusHealth, EventBus, EventRegistry, ExecuteError, Folds, Handlers,
-    LocalBus, MainLoop, MainLoopClient, MainLoopClientConfig, MainLoopConfig, MainLoopWorker,
-    Namespace, OutgoingEvent, PublishResult, RequestContext, RequestUsage, Requester, Session,
-    SessionBackend, Sessions, SessionsConfig, StreamedBus, StreamedBusConfig, Submission,
-    SubscribeOptions, SubscriptionId,
+    MainLoop, MainLoopClient, MainLoopClientConfig, MainLoopConfig, MainLoopWorker, Namespace,
+    OutgoingEvent, PublishResult, RequestContext, RequestUsage, Requester, Session, SessionBackend,
+    Sessions, SessionsConfig, StreamedBus, StreamedBusConfig, Submission, SubscribeOptions,
+    SubscriptionId,
 };
 use headwater_conformance::bus::{HandlerLog, Noted};
 use headwater_stream::{Backend, Entry, LeaseRenewerConfig, Options, Range, StreamName, connect};
@@ -19,17 +19,9 @@ use tokio::sync::{Notify, Semaphore};
 pub(crate) use crate::backends::quick_lease;
 use crate::backends::{Target, new_prefix, quick_queue};
 
-/// Runs each scenario on a local bus and on all three backends.
-macro_rules! on_every_bus {
-    ($($scenario:ident),* $(,)?) => {
-        on_local_bus!($($scenario),*);
-        on_streams!($($scenario),*);
-    };
-}
-
 pub(crate) const LIMIT: Duration = Duration::from_secs(60);
 
-/// A bus or a backend, with a unique key prefix.
+/// A backend, with a unique key prefix.
 pub(crate) struct Fixture {
     target: Target,
     pub(crate) prefix: String,
@@ -39,10 +31,6 @@ pub(crate) struct Fixture {
 }
 
 impl Fixture {
-    pub(crate) fn local() -> Self {
-        Self::new(Target::Local(Arc::new(LocalBus::new(registry()))))
-    }
-
     pub(crate) async fn embedded() -> Self {
         Self::new(Target::embedded().await)
     }
@@ -101,10 +89,7 @@ impl Fixture {
 
     /// A bus, as another process would open it.
     pub(crate) async fn bus(&self) -> Arc<dyn EventBus> {
-        match &self.target {
-            Target::Local(bus) => Arc::clone(bus),
-            _ => self.streamed().await,
-        }
+        self.streamed().await
     }
 
     pub(crate) async fn streamed(&self) -> Arc<StreamedBus> {

@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 
 use crate::fixture::{Ask, Fixture, Given, LIMIT, Loop, begun, fast_config, quick_lease};
 
-on_every_bus![
+on_streams![
     a_request_over_its_budget_ends_even_if_it_ignores_the_error,
     each_budget_limit_ends_a_request,
     a_request_may_use_up_its_budget,

@@ -13,7 +13,6 @@ fn id(text: &str) -> RequestId {
 }
 
 // One thread, so that all tasks use the recorder of the test.
-on_local_bus!((): request_metrics_are_counted, client_and_worker_have_a_span_for_each_request);
 on_streams!((): request_metrics_are_counted, client_and_worker_have_a_span_for_each_request);
 
 async fn request_metrics_are_counted(fixture: Fixture) {

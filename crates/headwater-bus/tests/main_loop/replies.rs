@@ -9,7 +9,7 @@ use headwater_stream::SetName;
 
 use crate::fixture::{Ask, Fixture, LIMIT, Loop, fast_config};
 
-on_every_bus![
+on_streams![
     a_late_reply_can_be_fetched_by_any_process_of_the_requester,
     a_waiter_gets_the_reply_whenever_it_started_to_wait,
     a_missing_reply_is_none_and_an_undecodable_one_is_an_error,

@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 
 use crate::fixture::{Ask, Fixture, Loop, begun, fast_config};
 
-on_every_bus![
+on_streams![
     a_request_is_executed_in_its_own_session_and_replied_to,
     a_request_submitted_twice_is_executed_once_and_both_callers_get_the_reply,
     two_requesters_with_one_request_get_one_reply,

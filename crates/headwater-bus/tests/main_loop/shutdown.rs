@@ -7,7 +7,7 @@ use headwater_bus::{Event, EventBus, MainLoopCompleted, MainLoopConfig, RequestI
 
 use crate::fixture::{Ask, Fixture, Loop, Mute, begun, fast_config, sessions};
 
-on_every_bus![a_stopping_worker_finishes_running_requests];
+on_streams![a_stopping_worker_finishes_running_requests];
 
 mod on_backends {
     use super::*;

@@ -13,7 +13,7 @@ use headwater_stream::{
     StreamName,
 };
 
-use crate::fixture::{Fixture, Sum, by_hand, folds, lines_of, local, noted, publish, sum};
+use crate::fixture::{Fixture, Sum, by_hand, folds, in_memory, lines_of, noted, publish, sum};
 
 on_every_bus!(
     a_fork_has_the_events_of_its_parent_and_continues_independently,
@@ -50,20 +50,6 @@ mod on_a_server {
 
     use super::an_interrupted_fork_can_be_repeated_at_once;
 }
-
-on_local_bus!(
-    a_fork_has_the_events_of_its_parent_and_continues_independently,
-    a_fork_of_a_compacted_session_is_complete,
-    a_fork_before_the_compacted_entries_is_rejected,
-    a_fork_never_overwrites_a_session,
-    a_fork_at_a_missing_entry_leaves_nothing,
-    a_copy_in_progress_is_invisible_and_is_swept_when_it_is_abandoned,
-    a_session_created_meanwhile_wins_over_a_copy,
-    an_export_ends_at_the_last_entry_of_its_start,
-    a_compacted_session_is_exported_with_its_snapshots,
-    an_invalid_import_file_leaves_nothing,
-    an_imported_session_can_be_continued,
-);
 
 async fn numbered(session: &Session, numbers: std::ops::Range<u64>) -> Vec<EntryId> {
     let mut ids = Vec::new();
@@ -459,7 +445,7 @@ async fn an_imported_export_is_identical(fixture: Fixture) {
     imported.publish(noted(705)).await.unwrap();
     assert_eq!(sum(&sessions.recover(&id).await.unwrap()), Sum::of(0..706));
     // Import on another bus.
-    let elsewhere = local().await;
+    let elsewhere = in_memory().await;
     let imported = import_all(elsewhere.import(&fixture.session), &lines).await.unwrap();
     assert_eq!(sum(&imported), Sum::of(0..705));
     let back = lines_of(elsewhere.export(&fixture.session).await.unwrap()).await;

@@ -21,8 +21,6 @@ on_every_bus!(
     retention_never_removes_entries_that_no_snapshot_includes,
 );
 
-on_local_bus!(a_session_in_use_does_not_expire,);
-
 fn short_lived() -> SessionsConfig {
     SessionsConfig { ttl: Some(Duration::from_millis(50)), ..by_hand() }
 }

@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use headwater_bus::{
-    EventBus, EventRegistry, Export, Fold, Folds, LocalBus, Session, SessionEvent, SessionId,
-    Sessions, SessionsConfig, StreamedBus, StreamedBusConfig,
+    EventRegistry, Export, Fold, Folds, Session, SessionEvent, SessionId, Sessions, SessionsConfig,
+    StreamedBus, StreamedBusConfig,
 };
 use headwater_conformance::bus::{Noted, registry};
 use headwater_stream::{Backend, Entry, EntryId, Fields, Options, Retention, StreamName, connect};
@@ -21,7 +21,7 @@ macro_rules! on_every_bus {
     };
 }
 
-/// A bus or a backend, with a unique key prefix.
+/// A backend, with a unique key prefix.
 pub(crate) struct Fixture {
     target: Target,
     pub(crate) prefix: String,
@@ -72,10 +72,6 @@ pub(crate) fn by_hand() -> SessionsConfig {
 }
 
 impl Fixture {
-    pub(crate) fn local() -> Self {
-        Self::new(Target::Local(Arc::new(LocalBus::new(registry()))))
-    }
-
     pub(crate) async fn embedded() -> Self {
         Self::new(Target::embedded().await)
     }
@@ -135,11 +131,7 @@ impl Fixture {
     }
 
     pub(crate) async fn sessions_with(&self, folds: Folds, config: SessionsConfig) -> Sessions {
-        let bus: Arc<dyn EventBus> = match &self.target {
-            Target::Local(bus) => Arc::clone(bus),
-            _ => self.bus().await,
-        };
-        Sessions::new(bus, folds, config).await.unwrap()
+        Sessions::new(self.bus().await, folds, config).await.unwrap()
     }
 
     pub(crate) fn stream(&self) -> StreamName {
@@ -157,32 +149,13 @@ impl Fixture {
     }
 
     pub(crate) async fn entries(&self, session: &SessionId) -> Vec<Entry> {
-        if let Target::Local(_) = self.target {
-            return self.exported(session).await;
-        }
         entries(&*self.backend().await, &self.stream_of(session)).await
     }
 }
 
-impl Fixture {
-    /// The entries of a session as exported; empty if there is no such session.
-    async fn exported(&self, session: &SessionId) -> Vec<Entry> {
-        let sessions = self.sessions().await;
-        let Ok(mut export) = sessions.export(session).await else { return Vec::new() };
-        let mut entries = Vec::new();
-        while let Some(line) = export.next_line().await.unwrap() {
-            let line: serde_json::Value = serde_json::from_str(&line).unwrap();
-            let Some(entry) = line.get("entry") else { continue };
-            let id = entry["id"].as_str().unwrap().parse().unwrap();
-            entries.push(Entry { id, fields: Fields::new([("line", entry.to_string())]) });
-        }
-        entries
-    }
-}
-
-/// Sessions of a local bus.
-pub(crate) async fn local() -> Sessions {
-    let bus: Arc<dyn EventBus> = Arc::new(LocalBus::new(registry()));
+/// Sessions of a bus in memory.
+pub(crate) async fn in_memory() -> Sessions {
+    let bus = Arc::new(StreamedBus::in_memory(registry()).await.unwrap());
     Sessions::new(bus, folds(), by_hand()).await.unwrap()
 }
 

@@ -11,7 +11,7 @@ use headwater_stream::{EntryId, MapName, RegistryMap, Retention, TrimGuard};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use crate::fixture::{Fixture, Sum, by_hand, folds, local, noted, publish, sum};
+use crate::fixture::{Fixture, Sum, by_hand, folds, in_memory, noted, publish, sum};
 
 on_every_bus!(
     a_session_is_recovered_with_the_same_state,
@@ -33,19 +33,6 @@ on_every_bus!(
     an_entry_that_panics_the_decoder_is_only_undecodable,
     a_snapshot_that_panics_the_decoder_is_skipped,
     a_fold_of_another_version_starts_from_scratch,
-    a_state_can_be_read_at_an_entry_or_time,
-    sessions_are_listed_page_by_page_in_creation_order,
-    a_deleted_session_leaves_nothing,
-    a_panicking_fold_is_an_error_of_its_session_only,
-);
-
-on_local_bus!(
-    a_session_is_recovered_with_the_same_state,
-    a_session_of_any_length_is_recovered_page_by_page,
-    a_session_is_created_once,
-    a_missing_session_is_not_found,
-    events_of_other_sessions_and_namespaces_are_rejected,
-    a_snapshot_that_panics_the_decoder_is_skipped,
     a_state_can_be_read_at_an_entry_or_time,
     sessions_are_listed_page_by_page_in_creation_order,
     a_deleted_session_leaves_nothing,
@@ -542,7 +529,7 @@ async fn a_panicking_fold_is_an_error_of_its_session_only(fixture: Fixture) {
 
 #[tokio::test]
 async fn sessions_work_on_a_local_bus() {
-    let sessions = local().await;
+    let sessions = in_memory().await;
     let session = sessions.create(&SessionId::new("s").unwrap()).await.unwrap();
     publish(&session, 0..3000).await;
     // Including events published without the session handle.
@@ -573,7 +560,8 @@ async fn invalid_folds_are_rejected() {
         Folds::none().with::<Impostor>(),
     ];
     for folds in refused {
-        let bus = std::sync::Arc::new(headwater_bus::LocalBus::new(registry()));
+        let bus =
+            std::sync::Arc::new(headwater_bus::StreamedBus::in_memory(registry()).await.unwrap());
         let described = format!("{folds:?}");
         assert!(Sessions::new(bus, folds, by_hand()).await.is_err(), "{described}");
     }

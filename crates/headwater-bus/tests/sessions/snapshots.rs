@@ -31,18 +31,6 @@ on_every_bus!(
     retained_events_fit_into_a_snapshot,
 );
 
-on_local_bus!(
-    snapshots_are_taken_automatically,
-    an_older_snapshot_never_replaces_a_newer_one,
-    concurrent_snapshots_leave_a_complete_one,
-    a_snapshot_of_other_folds_is_not_used,
-    a_compacted_session_is_recovered_completely,
-    a_process_behind_a_compaction_catches_up,
-    nothing_is_compacted_without_a_snapshot,
-    a_too_large_snapshot_fails_and_the_session_continues,
-    retained_events_fit_into_a_snapshot,
-);
-
 /// Another set of folds.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 struct Longest(usize);

@@ -1,13 +1,16 @@
 //! Spools that are torn, corrupt, full, of another bus, or cannot be created: typed errors, nothing lost.
 
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use headwater_bus::{
-    BusError, EventBus, EventBusExt, FailurePolicy, Namespace, SpoolConfig, SpoolError,
-    StoreOutcome, StreamedBus, StreamedBusConfig,
+    BusError, EventBus, EventBusExt, FailurePolicy, Namespace, SpoolConfig, StoreOutcome,
+    StreamedBus, StreamedBusConfig,
 };
 use headwater_conformance::bus::registry;
+use headwater_stream::StreamError;
+use tempfile::TempDir;
 
 use crate::fixture::{Fixture, numbers, stored, watch};
 use crate::outage_fixture::{LIMIT, OutageFixture, publish_until_stored};
@@ -19,11 +22,18 @@ with_outage!(
     a_full_spool_is_an_error_until_the_backend_is_available_again,
 );
 
-async fn open_error(fixture: &Fixture, config: StreamedBusConfig) -> SpoolError {
+async fn open_error(fixture: &Fixture, config: StreamedBusConfig) -> Arc<StreamError> {
     match StreamedBus::open(fixture.connect().await, registry(), config).await {
-        Err(BusError::Spool(error)) => error,
+        Err(BusError::Spool { source, .. }) => source,
         other => panic!("{other:?}"),
     }
+}
+
+/// The newest log of a spool.
+fn log_of(directory: &TempDir) -> PathBuf {
+    let files = fs::read_dir(directory.path().join("spool")).unwrap();
+    let files = files.map(|file| file.unwrap().path());
+    files.filter(|file| file.extension().is_some_and(|end| end == "log")).max().unwrap()
 }
 
 async fn a_torn_spool_is_drained_up_to_the_torn_record(outage: OutageFixture) {
@@ -33,11 +43,11 @@ async fn a_torn_spool_is_drained_up_to_the_torn_record(outage: OutageFixture) {
     for number in 0..10 {
         assert_eq!(bus.publish(fixture.noted(number)).await.unwrap().stored, StoreOutcome::Spooled);
     }
+    // The machine crashed while it wrote the last event.
+    let file = log_of(&directory);
+    let whole = fs::read(&file).unwrap();
     bus.close().await.unwrap();
     drop(bus);
-    // The machine crashed while it wrote the last event.
-    let file = directory.path().join("spool");
-    let whole = fs::read(&file).unwrap();
     fs::write(&file, &whole[..whole.len() - 7]).unwrap();
     outage.end().await;
 
@@ -51,10 +61,9 @@ async fn a_torn_spool_is_drained_up_to_the_torn_record(outage: OutageFixture) {
 
 async fn a_corrupt_or_foreign_spool_fails_opening_the_bus_and_is_unchanged(outage: OutageFixture) {
     let (fixture, directory) = (&outage.fixture, tempfile::tempdir().unwrap());
-    let file = directory.path().join("spool");
     let config = || spooling(fixture, &directory);
     let bus = fixture.bus_with(registry(), config()).await;
-    assert!(matches!(open_error(fixture, config()).await, SpoolError::InUse { .. }));
+    assert!(matches!(*open_error(fixture, config()).await, StreamError::Locked { .. }));
     outage.begin().await;
     for number in 0..3 {
         assert_eq!(bus.publish(fixture.noted(number)).await.unwrap().stored, StoreOutcome::Spooled);
@@ -63,18 +72,18 @@ async fn a_corrupt_or_foreign_spool_fails_opening_the_bus_and_is_unchanged(outag
     drop(bus);
     outage.end().await;
 
-    let whole = fs::read(&file).unwrap();
     let namespace = Namespace::new("other").unwrap();
     let error = open_error(fixture, StreamedBusConfig { namespace, ..config() }).await;
-    assert!(matches!(error, SpoolError::WrongOwner { .. }), "{error}");
-    assert_eq!(fs::read(&file).unwrap(), whole);
+    assert!(matches!(*error, StreamError::Invalid { .. }), "{error}");
+    let file = log_of(&directory);
+    let whole = fs::read(&file).unwrap();
     let mut damaged = whole.clone();
     let middle = damaged.len() / 2;
     damaged[middle] ^= 0x41;
-    for content in [&damaged[..], b"a letter to my aunt"] {
+    for content in [&damaged[..], b"a letter to my aunt, about everything"] {
         fs::write(&file, content).unwrap();
         let error = open_error(fixture, config()).await;
-        assert!(matches!(error, SpoolError::Corrupt { .. }), "{error}");
+        assert!(matches!(*error, StreamError::Corrupt { .. }), "{error}");
         assert_eq!(fs::read(&file).unwrap(), content);
     }
     // Once repaired, nothing is lost.
@@ -100,7 +109,7 @@ async fn a_full_spool_is_an_error_until_the_backend_is_available_again(outage: O
         }
         accepted += 1;
     };
-    assert!(matches!(error, BusError::Spool(SpoolError::Full { .. })), "{error}");
+    assert!(matches!(error, BusError::SpoolFull { .. }), "{error}");
     assert!(error.is_transient() && accepted > 5, "{accepted}");
     // Rejected events were not handled.
     assert_eq!(log.lines(), numbers(0..accepted));
@@ -121,9 +130,9 @@ async fn a_spool_that_cannot_be_created_fails_opening_the_bus() {
     };
     let file = directory.path().join("file");
     fs::write(&file, b"something else").unwrap();
-    for file in [directory.path(), &file.join("below a file")] {
-        let error = open_error(&fixture, at(file)).await;
-        assert!(matches!(error, SpoolError::Disk { .. }), "{error}");
+    for path in [&file, &file.join("below a file")] {
+        let error = open_error(&fixture, at(path)).await;
+        assert!(matches!(*error, StreamError::Unavailable { .. }), "{error}");
     }
     assert_eq!(fs::read(&file).unwrap(), b"something else");
 }

@@ -4,10 +4,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use headwater_bus::{
-    BreakerConfig, BreakerState, BusError, EventBus, EventBusExt, FailurePolicy, ReceivedEvent,
-    StoreOutcome, StreamedBusConfig, SubscribeOptions,
+    BreakerConfig, BreakerState, BusError, EventBus, EventBusExt, FailurePolicy, PublishResult,
+    ReceivedEvent, SessionId, StoreOutcome, StreamedBus, StreamedBusConfig, SubscribeOptions,
 };
 use headwater_conformance::bus::{Noted, registry};
+use headwater_stream::{Options, connect};
 use tokio::sync::Notify;
 
 use crate::fixture::{Fixture, noted, numbers, stored, watch};
@@ -184,4 +185,20 @@ async fn publishes_dropped_before_their_permit_have_no_effect(fixture: Fixture) 
     bus.publish(fixture.noted(3)).await.unwrap().into_result().unwrap();
     bus.close().await.unwrap();
     assert_eq!(stored(&*fixture.connect().await, &fixture.stream()).await, [1, 3]);
+}
+
+#[tokio::test]
+async fn each_event_of_a_batch_for_several_sessions_has_its_own_result() {
+    let backend = connect("embedded:memory?max_bytes=10000", &Options::default()).await.unwrap();
+    let config = StreamedBusConfig { health_every: None, ..StreamedBusConfig::default() };
+    let bus = StreamedBus::open(backend, registry(), config).await.unwrap();
+    let [small, large] = [(); 2].map(|()| SessionId::random());
+    let too_large = Noted { text: "x".repeat(20_000), ..noted(&large, 1) };
+    let batch = vec![noted(&small, 0), too_large.clone(), noted(&small, 2)];
+    let results = bus.publish_batch(batch).await.unwrap();
+    let is_stored = |result: &Result<PublishResult, BusError>| matches!(result, Ok(result) if matches!(result.stored, StoreOutcome::Entry(_)));
+    assert_eq!(results.iter().map(is_stored).collect::<Vec<_>>(), [true, false, true]);
+    // An event that was not stored is not a duplicate on the next attempt.
+    assert!(bus.publish(too_large).await.unwrap_err().is_transient());
+    bus.close().await.unwrap();
 }

@@ -2,10 +2,8 @@
 
 use std::any::Any;
 use std::fmt;
-use std::hash::{BuildHasher, RandomState};
 use std::process;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use headwater_stream::Backend;
 use headwater_stream::{
@@ -139,9 +137,5 @@ pub(super) fn holder(label: &str) -> HolderName {
 
 /// A text that is unique across tests and processes.
 fn unique_tag() -> String {
-    static COUNT: AtomicU64 = AtomicU64::new(0);
-    let count = COUNT.fetch_add(1, Ordering::Relaxed);
-    // `RandomState` is seeded by the operating system.
-    let random = RandomState::new().hash_one(count);
-    format!("conformance-{:x}-{random:x}", process::id())
+    format!("conformance-{:x}-{:x}", process::id(), fastrand::u64(..))
 }

@@ -10,9 +10,7 @@ use headwater_stream::{
 use tokio::time::{Instant, timeout};
 
 use super::env::{StreamTestEnv, consumer, group};
-use super::steps::{
-    CaseRandom, LONG, TICK, ids_of, ms, numbered, numbers, read_all, sleep_ms, soon,
-};
+use super::steps::{LONG, TICK, ids_of, ms, numbered, numbers, read_all, sleep_ms, soon};
 use crate::failure::TestResult;
 
 const KEEP: &Retention = &Retention::KEEP_ALL;
@@ -329,11 +327,11 @@ pub async fn reads_dropped_at_random_points_lose_and_duplicate_nothing(
     });
 
     let mut reader = ann(&env).await?;
-    let mut random = CaseRandom::seeded(7);
+    let mut random = fastrand::Rng::with_seed(7);
     let mut found = Vec::new();
     let reading = async {
         while found.len() < COUNT {
-            let limit = Duration::from_micros(random.below(6_000));
+            let limit = Duration::from_micros(random.u64(..6_000));
             let read = reader.read(std::slice::from_ref(&flow.stream), 7, ms(20));
             if let Ok(batches) = timeout(limit, read).await {
                 let batches = batches?;

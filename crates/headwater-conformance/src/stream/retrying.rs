@@ -82,51 +82,50 @@ impl Backend for Retrying {
     }
 }
 
-#[async_trait]
-impl Streams for Retrying {
-    async fn append(
-        &self,
-        stream: &StreamName,
-        entries: &[Fields],
-        retention: &Retention,
-    ) -> Result<Vec<EntryId>> {
-        self.repeat(|| self.inner.append(stream, entries, retention)).await
-    }
+/// Implements a trait: each call that is listed by its signature is retried; other items follow the list.
+macro_rules! retrying {
+    ($trait:ident {
+        $($name:ident($($arg:ident: $type:ty),*) -> $output:ty;)*
+    } $($other:tt)*) => {
+        #[async_trait]
+        impl $trait for Retrying {
+            $(async fn $name(&self, $($arg: $type),*) -> Result<$output> {
+                self.repeat(|| self.inner.$name($($arg),*)).await
+            })*
 
-    async fn append_once(
-        &self,
-        stream: &StreamName,
-        entries: &[IdempotentEntry],
-        keep: Duration,
-        retention: &Retention,
-    ) -> Result<Vec<AppendedEntry>> {
-        self.repeat(|| self.inner.append_once(stream, entries, keep, retention)).await
-    }
+            $($other)*
+        }
+    };
+}
 
-    async fn appended(&self, stream: &StreamName, ids: &[&str]) -> Result<Vec<Option<EntryId>>> {
-        self.repeat(|| self.inner.appended(stream, ids)).await
-    }
-
-    async fn ensure_group(
-        &self,
-        stream: &StreamName,
-        group: &GroupName,
-        start: GroupStart,
-    ) -> Result<bool> {
-        self.repeat(|| self.inner.ensure_group(stream, group, start)).await
-    }
-
-    async fn remove_group(&self, stream: &StreamName, group: &GroupName) -> Result<bool> {
-        self.repeat(|| self.inner.remove_group(stream, group)).await
-    }
-
-    async fn reset_group(
-        &self,
-        stream: &StreamName,
-        group: &GroupName,
-        start: GroupStart,
-    ) -> Result<bool> {
-        self.repeat(|| self.inner.reset_group(stream, group, start)).await
+retrying! {
+    Streams {
+        append(stream: &StreamName, entries: &[Fields], retention: &Retention) -> Vec<EntryId>;
+        append_once(
+            stream: &StreamName, entries: &[IdempotentEntry], keep: Duration, retention: &Retention
+        ) -> Vec<AppendedEntry>;
+        appended(stream: &StreamName, ids: &[&str]) -> Vec<Option<EntryId>>;
+        ensure_group(stream: &StreamName, group: &GroupName, start: GroupStart) -> bool;
+        remove_group(stream: &StreamName, group: &GroupName) -> bool;
+        reset_group(stream: &StreamName, group: &GroupName, start: GroupStart) -> bool;
+        disconnect_reader(
+            stream: &StreamName, group: &GroupName, consumer: &ConsumerName
+        ) -> DisconnectOutcome;
+        settle(settle: SettleBatch<'_>) -> SettleResult;
+        keep_alive(
+            stream: &StreamName, group: &GroupName, consumer: &ConsumerName, ids: &[EntryId]
+        ) -> Vec<EntryId>;
+        reclaim(reclaim: ReclaimRequest<'_>) -> ReclaimResult;
+        pending(query: PendingDeliveryQuery<'_>) -> Vec<PendingDelivery>;
+        range(stream: &StreamName, range: Range) -> Vec<Entry>;
+        trim(stream: &StreamName, retention: &Retention, guard: TrimGuard) -> TrimResult;
+        delete_entries(stream: &StreamName, ids: &[EntryId]) -> usize;
+        delete_stream(stream: &StreamName) -> bool;
+        rename_stream(from: &StreamName, to: &StreamName) -> bool;
+        stats(stream: &StreamName) -> Option<StreamStats>;
+        remove_idle_consumers(
+            stream: &StreamName, group: &GroupName, idle: Duration
+        ) -> Vec<ConsumerName>;
     }
 
     async fn reader(
@@ -138,220 +137,51 @@ impl Streams for Retrying {
         Ok(Box::new(RetryingReader::new(self.clone(), inner, group, consumer)))
     }
 
-    async fn disconnect_reader(
-        &self,
-        stream: &StreamName,
-        group: &GroupName,
-        consumer: &ConsumerName,
-    ) -> Result<DisconnectOutcome> {
-        self.repeat(|| self.inner.disconnect_reader(stream, group, consumer)).await
-    }
-
     async fn tail(&self) -> Result<Box<dyn TailReader>> {
         let inner = self.repeat(|| self.inner.tail()).await?;
         Ok(Box::new(RetryingTail::new(self.clone(), inner)))
     }
+}
 
-    async fn settle(&self, settle: SettleBatch<'_>) -> Result<SettleResult> {
-        self.repeat(|| self.inner.settle(settle)).await
-    }
-
-    async fn keep_alive(
-        &self,
-        stream: &StreamName,
-        group: &GroupName,
-        consumer: &ConsumerName,
-        ids: &[EntryId],
-    ) -> Result<Vec<EntryId>> {
-        self.repeat(|| self.inner.keep_alive(stream, group, consumer, ids)).await
-    }
-
-    async fn reclaim(&self, reclaim: ReclaimRequest<'_>) -> Result<ReclaimResult> {
-        self.repeat(|| self.inner.reclaim(reclaim)).await
-    }
-
-    async fn pending(&self, query: PendingDeliveryQuery<'_>) -> Result<Vec<PendingDelivery>> {
-        self.repeat(|| self.inner.pending(query)).await
-    }
-
-    async fn range(&self, stream: &StreamName, range: Range) -> Result<Vec<Entry>> {
-        self.repeat(|| self.inner.range(stream, range)).await
-    }
-
-    async fn trim(
-        &self,
-        stream: &StreamName,
-        retention: &Retention,
-        guard: TrimGuard,
-    ) -> Result<TrimResult> {
-        self.repeat(|| self.inner.trim(stream, retention, guard)).await
-    }
-
-    async fn delete_entries(&self, stream: &StreamName, ids: &[EntryId]) -> Result<usize> {
-        self.repeat(|| self.inner.delete_entries(stream, ids)).await
-    }
-
-    async fn delete_stream(&self, stream: &StreamName) -> Result<bool> {
-        self.repeat(|| self.inner.delete_stream(stream)).await
-    }
-
-    async fn rename_stream(&self, from: &StreamName, to: &StreamName) -> Result<bool> {
-        self.repeat(|| self.inner.rename_stream(from, to)).await
-    }
-
-    async fn stats(&self, stream: &StreamName) -> Result<Option<StreamStats>> {
-        self.repeat(|| self.inner.stats(stream)).await
-    }
-
-    async fn remove_idle_consumers(
-        &self,
-        stream: &StreamName,
-        group: &GroupName,
-        idle: Duration,
-    ) -> Result<Vec<ConsumerName>> {
-        self.repeat(|| self.inner.remove_idle_consumers(stream, group, idle)).await
+retrying! {
+    Delays {
+        schedule(delays: &DelayName, items: &[ScheduleRequest]) -> Vec<DelayId>;
+        cancel(delays: &DelayName, id: DelayId) -> bool;
+        promote_due(delays: &DelayName, count: usize) -> Vec<PromotedEntry>;
+        wait_until_due(delays: &DelayName, wait: Duration) -> bool;
+        delay_stats(delays: &DelayName) -> DelayStats;
+        delayed(delays: &DelayName, offset: usize, count: usize) -> Vec<DelayedEntry>;
+        delete_delay_set(delays: &DelayName) -> bool;
     }
 }
 
-#[async_trait]
-impl Delays for Retrying {
-    async fn schedule(
-        &self,
-        delays: &DelayName,
-        items: &[ScheduleRequest],
-    ) -> Result<Vec<DelayId>> {
-        self.repeat(|| self.inner.schedule(delays, items)).await
-    }
-
-    async fn cancel(&self, delays: &DelayName, id: DelayId) -> Result<bool> {
-        self.repeat(|| self.inner.cancel(delays, id)).await
-    }
-
-    async fn promote_due(&self, delays: &DelayName, count: usize) -> Result<Vec<PromotedEntry>> {
-        self.repeat(|| self.inner.promote_due(delays, count)).await
-    }
-
-    async fn wait_until_due(&self, delays: &DelayName, wait: Duration) -> Result<bool> {
-        self.repeat(|| self.inner.wait_until_due(delays, wait)).await
-    }
-
-    async fn delay_stats(&self, delays: &DelayName) -> Result<DelayStats> {
-        self.repeat(|| self.inner.delay_stats(delays)).await
-    }
-
-    async fn delayed(
-        &self,
-        delays: &DelayName,
-        offset: usize,
-        count: usize,
-    ) -> Result<Vec<DelayedEntry>> {
-        self.repeat(|| self.inner.delayed(delays, offset, count)).await
-    }
-
-    async fn delete_delay_set(&self, delays: &DelayName) -> Result<bool> {
-        self.repeat(|| self.inner.delete_delay_set(delays)).await
+retrying! {
+    Leases {
+        acquire(lease: &LeaseName, holder: &HolderName, ttl: Duration) -> AcquireResult;
+        renew(holder: &HolderName, leases: &[Fence], ttl: Duration) -> Vec<Renewal>;
+        release(holder: &HolderName, leases: &[Fence]) -> usize;
+        leases(leases: &[LeaseName]) -> Vec<Option<LeaseInfo>>;
+        watch(prefix: &str) -> Box<dyn LeaseWatch>;
     }
 }
 
-#[async_trait]
-impl Leases for Retrying {
-    async fn acquire(
-        &self,
-        lease: &LeaseName,
-        holder: &HolderName,
-        ttl: Duration,
-    ) -> Result<AcquireResult> {
-        self.repeat(|| self.inner.acquire(lease, holder, ttl)).await
-    }
-
-    async fn renew(
-        &self,
-        holder: &HolderName,
-        leases: &[Fence],
-        ttl: Duration,
-    ) -> Result<Vec<Renewal>> {
-        self.repeat(|| self.inner.renew(holder, leases, ttl)).await
-    }
-
-    async fn release(&self, holder: &HolderName, leases: &[Fence]) -> Result<usize> {
-        self.repeat(|| self.inner.release(holder, leases)).await
-    }
-
-    async fn leases(&self, leases: &[LeaseName]) -> Result<Vec<Option<LeaseInfo>>> {
-        self.repeat(|| self.inner.leases(leases)).await
-    }
-
-    async fn watch(&self, prefix: &str) -> Result<Box<dyn LeaseWatch>> {
-        self.repeat(|| self.inner.watch(prefix)).await
+retrying! {
+    Registry {
+        set_add(set: &SetName, members: &[&str], ttl: Option<Duration>) -> usize;
+        set_remove(set: &SetName, members: &[&str]) -> usize;
+        set_members(set: &SetName) -> Vec<String>;
+        set_contains(set: &SetName, members: &[&str]) -> Vec<bool>;
+        map_create(map: &MapName, fields: &RegistryMap) -> bool;
+        map_update(map: &MapName, expect: Option<(&str, &[u8])>, fields: &RegistryMap) -> bool;
+        map_get(map: &MapName) -> Option<RegistryMap>;
+        map_delete(map: &MapName) -> bool;
     }
 }
 
-#[async_trait]
-impl Registry for Retrying {
-    async fn set_add(
-        &self,
-        set: &SetName,
-        members: &[&str],
-        ttl: Option<Duration>,
-    ) -> Result<usize> {
-        self.repeat(|| self.inner.set_add(set, members, ttl)).await
-    }
-
-    async fn set_remove(&self, set: &SetName, members: &[&str]) -> Result<usize> {
-        self.repeat(|| self.inner.set_remove(set, members)).await
-    }
-
-    async fn set_members(&self, set: &SetName) -> Result<Vec<String>> {
-        self.repeat(|| self.inner.set_members(set)).await
-    }
-
-    async fn set_contains(&self, set: &SetName, members: &[&str]) -> Result<Vec<bool>> {
-        self.repeat(|| self.inner.set_contains(set, members)).await
-    }
-
-    async fn map_create(&self, map: &MapName, fields: &RegistryMap) -> Result<bool> {
-        self.repeat(|| self.inner.map_create(map, fields)).await
-    }
-
-    async fn map_update(
-        &self,
-        map: &MapName,
-        expect: Option<(&str, &[u8])>,
-        fields: &RegistryMap,
-    ) -> Result<bool> {
-        self.repeat(|| self.inner.map_update(map, expect, fields)).await
-    }
-
-    async fn map_get(&self, map: &MapName) -> Result<Option<RegistryMap>> {
-        self.repeat(|| self.inner.map_get(map)).await
-    }
-
-    async fn map_delete(&self, map: &MapName) -> Result<bool> {
-        self.repeat(|| self.inner.map_delete(map)).await
-    }
-}
-
-#[async_trait]
-impl Dedup for Retrying {
-    async fn dedup_begin(
-        &self,
-        scope: &DedupScope,
-        ids: &[&str],
-        hold: Duration,
-    ) -> Result<Vec<DedupStatus>> {
-        self.repeat(|| self.inner.dedup_begin(scope, ids, hold)).await
-    }
-
-    async fn dedup_finish(
-        &self,
-        scope: &DedupScope,
-        done: &[(&str, Bytes)],
-        keep: Duration,
-    ) -> Result<()> {
-        self.repeat(|| self.inner.dedup_finish(scope, done, keep)).await
-    }
-
-    async fn dedup_abandon(&self, scope: &DedupScope, ids: &[&str]) -> Result<()> {
-        self.repeat(|| self.inner.dedup_abandon(scope, ids)).await
+retrying! {
+    Dedup {
+        dedup_begin(scope: &DedupScope, ids: &[&str], hold: Duration) -> Vec<DedupStatus>;
+        dedup_finish(scope: &DedupScope, done: &[(&str, Bytes)], keep: Duration) -> ();
+        dedup_abandon(scope: &DedupScope, ids: &[&str]) -> ();
     }
 }

@@ -243,19 +243,3 @@ impl Flow {
             .clone())
     }
 }
-
-/// A deterministic pseudorandom generator.
-pub(super) struct CaseRandom(u64);
-
-impl CaseRandom {
-    pub(super) fn seeded(seed: u64) -> Self {
-        Self(seed | 1)
-    }
-
-    pub(super) fn below(&mut self, limit: u64) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0 % limit
-    }
-}

@@ -11,10 +11,11 @@ use crate::claim::{
     CompletionOutcome, FailureOutcome, ReleaseReason, RunCompletion, RunFailure,
 };
 use crate::error::Result;
-use crate::issue::{ClaimEpoch, EventLog, EventLogId, Issue, IssueId};
+use crate::issue::{ClaimEpoch, EventLog, EventLogId, IssueId};
 use crate::limits::{FIELDS_BYTES_MAX, RUN_EVENTS_MAX, claim_bytes_max};
 use crate::outbox::types::{NewOutboxRow, idempotency_key};
 use crate::row_decoding::{count, ms, optional_timestamp, read_issue, timestamp, to_i64, trace};
+use crate::sql::SqlRow;
 use crate::validate::error_text;
 
 pub(super) async fn claim(
@@ -37,9 +38,9 @@ pub(super) async fn claim(
         .fetch_all(connection)
         .await?;
     let mut found = HashMap::new();
-    for row in &rows {
-        let issue: Issue = read_issue!(row);
-        found.insert(issue.id, read_claim(issue, row)?);
+    for row in rows {
+        let (id, claim) = read_claim(row)?;
+        found.insert(id, claim);
     }
     // If an issue is named twice, the second result is that of an attempt after the first.
     let result = |issue: &IssueId| match found.get_mut(issue) {
@@ -64,29 +65,37 @@ fn second_attempt(first: &Claim) -> Claim {
     }
 }
 
-fn read_claim(issue: Issue, row: &PgRow) -> Result<Claim, Error> {
+fn read_claim(row: PgRow) -> Result<(IssueId, Claim), Error> {
+    let (is_won, just_now): (bool, bool) = (row.try_get(23)?, row.try_get(24)?);
     let now = timestamp(row.try_get(25)?);
-    if row.try_get(23)? {
-        return Ok(Claim::Won(Box::new(ClaimedIssue {
+    let events = if is_won { read_events(&row)? } else { vec![] };
+    let completed = row.try_get::<Option<i64>, _>(34)?.map(EventLogId);
+    let issue = read_issue(&SqlRow::Postgres(row))?;
+    let id = issue.id;
+    if is_won {
+        let claimed = ClaimedIssue {
             epoch: issue.claim_epoch,
-            completed_event_log_id: row.try_get::<Option<i64>, _>(34)?.map(EventLogId),
+            completed_event_log_id: completed,
             expires_at: issue.claim_expires_at.unwrap_or_default(),
-            events: read_events(issue.id, row)?,
+            events,
             issue,
-        })));
+        };
+        return Ok((id, Claim::Won(Box::new(claimed))));
     }
-    Ok(match (issue.quarantined_at, issue.claim_owner, issue.not_before) {
-        (Some(since), ..) => Claim::Quarantined { since, just_now: row.try_get(24)? },
+    let claim = match (issue.quarantined_at, issue.claim_owner, issue.not_before) {
+        (Some(since), ..) => Claim::Quarantined { since, just_now },
         (None, Some(owner), _) => {
             Claim::Taken { owner, expires_at: issue.claim_expires_at.unwrap_or_default() }
         }
         (None, None, Some(not_before)) => Claim::NotYet { not_before, wait: not_before.since(now) },
         (None, None, None) => Claim::Idle,
-    })
+    };
+    Ok((id, claim))
 }
 
 /// The event logs of an issue, returned as one array per column.
-fn read_events(issue_id: IssueId, row: &PgRow) -> Result<Vec<EventLog>, Error> {
+fn read_events(row: &PgRow) -> Result<Vec<EventLog>, Error> {
+    let issue_id = IssueId(row.try_get(0)?);
     let Some(ids) = row.try_get::<Option<Vec<i64>>, _>(26)? else { return Ok(vec![]) };
     let mut sources = row.try_get::<Vec<String>, _>(27)?.into_iter();
     let mut event_types = row.try_get::<Vec<String>, _>(28)?.into_iter();

@@ -15,7 +15,6 @@ mod migrate;
 mod outbox;
 mod outbox_listener;
 mod record;
-mod statements;
 mod sweep;
 mod transaction;
 
@@ -44,9 +43,9 @@ use crate::issue::{ClaimEpoch, DebounceWindow, EventLogId, IssueId, NewEvent, Re
 use crate::limits::{CONSECUTIVE_FAILURES_MAX, PAGE_MAX, WAIT_MAX};
 use crate::migrations::Migration;
 use crate::outbox::types::{OutboxRow, OutboxSettled, OutboxSettlement, OutboxTake};
-use crate::row_decoding::{database_error, is_conflict};
+use crate::row_decoding::{database_error, is_conflict, missing_event_logs};
 use crate::store::Store;
-use crate::transaction::{ReadConnection, Transaction};
+use crate::transaction::{ReadConnection, StoreConnection, Transaction};
 use crate::validate;
 
 /// Timeout of migrations.
@@ -336,13 +335,12 @@ impl Store for PostgresStore {
         validate::count("ids", ids.len(), PAGE_MAX)?;
         let what = "reading confirmed events back";
         let reading = async {
-            let read = self
-                .connections
-                .run_on_new_connection(async |connection| record::existing(connection, ids).await);
+            let read = self.connections.run_on_new_connection(async |connection| {
+                missing_event_logs(StoreConnection::Postgres(connection), ids).await
+            });
             read.await.map_err(|error| database_error(what, error))
         };
-        let existing = with_deadline(self.deadline, what, reading).await?;
-        Ok(ids.iter().copied().filter(|id| !existing.contains(id)).collect())
+        with_deadline(self.deadline, what, reading).await
     }
 
     async fn begin(&self) -> Result<Box<dyn Transaction>> {

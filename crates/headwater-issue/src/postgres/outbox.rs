@@ -11,6 +11,7 @@ use crate::outbox::types::{
     OutboxDelivery, OutboxRow, OutboxSettled, OutboxSettlement, OutboxTake,
 };
 use crate::row_decoding::{ms, read_outbox, to_i64};
+use crate::sql::SqlRow;
 use crate::validate::error_text;
 
 pub(super) async fn take(
@@ -39,7 +40,7 @@ pub(super) async fn take(
     .bind(i64::try_from(latest.as_millis()).unwrap_or(i64::MAX))
     .fetch_all(connection)
     .await?;
-    rows.iter().map(|row| Ok(read_outbox!(row))).collect()
+    rows.into_iter().map(|row| read_outbox(&SqlRow::Postgres(row))).collect()
 }
 
 /// Update of a settled row: status, counted attempts, next due time, and error.

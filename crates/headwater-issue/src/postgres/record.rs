@@ -82,15 +82,3 @@ fn read(
         not_before: optional_timestamp(row.try_get(9)?),
     }))
 }
-
-/// Returns those of these event logs that exist.
-pub(super) async fn existing(
-    connection: &mut PgConnection,
-    ids: &[EventLogId],
-) -> Result<HashSet<EventLogId>, Error> {
-    let rows = sqlx::query("SELECT id FROM event_logs WHERE id = ANY($1)")
-        .bind(ids.iter().map(|id| id.0).collect::<Vec<_>>())
-        .fetch_all(connection)
-        .await?;
-    rows.iter().map(|row| Ok(EventLogId(row.try_get(0)?))).collect()
-}

@@ -9,7 +9,7 @@ use sqlx::sqlite::SqliteConnection;
 use sqlx::{Error, Row};
 
 use super::state_batch::StateBatch;
-use super::statements::{event_log_columns, issue_columns, json_rows, to_column};
+use super::statements::{json_rows, to_column};
 use super::{WriteTx, outbox};
 use crate::claim::{
     Claim, ClaimOptions, ClaimRelease, ClaimReleased, ClaimRenewal, ClaimedIssue,
@@ -19,7 +19,10 @@ use crate::error::Result;
 use crate::issue::{ClaimEpoch, EventLog, EventLogId, Issue, IssueId, ProcessingStatus};
 use crate::limits::{FIELDS_BYTES_MAX, RUN_EVENTS_MAX, claim_bytes_max};
 use crate::outbox::types::idempotency_key;
-use crate::row_decoding::{count, read_event_log, read_issue, to_i64};
+use crate::row_decoding::{
+    count, event_log_columns, issue_columns, read_event_log, read_issue, to_i64,
+};
+use crate::sql::{SqlRow, sqlite_rows};
 use crate::state::{IssueState, Transition, TransitionEffect};
 use crate::validate::error_text;
 
@@ -90,18 +93,15 @@ async fn load_issues(
     connection: &mut SqliteConnection,
     issues: impl Iterator<Item = &IssueId>,
 ) -> Result<Vec<(Issue, Option<EventLogId>)>, Error> {
-    let rows = sqlx::query(concat!(
+    let select = concat!(
         "SELECT ",
         issue_columns!(),
         ", i.completed_event_log_id FROM issues i JOIN integrations g ON g.id = i.integration_id
-          WHERE i.id IN (SELECT value FROM json_each(?1))"
-    ))
-    .bind(json_rows(issues.map(|issue| issue.0.into()).collect()))
-    .fetch_all(connection)
-    .await?;
-    let read = |row: &sqlx::sqlite::SqliteRow| {
-        Ok((read_issue!(row), row.try_get::<Option<i64>, _>(23)?.map(EventLogId)))
-    };
+          WHERE i.id IN (SELECT value FROM json_each($1))"
+    );
+    let issues = json_rows(issues.map(|issue| issue.0.into()).collect());
+    let rows = sqlite_rows(connection, select, &[(&issues).into()]).await?;
+    let read = |row: &SqlRow| Ok((read_issue(row)?, row.get::<Option<i64>>(23)?.map(EventLogId)));
     rows.iter().map(read).collect()
 }
 
@@ -136,17 +136,15 @@ async fn load_events(
             wanted.push(id.into());
         }
     }
-    let rows = sqlx::query(concat!(
+    let select = concat!(
         "SELECT ",
         event_log_columns!(),
-        " FROM event_logs e WHERE e.id IN (SELECT value FROM json_each(?1)) ORDER BY e.id"
-    ))
-    .bind(json_rows(wanted))
-    .fetch_all(connection)
-    .await?;
+        " FROM event_logs e WHERE e.id IN (SELECT value FROM json_each($1)) ORDER BY e.id"
+    );
+    let rows = sqlite_rows(connection, select, &[(&json_rows(wanted)).into()]).await?;
     let mut events: HashMap<IssueId, Vec<EventLog>> = HashMap::new();
     for row in &rows {
-        let event: EventLog = read_event_log!(row);
+        let event = read_event_log(row)?;
         events.entry(event.issue_id).or_default().push(event);
     }
     Ok(events)

@@ -46,9 +46,9 @@ use crate::issue::{ClaimEpoch, DebounceWindow, EventLogId, IssueId, NewEvent, Re
 use crate::limits::{PAGE_MAX, WAIT_MAX};
 use crate::migrations::Migration;
 use crate::outbox::types::{OutboxRow, OutboxSettled, OutboxSettlement, OutboxTake};
-use crate::row_decoding::database_error;
+use crate::row_decoding::{database_error, missing_event_logs};
 use crate::store::Store;
-use crate::transaction::{ReadConnection, Transaction as CallersTransaction};
+use crate::transaction::{ReadConnection, StoreConnection, Transaction as CallersTransaction};
 use crate::validate;
 
 /// Maximum number of read connections, in addition to the writer.
@@ -335,11 +335,10 @@ impl Store for SqliteStore {
 
     async fn missing_event_logs(&self, ids: &[EventLogId]) -> Result<Vec<EventLogId>> {
         validate::count("ids", ids.len(), PAGE_MAX)?;
-        let existing = self.call("reading confirmed events back", async |connection| {
-            record::existing(connection, ids).await
-        });
-        let existing = existing.await?;
-        Ok(ids.iter().copied().filter(|id| !existing.contains(id)).collect())
+        self.call("reading confirmed events back", async |connection| {
+            missing_event_logs(StoreConnection::Sqlite(connection), ids).await
+        })
+        .await
     }
 
     async fn begin(&self) -> Result<Box<dyn CallersTransaction>> {

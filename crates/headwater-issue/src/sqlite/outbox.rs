@@ -8,13 +8,14 @@ use sqlx::sqlite::SqliteConnection;
 use sqlx::{Error, Row};
 
 use super::WriteTx;
-use super::statements::{json_rows, outbox_columns, to_column};
+use super::statements::{json_rows, to_column};
 use crate::error::Result;
 use crate::issue::{IssueId, OutboxId};
 use crate::outbox::types::{
     NewOutboxRow, OutboxDelivery, OutboxRow, OutboxSettled, OutboxSettlement, OutboxTake,
 };
-use crate::row_decoding::{read_outbox, to_i64};
+use crate::row_decoding::{outbox_columns, read_outbox, to_i64};
+use crate::sql::sqlite_rows;
 use crate::validate::error_text;
 
 /// Whether any row may be due.
@@ -76,17 +77,15 @@ pub(super) async fn take(tx: &mut WriteTx, take: &OutboxTake) -> Result<Vec<Outb
     .bind(ids.as_str())
     .execute(&mut *tx.transaction)
     .await?;
-    let rows = sqlx::query(concat!(
+    let select = concat!(
         "SELECT ",
         outbox_columns!(),
         " FROM outbox o JOIN issues i ON i.id = o.issue_id
               JOIN integrations g ON g.id = i.integration_id
-          WHERE o.id IN (SELECT value FROM json_each(?1)) ORDER BY o.id"
-    ))
-    .bind(ids)
-    .fetch_all(&mut *tx.transaction)
-    .await?;
-    rows.iter().map(|row| Ok(read_outbox!(row))).collect()
+          WHERE o.id IN (SELECT value FROM json_each($1)) ORDER BY o.id"
+    );
+    let rows = sqlite_rows(&mut tx.transaction, select, &[(&ids).into()]).await?;
+    rows.iter().map(read_outbox).collect()
 }
 
 /// The due rows of one target, up to its free slots.

@@ -256,16 +256,3 @@ async fn insert(
     }
     Ok(EventLogId(id))
 }
-
-/// Returns those of these event logs that exist.
-pub(super) async fn existing(
-    connection: &mut SqliteConnection,
-    ids: &[EventLogId],
-) -> Result<HashSet<EventLogId>, Error> {
-    let rows =
-        sqlx::query("SELECT id FROM event_logs WHERE id IN (SELECT value FROM json_each(?1))")
-            .bind(json_rows(ids.iter().map(|id| Value::from(id.0)).collect()))
-            .fetch_all(connection)
-            .await?;
-    rows.iter().map(|row| Ok(EventLogId(row.try_get(0)?))).collect()
-}

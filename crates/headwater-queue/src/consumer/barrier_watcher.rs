@@ -3,7 +3,7 @@
 //! Upstream: `repartition_barrier`. Downstream: the backend knows how far the group is in the old partitions.
 //! Guarantees: a resize whose initiator died is completed; a barrier opens when the group was delivered everything in the
 //! old partition up to the resize and nothing of it is pending except messages that the resize moved there; an open
-//! barrier stays open. The watcher also reads messages again whose payload was dropped while they were blocked.
+//! barrier stays open.
 
 use std::collections::HashSet;
 use std::sync::{Arc, Weak};
@@ -14,8 +14,9 @@ use headwater_stream::{Backend, EntryId, PendingDeliveryQuery, Range};
 use tokio::time::Instant;
 use tracing::{debug, info, warn};
 
-use super::partition_consumer::PartitionConsumer;
+use super::partition_driver::PartitionHandle;
 use super::partition_set::PartitionSet;
+use super::partition_state::PartitionEvent;
 use super::repartition_barrier::{Barrier, Barriers, is_moved_by};
 use crate::error::Result;
 use crate::keys;
@@ -40,50 +41,25 @@ pub(super) async fn run(partition_set: Weak<PartitionSet>, queue: Weak<queue::In
             let (Some(set), Some(inner)) = (partition_set.upgrade(), queue.upgrade()) else {
                 return;
             };
-            let consumers = set.consumers();
-            let awaited: HashSet<Barrier> =
-                consumers.iter().flat_map(|consumer| consumer.awaited_barriers()).collect();
-            let mut has_reloaded = false;
-            for consumer in &consumers {
-                has_reloaded |= consumer.reload_evicted().await;
-            }
+            let partitions = set.partitions();
+            let asked = partitions.iter().map(|partition| partition.awaited_barriers());
+            let awaited: HashSet<Barrier> = join_all(asked).await.into_iter().flatten().collect();
             if awaited.is_empty() {
-                if has_reloaded {
-                    continue;
-                }
                 break;
             }
             if let Err(error) = check(&Queue { inner }, &set, &barriers, &awaited).await {
                 warn!(topic = %set.context.topic, %error, "checking repartition barriers failed, retrying");
             }
-            consumers.iter().for_each(|consumer| consumer.unblock());
-            drop((set, consumers));
+            unblock(&partitions);
+            drop((set, partitions));
             tokio::time::sleep(CHECK_EVERY).await;
         }
     }
 }
 
-impl PartitionConsumer {
-    /// Reads messages again whose payload was dropped while they were blocked. Returns whether there were any.
-    async fn reload_evicted(self: &Arc<Self>) -> bool {
-        let ids = self.lock().queues.evicted(PENDING_PAGE);
-        let found = join_all(ids.iter().map(|id| {
-            let range = Range { from: *id, to: *id, ..Range::first(1) };
-            self.context.backend.range(&self.policy.stream, range)
-        }))
-        .await;
-        for (id, found) in ids.iter().zip(found) {
-            match found {
-                Ok(entries) => self.restore_evicted(*id, entries.into_iter().next()),
-                Err(error) => {
-                    warn!(stream = %self.policy.stream, %error, "reading unblocked messages failed, retrying");
-                    tokio::time::sleep(CHECK_EVERY).await;
-                    break;
-                }
-            }
-        }
-        !ids.is_empty()
-    }
+/// Lets the messages of open barriers continue.
+fn unblock(partitions: &[Arc<PartitionHandle>]) {
+    partitions.iter().for_each(|partition| partition.send(PartitionEvent::BarrierOpened));
 }
 
 async fn check(
@@ -97,7 +73,7 @@ async fn check(
     barriers.update_topic(Arc::clone(&topic), read_at);
     if topic.resizes.last().is_some_and(|resize| resize.last_ids.is_none()) {
         // Messages that waited only for the topic refresh need not wait for the resize.
-        partition_set.consumers().iter().for_each(|consumer| consumer.unblock());
+        unblock(&partition_set.partitions());
         // Waits until every producer knows the new partition count. The process that began the resize may be dead.
         queue.topics().complete_resize(&partition_set.context.topic).await?;
         let read_at = Instant::now();

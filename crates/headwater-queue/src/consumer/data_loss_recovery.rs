@@ -1,22 +1,22 @@
 //! Detects that Redis lost its data (flushed, or restarted empty) and appends again the messages that were in flight.
 //!
-//! Upstream: `ack_batcher`, when the server does not know an entry; `shutdown`, when the lease was lost with messages
-//! in flight. Downstream: the backend.
+//! Upstream: `partition_context`, when the server does not know an entry; `partition_driver`, when the lease was lost with
+//! messages in flight. Downstream: the backend.
 //! Guarantees: an in-flight message, its retry or its dead letter survives the loss. A consumer that was paused until
 //! another one took over writes nothing: the data epoch, a key beside the stream that never changes while the server
 //! keeps its data, distinguishes a loss from a trim.
 //! Not here: messages that were not in flight when the server lost them.
 
 use std::collections::BTreeMap;
-use std::hash::{BuildHasher, RandomState};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use bytes::Bytes;
 use headwater_stream::clock::{Clock, SystemClock};
 use headwater_stream::{
-    Backend, DeliveredEntry, EntryId, MapName, PendingDeliveryQuery, Range, RegistryMap, Retention,
-    ScheduleRequest, SettleAction, Settlement, StreamError, StreamName,
+    Backend, Backoff, DeliveredEntry, EntryId, MapName, PendingDeliveryQuery, Range, RegistryMap,
+    Retention, RetryTimer, ScheduleRequest, SettleAction, Settlement, StreamError, StreamName,
+    start_id,
 };
 use tokio::time::Instant;
 use tracing::{debug, error, warn};
@@ -30,8 +30,7 @@ use crate::topic::{GroupName, TopicName};
 const SINCE_FIELD: &str = "since";
 /// How long to retry while the server does not answer. After that the message is lost and reported.
 const RECOVERY_TIMEOUT: Duration = Duration::from_secs(10 * 60);
-const BACKOFF_MIN: Duration = Duration::from_millis(50);
-const BACKOFF_MAX: Duration = Duration::from_secs(2);
+const BACKOFF: Backoff = Backoff::doubling(Duration::from_millis(50), Duration::from_secs(2));
 
 /// Appends again what the server lost of one partition.
 #[derive(Clone)]
@@ -62,8 +61,8 @@ impl DataEpoch {
             Some(since) => since,
             None => {
                 // If two consumers create it, both read the first one's value.
-                let random = RandomState::new().hash_one(SINCE_FIELD);
-                let mine = Bytes::from(format!("{} {random:016x}", SystemClock.now().to_rfc3339()));
+                let mine =
+                    Bytes::from(format!("{} {}", SystemClock.now().to_rfc3339(), start_id()));
                 let fields: RegistryMap = BTreeMap::from([(SINCE_FIELD.to_owned(), mine.clone())]);
                 backend.map_create(&self.map, &fields).await?;
                 self.read(backend).await?.unwrap_or(mine)
@@ -230,12 +229,12 @@ enum LossEvidence {
 /// Retries with backoff until [`RECOVERY_TIMEOUT`].
 struct RetryBudget {
     until: Instant,
-    backoff: Duration,
+    timer: RetryTimer,
 }
 
 impl RetryBudget {
     fn new() -> Self {
-        Self { until: Instant::now() + RECOVERY_TIMEOUT, backoff: BACKOFF_MIN }
+        Self { until: Instant::now() + RECOVERY_TIMEOUT, timer: BACKOFF.timer() }
     }
 
     /// Waits before the next attempt. Returns whether to retry.
@@ -244,8 +243,7 @@ impl RetryBudget {
             return false;
         }
         debug!(%error, "the server does not answer, retrying");
-        tokio::time::sleep(self.backoff).await;
-        self.backoff = (self.backoff * 2).min(BACKOFF_MAX);
+        self.timer.wait().await;
         true
     }
 }

@@ -9,7 +9,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
-use headwater_stream::{Backend, DelayName, StreamError};
+use headwater_stream::{Backend, Backoff, DelayName, StreamError};
 use tokio::task::JoinHandle;
 use tracing::{debug, warn};
 
@@ -75,21 +75,22 @@ async fn run(backend: Arc<dyn Backend>, delays: DelayName) {
                 if failures.is_power_of_two() {
                     warn!(delays = %delays, failures, %error, "due messages could not be promoted, retrying");
                 }
-                tokio::time::sleep(backoff_after(&error, failures)).await;
+                let after = backoff_after(&error).delay(failures, fastrand::f64());
+                tokio::time::sleep(after).await;
             }
         }
     }
 }
 
-/// The backoff after so many failures in a row.
-fn backoff_after(error: &StreamError, failures: u32) -> Duration {
+/// The backoff after this error.
+fn backoff_after(error: &StreamError) -> Backoff {
     let longest = if error.is_transient() {
         BACKOFF_MAX
     } else {
         // One stream has the wrong type. Messages of the other streams must be on time.
         BACKOFF_MAX_WRONG_TYPE
     };
-    (BACKOFF_MIN * 2_u32.saturating_pow(failures.saturating_sub(1).min(10))).min(longest)
+    Backoff::doubling(BACKOFF_MIN, longest)
 }
 
 /// Waits until entries are due and promotes them. Returns how many.
@@ -111,9 +112,10 @@ mod tests {
         let unavailable =
             StreamError::Unavailable { problem: "unavailable".to_owned(), source: None };
         for failures in 1..100 {
-            assert!(backoff_after(&wrong_type, failures) <= Duration::from_millis(100));
+            let delay = backoff_after(&wrong_type).delay(failures, 0.0);
+            assert!(delay <= Duration::from_millis(100));
         }
-        assert_eq!(backoff_after(&unavailable, 1), BACKOFF_MIN);
-        assert_eq!(backoff_after(&unavailable, u32::MAX), BACKOFF_MAX);
+        assert_eq!(backoff_after(&unavailable).delay(1, 0.0), BACKOFF_MIN);
+        assert_eq!(backoff_after(&unavailable).delay(u32::MAX, 0.0), BACKOFF_MAX);
     }
 }

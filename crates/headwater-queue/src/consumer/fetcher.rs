@@ -1,33 +1,33 @@
 //! The fetcher: one blocking read for all partitions that one consumer name reads for one group.
 //!
-//! Upstream: the backend. Downstream: each `partition_consumer` receives its entries.
-//! Guarantees: a partition without capacity is skipped and the others continue; after `remove` has returned, no read can
+//! Upstream: the backend. Downstream: each `partition_driver` receives its entries, as far as it gave credits
+//! (`fetch_credits`).
+//! Guarantees: a partition without credits is skipped and the others continue; after `remove` has returned, no read can
 //! deliver from that partition; one stream of the wrong type does not stop the reading of the others.
 //! All subscriptions of a process with the same group, consumer name, batch and poll share a fetcher, so that a
 //! thousand topics need one read.
 
-use std::collections::HashMap;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
-use futures_util::{TryStreamExt, stream};
+use futures_util::{FutureExt, TryStreamExt, stream};
 use headwater_stream::limits::READ_STREAMS_MAX;
 use headwater_stream::{
-    Backend, ConsumerName, DeliveredEntry, DisconnectOutcome, GroupName, GroupReader, SettleAction,
-    SettleBatch, Settlement, StreamBatch, StreamError, StreamName,
+    Backend, Backoff, ConsumerName, DeliveredEntry, DisconnectOutcome, GroupName, GroupReader,
+    SettleAction, SettleBatch, Settlement, StreamBatch, StreamError, StreamName,
 };
+use tokio::sync::mpsc::UnboundedSender;
 use tokio::sync::{Notify, watch};
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 use tracing::{debug, warn};
 
-use super::fetch_plan::{FetchPlanner, next_bulk_size};
-use super::handler_task::yield_to_queue;
-use super::partition_consumer::PartitionConsumer;
+use super::fetch_credits::{FetchCredits, FetchRequest, FetchSource, REGULAR_FETCH_EVERY};
+use super::handler_pool::yield_to_queue;
+use super::partition_context::PartitionContext;
+use super::partition_driver::DriverEvent;
+use super::partition_state::PartitionEvent;
 
-/// While some partitions are read in bulk, the others are read this often.
-const REGULAR_FETCH_EVERY: Duration = Duration::from_millis(5);
 /// How long a stream of the wrong type is skipped.
 const WRONG_TYPE_PAUSE: Duration = Duration::from_secs(2);
 /// How long a failed read may still be executing at the server, beyond its own wait time.
@@ -37,7 +37,7 @@ const DISCONNECTS_AT_ONCE: usize = 16;
 /// After a read of at most this many entries, their handlers run before the next read.
 const SMALL_BATCH: usize = 8;
 const BACKOFF_MIN: Duration = Duration::from_millis(20);
-const BACKOFF_MAX: Duration = Duration::from_secs(2);
+const BACKOFF: Backoff = Backoff::doubling(BACKOFF_MIN, Duration::from_secs(2));
 
 /// Subscriptions with the same key share a fetcher.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -54,46 +54,19 @@ pub(super) struct Fetcher {
     task: JoinHandle<()>,
 }
 
+/// Where the entries of a partition go.
+pub(super) struct FetchTarget {
+    pub(super) context: Arc<PartitionContext>,
+    pub(super) events: UnboundedSender<DriverEvent>,
+}
+
 struct FetchLoop {
     backend: Arc<dyn Backend>,
     key: FetcherKey,
-    sources: Mutex<FetchSources>,
+    credits: Mutex<FetchCredits<FetchTarget>>,
     changed: Notify,
     /// Removals up to this number are in effect.
     removals_done: watch::Sender<u64>,
-    turn: AtomicU64,
-    /// Entries that a bulk read asks of each partition.
-    bulk_size: AtomicUsize,
-    /// When partitions were last read without bulk.
-    regular_fetched_at: Mutex<Option<Instant>>,
-}
-
-#[derive(Default)]
-struct FetchSources {
-    all: HashMap<StreamName, FetchSource>,
-    removals: u64,
-}
-
-struct FetchSource {
-    consumer: Arc<PartitionConsumer>,
-    /// The number of the removal that ends it.
-    removal_seq: Option<u64>,
-    /// Skipped until then, because its stream has the wrong type.
-    skipped_until: Option<Instant>,
-}
-
-/// The next read.
-struct FetchRequest {
-    turn: u64,
-    streams: Vec<StreamName>,
-    count: usize,
-    wait: Duration,
-    is_bulk: bool,
-    /// Whether partitions wait for capacity for a bulk read.
-    awaits_bulk: bool,
-    /// Removals up to this number are in effect once this read has returned.
-    removals: u64,
-    has_removals: bool,
 }
 
 impl Drop for Fetcher {
@@ -104,16 +77,12 @@ impl Drop for Fetcher {
 
 impl Fetcher {
     pub(super) fn start(backend: Arc<dyn Backend>, key: FetcherKey) -> Self {
-        let bulk_size = AtomicUsize::new(key.batch);
         let shared = Arc::new(FetchLoop {
             backend,
+            credits: Mutex::new(FetchCredits::new(key.batch, key.poll)),
             key,
-            bulk_size,
-            regular_fetched_at: Mutex::default(),
-            sources: Mutex::default(),
             changed: Notify::new(),
             removals_done: watch::Sender::new(0),
-            turn: AtomicU64::new(0),
         });
         let task = tokio::spawn(Arc::clone(&shared).run());
         Self { shared, task }
@@ -124,29 +93,54 @@ impl Fetcher {
         Arc::strong_count(self) <= READ_STREAMS_MAX
     }
 
-    /// Starts reading a partition.
-    pub(super) fn add(&self, consumer: &Arc<PartitionConsumer>) {
-        let stream = consumer.policy.stream.clone();
-        let consumer = Arc::clone(consumer);
-        let source = FetchSource { consumer, removal_seq: None, skipped_until: None };
-        self.shared.lock().all.insert(stream, source);
+    /// Adds a partition, which is read as far as it gets credits.
+    pub(super) fn add(&self, id: u64, target: FetchTarget) {
+        let PartitionContext { subscription, policy, .. } = &*target.context;
+        let (pool, stream) = (Arc::clone(&subscription.pool), policy.stream.clone());
+        let is_spread = policy.topic.layout.is_spread();
+        let source = FetchSource::new(id, target, pool, is_spread);
+        self.shared.lock().sources.insert(stream, source);
+    }
+
+    /// Stops reading a partition, or continues if its driver knows of all failed reads.
+    pub(super) fn set_reading(&self, stream: &StreamName, id: u64, recovered_reads: Option<u64>) {
+        let mut credits = self.shared.lock();
+        let Some(source) = credits.find(stream, id) else { return };
+        source.is_reading = recovered_reads.is_some();
+        source.recovered_reads = recovered_reads.unwrap_or(source.recovered_reads);
+        drop(credits);
         self.wake();
     }
 
-    /// Plans the next read again: a partition has capacity, was added or removed.
+    /// Changes the credits of a partition.
+    pub(super) fn change_credits(
+        &self,
+        stream: &StreamName,
+        id: u64,
+        change: isize,
+        is_fast: bool,
+    ) {
+        if self.shared.lock().change(stream, id, change, is_fast) {
+            self.wake();
+        }
+    }
+
+    /// Plans the next read again: a partition has credits, was added or removed, or capacity is free.
     pub(super) fn wake(&self) {
-        self.shared.changed.notify_one();
+        if self.shared.lock().mark_woken() {
+            self.shared.changed.notify_one();
+        }
     }
 
     /// Stops reading a partition. When it returns, no read can deliver from it, and reads in flight have delivered.
-    pub(super) async fn remove(&self, consumer: &Arc<PartitionConsumer>) {
+    pub(super) async fn remove(&self, stream: &StreamName, id: u64) {
         let mut removals_done = self.shared.removals_done.subscribe();
         let number = {
-            let mut sources = self.shared.lock();
-            let number = sources.removals + 1;
-            let Some(source) = sources.find(consumer) else { return };
+            let mut credits = self.shared.lock();
+            let number = credits.removals + 1;
+            let Some(source) = credits.find(stream, id) else { return };
             let number = *source.removal_seq.get_or_insert(number);
-            sources.removals = sources.removals.max(number);
+            credits.removals = credits.removals.max(number);
             number
         };
         self.wake();
@@ -155,27 +149,19 @@ impl Fetcher {
     }
 
     /// Removes a partition without waiting. A read in flight may still fetch entries for its next owner.
-    pub(super) fn remove_now(&self, consumer: &PartitionConsumer) {
-        let mut sources = self.shared.lock();
-        if sources.find(consumer).is_some() {
-            sources.all.remove(&consumer.policy.stream);
+    pub(super) fn remove_now(&self, stream: &StreamName, id: u64) {
+        let mut credits = self.shared.lock();
+        if credits.find(stream, id).is_some() {
+            credits.sources.remove(stream);
         }
-        drop(sources);
+        drop(credits);
         self.wake();
     }
 }
 
-impl FetchSources {
-    /// The source of this consumer, unless another consumer has replaced it.
-    fn find(&mut self, consumer: &PartitionConsumer) -> Option<&mut FetchSource> {
-        let source = self.all.get_mut(&consumer.policy.stream)?;
-        std::ptr::eq(Arc::as_ptr(&source.consumer), consumer).then_some(source)
-    }
-}
-
 impl FetchLoop {
-    fn lock(&self) -> MutexGuard<'_, FetchSources> {
-        self.sources.lock().expect("no code panics while it holds the sources")
+    fn lock(&self) -> MutexGuard<'_, FetchCredits<FetchTarget>> {
+        self.credits.lock().expect("no code panics while it holds the credits")
     }
 
     async fn run(self: Arc<Self>) {
@@ -184,7 +170,7 @@ impl FetchLoop {
         let mut read_in_flight = false;
         // Until when a failed read may still be executing at the server.
         let mut uncertain_until: Option<Instant> = None;
-        let mut backoff = BACKOFF_MIN;
+        let mut retry = BACKOFF.timer();
         loop {
             let request = self.next_request();
             if request.streams.is_empty() {
@@ -214,10 +200,11 @@ impl FetchLoop {
                 None => read_in_flight = true,
                 Some(Ok(batches)) => {
                     read_in_flight = false;
-                    backoff = BACKOFF_MIN;
+                    retry.reset();
                     let entries: usize = batches.iter().map(|batch| batch.entries.len()).sum();
                     let is_empty = entries == 0;
-                    self.record_backlog(&request, &batches);
+                    let lens = batches.iter().map(|batch| (&batch.stream, batch.entries.len()));
+                    self.lock().record_read(&request, lens);
                     self.deliver(batches).await;
                     if (1..=SMALL_BATCH).contains(&entries) {
                         // The handler tasks are on this thread, where they cannot be stolen, and preparing the next
@@ -241,8 +228,7 @@ impl FetchLoop {
                     }
                     self.confirm_removals(&request, &mut uncertain_until).await;
                     if !is_wrong_type {
-                        tokio::time::sleep(backoff).await;
-                        backoff = (backoff * 2).min(BACKOFF_MAX);
+                        retry.wait().await;
                     }
                 }
             }
@@ -268,9 +254,15 @@ impl FetchLoop {
 
     /// Waits for a change of the sources, or until a skipped stream is due.
     async fn wait_for_change(&self, awaits_bulk: bool) {
-        let next = self.lock().all.values().filter_map(|source| source.skipped_until).min();
+        let now = Instant::now();
+        let is_due_later = |until: &Instant| *until > now;
+        let next = {
+            let credits = self.lock();
+            let skipped = credits.sources.values().filter_map(|source| source.skipped_until);
+            skipped.filter(is_due_later).min()
+        };
         let longest = if awaits_bulk { REGULAR_FETCH_EVERY } else { Duration::from_secs(3600) };
-        let latest = Instant::now() + longest;
+        let latest = now + longest;
         let until = next.map_or(latest, |next| next.min(latest));
         tokio::select! {
             () = self.changed.notified() => {}
@@ -280,71 +272,10 @@ impl FetchLoop {
 
     /// Plans the next read.
     fn next_request(&self) -> FetchRequest {
-        let now = Instant::now();
-        let turn = self.turn.fetch_add(1, Ordering::Relaxed);
-        let sources = self.lock();
-        let removals = sources.removals;
-        let has_removals = sources.all.values().any(|source| source.removal_seq.is_some());
-        let mut planner = FetchPlanner::default();
-        let mut soonest: Option<Instant> = None;
-        for source in sources.all.values() {
-            if source.removal_seq.is_some() {
-                continue;
-            }
-            if let Some(until) = source.skipped_until.filter(|until| *until > now) {
-                soonest = Some(soonest.map_or(until, |soonest| soonest.min(until)));
-                continue;
-            }
-            planner.add(&source.consumer, now);
-        }
-        drop(sources);
-        let mut regular_fetched_at =
-            self.regular_fetched_at.lock().expect("no code panics while it holds the time");
-        let regular_due =
-            regular_fetched_at.is_none_or(|at| now.duration_since(at) >= REGULAR_FETCH_EVERY);
-        let bulk_size = self.bulk_size.load(Ordering::Relaxed);
-        let selection = planner.select(turn, bulk_size, regular_due, now);
-        if !selection.is_bulk {
-            *regular_fetched_at = Some(now);
-        }
-        drop(regular_fetched_at);
-        let mut wait = self.key.poll.min(selection.wait_max.unwrap_or(self.key.poll));
-        if let Some(soonest) = soonest {
-            wait = wait.min(soonest - now);
-        }
-        if has_removals {
-            // Without blocking, so that the server no longer reads the removed streams.
-            wait = Duration::ZERO;
-        }
-        let count = selection.count.clamp(1, self.key.batch);
-        FetchRequest {
-            turn,
-            streams: selection.streams,
-            count,
-            wait,
-            is_bulk: selection.is_bulk,
-            awaits_bulk: selection.awaits_bulk,
-            removals,
-            has_removals,
-        }
-    }
-
-    /// Records which partitions may have a backlog.
-    fn record_backlog(&self, request: &FetchRequest, batches: &[StreamBatch<DeliveredEntry>]) {
-        let sources = self.lock();
-        if request.is_bulk {
-            let asked = request.streams.iter().filter_map(|stream| sources.all.get(stream));
-            asked.for_each(|source| source.consumer.backlog.record_fetch(request.turn, false));
-            let entries = batches.iter().map(|batch| batch.entries.len()).sum();
-            let bulk_size = next_bulk_size(request.streams.len(), entries, self.key.batch);
-            self.bulk_size.store(bulk_size, Ordering::Relaxed);
-        }
-        for batch in batches {
-            if let Some(source) = sources.all.get(&batch.stream) {
-                let has_more = batch.entries.len() >= request.count;
-                source.consumer.backlog.record_fetch(request.turn, has_more);
-            }
-        }
+        let mut credits = self.lock();
+        // This plan covers a wake-up that came meanwhile; it must not cancel the read.
+        let _ = self.changed.notified().now_or_never();
+        credits.next_request(Instant::now(), |target| target.context.lease.is_valid())
     }
 
     async fn deliver(&self, batches: Vec<StreamBatch<DeliveredEntry>>) {
@@ -353,26 +284,26 @@ impl FetchLoop {
         }
     }
 
-    /// Passes each batch to its partition consumer. Returns batches of partitions that are no longer consumed here.
+    /// Passes each batch to its partition. Returns batches of partitions that are no longer consumed here.
     fn dispatch(
         &self,
         batches: Vec<StreamBatch<DeliveredEntry>>,
     ) -> Vec<StreamBatch<DeliveredEntry>> {
         let mut unrouted = Vec::new();
-        let sources = self.lock();
-        let routed: Vec<_> = batches
-            .into_iter()
-            .filter_map(|batch| match sources.all.get(&batch.stream) {
-                Some(source) => Some((Arc::clone(&source.consumer), batch.entries)),
-                None => {
-                    unrouted.push(batch);
-                    None
-                }
-            })
-            .collect();
-        drop(sources);
-        for (consumer, entries) in routed {
-            consumer.receive(entries);
+        let mut credits = self.lock();
+        for batch in batches {
+            let Some(source) = credits.sources.get_mut(&batch.stream) else {
+                unrouted.push(batch);
+                continue;
+            };
+            let entries = batch.entries.len();
+            source.credits -= isize::try_from(entries).unwrap_or(isize::MAX);
+            source.pool.add_in_flight(entries);
+            let event = DriverEvent::State(PartitionEvent::EntriesRead(batch.entries));
+            if source.target.events.send(event).is_err() {
+                // It terminated: they stay pending for the next owner.
+                source.pool.remove_in_flight(entries);
+            }
         }
         unrouted
     }
@@ -395,15 +326,15 @@ impl FetchLoop {
         }
     }
 
-    /// Handles a failed read: skips a stream of the wrong type for a while, else lets all partition consumers look for
-    /// entries that the read may have fetched.
+    /// Handles a failed read: skips a stream of the wrong type for a while, else lets all partitions look for entries
+    /// that the read may have fetched.
     fn on_read_error(&self, error: &StreamError) {
-        let mut sources = self.lock();
+        let mut credits = self.lock();
         if let StreamError::WrongType { name } = error {
-            for (stream, source) in &mut sources.all {
+            for (stream, source) in &mut credits.sources {
                 if stream.as_str() == name {
                     source.skipped_until = Some(Instant::now() + WRONG_TYPE_PAUSE);
-                    source.consumer.metrics.record_anomaly("wrong_type", 1);
+                    source.target.context.metrics.record_anomaly("wrong_type", 1);
                 }
             }
             warn!(%error, "partition cannot be read");
@@ -411,11 +342,10 @@ impl FetchLoop {
         }
         warn!(group = %self.key.group, consumer = %self.key.consumer_name, %error, "read failed, retrying");
         // Also partitions that this read did not include: it was to deliver what an earlier read had fetched for them.
-        let consumers: Vec<_> =
-            sources.all.values().map(|source| Arc::clone(&source.consumer)).collect();
-        drop(sources);
-        for consumer in consumers {
-            consumer.reclaim_unseen_soon();
+        for source in credits.sources.values_mut() {
+            source.failed_reads += 1;
+            // Fails if it terminated.
+            let _ = source.target.events.send(DriverEvent::State(PartitionEvent::ReadFailed));
         }
     }
 
@@ -461,8 +391,8 @@ impl FetchLoop {
     /// Ends reads of removed streams that may still be executing at the server.
     async fn disconnect_removed(&self, removals: u64) -> headwater_stream::Result<()> {
         let removed: Vec<StreamName> = {
-            let sources = self.lock();
-            let all = sources.all.iter();
+            let credits = self.lock();
+            let all = credits.sources.iter();
             let removed =
                 all.filter(|(_, source)| source.removal_seq.is_some_and(|n| n <= removals));
             removed.map(|(stream, _)| stream.clone()).collect()
@@ -485,9 +415,11 @@ impl FetchLoop {
         if *self.removals_done.borrow() >= removals {
             return;
         }
-        let mut sources = self.lock();
-        sources.all.retain(|_, source| source.removal_seq.is_none_or(|number| number > removals));
-        drop(sources);
+        let mut credits = self.lock();
+        credits
+            .sources
+            .retain(|_, source| source.removal_seq.is_none_or(|number| number > removals));
+        drop(credits);
         self.removals_done.send_if_modified(|done| {
             let is_new = *done < removals;
             *done = removals.max(*done);

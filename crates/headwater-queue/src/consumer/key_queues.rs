@@ -1,9 +1,9 @@
 //! Key queues: the in-flight messages of one partition, and which of them may be handled now.
 //!
-//! Upstream: `partition_consumer` adds what was read. Downstream: its handler tasks take what is ready.
+//! Upstream: `partition_state` adds what was read. Downstream: it hands what is ready to handlers.
 //! Guarantees: messages leave in the order they arrived; with [`MessageOrder::PerKey`], one message per key is handled at
 //! a time and later ones of the key stay queued behind it until it is completed. A message without a key never waits.
-//! Not here: time and tasks. This is plain data, under the lock of its partition consumer.
+//! Not here: time and tasks. This is plain data.
 
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 
@@ -227,11 +227,16 @@ impl KeyQueues {
         self.ready.len() + self.queued_behind + waiting
     }
 
-    pub(super) fn ids(&self) -> impl Iterator<Item = EntryId> {
+    /// All messages except those being handled, in no particular order.
+    pub(super) fn iter(&self) -> impl Iterator<Item = &InFlightMessage> {
         let queued = self.busy_keys.values().flatten();
         let waiting =
             self.in_backoff.values().chain(self.blocked.values()).chain(self.evicted.values());
-        self.ready.iter().chain(queued).chain(waiting).map(|item| item.delivery.id)
+        self.ready.iter().chain(queued).chain(waiting)
+    }
+
+    pub(super) fn ids(&self) -> impl Iterator<Item = EntryId> {
+        self.iter().map(|item| item.delivery.id)
     }
 
     /// Removes everything and returns the ids, in no particular order.
@@ -242,13 +247,11 @@ impl KeyQueues {
     }
 
     /// Removes everything and returns the deliveries, in no particular order, except those whose payload was dropped.
-    pub(super) fn take_all(&mut self) -> impl Iterator<Item = DeliveredEntry> {
-        let Self { ready, busy_keys, in_backoff, blocked, .. } =
-            std::mem::replace(self, Self::new(self.order, self.blocked_max));
-        let queued = busy_keys.into_values().flatten();
-        let waiting = in_backoff.into_values().chain(blocked.into_values());
-        let all = ready.into_iter().chain(queued).chain(waiting);
-        all.filter(|item| !item.is_evicted()).map(|item| item.delivery)
+    pub(super) fn take_all(&mut self) -> Vec<DeliveredEntry> {
+        let with_payload = self.iter().filter(|item| !item.is_evicted());
+        let all = with_payload.map(|item| item.delivery.clone()).collect();
+        *self = Self::new(self.order, self.blocked_max);
+        all
     }
 
     /// Removes these messages. Returns how many there were.

@@ -1,6 +1,6 @@
 //! The metrics of one partition; handles are looked up once.
 //!
-//! Upstream: `partition_consumer` and `ack_batcher`. Downstream: the recorder that the application installed.
+//! Upstream: `partition_driver` and `handler_pool`. Downstream: the recorder that the application installed.
 
 use std::time::Duration;
 
@@ -96,11 +96,6 @@ impl PartitionMetrics {
     /// Sets the number of in-flight messages of the subscription.
     pub(super) fn set_in_flight(&self, messages: usize) {
         self.in_flight.set(messages as f64);
-    }
-
-    /// Records a failed attempt that is retried in place.
-    pub(super) fn record_in_place_retry(&self, took: Duration) {
-        self.record_result(DeliveryResult::Retry, Some(took));
     }
 
     /// Records the time from sending a message to the end of its handling.

@@ -2,32 +2,33 @@
 //!
 //! Upstream: applications subscribe. Downstream: `group` assigns partitions, the backend holds the messages.
 //!
-//! A message passes `fetcher` (reads, as `fetch_plan` selects), `partition_consumer` (keeps it in `key_queues`),
-//! `handler_task` (calls the handler), `retry_or_dead_letter` (decides its disposition) and `ack_batcher` (settles it).
+//! A message passes `fetcher` (reads, as `fetch_credits` selects), `partition_driver` (the task that owns the
+//! `partition_state`, which keeps it in `key_queues`), `handler_pool` (calls the handler) and `retry_or_dead_letter`
+//! (decides its disposition); the driver settles it.
 
 // The subscription and its partitions.
+mod capacity_pool;
 mod partition_set;
 mod subscription;
 mod subscription_context;
 
 // The path of a message.
-mod capacity;
-mod fetch_plan;
+mod fetch_credits;
 mod fetcher;
+mod handler_pool;
 mod key_queues;
-mod partition_consumer;
-
-mod handler_task;
+mod partition_context;
+mod partition_driver;
 mod retry_or_dead_letter;
 
-mod ack_batcher;
-mod in_place_retry;
-mod shutdown;
+// The state machine of a partition.
+mod partition_state;
+mod reclaim_state;
+mod shutdown_state;
 
 // Failures and resizes.
 mod barrier_watcher;
 mod data_loss_recovery;
-mod reclaim;
 mod repartition_barrier;
 
 // Background work and metrics.

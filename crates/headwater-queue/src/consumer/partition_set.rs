@@ -1,6 +1,6 @@
-//! The partition set of a subscription: one partition consumer per assigned partition.
+//! The partition set of a subscription: one consumer per assigned partition.
 //!
-//! Upstream: `coordinator` assigns and revokes partitions. Downstream: a `partition_consumer` for each, on a shared
+//! Upstream: `coordinator` assigns and revokes partitions. Downstream: a `partition_driver` for each, on a shared
 //! `fetcher`.
 
 use std::collections::HashMap;
@@ -11,12 +11,13 @@ use async_trait::async_trait;
 use headwater_stream::ConsumerName;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
-use tracing::{debug, warn};
+use tracing::warn;
 
 use super::delay_scheduler::DelayScheduler;
 use super::fetcher::{Fetcher, FetcherKey};
-use super::partition_consumer::{PartitionConsumer, PartitionPhase};
-use super::reclaim::ReclaimScope;
+use super::partition_context::PartitionContext;
+use super::partition_driver::PartitionHandle;
+use super::partition_state::{PartitionEvent, PartitionPhase};
 use super::shared_tasks::SharedTasks;
 use super::subscription_context::{SubscriptionContext, SubscriptionStats};
 use crate::config::Mode;
@@ -39,7 +40,7 @@ struct PartitionSetState {
     topic: Arc<Topic>,
     /// Our membership in the group, while we are a member.
     joined: Option<GroupMembership>,
-    consumers: HashMap<Partition, Arc<PartitionConsumer>>,
+    partitions: HashMap<Partition, Arc<PartitionHandle>>,
     /// Promote the due messages of the topic.
     delay_schedulers: Vec<Arc<DelayScheduler>>,
     /// No partition is added any more.
@@ -54,7 +55,7 @@ impl PartitionSet {
     ) -> Self {
         let state = PartitionSetState {
             joined: None,
-            consumers: HashMap::new(),
+            partitions: HashMap::new(),
             delay_schedulers: delay_schedulers(&context, &topic, &shared_tasks),
             is_stopping: false,
             topic,
@@ -76,12 +77,36 @@ impl PartitionSet {
         self.tasks.lock().expect("no code panics while it holds the tasks").spawn(task);
     }
 
-    pub(super) fn consumers(&self) -> Vec<Arc<PartitionConsumer>> {
-        self.lock().consumers.values().cloned().collect()
+    pub(super) fn partitions(&self) -> Vec<Arc<PartitionHandle>> {
+        self.lock().partitions.values().cloned().collect()
     }
 
     pub(super) fn stats(&self) -> SubscriptionStats {
-        self.context.stats(self.lock().consumers.len())
+        self.context.stats(self.lock().partitions.len())
+    }
+
+    /// Starts to consume a partition.
+    fn start(&self, state: &mut PartitionSetState, owned: AssignedPartition) {
+        let AssignedPartition { topic, partition, lease, consumer, fenced } = owned;
+        let epoch = (self.context.config.mode == Mode::Owned).then(|| lease.fence().epoch);
+        let policy = self.context.policy(topic, partition, epoch);
+        let fetcher = self.fetcher(&consumer);
+        let context = Arc::clone(&self.context);
+        let context = PartitionContext::new(context, policy, consumer, lease, fenced);
+        let handle = PartitionHandle::start(Arc::new(context), fetcher);
+        // A former consumer of the partition ends.
+        state.partitions.insert(partition, Arc::new(handle));
+    }
+
+    /// Divides the capacity of the subscription among its partitions.
+    fn divide_capacity(&self, state: &PartitionSetState) {
+        let before = self.context.pool.limits();
+        let limits = self.context.pool.divide(state.partitions.len());
+        if limits != before {
+            for partition in state.partitions.values() {
+                partition.send(PartitionEvent::LimitsChanged(limits));
+            }
+        }
     }
 
     fn fetcher(&self, consumer_name: &ConsumerName) -> Arc<Fetcher> {
@@ -99,79 +124,57 @@ impl PartitionSet {
     fn consume_all_partitions(&self, state: &mut PartitionSetState) {
         let Some(joined) = state.joined.clone() else { return };
         let topic = Arc::clone(&state.topic);
-        let is_removed = |consumer: &PartitionConsumer| {
-            consumer.policy.partition >= topic.partitions
-                || consumer.policy.topic.layout != topic.layout
-                || consumer.policy.topic.created_at != topic.created_at
-        };
-        let removed: Vec<Partition> = state
-            .consumers
-            .iter()
-            .filter(|(_, consumer)| is_removed(consumer))
-            .map(|(partition, _)| *partition)
-            .collect();
-        for partition in removed {
-            if let Some(consumer) = state.consumers.remove(&partition) {
-                // Its stream was deleted, or belongs to another topic now.
-                drop(consumer.terminate());
-            }
-        }
-        self.context.divide_capacity(usize::from(topic.partitions));
+        // The streams of the others were deleted, or belong to another topic now.
+        state.partitions.retain(|partition, handle| {
+            let known = &handle.context.policy.topic;
+            let is_same = known.layout == topic.layout && known.created_at == topic.created_at;
+            *partition < topic.partitions && is_same
+        });
         for partition in 0..topic.partitions {
-            if state.consumers.contains_key(&partition) {
-                continue;
+            if !state.partitions.contains_key(&partition) {
+                let GroupMembership { consumer, lease, fenced } = joined.clone();
+                let topic = Arc::clone(&topic);
+                let assigned = AssignedPartition { topic, partition, lease, consumer, fenced };
+                self.start(state, assigned);
             }
-            let policy = self.context.policy(Arc::clone(&topic), partition, None);
-            let consumer = Arc::new(PartitionConsumer::new(
-                Arc::clone(&self.context),
-                policy,
-                joined.consumer.clone(),
-                joined.lease.clone(),
-                joined.fenced.clone(),
-                self.fetcher(&joined.consumer),
-            ));
-            consumer.spawn(Arc::clone(&consumer).start_shared());
-            state.consumers.insert(partition, consumer);
         }
+        self.divide_capacity(state);
     }
 
-    /// Shuts all partition consumers down: with [`PartitionPhase::Stopping`] after running handlers, with
+    /// Shuts all partitions down: with [`PartitionPhase::Stopping`] after running handlers, with
     /// [`PartitionPhase::Draining`] after all in-flight messages.
     pub(super) async fn shut_down(&self, phase: PartitionPhase) {
-        let consumers: Vec<_> = {
+        let partitions: Vec<_> = {
             let mut state = self.lock();
             state.is_stopping = true;
             state.delay_schedulers.clear();
-            state.consumers.values().cloned().collect()
+            state.partitions.values().cloned().collect()
         };
         let drain = self.context.config.drain;
-        let shutdowns = consumers.iter().map(|consumer| consumer.shut_down(phase, drain));
+        let shutdowns = partitions.iter().map(|partition| partition.shut_down(phase, drain));
         futures_util::future::join_all(shutdowns).await;
-        for consumer in &consumers {
-            self.remove(consumer);
+        for partition in &partitions {
+            self.remove(partition);
         }
         if tokio::time::timeout(drain, self.context.wait_for_recoveries()).await.is_err() {
             warn!(topic = %self.context.topic, "entries lost by the server could not be re-appended within the drain timeout");
         }
     }
 
-    /// Terminates all partition consumers at once. In-flight messages stay pending.
+    /// Terminates all partitions at once. In-flight messages stay pending.
     pub(super) fn terminate(&self) {
-        let consumers: Vec<_> = {
-            let mut state = self.lock();
-            state.is_stopping = true;
-            state.delay_schedulers.clear();
-            state.consumers.drain().map(|(_, consumer)| consumer).collect()
-        };
-        consumers.iter().for_each(|consumer| drop(consumer.terminate()));
+        let mut state = self.lock();
+        state.is_stopping = true;
+        state.delay_schedulers.clear();
+        state.partitions.drain().for_each(|(_, partition)| partition.terminate());
     }
 
-    /// Removes a consumer, unless another one has replaced it.
-    fn remove(&self, consumer: &Arc<PartitionConsumer>) {
+    /// Removes a partition, unless another consumer has replaced this one.
+    fn remove(&self, handle: &Arc<PartitionHandle>) {
         let mut state = self.lock();
-        let partition = consumer.policy.partition;
-        if state.consumers.get(&partition).is_some_and(|known| Arc::ptr_eq(known, consumer)) {
-            state.consumers.remove(&partition);
+        let partition = handle.context.policy.partition;
+        if state.partitions.get(&partition).is_some_and(|known| Arc::ptr_eq(known, handle)) {
+            state.partitions.remove(&partition);
         }
     }
 }
@@ -197,65 +200,41 @@ impl RebalanceListener for PartitionSet {
     }
 
     fn on_assigned(&self, owned: AssignedPartition) {
-        let AssignedPartition { topic, partition, lease, consumer: consumer_name, fenced } = owned;
         let mut state = self.lock();
-        if state.is_stopping {
-            return;
+        if !state.is_stopping {
+            self.start(&mut state, owned);
+            self.divide_capacity(&state);
         }
-        let epoch = Some(lease.fence().epoch);
-        let policy = self.context.policy(topic, partition, epoch);
-        let fetcher = self.fetcher(&consumer_name);
-        let context = Arc::clone(&self.context);
-        let consumer =
-            PartitionConsumer::new(context, policy, consumer_name, lease, fenced, fetcher);
-        let consumer = Arc::new(consumer);
-        if let Some(former) = state.consumers.insert(partition, Arc::clone(&consumer)) {
-            drop(former.terminate());
-        }
-        self.context.divide_capacity(state.consumers.len());
-        drop(state);
-        consumer.spawn(Arc::clone(&consumer).start_owned());
     }
 
     async fn on_revoke(&self, partition: Partition) {
-        let consumer = self.lock().consumers.get(&partition).cloned();
-        let Some(consumer) = consumer else { return };
-        consumer.shut_down(PartitionPhase::Stopping, self.context.config.drain).await;
-        self.remove(&consumer);
-        self.context.divide_capacity(self.lock().consumers.len());
+        let handle = self.lock().partitions.get(&partition).cloned();
+        let Some(handle) = handle else { return };
+        handle.shut_down(PartitionPhase::Stopping, self.context.config.drain).await;
+        self.remove(&handle);
+        self.divide_capacity(&self.lock());
     }
 
     fn on_lost(&self, partition: Partition) {
         let mut state = self.lock();
-        let consumer = state.consumers.remove(&partition);
-        self.context.divide_capacity(state.consumers.len());
-        drop(state);
-        if let Some(consumer) = consumer {
-            debug!(stream = %consumer.policy.stream, in_flight = consumer.in_flight(), "partition lost");
-            consumer.abandon();
+        if let Some(handle) = state.partitions.remove(&partition) {
+            handle.abandon();
         }
+        self.divide_capacity(&state);
     }
 
     fn on_evicted(&self) {
-        let consumers: Vec<_> = {
-            let mut state = self.lock();
-            state.joined = None;
-            state.consumers.drain().map(|(_, consumer)| consumer).collect()
-        };
-        consumers.iter().for_each(|consumer| consumer.abandon());
+        let mut state = self.lock();
+        state.joined = None;
+        state.partitions.drain().for_each(|(_, handle)| handle.abandon());
     }
 
     async fn on_member_died(&self, dead: ConsumerName) -> bool {
-        let consumers = self.consumers();
+        let partitions = self.partitions();
         // While stopping, nothing is reclaimed: other members do it, or this one after its restart.
-        let mut all_reclaimed = !consumers.is_empty();
-        for consumer in consumers {
-            let scope = ReclaimScope::Consumer(dead.clone());
-            if let Err(error) = consumer.reclaim(&scope).await {
-                warn!(stream = %consumer.policy.stream, consumer = %dead, %error, "reclaiming the entries of a dead member failed; they stay pending for now");
-                all_reclaimed = false;
-            }
-            all_reclaimed &= consumer.lock().phase == PartitionPhase::Active;
+        let mut all_reclaimed = !partitions.is_empty();
+        for partition in partitions {
+            all_reclaimed &= partition.reclaim_from(dead.clone()).await;
         }
         all_reclaimed
     }

@@ -1,7 +1,7 @@
 //! Repartition barriers keep the order of a key while its topic is resized: a message in the key's new partition is
 //! blocked until the group has finished the key's older messages in the old partition.
 //!
-//! Upstream: `partition_consumer` asks for each message, with [`MessageOrder::PerKey`](crate::MessageOrder::PerKey).
+//! Upstream: `partition_driver` asks for each message, with [`MessageOrder::PerKey`](crate::MessageOrder::PerKey).
 //! Downstream: `barrier_watcher` checks which barriers may open.
 //! Guarantees: a message sent before a resize is never blocked by it, and one sent after it waits only for messages that
 //! the resize did not move; so there is no deadlock. A message whose key does not hash to its partition, as far as this

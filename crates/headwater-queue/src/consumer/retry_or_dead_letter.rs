@@ -1,11 +1,10 @@
 //! Decides the disposition of a message from its handler's outcome: done, retry, release or dead letter.
 //!
-//! Upstream: `handler_task`. Downstream: `partition_consumer`, which executes the decision.
+//! Upstream: `handler_pool`. Downstream: `partition_state`, which executes the decision.
 //! Guarantees: failed attempts and crashes have separate limits. A failed attempt has a known outcome; a crash is a
 //! delivery without one. Reaching either limit makes a dead letter that states the cause and keeps all bytes.
 //! Not here: time, tasks and the backend. These are pure functions.
 
-use std::hash::{BuildHasher, RandomState};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -189,7 +188,7 @@ impl MessagePolicy {
             return Disposition::Settle(finished);
         }
         let after =
-            after.unwrap_or_else(|| self.retry.backoff.delay(message.attempt, random_unit()));
+            after.unwrap_or_else(|| self.retry.backoff.delay(message.attempt, fastrand::f64()));
         let after = after.min(DELAY_MAX);
         if self.order == MessageOrder::PerKey && item.key.is_some() {
             return Disposition::RetryInPlace { after };
@@ -270,20 +269,15 @@ impl MessagePolicy {
     }
 }
 
-/// Uniform in 0..1.
-fn random_unit() -> f64 {
-    (RandomState::new().hash_one(0_u8) >> 11) as f64 / (1_u64 << 53) as f64
-}
-
 #[cfg(test)]
 mod tests {
     use headwater_stream::{DeliveredEntry, Fields};
     use tokio::time::Instant;
 
     use super::*;
-    use crate::handler::Backoff;
     use crate::keys::Layout;
     use crate::topic::TopicName;
+    use headwater_stream::Backoff;
 
     fn policy(order: MessageOrder) -> MessagePolicy {
         let topic = Topic::plain(TopicName::new("orders").unwrap(), Layout::Partitioned);
@@ -384,13 +378,5 @@ mod tests {
         }
         let reason = letter.get("reason").unwrap();
         assert_eq!(reason, "field `retryCount` is not a number: `many`");
-    }
-
-    #[test]
-    fn random_unit_is_uniform_between_zero_and_one() {
-        let drawn: Vec<f64> = (0..1000).map(|_| random_unit()).collect();
-        assert!(drawn.iter().all(|random_unit| (0.0..1.0).contains(random_unit)));
-        let low = drawn.iter().filter(|random_unit| **random_unit < 0.5).count();
-        assert!((350..650).contains(&low), "{low} of 1000 below one half");
     }
 }

@@ -12,8 +12,8 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use tracing::info;
 
 use super::barrier_watcher;
-use super::partition_consumer::PartitionPhase;
 use super::partition_set::PartitionSet;
+use super::partition_state::{PartitionEvent, PartitionPhase};
 use super::subscription_context::{SubscriptionContext, SubscriptionStats};
 use crate::config::{ConsumerConfig, MessageOrder};
 use crate::error::Result;
@@ -97,13 +97,19 @@ impl Queue {
 impl Subscription {
     /// Starts no handlers until `resume`. Running handlers finish; prefetched messages stay in flight.
     pub fn pause(&self) {
-        self.partition_set.context.paused.store(true, Ordering::Release);
+        self.set_paused(true);
     }
 
     /// Starts handlers again after `pause`.
     pub fn resume(&self) {
-        self.partition_set.context.paused.store(false, Ordering::Release);
-        self.partition_set.consumers().iter().for_each(|consumer| consumer.resume());
+        self.set_paused(false);
+    }
+
+    fn set_paused(&self, is_paused: bool) {
+        self.partition_set.context.paused.store(is_paused, Ordering::Release);
+        for partition in self.partition_set.partitions() {
+            partition.send(PartitionEvent::Paused(is_paused));
+        }
     }
 
     /// Stops reading, handles all in-flight messages within the drain timeout, releases the rest and leaves the group.

@@ -1,15 +1,14 @@
-//! State shared by all partitions of a subscription: handler, settings, in-flight capacity and counters.
+//! State shared by all partitions of a subscription: handler, settings, capacity and counters.
 //!
-//! Upstream: `subscription` creates it. Downstream: every `partition_consumer` of the subscription.
+//! Upstream: `subscription` creates it. Downstream: every `partition_driver` of the subscription.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use headwater_stream::{Backend, Epoch};
 use tokio::task::JoinSet;
-use tokio::time::Instant;
 
-use super::capacity::SaturatedSince;
+use super::capacity_pool::CapacityPool;
 use super::repartition_barrier::Barriers;
 use super::retry_or_dead_letter::{DeliveryResult, MessagePolicy};
 use crate::config::ConsumerConfig;
@@ -27,21 +26,9 @@ pub(super) struct SubscriptionContext {
     pub(super) barriers: Arc<Barriers>,
     /// Whether no handler may start.
     pub(super) paused: AtomicBool,
-    /// Messages that each partition may have in flight.
-    pub(super) in_flight_per_partition: AtomicUsize,
-    /// Capacity kept free of bulk reads, for the handlers of all partitions.
-    handler_reserve: AtomicUsize,
-    /// Whether all partitions together could exceed `in_flight_max`.
-    is_oversubscribed: AtomicBool,
-    /// Messages in flight, of all partitions.
-    pub(super) in_flight: AtomicUsize,
+    pub(super) pool: Arc<CapacityPool>,
     /// Tasks that append again what Redis lost. They end with the subscription.
     recoveries: Mutex<JoinSet<()>>,
-    /// Whether the last read skipped partitions for lack of capacity.
-    skips_partitions: AtomicBool,
-    /// Whether partitions wait for capacity for a bulk read.
-    awaits_bulk: AtomicBool,
-    saturated: SaturatedSince,
     counters: SubscriptionCounters,
 }
 
@@ -80,96 +67,19 @@ impl SubscriptionContext {
         config: ConsumerConfig,
         trace: Option<Arc<dyn TraceBridge>>,
     ) -> Self {
-        let in_flight_per_partition = AtomicUsize::new(config.in_flight_max);
         Self {
             backend,
             barriers: Arc::new(Barriers::new(config.order, Arc::clone(&topic))),
             topic: topic.name.clone(),
             group,
             handler,
+            pool: Arc::new(CapacityPool::new(&config)),
             config,
             trace,
             paused: AtomicBool::new(false),
-            in_flight_per_partition,
-            handler_reserve: AtomicUsize::new(0),
-            is_oversubscribed: AtomicBool::new(false),
-            in_flight: AtomicUsize::new(0),
             recoveries: Mutex::default(),
-            skips_partitions: AtomicBool::new(false),
-            awaits_bulk: AtomicBool::new(false),
-            saturated: SaturatedSince::default(),
             counters: SubscriptionCounters::default(),
         }
-    }
-
-    /// Divides `in_flight_max` among so many partitions. Each gets at least enough for its handlers, so that capacity
-    /// reserved for idle partitions does not limit a busy one.
-    pub(super) fn divide_capacity(&self, partitions: usize) {
-        let ConsumerConfig { in_flight_max, concurrency, .. } = self.config;
-        let partitions = partitions.max(1);
-        let each = (in_flight_max / partitions).max(concurrency).clamp(1, in_flight_max);
-        self.in_flight_per_partition.store(each, Ordering::Relaxed);
-        let reserve = partitions.saturating_mul(concurrency).min(in_flight_max / 2);
-        self.handler_reserve.store(reserve, Ordering::Relaxed);
-        let is_oversubscribed =
-            each.saturating_mul(partitions) > in_flight_max || self.bulk_size().is_some();
-        self.is_oversubscribed.store(is_oversubscribed, Ordering::Relaxed);
-    }
-
-    /// How many messages a partition that is read in bulk may have in flight; `None` if its regular limit is as good.
-    pub(super) fn bulk_size(&self) -> Option<usize> {
-        let ConsumerConfig { batch, in_flight_max, .. } = self.config;
-        let bulk_size = batch.min(in_flight_max / 4);
-        let regular = self.in_flight_per_partition.load(Ordering::Relaxed);
-        (bulk_size >= 2 * regular).then_some(bulk_size)
-    }
-
-    /// Whether all partitions together could exceed `in_flight_max`.
-    pub(super) fn is_oversubscribed(&self) -> bool {
-        self.is_oversubscribed.load(Ordering::Relaxed)
-    }
-
-    /// How many more messages may be in flight.
-    pub(super) fn free_capacity(&self) -> usize {
-        self.config.in_flight_max.saturating_sub(self.in_flight.load(Ordering::SeqCst))
-    }
-
-    /// How many more messages bulk reads may fetch; 0 if too few to be worth one.
-    pub(super) fn bulk_capacity(&self) -> usize {
-        let reserve = self.handler_reserve.load(Ordering::Relaxed);
-        let capacity = self.free_capacity().saturating_sub(reserve);
-        if capacity * 4 >= self.config.in_flight_max { capacity } else { 0 }
-    }
-
-    /// Registers that bulk reads wait for capacity: from here on, freed capacity wakes the fetcher. Returns the
-    /// capacity, and whether the subscription has been saturated so long that it is to be read without bulk.
-    pub(super) fn request_bulk_capacity(&self, now: Instant) -> (usize, bool) {
-        self.awaits_bulk.store(true, Ordering::SeqCst);
-        let capacity = self.bulk_capacity();
-        (capacity, self.saturated.record(capacity > 0, now))
-    }
-
-    /// Sets whether partitions wait for capacity for a bulk read.
-    pub(super) fn set_awaits_bulk(&self, awaits: bool) {
-        self.awaits_bulk.store(awaits, Ordering::SeqCst);
-    }
-
-    /// Sets whether the last read skipped partitions for lack of capacity.
-    pub(super) fn set_skips_partitions(&self, skips: bool) {
-        self.skips_partitions.store(skips, Ordering::SeqCst);
-    }
-
-    /// Whether other partitions wait for capacity that is free now. A little capacity counts only after a slow handler:
-    /// fast handlers free more in a moment.
-    pub(super) fn is_capacity_awaited(&self, is_slow: bool) -> bool {
-        let skips = self.skips_partitions.load(Ordering::SeqCst);
-        (skips && is_slow)
-            || ((skips || self.awaits_bulk.load(Ordering::SeqCst)) && self.bulk_capacity() > 0)
-    }
-
-    /// Whether the last read skipped partitions for lack of capacity.
-    pub(super) fn skips_partitions(&self) -> bool {
-        self.skips_partitions.load(Ordering::SeqCst)
     }
 
     /// The message policy of one partition.
@@ -217,7 +127,7 @@ impl SubscriptionContext {
         let read = |count: &AtomicU64| count.load(Ordering::Relaxed);
         SubscriptionStats {
             partitions,
-            in_flight: self.in_flight.load(Ordering::Relaxed),
+            in_flight: self.pool.in_flight(),
             done: read(&self.counters.done),
             retried: read(&self.counters.retried),
             released: read(&self.counters.released),

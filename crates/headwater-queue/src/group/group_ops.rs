@@ -9,15 +9,13 @@ use std::time::Duration;
 use futures_util::future::{join_all, try_join_all};
 use headwater_stream::{
     AcquireResult, Backend, ConsumerName, ConsumerStats, DisconnectOutcome, Fence, GroupName,
-    HeldLease, HolderName, LeaseName, LeaseRenewer, LeaseRenewerConfig, PendingDeliveryQuery,
-    SettleAction, SettleBatch, Settlement, StreamError, StreamName,
+    HeldLease, HolderName, LeaseName, LeaseRenewer, PendingDeliveryQuery, SettleAction,
+    SettleBatch, Settlement, StreamError, StreamName, process_name, unique_holder,
 };
 use tokio::time::sleep;
 use tracing::{debug, info, warn};
 
-use super::identity;
-use super::members::{GroupSnapshot, MemberEntry, MemberStatus};
-use super::subscription_state::GroupMemberIdentity;
+use super::members::{GroupSnapshot, MemberEntry, MemberStatus, member_list};
 use crate::config::Mode;
 use crate::error::Result;
 use crate::keys;
@@ -33,35 +31,6 @@ const STALE_AFTER: Duration = Duration::from_secs(60 * 60);
 const RELEASED_AT_ONCE: usize = 1000;
 /// Backoff between two attempts to leave.
 const RETRY_AFTER: Duration = Duration::from_millis(250);
-
-/// Result of an attempt to join a group.
-pub(super) enum JoinResult {
-    /// The liveness lease is held.
-    Joined(Box<LeaseRenewer>, HeldLease),
-    /// Another process holds the member id, for at least `remaining`.
-    IdTaken { by: HolderName, remaining: Duration },
-}
-
-/// Acquires the liveness lease of a member.
-pub(super) async fn acquire_membership(
-    backend: Arc<dyn Backend>,
-    group: &GroupName,
-    me: &GroupMemberIdentity,
-    config: LeaseRenewerConfig,
-) -> Result<JoinResult> {
-    let lease = keys::member(group, &me.member);
-    let leases = Arc::clone(&backend);
-    let keeper = LeaseRenewer::new(leases, me.holder.clone(), config)?;
-    loop {
-        if let Some(held) = keeper.acquire(&lease).await?.won() {
-            return Ok(JoinResult::Joined(Box::new(keeper), held));
-        }
-        if let Some(Some(info)) = backend.leases(std::slice::from_ref(&lease)).await?.pop() {
-            return Ok(JoinResult::IdTaken { by: info.holder, remaining: info.remaining });
-        }
-        // Released between the two calls: try again.
-    }
-}
 
 /// Adds entries to the member list. Returns, per entry, a live member that uses another mode; that entry is rejected.
 ///
@@ -86,7 +55,7 @@ pub(super) async fn register(
     if written.is_empty() {
         return Ok(refused);
     }
-    write_entries(backend, group, &written).await?;
+    member_list(group).add(backend, &written).await?;
     let after = GroupSnapshot::read(backend, group, Vec::new()).await?;
     for (entry, refused) in entries.iter().zip(&mut refused) {
         *refused = refused.take().or_else(|| conflict(&after, entry));
@@ -94,7 +63,7 @@ pub(super) async fn register(
     let accepted_now = accepted(&refused);
     let withdrawn: Vec<String> =
         written.into_iter().filter(|text| !accepted_now.contains(text)).collect();
-    remove_entries(backend, group, &withdrawn).await?;
+    member_list(group).remove(backend, &withdrawn).await?;
     notify_members(backend, group, entries).await;
     Ok(refused)
 }
@@ -113,34 +82,10 @@ pub(super) async fn notify_members(
     join_all(notifications.iter().map(|name| notify_watchers(backend, name))).await;
 }
 
-/// Adds entries to the member list.
-pub(super) async fn write_entries(
-    backend: &dyn Backend,
-    group: &GroupName,
-    entries: &[String],
-) -> Result<()> {
-    let entries: Vec<&str> = entries.iter().map(String::as_str).collect();
-    backend.set_add(&keys::members(group), &entries, None).await?;
-    Ok(())
-}
-
-/// Removes entries from the member list.
-pub(super) async fn remove_entries(
-    backend: &dyn Backend,
-    group: &GroupName,
-    entries: &[String],
-) -> Result<()> {
-    if !entries.is_empty() {
-        let entries: Vec<&str> = entries.iter().map(String::as_str).collect();
-        backend.set_remove(&keys::members(group), &entries).await?;
-    }
-    Ok(())
-}
-
 /// Notifies the watchers of a lease by acquiring and releasing it. Best effort: watchers also poll.
 pub(crate) async fn notify_watchers(backend: &dyn Backend, notification: &LeaseName) {
-    let holder = identity::transient_holder();
     let notified = async {
+        let holder = unique_holder(process_name())?;
         // If another process holds it now, its release comes after this and notifies the watchers.
         if let AcquireResult::Won(epoch) =
             backend.acquire(notification, &holder, NOTIFICATION_TTL).await?
@@ -169,15 +114,15 @@ pub(super) struct KnownConsumers {
 /// have a blocking read at the server, which would receive entries out of order.
 pub(super) async fn acquire_partition(
     backend: &dyn Backend,
-    keeper: &LeaseRenewer,
+    renewer: &LeaseRenewer,
     lease: &LeaseName,
     (stream, group): (&StreamName, &GroupName),
     known_consumers: &KnownConsumers,
 ) -> Result<Option<HeldLease>> {
-    let Some(held) = keeper.acquire(lease).await?.won() else { return Ok(None) };
+    let Some(held) = renewer.acquire(lease).await?.won() else { return Ok(None) };
     if let Err(error) = fence_dead_readers(backend, stream, group, known_consumers).await {
         // Without the fence the partition must not be used: release the lease.
-        release(keeper, std::slice::from_ref(lease)).await;
+        release(renewer, std::slice::from_ref(lease)).await;
         return Err(error);
     }
     Ok(Some(held))
@@ -220,8 +165,8 @@ async fn fence_dead_readers(
 }
 
 /// Releases leases. If that fails they expire, or a later poll releases them.
-pub(super) async fn release(keeper: &LeaseRenewer, leases: &[LeaseName]) {
-    if let Err(error) = keeper.release(leases).await {
+pub(super) async fn release(renewer: &LeaseRenewer, leases: &[LeaseName]) {
+    if let Err(error) = renewer.release(leases).await {
         warn!(count = leases.len(), %error, "releasing leases failed, they expire instead");
     }
 }
@@ -244,10 +189,10 @@ pub(super) struct LeaveRequest {
 pub(super) async fn finish_leave(
     backend: &dyn Backend,
     group: &GroupName,
-    keeper: &LeaseRenewer,
+    renewer: &LeaseRenewer,
     leave: &LeaveRequest,
 ) {
-    while let Err(error) = try_finish_leave(backend, group, keeper, leave).await {
+    while let Err(error) = try_finish_leave(backend, group, renewer, leave).await {
         warn!(topic = %leave.entry.topic, %group, %error, "leaving the group failed, retrying");
         sleep(RETRY_AFTER).await;
     }
@@ -256,7 +201,7 @@ pub(super) async fn finish_leave(
 async fn try_finish_leave(
     backend: &dyn Backend,
     group: &GroupName,
-    keeper: &LeaseRenewer,
+    renewer: &LeaseRenewer,
     leave: &LeaveRequest,
 ) -> Result<()> {
     if let Some((entry, leases)) = &leave.reservation {
@@ -265,8 +210,8 @@ async fn try_finish_leave(
         let lease = keys::reservation(group, &entry.member);
         let holder = HolderName::new(format!("resting:{}", entry.member))?;
         backend.acquire(&lease, &holder, leave.reserve_for).await?;
-        write_entries(backend, group, &[entry.to_string()]).await?;
-        release(keeper, leases).await;
+        member_list(group).add(backend, &[entry.to_string()]).await?;
+        release(renewer, leases).await;
     }
     if let Some((streams, consumer)) = &leave.shared {
         for stream in streams {
@@ -281,7 +226,7 @@ async fn try_finish_leave(
             }
         }
     }
-    remove_entries(backend, group, &[leave.entry.to_string()]).await
+    Ok(member_list(group).remove(backend, &[leave.entry.to_string()]).await?)
 }
 
 /// Releases the pending entries of a consumer that no longer works on a stream: left by a dropped subscription, or not

@@ -6,15 +6,17 @@
 //! the partitions reserved for it until its reservation lease expires.
 //!
 //! Upstream: `group_ops` writes entries, `membership` reads snapshots. Downstream: registry and leases of the backend.
-//! Guarantees: an entry is written after its lease was acquired, and a snapshot reads entries before leases. So an entry
-//! whose lease is not held belongs to a dead member and stays dead.
+//! Guarantees: those of the stream crate's [`MemberList`]: an entry whose lease is not held belongs to a dead member and
+//! stays dead.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeSet, HashMap};
 use std::fmt;
 use std::time::Duration;
 
-use headwater_stream::limits::LEASES_MAX;
-use headwater_stream::{Backend, ConsumerName, GroupName, HolderName, LeaseInfo, LeaseName};
+use headwater_stream::{
+    Backend, ConsumerName, GroupName, HolderName, LeaseInfo, LeaseName, Liveness, LivenessLease,
+    MemberList, MemberSnapshot,
+};
 use tokio::time::Instant;
 
 use crate::config::Mode;
@@ -61,6 +63,19 @@ impl MemberEntry {
         };
         Some(Self { member: member.to_owned(), status, mode, topic: TopicName::new(topic).ok()? })
     }
+
+    /// The lease that keeps this entry alive.
+    fn liveness_lease(&self, group: &GroupName) -> LivenessLease {
+        match &self.status {
+            MemberStatus::Active(holder) => LivenessLease {
+                lease: keys::member(group, &self.member),
+                holder: Some(holder.clone()),
+            },
+            MemberStatus::Reserved(_) => {
+                LivenessLease { lease: keys::reservation(group, &self.member), holder: None }
+            }
+        }
+    }
 }
 
 impl fmt::Display for MemberEntry {
@@ -91,15 +106,6 @@ pub(crate) struct GroupSnapshot {
     pub(super) seen_at: Instant,
 }
 
-/// Whether a member is alive.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Liveness {
-    /// Its lease is held for this long unless renewed.
-    Alive(Duration),
-    /// Its lease has expired or was released.
-    Dead,
-}
-
 impl GroupSnapshot {
     /// Reads the members of a group and these partition leases, in two round trips.
     pub(crate) async fn read(
@@ -107,36 +113,15 @@ impl GroupSnapshot {
         group: &GroupName,
         leases: Vec<LeaseName>,
     ) -> Result<Self> {
-        let texts = backend.set_members(&keys::members(group)).await?;
-        let entries: Vec<MemberEntry> =
-            texts.iter().filter_map(|text| MemberEntry::parse(text)).collect();
-        // A member has one entry per topic, but only one liveness lease and at most one reservation lease.
-        let mut liveness_leases: BTreeMap<(&str, bool), LeaseName> = BTreeMap::new();
-        for entry in &entries {
-            liveness_leases
-                .entry(liveness_key(entry))
-                .or_insert_with(|| liveness_lease(group, entry));
-        }
-        let mut names = leases;
-        names.extend(liveness_leases.values().cloned());
-        let mut found = Vec::with_capacity(names.len());
-        for part in names.chunks(LEASES_MAX) {
-            found.extend(backend.leases(part).await?);
-        }
-        let leases: HashMap<LeaseName, Option<LeaseInfo>> = names.into_iter().zip(found).collect();
-        let seen_at = Instant::now();
-        let life = |entry: &MemberEntry| match (
-            &entry.status,
-            &leases[&liveness_leases[&liveness_key(entry)]],
-        ) {
-            (MemberStatus::Active(holder), Some(info)) if info.holder != *holder => Liveness::Dead,
-            (_, Some(info)) => Liveness::Alive(info.remaining),
-            (_, None) => Liveness::Dead,
+        let parse = |text: &str| {
+            let entry = MemberEntry::parse(text)?;
+            let kept = entry.liveness_lease(group);
+            Some((entry, kept))
         };
-        let lives: Vec<Liveness> = entries.iter().map(life).collect();
-        drop(liveness_leases);
+        let MemberSnapshot { entries, leases, read_at: seen_at } =
+            member_list(group).read(backend, parse, leases).await?;
         let mut topics: HashMap<TopicName, Vec<(MemberEntry, Liveness)>> = HashMap::new();
-        for (entry, life) in entries.into_iter().zip(lives) {
+        for (entry, life) in entries {
             topics.entry(entry.topic.clone()).or_default().push((entry, life));
         }
         Ok(Self { topics, leases, seen_at })
@@ -191,17 +176,9 @@ impl GroupSnapshot {
     }
 }
 
-/// Identifies the lease behind an entry.
-fn liveness_key(entry: &MemberEntry) -> (&str, bool) {
-    (&entry.member, matches!(entry.status, MemberStatus::Reserved(_)))
-}
-
-/// The lease that keeps an entry alive.
-fn liveness_lease(group: &GroupName, entry: &MemberEntry) -> LeaseName {
-    match entry.status {
-        MemberStatus::Active(_) => keys::member(group, &entry.member),
-        MemberStatus::Reserved(_) => keys::reservation(group, &entry.member),
-    }
+/// The member list of a group.
+pub(super) fn member_list(group: &GroupName) -> MemberList {
+    MemberList::new(keys::members(group))
 }
 
 #[cfg(test)]

@@ -3,7 +3,7 @@
 //! Upstream: `session` joins and runs it. Downstream: `group_ops`; each operation runs in its own task and reports back
 //! with a [`MembershipEvent`].
 //! Guarantees: the loop never blocks. Renewals, polls, acquires and revokes run concurrently; a late result is checked
-//! against the current state. Losing any lease ends the membership: `on_lost` runs for every owned partition, and the
+//! against the current state. Losing any lease (the renewer reports it) ends the membership: `on_lost` runs for every owned partition, and the
 //! consumer name is not reused.
 
 mod leave;
@@ -14,18 +14,20 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use headwater_stream::{
-    ConsumerName, HeldLease, LeaseEvent, LeaseEventKind, LeaseName, LeaseRenewer, LostLease,
-    StreamError,
+    Backoff, ConsumerName, HeldLease, LeaseEvent, LeaseEventKind, LeaseName, LeaseRenewer,
+    LostLeases, RetryTimer, StreamError,
 };
 use tokio::sync::oneshot;
 use tokio::task::{JoinError, JoinSet};
-use tokio::time::{Instant, sleep_until, timeout};
+use tokio::time::{Instant, sleep_until};
 use tracing::{info, warn};
 
 use super::group_ops::{self, KnownConsumers};
 use super::members::{GroupSnapshot, MemberEntry};
 use super::rebalance_listener::{FencedSignal, GroupMembership};
-use super::session::{GroupContext, GroupSession, LeaseEventTarget, MembershipCommand};
+use super::session::{
+    GroupContext, GroupSession, JoinedGroup, LeaseEventTarget, MembershipCommand,
+};
 use super::subscription_state::{
     GroupMemberIdentity, GroupSubscription, GroupSubscriptionId, JoinReply, SubscriptionState,
 };
@@ -45,7 +47,6 @@ pub(super) enum MembershipEnd {
 
 /// The result of an operation. The subscription it belongs to may be gone by then.
 pub(super) enum MembershipEvent {
-    Renewed(Result<Vec<LostLease>, StreamError>),
     Polled(Result<GroupSnapshot>),
     Registered {
         ids: Vec<GroupSubscriptionId>,
@@ -81,20 +82,21 @@ const POLL_GAP: Duration = Duration::from_millis(5);
 /// First and longest backoff after a failed operation.
 const RETRY_MIN: Duration = Duration::from_millis(100);
 const RETRY_MAX: Duration = Duration::from_secs(5);
+const RETRY: Backoff = Backoff::doubling(RETRY_MIN, RETRY_MAX);
 
 /// The state of one membership in a group.
 pub(super) struct MembershipLoop {
+    session: GroupSession,
     context: Arc<GroupContext>,
     me: GroupMemberIdentity,
     consumer: ConsumerName,
-    keeper: Arc<LeaseRenewer>,
-    /// The liveness lease. All leases are renewed together, so while this one is trusted the others are.
+    renewer: Arc<LeaseRenewer>,
+    losses: LostLeases,
+    /// The liveness lease.
     lease: HeldLease,
     fenced: FencedSignal,
-    /// Operations in progress; aborted on drop.
+    /// Operations in progress and the renewal of the leases; aborted on drop.
     work: JoinSet<MembershipEvent>,
-    renew_at: Instant,
-    renewing: bool,
     /// When to poll next.
     poll_at: Instant,
     polling: bool,
@@ -104,9 +106,8 @@ pub(super) struct MembershipLoop {
     register_at: Instant,
     registering: bool,
     refresh_at: Instant,
-    /// Consecutive failures.
-    failed_polls: u32,
-    failed_acquires: u32,
+    poll_retry: RetryTimer,
+    acquire_retry: RetryTimer,
     /// Entries of dead members whose messages are being reclaimed.
     cleaning_up: HashSet<String>,
     /// Consumers of live and of recently gone members, as of the last poll.
@@ -121,21 +122,26 @@ pub(super) struct MembershipLoop {
 
 impl MembershipLoop {
     pub(super) fn new(
-        context: Arc<GroupContext>,
-        me: GroupMemberIdentity,
-        keeper: LeaseRenewer,
-        lease: HeldLease,
+        session: GroupSession,
+        JoinedGroup { me, renewer, losses, lease }: JoinedGroup,
     ) -> Self {
+        let context = Arc::clone(&session.context);
         let (now, group) = (Instant::now(), &context.group);
+        let renewer = Arc::new(renewer);
+        let mut work = JoinSet::new();
+        let renewing = Arc::clone(&renewer);
+        work.spawn(async move {
+            renewing.run(std::future::pending()).await;
+            MembershipEvent::Maintained
+        });
         Self {
             consumer: keys::consumer(&me.holder),
             me,
-            keeper: Arc::new(keeper),
+            renewer,
+            losses,
             lease,
             fenced: FencedSignal::default(),
-            work: JoinSet::new(),
-            renew_at: now + context.config.lease.renew_every,
-            renewing: false,
+            work,
             poll_at: now,
             polling: false,
             polled_at: now,
@@ -143,8 +149,8 @@ impl MembershipLoop {
             register_at: now,
             registering: false,
             refresh_at: now,
-            failed_polls: 0,
-            failed_acquires: 0,
+            poll_retry: RETRY.timer(),
+            acquire_retry: RETRY.timer(),
             cleaning_up: HashSet::new(),
             known_consumers: KnownConsumers::default(),
             gone: BTreeMap::new(),
@@ -155,38 +161,42 @@ impl MembershipLoop {
             ],
             leave_waiters: Vec::new(),
             context,
+            session,
         }
     }
 
     /// Runs until all subscriptions have left or a lease is lost.
-    pub(super) async fn run(mut self, session: &mut GroupSession) -> MembershipEnd {
+    pub(super) async fn run(mut self) -> (GroupSession, MembershipEnd) {
         info!(group = %self.context.group, consumer = %self.consumer, "joined the group");
         loop {
             if !self.lease.is_valid() {
-                return self.evict(session, "the liveness lease was not renewed in time");
+                return self.evict("the liveness lease was not renewed in time");
             }
-            self.start_due(session);
+            self.start_due();
             let wake_at = self.wake_at();
             // All branches are cancel-safe. Loss of the lease takes precedence.
             tokio::select! {
                 biased;
-                () = self.lease.lost() => return self.evict(session, "the liveness lease was not renewed in time"),
-                () = self.fenced.signaled() => return self.evict(session, "the backend rejected a write as fenced"),
+                () = self.lease.lost() => return self.evict("the liveness lease was not renewed in time"),
+                Some(lost) = self.losses.recv() => {
+                    return self.evict(&format!("lease `{}` was lost", lost.fence.lease));
+                }
+                () = self.fenced.signaled() => return self.evict("the backend rejected a write as fenced"),
                 // `None` when every subscription has asked to leave and no new one can join.
-                Some(command) = session.commands.recv() => self.handle_command(session, command),
-                hint = session.hints.recv() => match hint {
-                    Ok(hint) => self.handle_hint(session, &hint),
-                    Err(_) => self.poll_everything(session),
+                Some(command) = self.session.commands.recv() => self.handle_command(command),
+                hint = self.session.hints.recv() => match hint {
+                    Ok(hint) => self.handle_hint(&hint),
+                    Err(_) => self.poll_everything(),
                 },
                 Some(event) = self.work.join_next() => {
-                    if let Err(reason) = self.handle(session, event) {
-                        return self.evict(session, &reason);
+                    if let Err(reason) = self.handle(event) {
+                        return self.evict(&reason);
                     }
                 }
                 () = sleep_until(wake_at) => {}
             }
-            if session.subscriptions.is_empty() {
-                return self.leave(session).await;
+            if self.session.subscriptions.is_empty() {
+                return self.leave().await;
             }
         }
     }
@@ -196,9 +206,6 @@ impl MembershipLoop {
         if !self.registering {
             at = at.min(self.register_at);
         }
-        if !self.renewing {
-            at = at.min(self.renew_at);
-        }
         if !self.polling {
             at = at.min(self.poll_at);
         }
@@ -206,135 +213,97 @@ impl MembershipLoop {
     }
 
     /// Starts the operations that are due.
-    fn start_due(&mut self, session: &mut GroupSession) {
+    fn start_due(&mut self) {
         let now = Instant::now();
-        if now >= self.renew_at && !self.renewing {
-            self.renewing = true;
-            let (keeper, limit) = (Arc::clone(&self.keeper), self.context.config.lease.ttl / 3);
-            self.work.spawn(async move {
-                let late = || StreamError::Unavailable {
-                    problem: format!("lease renewal timed out after {limit:?}"),
-                    source: None,
-                };
-                let renewed = timeout(limit, keeper.run_once()).await;
-                MembershipEvent::Renewed(renewed.unwrap_or_else(|_| Err(late())))
-            });
-        }
         if now >= self.register_at && !self.registering {
             self.register_at = now + self.context.config.rebalance_every;
-            self.register(session);
+            self.register();
         }
         if now >= self.sweep_at {
-            self.poll_everything(session);
+            self.poll_everything();
         }
         if now >= self.poll_at && !self.polling {
-            self.poll(session, now);
+            self.poll(now);
         }
         if now >= self.refresh_at {
-            self.refresh(session, now);
+            self.refresh(now);
         }
     }
 
-    fn handle_command(&mut self, session: &mut GroupSession, command: MembershipCommand) {
+    fn handle_command(&mut self, command: MembershipCommand) {
         match command {
             MembershipCommand::Join { serial, request, reply } => {
-                session.add(serial, request, reply);
+                self.session.add(serial, request, reply);
                 self.register_at = Instant::now();
             }
             MembershipCommand::Leave { topic, serial, done } => {
-                session.cancel_queued_join(serial);
+                self.session.cancel_queued_join(serial);
                 let id = (topic, serial);
-                match find(session, &id) {
+                match find(&mut self.session, &id) {
                     Some(subscription) => subscription.leave_waiters.extend(done),
                     // Its join was rejected, or it has already left.
                     None => drop(done.map(|done| done.send(()))),
                 }
-                self.begin_leave(session, &id);
+                self.begin_leave(&id);
             }
         }
     }
 
     /// Schedules what a hint about a lease calls for.
-    fn handle_hint(&mut self, session: &mut GroupSession, hint: &LeaseEvent) {
+    fn handle_hint(&mut self, hint: &LeaseEvent) {
         let Some(lease) = hint.lease.as_ref().filter(|_| hint.kind != LeaseEventKind::Lagged)
         else {
-            return self.poll_everything(session);
+            return self.poll_everything();
         };
         let now = Instant::now();
-        match session.event_targets.get(lease) {
+        match self.session.event_targets.get(lease) {
             Some(LeaseEventTarget::Partition(topic)) => {
-                let Some(subscription) = session.subscriptions.get_mut(topic) else { return };
+                let Some(subscription) = self.session.subscriptions.get_mut(topic) else { return };
                 subscription.dirty = true;
                 self.poll_soon(now);
             }
             Some(LeaseEventTarget::Topic(topic)) => {
-                let Some(subscription) = session.subscriptions.get_mut(topic) else { return };
+                let Some(subscription) = self.session.subscriptions.get_mut(topic) else { return };
                 subscription.refresh_at = now;
                 self.refresh_at = now;
             }
             None if self.members.iter().any(|start| lease.as_str().starts_with(start.as_str())) => {
-                self.poll_everything(session);
+                self.poll_everything();
             }
             None => {}
         }
     }
 
     /// Handles the result of an operation; an error ends the membership.
-    fn handle(
-        &mut self,
-        session: &mut GroupSession,
-        event: Result<MembershipEvent, JoinError>,
-    ) -> Result<(), String> {
+    fn handle(&mut self, event: Result<MembershipEvent, JoinError>) -> Result<(), String> {
         let event = event.map_err(|error| format!("a group operation panicked: {error}"))?;
         match event {
-            MembershipEvent::Renewed(renewed) => return self.handle_renewed(renewed),
             MembershipEvent::Registered { ids, refused } => {
-                self.handle_registered(session, ids, refused);
+                self.handle_registered(ids, refused);
             }
-            MembershipEvent::Polled(snapshot) => return self.handle_polled(session, snapshot),
+            MembershipEvent::Polled(snapshot) => return self.handle_polled(snapshot),
             MembershipEvent::Acquired { id, partition, held } => {
-                self.handle_acquired(session, &id, partition, held);
+                self.handle_acquired(&id, partition, held);
             }
             MembershipEvent::Revoked { id, partition, released } => {
-                self.handle_revoked(session, &id, partition, released);
+                self.handle_revoked(&id, partition, released);
             }
-            MembershipEvent::TopicRead { id, topic } => self.handle_topic_read(session, &id, topic),
+            MembershipEvent::TopicRead { id, topic } => self.handle_topic_read(&id, topic),
             MembershipEvent::CleanedUp { entry, is_done } => self.handle_cleaned_up(entry, is_done),
-            MembershipEvent::Left { id } => self.handle_left(session, &id),
+            MembershipEvent::Left { id } => self.handle_left(&id),
             MembershipEvent::Maintained => {}
         }
         Ok(())
     }
 
-    fn handle_renewed(
-        &mut self,
-        renewed: Result<Vec<LostLease>, StreamError>,
-    ) -> Result<(), String> {
-        let every = self.context.config.lease.renew_every;
-        self.renewing = false;
-        match renewed {
-            Ok(lost) => {
-                // Counted from the start of the renewal: the reply may have been slow.
-                self.renew_at = (self.renew_at + every).max(Instant::now() + every / 2);
-                lost.first()
-                    .map_or(Ok(()), |lost| Err(format!("lease `{}` was lost", lost.fence.lease)))
-            }
-            Err(error) => {
-                warn!(group = %self.context.group, %error, "lease renewal failed, retrying");
-                self.renew_at = Instant::now() + every / 8;
-                Ok(())
-            }
-        }
-    }
-
     /// Adds new subscriptions to the member list.
-    fn register(&mut self, session: &mut GroupSession) {
+    fn register(&mut self) {
         let is_new = |subscription: &&mut GroupSubscription| {
             subscription.state == SubscriptionState::Unregistered
         };
         let mut ids = Vec::new();
         let mut entries = Vec::new();
-        for subscription in session.subscriptions.values_mut().filter(is_new) {
+        for subscription in self.session.subscriptions.values_mut().filter(is_new) {
             subscription.state = SubscriptionState::Registering;
             ids.push((subscription.topic.name.clone(), subscription.serial));
             entries.push(subscription.entry(&self.me));
@@ -353,7 +322,6 @@ impl MembershipLoop {
 
     fn handle_registered(
         &mut self,
-        session: &mut GroupSession,
         ids: Vec<GroupSubscriptionId>,
         refused: Result<Vec<Option<MemberEntry>>>,
     ) {
@@ -364,11 +332,11 @@ impl MembershipLoop {
                 Ok(refused) => Ok(refused.next().flatten()),
                 Err(error) => Err(error.to_string()),
             };
-            let Some(subscription) = find(session, &id) else { continue };
+            let Some(subscription) = find(&mut self.session, &id) else { continue };
             let reply = subscription.reply.take();
             let problem = match refused {
                 Ok(None) => {
-                    self.become_member(session, &id, reply);
+                    self.become_member(&id, reply);
                     continue;
                 }
                 Ok(Some(conflict)) => QueueError::invalid(
@@ -392,7 +360,7 @@ impl MembershipLoop {
             subscription.state = SubscriptionState::Unregistered;
             if reply.is_some() || is_leaving {
                 reply.map(|reply| reply.send(Err(problem)));
-                self.remove_subscription(session, &id);
+                self.remove_subscription(&id);
             } else {
                 self.register_at =
                     Instant::now() + RETRY_MAX.min(self.context.config.rebalance_every);
@@ -400,16 +368,11 @@ impl MembershipLoop {
         }
     }
 
-    fn become_member(
-        &mut self,
-        session: &mut GroupSession,
-        id: &GroupSubscriptionId,
-        reply: Option<JoinReply>,
-    ) {
-        let Some(subscription) = find(session, id) else { return };
+    fn become_member(&mut self, id: &GroupSubscriptionId, reply: Option<JoinReply>) {
+        let Some(subscription) = find(&mut self.session, id) else { return };
         // The subscription asked to leave, or was dropped, while it was registered.
         if subscription.state == SubscriptionState::Draining {
-            return self.finish_leave_if_drained(session, id);
+            return self.finish_leave_if_drained(id);
         }
         subscription.state = SubscriptionState::Member;
         (subscription.dirty, subscription.in_poll, subscription.has_joined) = (true, false, true);
@@ -429,16 +392,10 @@ impl MembershipLoop {
         self.poll_at = self.poll_at.min(at.max(self.polled_at + POLL_GAP));
     }
 
-    fn poll_everything(&mut self, session: &mut GroupSession) {
-        session.subscriptions.values_mut().for_each(|subscription| subscription.dirty = true);
+    fn poll_everything(&mut self) {
+        self.session.subscriptions.values_mut().for_each(|subscription| subscription.dirty = true);
         self.sweep_at = Instant::now() + self.context.config.rebalance_every;
         self.poll_soon(Instant::now());
-    }
-
-    /// Polls with exponential backoff.
-    fn poll_after_failures(&mut self, failures: u32) {
-        let wait = RETRY_MIN * 2_u32.saturating_pow(failures.min(10));
-        self.poll_soon(Instant::now() + wait.min(RETRY_MAX));
     }
 
     fn report_owned(&self, subscription: &GroupSubscription) {

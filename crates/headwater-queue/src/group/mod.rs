@@ -15,7 +15,6 @@
 pub(crate) mod rebalance_listener;
 
 mod assign;
-mod identity;
 mod members;
 mod subscription_state;
 
@@ -29,7 +28,7 @@ pub(crate) mod coordinator;
 
 pub(crate) use coordinator::Coordinator;
 pub(crate) use group_ops::notify_watchers;
-pub(crate) use members::{GroupSnapshot, Liveness, MemberStatus};
+pub(crate) use members::{GroupSnapshot, MemberStatus};
 
 #[cfg(test)]
 mod tests;

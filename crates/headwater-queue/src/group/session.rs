@@ -9,14 +9,15 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use headwater_stream::{Backend, GroupName, LeaseEvent, LeaseName, StreamError};
+use headwater_stream::{
+    Backend, Backoff, GroupName, HeldLease, LeaseAcquisition, LeaseEvent, LeaseName, LeaseRenewer,
+    LostLeases, StreamError, process_name, unique_holder,
+};
 use tokio::sync::{broadcast, mpsc, oneshot};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tracing::warn;
 
-use super::group_ops::{self, JoinResult};
-use super::identity;
 use super::membership::{MembershipEnd, MembershipLoop};
 use super::rebalance_listener::JoinRequest;
 use super::subscription_state::{GroupMemberIdentity, GroupSubscription, JoinReply};
@@ -58,6 +59,14 @@ pub(super) struct GroupSession {
     pub(super) cleanup: JoinSet<()>,
 }
 
+/// The liveness lease and who holds it.
+pub(super) struct JoinedGroup {
+    pub(super) me: GroupMemberIdentity,
+    pub(super) renewer: LeaseRenewer,
+    pub(super) losses: LostLeases,
+    pub(super) lease: HeldLease,
+}
+
 /// What a hint about a lease concerns.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum LeaseEventTarget {
@@ -76,8 +85,9 @@ pub(super) const EXPIRY_MARGIN: Duration = Duration::from_millis(5);
 impl GroupSession {
     /// Runs until the last subscription has left.
     pub(super) async fn run(mut self) {
-        while let Some(membership) = self.join().await {
-            let end = membership.run(&mut self).await;
+        while let Some(joined) = self.join().await {
+            let end;
+            (self, end) = MembershipLoop::new(self, joined).run().await;
             if end == MembershipEnd::Left
                 || (self.subscriptions.is_empty() && self.commands.is_empty())
             {
@@ -98,8 +108,8 @@ impl GroupSession {
     }
 
     /// Acquires a membership, with retries; `None` when no subscription is left.
-    async fn join(&mut self) -> Option<MembershipLoop> {
-        let mut wait = RETRY_MIN;
+    async fn join(&mut self) -> Option<JoinedGroup> {
+        let mut retry = Backoff::doubling(RETRY_MIN, RETRY_MAX).timer();
         let mut warned = false;
         loop {
             while self.subscriptions.is_empty() {
@@ -109,19 +119,15 @@ impl GroupSession {
                     return None;
                 }
             }
-            let holder = identity::session_holder(&self.context.config);
+            let name = self.context.config.name.as_deref().unwrap_or_else(|| process_name());
+            let holder = unique_holder(name).expect("the name was checked and is short");
             let member = self.context.member.clone().unwrap_or_else(|| holder.to_string());
             let me = GroupMemberIdentity { member, holder };
             let retry_at = match self.try_acquire_membership(&me).await {
-                Ok(JoinResult::Joined(keeper, lease)) => {
-                    return Some(MembershipLoop::new(
-                        Arc::clone(&self.context),
-                        me,
-                        *keeper,
-                        lease,
-                    ));
+                Ok((renewer, losses, LeaseAcquisition::Won(lease))) => {
+                    return Some(JoinedGroup { me, renewer, losses, lease });
                 }
-                Ok(JoinResult::IdTaken { by, remaining }) => {
+                Ok((_, _, LeaseAcquisition::Held { by, remaining })) => {
                     if !std::mem::replace(&mut warned, true) {
                         warn!(member = %me.member, group = %self.context.group, %by,
                             "another process uses this member id, waiting until it has left");
@@ -135,8 +141,7 @@ impl GroupSession {
                 Err(error) => {
                     warn!(group = %self.context.group, %error, "joining the group failed");
                     self.fail_new(error);
-                    wait = (wait * 2).min(RETRY_MAX);
-                    Instant::now() + wait
+                    Instant::now() + retry.next_delay()
                 }
             };
             self.wait_to_retry(retry_at, &keys::member(&self.context.group, &me.member)).await;
@@ -144,22 +149,28 @@ impl GroupSession {
     }
 
     /// Makes one attempt to acquire the liveness lease, and handles commands meanwhile.
-    async fn try_acquire_membership(&mut self, me: &GroupMemberIdentity) -> Result<JoinResult> {
-        let context = Arc::clone(&self.context);
-        let acquiring = group_ops::acquire_membership(
-            Arc::clone(&context.backend),
-            &context.group,
-            me,
-            context.config.lease,
-        );
-        tokio::pin!(acquiring);
-        loop {
-            // The acquire is not cancelled: a lease acquired without our knowledge would block our next attempt.
-            tokio::select! {
-                result = &mut acquiring => return result,
-                Some(command) = self.commands.recv() => self.handle_command_while_joining(command),
+    async fn try_acquire_membership(
+        &mut self,
+        me: &GroupMemberIdentity,
+    ) -> Result<(LeaseRenewer, LostLeases, LeaseAcquisition)> {
+        let GroupContext { backend, config, group, .. } = &*self.context;
+        let lease = keys::member(group, &me.member);
+        let leases = Arc::clone(backend);
+        let (renewer, losses) = LeaseRenewer::new(leases, me.holder.clone(), config.lease)?;
+        let acquired = {
+            let acquiring = renewer.acquire(&lease);
+            tokio::pin!(acquiring);
+            loop {
+                // The acquire is not cancelled: a lease acquired without our knowledge would block our next attempt.
+                tokio::select! {
+                    acquired = &mut acquiring => break acquired?,
+                    Some(command) = self.commands.recv() => {
+                        self.handle_command_while_joining(command);
+                    }
+                }
             }
-        }
+        };
+        Ok((renewer, losses, acquired))
     }
 
     /// Waits until `retry_at`, or until `lease` may be free.

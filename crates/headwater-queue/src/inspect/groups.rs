@@ -3,12 +3,12 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use headwater_stream::{EntryId, LeaseInfo, LeaseName, StreamStats};
+use headwater_stream::{EntryId, LeaseInfo, LeaseName, Liveness, StreamStats};
 
 use super::Inspector;
 use crate::config::Mode;
 use crate::error::{QueueError, Result};
-use crate::group::{GroupSnapshot, Liveness, MemberStatus};
+use crate::group::{GroupSnapshot, MemberStatus};
 use crate::keys;
 use crate::topic::{GroupName, Partition, Topic, group_name};
 

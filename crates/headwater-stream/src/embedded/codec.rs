@@ -1,11 +1,9 @@
-//! Binary encoding of redo records in logs and snapshots.
+//! Binary encoding of the fields of redo records, in logs and snapshots.
 //!
-//! A record is a tag and its fields in order. Numbers are LEB128; texts and bytes are length-prefixed. The
-//! last record ends with its frame.
+//! Numbers are LEB128; texts, bytes and lists are length-prefixed.
 //! Guarantees: decoding never panics and never allocates more than the input length, for any input.
-//! Not here: checksums and files (see `segment`).
+//! Not here: the records (see `redo_record`), checksums and files (see `segment`).
 
-mod parts;
 #[cfg(test)]
 pub(super) mod tests;
 
@@ -13,292 +11,240 @@ use std::borrow::Cow;
 
 use bytes::Bytes;
 
-use self::parts::{Decoder, Encoder};
-use super::redo_record::RedoRecord;
 use crate::clock::Timestamp;
+use crate::entry::{EntryId, Fields};
 
 /// Why bytes could not be decoded or applied.
 pub(super) type RecordError = &'static str;
-type Decoded<T> = Result<T, RecordError>;
+pub(super) type Decoded<T> = Result<T, RecordError>;
 
-// The tags are part of the format: never reuse or renumber one.
-const APPEND: u8 = 1;
-const CREATE_GROUP: u8 = 2;
-const REMOVE_GROUP: u8 = 3;
-const RESTORE_CONSUMER: u8 = 4;
-const DELIVER: u8 = 5;
-const ACKNOWLEDGE: u8 = 6;
-const CLAIM: u8 = 7;
-const RELEASE: u8 = 8;
-const KEEP_ALIVE: u8 = 9;
-const REMOVE_CONSUMER: u8 = 10;
-const TRIM: u8 = 11;
-const DELETE_ENTRIES: u8 = 12;
-const SCHEDULE: u8 = 13;
-const CANCEL: u8 = 14;
-const PROMOTE: u8 = 15;
-const HOLD_LEASE: u8 = 16;
-const ADD_MEMBERS: u8 = 17;
-const REMOVE_MEMBERS: u8 = 18;
-const PUT_FIELDS: u8 = 19;
-const SET_DEDUP: u8 = 20;
-const REMOVE_DEDUP: u8 = 21;
-const REMOVE: u8 = 22;
-const RESTORE_COUNTERS: u8 = 23;
-const RESTORE_STREAM: u8 = 24;
-const RESTORE_ENTRIES: u8 = 25;
-const RESTORE_PENDING: u8 = 26;
-const RESTORE_LEASE: u8 = 27;
-const RESTORE_EPOCH: u8 = 28;
-const RESTORE_TIME: u8 = 29;
-const RENAME: u8 = 30;
+const TRUNCATED: RecordError = "a record is truncated";
 
-/// Appends the encoded record to `to`.
-pub(super) fn encode(record: &RedoRecord<'_>, to: &mut Vec<u8>) {
-    let out = &mut Encoder { to };
-    match record {
-        RedoRecord::Append { stream, first, entries } => {
-            out.tag(APPEND).text(stream).id(*first).number(entries.len() as u64);
-            entries.iter().for_each(|fields| out.fields(fields));
+/// A field of a record.
+pub(super) trait Encode<'a>: Sized {
+    /// Appends the encoded value.
+    fn put(&self, to: &mut Vec<u8>);
+
+    /// Takes the value from the front of `from`.
+    fn take(from: &mut &'a [u8]) -> Decoded<Self>;
+}
+
+impl Encode<'_> for u64 {
+    fn put(&self, to: &mut Vec<u8>) {
+        let mut number = *self;
+        while number >= 0x80 {
+            to.push(number as u8 | 0x80);
+            number >>= 7;
         }
-        RedoRecord::CreateGroup { stream, group, after } => {
-            out.tag(CREATE_GROUP).text(stream).text(group).id(*after);
-        }
-        RedoRecord::RemoveGroup { stream, group } => {
-            out.tag(REMOVE_GROUP).text(stream).text(group);
-        }
-        RedoRecord::RestoreConsumer { stream, group, consumer, at } => {
-            out.tag(RESTORE_CONSUMER).text(stream).text(group).text(consumer).time(*at);
-        }
-        RedoRecord::Deliver { stream, group, consumer, through, at } => {
-            out.tag(DELIVER).text(stream).text(group).text(consumer).id(*through).time(*at);
-        }
-        RedoRecord::Acknowledge { stream, group, ids } => {
-            out.tag(ACKNOWLEDGE).text(stream).text(group).ids(ids);
-        }
-        RedoRecord::Claim { stream, group, consumer, ids, at } => {
-            out.tag(CLAIM).text(stream).text(group).text(consumer).ids(ids).time(*at);
-        }
-        RedoRecord::Release { stream, group, ids, at } => {
-            out.tag(RELEASE).text(stream).text(group).ids(ids).time(*at);
-        }
-        RedoRecord::KeepAlive { stream, group, ids, at } => {
-            out.tag(KEEP_ALIVE).text(stream).text(group).ids(ids).time(*at);
-        }
-        RedoRecord::RemoveConsumer { stream, group, consumer } => {
-            out.tag(REMOVE_CONSUMER).text(stream).text(group).text(consumer);
-        }
-        RedoRecord::Trim { stream, before } => {
-            out.tag(TRIM).text(stream).id(*before);
-        }
-        RedoRecord::DeleteEntries { stream, ids } => {
-            out.tag(DELETE_ENTRIES).text(stream).ids(ids);
-        }
-        RedoRecord::Schedule { delays, id, due, to, fields } => {
-            out.tag(SCHEDULE).text(delays).number(*id).time(*due).text(to).fields(fields);
-        }
-        RedoRecord::Cancel { delays, id } => {
-            out.tag(CANCEL).text(delays).number(*id);
-        }
-        RedoRecord::Promote { delays, id, entry } => {
-            out.tag(PROMOTE).text(delays).number(*id).id(*entry);
-        }
-        RedoRecord::HoldLease { lease, holder, epoch, until, at } => {
-            out.tag(HOLD_LEASE).text(lease).text(holder).number(*epoch).time(*until).time(*at);
-        }
-        RedoRecord::AddMembers { set, members, until, at } => {
-            out.tag(ADD_MEMBERS).text(set).texts(members);
-            // No set expires at the Unix epoch, so zero encodes "no expiration".
-            out.time(until.unwrap_or_default()).time(*at);
-        }
-        RedoRecord::RemoveMembers { set, members } => {
-            out.tag(REMOVE_MEMBERS).text(set).texts(members);
-        }
-        RedoRecord::PutFields { map, fields } => {
-            out.tag(PUT_FIELDS).text(map).number(fields.len() as u64);
-            for (name, value) in fields {
-                out.text(name).bytes(value);
+        to.push(number as u8);
+    }
+
+    fn take(from: &mut &[u8]) -> Decoded<Self> {
+        let mut number = 0;
+        for shift in (0..64).step_by(7) {
+            let byte = take_byte(from)?;
+            let part = Self::from(byte & 0x7f);
+            if shift == 63 && part > 1 {
+                break;
+            }
+            number |= part << shift;
+            if byte < 0x80 {
+                return Ok(number);
             }
         }
-        RedoRecord::SetDedup { scope, id, done, until, at } => {
-            out.tag(SET_DEDUP).text(scope).text(id).tag(u8::from(done.is_some()));
-            out.bytes(done.as_deref().unwrap_or_default()).time(*until).time(*at);
-        }
-        RedoRecord::RemoveDedup { scope, id } => {
-            out.tag(REMOVE_DEDUP).text(scope).text(id);
-        }
-        RedoRecord::Rename { from, to } => {
-            out.tag(RENAME).text(from).text(to);
-        }
-        RedoRecord::Remove { name } => {
-            out.tag(REMOVE).text(name);
-        }
-        RedoRecord::RestoreCounters { next_delay } => {
-            out.tag(RESTORE_COUNTERS).number(*next_delay);
-        }
-        RedoRecord::RestoreTime { at } => {
-            out.tag(RESTORE_TIME).time(*at);
-        }
-        RedoRecord::RestoreStream { stream, last_id } => {
-            out.tag(RESTORE_STREAM).text(stream).id(*last_id);
-        }
-        RedoRecord::RestoreEntries { stream, entries } => {
-            out.tag(RESTORE_ENTRIES).text(stream).number(entries.len() as u64);
-            for (id, fields) in entries {
-                out.id(*id).fields(fields);
-            }
-        }
-        RedoRecord::RestorePending { stream, group, consumer, pending } => {
-            out.tag(RESTORE_PENDING).text(stream).text(group).text(consumer);
-            out.number(pending.len() as u64);
-            for (id, at, deliveries) in pending {
-                out.id(*id).time(*at).number(*deliveries);
-            }
-        }
-        RedoRecord::RestoreLease { lease, holder, epoch, until } => {
-            out.tag(RESTORE_LEASE).text(lease).text(holder).number(*epoch).time(*until);
-        }
-        RedoRecord::RestoreEpoch { lease, epoch, until } => {
-            out.tag(RESTORE_EPOCH).text(lease).number(*epoch).time(*until);
-        }
+        Err("a number has more than 64 bits")
     }
 }
 
-/// Decodes the next record from the front of `from`; `None` at the end.
-pub(super) fn decode<'a>(from: &mut &'a [u8]) -> Decoded<Option<RedoRecord<'a>>> {
-    if from.is_empty() {
-        return Ok(None);
+impl Encode<'_> for Timestamp {
+    fn put(&self, to: &mut Vec<u8>) {
+        self.as_millis().put(to);
     }
-    let mut input = Decoder { rest: from };
-    let record = record(&mut input)?;
-    *from = input.rest;
-    Ok(Some(record))
+
+    fn take(from: &mut &[u8]) -> Decoded<Self> {
+        u64::take(from).map(Self::from_millis)
+    }
 }
 
-fn record<'a>(input: &mut Decoder<'a>) -> Decoded<RedoRecord<'a>> {
-    // Rust evaluates struct fields in the order written here, which is the order of the bytes.
-    Ok(match input.tag()? {
-        APPEND => RedoRecord::Append {
-            stream: input.text()?,
-            first: input.id()?,
-            entries: Cow::Owned(input.list(Decoder::fields)?),
-        },
-        CREATE_GROUP => RedoRecord::CreateGroup {
-            stream: input.text()?,
-            group: input.text()?,
-            after: input.id()?,
-        },
-        REMOVE_GROUP => RedoRecord::RemoveGroup { stream: input.text()?, group: input.text()? },
-        RESTORE_CONSUMER => RedoRecord::RestoreConsumer {
-            stream: input.text()?,
-            group: input.text()?,
-            consumer: input.text()?,
-            at: input.time()?,
-        },
-        DELIVER => RedoRecord::Deliver {
-            stream: input.text()?,
-            group: input.text()?,
-            consumer: input.text()?,
-            through: input.id()?,
-            at: input.time()?,
-        },
-        ACKNOWLEDGE => RedoRecord::Acknowledge {
-            stream: input.text()?,
-            group: input.text()?,
-            ids: input.ids()?,
-        },
-        CLAIM => RedoRecord::Claim {
-            stream: input.text()?,
-            group: input.text()?,
-            consumer: input.text()?,
-            ids: input.ids()?,
-            at: input.time()?,
-        },
-        RELEASE => RedoRecord::Release {
-            stream: input.text()?,
-            group: input.text()?,
-            ids: input.ids()?,
-            at: input.time()?,
-        },
-        KEEP_ALIVE => RedoRecord::KeepAlive {
-            stream: input.text()?,
-            group: input.text()?,
-            ids: input.ids()?,
-            at: input.time()?,
-        },
-        REMOVE_CONSUMER => RedoRecord::RemoveConsumer {
-            stream: input.text()?,
-            group: input.text()?,
-            consumer: input.text()?,
-        },
-        TRIM => RedoRecord::Trim { stream: input.text()?, before: input.id()? },
-        DELETE_ENTRIES => RedoRecord::DeleteEntries { stream: input.text()?, ids: input.ids()? },
-        SCHEDULE => RedoRecord::Schedule {
-            delays: input.text()?,
-            id: input.number()?,
-            due: input.time()?,
-            to: input.text()?,
-            fields: input.fields()?,
-        },
-        CANCEL => RedoRecord::Cancel { delays: input.text()?, id: input.number()? },
-        PROMOTE => {
-            RedoRecord::Promote { delays: input.text()?, id: input.number()?, entry: input.id()? }
+/// Nothing expires at the Unix epoch, so zero encodes `None`.
+impl Encode<'_> for Option<Timestamp> {
+    fn put(&self, to: &mut Vec<u8>) {
+        self.unwrap_or_default().put(to);
+    }
+
+    fn take(from: &mut &[u8]) -> Decoded<Self> {
+        Ok(Some(Timestamp::take(from)?).filter(|time| *time != Timestamp::default()))
+    }
+}
+
+impl Encode<'_> for EntryId {
+    fn put(&self, to: &mut Vec<u8>) {
+        self.ms.put(to);
+        self.seq.put(to);
+    }
+
+    fn take(from: &mut &[u8]) -> Decoded<Self> {
+        Ok(Self::new(u64::take(from)?, u64::take(from)?))
+    }
+}
+
+/// Ids in any order, delta-encoded: neighbours take two or three bytes each.
+impl Encode<'_> for Cow<'_, [EntryId]> {
+    fn put(&self, to: &mut Vec<u8>) {
+        let mut ms = 0;
+        put_list(self, to, |id, to| {
+            let step = id.ms.wrapping_sub(ms) as i64;
+            (((step << 1) ^ (step >> 63)) as u64).put(to);
+            id.seq.put(to);
+            ms = id.ms;
+        });
+    }
+
+    fn take(from: &mut &[u8]) -> Decoded<Self> {
+        let mut ms: u64 = 0;
+        let ids = take_list(from, |from| {
+            let folded = u64::take(from)?;
+            let step = (folded >> 1) as i64 ^ -((folded & 1) as i64);
+            ms = ms.wrapping_add(step as u64);
+            Ok(EntryId::new(ms, u64::take(from)?))
+        })?;
+        Ok(Cow::Owned(ids))
+    }
+}
+
+impl<'a> Encode<'a> for &'a [u8] {
+    fn put(&self, to: &mut Vec<u8>) {
+        (self.len() as u64).put(to);
+        to.extend_from_slice(self);
+    }
+
+    fn take(from: &mut &'a [u8]) -> Decoded<Self> {
+        let length = usize::try_from(u64::take(from)?).map_err(|_| TRUNCATED)?;
+        let (bytes, rest) = from.split_at_checked(length).ok_or(TRUNCATED)?;
+        *from = rest;
+        Ok(bytes)
+    }
+}
+
+impl<'a> Encode<'a> for &'a str {
+    fn put(&self, to: &mut Vec<u8>) {
+        self.as_bytes().put(to);
+    }
+
+    fn take(from: &mut &'a [u8]) -> Decoded<Self> {
+        std::str::from_utf8(Encode::take(from)?).map_err(|_| "a text is not UTF-8")
+    }
+}
+
+impl Encode<'_> for Bytes {
+    fn put(&self, to: &mut Vec<u8>) {
+        self.as_ref().put(to);
+    }
+
+    fn take(from: &mut &[u8]) -> Decoded<Self> {
+        <&[u8]>::take(from).map(Self::copy_from_slice)
+    }
+}
+
+impl Encode<'_> for Option<Bytes> {
+    fn put(&self, to: &mut Vec<u8>) {
+        to.push(u8::from(self.is_some()));
+        self.as_deref().unwrap_or_default().put(to);
+    }
+
+    fn take(from: &mut &[u8]) -> Decoded<Self> {
+        let is_some = take_byte(from)? != 0;
+        let value = Bytes::take(from)?;
+        Ok(is_some.then_some(value))
+    }
+}
+
+impl Encode<'_> for Fields {
+    fn put(&self, to: &mut Vec<u8>) {
+        (self.len() as u64).put(to);
+        for (name, value) in self.slices() {
+            name.put(to);
+            value.put(to);
         }
-        HOLD_LEASE => RedoRecord::HoldLease {
-            lease: input.text()?,
-            holder: input.text()?,
-            epoch: input.number()?,
-            until: input.time()?,
-            at: input.time()?,
-        },
-        ADD_MEMBERS => RedoRecord::AddMembers {
-            set: input.text()?,
-            members: input.list(Decoder::text)?,
-            until: Some(input.time()?).filter(|until| *until != Timestamp::default()),
-            at: input.time()?,
-        },
-        REMOVE_MEMBERS => {
-            RedoRecord::RemoveMembers { set: input.text()?, members: input.list(Decoder::text)? }
-        }
-        PUT_FIELDS => RedoRecord::PutFields {
-            map: input.text()?,
-            fields: input
-                .list(|input| Ok((input.text()?, Bytes::copy_from_slice(input.bytes()?))))?,
-        },
-        SET_DEDUP => {
-            let (scope, id) = (input.text()?, input.text()?);
-            let is_done = input.tag()? != 0;
-            let value = Bytes::copy_from_slice(input.bytes()?);
-            let done = is_done.then_some(value);
-            RedoRecord::SetDedup { scope, id, done, until: input.time()?, at: input.time()? }
-        }
-        REMOVE_DEDUP => RedoRecord::RemoveDedup { scope: input.text()?, id: input.text()? },
-        RENAME => RedoRecord::Rename { from: input.text()?, to: input.text()? },
-        REMOVE => RedoRecord::Remove { name: input.text()? },
-        RESTORE_COUNTERS => RedoRecord::RestoreCounters { next_delay: input.number()? },
-        RESTORE_TIME => RedoRecord::RestoreTime { at: input.time()? },
-        RESTORE_STREAM => RedoRecord::RestoreStream { stream: input.text()?, last_id: input.id()? },
-        RESTORE_ENTRIES => RedoRecord::RestoreEntries {
-            stream: input.text()?,
-            entries: input.list(|input| Ok((input.id()?, input.fields()?)))?,
-        },
-        RESTORE_PENDING => RedoRecord::RestorePending {
-            stream: input.text()?,
-            group: input.text()?,
-            consumer: input.text()?,
-            pending: input.list(|input| Ok((input.id()?, input.time()?, input.number()?)))?,
-        },
-        RESTORE_LEASE => RedoRecord::RestoreLease {
-            lease: input.text()?,
-            holder: input.text()?,
-            epoch: input.number()?,
-            until: input.time()?,
-        },
-        RESTORE_EPOCH => RedoRecord::RestoreEpoch {
-            lease: input.text()?,
-            epoch: input.number()?,
-            until: input.time()?,
-        },
-        _ => return Err("unknown record tag"),
-    })
+    }
+
+    fn take(from: &mut &[u8]) -> Decoded<Self> {
+        let whole = *from;
+        let part = |from: &mut &[u8]| -> Decoded<std::ops::Range<usize>> {
+            let length = <&[u8]>::take(from)?.len();
+            let end = whole.len() - from.len();
+            Ok(end - length..end)
+        };
+        let pairs = take_list(from, |from| Ok((part(from)?, part(from)?)))?;
+        // One copy of all bytes that the names and values share, instead of one each.
+        let bytes = Bytes::copy_from_slice(&whole[..whole.len() - from.len()]);
+        let pairs = pairs.into_iter().map(|(name, value)| (bytes.slice(name), bytes.slice(value)));
+        Ok(Self::new(pairs))
+    }
+}
+
+impl Encode<'_> for Cow<'_, [Fields]> {
+    fn put(&self, to: &mut Vec<u8>) {
+        put_list(self, to, Encode::put);
+    }
+
+    fn take(from: &mut &[u8]) -> Decoded<Self> {
+        take_list(from, Encode::take).map(Cow::Owned)
+    }
+}
+
+impl<'a, T: Encode<'a>> Encode<'a> for Vec<T> {
+    fn put(&self, to: &mut Vec<u8>) {
+        put_list(self, to, Encode::put);
+    }
+
+    fn take(from: &mut &'a [u8]) -> Decoded<Self> {
+        take_list(from, Encode::take)
+    }
+}
+
+impl<'a, A: Encode<'a>, B: Encode<'a>> Encode<'a> for (A, B) {
+    fn put(&self, to: &mut Vec<u8>) {
+        self.0.put(to);
+        self.1.put(to);
+    }
+
+    fn take(from: &mut &'a [u8]) -> Decoded<Self> {
+        Ok((A::take(from)?, B::take(from)?))
+    }
+}
+
+impl<'a, A: Encode<'a>, B: Encode<'a>, C: Encode<'a>> Encode<'a> for (A, B, C) {
+    fn put(&self, to: &mut Vec<u8>) {
+        self.0.put(to);
+        self.1.put(to);
+        self.2.put(to);
+    }
+
+    fn take(from: &mut &'a [u8]) -> Decoded<Self> {
+        Ok((A::take(from)?, B::take(from)?, C::take(from)?))
+    }
+}
+
+pub(super) fn take_byte(from: &mut &[u8]) -> Decoded<u8> {
+    let (byte, rest) = from.split_first().ok_or(TRUNCATED)?;
+    *from = rest;
+    Ok(*byte)
+}
+
+fn put_list<T>(items: &[T], to: &mut Vec<u8>, mut put: impl FnMut(&T, &mut Vec<u8>)) {
+    (items.len() as u64).put(to);
+    items.iter().for_each(|item| put(item, to));
+}
+
+fn take_list<'a, T>(
+    from: &mut &'a [u8],
+    mut take: impl FnMut(&mut &'a [u8]) -> Decoded<T>,
+) -> Decoded<Vec<T>> {
+    let length = usize::try_from(u64::take(from)?).map_err(|_| TRUNCATED)?;
+    // Every item takes a byte or more, so a longer list cannot be whole; nothing is reserved for it.
+    if length > from.len() {
+        return Err(TRUNCATED);
+    }
+    (0..length).map(|_| take(from)).collect()
 }

@@ -1,12 +1,12 @@
 //! Implementation of [`Delays`].
 
+use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use tokio::sync::Notify;
 
-use super::reader::WaitRegistration;
+use super::reader::wait_for_change;
 use super::redo_record::RedoRecord;
 use super::state::delay_set::delayed_footprint;
 use super::transaction::{Durability, Tx};
@@ -56,39 +56,17 @@ impl Delays for Embedded {
 
     async fn wait_until_due(&self, delays: &DelayName, wait: Duration) -> Result<bool> {
         validate::wait(wait)?;
-        let shared = &self.engine.shared;
-        let mut time_out = std::pin::pin!(shared.clock.sleep(wait));
-        let woken = Arc::<Notify>::default();
-        let mut registration = None;
-        let mut is_over = wait.is_zero();
-        loop {
-            let until_due = shared.transact_without_wait(|tx| {
-                let set = tx.state().delays(delays.as_str(), tx.now)?;
-                let next = set.and_then(|set| set.next_due());
-                let until_due = next.map(|due| due.since(tx.now));
-                if registration.is_none() {
-                    registration =
-                        Some(WaitRegistration::begin(shared, tx, [delays].into_iter(), &woken));
-                }
-                Ok(until_due)
-            })?;
-            match until_due {
-                Some(Duration::ZERO) => return Ok(true),
-                _ if is_over => return Ok(false),
-                _ => {}
-            }
-            let due = async {
-                match until_due {
-                    Some(until_due) => shared.clock.sleep(until_due).await,
-                    None => std::future::pending().await,
-                }
-            };
-            tokio::select! {
-                () = woken.notified() => {}
-                () = due => {}
-                () = &mut time_out => is_over = true,
-            }
-        }
+        let check = |tx: &mut Tx<'_>| {
+            let set = tx.state().delays(delays.as_str(), tx.now)?;
+            let next = set.and_then(|set| set.next_due());
+            Ok(match next.map(|due| due.since(tx.now)) {
+                Some(Duration::ZERO) => ControlFlow::Break(()),
+                until_due => ControlFlow::Continue(until_due),
+            })
+        };
+        let woken = Arc::default();
+        let due = wait_for_change(&self.engine.shared, &[delays], &woken, wait, check).await?;
+        Ok(due.is_some())
     }
 
     async fn delay_stats(&self, delays: &DelayName) -> Result<DelayStats> {
@@ -123,14 +101,8 @@ impl Delays for Embedded {
     }
 
     async fn delete_delay_set(&self, delays: &DelayName) -> Result<bool> {
-        let delete = self.shared().transact(Durability::Durable, |tx| {
-            let exists = tx.state().delays(delays.as_str(), tx.now)?.is_some();
-            if exists {
-                tx.apply(&RedoRecord::Remove { name: delays.as_str() });
-            }
-            Ok(exists)
-        });
-        delete.await
+        let name = delays.as_str();
+        self.remove(name, |tx| Ok(tx.state().delays(name, tx.now)?.is_some())).await
     }
 }
 

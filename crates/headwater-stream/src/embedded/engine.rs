@@ -18,7 +18,7 @@ use super::log::{CommitLog, closed};
 use super::segment::FRAME_HEADER_BYTES;
 use super::state::EmbeddedState;
 use super::transaction::{Commit, Durability, ReadTx, Tx};
-use super::waiters::{BlockedReads, LeaseSubscribers, NameWaiters};
+use super::waiters::{BlockedReads, LeaseEvents, NameWaiters};
 use crate::clock::Clock;
 use crate::error::{Result, StreamError};
 
@@ -44,7 +44,7 @@ pub(super) struct Inner {
     pub(super) state: EmbeddedState,
     pub(super) name_waiters: NameWaiters,
     pub(super) blocked_reads: BlockedReads,
-    pub(super) lease_subscribers: LeaseSubscribers,
+    pub(super) lease_events: LeaseEvents,
     pub(super) buffer: Buffer,
     pub(super) is_closed: bool,
 }
@@ -81,10 +81,9 @@ impl EngineShared {
     ) -> Self {
         let buffer =
             Buffer { bytes: Buffer::empty(), commit: 0, unsynced_visible: 0, is_stopping: false };
-        let (name_waiters, blocked_reads, lease_subscribers) = Default::default();
+        let (name_waiters, blocked_reads, lease_events) = Default::default();
         let is_closed = false;
-        let inner =
-            Inner { state, name_waiters, blocked_reads, lease_subscribers, buffer, is_closed };
+        let inner = Inner { state, name_waiters, blocked_reads, lease_events, buffer, is_closed };
         let inner = Mutex::new(inner);
         Self { clock, max_bytes, call_deadline, inner, to_write: Condvar::new(), log }
     }
@@ -237,7 +236,8 @@ impl Engine {
                 // A thread that panicked has recorded a log failure.
                 let _ = thread.join();
             }
-            drop(lock);
+            // Closing alone is not enough: a child process that is being spawned has the file until it executes its program.
+            let _ = lock.unlock();
         }
     }
 }

@@ -4,6 +4,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
+use tokio::sync::Notify;
+use tokio::sync::broadcast::{self, error::RecvError};
 
 use super::Embedded;
 use super::engine::Engine;
@@ -11,7 +13,6 @@ use super::redo_record::RedoRecord;
 use super::state::EmbeddedState;
 use super::state::lease_table::Lease;
 use super::transaction::{Durability, Tx};
-use super::waiters::LeaseSubscriber;
 use crate::clock::Timestamp;
 use crate::error::{Result, StreamError};
 use crate::leases::{
@@ -81,7 +82,7 @@ impl Leases for Embedded {
                 // One by one, so that a lease given twice is released once.
                 if is_held_by(tx, holder, fence) {
                     tx.apply(&RedoRecord::Remove { name: fence.lease.as_str() });
-                    tx.lease_subscribers().publish(&fence.lease, LeaseEventKind::Released);
+                    tx.lease_events().publish(&fence.lease, LeaseEventKind::Released);
                     released += 1;
                 }
             }
@@ -109,8 +110,13 @@ impl Leases for Embedded {
     }
 
     async fn watch(&self, prefix: &str) -> Result<Box<dyn LeaseWatch>> {
-        let subscriber = self.shared().lock()?.lease_subscribers.add(prefix);
-        Ok(Box::new(EmbeddedLeaseWatch { engine: Arc::clone(&self.engine), subscriber }))
+        let inner = self.shared().lock()?;
+        Ok(Box::new(EmbeddedLeaseWatch {
+            engine: Arc::clone(&self.engine),
+            prefix: prefix.to_owned(),
+            events: inner.lease_events.subscribe(),
+            earlier_expiry: Arc::clone(&inner.lease_events.earlier_expiry),
+        }))
     }
 }
 
@@ -139,7 +145,7 @@ fn hold(tx: &mut Tx<'_>, lease: &LeaseName, holder: &HolderName, epoch: u64, ttl
     let (lease, holder) = (lease.as_str(), holder.as_str());
     tx.apply(&RedoRecord::HoldLease { lease, holder, epoch, until, at });
     if is_next {
-        tx.lease_subscribers().wake_all();
+        tx.lease_events().earlier_expiry.notify_waiters();
     }
 }
 
@@ -153,7 +159,9 @@ fn is_held_by(tx: &Tx<'_>, holder: &HolderName, fence: &Fence) -> bool {
 
 struct EmbeddedLeaseWatch {
     engine: Arc<Engine>,
-    subscriber: Arc<LeaseSubscriber>,
+    prefix: String,
+    events: broadcast::Receiver<LeaseEvent>,
+    earlier_expiry: Arc<Notify>,
 }
 
 #[async_trait]
@@ -165,9 +173,8 @@ impl LeaseWatch for EmbeddedLeaseWatch {
     async fn next(&mut self) -> LeaseEvent {
         let shared = &self.engine.shared;
         loop {
-            if let Some(hint) = self.subscriber.take() {
-                return hint;
-            }
+            // Before the next expiry is read, so that no change in between is missed.
+            let earlier_expiry = self.earlier_expiry.notified();
             let ends = shared.transact_without_wait(|tx| {
                 tx.expire_leases();
                 let next = tx.state().next_lease_expiry();
@@ -181,7 +188,19 @@ impl LeaseWatch for EmbeddedLeaseWatch {
                 }
             };
             tokio::select! {
-                () = self.subscriber.notified.notified() => {}
+                event = self.events.recv() => match event {
+                    Ok(LeaseEvent { lease: Some(lease), kind })
+                        if lease.as_str().starts_with(&self.prefix) =>
+                    {
+                        return LeaseEvent { lease: Some(lease), kind };
+                    }
+                    Err(RecvError::Lagged(_)) => {
+                        return LeaseEvent { lease: None, kind: LeaseEventKind::Lagged };
+                    }
+                    // The engine keeps the channel open.
+                    Ok(_) | Err(RecvError::Closed) => {}
+                },
+                () = earlier_expiry => {}
                 () = end => {}
             }
         }

@@ -52,7 +52,9 @@ use self::engine::{Engine, EngineShared, EngineThreads};
 use self::location::Location;
 use self::log::{CommitLog, LogTail, SyncMode};
 use self::recovery::Recovered;
+use self::redo_record::RedoRecord;
 use self::state::EmbeddedState;
+use self::transaction::{Durability, Tx};
 use self::writer::Compaction;
 use crate::backend::{Backend, BackendDescription};
 use crate::clock::{SteadyClock, Timestamp};
@@ -142,6 +144,22 @@ fn open_directory(
 impl Embedded {
     fn shared(&self) -> &EngineShared {
         &self.engine.shared
+    }
+
+    /// Removes the value of a name if there is one. Returns whether there was; `find` fails for a value of another type.
+    async fn remove(
+        &self,
+        name: &str,
+        find: impl FnOnce(&Tx<'_>) -> Result<bool> + Send,
+    ) -> Result<bool> {
+        let remove = self.shared().transact(Durability::Durable, |tx| {
+            let exists = find(tx)?;
+            if exists {
+                tx.apply(&RedoRecord::Remove { name });
+            }
+            Ok(exists)
+        });
+        remove.await
     }
 }
 

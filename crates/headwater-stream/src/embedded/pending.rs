@@ -25,9 +25,9 @@ pub(super) fn keep_alive(
     consumer: &ConsumerName,
     ids: &[EntryId],
 ) -> Result<Vec<EntryId>> {
-    let found = tx.state().stream(stream.as_str(), tx.now)?;
-    let pending = found.and_then(|stream| Some((stream, stream.groups.get(group.as_str())?)));
-    let Some((found, known)) = pending else { return Ok(ids.to_vec()) };
+    let Some((found, known)) = tx.state().group(stream, group, tx.now)? else {
+        return Ok(ids.to_vec());
+    };
     let (mut kept, mut gone, mut lost) = (Vec::new(), Vec::new(), Vec::new());
     for id in ids {
         match known.pending.get(*id) {
@@ -190,9 +190,7 @@ fn group_of<'a>(
     group: &GroupName,
     now: Timestamp,
 ) -> Result<(&'a StreamState, &'a GroupState)> {
-    let found = state.stream(stream.as_str(), now)?;
-    let pair = found.and_then(|stream| Some((stream, stream.groups.get(group.as_str())?)));
-    pair.ok_or_else(|| StreamError::NoGroup {
+    state.group(stream, group, now)?.ok_or_else(|| StreamError::NoGroup {
         stream: stream.to_string(),
         group: group.to_string(),
     })

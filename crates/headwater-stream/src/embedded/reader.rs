@@ -3,6 +3,7 @@
 //! Guarantees: the next append wakes a blocked read, without polling. A reader buffers delivered entries
 //! until a read returns them, so dropping a read loses nothing.
 
+use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -70,55 +71,29 @@ impl GroupReader for EmbeddedGroupReader {
         if !self.buffered.batches.is_empty() {
             return self.return_buffered().await;
         }
-        let shared = Arc::clone(&self.engine.shared);
-        let mut time_out = std::pin::pin!(shared.clock.sleep(wait));
-        let mut registration = None;
-        let mut blocked: Option<BlockedReadGuard> = None;
-        let mut is_over = wait.is_zero();
-        loop {
-            let (group, consumer, buffered) = (&self.group, &self.consumer, &mut self.buffered);
-            let woken = &self.woken;
-            shared.transact_without_wait(|tx| {
-                if blocked.as_ref().is_some_and(|blocked| blocked.read.is_cancelled()) {
-                    return Err(read_cancelled());
-                }
-                deliver_new(tx, streams, group, consumer, count, buffered)?;
-                if buffered.batches.is_empty() && registration.is_none() {
-                    registration =
-                        Some(WaitRegistration::begin(&shared, tx, streams.iter(), woken));
-                    let read = tx.blocked_reads().add(group, consumer, woken);
-                    blocked = Some(BlockedReadGuard { shared: Arc::clone(&shared), read });
-                }
-                Ok(())
-            })?;
-            if !self.buffered.batches.is_empty() {
-                return self.return_buffered().await;
+        let shared = &self.engine.shared;
+        let (group, consumer, woken) = (&self.group, &self.consumer, &self.woken);
+        let buffered = &mut self.buffered;
+        let mut blocked: Option<Arc<BlockedRead>> = None;
+        let deliver = |tx: &mut Tx<'_>| {
+            if blocked.as_ref().is_some_and(|blocked| blocked.is_cancelled()) {
+                return Err(read_cancelled());
             }
-            if is_over {
-                return Ok(Vec::new());
+            deliver_new(tx, streams, group, consumer, count, buffered)?;
+            if !buffered.batches.is_empty() {
+                return Ok(ControlFlow::Break(()));
             }
-            tokio::select! {
-                () = self.woken.notified() => {}
-                // Check once more, to return entries that arrived at the last moment.
-                () = &mut time_out => is_over = true,
-            }
+            blocked.get_or_insert_with(|| tx.blocked_reads().add(group, consumer, woken));
+            Ok(ControlFlow::Continue(None))
+        };
+        match wait_for_change(shared, streams, woken, wait, deliver).await? {
+            Some(()) => self.return_buffered().await,
+            None => Ok(Vec::new()),
         }
     }
 
     async fn close(mut self: Box<Self>) -> Result<Vec<StreamBatch<DeliveredEntry>>> {
         self.return_buffered().await
-    }
-}
-
-/// Unregisters a blocked read on drop.
-struct BlockedReadGuard {
-    shared: Arc<EngineShared>,
-    read: Arc<BlockedRead>,
-}
-
-impl Drop for BlockedReadGuard {
-    fn drop(&mut self) {
-        self.shared.lock_ignoring_poison().blocked_reads.remove(&self.read);
     }
 }
 
@@ -192,32 +167,18 @@ impl TailReader for EmbeddedTailReader {
     ) -> Result<Vec<StreamBatch<Entry>>> {
         let streams: Vec<StreamName> = positions.iter().map(|(name, _)| name.clone()).collect();
         validate::read(&streams, count, wait)?;
-        let shared = Arc::clone(&self.engine.shared);
-        let mut time_out = std::pin::pin!(shared.clock.sleep(wait));
-        let mut registration = None;
-        let mut is_over = wait.is_zero();
-        loop {
-            let woken = &self.woken;
-            let (batches, durable) = shared.transact_without_wait(|tx| {
-                let found = entries_after(tx, positions, count)?;
-                if found.0.is_empty() && registration.is_none() {
-                    registration =
-                        Some(WaitRegistration::begin(&shared, tx, streams.iter(), woken));
-                }
-                Ok(found)
-            })?;
-            if !batches.is_empty() {
-                shared.wait(0, durable).await?;
-                return Ok(batches);
-            }
-            if is_over {
-                return Ok(batches);
-            }
-            tokio::select! {
-                () = self.woken.notified() => {}
-                () = &mut time_out => is_over = true,
-            }
-        }
+        let shared = &self.engine.shared;
+        let find = |tx: &mut Tx<'_>| {
+            let (batches, durable) = entries_after(tx, positions, count)?;
+            Ok(match batches.is_empty() {
+                true => ControlFlow::Continue(None),
+                false => ControlFlow::Break((batches, durable)),
+            })
+        };
+        let found = wait_for_change(shared, &streams, &self.woken, wait, find).await?;
+        let (batches, durable) = found.unwrap_or_default();
+        shared.wait(0, durable).await?;
+        Ok(batches)
     }
 }
 
@@ -241,34 +202,60 @@ fn entries_after(
     Ok((batches, durable))
 }
 
-/// Registration of a task that waits on names; removed on drop.
-pub(super) struct WaitRegistration {
-    shared: Arc<EngineShared>,
-    names: Vec<String>,
-    woken: Arc<Notify>,
-}
-
-impl WaitRegistration {
-    /// Registers under the lock, so that no later change is missed.
-    pub(super) fn begin(
-        shared: &Arc<EngineShared>,
-        tx: &mut Tx<'_>,
-        names: impl Iterator<Item = impl AsRef<str>>,
-        woken: &Arc<Notify>,
-    ) -> Self {
-        let names: Vec<String> = names.map(|name| name.as_ref().to_owned()).collect();
-        for name in &names {
-            tx.name_waiters().add(name, woken);
+/// Attempts a call at once and after each change under one of these names, until it breaks with a value or `wait` is
+/// over. If it continues with a duration, it is attempted again after that time, too.
+pub(super) async fn wait_for_change<T>(
+    shared: &EngineShared,
+    names: &[impl AsRef<str>],
+    woken: &Arc<Notify>,
+    wait: Duration,
+    mut attempt: impl FnMut(&mut Tx<'_>) -> Result<ControlFlow<T, Option<Duration>>>,
+) -> Result<Option<T>> {
+    let mut time_out = std::pin::pin!(shared.clock.sleep(wait));
+    let mut registration = None;
+    let mut is_over = wait.is_zero();
+    loop {
+        let step = shared.transact_without_wait(|tx| {
+            let step = attempt(tx)?;
+            // Under the lock, so that no later change is missed.
+            if step.is_continue() && registration.is_none() {
+                names.iter().for_each(|name| tx.name_waiters().add(name.as_ref(), woken));
+                registration = Some(WaitRegistration { shared, names, woken });
+            }
+            Ok(step)
+        })?;
+        let again_after = match step {
+            ControlFlow::Break(value) => return Ok(Some(value)),
+            ControlFlow::Continue(_) if is_over => return Ok(None),
+            ControlFlow::Continue(again_after) => again_after,
+        };
+        let again = async {
+            match again_after {
+                Some(duration) => shared.clock.sleep(duration).await,
+                None => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            () = woken.notified() => {}
+            () = again => {}
+            // Attempt once more, to return what arrived at the last moment.
+            () = &mut time_out => is_over = true,
         }
-        Self { shared: Arc::clone(shared), names, woken: Arc::clone(woken) }
     }
 }
 
-impl Drop for WaitRegistration {
+/// Registration of a task that waits on names; removed on drop.
+struct WaitRegistration<'a, N: AsRef<str>> {
+    shared: &'a EngineShared,
+    names: &'a [N],
+    woken: &'a Arc<Notify>,
+}
+
+impl<N: AsRef<str>> Drop for WaitRegistration<'_, N> {
     fn drop(&mut self) {
         let mut inner = self.shared.lock_ignoring_poison();
-        for name in &self.names {
-            inner.name_waiters.remove(name, &self.woken);
+        for name in self.names {
+            inner.name_waiters.remove(name.as_ref(), self.woken);
         }
     }
 }

@@ -11,9 +11,10 @@ use std::path::Path;
 
 use tracing::{info, warn};
 
-use super::codec::{self, RecordError};
+use super::codec::RecordError;
 use super::directory::{Directory, DirectoryListing, unavailable};
 use super::log::is_full;
+use super::redo_record::RedoRecord;
 use super::segment::{FILE_HEADER_BYTES, FileKind, FrameError, FrameReader, file_header};
 use super::state::EmbeddedState;
 use crate::error::{Result, StreamError};
@@ -205,7 +206,7 @@ fn read_snapshot(directory: &Directory, number: u64, state: &mut EmbeddedState) 
 }
 
 fn apply_all(mut payload: &[u8], state: &mut EmbeddedState) -> Result<(), RecordError> {
-    while let Some(record) = codec::decode(&mut payload)? {
+    while let Some(record) = RedoRecord::decode(&mut payload)? {
         state.apply(&record)?;
     }
     Ok(())

@@ -2,8 +2,8 @@
 //! is replayed.
 //!
 //! Upstream: the calls in `streams`, `delays`, `leases` and so on decide which records a call produces.
-//! Downstream: `codec` encodes them, [`EmbeddedState::apply`](super::state::EmbeddedState::apply) applies
-//! them.
+//! Downstream: [`EmbeddedState::apply`](super::state::EmbeddedState::apply) applies them; `codec` encodes
+//! their fields.
 //! Guarantees: the same records in the same order give the same state. A record therefore contains every id
 //! and time that was decided and reads no clock.
 
@@ -11,89 +11,116 @@ use std::borrow::Cow;
 
 use bytes::Bytes;
 
+use super::codec::{Decoded, Encode, take_byte};
 use crate::clock::Timestamp;
 use crate::entry::{EntryId, Fields};
 
-/// One state change. Names borrow from the caller, or from the log on replay.
-#[derive(Clone, Debug, PartialEq)]
-pub(super) enum RedoRecord<'a> {
+/// Defines the records and their encoding: the tag, then the fields in the order in which they are written here.
+macro_rules! redo_records {
+    ($($(#[$doc:meta])* $tag:literal: $name:ident { $($field:ident: $type:ty,)* })*) => {
+        /// One state change. Names borrow from the caller, or from the log on replay.
+        #[derive(Clone, Debug, PartialEq)]
+        pub(super) enum RedoRecord<'a> {
+            $($(#[$doc])* $name { $($field: $type,)* },)*
+        }
+
+        impl<'a> RedoRecord<'a> {
+            /// Appends the encoded record.
+            pub(super) fn encode(&self, to: &mut Vec<u8>) {
+                match self {
+                    $(Self::$name { $($field,)* } => {
+                        to.push($tag);
+                        $($field.put(to);)*
+                    })*
+                }
+            }
+
+            /// Decodes the next record from the front of `from`; `None` at the end.
+            pub(super) fn decode(from: &mut &'a [u8]) -> Decoded<Option<Self>> {
+                if from.is_empty() {
+                    return Ok(None);
+                }
+                Ok(Some(match take_byte(from)? {
+                    $($tag => Self::$name { $($field: Encode::take(from)?,)* },)*
+                    _ => return Err("unknown record tag"),
+                }))
+            }
+        }
+    };
+}
+
+// Tags and fields are part of the file format: never reuse or renumber a tag.
+redo_records! {
     /// Appends entries under consecutive ids. Creates the stream.
-    Append { stream: &'a str, first: EntryId, entries: Cow<'a, [Fields]> },
+    1: Append { stream: &'a str, first: EntryId, entries: Cow<'a, [Fields]>, }
     /// Creates a group that reads after an id. Creates the stream.
-    CreateGroup { stream: &'a str, group: &'a str, after: EntryId },
+    2: CreateGroup { stream: &'a str, group: &'a str, after: EntryId, }
     /// Removes a group and its pending entries.
-    RemoveGroup { stream: &'a str, group: &'a str },
+    3: RemoveGroup { stream: &'a str, group: &'a str, }
     /// Delivers all unread entries up to an id to a consumer.
-    Deliver { stream: &'a str, group: &'a str, consumer: &'a str, through: EntryId, at: Timestamp },
+    5: Deliver { stream: &'a str, group: &'a str, consumer: &'a str, through: EntryId, at: Timestamp, }
     /// Acknowledges pending entries.
-    Acknowledge { stream: &'a str, group: &'a str, ids: Cow<'a, [EntryId]> },
+    6: Acknowledge { stream: &'a str, group: &'a str, ids: Cow<'a, [EntryId]>, }
     /// Assigns pending entries to a consumer; increments their delivery counts.
-    Claim {
-        stream: &'a str,
-        group: &'a str,
-        consumer: &'a str,
-        ids: Cow<'a, [EntryId]>,
-        at: Timestamp,
-    },
+    7: Claim {
+        stream: &'a str, group: &'a str, consumer: &'a str, ids: Cow<'a, [EntryId]>, at: Timestamp,
+    }
     /// Releases pending entries from their consumer; decrements their delivery counts.
-    Release { stream: &'a str, group: &'a str, ids: Cow<'a, [EntryId]>, at: Timestamp },
+    8: Release { stream: &'a str, group: &'a str, ids: Cow<'a, [EntryId]>, at: Timestamp, }
     /// Resets the idle time of pending entries.
-    KeepAlive { stream: &'a str, group: &'a str, ids: Cow<'a, [EntryId]>, at: Timestamp },
+    9: KeepAlive { stream: &'a str, group: &'a str, ids: Cow<'a, [EntryId]>, at: Timestamp, }
     /// Removes a consumer without pending entries.
-    RemoveConsumer { stream: &'a str, group: &'a str, consumer: &'a str },
+    10: RemoveConsumer { stream: &'a str, group: &'a str, consumer: &'a str, }
     /// Removes all entries before an id.
-    Trim { stream: &'a str, before: EntryId },
+    11: Trim { stream: &'a str, before: EntryId, }
     /// Removes these entries.
-    DeleteEntries { stream: &'a str, ids: Cow<'a, [EntryId]> },
+    12: DeleteEntries { stream: &'a str, ids: Cow<'a, [EntryId]>, }
 
     /// Schedules an entry for a due time. Creates the delay set.
-    Schedule { delays: &'a str, id: u64, due: Timestamp, to: &'a str, fields: Fields },
+    13: Schedule { delays: &'a str, id: u64, due: Timestamp, to: &'a str, fields: Fields, }
     /// Removes a scheduled entry.
-    Cancel { delays: &'a str, id: u64 },
+    14: Cancel { delays: &'a str, id: u64, }
     /// Moves a scheduled entry to its stream.
-    Promote { delays: &'a str, id: u64, entry: EntryId },
+    15: Promote { delays: &'a str, id: u64, entry: EntryId, }
 
     /// A lease is held until a time, unless it is renewed.
-    HoldLease { lease: &'a str, holder: &'a str, epoch: u64, until: Timestamp, at: Timestamp },
+    16: HoldLease { lease: &'a str, holder: &'a str, epoch: u64, until: Timestamp, at: Timestamp, }
 
     /// Adds members to a set; `until: None` keeps its expiration. Creates the set.
-    AddMembers { set: &'a str, members: Vec<&'a str>, until: Option<Timestamp>, at: Timestamp },
+    17: AddMembers { set: &'a str, members: Vec<&'a str>, until: Option<Timestamp>, at: Timestamp, }
     /// Removes members from a set; removing the last one removes the set.
-    RemoveMembers { set: &'a str, members: Vec<&'a str> },
+    18: RemoveMembers { set: &'a str, members: Vec<&'a str>, }
     /// Sets fields of a map. Creates the map.
-    PutFields { map: &'a str, fields: Vec<(&'a str, Bytes)> },
+    19: PutFields { map: &'a str, fields: Vec<(&'a str, Bytes)>, }
 
     /// Sets a deduplication record: in progress without a value, or done with one.
-    SetDedup { scope: &'a str, id: &'a str, done: Option<Bytes>, until: Timestamp, at: Timestamp },
+    20: SetDedup { scope: &'a str, id: &'a str, done: Option<Bytes>, until: Timestamp, at: Timestamp, }
     /// Removes a deduplication record.
-    RemoveDedup { scope: &'a str, id: &'a str },
+    21: RemoveDedup { scope: &'a str, id: &'a str, }
 
     /// Gives a stream a name that is not in use.
-    Rename { from: &'a str, to: &'a str },
+    30: Rename { from: &'a str, to: &'a str, }
     /// Removes the value of a name: a stream, delay set, map, set or lease.
-    Remove { name: &'a str },
+    22: Remove { name: &'a str, }
 
     /// The next delay id. Only in snapshots, like all records below.
-    RestoreCounters { next_delay: u64 },
+    23: RestoreCounters { next_delay: u64, }
     /// The latest time at which a record was decided.
-    RestoreTime { at: Timestamp },
+    29: RestoreTime { at: Timestamp, }
     /// A stream and the last id it has assigned.
-    RestoreStream { stream: &'a str, last_id: EntryId },
+    24: RestoreStream { stream: &'a str, last_id: EntryId, }
     /// Entries of a stream, in id order.
-    RestoreEntries { stream: &'a str, entries: Vec<(EntryId, Fields)> },
+    25: RestoreEntries { stream: &'a str, entries: Vec<(EntryId, Fields)>, }
     /// A consumer of a group and when it was last active.
-    RestoreConsumer { stream: &'a str, group: &'a str, consumer: &'a str, at: Timestamp },
+    4: RestoreConsumer { stream: &'a str, group: &'a str, consumer: &'a str, at: Timestamp, }
     /// Pending entries of a consumer: id, delivery time and delivery count.
-    RestorePending {
-        stream: &'a str,
-        group: &'a str,
-        consumer: &'a str,
-        pending: Vec<(EntryId, Timestamp, u64)>,
-    },
+    26: RestorePending {
+        stream: &'a str, group: &'a str, consumer: &'a str, pending: Vec<(EntryId, Timestamp, u64)>,
+    }
     /// A held lease.
-    RestoreLease { lease: &'a str, holder: &'a str, epoch: u64, until: Timestamp },
+    27: RestoreLease { lease: &'a str, holder: &'a str, epoch: u64, until: Timestamp, }
     /// The last epoch of a lease, held or not, and how long it is retained.
-    RestoreEpoch { lease: &'a str, epoch: u64, until: Timestamp },
+    28: RestoreEpoch { lease: &'a str, epoch: u64, until: Timestamp, }
 }
 
 impl RedoRecord<'_> {

@@ -123,14 +123,8 @@ impl Registry for Embedded {
     }
 
     async fn map_delete(&self, map: &MapName) -> Result<bool> {
-        let delete = self.shared().transact(Durability::Durable, |tx| {
-            let exists = tx.state().map(map.as_str(), tx.now)?.is_some();
-            if exists {
-                tx.apply(&RedoRecord::Remove { name: map.as_str() });
-            }
-            Ok(exists)
-        });
-        delete.await
+        let name = map.as_str();
+        self.remove(name, |tx| Ok(tx.state().map(name, tx.now)?.is_some())).await
     }
 }
 

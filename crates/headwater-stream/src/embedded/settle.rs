@@ -94,8 +94,7 @@ fn group_of<'a>(
     tx: &'a Tx<'_>,
     settle: &SettleBatch<'_>,
 ) -> Result<Option<(&'a StreamState, &'a GroupState)>> {
-    let stream = tx.state().stream(settle.stream.as_str(), tx.now)?;
-    Ok(stream.and_then(|stream| Some((stream, stream.groups.get(settle.group.as_str())?))))
+    tx.state().group(settle.stream, settle.group, tx.now)
 }
 
 fn follow_up(tx: &mut Tx<'_>, then: &SettleAction) -> Result<()> {

@@ -9,7 +9,6 @@ use std::io::{self, Write};
 use std::mem;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use super::codec;
 use super::directory::Directory;
 use super::redo_record::RedoRecord;
 use super::segment::{FILE_HEADER_BYTES, FRAME_HEADER_BYTES, FileKind, file_header, seal_frame};
@@ -193,7 +192,7 @@ impl<'a> SnapshotWriter<'a> {
     }
 
     fn record(&mut self, record: &RedoRecord<'_>) -> io::Result<()> {
-        codec::encode(record, &mut self.frame);
+        record.encode(&mut self.frame);
         if self.frame.len() < FRAME_BYTES {
             return Ok(());
         }

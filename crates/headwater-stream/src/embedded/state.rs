@@ -23,6 +23,7 @@ use bytes::Bytes;
 
 use self::dedup_table::{DedupRecord, DedupTable};
 use self::delay_set::{DelaySet, DelayedItem};
+use self::group::GroupState;
 use self::lease_table::{EpochTable, Lease};
 use self::registry::{Set, field_bytes, member_bytes};
 use self::stream::StreamState;
@@ -31,7 +32,7 @@ use super::redo_record::RedoRecord;
 use crate::clock::Timestamp;
 use crate::entry::EntryId;
 use crate::error::{Result, StreamError};
-use crate::name::{HolderName, LeaseName, StreamName};
+use crate::name::{GroupName, HolderName, LeaseName, StreamName};
 
 #[derive(Clone, Debug, Default)]
 pub(super) struct EmbeddedState {
@@ -78,6 +79,17 @@ impl EmbeddedState {
     kind!(map, Map, BTreeMap<String, Bytes>, "map");
     kind!(set, Set, Set, "set");
     kind!(lease, Lease, Lease, "lease");
+
+    /// A stream and one of its groups, if both exist.
+    pub(super) fn group(
+        &self,
+        stream: &StreamName,
+        group: &GroupName,
+        now: Timestamp,
+    ) -> Result<Option<(&StreamState, &GroupState)>> {
+        let stream = self.stream(stream.as_str(), now)?;
+        Ok(stream.and_then(|stream| Some((stream, stream.groups.get(group.as_str())?))))
+    }
 
     /// The value of a name, unless it has expired.
     pub(super) fn get(&self, name: &str, now: Timestamp) -> Option<&NamedValue> {

@@ -85,8 +85,7 @@ impl Streams for Embedded {
 
     async fn remove_group(&self, stream: &StreamName, group: &GroupName) -> Result<bool> {
         let remove = self.shared().transact(Durability::Durable, |tx| {
-            let found = tx.state().stream(stream.as_str(), tx.now)?;
-            let exists = found.is_some_and(|stream| stream.groups.contains_key(group.as_str()));
+            let exists = tx.state().group(stream, group, tx.now)?.is_some();
             if exists {
                 let (stream, group) = (stream.as_str(), group.as_str());
                 tx.apply(&RedoRecord::RemoveGroup { stream, group });
@@ -103,9 +102,7 @@ impl Streams for Embedded {
         start: GroupStart,
     ) -> Result<bool> {
         let reset = self.shared().transact(Durability::Durable, |tx| {
-            let found = tx.state().stream(stream.as_str(), tx.now)?;
-            let Some(found) = found.filter(|stream| stream.groups.contains_key(group.as_str()))
-            else {
+            let Some((found, _)) = tx.state().group(stream, group, tx.now)? else {
                 return Ok(false);
             };
             let after = start_after(start, found.last_id);
@@ -219,14 +216,8 @@ impl Streams for Embedded {
     }
 
     async fn delete_stream(&self, stream: &StreamName) -> Result<bool> {
-        let delete = self.shared().transact(Durability::Durable, |tx| {
-            let exists = tx.state().stream(stream.as_str(), tx.now)?.is_some();
-            if exists {
-                tx.apply(&RedoRecord::Remove { name: stream.as_str() });
-            }
-            Ok(exists)
-        });
-        delete.await
+        let name = stream.as_str();
+        self.remove(name, |tx| Ok(tx.state().stream(name, tx.now)?.is_some())).await
     }
 
     async fn rename_stream(&self, from: &StreamName, to: &StreamName) -> Result<bool> {

@@ -7,12 +7,11 @@ use std::sync::Arc;
 
 use tokio::sync::Notify;
 
-use super::codec;
 use super::engine::Inner;
 use super::log::CommitLog;
 use super::redo_record::RedoRecord;
 use super::state::EmbeddedState;
-use super::waiters::{BlockedReads, LeaseSubscribers, NameWaiters};
+use super::waiters::{BlockedReads, LeaseEvents, NameWaiters};
 use crate::clock::Timestamp;
 use crate::entry::EntryId;
 use crate::error::{Result, StreamError};
@@ -84,7 +83,7 @@ impl<'a> Tx<'a> {
     pub(super) fn apply(&mut self, record: &RedoRecord<'_>) {
         self.inner.state.apply(record).expect("a record applies to the state it was computed from");
         if self.log.is_some() {
-            codec::encode(record, &mut self.inner.buffer.bytes);
+            record.encode(&mut self.inner.buffer.bytes);
         }
         match record {
             RedoRecord::Append { stream, first, .. } => {
@@ -134,16 +133,16 @@ impl<'a> Tx<'a> {
         }
     }
 
-    /// Removes expired leases and notifies lease subscribers.
+    /// Removes expired leases and publishes their events.
     pub(super) fn expire_leases(&mut self) {
         while let Some(lease) = self.inner.state.next_expired_lease(self.now) {
             self.apply(&RedoRecord::Remove { name: lease.as_str() });
-            self.inner.lease_subscribers.publish(&lease, LeaseEventKind::Expired);
+            self.inner.lease_events.publish(&lease, LeaseEventKind::Expired);
         }
     }
 
-    pub(super) fn lease_subscribers(&mut self) -> &mut LeaseSubscribers {
-        &mut self.inner.lease_subscribers
+    pub(super) fn lease_events(&self) -> &LeaseEvents {
+        &self.inner.lease_events
     }
 
     pub(super) fn name_waiters(&mut self) -> &mut NameWaiters {

@@ -1,13 +1,13 @@
-//! Waiting tasks: reads that wait for entries, waits for due entries, and lease subscribers.
+//! Waiting tasks: reads that wait for entries, waits for due entries, and watches of leases.
 //!
 //! Guarantees: a task that registers under the lock, after it found nothing, is notified by the next change.
 //! No change is missed in between.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 
-use tokio::sync::Notify;
+use tokio::sync::{Notify, broadcast};
 
 use crate::leases::{LeaseEvent, LeaseEventKind};
 use crate::name::{ConsumerName, GroupName, LeaseName};
@@ -41,10 +41,10 @@ impl NameWaiters {
     }
 }
 
-/// Blocked group reads, by group and consumer.
+/// Blocked group reads.
 #[derive(Debug, Default)]
 pub(super) struct BlockedReads {
-    by_consumer: HashMap<(GroupName, ConsumerName), Vec<Arc<BlockedRead>>>,
+    all: Vec<Weak<BlockedRead>>,
 }
 
 /// A group read that waits for entries.
@@ -64,6 +64,7 @@ impl BlockedRead {
 }
 
 impl BlockedReads {
+    /// Registers a read until the result is dropped.
     pub(super) fn add(
         &mut self,
         group: &GroupName,
@@ -76,93 +77,46 @@ impl BlockedReads {
             woken: Arc::clone(woken),
             is_cancelled: AtomicBool::new(false),
         });
-        let key = (group.clone(), consumer.clone());
-        self.by_consumer.entry(key).or_default().push(Arc::clone(&read));
+        self.all.retain(|read| read.strong_count() > 0);
+        self.all.push(Arc::downgrade(&read));
         read
-    }
-
-    pub(super) fn remove(&mut self, read: &Arc<BlockedRead>) {
-        let key = (read.group.clone(), read.consumer.clone());
-        if let Some(all) = self.by_consumer.get_mut(&key) {
-            all.retain(|one| !Arc::ptr_eq(one, read));
-            if all.is_empty() {
-                self.by_consumer.remove(&key);
-            }
-        }
     }
 
     /// Cancels the blocked reads of a consumer. Returns how many there were.
     pub(super) fn cancel(&self, group: &GroupName, consumer: &ConsumerName) -> usize {
-        let key = (group.clone(), consumer.clone());
-        let all = self.by_consumer.get(&key).map_or(&[][..], Vec::as_slice);
-        for read in all {
+        let all = self.all.iter().filter_map(Weak::upgrade);
+        let cancel = |read: Arc<BlockedRead>| {
             read.is_cancelled.store(true, Ordering::Relaxed);
             read.woken.notify_one();
-        }
-        all.len()
+        };
+        all.filter(|read| read.group == *group && read.consumer == *consumer).map(cancel).count()
     }
 }
 
-/// All subscribers to lease events.
-#[derive(Debug, Default)]
-pub(super) struct LeaseSubscribers {
-    all: Vec<Weak<LeaseSubscriber>>,
-}
-
-/// A lease subscriber and its queue of undelivered hints.
+/// Lease events for all watches of this process.
 #[derive(Debug)]
-pub(super) struct LeaseSubscriber {
-    prefix: String,
-    hints: Mutex<VecDeque<LeaseEvent>>,
-    pub(super) notified: Notify,
+pub(super) struct LeaseEvents {
+    events: broadcast::Sender<LeaseEvent>,
+    /// Notified when the next lease expires earlier than before.
+    pub(super) earlier_expiry: Arc<Notify>,
 }
 
-/// Hints queued per subscriber. On overflow they are replaced by one `Lagged`.
-const HINTS_MAX: usize = 1024;
+/// Events that a watch may be behind before it lags.
+const EVENTS_MAX: usize = 512;
 
-impl LeaseSubscribers {
-    pub(super) fn add(&mut self, prefix: &str) -> Arc<LeaseSubscriber> {
-        self.all.retain(|subscriber| subscriber.strong_count() > 0);
-        let (hints, notified) = Default::default();
-        let subscriber = Arc::new(LeaseSubscriber { prefix: prefix.to_owned(), hints, notified });
-        self.all.push(Arc::downgrade(&subscriber));
-        subscriber
+impl Default for LeaseEvents {
+    fn default() -> Self {
+        Self { events: broadcast::Sender::new(EVENTS_MAX), earlier_expiry: Arc::default() }
+    }
+}
+
+impl LeaseEvents {
+    pub(super) fn subscribe(&self) -> broadcast::Receiver<LeaseEvent> {
+        self.events.subscribe()
     }
 
     pub(super) fn publish(&self, lease: &LeaseName, kind: LeaseEventKind) {
-        for subscriber in self.all.iter().filter_map(Weak::upgrade) {
-            if lease.as_str().starts_with(&subscriber.prefix) {
-                subscriber.publish(lease, kind);
-            }
-        }
-    }
-
-    /// Wakes all subscribers to reset their timers: the next lease now expires earlier.
-    pub(super) fn wake_all(&self) {
-        self.all
-            .iter()
-            .filter_map(Weak::upgrade)
-            .for_each(|subscriber| subscriber.notified.notify_one());
-    }
-}
-
-impl LeaseSubscriber {
-    fn publish(&self, lease: &LeaseName, kind: LeaseEventKind) {
-        let mut hints = self.lock();
-        if hints.len() >= HINTS_MAX {
-            hints.clear();
-            hints.push_back(LeaseEvent { lease: None, kind: LeaseEventKind::Lagged });
-        }
-        hints.push_back(LeaseEvent { lease: Some(lease.clone()), kind });
-        drop(hints);
-        self.notified.notify_one();
-    }
-
-    pub(super) fn take(&self) -> Option<LeaseEvent> {
-        self.lock().pop_front()
-    }
-
-    fn lock(&self) -> MutexGuard<'_, VecDeque<LeaseEvent>> {
-        self.hints.lock().unwrap_or_else(PoisonError::into_inner)
+        // Fails if there is no watch.
+        let _ = self.events.send(LeaseEvent { lease: Some(lease.clone()), kind });
     }
 }

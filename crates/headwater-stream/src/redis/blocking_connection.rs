@@ -8,14 +8,14 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
-use async_trait::async_trait;
-use tokio::task::JoinHandle;
 use tokio::time::{Instant, timeout_at};
+use tokio_util::task::AbortOnDropHandle;
 
 use super::client::{RedisClient, RetryBackoff};
-use super::command::{Commands, EncodedCommands};
+use super::command::EncodedCommands;
 use super::connection::Connection;
 use super::error::{RetryAction, ServerError};
+use super::readers::StreamRead;
 use super::reply::{RespReplies, RespValue};
 use crate::error::{Result, StreamError};
 
@@ -27,51 +27,30 @@ const IMMEDIATE_RETRIES_MAX: u32 = 3;
 /// Pause before `CLIENT UNBLOCK` is first repeated; it doubles each time.
 const UNBLOCK_RETRY_AFTER: Duration = Duration::from_millis(10);
 
-/// A read that may block.
-#[async_trait]
-pub(super) trait ReadCommand: Clone + PartialEq + Send + Sync + 'static {
-    /// Prepares a new connection before the first read. Returns whether the consumer was disconnected meanwhile.
-    async fn on_connect(
-        &self,
-        client: &RedisClient,
-        connection: &mut Connection,
-        deadline: Instant,
-    ) -> Result<bool>;
-
-    /// Encodes the command; with `block_ms` it blocks up to that many milliseconds.
-    fn command(&self, block_ms: Option<u64>) -> Commands;
-
-    /// Fixes the cause of an error, such as a missing group. Returns whether the read should be re-sent.
-    async fn recover(&self, client: &RedisClient, slot: u16, error: &ServerError) -> Result<bool>;
-
-    /// The error for the caller.
-    async fn to_error(&self, client: &RedisClient, slot: u16, error: ServerError) -> StreamError;
-}
-
 /// A connection for blocking reads of one slot.
-pub(super) struct BlockingConnection<R> {
+pub(super) struct BlockingConnection {
     slot: u16,
     connection: Option<Connection>,
     /// The attempt to connect. It continues if the read that started it is dropped.
     connecting: Option<ConnectAttempt>,
-    outstanding: Option<OutstandingRead<R>>,
+    outstanding: Option<OutstandingRead>,
     /// Whether the slot is being migrated to this server, so that each command needs `ASKING`.
     asking: bool,
 }
 
-struct OutstandingRead<R> {
-    read: R,
+struct OutstandingRead {
+    read: StreamRead,
     /// When the server should have replied at the latest.
     until: Instant,
 }
 
-impl<R: ReadCommand> BlockingConnection<R> {
+impl BlockingConnection {
     pub(super) fn new(slot: u16) -> Self {
         Self { slot, connection: None, connecting: None, outstanding: None, asking: false }
     }
 
     /// The read without a reply, and when it ends.
-    pub(super) fn outstanding(&self) -> Option<(&R, Instant)> {
+    pub(super) fn outstanding(&self) -> Option<(&StreamRead, Instant)> {
         self.outstanding.as_ref().map(|outstanding| (&outstanding.read, outstanding.until))
     }
 
@@ -80,7 +59,7 @@ impl<R: ReadCommand> BlockingConnection<R> {
     pub(super) async fn read(
         &mut self,
         client: &Arc<RedisClient>,
-        read: &R,
+        read: &StreamRead,
         wait_until: Option<Instant>,
     ) -> Result<Option<RespReplies>> {
         let deadline = wait_until.unwrap_or_else(Instant::now) + client.call_deadline();
@@ -90,7 +69,7 @@ impl<R: ReadCommand> BlockingConnection<R> {
                 self.send(client, read, wait_until, deadline).await?;
             }
             let replies = self.await_reply(deadline).await?;
-            let error = match self.classify(&replies)? {
+            let error = match Self::classify(&replies)? {
                 ReadReply::Entries => return Ok(Some(replies)),
                 ReadReply::Empty => {
                     if wait_until.is_some_and(|until| block_ms(until).is_some()) {
@@ -142,7 +121,7 @@ impl<R: ReadCommand> BlockingConnection<R> {
             pause *= 2;
             if let Ok(reply) = timeout_at(soon, connection.finish()).await {
                 let replies = self.finish_read(reply)?;
-                return match self.classify(&replies)? {
+                return match Self::classify(&replies)? {
                     ReadReply::Entries => Ok(Some(replies)),
                     ReadReply::Empty | ReadReply::Error(_) => Ok(None),
                 };
@@ -158,7 +137,7 @@ impl<R: ReadCommand> BlockingConnection<R> {
     async fn send(
         &mut self,
         client: &Arc<RedisClient>,
-        read: &R,
+        read: &StreamRead,
         wait_until: Option<Instant>,
         deadline: Instant,
     ) -> Result<()> {
@@ -185,18 +164,18 @@ impl<R: ReadCommand> BlockingConnection<R> {
     async fn connect(
         &mut self,
         client: &Arc<RedisClient>,
-        read: &R,
+        read: &StreamRead,
         deadline: Instant,
     ) -> Result<()> {
         let attempt = self.connecting.get_or_insert_with(|| {
             let (client, slot, read) = (Arc::clone(client), self.slot, read.clone());
-            ConnectAttempt(tokio::spawn(async move {
+            AbortOnDropHandle::new(tokio::spawn(async move {
                 let mut connection = client.open_dedicated(slot, deadline).await?;
                 let disconnected = read.on_connect(&client, &mut connection, deadline).await?;
                 Ok((connection, disconnected))
             }))
         });
-        let opened = (&mut attempt.0).await;
+        let opened = attempt.await;
         self.connecting = None;
         self.asking = false;
         let aborted = |error| StreamError::unavailable("the connection attempt was aborted", error);
@@ -218,17 +197,21 @@ impl<R: ReadCommand> BlockingConnection<R> {
     /// Ends the outstanding read with its reply or error.
     fn finish_read(&mut self, reply: io::Result<RespReplies>) -> Result<RespReplies> {
         self.outstanding = None;
-        reply.map_err(|error| {
+        let replies = reply.map_err(|error| {
             self.connection = None;
             read_failed(error)
-        })
+        })?;
+        if !self.asking {
+            return Ok(replies);
+        }
+        // The first reply is the one to `ASKING`.
+        let mut parts = replies.split(2).map_err(|error| error.into_stream_error("a read"))?;
+        let (reply, error) = parts.remove(1);
+        Ok(RespReplies::new(reply, error.is_some()))
     }
 
-    fn classify(&self, replies: &RespReplies) -> Result<ReadReply> {
-        let mut cursor = replies.cursor();
-        let value =
-            if self.asking { cursor.skip(1).and_then(|()| cursor.value()) } else { cursor.value() };
-        match value.map_err(|error| error.into_stream_error("a read"))? {
+    fn classify(replies: &RespReplies) -> Result<ReadReply> {
+        match replies.cursor().value().map_err(|error| error.into_stream_error("a read"))? {
             RespValue::Nil | RespValue::Array(0) => Ok(ReadReply::Empty),
             RespValue::Error(text) => Ok(ReadReply::Error(ServerError::new(text))),
             _ => Ok(ReadReply::Entries),
@@ -239,7 +222,7 @@ impl<R: ReadCommand> BlockingConnection<R> {
     async fn follow_redirect(
         &mut self,
         client: &RedisClient,
-        read: &R,
+        read: &StreamRead,
         error: &ServerError,
         deadline: Instant,
     ) -> Result<bool> {
@@ -266,21 +249,10 @@ impl<R: ReadCommand> BlockingConnection<R> {
             _ => Ok(false),
         }
     }
-
-    /// Number of replies before the reply to the read: one if `ASKING` was sent.
-    pub(super) fn prefix_replies(&self) -> usize {
-        usize::from(self.asking)
-    }
 }
 
-/// A running attempt to connect; aborted when dropped.
-struct ConnectAttempt(JoinHandle<Result<(Connection, bool)>>);
-
-impl Drop for ConnectAttempt {
-    fn drop(&mut self) {
-        self.0.abort();
-    }
-}
+/// A running attempt to connect.
+type ConnectAttempt = AbortOnDropHandle<Result<(Connection, bool)>>;
 
 const ASKING: &[u8] = b"*1\r\n$6\r\nASKING\r\n";
 

@@ -19,10 +19,10 @@ use super::reply::RespReplies;
 use super::retry::RetryingCall;
 use super::sentinel::Sentinels;
 use super::url::{Address, Topology};
+use crate::backoff::{Backoff, RetryTimer};
 use crate::error::{Result, StreamError};
 
-const BACKOFF_MIN: Duration = Duration::from_millis(10);
-const BACKOFF_MAX: Duration = Duration::from_secs(1);
+const BACKOFF: Backoff = Backoff::doubling(Duration::from_millis(10), Duration::from_secs(1));
 
 /// Whether a call may be re-sent after a lost reply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -300,22 +300,21 @@ impl RedisClient {
 }
 
 /// Exponential backoff from 10 ms to 1 s.
-pub(super) struct RetryBackoff(Duration);
+pub(super) struct RetryBackoff(RetryTimer);
 
 impl Default for RetryBackoff {
     fn default() -> Self {
-        Self(BACKOFF_MIN)
+        Self(BACKOFF.timer())
     }
 }
 
 impl RetryBackoff {
     /// Sleeps; returns `false` at once if the deadline would pass first.
     pub(super) async fn pause(&mut self, deadline: Instant) -> bool {
-        let until = Instant::now() + self.0;
+        let until = Instant::now() + self.0.next_delay();
         if until >= deadline {
             return false;
         }
-        self.0 = (self.0 * 2).min(BACKOFF_MAX);
         tokio::time::sleep_until(until).await;
         true
     }

@@ -126,6 +126,18 @@ impl Connection {
         self.finish().await
     }
 
+    /// Sends commands and waits for their replies until the deadline.
+    pub(super) async fn request_until(
+        &mut self,
+        commands: Commands,
+        deadline: Instant,
+    ) -> Result<RespReplies, ConnectError> {
+        let reply = timeout_at(deadline, self.request(&commands.encode())).await;
+        reply
+            .unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
+            .map_err(|error| unreachable(&self.address, error))
+    }
+
     /// The transport, for a multiplexed connection.
     pub(super) fn into_transport(self) -> Transport {
         self.transport

@@ -6,11 +6,10 @@ use async_trait::async_trait;
 use bytes::Bytes;
 
 use super::RedisBackend;
-use super::client::Idempotency;
 use super::command::Commands;
 use super::error::ReplyError;
 use super::reply::Cursor;
-use super::streams::{list, millis};
+use super::streams::millis;
 use super::{keys, scripts};
 use crate::dedup::{Dedup, DedupStatus};
 use crate::error::Result;
@@ -29,8 +28,7 @@ impl Dedup for RedisBackend {
         let keys: Vec<String> = ids.iter().map(|id| keys::dedup(scope, id)).collect();
         let commands = Commands::run(&scripts::DEDUP_BEGIN, &keys, &[millis(hold).to_string()]);
         // Re-sent, the ids would be in progress for this caller itself.
-        let replies = self.call(scope, commands, Idempotency::AtMostOnce).await?;
-        list(&replies, read_status).map_err(|error| error.into_stream_error(scope))
+        self.call_once(scope, commands, |reply| reply.list(read_status)).await
     }
 
     async fn dedup_finish(
@@ -45,16 +43,14 @@ impl Dedup for RedisBackend {
         commands.script(&scripts::DEDUP_FINISH, &keys, 1 + done.len());
         commands.arg_number(millis(keep));
         done.iter().for_each(|(_, value)| commands.arg(value));
-        let replies = self.call(scope, commands, Idempotency::Idempotent).await?;
-        replies.cursor().number().map(|_| ()).map_err(|error| error.into_stream_error(scope))
+        self.call_idempotent(scope, commands, |reply| reply.number().map(drop)).await
     }
 
     async fn dedup_abandon(&self, scope: &DedupScope, ids: &[&str]) -> Result<()> {
         validate::dedup(ids.iter().map(|id| (*id, &b""[..])), None)?;
         let keys: Vec<String> = ids.iter().map(|id| keys::dedup(scope, id)).collect();
         let commands = Commands::run(&scripts::DEDUP_ABANDON, &keys, &[""; 0]);
-        let replies = self.call(scope, commands, Idempotency::Idempotent).await?;
-        replies.cursor().number().map(|_| ()).map_err(|error| error.into_stream_error(scope))
+        self.call_idempotent(scope, commands, |reply| reply.number().map(drop)).await
     }
 }
 

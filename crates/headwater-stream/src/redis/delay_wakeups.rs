@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use tokio::sync::Notify;
-use tokio::task::JoinHandle;
+use tokio_util::task::AbortOnDropHandle;
 use tracing::debug;
 
 use super::client::RedisClient;
@@ -37,7 +37,7 @@ const RETRY_DENIED_AFTER: Duration = Duration::from_secs(60);
 pub(super) struct DueNotifier {
     waiters: Arc<DueWaiters>,
     /// The subscription task, started by the first waiter.
-    task: Mutex<Option<JoinHandle<()>>>,
+    task: Mutex<Option<AbortOnDropHandle<()>>>,
 }
 
 #[derive(Default)]
@@ -58,9 +58,9 @@ impl DueNotifier {
     pub(super) fn register(&self, client: &Arc<RedisClient>, set: &DelayName) -> DueWaiter {
         let notified = Arc::clone(self.waiters.lock().entry(set.clone()).or_default());
         let mut task = self.task.lock().expect("no code panics while it holds this lock");
-        if task.as_ref().is_none_or(JoinHandle::is_finished) {
+        if task.as_ref().is_none_or(AbortOnDropHandle::is_finished) {
             let listener = run_until_closed(Arc::clone(client), Arc::clone(&self.waiters));
-            *task = Some(tokio::spawn(listener));
+            *task = Some(AbortOnDropHandle::new(tokio::spawn(listener)));
         }
         DueWaiter { waiters: Arc::clone(&self.waiters), set: set.clone(), notified }
     }
@@ -74,14 +74,6 @@ impl DueNotifier {
         // much.
         let sets = u32::try_from(self.waiters.lock().len()).unwrap_or(u32::MAX);
         (POLL_SPACING * sets).clamp(POLL_INTERVAL_SUBSCRIBED, POLL_INTERVAL_MAX)
-    }
-}
-
-impl Drop for DueNotifier {
-    fn drop(&mut self) {
-        if let Ok(Some(task)) = self.task.get_mut().map(Option::take) {
-            task.abort();
-        }
     }
 }
 

@@ -9,12 +9,11 @@ use tokio::time::Instant;
 use tracing::warn;
 
 use super::RedisBackend;
-use super::client::{Idempotency, closed};
+use super::client::closed;
 use super::command::Commands;
 use super::error::{ReplyError, ServerError};
-use super::reply::{Cursor, RespReplies};
+use super::reply::Cursor;
 use super::settle::due_args;
-use super::streams::list;
 use super::{keys, msgpack, sanitized_name, scripts};
 use crate::clock::Timestamp;
 use crate::delays::{DelayId, DelayStats, DelayedEntry, Delays, PromotedEntry, ScheduleRequest};
@@ -50,20 +49,14 @@ impl Delays for RedisBackend {
             commands.arg(item.to.as_str());
             commands.arg(msgpack::target_and_fields(item.to.as_str(), &item.fields));
         }
-        let replies = self.call(delays, commands, Idempotency::AtMostOnce).await?;
-        list(&replies, |cursor| cursor.digits().map(DelayId))
-            .map_err(|error| error.into_stream_error(delays))
+        let read = |reply: &mut Cursor<'_>| reply.list(|id| id.digits().map(DelayId));
+        self.call_once(delays, commands, read).await
     }
 
     async fn cancel(&self, delays: &DelayName, id: DelayId) -> Result<bool> {
         let keys = [delays.as_str(), &keys::delay_entries(delays)];
         let commands = Commands::run(&scripts::CANCEL_DELAYED, &keys, &[padded(id)]);
-        let replies = self.call(delays, commands, Idempotency::AtMostOnce).await?;
-        replies
-            .cursor()
-            .number()
-            .map(|removed| removed > 0)
-            .map_err(|f| f.into_stream_error(delays))
+        self.call_once(delays, commands, |reply| Ok(reply.number()? > 0)).await
     }
 
     async fn promote_due(&self, delays: &DelayName, count: usize) -> Result<Vec<PromotedEntry>> {
@@ -95,31 +88,13 @@ impl Delays for RedisBackend {
         let last = offset.saturating_add(count - 1).min(i64::MAX as usize);
         let args = [offset.min(i64::MAX as usize).to_string(), last.to_string()];
         let commands = Commands::run(&scripts::LIST_DELAYED, &keys, &args);
-        let replies = self.call(delays, commands, Idempotency::Idempotent).await?;
-        list(&replies, |cursor| {
-            cursor.array_of(3)?;
-            let (id, _) = read_member(cursor.text()?)?;
-            let due_at = read_score(cursor.text()?)?;
-            let (to, fields) = msgpack::read_target_and_fields(cursor.text()?)?;
-            Ok(DelayedEntry {
-                id,
-                to: sanitized_name(to.as_bytes(), StreamName::new)?,
-                due_at,
-                fields,
-            })
-        })
-        .map_err(|error| error.into_stream_error(delays))
+        self.call_idempotent(delays, commands, |reply| reply.list(read_delayed)).await
     }
 
     async fn delete_delay_set(&self, delays: &DelayName) -> Result<bool> {
         let keys = [delays.as_str(), &keys::delay_entries(delays)];
         let commands = Commands::run(&scripts::DELETE_DELAY_SET, &keys, &[""; 0]);
-        let replies = self.call(delays, commands, Idempotency::AtMostOnce).await?;
-        replies
-            .cursor()
-            .number()
-            .map(|deleted| deleted > 0)
-            .map_err(|f| f.into_stream_error(delays))
+        self.call_once(delays, commands, |reply| Ok(reply.number()? > 0)).await
     }
 }
 
@@ -143,8 +118,7 @@ impl DelaySetState {
 impl RedisBackend {
     async fn delay_set_state(&self, delays: &DelayName) -> Result<DelaySetState> {
         let commands = Commands::run(&scripts::NEXT_DUE, &[delays], &[""; 0]);
-        let replies = self.call(delays, commands, Idempotency::Idempotent).await?;
-        read_state(&replies).map_err(|error| error.into_stream_error(delays))
+        self.call_idempotent(delays, commands, read_state).await
     }
 
     async fn promote_all_due(
@@ -206,9 +180,8 @@ impl RedisBackend {
     ) -> Result<Vec<Vec<u8>>> {
         let args = [offset.to_string(), count.to_string()];
         let commands = Commands::run(&scripts::LIST_DUE, &[delays], &args);
-        let replies = self.call(delays, commands, Idempotency::Idempotent).await?;
-        list(&replies, |cursor| Ok(cursor.text()?.to_vec()))
-            .map_err(|f| f.into_stream_error(delays))
+        let read = |reply: &mut Cursor<'_>| reply.list(|member| Ok(member.text()?.to_vec()));
+        self.call_idempotent(delays, commands, read).await
     }
 
     /// Promotes these entries. Returns the promoted ones, and the errors of those whose streams cannot take them.
@@ -234,9 +207,7 @@ impl RedisBackend {
             args.extend([member.to_vec(), padded(*id).into_bytes(), key.into_bytes()]);
         }
         let commands = Commands::run(&scripts::PROMOTE_DUE, &keys, &args);
-        let replies = self.call(delays, commands, Idempotency::AtMostOnce).await?;
-        let results =
-            list(&replies, read_promotion).map_err(|error| error.into_stream_error(delays))?;
+        let results = self.call_once(delays, commands, |reply| reply.list(read_promotion)).await?;
         let (mut promoted, mut failed) = (Vec::new(), Vec::new());
         for ((_, (delay, stream)), result) in members.into_iter().zip(results) {
             match result {
@@ -270,8 +241,16 @@ fn read_promotion(cursor: &mut Cursor<'_>) -> Result<Promotion, ReplyError> {
     })
 }
 
-fn read_state(replies: &RespReplies) -> Result<DelaySetState, ReplyError> {
-    let mut cursor = replies.cursor();
+fn read_delayed(cursor: &mut Cursor<'_>) -> Result<DelayedEntry, ReplyError> {
+    cursor.array_of(3)?;
+    let (id, _) = read_member(cursor.text()?)?;
+    let due_at = read_score(cursor.text()?)?;
+    let (to, fields) = msgpack::read_target_and_fields(cursor.text()?)?;
+    let to = sanitized_name(to.as_bytes(), StreamName::new)?;
+    Ok(DelayedEntry { id, to, due_at, fields })
+}
+
+fn read_state(cursor: &mut Cursor<'_>) -> Result<DelaySetState, ReplyError> {
     cursor.array_of(3)?;
     let waiting = cursor.count()?;
     let due_at = cursor.text_or_nil()?.map(read_score).transpose()?;

@@ -138,9 +138,7 @@ async fn kill_connections(
     let mut commands = Commands::new();
     commands.add(&["CLIENT", "GETNAME"]);
     commands.add(&["CLIENT", "LIST", "TYPE", "normal"]);
-    let encoded = commands.encode();
-    let sent = node.send(&encoded.bytes, encoded.len(), deadline).await.map_err(unavailable)?;
-    let replies = sent.map_err(|error| StreamError::unavailable("CLIENT LIST failed", error))?;
+    let replies = node.request(commands, deadline).await?;
     let mut cursor = replies.cursor();
     let protocol = |error: ReplyError| error.into_stream_error("CLIENT LIST");
     let name = cursor.value().map_err(protocol)?;
@@ -158,10 +156,7 @@ async fn kill_connections(
     }
     let mut commands = Commands::new();
     found.iter().for_each(|(_, id)| commands.add(&["CLIENT", "KILL", "ID", id]));
-    let encoded = commands.encode();
-    let sent = node.send(&encoded.bytes, encoded.len(), deadline).await.map_err(unavailable)?;
-    let replies =
-        sent.map_err(|error| StreamError::unavailable("a reader was not disconnected", error))?;
+    let replies = node.request(commands, deadline).await?;
     let mut cursor = replies.cursor();
     for (name, _) in found {
         match cursor.value().map_err(protocol)? {

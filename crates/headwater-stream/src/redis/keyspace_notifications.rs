@@ -15,23 +15,15 @@ pub(super) const SETTING: &str = "notify-keyspace-events";
 
 /// Enables notifications about expired keys on this server. The error is the reason why it cannot.
 pub(super) async fn enable(node: &Arc<Node>, deadline: Instant) -> Result<(), String> {
-    let get = Commands::one(&["CONFIG", "GET", SETTING]).encode();
-    let replies = match node.send(&get.bytes, 1, deadline).await {
-        Ok(Ok(replies)) => replies,
-        Ok(Err(error)) => return Err(error.to_string()),
-        Err(error) => return Err(error.to_string()),
+    let request = async |words: &[&str]| {
+        node.request(Commands::one(words), deadline).await.map_err(|error| error.to_string())
     };
-    let flags = read_flags(&mut replies.cursor())?;
+    let flags = read_flags(&mut request(&["CONFIG", "GET", SETTING]).await?.cursor())?;
     let Some(wanted) = with_expired(&flags) else { return Ok(()) };
-    let set = Commands::one(&["CONFIG", "SET", SETTING, &wanted]).encode();
-    match node.send(&set.bytes, 1, deadline).await {
-        Ok(Ok(replies)) => match replies.cursor().value() {
-            Ok(RespValue::Text(_)) => Ok(()),
-            Ok(RespValue::Error(text)) => Err(String::from_utf8_lossy(text).into_owned()),
-            _ => Err("unexpected reply to CONFIG SET".to_owned()),
-        },
-        Ok(Err(error)) => Err(error.to_string()),
-        Err(error) => Err(error.to_string()),
+    match request(&["CONFIG", "SET", SETTING, &wanted]).await?.cursor().value() {
+        Ok(RespValue::Text(_)) => Ok(()),
+        Ok(RespValue::Error(text)) => Err(String::from_utf8_lossy(text).into_owned()),
+        _ => Err("unexpected reply to CONFIG SET".to_owned()),
     }
 }
 

@@ -4,13 +4,13 @@
 //! `Lagged` event.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use tokio::sync::mpsc;
-use tokio::task::{JoinHandle, JoinSet};
+use tokio::sync::broadcast::{self, error::RecvError};
+use tokio::task::JoinSet;
 use tokio::time::Instant;
+use tokio_util::task::AbortOnDropHandle;
 use tracing::{debug, warn};
 
 use super::client::RedisClient;
@@ -31,9 +31,8 @@ const RETRY_AFTER: Duration = Duration::from_millis(100);
 /// A watch on leases.
 pub(super) struct RedisLeaseWatch {
     mode: WatchMode,
-    events: mpsc::Receiver<LeaseEvent>,
-    has_lagged: Arc<AtomicBool>,
-    task: JoinHandle<()>,
+    events: broadcast::Receiver<LeaseEvent>,
+    _task: AbortOnDropHandle<()>,
 }
 
 impl RedisLeaseWatch {
@@ -45,15 +44,13 @@ impl RedisLeaseWatch {
     ) -> Result<Self> {
         client.check_open()?;
         let deadline = client.deadline();
-        let (events, receiver) = mpsc::channel(EVENTS_MAX);
-        let has_lagged = Arc::new(AtomicBool::new(false));
+        let (events, receiver) = broadcast::channel(EVENTS_MAX);
         let listener = LeaseEventListener {
             prefix: prefix.into(),
             expired: keys::expired_channel(database),
             released: keys::released_channel(database),
             ping_timeout: client.call_deadline(),
             events,
-            has_lagged: Arc::clone(&has_lagged),
         };
         client.node_for_slot(0, deadline).await.map_err(unavailable)?;
         let mut mode = WatchMode::All;
@@ -73,7 +70,7 @@ impl RedisLeaseWatch {
             );
         }
         let task = tokio::spawn(run(Arc::clone(client), listener, nodes, subscriptions));
-        Ok(Self { mode, events: receiver, has_lagged, task })
+        Ok(Self { mode, events: receiver, _task: AbortOnDropHandle::new(task) })
     }
 }
 
@@ -84,20 +81,12 @@ impl LeaseWatch for RedisLeaseWatch {
     }
 
     async fn next(&mut self) -> LeaseEvent {
-        if self.has_lagged.swap(false, Ordering::AcqRel) {
-            return lagged();
-        }
         match self.events.recv().await {
-            Some(event) => event,
+            Ok(event) => event,
+            Err(RecvError::Lagged(_)) => lagged(),
             // The backend was closed: there will be no more events.
-            None => std::future::pending().await,
+            Err(RecvError::Closed) => std::future::pending().await,
         }
-    }
-}
-
-impl Drop for RedisLeaseWatch {
-    fn drop(&mut self) {
-        self.task.abort();
     }
 }
 
@@ -112,8 +101,7 @@ struct LeaseEventListener {
     expired: String,
     released: String,
     ping_timeout: Duration,
-    events: mpsc::Sender<LeaseEvent>,
-    has_lagged: Arc<AtomicBool>,
+    events: broadcast::Sender<LeaseEvent>,
 }
 
 /// Replaces broken connections and follows the primaries of a cluster, until the watch is dropped or the backend closed.
@@ -208,8 +196,7 @@ impl LeaseEventListener {
     }
 
     fn publish(&self, event: LeaseEvent) {
-        if let Err(mpsc::error::TrySendError::Full(_)) = self.events.try_send(event) {
-            self.has_lagged.store(true, Ordering::Release);
-        }
+        // Fails if the watch was dropped.
+        let _ = self.events.send(event);
     }
 }

@@ -7,14 +7,14 @@
 use std::time::Duration;
 
 use async_trait::async_trait;
-use futures_util::future::try_join_all;
+use futures_util::future::join_all;
 
 use super::RedisBackend;
 use super::client::Idempotency;
 use super::command::Commands;
 use super::error::ReplyError;
 use super::lease_watch::RedisLeaseWatch;
-use super::reply::{Cursor, RespReplies, parse_digits};
+use super::reply::{Cursor, parse_digits};
 use super::streams::millis;
 use super::{keys, sanitized_name, scripts};
 use crate::error::{Result, StreamError};
@@ -41,8 +41,7 @@ impl Leases for RedisBackend {
         let args = [holder.to_string(), millis(ttl).to_string(), record_ttl(ttl)];
         let commands = Commands::run(&scripts::ACQUIRE, &keys, &args);
         // The current holder gets the same epoch again, so the call is idempotent.
-        let replies = self.call(lease, commands, Idempotency::Idempotent).await?;
-        read_acquire(&replies).map_err(|error| error.into_stream_error(lease))
+        self.call_idempotent(lease, commands, read_acquire).await
     }
 
     async fn renew(
@@ -61,7 +60,15 @@ impl Leases for RedisBackend {
         let read = |cursor: &mut Cursor<'_>| {
             Ok(if cursor.number()? == 1 { Renewal::Kept } else { Renewal::Lost })
         };
-        self.for_leases(leases, |fence| &fence.lease, Idempotency::Idempotent, add, read).await
+        let (renewals, error) = self
+            .for_leases(leases, |fence| &fence.lease, Idempotency::Idempotent, add, read)
+            .await?;
+        if renewals.iter().all(Option::is_none)
+            && let Some(error) = error
+        {
+            return Err(error);
+        }
+        Ok(renewals.into_iter().map(|renewal| renewal.unwrap_or(Renewal::Unknown)).collect())
     }
 
     async fn release(&self, holder: &HolderName, leases: &[Fence]) -> Result<usize> {
@@ -77,7 +84,7 @@ impl Leases for RedisBackend {
         let released = self
             .for_leases(leases, |fence| &fence.lease, Idempotency::AtMostOnce, add, read)
             .await?;
-        Ok(released.into_iter().filter(|released| *released).count())
+        Ok(all_answered(released)?.into_iter().filter(|released| *released).count())
     }
 
     async fn leases(&self, leases: &[LeaseName]) -> Result<Vec<Option<LeaseInfo>>> {
@@ -87,7 +94,9 @@ impl Leases for RedisBackend {
                 part.iter().flat_map(|lease| [lease.to_string(), keys::epoch(lease)]).collect();
             commands.script(&scripts::LEASES, &keys, 0);
         };
-        self.for_leases(leases, |lease| lease, Idempotency::Idempotent, add, read_info).await
+        let found =
+            self.for_leases(leases, |lease| lease, Idempotency::Idempotent, add, read_info).await?;
+        all_answered(found)
     }
 
     async fn watch(&self, prefix: &str) -> Result<Box<dyn LeaseWatch>> {
@@ -97,7 +106,7 @@ impl Leases for RedisBackend {
 
 impl RedisBackend {
     /// Runs a script over leases in batches: one round trip in total, or one per slot (concurrently) on a cluster. The
-    /// results are in the order of `all`.
+    /// results are in the order of `all`; those of a slot whose call failed are `None`, with the last error.
     async fn for_leases<T, A>(
         &self,
         all: &[T],
@@ -105,9 +114,9 @@ impl RedisBackend {
         idempotency: Idempotency,
         add: impl Fn(&mut Commands, &[&T]),
         read: impl Fn(&mut Cursor<'_>) -> Result<A, ReplyError>,
-    ) -> Result<Vec<A>> {
+    ) -> Result<PartialResults<A>> {
         if all.is_empty() {
-            return self.client.check_open().map(|()| Vec::new());
+            return self.client.check_open().map(|()| (Vec::new(), None));
         }
         let mut order: Vec<(u16, usize)> =
             all.iter().enumerate().map(|(at, each)| (self.slot(lease(each)), at)).collect();
@@ -126,7 +135,15 @@ impl RedisBackend {
             }
         });
         let mut results: Vec<Option<A>> = all.iter().map(|_| None).collect();
-        for (parts, replies) in try_join_all(calls).await? {
+        let mut failure = None;
+        for called in join_all(calls).await {
+            let (parts, replies) = match called {
+                Ok(called) => called,
+                Err(error) => {
+                    failure = Some(error);
+                    continue;
+                }
+            };
             let mut cursor = replies.cursor();
             for part in parts {
                 let map_error = |error: ReplyError| error.into_stream_error(lease(&all[part[0].1]));
@@ -136,8 +153,18 @@ impl RedisBackend {
                 }
             }
         }
-        // Every index is in exactly one part.
-        Ok(results.into_iter().flatten().collect())
+        Ok((results, failure))
+    }
+}
+
+/// One result per lease, and the error of those without one.
+type PartialResults<A> = (Vec<Option<A>>, Option<StreamError>);
+
+fn all_answered<A>((results, failure): PartialResults<A>) -> Result<Vec<A>> {
+    match failure {
+        Some(error) => Err(error),
+        // Every lease is in exactly one call.
+        None => Ok(results.into_iter().flatten().collect()),
     }
 }
 
@@ -149,8 +176,7 @@ fn record_ttl(ttl: Duration) -> String {
     millis(RECORD_TTL_MIN.max(ttl * 2)).to_string()
 }
 
-fn read_acquire(replies: &RespReplies) -> Result<AcquireResult, ReplyError> {
-    let mut cursor = replies.cursor();
+fn read_acquire(cursor: &mut Cursor<'_>) -> Result<AcquireResult, ReplyError> {
     cursor.array()?;
     if cursor.number()? == 1 {
         return Ok(AcquireResult::Won(Epoch(cursor.digits()?)));

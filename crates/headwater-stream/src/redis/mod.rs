@@ -42,8 +42,7 @@ mod delay_wakeups;
 
 mod read_connections;
 
-mod group_reader;
-mod tail_reader;
+mod readers;
 
 mod append;
 mod dedup;
@@ -68,7 +67,7 @@ use self::delay_wakeups::DueNotifier;
 use self::disconnect_reader::NodeDisconnectors;
 use self::error::ReplyError;
 use self::node::ConnectionSettings;
-use self::reply::{RespReplies, RespValue};
+use self::reply::{Cursor, RespReplies, RespValue};
 use self::trim::TrimSchedule;
 use self::url::{Topology, Url};
 use crate::backend::{Backend, BackendDescription};
@@ -128,16 +127,12 @@ impl Backend for RedisBackend {
     }
 
     async fn now(&self) -> Result<Timestamp> {
-        let replies =
-            self.client.call(0, Commands::one(&["TIME"]), Idempotency::Idempotent).await?;
-        let mut cursor = replies.cursor();
-        let mut read = || {
-            cursor.array_of(2)?;
-            Ok(cursor.digits()?.saturating_mul(1000).saturating_add(cursor.digits()? / 1000))
+        let read = |reply: &mut Cursor<'_>| {
+            reply.array_of(2)?;
+            let (seconds, micros) = (reply.digits()?, reply.digits()?);
+            Ok(Timestamp::from_millis(seconds.saturating_mul(1000).saturating_add(micros / 1000)))
         };
-        read()
-            .map(Timestamp::from_millis)
-            .map_err(|error: ReplyError| error.into_stream_error("TIME"))
+        self.call_idempotent("TIME", Commands::one(&["TIME"]), read).await
     }
 
     async fn close(&self) -> Result<()> {
@@ -147,6 +142,28 @@ impl Backend for RedisBackend {
 }
 
 impl RedisBackend {
+    /// Sends commands whose keys are all in the slot of `name`, again after a lost reply, and parses the reply.
+    async fn call_idempotent<T>(
+        &self,
+        name: impl AsRef<str> + Send,
+        commands: Commands,
+        read: impl FnOnce(&mut Cursor<'_>) -> Result<T, ReplyError> + Send,
+    ) -> Result<T> {
+        let replies = self.call(&name, commands, Idempotency::Idempotent).await?;
+        read(&mut replies.cursor()).map_err(|error| error.into_stream_error(name))
+    }
+
+    /// The same, but fails after a lost reply.
+    async fn call_once<T>(
+        &self,
+        name: impl AsRef<str> + Send,
+        commands: Commands,
+        read: impl FnOnce(&mut Cursor<'_>) -> Result<T, ReplyError> + Send,
+    ) -> Result<T> {
+        let replies = self.call(&name, commands, Idempotency::AtMostOnce).await?;
+        read(&mut replies.cursor()).map_err(|error| error.into_stream_error(name))
+    }
+
     /// Sends commands whose keys are all in the slot of `name`.
     async fn call(
         &self,

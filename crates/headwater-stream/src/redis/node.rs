@@ -11,10 +11,11 @@ use tokio::time::{Instant, timeout_at};
 use super::command::Commands;
 use super::connection::{ConnectError, Connection};
 use super::multiplexed::{FlushPolicy, MultiplexedConnection, RequestResult, ResponseFuture};
-use super::reply::RespValue;
+use super::reply::{RespReplies, RespValue};
 use super::sentinel::Sentinels;
 use super::transport::TlsConfig;
 use super::url::{Address, ConnectionParams};
+use crate::error::StreamError;
 
 /// Credentials and TLS settings shared by all connections.
 #[derive(Clone)]
@@ -71,6 +72,21 @@ impl Node {
             None => self.connect(deadline).await?,
         };
         Ok(connection.send(bytes, replies, deadline).await)
+    }
+
+    /// Sends commands over the multiplexed connection; the error is for the caller of the backend.
+    pub(super) async fn request(
+        self: &Arc<Self>,
+        commands: Commands,
+        deadline: Instant,
+    ) -> Result<RespReplies, StreamError> {
+        let encoded = commands.encode();
+        match self.send(&encoded.bytes, encoded.len(), deadline).await {
+            Ok(Ok(replies)) => Ok(replies),
+            Ok(Err(error)) => Err(StreamError::unavailable("a request failed", error)),
+            Err(ConnectError::Fatal(error)) => Err(error),
+            Err(error) => Err(StreamError::unavailable("no connection within the deadline", error)),
+        }
     }
 
     /// Sends commands without waiting, if there is an open connection with capacity.
@@ -182,21 +198,12 @@ async fn check_is_primary(
     connection: &mut Connection,
     deadline: Instant,
 ) -> Result<(), ConnectError> {
-    let address = connection.address().clone();
-    let role = Commands::one(&["ROLE"]).encode();
-    let replies = match timeout_at(deadline, connection.request(&role)).await {
-        Ok(Ok(replies)) => replies,
-        Ok(Err(error)) => return Err(ConnectError::Unreachable { address, error }),
-        Err(_) => {
-            let error = io::ErrorKind::TimedOut.into();
-            return Err(ConnectError::Unreachable { address, error });
-        }
-    };
+    let replies = connection.request_until(Commands::one(&["ROLE"]), deadline).await?;
     let mut cursor = replies.cursor();
     match (cursor.value(), cursor.value()) {
         (Ok(RespValue::Array(_)), Ok(RespValue::Text(role))) if role != b"master" => {
             let problem = "the server is not the primary".to_owned();
-            Err(ConnectError::NotReady { address, problem })
+            Err(ConnectError::NotReady { address: connection.address().clone(), problem })
         }
         // If ROLE is not permitted, the first write detects a replica.
         _ => Ok(()),

@@ -1,6 +1,6 @@
 //! The blocking connections of one reader: one in total, or one per slot on a cluster.
 //!
-//! Upstream: `group_reader` and `tail_reader`. Guarantees: the first connection with entries ends the wait; what other
+//! Upstream: `readers`. Guarantees: the first connection with entries ends the wait; what other
 //! connections fetch meanwhile is returned by the next read.
 
 use std::collections::BTreeMap;
@@ -10,32 +10,25 @@ use std::time::Duration;
 use futures_util::stream::{FuturesUnordered, StreamExt};
 use tokio::time::Instant;
 
-use super::blocking_connection::{BlockingConnection, ReadCommand};
+use super::blocking_connection::BlockingConnection;
 use super::client::{RedisClient, closed};
+use super::readers::StreamRead;
 use super::reply::RespReplies;
 use crate::error::{Result, StreamError};
 
 /// An outstanding read that ends at most this much later than the new one is not cancelled.
 const WAIT_SLACK: Duration = Duration::from_millis(5);
 
-pub(super) struct ReadConnections<R> {
+pub(super) struct ReadConnections {
     client: Arc<RedisClient>,
-    by_slot: BTreeMap<u16, BlockingConnection<R>>,
-    /// Replies that were not taken yet.
-    completed: Vec<CompletedRead<R>>,
+    by_slot: BTreeMap<u16, BlockingConnection>,
+    /// Reads whose replies were not taken yet.
+    completed: Vec<(StreamRead, RespReplies)>,
     /// An error that happened while another connection returned entries.
     deferred_error: Option<StreamError>,
 }
 
-/// A read and its reply.
-pub(super) struct CompletedRead<R> {
-    pub(super) read: R,
-    pub(super) replies: RespReplies,
-    /// Number of replies before the reply to the read.
-    pub(super) prefix_replies: usize,
-}
-
-impl<R: ReadCommand> ReadConnections<R> {
+impl ReadConnections {
     pub(super) fn new(client: &Arc<RedisClient>) -> Self {
         Self {
             client: Arc::clone(client),
@@ -49,17 +42,13 @@ impl<R: ReadCommand> ReadConnections<R> {
         &self.client
     }
 
-    pub(super) fn has_completed(&self) -> bool {
-        !self.completed.is_empty()
-    }
-
-    pub(super) fn take_completed(&mut self) -> Vec<CompletedRead<R>> {
+    pub(super) fn take_completed(&mut self) -> Vec<(StreamRead, RespReplies)> {
         std::mem::take(&mut self.completed)
     }
 
     /// Sends one read per slot and waits until one has entries. The result is available from `take_completed`, even if
     /// this future was dropped. Cancel-safe.
-    pub(super) async fn read(&mut self, reads: &[(u16, R)], wait: Duration) -> Result<()> {
+    pub(super) async fn read(&mut self, reads: &[(u16, StreamRead)], wait: Duration) -> Result<()> {
         let client = Arc::clone(&self.client);
         client.check_open()?;
         if let Some(error) = self.deferred_error.take() {
@@ -75,7 +64,7 @@ impl<R: ReadCommand> ReadConnections<R> {
         }
     }
 
-    async fn read_all(&mut self, reads: &[(u16, R)], wait: Duration) -> Result<()> {
+    async fn read_all(&mut self, reads: &[(u16, StreamRead)], wait: Duration) -> Result<()> {
         let wait_until = (!wait.is_zero()).then(|| Instant::now() + wait);
         self.cancel_stale(reads, wait_until).await?;
         if !self.completed.is_empty() {
@@ -88,8 +77,7 @@ impl<R: ReadCommand> ReadConnections<R> {
             && let Some(connection) = self.by_slot.get_mut(slot)
         {
             if let Some(replies) = connection.read(&self.client, read, wait_until).await? {
-                let (read, prefix_replies) = (read.clone(), connection.prefix_replies());
-                self.completed.push(CompletedRead { read, replies, prefix_replies });
+                self.completed.push((read.clone(), replies));
             }
             return Ok(());
         }
@@ -102,7 +90,11 @@ impl<R: ReadCommand> ReadConnections<R> {
     }
 
     /// Reads on all connections. Without a wait it collects all replies, otherwise it stops at the first with entries.
-    async fn read_many(&mut self, reads: &[(u16, R)], wait_until: Option<Instant>) -> Result<()> {
+    async fn read_many(
+        &mut self,
+        reads: &[(u16, StreamRead)],
+        wait_until: Option<Instant>,
+    ) -> Result<()> {
         let client = &self.client;
         let mut reading: FuturesUnordered<_> = self
             .by_slot
@@ -112,20 +104,15 @@ impl<R: ReadCommand> ReadConnections<R> {
                 // A connection that is still blocked has no entries yet: its server would have replied.
                 let blocked = connection.outstanding().is_some() && wait_until.is_none();
                 (!blocked).then_some(async move {
-                    let reply = connection.read(client, read, wait_until).await;
-                    (reply, read, connection.prefix_replies())
+                    (connection.read(client, read, wait_until).await, read)
                 })
             })
             .collect();
-        while let Some((reply, read, prefix_replies)) = reading.next().await {
+        while let Some((reply, read)) = reading.next().await {
             match reply {
                 Ok(None) => {}
                 Ok(Some(replies)) => {
-                    self.completed.push(CompletedRead {
-                        read: read.clone(),
-                        replies,
-                        prefix_replies,
-                    });
+                    self.completed.push((read.clone(), replies));
                     if wait_until.is_some() {
                         break;
                     }
@@ -143,11 +130,11 @@ impl<R: ReadCommand> ReadConnections<R> {
     /// Cancels outstanding reads that differ from these or would block too long, and drops unused connections.
     async fn cancel_stale(
         &mut self,
-        reads: &[(u16, R)],
+        reads: &[(u16, StreamRead)],
         wait_until: Option<Instant>,
     ) -> Result<()> {
         let is_current =
-            |slot: &u16, connection: &BlockingConnection<R>| match connection.outstanding() {
+            |slot: &u16, connection: &BlockingConnection| match connection.outstanding() {
                 None => true,
                 Some((outstanding, until)) => {
                     reads.iter().any(|(of_slot, read)| of_slot == slot && read == outstanding)
@@ -184,15 +171,13 @@ impl<R: ReadCommand> ReadConnections<R> {
         let mut cancelling: FuturesUnordered<_> = connections
             .map(|(_, connection)| async move {
                 let read = connection.outstanding().map(|(read, _)| read.clone());
-                (connection.cancel(client).await, read, connection.prefix_replies())
+                (connection.cancel(client).await, read)
             })
             .collect();
         // Each reply is stored as it arrives: this future may be dropped in between.
-        while let Some((reply, read, prefix_replies)) = cancelling.next().await {
+        while let Some((reply, read)) = cancelling.next().await {
             match (reply, read) {
-                (Ok(Some(replies)), Some(read)) => {
-                    self.completed.push(CompletedRead { read, replies, prefix_replies });
-                }
+                (Ok(Some(replies)), Some(read)) => self.completed.push((read, replies)),
                 (Ok(_), _) => {}
                 (Err(error), _) => self.deferred_error = Some(error),
             }

@@ -5,11 +5,10 @@ use std::time::Duration;
 use async_trait::async_trait;
 
 use super::RedisBackend;
-use super::client::Idempotency;
 use super::command::Commands;
-use super::error::ReplyError;
+use super::reply::Cursor;
 use super::scripts;
-use super::streams::{list, millis};
+use super::streams::millis;
 use crate::error::Result;
 use crate::name::{MapName, SetName};
 use crate::registry::{Registry, RegistryMap};
@@ -28,8 +27,7 @@ impl Registry for RedisBackend {
         commands.script(&scripts::SET_ADD, &[set], 1 + members.len());
         commands.arg(ttl.map_or(String::new(), |ttl| millis(ttl).to_string()));
         members.iter().for_each(|member| commands.arg(member));
-        let replies = self.call(set, commands, Idempotency::AtMostOnce).await?;
-        replies.cursor().count().map(|added| added as usize).map_err(|f| f.into_stream_error(set))
+        self.call_once(set, commands, |reply| Ok(reply.count()? as usize)).await
     }
 
     async fn set_remove(&self, set: &SetName, members: &[&str]) -> Result<usize> {
@@ -38,19 +36,13 @@ impl Registry for RedisBackend {
             return self.client.check_open().map(|()| 0);
         }
         let words: Vec<&str> = ["SREM", set.as_str()].iter().chain(members).copied().collect();
-        let replies = self.call(set, Commands::one(&words), Idempotency::AtMostOnce).await?;
-        replies
-            .cursor()
-            .count()
-            .map(|removed| removed as usize)
-            .map_err(|f| f.into_stream_error(set))
+        self.call_once(set, Commands::one(&words), |reply| Ok(reply.count()? as usize)).await
     }
 
     async fn set_members(&self, set: &SetName) -> Result<Vec<String>> {
         let commands = Commands::one(&["SMEMBERS", set.as_str()]);
-        let replies = self.call(set, commands, Idempotency::Idempotent).await?;
-        let mut members = list(&replies, |cursor| cursor.string())
-            .map_err(|error| error.into_stream_error(set))?;
+        let mut members =
+            self.call_idempotent(set, commands, |reply| reply.list(Cursor::string)).await?;
         members.sort_unstable();
         Ok(members)
     }
@@ -62,9 +54,8 @@ impl Registry for RedisBackend {
         }
         let words: Vec<&str> =
             ["SMISMEMBER", set.as_str()].iter().chain(members).copied().collect();
-        let replies = self.call(set, Commands::one(&words), Idempotency::Idempotent).await?;
-        list(&replies, |cursor| Ok(cursor.number()? == 1))
-            .map_err(|error| error.into_stream_error(set))
+        let read = |reply: &mut Cursor<'_>| reply.list(|is_member| Ok(is_member.number()? == 1));
+        self.call_idempotent(set, Commands::one(&words), read).await
     }
 
     async fn map_create(&self, map: &MapName, fields: &RegistryMap) -> Result<bool> {
@@ -72,7 +63,7 @@ impl Registry for RedisBackend {
         let mut commands = Commands::new();
         commands.script(&scripts::MAP_CREATE, &[map], fields.len() * 2);
         add_fields(&mut commands, fields);
-        self.run_change(map, commands).await
+        self.call_once(map, commands, |reply| Ok(reply.number()? == 1)).await
     }
 
     async fn map_update(
@@ -94,33 +85,24 @@ impl Registry for RedisBackend {
             }
         }
         add_fields(&mut commands, fields);
-        self.run_change(map, commands).await
+        self.call_once(map, commands, |reply| Ok(reply.number()? == 1)).await
     }
 
     async fn map_get(&self, map: &MapName) -> Result<Option<RegistryMap>> {
         let commands = Commands::one(&["HGETALL", map.as_str()]);
-        let replies = self.call(map, commands, Idempotency::Idempotent).await?;
-        let mut cursor = replies.cursor();
-        let mut read = || {
+        let read = |reply: &mut Cursor<'_>| {
             let mut fields = RegistryMap::new();
-            for _ in 0..cursor.array()? / 2 {
-                fields.insert(cursor.string()?, cursor.bytes()?);
+            for _ in 0..reply.array()? / 2 {
+                fields.insert(reply.string()?, reply.bytes()?);
             }
             // Redis deletes empty hashes.
             Ok((!fields.is_empty()).then_some(fields))
         };
-        read().map_err(|error: ReplyError| error.into_stream_error(map))
+        self.call_idempotent(map, commands, read).await
     }
 
     async fn map_delete(&self, map: &MapName) -> Result<bool> {
         self.delete(map.as_str(), "hash").await
-    }
-}
-
-impl RedisBackend {
-    async fn run_change(&self, map: &MapName, commands: Commands) -> Result<bool> {
-        let replies = self.call(map, commands, Idempotency::AtMostOnce).await?;
-        replies.cursor().number().map(|changed| changed == 1).map_err(|f| f.into_stream_error(map))
     }
 }
 

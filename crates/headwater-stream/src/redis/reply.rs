@@ -7,7 +7,6 @@ use bytes::Bytes;
 
 use super::error::{ReplyError, ServerError};
 use crate::entry::{EntryId, EntrySize, Fields, count, next_text};
-use crate::limits::FIELDS_MAX;
 
 /// Maximum bytes of all replies to one request.
 const REPLIES_BYTES_MAX: usize = 2 * 1024 * 1024 * 1024;
@@ -325,6 +324,14 @@ impl<'a> Cursor<'a> {
         parse_id(text).ok_or_else(|| unexpected("an entry id", RespValue::Text(text)))
     }
 
+    /// An array of equal items; nil is an empty array.
+    pub(super) fn list<T>(
+        &mut self,
+        mut read: impl FnMut(&mut Self) -> Result<T, ReplyError>,
+    ) -> Result<Vec<T>, ReplyError> {
+        (0..self.array_or_nil()?.unwrap_or(0)).map(|_| read(self)).collect()
+    }
+
     /// Skips this many values, including nested ones.
     pub(super) fn skip(&mut self, values: usize) -> Result<(), ReplyError> {
         let mut missing = values;
@@ -346,28 +353,17 @@ impl<'a> Cursor<'a> {
             return Err(ReplyError::unexpected("field without a value"));
         }
         let start = self.at;
-        if let Some((end, bytes)) = self.end_of_texts(values) {
-            let size = EntrySize { fields: values / 2, bytes };
-            self.at = end;
-            let bytes = if self.source.len() <= SHARED_BYTES_MAX {
-                self.source.slice(start..end)
-            } else {
-                Bytes::copy_from_slice(&self.source[start..end])
-            };
-            return Ok((id, Some(Fields::packed(bytes, size))));
-        }
-        let mut ranges = Vec::with_capacity((values / 2).min(FIELDS_MAX));
-        for _ in 0..values / 2 {
-            ranges.push((self.range()?, self.range()?));
-        }
-        let (memory, start) = if self.source.len() <= SHARED_BYTES_MAX {
-            (self.source.clone(), 0)
+        let (end, bytes) = self
+            .end_of_texts(values)
+            .ok_or_else(|| ReplyError::unexpected("a field is not a bulk string"))?;
+        let size = EntrySize { fields: values / 2, bytes };
+        self.at = end;
+        let bytes = if self.source.len() <= SHARED_BYTES_MAX {
+            self.source.slice(start..end)
         } else {
-            (Bytes::copy_from_slice(&self.source[start..self.at]), start)
+            Bytes::copy_from_slice(&self.source[start..end])
         };
-        let take = |range: (usize, usize)| memory.slice(range.0 - start..range.1 - start);
-        let pairs = ranges.into_iter().map(|(name, value)| (take(name), take(value)));
-        Ok((id, Some(Fields::new(pairs))))
+        Ok((id, Some(Fields::packed(bytes, size))))
     }
 
     /// End position and total bytes of the next `texts` bulk strings; `None` if there is any other value among them.
@@ -379,14 +375,6 @@ impl<'a> Cursor<'a> {
             end += after;
         }
         (end <= self.source.len()).then_some((end, bytes))
-    }
-
-    /// The byte range of the next text.
-    fn range(&mut self) -> Result<(usize, usize), ReplyError> {
-        let text = self.text()?;
-        let end = self.at - 2;
-        // A simple string also ends before its line end.
-        Ok((end - text.len(), end))
     }
 }
 

@@ -1,9 +1,8 @@
 //! Finds the primary of a service through Sentinel.
 
-use std::io;
 use std::time::Duration;
 
-use tokio::time::{Instant, timeout_at};
+use tokio::time::Instant;
 
 use super::command::Commands;
 use super::connection::{ConnectError, Connection};
@@ -65,15 +64,8 @@ impl Sentinels {
             }
             opened => opened?,
         };
-        let query = Commands::one(&["SENTINEL", "GET-MASTER-ADDR-BY-NAME", &self.service]).encode();
-        match timeout_at(deadline, connection.request(&query)).await {
-            Ok(Ok(replies)) => self.read(&replies, sentinel),
-            Ok(Err(error)) => Err(ConnectError::Unreachable { address: sentinel.clone(), error }),
-            Err(_) => Err(ConnectError::Unreachable {
-                address: sentinel.clone(),
-                error: io::ErrorKind::TimedOut.into(),
-            }),
-        }
+        let query = Commands::one(&["SENTINEL", "GET-MASTER-ADDR-BY-NAME", &self.service]);
+        self.read(&connection.request_until(query, deadline).await?, sentinel)
     }
 
     fn read(&self, replies: &RespReplies, sentinel: &Address) -> Result<Address, ConnectError> {

@@ -11,7 +11,8 @@ use super::append::add_appends;
 use super::client::Idempotency;
 use super::command::Commands;
 use super::error::ReplyError;
-use super::streams::{epoch_text, fenced, list, millis};
+use super::reply::Cursor;
+use super::streams::{epoch_text, fenced, millis};
 use super::{keys, msgpack, scripts};
 use crate::delays::DueTime;
 use crate::entry::{EntryId, Fields};
@@ -57,10 +58,7 @@ impl RedisBackend {
         commands.arg(settle.stream.as_str());
         commands.arg(settle.group.as_str());
         settle.entries.iter().for_each(|entry| commands.arg_id(entry.id));
-        let replies = self.call(settle.stream, commands, Idempotency::AtMostOnce).await?;
-        let applied =
-            replies.cursor().count().map_err(|error| error.into_stream_error(settle.stream))?;
-        Ok(settled(applied, settle))
+        self.settle_with(settle, commands).await
     }
 
     /// Fast path of an owner: all entries are acknowledged, with a fence.
@@ -75,9 +73,7 @@ impl RedisBackend {
         commands.arg(settle.group.as_str());
         commands.arg(epoch_text(settle.fence));
         settle.entries.iter().for_each(|entry| commands.arg_id(entry.id));
-        let replies = self.call(settle.stream, commands, Idempotency::AtMostOnce).await?;
-        let applied = replies.cursor().count().map_err(|error| settle_error(error, settle))?;
-        Ok(settled(applied, settle))
+        self.settle_with(settle, commands).await
     }
 
     /// General case: one script. The follow-ups of entries in `copied` are already written.
@@ -105,9 +101,19 @@ impl RedisBackend {
                 Arg::Packed(bytes) => commands.arg(bytes),
             }
         }
+        self.settle_with(settle, commands).await
+    }
+
+    /// Sends a command that returns how many entries it settled.
+    async fn settle_with(
+        &self,
+        settle: &SettleBatch<'_>,
+        commands: Commands,
+    ) -> Result<SettleResult> {
         let replies = self.call(settle.stream, commands, Idempotency::AtMostOnce).await?;
         let applied = replies.cursor().count().map_err(|error| settle_error(error, settle))?;
-        Ok(settled(applied, settle))
+        let applied = (applied as usize).min(settle.entries.len());
+        Ok(SettleResult { applied, stale: settle.entries.len() - applied })
     }
 
     fn add_entry<'a>(
@@ -165,7 +171,7 @@ impl RedisBackend {
         moving.iter().for_each(|entry| commands.arg_id(entry.id));
         let replies = self.call(settle.stream, commands, Idempotency::Idempotent).await?;
         let held =
-            list(&replies, |cursor| cursor.id()).map_err(|error| settle_error(error, settle))?;
+            replies.cursor().list(Cursor::id).map_err(|error| settle_error(error, settle))?;
         let held: HashSet<EntryId> = held.into_iter().collect();
 
         let mut targets: Vec<(&StreamName, Vec<&Fields>)> = Vec::new();
@@ -247,11 +253,6 @@ fn key_index(keys: &mut Vec<String>, wanted: Vec<String>) -> u64 {
         keys.len() - len
     });
     index as u64 + 1
-}
-
-fn settled(applied: u64, settle: &SettleBatch<'_>) -> SettleResult {
-    let applied = (applied as usize).min(settle.entries.len());
-    SettleResult { applied, stale: settle.entries.len() - applied }
 }
 
 fn settle_error(error: ReplyError, settle: &SettleBatch<'_>) -> StreamError {

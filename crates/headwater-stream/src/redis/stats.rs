@@ -3,10 +3,9 @@
 use std::time::Duration;
 
 use super::RedisBackend;
-use super::client::Idempotency;
 use super::command::Commands;
 use super::error::ReplyError;
-use super::reply::{Cursor, RespReplies, RespValue, parse_id};
+use super::reply::{Cursor, RespValue, parse_id};
 use super::sanitized_name;
 use super::scripts;
 use crate::entry::EntryId;
@@ -22,9 +21,7 @@ const COUNT_BATCH: usize = 500;
 impl RedisBackend {
     pub(super) async fn stream_stats(&self, stream: &StreamName) -> Result<Option<StreamStats>> {
         let commands = Commands::run(&scripts::STATS, &[stream], &[""; 0]);
-        let replies = self.call(stream, commands, Idempotency::Idempotent).await?;
-        let Some(mut stats) = read(&replies).map_err(|error| error.into_stream_error(stream))?
-        else {
+        let Some(mut stats) = self.call_idempotent(stream, commands, read).await? else {
             return Ok(None);
         };
         for index in 0..stats.groups.len() {
@@ -68,19 +65,17 @@ fn lag_by_ends(stats: &StreamStats, read_to: EntryId) -> Option<u64> {
     }
 }
 
-fn read(replies: &RespReplies) -> Result<Option<StreamStats>, ReplyError> {
-    let mut cursor = replies.cursor();
+fn read(cursor: &mut Cursor<'_>) -> Result<Option<StreamStats>, ReplyError> {
     if cursor.array_or_nil()?.is_none() {
         return Ok(None);
     }
     let length = cursor.count()?;
-    let (first_id, last_id) = (optional_id(&mut cursor)?, optional_id(&mut cursor)?);
+    let (first_id, last_id) = (optional_id(cursor)?, optional_id(cursor)?);
     let last_generated_id = cursor.id()?;
-    let entries_added = optional_count(&mut cursor)?;
-    let max_deleted_id = optional_id(&mut cursor)?.filter(|id| *id > EntryId::MIN);
-    let bytes = optional_count(&mut cursor)?;
-    let mut groups =
-        (0..cursor.array()?).map(|_| read_group(&mut cursor)).collect::<Result<Vec<_>, _>>()?;
+    let entries_added = optional_count(cursor)?;
+    let max_deleted_id = optional_id(cursor)?.filter(|id| *id > EntryId::MIN);
+    let bytes = optional_count(cursor)?;
+    let mut groups = cursor.list(read_group)?;
     groups.sort_by(|a, b| a.name.cmp(&b.name));
     Ok(Some(StreamStats {
         length,
@@ -100,15 +95,14 @@ fn read_group(cursor: &mut Cursor<'_>) -> Result<GroupStats, ReplyError> {
     let pending = cursor.count()?;
     let lag = optional_count(cursor)?;
     let last_delivered = cursor.id()?;
-    let mut consumers = Vec::new();
-    for _ in 0..cursor.array()? {
+    let mut consumers = cursor.list(|cursor| {
         cursor.array_of(3)?;
-        consumers.push(ConsumerStats {
+        Ok(ConsumerStats {
             name: sanitized_name(cursor.text()?, ConsumerName::new)?,
             pending: cursor.count()?,
             idle: Duration::from_millis(cursor.count()?),
-        });
-    }
+        })
+    })?;
     consumers.sort_by(|a, b| a.name.cmp(&b.name));
     Ok(GroupStats { name, pending, lag, last_delivered, consumers })
 }

@@ -83,29 +83,15 @@ impl<'a> StreamingPipeline<'a> {
                 if self.responses.is_empty() { FlushPolicy::Auto } else { FlushPolicy::Now };
             self.flush(policy);
         }
-        let Self { client, slot, deadline, commands, connection, mut responses, .. } = self;
+        let Self { client, slot, deadline, commands, connection, responses, .. } = self;
         let unsent = commands.len() - self.sent_commands;
         let result = match connection {
             None => None,
-            Some(_) if unsent == 0 && responses.len() == 1 => match responses.pop() {
-                Some(response) => Some(response.await),
-                None => None,
-            },
+            Some(_) if unsent == 0 => Some(collect(responses).await),
             Some(connection) => {
-                let rest = commands.bytes_from(self.sent_bytes);
-                Some(match unsent {
-                    0 => collect(responses).await,
-                    _ => {
-                        collect_and_send(
-                            &connection,
-                            responses,
-                            self.sent_commands,
-                            (rest, unsent),
-                            deadline,
-                        )
-                        .await
-                    }
-                })
+                let rest = (commands.bytes_from(self.sent_bytes), unsent);
+                let sent = self.sent_commands;
+                Some(collect_and_send(&connection, responses, sent, rest, deadline).await)
             }
         };
         match result {
@@ -124,6 +110,9 @@ async fn collect(mut responses: Vec<ResponseFuture>) -> RequestResult {
     let Some(last) = responses.pop() else { return Ok(RespReplies::joined(&[])) };
     // The last one first: when it is complete, so are all before it, and this task wakes once.
     let last = last.await;
+    if responses.is_empty() {
+        return last;
+    }
     let mut parts = Vec::with_capacity(responses.len() + 1);
     for response in responses {
         parts.push(response.await);

@@ -8,10 +8,9 @@ use super::RedisBackend;
 use super::client::Idempotency;
 use super::command::Commands;
 use super::error::ReplyError;
-use super::group_reader::RedisGroupReader;
+use super::readers::{RedisGroupReader, RedisTailReader};
 use super::reply::{Cursor, RespReplies, parse_id};
 use super::sanitized_name;
-use super::tail_reader::RedisTailReader;
 use super::{keys, msgpack, scripts, trim};
 use crate::entry::{DeliveredEntry, Entry, EntryId, Fields};
 use crate::error::{Result, StreamError};
@@ -77,14 +76,14 @@ impl Streams for RedisBackend {
         commands.begin(1 + keys.len());
         commands.arg("MGET");
         keys.iter().for_each(|key| commands.arg(key));
-        let replies = self.call(stream, commands, Idempotency::Idempotent).await?;
         let mut keys = keys.into_iter();
-        let found = list(&replies, |cursor| {
-            let (key, text) = (keys.next().unwrap_or_default(), cursor.text_or_nil()?);
+        let read = |reply: &mut Cursor<'_>| {
+            let (key, text) = (keys.next().unwrap_or_default(), reply.text_or_nil()?);
             let id = text.map(|text| parse_id(text).ok_or(StreamError::WrongType { name: key }));
             Ok(id.transpose())
-        });
-        found.map_err(|error| error.into_stream_error(stream))?.into_iter().collect()
+        };
+        let found = self.call_idempotent(stream, commands, |reply| reply.list(read)).await?;
+        found.into_iter().collect()
     }
 
     async fn ensure_group(
@@ -120,9 +119,7 @@ impl Streams for RedisBackend {
     ) -> Result<bool> {
         let args = [group.to_string(), start_id(start)];
         let commands = Commands::run(&scripts::RESET_GROUP, &[stream], &args);
-        let replies = self.call(stream, commands, Idempotency::AtMostOnce).await?;
-        let reset = replies.cursor().number().map_err(|error| error.into_stream_error(stream))?;
-        Ok(reset > 0)
+        self.call_once(stream, commands, |reply| Ok(reply.number()? > 0)).await
     }
 
     async fn reader(
@@ -166,8 +163,7 @@ impl Streams for RedisBackend {
         commands.arg(group.as_str());
         commands.arg(consumer.as_str());
         ids.iter().for_each(|id| commands.arg_id(*id));
-        let replies = self.call(stream, commands, Idempotency::Idempotent).await?;
-        list(&replies, |cursor| cursor.id()).map_err(|error| error.into_stream_error(stream))
+        self.call_idempotent(stream, commands, |reply| reply.list(Cursor::id)).await
     }
 
     async fn reclaim(&self, reclaim: ReclaimRequest<'_>) -> Result<ReclaimResult> {
@@ -216,16 +212,17 @@ impl Streams for RedisBackend {
         words.extend(query.consumer.map(ToString::to_string));
         let commands = Commands::one(&words);
         let replies = self.call(query.stream, commands, Idempotency::Idempotent).await?;
-        list(&replies, |cursor| {
-            cursor.array_of(4)?;
+        let read = |reply: &mut Cursor<'_>| {
+            reply.array_of(4)?;
             Ok(PendingDelivery {
-                id: cursor.id()?,
-                consumer: sanitized_name(cursor.text()?, ConsumerName::new)?,
-                idle: Duration::from_millis(cursor.count()?),
-                deliveries: cursor.count()?,
+                id: reply.id()?,
+                consumer: sanitized_name(reply.text()?, ConsumerName::new)?,
+                idle: Duration::from_millis(reply.count()?),
+                deliveries: reply.count()?,
             })
-        })
-        .map_err(|error| error.into_group_error(query.stream, query.group))
+        };
+        let pending = replies.cursor().list(read);
+        pending.map_err(|error| error.into_group_error(query.stream, query.group))
     }
 
     async fn range(&self, stream: &StreamName, range: Range) -> Result<Vec<Entry>> {
@@ -240,13 +237,11 @@ impl Streams for RedisBackend {
                 Commands::one(&["XREVRANGE", stream.as_str(), &to, &from, "COUNT", &count])
             }
         };
-        let replies = self.call(stream, commands, Idempotency::Idempotent).await?;
-        let entries = list(&replies, |cursor| cursor.entry())
-            .map_err(|error| error.into_stream_error(stream))?;
-        Ok(entries
-            .into_iter()
-            .filter_map(|(id, fields)| Some(Entry { id, fields: fields? }))
-            .collect())
+        let entries =
+            self.call_idempotent(stream, commands, |reply| reply.list(Cursor::entry)).await?;
+        let existing =
+            |(id, fields): (EntryId, Option<Fields>)| Some(Entry { id, fields: fields? });
+        Ok(entries.into_iter().filter_map(existing).collect())
     }
 
     async fn trim(
@@ -258,8 +253,7 @@ impl Streams for RedisBackend {
         validate::retention(retention)?;
         let mut commands = Commands::new();
         trim::add(&mut commands, stream, retention, guard, false);
-        let replies = self.call(stream, commands, Idempotency::AtMostOnce).await?;
-        trim::read(&mut replies.cursor()).map_err(|error| error.into_stream_error(stream))
+        self.call_once(stream, commands, trim::read).await
     }
 
     async fn delete_entries(&self, stream: &StreamName, ids: &[EntryId]) -> Result<usize> {
@@ -272,9 +266,7 @@ impl Streams for RedisBackend {
         commands.arg("XDEL");
         commands.arg(stream.as_str());
         ids.iter().for_each(|id| commands.arg_id(*id));
-        let replies = self.call(stream, commands, Idempotency::AtMostOnce).await?;
-        let deleted = replies.cursor().count().map_err(|error| error.into_stream_error(stream))?;
-        Ok(deleted as usize)
+        self.call_once(stream, commands, |reply| Ok(reply.count()? as usize)).await
     }
 
     async fn delete_stream(&self, stream: &StreamName) -> Result<bool> {
@@ -302,8 +294,9 @@ impl Streams for RedisBackend {
         let args = [group.to_string(), millis(idle).to_string()];
         let commands = Commands::run(&scripts::REMOVE_IDLE, &[stream], &args);
         let replies = self.call(stream, commands, Idempotency::AtMostOnce).await?;
-        let mut names = list(&replies, |cursor| sanitized_name(cursor.text()?, ConsumerName::new))
-            .map_err(|error| error.into_group_error(stream, group))?;
+        let name = |reply: &mut Cursor<'_>| sanitized_name(reply.text()?, ConsumerName::new);
+        let mut names =
+            replies.cursor().list(name).map_err(|error| error.into_group_error(stream, group))?;
         names.sort();
         Ok(names)
     }
@@ -328,9 +321,7 @@ impl RedisBackend {
     /// Deletes a key of the given type. Returns whether it existed.
     pub(super) async fn delete(&self, key: &str, kind: &str) -> Result<bool> {
         let commands = Commands::run(&scripts::DELETE, &[key], &[kind]);
-        let replies = self.call(key, commands, Idempotency::AtMostOnce).await?;
-        let deleted = replies.cursor().number().map_err(|error| error.into_stream_error(key))?;
-        Ok(deleted > 0)
+        self.call_once(key, commands, |reply| Ok(reply.number()? > 0)).await
     }
 }
 
@@ -368,16 +359,6 @@ pub(super) fn millis(duration: Duration) -> u64 {
     u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
 }
 
-/// Parses an array of equal items; nil is an empty array.
-pub(super) fn list<T>(
-    replies: &RespReplies,
-    mut read: impl FnMut(&mut Cursor<'_>) -> Result<T, ReplyError>,
-) -> Result<Vec<T>, ReplyError> {
-    let mut cursor = replies.cursor();
-    let values = cursor.array_or_nil()?.unwrap_or(0);
-    (0..values).map(|_| read(&mut cursor)).collect()
-}
-
 fn read_appended(
     cursor: &mut Cursor<'_>,
     entries: usize,
@@ -390,7 +371,7 @@ fn read_appended(
 fn read_reclaimed(replies: &RespReplies) -> Result<ReclaimResult, ReplyError> {
     let mut cursor = replies.cursor();
     cursor.array_of(4)?;
-    let entries = (0..cursor.array()?).map(|_| cursor.entry()).collect::<Result<Vec<_>, _>>()?;
+    let entries = cursor.list(Cursor::entry)?;
     cursor.array_of(entries.len())?;
     let mut taken = Vec::with_capacity(entries.len());
     for (id, fields) in entries {
@@ -398,7 +379,7 @@ fn read_reclaimed(replies: &RespReplies) -> Result<ReclaimResult, ReplyError> {
         let fields = fields.ok_or_else(|| ReplyError::unexpected("entry without fields"))?;
         taken.push(DeliveredEntry { id, fields, deliveries });
     }
-    let deleted = (0..cursor.array()?).map(|_| cursor.id()).collect::<Result<Vec<_>, _>>()?;
+    let deleted = cursor.list(Cursor::id)?;
     let next = match cursor.text_or_nil()? {
         None => None,
         Some(text) => Some(parse_id(text).ok_or_else(|| ReplyError::unexpected("invalid cursor"))?),

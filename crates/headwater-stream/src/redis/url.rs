@@ -106,8 +106,7 @@ impl Address {
             (host, rest.strip_prefix(':'))
         } else {
             match text.rsplit_once(':') {
-                Some((host, number)) if !host.contains(':') => (host, Some(number)),
-                // Servers write IPv6 addresses without brackets.
+                // Servers write IPv6 addresses without brackets: the port follows the last colon.
                 Some((host, number)) => (host, Some(number)),
                 None => (text, None),
             }

@@ -30,8 +30,7 @@ pub(super) async fn execute(command: &str, message: &Value) -> Result<(), String
     let payload: PayloadDto = serde_json::from_value(message.clone())
         .map_err(|error| format!("unexpected message format: {error}"))?;
     let payload = payload.into_bytes().map_err(|error| error.message().to_owned())?;
-    let sha256: String =
-        Sha256::digest(&payload).iter().map(|byte| format!("{byte:02x}")).collect();
+    let sha256 = hex::encode(Sha256::digest(&payload));
     let input = complete_file(&payload)
         .map_err(|error| format!("failed to write the payload for `{command}`: {error}"))?;
     let word = |name: &str| message[name].as_str().unwrap_or_default();

@@ -20,9 +20,6 @@ use crate::http::auth::{self, Principal};
 use crate::server::shutdown_signal::ShutdownSignal;
 use crate::server::startup;
 
-/// User names by id.
-const USERS: &str = "/etc/passwd";
-
 /// The audit log, opened when the first change is recorded.
 pub(super) struct LocalAuditLog {
     settings: Settings,
@@ -79,31 +76,10 @@ fn has_database(settings: &Settings) -> bool {
 pub(super) fn principal() -> Principal {
     static PRINCIPAL: OnceLock<Principal> = OnceLock::new();
     let look = || {
-        let number = rustix::process::getuid().as_raw().to_string();
-        let users = std::fs::read_to_string(USERS).unwrap_or_default();
-        let name = name_of(&users, &number).unwrap_or(&number);
+        // A user id without an entry, as in some containers, is its own name.
+        let id = || rustix::process::geteuid().as_raw().to_string();
+        let name = whoami::username().unwrap_or_else(|_| id());
         Principal { name: format!("cli:{name}"), role: Role::Admin }
     };
     PRINCIPAL.get_or_init(look).clone()
-}
-
-fn name_of<'a>(users: &'a str, number: &str) -> Option<&'a str> {
-    users.lines().find_map(|line| {
-        let mut fields = line.split(':');
-        let (name, found) = (fields.next()?, fields.nth(1)?);
-        (found == number && !name.is_empty()).then_some(name)
-    })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_user_id_is_resolved_to_its_name() {
-        let users = "root:x:0:0:root:/:/bin/sh\nodd\n:x:7:\nada:x:1000:1000::/nowhere:/bin/sh\n";
-        assert_eq!(name_of(users, "0"), Some("root"));
-        assert_eq!(name_of(users, "1000"), Some("ada"));
-        assert_eq!((name_of(users, "7"), name_of(users, "8")), (None, None));
-    }
 }

@@ -6,6 +6,7 @@
 use std::collections::BTreeSet;
 use std::io::{ErrorKind, Write};
 
+use console::{Alignment, measure_text_width, pad_str};
 use serde_json::Value;
 
 use crate::exit::CliError;
@@ -57,17 +58,18 @@ impl OutputRows {
     }
 }
 
-/// Aligns cells in columns.
+/// Aligns cells in columns as a terminal shows them: a Chinese character or an emoji is two columns wide.
 pub(super) fn columns(rows: &[Vec<String>]) -> Vec<String> {
     let mut widths: Vec<usize> = Vec::new();
     for row in rows {
         widths.resize(widths.len().max(row.len()), 0);
         for (width, cell) in widths.iter_mut().zip(row) {
-            *width = (*width).max(cell.chars().count());
+            *width = (*width).max(measure_text_width(cell));
         }
     }
     let line = |row: &Vec<String>| {
-        let cells = row.iter().zip(&widths).map(|(cell, width)| format!("{cell:<width$}"));
+        let cells = row.iter().zip(&widths);
+        let cells = cells.map(|(cell, width)| pad_str(cell, *width, Alignment::Left, None));
         cells.collect::<Vec<_>>().join("  ").trim_end().to_owned()
     };
     rows.iter().map(line).collect()
@@ -171,6 +173,13 @@ mod tests {
         assert_eq!(cell(&json!("a\u{1b}[2Jb\nc\u{202e}d")), "a\\u001b[2Jb c\\u202ed");
         assert_eq!(cell(&json!("x".repeat(100))).chars().count(), CELL_MAX + 1);
         assert_eq!(cell(&json!(["a", "b"])), "a,b");
+    }
+
+    #[test]
+    fn wide_characters_take_two_columns() {
+        let rows = [["订单", "1"], ["e\u{301}tat", "2"], ["🙂", "3"]]
+            .map(|row| row.map(str::to_owned).to_vec());
+        assert_eq!(columns(&rows), ["订单  1", "e\u{301}tat  2", "🙂    3"]);
     }
 
     #[test]

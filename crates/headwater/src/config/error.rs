@@ -2,6 +2,8 @@
 //!
 //! Upstream: the other modules of `config`. Downstream: `entry.rs`, which prints it and exits with code 2.
 
+use strsim::levenshtein;
+
 use crate::config::sources::SettingValue;
 use crate::config::table::{Setting, TABLE};
 
@@ -34,29 +36,13 @@ impl SettingsError {
         let wanted = name.trim_start_matches("HEADWATER_").to_lowercase().replace('.', "_");
         let nearest = TABLE
             .iter()
-            .map(|setting| (distance(&setting.name.replace('.', "_"), &wanted), setting.name))
+            .map(|setting| (levenshtein(&setting.name.replace('.', "_"), &wanted), setting.name))
             .min()
             .filter(|(distance, _)| *distance <= 3)
             .map(|(_, nearest)| format!("; did you mean `{nearest}`?"));
         let hint = nearest.unwrap_or_else(|| "; `headwater config` lists all settings".to_owned());
         Self(format!("unknown setting `{name}` (from {place}){hint}"))
     }
-}
-
-/// Edit distance of two words.
-fn distance(from: &str, to: &str) -> usize {
-    let to: Vec<char> = to.chars().collect();
-    let mut row: Vec<usize> = (0..=to.len()).collect();
-    for (index, letter) in from.chars().enumerate() {
-        let mut diagonal = row[0];
-        row[0] = index + 1;
-        for place in 0..to.len() {
-            let change = diagonal + usize::from(letter != to[place]);
-            diagonal = row[place + 1];
-            row[place + 1] = change.min(row[place] + 1).min(diagonal + 1);
-        }
-    }
-    row[to.len()]
 }
 
 #[cfg(test)]
@@ -71,12 +57,5 @@ mod tests {
         assert!(error.contains("`stream.url`"), "{error}");
         let error = SettingsError::unknown("coffee.strength", "headwater.toml").to_string();
         assert!(error.contains("headwater config"), "{error}");
-    }
-
-    #[test]
-    fn the_distance_is_the_number_of_edits() {
-        for (from, to, letters) in [("a", "a", 0), ("", "ab", 2), ("kitten", "sitting", 3)] {
-            assert_eq!(distance(from, to), letters);
-        }
     }
 }

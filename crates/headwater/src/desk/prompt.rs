@@ -149,8 +149,7 @@ mod tests {
     /// The model depends on every word, which a mechanical change of the source must not touch.
     #[test]
     fn the_instruction_has_its_exact_text() {
-        let digest = Sha256::digest(INSTRUCTION);
-        let digest: String = digest.iter().map(|byte| format!("{byte:02x}")).collect();
+        let digest = hex::encode(Sha256::digest(INSTRUCTION));
         let pinned = "094f1b0e401ec49a74f22902ba206609f5e6180a8d104fbbd5a7a94c78d243f1";
         assert_eq!(digest, pinned, "change it only if you meant to change the text");
     }

@@ -10,10 +10,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use headwater_stream::Backoff;
 use tokio::runtime::Handle;
 use tokio::sync::{Semaphore, oneshot, watch};
 use tokio::task::JoinSet;
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::{Instant, timeout};
 use tracing::{debug, warn};
 
 use crate::desk::budget::{
@@ -35,7 +36,8 @@ const SETTLE_RETRY_FOR: Duration = Duration::from_secs(60 * 60);
 const _: () = assert!(SETTLE_RETRY_FOR.as_secs() < RESERVATION_TTL.as_secs());
 
 /// Backoff between settlement attempts: initial, maximum.
-const SETTLE_BACKOFF: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(15));
+const SETTLE_BACKOFF: Backoff =
+    Backoff::doubling(Duration::from_millis(100), Duration::from_secs(15));
 
 /// Maximum number of concurrent settlements. Beyond it, reservations are left to expire.
 const SETTLEMENTS_MAX: usize = 10_000;
@@ -183,7 +185,7 @@ async fn settle_until_confirmed(
     used: u64,
 ) {
     let give_up_at = Instant::now() + SETTLE_RETRY_FOR;
-    let (mut pause, pause_max) = SETTLE_BACKOFF;
+    let mut retry = SETTLE_BACKOFF.timer();
     let settle = async || {
         let _permit = call_permits.acquire().await;
         ledger.settle(reservation, used).await
@@ -195,8 +197,7 @@ async fn settle_until_confirmed(
             return;
         }
         debug!(%issue_id, %error, "settling tokens failed; retrying");
-        sleep(pause).await;
-        pause = (pause * 2).min(pause_max);
+        retry.wait().await;
     }
 }
 

@@ -3,13 +3,14 @@
 //! Upstream: `rate_limit.rs`. Downstream: routes, which take a [`Principal`] as argument. Guarantees: the presented
 //! token is compared with all tokens in constant time; reading requires the role `read`, changes require `write`, and
 //! a route can require more. Cross-origin browser requests are rejected, except navigation to a page (CSRF
-//! protection). Without tokens only requests with a loopback `Host` header are served.
+//! protection). Without tokens only requests of this machine are served: with a loopback `Host` header, and not
+//! through a proxy.
 
 use std::net::{Ipv4Addr, Ipv6Addr};
 
 use axum::extract::{FromRequestParts, Request, State};
 use axum::http::request::Parts;
-use axum::http::{HeaderMap, HeaderValue, Method, StatusCode, header};
+use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, header};
 use axum::middleware::Next;
 use axum::response::Response;
 use base64::Engine;
@@ -58,6 +59,7 @@ impl Authenticator {
         reject_cross_origin(method, path, headers)?;
         if self.tokens.is_empty() {
             reject_non_loopback_host(headers)?;
+            reject_proxied(headers)?;
             return Ok(Principal { name: "local".to_owned(), role: Role::Admin });
         }
         let presented_token = presented_token(method, headers).ok_or_else(|| {
@@ -180,6 +182,22 @@ fn reject_non_loopback_host(headers: &HeaderMap) -> Result<(), ApiError> {
     Err(ApiError::new(StatusCode::FORBIDDEN, "other_name", message))
 }
 
+/// Headers that a proxy adds.
+const PROXY_HEADERS: [&str; 4] = ["forwarded", "via", "x-real-ip", "x-client-ip"];
+
+/// Without tokens, everybody behind a proxy on this machine would be an admin: many proxies send a loopback `Host`.
+fn reject_proxied(headers: &HeaderMap) -> Result<(), ApiError> {
+    let is_of_a_proxy = |name: &HeaderName| {
+        let name = name.as_str();
+        PROXY_HEADERS.contains(&name) || name.starts_with("x-forwarded-")
+    };
+    let Some(name) = headers.keys().find(|name| is_of_a_proxy(name)) else { return Ok(()) };
+    let message = format!(
+        "no [[token]] is configured, and the request came through a proxy (header `{name}`); configure a [[token]]"
+    );
+    Err(ApiError::new(StatusCode::FORBIDDEN, "proxied", message))
+}
+
 /// Whether a `Host` header is exactly `localhost` or a loopback address, with an optional port. Anything that does
 /// not parse as a whole (user information, two ports, trailing text) is not loopback.
 fn is_loopback(host: &str) -> bool {
@@ -289,6 +307,19 @@ mod tests {
             assert_eq!(refused.code(), "other_page", "{other}");
         }
         assert!(change(&[host, ("sec-fetch-site", "cross-site")]).is_err());
+    }
+
+    #[test]
+    fn without_tokens_requests_through_a_proxy_are_rejected() {
+        let (open, host) = (Authenticator::new(&[]), ("host", "localhost:8080"));
+        for name in ["x-forwarded-for", "x-forwarded-proto", "forwarded", "via", "x-real-ip"] {
+            let proxied = headers(&[host, (name, "10.0.0.7")]);
+            let refused = open.authenticate(&Method::GET, "/", &proxied).unwrap_err();
+            assert_eq!(refused.code(), "proxied", "{name}");
+            let bearer = ("authorization", "Bearer bbbbbbbbbbbbbbbb");
+            let proxied = headers(&[host, (name, "10.0.0.7"), bearer]);
+            assert!(authenticator().authenticate(&Method::GET, "/", &proxied).is_ok(), "{name}");
+        }
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! HTTP server and middleware shared by all routes.
 //!
-//! Flow of a request: `server.rs` (accept, headers; limited by `connections.rs`) -> `timeouts.rs` (timeout, body
+//! Flow of a request: `server.rs` (accept, headers; limited by `connections.rs`; `client_address.rs` says
+//! who it is) -> `timeouts.rs` (timeout, body
 //! memory, metrics) -> `rate_limit.rs` (429) -> `auth.rs` (401, 403) -> `audit/` (log of changes) -> a route of
 //! `api/` or `inbound/`, which reads its parameters with `extract.rs` and its body with `body.rs` (408, 413, 415,
 //! 400), pages lists with `paging.rs` and runs long jobs in `background_jobs.rs` -> `error.rs`, the shape of every
@@ -11,6 +12,7 @@ pub(crate) mod auth;
 mod background_jobs;
 pub(crate) mod body;
 mod body_memory;
+mod client_address;
 mod connections;
 mod error;
 pub(crate) mod extract;
@@ -26,4 +28,4 @@ pub(crate) use crate::http::background_jobs::BackgroundJobs;
 pub(crate) use crate::http::body_memory::{BodyBudget, BodyMemory, decoded_bytes};
 pub(crate) use crate::http::error::{ApiError, ErrorResponse, NOT_FOUND_MESSAGE};
 pub(crate) use crate::http::rate_limit::RateLimiter;
-pub(crate) use crate::http::server::{BoundListener, Peer};
+pub(crate) use crate::http::server::BoundListener;

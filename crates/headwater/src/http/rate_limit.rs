@@ -1,10 +1,10 @@
 //! Rate limit per client: a token bucket for each.
 //!
 //! Upstream: `timeouts.rs`. Downstream: `auth.rs`. Guarantees: a client cannot use up the limit of another; memory is
-//! bounded. `http.forwarded` decides how a client is identified behind a proxy.
+//! bounded. `client_address.rs` says who the client is.
 
 use std::collections::HashMap;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::net::IpAddr;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
@@ -15,7 +15,8 @@ use axum::response::Response;
 use tokio::time::Instant;
 
 use crate::config::HttpSettings;
-use crate::http::{ApiError, Peer};
+use crate::http::ApiError;
+use crate::http::client_address::client_of;
 use crate::server::app_state::HttpServer;
 
 /// Maximum number of tracked clients.
@@ -26,7 +27,6 @@ pub(crate) struct RateLimiter {
     buckets: Mutex<HashMap<IpAddr, Bucket>>,
     per_second: f64,
     burst: f64,
-    is_forwarded: bool,
 }
 
 #[derive(Clone, Copy)]
@@ -43,7 +43,6 @@ impl RateLimiter {
             buckets: Mutex::default(),
             per_second: f64::from(settings.rate_per_second),
             burst: f64::from(settings.rate_burst),
-            is_forwarded: settings.forwarded,
         }
     }
 
@@ -82,29 +81,6 @@ impl RateLimiter {
             buckets.remove(client);
         }
     }
-
-    /// The client of a request: the peer address, or with `http.forwarded` the one reported by the proxy.
-    pub(super) fn client(&self, request: &Request) -> IpAddr {
-        let peer = request.extensions().get::<Peer>().map(|peer| peer.0.ip());
-        let forwarded = request.headers().get_all("x-forwarded-for").iter().next_back();
-        let forwarded = forwarded.filter(|_| self.is_forwarded);
-        // The last entry was added by our own proxy; earlier ones come from the client.
-        let forwarded = forwarded
-            .and_then(|value| value.to_str().ok())
-            .and_then(|value| value.rsplit(',').next()?.trim().parse::<IpAddr>().ok());
-        forwarded.or(peer).map_or(Ipv4Addr::UNSPECIFIED.into(), client_network)
-    }
-}
-
-/// What counts as one client: an IPv4 address, or the /64 network of an IPv6 address.
-pub(super) fn client_network(address: IpAddr) -> IpAddr {
-    match address.to_canonical() {
-        IpAddr::V6(address) => {
-            let [a, b, c, d, ..] = address.segments();
-            Ipv6Addr::new(a, b, c, d, 0, 0, 0, 0).into()
-        }
-        address => address,
-    }
 }
 
 /// Middleware: rejects requests above the limit with 429.
@@ -117,8 +93,7 @@ pub(crate) async fn apply(
     if request.uri().path() == "/health/live" {
         return Ok(next.run(request).await);
     }
-    let client = server.rate_limiter.client(&request);
-    match server.rate_limiter.take(client, Instant::now()) {
+    match server.rate_limiter.take(client_of(&request), Instant::now()) {
         Ok(()) => Ok(next.run(request).await),
         Err(wait) => {
             let message = "too many requests; try again later";
@@ -131,6 +106,8 @@ pub(crate) async fn apply(
 
 #[cfg(test)]
 mod tests {
+    use std::net::Ipv4Addr;
+
     use super::*;
 
     fn rate(per_second: u32, burst: u32) -> RateLimiter {
@@ -138,7 +115,6 @@ mod tests {
             buckets: Mutex::default(),
             per_second: f64::from(per_second),
             burst: f64::from(burst),
-            is_forwarded: true,
         }
     }
 
@@ -173,21 +149,5 @@ mod tests {
             assert!(rate.buckets.lock().unwrap().len() <= CLIENTS_MAX);
         }
         assert!(rate.take(address(0), now).is_err());
-    }
-
-    #[test]
-    fn an_ipv6_network_is_one_client_and_the_last_forwarded_address_counts() {
-        let request = |forwarded: &str| {
-            Request::builder()
-                .header("x-forwarded-for", forwarded)
-                .body(Default::default())
-                .unwrap()
-        };
-        let rate = rate(1, 1);
-        let client = |forwarded: &str| rate.client(&request(forwarded)).to_string();
-        assert_eq!(client("2001:db8:1:2:3:4:5:6"), "2001:db8:1:2::");
-        assert_eq!(client("10.9.9.9, 203.0.113.7"), "203.0.113.7");
-        assert_eq!(client("::ffff:203.0.113.7"), "203.0.113.7");
-        assert_eq!(client("nonsense"), "0.0.0.0");
     }
 }

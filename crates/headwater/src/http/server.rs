@@ -32,10 +32,10 @@ use tracing::{debug, info, warn};
 use crate::config::HttpSettings;
 use crate::exit::CliError;
 use crate::http::ApiError;
+use crate::http::client_address::{ClientAddress, client_network};
 use crate::http::connections::{
     ConnectionClass, ConnectionLimiter, ConnectionPermit, RESERVED_MAX, RequestInProgress,
 };
-use crate::http::rate_limit::client_network;
 use crate::server::shutdown_signal::ShutdownSignal;
 
 /// Pause after a failed accept, for example when too many files are open.
@@ -52,10 +52,6 @@ const RESERVED_READ_MAX: Duration = Duration::from_secs(2);
 
 /// Open files other than connections: databases, streams, logs.
 const OTHER_FILES: u64 = 512;
-
-/// Address of the peer of a connection.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Peer(pub(crate) SocketAddr);
 
 /// A bound listen address.
 #[derive(Debug)]
@@ -149,7 +145,8 @@ async fn serve_connection(
     // Responses are small and complete.
     let _ = stream.set_nodelay(true);
     let service = service_fn(|mut request: Request<Incoming>| {
-        request.extensions_mut().insert(Peer(peer));
+        let client = ClientAddress::new(peer.ip(), request.headers(), settings.forwarded);
+        request.extensions_mut().insert(client);
         let in_progress = permit.begin();
         let is_served = in_progress.is_some() && permit.class.serves(request.uri().path());
         let router = router.clone();

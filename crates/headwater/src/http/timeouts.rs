@@ -18,6 +18,7 @@ use tokio::time::{Instant, timeout};
 use tracing::{Instrument, debug, error, field, info_span};
 
 use crate::http::ApiError;
+use crate::http::client_address::client_of;
 use crate::server::app_state::HttpServer;
 use crate::telemetry::continue_trace;
 
@@ -45,7 +46,7 @@ pub(crate) async fn apply(
     let (route, method) = (route.to_owned(), request.method().clone());
 
     // Held until the response begins; by then the decoded body is dropped.
-    let memory = server.body_budget.for_request(server.rate_limiter.client(&request));
+    let memory = server.body_budget.for_request(client_of(&request));
     request.extensions_mut().insert(Arc::clone(&memory));
 
     let span = info_span!("request", route, %method, status = field::Empty);

@@ -24,8 +24,7 @@ pub fn marker_for(idempotency_key: &str, secret: &SecretString) -> String {
     mac.update(b"headwater:reply ");
     mac.update(idempotency_key.as_bytes());
     let mac = mac.finalize().into_bytes();
-    let mac: String = mac[..MAC_BYTES].iter().map(|byte| format!("{byte:02x}")).collect();
-    format!("{}{mac}{SUFFIX}", unsigned_prefix(idempotency_key))
+    format!("{}{}{SUFFIX}", unsigned_prefix(idempotency_key), hex::encode(&mac[..MAC_BYTES]))
 }
 
 /// The marker of a reply without the HMAC, which does not depend on author and secret.

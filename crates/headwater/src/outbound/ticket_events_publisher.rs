@@ -153,14 +153,14 @@ fn bus_event(row: &OutboxRow) -> Fields {
 
 #[cfg(test)]
 mod tests {
-    use headwater_bus::{EventRegistry, Folds, LocalBus, SessionsConfig};
+    use headwater_bus::{EventRegistry, Folds, SessionsConfig, StreamedBus};
 
     use super::*;
 
     #[tokio::test]
     async fn an_unavailable_backend_is_probed_by_one_event_at_a_time() {
         let streams = headwater_stream::connect("embedded:memory", &Default::default()).await;
-        let bus = Arc::new(LocalBus::new(EventRegistry::builtin()));
+        let bus = Arc::new(StreamedBus::in_memory(EventRegistry::builtin()).await.unwrap());
         let sessions = Sessions::new(bus, Folds::none(), SessionsConfig::default()).await.unwrap();
         let (streams, control) = (streams.unwrap(), StreamName::new("control").unwrap());
         let publisher = TicketEventsPublisher::new(streams, control, Arc::new(sessions));

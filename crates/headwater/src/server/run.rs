@@ -20,7 +20,7 @@ use headwater_issue::{
     Sweeper, SweeperConfig, Worker, WorkerConfig,
 };
 use headwater_queue::Queue;
-use headwater_stream::Backend;
+use headwater_stream::{Backend, Backoff};
 use tokio::sync::oneshot;
 use tokio::time::{Instant, MissedTickBehavior, interval};
 use tracing::{Instrument, debug, info, info_span};
@@ -45,7 +45,12 @@ use crate::server::startup;
 use crate::telemetry::{self, Telemetry};
 
 /// Maximum backoff between two deliveries of an outbox row.
-const OUTBOX_BACKOFF_MAX: Duration = Duration::from_secs(15 * 60);
+const OUTBOX_BACKOFF: Backoff = Backoff::Exponential {
+    first: Duration::from_secs(1),
+    factor: 2.0,
+    max: Duration::from_secs(15 * 60),
+    jitter: 1.0,
+};
 
 /// Interval at which gauges are updated.
 const SAMPLE_EVERY: Duration = Duration::from_secs(5);
@@ -327,8 +332,7 @@ fn outbox_config(work: &WorkSettings) -> OutboxConfig {
     let retry = IssueRetryPolicy {
         attempts_max: work.outbox_attempts,
         crashes_max: work.attempts,
-        backoff_max: OUTBOX_BACKOFF_MAX,
-        ..IssueRetryPolicy::default()
+        backoff: OUTBOX_BACKOFF,
     };
     OutboxConfig { retry, deadline, ttl, ..OutboxConfig::default() }
 }

@@ -3,41 +3,28 @@
 //! Upstream: SIGTERM, SIGINT, or a service that ended unexpectedly. Downstream: every loop and every event stream.
 //! Guarantees: once triggered it stays triggered, also for tasks that start to wait later.
 
-use std::sync::Arc;
-
 use tokio::signal::unix::{SignalKind, signal};
-use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 /// Tells tasks to stop. Clones share one state.
-#[derive(Clone, Debug)]
-pub(crate) struct ShutdownSignal {
-    sender: Arc<watch::Sender<bool>>,
-    receiver: watch::Receiver<bool>,
-}
-
-impl Default for ShutdownSignal {
-    fn default() -> Self {
-        let (sender, receiver) = watch::channel(false);
-        Self { sender: Arc::new(sender), receiver }
-    }
-}
+#[derive(Clone, Debug, Default)]
+pub(crate) struct ShutdownSignal(CancellationToken);
 
 impl ShutdownSignal {
     /// Tells all waiting tasks to stop. Idempotent.
     pub(crate) fn trigger(&self) {
-        self.sender.send_replace(true);
+        self.0.cancel();
     }
 
     /// Whether shutdown was triggered.
     pub(crate) fn is_triggered(&self) -> bool {
-        *self.receiver.borrow()
+        self.0.is_cancelled()
     }
 
     /// Waits until shutdown is triggered. Cancel-safe.
     pub(crate) async fn wait(&self) {
-        // `wait_for` fails only when all senders are dropped, and `self` holds one.
-        let _ = self.receiver.clone().wait_for(|is_triggered| *is_triggered).await;
+        self.0.cancelled().await;
     }
 
     /// Triggers shutdown on SIGTERM or SIGINT. A second signal exits the process at once with code 1.

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use headwater_issue::{IssueError, Store, StoreOptions};
-use headwater_stream::{Backend, Options, StreamError};
+use headwater_stream::{Backend, Backoff, Options, StreamError};
 use secrecy::ExposeSecret;
 use sqlx::postgres::PgConnectOptions;
 use sqlx::sqlite::SqliteConnectOptions;
@@ -22,8 +22,7 @@ use crate::server::shutdown_signal::ShutdownSignal;
 use crate::text::with_causes;
 
 /// First and longest pause between two attempts.
-const RETRY_PAUSE_MIN: Duration = Duration::from_millis(250);
-const RETRY_PAUSE_MAX: Duration = Duration::from_secs(2);
+const RETRY: Backoff = Backoff::doubling(Duration::from_millis(250), Duration::from_secs(2));
 
 /// An attempt that takes longer than this is logged. Attempts have their own deadline of a few seconds.
 const SLOW_ATTEMPT: Duration = Duration::from_secs(1);
@@ -120,7 +119,7 @@ async fn connect_with_retry<T, E, Opening: Future<Output = Result<T, E>>>(
     decide: impl Fn(&E) -> RetryDecision,
 ) -> Result<T, CliError> {
     let deadline = Instant::now() + settings.start_wait;
-    let mut pause = RETRY_PAUSE_MIN;
+    let mut retry = RETRY.timer();
     loop {
         let trying = open();
         tokio::pin!(trying);
@@ -139,6 +138,7 @@ async fn connect_with_retry<T, E, Opening: Future<Output = Result<T, E>>>(
             },
         };
         let waited = settings.start_wait;
+        let pause = retry.next_delay();
         if Instant::now() + pause > deadline {
             return Err(CliError::Unreachable(format!(
                 "{what} `{shown}` is unreachable: {problem} (tried for {waited:?}); start it or fix its URL"
@@ -151,7 +151,6 @@ async fn connect_with_retry<T, E, Opening: Future<Output = Result<T, E>>>(
             }
             () = sleep(pause) => {}
         }
-        pause = (pause * 2).min(RETRY_PAUSE_MAX);
     }
 }
 

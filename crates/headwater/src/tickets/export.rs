@@ -8,12 +8,12 @@
 use std::sync::Arc;
 
 use headwater_analytics::{RunMetrics, TicketEventRow as Row};
-use headwater_issue::{Store, StoreConnection};
+use headwater_issue::{SqlRow, SqlValue, Store};
 use headwater_stream::clock::Timestamp;
 use sqlx::Error;
 
-use crate::tickets::sql::rows;
-use crate::tickets::store::{INTEGRATION, database_error};
+use crate::tickets::sql::statements::{self, from_ms};
+use crate::tickets::store::INTEGRATION;
 use crate::tickets::ticket::TicketError;
 use crate::tickets::{TicketEvent, TicketEventType};
 
@@ -37,31 +37,18 @@ enum ExportStage {
     Done,
 }
 
-/// Id and payload of an event log of the desk.
-type LogRow = (i64, String);
-
-/// An answer in a ticket: sequence number, message, ticket, user, text, time in milliseconds, run metrics.
-type AnswerRow = (i64, String, String, Option<String>, String, i64, Option<String>);
-
 const COUNT: &str =
     "SELECT (SELECT count(*) FROM event_logs e JOIN integrations i ON i.id = e.integration_id
         WHERE i.name = $1) + (SELECT count(*) FROM ticket_messages WHERE author = 'assistant')";
 
-const LOGS: &str = "SELECT e.id AS id, CAST(e.payload AS text) AS payload
+const LOGS: &str = "SELECT e.id, e.payload::text
      FROM event_logs e JOIN integrations i ON i.id = e.integration_id
      WHERE i.name = $1 AND e.id > $2 ORDER BY e.id LIMIT $3";
 
-macro_rules! answers {
-    ($time:literal) => {
-        concat!(
-            "SELECT m.seq AS seq, CAST(m.message_id AS text) AS message_id, CAST(m.ticket_id AS text) AS ticket_id,
-                 t.user_id AS user_id, m.content AS content, ",
-            $time,
-            " AS created_ms, m.run AS run FROM ticket_messages m JOIN tickets t ON t.ticket_id = m.ticket_id
-             WHERE m.author = 'assistant' AND m.seq > $1 ORDER BY m.seq LIMIT $2"
-        )
-    };
-}
+const ANSWERS: &str = "SELECT m.seq, m.message_id::text, m.ticket_id::text, t.user_id, m.content,
+         headwater_ms(m.created_at), m.run
+     FROM ticket_messages m JOIN tickets t ON t.ticket_id = m.ticket_id
+     WHERE m.author = 'assistant' AND m.seq > $1 ORDER BY m.seq LIMIT $2";
 
 impl TicketExport {
     /// An export that starts at the first event.
@@ -71,19 +58,10 @@ impl TicketExport {
 
     /// Upper bound of the number of events: some event logs are not exported.
     pub(crate) async fn count(&self) -> Result<u64, TicketError> {
-        let mut connection = self.store.read_connection().await?;
-        let counted: Result<i64, Error> = match connection.connection() {
-            StoreConnection::Sqlite(connection) => {
-                sqlx::query_scalar(COUNT).bind(INTEGRATION).fetch_one(connection).await
-            }
-            StoreConnection::Postgres(connection) => {
-                sqlx::query_scalar(COUNT).bind(INTEGRATION).fetch_one(connection).await
-            }
-            _ => Err(unsupported_database()),
-        };
-        connection.release().await;
-        let counted = counted.map_err(|error| database_error("count events", error))?;
-        Ok(u64::try_from(counted).unwrap_or(0))
+        let parameters = [INTEGRATION.into()];
+        let counted = self.read("count events", COUNT, &parameters, |row| row.get(0));
+        let counted: Option<i64> = counted.await?.pop();
+        Ok(counted.and_then(|count| u64::try_from(count).ok()).unwrap_or(0))
     }
 
     /// The next page; empty after the last one.
@@ -108,45 +86,35 @@ impl TicketExport {
         Ok(Vec::new())
     }
 
+    /// The exported events of a page, and the position of its last row.
     async fn event_logs(&self) -> Result<(Vec<Row>, Option<i64>), TicketError> {
-        let mut connection = self.store.read_connection().await?;
-        let read: Result<Vec<LogRow>, Error> = match connection.connection() {
-            StoreConnection::Sqlite(connection) => {
-                let logs = sqlx::query_as(LOGS).bind(INTEGRATION).bind(self.after).bind(PAGE);
-                logs.fetch_all(connection).await
-            }
-            StoreConnection::Postgres(connection) => {
-                let logs = sqlx::query_as(LOGS).bind(INTEGRATION).bind(self.after).bind(PAGE);
-                logs.fetch_all(connection).await
-            }
-            _ => Err(unsupported_database()),
-        };
-        connection.release().await;
-        let read = read.map_err(|error| database_error("read event logs", error))?;
+        let parameters = [INTEGRATION.into(), self.after.into(), PAGE.into()];
+        let read = |row: &SqlRow| Ok((row.get(0)?, row.get(1)?));
+        let read: Vec<(i64, String)> =
+            self.read("read event logs", LOGS, &parameters, read).await?;
         let last = read.last().map(|(id, _)| *id);
         let events = read.iter().filter_map(|(_, payload)| from_event_log(payload)).collect();
         Ok((events, last))
     }
 
     async fn answers(&self) -> Result<(Vec<Row>, Option<i64>), TicketError> {
+        let parameters = [self.after.into(), PAGE.into()];
+        let read = self.read("read answers", ANSWERS, &parameters, from_answer).await?;
+        let last = read.last().map(|(seq, _)| *seq);
+        Ok((read.into_iter().map(|(_, row)| row).collect(), last))
+    }
+
+    async fn read<T>(
+        &self,
+        what: &str,
+        sql: &'static str,
+        parameters: &[SqlValue<'_>],
+        read: impl Fn(&SqlRow) -> Result<T, Error>,
+    ) -> Result<Vec<T>, TicketError> {
         let mut connection = self.store.read_connection().await?;
-        let read: Result<Vec<AnswerRow>, Error> = match connection.connection() {
-            StoreConnection::Sqlite(connection) => {
-                let answers = sqlx::query_as(answers!("m.created_at"));
-                answers.bind(self.after).bind(PAGE).fetch_all(connection).await
-            }
-            StoreConnection::Postgres(connection) => {
-                let answers = sqlx::query_as(answers!(
-                    "CAST(extract(epoch FROM m.created_at) * 1000 AS bigint)"
-                ));
-                answers.bind(self.after).bind(PAGE).fetch_all(connection).await
-            }
-            _ => Err(unsupported_database()),
-        };
+        let rows = statements::list(connection.connection(), what, sql, parameters, read).await;
         connection.release().await;
-        let read = read.map_err(|error| database_error("read answers", error))?;
-        let last = read.last().map(|(seq, ..)| *seq);
-        Ok((read.into_iter().map(from_answer).collect(), last))
+        rows
     }
 }
 
@@ -167,21 +135,19 @@ fn from_event_log(payload: &str) -> Option<Row> {
     })
 }
 
-fn from_answer(answer: AnswerRow) -> Row {
-    let (_, message_id, ticket_id, user_id, content, created_ms, run) = answer;
+/// An answer and its sequence number.
+fn from_answer(row: &SqlRow) -> Result<(i64, Row), Error> {
+    let run: Option<String> = row.get(6)?;
     let run = run.as_deref().and_then(|run| serde_json::from_str::<RunMetrics>(run).ok());
-    Row {
+    let answer = Row {
         entry: None,
         event_type: TicketEventType::AiResponseGenerated.as_str().to_owned(),
-        ticket_id,
-        message_id: Some(message_id),
-        user_id,
-        content: Some(content),
-        occurred_at: rows::from_ms(created_ms),
+        ticket_id: row.get(2)?,
+        message_id: Some(row.get(1)?),
+        user_id: row.get(3)?,
+        content: Some(row.get(4)?),
+        occurred_at: from_ms(row.get(5)?),
         run: run.unwrap_or_default(),
-    }
-}
-
-fn unsupported_database() -> Error {
-    Error::Configuration("tickets need SQLite or PostgreSQL".into())
+    };
+    Ok((row.get(0)?, answer))
 }

@@ -9,7 +9,8 @@ use uuid::Uuid;
 
 use crate::limits::TITLE_BYTES_MAX;
 use crate::text;
-use crate::tickets::store::{TicketChange, Tickets, dispatch, dispatch_read, retry_on_conflict};
+use crate::tickets::sql::statements;
+use crate::tickets::store::{TicketChange, Tickets, retry_on_conflict};
 use crate::tickets::ticket::TicketError;
 use crate::tickets::{TicketEvent, TicketEventType};
 
@@ -27,18 +28,22 @@ pub enum ImportOutcome {
 impl Tickets {
     /// Whether a message is stored.
     pub async fn has_message(&self, message_id: Uuid) -> Result<bool, TicketError> {
-        Ok(dispatch_read!(self.store, message(message_id))?.is_some())
+        Ok(self
+            .read(async |connection| statements::message(connection, message_id).await)
+            .await?
+            .is_some())
     }
 
     /// Stores an event of another program. Idempotent by message id.
     pub async fn import_event(&self, event: &TicketEvent) -> Result<ImportOutcome, TicketError> {
-        retry_on_conflict!(self.import_event_once(event))
+        retry_on_conflict(|| self.import_event_once(event)).await
     }
 
     async fn import_event_once(&self, event: &TicketEvent) -> Result<ImportOutcome, TicketError> {
         let mut transaction = self.store.begin().await?;
-        let ticket = dispatch!(transaction.connection(), lock_ticket(event.ticket_id))?;
-        if let Some(known) = dispatch!(transaction.connection(), message(event.message_id))? {
+        let ticket = statements::lock_ticket(transaction.connection(), event.ticket_id).await?;
+        if let Some(known) = statements::message(transaction.connection(), event.message_id).await?
+        {
             if known.ticket_id == event.ticket_id {
                 return Ok(ImportOutcome::Duplicate);
             }

@@ -10,8 +10,8 @@ use headwater_stream::clock::Timestamp;
 use crate::desk::budget::{
     self, BudgetUsage, Ledger, RESERVATION_TTL, ReserveDecision, TokenBudget, TokenReservation,
 };
-use crate::tickets::sql::rows::{self, ReservationRow};
-use crate::tickets::store::{Tickets, dispatch, dispatch_read, now};
+use crate::tickets::sql::statements::{self, ReservationRow, to_ms};
+use crate::tickets::store::{Tickets, now};
 use crate::tickets::ticket::TicketError;
 
 /// Larger than any allowed budget; keeps sums within the column type.
@@ -46,19 +46,21 @@ impl Tickets {
         let decide =
             |[issue, day]: [BudgetUsage; 2]| budget::decide(issue, day, reservation.tokens, budget);
         let mut transaction = self.store.begin().await?;
-        let before = dispatch!(transaction.connection(), token_usage(&row, rows::to_ms(now())))?;
+        let before = statements::token_usage(transaction.connection(), &row, to_ms(now())).await?;
         let reserved = decide(before);
         if reserved != ReserveDecision::Granted {
             return Ok(reserved);
         }
-        dispatch!(transaction.connection(), insert_reservation(&row))?;
+        statements::insert_reservation(transaction.connection(), &row).await?;
         transaction.commit().await?;
         // Concurrent reservations may have been committed; this read sees all that were committed before it.
-        let after = dispatch_read!(self.store, token_usage(&row, rows::to_ms(now())))?;
+        let after = self
+            .read(async |connection| statements::token_usage(connection, &row, to_ms(now())).await)
+            .await?;
         let reserved = decide(after);
         if reserved != ReserveDecision::Granted {
             let mut transaction = self.store.begin().await?;
-            dispatch!(transaction.connection(), remove_reservation(&row))?;
+            statements::remove_reservation(transaction.connection(), &row).await?;
             transaction.commit().await?;
         }
         Ok(reserved)
@@ -72,19 +74,17 @@ impl Tickets {
         let now = now();
         let row = reservation_row(reservation, now);
         let mut transaction = self.store.begin().await?;
-        dispatch!(
-            transaction.connection(),
-            settle_reservation(&row, to_column(used), rows::to_ms(now))
-        )?;
+        statements::settle_reservation(transaction.connection(), &row, to_column(used), to_ms(now))
+            .await?;
         transaction.commit().await?;
         Ok(())
     }
 
     /// Aggregates settled reservations, so that a budget is a sum over few rows.
     async fn roll_up(&self, now: Timestamp) -> Result<(), TicketError> {
-        let remove_before = rows::to_ms(now.before(RESERVATION_TTL));
+        let remove_before = to_ms(now.before(RESERVATION_TTL));
         let mut transaction = self.store.begin().await?;
-        dispatch!(transaction.connection(), roll_up_reservations(rows::to_ms(now), remove_before))?;
+        statements::roll_up_reservations(transaction.as_mut(), to_ms(now), remove_before).await?;
         transaction.commit().await?;
         Ok(())
     }
@@ -97,7 +97,7 @@ fn reservation_row(reservation: &TokenReservation, now: Timestamp) -> Reservatio
         day: to_column(reservation.day),
         tokens: to_column(reservation.tokens),
         tokens_if_lost: to_column(reservation.prompt_tokens.min(reservation.tokens)),
-        expires_at: rows::to_ms(now.after(RESERVATION_TTL)),
+        expires_at: to_ms(now.after(RESERVATION_TTL)),
     }
 }
 

@@ -12,10 +12,9 @@ use std::sync::Arc;
 use uuid::Uuid;
 
 use crate::desk::{DeskReply, ReplyTarget};
-use crate::tickets::sql::rows::NewMessageRow;
+use crate::tickets::sql::statements::{self, NewMessageRow};
 use crate::tickets::store::{
-    INTEGRATION, TicketChange, Tickets, dispatch, now, retry_on_conflict, status_event,
-    write_event_row,
+    INTEGRATION, TicketChange, Tickets, now, retry_on_conflict, status_event, write_event_row,
 };
 use crate::tickets::ticket::{Ticket, TicketError, TicketStatus};
 use crate::tickets::{Author, TicketEvent, TicketEventType, TicketPayload};
@@ -33,7 +32,7 @@ impl Tickets {
         })?;
         let delivered = match target {
             ReplyTarget::Answer => {
-                retry_on_conflict!(self.add_answer_once(ticket_id, row, reply))
+                retry_on_conflict(|| self.add_answer_once(ticket_id, row, reply)).await
             }
             ReplyTarget::Close | ReplyTarget::HandOver
                 if is_superseded(&self.store, row, reply).await? =>
@@ -41,9 +40,9 @@ impl Tickets {
                 Ok(())
             }
             ReplyTarget::Close => {
-                retry_on_conflict!(self.close_once(ticket_id, row, reply))
+                retry_on_conflict(|| self.close_once(ticket_id, row, reply)).await
             }
-            ReplyTarget::HandOver => retry_on_conflict!(self.hand_over_once(ticket_id)),
+            ReplyTarget::HandOver => retry_on_conflict(|| self.hand_over_once(ticket_id)).await,
         };
         delivered.map_err(|error| match error {
             // A database failure is not the fault of the row, so no attempt is counted.
@@ -61,7 +60,7 @@ impl Tickets {
         let message_id = message_id(row, reply);
         let mut transaction = self.store.begin().await?;
         let ticket = self.locked(transaction.as_mut(), ticket_id).await?;
-        if dispatch!(transaction.connection(), message(message_id))?.is_some() {
+        if statements::message(transaction.connection(), message_id).await?.is_some() {
             return Ok(());
         }
         let (run, now) = (reply.run, now());
@@ -73,9 +72,10 @@ impl Tickets {
             run,
             now,
         };
-        dispatch!(transaction.connection(), insert_message(&message))?;
+        statements::insert_message(transaction.connection(), &message).await?;
         let (status, handed_over) = (ticket.status, ticket.handed_over);
-        dispatch!(transaction.connection(), change_ticket(ticket_id, status, handed_over, now))?;
+        statements::change_ticket(transaction.connection(), ticket_id, status, handed_over, now)
+            .await?;
         let event = TicketEvent {
             event_type: TicketEventType::AiResponseGenerated,
             ticket_id,
@@ -116,7 +116,8 @@ impl Tickets {
     async fn hand_over_once(&self, ticket_id: Uuid) -> Result<(), TicketError> {
         let mut transaction = self.store.begin().await?;
         let ticket = self.locked(transaction.as_mut(), ticket_id).await?;
-        dispatch!(transaction.connection(), change_ticket(ticket_id, ticket.status, true, now()))?;
+        statements::change_ticket(transaction.connection(), ticket_id, ticket.status, true, now())
+            .await?;
         transaction.commit().await?;
         self.notify_changed(ticket_id);
         Ok(())
@@ -127,7 +128,7 @@ impl Tickets {
         transaction: &mut dyn Transaction,
         ticket_id: Uuid,
     ) -> Result<Ticket, TicketError> {
-        let ticket = dispatch!(transaction.connection(), lock_ticket(ticket_id))?;
+        let ticket = statements::lock_ticket(transaction.connection(), ticket_id).await?;
         ticket.ok_or(TicketError::NotFound(ticket_id))
     }
 }

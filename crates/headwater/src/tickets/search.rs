@@ -9,8 +9,8 @@ use async_trait::async_trait;
 use crate::desk::tools::{FoundTicket, SearchQuery, TicketSearch};
 use crate::limits::{SEARCH_EXCERPT_BYTES_MAX, SEARCH_RESULTS_MAX, SEARCH_WORDS_MAX};
 use crate::text;
-use crate::tickets::sql::rows::SearchParameters;
-use crate::tickets::store::{Tickets, dispatch_read};
+use crate::tickets::sql::statements::{self, SearchParameters};
+use crate::tickets::store::Tickets;
 use crate::tickets::ticket::TicketError;
 
 /// Shorter words are ignored: they would match almost every ticket.
@@ -35,7 +35,7 @@ impl TicketSearch for Tickets {
                 except: &query.except,
                 limit: SEARCH_RESULTS_MAX as i64,
             };
-            dispatch_read!(tickets.store, search(&search))
+            tickets.read(async |connection| statements::search(connection, &search).await).await
         });
         let found = match tokio::time::timeout(SEARCH_TIMEOUT, searching).await {
             Ok(Ok(found)) => found.map_err(|error: TicketError| error.to_string()),

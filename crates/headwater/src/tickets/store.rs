@@ -1,7 +1,7 @@
 //! The ticket store: every change is one transaction with its event log and outbox rows.
 //!
-//! Upstream: HTTP routes, stream entries, replies. Downstream: `sql::sqlite` and `sql::postgres`, inside transactions
-//! of `headwater-issue`.
+//! Upstream: HTTP routes, stream entries, replies. Downstream: `sql::statements`, inside transactions of
+//! `headwater-issue`.
 //!
 //! Guarantees: a message, its event log and its published event are committed together or not at all; repeating a call
 //! with the same message id changes nothing. The row of a ticket is always locked before the row of its issue, which
@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use headwater_issue::{
     CommitVerifier, DebounceWindow, IssueError, IssueId, KeyedOutboxRow, NewEvent, NewOutboxRow,
-    Nudger, OutboxKind, Recorded, Store, Transaction,
+    Nudger, OutboxKind, Recorded, Store, StoreConnection, Transaction,
 };
 use headwater_stream::clock::{Clock, SystemClock, Timestamp};
 use tokio::sync::broadcast;
@@ -20,7 +20,7 @@ use uuid::Uuid;
 use crate::limits::PAGE_MAX;
 use crate::telemetry;
 use crate::tickets::sql::migrations;
-use crate::tickets::sql::rows::{NewMessageRow, NewTicketRow};
+use crate::tickets::sql::statements::{self, NewMessageRow, NewTicketRow};
 use crate::tickets::ticket::{
     NewTicket, NewTicketMessage, PostedMessage, Ticket, TicketError, TicketFilter, TicketMessage,
     TicketStatus, checked_content, checked_title, checked_user,
@@ -31,55 +31,23 @@ use crate::tickets::{Author, TICKET_EVENTS, TicketEvent, TicketEventType, Ticket
 pub const INTEGRATION: &str = "desk";
 
 /// Maximum attempts of a transaction that conflicts with another one.
-pub(super) const CONFLICTS_MAX: u32 = 5;
+const CONFLICTS_MAX: u32 = 5;
 
 /// Buffered change notifications. A subscriber that lags further behind has to check every ticket.
 const CHANGES_MAX: usize = 1024;
 
-/// Runs a statement in the SQL dialect of a connection.
-macro_rules! dispatch {
-    ($connection:expr, $statement:ident($($argument:expr),*)) => {
-        match $connection {
-            headwater_issue::StoreConnection::Sqlite(connection) => $crate::tickets::sql::sqlite::$statement(connection, $($argument),*).await,
-            headwater_issue::StoreConnection::Postgres(connection) => $crate::tickets::sql::postgres::$statement(connection, $($argument),*).await,
-            _ => Err(sqlx::Error::Configuration("tickets need SQLite or PostgreSQL".into())),
-        }
-        .map_err(|error| $crate::tickets::store::database_error(stringify!($statement), error))
-    };
-}
-
-/// Runs a read-only statement on its own connection.
-macro_rules! dispatch_read {
-    ($store:expr, $statement:ident($($argument:expr),*)) => {
-        match $store.read_connection().await {
-            Ok(mut connection) => {
-                let result = $crate::tickets::store::dispatch!(connection.connection(), $statement($($argument),*));
-                connection.release().await;
-                result
-            }
-            Err(error) => Err($crate::tickets::TicketError::from(error)),
-        }
-    };
-}
-
 /// Retries a transaction that conflicted with another one; the retry sees the other's changes.
-macro_rules! retry_on_conflict {
-    ($call:expr) => {{
-        let mut attempt = 1;
-        loop {
-            match $call.await {
-                Err(error)
-                    if attempt < $crate::tickets::store::CONFLICTS_MAX
-                        && $crate::tickets::store::is_conflict(&error) =>
-                {
-                    attempt += 1;
-                }
-                result => break result,
-            }
+pub(super) async fn retry_on_conflict<T, Calling: Future<Output = Result<T, TicketError>>>(
+    call: impl Fn() -> Calling,
+) -> Result<T, TicketError> {
+    for _ in 1..CONFLICTS_MAX {
+        match call().await {
+            Err(error) if is_conflict(&error) => {}
+            result => return result,
         }
-    }};
+    }
+    call().await
 }
-pub(super) use {dispatch, dispatch_read, retry_on_conflict};
 
 /// The tickets of a database. Clones share state.
 #[derive(Clone, Debug)]
@@ -128,13 +96,14 @@ impl Tickets {
             user_id,
             payload: TicketPayload { title: Some(title), ..TicketPayload::new(content, now()) },
         };
-        retry_on_conflict!(self.create_once(&event))
+        retry_on_conflict(|| self.create_once(&event)).await
     }
 
     async fn create_once(&self, event: &TicketEvent) -> Result<PostedMessage, TicketError> {
         let mut transaction = self.store.begin().await?;
-        if let Some(known) = dispatch!(transaction.connection(), message(event.message_id))? {
-            let ticket = dispatch!(transaction.connection(), ticket(known.ticket_id))?;
+        if let Some(known) = statements::message(transaction.connection(), event.message_id).await?
+        {
+            let ticket = statements::ticket(transaction.connection(), known.ticket_id).await?;
             let ticket = ticket.ok_or(TicketError::NotFound(known.ticket_id))?;
             let is_same = known.author == Author::User
                 && known.content == event.payload.content
@@ -163,14 +132,15 @@ impl Tickets {
         let message_id = new.message_id.unwrap_or_else(Uuid::now_v7);
         let event_type = TicketEventType::MessageReceived;
         let event = TicketEvent { event_type, ticket_id, message_id, user_id: None, payload };
-        retry_on_conflict!(self.post_once(&event))
+        retry_on_conflict(|| self.post_once(&event)).await
     }
 
     async fn post_once(&self, event: &TicketEvent) -> Result<PostedMessage, TicketError> {
         let mut transaction = self.store.begin().await?;
-        let ticket = dispatch!(transaction.connection(), lock_ticket(event.ticket_id))?;
+        let ticket = statements::lock_ticket(transaction.connection(), event.ticket_id).await?;
         let ticket = ticket.ok_or(TicketError::NotFound(event.ticket_id))?;
-        if let Some(known) = dispatch!(transaction.connection(), message(event.message_id))? {
+        if let Some(known) = statements::message(transaction.connection(), event.message_id).await?
+        {
             let is_same = known.ticket_id == ticket.ticket_id
                 && known.author == event.author()
                 && known.content == event.payload.content;
@@ -186,18 +156,18 @@ impl Tickets {
     /// Closes a ticket. Returns whether it was open.
     pub async fn close(&self, ticket_id: Uuid) -> Result<bool, TicketError> {
         let event = status_event(TicketEventType::TicketClosed, ticket_id, Uuid::now_v7());
-        retry_on_conflict!(self.change_once(&event))
+        retry_on_conflict(|| self.change_once(&event)).await
     }
 
     /// Reopens a ticket and lets the desk answer it. Returns whether that changed anything.
     pub async fn reopen(&self, ticket_id: Uuid) -> Result<bool, TicketError> {
         let event = status_event(TicketEventType::TicketReopened, ticket_id, Uuid::now_v7());
-        retry_on_conflict!(self.change_once(&event))
+        retry_on_conflict(|| self.change_once(&event)).await
     }
 
     async fn change_once(&self, event: &TicketEvent) -> Result<bool, TicketError> {
         let mut transaction = self.store.begin().await?;
-        let ticket = dispatch!(transaction.connection(), lock_ticket(event.ticket_id))?;
+        let ticket = statements::lock_ticket(transaction.connection(), event.ticket_id).await?;
         let ticket = ticket.ok_or(TicketError::NotFound(event.ticket_id))?;
         let closes = event.event_type == TicketEventType::TicketClosed;
         let is_unchanged = match ticket.status {
@@ -218,7 +188,7 @@ impl Tickets {
 
     /// A ticket, if it exists.
     pub async fn ticket(&self, ticket_id: Uuid) -> Result<Option<Ticket>, TicketError> {
-        dispatch_read!(self.store, ticket(ticket_id))
+        self.read(async |connection| statements::ticket(connection, ticket_id).await).await
     }
 
     /// At most `limit` messages of a ticket with a sequence number above `after`, in order.
@@ -228,7 +198,10 @@ impl Tickets {
         after: i64,
         limit: usize,
     ) -> Result<Vec<TicketMessage>, TicketError> {
-        dispatch_read!(self.store, messages(ticket_id, after, page(limit)))
+        self.read(async |connection| {
+            statements::messages(connection, ticket_id, after, page(limit)).await
+        })
+        .await
     }
 
     /// One page of tickets, newest first.
@@ -237,7 +210,19 @@ impl Tickets {
         filter: &TicketFilter,
         limit: usize,
     ) -> Result<Vec<Ticket>, TicketError> {
-        dispatch_read!(self.store, tickets(filter, page(limit)))
+        self.read(async |connection| statements::tickets(connection, filter, page(limit)).await)
+            .await
+    }
+
+    /// Reads on a connection of its own.
+    pub(super) async fn read<T>(
+        &self,
+        read: impl AsyncFnOnce(StoreConnection<'_>) -> Result<T, TicketError>,
+    ) -> Result<T, TicketError> {
+        let mut connection = self.store.read_connection().await?;
+        let result = read(connection.connection()).await;
+        connection.release().await;
+        result
     }
 
     /// Subscribes to the ids of tickets changed by this process.
@@ -263,8 +248,8 @@ impl Tickets {
             user_id: event.user_id.as_deref(),
             now: now(),
         };
-        dispatch!(transaction.connection(), insert_ticket(&row))?;
-        dispatch!(transaction.connection(), insert_message(&message_row(event)))?;
+        statements::insert_ticket(transaction.connection(), &row).await?;
+        statements::insert_message(transaction.connection(), &message_row(event)).await?;
         Ok(recorded)
     }
 
@@ -276,11 +261,12 @@ impl Tickets {
         change: &TicketChange<'_>,
     ) -> Result<Recorded, TicketError> {
         let recorded = self.record(transaction, change).await?;
-        dispatch!(transaction.connection(), insert_message(&message_row(change.event)))?;
+        statements::insert_message(transaction.connection(), &message_row(change.event)).await?;
         let reopens = change.event.author() == Author::User;
         let status = if reopens { TicketStatus::Open } else { ticket.status };
         let (ticket_id, handed_over) = (ticket.ticket_id, ticket.handed_over);
-        dispatch!(transaction.connection(), change_ticket(ticket_id, status, handed_over, now()))?;
+        statements::change_ticket(transaction.connection(), ticket_id, status, handed_over, now())
+            .await?;
         Ok(recorded)
     }
 
@@ -295,10 +281,14 @@ impl Tickets {
             true => (TicketStatus::Closed, ticket.handed_over),
             false => (TicketStatus::Open, false),
         };
-        dispatch!(
+        statements::change_ticket(
             transaction.connection(),
-            change_ticket(ticket.ticket_id, status, handed_over, now())
+            ticket.ticket_id,
+            status,
+            handed_over,
+            now(),
         )
+        .await
     }
 
     /// Records the event and, if it is published, its outbox row.
@@ -411,7 +401,7 @@ pub(super) fn now() -> Timestamp {
     SystemClock.now()
 }
 
-pub(super) fn is_conflict(error: &TicketError) -> bool {
+fn is_conflict(error: &TicketError) -> bool {
     let source = match error {
         // A message with this id was stored concurrently: the retry finds it.
         TicketError::Issue(IssueError::DedupConflict { .. }) => return true,
@@ -423,9 +413,4 @@ pub(super) fn is_conflict(error: &TicketError) -> bool {
     // PostgreSQL: serialization failure, deadlock, lock timeout.
     let codes = ["40001", "40P01", "55P03"];
     error.is_unique_violation() || error.code().is_some_and(|code| codes.contains(&&*code))
-}
-
-pub(super) fn database_error(what: &str, error: sqlx::Error) -> TicketError {
-    let problem = format!("ticket store: {what}: {error}");
-    IssueError::Unavailable { problem, source: Some(Arc::new(error)) }.into()
 }

@@ -10,6 +10,7 @@ use tracing::{info, warn};
 use super::{MembershipEnd, MembershipEvent, MembershipLoop, find};
 use crate::config::Mode;
 use crate::group::group_ops::{self, LeaveRequest};
+use crate::group::members::member_list;
 use crate::group::session::GroupSession;
 use crate::group::subscription_state::{
     GroupSubscription, GroupSubscriptionId, PartitionState, SubscriptionState,
@@ -19,14 +20,9 @@ use crate::topic::{Partition, TopicName};
 
 impl MembershipLoop {
     /// Starts revoking a partition if the listener owns it.
-    pub(super) fn revoke(
-        &mut self,
-        session: &mut GroupSession,
-        id: &GroupSubscriptionId,
-        partition: Partition,
-    ) {
+    pub(super) fn revoke(&mut self, id: &GroupSubscriptionId, partition: Partition) {
         let is_static = self.context.member.is_some();
-        let Some(subscription) = find(session, id) else { return };
+        let Some(subscription) = find(&mut self.session, id) else { return };
         // A leaving static member keeps its leases until its reservation is written.
         let is_released = subscription.state != SubscriptionState::Draining || !is_static;
         let Some(part) = subscription.held.get_mut(&partition) else { return };
@@ -37,41 +33,35 @@ impl MembershipLoop {
         info!(topic = %id.0, partition, group = %self.context.group, consumer = %self.consumer,
             "revoking the partition");
         let listener = Arc::clone(&subscription.request.listener);
-        let (keeper, lease, id) = (Arc::clone(&self.keeper), part.lease.clone(), id.clone());
+        let (renewer, lease, id) = (Arc::clone(&self.renewer), part.lease.clone(), id.clone());
         self.work.spawn(async move {
             listener.on_revoke(partition).await;
             if is_released {
-                group_ops::release(&keeper, &[lease]).await;
+                group_ops::release(&renewer, &[lease]).await;
             }
             MembershipEvent::Revoked { id, partition, released: is_released }
         });
     }
 
     /// Releases a partition that was never assigned to the listener.
-    pub(super) fn release(
-        &mut self,
-        session: &mut GroupSession,
-        id: &GroupSubscriptionId,
-        partition: Partition,
-    ) {
-        let Some(subscription) = find(session, id) else { return };
+    pub(super) fn release(&mut self, id: &GroupSubscriptionId, partition: Partition) {
+        let Some(subscription) = find(&mut self.session, id) else { return };
         let Some(part) = subscription.held.get_mut(&partition) else { return };
         part.state = PartitionState::Releasing;
-        let (keeper, lease, id) = (Arc::clone(&self.keeper), part.lease.clone(), id.clone());
+        let (renewer, lease, id) = (Arc::clone(&self.renewer), part.lease.clone(), id.clone());
         self.work.spawn(async move {
-            group_ops::release(&keeper, &[lease]).await;
+            group_ops::release(&renewer, &[lease]).await;
             MembershipEvent::Revoked { id, partition, released: true }
         });
     }
 
     pub(super) fn handle_revoked(
         &mut self,
-        session: &mut GroupSession,
         id: &GroupSubscriptionId,
         partition: Partition,
         released: bool,
     ) {
-        let Some(subscription) = find(session, id) else { return };
+        let Some(subscription) = find(&mut self.session, id) else { return };
         if released {
             subscription.held.remove(&partition);
         } else if let Some(part) = subscription.held.get_mut(&partition) {
@@ -79,35 +69,31 @@ impl MembershipLoop {
         }
         // It may be assigned to this member again: the topic changed, or its new owner died.
         subscription.dirty = true;
-        let subscription = &session.subscriptions[&id.0];
+        let subscription = &self.session.subscriptions[&id.0];
         self.report_owned(subscription);
         self.poll_soon(Instant::now());
-        self.finish_leave_if_drained(session, id);
+        self.finish_leave_if_drained(id);
     }
 
     /// Starts leaving: revokes all partitions of a subscription.
-    pub(super) fn begin_leave(&mut self, session: &mut GroupSession, id: &GroupSubscriptionId) {
-        let Some(subscription) = find(session, id) else { return };
+    pub(super) fn begin_leave(&mut self, id: &GroupSubscriptionId) {
+        let Some(subscription) = find(&mut self.session, id) else { return };
         match subscription.state {
-            SubscriptionState::Unregistered => self.remove_subscription(session, id),
+            SubscriptionState::Unregistered => self.remove_subscription(id),
             SubscriptionState::Registering => subscription.state = SubscriptionState::Draining,
             SubscriptionState::Member => {
                 subscription.state = SubscriptionState::Draining;
                 let partitions: Vec<Partition> = subscription.held.keys().copied().collect();
-                partitions.into_iter().for_each(|each| self.revoke(session, id, each));
-                self.finish_leave_if_drained(session, id);
+                partitions.into_iter().for_each(|each| self.revoke(id, each));
+                self.finish_leave_if_drained(id);
             }
             SubscriptionState::Draining | SubscriptionState::Deregistering => {}
         }
     }
 
     /// Deregisters a leaving subscription once all its partitions are drained.
-    pub(super) fn finish_leave_if_drained(
-        &mut self,
-        session: &mut GroupSession,
-        id: &GroupSubscriptionId,
-    ) {
-        let Some(subscription) = find(session, id) else { return };
+    pub(super) fn finish_leave_if_drained(&mut self, id: &GroupSubscriptionId) {
+        let Some(subscription) = find(&mut self.session, id) else { return };
         let is_drained =
             subscription.held.values().all(|part| part.state == PartitionState::Drained);
         if subscription.state != SubscriptionState::Draining || !is_drained {
@@ -126,34 +112,30 @@ impl MembershipLoop {
                 (streams.collect(), self.consumer.clone())
             }),
         };
-        let (context, keeper, id) =
-            (Arc::clone(&self.context), Arc::clone(&self.keeper), id.clone());
+        let (context, renewer, id) =
+            (Arc::clone(&self.context), Arc::clone(&self.renewer), id.clone());
         self.work.spawn(async move {
-            group_ops::finish_leave(&*context.backend, &context.group, &keeper, &leave).await;
+            group_ops::finish_leave(&*context.backend, &context.group, &renewer, &leave).await;
             MembershipEvent::Left { id }
         });
     }
 
-    pub(super) fn handle_left(&mut self, session: &mut GroupSession, id: &GroupSubscriptionId) {
+    pub(super) fn handle_left(&mut self, id: &GroupSubscriptionId) {
         info!(topic = %id.0, group = %self.context.group, consumer = %self.consumer, "left the topic");
-        self.remove_subscription(session, id);
+        self.remove_subscription(id);
     }
 
     /// Removes a subscription and notifies its leave waiters.
-    pub(super) fn remove_subscription(
-        &mut self,
-        session: &mut GroupSession,
-        id: &GroupSubscriptionId,
-    ) {
-        if find(session, id).is_none() {
+    pub(super) fn remove_subscription(&mut self, id: &GroupSubscriptionId) {
+        if find(&mut self.session, id).is_none() {
             return;
         }
-        let Some(mut subscription) = session.remove(&id.0) else { return };
+        let Some(mut subscription) = self.session.remove(&id.0) else { return };
         // A queued join may take its place.
         self.register_at = Instant::now();
         subscription.held.clear();
         self.report_owned(&subscription);
-        if session.subscriptions.is_empty() {
+        if self.session.subscriptions.is_empty() {
             // Notified when the member has left the group, too.
             self.leave_waiters.append(&mut subscription.leave_waiters);
         } else {
@@ -162,23 +144,24 @@ impl MembershipLoop {
     }
 
     /// Leaves the group by releasing the liveness lease.
-    pub(super) async fn leave(self, _session: &mut GroupSession) -> MembershipEnd {
+    pub(super) async fn leave(self) -> (GroupSession, MembershipEnd) {
         let lease = self.lease.fence().lease.clone();
-        let released = group_ops::release(&self.keeper, std::slice::from_ref(&lease));
+        let released = group_ops::release(&self.renewer, std::slice::from_ref(&lease));
         // After the TTL the lease has expired anyway.
         let _ = timeout(self.context.config.lease.ttl, released).await;
         info!(group = %self.context.group, consumer = %self.consumer, "left the group");
         self.leave_waiters.into_iter().for_each(notify);
-        MembershipEnd::Left
+        (self.session, MembershipEnd::Left)
     }
 
     /// Ends the membership after a lost lease: no partition is ours, and this consumer name is never reused.
-    pub(super) fn evict(self, session: &mut GroupSession, reason: &str) -> MembershipEnd {
+    pub(super) fn evict(mut self, reason: &str) -> (GroupSession, MembershipEnd) {
         warn!(group = %self.context.group, consumer = %self.consumer, reason,
             "evicted from the group, rejoining under a new name");
         let (mut owned, mut shared) = (Vec::new(), Vec::new());
         let mut leaving: Vec<TopicName> = Vec::new();
-        for subscription in session.subscriptions.values_mut() {
+        let mut subscriptions = std::mem::take(&mut self.session.subscriptions);
+        for subscription in subscriptions.values_mut() {
             if subscription.state != SubscriptionState::Unregistered {
                 let entries = match subscription.request.mode {
                     Mode::Owned => &mut owned,
@@ -194,34 +177,36 @@ impl MembershipLoop {
             }
             self.lose_all(subscription);
         }
+        self.session.subscriptions = subscriptions;
         let mut leave_waiters = self.leave_waiters;
         for topic in leaving {
-            leave_waiters
-                .extend(session.remove(&topic).into_iter().flat_map(|left| left.leave_waiters));
+            leave_waiters.extend(
+                self.session.remove(&topic).into_iter().flat_map(|left| left.leave_waiters),
+            );
         }
         // Release what we still hold, so that other members need not wait for expiry. The liveness lease first: a new
         // owner must see that the last owner is no longer a member.
         let member = self.lease.fence().lease.clone();
-        let held = self.keeper.held().into_iter().map(|fence| fence.lease);
+        let held = self.renewer.held().into_iter().map(|fence| fence.lease);
         let partitions: Vec<LeaseName> = held.filter(|lease| *lease != member).collect();
-        let (context, keeper) = (self.context, self.keeper);
-        session.cleanup.spawn(async move {
+        let (context, renewer) = (self.context, self.renewer);
+        self.session.cleanup.spawn(async move {
             let tidied = async {
-                group_ops::release(&keeper, &[member]).await;
-                group_ops::release(&keeper, &partitions).await;
-                let _ = group_ops::remove_entries(&*context.backend, &context.group, &owned).await;
+                group_ops::release(&renewer, &[member]).await;
+                group_ops::release(&renewer, &partitions).await;
+                let members = member_list(&context.group);
+                let _ = members.remove(&*context.backend, &owned).await;
                 // In shared mode other members reclaim our pending messages as those of a dead member. Written again in
                 // case the server lost its data.
                 if !shared.is_empty() {
-                    let _ =
-                        group_ops::write_entries(&*context.backend, &context.group, &shared).await;
+                    let _ = members.add(&*context.backend, &shared).await;
                 }
             };
             // After the TTL the leases have expired and other members have cleaned up.
             let _ = timeout(context.config.lease.ttl, tidied).await;
             leave_waiters.into_iter().for_each(notify);
         });
-        MembershipEnd::Evicted
+        (self.session, MembershipEnd::Evicted)
     }
 
     /// Reports all partitions of a subscription as lost, and the eviction.

@@ -8,13 +8,13 @@ use headwater_stream::{ConsumerName, HeldLease};
 use tokio::time::Instant;
 use tracing::{debug, info, warn};
 
-use super::{MembershipEvent, MembershipLoop, find};
+use super::{MembershipEvent, MembershipLoop, RETRY_MIN, find};
 use crate::config::Mode;
 use crate::error::Result;
 use crate::group::group_ops::{self, KnownConsumers};
-use crate::group::members::{GroupSnapshot, MemberEntry, MemberStatus};
+use crate::group::members::{GroupSnapshot, MemberEntry, MemberStatus, member_list};
 use crate::group::rebalance_listener::AssignedPartition;
-use crate::group::session::{EXPIRY_MARGIN, GroupSession};
+use crate::group::session::EXPIRY_MARGIN;
 use crate::group::subscription_state::{
     GroupSubscription, GroupSubscriptionId, HeldPartition, PartitionState, RebalanceActions,
     SubscriptionState,
@@ -33,12 +33,12 @@ const REMEMBER_GONE_FOR: Duration = Duration::from_secs(5 * 60);
 
 impl MembershipLoop {
     /// Reads the member list, and the partition leases of dirty subscriptions.
-    pub(super) fn poll(&mut self, session: &mut GroupSession, now: Instant) {
+    pub(super) fn poll(&mut self, now: Instant) {
         self.polling = true;
         self.polled_at = now;
         self.poll_at = self.sweep_at;
         let mut leases = Vec::new();
-        for subscription in session.subscriptions.values_mut() {
+        for subscription in self.session.subscriptions.values_mut() {
             subscription.in_poll =
                 subscription.dirty && subscription.state == SubscriptionState::Member;
             if subscription.in_poll {
@@ -55,31 +55,28 @@ impl MembershipLoop {
     }
 
     /// Reconciles all polled subscriptions with the snapshot; an error ends the membership.
-    pub(super) fn handle_polled(
-        &mut self,
-        session: &mut GroupSession,
-        snapshot: Result<GroupSnapshot>,
-    ) -> Result<(), String> {
+    pub(super) fn handle_polled(&mut self, snapshot: Result<GroupSnapshot>) -> Result<(), String> {
         self.polling = false;
         let snapshot = match snapshot {
             Ok(snapshot) => snapshot,
             Err(error) => {
                 warn!(group = %self.context.group, %error, "polling the group failed, retrying");
-                session.subscriptions.values_mut().for_each(|each| each.dirty |= each.in_poll);
-                self.poll_after_failures(self.failed_polls);
-                self.failed_polls = self.failed_polls.saturating_add(1);
+                self.session.subscriptions.values_mut().for_each(|each| each.dirty |= each.in_poll);
+                let retry_at = Instant::now() + self.poll_retry.next_delay();
+                self.poll_soon(retry_at);
                 return Ok(());
             }
         };
-        self.failed_polls = 0;
+        self.poll_retry.reset();
         let mine = MemberStatus::Active(self.me.holder.clone());
         if snapshot.dead().any(|entry| entry.status == mine) {
             return Err("the liveness lease is gone or has another holder".to_owned());
         }
         self.track_liveness(snapshot.consumers());
-        self.clean_up_dead_members(session, &snapshot);
+        self.clean_up_dead_members(&snapshot);
         let mut next_expiry = snapshot.next_expiry(&self.me.member);
-        let seen: Vec<GroupSubscriptionId> = session
+        let seen: Vec<GroupSubscriptionId> = self
+            .session
             .subscriptions
             .values()
             .filter(|subscription| {
@@ -88,7 +85,7 @@ impl MembershipLoop {
             .map(GroupSubscription::id)
             .collect();
         for id in seen {
-            let end = self.reconcile(session, &id, &snapshot);
+            let end = self.reconcile(&id, &snapshot);
             next_expiry = next_expiry.into_iter().chain(end).min();
         }
         if let Some(end) = next_expiry {
@@ -115,11 +112,10 @@ impl MembershipLoop {
     /// awaited lease to expire.
     fn reconcile(
         &mut self,
-        session: &mut GroupSession,
         id: &GroupSubscriptionId,
         snapshot: &GroupSnapshot,
     ) -> Option<Duration> {
-        let subscription = find(session, id)?;
+        let subscription = find(&mut self.session, id)?;
         let entry = subscription.entry(&self.me);
         if !snapshot.alive(&id.0).any(|known| *known == entry) {
             warn!(topic = %id.0, group = %self.context.group, "member-list entry is missing, writing it again");
@@ -128,7 +124,7 @@ impl MembershipLoop {
             self.work.spawn(async move {
                 let (backend, group) = (&*context.backend, &context.group);
                 // If this fails, the next poll repeats it.
-                if group_ops::write_entries(backend, group, &[entry.to_string()]).await.is_ok() {
+                if member_list(group).add(backend, &[entry.to_string()]).await.is_ok() {
                     group_ops::notify_members(backend, group, &[entry]).await;
                 }
                 MembershipEvent::Maintained
@@ -145,55 +141,27 @@ impl MembershipLoop {
             subscription.dirty = true;
             return None;
         };
-        let obsolete_reservations: Vec<String> = self.obsolete_reservations(subscription, snapshot);
-        acquire.into_iter().for_each(|partition| self.acquire(session, id, partition));
+        let obsolete_reservations: Vec<String> =
+            obsolete_reservations(subscription, snapshot, &self.me.member);
+        acquire.into_iter().for_each(|partition| self.acquire(id, partition));
         for partition in revoke {
-            self.revoke(session, id, partition);
+            self.revoke(id, partition);
         }
         if !orphan_leases.is_empty() || !obsolete_reservations.is_empty() {
             let (context, holder) = (Arc::clone(&self.context), self.me.holder.clone());
             self.work.spawn(async move {
                 // If this fails, the leases expire and the next poll repeats it.
                 let _ = context.backend.release(&holder, &orphan_leases).await;
-                let _ = group_ops::remove_entries(
-                    &*context.backend,
-                    &context.group,
-                    &obsolete_reservations,
-                )
-                .await;
+                let members = member_list(&context.group);
+                let _ = members.remove(&*context.backend, &obsolete_reservations).await;
                 MembershipEvent::Maintained
             });
         }
         next_expiry
     }
 
-    /// Reservations of this static member whose partitions all have an owner again.
-    fn obsolete_reservations(
-        &self,
-        subscription: &GroupSubscription,
-        snapshot: &GroupSnapshot,
-    ) -> Vec<String> {
-        let is_taken = |partition: &Partition| {
-            let lease = subscription.leases.get(usize::from(*partition));
-            let is_held = |lease| matches!(snapshot.leases.get(lease), Some(Some(_)));
-            subscription.held.get(partition).is_some_and(|part| part.state == PartitionState::Owned)
-                || lease.is_none_or(is_held)
-        };
-        let is_obsolete = |entry: &&MemberEntry| match &entry.status {
-            MemberStatus::Reserved(reserved) => {
-                entry.member == self.me.member && reserved.iter().all(is_taken)
-            }
-            MemberStatus::Active(_) => false,
-        };
-        snapshot
-            .alive(&subscription.topic.name)
-            .filter(is_obsolete)
-            .map(MemberEntry::to_string)
-            .collect()
-    }
-
     /// Removes dead members from the member list. In shared mode, their pending messages are reclaimed first.
-    fn clean_up_dead_members(&mut self, session: &mut GroupSession, snapshot: &GroupSnapshot) {
+    fn clean_up_dead_members(&mut self, snapshot: &GroupSnapshot) {
         let mut removed = Vec::new();
         for entry in snapshot.dead() {
             if group_ops::is_removable(entry) {
@@ -201,7 +169,7 @@ impl MembershipLoop {
                 continue;
             }
             let (MemberStatus::Active(holder), Some(subscription)) =
-                (&entry.status, session.subscriptions.get(&entry.topic))
+                (&entry.status, self.session.subscriptions.get(&entry.topic))
             else {
                 continue;
             };
@@ -238,34 +206,28 @@ impl MembershipLoop {
         }
         let context = Arc::clone(&self.context);
         self.work.spawn(async move {
-            if let Err(error) =
-                group_ops::remove_entries(&*context.backend, &context.group, &entries).await
-            {
+            let members = member_list(&context.group);
+            if let Err(error) = members.remove(&*context.backend, &entries).await {
                 debug!(%error, "removing dead members failed, the next poll retries");
             }
             MembershipEvent::Maintained
         });
     }
 
-    fn acquire(
-        &mut self,
-        session: &mut GroupSession,
-        id: &GroupSubscriptionId,
-        partition: Partition,
-    ) {
-        let Some(subscription) = find(session, id) else { return };
+    fn acquire(&mut self, id: &GroupSubscriptionId, partition: Partition) {
+        let Some(subscription) = find(&mut self.session, id) else { return };
         let Some(lease) = subscription.leases.get(usize::from(partition)).cloned() else { return };
         let topic = Arc::clone(&subscription.topic);
         let stream = keys::stream(&topic, partition);
         let part = HeldPartition { topic, lease: lease.clone(), state: PartitionState::Acquiring };
         subscription.held.insert(partition, part);
-        let (context, keeper) = (Arc::clone(&self.context), Arc::clone(&self.keeper));
+        let (context, renewer) = (Arc::clone(&self.context), Arc::clone(&self.renewer));
         let (known_consumers, id) = (self.known_consumers.clone(), id.clone());
         self.work.spawn(async move {
             let at = (&stream, &context.group);
             let held = group_ops::acquire_partition(
                 &*context.backend,
-                &keeper,
+                &renewer,
                 &lease,
                 at,
                 &known_consumers,
@@ -277,25 +239,23 @@ impl MembershipLoop {
 
     pub(super) fn handle_acquired(
         &mut self,
-        session: &mut GroupSession,
         id: &GroupSubscriptionId,
         partition: Partition,
         held: Result<Option<HeldLease>>,
     ) {
-        let failed_acquires = self.failed_acquires;
         // A subscription is not removed while it acquires a partition.
-        let Some(subscription) = find(session, id) else { return };
+        let Some(subscription) = find(&mut self.session, id) else { return };
         let is_current = subscription.is_current(partition);
         let Some(part) = subscription.held.get_mut(&partition) else { return };
-        match held {
+        let retry_after = match held {
             Ok(Some(lease)) => {
-                self.failed_acquires = 0;
+                self.acquire_retry.reset();
                 let is_wanted = subscription.state == SubscriptionState::Member
                     && is_current
                     && lease.is_valid();
                 if !is_wanted {
                     // Leaving, or the topic changed, or the lease is too old. The listener does not know it yet.
-                    return self.release(session, id, partition);
+                    return self.release(id, partition);
                 }
                 part.state = PartitionState::Owned;
                 info!(topic = %id.0, partition, group = %self.context.group,
@@ -308,29 +268,30 @@ impl MembershipLoop {
                     consumer: self.consumer.clone(),
                     fenced: self.fenced.clone(),
                 });
-                let subscription = &session.subscriptions[&id.0];
+                let subscription = &self.session.subscriptions[&id.0];
                 return self.report_owned(subscription);
             }
             // Another member acquired it first.
-            Ok(None) => {}
+            Ok(None) => RETRY_MIN,
             Err(error) => {
                 warn!(topic = %id.0, partition, group = %self.context.group, %error,
                     "acquiring the partition failed, retrying");
-                self.failed_acquires = self.failed_acquires.saturating_add(1);
+                self.acquire_retry.next_delay()
             }
-        }
+        };
         subscription.held.remove(&partition);
         subscription.dirty = true;
-        self.poll_after_failures(failed_acquires);
-        self.finish_leave_if_drained(session, id);
+        self.poll_soon(Instant::now() + retry_after);
+        self.finish_leave_if_drained(id);
     }
 
     /// Reads the topic metas that are due.
-    pub(super) fn refresh(&mut self, session: &mut GroupSession, now: Instant) {
-        let interval = READ_EVERY * u32::try_from(session.subscriptions.len()).unwrap_or(u32::MAX);
+    pub(super) fn refresh(&mut self, now: Instant) {
+        let interval =
+            READ_EVERY * u32::try_from(self.session.subscriptions.len()).unwrap_or(u32::MAX);
         self.refresh_at = now + interval.max(READ_EVERY);
         let mut permits = READS_MAX;
-        for subscription in session.subscriptions.values_mut() {
+        for subscription in self.session.subscriptions.values_mut() {
             let is_member = subscription.state == SubscriptionState::Member;
             if !is_member || subscription.is_reading_meta {
                 continue;
@@ -350,13 +311,8 @@ impl MembershipLoop {
         }
     }
 
-    pub(super) fn handle_topic_read(
-        &mut self,
-        session: &mut GroupSession,
-        id: &GroupSubscriptionId,
-        topic: Result<Topic>,
-    ) {
-        let Some(subscription) = find(session, id) else { return };
+    pub(super) fn handle_topic_read(&mut self, id: &GroupSubscriptionId, topic: Result<Topic>) {
+        let Some(subscription) = find(&mut self.session, id) else { return };
         subscription.is_reading_meta = false;
         // A change notification may have arrived during the read.
         self.refresh_at = self.refresh_at.min(subscription.refresh_at);
@@ -377,11 +333,34 @@ impl MembershipLoop {
         let old = subscription.leases.clone();
         let outdated = subscription.change(Arc::clone(&topic));
         subscription.request.listener.on_topic_changed(topic);
-        old.iter().for_each(|lease| drop(session.event_targets.remove(lease)));
-        session.watch_topic(&id.0);
+        old.iter().for_each(|lease| drop(self.session.event_targets.remove(lease)));
+        self.session.watch_topic(&id.0);
         for partition in outdated {
-            self.revoke(session, id, partition);
+            self.revoke(id, partition);
         }
         self.poll_soon(Instant::now());
     }
+}
+
+/// Reservations of this static member whose partitions all have an owner again.
+fn obsolete_reservations(
+    subscription: &GroupSubscription,
+    snapshot: &GroupSnapshot,
+    me: &str,
+) -> Vec<String> {
+    let is_taken = |partition: &Partition| {
+        let lease = subscription.leases.get(usize::from(*partition));
+        let is_held = |lease| matches!(snapshot.leases.get(lease), Some(Some(_)));
+        subscription.held.get(partition).is_some_and(|part| part.state == PartitionState::Owned)
+            || lease.is_none_or(is_held)
+    };
+    let is_obsolete = |entry: &&MemberEntry| match &entry.status {
+        MemberStatus::Reserved(reserved) => entry.member == me && reserved.iter().all(is_taken),
+        MemberStatus::Active(_) => false,
+    };
+    snapshot
+        .alive(&subscription.topic.name)
+        .filter(is_obsolete)
+        .map(MemberEntry::to_string)
+        .collect()
 }

@@ -3,6 +3,7 @@
 use proptest::prelude::*;
 
 use super::*;
+use crate::embedded::redo_record::RedoRecord;
 use crate::entry::{EntryId, Fields};
 
 /// One record of each variant; the match below fails to compile if a variant is missing.
@@ -93,13 +94,13 @@ pub(in crate::embedded) fn examples() -> Vec<RedoRecord<'static>> {
 
 pub(in crate::embedded) fn encoded(records: &[RedoRecord<'_>]) -> Vec<u8> {
     let mut bytes = Vec::new();
-    records.iter().for_each(|record| encode(record, &mut bytes));
+    records.iter().for_each(|record| record.encode(&mut bytes));
     bytes
 }
 
 fn decoded(mut bytes: &[u8]) -> Decoded<Vec<RedoRecord<'_>>> {
     let mut records = Vec::new();
-    while let Some(record) = decode(&mut bytes)? {
+    while let Some(record) = RedoRecord::decode(&mut bytes)? {
         records.push(record);
     }
     Ok(records)

@@ -3,7 +3,6 @@
 use proptest::prelude::*;
 
 use super::*;
-use crate::embedded::codec;
 use crate::embedded::codec::tests::{encoded, examples};
 
 /// Records as in a log with valid checksums and invalid contents.
@@ -30,7 +29,7 @@ proptest! {
         let bytes = mangled(&order, &changes);
         let mut rest = bytes.as_slice();
         let mut state = EmbeddedState::default();
-        while let Ok(Some(record)) = codec::decode(&mut rest) {
+        while let Ok(Some(record)) = RedoRecord::decode(&mut rest) {
             // Recovery discards the state after an error; continuing with it is the harder case.
             let _ = state.apply(&record);
         }

@@ -16,7 +16,7 @@ use crate::cli::api_client::ApiClient;
 use crate::cli::in_process;
 use crate::cli::local_audit;
 use crate::cli::output;
-use crate::cli::progress::ProgressBar;
+use crate::cli::progress;
 use crate::cli::{ConfirmArgs, ConnectionArgs};
 use crate::config::Settings;
 use crate::exit::CliError;
@@ -64,14 +64,12 @@ impl AnalyticsArgs {
 /// Starts a rebuild and shows its progress until it ends.
 async fn watch(source: &AnalyticsSource) -> Result<Value, CliError> {
     let mut rebuild = source.begin_rebuild().await?;
-    let (mut progress, mut shown) = (None, 0);
+    let mut bar = None;
     while rebuild["is_running"] == true {
         // The total is known once the events are counted.
         if let Some(total) = rebuild["total"].as_u64().filter(|total| *total > 0) {
-            let progress = progress.get_or_insert_with(|| ProgressBar::new("events", Some(total)));
-            let read = rebuild["read"].as_u64().unwrap_or(shown);
-            progress.add(read.saturating_sub(shown));
-            shown = read;
+            let bar = bar.get_or_insert_with(|| progress::start("events", Some(total)));
+            bar.set_position(rebuild["read"].as_u64().unwrap_or(bar.position()));
         }
         tokio::time::sleep(POLL_INTERVAL).await;
         rebuild = source.rebuild().await?;

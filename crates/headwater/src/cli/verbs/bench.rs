@@ -21,7 +21,7 @@ use tokio::sync::mpsc;
 
 use crate::cli::in_process;
 use crate::cli::output;
-use crate::cli::progress::ProgressBar;
+use crate::cli::progress;
 use crate::config::Settings;
 use crate::exit::CliError;
 
@@ -153,7 +153,7 @@ impl BenchArgs {
 
     async fn produce(&self, queue: &Queue, topic: &str) -> Result<BenchResult, QueueError> {
         let producer = queue.producer(ProducerConfig::default())?;
-        let progress = ProgressBar::new("sent", Some(self.count));
+        let progress = progress::start("sent", Some(self.count));
         let started = Instant::now();
         let sends = stream::iter(0..self.count).map(|number| {
             let (producer, message) = (&producer, self.message(number));
@@ -163,7 +163,7 @@ impl BenchArgs {
                 Ok::<_, QueueError>(started.elapsed())
             }
         });
-        let sends = sends.buffer_unordered(self.in_flight as usize).inspect(|_| progress.add(1));
+        let sends = sends.buffer_unordered(self.in_flight as usize).inspect(|_| progress.inc(1));
         let sent: Vec<_> = sends.collect().await;
         let seconds = started.elapsed().as_secs_f64();
         let each = sent.into_iter().collect::<Result<Vec<_>, _>>()?;
@@ -253,9 +253,9 @@ impl BenchArgs {
                 inbox.record(event).await.map(|recorded| (recorded, started.elapsed()))
             }
         });
-        let progress = ProgressBar::new("recorded", Some(self.count));
+        let progress = progress::start("recorded", Some(self.count));
         let records =
-            records.buffer_unordered(self.in_flight as usize).inspect(|_| progress.add(1));
+            records.buffer_unordered(self.in_flight as usize).inspect(|_| progress.inc(1));
         let recorded: Vec<_> = records.collect().await;
         drop(progress);
         let seconds = started.elapsed().as_secs_f64();
@@ -300,14 +300,14 @@ impl BenchArgs {
         &self,
         mut arriving: mpsc::UnboundedReceiver<Option<u64>>,
     ) -> (ArrivalCount, Instant) {
-        let progress = ProgressBar::new("arrived", Some(self.count));
+        let progress = progress::start("arrived", Some(self.count));
         let mut seen: HashMap<u64, u64> = HashMap::new();
         let mut last = Instant::now();
         while (seen.len() as u64) < self.count
             && let Ok(Some(number)) = tokio::time::timeout(ARRIVAL_TIMEOUT, arriving.recv()).await
         {
             last = Instant::now();
-            progress.add(1);
+            progress.inc(1);
             if let Some(number) = number {
                 *seen.entry(number).or_default() += 1;
             }

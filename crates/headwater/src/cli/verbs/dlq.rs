@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use crate::cli::api_client::{ApiClient, error_in_line, escape};
 use crate::cli::output::{self, OutputRows};
-use crate::cli::progress::ProgressBar;
+use crate::cli::progress;
 use crate::cli::{ConfirmArgs, ConnectionArgs};
 use crate::exit::CliError;
 use crate::text::counted;
@@ -197,7 +197,7 @@ async fn run_with_progress(
         return client.post(to, request).await;
     }
     request["progress"] = json!(true);
-    let (progress, mut shown) = (ProgressBar::new(what, None), 0);
+    let progress = progress::start(what, None);
     let mut lines = client.post_lines(to, request).await?;
     while let Some(line) = lines.next().await {
         let mut line: Value = serde_json::from_str(&line?).unwrap_or_default();
@@ -207,9 +207,9 @@ async fn run_with_progress(
         if line.get("end").is_some() {
             return Ok(line["end"].take());
         }
-        let done = line["progress"]["done"].as_u64().unwrap_or(shown);
-        progress.add(done.saturating_sub(shown));
-        shown = done;
+        if let Some(done) = line["progress"]["done"].as_u64() {
+            progress.set_position(done);
+        }
     }
     Err(CliError::Unreachable("the connection was lost before the end; run it again".to_owned()))
 }

@@ -6,7 +6,7 @@ use serde_json::json;
 use crate::cli::api_client::ApiClient;
 use crate::cli::in_process::Requirements;
 use crate::cli::output::{self, OutputRows};
-use crate::cli::progress::ProgressBar;
+use crate::cli::progress;
 use crate::cli::{ConfirmArgs, ConnectionArgs, number};
 use crate::exit::CliError;
 
@@ -129,12 +129,12 @@ impl IssueArgs {
             IssueCommand::Release { integration, confirm, .. } => {
                 confirm.ask("Release all quarantined issues?")?;
                 let (progress, mut cursor, mut released) =
-                    (ProgressBar::new("released", None), None, 0);
+                    (progress::start("released", None), None, 0);
                 loop {
                     let request = json!({"integration": integration, "cursor": cursor});
                     let answer = client.post("/issues/release", request).await?;
                     let some = answer["released"].as_u64().unwrap_or(0);
-                    progress.add(some);
+                    progress.inc(some);
                     released += some;
                     cursor = answer["next_cursor"].as_i64();
                     if cursor.is_none() {

@@ -5,7 +5,7 @@ use serde_json::json;
 
 use crate::cli::api_client::ApiClient;
 use crate::cli::output::{self, OutputRows};
-use crate::cli::progress::ProgressBar;
+use crate::cli::progress;
 use crate::cli::{ConfirmArgs, ConnectionArgs, number};
 use crate::exit::CliError;
 
@@ -73,13 +73,12 @@ impl OutboxArgs {
             }
             OutboxCommand::Retry { integration, confirm, .. } => {
                 confirm.ask("Retry all dead replies and events?")?;
-                let (progress, mut cursor, mut queued) =
-                    (ProgressBar::new("queued", None), None, 0);
+                let (progress, mut cursor, mut queued) = (progress::start("queued", None), None, 0);
                 loop {
                     let request = json!({"integration": integration, "cursor": cursor});
                     let answer = client.post("/outbox/retry", request).await?;
                     let some = answer["queued"].as_u64().unwrap_or(0);
-                    progress.add(some);
+                    progress.inc(some);
                     queued += some;
                     cursor = answer["next_cursor"].as_i64();
                     if cursor.is_none() {

@@ -7,7 +7,7 @@ use serde_json::{Map, Value, json};
 
 use crate::cli::api_client::{ApiClient, escape};
 use crate::cli::output;
-use crate::cli::progress::ProgressBar;
+use crate::cli::progress;
 use crate::cli::{ConnectionArgs, milliseconds, time};
 use crate::exit::CliError;
 
@@ -58,7 +58,7 @@ impl ProduceArgs {
             return Err(CliError::usage("--id requires --payload with a single message"));
         }
         // On a terminal, the printed ids show the progress.
-        let progress = (!std::io::stdout().is_terminal()).then(|| ProgressBar::new("sent", None));
+        let progress = (!std::io::stdout().is_terminal()).then(|| progress::start("sent", None));
         let (mut batch, mut bytes, mut sent) = (Vec::new(), 0, 0);
         for line in std::io::stdin().lock().lines() {
             let line = line.map_err(|error| {
@@ -73,7 +73,7 @@ impl ProduceArgs {
                 self.send_next(client, std::mem::take(&mut batch), sent).await?;
                 (bytes, sent) = (0, sent + count);
                 if let Some(progress) = &progress {
-                    progress.add(count);
+                    progress.inc(count);
                 }
             }
         }

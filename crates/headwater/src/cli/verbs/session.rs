@@ -15,7 +15,7 @@ use tokio::sync::mpsc;
 use crate::cli::ConnectionArgs;
 use crate::cli::api_client::{ApiClient, error_in_line, escape};
 use crate::cli::output::{self, OutputRows};
-use crate::cli::progress::ProgressBar;
+use crate::cli::progress;
 use crate::exit::CliError;
 use crate::server::shutdown_signal::ShutdownSignal;
 
@@ -130,9 +130,9 @@ impl SessionArgs {
             }
             SessionCommand::Import { session, input } => {
                 let (chunks, total) = read_chunks(input)?;
-                let progress = ProgressBar::new("imported", total);
+                let progress = progress::start("imported", total);
                 let counted = chunks.inspect(move |piece| {
-                    progress.add(piece.as_ref().map_or(0, |piece| piece.len() as u64));
+                    progress.inc(piece.as_ref().map_or(0, |piece| piece.len() as u64));
                 });
                 let to = format!("{}/import", path(session));
                 let uploading = client.upload(&to, counted.boxed());
@@ -179,11 +179,11 @@ async fn save(
     let directory = file.parent().filter(|parent| !parent.as_os_str().is_empty());
     let directory = directory.unwrap_or(Path::new("."));
     let mut writer = BufWriter::new(tempfile::NamedTempFile::new_in(directory).map_err(failed)?);
-    let progress = ProgressBar::new("exported", None);
+    let progress = progress::start("exported", None);
     let mut count = 0_u64;
     let write = |line: &str, _: bool| {
         count += 1;
-        progress.add(line.len() as u64 + 1);
+        progress.inc(line.len() as u64 + 1);
         writeln!(writer, "{line}").map_err(failed)
     };
     each(lines, write).await?;

@@ -1,11 +1,12 @@
 //! `headwater top`: shows throughput, lag, pending messages, owners and dead letters.
 //!
 //! Upstream: `cli/mod.rs`. Downstream: the routes of topics and groups; `top_view.rs` compares two snapshots.
-//! Guarantees: read-only; costs a few calls per topic and refresh, independent of the size of the topics.
+//! Guarantees: read-only; costs a few calls per topic and refresh, independent of the size of the topics. Only a terminal
+//! receives control sequences.
 
-use std::io::Write;
 use std::time::Duration;
 
+use console::{Term, truncate_str};
 use serde_json::Value;
 use tokio::time::Instant;
 
@@ -15,6 +16,7 @@ use crate::cli::top_view::{Frame, TopSnapshot};
 use crate::cli::{ConnectionArgs, time};
 use crate::exit::CliError;
 use crate::server::shutdown_signal::ShutdownSignal;
+use crate::text::printable;
 
 /// Maximum number of topics.
 const TOPICS_MAX: usize = 200;
@@ -46,8 +48,9 @@ impl TopArgs {
         shutdown.on_signals().map_err(|error| CliError::new(error.to_string()))?;
         let every = self.every.clamp(Duration::from_millis(100), Duration::from_secs(3600));
         let mut before = self.snapshot(client).await?;
-        let is_screen = !self.once && !self.connection.json;
-        let _screen = is_screen.then(AlternateScreen::enter);
+        let term = Term::stdout();
+        let is_screen = !self.once && !self.connection.json && term.is_term();
+        let screen = is_screen.then(|| AlternateScreen::enter(term));
         loop {
             tokio::select! {
                 () = tokio::time::sleep(every) => {}
@@ -55,13 +58,12 @@ impl TopArgs {
             }
             let now = self.snapshot(client).await?;
             let frame = Frame::between(&before, &now);
-            if self.connection.json {
-                frame.lines().iter().try_for_each(|line| output::json(true, line))?;
-            } else {
-                if is_screen {
-                    write(CLEAR);
+            match &screen {
+                Some(screen) => screen.show(&frame.table())?,
+                None if self.connection.json => {
+                    frame.lines().try_for_each(|line| output::json(true, line))?;
                 }
-                output::line(&frame.table())?;
+                None => output::line(&frame.table().join("\n"))?,
             }
             if self.once {
                 return Ok(());
@@ -100,23 +102,47 @@ fn path(topic: &str) -> String {
 }
 
 /// The alternate screen; left on drop.
-struct AlternateScreen;
+struct AlternateScreen(Term);
 
 impl AlternateScreen {
-    fn enter() -> Self {
-        write(ENTER);
-        Self
+    fn enter(term: Term) -> Self {
+        let _ = term.write_str(ENTER);
+        Self(term)
+    }
+
+    /// Replaces the content of the screen.
+    fn show(&self, lines: &[String]) -> Result<(), CliError> {
+        let (rows, columns) = self.0.size();
+        let written = self.0.write_str(&screen(lines, rows.into(), columns.into()));
+        written.map_err(|error| CliError::new(format!("cannot write to the terminal: {error}")))
     }
 }
 
 impl Drop for AlternateScreen {
     fn drop(&mut self) {
-        write(LEAVE);
+        let _ = self.0.write_str(LEAVE);
     }
 }
 
-/// Writes a control sequence to the terminal.
-fn write(sequence: &str) {
-    let mut out = std::io::stdout();
-    let _ = out.write_all(sequence.as_bytes()).and_then(|()| out.flush());
+/// The lines, cut to the size of the terminal. The last row says how many lines do not fit.
+fn screen(lines: &[String], rows: usize, columns: usize) -> String {
+    let shown = if lines.len() > rows { rows.saturating_sub(1) } else { lines.len() };
+    let left = lines.len() - shown;
+    let left = (left > 0).then(|| format!("… {left} more lines"));
+    let fitting = lines[..shown].iter().chain(&left);
+    let fitting = fitting.map(|line| truncate_str(&printable(line), columns, "…").into_owned());
+    format!("{CLEAR}{}", fitting.collect::<Vec<_>>().join("\r\n"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_frame_fits_the_terminal() {
+        let lines = ["TOPIC".to_owned(), "订单订单".to_owned(), "c\u{1b}[2J".to_owned()];
+        assert_eq!(screen(&lines, 3, 80), format!("{CLEAR}TOPIC\r\n订单订单\r\nc\\u001b[2J"));
+        assert_eq!(screen(&lines, 3, 5), format!("{CLEAR}TOPIC\r\n订单…\r\nc\\u0…"));
+        assert_eq!(screen(&lines, 2, 4), format!("{CLEAR}TOP…\r\n… 2…"));
+    }
 }

@@ -11,6 +11,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use bytes::Bytes;
 use futures_util::stream::{self, BoxStream, StreamExt};
+use headwater_stream::Backoff;
 use reqwest::header::{CONTENT_TYPE, RETRY_AFTER};
 use reqwest::{Client, Response, StatusCode};
 use secrecy::{ExposeSecret, SecretString};
@@ -44,8 +45,8 @@ pub struct OpenAiConfig {
     pub idle_timeout: Duration,
     /// Maximum attempts per call. Default: 4.
     pub attempts_max: u32,
-    /// Pause before the second attempt without `Retry-After`; doubles each time. Default: 500 ms.
-    pub backoff: Duration,
+    /// Pause before another attempt without `Retry-After`. Default: 500 ms, doubling.
+    pub backoff: Backoff,
 }
 
 impl OpenAiConfig {
@@ -62,7 +63,7 @@ impl OpenAiConfig {
             total_timeout: Duration::from_secs(120),
             idle_timeout: Duration::from_secs(30),
             attempts_max: 4,
-            backoff: Duration::from_millis(500),
+            backoff: Backoff::doubling(Duration::from_millis(500), Duration::from_secs(60)),
         }
     }
 }
@@ -194,7 +195,7 @@ impl LanguageModel for OpenAiModel {
                 AttemptOutcome::Failed(error) => return Err(error),
                 AttemptOutcome::Retry(after, error) => (after, error),
             };
-            let wait = after.unwrap_or(self.config.backoff * 2_u32.saturating_pow(attempt - 1));
+            let wait = after.unwrap_or_else(|| self.config.backoff.delay(attempt, fastrand::f64()));
             // Give up: the issue is deferred, which holds no worker.
             if attempt >= self.config.attempts_max || Instant::now() + wait >= deadline {
                 return Err(error);

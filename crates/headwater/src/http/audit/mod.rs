@@ -10,7 +10,6 @@
 
 mod sql;
 
-use std::net::IpAddr;
 use std::sync::Arc;
 
 use axum::Json;
@@ -31,11 +30,12 @@ use utoipa_axum::routes;
 use uuid::Uuid;
 
 use crate::config::Role;
+use crate::http::ApiError;
 use crate::http::auth::{self, Principal};
 use crate::http::body::{JsonResult, NDJSON};
+use crate::http::client_address::ClientAddress;
 use crate::http::extract::QueryParams;
 use crate::http::paging::{self, PageQuery};
-use crate::http::{ApiError, Peer};
 use crate::server::app_state::App;
 use crate::tickets;
 
@@ -186,10 +186,14 @@ fn finish_with_body(body: Body, audit: Arc<AuditLog>, id: String, status: u16) -
 }
 
 fn entry(request: &Request) -> AuditRow {
-    let client = request.extensions().get::<Peer>().map(|peer| peer.0.ip());
-    let client = client.as_ref().map_or_else(String::new, IpAddr::to_string);
+    let client = request.extensions().get::<ClientAddress>().map(|client| client.ip().to_string());
     let caller = request.extensions().get::<Principal>();
-    AuditRow::new(caller, client, request.method().as_str(), request.uri().path())
+    AuditRow::new(
+        caller,
+        client.unwrap_or_default(),
+        request.method().as_str(),
+        request.uri().path(),
+    )
 }
 
 impl AuditRow {

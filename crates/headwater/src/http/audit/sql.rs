@@ -6,9 +6,8 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use headwater_issue::{IssueError, Store, StoreConnection};
+use headwater_issue::{IssueError, SqlRow, Store};
 use headwater_stream::clock::Timestamp;
-use sqlx::Row;
 use tracing::warn;
 
 use crate::http::audit::{AuditRow, AuditWrite};
@@ -16,99 +15,19 @@ use crate::http::audit::{AuditRow, AuditWrite};
 /// The log is trimmed when it exceeds the maximum by this many entries.
 const TRIM_EVERY: u64 = 1000;
 
-struct AuditDialect {
-    begin: &'static str,
-    end: &'static str,
-    trim: &'static str,
-    page: &'static str,
-}
-
-const TRIM: &str = "DELETE FROM audit_log WHERE id <= \
-    (SELECT id FROM audit_log ORDER BY id DESC LIMIT 1 OFFSET $1)";
-const END: &str = "UPDATE audit_log SET status = $2 WHERE id = $1";
-
-const SQLITE: AuditDialect = AuditDialect {
-    begin: "INSERT INTO audit_log (id, at, caller, role, client, method, path)
-        VALUES ($1, $2, $3, $4, $5, $6, $7) ON CONFLICT DO NOTHING",
-    end: END,
-    trim: TRIM,
-    page: "SELECT id, at, caller, role, client, method, path, status FROM audit_log
-        WHERE id < $1 ORDER BY id DESC LIMIT $2",
-};
-
-const POSTGRES: AuditDialect = AuditDialect {
-    begin: "INSERT INTO audit_log (id, at, caller, role, client, method, path)
-        VALUES ($1, to_timestamp($2::bigint / 1000.0), $3, $4, $5, $6, $7) ON CONFLICT DO NOTHING",
-    end: END,
-    trim: TRIM,
-    page: "SELECT id, (extract(epoch FROM at) * 1000)::bigint, caller, role, client, method, path, status
-        FROM audit_log WHERE id < $1 ORDER BY id DESC LIMIT $2",
-};
-
-/// Binds a write to its statement; the same for both databases.
-macro_rules! statement {
-    ($dialect:expr, $write:expr) => {
-        match $write {
-            AuditWrite::Begin(entry) => sqlx::query($dialect.begin)
-                .bind(&entry.id)
-                .bind(milliseconds(entry.at))
-                .bind(&entry.caller)
-                .bind(&entry.role)
-                .bind(&entry.client)
-                .bind(&entry.method)
-                .bind(&entry.path),
-            AuditWrite::End { id, status } => {
-                sqlx::query($dialect.end).bind(id).bind(i64::from(*status))
-            }
-        }
-    };
-}
-
-/// Reads a row of either database.
-macro_rules! read {
-    ($row:expr) => {{
-        let read = || {
-            let at: i64 = $row.try_get(1)?;
-            let status: Option<i64> = $row.try_get(7)?;
-            Ok::<_, sqlx::Error>(AuditRow {
-                id: $row.try_get(0)?,
-                at: Timestamp::from_millis(u64::try_from(at).unwrap_or_default()),
-                caller: $row.try_get(2)?,
-                role: $row.try_get(3)?,
-                client: $row.try_get(4)?,
-                method: $row.try_get(5)?,
-                path: $row.try_get(6)?,
-                status: status.and_then(|status| u16::try_from(status).ok()),
-            })
-        };
-        read()
-    }};
-}
-
 fn failed(what: &str, error: sqlx::Error) -> IssueError {
     let problem = format!("{what}: {error}");
     IssueError::Unavailable { problem, source: Some(Arc::new(error)) }
 }
 
-/// Reached only with a store of another crate.
-fn unsupported_store() -> IssueError {
-    IssueError::Schema { problem: "the audit log supports only SQLite and PostgreSQL".to_owned() }
-}
-
 /// Removes the oldest entries above the maximum.
 pub(super) async fn trim(store: &dyn Store, rows_max: u64) -> Result<(), IssueError> {
-    let failed = |error| failed("failed to trim the audit log", error);
+    let delete = "DELETE FROM audit_log WHERE id <=
+         (SELECT id FROM audit_log ORDER BY id DESC LIMIT 1 OFFSET $1)";
     let rows_max = i64::try_from(rows_max).unwrap_or(i64::MAX);
     let mut transaction = store.begin().await?;
-    match transaction.connection() {
-        StoreConnection::Sqlite(connection) => {
-            sqlx::query(SQLITE.trim).bind(rows_max).execute(connection).await.map_err(failed)?;
-        }
-        StoreConnection::Postgres(connection) => {
-            sqlx::query(POSTGRES.trim).bind(rows_max).execute(connection).await.map_err(failed)?;
-        }
-        _ => return Err(unsupported_store()),
-    }
+    let trimmed = transaction.connection().execute(delete, &[rows_max.into()]).await;
+    trimmed.map_err(|error| failed("failed to trim the audit log", error))?;
     transaction.commit().await
 }
 
@@ -142,26 +61,35 @@ impl AuditWriter {
     }
 
     async fn write_all(&self, batch: &[AuditWrite]) -> Result<(), IssueError> {
-        let failed = |error| failed("failed to write the audit log", error);
         let mut transaction = self.store.begin().await?;
         for write in batch {
-            match transaction.connection() {
-                StoreConnection::Sqlite(connection) => {
-                    statement!(SQLITE, write).execute(connection).await.map(drop)
+            let connection = transaction.connection();
+            let written = match write {
+                AuditWrite::Begin(entry) => {
+                    let insert = "INSERT INTO audit_log (id, at, caller, role, client, method, path)
+                         VALUES ($1, headwater_time($2), $3, $4, $5, $6, $7) ON CONFLICT DO NOTHING";
+                    let at = i64::try_from(entry.at.as_millis()).unwrap_or(i64::MAX);
+                    let AuditRow { id, caller, role, client, method, path, .. } = entry;
+                    let parameters = [
+                        id.into(),
+                        at.into(),
+                        caller.into(),
+                        role.into(),
+                        client.into(),
+                        method.into(),
+                        path.into(),
+                    ];
+                    connection.execute(insert, &parameters).await
                 }
-                StoreConnection::Postgres(connection) => {
-                    statement!(POSTGRES, write).execute(connection).await.map(drop)
+                AuditWrite::End { id, status } => {
+                    let update = "UPDATE audit_log SET status = $2 WHERE id = $1";
+                    connection.execute(update, &[id.into(), i64::from(*status).into()]).await
                 }
-                _ => return Err(unsupported_store()),
-            }
-            .map_err(failed)?;
+            };
+            written.map_err(|error| failed("failed to write the audit log", error))?;
         }
         transaction.commit().await
     }
-}
-
-fn milliseconds(at: Timestamp) -> i64 {
-    i64::try_from(at.as_millis()).unwrap_or(i64::MAX)
 }
 
 /// A page of entries before `before`, newest first.
@@ -170,26 +98,30 @@ pub(super) async fn page(
     before: Option<&str>,
     limit: usize,
 ) -> Result<Vec<AuditRow>, IssueError> {
-    let failed = |error| failed("failed to read the audit log", error);
+    let select = "SELECT id, headwater_ms(at), caller, role, client, method, path, status
+         FROM audit_log WHERE id < $1 ORDER BY id DESC LIMIT $2";
     // Ids consist of hexadecimal digits and dashes, which sort before `g`.
     let before = before.unwrap_or("g");
     let limit = i64::try_from(limit).unwrap_or(i64::MAX);
     let mut reading = store.read_connection().await?;
-    let entries = match reading.connection() {
-        StoreConnection::Sqlite(connection) => {
-            let rows =
-                sqlx::query(SQLITE.page).bind(before).bind(limit).fetch_all(connection).await;
-            rows.and_then(|rows| rows.iter().map(|row| read!(row)).collect::<Result<_, _>>())
-        }
-        StoreConnection::Postgres(connection) => {
-            let rows =
-                sqlx::query(POSTGRES.page).bind(before).bind(limit).fetch_all(connection).await;
-            rows.and_then(|rows| rows.iter().map(|row| read!(row)).collect::<Result<_, _>>())
-        }
-        _ => return Err(unsupported_store()),
-    };
+    let rows = reading.connection().fetch_all(select, &[before.into(), limit.into()]).await;
     reading.release().await;
-    entries.map_err(failed)
+    let entries = rows.and_then(|rows| rows.iter().map(read).collect());
+    entries.map_err(|error| failed("failed to read the audit log", error))
+}
+
+fn read(row: &SqlRow) -> Result<AuditRow, sqlx::Error> {
+    let status: Option<i64> = row.get(7)?;
+    Ok(AuditRow {
+        id: row.get(0)?,
+        at: Timestamp::from_millis(u64::try_from(row.get::<i64>(1)?).unwrap_or_default()),
+        caller: row.get(2)?,
+        role: row.get(3)?,
+        client: row.get(4)?,
+        method: row.get(5)?,
+        path: row.get(6)?,
+        status: status.and_then(|status| u16::try_from(status).ok()),
+    })
 }
 
 #[cfg(test)]

@@ -25,9 +25,10 @@ type Verification = Result<(), &'static str>;
 pub(super) fn github(secret: &str, headers: &HeaderMap, bytes: &[u8]) -> Verification {
     let signature =
         header(headers, "x-hub-signature-256").ok_or("X-Hub-Signature-256 is missing")?;
-    let signature = signature.strip_prefix("sha256=").and_then(from_hex);
-    let signature =
-        signature.ok_or("X-Hub-Signature-256 is not `sha256=` and 64 hexadecimal digits")?;
+    let digits = signature.strip_prefix("sha256=").unwrap_or_default();
+    let mut signature = [0; 32];
+    hex::decode_to_slice(digits, &mut signature)
+        .map_err(|_| "X-Hub-Signature-256 is not `sha256=` and 64 hexadecimal digits")?;
     let mut mac =
         Hmac::<Sha256>::new_from_slice(secret.as_bytes()).expect("a key may have any length");
     mac.update(bytes);
@@ -82,19 +83,6 @@ pub(super) fn standard(
         );
     }
     Ok(())
-}
-
-fn from_hex(text: &str) -> Option<[u8; 32]> {
-    let text = text.as_bytes();
-    if text.len() != 64 {
-        return None;
-    }
-    let digit = |byte: u8| char::from(byte).to_digit(16).and_then(|digit| u8::try_from(digit).ok());
-    let mut bytes = [0; 32];
-    for (byte, pair) in bytes.iter_mut().zip(text.chunks_exact(2)) {
-        *byte = digit(pair[0])? << 4 | digit(pair[1])?;
-    }
-    Some(bytes)
 }
 
 #[cfg(test)]

@@ -1,7 +1,4 @@
-//! SQL of the ticket tables: shared statements, and the two dialects.
+//! SQL of the ticket tables: schema and statements.
 
 pub(super) mod migrations;
-pub(super) mod postgres;
-pub(super) mod rows;
-pub(super) mod sqlite;
 pub(super) mod statements;
