@@ -47,6 +47,11 @@ impl Keys {
         valid_key(StreamName::new(format!("{}:events:{session}", self.prefix)))
     }
 
+    /// Temporary stream of a copy that will become the stream of a session. The hash tag puts it into its slot.
+    pub(crate) fn session_copy(&self, session: &SessionId, copy: &str) -> StreamName {
+        valid_key(StreamName::new(format!("{{{}}}:copy:{copy}", self.session(session))))
+    }
+
     /// Control stream of a namespace.
     pub(crate) fn control(&self, namespace: &Namespace) -> StreamName {
         valid_key(StreamName::new(format!("{}:control:{namespace}", self.prefix)))
@@ -85,6 +90,12 @@ impl Keys {
     /// Newest snapshot of a session for one set of folds.
     pub(crate) fn session_snapshot(&self, session: &SessionId, set: &str) -> MapName {
         valid_key(MapName::new(format!("{}:session:{session}:snapshot:{set}", self.prefix)))
+    }
+
+    /// Snapshot of a copy that is not yet committed.
+    pub(crate) fn copied_snapshot(&self, session: &SessionId, set: &str, copy: &str) -> MapName {
+        let map = format!("{}:copy:{copy}", self.session_snapshot(session, set));
+        valid_key(MapName::new(map))
     }
 
     /// Group that protects a session's entries from being trimmed before a snapshot includes them. It never reads.
@@ -143,6 +154,7 @@ mod tests {
         assert!(!keys.is_guard(&keys.group("s1", "guard").unwrap()));
         assert_eq!(keys.session_snapshot(&session, "0f").as_str(), "wink:session:s1:snapshot:0f");
         assert_eq!(keys.sessions().as_str(), "wink:sessions");
+        assert_eq!(keys.session_copy(&session, "7f").as_str(), "{wink:events:s1}:copy:7f");
         assert_eq!(keys.group("s1", "telemetry").unwrap().as_str(), "wink:cg:s1:telemetry");
     }
 

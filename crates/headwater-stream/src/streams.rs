@@ -147,6 +147,13 @@ pub trait Streams: Send + Sync {
     /// Deletes the stream with its groups. Returns whether it existed.
     async fn delete_stream(&self, stream: &StreamName) -> Result<bool>;
 
+    /// Renames a stream with its entries and groups, in one atomic step, unless `to` has entries. An empty stream `to` is
+    /// replaced; its groups are lost. Returns whether the stream was renamed: not if `from` does not exist. Ids remembered
+    /// by [`append_once`](Self::append_once) belong to the name and stay with it.
+    ///
+    /// On a Redis Cluster, both names must share a slot.
+    async fn rename_stream(&self, from: &StreamName, to: &StreamName) -> Result<bool>;
+
     /// Statistics of a stream; `None` if it does not exist.
     async fn stats(&self, stream: &StreamName) -> Result<Option<StreamStats>>;
 

@@ -14,10 +14,10 @@ use headwater::desk::model::scripted::{ScriptStep, ScriptedModel};
 use headwater::desk::model::{LanguageModel, ModelError, ModelPrompt, ResponseStream, Turn};
 use headwater::desk::tools::{FoundTicket, SearchQuery};
 use headwater::desk::{Desk, DeskConfig, DeskReply, NoTickets, ReplyTarget, TicketSearch};
-use headwater::outbound::{Destination, LocalDelivery, OutboxDeliverer};
+use headwater::outbound::{Destination, LocalDelivery, OutboxDeliverer, TicketEventsPublisher};
 use headwater_bus::{
-    EventBus, EventBusExt, EventRegistry, Folds, PromptExecuted, PromptRendered, ReceivedEvent,
-    SessionId, Sessions, SessionsConfig, StreamedBus, SubscribeOptions, ToolInvoked,
+    EventBus, EventRegistry, Folds, PromptExecuted, SessionId, Sessions, SessionsConfig,
+    StreamedBus,
 };
 use headwater_issue::{
     DeliverError, Inbox, InboxConfig, IssueId, IssueRetryPolicy, NewEvent, Nudger, Outbox,
@@ -25,8 +25,8 @@ use headwater_issue::{
 };
 use headwater_queue::Queue;
 use headwater_stream::clock::{Clock, SystemClock};
-use headwater_stream::{Backoff, EntryId};
-use serde_json::json;
+use headwater_stream::{Backoff, EntryId, StreamName};
+use serde_json::{Value, json};
 use tokio::sync::{Semaphore, watch};
 use uuid::Uuid;
 
@@ -37,7 +37,7 @@ struct System {
     store: Arc<dyn Store>,
     inbox: Inbox,
     bus: Arc<StreamedBus>,
-    steps: Arc<Mutex<Vec<String>>>,
+    delivered: Arc<DeliveredRows>,
     stop: watch::Sender<bool>,
     working: tokio::task::JoinHandle<()>,
     ledger: Arc<MemoryLedger>,
@@ -74,7 +74,6 @@ impl System {
         let inbox = InboxConfig { debounce: quiet, ..InboxConfig::default() };
         let inbox = Inbox::new(Arc::clone(&store), nudger.clone(), inbox).unwrap();
         let bus = Arc::new(StreamedBus::in_memory(EventRegistry::builtin()).await.unwrap());
-        let steps = watch_session(&bus).await;
         let ledger = Arc::new(MemoryLedger::default());
         let on_bus = Arc::clone(&bus) as Arc<dyn EventBus>;
         let sessions = Sessions::new(
@@ -87,9 +86,12 @@ impl System {
             setup.model,
             setup.search,
             setup.ledger.unwrap_or_else(|| Arc::clone(&ledger) as Arc<dyn Ledger>),
-            Arc::clone(&sessions),
+            Arc::clone(&store),
             setup.config,
         );
+        let control = StreamName::new("control").unwrap();
+        let publisher =
+            TicketEventsPublisher::new(Arc::clone(&streams), control, Arc::clone(&sessions));
         let retry = IssueRetryPolicy {
             attempts_max: 3,
             backoff: Backoff::Fixed(Duration::ZERO),
@@ -110,7 +112,9 @@ impl System {
             };
             worker.run(&queue, shutdown).await;
         });
-        Self { store, inbox, bus, steps, stop, working, ledger, sessions }
+        let (replies, steps) = Default::default();
+        let delivered = Arc::new(DeliveredRows { replies, steps, publisher });
+        Self { store, inbox, bus, delivered, stop, working, ledger, sessions }
     }
 
     async fn post(&self, ticket: Uuid, content: &str) -> IssueId {
@@ -140,22 +144,21 @@ impl System {
 
     /// Delivers the outbox, and returns the delivered replies.
     async fn replies(&self) -> Vec<(ReplyTarget, DeskReply)> {
-        let delivered = Arc::new(DeliveredReplies::default());
         let destinations = HashMap::from([("desk".to_owned(), Destination::Tickets)]);
         let replies = OutboxDeliverer::new(
             Arc::clone(&self.store),
             destinations,
-            Arc::clone(&delivered) as _,
+            Arc::clone(&self.delivered) as _,
         )
         .unwrap();
         let outbox =
             Outbox::new(Arc::clone(&self.store), replies, OutboxConfig::default()).unwrap();
         outbox.run_once().await.unwrap();
-        delivered.0.lock().unwrap().clone()
+        std::mem::take(&mut *self.delivered.replies.lock().unwrap())
     }
 
     fn steps(&self) -> Vec<String> {
-        self.steps.lock().unwrap().clone()
+        self.delivered.steps.lock().unwrap().clone()
     }
 
     async fn stop(self) {
@@ -165,51 +168,41 @@ impl System {
     }
 }
 
-#[derive(Default)]
-struct DeliveredReplies(Mutex<Vec<(ReplyTarget, DeskReply)>>);
+struct DeliveredRows {
+    replies: Mutex<Vec<(ReplyTarget, DeskReply)>>,
+    steps: Mutex<Vec<String>>,
+    publisher: TicketEventsPublisher,
+}
 
 #[async_trait]
-impl LocalDelivery for DeliveredReplies {
+impl LocalDelivery for DeliveredRows {
     async fn deliver_reply(
         &self,
         _: &OutboxRow,
         target: ReplyTarget,
         reply: DeskReply,
     ) -> Result<(), DeliverError> {
-        self.0.lock().unwrap().push((target, reply));
+        self.replies.lock().unwrap().push((target, reply));
         Ok(())
     }
 
+    /// Delivers every row twice, as after a crash before the first delivery was settled.
     async fn publish_event(&self, row: &OutboxRow) -> Result<(), DeliverError> {
-        Err(DeliverError::Dead(format!("no event is expected: {row:?}")))
+        self.publisher.publish(row).await?;
+        self.publisher.publish(row).await?;
+        let payload: Value = serde_json::from_str(&row.payload).unwrap();
+        assert!(payload["session_id"].as_str().unwrap().starts_with("issue-"), "{payload}");
+        for step in payload["steps"].as_array().unwrap() {
+            let event: Value = serde_json::from_str(step["payload"].as_str().unwrap()).unwrap();
+            let name = match step["type"].as_str().unwrap().rsplit('.').next().unwrap() {
+                "PromptRendered" => "rendered".to_owned(),
+                "PromptExecuted" => "executed".to_owned(),
+                _ => format!("{} {}", event["name"].as_str().unwrap(), event["result"]["success"]),
+            };
+            self.steps.lock().unwrap().push(name);
+        }
+        Ok(())
     }
-}
-
-async fn watch_session(bus: &StreamedBus) -> Arc<Mutex<Vec<String>>> {
-    let steps = Arc::new(Mutex::new(Vec::new()));
-    let note = |steps: &Arc<Mutex<Vec<String>>>, session: &Option<String>, step: String| {
-        assert!(session.as_ref().unwrap().starts_with("issue-"), "{session:?}");
-        steps.lock().unwrap().push(step);
-    };
-    let all = Arc::clone(&steps);
-    let rendered = move |event: ReceivedEvent<PromptRendered>| {
-        note(&all, &event.session_id, "rendered".to_owned());
-        async {}
-    };
-    let all = Arc::clone(&steps);
-    let invoked = move |event: ReceivedEvent<ToolInvoked>| {
-        note(&all, &event.session_id, format!("{} {}", event.name, event.result.success));
-        async {}
-    };
-    let all = Arc::clone(&steps);
-    let executed = move |event: ReceivedEvent<PromptExecuted>| {
-        note(&all, &event.session_id, "executed".to_owned());
-        async {}
-    };
-    bus.subscribe::<PromptRendered>(SubscribeOptions::live(), rendered).await.unwrap();
-    bus.subscribe::<ToolInvoked>(SubscribeOptions::live(), invoked).await.unwrap();
-    bus.subscribe::<PromptExecuted>(SubscribeOptions::live(), executed).await.unwrap();
-    steps
 }
 
 /// A model that waits for a permit before each answer, and counts its calls.
@@ -222,7 +215,11 @@ struct BlockedModel {
 
 impl BlockedModel {
     fn new() -> Self {
-        let (inner, permits) = (Arc::default(), Arc::new(Semaphore::new(0)));
+        Self::with(ScriptedModel::default())
+    }
+
+    fn with(inner: ScriptedModel) -> Self {
+        let (inner, permits) = (Arc::new(inner), Arc::new(Semaphore::new(0)));
         Self { inner, permits, calls: watch::Sender::new(0) }
     }
 }
@@ -267,6 +264,35 @@ async fn a_burst_of_messages_gets_one_reply() {
     let executed = session.all::<PromptExecuted>().unwrap().events;
     assert_eq!(executed.len(), 1);
     assert_eq!(executed[0].result["text"], replies[0].1.content.as_str());
+    system.stop().await;
+}
+
+#[tokio::test]
+async fn a_superseded_run_leaves_the_steps_it_has_made() {
+    let script = [call("search_tickets", r#"{"query":"parcel"}"#), ScriptStep::Say("Good.".into())];
+    let model = BlockedModel::with(ScriptedModel::new(script));
+    let (permits, mut calls) = (Arc::clone(&model.permits), model.calls.subscribe());
+    let system = System::start(setup(model)).await;
+    let ticket = Uuid::now_v7();
+    permits.add_permits(1);
+    let issue_id = system.post(ticket, "Where is my parcel?").await;
+    // After a tool call, a second message supersedes the run.
+    calls.wait_for(|calls| *calls == 2).await.unwrap();
+    system.post(ticket, "I have found it.").await;
+    tokio::time::timeout(TIMEOUT, calls.wait_for(|calls| *calls == 3)).await.unwrap().unwrap();
+    permits.add_permits(10);
+    system.wait_until_idle(issue_id).await;
+    let both = async {
+        while system.sessions.list(EntryId::MIN, 10).await.unwrap().len() < 2 {
+            system.replies().await;
+        }
+    };
+    tokio::time::timeout(TIMEOUT, both).await.expect("both runs have a session");
+    // Rows are delivered twice, and every step is stored once.
+    let listed = system.sessions.list(EntryId::MIN, 10).await.unwrap();
+    let mut events: Vec<u64> = listed.iter().map(|info| info.length).collect();
+    events.sort_unstable();
+    assert_eq!(events, [2, 3], "{:?}", system.steps());
     system.stop().await;
 }
 

@@ -6,10 +6,11 @@ mod support;
 
 use std::time::{Duration, Instant};
 
+use headwater_testkit::Redis;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 use support::cli::CliFixture;
-use support::{LIMIT, Server, ServerDir, answer, text};
+use support::{LIMIT, Server, ServerDir, answer, eventually, text};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
@@ -80,15 +81,19 @@ impl SlowImport {
     }
 }
 
-/// Waits until an import is registered.
-async fn is_filling(server: &Server, session: &str) {
-    let path = format!("/api/v1/sessions/{session}");
-    server.until(&path, |_, shown| shown["stage"] == "filling").await.unwrap();
+/// The streams of imports in progress.
+fn imports(redis: &Redis) -> usize {
+    redis.command(&["KEYS", "*:copy:*"]).unwrap().items().len()
 }
 
-/// Waits until an import is cleaned up, then imports the session.
+/// Waits until an import has stored its first entry.
+async fn has_begun(redis: &Redis) {
+    eventually("an import in progress", || imports(redis) == 1).await.unwrap();
+}
+
 async fn can_be_imported(server: &Server, session: &str, file: &str) {
-    server.until(&format!("/api/v1/sessions/{session}"), |status, _| status == 404).await.unwrap();
+    let (status, _) = server.get(&format!("/api/v1/sessions/{session}")).await.unwrap();
+    assert_eq!(status, 404);
     let (status, made) = import(server, session, file.to_owned()).await;
     assert_eq!((status, &made["stage"]), (201, &json!("open")), "{made}\n{}", server.log());
 }
@@ -100,9 +105,16 @@ async fn a_failed_import_leaves_its_id_free(cli: &CliFixture) {
     // The client disconnects.
     let mut import_in_progress = SlowImport::begin(server, "hung-up").await;
     import_in_progress.send(joined(&all[..2]).as_bytes()).await;
-    is_filling(server, "hung-up").await;
+    if let Some(redis) = &cli.redis {
+        has_begun(redis).await;
+        let (status, _) = server.get("/api/v1/sessions/hung-up").await.unwrap();
+        assert_eq!(status, 404, "a part of a session is never shown");
+    }
     drop(import_in_progress);
     can_be_imported(server, "hung-up", &file).await;
+    if let Some(redis) = &cli.redis {
+        eventually("removal", || imports(redis) == 0).await.unwrap();
+    }
 
     // A line is not UTF-8, or invalid, or the last one is missing.
     let odd = [joined(&all[..2]).as_bytes(), b"\xff\n"].concat();
@@ -181,12 +193,12 @@ async fn an_oversized_import_is_rejected_and_leaves_its_id_free() {
 
 #[tokio::test]
 async fn shutdown_removes_an_unfinished_import() {
-    let dir = ServerDir::new().unwrap();
-    let mut server = dir.serve(&[]).unwrap();
+    let (dir, redis) = (ServerDir::new().unwrap(), Redis::start().unwrap());
+    let mut server = dir.serve(&["--stream-url", &redis.url()]).unwrap();
     let all = lines(3);
     let mut import_in_progress = SlowImport::begin(&server, "stopped").await;
     import_in_progress.send(joined(&all[..2]).as_bytes()).await;
-    is_filling(&server, "stopped").await;
+    has_begun(&redis).await;
     server.signal(Signal::TERM).unwrap();
     let mut answer = Vec::new();
     let _ = import_in_progress.connection.read_to_end(&mut answer).await;
@@ -194,9 +206,8 @@ async fn shutdown_removes_an_unfinished_import() {
     assert!(answer.starts_with("HTTP/1.1 503") && answer.contains("repeat the import"), "{answer}");
     assert!(server.wait(LIMIT).unwrap().success(), "{}", server.log());
 
-    let server = dir.serve(&[]).unwrap();
-    let (status, _) = server.get("/api/v1/sessions/stopped").await.unwrap();
-    assert_eq!(status, 404);
+    assert_eq!(imports(&redis), 0);
+    let server = dir.serve(&["--stream-url", &redis.url()]).unwrap();
     can_be_imported(&server, "stopped", &joined(&all)).await;
 }
 
@@ -215,7 +226,7 @@ fn an_interrupted_command_removes_its_import() {
     let mut input = child.stdin.take().unwrap();
     input.write_all(joined(&lines(3)[..2]).as_bytes()).unwrap();
     let deadline = Instant::now() + LIMIT;
-    while !cli.json(&["session", "list"]).iter().any(|one| one["stage"] == "filling") {
+    while imports(cli.redis.as_ref().unwrap()) == 0 {
         assert!(Instant::now() < deadline, "the import does not start");
     }
     let pid = Pid::from_raw(i32::try_from(child.id()).unwrap()).unwrap();
@@ -224,11 +235,12 @@ fn an_interrupted_command_removes_its_import() {
     assert_eq!(ended.status.code(), Some(1), "{}", text(&ended.stderr));
     assert!(text(&ended.stderr).contains("was not imported"), "{}", text(&ended.stderr));
     drop(input);
+    assert_eq!(imports(cli.redis.as_ref().unwrap()), 0);
     let message = cli.fails(&["session", "show", "interrupted"], 1);
     assert!(message.contains("no session"), "{message}");
 }
 
-/// The command opens the streams itself and is killed, so its entries remain.
+/// The command opens the streams itself and is killed, so its entries remain under their temporary name.
 #[test]
 fn a_killed_import_can_be_repeated_at_once() {
     use std::io::Write;
@@ -248,12 +260,13 @@ fn a_killed_import_can_be_repeated_at_once() {
     let (child, mut input) = import();
     input.write_all(joined(&all[..2]).as_bytes()).unwrap();
     let deadline = Instant::now() + LIMIT;
-    while !cli.json(&["session", "list"]).iter().any(|one| one["stage"] == "filling") {
+    while imports(cli.redis.as_ref().unwrap()) == 0 {
         assert!(Instant::now() < deadline, "the import does not start");
     }
     let pid = Pid::from_raw(i32::try_from(child.id()).unwrap()).unwrap();
     kill_process(pid, Signal::KILL).unwrap();
     child.wait_with_output().unwrap();
+    assert_eq!(cli.json(&["session", "list"]), Vec::<Value>::new());
 
     let (child, mut input) = import();
     input.write_all(joined(&all).as_bytes()).unwrap();

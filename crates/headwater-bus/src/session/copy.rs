@@ -1,22 +1,23 @@
 //! Creates a session as a copy of stored entries.
 //!
 //! Upstream: `fork` and `import`. Downstream: the stream and metadata of the new session.
-//! Guarantees: the session is reported as unfinished until it is complete, and then committed in one step. A copier
-//! that was presumed dead cannot commit, and the entries it still appends do not count: each copied entry names its
-//! copier, and the metadata names the copier whose entries count. A failed or killed copy can be repeated at once; it
-//! replaces the remains.
+//! Guarantees: a copy is written to a stream with a temporary name, so no reader ever sees a part of it. Once it is
+//! whole, creating the metadata makes it the session, in one step and only if the id is still free. Then the stream is
+//! renamed, in one step; if the process dies in between, the next reader of the metadata renames it. A copy that fails
+//! or is killed earlier leaves its id free; `abandon` or maintenance removes its temporary stream.
 
 use std::collections::{HashMap, HashSet};
+use std::time::Instant;
 
 use bytes::Bytes;
 use headwater_stream::limits::{BATCH_MAX, ENTRY_BYTES_MAX, FIELDS_MAX};
-use headwater_stream::{EntryId, Fields, RegistryMap, Retention};
-use tracing::{info, warn};
+use headwater_stream::{EntryId, Fields, GroupStart, RegistryMap, Retention, StreamName};
+use tracing::warn;
 
-use super::meta::{self, FirstEntry, Parent, SessionMeta, SessionPoint, SessionStage};
+use super::lifecycle::{CopyKeys, exists};
+use super::meta::{self, FirstEntry, Parent, SessionMeta, SessionPoint};
 use super::replay::ORIGINAL_ENTRY_ID;
-use super::state::COPIED_BY;
-use super::{Result, Session, SessionError, Sessions, snapshot};
+use super::{Result, Session, SessionError, Sessions, read_meta, snapshot};
 use crate::limits::REPLAY_PAGE_BYTES;
 use crate::name::{SessionId, random_bits};
 
@@ -24,6 +25,7 @@ use crate::name::{SessionId, random_bits};
 pub(super) struct CopyInProgress {
     sessions: Sessions,
     session: SessionId,
+    keys: CopyKeys,
     meta: SessionMeta,
     /// Snapshots to copy, by their set of folds.
     snapshots: Vec<(String, RegistryMap)>,
@@ -32,15 +34,9 @@ pub(super) struct CopyInProgress {
     first: Option<EntryId>,
     pub(super) last: Option<EntryId>,
     pub(super) entries: u64,
-}
-
-/// Result of abandoning a copy.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum AbandonOutcome {
-    /// The copy was removed.
-    Removed,
-    /// The copy had already been committed; only the reply was lost.
-    Finished,
+    progress_at: Instant,
+    /// Whether a commit was attempted, so that a lost reply leaves its outcome unknown.
+    is_committing: bool,
 }
 
 /// Where the new session starts.
@@ -55,34 +51,43 @@ pub(super) enum Beginning {
 }
 
 impl CopyInProgress {
-    /// Reserves the id of the new session.
+    /// Creates the temporary stream. Fails if the id is in use.
     pub(super) async fn begin(
         sessions: &Sessions,
         session: &SessionId,
-        what: String,
         parent: Option<Parent>,
         snapshots: Vec<(String, RegistryMap)>,
     ) -> Result<Self> {
-        sessions.remove_previous_attempt(session, &what).await?;
-        let base = sessions.check_free(session).await?;
-        let mut meta = sessions.register(session, FirstEntry::NoneYet).await?;
-        meta.stage = SessionStage::Copying;
-        meta.base = base;
-        meta.copy_description = what;
-        meta.copier = format!("{:032x}", random_bits());
-        meta.parent = parent;
-        sessions.commit_meta(session, &meta).await?;
+        sessions.check_free(session).await?;
+        let copy = format!("{:032x}", random_bits());
+        let sets = snapshots.iter().map(|(set, _)| set.clone()).collect();
+        let keys = CopyKeys { session: session.clone(), copy, sets };
+        let created_at = sessions.now().await?;
+        let index = sessions.add_to_list(session, Some(&keys)).await?;
+        let storage = sessions.storage();
+        let guard = storage.keys.session_guard(session);
+        storage.backend.ensure_group(&keys.stream(sessions), &guard, GroupStart::Beginning).await?;
+        let meta = SessionMeta {
+            ttl: sessions.inner.config.ttl,
+            parent,
+            copied_by: keys.copy.clone(),
+            renaming: keys.copy.clone(),
+            ..SessionMeta::new(index, created_at)
+        };
         let named: HashSet<EntryId> =
             snapshots.iter().flat_map(|(_, fields)| snapshot::entry_ids(fields)).collect();
         Ok(Self {
             sessions: sessions.clone(),
             session: session.clone(),
+            keys,
             meta,
             snapshots,
             new_ids: named.into_iter().map(|id| (id, None)).collect(),
             first: None,
             last: None,
             entries: 0,
+            progress_at: Instant::now(),
+            is_committing: false,
         })
     }
 
@@ -104,13 +109,14 @@ impl CopyInProgress {
     }
 
     async fn add_batch(&mut self, entries: &[(EntryId, Fields)]) -> Result<()> {
-        self.heartbeat().await?;
-        let storage = self.sessions.storage();
-        let stream = storage.keys.session(&self.session);
-        let copier = &self.meta.copier;
-        let copies = entries.iter().map(|(id, fields)| copied_fields(*id, fields, copier));
-        let copies: Vec<Fields> = copies.collect();
-        let ids = storage.backend.append(&stream, &copies, &Retention::KEEP_ALL).await?;
+        // An append to a removed stream would create a stream that nothing removes.
+        if self.progress_at.elapsed() > self.sessions.inner.config.abandoned_after / 2 {
+            self.check_not_removed().await?;
+        }
+        let copies: Vec<Fields> =
+            entries.iter().map(|(id, fields)| copied_fields(*id, fields)).collect();
+        let (stream, backend) = (self.stream(), &self.sessions.storage().backend);
+        let ids = backend.append(&stream, &copies, &Retention::KEEP_ALL).await?;
         for ((old, _), new) in entries.iter().zip(ids) {
             self.first.get_or_insert(new);
             if let Some(new_ids) = self.new_ids.get_mut(old) {
@@ -119,30 +125,24 @@ impl CopyInProgress {
             self.last = Some(*old);
             self.entries += 1;
         }
+        self.progress_at = Instant::now();
         Ok(())
     }
 
-    /// Records progress, so that the copy is not considered abandoned.
-    async fn heartbeat(&self) -> Result<()> {
-        let now = self.sessions.now().await?;
-        if self.update_meta(&meta::progress_is(now)).await? {
-            return Ok(());
-        }
-        Err(self.superseded_error())
+    fn stream(&self) -> StreamName {
+        self.keys.stream(&self.sessions)
     }
 
-    async fn update_meta(&self, fields: &RegistryMap) -> Result<bool> {
-        let storage = self.sessions.storage();
-        let map = storage.keys.session_meta(&self.session);
-        let expected = Some((meta::COPIER, self.meta.copier.as_bytes()));
-        Ok(storage.backend.map_update(&map, expected, fields).await?)
-    }
-
-    fn superseded_error(&self) -> SessionError {
-        SessionError::Unfinished {
-            session: self.session.clone(),
-            what: format!("{}, which was removed meanwhile", self.meta.copy_description),
-            since: self.meta.progress_at,
+    /// Checks that maintenance has not removed the stream. Its guard group proves that: an append does not create one.
+    async fn check_not_removed(&self) -> Result<()> {
+        let guard = self.sessions.storage().keys.session_guard(&self.session);
+        let stats = self.sessions.storage().backend.stats(&self.stream()).await?;
+        let is_whole = stats.is_some_and(|stats| {
+            stats.length == self.entries && stats.groups.iter().any(|group| group.name == guard)
+        });
+        match is_whole {
+            true => Ok(()),
+            false => Err(SessionError::CopyRemoved { session: self.session.clone() }),
         }
     }
 
@@ -160,18 +160,15 @@ impl CopyInProgress {
     }
 
     /// Commits the session and opens it.
-    pub(super) async fn finish(self, beginning: Beginning) -> Result<Session> {
+    pub(super) async fn finish(mut self, beginning: Beginning) -> Result<Session> {
         self.commit(beginning).await?;
         self.open(beginning).await
     }
 
-    /// Commits the session in one step. May be retried after an error.
-    pub(super) async fn commit(&self, beginning: Beginning) -> Result<()> {
+    /// Makes the copy the session, in one step. After an error it may be committed; `abandon` tells.
+    pub(super) async fn commit(&mut self, beginning: Beginning) -> Result<()> {
         let storage = self.sessions.storage();
         let mut meta = self.meta.clone();
-        meta.stage = SessionStage::Open;
-        meta.copied_by.clone_from(&meta.copier);
-        meta.progress_at = self.sessions.now().await?;
         if let (Some(parent), Some(last)) = (&mut meta.parent, self.last) {
             parent.entry_id = last;
         }
@@ -188,39 +185,23 @@ impl CopyInProgress {
         // entries.
         let has_all_events = has_all_events(beginning);
         for (set, fields) in self.translated_snapshots().filter(|_| !has_all_events) {
-            let map = storage.keys.session_snapshot(&self.session, set);
-            // An existing one is left over from a deleted session.
-            if !storage.backend.map_create(&map, &fields).await? {
-                storage.backend.map_update(&map, None, &fields).await?;
-            }
+            let map = storage.keys.copied_snapshot(&self.session, set, &self.keys.copy);
+            storage.backend.map_create(&map, &fields).await?;
             if let Some(point) = snapshot::point_of(&fields) {
                 meta.snapshots.insert(set.to_owned(), point);
             }
         }
-        let mut fields = meta.to_fields();
-        // The copy is done: clear its owner.
-        fields.insert(meta::COPIER.to_owned(), Bytes::new());
-        let changed = self.update_meta(&fields).await;
-        if matches!(changed, Ok(true)) {
-            return Ok(());
+        self.check_not_removed().await?;
+        self.is_committing = true;
+        if !self.sessions.commit_meta(&self.session, &meta).await? {
+            return Err(exists(&self.session, "open it with `recover`, or choose another id"));
         }
-        // A retried update whose first reply was lost does not find the expected value any more.
-        match self.is_finished().await {
-            Ok(true) => Ok(()),
-            Ok(false) => Err(changed.err().unwrap_or_else(|| self.superseded_error())),
-            Err(error) => Err(changed.err().unwrap_or(error)),
+        match self.sessions.rename_copy(&self.session, &meta).await? {
+            true => Ok(()),
+            false => {
+                Err(exists(&self.session, "its stream has events of another program; recover it"))
+            }
         }
-    }
-
-    /// Whether this copy has been committed.
-    async fn is_finished(&self) -> Result<bool> {
-        let meta = self.sessions.meta(&self.session).await?;
-        let is_ours = |meta: SessionMeta| {
-            meta.stage != SessionStage::Copying
-                && meta.index == self.meta.index
-                && meta.copied_by == self.meta.copier
-        };
-        Ok(meta.is_some_and(is_ours))
     }
 
     /// Opens the committed session.
@@ -233,20 +214,24 @@ impl CopyInProgress {
         Ok(session)
     }
 
-    /// Removes the copy. May be retried after an error; until then it stays unfinished, is replaced if the same fork or
-    /// import is repeated, and is swept later.
-    pub(super) async fn abandon(&self) -> Result<AbandonOutcome> {
-        let Self { sessions, session, meta, .. } = self;
-        let removed = async {
-            let is_removed = sessions.remove_unfinished(session, &meta.copier).await?;
-            Ok(match !is_removed && self.is_finished().await? {
-                true => AbandonOutcome::Finished,
-                false => AbandonOutcome::Removed,
-            })
-        };
-        removed.await.inspect_err(|error: &SessionError| {
-            warn!(%session, %error, "unfinished session could not be removed");
-        })
+    /// Removes what was stored. Returns `true` if the copy was committed after all: only the reply was lost. An error
+    /// means that this is unknown; retry. If the reply is `false`, the copy will not be committed any more.
+    pub(super) async fn abandon(&self) -> Result<bool> {
+        if self.is_committing {
+            let meta = self.sessions.meta(&self.session).await?;
+            if meta.is_some_and(|meta| meta.copied_by == self.keys.copy) {
+                return Ok(true);
+            }
+        }
+        let session = &self.session;
+        match self.sessions.remove_copy(self.meta.index, &self.keys).await {
+            Err(error) if self.is_committing => Err(error),
+            Err(error) => {
+                warn!(%session, %error, "entries of a failed copy could not be removed; maintenance removes them");
+                Ok(false)
+            }
+            Ok(()) => Ok(false),
+        }
     }
 }
 
@@ -255,48 +240,84 @@ fn has_all_events(beginning: Beginning) -> bool {
 }
 
 impl Sessions {
-    /// Removes the remains of an earlier attempt of the same fork or import. If that attempt is still running, it can
-    /// no longer commit.
-    async fn remove_previous_attempt(&self, session: &SessionId, what: &str) -> Result<()> {
-        let Some(meta) = self.meta(session).await? else { return Ok(()) };
-        if meta.stage == SessionStage::Copying
-            && meta.copy_description == what
-            && self.remove_unfinished(session, &meta.copier).await?
-        {
-            info!(%session, what, "remains of an earlier attempt were removed");
-        }
-        Ok(())
-    }
-
-    /// Removes an unfinished session if it still belongs to this copier. Returns whether it did.
-    pub(super) async fn remove_unfinished(
+    /// Gives the stream of a committed copy the name of the session. Idempotent. Returns `false` if that is not
+    /// possible, because the stream of the session has other entries by now; then the copy is removed.
+    pub(super) async fn rename_copy(
         &self,
         session: &SessionId,
-        copier: &str,
+        meta: &SessionMeta,
     ) -> Result<bool> {
-        // Take over the token first: the copier can no longer commit, and a session created meanwhile is not affected.
-        let map = self.storage().keys.session_meta(session);
-        let expected = Some((meta::COPIER, copier.as_bytes()));
-        // Only one of several removers wins; another could otherwise delete a new session of the same name.
-        let taken = meta::claimed_by(&format!("{:032x}", random_bits()), self.now().await?);
-        if !self.storage().backend.map_update(&map, expected, &taken).await? {
+        let storage = self.storage();
+        let (backend, map) = (&storage.backend, storage.keys.session_meta(session));
+        let sets = meta.snapshots.keys().cloned().collect();
+        let keys = CopyKeys { session: session.clone(), copy: meta.copied_by.clone(), sets };
+        for set in &keys.sets {
+            let copied = storage.keys.copied_snapshot(session, set, &keys.copy);
+            if let Some(fields) = backend.map_get(&copied).await? {
+                let map = storage.keys.session_snapshot(session, set);
+                snapshot::replace_older(&**backend, &map, &fields).await?;
+            }
+        }
+        let expected = Some((meta::RENAMING, meta.renaming.as_bytes()));
+        let (from, to) = (keys.stream(self), storage.keys.session(session));
+        if !backend.rename_stream(&from, &to).await? && !self.was_renamed(session, &from).await? {
+            // One process removes the copy: another could otherwise remove a later session of this name.
+            let taken = meta::renaming_is(&format!("{:032x}", random_bits()));
+            if backend.map_update(&map, expected, &taken).await? {
+                for set in &keys.sets {
+                    backend.map_delete(&storage.keys.session_snapshot(session, set)).await?;
+                }
+                self.remove_copy(meta.index, &keys).await?;
+                backend.map_delete(&map).await?;
+            }
             return Ok(false);
         }
-        self.delete(session).await
+        for set in &keys.sets {
+            backend.map_delete(&storage.keys.copied_snapshot(session, set, &keys.copy)).await?;
+        }
+        if backend.map_update(&map, expected, &meta::renaming_is("")).await? {
+            return Ok(true);
+        }
+        // Another process was faster.
+        let meta = read_meta(storage, session).await?;
+        Ok(meta.is_some_and(|meta| meta.renaming.is_empty()))
+    }
+
+    /// Whether another process has renamed the stream of a copy: it is gone, and the stream of the session has a
+    /// guard.
+    async fn was_renamed(&self, session: &SessionId, from: &StreamName) -> Result<bool> {
+        let storage = self.storage();
+        if storage.backend.stats(from).await?.is_some() {
+            return Ok(false);
+        }
+        let guard = storage.keys.session_guard(session);
+        let stats = storage.backend.stats(&storage.keys.session(session)).await?;
+        Ok(stats.is_some_and(|stats| stats.groups.iter().any(|group| group.name == guard)))
+    }
+
+    /// Removes the temporary keys of a copy and its entry in the list.
+    pub(super) async fn remove_copy(&self, index: EntryId, keys: &CopyKeys) -> Result<()> {
+        let storage = self.storage();
+        storage.backend.delete_stream(&keys.stream(self)).await?;
+        for set in &keys.sets {
+            let map = storage.keys.copied_snapshot(&keys.session, set, &keys.copy);
+            storage.backend.map_delete(&map).await?;
+        }
+        storage.backend.delete_entries(&storage.keys.sessions(), &[index]).await?;
+        Ok(())
     }
 }
 
-/// The entry with its original id and its copier.
-fn copied_fields(id: EntryId, fields: &Fields, copier: &str) -> Fields {
-    let note = |name: &str, value: String| (Bytes::copy_from_slice(name.as_bytes()), value.into());
-    let bare = fields.iter().filter(|(name, _)| name != COPIED_BY.as_bytes()).cloned();
-    let has_id = fields.get(ORIGINAL_ENTRY_ID).is_some();
-    let id = (!has_id).then(|| note(ORIGINAL_ENTRY_ID, id.to_string()));
-    let by = note(COPIED_BY, copier.to_owned());
-    let copy = Fields::new(bare.clone().chain(id).chain([by]));
-    // An entry of another program may already be at the limit; then it is copied without them.
+/// The entry with its original id.
+fn copied_fields(id: EntryId, fields: &Fields) -> Fields {
+    if fields.get(ORIGINAL_ENTRY_ID).is_some() {
+        return fields.clone();
+    }
+    let name = Bytes::from_static(ORIGINAL_ENTRY_ID.as_bytes());
+    let copy = Fields::new(fields.iter().cloned().chain([(name, id.to_string().into())]));
+    // An entry of another program may already be at the limit; then it is copied without it.
     if copy.len() > FIELDS_MAX || copy.bytes() > ENTRY_BYTES_MAX {
-        return Fields::new(bare);
+        return fields.clone();
     }
     copy
 }

@@ -68,7 +68,7 @@ pub(super) fn find_deleted(
 mod tests {
     use headwater_stream::clock::Timestamp;
 
-    use super::super::meta::{SessionPoint, SessionStage};
+    use super::super::meta::SessionPoint;
     use super::*;
 
     fn id(ms: u64) -> EntryId {
@@ -76,10 +76,7 @@ mod tests {
     }
 
     fn meta(first: FirstEntry) -> SessionMeta {
-        SessionMeta {
-            first,
-            ..SessionMeta::new(SessionStage::Open, id(1), Timestamp::from_millis(1))
-        }
+        SessionMeta { first, ..SessionMeta::new(id(1), Timestamp::from_millis(1)) }
     }
 
     /// A stream that had the entries 1 to 10 and now has `first` to `last`, as reported by Redis 7.

@@ -2,7 +2,6 @@
 
 use std::fmt;
 
-use headwater_stream::clock::Timestamp;
 use headwater_stream::{EntryId, StreamError};
 
 use crate::error::BusError;
@@ -28,16 +27,13 @@ pub enum SessionError {
         problem: String,
     },
 
-    /// A fork, import or deletion of this session is in progress or was interrupted. It is removed once it is considered
-    /// abandoned, or by `Sessions::delete`.
-    #[error("session `{session}` is unfinished: {what}; last progress at {since}")]
-    Unfinished {
-        /// The session.
+    /// A fork or import made no progress for so long that maintenance removed it. Repeat it; the call had no effect.
+    #[error(
+        "the fork or import of session `{session}` made no progress for too long and was removed; repeat it"
+    )]
+    CopyRemoved {
+        /// The new session.
         session: SessionId,
-        /// The unfinished operation: a fork, an import, or the deletion of an expired session.
-        what: String,
-        /// Time of the last progress.
-        since: Timestamp,
     },
 
     /// The session was unused for longer than its TTL. Its events are deleted.

@@ -15,7 +15,6 @@ use super::jsonl::{
     SavedSnapshot, write,
 };
 use super::replay::{ReplayPage, ReplayPages, ReplayUntil};
-use super::state::{COPIED_BY, is_stray};
 use super::{Result, SessionError, Sessions};
 use crate::name::SessionId;
 
@@ -29,8 +28,6 @@ pub struct Export {
     end: Option<EntryId>,
     ready: VecDeque<String>,
     entries: u64,
-    /// Number of entries read, including those that are not exported.
-    read: u64,
     checksum: crc32fast::Hasher,
     is_ended: bool,
 }
@@ -68,7 +65,6 @@ impl Sessions {
             source,
             ready,
             entries: 0,
-            read: 0,
             checksum: crc32fast::Hasher::new(),
             is_ended: false,
         })
@@ -103,14 +99,9 @@ impl Export {
         };
         self.end = pages.end();
         let is_at_end = pages.is_at_end();
-        self.read += entries.len() as u64;
         for entry in &entries {
             self.position = entry.id;
-            if is_stray(&self.source.meta.copied_by, &entry.fields) {
-                continue;
-            }
-            // The copier of an entry is not exported.
-            let fields = entry.fields.iter().filter(|(name, _)| name != COPIED_BY.as_bytes());
+            let fields = entry.fields.iter();
             let fields = fields.map(|(name, value)| (JsonBytes::new(name), JsonBytes::new(value)));
             let saved = SavedEntry { id: entry.id.to_string(), fields: fields.collect() };
             let line = write(&self.session, &JsonlLine::Entry(saved))?;
@@ -119,7 +110,12 @@ impl Export {
             self.ready.push_back(line);
         }
         if is_at_end {
-            self.source.check_deleted(&self.session, self.position, self.read, ReplayUntil::End)?;
+            self.source.check_deleted(
+                &self.session,
+                self.position,
+                self.entries,
+                ReplayUntil::End,
+            )?;
             let crc32 = self.checksum.clone().finalize();
             let end = ExportEnd { entries: self.entries, crc32 };
             self.ready.push_back(write(&self.session, &JsonlLine::End(end))?);

@@ -12,7 +12,6 @@ use super::deleted_entries::{Extent, find_deleted};
 use super::error::{MissingEntries, MissingReason};
 use super::meta::{FirstEntry, Parent, SessionMeta, SessionPoint};
 use super::replay::{ReplayPage, ReplayPages, ReplayUntil};
-use super::state::is_stray;
 use super::{Result, Session, SessionError, Sessions};
 use crate::error::BusError;
 use crate::metrics;
@@ -36,7 +35,7 @@ pub(super) struct CopySource {
 impl Sessions {
     /// Forks a session, optionally up to an entry or time. The parent is not changed.
     ///
-    /// If the call is dropped or fails, the new session is [`Unfinished`](SessionError::Unfinished) and is swept later.
+    /// The fork becomes visible when it is complete. If the call is dropped or fails before, the id stays free.
     pub async fn fork(
         &self,
         parent: &SessionId,
@@ -46,10 +45,8 @@ impl Sessions {
         let mut source = self.copy_source(parent).await?;
         for _ in 0..COMPACTION_RETRIES_MAX {
             let origin = Parent { session: parent.clone(), entry_id: EntryId::MIN };
-            let what = format!("a fork of `{parent}`");
             let snapshots = source.snapshots.clone();
-            let mut copying =
-                CopyInProgress::begin(self, session, what, Some(origin), snapshots).await?;
+            let mut copying = CopyInProgress::begin(self, session, Some(origin), snapshots).await?;
             let error = match self.copy(parent, until, &source, &mut copying).await {
                 Ok(()) => {
                     let forked = copying.finish(source.beginning).await?;
@@ -58,7 +55,7 @@ impl Sessions {
                 }
                 Err(error) => error,
             };
-            // If this fails, the remains are replaced when the same fork is repeated.
+            // If this fails, maintenance removes the copy.
             let _ = copying.abandon().await;
             if !self.was_compacted_meanwhile(parent, &source, &error).await? {
                 return Err(error);
@@ -151,15 +148,10 @@ impl Sessions {
             let Some(last) = entries.last() else { break };
             position = last.id;
             read += entries.len() as u64;
-            let is_ours = |entry: &&Entry| !is_stray(&source.meta.copied_by, &entry.fields);
-            let ours = entries.iter().filter(is_ours).count();
-            let wanted: Vec<_> = entries
-                .into_iter()
-                .filter(|entry| is_ours(&entry))
-                .take_while(|entry| until.includes(entry))
-                .map(|entry| (entry.id, entry.fields))
-                .collect();
-            is_done = pages.is_at_end() || wanted.len() < ours;
+            let count = entries.len();
+            let wanted = entries.into_iter().take_while(|entry| until.includes(entry));
+            let wanted: Vec<_> = wanted.map(|entry| (entry.id, entry.fields)).collect();
+            is_done = pages.is_at_end() || wanted.len() < count;
             copying.add(&wanted).await?;
         }
         source.check_deleted(parent, position, read, until)?;

@@ -17,7 +17,7 @@ use super::error::{MissingEntries, MissingReason};
 use super::meta::{FirstEntry, SessionMeta};
 use super::recovery::{LoadPurpose, LoadedSession, Recovery};
 use super::replay::{self, ReplayPage, ReplayPages, ReplayUntil};
-use super::snapshot::{self, SaveOutcome};
+use super::snapshot;
 use super::state::{self, DecodedEntry, SessionState};
 use super::{Result, SessionError, Sessions};
 use crate::bus::PublishResult;
@@ -200,12 +200,11 @@ impl Session {
         let stream = storage.keys.session(&self.id);
         let mut pages = ReplayPages::new(storage, &stream, end);
         loop {
-            let (after, known, parking_capacity, copied_by) = {
+            let (after, known, parking_capacity) = {
                 let cached = self.cached();
                 cached.broken.clone().map_or(Ok(()), Err)?;
                 let state = &cached.state;
-                let parking_capacity = state.unreadable.parking_capacity();
-                (state.position, state.entries, parking_capacity, state.copied_by.clone())
+                (state.position, state.entries, state.unreadable.parking_capacity())
             };
             let entries = match pages.next(after, EntryId::MAX).await? {
                 ReplayPage::Entries(entries) if entries.is_empty() => return Ok(()),
@@ -216,7 +215,7 @@ impl Session {
                 self.check_first(entries[0].id).await?;
             }
             let registry = self.sessions.inner.bus.registry();
-            let read = |entry| state::read(registry, &stream, &copied_by, entry);
+            let read = |entry| state::read(registry, &stream, entry);
             let read: Vec<DecodedEntry> = entries.iter().map(read).collect();
             // Park first: entries before the position are not read again.
             let id = &self.id;
@@ -251,9 +250,7 @@ impl Session {
         let position = self.position();
         let before = match position {
             EntryId::MIN => {
-                let copied_by = self.cached().state.copied_by.clone();
-                let folds = self.sessions.inner.folds.clone();
-                Ok(SessionState { copied_by, ..SessionState::new(self.id.clone(), folds) })
+                Ok(SessionState::new(self.id.clone(), self.sessions.inner.folds.clone()))
             }
             position => self.sessions.state_at(&self.id, ReplayUntil::Entry(position)).await,
         };
@@ -338,8 +335,8 @@ impl Session {
         let saved = saved.await?;
         let mut cached = self.cached();
         cached.snapshot_entries = cached.snapshot_entries.max(entries);
-        metrics::snapshot(saved == SaveOutcome::SaveOutcome);
-        Ok(saved == SaveOutcome::SaveOutcome)
+        metrics::snapshot(saved);
+        Ok(saved)
     }
 
     async fn snapshot_if_due(&self) {

@@ -3,11 +3,11 @@
 //! Upstream: operators. Downstream: `copy`.
 //! Guarantees: each line and the file as a whole are validated: a truncated, foreign or unordered file is an error, and
 //! nothing of it is imported. A call dropped half way fails the import, because it is unknown which entries were
-//! stored. The remains of a failed or killed import are not a session, and are replaced when the import is repeated.
+//! stored. A failed or killed import leaves its id free: its entries are in a stream with a temporary name.
 
 use headwater_stream::{EntryId, Fields, RegistryMap};
 
-use super::copy::{AbandonOutcome, Beginning, CopyInProgress};
+use super::copy::{Beginning, CopyInProgress};
 use super::jsonl::{
     ExportEnd, ExportHeader, FORMAT, JsonlLine, SavedBeginning, SavedEntry, SavedSnapshot,
 };
@@ -22,7 +22,7 @@ const BATCH: usize = 500;
 
 impl Sessions {
     /// Imports a session from lines written by [`export`](Self::export), under this id. Fails if a session with this id
-    /// exists; the remains of an earlier import of the same session are replaced.
+    /// exists.
     pub fn import(&self, session: &SessionId) -> Import {
         Import {
             sessions: self.clone(),
@@ -74,8 +74,7 @@ enum ImportStage {
 }
 
 impl Import {
-    /// Imports the next line, without its line break. An error fails the import and removes what was stored; if the
-    /// backend fails at that, too, [`abandon`](Self::abandon) tries again.
+    /// Imports the next line, without its line break. An error fails the import and removes what was stored.
     ///
     /// Not cancel-safe: if the future of `line` is dropped, the import has failed.
     pub async fn line(&mut self, line: &str) -> Result<()> {
@@ -88,7 +87,7 @@ impl Import {
             Err(error) => Err(error),
         };
         if taken.is_err() {
-            let _ = self.fail().await;
+            let _ = self.abandon().await;
         }
         self.is_busy = false;
         taken
@@ -102,13 +101,18 @@ impl Import {
         }
     }
 
-    /// Abandons the import and removes what was stored. Returns `true` if it turns out to be complete: only the reply
-    /// to the last step was lost.
+    /// Abandons the import and removes what was stored; what cannot be removed now is left to [`Sessions::run`]. Returns
+    /// `true` if the session turns out to be complete: only the reply to [`complete`](Self::complete) was lost. An
+    /// error means that this is unknown; retry.
     ///
-    /// After an error, or if an import is only dropped, the session stays unfinished: the same import can be
-    /// repeated, but the id is not free until [`Sessions::run`] or [`Sessions::delete`] removes it. May be retried.
+    /// Not needed to free the id: an import that is only dropped leaves it free.
     pub async fn abandon(&mut self) -> Result<bool> {
-        Ok(self.fail().await? == AbandonOutcome::Finished)
+        self.stage = ImportStage::Failed;
+        self.buffered.clear();
+        let Some(copy) = &self.copy else { return Ok(false) };
+        let is_complete = copy.abandon().await?;
+        self.copy = None;
+        Ok(is_complete)
     }
 
     /// [Completes](Self::complete) the import and [opens](Self::open) the session.
@@ -125,10 +129,11 @@ impl Import {
         }
     }
 
-    /// Commits the session if the import is complete. An error fails the import, as in [`line`](Self::line).
+    /// Commits the session if the import is complete. An error fails the import, as in [`line`](Self::line); after a
+    /// transient one, [`abandon`](Self::abandon) tells whether the session was committed nevertheless.
     pub async fn complete(&mut self) -> Result<()> {
         let committed = match self.check_end().await {
-            Ok(beginning) => match &self.copy {
+            Ok(beginning) => match &mut self.copy {
                 Some(copy) => copy.commit(beginning).await.map(|()| beginning),
                 None => Err(self.line_error("the import has failed")),
             },
@@ -138,10 +143,8 @@ impl Import {
             Ok(beginning) => {
                 self.completed = self.copy.take().map(|copy| (copy, beginning));
             }
-            Err(error) => match self.fail().await {
-                Ok(AbandonOutcome::Finished) => {}
-                _ => return Err(error),
-            },
+            Err(error) if !matches!(self.abandon().await, Ok(true)) => return Err(error),
+            Err(_) => {}
         }
         metrics::copied("import");
         Ok(())
@@ -205,7 +208,7 @@ impl Import {
         Ok(())
     }
 
-    /// Reserves the id, once the file is known to be an export.
+    /// Begins the copy, once the file is known to be an export.
     async fn begin(&mut self) -> Result<()> {
         if self.copy.is_some() {
             return Ok(());
@@ -218,9 +221,8 @@ impl Import {
                 entry_id: entry_id.parse().map_err(|error| self.line_error(error))?,
             }),
         };
-        let what = format!("an import of `{}`", head.map_or("", |head| &head.session));
         let snapshots = std::mem::take(&mut self.snapshots);
-        let copy = CopyInProgress::begin(&self.sessions, &self.session, what, parent, snapshots);
+        let copy = CopyInProgress::begin(&self.sessions, &self.session, parent, snapshots);
         self.copy = Some(copy.await?);
         self.stage = ImportStage::Entries;
         Ok(())
@@ -292,15 +294,6 @@ impl Import {
             return Err(self.line_error(problem));
         }
         Ok(beginning)
-    }
-
-    async fn fail(&mut self) -> Result<AbandonOutcome> {
-        self.stage = ImportStage::Failed;
-        self.buffered.clear();
-        let Some(copy) = &self.copy else { return Ok(AbandonOutcome::Removed) };
-        let abandoned = copy.abandon().await?;
-        self.copy = None;
-        Ok(abandoned)
     }
 
     fn line_error(&self, problem: impl ToString) -> SessionError {

@@ -11,19 +11,22 @@ use futures_util::future::BoxFuture;
 use futures_util::{FutureExt, StreamExt, stream};
 use headwater_stream::clock::Timestamp;
 use headwater_stream::{
-    Direction, Entry, EntryId, Fields, GroupStart, Range, Retention, StreamStats,
+    Direction, Entry, EntryId, Fields, GroupStart, IdempotentEntry, Range, Retention, StreamName,
+    StreamStats,
 };
 use tracing::warn;
 
 use super::meta::{self, FirstEntry, Parent, SessionMeta, SessionPoint, SessionStage};
-use super::replay::ORIGINAL_ENTRY_ID;
 use super::{Result, Session, SessionError, Sessions};
 use crate::error::BusError;
+use crate::event::Envelope;
 use crate::limits::LIST_PAGE_MAX;
 use crate::name::SessionId;
 
-/// Field of an entry in the list of sessions.
+/// Fields of an entry in the list of sessions: the session; its copy, and the sets of folds of the copied snapshots.
 const SESSION: &str = "session";
+const COPY: &str = "copy";
+const COPIED_SETS: &str = "copied_sets";
 
 /// Description of a session, without reading its events.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -52,11 +55,28 @@ pub struct SessionInfo {
 pub(super) const CONCURRENCY: usize = 32;
 
 /// An entry of the list of sessions. An entry without a matching session is left over from a creation that crashed or
-/// lost against another one.
+/// lost against another one, or belongs to a copy in progress.
 pub(super) struct IndexEntry {
     pub(super) index: EntryId,
+    pub(super) copy: Option<CopyKeys>,
     /// `Err` if the session could not be read.
     pub(super) lookup: Result<Option<SessionLookup>>,
+}
+
+/// What the temporary keys of a copy are derived from.
+pub(super) struct CopyKeys {
+    pub(super) session: SessionId,
+    /// Unique id of the copy.
+    pub(super) copy: String,
+    /// Sets of folds whose snapshots are copied.
+    pub(super) sets: Vec<String>,
+}
+
+impl CopyKeys {
+    /// The temporary stream.
+    pub(super) fn stream(&self, sessions: &Sessions) -> StreamName {
+        sessions.storage().keys.session_copy(&self.session, &self.copy)
+    }
 }
 
 /// A session with its metadata and stream statistics.
@@ -90,25 +110,20 @@ impl Sessions {
     pub async fn create(&self, session: &SessionId) -> Result<Session> {
         let base = self.check_free(session).await?;
         let meta = SessionMeta { base, ..self.register(session, FirstEntry::NoneYet).await? };
-        self.commit_meta(session, &meta).await?;
-        Ok(Session::empty(self.clone(), session.clone(), &meta))
+        if self.commit_meta(session, &meta).await? {
+            return Ok(Session::empty(self.clone(), session.clone(), &meta));
+        }
+        self.remove_from_list(meta.index).await;
+        Err(exists(session, "open it with `recover`, or choose another id"))
     }
 
     /// Checks that an id is free. Returns the last position of its stream, if that existed before.
     pub(super) async fn check_free(&self, session: &SessionId) -> Result<Option<SessionPoint>> {
+        if self.meta(session).await?.is_some() {
+            return Err(exists(session, "open it with `recover`, or choose another id"));
+        }
         let storage = self.storage();
         let stats = storage.backend.stats(&storage.keys.session(session)).await?;
-        match self.meta(session).await? {
-            Some(meta) if meta.stage == SessionStage::Copying => {
-                let problem = format!(
-                    "{} is unfinished; repeat it to replace the remains, or delete the session",
-                    meta.copy_description
-                );
-                return Err(exists(session, &problem));
-            }
-            Some(_) => return Err(exists(session, "open it with `recover`, or choose another id")),
-            None => {}
-        }
         if stats.as_ref().is_some_and(|stats| stats.length > 0) {
             return Err(exists(session, "its stream has events of another program; recover it"));
         }
@@ -132,54 +147,87 @@ impl Sessions {
         }
     }
 
+    /// Appends events that were encoded before, in order; creates the session if there is none. An event whose id was
+    /// appended within `keep` is skipped. Idempotent: may be repeated after any error.
+    pub async fn append_once(
+        &self,
+        session: &SessionId,
+        events: &[Envelope],
+        keep: Duration,
+    ) -> Result<()> {
+        match self.create(session).await {
+            Ok(_) | Err(SessionError::Exists { .. }) => {}
+            Err(error) => return Err(error),
+        }
+        let once = |event: &Envelope| IdempotentEntry {
+            id: event.event_id.to_string(),
+            fields: event.to_fields(),
+        };
+        let (stream, entries) = (self.storage().keys.session(session), events.iter().map(once));
+        let entries: Vec<IdempotentEntry> = entries.collect();
+        let backend = &self.storage().backend;
+        backend.append_once(&stream, &entries, keep, &Retention::KEEP_ALL).await?;
+        Ok(())
+    }
+
     /// Takes over a stream of another program as a session.
     pub(super) async fn adopt_foreign(&self, session: &SessionId) -> Result<SessionMeta> {
         let meta = self.register(session, FirstEntry::Unknown).await?;
-        match self.commit_meta(session, &meta).await {
-            Ok(()) => Ok(meta),
-            // Another process did so at the same time.
-            Err(SessionError::Exists { .. }) => {
-                let meta = self.meta(session).await?;
-                meta.ok_or_else(|| SessionError::NotFound { session: session.clone() })
-            }
-            Err(error) => Err(error),
+        if self.commit_meta(session, &meta).await? {
+            return Ok(meta);
         }
+        // Another process did so at the same time.
+        self.remove_from_list(meta.index).await;
+        let meta = self.meta(session).await?;
+        meta.ok_or_else(|| SessionError::NotFound { session: session.clone() })
     }
 
     /// Adds a session to the list and a guard group to its stream. It becomes a session with `commit_meta`.
-    pub(super) async fn register(
-        &self,
-        session: &SessionId,
-        first: FirstEntry,
-    ) -> Result<SessionMeta> {
+    async fn register(&self, session: &SessionId, first: FirstEntry) -> Result<SessionMeta> {
         let storage = self.storage();
         let now = self.now().await?;
-        let entry = [Fields::new([(SESSION, session.to_string())])];
-        let list = storage.keys.sessions();
-        let ids = storage.backend.append(&list, &entry, &Retention::KEEP_ALL).await?;
-        let index = ids.first().copied().unwrap_or(EntryId::MIN);
+        let index = self.add_to_list(session, None).await?;
         let (stream, guard) = (storage.keys.session(session), storage.keys.session_guard(session));
         storage.backend.ensure_group(&stream, &guard, GroupStart::Beginning).await?;
-        let ttl = self.inner.config.ttl;
-        Ok(SessionMeta { first, ttl, ..SessionMeta::new(SessionStage::Open, index, now) })
+        Ok(SessionMeta { first, ttl: self.inner.config.ttl, ..SessionMeta::new(index, now) })
     }
 
-    /// Creates the metadata, unless the session exists.
-    pub(super) async fn commit_meta(&self, session: &SessionId, meta: &SessionMeta) -> Result<()> {
+    /// Adds an entry to the list of sessions. It counts if the metadata of the session names it.
+    pub(super) async fn add_to_list(
+        &self,
+        session: &SessionId,
+        copy: Option<&CopyKeys>,
+    ) -> Result<EntryId> {
+        let mut fields = vec![(SESSION, session.to_string())];
+        if let Some(CopyKeys { copy, sets, .. }) = copy {
+            fields.extend([(COPY, copy.clone()), (COPIED_SETS, sets.join(" "))]);
+        }
+        let (list, entry) = (self.storage().keys.sessions(), [Fields::new(fields)]);
+        let ids = self.storage().backend.append(&list, &entry, &Retention::KEEP_ALL).await?;
+        Ok(ids.first().copied().unwrap_or(EntryId::MIN))
+    }
+
+    /// If this fails, maintenance removes the entry.
+    async fn remove_from_list(&self, index: EntryId) {
+        let list = self.storage().keys.sessions();
+        let _ = self.storage().backend.delete_entries(&list, &[index]).await;
+    }
+
+    /// Creates the metadata. Returns `false` if the session exists.
+    pub(super) async fn commit_meta(
+        &self,
+        session: &SessionId,
+        meta: &SessionMeta,
+    ) -> Result<bool> {
         let storage = self.storage();
         let map = storage.keys.session_meta(session);
         let fields = meta.to_fields();
         if storage.backend.map_create(&map, &fields).await? {
-            return Ok(());
+            return Ok(true);
         }
         // The map may contain fields of another program; add ours.
-        if self.meta(session).await?.is_none()
-            && storage.backend.map_update(&map, None, &fields).await?
-        {
-            return Ok(());
-        }
-        let _ = storage.backend.delete_entries(&storage.keys.sessions(), &[meta.index]).await;
-        Err(exists(session, "open it with `recover`, or choose another id"))
+        Ok(self.meta(session).await?.is_none()
+            && storage.backend.map_update(&map, None, &fields).await?)
     }
 
     /// Sessions in creation order, after this entry of the list (`EntryId::MIN` for the first page). An empty page is
@@ -218,16 +266,18 @@ impl Sessions {
     }
 
     async fn lookup_entry(&self, entry: Entry) -> IndexEntry {
-        let name = entry.fields.get(SESSION).and_then(|id| std::str::from_utf8(id).ok());
-        let lookup = match name.and_then(|id| SessionId::new(id).ok()) {
-            None => Ok(None),
-            Some(session) => self
-                .lookup(&session)
-                .await
-                .inspect_err(|error| warn!(%session, %error, "session could not be read")),
+        let text = |name| entry.fields.get(name).and_then(|value| std::str::from_utf8(value).ok());
+        let index = entry.id;
+        let Some(session) = text(SESSION).and_then(|id| SessionId::new(id).ok()) else {
+            return IndexEntry { index, copy: None, lookup: Ok(None) };
         };
-        let lookup = lookup.map(|lookup| lookup.filter(|lookup| lookup.meta.index == entry.id));
-        IndexEntry { index: entry.id, lookup }
+        let lookup = self.lookup(&session).await;
+        let lookup = lookup
+            .inspect_err(|error| warn!(%session, %error, "session could not be read"))
+            .map(|lookup| lookup.filter(|lookup| lookup.meta.index == index));
+        let sets = text(COPIED_SETS).unwrap_or("").split_whitespace().map(str::to_owned);
+        let keys = |copy: &str| CopyKeys { session, copy: copy.to_owned(), sets: sets.collect() };
+        IndexEntry { index, copy: text(COPY).map(keys), lookup }
     }
 
     async fn lookup(&self, session: &SessionId) -> Result<Option<SessionLookup>> {
@@ -259,14 +309,7 @@ impl Sessions {
     /// whether it existed. No tombstone is kept.
     pub async fn delete(&self, session: &SessionId) -> Result<bool> {
         let storage = self.storage();
-        let Some(meta) = self.meta(session).await? else {
-            return match self.find_orphaned_copy(session).await? {
-                Some(_) => {
-                    Ok(storage.backend.delete_stream(&storage.keys.session(session)).await?)
-                }
-                None => Ok(false),
-            };
-        };
+        let Some(meta) = self.meta(session).await? else { return Ok(false) };
         // The metadata is deleted last, except for the list entry, which only counts together with it.
         for set in meta.snapshots.keys() {
             storage.backend.map_delete(&storage.keys.session_snapshot(session, set)).await?;
@@ -275,19 +318,6 @@ impl Sessions {
         let was_there = storage.backend.map_delete(&storage.keys.session_meta(session)).await?;
         storage.backend.delete_entries(&storage.keys.sessions(), &[meta.index]).await?;
         Ok(was_there)
-    }
-
-    /// Time of a copy that was appended after its session was deleted, if the stream is such an orphan; `None` if it
-    /// is a stream of another program.
-    pub(super) async fn find_orphaned_copy(
-        &self,
-        session: &SessionId,
-    ) -> Result<Option<Timestamp>> {
-        let storage = self.storage();
-        let first = storage.backend.range(&storage.keys.session(session), Range::first(1)).await?;
-        let is_copy = |entry: &Entry| entry.fields.get(ORIGINAL_ENTRY_ID).is_some();
-        let copy = first.into_iter().find(is_copy);
-        Ok(copy.map(|entry| Timestamp::from_millis(entry.id.ms)))
     }
 
     /// Records the first entry of a session that was empty. Returns the first entry as recorded.
@@ -309,6 +339,6 @@ impl Sessions {
     }
 }
 
-fn exists(session: &SessionId, problem: &str) -> SessionError {
+pub(super) fn exists(session: &SessionId, problem: &str) -> SessionError {
     SessionError::Exists { session: session.clone(), problem: problem.to_owned() }
 }

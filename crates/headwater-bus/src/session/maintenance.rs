@@ -21,7 +21,7 @@ use super::{Result, SessionError, Sessions};
 use crate::error::BusError;
 use crate::limits::LIST_PAGE_MAX;
 use crate::metrics;
-use crate::name::{SessionId, random_bits};
+use crate::name::SessionId;
 
 /// Result of a sweep.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -140,11 +140,12 @@ impl Sessions {
         compact_min_entries: Option<u64>,
     ) -> SessionMaintenanceReport {
         let mut done = SessionMaintenanceReport::default();
-        let lookup = &match listed.lookup {
+        let lookup = match &listed.lookup {
             Ok(Some(lookup)) => lookup,
             Ok(None) => {
-                if let Err(error) = self.sweep_index(listed.index, now).await {
-                    warn!(%error, "list of sessions could not be swept");
+                match self.sweep_index(&listed, now).await {
+                    Ok(is_abandoned) => done.swept.abandoned = is_abandoned.into(),
+                    Err(error) => warn!(%error, "list of sessions could not be swept"),
                 }
                 return done;
             }
@@ -164,14 +165,26 @@ impl Sessions {
         done
     }
 
-    /// Removes a stale entry of the list, once no process can still be creating its session.
-    async fn sweep_index(&self, index: EntryId, now: Timestamp) -> Result<()> {
-        let age = now.since(Timestamp::from_millis(index.ms));
-        if age > self.inner.config.abandoned_after {
-            let list = self.storage().keys.sessions();
-            self.storage().backend.delete_entries(&list, &[index]).await?;
+    /// Removes a stale entry of the list, once no process can still be creating its session, and the temporary keys of
+    /// an abandoned copy. Returns whether there was such a copy.
+    async fn sweep_index(&self, listed: &IndexEntry, now: Timestamp) -> Result<bool> {
+        let storage = self.storage();
+        let mut progress_at = listed.index;
+        if let Some(copy) = &listed.copy {
+            let stats = storage.backend.stats(&copy.stream(self)).await?;
+            progress_at =
+                progress_at.max(stats.map_or(EntryId::MIN, |stats| stats.last_generated_id));
         }
-        Ok(())
+        if now.since(Timestamp::from_millis(progress_at.ms)) <= self.inner.config.abandoned_after {
+            return Ok(false);
+        }
+        let Some(copy) = &listed.copy else {
+            storage.backend.delete_entries(&storage.keys.sessions(), &[listed.index]).await?;
+            return Ok(false);
+        };
+        self.remove_copy(listed.index, copy).await?;
+        info!(session = %copy.session, "abandoned fork or import removed");
+        Ok(true)
     }
 
     async fn sweep_one(
@@ -182,13 +195,6 @@ impl Sessions {
     ) -> Result<()> {
         let SessionLookup { session, meta, stats } = lookup;
         match meta.stage {
-            SessionStage::Copying => {
-                let is_abandoned = now.since(meta.progress_at) > self.inner.config.abandoned_after;
-                if is_abandoned && self.remove_unfinished(session, &meta.copier).await? {
-                    swept.abandoned += 1;
-                    info!(%session, "abandoned fork or import removed");
-                }
-            }
             SessionStage::Open => {
                 if meta.ttl.is_some_and(|ttl| now.since(lookup.last_used_at()) > ttl) {
                     match self.expire(lookup, now).await? {
@@ -199,7 +205,7 @@ impl Sessions {
             }
             SessionStage::Expired => {
                 // The process that expired it may still be about to trim it, or to reopen it.
-                let ended = now.since(lookup.ended_at());
+                let ended = now.since(meta.expired_at);
                 if ended <= self.inner.config.abandoned_after {
                     return Ok(());
                 }
@@ -308,14 +314,12 @@ impl Sessions {
         if self.is_needed_by_group(session, lookup.stats.as_ref()) {
             return Ok(false);
         }
-        // Only one process wins, and until it is done no session of this name can be created, which would be deleted,
-        // too. If it crashes, the remains are treated as an abandoned copy.
+        // Only one process wins: a later one could delete a new session of this name. If it crashes, the tombstone is
+        // kept for another `tombstone_ttl`.
         let map = self.storage().keys.session_meta(session);
-        let expired = meta::stage_text(SessionStage::Expired);
-        let expected = Some((meta::STAGE, expired.as_bytes()));
-        let copier = format!("{:032x}", random_bits());
-        let deleting = meta::deleting(&copier, now);
-        if !self.storage().backend.map_update(&map, expected, &deleting).await? {
+        let known = lookup.meta.expired_at.to_rfc3339();
+        let expected = Some((meta::EXPIRED_AT, known.as_bytes()));
+        if !self.storage().backend.map_update(&map, expected, &meta::expired_at_is(now)).await? {
             return Ok(false);
         }
         let is_deleted = self.delete(session).await?;
@@ -349,14 +353,6 @@ impl SessionLookup {
         let snapshots = self.meta.snapshots.values().map(|point| point.entry_id);
         let ids = last.into_iter().chain(snapshots).map(|id| Timestamp::from_millis(id.ms));
         ids.fold(self.meta.created_at, Timestamp::max)
-    }
-
-    /// Time of its expiry. Sessions expired by earlier versions have no such field; then an upper bound of their last
-    /// use.
-    fn ended_at(&self) -> Timestamp {
-        let last = self.meta.expired.map_or(0, |point| point.entry_id.ms);
-        let at = self.meta.expired_at;
-        at.unwrap_or_else(|| self.meta.created_at.max(Timestamp::from_millis(last)))
     }
 
     /// Whether enough entries precede its snapshots to be worth a compaction.

@@ -1,7 +1,7 @@
 //! Metadata of a session: the map `wink:session:<id>:meta`.
 //!
 //! Upstream: every operation on a whole session. Downstream: a registry map of the backend.
-//! Guarantees: a session is complete if and only if its stage is `open`; a tombstone is kept after it expired.
+//! Guarantees: a session exists if and only if it has metadata; a tombstone is kept after it expired.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -23,22 +23,18 @@ const COMPACTED_BEFORE: &str = "compacted_before";
 const COMPACTED_ENTRIES: &str = "compacted_entries";
 const BASE_ENTRY: &str = "base_entry";
 const BASE_ENTRIES: &str = "base_entries";
-const COPY_DESCRIPTION: &str = "filling";
-pub(crate) const COPIER: &str = "filler";
+pub(crate) const RENAMING: &str = "filler";
 const COPIED_BY: &str = "copied_by";
 const PARKED_THROUGH: &str = "parked_through";
-const PROGRESS_AT: &str = "progress_at";
 const EXPIRED_ENTRIES: &str = "expired_entries";
 const EXPIRED_THROUGH: &str = "expired_through";
-const EXPIRED_AT: &str = "expired_at";
+pub(crate) const EXPIRED_AT: &str = "expired_at";
 /// Prefix of the fields with the newest snapshot of each set of folds.
 const SNAPSHOT: &str = "snapshot:";
 
 /// Lifecycle stage of a session.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SessionStage {
-    /// A fork or import in progress, or an interrupted one.
-    Copying,
     /// Open.
     Open,
     /// Expired; its events are deleted.
@@ -88,24 +84,22 @@ pub(crate) struct SessionMeta {
     /// Last generated id and number of entries of the stream when the session was created; `None` if the stream was
     /// new.
     pub(crate) base: Option<SessionPoint>,
-    /// Description, copier and last progress of a copy in progress.
-    pub(crate) copy_description: String,
-    pub(crate) copier: String,
-    pub(crate) progress_at: Timestamp,
-    /// The copier that created the session as a copy.
+    /// The copy that created the session; empty if it is not a copy.
     pub(crate) copied_by: String,
+    /// Not empty while the stream may still have the temporary name of the copy.
+    pub(crate) renaming: String,
     /// Undecodable entries are parked up to this entry.
     pub(crate) parked_through: EntryId,
     pub(crate) expired: Option<SessionPoint>,
-    pub(crate) expired_at: Option<Timestamp>,
+    pub(crate) expired_at: Timestamp,
     /// The newest snapshot of each set of folds.
     pub(crate) snapshots: BTreeMap<String, SessionPoint>,
 }
 
 impl SessionMeta {
-    pub(crate) fn new(stage: SessionStage, index: EntryId, created_at: Timestamp) -> Self {
+    pub(crate) fn new(index: EntryId, created_at: Timestamp) -> Self {
         Self {
-            stage,
+            stage: SessionStage::Open,
             index,
             created_at,
             first: FirstEntry::NoneYet,
@@ -113,83 +107,76 @@ impl SessionMeta {
             parent: None,
             compacted: None,
             base: None,
-            copy_description: String::new(),
-            copier: String::new(),
-            progress_at: created_at,
             copied_by: String::new(),
+            renaming: String::new(),
             parked_through: EntryId::MIN,
             expired: None,
-            expired_at: None,
+            expired_at: Timestamp::default(),
             snapshots: BTreeMap::new(),
         }
     }
 
+    /// The fields of a new session; those of an expiry are added later.
     pub(crate) fn to_fields(&self) -> RegistryMap {
-        let mut fields = RegistryMap::new();
-        let mut put = |name: &str, value: String| fields.insert(name.to_owned(), value.into());
-        put(STAGE, stage_text(self.stage).to_owned());
-        put(INDEX, self.index.to_string());
-        put(CREATED_AT, self.created_at.to_rfc3339());
-        put(FIRST, first_text(self.first));
-        put(COPY_DESCRIPTION, self.copy_description.clone());
-        put(COPIER, self.copier.clone());
-        put(PROGRESS_AT, self.progress_at.to_rfc3339());
-        put(COPIED_BY, self.copied_by.clone());
+        let mut fields = map([
+            (STAGE, stage_text(self.stage).to_owned()),
+            (INDEX, self.index.to_string()),
+            (CREATED_AT, self.created_at.to_rfc3339()),
+            (FIRST, first_text(self.first)),
+            (RENAMING, self.renaming.clone()),
+            (COPIED_BY, self.copied_by.clone()),
+        ]);
         if let Some(ttl) = self.ttl {
-            put(TTL_MS, ttl.as_millis().to_string());
+            fields.extend(map([(TTL_MS, ttl.as_millis().to_string())]));
         }
-        if let Some(parent) = &self.parent {
-            put(PARENT, parent.session.to_string());
-            put(PARENT_ENTRY, parent.entry_id.to_string());
+        if let Some(Parent { session, entry_id }) = &self.parent {
+            fields
+                .extend(map([(PARENT, session.to_string()), (PARENT_ENTRY, entry_id.to_string())]));
         }
-        if let Some(SessionPoint { entry_id, entries }) = self.compacted {
-            put(COMPACTED_BEFORE, entry_id.to_string());
-            put(COMPACTED_ENTRIES, entries.to_string());
-        }
-        if let Some(SessionPoint { entry_id, entries }) = self.base {
-            put(BASE_ENTRY, entry_id.to_string());
-            put(BASE_ENTRIES, entries.to_string());
-        }
-        if let Some(SessionPoint { entry_id, entries }) = self.expired {
-            put(EXPIRED_THROUGH, entry_id.to_string());
-            put(EXPIRED_ENTRIES, entries.to_string());
-        }
-        if let Some(at) = self.expired_at {
-            put(EXPIRED_AT, at.to_rfc3339());
+        for (point, id, count) in [
+            (self.compacted, COMPACTED_BEFORE, COMPACTED_ENTRIES),
+            (self.base, BASE_ENTRY, BASE_ENTRIES),
+        ] {
+            fields.extend(point.into_iter().flat_map(|point| point_is(id, count, point)));
         }
         for (set, point) in &self.snapshots {
-            put(&format!("{SNAPSHOT}{set}"), point.to_text());
+            fields.extend(snapshot_is(set, *point));
         }
         fields
     }
 
     /// Decodes the map. `None` if it has no fields of ours; `Err` names the invalid field.
     pub(crate) fn from_fields(fields: &RegistryMap) -> Result<Option<Self>, String> {
-        let text = |name: &str| match fields.get(name) {
-            None => Ok(""),
-            Some(value) => {
-                std::str::from_utf8(value).map_err(|_| format!("field `{name}` is not valid UTF-8"))
-            }
-        };
-        let invalid = |name: &str| format!("field `{name}` is invalid");
         if !fields.contains_key(STAGE) {
             return Ok(None);
         }
-        let stage = read_stage(text(STAGE)?).ok_or_else(|| invalid(STAGE))?;
+        let invalid = |name: &str| format!("field `{name}` is invalid");
+        let text = |name: &str| match fields.get(name) {
+            None => Ok(""),
+            Some(value) => std::str::from_utf8(value).map_err(|_| invalid(name)),
+        };
+        // An empty field has the value of a missing one.
+        fn or<T>(
+            text: Result<&str, String>,
+            missing: T,
+            read: impl FnOnce(&str) -> Option<T>,
+            invalid: String,
+        ) -> Result<T, String> {
+            match text? {
+                "" => Ok(missing),
+                text => read(text).ok_or(invalid),
+            }
+        }
         let entry_id = |name: &str| text(name)?.parse::<EntryId>().map_err(|_| invalid(name));
-        let time = |name: &str| Timestamp::from_rfc3339(text(name)?).ok_or_else(|| invalid(name));
-        let number = |name: &str| text(name)?.parse::<u64>().map_err(|_| invalid(name));
+        let number = |name: &str, missing: u64| {
+            or(text(name), missing, |text| text.parse().ok(), invalid(name))
+        };
         let point = |id: &str, count: &str| match text(id)? {
-            "" => Ok(None),
-            _ => Ok::<_, String>(Some(SessionPoint {
-                entry_id: entry_id(id)?,
-                entries: number(count)?,
-            })),
+            "" => Ok::<_, String>(None),
+            _ => Ok(Some(SessionPoint { entry_id: entry_id(id)?, entries: number(count, 0)? })),
         };
-        let ttl = match text(TTL_MS)? {
-            "" => None,
-            _ => Some(Duration::from_millis(number(TTL_MS)?)),
-        };
+        let id_or =
+            |name: &str, missing| or(text(name), missing, |text| text.parse().ok(), invalid(name));
         let parent = match text(PARENT)? {
             "" => None,
             parent => Some(Parent {
@@ -197,118 +184,85 @@ impl SessionMeta {
                 entry_id: entry_id(PARENT_ENTRY)?,
             }),
         };
+        let never = Timestamp::default();
         Ok(Some(Self {
-            stage,
+            stage: read_stage(text(STAGE)?).ok_or_else(|| invalid(STAGE))?,
             index: entry_id(INDEX)?,
-            created_at: time(CREATED_AT)?,
+            created_at: Timestamp::from_rfc3339(text(CREATED_AT)?)
+                .ok_or_else(|| invalid(CREATED_AT))?,
             first: read_first(text(FIRST)?).ok_or_else(|| invalid(FIRST))?,
-            ttl,
+            ttl: Some(number(TTL_MS, 0)?).filter(|ms| *ms > 0).map(Duration::from_millis),
             parent,
             compacted: point(COMPACTED_BEFORE, COMPACTED_ENTRIES)?,
             base: point(BASE_ENTRY, BASE_ENTRIES)?,
-            copy_description: text(COPY_DESCRIPTION)?.to_owned(),
-            copier: text(COPIER)?.to_owned(),
-            progress_at: time(PROGRESS_AT)?,
             copied_by: text(COPIED_BY)?.to_owned(),
-            parked_through: match text(PARKED_THROUGH)? {
-                "" => EntryId::MIN,
-                _ => entry_id(PARKED_THROUGH)?,
-            },
+            renaming: text(RENAMING)?.to_owned(),
+            parked_through: id_or(PARKED_THROUGH, EntryId::MIN)?,
             expired: point(EXPIRED_THROUGH, EXPIRED_ENTRIES)?,
-            expired_at: match text(EXPIRED_AT)? {
-                "" => None,
-                _ => Some(time(EXPIRED_AT)?),
-            },
+            expired_at: or(text(EXPIRED_AT), never, Timestamp::from_rfc3339, invalid(EXPIRED_AT))?,
             snapshots: read_snapshots(fields),
         }))
     }
 }
 
-impl SessionPoint {
-    fn to_text(self) -> String {
-        format!("{} {}", self.entry_id, self.entries)
-    }
-
-    fn from_text(text: &str) -> Option<Self> {
-        let (entry_id, entries) = text.split_once(' ')?;
-        Some(Self { entry_id: entry_id.parse().ok()?, entries: entries.parse().ok()? })
-    }
-}
-
 /// Field updates, one function per change.
 pub(crate) fn first_is(first: FirstEntry) -> RegistryMap {
-    one(FIRST, first_text(first))
+    map([(FIRST, first_text(first))])
 }
 
-pub(crate) fn progress_is(now: Timestamp) -> RegistryMap {
-    one(PROGRESS_AT, now.to_rfc3339())
+pub(crate) fn renaming_is(copy: &str) -> RegistryMap {
+    map([(RENAMING, copy.to_owned())])
 }
 
 pub(crate) fn parked_through(id: EntryId) -> RegistryMap {
-    one(PARKED_THROUGH, id.to_string())
+    map([(PARKED_THROUGH, id.to_string())])
 }
 
 pub(crate) fn snapshot_is(set: &str, point: SessionPoint) -> RegistryMap {
-    one(&format!("{SNAPSHOT}{set}"), point.to_text())
+    map([(&format!("{SNAPSHOT}{set}"), format!("{} {}", point.entry_id, point.entries))])
 }
 
 pub(crate) fn snapshot_is_gone(set: &str) -> RegistryMap {
-    one(&format!("{SNAPSHOT}{set}"), String::new())
+    map([(&format!("{SNAPSHOT}{set}"), String::new())])
 }
 
 pub(crate) fn compacted_is(point: SessionPoint) -> RegistryMap {
-    let mut fields = one(COMPACTED_BEFORE, point.entry_id.to_string());
-    fields.extend(one(COMPACTED_ENTRIES, point.entries.to_string()));
-    fields
+    point_is(COMPACTED_BEFORE, COMPACTED_ENTRIES, point)
 }
 
-/// Marks a tombstone that is about to be deleted.
-pub(crate) fn deleting(copier: &str, now: Timestamp) -> RegistryMap {
-    let mut fields = one(STAGE, stage_text(SessionStage::Copying).to_owned());
-    fields.extend(one(COPY_DESCRIPTION, "deletion of an expired session".to_owned()));
-    fields.extend(claimed_by(copier, now));
-    fields
-}
-
-/// Transfers the ownership of a copy.
-pub(crate) fn claimed_by(copier: &str, now: Timestamp) -> RegistryMap {
-    let mut fields = one(COPIER, copier.to_owned());
-    fields.extend(progress_is(now));
-    fields
+pub(crate) fn expired_at_is(now: Timestamp) -> RegistryMap {
+    map([(EXPIRED_AT, now.to_rfc3339())])
 }
 
 pub(crate) fn expired_is(point: SessionPoint, now: Timestamp) -> RegistryMap {
-    let mut fields = one(STAGE, stage_text(SessionStage::Expired).to_owned());
-    fields.extend(one(EXPIRED_AT, now.to_rfc3339()));
-    fields.extend(one(EXPIRED_THROUGH, point.entry_id.to_string()));
-    fields.extend(one(EXPIRED_ENTRIES, point.entries.to_string()));
+    let mut fields = point_is(EXPIRED_THROUGH, EXPIRED_ENTRIES, point);
+    fields.extend(expired_at_is(now));
+    fields.extend(map([(STAGE, stage_text(SessionStage::Expired).to_owned())]));
     fields
 }
 
 pub(crate) fn reopened() -> RegistryMap {
-    let mut fields = one(STAGE, stage_text(SessionStage::Open).to_owned());
-    fields.extend(one(EXPIRED_THROUGH, String::new()));
-    fields.extend(one(EXPIRED_ENTRIES, String::new()));
-    fields.extend(one(EXPIRED_AT, String::new()));
-    fields
+    let open = stage_text(SessionStage::Open);
+    map([(STAGE, open), (EXPIRED_THROUGH, ""), (EXPIRED_ENTRIES, ""), (EXPIRED_AT, "")])
 }
 
-fn one(name: &str, value: String) -> RegistryMap {
-    BTreeMap::from([(name.to_owned(), Bytes::from(value))])
+fn point_is(id: &str, count: &str, point: SessionPoint) -> RegistryMap {
+    map([(id, point.entry_id.to_string()), (count, point.entries.to_string())])
+}
+
+fn map<const N: usize>(fields: [(&str, impl Into<Bytes>); N]) -> RegistryMap {
+    fields.into_iter().map(|(name, value)| (name.to_owned(), value.into())).collect()
 }
 
 pub(crate) fn stage_text(stage: SessionStage) -> &'static str {
     match stage {
-        SessionStage::Copying => "filling",
         SessionStage::Open => "open",
         SessionStage::Expired => "expired",
     }
 }
 
 fn read_stage(text: &str) -> Option<SessionStage> {
-    [SessionStage::Copying, SessionStage::Open, SessionStage::Expired]
-        .into_iter()
-        .find(|stage| stage_text(*stage) == text)
+    [SessionStage::Open, SessionStage::Expired].into_iter().find(|stage| stage_text(*stage) == text)
 }
 
 pub(crate) fn first_text(first: FirstEntry) -> String {
@@ -332,8 +286,9 @@ fn read_first(text: &str) -> Option<FirstEntry> {
 fn read_snapshots(fields: &RegistryMap) -> BTreeMap<String, SessionPoint> {
     let read = |(name, value): (&String, &Bytes)| {
         let set = name.strip_prefix(SNAPSHOT)?;
-        let point = SessionPoint::from_text(std::str::from_utf8(value).ok()?)?;
-        Some((set.to_owned(), point))
+        let (entry_id, entries) = std::str::from_utf8(value).ok()?.split_once(' ')?;
+        let (entry_id, entries) = (entry_id.parse().ok()?, entries.parse().ok()?);
+        Some((set.to_owned(), SessionPoint { entry_id, entries }))
     };
     fields.iter().filter_map(read).collect()
 }

@@ -152,9 +152,15 @@ impl Sessions {
         Ok(self.storage().backend.now().await?)
     }
 
-    /// Metadata of a session; `None` if there is none.
+    /// Metadata of a session; `None` if there is none. If it is a copy whose process died before it renamed the
+    /// stream, the stream is renamed now.
     async fn meta(&self, session: &SessionId) -> Result<Option<SessionMeta>> {
-        read_meta(self.storage(), session).await
+        match read_meta(self.storage(), session).await? {
+            Some(meta) if !meta.renaming.is_empty() => {
+                Ok(self.rename_copy(session, &meta).await?.then_some(meta))
+            }
+            found => Ok(found),
+        }
     }
 }
 

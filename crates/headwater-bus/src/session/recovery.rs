@@ -166,7 +166,7 @@ impl Sessions {
         match self.existing_meta(session).await? {
             Some(meta) => Ok(meta),
             None => {
-                let meta = SessionMeta::new(SessionStage::Open, UNLISTED, self.now().await?);
+                let meta = SessionMeta::new(UNLISTED, self.now().await?);
                 Ok(SessionMeta { first: FirstEntry::Unknown, ..meta })
             }
         }
@@ -181,10 +181,6 @@ impl Sessions {
         let stats = storage.backend.stats(&storage.keys.session(session)).await?;
         if stats.is_none_or(|stats| stats.length == 0) {
             return Err(SessionError::NotFound { session: session.clone() });
-        }
-        if let Some(since) = self.find_orphaned_copy(session).await? {
-            let what = "a copy, which was removed meanwhile".to_owned();
-            return Err(SessionError::Unfinished { session: session.clone(), what, since });
         }
         Ok(None)
     }
@@ -251,7 +247,7 @@ impl Sessions {
                 Err(MissingEntries { after: state.position, before: *before, count: None, reason });
         }
         if let Ok(first) = begins {
-            let mut state = self.empty_state(session, meta);
+            let mut state = SessionState::new(session.clone(), self.inner.folds.clone());
             let replayed =
                 replay::replay(storage, registry, &mut state, (first, end), until, parking).await?;
             recovery = Recovery { from_snapshot: None, replayed: state.entries, ..recovery };
@@ -285,16 +281,10 @@ impl Sessions {
                 }
                 state
             }
-            None => self.empty_state(session, meta),
+            None => SessionState::new(session.clone(), self.inner.folds.clone()),
         };
         recovery.missing = Some(missing);
         Ok(RecoveryAttempt { state, recovery, was_compacted_meanwhile: true })
-    }
-
-    /// The state before the first entry.
-    fn empty_state(&self, session: &SessionId, meta: &SessionMeta) -> SessionState {
-        let copied_by = meta.copied_by.clone();
-        SessionState { copied_by, ..SessionState::new(session.clone(), self.inner.folds.clone()) }
     }
 
     /// Missing entries, if the entry of a snapshot is gone and the beginning is not. Streams are trimmed from the
@@ -394,10 +384,7 @@ impl Sessions {
             Ok(state) if !is_compacted(meta) && self.can_decode_more(&state).await? => {
                 "entries that were undecodable when it was taken can be decoded now".to_owned()
             }
-            Ok(state) => {
-                let copied_by = meta.copied_by.clone();
-                return Ok(Some(SessionState { copied_by, ..state }));
-            }
+            Ok(state) => return Ok(Some(state)),
         };
         info!(%session, problem, "snapshot not used");
         recovery.snapshot_problem = Some(problem);
@@ -431,12 +418,8 @@ impl Sessions {
             state.unreadable.invalid_payloads.iter().map(|id| read(*id)).collect();
         let mut reading = stream::iter(reading).buffer_unordered(CONCURRENCY);
         while let Some(entries) = reading.next().await {
-            let is_read = |entry| {
-                matches!(
-                    state::read(registry, &stream, &state.copied_by, entry),
-                    DecodedEntry::Event(_)
-                )
-            };
+            let is_read =
+                |entry| matches!(state::read(registry, &stream, entry), DecodedEntry::Event(_));
             if entries?.iter().any(is_read) {
                 return Ok(true);
             }
@@ -481,11 +464,6 @@ impl Sessions {
 fn check_open(session: &SessionId, meta: SessionMeta) -> Result<SessionMeta> {
     match meta.stage {
         SessionStage::Open => Ok(meta),
-        SessionStage::Copying => Err(SessionError::Unfinished {
-            session: session.clone(),
-            what: meta.copy_description,
-            since: meta.progress_at,
-        }),
         SessionStage::Expired => {
             let point = meta.expired;
             Err(SessionError::Expired {

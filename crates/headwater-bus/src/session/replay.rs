@@ -9,7 +9,7 @@ use headwater_stream::{Direction, Entry, EntryId, Fields, Range, StreamName};
 
 use super::error::SessionError;
 use super::meta;
-use super::state::{self, DecodedEntry, SessionState, is_stray};
+use super::state::{self, DecodedEntry, SessionState};
 use crate::error::DecodeError;
 use crate::limits::{REPLAY_PAGE_BYTES, REPLAY_PAGE_MAX};
 use crate::name::SessionId;
@@ -152,9 +152,7 @@ pub(crate) async fn replay(
         if state.position == EntryId::MIN && !until.begins_with(first, &entries) {
             return Ok(ReplayOutcome::Gap(entries.first().map_or(EntryId::MAX, |entry| entry.id)));
         }
-        let is_wanted =
-            |entry: &Entry| until.includes(entry) || is_stray(&state.copied_by, &entry.fields);
-        let wanted = entries.iter().take_while(|entry| is_wanted(entry)).count();
+        let wanted = entries.iter().take_while(|entry| until.includes(entry)).count();
         let is_done = wanted < entries.len() || pages.is_at_end();
         entries.truncate(wanted);
         apply(storage, registry, state, &entries, parking).await?;
@@ -173,7 +171,7 @@ pub(crate) async fn apply(
     parking: Parking,
 ) -> Result<(), SessionError> {
     let stream = storage.keys.session(&state.session);
-    let read = |entry| state::read(registry, &stream, &state.copied_by, entry);
+    let read = |entry| state::read(registry, &stream, entry);
     let read: Vec<DecodedEntry> = entries.iter().map(read).collect();
     if let Parking::After(after) = parking {
         let max = state.unreadable.parking_capacity();

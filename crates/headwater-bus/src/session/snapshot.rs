@@ -11,7 +11,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use bytes::Bytes;
 use headwater_stream::clock::Timestamp;
 use headwater_stream::limits::{FIELDS_MAX, VALUE_BYTES_MAX};
-use headwater_stream::{EntryId, RegistryMap};
+use headwater_stream::{Backend, EntryId, MapName, RegistryMap};
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 
@@ -233,22 +233,14 @@ fn load(saved: Vec<SavedFold>, folds: &Folds, registry: &EventRegistry) -> Resul
     Ok(folds)
 }
 
-/// Result of saving a snapshot.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum SaveOutcome {
-    SaveOutcome,
-    /// There is a snapshot of this entry or a later one.
-    Superseded,
-}
-
-/// Saves a snapshot of the session with this `index`, unless there is a later one.
+/// Saves a snapshot of the session with this `index`. Returns `false` if there is one of this entry or a later one.
 pub(crate) async fn save(
     storage: &SessionBackend,
     session: &SessionId,
     index: EntryId,
     set: &str,
     fields: &RegistryMap,
-) -> Result<SaveOutcome, SessionError> {
+) -> Result<bool, SessionError> {
     let failed = |problem: String| SessionError::Snapshot { session: session.clone(), problem };
     let point = point_of(fields).ok_or_else(|| failed("invalid position".to_owned()))?;
     let map = storage.keys.session_snapshot(session, set);
@@ -273,29 +265,44 @@ pub(crate) async fn save(
         Some(_) => {}
         None => return Err(SessionError::NotFound { session: session.clone() }),
     }
+    match replace_older(&**backend, &map, fields).await? {
+        Some(true) => {}
+        Some(false) => return Ok(false),
+        None => return Err(failed(format!("it was replaced {SAVE_ATTEMPTS} times meanwhile"))),
+    }
+    // After the snapshot, because compaction relies on the metadata.
+    let meta = storage.keys.session_meta(session);
+    let index = index.to_string();
+    let expected = Some((meta::INDEX, index.as_bytes()));
+    backend.map_update(&meta, expected, &meta::snapshot_is(set, point)).await?;
+    Ok(true)
+}
+
+/// Writes a snapshot, unless there is one of this entry or a later one: then `Some(false)`. `None` if other processes
+/// replaced it too often meanwhile.
+pub(crate) async fn replace_older(
+    backend: &dyn Backend,
+    map: &MapName,
+    fields: &RegistryMap,
+) -> Result<Option<bool>, SessionError> {
     for _ in 0..SAVE_ATTEMPTS {
-        let old = backend.map_get(&map).await?;
-        let done = match old.as_ref().map(|old| (point_of(old), old.get(POSITION))) {
-            Some((Some(old), _)) if old.entry_id >= point.entry_id => {
-                return Ok(SaveOutcome::Superseded);
+        let is_written = match backend.map_get(map).await? {
+            None => backend.map_create(map, fields).await?,
+            Some(old) => {
+                let entry_id = |of| point_of(of).map(|point| point.entry_id);
+                if entry_id(&old) >= entry_id(fields) {
+                    return Ok(Some(false));
+                }
+                // Without a position, the map has no fields of ours.
+                let expected = old.get(POSITION).map(|position| (POSITION, &**position));
+                backend.map_update(map, expected, fields).await?
             }
-            Some((_, Some(position))) => {
-                backend.map_update(&map, Some((POSITION, position)), fields).await?
-            }
-            // The map has no fields of ours.
-            Some((_, None)) => backend.map_update(&map, None, fields).await?,
-            None => backend.map_create(&map, fields).await?,
         };
-        if done {
-            // After the snapshot, because compaction relies on the metadata.
-            let meta = storage.keys.session_meta(session);
-            let index = index.to_string();
-            let expected = Some((meta::INDEX, index.as_bytes()));
-            backend.map_update(&meta, expected, &meta::snapshot_is(set, point)).await?;
-            return Ok(SaveOutcome::SaveOutcome);
+        if is_written {
+            return Ok(Some(true));
         }
     }
-    Err(failed(format!("it was replaced {SAVE_ATTEMPTS} times meanwhile")))
+    Ok(None)
 }
 
 fn field<'a>(fields: &'a RegistryMap, name: &str) -> Result<&'a str, String> {

@@ -2,15 +2,14 @@
 //!
 //! Upstream: entries of the stream, in order. Downstream: `fold`; `snapshot` saves it.
 //! Guarantees: an event counts once. Skipped are: entries that repeat another one for a group, and events whose id is
-//! among the newest thousands already seen. Undecodable entries are recorded and change nothing; entries appended by
-//! a copier that lost its session are ignored.
+//! among the newest thousands already seen. Undecodable entries are recorded and change nothing.
 
 use std::any::Any;
 use std::collections::{BTreeSet, HashSet, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
-use headwater_stream::{Entry, EntryId, Fields, StreamName};
+use headwater_stream::{Entry, EntryId, StreamName};
 
 use super::error::SessionError;
 use crate::error::DecodeError;
@@ -34,8 +33,6 @@ pub struct SessionState {
     pub(crate) events: u64,
     pub(crate) seen: SeenEventIds,
     pub(crate) unreadable: UnreadableIndex,
-    /// The copier whose entries count, if the session is a copy; otherwise empty.
-    pub(crate) copied_by: String,
 }
 
 /// The newest event ids.
@@ -58,18 +55,10 @@ pub(crate) struct UnreadableIndex {
     pub(crate) count: u64,
 }
 
-/// Field of a copied entry: its copier.
-pub(crate) const COPIED_BY: &str = "copied_by";
-
 /// A decoded entry, before it is applied.
 pub(crate) enum DecodedEntry {
     Event(DeliveredEvent),
-    /// Appended by a copier that lost this session.
-    Stray,
-    Undecodable {
-        error: DecodeError,
-        version: u32,
-    },
+    Undecodable { error: DecodeError, version: u32 },
 }
 
 impl SessionState {
@@ -82,7 +71,6 @@ impl SessionState {
             events: 0,
             seen: SeenEventIds::default(),
             unreadable: UnreadableIndex::default(),
-            copied_by: String::new(),
         }
     }
 
@@ -123,7 +111,6 @@ impl SessionState {
         read: DecodedEntry,
     ) -> Result<(), SessionError> {
         match read {
-            DecodedEntry::Stray => {}
             DecodedEntry::Undecodable { error, version } => {
                 self.unreadable.add(entry_id, error, version);
             }
@@ -155,16 +142,8 @@ impl SessionState {
     }
 }
 
-/// Decodes an entry of a session whose copies are by `copied_by`.
-pub(crate) fn read(
-    registry: &EventRegistry,
-    stream: &StreamName,
-    copied_by: &str,
-    entry: &Entry,
-) -> DecodedEntry {
-    if is_stray(copied_by, &entry.fields) {
-        return DecodedEntry::Stray;
-    }
+/// Decodes an entry.
+pub(crate) fn read(registry: &EventRegistry, stream: &StreamName, entry: &Entry) -> DecodedEntry {
     let envelope = match Envelope::from_entry(stream, entry.id, &entry.fields) {
         Ok(envelope) => envelope,
         Err(error) => return DecodedEntry::Undecodable { error, version: 0 },
@@ -173,11 +152,6 @@ pub(crate) fn read(
         Ok(value) => DecodedEntry::Event(DeliveredEvent { value, envelope: Arc::new(envelope) }),
         Err(error) => DecodedEntry::Undecodable { error, version: envelope.version },
     }
-}
-
-/// Whether an entry was appended by another copier than `copied_by`.
-pub(crate) fn is_stray(copied_by: &str, fields: &Fields) -> bool {
-    fields.get(COPIED_BY).is_some_and(|by| by != copied_by.as_bytes())
 }
 
 impl SeenEventIds {

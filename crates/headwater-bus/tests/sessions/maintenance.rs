@@ -183,22 +183,19 @@ async fn a_crash_during_deletion_is_swept_later(fixture: Fixture) {
     sessions.create(&fixture.session).await.unwrap();
     pause().await;
     assert_eq!(sessions.sweep().await.unwrap().expired, 1);
-    // The state after the first step: the session cannot be opened, and its name is not free.
-    let going = [
-        ("stage", "filling"),
-        ("filler", "another-process"),
-        ("filling", "deletion of an expired session"),
-    ];
-    change_meta(&fixture, &going.map(|(name, value)| (name, value.to_owned()))).await;
+    // The state after the first steps: the session cannot be opened, and its name is not free.
+    let backend = fixture.backend().await;
+    change_meta(&fixture, &[("expired_at", backend.now().await.unwrap().to_rfc3339())]).await;
+    backend.delete_stream(&fixture.stream()).await.unwrap();
     let error = sessions.recover(&fixture.session).await.unwrap_err();
-    assert!(matches!(error, SessionError::Unfinished { .. }), "{error}");
+    assert!(matches!(error, SessionError::Expired { .. }), "{error}");
     let error = sessions.create(&fixture.session).await.unwrap_err();
     assert!(matches!(error, SessionError::Exists { .. }), "{error}");
-    assert_eq!(sessions.sweep().await.unwrap().abandoned, 0, "its copier may still be working");
+    assert_eq!(sessions.sweep().await.unwrap().deleted, 0, "its process may still be working");
 
     let impatient = fixture.sessions_with(folds(), expire_at_once()).await;
     pause().await;
-    assert_eq!(impatient.sweep().await.unwrap().abandoned, 1);
+    assert_eq!(impatient.sweep().await.unwrap().deleted, 1);
     assert_eq!(sessions.info(&fixture.session).await.unwrap(), None);
     sessions.create(&fixture.session).await.unwrap();
 }

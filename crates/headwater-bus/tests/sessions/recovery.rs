@@ -276,8 +276,7 @@ async fn damaged_metadata_is_reported(fixture: Fixture) {
     let meta = MapName::new(meta).unwrap();
     let backend = fixture.backend().await;
     let whole = backend.map_get(&meta).await.unwrap().unwrap();
-    for field in ["stage", "index", "created_at", "first_entry", "progress_at", "ttl_ms", "parent"]
-    {
+    for field in ["stage", "index", "created_at", "first_entry", "expired_at", "ttl_ms", "parent"] {
         let invalid = RegistryMap::from([(field.to_owned(), "{odd}".into())]);
         backend.map_update(&meta, None, &invalid).await.unwrap();
         let error = sessions.recover(&fixture.session).await.unwrap_err();

@@ -113,6 +113,14 @@ macro_rules! __stream_cases {
                 always closing_an_idle_reader_returns_nothing,
                 always two_readers_of_one_process_block_independently,
             }
+            rename {
+                steady a_renamed_stream_keeps_its_entries_groups_and_pending_entries,
+                steady a_stream_is_not_renamed_over_one_with_entries,
+                steady an_empty_stream_is_replaced_by_a_renamed_one,
+                always a_missing_stream_is_not_renamed,
+                steady of_concurrent_renames_to_one_name_one_takes_effect,
+                always a_blocked_reader_gets_the_entries_of_a_stream_that_is_renamed_to_its_own,
+            }
             settle {
                 steady done_acknowledges_the_delivery_and_keeps_the_entry,
                 always done_is_idempotent,

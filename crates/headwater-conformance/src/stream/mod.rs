@@ -46,6 +46,7 @@ pub mod range;
 pub mod read;
 pub mod reclaim;
 pub mod registry;
+pub mod rename;
 pub mod settle;
 pub mod stats;
 pub mod tail;

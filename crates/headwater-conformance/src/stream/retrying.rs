@@ -121,6 +121,7 @@ retrying! {
         trim(stream: &StreamName, retention: &Retention, guard: TrimGuard) -> TrimResult;
         delete_entries(stream: &StreamName, ids: &[EntryId]) -> usize;
         delete_stream(stream: &StreamName) -> bool;
+        rename_stream(from: &StreamName, to: &StreamName) -> bool;
         stats(stream: &StreamName) -> Option<StreamStats>;
         remove_idle_consumers(
             stream: &StreamName, group: &GroupName, idle: Duration

@@ -167,6 +167,7 @@ pub async fn stream_calls_on_another_type_fail_with_wrong_type(env: StreamTestEn
             ),
             ("delete_entries", backend.delete_entries(stream, &id).await.map(drop)),
             ("delete_stream", backend.delete_stream(stream).await.map(drop)),
+            ("rename_stream", backend.rename_stream(stream, stream).await.map(drop)),
             ("stats", backend.stats(stream).await.map(drop)),
             (
                 "remove_idle_consumers",

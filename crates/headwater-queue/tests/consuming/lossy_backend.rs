@@ -163,6 +163,7 @@ delegate! {
         fn trim(stream: &StreamName, retention: &Retention, guard: TrimGuard) -> TrimResult;
         fn delete_entries(stream: &StreamName, ids: &[EntryId]) -> usize;
         fn delete_stream(stream: &StreamName) -> bool;
+        fn rename_stream(from: &StreamName, to: &StreamName) -> bool;
         fn stats(stream: &StreamName) -> Option<StreamStats>;
         fn remove_idle_consumers(stream: &StreamName, group: &GroupName, idle: Duration) -> Vec<ConsumerName>;
     }

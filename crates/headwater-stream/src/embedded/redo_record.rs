@@ -98,6 +98,8 @@ redo_records! {
     /// Removes a deduplication record.
     21: RemoveDedup { scope: &'a str, id: &'a str, }
 
+    /// Gives a stream a name that is not in use.
+    30: Rename { from: &'a str, to: &'a str, }
     /// Removes the value of a name: a stream, delay set, map, set or lease.
     22: Remove { name: &'a str, }
 

@@ -209,6 +209,7 @@ impl EmbeddedState {
                 let freed = self.dedup.remove(scope, id);
                 self.bytes = self.bytes.saturating_sub(freed);
             }
+            RedoRecord::Rename { from, to } => self.rename(from, to)?,
             RedoRecord::Remove { name } => self.remove(name)?,
             RedoRecord::RestoreCounters { next_delay } => self.next_delay = *next_delay,
             // Recorded above.
@@ -325,6 +326,18 @@ impl EmbeddedState {
             Some(_) => return Err("the name does not hold a lease"),
         }
         self.lease_expirations.insert((until, key));
+        Ok(())
+    }
+
+    fn rename(&mut self, from: &str, to: &str) -> Result<(), RecordError> {
+        StreamName::new(to).map_err(|_| "invalid stream name")?;
+        if self.names.contains_key(to) {
+            return Err("the new name is in use");
+        }
+        match self.names.remove(from) {
+            Some(value @ NamedValue::StreamState(_)) => self.names.insert(to.into(), value),
+            _ => return Err("unknown stream"),
+        };
         Ok(())
     }
 

@@ -220,6 +220,22 @@ impl Streams for Embedded {
         self.remove(name, |tx| Ok(tx.state().stream(name, tx.now)?.is_some())).await
     }
 
+    async fn rename_stream(&self, from: &StreamName, to: &StreamName) -> Result<bool> {
+        let rename = self.shared().transact(Durability::Durable, |tx| {
+            let exists = tx.state().stream(from.as_str(), tx.now)?.is_some();
+            let target = tx.state().stream(to.as_str(), tx.now)?;
+            if !exists || from == to || target.is_some_and(|target| target.entries.len() > 0) {
+                return Ok(false);
+            }
+            if target.is_some() || tx.state().is_expired(to.as_str(), tx.now) {
+                tx.apply(&RedoRecord::Remove { name: to.as_str() });
+            }
+            tx.apply(&RedoRecord::Rename { from: from.as_str(), to: to.as_str() });
+            Ok(true)
+        });
+        rename.await
+    }
+
     async fn stats(&self, stream: &StreamName) -> Result<Option<StreamStats>> {
         let stats = self.shared().read(|tx| {
             let Some(stream) = tx.state.stream(stream.as_str(), tx.now)? else {

@@ -90,6 +90,10 @@ impl<'a> Tx<'a> {
                 self.record_commit(stream, *first);
                 self.wake(stream);
             }
+            RedoRecord::Rename { from, to } => {
+                self.wake(from);
+                self.wake(to);
+            }
             RedoRecord::RemoveGroup { stream: name, .. }
             | RedoRecord::Remove { name }
             | RedoRecord::Schedule { delays: name, .. } => self.wake(name),

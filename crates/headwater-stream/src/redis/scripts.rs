@@ -53,6 +53,7 @@ scripts! {
     RESET_GROUP = "reset_group";
     REMOVE_IDLE = "remove_idle";
     DELETE = "delete";
+    RENAME = "rename";
     SCHEDULE = "schedule";
     LIST_DUE = "list_due";
     PROMOTE_DUE = "promote_due";

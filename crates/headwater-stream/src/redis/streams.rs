@@ -273,6 +273,14 @@ impl Streams for RedisBackend {
         self.delete(stream.as_str(), "stream").await
     }
 
+    async fn rename_stream(&self, from: &StreamName, to: &StreamName) -> Result<bool> {
+        self.check_same_slot("the new name", from.as_str(), to.as_str())?;
+        let commands = Commands::run(&scripts::RENAME, &[from, to], &[""; 0]);
+        let replies = self.call(from, commands, Idempotency::AtMostOnce).await?;
+        let renamed = replies.cursor().number().map_err(|error| error.into_stream_error(from))?;
+        Ok(renamed > 0)
+    }
+
     async fn stats(&self, stream: &StreamName) -> Result<Option<StreamStats>> {
         self.client.with_deadline(Duration::ZERO, self.stream_stats(stream)).await
     }

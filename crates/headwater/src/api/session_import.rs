@@ -1,9 +1,9 @@
 //! Imports a session from JSON lines.
 //!
-//! Upstream: `http/router.rs` and `cli/verbs/session.rs`. Downstream: the import of `headwater-bus`. Guarantees: if an
-//! import fails (invalid line; truncated, oversized or slow body; disconnect; shutdown), the entries stored so far
-//! are removed. If removal fails as well, the error says so; then, and after a kill, repeating the same import
-//! replaces the remains. There is no total timeout: each chunk must arrive within `http.read_timeout`, the average
+//! Upstream: `http/router.rs` and `cli/verbs/session.rs`. Downstream: the import of `headwater-bus`. Guarantees: the
+//! session appears when it is complete. If an import fails (invalid line; truncated, oversized or slow body; disconnect;
+//! shutdown; kill), its id stays free, and the entries stored so far are removed, at once or by maintenance. If the
+//! backend fails so that the outcome is unknown, the error says so. There is no total timeout: each chunk must arrive within `http.read_timeout`, the average
 //! rate must be at least [`BYTES_PER_SECOND_MIN`], and the total at most `http.import_bytes_max`.
 
 use std::sync::Arc;
@@ -37,8 +37,7 @@ pub(super) fn routes() -> OpenApiRouter<App> {
     OpenApiRouter::new().routes(routes!(import))
 }
 
-/// Import a session from the lines of an export. Replaces the remains of an earlier unfinished import of the same
-/// session.
+/// Import a session from the lines of an export. The session appears when it is complete.
 #[utoipa::path(post, path = "/sessions/{session}/import", tag = "sessions", params(("session" = String, Path)),
     request_body(content = String, content_type = "application/x-ndjson"),
     responses((status = 201, body = SessionDto), (status = 400), (status = 408, description = "No data received in time."),
@@ -81,16 +80,16 @@ async fn import(
     app.background_jobs.run(importing).await
 }
 
-/// Removes the entries of a failed import. Returns the error, extended if removal failed; `None` if the session is
-/// complete after all and only the reply of the backend was lost.
+/// Removes the entries of a failed import. Returns the error, extended if the outcome is unknown; `None` if the session
+/// is complete after all and only the reply of the backend was lost.
 async fn abandon(import: &mut Import, session: &SessionId, refusal: ApiError) -> Option<ApiError> {
     match import.abandon().await {
         Ok(false) => Some(refusal),
         Ok(true) => None,
         Err(error) => {
-            warn!(%session, %error, "failed to remove the entries of a failed import");
+            warn!(%session, %error, "outcome of a failed import is unknown");
             Some(refusal.and(&format!(
-                "the partial session `{session}` could not be removed; repeat the same import to replace it"
+                "whether session `{session}` was imported is unknown: check it with `headwater session show {session}`"
             )))
         }
     }

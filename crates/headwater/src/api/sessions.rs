@@ -55,7 +55,7 @@ pub(crate) struct SessionPage {
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct SessionDto {
     session: String,
-    /// `open`; `filling`: a fork or import that is in progress or was interrupted; `expired`.
+    /// `open` or `expired`.
     stage: &'static str,
     created_at: String,
     /// Stored entries.
@@ -80,7 +80,6 @@ fn to_dto(info: SessionInfo) -> SessionDto {
     SessionDto {
         session: info.session.to_string(),
         stage: match info.stage {
-            SessionStage::Copying => "filling",
             SessionStage::Open => "open",
             SessionStage::Expired => "expired",
         },
@@ -119,7 +118,7 @@ pub(crate) struct SessionResponse {
     events: Option<u64>,
     /// Number of entries that match no known event type.
     unreadable: Option<u64>,
-    /// Why the events cannot be counted: missing entries, or the session is unfinished.
+    /// Why the events cannot be counted: entries are missing, or the session has expired.
     problem: Option<String>,
 }
 
@@ -133,8 +132,7 @@ async fn show(
     let session = parse_session_id(&session)?;
     let info = match app.sessions.info(&session).await? {
         Some(info) => info,
-        // Events written by another program, or spooled by a process that was killed. A read does not register the
-        // session.
+        // Events written by another program. A read does not register the session.
         None => {
             app.sessions.info_including_foreign(&session).await.map_err(|error| match error {
                 error if error.is_transient() => error,
@@ -337,12 +335,10 @@ impl From<SessionError> for ApiError {
                 Self::invalid(message)
             }
             SessionError::Exists { session, .. } => {
-                let message = format!(
-                    "session `{session}` already exists, or a fork or import with this id is in progress; choose another id"
-                );
+                let message = format!("session `{session}` already exists; choose another id");
                 Self::new(StatusCode::CONFLICT, "conflict", message)
             }
-            SessionError::Unfinished { .. }
+            SessionError::CopyRemoved { .. }
             | SessionError::CompactedWhileReading { .. }
             | SessionError::Expired { .. }
             | SessionError::Incomplete { .. } => {

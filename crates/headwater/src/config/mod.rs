@@ -15,7 +15,7 @@ mod table;
 mod value_type;
 
 use std::net::SocketAddr;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Duration;
 
 use secrecy::{ExposeSecret, SecretString};
@@ -41,10 +41,6 @@ pub(crate) const FILE: &str = "headwater.toml";
 pub(crate) struct Settings {
     /// URL of the stream backend; may contain a password.
     pub(crate) stream_url: SecretString,
-    /// Directory of the event spool; empty disables it.
-    pub(crate) stream_spool: String,
-    /// Whether `stream.spool` was set explicitly.
-    pub(crate) stream_spool_is_given: bool,
     /// URL of the database; may contain a password.
     pub(crate) database_url: SecretString,
     /// Whether `database.url` was set explicitly.
@@ -266,8 +262,6 @@ impl Settings {
         };
         let settings = Self {
             stream_url: read.text("stream.url").into(),
-            stream_spool: read.text("stream.spool").to_owned(),
-            stream_spool_is_given: read.is_given("stream.spool"),
             database_url: read.text("database.url").into(),
             database_is_given: read.is_given("database.url"),
             database_connections: read.count("database.connections"),
@@ -312,13 +306,6 @@ impl Settings {
             )));
         }
         Ok(())
-    }
-
-    /// Directory of the event spool. `None` for embedded streams, which are always available.
-    pub(crate) fn spool(&self) -> Option<&Path> {
-        let is_embedded = self.stream_url.expose_secret().starts_with("embedded:");
-        let directory = Some(self.stream_spool.as_str()).filter(|name| !name.is_empty())?;
-        (!is_embedded).then(|| Path::new(directory))
     }
 
     /// The stream URL with its password hidden.

@@ -41,8 +41,6 @@ pub(crate) const TABLE: &[Setting] = &[
     // Storage.
     setting("stream.url", "embedded:headwater-data/streams", ValueType::StreamUrl,
         "URL of the stream backend: embedded in this process, or Redis."),
-    setting("stream.spool", "headwater-data/spool", ValueType::Text,
-        "Directory that buffers events of model runs while Redis is unreachable. Several processes may share it. Empty disables spooling: events published while Redis is unreachable are dropped and logged. If you set a directory, it must be writable; if the default is not writable, the server logs a warning and continues without a spool."),
     setting("database.url", "sqlite:headwater-data/headwater.db", ValueType::DatabaseUrl,
         "URL of the database for issues, tickets and the outbox: a SQLite file or PostgreSQL."),
     setting("database.connections", "16", ValueType::Count { min: 1, max: 1000 },

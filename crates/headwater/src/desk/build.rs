@@ -7,14 +7,14 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::{Context, Result, anyhow, bail};
+use anyhow::{Context, Result, anyhow};
 use async_trait::async_trait;
 use headwater_bus::{
-    BusError, EventBus, EventRegistry, FailurePolicy, Folds, PromptExecuted, Sessions,
-    SessionsConfig, SpoolConfig, StreamedBus, StreamedBusConfig, ToolInvoked,
+    EventBus, EventRegistry, Folds, PromptExecuted, Sessions, SessionsConfig, StreamedBus,
+    StreamedBusConfig, ToolInvoked,
 };
 use headwater_issue::{CommitVerifier, DeliverError, Nudger, OutboxRow, Store};
-use headwater_stream::{Backend, StreamError};
+use headwater_stream::Backend;
 use secrecy::{ExposeSecret, SecretString};
 use tracing::warn;
 
@@ -30,9 +30,6 @@ use crate::tickets::Tickets;
 
 /// Deadline of [`close`].
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
-
-/// Maximum number of processes that share one spool directory.
-const SPOOLS_MAX: usize = 100;
 
 /// A session of a model run is deleted this long after its last event.
 const SESSION_TTL: Duration = Duration::from_secs(30 * 24 * 60 * 60);
@@ -62,17 +59,17 @@ impl DeskServices {
             Tickets::open(Arc::clone(store), nudger.clone(), config.debounce_window()).await;
         let tickets = tickets.context("opening the ticket tables")?;
         let tickets = tickets.with_confirmations(confirmations.clone());
-        let bus = open_bus(settings, streams).await.context("opening the bus")?;
-        let (bus, sessions) = open_sessions(bus).await?;
+        let (bus, sessions) = sessions(streams).await?;
         let desk = Desk::new(
             model(&settings.model)?,
             Arc::new(tickets.clone()) as Arc<dyn TicketSearch>,
             Arc::new(tickets.clone()) as Arc<dyn Ledger>,
-            Arc::clone(&sessions),
+            Arc::clone(store),
             config,
         );
+        let control = bus.control_stream().clone();
         let publisher =
-            TicketEventsPublisher::new(Arc::clone(streams), bus.control_stream().clone());
+            TicketEventsPublisher::new(Arc::clone(streams), control, Arc::clone(&sessions));
         let local = DeskDelivery { tickets: tickets.clone(), publisher };
         let destinations = settings.integrations.iter().map(destination).collect::<HashMap<_, _>>();
         let delivery = OutboxDeliverer::new(Arc::clone(store), destinations, Arc::new(local));
@@ -87,26 +84,18 @@ impl DeskServices {
     }
 }
 
-/// Opens the sessions of model runs and their bus for inspection, without a desk.
+/// Opens the sessions of model runs and their bus.
 pub(crate) async fn sessions(
     streams: &Arc<dyn Backend>,
 ) -> Result<(Arc<StreamedBus>, Arc<Sessions>)> {
-    let config = bus_config(FailurePolicy::Fail);
+    let config = StreamedBusConfig { drain: CLOSE_TIMEOUT / 2, ..StreamedBusConfig::default() };
     let bus = StreamedBus::open(Arc::clone(streams), EventRegistry::builtin(), config).await;
-    open_sessions(bus.context("opening the bus")?).await
-}
-
-async fn open_sessions(bus: StreamedBus) -> Result<(Arc<StreamedBus>, Arc<Sessions>)> {
-    let bus = Arc::new(bus);
+    let bus = Arc::new(bus.context("opening the bus")?);
     let folds = Folds::none().all::<ToolInvoked>(100).all::<PromptExecuted>(100);
     let config = SessionsConfig { ttl: Some(SESSION_TTL), ..SessionsConfig::default() };
     let on_bus = Arc::clone(&bus) as Arc<dyn EventBus>;
     let sessions = Sessions::new(on_bus, folds, config).await.context("opening the sessions")?;
     Ok((bus, Arc::new(sessions)))
-}
-
-fn bus_config(on_failure: FailurePolicy) -> StreamedBusConfig {
-    StreamedBusConfig { on_failure, drain: CLOSE_TIMEOUT / 2, ..StreamedBusConfig::default() }
 }
 
 /// Closes the bus. Returns after [`CLOSE_TIMEOUT`] at the latest; failures are logged.
@@ -116,46 +105,6 @@ pub(crate) async fn close(bus: Arc<StreamedBus>) {
         Ok(Err(error)) => warn!(%error, "closing the bus failed"),
         Err(_) => warn!("closing the bus timed out"),
     }
-}
-
-/// Opens the bus. With a spool, steps of model runs are stored on disk while streams are unavailable and published
-/// later.
-async fn open_bus(settings: &Settings, streams: &Arc<dyn Backend>) -> Result<StreamedBus> {
-    let open = async |on_failure| {
-        StreamedBus::open(Arc::clone(streams), EventRegistry::builtin(), bus_config(on_failure))
-            .await
-    };
-    let Some(directory) = settings.spool() else { return Ok(open(FailurePolicy::Fail).await?) };
-    for index in 0..SPOOLS_MAX {
-        let spool = directory.join(format!("{index}.spool"));
-        match open(FailurePolicy::Spool(SpoolConfig::new(spool))).await {
-            // Another process uses this one. The spool of a dead process is free again; this process publishes its
-            // content.
-            Err(BusError::Spool { source, .. })
-                if matches!(*source, StreamError::Locked { .. }) => {}
-            // The default directory was not chosen by the user, and a missing spool never fails a run: continue
-            // without it.
-            Err(error @ BusError::Spool { .. }) if !settings.stream_spool_is_given => {
-                warn!(%error, "default spool cannot be used; repair or remove it, or set `stream.spool`");
-                if error.is_transient() {
-                    break;
-                }
-            }
-            Err(error) => {
-                let directory = directory.display();
-                return Err(error).with_context(|| format!("setting `stream.spool` ({directory})"));
-            }
-            Ok(bus) => return Ok(bus),
-        }
-    }
-    let directory = directory.display();
-    if !settings.stream_spool_is_given {
-        warn!(%directory, "no spool available: steps of model runs are lost while streams are unavailable");
-        return Ok(open(FailurePolicy::Fail).await?);
-    }
-    bail!(
-        "setting `stream.spool`: {SPOOLS_MAX} processes already use {directory}; choose another directory for this process"
-    )
 }
 
 /// The configured model.

@@ -12,10 +12,9 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use headwater_analytics::RunMetrics;
-use headwater_bus::Sessions;
 use headwater_issue::{
     DebounceWindow, EventLogId, HandlerError, IssueError, IssueHandler, OnNewEvent, Resolution,
-    Run, WorkerConfig,
+    Run, Store, WorkerConfig,
 };
 use serde_json::json;
 use tracing::{info, warn};
@@ -26,10 +25,9 @@ use crate::desk::conversation::{Conversation, ConversationEntry};
 use crate::desk::model::{
     LanguageModel, ModelAnswer, ModelError, ModelPrompt, TokenUsage, Turn, estimate_tokens,
 };
-use crate::desk::pending_sessions::PendingSessions;
 use crate::desk::prompt;
 use crate::desk::reply::{DeskReply, ReplyTarget};
-use crate::desk::session::RunSession;
+use crate::desk::session::{RunSession, StepWriter};
 use crate::desk::token_reservations::{OpenReservation, ReservationOutcome, TokenAccounting};
 use crate::desk::tools::{self, SearchScope, TicketSearch, ToolEffect};
 use crate::limits::{REPLY_BYTES_MAX, TOOL_ROUNDS_MAX};
@@ -124,8 +122,7 @@ pub struct Desk {
     model: Arc<dyn LanguageModel>,
     search: Arc<dyn TicketSearch>,
     accounting: TokenAccounting,
-    sessions: Arc<Sessions>,
-    pending_sessions: Arc<PendingSessions>,
+    step_writer: StepWriter,
     config: DeskConfig,
 }
 
@@ -158,33 +155,22 @@ impl From<HandlerError> for Stop {
 }
 
 impl Desk {
-    /// Creates a desk. `search` and `ledger` are usually the ticket store.
+    /// Creates a desk. `search` and `ledger` are usually the ticket store. `store` is the store of the issues.
     pub fn new(
         model: Arc<dyn LanguageModel>,
         search: Arc<dyn TicketSearch>,
         ledger: Arc<dyn Ledger>,
-        sessions: Arc<Sessions>,
+        store: Arc<dyn Store>,
         config: DeskConfig,
     ) -> Self {
-        let pending_sessions = Arc::new(PendingSessions::new(Arc::clone(&sessions)));
-        Self {
-            model,
-            search,
-            accounting: TokenAccounting::new(ledger),
-            sessions,
-            pending_sessions,
-            config,
-        }
+        let (accounting, step_writer) = (TokenAccounting::new(ledger), StepWriter::new(store));
+        Self { model, search, accounting, step_writer, config }
     }
 
-    /// Sessions created while streams were unavailable. The caller must run them, otherwise they are not listed.
-    pub(crate) fn pending_sessions(&self) -> Arc<PendingSessions> {
-        Arc::clone(&self.pending_sessions)
-    }
-
-    /// Waits a bounded time for pending token settlements. Call it after the last run has ended.
+    /// Waits a bounded time for pending token settlements, and until the sessions of runs without a result are stored.
+    /// Call it after the last run has ended.
     pub async fn close(&self) {
-        self.accounting.wait_until_settled().await;
+        tokio::join!(self.accounting.wait_until_settled(), self.step_writer.close());
     }
 
     /// Calls the model, and the tools it requests, until it answers without a tool call.
@@ -192,7 +178,7 @@ impl Desk {
         &self,
         run: &Run,
         conversation: &Conversation,
-        session: &RunSession,
+        session: &RunSession<'_>,
     ) -> Result<ModelOutcome, Stop> {
         let specs = tools::specs(run.issue());
         let mut prompt = prompt::render(conversation, specs.clone(), self.config.output_tokens_max);
@@ -217,7 +203,7 @@ impl Desk {
                 let user = conversation.user_id.as_deref();
                 let (search, scope) = (self.search.as_ref(), self.config.search);
                 let result = tools::call(call, &specs, run.issue(), search, scope, user).await;
-                session.record_tool_call(call, &result).await;
+                session.record_tool_call(call, &result);
                 let content = result.content;
                 prompt.turns.push(Turn::ToolResult { call_id: call.id.clone(), content });
                 // An effect requested twice happens once.
@@ -280,7 +266,7 @@ impl Desk {
         &self,
         run: &Run,
         prompt: &ModelPrompt,
-        session: &RunSession,
+        session: &RunSession<'_>,
     ) -> Result<(ModelAnswer, TokenUsage), Stop> {
         let prompt_tokens = prompt.tokens_estimate();
         // Token budgets do not apply to a free model.
@@ -306,7 +292,7 @@ impl Desk {
         };
         let usage = answer.usage.unwrap_or(estimate);
         settle(open, usage.total()).await;
-        session.record_answer(&answer, usage).await;
+        session.record_answer(&answer, usage);
         Ok((answer, usage))
     }
 
@@ -327,7 +313,7 @@ impl Desk {
         run: &Run,
         conversation: &Conversation,
         outcome: ModelOutcome,
-        session: &RunSession,
+        session: &RunSession<'_>,
     ) -> Resolution {
         let content = text::cut(text::cleaned(&outcome.text).trim(), REPLY_BYTES_MAX).to_owned();
         // After too many superseded runs the reply is sent even if it is stale, so that a busy issue gets an answer.
@@ -411,8 +397,7 @@ impl IssueHandler for Desk {
         if !conversation.needs_answer {
             return Ok(record_only(&conversation, None));
         }
-        let session =
-            RunSession::new(&self.sessions, &self.pending_sessions, &run, self.model.name());
+        let session = RunSession::new(&self.step_writer, &run, self.model.name());
         let outcome = match self.run_model(&run, &conversation, &session).await {
             Ok(outcome) => outcome,
             Err(Stop::BudgetExceeded) => {
@@ -421,12 +406,14 @@ impl IssueHandler for Desk {
             }
             Err(Stop::Failed(error)) => return Err(error),
         };
-        session.ensure_created().await;
-        let resolution = self.resolve(&run, &conversation, outcome.or_default_text()?, &session);
+        let mut resolution =
+            self.resolve(&run, &conversation, outcome.or_default_text()?, &session);
         // Query the database instead of relying on notifications. If there are newer events, the worker cancels this
         // run at the next await, unless the supersede limit is reached.
         check_for_newer_events(&run).await?;
         tokio::task::yield_now().await;
+        // After the last await: a run that is superseded before leaves its session, too.
+        resolution.outbox.extend(session.into_rows());
         Ok(resolution)
     }
 }

@@ -14,9 +14,7 @@ mod token_reservations;
 pub mod prompt;
 pub mod tools;
 
-mod pending_sessions;
-
-mod session;
+pub(crate) mod session;
 
 pub mod handler;
 

@@ -1,88 +1,92 @@
-//! Records a model run as a session on the bus: prompt, tool calls, answers.
+//! Records a model run as a session: prompt, tool calls, answers.
 //!
-//! Upstream: `handler` records each step. Downstream: the bus; replaying the session shows the run.
-//! Guarantees: a run never fails, and is never delayed for long, because the bus is unavailable. With a spool, its steps
-//! reach the session in order when streams are available again; without one, or if it is full, the loss is logged.
+//! Upstream: `handler` records each step. Downstream: rows of the outbox, which `outbound` appends to the session.
+//! Guarantees: a run never waits for streams. Its steps are committed together with its result, so the session gets each
+//! of them once and in order, whatever fails. A run without a result (failed, superseded, claim lost) leaves the steps
+//! that it has made: they are written to the outbox in the background; only a crash of the process loses them.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use headwater_bus::{
-    Event, EventBusExt, PromptExecuted, PromptRendered, Session, SessionId, Sessions, ToolInvoked,
-    ToolResult,
+    Event, EventId, PromptExecuted, PromptRendered, SessionId, ToolInvoked, ToolResult,
 };
-use headwater_issue::Run;
+use headwater_issue::limits::{OUTBOX_PER_RUN_MAX, PAYLOAD_BYTES_MAX};
+use headwater_issue::{IssueId, KeyedOutboxRow, NewOutboxRow, OutboxKind, Run, Store};
+use serde::{Deserialize, Serialize};
 use serde_json::{Value as Json, json};
-use tokio::sync::OnceCell;
-use tokio::time::timeout;
+use tokio::runtime::Handle;
+use tokio::time::{Instant, sleep, timeout};
+use tokio_util::task::TaskTracker;
 use tracing::warn;
 
 use crate::desk::budget;
 use crate::desk::model::{ModelAnswer, ModelPrompt, TokenUsage, ToolCall, Turn};
-use crate::desk::pending_sessions::PendingSessions;
 use crate::desk::tools::ToolOutcome;
 
-/// How long a run waits for the creation of its session.
-const CREATE_TIMEOUT: Duration = Duration::from_secs(2);
+/// `target` of the outbox rows.
+pub(crate) const SESSION_STEPS: &str = "headwater.session_steps";
 
-/// How long a run waits for the bus at each step. Longer than a backend call, after which the step is in the spool.
-const PUBLISH_TIMEOUT: Duration = Duration::from_secs(10);
+/// Maximum rows of one run; the replies of the run have room beside them.
+const ROWS_MAX: usize = OUTBOX_PER_RUN_MAX / 2;
+
+/// How long steps without a result are written again while the database is unavailable, and the pause in between.
+const WRITE_RETRY_FOR: Duration = Duration::from_secs(10 * 60);
+const WRITE_RETRY_PAUSE: Duration = Duration::from_secs(1);
+
+/// Runs whose steps are being written in the background; those of further ones are dropped.
+const WRITES_MAX: usize = 1000;
+
+/// How long [`StepWriter::close`] waits.
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
 
 const PROMPT_NAMESPACE: &str = "headwater.desk";
 const PROMPT_KEY: &str = "reply";
 
-/// The session of one run, created with its first event, so that a run that never reaches the model creates none.
-pub(crate) struct RunSession {
-    sessions: Arc<Sessions>,
-    pending: Arc<PendingSessions>,
-    /// `None` if the backend was unavailable: events are published without it, and [`PendingSessions`] registers it
-    /// later.
-    session: OnceCell<Option<Session>>,
-    /// The prompt; published with the next event or when the run has a result.
-    rendered: Mutex<Option<PromptRendered>>,
-    id: SessionId,
-    adapter: String,
+/// Payload of an outbox row: steps of one session, in order.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct SessionSteps {
+    pub(crate) session_id: String,
+    pub(crate) steps: Vec<SessionStep>,
 }
 
-impl RunSession {
+/// An encoded event.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct SessionStep {
+    pub(crate) event_id: String,
+    #[serde(rename = "type")]
+    pub(crate) event_type: String,
+    pub(crate) version: u32,
+    pub(crate) timestamp: String,
+    /// The payload as text, because a database may change JSON (order of keys, NUL characters).
+    pub(crate) payload: String,
+}
+
+/// The session of one run.
+pub(crate) struct RunSession<'a> {
+    writer: &'a StepWriter,
+    issue_id: IssueId,
+    id: SessionId,
+    adapter: String,
+    recorded: Mutex<RecordedSteps>,
+}
+
+#[derive(Default)]
+struct RecordedSteps {
+    /// The prompt. It becomes a step with the next one or when the run has a result, so that a run that never reaches
+    /// the model has no session.
+    prompt: Option<PromptRendered>,
+    steps: Vec<SessionStep>,
+}
+
+impl<'a> RunSession<'a> {
     /// A session id `issue-7-run-3-` plus a random part, so that a recreated database does not repeat ids.
-    pub(crate) fn new(
-        sessions: &Arc<Sessions>,
-        pending: &Arc<PendingSessions>,
-        run: &Run,
-        adapter: &str,
-    ) -> Self {
+    pub(crate) fn new(writer: &'a StepWriter, run: &Run, adapter: &str) -> Self {
         let random = uuid::Uuid::new_v4().simple().to_string();
         let id = format!("issue-{}-run-{}-{}", run.issue().id, run.epoch(), &random[..12]);
         let id = SessionId::new(id).expect("numbers and letters are a valid session id");
-        Self {
-            sessions: Arc::clone(sessions),
-            pending: Arc::clone(pending),
-            session: OnceCell::new(),
-            rendered: Mutex::default(),
-            id,
-            adapter: adapter.to_owned(),
-        }
-    }
-
-    async fn create(&self) -> Option<Session> {
-        let problem = match timeout(CREATE_TIMEOUT, self.sessions.create(&self.id)).await {
-            Ok(Ok(session)) => return Some(session),
-            Ok(Err(error)) => error.to_string(),
-            Err(_) => format!("timed out after {CREATE_TIMEOUT:?}"),
-        };
-        warn!(session = %self.id, error = problem, "streams unavailable; the session of the model run is created later");
-        self.pending.add(self.id.clone());
-        None
-    }
-
-    /// Publishes the prompt, which creates the session, unless that has happened.
-    pub(crate) async fn ensure_created(&self) {
-        let rendered =
-            self.rendered.lock().expect("no code panics while it holds this lock").take();
-        if let Some(rendered) = rendered {
-            self.publish(rendered).await;
-        }
+        let (issue_id, adapter) = (run.issue().id, adapter.to_owned());
+        Self { writer, issue_id, id, adapter, recorded: Mutex::default() }
     }
 
     pub(crate) fn id(&self) -> &str {
@@ -102,15 +106,15 @@ impl RunSession {
             session_id: Some(self.id.to_string()),
             render_inputs: inputs,
             rendered_prompt: texts.collect::<Vec<_>>().join("\n\n"),
-            created_at: created_at(),
+            created_at: Some(now()),
         };
-        *self.rendered.lock().expect("no code panics while it holds this lock") = Some(rendered);
+        self.recorded.lock().expect("no code panics while it holds this lock").prompt =
+            Some(rendered);
     }
 
-    pub(crate) async fn record_tool_call(&self, call: &ToolCall, outcome: &ToolOutcome) {
-        self.ensure_created().await;
+    pub(crate) fn record_tool_call(&self, call: &ToolCall, outcome: &ToolOutcome) {
         let value = serde_json::from_str(&outcome.content).unwrap_or(Json::Null);
-        self.publish(ToolInvoked {
+        self.record(&ToolInvoked {
             prompt_name: prompt_name(),
             adapter: self.adapter.clone(),
             name: call.name.clone(),
@@ -121,48 +125,175 @@ impl RunSession {
                 value,
             },
             session_id: Some(self.id.to_string()),
-            created_at: created_at(),
+            created_at: Some(now()),
             call_id: Some(call.id.clone()),
-        })
-        .await;
+        });
     }
 
-    pub(crate) async fn record_answer(&self, answer: &ModelAnswer, usage: TokenUsage) {
-        self.ensure_created().await;
+    pub(crate) fn record_answer(&self, answer: &ModelAnswer, usage: TokenUsage) {
         let calls: Vec<&str> = answer.calls.iter().map(|call| call.name.as_str()).collect();
-        self.publish(PromptExecuted {
+        self.record(&PromptExecuted {
             prompt_name: prompt_name(),
             adapter: self.adapter.clone(),
             result: json!({"text": answer.text, "tool_calls": calls}),
             usage: json!({"input_tokens": usage.input_tokens, "output_tokens": usage.output_tokens}),
             session_id: Some(self.id.to_string()),
-            created_at: created_at(),
-        })
-        .await;
+            created_at: Some(now()),
+        });
     }
 
-    async fn publish<E: Event>(&self, event: E) {
-        let publishing = async {
-            match self.session.get_or_init(|| self.create()).await {
-                Some(session) => session.publish(event).await.map(drop).map_err(|e| e.to_string()),
-                None => {
-                    self.sessions.bus().publish(event).await.map(drop).map_err(|e| e.to_string())
-                }
-            }
-        };
-        let problem = match timeout(PUBLISH_TIMEOUT, publishing).await {
-            Ok(Ok(())) => return,
-            Ok(Err(error)) => error,
-            Err(_) => format!("timed out after {PUBLISH_TIMEOUT:?}"),
-        };
-        warn!(session = %self.id, event_type = E::TYPE, error = %problem, "step of a model run could not be recorded in its session");
+    fn record<E: Event>(&self, event: &E) {
+        let mut recorded = self.recorded.lock().expect("no code panics while it holds this lock");
+        let prompt = recorded.prompt.take().map(|prompt| step(&prompt));
+        recorded.steps.extend(prompt);
+        recorded.steps.push(step(event));
     }
+
+    /// The rows to commit with the result of the run. Call it after the last await of the run.
+    pub(crate) fn into_rows(mut self) -> Vec<NewOutboxRow> {
+        let recorded = self.recorded.get_mut().expect("no code panics while it holds this lock");
+        let RecordedSteps { prompt, mut steps } = std::mem::take(recorded);
+        steps.extend(prompt.map(|prompt| step(&prompt)));
+        to_rows(&self.id, steps)
+    }
+}
+
+impl Drop for RunSession<'_> {
+    fn drop(&mut self) {
+        let recorded = self.recorded.get_mut().expect("no code panics while it holds this lock");
+        let rows = to_rows(&self.id, std::mem::take(&mut recorded.steps));
+        if !rows.is_empty() {
+            self.writer.write(self.issue_id, &self.id, rows);
+        }
+    }
+}
+
+/// Writes the steps of runs without a result to the outbox, in the background.
+pub(crate) struct StepWriter {
+    store: Arc<dyn Store>,
+    writing: TaskTracker,
+}
+
+impl StepWriter {
+    pub(crate) fn new(store: Arc<dyn Store>) -> Self {
+        Self { store, writing: TaskTracker::new() }
+    }
+
+    fn write(&self, issue_id: IssueId, session: &SessionId, rows: Vec<NewOutboxRow>) {
+        // Without a runtime the process is exiting.
+        if self.writing.len() >= WRITES_MAX || Handle::try_current().is_err() {
+            warn!(%session, %issue_id, "steps of a run without a result are not recorded in its session");
+            return;
+        }
+        let keyed = |(index, row)| KeyedOutboxRow { key: format!("{session}-{index}"), row };
+        let rows: Vec<KeyedOutboxRow> = rows.into_iter().enumerate().map(keyed).collect();
+        let (store, session) = (Arc::clone(&self.store), session.clone());
+        self.writing.spawn(async move {
+            let give_up_at = Instant::now() + WRITE_RETRY_FOR;
+            while let Err(error) = write_once(&*store, issue_id, &rows).await {
+                if !error.is_transient() || Instant::now() >= give_up_at {
+                    warn!(%session, %issue_id, %error, "steps of a run without a result could not be recorded in its session");
+                    return;
+                }
+                sleep(WRITE_RETRY_PAUSE).await;
+            }
+        });
+    }
+
+    /// Waits for a bounded time until everything is written.
+    pub(crate) async fn close(&self) {
+        self.writing.close();
+        let _ = timeout(CLOSE_TIMEOUT, self.writing.wait()).await;
+    }
+}
+
+/// Repeated after a lost reply, it writes nothing twice: the rows have keys.
+async fn write_once(
+    store: &dyn Store,
+    issue_id: IssueId,
+    rows: &[KeyedOutboxRow],
+) -> headwater_issue::Result<()> {
+    let mut transaction = store.begin().await?;
+    transaction.write_outbox(issue_id, rows).await?;
+    transaction.commit().await
+}
+
+fn step<E: Event>(event: &E) -> SessionStep {
+    SessionStep {
+        event_id: EventId::random().to_string(),
+        event_type: E::TYPE.to_owned(),
+        version: E::VERSION,
+        timestamp: now(),
+        payload: serde_json::to_string(event).expect("texts and JSON values are JSON"),
+    }
+}
+
+/// Packs steps into as few rows as their maximum size allows. A step that is too large is dropped.
+fn to_rows(session: &SessionId, steps: Vec<SessionStep>) -> Vec<NewOutboxRow> {
+    let head = json!({"session_id": session.as_str(), "steps": []}).to_string().len();
+    let (mut rows, mut batch, mut bytes) = (Vec::new(), Vec::new(), head);
+    let row = |steps| {
+        let payload = SessionSteps { session_id: session.to_string(), steps };
+        let payload = serde_json::to_string(&payload).expect("texts and numbers are JSON");
+        NewOutboxRow { kind: OutboxKind::Event, target: SESSION_STEPS.to_owned(), payload }
+    };
+    for step in steps {
+        let size = serde_json::to_string(&step).expect("texts and numbers are JSON").len() + 1;
+        if head + size > PAYLOAD_BYTES_MAX || rows.len() >= ROWS_MAX {
+            warn!(%session, event_type = step.event_type, "step of a model run is too large to be recorded in its session");
+            continue;
+        }
+        if bytes + size > PAYLOAD_BYTES_MAX {
+            rows.push(row(std::mem::take(&mut batch)));
+            bytes = head;
+        }
+        bytes += size;
+        batch.push(step);
+    }
+    if !batch.is_empty() {
+        rows.push(row(batch));
+    }
+    rows
 }
 
 fn prompt_name() -> String {
     format!("{PROMPT_NAMESPACE}.{PROMPT_KEY}")
 }
 
-fn created_at() -> Option<String> {
-    Some(budget::now().to_rfc3339())
+fn now() -> String {
+    budget::now().to_rfc3339()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn step_of(payload: String) -> SessionStep {
+        SessionStep {
+            event_id: EventId::random().to_string(),
+            event_type: "test.Step".to_owned(),
+            version: 1,
+            timestamp: now(),
+            payload,
+        }
+    }
+
+    #[test]
+    fn steps_are_packed_in_order_into_rows_that_every_store_accepts() {
+        let session = SessionId::new("s").unwrap();
+        let text = |number: usize| format!("{number} \0 \" {}", "x".repeat(300 * 1024));
+        let mut steps: Vec<_> = (0..7).map(|number| step_of(text(number))).collect();
+        steps.insert(3, step_of("\u{1}".repeat(PAYLOAD_BYTES_MAX / 4)));
+        let rows = to_rows(&session, steps);
+        assert_eq!(rows.len(), 3);
+        let mut read = Vec::new();
+        for row in &rows {
+            assert!(row.payload.len() <= PAYLOAD_BYTES_MAX, "{}", row.payload.len());
+            let batch: SessionSteps = serde_json::from_str(&row.payload).unwrap();
+            assert_eq!(batch.session_id, "s");
+            read.extend(batch.steps.into_iter().map(|step| step.payload));
+        }
+        assert_eq!(read, (0..7).map(text).collect::<Vec<_>>());
+        assert!(to_rows(&session, Vec::new()).is_empty());
+    }
 }

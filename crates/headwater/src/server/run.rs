@@ -199,9 +199,6 @@ pub(crate) async fn run(
     let (stopped, confirming) = (stop_requested(), Arc::clone(&store));
     services
         .start("confirmation check", async move { confirmations.run(confirming, stopped).await });
-    // Sessions of runs that started while the stream backend was unavailable.
-    let (stopped, late) = (stop_requested(), desk.pending_sessions());
-    services.start("pending sessions", async move { late.run(stopped).await });
     // Ticket events from other programs.
     let stopped = stop_requested();
     services.start("ticket events", async move { intake.run(&intake_queue, stopped).await });

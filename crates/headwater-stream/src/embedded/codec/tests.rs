@@ -46,6 +46,7 @@ pub(in crate::embedded) fn examples() -> Vec<RedoRecord<'static>> {
         RedoRecord::SetDedup { scope: "c", id: "i", done: None, until: at, at },
         RedoRecord::SetDedup { scope: "c", id: "i", done: Some(Bytes::new()), until: at, at },
         RedoRecord::RemoveDedup { scope: "c", id: "i" },
+        RedoRecord::Rename { from: stream, to: "n" },
         RedoRecord::Remove { name: "n" },
         RedoRecord::RestoreCounters { next_delay: 128 },
         RedoRecord::RestoreTime { at },
@@ -80,6 +81,7 @@ pub(in crate::embedded) fn examples() -> Vec<RedoRecord<'static>> {
             | RedoRecord::PutFields { .. }
             | RedoRecord::SetDedup { .. } => {}
             RedoRecord::RemoveDedup { .. }
+            | RedoRecord::Rename { .. }
             | RedoRecord::Remove { .. }
             | RedoRecord::RestoreCounters { .. } => {}
             RedoRecord::RestoreStream { .. } | RedoRecord::RestoreEntries { .. } => {}

@@ -136,9 +136,8 @@ impl SessionArgs {
                 });
                 let to = format!("{}/import", path(session));
                 let uploading = client.upload(&to, counted.boxed());
-                let interrupted = format!(
-                    "interrupted; session `{session}` was not imported. Run the same command again to replace what is left of it"
-                );
+                let interrupted =
+                    format!("interrupted; session `{session}` was not imported; its id is free");
                 output::object(json, &or_interrupted(uploading, interrupted).await?)
             }
         }
