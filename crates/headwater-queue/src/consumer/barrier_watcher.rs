@@ -14,7 +14,7 @@ use headwater_stream::{Backend, EntryId, PendingDeliveryQuery, Range};
 use tokio::time::Instant;
 use tracing::{debug, info, warn};
 
-use super::partition_driver::PartitionHandle;
+use super::partition_driver::DriverHandle;
 use super::partition_set::PartitionSet;
 use super::partition_state::PartitionEvent;
 use super::repartition_barrier::{Barrier, Barriers, is_moved_by};
@@ -58,7 +58,7 @@ pub(super) async fn run(partition_set: Weak<PartitionSet>, queue: Weak<queue::In
 }
 
 /// Lets the messages of open barriers continue.
-fn unblock(partitions: &[Arc<PartitionHandle>]) {
+fn unblock(partitions: &[Arc<DriverHandle>]) {
     partitions.iter().for_each(|partition| partition.send(PartitionEvent::BarrierOpened));
 }
 

@@ -62,7 +62,7 @@ struct PoolState {
 }
 
 /// What a task does next.
-enum NextStep {
+enum WorkerStep {
     Handle(InFlightMessage),
     /// The driver may have more in a moment.
     Linger,
@@ -155,13 +155,13 @@ impl HandlerPool {
         let mut step = self.next(&mut self.lock(), false);
         loop {
             let message = match step {
-                NextStep::Handle(message) => message,
-                NextStep::Linger => {
+                WorkerStep::Handle(message) => message,
+                WorkerStep::Linger => {
                     yield_to_queue().await;
                     step = self.next(&mut self.lock(), true);
                     continue;
                 }
-                NextStep::End => return,
+                WorkerStep::End => return,
             };
             let (disposition, took) = self.handle(&message).await;
             let finished = FinishedMessage { id: message.delivery.id, disposition, took };
@@ -172,28 +172,28 @@ impl HandlerPool {
             // must run first, because the next handler may block the thread.
             if is_reported || handled.is_multiple_of(YIELD_EVERY) {
                 yield_to_queue().await;
-                if matches!(step, NextStep::Linger) {
+                if matches!(step, WorkerStep::Linger) {
                     step = self.next(&mut self.lock(), true);
                 }
             }
         }
     }
 
-    fn next(&self, state: &mut PoolState, has_lingered: bool) -> NextStep {
+    fn next(&self, state: &mut PoolState, has_lingered: bool) -> WorkerStep {
         if self.may_start(state)
             && let Some(message) = state.waiting.pop_front()
         {
-            return NextStep::Handle(message);
+            return WorkerStep::Handle(message);
         }
         if !has_lingered {
-            return NextStep::Linger;
+            return WorkerStep::Linger;
         }
         state.workers -= 1;
-        NextStep::End
+        WorkerStep::End
     }
 
     /// Records a finished message. Returns the next step, and whether the driver was woken.
-    fn finish(&self, finished: FinishedMessage) -> (NextStep, bool) {
+    fn finish(&self, finished: FinishedMessage) -> (WorkerStep, bool) {
         let is_slow = finished.took.is_some_and(|took| took >= SLOW_HANDLER);
         let mut state = self.lock();
         state.finished.push(finished);
@@ -206,7 +206,7 @@ impl HandlerPool {
             }
             Some(oldest) => count.is_multiple_of(16) && oldest.elapsed() >= REPORT_AFTER,
         };
-        let is_last = !matches!(next, NextStep::Handle(_));
+        let is_last = !matches!(next, WorkerStep::Handle(_));
         let should_report = is_last || is_slow || is_due || count.is_multiple_of(REPORT_BATCH);
         drop(state);
         if should_report {

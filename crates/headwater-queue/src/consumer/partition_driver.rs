@@ -1,6 +1,6 @@
 //! The driver of a partition: the one task that owns its state, passes it events and executes its actions.
 //!
-//! Upstream: `partition_set` starts it and sends events through a [`PartitionHandle`]; the `fetcher` sends what it read.
+//! Upstream: `partition_set` starts it and sends events through a [`DriverHandle`]; the `fetcher` sends what it read.
 //! Downstream: `handler_pool`, the backend (`partition_context`), and credits for the `fetcher`.
 //! Guarantees: backend calls run concurrently with events, one settle call and one reclaim call at a time; an idle
 //! partition costs one task that waits. The channel is bounded by the credits of the partition.
@@ -23,7 +23,8 @@ use super::handler_pool::{HandlerPool, yield_to_queue};
 use super::key_queues::InFlightMessage;
 use super::partition_context::PartitionContext;
 use super::partition_state::{
-    Action, PartitionEvent, PartitionPhase, PartitionState, Report, StateSettings, Unfinished,
+    Action, PartitionEvent, PartitionPhase, PartitionReport, PartitionState, StateSettings,
+    Unfinished,
 };
 use super::reclaim_state::ReclaimScope;
 use super::repartition_barrier::Barrier;
@@ -39,13 +40,13 @@ pub(super) enum DriverEvent {
 }
 
 /// The consumer of one partition, as others see it. Dropping it ends the driver.
-pub(super) struct PartitionHandle {
+pub(super) struct DriverHandle {
     pub(super) context: Arc<PartitionContext>,
     events: UnboundedSender<DriverEvent>,
     handlers: Arc<HandlerPool>,
 }
 
-impl PartitionHandle {
+impl DriverHandle {
     /// Starts to consume a partition.
     pub(super) fn start(context: Arc<PartitionContext>, fetcher: Arc<Fetcher>) -> Self {
         static NEXT_ID: AtomicU64 = AtomicU64::new(0);
@@ -120,7 +121,7 @@ impl PartitionHandle {
     }
 }
 
-impl Drop for PartitionHandle {
+impl Drop for DriverHandle {
     fn drop(&mut self) {
         self.terminate();
     }
@@ -321,7 +322,7 @@ impl PartitionDriver {
             Action::AbortHandlers => self.handlers.close(),
             // Fails if nothing waits for it any more.
             Action::Reply(reply, is_reclaimed) => drop(reply.send(is_reclaimed)),
-            Action::Report(report) => self.report(report),
+            Action::PartitionReport(report) => self.report(report),
             Action::Terminated { unfinished, has_lost_lease } => {
                 self.end(unfinished, has_lost_lease);
             }
@@ -352,58 +353,58 @@ impl PartitionDriver {
         });
     }
 
-    fn report(&self, report: Report) {
+    fn report(&self, report: PartitionReport) {
         let (metrics, stream) = (&self.context.metrics, &self.context.policy.stream);
         match report {
-            Report::Handled(result, took) => {
+            PartitionReport::Handled(result, took) => {
                 metrics.record_result(result, took);
                 self.context.subscription.count(result);
             }
-            Report::Reclaimed(entries) => {
+            PartitionReport::Reclaimed(entries) => {
                 info!(%stream, consumer = %self.context.consumer_name, entries, "reclaimed pending entries");
             }
-            Report::DeletedWhilePending(ids) => {
+            PartitionReport::DeletedWhilePending(ids) => {
                 metrics.record_anomaly("deleted_while_pending", ids.len());
                 warn!(
                     %stream, entries = ids.len(), entry_id = %ids[0],
                     "pending entries were trimmed or deleted; the messages are lost"
                 );
             }
-            Report::GoneWhileWaiting(id) => {
+            PartitionReport::GoneWhileWaiting(id) => {
                 metrics.record_anomaly("gone_while_waiting", 1);
                 debug!(%stream, entry_id = %id, "in-flight entry is no longer pending");
             }
-            Report::TakenAway(entries) => {
+            PartitionReport::TakenAway(entries) => {
                 metrics.record_anomaly("taken_away", entries);
                 warn!(%stream, entries, "in-flight entries are no longer pending and are discarded");
             }
-            Report::KeptAfterDataLoss(entries) => {
+            PartitionReport::KeptAfterDataLoss(entries) => {
                 metrics.record_anomaly("server_lost_all", 1);
                 warn!(%stream, entries, "the server lost in-flight entries; they are kept");
             }
-            Report::Unseen(entries) => {
+            PartitionReport::Unseen(entries) => {
                 debug!(%stream, entries, "reclaiming entries of a failed read");
                 metrics.record_anomaly("unseen", entries);
             }
-            Report::ReclaimFailed { is_retried: true, error, .. } => {
+            PartitionReport::ReclaimFailed { is_retried: true, error, .. } => {
                 warn!(%stream, %error, "reclaiming pending entries failed, retrying");
             }
-            Report::ReclaimFailed { scope: ReclaimScope::Unseen(_), error, .. } => {
+            PartitionReport::ReclaimFailed { scope: ReclaimScope::Unseen(_), error, .. } => {
                 debug!(%stream, %error, "entries of a failed read could not be reclaimed and stay pending");
             }
-            Report::ReclaimFailed { scope: ReclaimScope::Consumer(dead), error, .. }
-                if dead.as_str() != SettleAction::RELEASED =>
-            {
+            PartitionReport::ReclaimFailed {
+                scope: ReclaimScope::Consumer(dead), error, ..
+            } if dead.as_str() != SettleAction::RELEASED => {
                 warn!(%stream, consumer = %dead, %error, "reclaiming the entries of a dead member failed; they stay pending for now");
             }
-            Report::ReclaimFailed { error, .. } => {
+            PartitionReport::ReclaimFailed { error, .. } => {
                 warn!(%stream, %error, "searching for orphaned entries failed");
             }
-            Report::Fenced => drop(self.context.on_fenced()),
-            Report::LastReadTimedOut => {
+            PartitionReport::Fenced => drop(self.context.on_fenced()),
+            PartitionReport::LastReadTimedOut => {
                 warn!(%stream, "the last read did not return before its timeout");
             }
-            Report::DrainTimedOut => {
+            PartitionReport::DrainTimedOut => {
                 let drain = self.context.subscription.config.drain;
                 warn!(%stream, ?drain, "handlers exceeded the drain timeout and are aborted");
             }

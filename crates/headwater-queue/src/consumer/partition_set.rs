@@ -16,7 +16,7 @@ use tracing::warn;
 use super::delay_scheduler::DelayScheduler;
 use super::fetcher::{Fetcher, FetcherKey};
 use super::partition_context::PartitionContext;
-use super::partition_driver::PartitionHandle;
+use super::partition_driver::DriverHandle;
 use super::partition_state::{PartitionEvent, PartitionPhase};
 use super::shared_tasks::SharedTasks;
 use super::subscription_context::{SubscriptionContext, SubscriptionStats};
@@ -40,7 +40,7 @@ struct PartitionSetState {
     topic: Arc<Topic>,
     /// Our membership in the group, while we are a member.
     joined: Option<GroupMembership>,
-    partitions: HashMap<Partition, Arc<PartitionHandle>>,
+    partitions: HashMap<Partition, Arc<DriverHandle>>,
     /// Promote the due messages of the topic.
     delay_schedulers: Vec<Arc<DelayScheduler>>,
     /// No partition is added any more.
@@ -77,7 +77,7 @@ impl PartitionSet {
         self.tasks.lock().expect("no code panics while it holds the tasks").spawn(task);
     }
 
-    pub(super) fn partitions(&self) -> Vec<Arc<PartitionHandle>> {
+    pub(super) fn partitions(&self) -> Vec<Arc<DriverHandle>> {
         self.lock().partitions.values().cloned().collect()
     }
 
@@ -93,7 +93,7 @@ impl PartitionSet {
         let fetcher = self.fetcher(&consumer);
         let context = Arc::clone(&self.context);
         let context = PartitionContext::new(context, policy, consumer, lease, fenced);
-        let handle = PartitionHandle::start(Arc::new(context), fetcher);
+        let handle = DriverHandle::start(Arc::new(context), fetcher);
         // A former consumer of the partition ends.
         state.partitions.insert(partition, Arc::new(handle));
     }
@@ -170,7 +170,7 @@ impl PartitionSet {
     }
 
     /// Removes a partition, unless another consumer has replaced this one.
-    fn remove(&self, handle: &Arc<PartitionHandle>) {
+    fn remove(&self, handle: &Arc<DriverHandle>) {
         let mut state = self.lock();
         let partition = handle.context.policy.partition;
         if state.partitions.get(&partition).is_some_and(|known| Arc::ptr_eq(known, handle)) {

@@ -127,7 +127,7 @@ pub(super) enum Action {
     EndReading,
     AbortHandlers,
     Reply(ReclaimReply, bool),
-    Report(Report),
+    PartitionReport(PartitionReport),
     /// The end: nothing of this partition has an effect any more.
     Terminated {
         unfinished: Unfinished,
@@ -137,7 +137,7 @@ pub(super) enum Action {
 
 /// For logs and metrics.
 #[derive(Debug)]
-pub(super) enum Report {
+pub(super) enum PartitionReport {
     Handled(DeliveryResult, Option<Duration>),
     Reclaimed(usize),
     DeletedWhilePending(Vec<EntryId>),
@@ -442,7 +442,7 @@ impl PartitionState {
             match disposition {
                 Disposition::RetryInPlace { after } if !is_stopping => {
                     let took = took.unwrap_or_default();
-                    self.report(Report::Handled(DeliveryResult::Retry, Some(took)));
+                    self.report(PartitionReport::Handled(DeliveryResult::Retry, Some(took)));
                     let failures = item.failures + 1;
                     self.start_backoff(InFlightMessage { failures, ..item }, after);
                 }
@@ -456,7 +456,7 @@ impl PartitionState {
                         && item.key.is_some()
                         && !is_stopping =>
                 {
-                    self.report(Report::Handled(DeliveryResult::Release, took));
+                    self.report(PartitionReport::Handled(DeliveryResult::Release, took));
                     self.released.insert(id);
                     self.start_backoff(item, RELEASED_PAUSE);
                 }
@@ -474,7 +474,7 @@ impl PartitionState {
         result: DeliveryResult,
         took: Option<Duration>,
     ) {
-        self.report(Report::Handled(result, took));
+        self.report(PartitionReport::Handled(result, took));
         if result == DeliveryResult::Release {
             self.search_released_at = Some(self.now + RELEASED_PAUSE);
         }
@@ -508,7 +508,7 @@ impl PartitionState {
         // Trimmed, flushed or acknowledged by an operator. This process has the only copy, so it continues.
         let next = item.delivery.deliveries + 1;
         if deliveries.is_none() {
-            self.report(Report::GoneWhileWaiting(id));
+            self.report(PartitionReport::GoneWhileWaiting(id));
         }
         self.queues.end_backoff(id, deliveries.unwrap_or(next));
     }
@@ -529,7 +529,7 @@ impl PartitionState {
         self.is_reloading = false;
         for (id, fields) in found {
             if self.queues.restore(id, fields) {
-                self.report(Report::DeletedWhilePending(vec![id]));
+                self.report(PartitionReport::DeletedWhilePending(vec![id]));
                 self.unsettled.push(Settlement::ack(id));
             }
         }
@@ -561,9 +561,9 @@ impl PartitionState {
             return;
         }
         if is_data_lost {
-            return self.report(Report::KeptAfterDataLoss(gone.len()));
+            return self.report(PartitionReport::KeptAfterDataLoss(gone.len()));
         }
-        self.report(Report::TakenAway(gone.len()));
+        self.report(PartitionReport::TakenAway(gone.len()));
         self.queues.remove(&gone);
     }
 
@@ -659,8 +659,8 @@ impl PartitionState {
         }
     }
 
-    pub(super) fn report(&mut self, report: Report) {
-        self.actions.push(Action::Report(report));
+    pub(super) fn report(&mut self, report: PartitionReport) {
+        self.actions.push(Action::PartitionReport(report));
     }
 
     /// Ends at once: settles nothing. What was in flight stays pending.

@@ -15,7 +15,7 @@ use headwater_stream::{
 use tokio::time::Instant;
 
 use super::partition_state::{
-    Action, PartitionPhase, PartitionState, ReclaimReply, Report, StateSettings,
+    Action, PartitionPhase, PartitionReport, PartitionState, ReclaimReply, StateSettings,
 };
 
 const RETRY_PAUSE: Duration = Duration::from_millis(100);
@@ -208,7 +208,7 @@ impl PartitionState {
         running.rows = rows.into();
         let found = running.rows.len();
         if found > 0 && matches!(running.scope, ReclaimScope::Unseen(_)) {
-            self.report(Report::Unseen(found));
+            self.report(PartitionReport::Unseen(found));
         }
     }
 
@@ -258,12 +258,12 @@ impl PartitionState {
             }
         };
         if !deleted.is_empty() {
-            self.report(Report::DeletedWhilePending(deleted));
+            self.report(PartitionReport::DeletedWhilePending(deleted));
         }
         if let Some(running) = &mut self.reclaims.running {
             running.step = ReclaimStep::Reclaim;
             if !entries.is_empty() && !matches!(running.scope, ReclaimScope::Unseen(_)) {
-                self.report(Report::Reclaimed(entries.len()));
+                self.report(PartitionReport::Reclaimed(entries.len()));
             }
         }
         self.receive(entries);
@@ -271,7 +271,7 @@ impl PartitionState {
 
     fn fail_reclaim(&mut self, error: StreamError) {
         if matches!(error, StreamError::Fenced { .. }) {
-            self.report(Report::Fenced);
+            self.report(PartitionReport::Fenced);
             return self.terminate(true);
         }
         let retry_at = self.now + RETRY_PAUSE;
@@ -285,7 +285,7 @@ impl PartitionState {
         } else {
             self.end_reclaim(false);
         }
-        self.report(Report::ReclaimFailed { scope, is_retried, error });
+        self.report(PartitionReport::ReclaimFailed { scope, is_retried, error });
     }
 
     fn end_reclaim(&mut self, is_complete: bool) {

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::partition_state::{Action, PartitionPhase, PartitionState, Report};
+use super::partition_state::{Action, PartitionPhase, PartitionReport, PartitionState};
 use super::reclaim_state::{ReclaimPurpose, ReclaimScope};
 
 /// Minimum time to wait for the last read if the backend does not answer.
@@ -93,7 +93,7 @@ impl PartitionState {
                 ShutdownStep::LastRead | ShutdownStep::Unseen if is_over => {
                     // What the read still delivers is released, or stays pending for the next owner.
                     shutdown.step = ShutdownStep::Handlers;
-                    self.report(Report::LastReadTimedOut);
+                    self.report(PartitionReport::LastReadTimedOut);
                 }
                 ShutdownStep::Unseen if self.reclaims.is_idle() => {
                     shutdown.step = ShutdownStep::Handlers;
@@ -119,7 +119,7 @@ impl PartitionState {
     /// Aborts the handlers and releases all messages. A handler that blocks its thread keeps running, but its outcome is
     /// ignored.
     fn abort_handlers(&mut self) {
-        self.report(Report::DrainTimedOut);
+        self.report(PartitionReport::DrainTimedOut);
         self.actions.push(Action::AbortHandlers);
         self.phase = PartitionPhase::Stopping;
         let running = std::mem::take(&mut self.running).into_keys();

@@ -45,7 +45,7 @@ pub(crate) struct Coordinator {
 /// The running sessions and their shared lease watch.
 #[derive(Default)]
 struct CoordinatorState {
-    lease_events: Weak<LeaseEvents>,
+    lease_events: Weak<SharedLeaseWatch>,
     sessions: HashMap<SessionKey, mpsc::UnboundedSender<MembershipCommand>>,
     /// For tests that simulate the death of the process.
     #[cfg(test)]
@@ -114,7 +114,7 @@ impl Coordinator {
         let lease_events = state
             .lease_events
             .upgrade()
-            .unwrap_or_else(|| LeaseEvents::open(Arc::clone(&self.backend)));
+            .unwrap_or_else(|| SharedLeaseWatch::open(Arc::clone(&self.backend)));
         state.lease_events = Arc::downgrade(&lease_events);
         let (commands, receiver) = mpsc::unbounded_channel();
         let context = GroupContext {
@@ -152,12 +152,12 @@ impl Coordinator {
 }
 
 /// One watch over all leases, shared by all sessions. Closed when the last session has ended.
-pub(super) struct LeaseEvents {
+pub(super) struct SharedLeaseWatch {
     hints: broadcast::Sender<LeaseEvent>,
     _task: AbortOnDropHandle<()>,
 }
 
-impl LeaseEvents {
+impl SharedLeaseWatch {
     fn open(backend: Arc<dyn Backend>) -> Arc<Self> {
         let (hints, _) = broadcast::channel(HINTS_MAX);
         let task = tokio::spawn(listen(backend, hints.clone()));

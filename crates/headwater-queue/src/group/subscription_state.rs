@@ -73,11 +73,11 @@ pub(super) enum SubscriptionState {
 pub(super) struct HeldPartition {
     pub(super) topic: Arc<Topic>,
     pub(super) lease: LeaseName,
-    pub(super) state: PartitionState,
+    pub(super) state: PartitionOwnership,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum PartitionState {
+pub(super) enum PartitionOwnership {
     /// Its lease is being acquired; the listener does not know it yet.
     Acquiring,
     /// Assigned to the listener.
@@ -164,7 +164,7 @@ impl GroupSubscription {
     /// The entry that reserves the drained partitions for a static member.
     pub(super) fn reservation_entry(&self, me: &GroupMemberIdentity) -> MemberEntry {
         let idle = |(number, part): (&Partition, &HeldPartition)| {
-            (part.state == PartitionState::Drained).then_some(*number)
+            (part.state == PartitionOwnership::Drained).then_some(*number)
         };
         self.entry_as(me, MemberStatus::Reserved(self.held.iter().filter_map(idle).collect()))
     }
@@ -177,7 +177,7 @@ impl GroupSubscription {
     /// Number of partitions assigned to the listener.
     pub(super) fn owned(&self) -> usize {
         let works = |part: &&HeldPartition| {
-            matches!(part.state, PartitionState::Owned | PartitionState::Revoking)
+            matches!(part.state, PartitionOwnership::Owned | PartitionOwnership::Revoking)
         };
         self.held.values().filter(works).count()
     }
@@ -231,7 +231,7 @@ impl GroupSubscription {
                     let sooner = plan.next_expiry.is_none_or(|end| info.remaining < end);
                     plan.next_expiry = if sooner { Some(info.remaining) } else { plan.next_expiry };
                 }
-                (false, Some(PartitionState::Owned), _) => plan.revoke.push(number),
+                (false, Some(PartitionOwnership::Owned), _) => plan.revoke.push(number),
                 (false, None, Some(info)) if info.holder == me.holder => {
                     let lease = self.leases[usize::from(number)].clone();
                     plan.orphan_leases.push(Fence { lease, epoch: info.epoch });

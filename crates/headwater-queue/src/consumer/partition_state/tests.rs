@@ -139,7 +139,7 @@ impl World {
                 self.waiting.clear();
                 self.started.clear();
             }
-            Action::NotifyBlocked | Action::Report(_) => {}
+            Action::NotifyBlocked | Action::PartitionReport(_) => {}
             Action::Reply(reply, is_reclaimed) => drop(reply.send(is_reclaimed)),
             Action::Terminated { unfinished, .. } => {
                 self.terminated = Some(unfinished);

@@ -13,7 +13,7 @@ use crate::group::group_ops::{self, LeaveRequest};
 use crate::group::members::member_list;
 use crate::group::session::GroupSession;
 use crate::group::subscription_state::{
-    GroupSubscription, GroupSubscriptionId, PartitionState, SubscriptionState,
+    GroupSubscription, GroupSubscriptionId, PartitionOwnership, SubscriptionState,
 };
 use crate::keys;
 use crate::topic::{Partition, TopicName};
@@ -26,10 +26,10 @@ impl MembershipLoop {
         // A leaving static member keeps its leases until its reservation is written.
         let is_released = subscription.state != SubscriptionState::Draining || !is_static;
         let Some(part) = subscription.held.get_mut(&partition) else { return };
-        if part.state != PartitionState::Owned {
+        if part.state != PartitionOwnership::Owned {
             return;
         }
-        part.state = PartitionState::Revoking;
+        part.state = PartitionOwnership::Revoking;
         info!(topic = %id.0, partition, group = %self.context.group, consumer = %self.consumer,
             "revoking the partition");
         let listener = Arc::clone(&subscription.request.listener);
@@ -47,7 +47,7 @@ impl MembershipLoop {
     pub(super) fn release(&mut self, id: &GroupSubscriptionId, partition: Partition) {
         let Some(subscription) = find(&mut self.session, id) else { return };
         let Some(part) = subscription.held.get_mut(&partition) else { return };
-        part.state = PartitionState::Releasing;
+        part.state = PartitionOwnership::Releasing;
         let (renewer, lease, id) = (Arc::clone(&self.renewer), part.lease.clone(), id.clone());
         self.work.spawn(async move {
             group_ops::release(&renewer, &[lease]).await;
@@ -65,7 +65,7 @@ impl MembershipLoop {
         if released {
             subscription.held.remove(&partition);
         } else if let Some(part) = subscription.held.get_mut(&partition) {
-            part.state = PartitionState::Drained;
+            part.state = PartitionOwnership::Drained;
         }
         // It may be assigned to this member again: the topic changed, or its new owner died.
         subscription.dirty = true;
@@ -95,7 +95,7 @@ impl MembershipLoop {
     pub(super) fn finish_leave_if_drained(&mut self, id: &GroupSubscriptionId) {
         let Some(subscription) = find(&mut self.session, id) else { return };
         let is_drained =
-            subscription.held.values().all(|part| part.state == PartitionState::Drained);
+            subscription.held.values().all(|part| part.state == PartitionOwnership::Drained);
         if subscription.state != SubscriptionState::Draining || !is_drained {
             return;
         }
@@ -213,7 +213,7 @@ impl MembershipLoop {
     fn lose_all(&self, subscription: &mut GroupSubscription) {
         let listener = &subscription.request.listener;
         for (partition, part) in std::mem::take(&mut subscription.held) {
-            if matches!(part.state, PartitionState::Owned | PartitionState::Revoking) {
+            if matches!(part.state, PartitionOwnership::Owned | PartitionOwnership::Revoking) {
                 warn!(topic = %subscription.topic.name, partition, group = %self.context.group,
                     consumer = %self.consumer, "partition lost");
                 listener.on_lost(partition);

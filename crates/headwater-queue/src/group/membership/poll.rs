@@ -16,7 +16,7 @@ use crate::group::members::{GroupSnapshot, MemberEntry, MemberStatus, member_lis
 use crate::group::rebalance_listener::AssignedPartition;
 use crate::group::session::EXPIRY_MARGIN;
 use crate::group::subscription_state::{
-    GroupSubscription, GroupSubscriptionId, HeldPartition, PartitionState, RebalanceActions,
+    GroupSubscription, GroupSubscriptionId, HeldPartition, PartitionOwnership, RebalanceActions,
     SubscriptionState,
 };
 use crate::keys;
@@ -219,7 +219,8 @@ impl MembershipLoop {
         let Some(lease) = subscription.leases.get(usize::from(partition)).cloned() else { return };
         let topic = Arc::clone(&subscription.topic);
         let stream = keys::stream(&topic, partition);
-        let part = HeldPartition { topic, lease: lease.clone(), state: PartitionState::Acquiring };
+        let part =
+            HeldPartition { topic, lease: lease.clone(), state: PartitionOwnership::Acquiring };
         subscription.held.insert(partition, part);
         let (context, renewer) = (Arc::clone(&self.context), Arc::clone(&self.renewer));
         let (known_consumers, id) = (self.known_consumers.clone(), id.clone());
@@ -257,7 +258,7 @@ impl MembershipLoop {
                     // Leaving, or the topic changed, or the lease is too old. The listener does not know it yet.
                     return self.release(id, partition);
                 }
-                part.state = PartitionState::Owned;
+                part.state = PartitionOwnership::Owned;
                 info!(topic = %id.0, partition, group = %self.context.group,
                     consumer = %self.consumer, epoch = %lease.fence().epoch, "partition assigned");
                 let topic = Arc::clone(&part.topic);
@@ -351,7 +352,7 @@ fn obsolete_reservations(
     let is_taken = |partition: &Partition| {
         let lease = subscription.leases.get(usize::from(*partition));
         let is_held = |lease| matches!(snapshot.leases.get(lease), Some(Some(_)));
-        subscription.held.get(partition).is_some_and(|part| part.state == PartitionState::Owned)
+        subscription.held.get(partition).is_some_and(|part| part.state == PartitionOwnership::Owned)
             || lease.is_none_or(is_held)
     };
     let is_obsolete = |entry: &&MemberEntry| match &entry.status {
