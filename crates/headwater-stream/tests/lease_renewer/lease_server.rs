@@ -6,10 +6,11 @@ use std::sync::{Arc, Mutex};
 
 use async_trait::async_trait;
 use headwater_stream::{
-    AcquireResult, Epoch, Fence, HolderName, LeaseAcquisition, LeaseInfo, LeaseName, LeaseWatch, Leases, Renewal, Result, StreamError,
+    AcquireResult, Epoch, Fence, HolderName, LeaseInfo, LeaseName, LeaseWatch, Leases, Renewal,
+    Result, StreamError,
 };
-use tokio::time::{Instant, sleep};
 use std::time::Duration;
+use tokio::time::{Instant, sleep};
 
 use crate::{MS, SECOND};
 
@@ -41,11 +42,11 @@ pub(crate) enum Network {
 impl LeaseServer {
     pub(crate) fn new() -> Arc<Self> {
         Arc::new(Self {
-            pub(crate) held: Mutex::default(),
+            held: Mutex::default(),
             epochs: Mutex::new(100),
             network: Mutex::new(Network::Healthy),
-            pub(crate) unknown: Mutex::default(),
-            pub(crate) renewals: AtomicUsize::new(0),
+            unknown: Mutex::default(),
+            renewals: AtomicUsize::new(0),
         })
     }
 

@@ -5,14 +5,14 @@
 
 mod lease_server;
 
-use std::sync::Arc;
+use std::collections::HashMap;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use headwater_stream::{
-    AcquireResult, Epoch, Fence, HeldLease, HolderName, LeaseAcquisition, LeaseInfo, LeaseName,
-    LeaseRenewer, LeaseRenewerConfig, LeaseWatch, Leases, LossCause, LostLease, LostLeases,
-    Renewal, Result, StreamError,
+    Fence, HeldLease, HolderName, LeaseAcquisition, LeaseName, LeaseRenewer, LeaseRenewerConfig,
+    Leases, LossCause, LostLease, LostLeases, StreamError,
 };
 use tokio::sync::oneshot;
 use tokio::time::{Instant, advance, sleep, sleep_until, timeout};
