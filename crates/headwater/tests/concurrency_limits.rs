@@ -96,7 +96,7 @@ async fn consistency_checks_run_one_at_a_time() -> Result<()> {
     let counting = || {
         let found = database.query(
             "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database()
-             AND wait_event_type = 'Lock' AND query LIKE 'SELECT (SELECT count(*) FROM issues)%'",
+             AND wait_event_type = 'Lock' AND query LIKE 'WITH totals AS%'",
         );
         found.ok().and_then(|count| count.trim().parse::<usize>().ok()).unwrap_or(0)
     };

@@ -150,7 +150,7 @@ Each `[[integration]]` section defines a system that sends webhooks to `/webhook
 ## Tokens
 
 Each `[[token]]` section defines a bearer token for the HTTP API (`Authorization: Bearer TOKEN`). Without tokens, every
-local client has the role `admin`, and the server only listens on loopback addresses.
+local client has the role `admin`, the server only listens on loopback addresses, and requests through a proxy are rejected.
 
 | field | description |
 |---|---|

@@ -148,14 +148,16 @@ impl World {
                 self.calls.clear();
             }
             call => {
-                let same = |other: &Action| match (&call, other) {
-                    (Action::Settle(_), Action::Settle(_))
-                    | (Action::Reload(_), Action::Reload(_)) => true,
-                    (
-                        Action::ListPending { .. } | Action::Reclaim { .. },
-                        Action::ListPending { .. } | Action::Reclaim { .. },
-                    ) => true,
-                    _ => false,
+                let same = |other: &Action| {
+                    matches!(
+                        (&call, other),
+                        (Action::Settle(_), Action::Settle(_))
+                            | (Action::Reload(_), Action::Reload(_))
+                            | (
+                                Action::ListPending { .. } | Action::Reclaim { .. },
+                                Action::ListPending { .. } | Action::Reclaim { .. },
+                            )
+                    )
                 };
                 assert!(!self.calls.iter().any(same), "one call at a time: {call:?}");
                 self.calls.push(call);
@@ -303,7 +305,7 @@ impl World {
                 ids.into_iter().map(|id| (id, Some(self.fields(id.ms)))).collect(),
             ),
             Action::KeepAlive(mut ids) => {
-                ids.retain(|id| !self.pending.get(&id.ms).is_some_and(|(name, _)| name == OWN));
+                ids.retain(|id| self.pending.get(&id.ms).is_none_or(|(name, _)| name != OWN));
                 PartitionEvent::NoLongerPending { ids, is_data_lost: false }
             }
             Action::EndReading => {
