@@ -1,6 +1,6 @@
-//! Puts the DuckDB library next to the programs that are built, and lets the tests of this package find it there.
+//! Puts the DuckDB library next to the programs that are built, and lets the tests of this package find it.
 //!
-//! Guarantees: no program contains a path of the machine that built it.
+//! Guarantees: no program of another package contains a path of the machine that built it.
 
 use std::path::{Path, PathBuf};
 use std::{env, fs, io, process};
@@ -12,14 +12,13 @@ fn main() {
         return;
     }
     let macos = env::var("CARGO_CFG_TARGET_OS").is_ok_and(|system| system == "macos");
-    let (here, library) =
-        if macos { ("@loader_path", "libduckdb.dylib") } else { ("$ORIGIN", "libduckdb.so") };
-    for folder in ["", "/.."] {
-        println!("cargo:rustc-link-arg=-Wl,-rpath,{here}{folder}");
-    }
+    let library = if macos { "libduckdb.dylib" } else { "libduckdb.so" };
     // Without the variable the library is one of the system, which the loader finds.
     if let Some(folder) = env::var_os("DUCKDB_LIB_DIR").map(PathBuf::from) {
+        // Documentation tests run in a temporary directory, so they need the whole path.
+        println!("cargo:rustc-link-arg=-Wl,-rpath,{}", folder.display());
         let source = folder.join(library);
+        println!("cargo:rerun-if-changed={}", source.display());
         if let Err(error) = place(&source) {
             println!(
                 "cargo:warning=cannot copy {} next to the programs: {error}",
@@ -39,5 +38,8 @@ fn place(source: &Path) -> io::Result<()> {
     if fs::hard_link(source, &part).is_err() {
         fs::copy(source, &part)?;
     }
-    fs::rename(part, target)
+    fs::rename(&part, target)?;
+    // If both were links to one file, the rename has left this one.
+    let _ = fs::remove_file(part);
+    Ok(())
 }

@@ -56,6 +56,8 @@ impl Timestamp {
     /// Parses an RFC 3339 instant such as `2026-01-01T00:00:00.250Z`. Truncated to milliseconds; a leap second becomes the last
     /// millisecond before it. `None` before 1970.
     pub fn from_rfc3339(text: &str) -> Option<Self> {
+        // The library accepts any separator.
+        text.as_bytes().get(10).filter(|separator| b"Tt ".contains(separator))?;
         let instant = OffsetDateTime::parse(text, &Rfc3339).ok()?;
         u64::try_from(instant.unix_timestamp_nanos().div_euclid(NANOS_PER_MS)).ok().map(Self)
     }

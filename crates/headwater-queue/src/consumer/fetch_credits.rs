@@ -246,6 +246,11 @@ impl<T> FetchCredits<T> {
         request
     }
 
+    /// Whether a partition could be read, but its subscription has no capacity.
+    pub(super) fn awaits_capacity(&self) -> bool {
+        self.sources.values().any(|source| source.kind != FetchKind::No)
+    }
+
     fn of_kind(&self, kind: FetchKind) -> Candidates<'_, T> {
         let sources = self.sources.iter().filter(|(_, source)| source.kind == kind);
         let mut all: Candidates<'_, T> = match kind {

@@ -37,6 +37,8 @@ const DISCONNECTS_AT_ONCE: usize = 16;
 /// After a read of at most this many entries, their handlers run before the next read.
 const SMALL_BATCH: usize = 8;
 const BACKOFF_MIN: Duration = Duration::from_millis(20);
+/// How often a fetcher looks for free capacity of a subscription.
+const CAPACITY_CHECK_EVERY: Duration = Duration::from_millis(500);
 const BACKOFF: Backoff = Backoff::doubling(BACKOFF_MIN, Duration::from_secs(2));
 
 /// Subscriptions with the same key share a fetcher.
@@ -256,12 +258,17 @@ impl FetchLoop {
     async fn wait_for_change(&self, awaits_bulk: bool) {
         let now = Instant::now();
         let is_due_later = |until: &Instant| *until > now;
-        let next = {
+        let (next, awaits_capacity) = {
             let credits = self.lock();
             let skipped = credits.sources.values().filter_map(|source| source.skipped_until);
-            skipped.filter(is_due_later).min()
+            (skipped.filter(is_due_later).min(), credits.awaits_capacity())
         };
-        let longest = if awaits_bulk { REGULAR_FETCH_EVERY } else { Duration::from_secs(3600) };
+        let longest = match (awaits_bulk, awaits_capacity) {
+            (true, _) => REGULAR_FETCH_EVERY,
+            // Partitions of another fetcher may have freed it.
+            (false, true) => CAPACITY_CHECK_EVERY,
+            (false, false) => Duration::from_secs(3600),
+        };
         let latest = now + longest;
         let until = next.map_or(latest, |next| next.min(latest));
         tokio::select! {

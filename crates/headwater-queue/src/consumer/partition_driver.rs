@@ -5,18 +5,19 @@
 //! Guarantees: backend calls run concurrently with events, one settle call and one reclaim call at a time; an idle
 //! partition costs one task that waits. The channel is bounded by the credits of the partition.
 
+use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use futures_util::StreamExt;
 use futures_util::future::BoxFuture;
 use futures_util::stream::FuturesUnordered;
+use futures_util::{FutureExt, StreamExt};
 use headwater_stream::{ConsumerName, SettleAction, Settlement};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::sync::oneshot;
 use tokio::time::{Instant, Sleep};
-use tracing::{debug, info, warn};
+use tracing::{debug, error, info, warn};
 
 use super::fetcher::{FetchTarget, Fetcher};
 use super::handler_pool::{HandlerPool, yield_to_queue};
@@ -72,7 +73,7 @@ impl DriverHandle {
             blocked: 0,
             context: Arc::clone(&context),
         };
-        tokio::spawn(driver.run(received));
+        tokio::spawn(run_or_evict(driver, received));
         let handle = Self { context, events, handlers };
         if handle.context.subscription.is_paused() {
             handle.send(PartitionEvent::Paused(true));
@@ -127,6 +128,19 @@ impl Drop for DriverHandle {
     }
 }
 
+/// Runs a driver. If it panics, in code of the application or by a defect, the member leaves the group and joins again:
+/// its lease would otherwise be renewed although nothing is handled.
+async fn run_or_evict(driver: PartitionDriver, received: UnboundedReceiver<DriverEvent>) {
+    let (id, context) = (driver.id, Arc::clone(&driver.context));
+    let (handlers, fetcher) = (Arc::clone(&driver.handlers), Arc::clone(&driver.fetcher));
+    if AssertUnwindSafe(driver.run(received)).catch_unwind().await.is_err() {
+        error!(stream = %context.policy.stream, "the task of a partition panicked; joining the group again");
+        handlers.close();
+        fetcher.remove_now(&context.policy.stream, id);
+        drop(context.on_fenced());
+    }
+}
+
 struct PartitionDriver {
     id: u64,
     context: Arc<PartitionContext>,
@@ -158,7 +172,14 @@ impl PartitionDriver {
                     Some(event) => self.on_driver_event(event),
                     None => self.on(PartitionEvent::Dropped),
                 },
-                Some(event) = self.calls.next(), if !self.calls.is_empty() => self.on(event),
+                Some(event) = self.calls.next(), if !self.calls.is_empty() => {
+                    // What was sent before the call ended counts first: the last entries, a failed read, results.
+                    while let Ok(sent) = received.try_recv() {
+                        self.on_driver_event(sent);
+                    }
+                    self.take_finished();
+                    self.on(event);
+                }
                 () = handlers.has_finished() => self.take_finished(),
                 () = timer.as_mut(), if armed.is_some() => {
                     armed = None;
@@ -196,15 +217,20 @@ impl PartitionDriver {
 
     fn on_driver_event(&mut self, event: DriverEvent) {
         match event {
-            DriverEvent::State(event) => {
-                match event {
-                    // What is finished is not appended again if the server lost it.
-                    PartitionEvent::LeaseLost => self.take_finished(),
-                    PartitionEvent::Paused(false) => self.handlers.resume(),
-                    _ => {}
-                }
-                self.on(event);
+            // What is finished is not appended again if the server lost it.
+            DriverEvent::State(PartitionEvent::LeaseLost) => {
+                self.take_finished();
+                self.on(PartitionEvent::LeaseLost);
             }
+            // The newest state counts: two callers may pause and resume at once.
+            DriverEvent::State(PartitionEvent::Paused(_)) => {
+                let is_paused = self.context.subscription.is_paused();
+                if !is_paused {
+                    self.handlers.resume();
+                }
+                self.on(PartitionEvent::Paused(is_paused));
+            }
+            DriverEvent::State(event) => self.on(event),
             DriverEvent::AwaitedBarriers(reply) => {
                 let barriers = &self.context.subscription.barriers;
                 let partition = self.context.policy.partition;

@@ -94,8 +94,9 @@ impl PartitionSet {
         let context = Arc::clone(&self.context);
         let context = PartitionContext::new(context, policy, consumer, lease, fenced);
         let handle = DriverHandle::start(Arc::new(context), fetcher);
-        // A former consumer of the partition ends.
-        state.partitions.insert(partition, Arc::new(handle));
+        if let Some(former) = state.partitions.insert(partition, Arc::new(handle)) {
+            former.terminate();
+        }
     }
 
     /// Divides the capacity of the subscription among its partitions.
@@ -128,7 +129,11 @@ impl PartitionSet {
         state.partitions.retain(|partition, handle| {
             let known = &handle.context.policy.topic;
             let is_same = known.layout == topic.layout && known.created_at == topic.created_at;
-            *partition < topic.partitions && is_same
+            let is_kept = *partition < topic.partitions && is_same;
+            if !is_kept {
+                handle.terminate();
+            }
+            is_kept
         });
         for partition in 0..topic.partitions {
             if !state.partitions.contains_key(&partition) {

@@ -307,7 +307,7 @@ impl PartitionState {
             PartitionEvent::LastReadEnded => self.on_last_read_ended(),
             PartitionEvent::LeaseLost => self.terminate(true),
             PartitionEvent::Dropped => self.terminate(false),
-            PartitionEvent::Tick => self.end_due_backoffs(),
+            PartitionEvent::Tick => {}
         }
         self.advance(is_blocked);
         std::mem::take(&mut self.actions)
@@ -318,6 +318,7 @@ impl PartitionState {
         if self.phase == PartitionPhase::Terminated {
             return;
         }
+        self.end_due_backoffs();
         self.start_ready(is_blocked);
         self.reload_evicted();
         self.keep_alive();
@@ -492,9 +493,10 @@ impl PartitionState {
             && at <= self.now
         {
             self.backoffs.pop_first();
+            let is_released = self.released.remove(&id);
             let Some(item) = self.queues.in_backoff(id) else { continue };
             let deliveries = item.delivery.deliveries;
-            if self.released.remove(&id) {
+            if is_released {
                 self.queues.end_backoff(id, deliveries);
             } else {
                 // The backend counts each attempt, so that the limit holds across consumers.

@@ -145,12 +145,20 @@ impl RedisBackend {
                 }
             };
             let mut cursor = replies.cursor();
-            for part in parts {
-                let map_error = |error: ReplyError| error.into_stream_error(lease(&all[part[0].1]));
-                cursor.array_of(part.len()).map_err(map_error)?;
-                for (_, at) in part {
-                    results[*at] = Some(read(&mut cursor).map_err(map_error)?);
+            let read_all = || {
+                for part in parts {
+                    let map_error =
+                        |error: ReplyError| error.into_stream_error(lease(&all[part[0].1]));
+                    cursor.array_of(part.len()).map_err(map_error)?;
+                    for (_, at) in part {
+                        results[*at] = Some(read(&mut cursor).map_err(map_error)?);
+                    }
                 }
+                Ok(())
+            };
+            // A server that rejects its part does not affect the leases of the others.
+            if let Err(error) = read_all() {
+                failure = Some(error);
             }
         }
         Ok((results, failure))

@@ -150,7 +150,8 @@ Each `[[integration]]` section defines a system that sends webhooks to `/webhook
 ## Tokens
 
 Each `[[token]]` section defines a bearer token for the HTTP API (`Authorization: Bearer TOKEN`). Without tokens, every
-local client has the role `admin`, the server only listens on loopback addresses, and requests through a proxy are rejected.
+local client has the role `admin`, the server only listens on loopback addresses, and requests with the headers of a proxy
+are rejected. Not every proxy adds one: configure a token before you put any proxy in front.
 
 | field | description |
 |---|---|

@@ -3,7 +3,8 @@
 //! Upstream: `handler` records each step. Downstream: rows of the outbox, which `outbound` appends to the session.
 //! Guarantees: a run never waits for streams. Its steps are committed together with its result, so the session gets each
 //! of them once and in order, whatever fails. A run without a result (failed, superseded, claim lost) leaves the steps
-//! that it has made: they are written to the outbox in the background; only a crash of the process loses them.
+//! that it has made: they are written to the outbox in the background; lost are only those of a crashed process,
+//! and of a run whose result was not committed although its handler had returned.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;

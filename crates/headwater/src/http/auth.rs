@@ -183,9 +183,11 @@ fn reject_non_loopback_host(headers: &HeaderMap) -> Result<(), ApiError> {
 }
 
 /// Headers that a proxy adds.
-const PROXY_HEADERS: [&str; 4] = ["forwarded", "via", "x-real-ip", "x-client-ip"];
+const PROXY_HEADERS: [&str; 6] =
+    ["forwarded", "via", "x-real-ip", "x-client-ip", "cf-connecting-ip", "true-client-ip"];
 
-/// Without tokens, everybody behind a proxy on this machine would be an admin: many proxies send a loopback `Host`.
+/// Without tokens, everybody behind a proxy on this machine would be an admin: many proxies send a loopback `Host`. A
+/// proxy that adds no header cannot be recognized.
 fn reject_proxied(headers: &HeaderMap) -> Result<(), ApiError> {
     let is_of_a_proxy = |name: &HeaderName| {
         let name = name.as_str();

@@ -3,7 +3,7 @@
 //! Upstream: `server.rs` adds a [`ClientAddress`] to every request. Downstream: limits per client (`rate_limit.rs`,
 //! `body_memory.rs`) and the audit log.
 
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use axum::extract::Request;
 use axum::http::HeaderMap;
@@ -19,13 +19,19 @@ impl ClientAddress {
         let forwarded = headers.get_all("x-forwarded-for").iter().next_back();
         let forwarded = forwarded
             .filter(|_| is_forwarded)
-            .and_then(|value| value.to_str().ok()?.rsplit(',').next()?.trim().parse().ok());
+            .and_then(|value| parse_address(value.to_str().ok()?.rsplit(',').next()?.trim()));
         Self(forwarded.unwrap_or(peer).to_canonical())
     }
 
     pub(super) fn ip(self) -> IpAddr {
         self.0
     }
+}
+
+/// An address, which some proxies send with its port.
+fn parse_address(text: &str) -> Option<IpAddr> {
+    let with_port = || text.parse::<SocketAddr>().ok().map(|address| address.ip());
+    text.parse().ok().or_else(with_port)
 }
 
 /// The network that the limits of a request count against.
@@ -59,6 +65,8 @@ mod tests {
     fn behind_a_trusted_proxy_the_last_forwarded_address_counts() {
         assert_eq!(client("10.9.9.9, 203.0.113.7", true).ip().to_string(), "203.0.113.7");
         assert_eq!(client("::ffff:203.0.113.7", true).ip().to_string(), "203.0.113.7");
+        assert_eq!(client("203.0.113.7:4711", true).ip().to_string(), "203.0.113.7");
+        assert_eq!(client("[2001:db8::1]:443", true).ip().to_string(), "2001:db8::1");
         assert_eq!(client("nonsense", true).ip(), Ipv4Addr::LOCALHOST);
         assert_eq!(client("203.0.113.7", false).ip(), Ipv4Addr::LOCALHOST);
     }

@@ -564,3 +564,17 @@ fn a_failed_read_stops_reading_until_its_entries_are_reclaimed() {
     world.settle_down();
     assert_eq!(world.done.len(), 4);
 }
+
+#[test]
+fn a_retry_without_delay_waits_for_no_timer() {
+    let mut world = World::new(Mode::Shared, MessageOrder::PerKey);
+    world.on(PartitionEvent::Started);
+    world.produce(Some(b'a'));
+    world.fetch(1, false);
+    world.start_handler(0);
+    let item = world.started.remove(0);
+    let disposition = Disposition::RetryInPlace { after: Duration::ZERO };
+    let finished = FinishedMessage { id: item.delivery.id, disposition, took: None };
+    world.on(PartitionEvent::HandlersFinished(vec![finished]));
+    assert!(world.calls.iter().any(|call| matches!(call, Action::CountDelivery(_))));
+}
