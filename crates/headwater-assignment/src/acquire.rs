@@ -18,7 +18,7 @@ use crate::notification::Notification;
 use crate::owned::Owned;
 use crate::owned_set::{NoCapacity, OwnedReservation};
 
-/// What became of a new input entry.
+/// The outcome of a new input entry.
 enum NewEntry<'a> {
     /// Owned or dead-lettered, or another consumer has it.
     Handled,
