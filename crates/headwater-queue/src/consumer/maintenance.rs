@@ -15,7 +15,7 @@ use super::partition_state::PartitionEvent;
 use super::runtime_waker::RuntimeWaker;
 
 const TICK: Duration = Duration::from_millis(500);
-/// Maximum partitions that are told to search, per tick.
+/// Maximum partitions that search for orphaned entries, per tick.
 const SEARCHES_PER_TICK: usize = 10;
 
 #[derive(Default)]
@@ -59,7 +59,7 @@ impl MaintenanceTask {
     async fn run(self: Arc<Self>, _waker: Option<RuntimeWaker>) {
         let mut ticks = tokio::time::interval(TICK);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        // The partition that was told last.
+        // The partition that searched last.
         let mut turn = 0;
         loop {
             ticks.tick().await;
