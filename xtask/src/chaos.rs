@@ -1,12 +1,14 @@
-//! `cargo xtask chaos`: the crash tests, the differential tests and the simulation with more work, under a time limit.
+//! `cargo xtask chaos`: the crash tests, the differential tests, the fault tests and the simulations with more work, under a
+//! time limit. Ends with the sum of what the tests counted: messages sent, handled, doubled and lost, and the longest stop
+//! of a partition of a healthy server.
 //!
 //! Guarantees: the run ends soon after its limit, and servers that tests started end with it,
 //! because the test runner is asked to stop before it is made to.
 
-use std::env;
+use std::ffi::OsStr;
 use std::process::{Child, Command, ExitStatus};
-use std::thread;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::{env, fmt, fs, thread};
 
 use crate::cargo;
 use crate::duckdb::{self, cargo_on_everything};
@@ -21,12 +23,19 @@ const WORK: [(&str, u32); 7] = [
     ("HEADWATER_FAULTS", 12),
     ("HEADWATER_WEBHOOKS", 200),
     ("HEADWATER_STALL_SECONDS", 10),
-    ("HEADWATER_COMMAND_KILLS", 6),
+    ("HEADWATER_COMMAND_KILLS", 7),
 ];
 
 const FILTER: &str =
-    "binary(/differential|crash|simulation|chaos|clock_steps|consume_exec|full_disk/)
-     | test(/differential|crash/)";
+    "binary(/differential|crash|simulation|chaos|clock_steps|consume_exec|full_disk|fault_matrix|topologies/)
+     | test(/differential|crash|dead_shard|full_server|slot_migration|data_loss|lost_replies/)";
+
+/// The file to which tests add a line of counts each.
+const REPORT_VARIABLE: &str = "HEADWATER_CHAOS_REPORT";
+/// When the simulations begin no further fault, in seconds since 1970.
+const END_VARIABLE: &str = "HEADWATER_CHAOS_END";
+/// The part of the limit in which the simulations begin faults, in percent. The rest is for what remains to be handled.
+const FAULTS_PERCENT: u32 = 70;
 
 /// Exit code of a stopped run, as for `timeout`.
 const STOPPED: u8 = 124;
@@ -46,15 +55,40 @@ pub(crate) fn run(minutes: u32) -> Result<(), ExitError> {
         cargo::run("build", build.arg("--no-run"))?;
     }
 
-    let end = Instant::now() + Duration::from_secs(60 * u64::from(minutes));
+    let limit = Duration::from_secs(60 * u64::from(minutes));
+    let end = Instant::now() + limit;
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    let last_fault = (now + limit * FAULTS_PERCENT / 100).as_secs().to_string();
+    let report = env::temp_dir().join(format!("headwater-chaos-{}.jsonl", std::process::id()));
     let amounts = WORK.map(|(variable, per_minute)| {
         (variable, amount(env::var(variable).ok(), per_minute, minutes))
     });
     for (variable, amount) in &amounts {
         eprintln!("{variable}={amount}");
     }
-    for mut tests in cargo_on_everything(&nextest)? {
+    let result = run_tests(
+        &nextest,
+        &amounts,
+        &[(REPORT_VARIABLE, report.as_os_str()), (END_VARIABLE, last_fault.as_ref())],
+        end,
+        minutes,
+    );
+    // Also after a failure: the counts say what happened until then.
+    eprintln!("{}", ChaosTotals::read(&fs::read_to_string(&report).unwrap_or_default()));
+    let _ = fs::remove_file(&report);
+    result
+}
+
+fn run_tests(
+    nextest: &[&str],
+    amounts: &[(&str, String)],
+    environment: &[(&str, &OsStr)],
+    end: Instant,
+    minutes: u32,
+) -> Result<(), ExitError> {
+    for mut tests in cargo_on_everything(nextest)? {
         tests.args(["--no-tests", "pass", "-E", FILTER]).envs(amounts.iter().cloned());
+        tests.envs(environment.iter().copied());
         let child = tests.spawn().map_err(|error| cargo::cannot_start("chaos", &tests, &error))?;
         match wait(child, end.saturating_duration_since(Instant::now()))? {
             Some(status) => cargo::ended("chaos", status)?,
@@ -69,6 +103,52 @@ pub(crate) fn run(minutes: u32) -> Result<(), ExitError> {
         }
     }
     Ok(())
+}
+
+/// The sum of the counts of all tests.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct ChaosTotals {
+    tests: u64,
+    sent: u64,
+    handled: u64,
+    doubled: u64,
+    lost: u64,
+    longest_stop_ms: u64,
+}
+
+impl ChaosTotals {
+    /// Adds up the lines of a report (`headwater-testkit/src/chaos_report.rs`). Incomplete lines are skipped.
+    fn read(report: &str) -> Self {
+        let mut totals = Self::default();
+        for line in report.lines() {
+            let number = |name: &str| -> Option<u64> {
+                let (_, rest) = line.split_once(&format!("\"{name}\":"))?;
+                rest.split([',', '}']).next()?.parse().ok()
+            };
+            let counts = ["sent", "handled", "doubled", "lost", "longest_stop_ms"].map(number);
+            let [Some(sent), Some(handled), Some(doubled), Some(lost), Some(stop)] = counts else {
+                continue;
+            };
+            totals.tests += 1;
+            totals.sent += sent;
+            totals.handled += handled;
+            totals.doubled += doubled;
+            totals.lost += lost;
+            totals.longest_stop_ms = totals.longest_stop_ms.max(stop);
+        }
+        totals
+    }
+}
+
+impl fmt::Display for ChaosTotals {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { tests, sent, handled, doubled, lost, longest_stop_ms } = self;
+        write!(
+            f,
+            "chaos: {tests} tests counted {sent} messages sent, {handled} handled, {doubled} doubled, {lost} lost with unreplicated \
+             writes; the longest stop of a healthy partition was {longest_stop_ms} ms"
+        )
+    }
 }
 
 /// The amount of work; a value set by the caller takes precedence.
@@ -117,6 +197,25 @@ mod tests {
     fn the_work_grows_with_the_limit_unless_the_caller_chose_it() {
         assert_eq!(amount(None, 200, 10), "2000");
         assert_eq!(amount(Some("7".to_owned()), 200, 10), "7");
+    }
+
+    #[test]
+    fn the_counts_of_all_tests_are_added_up() {
+        let report = concat!(
+            "{\"test\":\"a\",\"sent\":5,\"handled\":4,\"doubled\":2,\"lost\":1,\"longest_stop_ms\":70}\n",
+            "{\"test\":\"b\",\"sent\":3,\"handled\":3,\"doubled\":0,\"lost\":0,\"longest_stop_ms\":900}\n",
+            "{\"test\":\"c\",\"sent\":3,",
+        );
+        let expected = ChaosTotals {
+            tests: 2,
+            sent: 8,
+            handled: 7,
+            doubled: 2,
+            lost: 1,
+            longest_stop_ms: 900,
+        };
+        assert_eq!(ChaosTotals::read(report), expected);
+        assert_eq!(ChaosTotals::read(""), ChaosTotals::default());
     }
 
     #[test]

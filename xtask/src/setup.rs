@@ -12,6 +12,8 @@ use std::process::Command;
 use crate::cargo::{cargo, run, succeeds};
 use crate::duckdb;
 use crate::exit::ExitError;
+use crate::npm_files;
+use crate::python_client;
 
 /// A program from a system package.
 #[derive(Clone, Copy)]
@@ -26,6 +28,10 @@ pub(crate) const POSTGRES: Tool = Tool { binary: "initdb", package: "postgresql"
 /// Sets the clock of a process under test; the library comes with the program.
 pub(crate) const FAKETIME: Tool = Tool { binary: "faketime", package: "faketime" };
 
+/// The browser of the console's tests, and the program that drives it.
+pub(crate) const BROWSER: Tool = Tool { binary: "chromium", package: "chromium" };
+pub(crate) const BROWSER_DRIVER: Tool = Tool { binary: "chromedriver", package: "chromium-driver" };
+
 /// Pinned, because a later release may need a newer Rust.
 const NEXTEST_VERSION: &str = "0.9.143";
 
@@ -34,9 +40,11 @@ const POSTGRES_VERSIONS: &str = "/usr/lib/postgresql";
 
 /// Installs everything that `cargo xtask test` needs.
 pub(crate) fn everything() -> Result<(), ExitError> {
-    system(&[C_COMPILER, REDIS, POSTGRES, FAKETIME])?;
+    system(&[C_COMPILER, REDIS, POSTGRES, FAKETIME, BROWSER, BROWSER_DRIVER])?;
     components()?;
     duckdb::provide();
+    npm_files::provide()?;
+    python_client::provide()?;
     nextest()
 }
 

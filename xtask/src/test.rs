@@ -8,7 +8,7 @@ use std::time::Instant;
 use crate::cargo::{self, cargo};
 use crate::duckdb::cargo_on_everything;
 use crate::exit::ExitError;
-use crate::{setup, tidy};
+use crate::{redis_versions, setup, tidy};
 
 pub(crate) fn run(nextest_arguments: &[String]) -> Result<(), ExitError> {
     let started = Instant::now();
@@ -25,6 +25,13 @@ pub(crate) fn run(nextest_arguments: &[String]) -> Result<(), ExitError> {
     heading("tests", started);
     for mut tests in cargo_on_everything(&["nextest", "run"])? {
         cargo::run("tests", tests.args(nextest_arguments))?;
+    }
+    for server in redis_versions::provide()? {
+        heading(&format!("tests on {}", server.name), started);
+        // Those of the first command: everything but the binary, if there is no DuckDB.
+        let mut tests = cargo_on_everything(&["nextest", "run"])?.swap_remove(0);
+        tests.args(["-E", &server.tests]).env(redis_versions::VARIABLE, server.path);
+        cargo::run(server.name, &mut tests)?;
     }
     Ok(())
 }

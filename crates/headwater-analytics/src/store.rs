@@ -3,10 +3,11 @@
 //! Upstream: `ingest`, `dead_letter_mirror` and rebuilds write. Downstream: DuckDB.
 //! Guarantees: a batch and its stream position are committed together, so a crash neither loses nor duplicates a row; a
 //! query changes nothing and reads no other file. A file that another process has open, or that a newer version has
-//! written, is rejected.
+//! written, is rejected. After a fatal error of DuckDB the file is opened again.
 //!
 //! Calls block; async code uses [`tokio::task::spawn_blocking`].
 
+mod file;
 mod query;
 mod schema;
 mod write;
@@ -14,42 +15,39 @@ mod write;
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use duckdb::{AccessMode, Config, Connection};
 use headwater_stream::EntryId;
 
 use crate::error::{AnalyticsError, Result};
-use crate::limits::MEMORY_MAX;
+use file::{FileAccess, FileConnection, ReopenableFile};
 
 pub use write::{DeadLetterRow, RebuildReport, StoredBatch};
 
 /// A DuckDB file opened for writing.
 #[derive(Debug)]
 pub struct AnalyticsStore {
-    writer: Mutex<StoreWriter>,
+    /// The highest stored entry; every entry above it is new. `None` until it is read, and after a failure. Locked
+    /// during every write.
+    position: Mutex<Option<EntryId>>,
     reader: AnalyticsReader,
 }
 
 /// A DuckDB file opened for queries.
 #[derive(Clone, Debug)]
 pub struct AnalyticsReader {
-    /// Cloned for each query, because a connection runs one query at a time.
-    connection: Arc<Mutex<Connection>>,
+    file: Arc<ReopenableFile>,
 }
 
-#[derive(Debug)]
-struct StoreWriter {
-    connection: Connection,
-    /// The highest stored entry; every entry above it is new. `None` until it is read, and after a failure.
-    position: Option<EntryId>,
+/// The right to write: one writer at a time.
+struct StoreWriter<'a> {
+    position: MutexGuard<'a, Option<EntryId>>,
+    connection: FileConnection,
 }
 
 impl AnalyticsStore {
     /// Opens or creates the file.
     pub fn open(path: &Path) -> Result<Self> {
-        let connection = connect(path, AccessMode::ReadWrite)?;
-        schema::prepare(&connection, path)?;
-        let reader = AnalyticsReader::of(&connection)?;
-        Ok(Self { writer: Mutex::new(StoreWriter { connection, position: None }), reader })
+        let reader = AnalyticsReader::open_as(path, FileAccess::ReadWrite)?;
+        Ok(Self { position: Mutex::new(None), reader })
     }
 
     /// A reader for queries, concurrent with writes.
@@ -57,13 +55,28 @@ impl AnalyticsStore {
         &self.reader
     }
 
-    fn writer(&self) -> MutexGuard<'_, StoreWriter> {
-        // A panic while the lock was held has rolled back the transaction; read the position again.
-        self.writer.lock().unwrap_or_else(|poisoned| {
-            let mut writer = poisoned.into_inner();
-            writer.position = None;
-            writer
-        })
+    /// Runs a write. If it fails, the position is read again before the next one.
+    fn write<T>(&self, body: impl FnOnce(&mut StoreWriter<'_>) -> Result<T>) -> Result<T> {
+        // A panic while the lock was held has rolled back the transaction.
+        let mut position = self.position.lock().unwrap_or_else(|poisoned| {
+            let mut position = poisoned.into_inner();
+            *position = None;
+            position
+        });
+        let connection = match self.reader.file.connect() {
+            Ok(connection) => connection,
+            Err(error) => {
+                *position = None;
+                return Err(error);
+            }
+        };
+        let mut writer = StoreWriter { position, connection };
+        let written = body(&mut writer);
+        if let Err(error) = &written {
+            *writer.position = None;
+            self.reader.file.check_failure(&writer.connection, error);
+        }
+        written
     }
 }
 
@@ -73,37 +86,12 @@ impl AnalyticsReader {
         if !path.exists() {
             return Err(AnalyticsError::Missing { path: path.display().to_string() });
         }
-        let connection = connect(path, AccessMode::ReadOnly)?;
-        schema::check(&connection, path)?;
-        Ok(Self { connection: Arc::new(Mutex::new(connection)) })
+        Self::open_as(path, FileAccess::ReadOnly)
     }
 
-    fn of(connection: &Connection) -> Result<Self> {
-        let connection =
-            connection.try_clone().map_err(|error| failed("open a connection", error))?;
-        Ok(Self { connection: Arc::new(Mutex::new(connection)) })
+    fn open_as(path: &Path, access: FileAccess) -> Result<Self> {
+        Ok(Self { file: Arc::new(ReopenableFile::open(path, access)?) })
     }
-}
-
-fn connect(path: &Path, mode: AccessMode) -> Result<Connection> {
-    // Queries are untrusted: no other files, no network, no extensions.
-    let config = Config::default()
-        .access_mode(mode)
-        .and_then(|config| config.enable_external_access(false))
-        .and_then(|config| config.enable_autoload_extension(false))
-        .and_then(|config| config.max_memory(MEMORY_MAX))
-        .map_err(|error| failed("be configured", error))?;
-    Connection::open_with_flags(path, config).map_err(|error| {
-        let problem = error.to_string();
-        if problem.contains("Could not set lock on file") {
-            return AnalyticsError::InUse { path: path.display().to_string() };
-        }
-        if problem.contains("not a valid DuckDB database file") {
-            let advice = "remove it and run `headwater analytics rebuild`";
-            return failed("open its file", format!("{problem} ({advice})"));
-        }
-        failed("open its file", problem)
-    })
 }
 
 fn failed(what: &'static str, problem: impl ToString) -> AnalyticsError {

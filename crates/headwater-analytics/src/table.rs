@@ -5,7 +5,7 @@
 //! apostrophe, because the texts are untrusted.
 
 use serde::Deserialize;
-use serde_json::{Map, Value};
+use serde_json::Value;
 
 /// A query result.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]
@@ -36,14 +36,15 @@ impl Table {
         csv
     }
 
-    /// As one JSON object per row.
+    /// As one JSON object per row, with the fields in the order of the columns.
     pub fn to_json_lines(&self) -> String {
         let mut lines = String::new();
         for row in &self.rows {
-            let object: Map<String, Value> =
-                self.columns.iter().cloned().zip(row.iter().cloned()).collect();
-            lines.push_str(&Value::Object(object).to_string());
-            lines.push('\n');
+            let fields = self.columns.iter().zip(row);
+            // A JSON map would order them by name.
+            let fields = fields.map(|(name, value)| format!("{}:{value}", Value::from(&**name)));
+            let fields = fields.collect::<Vec<_>>().join(",");
+            lines.push_str(&format!("{{{fields}}}\n"));
         }
         lines
     }
@@ -111,6 +112,7 @@ mod tests {
     #[test]
     fn every_row_is_one_json_object() {
         let lines = table().to_json_lines();
+        assert!(lines.starts_with("{\"day\":\"2026-11-15\",\"what, exactly\":-3}\n"), "{lines}");
         let lines: Vec<Value> = lines.lines().map(|l| serde_json::from_str(l).unwrap()).collect();
         assert_eq!(lines[0], json!({"day": "2026-11-15", "what, exactly": -3}));
         assert_eq!(lines[1]["day"], "a \"b\"\nc");

@@ -102,7 +102,10 @@ impl Assignment {
                 "no expiry notifications: only the sweep detects expired leases"
             );
         }
-        let reader = member.backend.reader(&member.names.group, &member.identity.consumer).await?;
+        let mut reader =
+            member.backend.reader(&member.names.group, &member.identity.consumer).await?;
+        // An input stream that is deleted does not come back through a read that was blocked on it.
+        reader.require_groups();
         member.join().await?;
 
         let (lifecycle_sender, lifecycle) = watch::channel(Lifecycle::Running);

@@ -1,6 +1,6 @@
 //! Errors of claiming and ending streams, split by what the caller does next.
 
-use headwater_stream::{Epoch, HolderName, StreamError, StreamName};
+use headwater_stream::{Epoch, HolderName, LeaseName, StreamError, StreamName};
 
 /// Why a stream could not be claimed.
 #[derive(Debug, thiserror::Error)]
@@ -77,6 +77,56 @@ pub enum EndError {
     },
 
     /// The backend failed. If it is unavailable, the stream may have ended; retry the call.
+    #[error(transparent)]
+    Backend(#[from] StreamError),
+}
+
+/// Why an operator could not release a stream. Nothing was changed, except as [`ReleaseError::Backend`] says.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ReleaseError {
+    /// No input entry names the stream: it is done or was never added.
+    #[error(
+        "stream `{stream}` is not in the input of service `{service}`: it is done or was never added"
+    )]
+    NotFound {
+        /// The stream.
+        stream: StreamName,
+        /// The service.
+        service: String,
+    },
+
+    /// No consumer has read its entry yet, so there is no owner to take it from.
+    #[error("stream `{stream}` has no owner: it waits for a consumer with free capacity")]
+    NotOwned {
+        /// The stream.
+        stream: StreamName,
+    },
+
+    /// Another program holds the lease without an epoch. It could not be fenced, so it would keep working on the stream.
+    #[error(
+        "stream `{stream}` is held by `{holder}`, another program without an epoch, which cannot be fenced: stop \
+         that program, or delete the key `{lease}`"
+    )]
+    ForeignOwner {
+        /// The stream.
+        stream: StreamName,
+        /// The holder of the lease.
+        holder: HolderName,
+        /// The lease.
+        lease: LeaseName,
+    },
+
+    /// The lease key holds a value of another type.
+    #[error("the key `{lease}` of stream `{stream}` holds a value of another type: delete the key")]
+    Blocked {
+        /// The stream.
+        stream: StreamName,
+        /// The lease.
+        lease: LeaseName,
+    },
+
+    /// The backend failed. If it is unavailable, the stream may have been released; retry the call.
     #[error(transparent)]
     Backend(#[from] StreamError),
 }

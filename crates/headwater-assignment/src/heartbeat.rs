@@ -102,7 +102,7 @@ impl AssignmentMember {
         match timeout(limit, self.keep_entries_alive(&ids)).await.map_err(late).flatten() {
             Ok(missing) => self.handle_missing(&owned, &missing).await?,
             // The group was deleted (flush). The leases are gone too, so the renewer reports the loss.
-            Err(StreamError::NoGroup { .. }) => self.ensure_group().await?,
+            Err(StreamError::NoGroup { .. }) => self.restore_group().await?,
             Err(error) => return Err(error),
         }
         if !self.renewer.holds(&self.member_lease) {

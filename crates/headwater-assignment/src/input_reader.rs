@@ -50,8 +50,8 @@ impl InputReader {
                     // Outside of `select!`, so that entries that were read are acquired or released.
                     Ok(read) => self.take(read).await,
                     Err(StreamError::NoGroup { .. }) => {
-                        if let Err(error) = self.member.ensure_group().await {
-                            warn!(%error, "could not create the consumer group; retrying");
+                        if let Err(error) = self.member.restore_group().await {
+                            warn!(%error, "could not restore the consumer group; retrying");
                         }
                         self.retry.wait().await;
                     }

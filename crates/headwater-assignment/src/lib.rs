@@ -27,13 +27,18 @@ mod reassignment;
 mod sweep;
 
 mod client;
+mod inspect;
 
 #[cfg(test)]
 mod tests;
 
 pub use client::{Assignment, add};
 pub use config::{AssignmentConfig, OnExpired, Rebalance, STREAMS_MAX};
-pub use error::{ClaimError, EndError};
+pub use error::{ClaimError, EndError, ReleaseError};
 pub use input::INPUT_FIELD;
+pub use inspect::{
+    AssignedState, AssignedStream, AssignedStreams, LIST_MAX, OperatorRelease, ServiceSummary,
+    describe, list, release, summarize,
+};
 pub use notification::{Disowned, Notification, Notifications, Terminated};
 pub use owned::{Owned, WorkGuard};

@@ -52,7 +52,7 @@ impl AssignmentMember {
             LeaseRenewer::new(leases, identity.holder.clone(), config.renewer())?;
         let member = Self {
             renewer,
-            members: MemberList::new(names.members.clone()),
+            members: MemberList::new(vec![names.members.clone()]),
             member_lease: names.member_lease(identity.holder.as_str())?,
             owned_set: OwnedSet::new(config.streams_max),
             notification_queue: NotificationQueue::new(
@@ -92,7 +92,16 @@ impl AssignmentMember {
         }
     }
 
-    /// Creates the group from the beginning, also after it was deleted.
+    /// Creates the group again after it was deleted. A stream that was deleted with it does not come back before an entry is
+    /// added: that entry is the first one of the new group.
+    pub(crate) async fn restore_group(&self) -> Result<()> {
+        match self.backend.stats(&self.names.input).await? {
+            Some(_) => self.ensure_group().await,
+            None => Ok(()),
+        }
+    }
+
+    /// Creates the input stream and its group, from the beginning.
     pub(crate) async fn ensure_group(&self) -> Result<()> {
         let (input, group) = (&self.names.input, &self.names.group);
         if self.backend.ensure_group(input, group, GroupStart::Beginning).await? {

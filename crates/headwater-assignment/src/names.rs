@@ -64,7 +64,7 @@ impl Names {
     pub(crate) fn member(&self, entry: &str) -> Option<(HolderName, LivenessLease)> {
         let holder = HolderName::new(entry).ok()?;
         let lease = self.member_lease(entry).ok()?;
-        Some((holder.clone(), LivenessLease { lease, holder: Some(holder) }))
+        Some((holder.clone(), LivenessLease { copies: vec![lease], holder: Some(holder) }))
     }
 }
 

@@ -124,9 +124,9 @@ impl AssignmentMember {
             count,
         };
         match self.backend.pending(query).await {
-            // The group was deleted (flush). Recreate it; nothing is pending.
+            // The group was deleted (flush). Nothing is pending.
             Err(StreamError::NoGroup { .. }) => {
-                self.ensure_group().await?;
+                self.restore_group().await?;
                 Ok(Vec::new())
             }
             other => other,

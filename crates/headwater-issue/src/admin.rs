@@ -13,7 +13,8 @@ use crate::error::Result;
 use crate::issue::{
     DeadLetterId, EventLog, EventLogId, IntegrationId, Issue, IssueId, OutboxId, ProcessingStatus,
 };
-use crate::outbox::types::OutboxRow;
+use crate::limits::CONSISTENCY_PAGE;
+use crate::outbox::types::{OutboxKind, OutboxRow};
 
 /// An integration, a row of `integrations`.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -96,8 +97,33 @@ pub struct IssueFacts {
     pub workers_alive: u64,
     /// Whether the owner of the claim is alive.
     pub owner_alive: bool,
+    /// Last heartbeat of the owner of the claim, if it is known.
+    pub owner_seen_at: Option<Timestamp>,
+    /// When its last reply was delivered.
+    pub reply_delivered_at: Option<Timestamp>,
+    /// Replies and events that are not delivered, oldest first; at most [`UNDELIVERED_MAX`](crate::limits::UNDELIVERED_MAX).
+    pub undelivered: Vec<UndeliveredRow>,
     /// Current time of the database.
     pub now: Timestamp,
+}
+
+/// An outbox row that is not delivered: it waits, is being delivered, or is dead.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct UndeliveredRow {
+    /// Id of the row.
+    pub id: OutboxId,
+    /// Reply or event.
+    pub kind: OutboxKind,
+    /// Its target.
+    pub target: String,
+    /// Whether its delivery failed permanently.
+    pub is_dead: bool,
+    /// Failed deliveries.
+    pub attempts: u32,
+    /// When it is tried next, unless it is dead or waits for an older row.
+    pub due_at: Timestamp,
+    /// Error of the last delivery.
+    pub error: Option<String>,
 }
 
 /// An issue whose counters or status are inconsistent with its event logs.
@@ -117,7 +143,8 @@ pub struct Discrepancy {
     pub problem: String,
 }
 
-/// Totals of all issues from one snapshot. Consistent if recorded = processed + pending + quarantined.
+/// Totals of the checked issues. Consistent if recorded = processed + pending + quarantined. Each page of issues is read in
+/// one snapshot, and an event belongs to one issue, so the totals are also consistent if issues change between pages.
 #[derive(Clone, Debug, PartialEq, Eq, Default)]
 pub struct ConsistencyReport {
     /// Number of issues.
@@ -130,10 +157,12 @@ pub struct ConsistencyReport {
     pub pending: u64,
     /// Pending event logs of quarantined issues, by the counters of their issues.
     pub quarantined: u64,
-    /// Inconsistent issues, at most one page.
+    /// Inconsistent issues, in id order. A whole check keeps only the first of them.
     pub discrepancies: Vec<Discrepancy>,
     /// Total number of inconsistent issues.
     pub discrepancies_total: u64,
+    /// The last checked issue, if there may be more after it; `None` when the check is complete.
+    pub resume_after: Option<IssueId>,
 }
 
 /// Size of the backlog, for gauges.
@@ -201,6 +230,10 @@ pub trait AdminStore: Send + Sync {
     /// it exists with a different provider.
     async fn ensure_integration(&self, name: &str, provider: &str) -> Result<IntegrationId>;
 
+    /// Ends the leases of all claims and taken outbox rows, so that their work continues at once. Only for a
+    /// process that knows that it is the only one on this database: the holders are dead.
+    async fn expire_leases(&self) -> Result<()>;
+
     /// One page of integrations in name order, after `after`; at most [`PAGE_MAX`](crate::limits::PAGE_MAX).
     async fn integrations(&self, after: Option<&str>) -> Result<Vec<IntegrationInfo>>;
 
@@ -226,6 +259,9 @@ pub trait AdminStore: Send + Sync {
         limit: usize,
     ) -> Result<Vec<EventLog>>;
 
+    /// The event log with this id, if it exists.
+    async fn event_log(&self, id: EventLogId) -> Result<Option<EventLog>>;
+
     /// The payload of an event log exactly as received, if [`EventLog::payload`] differs from it in more than
     /// whitespace, key order and number notation. `None` if it does not, or if the event log does not exist.
     async fn original_payload(&self, id: EventLogId) -> Result<Option<String>>;
@@ -245,8 +281,26 @@ pub trait AdminStore: Send + Sync {
     /// Facts for [`explain`](fn@crate::explain); `None` if the issue does not exist.
     async fn issue_facts(&self, id: IssueId) -> Result<Option<IssueFacts>>;
 
-    /// Counts all event logs, and returns up to `limit` inconsistent issues. Reads all event logs.
-    async fn check_consistency(&self, limit: usize) -> Result<ConsistencyReport>;
+    /// Counts the event logs of up to `issues_max` issues after `after`, in id order and in one snapshot. To go on, or to resume
+    /// a check later, pass [`resume_after`](ConsistencyReport::resume_after) of the last page.
+    async fn check_consistency_page(
+        &self,
+        after: Option<IssueId>,
+        issues_max: usize,
+    ) -> Result<ConsistencyReport>;
+
+    /// Checks all issues, page by page, and keeps up to `discrepancies_max` inconsistent issues. Reads all event logs, but no
+    /// snapshot is held longer than a page.
+    async fn check_consistency(&self, discrepancies_max: usize) -> Result<ConsistencyReport> {
+        let mut report = ConsistencyReport::default();
+        loop {
+            let page = self.check_consistency_page(report.resume_after, CONSISTENCY_PAGE).await?;
+            report.add_page(page, discrepancies_max);
+            if report.resume_after.is_none() {
+                return Ok(report);
+            }
+        }
+    }
 
     /// Size of the backlog.
     async fn backlog(&self) -> Result<Backlog>;

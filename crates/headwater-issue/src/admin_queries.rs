@@ -10,13 +10,14 @@ use async_trait::async_trait;
 use crate::admin::{
     AdminStore, Backlog, ConsistencyReport, DeadOutboxRow, Discrepancy, EventLogFilter,
     IntegrationInfo, IssueDeadLetter, IssueFacts, IssueFilter, IssueRetried, QuarantineCleared,
-    WorkerInfo,
+    UndeliveredRow, WorkerInfo,
 };
 use crate::error::{IssueError, Result};
 use crate::issue::{
     DeadLetterId, EventLog, EventLogId, IntegrationId, Issue, IssueId, OutboxId, ProcessingStatus,
 };
-use crate::limits::PAGE_MAX;
+use crate::limits::{PAGE_MAX, UNDELIVERED_MAX};
+use crate::outbox::types::OutboxKind;
 use crate::row_decoding::{
     count, database_error, dead_letter_columns, event_log_columns, inconsistency, issue_columns,
     known_value, optional_timestamp, outbox_columns, read_dead_letter, read_event_log, read_issue,
@@ -30,14 +31,6 @@ use crate::validate;
 pub(crate) trait SqlStore: Send + Sync {
     /// Executes a statement that reads. `what` names the operation in errors.
     async fn query(
-        &self,
-        what: &str,
-        sql: &'static str,
-        parameters: &[SqlValue<'_>],
-    ) -> Result<Vec<SqlRow>>;
-
-    /// Like `query`, for a statement that reads all event logs and may take minutes.
-    async fn query_everything(
         &self,
         what: &str,
         sql: &'static str,
@@ -117,9 +110,13 @@ impl<S: SqlStore> AdminStore for S {
         let what = "creating an integration";
         let insert = "INSERT INTO integrations (name, provider, created_at)
              VALUES ($1, $2, headwater_now()) ON CONFLICT (name) DO NOTHING";
-        self.execute(what, insert, &[name.into(), provider.into()]).await?;
         let select = "SELECT id, name, provider FROM integrations WHERE name = $1";
-        let found = first(self, what, select, &[name.into()], read_integration).await?;
+        // A read first: a command that only looks also works while the database is read-only.
+        let mut found = first(self, what, select, &[name.into()], read_integration).await?;
+        if found.is_none() {
+            self.execute(what, insert, &[name.into(), provider.into()]).await?;
+            found = first(self, what, select, &[name.into()], read_integration).await?;
+        }
         match found {
             Some(found) if found.provider == provider => Ok(found.id),
             Some(IntegrationInfo { name: integration, provider, .. }) => {
@@ -127,6 +124,16 @@ impl<S: SqlStore> AdminStore for S {
             }
             None => Err(IssueError::NotFound { what: format!("integration `{name}`") }),
         }
+    }
+
+    async fn expire_leases(&self) -> Result<()> {
+        let what = "ending the leases of dead processes";
+        let claims = "UPDATE issues SET claim_expires_at = headwater_now()
+            WHERE processing_status = 'processing' AND claim_expires_at > headwater_now()";
+        let rows = "UPDATE outbox SET due_at = headwater_now()
+            WHERE status = 'taken' AND due_at > headwater_now()";
+        self.execute(what, claims, &[]).await?;
+        self.execute(what, rows, &[]).await
     }
 
     async fn integrations(&self, after: Option<&str>) -> Result<Vec<IntegrationInfo>> {
@@ -202,6 +209,11 @@ impl<S: SqlStore> AdminStore for S {
         list(self, "listing event logs", select, &parameters, read_event_log).await
     }
 
+    async fn event_log(&self, id: EventLogId) -> Result<Option<EventLog>> {
+        let select = concat!("SELECT ", event_log_columns!(), " FROM event_logs e WHERE e.id = $1");
+        first(self, "reading an event log", select, &[id.0.into()], read_event_log).await
+    }
+
     async fn original_payload(&self, id: EventLogId) -> Result<Option<String>> {
         let select = "SELECT body FROM event_log_originals WHERE event_log_id = $1";
         let read = |row: &SqlRow| {
@@ -245,7 +257,10 @@ impl<S: SqlStore> AdminStore for S {
                (SELECT count(*) FROM workers WHERE expires_at > headwater_now()),
                EXISTS (SELECT 1 FROM workers
                 WHERE worker = i.claim_owner AND expires_at > headwater_now()),
-               headwater_ms(headwater_now())
+               headwater_ms(headwater_now()),
+               (SELECT headwater_ms(seen_at) FROM workers WHERE worker = i.claim_owner),
+               (SELECT headwater_ms(max(o.delivered_at)) FROM outbox o
+                WHERE o.issue_id = i.id AND o.kind = 'reply' AND o.status = 'delivered')
               FROM issues i JOIN integrations g ON g.id = i.integration_id WHERE i.id = $1"
         );
         let read = |row: &SqlRow| {
@@ -255,38 +270,58 @@ impl<S: SqlStore> AdminStore for S {
                 workers_alive: count(row.get(24)?)?,
                 owner_alive: row.get(25)?,
                 now: timestamp(row.get(26)?),
+                owner_seen_at: optional_timestamp(row.get(27)?),
+                reply_delivered_at: optional_timestamp(row.get(28)?),
+                undelivered: Vec::new(),
             })
         };
-        first(self, "reading the facts about an issue", select, &[id.0.into()], read).await
+        let what = "reading the facts about an issue";
+        let Some(facts) = first(self, what, select, &[id.0.into()], read).await? else {
+            return Ok(None);
+        };
+        let undelivered =
+            "SELECT id, kind, target, status, attempts, headwater_ms(due_at), last_error
+             FROM outbox WHERE issue_id = $1 AND status <> 'delivered' ORDER BY id LIMIT $2";
+        let read = |row: &SqlRow| {
+            let (kind, status): (String, String) = (row.get(1)?, row.get(3)?);
+            Ok(UndeliveredRow {
+                id: OutboxId(row.get(0)?),
+                kind: known_value(&kind, OutboxKind::parse(&kind))?,
+                target: row.get(2)?,
+                is_dead: status == "dead",
+                attempts: u32::try_from(row.get::<i64>(4)?).unwrap_or(u32::MAX),
+                due_at: timestamp(row.get(5)?),
+                error: row.get(6)?,
+            })
+        };
+        let parameters = [id.0.into(), to_i64(UNDELIVERED_MAX).into()];
+        let undelivered = list(self, what, undelivered, &parameters, read).await?;
+        Ok(Some(IssueFacts { undelivered, ..facts }))
     }
 
-    async fn check_consistency(&self, limit: usize) -> Result<ConsistencyReport> {
-        validate::page(limit)?;
+    async fn check_consistency_page(
+        &self,
+        after: Option<IssueId>,
+        issues_max: usize,
+    ) -> Result<ConsistencyReport> {
+        validate::page(issues_max)?;
         let what = "checking consistency";
-        // One statement, so that all of it is from one snapshot. The totals are in every row.
-        let select = "WITH totals AS (
-                 SELECT (SELECT count(*) FROM issues), (SELECT count(*) FROM event_logs),
-                     (SELECT count(*) FROM event_logs WHERE processed_at IS NOT NULL),
-                     (SELECT coalesce(sum(pending_events), 0)::bigint FROM issues
-                      WHERE quarantined_at IS NULL),
-                     (SELECT coalesce(sum(pending_events), 0)::bigint FROM issues
-                      WHERE quarantined_at IS NOT NULL)
-             ), inconsistent AS (
-                 SELECT i.id, i.processing_status, i.pending_events, coalesce(e.unprocessed, 0),
-                     i.quarantined_at IS NOT NULL, count(*) OVER ()
-                 FROM issues AS i LEFT JOIN (
-                     SELECT issue_id, count(*) AS unprocessed FROM event_logs
-                     WHERE processed_at IS NULL GROUP BY issue_id) AS e ON e.issue_id = i.id
-                 WHERE i.pending_events != coalesce(e.unprocessed, 0)
-                     OR (i.processing_status = 'idle' AND i.quarantined_at IS NULL
-                         AND i.pending_events > 0)
-                     OR (i.processing_status != 'idle'
-                         AND (i.quarantined_at IS NOT NULL OR i.pending_events = 0))
-                 ORDER BY i.id LIMIT $1
-             )
-             SELECT totals.*, inconsistent.* FROM totals LEFT JOIN inconsistent ON true ORDER BY 6";
-        let rows = self.query_everything(what, select, &[to_i64(limit).into()]).await?;
-        read_consistency_report(&rows).map_err(|error| database_error(what, error))
+        // One statement, so that the counter and the event logs of an issue are from one snapshot.
+        let select =
+            "SELECT i.id, i.processing_status, i.pending_events, i.quarantined_at IS NOT NULL,
+                 (SELECT count(*) FROM event_logs e WHERE e.issue_id = i.id),
+                 (SELECT count(*) FROM event_logs e
+                  WHERE e.issue_id = i.id AND e.processed_at IS NULL)
+             FROM issues i WHERE i.id > $1 ORDER BY i.id LIMIT $2";
+        let parameters =
+            [after.map_or(i64::MIN, |after| after.0).into(), to_i64(issues_max).into()];
+        let rows = self.query(what, select, &parameters).await?;
+        let mut report = ConsistencyReport::default();
+        for row in &rows {
+            add_issue(&mut report, row).map_err(|error| database_error(what, error))?;
+        }
+        report.resume_after = report.resume_after.filter(|_| rows.len() == issues_max);
+        Ok(report)
     }
 
     async fn backlog(&self) -> Result<Backlog> {
@@ -373,31 +408,30 @@ impl<S: SqlStore> AdminStore for S {
     }
 }
 
-fn read_consistency_report(rows: &[SqlRow]) -> Result<ConsistencyReport, sqlx::Error> {
-    let totals = rows.first().ok_or(sqlx::Error::RowNotFound)?;
-    let mut report = ConsistencyReport {
-        issues: count(totals.get(0)?)?,
-        recorded: count(totals.get(1)?)?,
-        processed: count(totals.get(2)?)?,
-        pending: count(totals.get(3)?)?,
-        quarantined: count(totals.get(4)?)?,
-        ..Default::default()
-    };
-    for row in rows {
-        let Some(issue_id) = row.get::<Option<i64>>(5)?.map(IssueId) else { continue };
-        let status: String = row.get(6)?;
-        let status = known_value(&status, ProcessingStatus::parse(&status))?;
-        let (pending_events, unprocessed, quarantined) = (row.get(7)?, row.get(8)?, row.get(9)?);
-        let problem = inconsistency(status, pending_events, unprocessed, quarantined);
-        report.discrepancies_total = count(row.get(10)?)?;
+/// Adds one issue to a report, as its last one.
+fn add_issue(report: &mut ConsistencyReport, row: &SqlRow) -> Result<(), sqlx::Error> {
+    let issue_id = IssueId(row.get(0)?);
+    let status: String = row.get(1)?;
+    let status = known_value(&status, ProcessingStatus::parse(&status))?;
+    let (pending_events, quarantined): (i64, bool) = (row.get(2)?, row.get(3)?);
+    let (recorded, unprocessed): (i64, i64) = (row.get(4)?, row.get(5)?);
+    report.issues += 1;
+    report.recorded += count::<u64>(recorded)?;
+    report.processed += count::<u64>(recorded - unprocessed)?;
+    let pending = if quarantined { &mut report.quarantined } else { &mut report.pending };
+    *pending += count::<u64>(pending_events)?;
+    report.resume_after = Some(issue_id);
+    if let Some(problem) = inconsistency(status, pending_events, unprocessed, quarantined) {
+        let unprocessed = count(unprocessed)?;
+        report.discrepancies_total += 1;
         report.discrepancies.push(Discrepancy {
             issue_id,
             status,
             pending_events,
-            unprocessed: count(unprocessed)?,
+            unprocessed,
             quarantined,
-            problem: problem.unwrap_or_default(),
+            problem,
         });
     }
-    Ok(report)
+    Ok(())
 }

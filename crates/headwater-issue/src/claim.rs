@@ -92,12 +92,12 @@ pub enum Claim {
     Missing,
 }
 
-/// Result of renewing a claim.
+/// Result of renewing or checking a claim.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ClaimRenewal {
-    /// The claim was renewed.
+    /// The claim is held.
     Kept {
-        /// New expiry time, by the database's clock.
+        /// Its expiry time, by the database's clock.
         expires_at: Timestamp,
         /// See [`ClaimedIssue::has_newer_events`].
         pending_events: u64,

@@ -1,7 +1,7 @@
 //! The issues in flight in this process, and the status of their claims.
 //!
-//! Upstream: `worker` enters an issue before it claims it. Downstream: heartbeats of the store, one call for all
-//! claims. Guarantees: one run of an issue at a time in this process; a request during a run is remembered; a claim
+//! Upstream: `worker` enters an issue before it claims it. Downstream: the store: heartbeats, and more often reads that
+//! look for newer events, each one call for all claims. Guarantees: one run of an issue at a time in this process; a request during a run is remembered; a claim
 //! that may have expired by the database's clock counts as lost, even if the database is unavailable. This is where a
 //! run becomes stale in its own process. Not here: what happens to a run whose claim is lost (see `worker`).
 
@@ -79,17 +79,27 @@ impl ClaimRegistry {
 
     /// Renews all claims, and updates which are lost and which have newer events.
     pub(crate) async fn renew_all(&self) -> Result<()> {
-        let claims: Vec<(IssueId, ClaimEpoch)> = {
-            let entries = self.lock();
-            let epoch = |entry: &RegistryEntry| entry.claim.as_ref().map(|claim| claim.epoch);
-            entries.iter().filter_map(|(id, entry)| Some((*id, epoch(entry)?))).collect()
-        };
         // Continue after an error: the failure of one batch must not let the claims of another expire.
         let mut first_error = Ok(());
-        for batch in claims.chunks(BATCH_MAX) {
+        for batch in self.claims().chunks(BATCH_MAX) {
             first_error = first_error.and(self.renew_each(batch).await);
         }
         first_error
+    }
+
+    /// Reads all claims, and updates which are lost and which have newer events. Writes nothing.
+    pub(crate) async fn check_all(&self) -> Result<()> {
+        for batch in self.claims().chunks(BATCH_MAX) {
+            let found = self.store.check_claims(batch).await?;
+            self.update(batch, &found, None);
+        }
+        Ok(())
+    }
+
+    fn claims(&self) -> Vec<(IssueId, ClaimEpoch)> {
+        let entries = self.lock();
+        let epoch = |entry: &RegistryEntry| entry.claim.as_ref().map(|claim| claim.epoch);
+        entries.iter().filter_map(|(id, entry)| Some((*id, epoch(entry)?))).collect()
     }
 
     /// Renews claims in one call or, if one of them makes the call fail, one by one.
@@ -112,21 +122,30 @@ impl ClaimRegistry {
     async fn renew(&self, claims: &[(IssueId, ClaimEpoch)]) -> Result<Vec<ClaimRenewal>> {
         let sent = Instant::now();
         let renewals = self.store.heartbeat(claims, self.ttl).await?;
-        let until = self.valid_until(sent);
+        self.update(claims, &renewals, Some(self.valid_until(sent)));
+        Ok(renewals)
+    }
+
+    /// Applies what the database reported. `renewed_until` is the new end of the claims, if they were renewed.
+    fn update(
+        &self,
+        claims: &[(IssueId, ClaimEpoch)],
+        found: &[ClaimRenewal],
+        renewed_until: Option<Instant>,
+    ) {
         let entries = self.lock();
-        for ((issue_id, epoch), renewal) in claims.iter().zip(&renewals) {
-            // Skip a claim that ended or was replaced during the heartbeat.
+        for ((issue_id, epoch), renewal) in claims.iter().zip(found) {
+            // Skip a claim that ended or was replaced during the call.
             let entry = entries.get(issue_id).and_then(|entry| entry.claim.as_ref());
             let Some(claim) = entry.filter(|claim| claim.epoch == *epoch) else { continue };
             claim.status.send_modify(|status| match renewal {
                 ClaimRenewal::Lost => status.valid_until = None,
                 ClaimRenewal::Kept { pending_events, .. } => {
-                    status.valid_until = Some(until);
+                    status.valid_until = renewed_until.or(status.valid_until);
                     status.has_newer_events |= *pending_events > claim.pending_events;
                 }
             });
         }
-        Ok(renewals)
     }
 
     fn valid_until(&self, sent: Instant) -> Instant {

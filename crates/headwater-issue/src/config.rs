@@ -45,7 +45,7 @@ pub struct WorkerConfig {
     pub retry: IssueRetryPolicy,
     /// What happens when a newer event arrives during a run. Default: the run continues.
     pub on_new_event: OnNewEvent,
-    /// Interval of checks for newer events, with [`OnNewEvent::Supersede`]. Default: 1 s.
+    /// Interval of checks for newer events, one read for all runs, with [`OnNewEvent::Supersede`]. Default: 1 s.
     pub newer_events_every: Duration,
     /// How long a shutdown waits for handlers. Then they are cancelled, and their claims are released without counting
     /// an attempt. Default: 25 s.
@@ -104,8 +104,8 @@ impl WorkerConfig {
         }
     }
 
-    /// Interval of claim renewals, which also check for newer events.
-    pub(crate) fn renew_every(&self) -> Duration {
+    /// Interval of checks for newer events, lapsed claims and due renewals.
+    pub(crate) fn check_every(&self) -> Duration {
         match self.on_new_event {
             OnNewEvent::Queue => self.heartbeat_every,
             OnNewEvent::Supersede { .. } => self.heartbeat_every.min(self.newer_events_every),

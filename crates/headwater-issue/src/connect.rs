@@ -10,6 +10,16 @@ use headwater_stream::clock::{Clock, SystemClock};
 use crate::error::{IssueError, Result};
 use crate::store::Store;
 
+/// What opening a store may change in the schema of its database.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum SchemaPolicy {
+    /// Applies missing migrations.
+    #[default]
+    Migrate,
+    /// Changes nothing: fails with [`IssueError::OutdatedSchema`] if migrations are missing.
+    Require,
+}
+
 /// Options for opening a store.
 #[derive(Clone, Debug)]
 pub struct StoreOptions {
@@ -19,6 +29,8 @@ pub struct StoreOptions {
     pub call_deadline: Duration,
     /// Maximum number of open connections. Default: 16. SQLite always writes through one.
     pub connections_max: u32,
+    /// Whether missing migrations are applied, those of [`Store::migrate`] included. Default: yes.
+    pub schema: SchemaPolicy,
 }
 
 impl Default for StoreOptions {
@@ -27,6 +39,7 @@ impl Default for StoreOptions {
             clock: Arc::new(SystemClock),
             call_deadline: Duration::from_secs(10),
             connections_max: 16,
+            schema: SchemaPolicy::default(),
         }
     }
 }
@@ -51,7 +64,7 @@ pub(crate) fn timed_out(what: &str, deadline: Duration) -> IssueError {
     IssueError::Unavailable { problem, source: None }
 }
 
-/// Opens the store at `url` and applies missing migrations.
+/// Opens the store at `url` and applies missing migrations, unless [`StoreOptions::schema`] forbids it.
 ///
 /// | URL | store |
 /// |---|---|

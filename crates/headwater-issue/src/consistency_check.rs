@@ -1,7 +1,7 @@
 //! Consistency check: recorded = processed + pending + quarantined, in total and for every issue.
 //!
-//! Upstream: operators and tests. Downstream: `admin`, which counts in one snapshot, so the result is exact while work
-//! goes on. Not to be confused with the audit log of the binary, which records changes by operators.
+//! Upstream: operators and tests. Downstream: `admin`, which counts each page of issues in one snapshot, so the result is
+//! exact for every issue while work goes on. Not to be confused with the audit log of the binary, which records changes by operators.
 
 use std::fmt;
 
@@ -10,12 +10,25 @@ use crate::error::Result;
 use crate::limits::PAGE_MAX;
 use crate::store::Store;
 
-/// Counts all event logs and reports inconsistent issues. Expensive: it reads all event logs.
+/// Checks all issues, page by page. Expensive: it reads all event logs.
 pub async fn check_consistency(store: &dyn Store) -> Result<ConsistencyReport> {
     store.check_consistency(PAGE_MAX).await
 }
 
 impl ConsistencyReport {
+    /// Adds the next page, and keeps up to `discrepancies_max` inconsistent issues.
+    pub fn add_page(&mut self, page: Self, discrepancies_max: usize) {
+        self.issues += page.issues;
+        self.recorded += page.recorded;
+        self.processed += page.processed;
+        self.pending += page.pending;
+        self.quarantined += page.quarantined;
+        self.discrepancies.extend(page.discrepancies);
+        self.discrepancies.truncate(discrepancies_max);
+        self.discrepancies_total += page.discrepancies_total;
+        self.resume_after = page.resume_after;
+    }
+
     /// Whether the totals match and no issue is inconsistent.
     pub fn is_consistent(&self) -> bool {
         let accounted = self.processed + self.pending + self.quarantined;

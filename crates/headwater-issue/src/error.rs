@@ -93,6 +93,16 @@ pub enum IssueError {
         problem: String,
     },
 
+    /// Migrations are missing, and the store was opened with [`SchemaPolicy::Require`](crate::SchemaPolicy::Require).
+    /// Nothing was changed.
+    #[error("{problem}")]
+    OutdatedSchema {
+        /// What is missing.
+        problem: String,
+        /// Whether no migration was ever applied.
+        is_empty: bool,
+    },
+
     /// The database did not reply in time, or the call failed. The same call may succeed later.
     #[error("the database is unavailable: {problem}")]
     Unavailable {

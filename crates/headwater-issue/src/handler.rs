@@ -12,7 +12,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use tokio::time::Instant;
 
-use crate::claim::ClaimedIssue;
+use crate::claim::{AfterFailure, ClaimedIssue};
 use crate::claim_registry::ClaimHandle;
 use crate::error::IssueError;
 use crate::issue::{ClaimEpoch, EventLog, EventLogId, Issue};
@@ -159,7 +159,13 @@ pub struct HandlerError {
 }
 
 /// Maximum jitter of a deferred run; at most a tenth of its delay.
-pub(crate) const DEFER_JITTER_MAX: Duration = Duration::from_secs(60);
+const DEFER_JITTER_MAX: Duration = Duration::from_secs(60);
+
+/// Defers a run, with jitter, so that runs deferred until the same time do not resume at once.
+pub(crate) fn defer_with_jitter(after: Duration) -> AfterFailure {
+    let spread = (after / 10).min(DEFER_JITTER_MAX);
+    AfterFailure::Defer { after: after + spread.mul_f64(fastrand::f64()) }
+}
 
 /// Maximum delay after [`HandlerError::unavailable`].
 const UNAVAILABLE_DELAY_MAX: Duration = Duration::from_secs(60);

@@ -70,10 +70,13 @@ mod sweeper;
 mod consistency_check;
 mod explain;
 
+#[cfg(any(feature = "sqlite", feature = "postgres"))]
+pub mod history;
+
 pub use admin::{
     AdminStore, Backlog, ConsistencyReport, DeadOutboxRow, Discrepancy, EventLogFilter,
     IntegrationInfo, IssueDeadLetter, IssueFacts, IssueFilter, IssueRetried, QuarantineCleared,
-    WorkerInfo,
+    UndeliveredRow, WorkerInfo,
 };
 pub use claim::{
     AfterFailure, Claim, ClaimOptions, ClaimRelease, ClaimReleased, ClaimRenewal, ClaimedIssue,
@@ -82,7 +85,7 @@ pub use claim::{
 };
 pub use commit_verifier::CommitVerifier;
 pub use config::{OnNewEvent, OutboxConfig, WorkerConfig};
-pub use connect::{StoreOptions, connect};
+pub use connect::{SchemaPolicy, StoreOptions, connect};
 pub use consistency_check::check_consistency;
 pub use dedup::dedup_key;
 pub use error::{IssueError, Result, SharedError};
@@ -102,7 +105,7 @@ pub use outbox::types::{
     DeliveryTarget, KeyedOutboxRow, NewOutboxRow, OutboxDelivery, OutboxKind, OutboxRow,
     OutboxSettled, OutboxSettlement, OutboxTake, OutboxWritten, TargetState,
 };
-pub use outbox::{Deliver, DeliverError, Outbox};
+pub use outbox::{Deliver, DeliverError, HOLD_PAUSE, Outbox};
 pub use retry_policy::IssueRetryPolicy;
 #[cfg(any(feature = "sqlite", feature = "postgres"))]
 pub use sql::{SqlColumn, SqlRow, SqlValue};

@@ -64,8 +64,12 @@ pub const DELIVERY_PAUSE_MAX: Duration = Duration::from_secs(60 * 60);
 /// Issues nudged, and issues requeued, in one sweep.
 pub const SWEEP_MAX: usize = 1000;
 
-/// Timeout of a consistency check, which reads all event logs.
-pub(crate) const CONSISTENCY_CHECK_DEADLINE: Duration = Duration::from_secs(600);
+/// Issues in one page of a whole consistency check: small enough that the page ends within the timeout of a call, also with
+/// some ten thousand event logs per issue.
+pub(crate) const CONSISTENCY_PAGE: usize = 200;
+
+/// Undelivered outbox rows that a diagnosis of an issue reads.
+pub const UNDELIVERED_MAX: usize = 100;
 
 /// Rows in one page of a listing.
 pub const PAGE_MAX: usize = 1000;
@@ -94,6 +98,9 @@ pub const NUDGE_QUEUE_MAX: usize = 10_000;
 /// Unread nudges in the stream above which the sweep waits longer before it sends a nudge again.
 pub const NUDGES_UNREAD_MAX: u64 = 1000;
 
+/// Unread nudges in the stream from which no more are sent: the sweep passes the other issues to workers directly.
+pub const NUDGES_STREAM_MAX: u64 = 100_000;
+
 /// Minimum age of an overdue nudge: with zero, one sweep would never end.
 pub const NUDGE_OVERDUE_MIN: Duration = Duration::from_millis(1);
 
@@ -106,6 +113,7 @@ pub const CONCURRENT_RUNS_MAX: usize = 10_000;
 /// Concurrent outbox deliveries of one deliverer.
 pub const CONCURRENT_DELIVERIES_MAX: usize = 1000;
 
+const _: () = assert!(NUDGES_UNREAD_MAX < NUDGES_STREAM_MAX);
 const _: () = assert!(PAYLOAD_BYTES_MAX <= RUN_BYTES_MAX);
 const _: () = assert!(RUN_BYTES_MAX <= BATCH_BYTES_MAX);
 const _: () = assert!(RUN_EVENTS_DEFAULT <= RUN_EVENTS_MAX);

@@ -5,6 +5,7 @@
 //! the sweep finds the issues in the database.
 
 use std::collections::{BTreeSet, HashMap};
+use std::pin::pin;
 use std::sync::{Mutex, MutexGuard};
 
 use tokio::sync::Notify;
@@ -17,6 +18,8 @@ use crate::limits::LOCAL_QUEUE_MAX;
 pub(crate) struct DueQueue {
     state: Mutex<LocalQueueState>,
     changed: Notify,
+    /// Notified when an issue is removed.
+    removed: Notify,
 }
 
 #[derive(Debug, Default)]
@@ -53,6 +56,8 @@ impl DueQueue {
                     let mut state = self.lock();
                     state.by_time.remove(&(at, issue_id));
                     state.by_issue.remove(&issue_id);
+                    drop(state);
+                    self.removed.notify_waiters();
                     return issue_id;
                 }
                 Some((at, _)) => tokio::select! {
@@ -61,6 +66,25 @@ impl DueQueue {
                 },
                 None => self.changed.notified().await,
             }
+        }
+    }
+
+    /// Whether more than `count` issues are due.
+    pub(crate) fn has_more_due_than(&self, count: usize) -> bool {
+        let now = Instant::now();
+        self.lock().by_time.iter().nth(count).is_some_and(|(at, _)| *at <= now)
+    }
+
+    /// Waits until at most `count` issues are due. Cancel-safe.
+    pub(crate) async fn until_due_at_most(&self, count: usize) {
+        loop {
+            let mut removed = pin!(self.removed.notified());
+            // Before the check, so that a removal after it is noticed.
+            removed.as_mut().enable();
+            if !self.has_more_due_than(count) {
+                return;
+            }
+            removed.await;
         }
     }
 
@@ -89,6 +113,26 @@ mod tests {
         assert_eq!(seen, [(3, 0), (1, 10), (2, 20)]);
         let none = tokio::time::timeout(Duration::from_secs(100), queue.next()).await;
         assert!(none.is_err(), "the queue is empty");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_waiter_is_woken_when_few_issues_are_due() {
+        let (queue, now) = (DueQueue::default(), Instant::now());
+        for issue in 0..3 {
+            queue.add(IssueId(issue), now);
+        }
+        queue.add(IssueId(9), now + Duration::from_secs(60));
+        assert!(queue.has_more_due_than(2) && !queue.has_more_due_than(3));
+        let waiting = async {
+            queue.until_due_at_most(1).await;
+            assert!(queue.has_more_due_than(0) && !queue.has_more_due_than(1));
+        };
+        let taking = async {
+            queue.next().await;
+            tokio::task::yield_now().await;
+            queue.next().await;
+        };
+        tokio::join!(waiting, taking);
     }
 
     #[test]

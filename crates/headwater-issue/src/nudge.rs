@@ -3,11 +3,15 @@
 //! Upstream: `inbox` after a commit, `worker` after a run that left pending events, `sweeper`. Downstream: the stream
 //! backend. Guarantees: enqueueing never blocks on an unavailable stream; only [`send`](Nudger::send) awaits it. A
 //! nudge that cannot be sent is dropped and counted, and the sweep sends it again. A nudge is a hint: it may be lost,
-//! duplicated or late.
+//! duplicated or late. The group of the workers exists before the first nudge, so that nudges are kept until the first worker
+//! starts, up to [`NUDGES_STREAM_MAX`].
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
-use headwater_stream::{Backend, Fields, Retention, StreamError, StreamName};
+use headwater_stream::{
+    Backend, Fields, GroupName, GroupStart, Retention, StreamError, StreamName,
+};
 use metrics::counter;
 use tokio::sync::mpsc;
 use tokio_util::task::AbortOnDropHandle;
@@ -16,7 +20,7 @@ use tracing::{debug, warn};
 use crate::claim::Nudge;
 use crate::error::{IssueError, Result};
 use crate::issue::{EventLogId, IssueId, Recorded};
-use crate::limits::{BATCH_MAX, NUDGE_QUEUE_MAX};
+use crate::limits::{BATCH_MAX, NUDGE_QUEUE_MAX, NUDGES_STREAM_MAX};
 use crate::metrics::{ISSUES_QUEUED, NUDGES};
 use crate::step_observer::{NoStepObserver, ProcessingStep, StepObserver};
 
@@ -25,7 +29,7 @@ pub const STREAM: &str = "issue_work";
 /// Consumer group of the workers.
 pub const GROUP: &str = "issue-workers";
 
-/// Entries retained in the stream, for inspection.
+/// Entries retained in the stream for inspection, in addition to those that the group has not read.
 const RETENTION: Retention = Retention::max_len(10_000);
 
 const ISSUE_ID: &str = "issue_id";
@@ -43,6 +47,11 @@ pub struct Nudger {
 struct Sender {
     streams: Arc<dyn Backend>,
     stream: StreamName,
+    group: GroupName,
+    /// Whether the group of the workers was created, or found. If it is deleted later, the next worker creates it.
+    has_group: AtomicBool,
+    /// Whether the stream had [`NUDGES_STREAM_MAX`] unread nudges when [`Nudger::unread`] was last called.
+    is_full: AtomicBool,
     step_observer: Arc<dyn StepObserver>,
 }
 
@@ -65,7 +74,10 @@ impl Nudger {
     /// Like [`new`](Self::new), with an observer of processing steps.
     pub fn with_observer(streams: Arc<dyn Backend>, step_observer: Arc<dyn StepObserver>) -> Self {
         let stream = StreamName::new(STREAM).expect("the name is valid");
-        let sender = Arc::new(Sender { streams, stream, step_observer });
+        let group = GroupName::new(GROUP).expect("the name is valid");
+        let (has_group, is_full) = (AtomicBool::new(false), AtomicBool::new(false));
+        let sender = Sender { streams, stream, group, has_group, is_full, step_observer };
+        let sender = Arc::new(sender);
         let (queue, receiver) = mpsc::channel(NUDGE_QUEUE_MAX);
         let task = tokio::spawn(send_all(Arc::clone(&sender), receiver));
         Self { sender, queue, _task: Arc::new(AbortOnDropHandle::new(task)) }
@@ -101,13 +113,20 @@ impl Nudger {
         Ok(())
     }
 
-    /// Approximate number of unread nudges.
+    /// Approximate number of unread nudges. Also decides whether nudges for recorded events are sent.
     pub(crate) async fn unread(&self) -> Result<u64, StreamError> {
-        let Some(stats) = self.sender.streams.stats(&self.sender.stream).await? else {
-            return Ok(0);
-        };
-        let workers = stats.groups.iter().find(|group| group.name.as_str() == GROUP);
-        Ok(workers.map_or(stats.length, |group| group.lag.unwrap_or_default()))
+        let stats = self.sender.streams.stats(&self.sender.stream).await?;
+        let unread = stats.map_or(0, |stats| {
+            let workers = stats.groups.iter().find(|group| group.name == self.sender.group);
+            workers.map_or(stats.length, |group| group.lag.unwrap_or_default())
+        });
+        self.sender.is_full.store(unread >= NUDGES_STREAM_MAX, Ordering::Relaxed);
+        Ok(unread)
+    }
+
+    /// Whether the stream has as many unread nudges as it may have.
+    pub(crate) fn is_full(&self) -> bool {
+        self.sender.is_full.load(Ordering::Relaxed)
     }
 
     /// The stream backend.
@@ -119,7 +138,9 @@ impl Nudger {
 async fn send_all(sender: Arc<Sender>, mut receiver: mpsc::Receiver<Nudge>) {
     let mut batch = Vec::with_capacity(BATCH_MAX);
     while receiver.recv_many(&mut batch, BATCH_MAX).await > 0 {
-        if let Err(error) = sender.send(&batch).await {
+        if sender.is_full.load(Ordering::Relaxed) {
+            counter!(NUDGES, "result" => "lost").increment(batch.len() as u64);
+        } else if let Err(error) = sender.send(&batch).await {
             warn!(%error, count = batch.len(), "nudges were not sent, the sweep will send them again");
         }
         batch.clear();
@@ -129,13 +150,25 @@ async fn send_all(sender: Arc<Sender>, mut receiver: mpsc::Receiver<Nudge>) {
 impl Sender {
     async fn send(&self, nudges: &[Nudge]) -> Result<(), StreamError> {
         let entries: Vec<Fields> = nudges.iter().map(to_fields).collect();
-        let sent = self.streams.append(&self.stream, &entries, &RETENTION).await;
+        let sent = match self.ensure_group().await {
+            Ok(()) => self.streams.append(&self.stream, &entries, &RETENTION).await,
+            Err(error) => Err(error),
+        };
         let result = if sent.is_ok() { "sent" } else { "lost" };
         counter!(NUDGES, "result" => result).increment(nudges.len() as u64);
         sent?;
         for nudge in nudges {
             debug!(issue_id = %nudge.issue_id, event_log_id = %nudge.event_log_id, "nudged");
             self.step_observer.on_step(ProcessingStep::Nudged, nudge.issue_id);
+        }
+        Ok(())
+    }
+
+    /// Creates the group before the first nudge: without a group, the stream would be trimmed to its retention.
+    async fn ensure_group(&self) -> Result<(), StreamError> {
+        if !self.has_group.load(Ordering::Relaxed) {
+            self.streams.ensure_group(&self.stream, &self.group, GroupStart::Beginning).await?;
+            self.has_group.store(true, Ordering::Relaxed);
         }
         Ok(())
     }

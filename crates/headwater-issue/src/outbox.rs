@@ -5,7 +5,9 @@
 //! order, and so are its events; replies do not wait for events, so they are delivered while the streams are
 //! unavailable. After too many failures a row is dead and kept for an operator, and later rows continue; an unavailable
 //! target counts no attempt. Each target has a share of the delivery slots (`slots`), so that a slow, failing or
-//! pausing target does not delay the others. A shutdown waits for the deliveries in flight for a limited time; an
+//! pausing target does not delay the others. A process does not deliver a row that another process may have taken
+//! meanwhile, even if it was stopped in the middle: nothing is sent after the deadline of a delivery, which is earlier
+//! than the end of its TTL. A shutdown waits for the deliveries in flight for a limited time; an
 //! unsettled delivery is repeated. Not here: the format of a reply at a provider, and whether a reply is stale; the
 //! deliverer decides that (see `AdminStore::newest_event_log_at_commit`).
 
@@ -13,7 +15,10 @@ mod slots;
 pub(crate) mod types;
 
 use std::collections::HashMap;
+use std::future::poll_fn;
+use std::pin::pin;
 use std::sync::Arc;
+use std::task::Poll;
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
@@ -38,6 +43,9 @@ use crate::outbox::types::{
 use crate::step_observer::ProcessingStep;
 use crate::store::Store;
 
+/// A taken row, and from when on other processes may take it.
+type TakenRow = (OutboxRow, Instant);
+
 /// Delay before a database call that failed is retried.
 const RETRY_DELAY: Duration = Duration::from_millis(200);
 
@@ -47,6 +55,10 @@ const PAUSES_UNCOUNTED_MAX: u32 = 48;
 
 /// Maximum delay before a delivery to an unavailable target is retried.
 const UNAVAILABLE_DELAY_MAX: Duration = Duration::from_secs(10);
+
+/// Pause of a target after [`DeliverError::Held`]. A row that is held again and again waits for up to ten times as long,
+/// so that rows of the target that can be delivered come first.
+pub const HOLD_PAUSE: Duration = Duration::from_secs(30);
 
 /// How long cancelled deliveries may take to release their rows.
 const RELEASE_TIMEOUT: Duration = Duration::from_secs(5);
@@ -90,6 +102,10 @@ pub enum DeliverError {
         /// Length of the pause.
         after: Duration,
     },
+    /// The settings or credentials of the target are wrong, and an operator must fix them: deliver nothing to this
+    /// target for [`HOLD_PAUSE`], then retry, and count no attempt, however often.
+    #[error("{0}")]
+    Held(String),
     /// The delivery cannot succeed: the row is dead.
     #[error("{0}")]
     Dead(String),
@@ -177,10 +193,11 @@ impl Outbox {
     /// Takes as many rows as there are free slots, and delivers each on its own task, so that a delivery that waits for
     /// the database does not block the others.
     async fn start_deliveries(&self, in_flight: &mut InFlightDeliveries) -> Result<()> {
-        for row in self.inner.take(&mut in_flight.slots).await? {
+        for (row, ends_at) in self.inner.take(&mut in_flight.slots).await? {
             let (inner, cancel) = (Arc::clone(&self.inner), in_flight.cancel.subscribe());
             let target = row.delivery_target();
-            let task = in_flight.tasks.spawn(async move { inner.handle(row, cancel).await });
+            let task =
+                in_flight.tasks.spawn(async move { inner.handle(row, ends_at, cancel).await });
             in_flight.targets.insert(task.id(), target);
         }
         Ok(())
@@ -249,7 +266,7 @@ impl InFlightDeliveries {
 }
 
 impl Inner {
-    async fn take(&self, slots: &mut DeliverySlots) -> Result<Vec<OutboxRow>> {
+    async fn take(&self, slots: &mut DeliverySlots) -> Result<Vec<TakenRow>> {
         let take = slots.take(&self.config.name, self.config.ttl, Instant::now());
         let rows = match take.limit {
             0 => return Ok(Vec::new()),
@@ -261,8 +278,8 @@ impl Inner {
             }
             rows => rows,
         }?;
-        rows.iter()
-            .for_each(|row| self.config.step_observer.on_step(ProcessingStep::Taken, row.issue_id));
+        let observer = &self.config.step_observer;
+        rows.iter().for_each(|(row, _)| observer.on_step(ProcessingStep::Taken, row.issue_id));
         Ok(rows)
     }
 
@@ -270,10 +287,11 @@ impl Inner {
         &self,
         take: &OutboxTake,
         slots: &mut DeliverySlots,
-    ) -> Result<Vec<OutboxRow>> {
+    ) -> Result<Vec<TakenRow>> {
+        let ends_at = Instant::now() + take.ttl;
         let rows = self.store.take_outbox_from(take).await?;
         rows.iter().for_each(|row| slots.taken(&row.delivery_target(), Instant::now()));
-        Ok(rows)
+        Ok(rows.into_iter().map(|row| (row, ends_at)).collect())
     }
 
     /// Takes rows one by one after a batch failed because it was too large or because of one row.
@@ -282,7 +300,7 @@ impl Inner {
         limit: usize,
         slots: &mut DeliverySlots,
         error: IssueError,
-    ) -> Result<Vec<OutboxRow>> {
+    ) -> Result<Vec<TakenRow>> {
         warn!(%error, "outbox rows were not taken as a batch, retrying one by one");
         let mut rows = Vec::new();
         while rows.len() < limit {
@@ -298,13 +316,26 @@ impl Inner {
         Ok(rows)
     }
 
-    /// Delivers a row and settles it.
-    async fn handle(&self, row: OutboxRow, mut cancel: watch::Receiver<bool>) -> TargetResponse {
+    /// Delivers a row and settles it. Other processes may take the row from `ends_at` on.
+    async fn handle(
+        &self,
+        row: OutboxRow,
+        ends_at: Instant,
+        mut cancel: watch::Receiver<bool>,
+    ) -> TargetResponse {
+        let deadline = ends_at.min(Instant::now() + self.config.deadline);
+        let left = deadline.saturating_duration_since(Instant::now());
         let (delivery, response) = match self.exceeds_crash_limit(&row) {
             Some(error) => (OutboxDelivery::Dead { error }, TargetResponse::Cancelled),
+            // The database or this process was so slow that the delivery would probably not end in time.
+            None if left < self.config.deadline / 2 => {
+                let error = "the row was taken too slowly to deliver it in time".to_owned();
+                let delivery = OutboxDelivery::Unavailable { after: RETRY_DELAY, error };
+                (delivery, TargetResponse::Cancelled)
+            }
             None => tokio::select! {
                 biased;
-                ended = self.deliver(&row) => ended,
+                ended = self.deliver(&row, deadline) => ended,
                 // The receiver may have accepted it; it will be delivered again with the same key.
                 _ = cancel.wait_for(|cancel| *cancel) => (OutboxDelivery::Release, TargetResponse::Cancelled),
             },
@@ -315,25 +346,29 @@ impl Inner {
         response
     }
 
-    async fn deliver(&self, row: &OutboxRow) -> (OutboxDelivery, TargetResponse) {
+    async fn deliver(
+        &self,
+        row: &OutboxRow,
+        deadline: Instant,
+    ) -> (OutboxDelivery, TargetResponse) {
         let started = Instant::now();
         // Unwind safety: the outbox shares no state with the deliverer that a panic could leave inconsistent.
         let delivering = std::panic::AssertUnwindSafe(self.deliver.deliver(row)).catch_unwind();
-        let error = match timeout(self.config.deadline, delivering).await {
-            Ok(Ok(Ok(()))) => {
+        let error = match poll_until(deadline, delivering).await {
+            Some(Ok(Ok(()))) => {
                 return (OutboxDelivery::Delivered, TargetResponse::Responded(started.elapsed()));
             }
-            Ok(Ok(Err(DeliverError::Dead(error)))) => {
+            Some(Ok(Err(DeliverError::Dead(error)))) => {
                 return (
                     OutboxDelivery::Dead { error },
                     TargetResponse::Responded(started.elapsed()),
                 );
             }
-            Ok(Ok(Err(DeliverError::Unavailable(error)))) => {
+            Some(Ok(Err(DeliverError::Unavailable(error)))) => {
                 let after = self.unavailable_delay(row);
                 return (OutboxDelivery::Unavailable { after, error }, TargetResponse::Failed);
             }
-            Ok(Ok(Err(DeliverError::Paused { problem, after: pause }))) => {
+            Some(Ok(Err(DeliverError::Paused { problem, after: pause }))) => {
                 let after = self.unavailable_delay(row).max(pause.min(DELIVERY_PAUSE_MAX));
                 let attempt = row.attempts + 1;
                 let delivery = if row.deliveries <= PAUSES_UNCOUNTED_MAX {
@@ -345,9 +380,15 @@ impl Inner {
                 };
                 return (delivery, TargetResponse::Paused(pause));
             }
-            Ok(Ok(Err(DeliverError::Retry(error)))) => error,
-            Ok(Err(panic)) => format!("the deliverer panicked: {}", panic_text(panic.as_ref())),
-            Err(_) => format!("the delivery took longer than {:?}", self.config.deadline),
+            Some(Ok(Err(DeliverError::Held(error)))) => {
+                error!(integration = row.integration, %error, "replies are held until an operator has fixed the cause; they are retried by themselves");
+                let after = HOLD_PAUSE * row.deliveries.clamp(1, 10);
+                let delivery = OutboxDelivery::Unavailable { after, error };
+                return (delivery, TargetResponse::Paused(HOLD_PAUSE));
+            }
+            Some(Ok(Err(DeliverError::Retry(error)))) => error,
+            Some(Err(panic)) => format!("the deliverer panicked: {}", panic_text(panic.as_ref())),
+            None => format!("the delivery took longer than {:?}", self.config.deadline),
         };
         let attempt = row.attempts + 1;
         if attempt >= self.config.retry.attempts_max {
@@ -414,4 +455,15 @@ impl Inner {
         debug!(issue_id = %row.issue_id, outbox_id = %row.id, result, "delivery ended");
         counter!(OUTBOX_DELIVERIES, "kind" => row.kind.as_str(), "result" => result).increment(1);
     }
+}
+
+/// Polls `future` before `deadline` only, and returns `None` if it does not end by then. `timeout` would poll it once
+/// more: a process that was stopped for minutes would send a request that another process has sent meanwhile.
+async fn poll_until<F: Future>(deadline: Instant, future: F) -> Option<F::Output> {
+    let mut future = pin!(future);
+    let polling = poll_fn(|context| match Instant::now() < deadline {
+        true => future.as_mut().poll(context).map(Some),
+        false => Poll::Ready(None),
+    });
+    timeout_at(deadline.into(), polling).await.ok().flatten()
 }

@@ -113,7 +113,8 @@ pub(crate) fn connect_error(error: IssueError) -> IssueError {
 #[cfg(feature = "postgres")]
 pub(crate) fn is_conflict(error: &sqlx::Error) -> bool {
     let code = error.as_database_error().and_then(|error| error.code()).unwrap_or_default();
-    code.len() == 5 && code.starts_with("40")
+    // 23503, foreign key: the issue was deleted while the call waited for its lock; the retry creates it again.
+    code.len() == 5 && (code.starts_with("40") || code == "23503")
 }
 
 /// Whether one row may have caused the error: it is locked, too large, or in conflict.

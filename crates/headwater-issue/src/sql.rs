@@ -2,8 +2,8 @@
 //!
 //! Upstream: the administrative queries of this crate, and applications with tables in the same database. Downstream:
 //! sqlx. A statement may contain parameters (`$1`), casts (`::type`), row locks (` FOR UPDATE`) and these functions:
-//! `headwater_ms(time)`, the milliseconds of a time; `headwater_time(ms)`, its inverse; `headwater_each(json)`, a table
-//! with the items of a JSON array in its column `value`, as text. SQLite has times in milliseconds, no types that need
+//! `headwater_ms(time)`, the milliseconds of a time; `headwater_time(ms)`, its inverse; `headwater_now()`, the time of the
+//! database; `headwater_each(json)`, a table with the items of a JSON array in its column `value`, as text. SQLite has times in milliseconds, no types that need
 //! casts, and locks for the whole file, so its text is the same without them.
 
 use sqlx::{AssertSqlSafe, Error, Row};
@@ -165,6 +165,7 @@ pub(crate) async fn sqlite_rows(
 #[cfg(feature = "sqlite")]
 fn sqlite_text(sql: &str) -> String {
     let replaced = [
+        ("headwater_now()", "CAST(unixepoch('subsec') * 1000 AS INTEGER)"),
         ("headwater_ms", ""),
         ("headwater_time", ""),
         ("headwater_each", "json_each"),
@@ -184,9 +185,9 @@ mod tests {
     #[test]
     fn the_text_for_sqlite_has_no_casts_locks_and_functions() {
         let postgres = "SELECT id::text, headwater_ms(at) FROM t WHERE id = $1::text::uuid
-            AND at > headwater_time($2) AND n IN (SELECT value::bigint FROM headwater_each($3)) FOR UPDATE";
+            AND at > headwater_time($2) AND at < headwater_now() AND n IN (SELECT value::bigint FROM headwater_each($3)) FOR UPDATE";
         let sqlite = "SELECT id, (at) FROM t WHERE id = $1
-            AND at > ($2) AND n IN (SELECT value FROM json_each($3))";
+            AND at > ($2) AND at < CAST(unixepoch('subsec') * 1000 AS INTEGER) AND n IN (SELECT value FROM json_each($3))";
         assert_eq!(sqlite_text(postgres), sqlite);
     }
 }

@@ -52,6 +52,9 @@ pub trait Store: AdminStore + std::fmt::Debug {
         ttl: Duration,
     ) -> Result<Vec<ClaimRenewal>>;
 
+    /// Reads claims without renewing them: which are held, and how many events are pending.
+    async fn check_claims(&self, claims: &[(IssueId, ClaimEpoch)]) -> Result<Vec<ClaimRenewal>>;
+
     /// Ends runs with success: marks event logs as processed, merges fields, writes outbox rows, and sets the issue to
     /// `queued` if event logs are pending, else to `idle`. A fenced completion changes nothing.
     ///

@@ -3,7 +3,8 @@
 //! Upstream: every process that has a store runs one. Downstream: `store`, `nudge`, and the worker of this process.
 //! Guarantees: a queued issue is nudged until a worker claims it; an expired claim is requeued. While the stream is
 //! unavailable or the local worker is idle, issues are also passed to the local worker directly: the sweep is the
-//! guarantee, a nudge only a hint.
+//! guarantee, a nudge only a hint. A full page is a backlog: the local worker gets all of it, and the sweep goes on as soon as
+//! the worker has begun most of it.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -76,7 +77,7 @@ impl Sweeper {
         Ok(Self { store, nudger, worker, config })
     }
 
-    /// Sweeps until nothing is left, at most 64 times. Returns the combined report.
+    /// Sweeps until nothing is left or the local worker has enough to do, at most 64 times. Returns the combined report.
     pub async fn run_once(&self) -> Result<SweepReport> {
         let mut all = SweepReport::default();
         for _ in 0..SWEEPS_PER_RUN_MAX {
@@ -87,11 +88,27 @@ impl Sweeper {
             all.requeued += report.requeued;
             all.pruned += report.pruned;
             all.more = report.more;
-            if !report.more {
+            if !report.more || self.is_worker_busy() {
                 break;
             }
         }
         Ok(all)
+    }
+
+    /// Whether the local worker has not begun most of a full page.
+    fn is_worker_busy(&self) -> bool {
+        let due_max = self.config.options.limit / 2;
+        self.worker.as_ref().is_some_and(|worker| worker.local_queue().has_more_due_than(due_max))
+    }
+
+    /// Waits until the local worker can begin more issues, at most until the next regular sweep.
+    async fn until_worker_is_free(&self) {
+        if let Some(worker) = &self.worker {
+            let waiting = worker.local_queue().until_due_at_most(self.config.options.limit / 2);
+            let _ = timeout(self.config.every, waiting).await;
+        }
+        // In any case let other tasks run first.
+        tokio::task::yield_now().await;
     }
 
     /// Sweeps until `shutdown` completes. Failed sweeps are retried.
@@ -99,8 +116,8 @@ impl Sweeper {
         let sweeping = async {
             loop {
                 match self.run_once().await {
-                    // More work is left: continue at once, but yield first.
-                    Ok(SweepReport { more: true, .. }) => tokio::task::yield_now().await,
+                    // More work is left: continue as soon as it can be done.
+                    Ok(SweepReport { more: true, .. }) => self.until_worker_is_free().await,
                     Ok(_) => tokio::time::sleep(self.config.every).await,
                     Err(error) => {
                         warn!(%error, "sweep failed, retrying");
@@ -116,18 +133,18 @@ impl Sweeper {
         }
     }
 
-    /// The options, with a longer `nudge_overdue` while the stream has a backlog of unread nudges. Bounded, because a
-    /// nudge may be lost.
+    /// The options, with a longer `nudge_overdue` while the stream has a backlog of unread nudges or the local worker has
+    /// enough to do. Bounded, because a nudge may be lost.
     async fn options(&self) -> SweepOptions {
-        match timeout(STREAM_DEADLINE, self.nudger.unread()).await {
-            Ok(Ok(unread)) if unread > NUDGES_UNREAD_MAX => {
-                let nudge_overdue =
-                    self.config.options.nudge_overdue.saturating_mul(BACKLOG_OVERDUE_FACTOR);
-                let nudge_overdue = nudge_overdue.clamp(BACKLOG_OVERDUE_MIN, DELAY_MAX);
-                SweepOptions { nudge_overdue, ..self.config.options }
-            }
-            _ => self.config.options,
+        let unread = timeout(STREAM_DEADLINE, self.nudger.unread()).await;
+        let has_backlog = matches!(unread, Ok(Ok(unread)) if unread > NUDGES_UNREAD_MAX);
+        if !has_backlog && !self.is_worker_busy() {
+            return self.config.options;
         }
+        let nudge_overdue =
+            self.config.options.nudge_overdue.saturating_mul(BACKLOG_OVERDUE_FACTOR);
+        let nudge_overdue = nudge_overdue.clamp(BACKLOG_OVERDUE_MIN, DELAY_MAX);
+        SweepOptions { nudge_overdue, ..self.config.options }
     }
 
     async fn dispatch(&self, report: &SweepReport) {
@@ -138,12 +155,26 @@ impl Sweeper {
         }
         if !report.nudges.is_empty() {
             debug!(count = report.nudges.len(), requeued = report.requeued, "sweep found issues");
-            self.nudge(&report.nudges).await;
+            self.nudge(&report.nudges, report.more).await;
         }
     }
 
-    async fn nudge(&self, nudges: &[Nudge]) {
+    async fn nudge(&self, nudges: &[Nudge], is_full_page: bool) {
         let count = nudges.len() as u64;
+        let is_direct = is_full_page || self.nudger.is_full();
+        if let Some(worker) = self.worker.as_ref().filter(|_| is_direct) {
+            // Not sent: every process with a worker sweeps, and finds the issues again if this one does not get to them.
+            let taken = worker.offer(nudges.iter().map(|nudge| nudge.issue_id));
+            counter!(SWEEP_NUDGES, "result" => "direct").increment(taken as u64);
+            return;
+        }
+        if self.nudger.is_full() {
+            debug!(
+                count,
+                "the stream has enough nudges, these wait for a sweep of a process with a worker"
+            );
+            return;
+        }
         let sent = timeout(STREAM_DEADLINE, self.nudger.send(nudges)).await;
         if matches!(sent, Ok(Ok(()))) {
             counter!(SWEEP_NUDGES, "result" => "stream").increment(count);

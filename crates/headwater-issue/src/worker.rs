@@ -44,7 +44,7 @@ use crate::claim_registry::{ClaimHandle, ClaimRegistry, HeldClaim, IssueSlot};
 use crate::config::{OnNewEvent, WorkerConfig};
 use crate::error::{IssueError, Result};
 use crate::handler::{
-    DEFER_JITTER_MAX, FailureAction, HandlerError, IssueHandler, Resolution, Run, panic_text,
+    FailureAction, HandlerError, IssueHandler, Resolution, Run, defer_with_jitter, panic_text,
     unavailable_delay,
 };
 use crate::issue::{EventLogId, IssueId};
@@ -174,6 +174,10 @@ impl Worker {
         self.inner.slots.available_permits()
     }
 
+    pub(crate) fn local_queue(&self) -> &DueQueue {
+        &self.inner.local_queue
+    }
+
     /// Processes one issue until nothing is left to do for it now. A no-op if the issue needs no run or another worker
     /// has claimed it. A stopped worker sends a nudge instead, so that another worker processes the issue. Never fails:
     /// errors are stored on the issue, or the sweep finds it.
@@ -278,14 +282,19 @@ impl Worker {
     }
 }
 
-/// Renews claims and releases lapsed ones, until it is aborted.
+/// Renews claims, which is a write, checks them in between, which is a read, and releases lapsed ones, until it is aborted.
 async fn renew_claims(inner: Arc<Inner>) {
-    let mut ticks = interval(inner.config.renew_every());
+    let (every, mut renew_at) = (inner.config.check_every(), Instant::now());
+    let mut ticks = interval(every);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
         ticks.tick().await;
-        if let Err(error) = inner.claims.renew_all().await {
-            warn!(%error, "claims were not renewed, retrying");
+        // Rather early than late: a tick may come a little before its time.
+        let is_due = Instant::now() + every / 2 >= renew_at;
+        match if is_due { inner.claims.renew_all().await } else { inner.claims.check_all().await } {
+            Ok(()) if is_due => renew_at = Instant::now() + inner.config.heartbeat_every,
+            Ok(()) => {}
+            Err(error) => warn!(%error, "claims were not renewed or checked, retrying"),
         }
         if let Err(error) = inner.release_lapsed().await {
             warn!(%error, "lapsed claims were not released, retrying");
@@ -351,7 +360,6 @@ impl Inner {
 
         let outcome = self.execute(&run).await;
         self.config.step_observer.on_step(ProcessingStep::Handled, slot.issue_id);
-
         let (result, follow_up) = self.finish(&run, outcome).await;
         self.config.step_observer.on_step(ProcessingStep::Completed, slot.issue_id);
         drop(held);
@@ -359,7 +367,6 @@ impl Inner {
         histogram!(ISSUES_PROCESSING_DURATION, "result" => result).record(started.elapsed());
         let elapsed_ms = started.elapsed().as_millis() as u64;
         debug!(issue_id = %slot.issue_id, epoch = %run.epoch(), result, elapsed_ms, "run ended");
-
         self.follow_up(&run, follow_up).await;
         Outcome::Done
     }
@@ -680,12 +687,6 @@ impl Inner {
     fn lapsed(&self) -> MutexGuard<'_, Vec<ClaimRelease>> {
         self.lapsed.lock().expect("no code panics while it holds this lock")
     }
-}
-
-/// Defers a run, with jitter, so that runs deferred until the same time do not resume at once.
-fn defer_with_jitter(after: Duration) -> AfterFailure {
-    let spread = (after / 10).min(DEFER_JITTER_MAX);
-    AfterFailure::Defer { after: after + spread.mul_f64(fastrand::f64()) }
 }
 
 fn first<T>(results: Result<Vec<T>>) -> Result<Option<T>> {

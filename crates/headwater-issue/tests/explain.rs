@@ -61,7 +61,9 @@ async fn a_queued_issue_without_workers(backends: Backends) -> Result<()> {
     let id = system.record("1", "a").await?.issue_id;
     let (diagnosis, sentence, _) = diagnose(&system, id).await?;
     assert_eq!(diagnosis.reason, DiagnosisReason::NoWorker);
-    let expected = format!("issue {id} is queued with 1 event, but no worker is alive; start one");
+    let expected = format!(
+        "issue {id} is queued with 1 event, but no worker is alive; start `headwater serve` or `headwater worker`"
+    );
     assert_eq!(sentence, expected);
     assert!(diagnosis.waiting_for.is_some());
     Ok(())
@@ -81,7 +83,8 @@ async fn a_queued_and_nudged_issue(backends: Backends) -> Result<()> {
     );
     let nudged = issue.nudged_at.expect("nudged").to_rfc3339();
     let expected = format!(
-        "issue {id} is queued with 2 events, last nudged at {nudged}, and waits for 2 workers"
+        "issue {id} is queued with 2 events, last nudged at {nudged}, and waits for 2 workers; if it stays so, run \
+         `headwater doctor`"
     );
     assert_eq!(sentence, expected);
     Ok(())
@@ -96,11 +99,18 @@ async fn a_claimed_issue(backends: Backends) -> Result<()> {
         panic!("{diagnosis:?}");
     };
     assert!(*left <= LONG && !left.is_zero());
-    let expected = format!("issue {id} is claimed by worker-7 until {}", until.to_rfc3339());
-    assert_eq!(sentence, format!("{expected} (worker heartbeat missing)"));
+    let until = until.to_rfc3339();
+    let expected = format!(
+        "issue {id} is claimed by worker-7, which is dead: worker heartbeat missing; the claim expires at {until}, then \
+         another worker takes over; start one with `headwater worker`"
+    );
+    assert_eq!(sentence, expected);
 
     system.store.heartbeat_worker("worker-7", LONG).await?;
-    assert_eq!(diagnose(&system, id).await?.1, expected);
+    let sentence = diagnose(&system, id).await?.1;
+    let expected =
+        format!("issue {id} is being processed: claimed by worker-7 until {until}, last");
+    assert!(sentence.starts_with(&expected), "{sentence}");
     Ok(())
 }
 
@@ -117,7 +127,8 @@ async fn an_expired_claim(backends: Backends) -> Result<()> {
     assert_eq!(diagnosis.reason, DiagnosisReason::ClaimExpired { owner: "worker-7".into(), since });
     let since = since.to_rfc3339();
     let expected = format!(
-        "issue {id} was claimed by worker-7, the claim expired at {since}; the next sweep requeues it"
+        "issue {id} was claimed by worker-7, the claim expired at {since}; the next sweep requeues it; if no worker runs, \
+         start one with `headwater worker`"
     );
     assert_eq!(sentence, expected);
     Ok(())
@@ -130,11 +141,16 @@ async fn an_issue_in_a_debounce_window(backends: Backends) -> Result<()> {
     let recorded = system.store.record(&[event_of("1", "a")], &debounce).await.remove(0)?;
     let (diagnosis, sentence, _) = diagnose(&system, recorded.issue_id).await?;
     let not_before = recorded.not_before.expect("it waits");
-    let DiagnosisReason::Waiting { not_before: until, left, error: None } = diagnosis.reason else {
+    let DiagnosisReason::Waiting { not_before: until, left, error: None, .. } = diagnosis.reason
+    else {
         panic!("{diagnosis:?}");
     };
     assert!(until == not_before && left <= LONG);
-    let expected = format!("issue {} waits until {}", recorded.issue_id, until.to_rfc3339());
+    let expected = format!(
+        "issue {0} waits for further events until {1}; to process it now, run `headwater issue retry {0}`",
+        recorded.issue_id,
+        until.to_rfc3339()
+    );
     assert_eq!(sentence, expected);
     Ok(())
 }
@@ -150,7 +166,10 @@ async fn an_issue_in_backoff(backends: Backends) -> Result<()> {
         "{diagnosis:?}"
     );
     let until = issue.not_before.expect("it waits").to_rfc3339();
-    assert_eq!(sentence, format!("issue {id} waits until {until} (no model)"));
+    let expected = format!(
+        "issue {id} failed 1 time and waits until {until} (no model); to try now, run `headwater issue retry {id}`"
+    );
+    assert_eq!(sentence, expected);
     Ok(())
 }
 
@@ -166,7 +185,7 @@ async fn a_quarantined_issue(backends: Backends) -> Result<()> {
     );
     let since = since.to_rfc3339();
     let expected = format!(
-        "issue {id} has been quarantined since {since} (no model); fix the cause, then release it"
+        "issue {id} has been quarantined since {since} (no model); fix the cause, then run `headwater issue release {id}`"
     );
     assert_eq!(sentence, expected);
     Ok(())
@@ -189,7 +208,8 @@ async fn an_idle_issue(backends: Backends) -> Result<()> {
         (diagnosis.reason, diagnosis.pending_events, diagnosis.waiting_for),
         (DiagnosisReason::Idle, 0, None)
     );
-    assert_eq!(sentence, format!("issue {id} is idle: nothing is pending"));
+    let expected = format!("issue {id} is idle: nothing is pending, and every reply is delivered");
+    assert!(sentence.starts_with(&expected), "{sentence}");
     Ok(())
 }
 

@@ -354,6 +354,26 @@ async fn a_paused_target_gets_no_deliveries_until_the_pause_ends() -> Result<()>
     Ok(())
 }
 
+#[tokio::test]
+async fn a_held_target_gets_no_deliveries_and_no_row_of_it_dies() -> Result<()> {
+    let system = System::at(&Backends::in_memory()).await?;
+    backlog(&system, "expired", 20).await?;
+    backlog(&system, "prompt", 20).await?;
+    let held = |row: &OutboxRow| match row.integration.as_str() {
+        "expired" => Err(DeliverError::Held("401 Unauthorized".into())),
+        _ => Ok(()),
+    };
+    let retry = IssueRetryPolicy { attempts_max: 1, ..IssueRetryPolicy::default() };
+    let deliverer = RecordingDeliverer::new(held);
+    let config = OutboxConfig { per_target: 2, retry, ..config() };
+    let outbox = system.outbox(deliverer.clone(), config)?;
+    outbox.run_once().await?;
+    assert_eq!(deliverer.seen().len(), 22, "the others, and the two that were in flight");
+    assert!(system.store.dead_outbox(None, 10).await?.is_empty(), "no attempt is counted");
+    assert_eq!(system.store.backlog().await?.outbox_pending, 20);
+    Ok(())
+}
+
 /// Waits at a gate per issue, and records the delivered rows.
 #[derive(Clone, Default)]
 struct Slow {
@@ -488,5 +508,55 @@ async fn rows_that_cannot_be_taken_as_a_batch_are_taken_one_by_one() -> Result<(
     let mut payloads = deliverer.payloads();
     payloads.sort();
     assert_eq!(payloads, ["10", "20", "30"]);
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_process_that_was_stopped_during_a_delivery_sends_nothing_afterwards() -> Result<()> {
+    let system = System::at(&Backends::in_memory()).await?;
+    replied(&system, "1", &["10"]).await?;
+    let (sent, is_first) = (Arc::new(Mutex::new(Vec::new())), Arc::new(AtomicUsize::new(0)));
+    let (deadline, ttl) = (Duration::from_millis(300), Duration::from_millis(600));
+    let seen = Arc::clone(&sent);
+    let deliver = move |row: OutboxRow| {
+        let (sent, is_first) = (Arc::clone(&seen), Arc::clone(&is_first));
+        async move {
+            // Stands for the search of an earlier reply.
+            tokio::task::yield_now().await;
+            if is_first.fetch_add(1, Ordering::SeqCst) == 0 {
+                // The only thread of this runtime stops, like all threads of a stopped process. It continues when
+                // another process may take the row.
+                std::thread::sleep(ttl);
+                tokio::task::yield_now().await;
+            }
+            sent.lock().expect("not poisoned").push(row.deliveries);
+            Ok(())
+        }
+    };
+    system.outbox(deliver, OutboxConfig { deadline, ttl, ..config() })?.run_once().await?;
+    assert_eq!(*sent.lock().expect("not poisoned"), [2], "only by the second delivery");
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_row_whose_take_was_answered_late_is_released_and_delivered_once() -> Result<()> {
+    let (system, flaky) = flaky().await?;
+    replied(&system, "1", &["10"]).await?;
+    let (deadline, ttl) = (Duration::from_secs(4), Duration::from_secs(5));
+    flaky.delay_next_take_reply(Duration::from_millis(3_100));
+    let deliveries = Arc::new(Mutex::new(Vec::new()));
+    let seen = Arc::clone(&deliveries);
+    let deliverer = RecordingDeliverer::new(move |row| {
+        seen.lock().expect("not poisoned").push((row.deliveries, row.attempts, row.crashes));
+        Ok(())
+    });
+    let outbox = system.outbox(deliverer, OutboxConfig { deadline, ttl, ..config() })?;
+    let running = tokio::spawn(async move { outbox.run(std::future::pending()).await });
+    wait_until("the row to be settled", || async {
+        system.store.backlog().await.expect("the store replies").outbox_pending == 0
+    })
+    .await?;
+    running.abort();
+    assert_eq!(*deliveries.lock().expect("not poisoned"), [(2, 0, 0)]);
     Ok(())
 }

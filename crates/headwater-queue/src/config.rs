@@ -136,6 +136,10 @@ pub struct ConsumerConfig {
     pub poll: Duration,
     /// Maximum messages in flight, prefetched ones included. Default: 1,000, at most 100,000.
     pub in_flight_max: usize,
+    /// Maximum bytes in flight. Reads and reclaims ask for as many messages as fit if they are as large as the largest
+    /// recent one, so that one read can exceed it when messages become larger; one message is always accepted.
+    /// Default: 64 MiB.
+    pub in_flight_bytes_max: usize,
     /// [`Mode::Shared`]: maximum prefetched messages per partition, beyond those being handled. With slow handlers, a
     /// small number leaves messages to other consumers. Default: as many as `in_flight_max` allows.
     pub read_ahead: Option<usize>,
@@ -168,6 +172,7 @@ impl Default for ConsumerConfig {
             batch: 256,
             poll: Duration::from_secs(5),
             in_flight_max: 1000,
+            in_flight_bytes_max: 64 * 1024 * 1024,
             read_ahead: None,
             concurrency: 1,
             retry: RetryPolicy::default(),

@@ -79,7 +79,8 @@ pub enum QueueError {
     /// The byte budget of the topic is exhausted: its consumers have not caught up. Send again later; nothing was sent.
     #[error(
         "byte budget of topic `{topic}` exceeded: it holds {bytes} bytes of at most {budget}; \
-         send again in {retry_after:?}, consume faster or raise the budget"
+         send again in {} ms, consume faster or raise the budget",
+        .retry_after.as_millis() + 1
     )]
     BudgetExceeded {
         /// The topic.
@@ -90,6 +91,20 @@ pub enum QueueError {
         budget: u64,
         /// When to try again.
         retry_after: Duration,
+    },
+
+    /// Too many messages of the group are leased and not settled. Settle some, then pull again.
+    #[error(
+        "group `{group}` of topic `{topic}` has {leased} messages that are delivered and not settled; settle some of \
+         them, then pull again"
+    )]
+    TooManyLeased {
+        /// The topic.
+        topic: String,
+        /// The group.
+        group: String,
+        /// Messages delivered and not settled.
+        leased: u64,
     },
 
     /// The deadline of a send passed. The message may still arrive: retry with the same id to avoid a duplicate.
@@ -150,6 +165,9 @@ impl QueueError {
                 budget: *budget,
                 retry_after: *retry_after,
             },
+            Self::TooManyLeased { topic, group, leased } => {
+                Self::TooManyLeased { topic: topic.clone(), group: group.clone(), leased: *leased }
+            }
             Self::DeadlineExceeded { topic, deadline } => {
                 Self::DeadlineExceeded { topic: topic.clone(), deadline: *deadline }
             }
@@ -173,7 +191,10 @@ impl QueueError {
     /// Whether the same call may succeed later without a change.
     pub fn is_transient(&self) -> bool {
         match self {
-            Self::BudgetExceeded { .. } | Self::DeadlineExceeded { .. } | Self::Busy { .. } => true,
+            Self::BudgetExceeded { .. }
+            | Self::DeadlineExceeded { .. }
+            | Self::TooManyLeased { .. }
+            | Self::Busy { .. } => true,
             Self::Backend(error) => error.is_transient(),
             Self::Interrupted(interrupted) => interrupted.source.is_transient(),
             _ => false,

@@ -2,6 +2,7 @@
 //!
 //! Upstream: applications. Downstream: `consumer::retry_or_dead_letter` decides by outcome and policy.
 
+use std::error::Error;
 use std::fmt;
 use std::time::Duration;
 
@@ -9,7 +10,7 @@ use async_trait::async_trait;
 use headwater_stream::{Backoff, StreamError};
 
 use crate::error::{QueueError, Result};
-use crate::limits::ATTEMPTS_MAX;
+use crate::limits::{ATTEMPTS_MAX, REASON_BYTES_MAX};
 use crate::message::Message;
 
 /// Result of handling a message.
@@ -44,11 +45,47 @@ impl Outcome {
         Self::Retry { after: Some(after), reason: reason.to_string() }
     }
 
+    /// A retry because of an error. The reason is the error with its sources.
+    pub fn retry_error(error: &(dyn Error + '_)) -> Self {
+        Self::Retry { after: None, reason: with_sources(error) }
+    }
+
+    /// A dead letter because of an error. The reason is the error with its sources.
+    pub fn dead_letter_error(error: &(dyn Error + '_)) -> Self {
+        Self::DeadLetter { reason: with_sources(error) }
+    }
+
     /// A dead letter.
     pub fn dead_letter(reason: impl fmt::Display) -> Self {
         Self::DeadLetter { reason: reason.to_string() }
     }
 }
+
+/// An error and its sources, joined by `: `. A source that the text before it contains already is left out, since many
+/// errors print their source. At most [`SOURCES_MAX`] of them, each cut to [`SOURCE_BYTES_MAX`] bytes, so that the first
+/// cause is not lost when a reason is truncated.
+fn with_sources(error: &(dyn Error + '_)) -> String {
+    let cut = |text: String| text[..text.floor_char_boundary(SOURCE_BYTES_MAX)].to_owned();
+    let mut chain = vec![cut(error.to_string())];
+    let mut source = error.source();
+    while let Some(cause) = source {
+        let text = cut(cause.to_string());
+        if chain.last().is_none_or(|last| !last.contains(&text)) {
+            // A chain that is too long keeps its beginning and its end, the first cause.
+            if chain.len() > SOURCES_MAX {
+                chain.pop();
+            }
+            chain.push(text);
+        }
+        source = cause.source();
+    }
+    chain.join(": ")
+}
+
+/// Sources of an error in a reason, and bytes of each.
+const SOURCES_MAX: usize = 8;
+const SOURCE_BYTES_MAX: usize = 400;
+const _: () = assert!((SOURCES_MAX + 1) * (SOURCE_BYTES_MAX + 2) <= REASON_BYTES_MAX);
 
 impl From<()> for Outcome {
     fn from((): ()) -> Self {
@@ -56,7 +93,8 @@ impl From<()> for Outcome {
     }
 }
 
-/// An error becomes a retry, with the error and its sources as the reason.
+/// An error becomes a retry. The reason is its text in the alternate form (`{error:#}`), which has the sources of an
+/// `anyhow::Error`; for other errors use [`Outcome::retry_error`].
 impl<T: Into<Outcome>, E: fmt::Display> From<Result<T, E>> for Outcome {
     fn from(result: Result<T, E>) -> Self {
         match result {
@@ -147,5 +185,36 @@ mod tests {
         assert_eq!(Outcome::from(Ok::<(), String>(())), Outcome::Done);
         assert_eq!(Outcome::from(Err::<(), _>("no route")), Outcome::retry("no route"));
         assert_eq!(Outcome::from(Ok::<_, String>(Outcome::Release)), Outcome::Release);
+    }
+
+    #[derive(Debug, thiserror::Error)]
+    #[error("{text}")]
+    struct ChainedError {
+        text: String,
+        #[source]
+        source: Option<Box<ChainedError>>,
+    }
+
+    fn chain(texts: &[&str]) -> ChainedError {
+        let mut error = None;
+        for text in texts.iter().rev() {
+            error = Some(ChainedError { text: (*text).to_owned(), source: error.map(Box::new) });
+        }
+        error.unwrap()
+    }
+
+    #[test]
+    fn the_reason_of_an_error_has_its_sources_and_is_bounded() {
+        let error = chain(&["charging failed", "the bank refused: no such card", "no such card"]);
+        let reason = "charging failed: the bank refused: no such card";
+        assert_eq!(Outcome::retry_error(&error), Outcome::retry(reason));
+        assert_eq!(Outcome::dead_letter_error(&error), Outcome::dead_letter(reason));
+
+        let long: Vec<String> = (0..100).map(|n| format!("{n}-{}", "é".repeat(1000))).collect();
+        let mut texts: Vec<&str> = long.iter().map(String::as_str).collect();
+        texts.push("the first cause");
+        let Outcome::Retry { reason, .. } = Outcome::retry_error(&chain(&texts)) else { panic!() };
+        assert!(reason.len() <= REASON_BYTES_MAX, "{}", reason.len());
+        assert!(reason.starts_with("0-é") && reason.ends_with("the first cause"));
     }
 }

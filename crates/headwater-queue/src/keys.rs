@@ -5,7 +5,8 @@
 //! in another slot; `settle` appends there first.
 
 use headwater_stream::{
-    ConsumerName, DelayName, GroupName, HolderName, LeaseName, MapName, SetName, StreamName,
+    Backend, ConsumerName, DelayName, GroupName, HolderName, LeaseName, MapName, SetName,
+    StreamName,
 };
 
 use crate::topic::{Partition, Topic, TopicName};
@@ -62,6 +63,11 @@ fn valid<T>(name: headwater_stream::Result<T>) -> T {
 /// Set of all created topics.
 pub(crate) fn registry() -> SetName {
     valid(SetName::new("streaming:mq:topics:registry"))
+}
+
+/// Set of the topics that were created by a message: one stream each, without metadata.
+pub(crate) fn plain_registry() -> SetName {
+    valid(SetName::new("streaming:mq:topics:plain"))
 }
 
 /// Metadata of a topic.
@@ -164,19 +170,46 @@ pub(crate) fn lease(topic: &Topic, group: &GroupName, partition: Partition) -> L
     })
 }
 
-/// The members of a group; `group/members.rs` defines the format.
-pub(crate) fn members(group: &GroupName) -> SetName {
-    valid(SetName::new(format!("streaming:mq:members:{}", escape(group.as_str()))))
+/// The keys of a group's membership. On a cluster it has three copies, of which a majority counts.
+#[derive(Clone, Debug)]
+pub(crate) struct MembershipKeys {
+    group: String,
+    copies: &'static [&'static str],
 }
 
-/// The liveness lease of a member. It has the prefix of partition leases, so that one watch reports both.
-pub(crate) fn member(group: &GroupName, member: &str) -> LeaseName {
-    valid(LeaseName::new(format!("{LEASE_PREFIX}~member:{}:{member}", escape(group.as_str()))))
-}
+/// The hash tags of the copies. Their slots (2291, 7752, 13213) are a third of all slots apart: in a cluster whose servers
+/// have equal ranges, and at least three of them, they are on different servers.
+const MEMBERSHIP_TAGS: [&str; 3] = ["{l7}:", "{p2}:", "{br}:"];
 
-/// The lease that reserves the partitions of a stopped static member. It is not renewed.
-pub(crate) fn reservation(group: &GroupName, member: &str) -> LeaseName {
-    valid(LeaseName::new(format!("{LEASE_PREFIX}~resting:{}:{member}", escape(group.as_str()))))
+impl MembershipKeys {
+    pub(crate) fn new(backend: &dyn Backend, group: &GroupName) -> Self {
+        let is_cluster = backend.cluster_slot("").is_some();
+        let copies: &[&str] = if is_cluster { &MEMBERSHIP_TAGS } else { &[""] };
+        Self { group: escape(group.as_str()), copies }
+    }
+
+    /// The members of the group; `group/members.rs` defines the format.
+    pub(crate) fn members(&self) -> Vec<SetName> {
+        self.each(|tag, group| SetName::new(format!("streaming:mq:members:{tag}{group}")))
+    }
+
+    /// The liveness lease of a member. It has the prefix of partition leases, so that one watch reports both.
+    pub(crate) fn member(&self, member: &str) -> Vec<LeaseName> {
+        self.each(|tag, group| {
+            LeaseName::new(format!("{LEASE_PREFIX}~member:{tag}{group}:{member}"))
+        })
+    }
+
+    /// The lease that reserves the partitions of a stopped static member. It is not renewed.
+    pub(crate) fn reservation(&self, member: &str) -> Vec<LeaseName> {
+        self.each(|tag, group| {
+            LeaseName::new(format!("{LEASE_PREFIX}~resting:{tag}{group}:{member}"))
+        })
+    }
+
+    fn each<T>(&self, name: impl Fn(&str, &str) -> headwater_stream::Result<T>) -> Vec<T> {
+        self.copies.iter().map(|tag| valid(name(tag, &self.group))).collect()
+    }
 }
 
 /// Acquired and released at once to notify watchers: a member joined the group.

@@ -41,7 +41,9 @@ mod producer;
 mod consumer;
 
 pub use config::{ConsumerConfig, MessageOrder, Mode, ProducerConfig, QueueConfig};
-pub use consumer::{Subscription, SubscriptionStats};
+pub use consumer::{
+    LeaseResult, MessageLease, PullRequest, PulledMessage, Puller, Subscription, SubscriptionStats,
+};
 pub use dead_letter::DeadLetter;
 pub use dead_letters::{
     DeadLetterFilter, DeadLetterQuery, DeadLetterSelection, DeadLetters, PurgeConfig, PurgeReport,
@@ -57,14 +59,16 @@ pub use inspect::{
 pub use keys::Layout;
 pub use message::{MalformedMessage, Message, MessageHeaders, NewMessage};
 pub use pagination::Page;
-pub use partitioner::{ConsistentHash, HashPartitioner, Partitioner, RoundRobin, hash_code};
+pub use partitioner::{
+    ConsistentHash, HashPartitioner, Partitioner, RandomPartitioner, RoundRobin, hash_code,
+};
 pub use producer::{DelayedMessage, Producer, Sent};
 pub use queue::Queue;
 pub use remove_group::RemovedGroup;
 pub use reset::{BoundedCount, Reset, ResetGuard, ResetPartition, ResetReport, ResetTo};
 pub use sampler::Sampler;
 pub use tail::{Tail, TailConfig, TailStart};
-pub use topic::{GroupName, Partition, Policies, Resize, Topic, TopicName};
+pub use topic::{GroupName, Partition, Policies, PolicyChanges, Resize, Topic, TopicName};
 pub use topics::{PartitionDescription, TopicDescription, Topics};
 pub use trace::{TRACEPARENT, TraceBridge, TraceContext};
 pub use trim::{Trim, TrimReport, TrimmedPartition};

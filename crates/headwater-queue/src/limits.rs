@@ -54,6 +54,25 @@ pub const ATTEMPTS_MAX: u32 = 1000;
 /// Messages in flight of one subscription.
 pub const IN_FLIGHT_MAX: usize = 100_000;
 
+/// Messages of one pull.
+pub const PULL_MAX: usize = 1000;
+
+/// Bytes of the payloads of one pull. A pull of large messages has fewer than requested, but at least one.
+pub const PULL_BYTES_MAX: usize = 4 * 1024 * 1024;
+
+/// The longest time a pull waits.
+pub const PULL_WAIT_MAX: Duration = Duration::from_secs(60);
+
+/// The shortest lease of a pulled message.
+pub const LEASE_MIN: Duration = Duration::from_secs(1);
+
+/// The longest lease of a pulled message. Subscriptions with [`Mode::Shared`](crate::Mode::Shared) reclaim what was
+/// idle for longer.
+pub const LEASE_MAX: Duration = Duration::from_secs(5 * 60);
+
+/// Messages of a group that are delivered and not settled, beyond which nothing more can be pulled.
+pub const LEASED_MAX: u64 = 50_000;
+
 /// Blocked messages of one partition: messages that wait for older ones of their key while a topic is resized. Beyond
 /// it, the partition is not read until messages are unblocked.
 pub const BLOCKED_IDS_MAX: usize = 1_000_000;

@@ -1,4 +1,5 @@
 //! Every metric of this crate: name, labels, meaning. No other module defines metric names.
+//! The label consumer is the configured name of the process, or `worker:HOST`: the same after each start.
 
 /// Messages sent. Labels: topic, partition, result (`ok`, `duplicate`, `delayed`, `error`; `refused`, with an empty
 /// partition: over a limit, or in a batch with such a message).

@@ -69,6 +69,21 @@ impl Partitioner for RoundRobin {
     }
 }
 
+/// A random partition, ignoring the key: no order per key. Unlike round robin it needs no turn that callers share, and
+/// several producers do not fall into step.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct RandomPartitioner;
+
+impl Partitioner for RandomPartitioner {
+    fn partition(&self, _key: Option<&str>, partitions: u16) -> Partition {
+        fastrand::u16(0..partitions)
+    }
+
+    fn is_stable(&self) -> bool {
+        false
+    }
+}
+
 /// Points and their partitions, sorted by point.
 type Ring = Arc<[(u32, Partition)]>;
 
@@ -178,5 +193,17 @@ mod tests {
         let moved = eight.iter().zip(&ten).filter(|(a, b)| a != b).count();
         assert!(moved < 3000, "{moved} of 10000 moved, expected about 2000");
         assert!(eight.iter().zip(&ten).all(|(a, b)| a == b || *b >= 8), "only to new partitions");
+    }
+
+    #[test]
+    fn random_partitions_are_in_range_and_spread_over_all() {
+        let mut seen = [0_u32; 8];
+        for _ in 0..8000 {
+            seen[usize::from(RandomPartitioner.partition(Some("the same key"), 8))] += 1;
+        }
+        // 1,000 are expected of each; 500 is 17 standard deviations away.
+        assert!(seen.iter().all(|count| *count > 500), "{seen:?}");
+        assert_eq!(RandomPartitioner.partition(None, 1), 0);
+        assert!(!RandomPartitioner.is_stable());
     }
 }

@@ -10,7 +10,9 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use headwater_stream::clock::Timestamp;
-use headwater_stream::{Backend, EntryId, RegistryMap, Retention};
+use headwater_stream::{
+    Backend, EntryId, GroupCondition, GroupStart, RegistryMap, Retention, StreamError,
+};
 use serde_json::{Value, json};
 
 pub use headwater_stream::GroupName;
@@ -115,7 +117,37 @@ impl Default for Policies {
     }
 }
 
+/// Changes of [`Policies`]. `None` keeps a value; an inner `None` removes the limit.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PolicyChanges {
+    /// Messages kept per partition.
+    pub retention_count: Option<Option<u64>>,
+    /// Age up to which messages are kept.
+    pub retention_age: Option<Option<Duration>>,
+    /// Bytes kept per partition.
+    pub retention_bytes: Option<Option<u64>>,
+    /// Maximum size of the topic in bytes.
+    pub byte_budget: Option<Option<u64>>,
+    /// Retries of a failed message.
+    pub max_retries: Option<u32>,
+}
+
 impl Policies {
+    /// These policies with changes.
+    pub(crate) fn with(&self, changes: &PolicyChanges) -> Self {
+        let Retention { max_len, max_age, max_bytes } = self.retention;
+        Self {
+            retention: Retention {
+                max_len: changes.retention_count.unwrap_or(max_len),
+                max_age: changes.retention_age.unwrap_or(max_age),
+                max_bytes: changes.retention_bytes.unwrap_or(max_bytes),
+            },
+            byte_budget: changes.byte_budget.unwrap_or(self.byte_budget),
+            max_retries: changes.max_retries.unwrap_or(self.max_retries),
+            ..self.clone()
+        }
+    }
+
     /// Rounded as the registry stores them: times in whole milliseconds.
     pub(crate) fn in_milliseconds(mut self) -> Self {
         for time in self.retention.max_age.iter_mut().chain([&mut self.refresh]) {
@@ -222,7 +254,14 @@ impl Topic {
 
     /// Reads a topic from the registry. One that was not created is plain.
     pub(crate) async fn read(backend: &dyn Backend, name: &TopicName) -> Result<Self> {
-        Ok(match backend.map_get(&keys::meta(name)).await? {
+        let meta = backend.map_get(&keys::meta(name)).await.map_err(|error| match error {
+            StreamError::Unavailable { .. } => StreamError::Unavailable {
+                problem: format!("the metadata of topic `{name}` cannot be read"),
+                source: Some(error.into()),
+            },
+            error => error,
+        })?;
+        Ok(match meta {
             Some(meta) => {
                 let mut topic = Self::from_meta(name.clone(), &meta)?;
                 // Created by a program that does not use hash tags.
@@ -238,9 +277,44 @@ impl Topic {
         })
     }
 
+    /// Creates a group on a partition. Its stream is created, too, unless the topic was deleted since it was read: then it
+    /// fails with `NoGroup`. Returns whether the group is new.
+    pub(crate) async fn ensure_group(
+        &self,
+        backend: &dyn Backend,
+        partition: Partition,
+        group: &GroupName,
+        start: GroupStart,
+    ) -> headwater_stream::Result<bool> {
+        let stream = keys::stream(self, partition);
+        if self.layout.is_plain() {
+            return backend.ensure_group(&stream, group, start).await;
+        }
+        let map = &keys::meta(&self.name);
+        let is_created = GroupCondition::StreamOrMap { map, without: DELETING_SINCE };
+        backend.ensure_group_if(&stream, group, start, is_created).await
+    }
+
     /// The meta update that marks a topic as being deleted.
     pub(crate) fn deleting(since: Timestamp) -> RegistryMap {
         RegistryMap::from([(DELETING_SINCE.to_owned(), since.to_rfc3339().into())])
+    }
+
+    /// The meta update for new policies. A map keeps fields that an update does not name, so a removed limit is an empty
+    /// value.
+    pub(crate) fn altered(policies: &Policies) -> RegistryMap {
+        let number = |value: u64| value.to_string();
+        let limit = |value: Option<u64>| value.map(number).unwrap_or_default();
+        let retention = policies.retention;
+        let age_ms = retention.max_age.map(|age| age.as_millis() as u64);
+        let fields = [
+            (RETENTION_COUNT, limit(retention.max_len)),
+            (RETENTION_AGE_MS, limit(age_ms)),
+            (RETENTION_BYTES, limit(retention.max_bytes)),
+            (BYTE_BUDGET, limit(policies.byte_budget)),
+            (MAX_RETRIES, number(u64::from(policies.max_retries))),
+        ];
+        fields.into_iter().map(|(name, value)| (name.to_owned(), value.into())).collect()
     }
 
     /// Encodes the meta for the registry.
@@ -326,7 +400,8 @@ impl<'a> MetaReader<'a> {
     }
 
     fn number(&self, field: &str) -> Result<Option<u64>> {
-        let Some(text) = self.text(field)? else { return Ok(None) };
+        // A limit that was removed is empty.
+        let Some(text) = self.text(field)?.filter(|text| !text.is_empty()) else { return Ok(None) };
         text.parse().map(Some).map_err(|_| self.wrong(field, "a number"))
     }
 
@@ -352,11 +427,13 @@ impl<'a> MetaReader<'a> {
 pub(crate) fn resizes_to_json(resizes: &[Resize]) -> String {
     let resize = |resize: &Resize| {
         let ids = |ids: &Vec<EntryId>| ids.iter().map(EntryId::to_string).collect::<Vec<_>>();
+        // In alphabetical order, whether or not an application enables `preserve_order` of serde_json: the text is
+        // compared with that of other processes.
         json!({
-            "from": resize.from,
-            "to": resize.to,
             "beganMs": resize.began.as_millis(),
+            "from": resize.from,
             "lastIds": resize.last_ids.as_ref().map(ids),
+            "to": resize.to,
         })
     };
     Value::Array(resizes.iter().map(resize).collect()).to_string()

@@ -1,14 +1,15 @@
-//! Topic administration: create, list, describe, grow, delete.
+//! Topic administration: create, list, describe, alter, grow, delete.
 //!
 //! Upstream: administrators, and producers that create their topics. Downstream: the registry of the backend.
 //! Guarantees: a topic exists if its meta does. The registry is brought in line with the meta, also when processes
 //! create, grow and delete concurrently or die in between. Partition counts only grow, and growing keeps the order
 //! per key: see [`Topics::grow`].
 
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 use futures_util::future::try_join_all;
-use headwater_stream::{EntryId, Range, RegistryMap, SetName, StreamName};
+use headwater_stream::{EntryId, Range, RegistryMap, Retention, SetName, StreamName};
 
 use crate::error::{QueueError, Result};
 use crate::group;
@@ -16,10 +17,10 @@ use crate::interrupted::PartitionProgress;
 use crate::keys::{self, Layout};
 use crate::limits::{PARTITIONS_MAX, RESIZES_MAX};
 use crate::queue::Queue;
-use crate::topic::{self, Partition, Policies, Resize, Topic, TopicName};
+use crate::topic::{self, Partition, Policies, PolicyChanges, Resize, Topic, TopicName};
 use crate::topic_lock::TopicLock;
 
-/// Creates, lists, describes, grows and deletes topics.
+/// Creates, lists, describes, alters, grows and deletes topics.
 #[derive(Clone, Debug)]
 pub struct Topics {
     queue: Queue,
@@ -105,9 +106,22 @@ impl Topics {
         Err(self.too_many_conflicts(&name))
     }
 
-    /// The names of all created topics, sorted.
+    /// The names of all created and [registered](Self::register_plain) topics, sorted. A registered one may have been
+    /// deleted by another program.
     pub async fn list(&self) -> Result<Vec<String>> {
-        Ok(self.queue.inner.backend.set_members(&keys::registry()).await?)
+        let backend = &self.queue.inner.backend;
+        let created = backend.set_members(&keys::registry()).await?;
+        let plain = backend.set_members(&keys::plain_registry()).await?;
+        let names: BTreeSet<String> = created.into_iter().chain(plain).collect();
+        Ok(names.into_iter().collect())
+    }
+
+    /// Adds a plain topic, which its first message creates, to the [list](Self::list). Idempotent.
+    pub async fn register_plain(&self, name: &str) -> Result<()> {
+        let name = TopicName::new(name)?;
+        let set = keys::plain_registry();
+        self.queue.inner.backend.set_add(&set, &[name.as_str()], None).await?;
+        Ok(())
     }
 
     /// Describes a topic. A topic that was not created is plain.
@@ -160,6 +174,35 @@ impl Topics {
             begun?;
         }
         Err(self.too_many_conflicts(&name))
+    }
+
+    /// Changes retention, budget and retries of a topic, and returns its policies. Processes that have the topic cached
+    /// follow within its `refresh`. An invalid change has no effect.
+    pub async fn alter(&self, name: &str, changes: &PolicyChanges) -> Result<Policies> {
+        let name = TopicName::new(name)?;
+        let lock = TopicLock::acquire(&self.queue, &name).await?;
+        let altered = self.alter_locked(&name, changes).await;
+        lock.release().await;
+        self.queue.invalidate(&name);
+        self.notify_watchers(&name).await;
+        altered
+    }
+
+    async fn alter_locked(&self, name: &TopicName, changes: &PolicyChanges) -> Result<Policies> {
+        let topic = self.queue.read_topic(name).await?;
+        if topic.deleting_since.is_some() {
+            let difference = "its deletion was interrupted; delete it again first".to_owned();
+            return Err(QueueError::TopicExists { topic: name.to_string(), difference });
+        }
+        let policies = topic.policies.with(changes).in_milliseconds();
+        policies.validate()?;
+        let meta = Topic::altered(&policies);
+        let backend = &self.queue.inner.backend;
+        // A plain topic has no map.
+        if !backend.map_update(&keys::meta(name), None, &meta).await? {
+            return Err(QueueError::NoTopic { topic: name.to_string() });
+        }
+        Ok(policies)
     }
 
     /// Deletes a topic with all its messages, groups, delayed messages and dead letters. Returns whether it existed.
@@ -229,6 +272,7 @@ impl Topics {
         // Without meta the topic did not exist when this started; one created since must not be deleted.
         let had_meta = !topic.layout.is_plain() && backend.map_delete(&keys::meta(name)).await?;
         let was_listed = backend.set_remove(&keys::registry(), &[name.as_str()]).await? > 0;
+        backend.set_remove(&keys::plain_registry(), &[name.as_str()]).await?;
         // Another process may have created it again.
         self.register(name).await?;
         Ok(was_listed || had_meta || had_data)
@@ -412,11 +456,34 @@ fn check_partitions(partitions: u16) -> Result<()> {
 
 fn check_same(found: &Topic, wanted: &Topic) -> Result<()> {
     let difference = if found.partitions != wanted.partitions {
-        format!("{} partitions, not {}", found.partitions, wanted.partitions)
+        format!("it has {} partitions, not {}", found.partitions, wanted.partitions)
     } else if found.policies != wanted.policies {
-        format!("{:?}, not {:?}", found.policies, wanted.policies)
+        differences(&found.policies, &wanted.policies)
     } else {
         return Ok(());
     };
     Err(QueueError::TopicExists { topic: found.name.to_string(), difference })
+}
+
+/// The settings that differ: name, value of the existing topic, requested value.
+fn differences(found: &Policies, wanted: &Policies) -> String {
+    let values = |policies: &Policies| {
+        let count = |value: Option<u64>| value.map_or("none".to_owned(), |it| it.to_string());
+        let Retention { max_len, max_age, max_bytes } = policies.retention;
+        let max_age = max_age.map_or("none".to_owned(), |age| format!("{age:?}"));
+        [
+            ("retention_count", count(max_len)),
+            ("retention_age", max_age),
+            ("retention_bytes", count(max_bytes)),
+            ("byte_budget", count(policies.byte_budget)),
+            ("payload_bytes_max", policies.payload_bytes_max.to_string()),
+            ("max_retries", policies.max_retries.to_string()),
+            ("refresh", format!("{:?}", policies.refresh)),
+        ]
+    };
+    let pairs = values(found).into_iter().zip(values(wanted));
+    let differing = pairs.filter(|((_, found), (_, wanted))| found != wanted);
+    let shown =
+        differing.map(|((name, found), (_, wanted))| format!("`{name}` is {found}, not {wanted}"));
+    shown.collect::<Vec<_>>().join("; ")
 }

@@ -15,8 +15,13 @@ use crate::streams::Streams;
 /// All parts of a backend.
 #[async_trait]
 pub trait Backend: Streams + Delays + Leases + Registry + Dedup {
-    /// Kind, address, version and detected capabilities of this backend.
+    /// Kind, address, version and detected capabilities of this backend, as of the last [`probe`](Self::probe).
     fn describe(&self) -> BackendDescription;
+
+    /// Connects if necessary and describes the current state. Fails with `Invalid` if the server cannot be used with this URL.
+    async fn probe(&self) -> Result<BackendDescription> {
+        Ok(self.describe())
+    }
 
     /// The hash slot of a key in a Redis Cluster; `None` if keys are not distributed. All keys of one atomic step must share a
     /// slot.
@@ -30,6 +35,13 @@ pub trait Backend: Streams + Delays + Leases + Registry + Dedup {
 
     /// The current time of the backend: of the server's clock, or of the injected one.
     async fn now(&self) -> Result<Timestamp>;
+
+    /// Identifies the run of the server that holds this key. It changes when the server restarts or another one takes over;
+    /// then the newest writes may be missing. `None` if that cannot happen, or if the server does not tell.
+    async fn server_run(&self, key: &str) -> Result<Option<String>> {
+        let _ = key;
+        Ok(None)
+    }
 
     /// Completes calls in flight, makes them durable and closes the backend. Later calls fail with `Unavailable`.
     async fn close(&self) -> Result<()>;

@@ -91,6 +91,13 @@ pub enum StreamError {
         directory: String,
     },
 
+    /// An embedded backend has stopped: a thread panicked, and its state is unknown. Open it again; retrying will not help.
+    #[error("the embedded backend has stopped: {problem}")]
+    Stopped {
+        /// What happened.
+        problem: String,
+    },
+
     /// The server sent an unexpected reply. It is probably not a Redis server of a supported version.
     #[error("unexpected reply from the server: {problem}")]
     Protocol {
@@ -130,6 +137,7 @@ impl StreamError {
                 Self::Corrupt { file: file.clone(), offset: *offset, problem: problem.clone() }
             }
             Self::Locked { directory } => Self::Locked { directory: directory.clone() },
+            Self::Stopped { problem } => Self::Stopped { problem: problem.clone() },
             Self::Protocol { problem } => Self::Protocol { problem: problem.clone() },
         }
     }

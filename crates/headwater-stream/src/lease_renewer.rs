@@ -2,8 +2,8 @@
 //!
 //! Upstream: [`membership`](crate::Membership), owners of partitions, streams and requests. Downstream: [`Leases`].
 //! Guarantees: a holder learns that it must stop *before* its lease can expire on the server. Validity is counted per lease from
-//! the moment its request was sent, so a slow reply shortens it and never extends it; a process that was paused finds its leases
-//! invalid when it resumes. A lease that is no longer valid has lapsed, and that is final: no renewal restores it. It is
+//! the moment its request was sent, so a slow reply shortens it and never extends it; a process that was paused, also with its
+//! machine, finds its leases invalid when it resumes. A lease that is no longer valid has lapsed, and that is final: no renewal restores it. It is
 //! released, and a new acquire gets a new epoch. Each loss is reported once.
 
 use std::collections::HashMap;
@@ -15,6 +15,7 @@ use tokio::sync::{Notify, mpsc, watch};
 use tokio::time::{Instant, sleep_until, timeout};
 use tracing::{debug, warn};
 
+use crate::clock::{Clock, SystemClock};
 use crate::error::{Result, StreamError};
 use crate::leases::{AcquireResult, Fence, Leases, Renewal};
 use crate::limits::LEASES_MAX;
@@ -35,6 +36,9 @@ pub struct LeaseRenewerConfig {
 const TTL_DEFAULT: Duration = Duration::from_secs(15);
 const RENEW_EVERY_DEFAULT: Duration = Duration::from_secs(5);
 const SAFETY_MARGIN_DEFAULT: Duration = Duration::from_millis(1500);
+
+/// Shorter suspensions are covered by the safety margin.
+const SUSPENSION_MIN: Duration = Duration::from_millis(100);
 
 // Two renewals may be lost before ownership is; otherwise one slow round trip is a failover.
 const _: () = assert!(RENEW_EVERY_DEFAULT.as_millis() * 3 <= TTL_DEFAULT.as_millis());
@@ -84,6 +88,7 @@ type Validity = watch::Sender<Option<Instant>>;
 /// Holds and renews the leases of a process, while [`run`](Self::run) is polled.
 pub struct LeaseRenewer {
     leases: Arc<dyn Leases>,
+    clock: LeaseClock,
     holder: HolderName,
     config: LeaseRenewerConfig,
     held: Mutex<HeldLeases>,
@@ -162,6 +167,40 @@ impl fmt::Debug for LeaseRenewer {
 pub struct HeldLease {
     fence: Fence,
     validity: watch::Receiver<Option<Instant>>,
+    clock: LeaseClock,
+}
+
+/// Time for the validity of leases. It goes on while the machine is suspended; `Instant` stands still meanwhile, and a lease that
+/// has expired on the server would seem valid.
+#[derive(Clone, Debug)]
+struct LeaseClock {
+    clock: Arc<dyn Clock>,
+    started: (std::time::Instant, Duration),
+}
+
+impl LeaseClock {
+    fn new(clock: Arc<dyn Clock>) -> Self {
+        let started = (std::time::Instant::now(), clock.monotonic());
+        Self { clock, started }
+    }
+
+    /// How long the machine was suspended since the start.
+    fn suspended(&self) -> Duration {
+        let (running, boot) = self.started;
+        let ahead = self.clock.monotonic().saturating_sub(boot).saturating_sub(running.elapsed());
+        // Less is the time between the readings of both clocks.
+        if ahead < SUSPENSION_MIN { Duration::ZERO } else { ahead }
+    }
+
+    fn now(&self) -> Instant {
+        Instant::now() + self.suspended()
+    }
+
+    /// Returns at this time, or later by at most the time left if the machine is suspended meanwhile. Cancel-safe.
+    async fn sleep_until(&self, time: Instant) {
+        let left = time.saturating_duration_since(self.now());
+        tokio::time::sleep(left).await;
+    }
 }
 
 /// Result of [`LeaseRenewer::acquire`].
@@ -217,7 +256,7 @@ impl HeldLease {
 
     /// Whether the lease is held and cannot have expired on the server.
     pub fn is_valid(&self) -> bool {
-        self.validity.borrow().is_some_and(|until| Instant::now() < until)
+        self.validity.borrow().is_some_and(|until| self.clock.now() < until)
     }
 
     /// Returns when the lease is no longer valid. Cancel-safe.
@@ -227,7 +266,7 @@ impl HeldLease {
             let Some(until) = *validity.borrow_and_update() else { return };
             tokio::select! {
                 changed = validity.changed() => if changed.is_err() { return },
-                () = tokio::time::sleep_until(until) => return,
+                () = self.clock.sleep_until(until) => return,
             }
         }
     }
@@ -240,6 +279,17 @@ impl LeaseRenewer {
         holder: HolderName,
         config: LeaseRenewerConfig,
     ) -> Result<(Self, LostLeases)> {
+        Self::with_clock(leases, holder, config, Arc::new(SystemClock))
+    }
+
+    /// The same with another clock: time that passes on its monotonic clock while `Instant` stands still counts as a suspension of
+    /// the machine, during which leases expire.
+    pub fn with_clock(
+        leases: Arc<dyn Leases>,
+        holder: HolderName,
+        config: LeaseRenewerConfig,
+        clock: Arc<dyn Clock>,
+    ) -> Result<(Self, LostLeases)> {
         config.validate()?;
         let (losses, lost) = mpsc::unbounded_channel();
         let held = Mutex::new(HeldLeases {
@@ -248,10 +298,8 @@ impl LeaseRenewer {
             renewed: 0,
             losses,
         });
-        Ok((
-            Self { leases, holder, config, held, acquired: Notify::new(), ended: Notify::new() },
-            lost,
-        ))
+        let (clock, acquired, ended) = (LeaseClock::new(clock), Notify::new(), Notify::new());
+        Ok((Self { leases, clock, holder, config, held, acquired, ended }, lost))
     }
 
     /// The name under which this process holds leases.
@@ -265,13 +313,13 @@ impl LeaseRenewer {
         // back with the epoch of handles that were told that they lost it.
         let ended = {
             let mut held = self.lock();
-            held.lapse_overdue(Instant::now(), self.expired_by());
+            held.lapse_overdue(self.clock.now(), self.expired_by());
             held.ended.get(lease).map(|(fence, _)| fence.clone())
         };
         if let Some(fence) = ended {
             self.release_fences(slice::from_ref(&fence)).await?;
         }
-        let sent = Instant::now();
+        let sent = self.clock.now();
         let epoch = match self.leases.acquire(lease, &self.holder, self.config.ttl).await? {
             AcquireResult::Won(epoch) => epoch,
             AcquireResult::Held { by, remaining } => {
@@ -281,7 +329,7 @@ impl LeaseRenewer {
         let fence = Fence { lease: lease.clone(), epoch };
         let until = Some(self.valid_until(sent));
         let mut held = self.lock();
-        held.lapse_overdue(Instant::now(), self.expired_by());
+        held.lapse_overdue(self.clock.now(), self.expired_by());
         let validity = match held.leases.get(lease) {
             Some((known, validity)) if *known == fence => {
                 validity.send_replace(until);
@@ -298,7 +346,7 @@ impl LeaseRenewer {
                 if let Some((_, old)) = held.leases.insert(lease.clone(), entry) {
                     old.send_replace(None);
                 }
-                if until <= Some(Instant::now()) {
+                if until <= Some(self.clock.now()) {
                     // The reply came too late. The holder never had the lease, so this is no loss.
                     held.end(lease, self.expired_by());
                     self.ended.notify_one();
@@ -308,7 +356,7 @@ impl LeaseRenewer {
         };
         drop(held);
         self.acquired.notify_one();
-        Ok(LeaseAcquisition::Won(HeldLease { fence, validity }))
+        Ok(LeaseAcquisition::Won(HeldLease { fence, validity, clock: self.clock.clone() }))
     }
 
     /// Renews all leases once, in one round trip, and releases those that have ended. Each lease has its own result; fails if
@@ -323,13 +371,13 @@ impl LeaseRenewer {
         let fences: Vec<Fence> = {
             let mut held = self.lock();
             // First: a lapsed lease must not be renewed.
-            held.lapse_overdue(Instant::now(), self.expired_by());
+            held.lapse_overdue(self.clock.now(), self.expired_by());
             held.leases.values().map(|(fence, _)| fence.clone()).collect()
         };
         if fences.is_empty() {
             return Ok(());
         }
-        let sent = Instant::now();
+        let sent = self.clock.now();
         let renewals = self.leases.renew(&self.holder, &fences, self.config.ttl).await?;
         self.apply_renewals(fences, renewals, sent)
     }
@@ -344,7 +392,7 @@ impl LeaseRenewer {
         let mut unknown = 0;
         let mut held = self.lock();
         // A lease that lapsed while the reply was in transit stays lost, whatever the reply says.
-        held.lapse_overdue(Instant::now(), self.expired_by());
+        held.lapse_overdue(self.clock.now(), self.expired_by());
         for (fence, renewal) in fences.into_iter().zip(renewals) {
             // Ended or acquired again while the renewal was in flight: this reply is not about it.
             if held.leases.get(&fence.lease).is_none_or(|(known, _)| *known != fence) {
@@ -416,7 +464,7 @@ impl LeaseRenewer {
             let next = {
                 let mut held = self.lock();
                 let before = held.leases.len();
-                held.lapse_overdue(Instant::now(), self.expired_by());
+                held.lapse_overdue(self.clock.now(), self.expired_by());
                 if held.leases.len() < before {
                     self.ended.notify_one();
                 }
@@ -424,7 +472,7 @@ impl LeaseRenewer {
             };
             let lapse = async {
                 match next {
-                    Some(at) => sleep_until(at).await,
+                    Some(at) => self.clock.sleep_until(at).await,
                     None => std::future::pending().await,
                 }
             };
@@ -471,7 +519,7 @@ impl LeaseRenewer {
     async fn release_ended(&self) {
         let ended: Vec<Fence> = {
             let mut held = self.lock();
-            let now = Instant::now();
+            let now = self.clock.now();
             held.ended.retain(|_, (_, expired_by)| *expired_by > now);
             held.ended.values().map(|(fence, _)| fence.clone()).collect()
         };
@@ -481,12 +529,17 @@ impl LeaseRenewer {
     }
 
     async fn release_fences(&self, fences: &[Fence]) -> Result<usize> {
-        let mut released = 0;
+        let mut result = Ok(0);
         for part in fences.chunks(LEASES_MAX) {
-            released += self.leases.release(&self.holder, part).await?;
-            self.lock().forget_ended(part);
+            match self.leases.release(&self.holder, part).await {
+                Ok(released) => {
+                    self.lock().forget_ended(part);
+                    result = result.map(|before| before + released);
+                }
+                Err(error) => result = Err(error),
+            }
         }
-        Ok(released)
+        result
     }
 
     /// The leases that the server may hold for this process, in no particular order: valid ones, and ended ones that are
@@ -504,7 +557,7 @@ impl LeaseRenewer {
 
     /// Whether a lease is held and valid.
     pub fn holds(&self, lease: &LeaseName) -> bool {
-        let now = Instant::now();
+        let now = self.clock.now();
         let held = self.lock();
         held.leases
             .get(lease)
@@ -517,7 +570,7 @@ impl LeaseRenewer {
 
     /// When a lease that is no longer renewed has expired on the server, even if a last renewal is still in flight.
     fn expired_by(&self) -> Instant {
-        Instant::now() + 2 * self.config.ttl
+        self.clock.now() + 2 * self.config.ttl
     }
 
     fn lock(&self) -> MutexGuard<'_, HeldLeases> {

@@ -36,11 +36,12 @@ pub trait Leases: Send + Sync {
     ) -> Result<Vec<Renewal>>;
 
     /// Releases leases in one round trip. Returns how many were still held. Leases held by others, and names that hold a
-    /// value of another type, are not changed.
+    /// value of another type, are not changed. Fails if the server of one did not answer; the others are released.
     async fn release(&self, holder: &HolderName, leases: &[Fence]) -> Result<usize>;
 
     /// The holders of these leases, in order; `None` for a free one. For a name that holds a value of another type,
-    /// [`LeaseInfo::is_wrong_type`] is true; the other leases are not affected.
+    /// [`LeaseInfo::is_wrong_type`] is true; for a lease whose server did not answer, [`LeaseInfo::is_unknown`] is. The
+    /// other leases are not affected. Fails only if all are unknown.
     async fn leases(&self, leases: &[LeaseName]) -> Result<Vec<Option<LeaseInfo>>>;
 
     /// Watches leases whose names start with `prefix`. Best effort: events may be lost or duplicated, so poll as well.
@@ -147,6 +148,21 @@ pub struct LeaseInfo {
 impl LeaseInfo {
     /// Holder name that stands for a value of another type.
     pub const WRONG_TYPE: &str = "~wrong-type";
+
+    /// Holder name that stands for a holder that could not be read.
+    pub const UNKNOWN: &str = "~unknown";
+
+    /// The result for a lease whose server did not answer. It counts as held by another holder.
+    #[cfg_attr(not(feature = "redis"), allow(dead_code, reason = "only this backend makes one"))]
+    pub(crate) fn unknown() -> Self {
+        let holder = HolderName::new(Self::UNKNOWN).expect("the name is valid");
+        Self { holder, epoch: Epoch(0), remaining: LEASE_TTL_MAX }
+    }
+
+    /// Whether the server of the lease did not answer.
+    pub fn is_unknown(&self) -> bool {
+        self.holder.as_str() == Self::UNKNOWN
+    }
 
     /// The result for a value of another type. The lease cannot be acquired until an operator deletes the value, so its
     /// remaining time is the maximum.

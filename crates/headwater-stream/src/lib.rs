@@ -6,6 +6,7 @@ pub mod limits;
 mod name;
 
 mod backoff;
+mod credentials;
 mod process_name;
 
 pub mod clock;
@@ -26,6 +27,8 @@ mod coalescer;
 mod lease_renewer;
 mod membership;
 
+mod majority_lease;
+
 #[cfg(feature = "embedded")]
 mod embedded;
 #[cfg(feature = "redis")]
@@ -37,6 +40,7 @@ pub use backend::{Backend, BackendDescription};
 pub use backoff::{Backoff, RetryTimer};
 pub use coalescer::{BatchError, Coalescer, CoalescerConfig};
 pub use connect::{Options, connect, validate_url};
+pub use credentials::{CredentialProvider, Credentials};
 pub use dedup::{Dedup, DedupStatus};
 pub use delays::{
     DelayId, DelayStats, DelayedEntry, Delays, DueTime, PromotedEntry, ScheduleRequest,
@@ -50,16 +54,18 @@ pub use leases::{
     AcquireResult, Epoch, Fence, LeaseEvent, LeaseEventKind, LeaseInfo, LeaseWatch, Leases,
     Renewal, WatchMode,
 };
+pub use majority_lease::MajorityLease;
 pub use membership::{Liveness, LivenessLease, MemberList, MemberSnapshot};
 pub use name::{
     ConsumerName, DedupScope, DelayName, GroupName, HolderName, LeaseName, MapName, SetName,
     StreamName, hash_tag,
 };
-pub use process_name::{process_name, start_id, unique_holder};
+pub use process_name::{process_name, stable_name, start_id, unique_holder};
 pub use registry::{Registry, RegistryMap};
 pub use streams::{
     AppendRequest, AppendedEntry, ConsumerStats, Direction, DisconnectOutcome, EntrySource,
-    GroupReader, GroupStart, GroupStats, IdempotentEntry, PendingDelivery, PendingDeliveryQuery,
-    Range, ReclaimFrom, ReclaimRequest, ReclaimResult, Retention, SettleAction, SettleBatch,
-    SettleResult, Settlement, StreamBatch, StreamStats, Streams, TailReader, TrimGuard, TrimResult,
+    GroupCondition, GroupReader, GroupStart, GroupStats, IdempotentEntry, PendingDelivery,
+    PendingDeliveryQuery, Range, ReclaimFrom, ReclaimRequest, ReclaimResult, Retention,
+    SettleAction, SettleBatch, SettleResult, Settlement, StreamBatch, StreamReadFailure,
+    StreamStats, Streams, TailReader, TrimGuard, TrimResult,
 };

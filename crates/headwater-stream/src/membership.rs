@@ -1,34 +1,40 @@
 //! The members of a named group: who is alive.
 //!
 //! A member holds a lease that shows that it is alive, and has entries in the member list of its group. It is dead once the
-//! lease is released or expires; whoever finds its entries removes them.
+//! lease is released or expires; whoever finds its entries removes them. On a cluster, list and lease have three copies on
+//! different servers, and a majority of them counts: see [`MajorityLease`](crate::MajorityLease).
 //!
 //! Upstream: processes that share work. Downstream: registry and leases of the backend; [`LeaseRenewer`](crate::LeaseRenewer)
 //! keeps the lease.
 //! Guarantees: a member acquires its lease before it adds entries, and a snapshot reads entries before leases. So an entry whose
-//! lease is not held belongs to a dead member and stays dead.
+//! lease is not held belongs to a dead member and stays dead. Two majorities have a copy in common: an entry that was added is
+//! in every snapshot, also while a minority of the servers is unreachable.
 //! Not here: what the entries say, and what happens to the work of a dead member.
 
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;
 
-use tokio::time::Instant;
+use futures_util::stream::{FuturesUnordered, StreamExt};
+use tokio::time::{Instant, timeout_at};
 
 use crate::backend::Backend;
-use crate::error::Result;
+use crate::error::{Result, StreamError};
 use crate::leases::LeaseInfo;
 use crate::limits::LEASES_MAX;
 use crate::name::{HolderName, LeaseName, SetName};
 
-/// The member list of a group.
+/// How long further copies have once a majority has answered.
+pub(crate) const MINORITY_WAIT: Duration = Duration::from_millis(250);
+
+/// The member list of a group, in one or more copies.
 #[derive(Clone, Debug)]
-pub struct MemberList(SetName);
+pub struct MemberList(Vec<SetName>);
 
 /// What shows that a member is alive.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LivenessLease {
-    /// The lease.
-    pub lease: LeaseName,
+    /// The lease, in as many copies as the list.
+    pub copies: Vec<LeaseName>,
     /// The only holder that counts; `None` if every holder does.
     pub holder: Option<HolderName>,
 }
@@ -47,6 +53,8 @@ pub enum Liveness {
 pub struct MemberSnapshot<Entry> {
     /// The entries of the list.
     pub entries: Vec<(Entry, Liveness)>,
+    /// Entries that are missing in a copy. Their member adds them again.
+    pub incomplete: HashSet<String>,
     /// The leases of the members, and those that were asked for in addition.
     pub leases: HashMap<LeaseName, Option<LeaseInfo>>,
     /// When the replies arrived; remaining times count from here.
@@ -54,21 +62,25 @@ pub struct MemberSnapshot<Entry> {
 }
 
 impl MemberList {
-    /// The list with this name.
-    pub fn new(name: SetName) -> Self {
-        Self(name)
+    /// The list whose copies have these names: one, or an odd number.
+    pub fn new(copies: Vec<SetName>) -> Self {
+        assert!(copies.len() % 2 == 1, "a majority exists");
+        Self(copies)
     }
 
     /// Adds entries, whose lease is already held. Idempotent.
     pub async fn add(&self, backend: &dyn Backend, entries: &[String]) -> Result<()> {
-        backend.set_add(&self.0, &texts(entries), None).await?;
+        let texts = texts(entries);
+        on_majority(self.0.iter().map(|copy| backend.set_add(copy, &texts, None))).await?;
         Ok(())
     }
 
-    /// Removes entries. Idempotent.
+    /// Removes entries. Idempotent. A copy that could not be reached may keep them: entries in a minority of the copies do
+    /// not count.
     pub async fn remove(&self, backend: &dyn Backend, entries: &[String]) -> Result<()> {
         if !entries.is_empty() {
-            backend.set_remove(&self.0, &texts(entries)).await?;
+            let texts = texts(entries);
+            on_majority(self.0.iter().map(|copy| backend.set_remove(copy, &texts))).await?;
         }
         Ok(())
     }
@@ -81,10 +93,23 @@ impl MemberList {
         parse: impl Fn(&str) -> Option<(Entry, LivenessLease)>,
         others: Vec<LeaseName>,
     ) -> Result<MemberSnapshot<Entry>> {
-        let texts = backend.set_members(&self.0).await?;
-        let parsed: Vec<_> = texts.iter().filter_map(|text| parse(text)).collect();
+        let copies = on_majority(self.0.iter().map(|copy| backend.set_members(copy))).await?;
+        let unread = copies.iter().filter(|copy| copy.is_none()).count();
+        let mut counts: HashMap<String, usize> = HashMap::new();
+        for text in copies.into_iter().flatten().flatten() {
+            *counts.entry(text).or_default() += 1;
+        }
+        let total = self.0.len();
+        let parsed: Vec<_> = counts
+            .iter()
+            .filter_map(|(text, count)| {
+                let (entry, kept) = parse(text)?;
+                Some((entry, kept, count + unread >= majority(total)))
+            })
+            .collect();
         // A member may have several entries.
-        let liveness: HashSet<&LeaseName> = parsed.iter().map(|(_, kept)| &kept.lease).collect();
+        let liveness: HashSet<&LeaseName> =
+            parsed.iter().flat_map(|(_, kept, _)| &kept.copies).collect();
         let mut names = others;
         names.extend(liveness.into_iter().cloned());
         let mut found = Vec::with_capacity(names.len());
@@ -93,12 +118,65 @@ impl MemberList {
         }
         let leases: HashMap<LeaseName, Option<LeaseInfo>> = names.into_iter().zip(found).collect();
         let read_at = Instant::now();
-        let entries = parsed.into_iter().map(|(entry, LivenessLease { lease, holder })| {
-            let is_same = |info: &&LeaseInfo| holder.as_ref().is_none_or(|one| info.holder == *one);
-            let held = leases.get(&lease).and_then(Option::as_ref).filter(is_same);
-            (entry, held.map_or(Liveness::Dead, |info| Liveness::Alive(info.remaining)))
+        let entries = parsed.into_iter().filter_map(|(entry, kept, counts)| {
+            let life = kept.liveness(&leases);
+            // One in a minority of the copies is being added, or is left over: then its member may be dead.
+            (counts || life == Liveness::Dead).then_some((entry, life))
         });
-        Ok(MemberSnapshot { entries: entries.collect(), leases, read_at })
+        let entries = entries.collect();
+        let is_incomplete = |(_, count): &(String, usize)| count + unread < total;
+        let incomplete = counts.into_iter().filter(is_incomplete).map(|(text, _)| text).collect();
+        Ok(MemberSnapshot { entries, incomplete, leases, read_at })
+    }
+}
+
+impl LivenessLease {
+    /// Dead if a majority of the copies is free. A copy whose holder is unknown counts as held.
+    fn liveness(&self, leases: &HashMap<LeaseName, Option<LeaseInfo>>) -> Liveness {
+        let counts = |info: &&LeaseInfo| {
+            info.is_unknown() || self.holder.as_ref().is_none_or(|holder| info.holder == *holder)
+        };
+        let held = |copy| leases.get(copy).and_then(Option::as_ref).filter(counts);
+        let mut remaining: Vec<Option<Duration>> =
+            self.copies.iter().map(|copy| held(copy).map(|info| info.remaining)).collect();
+        // It is dead once the first of these has expired and a majority is free.
+        remaining.sort_unstable_by(|a, b| b.cmp(a));
+        let last = remaining.get(self.copies.len() - majority(self.copies.len()));
+        last.copied().flatten().map_or(Liveness::Dead, Liveness::Alive)
+    }
+}
+
+/// How many of so many copies are a majority.
+pub(crate) fn majority(copies: usize) -> usize {
+    copies / 2 + 1
+}
+
+/// Runs one call per copy. Returns the results in order, of at least a majority; `None` for a copy that failed, or did not
+/// answer soon after the majority.
+async fn on_majority<T>(
+    calls: impl Iterator<Item = impl Future<Output = Result<T>>>,
+) -> Result<Vec<Option<T>>> {
+    let mut calls: FuturesUnordered<_> =
+        calls.enumerate().map(|(at, call)| async move { (at, call.await) }).collect();
+    let mut results: Vec<Option<T>> = (0..calls.len()).map(|_| None).collect();
+    let (mut answered, mut failure, mut limit) = (0, None::<StreamError>, None);
+    loop {
+        let called = match limit {
+            None => calls.next().await,
+            Some(limit) => timeout_at(limit, calls.next()).await.unwrap_or(None),
+        };
+        match called {
+            None if answered >= majority(results.len()) => return Ok(results),
+            None => return Err(failure.expect("without a majority, a call has failed")),
+            Some((at, Ok(result))) => {
+                results[at] = Some(result);
+                answered += 1;
+                if answered == majority(results.len()) {
+                    limit = Some(Instant::now() + MINORITY_WAIT);
+                }
+            }
+            Some((_, Err(error))) => failure = Some(error),
+        }
     }
 }
 
@@ -132,13 +210,13 @@ mod tests {
             "any" => None,
             holder => Some(HolderName::new(holder).ok()?),
         };
-        Some((member.to_owned(), LivenessLease { lease, holder }))
+        Some((member.to_owned(), LivenessLease { copies: vec![lease], holder }))
     }
 
     #[tokio::test]
     async fn a_member_is_alive_while_its_holder_has_its_lease() {
         let backend = connect("embedded:memory", &Options::default()).await.unwrap();
-        let list = MemberList::new(SetName::new("members").unwrap());
+        let list = MemberList::new(vec![SetName::new("members").unwrap()]);
         let holder = HolderName::new("ann:1").unwrap();
         for lease in ["alive:ann", "alive:bob", "alive:eve", "other"] {
             let lease = LeaseName::new(lease).unwrap();
@@ -163,5 +241,37 @@ mod tests {
         list.remove(&*backend, &[]).await.unwrap();
         let snapshot = list.read(&*backend, parse, Vec::new()).await.unwrap();
         assert_eq!(sorted(snapshot.dead().collect()), ["bob"]);
+    }
+
+    #[tokio::test]
+    async fn a_majority_of_the_copies_counts() {
+        let backend = connect("embedded:memory", &Options::default()).await.unwrap();
+        let sets = ["a", "b", "c"].map(|copy| SetName::new(format!("{copy}-members")).unwrap());
+        let list = MemberList::new(sets.to_vec());
+        let parse = |member: &str| {
+            let copy = |copy| LeaseName::new(format!("{copy}-alive-{member}")).unwrap();
+            let kept = LivenessLease { copies: ["a", "b", "c"].map(copy).to_vec(), holder: None };
+            Some((member.to_owned(), kept))
+        };
+        let holder = HolderName::new("h").unwrap();
+        for (member, held) in [("two", "ab"), ("one", "c"), ("left", "abc")] {
+            for copy in held.chars() {
+                let lease = LeaseName::new(format!("{copy}-alive-{member}")).unwrap();
+                backend.acquire(&lease, &holder, TTL).await.unwrap();
+            }
+            list.add(&*backend, &[member.to_owned()]).await.unwrap();
+        }
+        // As if `c` had been unreachable when the first was added and the last removed.
+        backend.set_remove(&sets[2], &["two"]).await.unwrap();
+        for set in &sets[..2] {
+            backend.set_remove(set, &["left"]).await.unwrap();
+        }
+
+        let snapshot = list.read(&*backend, parse, Vec::new()).await.unwrap();
+
+        assert_eq!(snapshot.alive().collect::<Vec<_>>(), ["two"]);
+        assert_eq!(snapshot.dead().collect::<Vec<_>>(), ["one"]);
+        let incomplete = ["two", "left"].map(str::to_owned);
+        assert_eq!(snapshot.incomplete, HashSet::from(incomplete));
     }
 }

@@ -31,6 +31,12 @@ pub fn process_name() -> &'static str {
     NAME.get_or_init(|| format!("worker:{}:{}", host(), process::id()))
 }
 
+/// The part of a unique name that stays the same from start to start, for metrics: the configured name, or `worker:HOST`.
+pub fn stable_name(unique: &str) -> String {
+    let name = unique.rsplit_once(':').map_or(unique, |(name, _)| name);
+    if name == process_name() { format!("worker:{}", host()) } else { name.to_owned() }
+}
+
 fn host() -> String {
     let name = whoami::hostname().unwrap_or_default();
     // Part of a key: only characters without a meaning in keys.
@@ -48,6 +54,9 @@ mod tests {
         let (first, second) = (start_id(), start_id());
         assert_ne!(first, second);
         assert_eq!(first.len(), 16);
+        let unique = unique_holder(process_name()).unwrap();
+        assert_eq!(stable_name(unique.as_str()), format!("worker:{}", host()));
+        assert_eq!(stable_name(unique_holder("billing:1").unwrap().as_str()), "billing:1");
         assert!(process_name().ends_with(&format!(":{}", process::id())), "{}", process_name());
     }
 }

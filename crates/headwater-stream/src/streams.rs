@@ -12,9 +12,9 @@ use futures_util::future::join_all;
 
 use crate::delays::DueTime;
 use crate::entry::{DeliveredEntry, Entry, EntryId, EntrySize, Fields};
-use crate::error::Result;
+use crate::error::{Result, StreamError};
 use crate::leases::Fence;
-use crate::name::{ConsumerName, DelayName, GroupName, StreamName};
+use crate::name::{ConsumerName, DelayName, GroupName, MapName, StreamName};
 
 /// Append-only logs with consumer groups.
 #[async_trait]
@@ -32,8 +32,9 @@ pub trait Streams: Send + Sync {
         retention: &Retention,
     ) -> Result<Vec<EntryId>>;
 
-    /// Appends to several streams, in one round trip if one server holds all of them. Returns one result per request,
-    /// in order. The requests are independent: one may fail alone, and nothing is atomic across them.
+    /// Appends to several streams, in one round trip if one server holds all of them and they are small. Returns one result
+    /// per request, in order. The requests are independent: one may fail alone, nothing is atomic across them, and they
+    /// take effect in any order, also two for the same stream.
     async fn append_many(&self, appends: &[AppendRequest<'_>]) -> Vec<Result<Vec<EntryId>>> {
         let each = appends.iter().map(async |append| {
             let made = (0..append.entries.len()).map(|at| append.entries.entry(at).into_owned());
@@ -70,6 +71,16 @@ pub trait Streams: Send + Sync {
         stream: &StreamName,
         group: &GroupName,
         start: GroupStart,
+    ) -> Result<bool>;
+
+    /// The same if a condition holds; otherwise it fails with `NoGroup` and creates nothing. An existing group needs no
+    /// condition.
+    async fn ensure_group_if(
+        &self,
+        stream: &StreamName,
+        group: &GroupName,
+        start: GroupStart,
+        condition: GroupCondition<'_>,
     ) -> Result<bool>;
 
     /// Removes the group with its consumers and pending entries. Returns whether it existed.
@@ -124,7 +135,7 @@ pub trait Streams: Send + Sync {
         ids: &[EntryId],
     ) -> Result<Vec<EntryId>>;
 
-    /// Takes over pending entries from other consumers. Each counts as one more delivery.
+    /// Takes over pending entries from other consumers. Each counts as one more delivery, except with [`ReclaimFrom::Own`].
     async fn reclaim(&self, reclaim: ReclaimRequest<'_>) -> Result<ReclaimResult>;
 
     /// Lists pending entries in id order. Read-only.
@@ -157,6 +168,14 @@ pub trait Streams: Send + Sync {
     /// Statistics of a stream; `None` if it does not exist.
     async fn stats(&self, stream: &StreamName) -> Result<Option<StreamStats>>;
 
+    /// Removes a consumer, unless entries are pending for it. Returns whether it was removed.
+    async fn remove_consumer(
+        &self,
+        stream: &StreamName,
+        group: &GroupName,
+        consumer: &ConsumerName,
+    ) -> Result<bool>;
+
     /// Removes consumers without pending entries that were idle for at least `idle`. Returns their names, sorted.
     async fn remove_idle_consumers(
         &self,
@@ -169,22 +188,35 @@ pub trait Streams: Send + Sync {
 /// Reads new entries for one consumer of a group.
 #[async_trait]
 pub trait GroupReader: Send {
+    /// From now on, a missing group fails the read with `NoGroup`: also if it was removed, or its stream was deleted, while the
+    /// read was blocked. Neither is created.
+    fn require_groups(&mut self);
+
     /// Reads up to `count` new entries of each stream. If there are none, blocks up to `wait`, then returns an empty list.
     /// Batches come in the order of `streams`; none is empty.
     ///
-    /// A group that was lost (flush, restart without persistence) is created again from the beginning.
+    /// A missing group is created from the beginning, and its stream if it does not exist: also after they were lost (flush,
+    /// restart without persistence) or removed. See [`require_groups`](Self::require_groups).
     ///
     /// A read whose connection broke is not re-sent: it fails with `Unavailable`, and at most the one command in flight per
     /// connection can still deliver entries. So an owner can check its lease before each read.
     ///
     /// Cancel-safe: entries delivered to a dropped read are returned by the next one. After an error, entries may be
     /// pending for this consumer that it never received: list them with `pending` and reclaim them.
+    ///
+    /// Fails if no stream could be read. If some could, see [`take_failures`](Self::take_failures).
     async fn read(
         &mut self,
         streams: &[StreamName],
         count: usize,
         wait: Duration,
     ) -> Result<Vec<StreamBatch<DeliveredEntry>>>;
+
+    /// Streams whose reads have failed while others succeeded, as on a cluster of which one server is unreachable. What is
+    /// said about an error holds for them.
+    fn take_failures(&mut self) -> Vec<StreamReadFailure> {
+        Vec::new()
+    }
 
     /// Stops reading. After it returns, no read of this reader can deliver an entry. Returns the entries that a dropped
     /// read had fetched.
@@ -289,6 +321,15 @@ pub struct StreamBatch<T> {
     pub entries: Vec<T>,
 }
 
+/// Streams that could not be read.
+#[derive(Debug)]
+pub struct StreamReadFailure {
+    /// The streams.
+    pub streams: Vec<StreamName>,
+    /// Why.
+    pub error: StreamError,
+}
+
 /// Where a new group starts to read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GroupStart {
@@ -298,6 +339,22 @@ pub enum GroupStart {
     End,
     /// After this id.
     After(EntryId),
+}
+
+/// When [`Streams::ensure_group_if`] creates a group. Checked in one atomic step with the creation, except for a map
+/// in another slot of a cluster: that one is checked before, and again afterwards; if it is gone then, the stream is
+/// deleted unless it is used.
+#[derive(Clone, Copy, Debug)]
+pub enum GroupCondition<'a> {
+    /// The stream exists.
+    StreamExists,
+    /// The stream exists, or a registry map exists and does not have this field: then the stream is created, too.
+    StreamOrMap {
+        /// The map.
+        map: &'a MapName,
+        /// The field.
+        without: &'a str,
+    },
 }
 
 /// How much of a stream to keep. Default: everything. The strictest limit applies.
@@ -457,6 +514,19 @@ pub enum ReclaimFrom<'a> {
     Consumer(&'a ConsumerName),
     /// These entries, whichever consumer they are pending for. The cursor does not apply.
     Ids(&'a [EntryId]),
+    /// Those of these entries that are pending for the caller already: the reply that would have delivered them was lost.
+    /// This is not one more delivery. The cursor does not apply.
+    Own(&'a [EntryId]),
+}
+
+impl<'a> ReclaimFrom<'a> {
+    /// The entries, if they are listed.
+    pub(crate) fn ids(self) -> Option<&'a [EntryId]> {
+        match self {
+            Self::Ids(ids) | Self::Own(ids) => Some(ids),
+            Self::Anyone | Self::Others | Self::Consumer(_) => None,
+        }
+    }
 }
 
 /// Result of [`Streams::reclaim`].

@@ -1,4 +1,4 @@
-//! The conformance suite on every backend, in five configurations.
+//! The conformance suite on every backend, in six configurations.
 #![cfg(any(feature = "embedded", feature = "redis"))]
 
 use std::sync::Arc;
@@ -67,6 +67,35 @@ mod redis_cluster {
         let cluster = testkit(Cluster::shared())?;
         let url = cluster.url();
         Ok(StreamTestEnv::new(open(&url).await?, open(&url).await?).keep(cluster))
+    }
+
+    stream_suite!(setup());
+}
+
+/// As a user who may do only what `docs/redis.md` lists, on a server whose settings that user cannot change.
+#[cfg(feature = "redis")]
+mod redis_acl {
+    use headwater_testkit::Redis;
+
+    use super::*;
+
+    async fn setup() -> TestResult<StreamTestEnv> {
+        let redis = testkit(Redis::shared())?;
+        for words in [acl_rules(), vec!["CONFIG", "SET", "notify-keyspace-events", "Ex"]] {
+            testkit(redis.command(&words).and_then(|reply| reply.ok()))?;
+        }
+        let url = format!("redis://headwater:PASSWORD@{}/", redis.addr());
+        Ok(StreamTestEnv::new(open(&url).await?, open(&url).await?).keep(redis))
+    }
+
+    /// The words of the documented command.
+    fn acl_rules() -> Vec<&'static str> {
+        let page = include_str!("../../../docs/redis.md");
+        let (_, command) =
+            page.split_once("\nACL SETUSER headwater ").expect("the page has ACL rules");
+        let (rules, _) = command.split_once("```").expect("the block ends");
+        let words = rules.split_whitespace().filter(|word| *word != "\\");
+        ["ACL", "SETUSER", "headwater"].into_iter().chain(words).collect()
     }
 
     stream_suite!(setup());

@@ -6,6 +6,7 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use headwater_stream::clock::{Clock, TestClock, Timestamp};
@@ -33,6 +34,53 @@ fn fields(number: usize) -> Fields {
 
 fn large() -> Fields {
     Fields::new([("data", vec![0; 10_000])])
+}
+
+/// A clock that panics on demand, and with it the call that reads it.
+#[derive(Debug, Default)]
+struct PanickingClock {
+    is_broken: AtomicBool,
+}
+
+#[async_trait::async_trait]
+impl Clock for PanickingClock {
+    fn now(&self) -> Timestamp {
+        assert!(!self.is_broken.load(Ordering::SeqCst), "the clock is broken");
+        clock::SystemClock.now()
+    }
+
+    fn monotonic(&self) -> Duration {
+        assert!(!self.is_broken.load(Ordering::SeqCst), "the clock is broken");
+        clock::SystemClock.monotonic()
+    }
+
+    async fn sleep(&self, duration: Duration) {
+        clock::SystemClock.sleep(duration).await;
+    }
+}
+
+#[tokio::test]
+async fn a_backend_whose_state_is_unknown_fails_permanently_until_it_is_opened_again() {
+    let directory = tempfile::tempdir().unwrap();
+    for url in [format!("embedded:{}", directory.path().display()), "embedded:memory".to_owned()] {
+        let clock = Arc::new(PanickingClock::default());
+        let options = Options { clock: Arc::clone(&clock) as _, ..Options::default() };
+        let backend = connect(&url, &options).await.unwrap();
+        let append = |backend: Arc<dyn Backend>| async move {
+            backend.append(&stream("s"), &[fields(1)], &Retention::KEEP_ALL).await
+        };
+        append(Arc::clone(&backend)).await.unwrap();
+        clock.is_broken.store(true, Ordering::SeqCst);
+        tokio::spawn(append(Arc::clone(&backend))).await.unwrap_err();
+        clock.is_broken.store(false, Ordering::SeqCst);
+        for _ in 0..2 {
+            let error = append(Arc::clone(&backend)).await.unwrap_err();
+            assert!(matches!(error, StreamError::Stopped { .. }), "{error:?}");
+            assert!(!error.is_transient());
+        }
+        drop(backend);
+        append(connect(&url, &options).await.unwrap()).await.unwrap();
+    }
 }
 
 async fn open(url: &str) -> Arc<dyn Backend> {

@@ -218,9 +218,9 @@ async fn appends(
         let entry = [fields(number, bytes)];
         match backend.append(&stream("s"), &entry, &Retention::KEEP_ALL).await {
             Ok(ids) => report(&format!("appended {number} {}", ids[0])),
-            Err(StreamError::Full { problem }) => {
+            Err(error) if is_from_the_disk(&error) => {
                 was_full.store(true, Ordering::Relaxed);
-                let is_rejected = problem.contains("all calls fail");
+                let is_rejected = error.to_string().contains("all calls fail");
                 report(&format!("{} {number} 0-0", if is_rejected { "rejected" } else { "cut" }));
             }
             Err(error) => panic!("{error}"),
@@ -229,6 +229,15 @@ async fn appends(
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     }
+}
+
+/// An ext4 whose storage is full reports `ENOSPC` if it could not write data, and `EIO` if it could not write its own
+/// metadata. Only a sync meets the second.
+fn is_from_the_disk(error: &StreamError) -> bool {
+    let problem = error.to_string();
+    let is_failed_sync =
+        || problem.contains("could not be synced") && problem.contains("(os error 5)");
+    matches!(error, StreamError::Full { .. }) || is_failed_sync()
 }
 
 async fn consumes(backend: Arc<dyn Backend>) {

@@ -7,9 +7,9 @@ use std::time::Duration;
 
 use anyhow::{Result, bail};
 use headwater_stream::{
-    AcquireResult, DueTime, Epoch, Fence, Fields, GroupStart, IdempotentEntry, LeaseEventKind,
-    LeaseWatch, Range, Retention, ScheduleRequest, SettleAction, SettleBatch, Settlement,
-    StreamError, TrimGuard, WatchMode,
+    AcquireResult, DisconnectOutcome, DueTime, Epoch, Fence, Fields, GroupStart, IdempotentEntry,
+    LeaseEventKind, LeaseWatch, MapName, Range, RegistryMap, Renewal, Retention, ScheduleRequest,
+    SetName, SettleAction, SettleBatch, Settlement, StreamError, TrimGuard, WatchMode,
 };
 use headwater_testkit::{Cluster, Redis, RedisBuilder};
 
@@ -267,16 +267,28 @@ async fn a_full_server_reports_full_and_loses_nothing() -> Result<()> {
     full("settle", settle(&[append(ids[2])]).await.unwrap_err());
     full("settle", settle(&[reschedule(ids[3])]).await.unwrap_err());
     full("schedule", backend.schedule(&later, &due).await.unwrap_err());
-    full("promote_due", backend.promote_due(&later, 10).await.unwrap_err());
-    let result = backend.acquire(&lease("l"), &holder("h"), HOUR).await;
-    full("acquire", result.unwrap_err());
+    assert_eq!(backend.promote_due(&later, 10).await?.len(), 1, "moving an entry adds little");
     assert_eq!(settle(&[Settlement::ack(ids[4])]).await?.applied, 1);
+    // What a consumer needs to go on, and to take over.
+    let acquired = backend.acquire(&lease("l"), &holder("h"), HOUR).await?;
+    let AcquireResult::Won(epoch) = acquired else { panic!("{acquired:?}") };
+    let fence = Fence { lease: lease("l"), epoch };
+    let renewed = backend.renew(&holder("h"), std::slice::from_ref(&fence), HOUR).await?;
+    assert_eq!(renewed, [Renewal::Kept]);
+    assert_eq!(backend.release(&holder("h"), &[fence]).await?, 1);
+    backend.set_add(&SetName::new("members")?, &["a"], None).await?;
+    let epoch = RegistryMap::from([("since".to_owned(), "now".into())]);
+    assert!(backend.map_create(&MapName::new("epoch")?, &epoch).await?);
+    assert!(!backend.ensure_group(&orders, &workers, GroupStart::Beginning).await?);
+    assert!(backend.ensure_group(&orders, &group("others"), GroupStart::Beginning).await?);
+    let disconnected = backend.disconnect_reader(&orders, &workers, &consumer("dead")).await?;
+    assert!(matches!(disconnected, DisconnectOutcome::Disconnected { .. }), "{disconnected:?}");
 
     redis.command(&["CONFIG", "SET", "maxmemory", "0"])?.ok()?;
-    assert_eq!(backend.delay_stats(&later).await?.waiting, 2, "entries scheduled before");
+    assert_eq!(backend.delay_stats(&later).await?.waiting, 1, "an entry scheduled before");
     let entries = [append(ids[2]), reschedule(ids[3]), Settlement::ack(ids[5])];
     assert_eq!(settle(&entries).await?.applied, 3, "all were still pending");
-    assert_eq!(backend.promote_due(&later, 10).await?.len(), 1);
+    assert!(backend.promote_due(&later, 10).await?.is_empty());
     Ok(())
 }
 

@@ -350,3 +350,75 @@ async fn keys_in_different_slots_are_rejected_with_advice() -> Result<()> {
     assert_advice("a target", result.unwrap_err());
     Ok(())
 }
+
+/// One server is dead, so that the topology is refreshed all the time; the others stall for longer than a refresh waits.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_stall_does_not_lose_the_replies_of_calls_in_flight() -> Result<()> {
+    let cluster = Cluster::builder()
+        .setting("cluster-require-full-coverage", "no")
+        .setting("cluster-node-timeout", "30000")
+        .start()?;
+    let backend = open(&cluster.url()).await?;
+    let streams = one_stream_per_primary(&cluster)?;
+    for name in &streams {
+        append(&backend, name, &numbered(0)).await?;
+    }
+    let node_of = |name: &StreamName| cluster.primary_of_slot(cluster.slot_of(name.as_str())?);
+    let (dead, stalled) = (node_of(&streams[0])?, [node_of(&streams[1])?, node_of(&streams[2])?]);
+    dead.kill9()?;
+    let lost = {
+        let (backend, name) = (backend.clone(), streams[0].clone());
+        tokio::spawn(async move { backend.append(&name, &[numbered(1)], &KEEP).await })
+    };
+    tokio::time::sleep(Duration::from_millis(200)).await;
+
+    stalled.iter().try_for_each(|node| node.pause())?;
+    let calls: Vec<_> = (0..20)
+        .map(|number| {
+            let (backend, name) = (backend.clone(), streams[1 + number % 2].clone());
+            tokio::spawn(async move { backend.append(&name, &[numbered(1)], &KEEP).await })
+        })
+        .collect();
+    tokio::time::sleep(Duration::from_millis(2500)).await;
+    stalled.iter().try_for_each(|node| node.resume())?;
+
+    for call in calls {
+        call.await??;
+    }
+    assert!(matches!(lost.await?, Err(StreamError::Unavailable { .. })));
+    Ok(())
+}
+
+/// All servers stall for longer than a probe waits for each of them.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_probe_of_a_stalled_cluster_does_not_lose_the_replies_of_calls_in_flight() -> Result<()> {
+    let cluster = Cluster::builder().setting("cluster-node-timeout", "30000").start()?;
+    let backend = open(&cluster.url()).await?;
+    let streams = one_stream_per_primary(&cluster)?;
+    for name in &streams {
+        append(&backend, name, &numbered(0)).await?;
+    }
+    let stalled = &cluster.nodes()[..streams.len()];
+    stalled.iter().try_for_each(|node| node.pause())?;
+    let probe = {
+        let backend = backend.clone();
+        tokio::spawn(async move { backend.probe().await })
+    };
+    // The probe is the oldest request.
+    tokio::time::sleep(Duration::from_millis(200)).await;
+    let calls: Vec<_> = streams
+        .iter()
+        .map(|name| {
+            let (backend, name) = (backend.clone(), name.clone());
+            tokio::spawn(async move { backend.append(&name, &[numbered(1)], &KEEP).await })
+        })
+        .collect();
+    tokio::time::sleep(Duration::from_millis(3500)).await;
+    stalled.iter().try_for_each(|node| node.resume())?;
+
+    for call in calls {
+        call.await??;
+    }
+    probe.await??;
+    Ok(())
+}

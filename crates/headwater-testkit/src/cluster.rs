@@ -94,6 +94,43 @@ impl Cluster {
         self.member_of_slot(slot, 1)
     }
 
+    /// Moves a slot with its keys to another primary, one key at a time, as resharding tools do.
+    pub fn move_slot(&self, slot: u16, to: &Redis) -> Result<()> {
+        let from = self.primary_of_slot(slot)?;
+        if from.port() == to.port() {
+            return Ok(());
+        }
+        let id_of = |node: &Redis| anyhow::Ok(node.command(&["CLUSTER", "MYID"])?.text());
+        let (from_id, to_id, number) = (id_of(from)?, id_of(to)?, slot.to_string());
+        to.command(&["CLUSTER", "SETSLOT", &number, "IMPORTING", &from_id])?.ok()?;
+        from.command(&["CLUSTER", "SETSLOT", &number, "MIGRATING", &to_id])?.ok()?;
+        let port = to.port().to_string();
+        loop {
+            let keys = from.command(&["CLUSTER", "GETKEYSINSLOT", &number, "10"])?.ok()?;
+            if keys.items().is_empty() {
+                break;
+            }
+            for key in keys.items().iter().map(RedisReply::text) {
+                // The key may have expired meanwhile: `NOKEY` is not an error.
+                from.command(&["MIGRATE", "127.0.0.1", &port, &key, "0", "5000"])?.ok()?;
+            }
+        }
+        for node in [to, from] {
+            node.command(&["CLUSTER", "SETSLOT", &number, "NODE", &to_id])?.ok()?;
+        }
+        wait_until("all running nodes to know the new owner of the slot", FORM_LIMIT, || {
+            let mut running = self.nodes.iter().filter(|node| node.pid().is_ok());
+            running.all(|node| {
+                node.command(&["CLUSTER", "SLOTS"]).is_ok_and(|slots| {
+                    let owner = ranges(&slots)
+                        .into_iter()
+                        .find(|range| range.first <= slot.into() && i64::from(slot) <= range.last);
+                    owner.is_some_and(|owner| owner.ports.first() == Some(&to.port().into()))
+                })
+            })
+        })
+    }
+
     /// Waits until all running nodes agree that all slots are served.
     pub fn wait_until_ok(&self, limit: Duration) -> Result<()> {
         wait_until("all running nodes to say cluster_state:ok", limit, || {
@@ -129,9 +166,12 @@ impl Cluster {
             let epoch = (number + 1).to_string();
             connection.command(&["CLUSTER", "SET-CONFIG-EPOCH", &epoch])?.ok()?;
             if number < PRIMARIES {
-                let first = (SLOTS * number / PRIMARIES).to_string();
-                let last = (SLOTS * (number + 1) / PRIMARIES - 1).to_string();
-                connection.command(&["CLUSTER", "ADDSLOTSRANGE", &first, &last])?.ok()?;
+                // ADDSLOTSRANGE is not in Redis 6.2.
+                let slots = SLOTS * number / PRIMARIES..SLOTS * (number + 1) / PRIMARIES;
+                let slots: Vec<String> = slots.map(|slot| slot.to_string()).collect();
+                let mut words = vec!["CLUSTER", "ADDSLOTS"];
+                words.extend(slots.iter().map(String::as_str));
+                connection.command(&words)?.ok()?;
             }
             // MEET for every pair of nodes; gossip alone would take seconds.
             for other in &self.nodes[..number] {

@@ -19,7 +19,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
 
-use self::faults::{HoldRule, OneShots, ProxyFaults};
+use self::faults::{DropRule, HoldRule, OneShots, ProxyFaults};
 use crate::ports::Port;
 use crate::wait::lock;
 
@@ -47,9 +47,11 @@ enum ProxyCommand {
     Cut,
     CutOnce,
     Stall,
+    DropSilently,
     Delay(Duration),
     DropAfter(usize),
     DropReply,
+    DropReplies(DropRule),
     Hold(HoldRule),
     Heal,
 }
@@ -115,6 +117,12 @@ impl Proxy {
         self.send(ProxyCommand::Stall)
     }
 
+    /// Forwards nothing on the connections that exist now, and does not close them, until `heal`: as a NAT that has forgotten
+    /// them. New connections work.
+    pub fn drop_silently(&self) -> Result<()> {
+        self.send(ProxyCommand::DropSilently)
+    }
+
     /// Delays each chunk by this long, in both directions.
     pub fn delay(&self, delay: Duration) -> Result<()> {
         self.send(ProxyCommand::Delay(delay))
@@ -128,6 +136,12 @@ impl Proxy {
     /// Once: forwards the next request, then closes its connection instead of forwarding a reply.
     pub fn drop_reply(&self) -> Result<()> {
         self.send(ProxyCommand::DropReply)
+    }
+
+    /// For the next `times` requests that contain `pattern`: forwards each one, then closes its connection instead of
+    /// forwarding a reply.
+    pub fn drop_replies(&self, pattern: &str, times: u64) -> Result<()> {
+        self.send(ProxyCommand::DropReplies(DropRule::new(pattern, times)))
     }
 
     /// Until `heal`: delays every `one_in`-th request that contains `pattern` by `pause`. Only its own connection
@@ -151,7 +165,7 @@ impl Proxy {
         self.shared.open.load(Ordering::SeqCst)
     }
 
-    /// How many connections were closed by `drop_after`, `drop_reply` or at random.
+    /// How many connections were closed by `drop_after`, `drop_reply`, `drop_replies` or at random.
     pub fn faults(&self) -> u64 {
         lock(&self.shared.one_shots).fired
     }
@@ -213,11 +227,18 @@ impl ProxyTask {
             }
             ProxyCommand::CutOnce => self.connections.shutdown().await,
             ProxyCommand::Stall => self.shared.faults.send_modify(|faults| faults.stalled = true),
+            ProxyCommand::DropSilently => {
+                let forgotten = self.shared.accepted.load(Ordering::SeqCst);
+                self.shared.faults.send_modify(|faults| faults.forgotten = forgotten);
+            }
             ProxyCommand::Delay(delay) => {
                 self.shared.faults.send_modify(|faults| faults.delay = delay);
             }
             ProxyCommand::DropAfter(bytes) => lock(&self.shared.one_shots).drop_after = Some(bytes),
             ProxyCommand::DropReply => lock(&self.shared.one_shots).drop_reply = true,
+            ProxyCommand::DropReplies(drop) => {
+                lock(&self.shared.one_shots).drop_replies = Some(drop);
+            }
             ProxyCommand::Hold(hold) => lock(&self.shared.one_shots).hold = Some(hold),
             ProxyCommand::Heal => {
                 if self.listener.is_none() {
@@ -231,8 +252,8 @@ impl ProxyTask {
     }
 
     fn serve(&mut self, client: TcpStream) {
-        self.shared.accepted.fetch_add(1, Ordering::SeqCst);
-        self.connections.spawn(link::run(client, Arc::clone(&self.shared)));
+        let number = self.shared.accepted.fetch_add(1, Ordering::SeqCst) + 1;
+        self.connections.spawn(link::run(client, number, Arc::clone(&self.shared)));
     }
 }
 

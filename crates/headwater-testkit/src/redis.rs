@@ -45,6 +45,7 @@ struct RedisCredentials {
     user: Option<(String, String)>,
     password: Option<String>,
     authority: Option<PathBuf>,
+    client: Option<(PathBuf, PathBuf)>,
     socket: Option<PathBuf>,
 }
 
@@ -103,6 +104,17 @@ impl Redis {
     /// The certificate of the authority to trust, as a PEM file, if the server speaks TLS.
     pub fn ca_certificate(&self) -> Option<&Path> {
         self.credentials.authority.as_deref()
+    }
+
+    /// A client certificate and its key, as PEM files, if the server speaks TLS.
+    pub fn client_certificate(&self) -> Option<(&Path, &Path)> {
+        let (certificate, key) = self.credentials.client.as_ref()?;
+        Some((certificate, key))
+    }
+
+    /// The unix socket it listens on, if it has one.
+    pub fn socket(&self) -> Option<&Path> {
+        self.credentials.socket.as_deref()
     }
 
     /// Sends one command on a new connection, as the default user.

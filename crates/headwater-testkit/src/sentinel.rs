@@ -30,11 +30,21 @@ pub struct Sentinel {
 impl Sentinel {
     /// Starts the five servers and waits until they know each other.
     pub fn start() -> Result<Sentinel> {
+        Sentinel::start_with(None)
+    }
+
+    /// The same; the sentinels require this password, the primary and the replica none.
+    pub fn start_with_password(password: &str) -> Result<Sentinel> {
+        Sentinel::start_with(Some(password))
+    }
+
+    fn start_with(password: Option<&str>) -> Result<Sentinel> {
         let server_dir = Arc::new(TempServerDir::private()?);
         let primary = Redis::builder().start_in(&server_dir)?;
         let follow = format!("127.0.0.1 {}", primary.port());
         let replica = Redis::builder().setting("replicaof", &follow).start_in(&server_dir)?;
-        let sentinels = with_free_ports(|| start_sentinels(&server_dir, &primary, &replica))?;
+        let sentinels =
+            with_free_ports(|| start_sentinels(&server_dir, &primary, &replica, password))?;
         let group = Sentinel { primary, replica, sentinels };
         wait_until("the sentinels to know each other", FORM_LIMIT, || group.is_complete())?;
         Ok(group)
@@ -101,6 +111,7 @@ fn start_sentinels(
     server_dir: &Arc<TempServerDir>,
     primary: &Redis,
     replica: &Redis,
+    password: Option<&str>,
 ) -> Result<Vec<Redis>> {
     let ports = (0..SENTINELS).map(|_| Port::for_server()).collect::<Result<Vec<_>>>()?;
     let identities: Vec<(u16, String)> =
@@ -117,6 +128,10 @@ fn start_sentinels(
             .setting("sentinel", &format!("down-after-milliseconds {SERVICE} 1000"))
             .setting("sentinel", &format!("failover-timeout {SERVICE} 3000"))
             .setting("sentinel", &known_replica);
+        if let Some(password) = password {
+            let between = format!("sentinel-pass \"{password}\"");
+            builder = builder.password(password).setting("sentinel", &between);
+        }
         for (number, other) in identities.iter().filter(|(number, _)| *number != port.number) {
             let known = format!("known-sentinel {SERVICE} 127.0.0.1 {number} {other}");
             builder = builder.setting("sentinel", &known);

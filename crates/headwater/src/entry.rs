@@ -1,84 +1,126 @@
 //! Runs the command line: one function per command, from the arguments to the exit code.
 //!
 //! Upstream: `main.rs`. Downstream: `config` reads the settings, then `server/run.rs` or `cli` does the work.
-//! Guarantees: every error is printed as one sentence on standard error and ends with the exit code of its
+//! Guarantees: every error is printed on standard error (`cli/advice.rs`) and ends with the exit code of its
 //! [`CliError`].
 
-use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 
 use futures_util::future::LocalBoxFuture;
 use headwater_issue::IssueHandler;
+use rustix::fs::Mode;
 
 use crate::cli::args::{
     self, CommandLine, ConfigArgs, HeadwaterCommand, ParsedCommandLine, ServeArgs,
 };
-use crate::cli::supervise;
+use crate::cli::{self, advice, completion, supervise};
 use crate::config::{
     self, FILE, FILE_VARIABLE, RawSettings, ResolvedSettings, SecretsPolicy, SettingsError,
 };
 use crate::exit::CliError;
 use crate::http_client;
+use crate::outbound::notifications::{NotificationConfig, NotificationSink};
 use crate::server::demo::{AfterDemo, Demo};
 use crate::server::run::{self, ProcessRole};
 use crate::telemetry;
-use crate::text::printable;
+
+/// The setting with which an operator command writes a log, to standard error.
+const LOG_LEVEL: &str = "log.level";
+
+/// Parts of an embedding program that `serve` and `worker` run.
+#[derive(Default)]
+pub struct Extensions {
+    pub(crate) handler: Option<Arc<dyn IssueHandler>>,
+    pub(crate) notifications: Vec<(NotificationConfig, Arc<dyn NotificationSink>)>,
+}
+
+impl std::fmt::Debug for Extensions {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Extensions")
+            .field("has_handler", &self.handler.is_some())
+            .field(
+                "notifications",
+                &self.notifications.iter().map(|one| &one.0).collect::<Vec<_>>(),
+            )
+            .finish()
+    }
+}
+
+impl Extensions {
+    /// Handles issues with `handler` instead of the desk.
+    #[must_use]
+    pub fn handler(mut self, handler: impl IssueHandler) -> Self {
+        self.handler = Some(Arc::new(handler));
+        self
+    }
+
+    /// Forwards ticket events to `sink`, in a group of its own. The id must differ from those of the `[[notification]]`
+    /// sections and of other sinks; otherwise the server does not start.
+    #[must_use]
+    pub fn notify(mut self, config: NotificationConfig, sink: impl NotificationSink) -> Self {
+        self.notifications.push((config, Arc::new(sink)));
+        self
+    }
+}
 
 /// Runs the command line of this process with the desk as handler.
 pub async fn main() -> ExitCode {
-    run_command_line(None).await
+    run_command_line(Extensions::default()).await
 }
 
 /// Runs the command line of this process with `handler` instead of the desk.
 pub async fn main_with(handler: impl IssueHandler) -> ExitCode {
-    run_command_line(Some(Arc::new(handler))).await
+    run_command_line(Extensions::default().handler(handler)).await
 }
 
-async fn run_command_line(handler: Option<Arc<dyn IssueHandler>>) -> ExitCode {
+/// Runs the command line of this process with parts of the caller.
+pub async fn main_with_extensions(extensions: Extensions) -> ExitCode {
+    run_command_line(extensions).await
+}
+
+async fn run_command_line(extensions: Extensions) -> ExitCode {
     if let Some(code) = supervise::run(std::env::args_os()) {
+        return code;
+    }
+    if let Some(code) = completion::run() {
         return code;
     }
     let parsed = match args::parse(std::env::args_os()) {
         Ok(parsed) => parsed,
-        Err(error) => {
-            // Help goes to standard output with code 0, wrong usage to standard error with code 2.
-            let _ = error.print();
-            return ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(2));
-        }
+        Err(error) => return advice::print_parse_error(&error),
     };
-    let path = parsed.path.clone();
-    match dispatch(parsed, handler).await {
+    let named = parsed.named.clone();
+    match dispatch(parsed, extensions).await {
         Ok(()) => ExitCode::SUCCESS,
         Err(CliError::BrokenPipe) => ExitCode::SUCCESS,
         Err(failure) => {
-            eprintln!("headwater: {}", printable(&failure.to_string()));
-            if let CliError::Usage(_) = &failure {
-                eprintln!("\n{}", args::usage(&path));
-            }
+            advice::print(&failure, &named);
             failure.exit_code()
         }
     }
 }
 
-async fn dispatch(
-    parsed: ParsedCommandLine,
-    handler: Option<Arc<dyn IssueHandler>>,
-) -> Result<(), CliError> {
+async fn dispatch(parsed: ParsedCommandLine, extensions: Extensions) -> Result<(), CliError> {
     let ParsedCommandLine { line, flags, .. } = parsed;
     // Boxed: the future of the server is too large for the compiler to hold by value.
     let running: LocalBoxFuture<'_, _> = match &line.verb {
         HeadwaterCommand::Config(config) => return print_settings(config, &line, flags),
         HeadwaterCommand::Serve(options) => {
-            Box::pin(serve(options, load(&line, flags, SecretsPolicy::Required)?, handler))
+            Box::pin(serve(options, load(&line, flags, SecretsPolicy::Required)?, extensions))
         }
         HeadwaterCommand::Worker => {
             let loaded = load(&line, flags, SecretsPolicy::Required)?;
-            Box::pin(start(ProcessRole::Worker, loaded, handler, None))
+            Box::pin(start(ProcessRole::Worker, loaded, extensions, None))
         }
         HeadwaterCommand::Operator(verb) => {
+            // Only on request: a level in the settings file is meant for servers.
+            let has_level = flags.iter().any(|(name, _)| *name == LOG_LEVEL);
             let loaded = load(&line, flags, SecretsPolicy::Optional)?;
+            if has_level {
+                telemetry::init_logs(&loaded.settings.telemetry)?;
+            }
             Box::pin(async move { verb.run(&loaded.settings).await })
         }
     };
@@ -88,14 +130,14 @@ async fn dispatch(
 async fn serve(
     options: &ServeArgs,
     mut loaded: ResolvedSettings,
-    handler: Option<Arc<dyn IssueHandler>>,
+    extensions: Extensions,
 ) -> Result<(), CliError> {
     if !options.demo {
-        return start(ProcessRole::Serve, loaded, handler, None).await;
+        return start(ProcessRole::Serve, loaded, extensions, None).await;
     }
     let then = if options.demo_exit { AfterDemo::Exit } else { AfterDemo::Serve };
     let (demo, directory) = Demo::prepare(&mut loaded, then).await?;
-    let outcome = start(ProcessRole::Serve, loaded, handler, Some(demo)).await;
+    let outcome = start(ProcessRole::Serve, loaded, extensions, Some(demo)).await;
     // The server has stopped, so no file in the directory is open.
     drop(directory);
     outcome
@@ -104,13 +146,15 @@ async fn serve(
 async fn start(
     role: ProcessRole,
     loaded: ResolvedSettings,
-    handler: Option<Arc<dyn IssueHandler>>,
+    extensions: Extensions,
     demo: Option<Demo>,
 ) -> Result<(), CliError> {
+    // Also for files that libraries create, such as the write-ahead log of DuckDB.
+    rustix::process::umask(Mode::from_raw_mode(0o077));
     http_client::install_tls_provider();
     let telemetry = telemetry::init(&loaded.settings.telemetry)?;
     let running: LocalBoxFuture<'_, _> =
-        Box::pin(run::run(role, loaded.settings, handler, demo, &telemetry));
+        Box::pin(run::run(role, loaded.settings, extensions, demo, &telemetry));
     let outcome = running.await;
     telemetry.flush().await;
     outcome
@@ -127,9 +171,7 @@ fn print_settings(
         let loaded = load(line, flags, SecretsPolicy::Optional)?;
         if config.json { config::as_json(&loaded) + "\n" } else { config::as_text(&loaded) }
     };
-    // A closed pipe, as with `head`, is not an error.
-    let _ = std::io::stdout().write_all(text.as_bytes());
-    Ok(())
+    cli::print(text.trim_end())
 }
 
 /// Resolves and checks the settings from flags, environment and file.

@@ -5,6 +5,8 @@
 
 use std::process::ExitCode;
 
+use headwater_queue::QueueError;
+
 use crate::config::SettingsError;
 
 /// Why a command failed.
@@ -28,6 +30,13 @@ pub(crate) enum CliError {
     /// Exit code 1: the named object does not exist.
     #[error("{0}")]
     NotFound(String),
+    /// Exit code 1: the tables of the database are missing or older than this program.
+    #[error("{message}")]
+    OutdatedSchema {
+        message: String,
+        /// Whether there are no tables at all.
+        is_empty: bool,
+    },
     /// Exit code 1: any other error.
     #[error("{0:#}")]
     Failed(anyhow::Error),
@@ -47,7 +56,7 @@ impl CliError {
     /// 0 for a closed pipe, 1 failed, 2 usage or setting, 3 unreachable, 4 warnings.
     pub(crate) fn exit_code(&self) -> ExitCode {
         match self {
-            Self::Failed(_) | Self::NotFound(_) => ExitCode::FAILURE,
+            Self::Failed(_) | Self::NotFound(_) | Self::OutdatedSchema { .. } => ExitCode::FAILURE,
             Self::Settings(_) | Self::Usage(_) => ExitCode::from(2),
             Self::BrokenPipe => ExitCode::SUCCESS,
             Self::Warnings => ExitCode::from(4),
@@ -59,5 +68,15 @@ impl CliError {
 impl From<anyhow::Error> for CliError {
     fn from(error: anyhow::Error) -> Self {
         Self::Failed(error)
+    }
+}
+
+impl From<QueueError> for CliError {
+    fn from(error: QueueError) -> Self {
+        match &error {
+            QueueError::NoTopic { .. } => Self::NotFound(error.to_string()),
+            _ if error.is_transient() => Self::Unreachable(error.to_string()),
+            _ => Self::new(error.to_string()),
+        }
     }
 }

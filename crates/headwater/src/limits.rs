@@ -62,6 +62,12 @@ pub const THREAD_BYTES_MAX: usize = 512 * 1024;
 /// Maximum bytes of a conversation in a prompt; older entries are left out, and the prompt says how many.
 pub const PROMPT_THREAD_BYTES_MAX: usize = 96 * 1024;
 
+/// A prompt that is too long for the model is shortened, its conversation at most to this many bytes.
+pub const PROMPT_THREAD_BYTES_MIN: usize = 6 * 1024;
+
+/// How many times the limit of output tokens is raised in one run for an answer that reaches it.
+pub const OUTPUT_LIMIT_RAISES_MAX: u32 = 2;
+
 /// Maximum bytes of one text in a prompt; longer text is truncated, and the prompt says so.
 pub const PROMPT_TEXT_BYTES_MAX: usize = 24 * 1024;
 

@@ -4,6 +4,8 @@
 //! and tabs, so every database and terminal accepts it; nothing else is changed. Only [`printable`] decides what a
 //! terminal may show. Escaping for JSON, HTML and comments is done where those are written.
 
+// Commands in messages are quoted the same way as those in the console.
+pub(crate) use headwater_console::shell_word;
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
 
 /// All bytes except the unreserved characters of RFC 3986.

@@ -25,7 +25,7 @@ async fn without_analytics_the_rest_works_and_errors_explain_how_to_enable_it() 
     assert!(text(&output.stdout).contains("tickets-per-day"), "{}", text(&output.stderr));
 
     let mut server = place.serve(&[]).unwrap();
-    let ready = server.until("/health/ready", |status, _| status == 200).await.unwrap();
+    let ready = server.until("/health/ready", |_, body| body["status"] == "ready").await.unwrap();
     assert_eq!(ready["analytics"], json!({"state": "not_built_in"}), "{ready}");
     let (status, body) = server.get("/api/v1/reports/tickets-per-day").await.unwrap();
     assert_eq!((status, &body["error"]["code"]), (501, &json!("no_analytics")), "{body}");

@@ -17,25 +17,31 @@ enum Requirement {
     Nothing,
     /// Streams, or a server.
     Streams,
+    /// Streams; with `--url` it is a usage error.
+    StreamsDirect,
     /// A database, or a server.
     Database,
     /// Streams and a database, or a server.
     Both,
     /// Streams and a database; it has no `--url`.
     Direct,
+    /// A database; it has no `--url`, and starts without Redis.
+    Process,
     /// A server, or a local file.
     ServerOrFile,
 }
-use Requirement::{Both, Database, Direct, Nothing, ServerOrFile, Streams};
+use Requirement::{Both, Database, Direct, Nothing, Process, ServerOrFile, Streams, StreamsDirect};
 
 /// Every command with valid arguments.
 const VERBS: &[(&str, Requirement, &[&str])] = &[
-    ("serve", Direct, &["--http-listen", "127.0.0.1:0", "--start-wait", "1s"]),
-    ("worker", Direct, &["--start-wait", "1s"]),
+    ("serve", Process, &["--http-listen", "127.0.0.1:0", "--start-wait", "1s"]),
+    ("worker", Process, &["--start-wait", "1s"]),
+    ("migrate", Process, &["--start-wait", "1s"]),
     ("config", Nothing, &[]),
     ("topic create", Streams, &["orders"]),
     ("topic list", Streams, &[]),
     ("topic describe", Streams, &["orders"]),
+    ("topic alter", Streams, &["orders", "--retention-age", "7d"]),
     ("topic grow", Streams, &["orders", "--partitions", "2"]),
     ("topic trim", Streams, &["orders", "--count", "1", "--yes"]),
     ("topic delete", Streams, &["orders", "--yes"]),
@@ -51,20 +57,37 @@ const VERBS: &[(&str, Requirement, &[&str])] = &[
     ("dlq show", Streams, &["orders", "1-1"]),
     ("dlq replay", Streams, &["orders", "--all"]),
     ("dlq purge", Streams, &["orders", "--all", "--yes"]),
+    ("assign add", Streams, &["encoder", "video-17"]),
+    ("assign list", Streams, &["encoder"]),
+    ("assign describe", Streams, &["encoder"]),
+    ("assign release", Streams, &["encoder", "video-17", "--yes"]),
+    ("assign run", StreamsDirect, &["encoder", "--exec", "true"]),
+    ("loop worker", StreamsDirect, &["agents", "--exec", "true"]),
+    ("loop submit", StreamsDirect, &["agents", "--request", "{}"]),
     ("issue list", Database, &[]),
     ("issue show", Database, &["1"]),
+    ("issue event", Database, &["1"]),
     ("issue why", Database, &["1"]),
     ("issue retry", Both, &["1"]),
     ("issue release", Both, &["1"]),
     ("ticket new", Both, &["--title", "t", "--content", "c"]),
     ("ticket list", Database, &[]),
     ("ticket show", Database, &["6f1c1a35-5a0e-4f6f-8f43-3d1f7a1affff"]),
+    ("ticket why", Database, &["6f1c1a35-5a0e-4f6f-8f43-3d1f7a1affff"]),
     ("ticket reply", Both, &["6f1c1a35-5a0e-4f6f-8f43-3d1f7a1affff", "--content", "c"]),
     ("ticket close", Both, &["6f1c1a35-5a0e-4f6f-8f43-3d1f7a1affff"]),
     ("ticket reopen", Both, &["6f1c1a35-5a0e-4f6f-8f43-3d1f7a1affff"]),
+    ("draft list", Database, &[]),
+    ("draft show", Database, &["1"]),
+    ("draft approve", Database, &["1"]),
+    ("draft edit", Database, &["1", "--content", "c"]),
+    ("draft reject", Database, &["1", "--reason", "r"]),
+    ("export", Both, &["--user", "ada"]),
+    ("erase", Both, &["--user", "ada", "--yes"]),
     ("session list", Both, &[]),
     ("session show", Both, &["s"]),
     ("session replay", Both, &["s"]),
+    ("session diff", Both, &["s", "t"]),
     ("session fork", Both, &["s", "t"]),
     ("session export", Both, &["s"]),
     ("session import", Both, &["s"]),
@@ -75,6 +98,7 @@ const VERBS: &[(&str, Requirement, &[&str])] = &[
     ("top", Streams, &["--once"]),
     ("bench", Direct, &["record", "--count", "1"]),
     ("doctor", Both, &[]),
+    ("status", Both, &[]),
     ("completion", Nothing, &["bash"]),
 ];
 
@@ -172,7 +196,7 @@ fn arguments_rejected_by_the_api_are_exit_code_2_with_usage_and_hint() {
         (&["topic", "create", "none", "--partitions", "0"][..], "partition"),
         (&["tail", "orders", "--from", "yesterday"][..], "such as"),
         (&["dlq", "replay", "orders"][..], "select dead letters"),
-        (&["topic", "delete", "orders"][..], "--yes"),
+        (&["erase", "--user", "ada"][..], "--yes"),
         (&["session", "show", "no/such name"][..], "session"),
         (&["ticket", "new", "--title", "", "--content", "c"][..], "title"),
         (&["topic", "list", "--url", "ftp://here"][..], "begin with http://"),
@@ -185,12 +209,10 @@ fn arguments_rejected_by_the_api_are_exit_code_2_with_usage_and_hint() {
         let message = text(&output.stderr);
         assert_eq!(output.status.code(), Some(2), "{words:?}: {message}");
         assert!(message.contains(hint), "{words:?}: {message}");
-        let usage = format!(
-            "Usage: headwater {}",
-            words[..if words[0] == "tail" { 1 } else { 2 }].join(" ")
-        );
+        let length = if ["tail", "erase"].contains(&words[0]) { 1 } else { 2 };
+        let usage = format!("Usage: headwater {}", words[..length].join(" "));
         assert!(message.contains(&usage), "{words:?}: {message}");
-        assert!(message.contains("--help"), "{words:?}: {message}");
+        assert!(message.contains("\nhelp: headwater "), "{words:?}: {message}");
     }
 }
 
@@ -210,9 +232,11 @@ fn unreachable_args(needs: Requirement, port: u16) -> Vec<Vec<String>> {
         Nothing => vec![],
         ServerOrFile => vec![server],
         Streams => vec![server, streams],
+        StreamsDirect => vec![streams],
         Database => vec![server, database],
         Both => vec![server, streams, database],
         Direct => vec![streams, database],
+        Process => vec![database],
     }
 }
 
@@ -244,7 +268,7 @@ fn an_unreachable_server_is_exit_code_3_within_the_deadline_of_every_command() {
             .collect();
         for (words, child) in some.iter().zip(running) {
             let output = child.wait_with_output().unwrap();
-            let message = text(&output.stdout) + &text(&output.stderr);
+            let message = [text(&output.stdout), text(&output.stderr)].concat();
             assert_eq!(output.status.code(), Some(3), "{words:?}: {message}");
             assert!(message.contains("unreachable"), "{words:?}: {message}");
         }
@@ -278,6 +302,7 @@ fn read_only_commands_create_no_files_and_say_what_is_missing() {
         (&["dlq", "list", "orders"], 1),
         (&["pending", "orders", "--group", "g"], 1),
         (&["top", "--once"], 0),
+        (&["status"], 0),
         (&["issue", "list"], 0),
         (&["issue", "why", "1"], 1),
         (&["ticket", "list"], 0),
@@ -290,7 +315,7 @@ fn read_only_commands_create_no_files_and_say_what_is_missing() {
         (&["doctor"], 4),
     ] {
         let output = dir.run(words).unwrap();
-        let message = text(&output.stdout) + &text(&output.stderr);
+        let message = [text(&output.stdout), text(&output.stderr)].concat();
         assert_eq!(output.status.code(), Some(code), "{words:?}: {message}");
         assert!(message.contains("at `headwater-data"), "{words:?}: {message}");
         assert!(!dir.path().join("headwater-data").exists(), "{words:?}");

@@ -121,7 +121,7 @@ fn groups(cli: &CliFixture) {
     let dry = &cli.json(&["group", "reset", "orders", "g", "--to", "beginning", "--dry-run"])[0];
     assert_eq!((&dry["again"]["count"], &dry["is_done"]), (&json!(5), &json!(false)));
     let message = cli.fails(&["group", "reset", "orders", "g", "--to", "yesterday", "--yes"], 2);
-    assert!(message.contains("`beginning`, `end`, an entry id or a time"), "{message}");
+    assert!(message.contains("expected `beginning`, `end`, an entry id such as"), "{message}");
     let done =
         &cli.json(&["group", "reset", "orders", "g", "--to", "beginning", "--yes", "--force"])[0];
     assert_eq!(done["is_done"], true);
@@ -177,22 +177,14 @@ fn watching(cli: &CliFixture) {
     let group = lines.iter().find(|line| line["topic"] == "jobs" && line["group"] == "g").unwrap();
     assert_eq!((&group["lag"], &group["pending"]), (&json!(0), &json!(0)), "{group}");
     let table = cli.stdout(&["top", "jobs", "--once", "--every", "100ms"]);
-    assert!(table.starts_with("TOPIC  PARTITIONS  LENGTH"), "{table}");
+    assert!(table.contains("\n\nTOPIC  PARTITIONS  LENGTH"), "{table}");
+    assert!(table.starts_with("health "), "{table}");
     assert!(!table.contains('\u{1b}'), "{table}");
 }
 
 #[test]
-fn completions_contain_every_command() {
+fn completion_scripts_are_valid() {
     let dir = ServerDir::new().unwrap();
-    for shell in ["bash", "zsh", "fish"] {
-        let output = dir.run(&["completion", shell]).unwrap();
-        assert!(output.status.success());
-        let script = text(&output.stdout);
-        for word in ["topic", "release", "session", "--retention-age", "--stream-url"] {
-            let word = if shell == "fish" { word.trim_start_matches("--") } else { word };
-            assert!(script.contains(word), "{shell} lacks {word}");
-        }
-    }
     let checked = dir.run(&["completion", "bash"]).unwrap();
     let script = dir.path().join("headwater.bash");
     std::fs::write(&script, &checked.stdout).unwrap();
@@ -210,13 +202,12 @@ fn settings_are_printed_with_their_source() {
 
 /// Starts a command in its own process group.
 fn start(cli: &CliFixture, verb: &[&str]) -> std::process::Child {
-    let url = format!("http://{}", cli.server().address);
-    let mut command = cli.dir.command(&[verb, &["--url", &url]].concat());
-    command.process_group(0).spawn().unwrap()
+    let to: Vec<&str> = cli.args.iter().map(String::as_str).collect();
+    cli.dir.command(&[verb, &to].concat()).process_group(0).spawn().unwrap()
 }
 
 #[test]
-fn a_killed_http_consumer_loses_nothing_and_counts_one_attempt() {
+fn a_killed_http_consumer_loses_nothing_and_counts_one_delivery() {
     let cli = CliFixture::with_server();
     cli.json(&["topic", "create", "jobs"]);
     cli.json(&["produce", "jobs", "--key", "k", "--payload", "precious"]);
@@ -231,12 +222,13 @@ fn a_killed_http_consumer_loses_nothing_and_counts_one_attempt() {
     child.wait().unwrap();
 
     let again = cli.json(&["consume", "jobs", "--group", "g", "--count", "1", "--timeout", "90s"]);
-    assert_eq!((&again[0]["payload"], &again[0]["attempt"]), (&json!("precious"), &json!(2)));
+    assert_eq!((&again[0]["payload"], &again[0]["attempt"]), (&json!("precious"), &json!(1)));
+    assert_eq!(again[0]["deliveries"], 2);
     assert!(cli.json(&["pending", "jobs", "--group", "g"]).is_empty());
 }
 
 #[test]
-fn consumers_over_one_server_share_the_partitions_of_a_group() {
+fn consumers_over_one_server_compete_for_messages() {
     let cli = CliFixture::with_server();
     cli.json(&["topic", "create", "pairs", "--partitions", "2"]);
     let url = format!("http://{}", cli.server().address);
@@ -244,18 +236,6 @@ fn consumers_over_one_server_share_the_partitions_of_a_group() {
     let consumers: Vec<_> = (0..2)
         .map(|_| cli.dir.command(&verb).stdout(std::process::Stdio::piped()).spawn().unwrap())
         .collect();
-    // The group exists once a consumer has joined.
-    let owners = || {
-        let output = cli.run(&["group", "describe", "pairs", "g", "--json"], "");
-        let group: Value = serde_json::from_slice(&output.stdout).unwrap_or_default();
-        let holder = |number: usize| group["partitions"][number]["owner"]["holder"].clone();
-        [holder(0), holder(1)]
-    };
-    wait_until("each to have a partition", LIMIT * 2, || {
-        let [first, second] = owners();
-        first.is_string() && second.is_string() && first != second
-    })
-    .unwrap();
     for partition in ["0", "1"] {
         cli.json(&["produce", "pairs", "--partition", partition, "--payload", partition]);
     }
@@ -269,6 +249,79 @@ fn consumers_over_one_server_share_the_partitions_of_a_group() {
     }
     payloads.sort_by_key(Value::to_string);
     assert_eq!(payloads, ["0", "1"]);
+}
+
+#[test]
+fn without_a_server_consumers_own_partitions_and_handle_them_in_order() {
+    let cli = CliFixture::redis();
+    cli.json(&["topic", "create", "pairs", "--partitions", "2"]);
+    let script = "cat >> seen-$HEADWATER_PARTITION; echo >> seen-$HEADWATER_PARTITION";
+    let verb = ["consume", "pairs", "--group", "g", "--exec", script];
+    let consumers: Vec<_> = (0..2).map(|_| start(&cli, &verb)).collect();
+    // The group exists once a consumer has joined.
+    let owners = || {
+        let output = cli.run(&["group", "describe", "pairs", "g", "--json"], "");
+        let group: Value = serde_json::from_slice(&output.stdout).unwrap_or_default();
+        let holder = |number: usize| group["partitions"][number]["owner"]["holder"].clone();
+        [holder(0), holder(1)]
+    };
+    wait_until("each to have a partition", LIMIT * 2, || {
+        let [first, second] = owners();
+        first.is_string() && second.is_string() && first != second
+    })
+    .unwrap();
+    let lines = (0..20).map(|number| format!("{number}\n")).collect::<String>();
+    for partition in ["0", "1"] {
+        let verb = ["produce", "pairs", "--partition", partition, "--payload", "-"];
+        assert_eq!(cli.json_of(&verb, &lines).len(), 20);
+    }
+    let seen = |partition: usize| {
+        std::fs::read_to_string(cli.dir.path().join(format!("seen-{partition}")))
+            .unwrap_or_default()
+    };
+    wait_until("all to be handled", LIMIT, || seen(0).len() + seen(1).len() >= 2 * lines.len())
+        .unwrap();
+    assert_eq!([seen(0), seen(1)], [lines.clone(), lines]);
+    for mut consumer in consumers {
+        let process = Pid::from_raw(i32::try_from(consumer.id()).unwrap()).unwrap();
+        kill_process(process, Signal::TERM).unwrap();
+        assert!(consumer.wait().unwrap().success());
+    }
+}
+
+/// A misspelt topic must not swallow messages.
+fn an_unknown_topic_is_rejected(cli: &CliFixture) {
+    cli.json(&["topic", "create", "orders"]);
+    let error = cli.fails(&["produce", "order", "--payload", "x"], 1);
+    for word in
+        ["`order` does not exist", "did you mean `orders`?", "topic create order", "--create"]
+    {
+        assert!(error.contains(word), "lacks {word}: {error}");
+    }
+    cli.fails(&["topic", "describe", "order"], 1);
+    cli.json(&["produce", "order", "--payload", "x", "--create"]);
+    cli.json(&["produce", "order", "--payload", "y"]);
+    let verb = ["consume", "order", "--group", "g", "--count", "2", "--timeout", "60s"];
+    assert_eq!(cli.json(&verb).len(), 2);
+    let output = cli.run(&["consume", "nowhere", "--group", "g", "--timeout", "100ms"], "");
+    assert!(text(&output.stderr).contains("`nowhere` does not exist yet"), "{output:?}");
+}
+
+#[test]
+fn an_unknown_topic_is_rejected_on_embedded_streams() {
+    an_unknown_topic_is_rejected(&CliFixture::embedded());
+}
+
+#[test]
+fn an_unknown_topic_is_rejected_over_a_server() {
+    an_unknown_topic_is_rejected(&CliFixture::with_server());
+}
+
+#[test]
+fn an_owned_mode_over_a_server_is_a_usage_error() {
+    let cli = CliFixture::with_server();
+    let error = cli.fails(&["consume", "jobs", "--group", "g", "--mode", "owned"], 2);
+    assert!(error.contains("leave out --url"), "{error}");
 }
 
 #[test]
@@ -358,7 +411,7 @@ fn the_doctor_gives_advice() {
     redis.command(&["CONFIG", "SET", "maxmemory-policy", "noeviction"]).unwrap();
     let to = ["--stream-url", &redis.url(), "--database-url", "sqlite:other.db"];
     cli.run_at(&["ticket", "new", "--title", "t", "--content", "c"], &to, "");
-    let output = cli.run_at(&["doctor"], &to, "");
+    let output = cli.run_at(&["doctor", "--consistency"], &to, "");
     let message = text(&output.stdout);
     assert_eq!(output.status.code(), Some(4), "{message}");
     assert!(message.contains("workers: no active worker"), "{message}");
@@ -405,7 +458,7 @@ fn the_doctor_of_a_server_checks_its_backends() {
     let mut found = String::new();
     // The server listens before its worker is registered.
     wait_until("its worker to be active", LIMIT, || {
-        let lines = lines_of(&cli.run(&["doctor", "--json"], ""));
+        let lines = lines_of(&cli.run(&["doctor", "--json", "--consistency"], ""));
         let each = lines.iter().map(|line| format!("{} {}\n", line["subject"], line["found"]));
         found = each.collect();
         found.contains("1 active")
@@ -461,7 +514,7 @@ fn a_tail_of_a_missing_topic_says_so_and_waits() {
     // The tail may not have started yet: one of these messages comes after.
     let mut ended = None;
     wait_until("the end of the tail", LIMIT, || {
-        cli.json(&["produce", "later", "--payload", "x"]);
+        cli.json(&["produce", "later", "--payload", "x", "--create"]);
         ended = tail.try_wait().unwrap();
         ended.is_some()
     })
@@ -483,4 +536,28 @@ fn a_wrong_url_is_distinguished_from_a_missing_object() {
         assert_eq!(output.status.code(), Some(code), "{url}: {message}");
         assert!(message.contains(words), "{url}: {message}");
     }
+}
+
+#[test]
+fn a_sender_chooses_the_partitioner() {
+    let cli = CliFixture::embedded();
+    cli.json(&["topic", "create", "spread", "--partitions", "4"]);
+    let partitions = |partitioner: &str| {
+        let verb = ["produce", "spread", "--key", "k0", "--partitioner", partitioner];
+        let sent = cli.json_of(&verb, &"x\n".repeat(200));
+        let mut counts = [0; 4];
+        for message in &sent {
+            counts[usize::try_from(message["partition"].as_u64().unwrap()).unwrap()] += 1;
+        }
+        counts
+    };
+    // The hash of `k0` is 3365.
+    assert_eq!(partitions("hash"), [0, 200, 0, 0]);
+    assert_eq!(partitions("round-robin"), [50; 4]);
+    assert_eq!(partitions("consistent").iter().filter(|count| **count == 200).count(), 1);
+    // All 200 miss one of four partitions once in 10^24 runs.
+    let random = partitions("random");
+    assert!(random.iter().all(|count| *count > 0) && random.iter().sum::<i32>() == 200);
+    let message = cli.fails(&["produce", "spread", "--payload", "x", "--partitioner", "best"], 2);
+    assert!(message.contains("consistent"), "{message}");
 }

@@ -38,7 +38,7 @@ impl GatedGithub {
         let hub = Self { posts: Arc::default(), gate: Arc::new(Semaphore::new(0)) };
         let routes = post(comment).get(|| async { Json(json!([])) });
         let router = Router::new()
-            .route("/repos/{owner}/{repository}/issues/{number}/comments", routes)
+            .route("/repositories/{id}/issues/{number}/comments", routes)
             .with_state(hub.clone());
         let listener = TcpListener::bind("127.0.0.1:0").await?;
         let address = listener.local_addr()?;

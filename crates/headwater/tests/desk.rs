@@ -408,15 +408,15 @@ async fn invalid_tool_calls_are_reported_to_the_model_and_have_no_effect() {
         call("close_ticket", "not json"),
         call("close_ticket", r#"{"reason":"x","ticket_id":"another"}"#),
         call("search_tickets", "[]"),
-        // The tool rounds are used up: it has to answer.
-        ScriptStep::Call { name: "close_ticket".into(), arguments: r#"{"reason":"x"}"#.into() },
-        ScriptStep::Say("Sorry".into()),
+        // The tool rounds are used up: it has to answer, and does not.
+        call("close_ticket", r#"{"reason":"x"}"#),
     ])))
     .await;
     let issue_id = system.post(Uuid::now_v7(), "Hello").await;
     system.wait_until_idle(issue_id).await;
-    let replies = system.replies().await;
-    assert_eq!(replies.len(), 1, "{replies:?}");
+    let targets: Vec<ReplyTarget> =
+        system.replies().await.iter().map(|(target, _)| *target).collect();
+    assert_eq!(targets, [ReplyTarget::Answer, ReplyTarget::HandOver]);
     let failed = [
         "delete_everything false",
         "close_ticket false",
@@ -438,9 +438,10 @@ async fn after_a_hand_over_the_desk_is_silent_until_the_ticket_is_reopened() {
     let ticket = Uuid::now_v7();
     let issue_id = system.post(ticket, "I want to speak to a human").await;
     system.wait_until_idle(issue_id).await;
-    let targets: Vec<ReplyTarget> =
-        system.replies().await.iter().map(|(target, _)| *target).collect();
+    let replies = system.replies().await;
+    let targets: Vec<ReplyTarget> = replies.iter().map(|(target, _)| *target).collect();
     assert_eq!(targets, [ReplyTarget::Answer, ReplyTarget::HandOver]);
+    assert_eq!(replies[0].1.up_to, None, "it is sent, whatever the user writes meanwhile");
     let calls = model.prompts().len();
 
     system.post(ticket, "Hello?").await;
@@ -496,7 +497,12 @@ async fn when_the_daily_token_budget_is_used_up_issues_are_deferred_to_the_next_
 #[tokio::test]
 async fn a_free_model_uses_no_budget() {
     let mut setup = setup(ScriptedModel::default());
-    setup.config.budget = TokenBudget { issue_tokens_max: 0, day_tokens_max: 0 };
+    setup.config.budget = TokenBudget {
+        issue_tokens_max: 0,
+        day_tokens_max: 0,
+        user_tokens_max: 0,
+        strangers_tokens_max: 0,
+    };
     let system = System::start(setup).await;
     let issue_id = system.post(Uuid::now_v7(), "Hello").await;
     system.wait_until_idle(issue_id).await;
@@ -610,7 +616,7 @@ async fn a_failed_model_call_is_retried_by_the_next_run() {
     assert_eq!((issue.attempts, issue.quarantined_at), (0, None));
     assert_eq!(system.replies().await[0].1.content, "Hello");
 
-    // An unreachable model is retried without a limit and without counting attempts.
+    // A failing model is retried without a limit and without counting attempts.
     system.stop().await;
     let unreachable = || ScriptStep::Fail(ModelError::Unreachable("no connection".into()));
     let rate_limited = || {
@@ -620,7 +626,7 @@ async fn a_failed_model_call_is_retried_by_the_next_run() {
         })
     };
     let mut script = vec![unreachable()];
-    script.extend((0..20).map(|_| rate_limited()));
+    script.extend((0..7).map(|_| rate_limited()));
     script.push(ScriptStep::Say("Hello".into()));
     let system = System::start(setup(ScriptedModel::new(script))).await;
     let issue_id = system.post(Uuid::now_v7(), "Hello").await;
@@ -630,13 +636,6 @@ async fn a_failed_model_call_is_retried_by_the_next_run() {
     let sessions = system.sessions.list(EntryId::MIN, 100).await.unwrap();
     assert_eq!(sessions.len(), 1, "deferred runs create no session");
 
-    // A rejected prompt is quarantined at once.
-    system.stop().await;
-    let rejected = ScriptStep::Fail(ModelError::Rejected("too long".into()));
-    let system = System::start(setup(ScriptedModel::new([rejected]))).await;
-    let issue_id = system.post(Uuid::now_v7(), "Hello").await;
-    let issue = system.wait_until_idle(issue_id).await;
-    assert!(issue.quarantined_at.is_some() && issue.last_error.unwrap().contains("too long"));
     system.stop().await;
 }
 

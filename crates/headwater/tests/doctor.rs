@@ -57,7 +57,7 @@ fn it_reports_the_current_state_of_redis() {
         assert_eq!(severity(&of_redis(findings), subject), expected, "{name} {wrong}");
         if subject == "memory" {
             // Writes fail with the same reason.
-            let message = cli.fails(&["produce", "orders", "--payload", "x"], 3);
+            let message = cli.fails(&["produce", "orders", "--payload", "x", "--create"], 3);
             assert!(message.contains("stream backend is full"), "{message}");
         }
         assert!(code == Some(1) || expected == "warning" && code == Some(4), "{name}: {code:?}");
@@ -72,9 +72,9 @@ async fn an_unreachable_or_silent_server_is_reported_with_all_other_findings() {
     let dir = ServerDir::new().unwrap();
     let server =
         dir.serve(&["--stream-url", &redis.url(), "--database-url", &database.url()]).unwrap();
-    server.until("/health/ready", |status, _| status == 200).await.unwrap();
+    server.until("/health/ready", |_, body| body["status"] == "ready").await.unwrap();
     let of_streams = ["eviction", "commands", "groups"];
-    let of_database = ["migrations", "audit", "workers", "outbox"];
+    let of_database = ["migrations", "workers", "outbox"];
     let check = |unreachable: &str, reported: &[&str], missing: &[&str]| {
         let (code, findings) = doctor(&dir, &server);
         assert_eq!(code, Some(3), "{findings:?}");
@@ -90,7 +90,7 @@ async fn an_unreachable_or_silent_server_is_reported_with_all_other_findings() {
     redis.stop().unwrap();
     check("streams", &of_database, &of_streams);
     redis.restart().unwrap();
-    server.until("/health/ready", |status, _| status == 200).await.unwrap();
+    server.until("/health/ready", |_, body| body["status"] == "ready").await.unwrap();
 
     postgres.pause().unwrap();
     check("database", &of_streams, &of_database);
@@ -98,7 +98,57 @@ async fn an_unreachable_or_silent_server_is_reported_with_all_other_findings() {
     postgres.stop().unwrap();
     check("database", &of_streams, &of_database);
     postgres.restart().unwrap();
-    server.until("/health/ready", |status, _| status == 200).await.unwrap();
+    server.until("/health/ready", |_, body| body["status"] == "ready").await.unwrap();
     let (_, findings) = doctor(&dir, &server);
     assert_eq!(severity(&findings, "database"), "ok", "{findings:?}");
+}
+
+/// Exit code and result of a command that prints JSON lines.
+fn json_lines(dir: &ServerDir, words: &[&str]) -> (Option<i32>, Vec<Value>, String) {
+    let output = dir.run(words).unwrap();
+    let lines = text(&output.stdout);
+    let lines = lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    (output.status.code(), lines, text(&output.stderr))
+}
+
+#[tokio::test]
+async fn the_consistency_check_covers_all_issues_over_http_and_resumes() {
+    let database = Postgres::shared().unwrap().database().unwrap();
+    let dir = ServerDir::new().unwrap();
+    let server = dir.serve(&["--database-url", &database.url()]).unwrap();
+    server.until("/health/ready", |_, body| body["status"] == "ready").await.unwrap();
+    // More than two pages, each issue with one processed event.
+    let insert = "WITH g AS (INSERT INTO integrations (name, provider) VALUES ('many', 'github') RETURNING id),
+          i AS (INSERT INTO issues (integration_id, external_project_id, external_issue_id)
+              SELECT g.id, 'p', n::text FROM g, generate_series(1, 450) AS n RETURNING id, integration_id)
+        INSERT INTO event_logs (issue_id, integration_id, source, event_type, dedup_key, digest, payload, payload_bytes,
+            processed_at)
+        SELECT id, integration_id, 's', 't', id::text, '', '{}', 2, now() FROM i";
+    database.query(insert).unwrap();
+    let url = server.url("");
+    let audit = |more: &[&str]| {
+        json_lines(&dir, &[&["audit", "books", "--json", "--url", &url], more].concat())
+    };
+    let (code, books, _) = audit(&[]);
+    assert_eq!(
+        (code, &books[0]["issues"], &books[0]["recorded"]),
+        (Some(0), &450.into(), &450.into())
+    );
+    assert_eq!((&books[0]["balances"], &books[0]["next_cursor"]), (&true.into(), &Value::Null));
+
+    // An inconsistent issue in the last page.
+    let last: i64 = database.query("SELECT max(id) FROM issues").unwrap().trim().parse().unwrap();
+    database.query(&format!("UPDATE issues SET pending_events = 3 WHERE id = {last}")).unwrap();
+    let (code, books, message) = audit(&[]);
+    assert_eq!((code, &books[0]["discrepancies_total"]), (Some(1), &1.into()), "{message}");
+    assert_eq!(books[0]["discrepancies"][0]["issue_id"], last);
+    let (code, books, _) = audit(&["--after", &(last - 10).to_string()]);
+    assert_eq!((code, &books[0]["issues"]), (Some(1), &10.into()));
+
+    // It is part of the doctor only on request.
+    let (_, findings) = doctor(&dir, &server);
+    assert!(findings.iter().all(|finding| finding["subject"] != "audit"), "{findings:?}");
+    let (code, findings, _) =
+        json_lines(&dir, &["doctor", "--consistency", "--json", "--url", &url]);
+    assert_eq!((code, severity(&findings, "audit")), (Some(1), "error"));
 }

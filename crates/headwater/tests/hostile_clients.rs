@@ -120,6 +120,23 @@ async fn headers_and_idle_connections_have_a_deadline() -> Result<()> {
     Ok(())
 }
 
+#[tokio::test]
+async fn a_client_that_does_not_read_its_responses_is_disconnected() -> Result<()> {
+    let dir = ServerDir::new()?;
+    let server = dir.serve(&["--http-read-timeout", "10m", "--http-request-timeout", "1s"])?;
+    let mut socket = TcpStream::connect(server.address)?;
+    socket.set_write_timeout(Some(LIMIT))?;
+    // Requests until both directions are full; then the next write waits for the server.
+    let request = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n";
+    let error = loop {
+        if let Err(error) = socket.write_all(request) {
+            break error.kind();
+        }
+    };
+    assert!(matches!(error, ErrorKind::ConnectionReset | ErrorKind::BrokenPipe), "{error}");
+    Ok(())
+}
+
 fn raw(address: SocketAddr, request: &str) -> Result<String> {
     let mut socket = TcpStream::connect(address)?;
     socket.set_read_timeout(Some(LIMIT))?;
@@ -166,7 +183,7 @@ async fn decoded_bodies_stay_within_the_memory_budget() -> Result<()> {
     let dir = ServerDir::new()?.settings(&integrations())?;
     let database = Postgres::shared()?.database()?;
     let server = dir.serve(&["--database-url", &database.url()])?;
-    server.until("/health/ready", |status, _| status == 200).await?;
+    server.until("/health/ready", |_, body| body["status"] == "ready").await?;
     let mut locked = PgConnection::connect(&database.url()).await?;
     sqlx::query("BEGIN").execute(&mut locked).await?;
     sqlx::query("LOCK TABLE issues, event_logs IN ACCESS EXCLUSIVE MODE")
@@ -178,7 +195,7 @@ async fn decoded_bodies_stay_within_the_memory_budget() -> Result<()> {
     let mut sending = Vec::new();
     for number in 0..BOMBS {
         let body = github_issues("opened", number, "Where is it?").to_string();
-        let body = body.strip_suffix('}').context("an object")?.to_owned() + &bomb;
+        let body = body.strip_suffix('}').context("an object")?.to_owned() + bomb.as_str();
         let delivery = format!("bomb-{number}");
         sending.push(tokio::spawn(send(github(&server, "issues", &delivery, body.as_bytes()))));
     }

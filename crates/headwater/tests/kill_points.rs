@@ -39,10 +39,7 @@ async fn comment(State(github): State<SlowGithub>, Json(body): Json<Value>) -> S
     StatusCode::CREATED
 }
 
-async fn list(
-    State(github): State<SlowGithub>,
-    Path(_): Path<(String, String, String)>,
-) -> Json<Value> {
+async fn list(State(github): State<SlowGithub>, Path(_): Path<(String, String)>) -> Json<Value> {
     github.looked.fetch_add(1, Ordering::SeqCst);
     let comments = github.comments.lock().expect("no panic");
     Json(comments.iter().map(|body| json!({"id": 1, "body": body})).collect())
@@ -65,7 +62,7 @@ async fn a_kill_between_posting_a_comment_and_recording_it_posts_it_once() -> Re
     hub.is_silent.store(true, Ordering::SeqCst);
     let routes = post(comment).get(list);
     let router = Router::new()
-        .route("/repos/{owner}/{repository}/issues/{number}/comments", routes)
+        .route("/repositories/{id}/issues/{number}/comments", routes)
         .with_state(hub.clone());
     let listener = TcpListener::bind("127.0.0.1:0").await?;
     let address = listener.local_addr()?;
@@ -161,7 +158,7 @@ async fn a_kill_between_storing_an_entry_and_acknowledging_it_counts_it_once() -
     let (url, way) = (database.url(), redis.url_at(proxy.addr()));
     let arguments = ["--issue-quiet", "10ms", "--database-url", &url, "--stream-url"];
     let mut server = dir.serve(&[&arguments[..], &[&way]].concat())?;
-    server.until("/health/ready", |status, _| status == 200).await?;
+    server.until("/health/ready", |_, body| body["status"] == "ready").await?;
 
     // The desk has read the entry and waits for the table; then Redis is disconnected, and then the table is
     // unlocked.
@@ -207,5 +204,24 @@ async fn a_kill_between_storing_an_entry_and_acknowledging_it_counts_it_once() -
     let shown = answered(&server, &ticket.to_string(), 1).await?;
     assert_eq!((by(&shown, "user").len(), by(&shown, "assistant").len()), (1, 1), "{shown:#}");
     assert_eq!(count(&database, "event_logs"), 1);
+    Ok(())
+}
+
+#[tokio::test]
+async fn on_embedded_storage_the_work_of_a_killed_process_continues_at_once() -> Result<()> {
+    let (model, url) = FakeModel::start((1, 1)).await?;
+    let dir = ServerDir::new()?;
+    // Longer than the test may take.
+    let arguments = ["--model-url", &url, "--model-name", "m", "--worker-claim", "10m"];
+    let mut server = dir.serve(&arguments)?;
+    let created = open(&server, "a question").await?;
+    let ticket = created["ticket_id"].as_str().context("a ticket")?;
+    eventually("the model to be asked", || !model.requests("a question").is_empty()).await?;
+    server.kill9()?;
+
+    model.unblock();
+    let server = dir.serve(&arguments)?;
+    let shown = answered(&server, ticket, 1).await?;
+    assert_eq!(by(&shown, "assistant"), [FakeModel::ANSWER], "{shown:#}");
     Ok(())
 }

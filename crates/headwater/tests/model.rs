@@ -15,8 +15,8 @@ use axum::http::{HeaderMap, Response, StatusCode};
 use axum::routing::post;
 use futures_util::{StreamExt, stream};
 use headwater::desk::model::{
-    LanguageModel, ModelAnswer, ModelError, ModelPrompt, ResponseChunk, TokenUsage, ToolCall,
-    ToolSpec, Turn,
+    Fault, IncompleteReason, LanguageModel, ModelAnswer, ModelError, ModelPrompt, ResponseChunk,
+    TokenUsage, ToolCall, ToolSpec, Turn,
 };
 use headwater::desk::{OpenAiConfig, OpenAiModel};
 use headwater_stream::Backoff;
@@ -166,9 +166,10 @@ async fn an_answer_is_streamed_in_chunks_with_its_token_usage() {
     let (headers, body) = &requests[0];
     assert_eq!(headers["authorization"], "Bearer sk-secret-key");
     assert_eq!(
-        (&body["model"], &body["stream"], &body["max_tokens"]),
+        (&body["model"], &body["stream"], &body["max_completion_tokens"]),
         (&json!("small"), &json!(true), &json!(50))
     );
+    assert_eq!(body.get("max_tokens"), None, "current models reject it");
     assert_eq!(body["messages"][0], json!({"role": "system", "content": "Be kind."}));
     assert_eq!(body["messages"][1]["role"], "user");
     assert_eq!(body.get("tools"), None);
@@ -268,10 +269,89 @@ async fn client_errors_are_classified_and_never_show_the_key() {
         let model = model(address);
         let error = complete(&model).await.unwrap_err();
         assert_eq!(matches!(error, ModelError::Unauthorized(_)), denied, "{status}: {error}");
-        assert_eq!(matches!(error, ModelError::Rejected(_)), !denied, "{status}: {error}");
+        assert_eq!(matches!(error, ModelError::InvalidRequest(_)), !denied, "{status}: {error}");
+        assert_eq!(error.fault(), Fault::Ours, "{status}: {error}");
         assert!(error.to_string().contains("Incorrect API key provided: ***"), "{error}");
         assert!(!format!("{model:?} {error:?} {error}").contains("sk-secret-key"));
         assert_eq!(server.count.load(Ordering::SeqCst), 1);
+    }
+}
+
+#[tokio::test]
+async fn a_service_that_rejects_a_part_of_the_request_gets_it_without_that_part() {
+    let rejected = |body| Behavior::Respond(400, body, vec![("content-type", "application/json")]);
+    // Mistral, an older server, and OpenAI for an organization that may not stream.
+    let token_limit =
+        r#"{"detail":[{"type":"extra_forbidden","loc":["body","max_completion_tokens"]}]}"#;
+    let usage = r#"{"error":{"message":"Unrecognized request argument supplied: stream_options"}}"#;
+    let streaming = r#"{"error":{"message":"Your organization must be verified to stream this model.","param":"stream"}}"#;
+    let whole = r#"{"choices":[{"message":{"content":"Hello"},"finish_reason":"stop"}]}"#;
+    let json = vec![("content-type", "application/json")];
+    let script = vec![
+        rejected(token_limit),
+        rejected(usage),
+        rejected(streaming),
+        Behavior::Respond(200, whole, json),
+        answers("Hello"),
+        // The service was replaced by one with a current model.
+        rejected(
+            r#"{"error":{"message":"Unsupported parameter: 'max_tokens' is not supported with this model. Use 'max_completion_tokens' instead."}}"#,
+        ),
+        answers("Hello"),
+    ];
+    let (server, address) = Server::start(script).await;
+    let model = model(address);
+    for _ in 0..3 {
+        assert_eq!(complete(&model).await.unwrap().text, "Hello");
+    }
+    let requests = server.requests.lock().unwrap();
+    let has = |name: &str| -> Vec<bool> {
+        requests.iter().map(|(_, body)| body.get(name).is_some_and(|it| it != false)).collect()
+    };
+    let (yes, no) = (true, false);
+    // The accepted format is remembered.
+    assert_eq!(has("max_completion_tokens"), [yes, no, no, no, no, no, yes]);
+    assert_eq!(has("max_tokens"), [no, yes, yes, yes, yes, yes, no]);
+    assert_eq!(has("stream_options"), [yes, yes, no, no, no, no, no]);
+    assert_eq!(has("stream"), [yes, yes, yes, no, no, no, no]);
+}
+
+#[tokio::test]
+async fn an_error_caused_by_the_text_is_not_a_request_error() {
+    for (body, is_too_long) in [
+        (r#"{"error":{"message":"m","code":"context_length_exceeded"}}"#, true),
+        (r#"{"error":{"message":"This model's maximum context length is 8192 tokens."}}"#, true),
+        (r#"{"type":"error","error":{"message":"prompt is too long: 9 > 8"}}"#, true),
+        (r#"{"error":{"message":"m","code":"content_policy_violation"}}"#, false),
+        (
+            r#"{"error":{"message":"The response was filtered due to the prompt triggering Azure OpenAI's content management policy."}}"#,
+            false,
+        ),
+    ] {
+        let (_server, address) = Server::start(vec![Behavior::Respond(400, body, vec![])]).await;
+        let error = complete(&model(address)).await.unwrap_err();
+        assert_eq!(error.fault(), Fault::Content, "{error}");
+        assert_eq!(matches!(error, ModelError::TooLong(_)), is_too_long, "{error}");
+    }
+}
+
+#[tokio::test]
+async fn an_incomplete_answer_is_marked() {
+    let finish = |reason: &str| {
+        let last = json!({"choices": [{"delta": {}, "finish_reason": reason}]});
+        let call = json!({"choices": [{"delta": {"tool_calls": [{"index": 0, "function": {"arguments": "{\"a"}}]}}]});
+        Behavior::StreamChunks(vec![text("Pay them 100"), event(&call), event(&last)])
+    };
+    let refusal =
+        event(&json!({"choices": [{"delta": {"refusal": "No."}, "finish_reason": "stop"}]}));
+    for (behavior, expected) in [
+        (finish("length"), IncompleteReason::Length),
+        (finish("content_filter"), IncompleteReason::Refused),
+        (Behavior::StreamChunks(vec![refusal]), IncompleteReason::Refused),
+    ] {
+        let (_server, address) = Server::start(vec![behavior]).await;
+        let answer = complete(&model(address)).await.unwrap();
+        assert_eq!((answer.incomplete, answer.calls.len()), (Some(expected), 0));
     }
 }
 
@@ -340,4 +420,6 @@ async fn an_invalid_url_is_rejected_and_a_refused_connection_is_unreachable() {
     // Nothing listens on this port.
     let error = complete(&model("127.0.0.1:1".parse().unwrap())).await.unwrap_err();
     assert!(matches!(error, ModelError::Unreachable(_)), "{error}");
+    let said = error.to_string();
+    assert!(said.contains("`model.url`: http://127.0.0.1:1"), "{said}");
 }

@@ -7,7 +7,7 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
 
-use crate::support::desk::{all_idle, answered, by, new_ticket, open};
+use crate::support::desk::{all_idle, answered, by, open};
 use crate::support::model::{FakeModel, ModelFault};
 use crate::support::{Server, ServerDir};
 
@@ -15,9 +15,9 @@ fn id(created: &Value) -> Result<String> {
     Ok(created["ticket_id"].as_str().context("a ticket")?.to_owned())
 }
 
-/// Starts a desk with this model. The attempt limit is high, so faults only take time.
+/// Starts a desk with this model.
 fn desk(place: &ServerDir, url: &str, more: &[&str]) -> Result<Server> {
-    let model = ["--model-url", url, "--model-name", "test-model", "--worker-attempts", "1000"];
+    let model = ["--model-url", url, "--model-name", "test-model"];
     let quick = ["--issue-quiet", "10ms", "--sweep-every", "200ms"];
     place.serve(&[&model[..], &quick, more].concat())
 }
@@ -79,6 +79,29 @@ async fn each_ticket_gets_one_complete_answer_despite_model_faults() -> Result<(
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn an_outage_of_the_model_or_an_expired_key_quarantines_no_issue() -> Result<()> {
+    let (model, url) = FakeModel::open((5, 5)).await?;
+    let denied =
+        "{\"error\":{\"message\":\"Incorrect API key provided\",\"code\":\"invalid_api_key\"}}";
+    // Eight responses are two runs of four attempts each.
+    model.plan("case-outage", &[ModelFault::ServerError; 8]);
+    model.plan("case-key", &[ModelFault::Respond(401, "application/json", denied); 2]);
+    let place = ServerDir::new()?;
+    // The first counted attempt would quarantine an issue.
+    let server = desk(&place, &url, &["--worker-attempts", "1"])?;
+    // One after the other: together, their failures would add up to long pauses of the breaker.
+    for word in ["case-outage", "case-key"] {
+        let ticket = id(&open(&server, &format!("This is {word}.")).await?)?;
+        let shown = answered(&server, &ticket, 1).await?;
+        assert_eq!(by(&shown, "assistant"), [FakeModel::ANSWER], "{shown:#}");
+    }
+    all_idle(&server).await?;
+    let (_, quarantined) = server.get("/api/v1/issues?quarantined=true").await?;
+    assert_eq!(quarantined["issues"], json!([]));
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn an_issue_over_its_token_budget_is_handed_over() -> Result<()> {
     // One answer uses most of the issue budget.
     let (model, url) = FakeModel::open((9_000, 500)).await?;
@@ -136,12 +159,9 @@ async fn when_the_daily_token_budget_is_used_up_tickets_wait_and_none_is_lost() 
     server.until(&issue_of_third, is_waiting).await?;
     assert!(server.stop()?.success(), "{}", server.log());
 
-    // An operator raises the budget and retries the issues.
+    // An operator raises the budget, which frees the issues.
     let server = desk(&place, &url, &["--desk-day-tokens-max", "1000000"])?;
     for created in [&second, &third] {
-        let retry = format!("/api/v1/issues/{}/retry", created["issue_id"]);
-        let (status, retried) = server.post(&retry, &new_ticket("")).await?;
-        assert_eq!((status, &retried["result"]), (200, &json!("queued")));
         let shown = answered(&server, &id(created)?, 1).await?;
         assert_eq!(by(&shown, "assistant"), [FakeModel::ANSWER]);
     }

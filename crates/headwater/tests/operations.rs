@@ -1,4 +1,4 @@
-//! The commands in `docs/operations.md` and `docs/topics.md` run, and the former describes every metric.
+//! The commands in `README.md` and in the pages of `docs` run, and `docs/operations.md` describes every metric.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 mod support;
@@ -27,11 +27,23 @@ fn blocks(document: &str) -> Vec<String> {
     blocks.map(|rest| rest.split("```").next().unwrap().to_owned()).collect()
 }
 
-/// Free ports outside the ephemeral range.
+/// Free ports outside the ephemeral range. Processes with other ids get others.
 fn ports() -> Vec<u16> {
-    let first = 20_000 + u16::try_from(std::process::id() % 10_000).unwrap();
+    let first = 20_000 + u16::try_from(std::process::id() % 1_200).unwrap() * 10;
     let free = (first..32_000).filter(|port| TcpListener::bind(("127.0.0.1", *port)).is_ok());
     free.take(3).collect()
+}
+
+/// The script with free ports instead of these, and the free addresses.
+fn with_free_ports(script: &str, used: &[&str]) -> (String, Vec<String>) {
+    let (mut script, free) = (script.to_owned(), ports());
+    for (port, free) in used.iter().zip(&free) {
+        assert!(script.contains(&format!("127.0.0.1:{port}")), "{port}");
+        script = script
+            .replace(&format!("127.0.0.1:{port}"), &format!("127.0.0.1:{free}"))
+            .replace(&format!("(\"127.0.0.1\", {port})"), &format!("(\"127.0.0.1\", {free})"));
+    }
+    (script, free.iter().map(|port| format!("127.0.0.1:{port}")).collect())
 }
 
 /// Kills everything a script started, on drop.
@@ -98,13 +110,10 @@ fn every_command_runs_from_top_to_bottom() {
     assert!(blocks.len() > 15, "{}", blocks.len());
     let (redis, postgres) = (Redis::start().unwrap(), Postgres::shared().unwrap());
     let database = postgres.database().unwrap();
-    let mut script = script(&blocks)
+    let script = script(&blocks)
         .replace("redis://127.0.0.1:6379", &redis.url())
         .replace("postgres://headwater:secret@127.0.0.1/headwater", &database.url());
-    for (port, free) in ["8080", "8081", "8082"].into_iter().zip(ports()) {
-        assert!(script.contains(&format!("127.0.0.1:{port}")));
-        script = script.replace(&format!("127.0.0.1:{port}"), &format!("127.0.0.1:{free}"));
-    }
+    let (script, _) = with_free_ports(&script, &["8080", "8081", "8082"]);
     let out = run(&script, &[]);
     assert!(out.contains("My parcel is late") && out.contains("espresso"), "{out}");
 }
@@ -133,6 +142,91 @@ fn every_command_about_topics_runs_with_nothing_installed() {
 fn every_command_about_topics_runs_on_redis() {
     let redis = Redis::start().unwrap();
     run_topics(&[("HEADWATER_STREAM_URL", &redis.url())]);
+}
+
+#[test]
+fn every_command_about_stream_assignment_runs_on_redis() {
+    let redis = Redis::start().unwrap();
+    let blocks = blocks(&document("docs/assignment.md"));
+    assert_eq!(blocks.len(), 5);
+    let out = run(&script(&blocks), &[("HEADWATER_STREAM_URL", &redis.url())]);
+    for expected in ["ada works on clicks:berlin for {\"tenant\":\"acme\"}", "as owner 2"] {
+        assert!(out.contains(expected), "no {expected:?} in {out}");
+    }
+}
+
+#[test]
+fn every_command_about_the_main_loop_runs_on_redis() {
+    let redis = Redis::start().unwrap();
+    let blocks = blocks(&document("docs/bus.md"));
+    assert_eq!(blocks.len(), 3);
+    let out = run(&script(&blocks), &[("HEADWATER_STREAM_URL", &redis.url())]);
+    for file in ["main.rs", "lib.rs", "after.rs"] {
+        assert_eq!(out.matches(&format!("{{\"file\":\"{file}\"}}")).count(), 1, "{out}");
+    }
+    assert_eq!(out.matches("\"request_id\":\"review-7\"").count(), 2, "{out}");
+}
+
+#[test]
+fn every_command_of_the_readme_runs_except_those_that_build_and_install() {
+    let document = document("README.md");
+    let blocks = blocks(&document);
+    let [demo, checks, topics, inbox, production] = &blocks[..] else {
+        panic!("{} blocks", blocks.len());
+    };
+    assert_eq!((demo.as_str(), checks.as_str()), ("cargo xtask demo\n", "cargo xtask test\n"));
+    let without = |block: &str, starts: &[&str]| -> String {
+        let is_kept = |line: &&str| !starts.iter().any(|start| line.starts_with(start));
+        block.lines().filter(is_kept).map(|line| format!("{line}\n")).collect()
+    };
+    let topics = without(topics, &["cargo install "]);
+    assert_eq!(topics.lines().count(), 3, "{topics}");
+    // The handler of the readme is the example that is compiled; here the desk answers.
+    let inbox = inbox.replace(
+        "cargo run --release -p headwater --example own_handler -- serve &",
+        "headwater serve &\nSERVER=$!",
+    );
+    assert!(inbox.contains("headwater serve &"), "{inbox}");
+    let (redis, postgres) = (Redis::start().unwrap(), Postgres::shared().unwrap());
+    let database = postgres.database().unwrap();
+    let production = without(production, &["redis-server ", "sudo "])
+        .replace("redis://127.0.0.1:6379", &redis.url())
+        .replace("postgres://headwater:secret@127.0.0.1/headwater", &database.url());
+    assert_eq!(production.lines().count(), 4, "{production}");
+    let end = "kill $SERVER; wait $SERVER\n".to_owned();
+    // The processes in the background answer until the script ends.
+    let check = "until headwater status | grep '2 active'; do sleep 0.2; done\n".to_owned();
+    let script = script(&[topics, inbox, end, production, check]);
+    let (script, free) = with_free_ports(&script, &["8080"]);
+    let listen = [("HEADWATER_HTTP_LISTEN", &*free[0]), ("HEADWATER_WORKER_LISTEN", &*free[1])];
+    let out = run(&script, &listen);
+    for expected in ["ada gets espresso", "\"ticket_id\":", "My parcel is late", "2 active"] {
+        assert!(out.contains(expected), "no {expected:?} in {out}");
+    }
+}
+
+#[test]
+fn every_command_from_a_webhook_to_a_comment_runs() {
+    let blocks = blocks(&document("docs/webhooks.md"));
+    assert_eq!(blocks.len(), 4);
+    let (script, free) = with_free_ports(&script(&blocks), &["8080", "9000"]);
+    let out = run(&script, &[("HEADWATER_HTTP_LISTEN", &free[0])]);
+    for expected in
+        ["\"status\":\"ok\"", "POST /repos/acme/shop/issues/42/comments", "last reply delivered"]
+    {
+        assert!(out.contains(expected), "no {expected:?} in {out}");
+    }
+}
+
+#[test]
+fn every_command_about_the_desk_runs() {
+    let blocks = blocks(&document("docs/desk.md"));
+    assert!(blocks.len() >= 3, "{}", blocks.len());
+    let (script, free) = with_free_ports(&script(&blocks), &["8080"]);
+    let out = run(&script, &[("HEADWATER_HTTP_LISTEN", &free[0])]);
+    for expected in ["Where is my parcel?", "open; answered", "is idle", "event: message"] {
+        assert!(out.contains(expected), "no {expected:?} in {out}");
+    }
 }
 
 /// Words that look like metric names.

@@ -23,6 +23,7 @@ async fn a_page_of_large_events_is_short_and_says_where_the_next_begins(
     for number in 0..EVENTS {
         let delivery = format!("d-{number}");
         event["number_of_this"] = number.into();
+        event["issue"]["body"] = format!("large {number}").into();
         let body = event.to_string();
         let (status, sent) = send(github(server, "issues", &delivery, body.as_bytes())).await?;
         assert_eq!(status, 200, "{sent}");

@@ -21,6 +21,7 @@ use axum::http::{HeaderMap, StatusCode};
 use axum::routing::post;
 use axum::{Json, Router};
 use futures_util::StreamExt;
+use headwater_stream::clock::{Clock, SystemClock};
 use headwater_testkit::{Port, Postgres, Proxy, Redis, TestRandom};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
@@ -51,6 +52,8 @@ struct ExternalServices {
     comments: Arc<Mutex<BTreeMap<String, Vec<String>>>>,
     /// Callbacks by idempotency key.
     callbacks: Arc<Mutex<BTreeMap<String, String>>>,
+    /// Every reply as it was received, for the report of a doubled one.
+    received: Arc<Mutex<Vec<String>>>,
     /// Whether some responses are lost after their effect.
     lose_responses: Arc<AtomicBool>,
     requests: Arc<Mutex<u64>>,
@@ -61,10 +64,7 @@ impl ExternalServices {
         let services = Self::default();
         let router = Router::new()
             .route("/v1/chat/completions", post(complete))
-            .route(
-                "/repos/{owner}/{repository}/issues/{number}/comments",
-                post(comment).get(comments),
-            )
+            .route("/repositories/{id}/issues/{number}/comments", post(comment).get(comments))
             .route(
                 "/user",
                 axum::routing::get(async || Json(json!({"login": "shop-bot", "id": 7}))),
@@ -85,6 +85,18 @@ impl ExternalServices {
             requests.is_multiple_of(20) && self.lose_responses.load(Ordering::SeqCst)
         };
         if is_lost { StatusCode::BAD_GATEWAY } else { StatusCode::CREATED }
+    }
+
+    fn record(&self, what: &str, idempotency_key: &str, text: &str) {
+        let time = SystemClock.now().to_rfc3339();
+        let line = format!("{time} {what} {idempotency_key}: {text}");
+        self.received.lock().expect("no panic").push(line);
+    }
+
+    /// The replies that acknowledged an event, in the order of their arrival, duplicates included.
+    fn replies_to(&self, event: &str) -> Vec<String> {
+        let received = self.received.lock().expect("no panic");
+        received.iter().filter(|line| event_ids(line).contains(event)).cloned().collect()
     }
 
     /// How often each event was acknowledged, in distinct comments and callbacks.
@@ -127,17 +139,19 @@ async fn complete(Json(request): Json<Value>) -> Json<Value> {
 
 async fn comment(
     State(services): State<ExternalServices>,
-    Path((_, _, number)): Path<(String, String, String)>,
+    Path((_, number)): Path<(String, String)>,
+    headers: HeaderMap,
     Json(body): Json<Value>,
 ) -> (StatusCode, Json<Value>) {
     let text = body["body"].as_str().unwrap_or_default().to_owned();
+    services.record(&format!("comment on {number}"), idempotency_key(&headers), &text);
     services.comments.lock().expect("no panic").entry(number).or_default().push(text);
     (services.respond().await, Json(json!({"id": 1})))
 }
 
 async fn comments(
     State(services): State<ExternalServices>,
-    Path((_, _, number)): Path<(String, String, String)>,
+    Path((_, number)): Path<(String, String)>,
     Query(query): Query<BTreeMap<String, String>>,
 ) -> Json<Value> {
     let number_of =
@@ -150,14 +164,19 @@ async fn comments(
     Json(bodies.map(|body| json!({"id": 1, "body": body, "user": user})).collect())
 }
 
+fn idempotency_key(headers: &HeaderMap) -> &str {
+    headers.get("idempotency-key").and_then(|key| key.to_str().ok()).unwrap_or_default()
+}
+
 async fn callback(
     State(services): State<ExternalServices>,
     headers: HeaderMap,
     body: String,
 ) -> StatusCode {
-    let key = headers.get("idempotency-key").and_then(|key| key.to_str().ok()).unwrap_or_default();
+    let key = idempotency_key(&headers);
     let body: Value = serde_json::from_str(&body).unwrap_or_default();
     let content = body["data"]["content"].as_str().unwrap_or_default().to_owned();
+    services.record("callback", key, &content);
     services.callbacks.lock().expect("no panic").insert(key.to_owned(), content);
     services.respond().await
 }
@@ -277,6 +296,13 @@ impl Pipeline {
         .fetch_one(connection)
         .await?)
     }
+
+    /// The replies to an event according to SQL.
+    async fn reply_rows(&self, connection: &mut PgConnection, event: &str) -> Result<Vec<String>> {
+        let rows = "SELECT to_jsonb(o)::text FROM outbox o WHERE o.kind = 'reply' AND o.payload::text ~ $1 ORDER BY o.id";
+        let word = format!("{event}[^0-9]");
+        Ok(sqlx::query_scalar(rows).bind(word).fetch_all(connection).await?)
+    }
 }
 
 /// Sends one event until a server confirms it, like a provider.
@@ -377,7 +403,8 @@ async fn every_confirmed_event_is_answered_exactly_once_despite_faults() -> Resu
         released.add_permits(usize::try_from(webhooks.div_ceil(faults))?);
         tokio::time::sleep(Duration::from_millis(random.between(0..600))).await;
         let fault = pipeline.fault(&mut random).await?;
-        println!("fault {number}: {fault}; {} sent", sent.load(Ordering::SeqCst));
+        let time = SystemClock.now().to_rfc3339();
+        println!("{time} fault {number}: {fault}; {} sent", sent.load(Ordering::SeqCst));
     }
     pipeline.to_postgres.heal()?;
     pipeline.to_redis.heal()?;
@@ -418,6 +445,10 @@ async fn every_confirmed_event_is_answered_exactly_once_despite_faults() -> Resu
         lost.len(),
         doubled.len()
     );
+    for (event, _) in &doubled {
+        println!("replies to {event}: {:#?}", services.replies_to(event));
+        println!("rows of {event}: {:#?}", pipeline.reply_rows(&mut connection, event).await?);
+    }
     assert!(lost.is_empty() && doubled.is_empty(), "lost {lost:?}, doubled {doubled:?}");
     Ok(())
 }
@@ -439,7 +470,7 @@ async fn webhooks_confirmed_while_begins_stall_are_in_the_database() -> Result<(
     let (proxy_url, model) = (database.url_at(proxy.addr()), format!("{url}/v1"));
     let mut server =
         place.serve(&["--database-url", &proxy_url, "--model-url", &model, "--model-name", "m"])?;
-    server.until("/health/ready", |status, _| status == 200).await?;
+    server.until("/health/ready", |_, body| body["status"] == "ready").await?;
     proxy.hold("BEGIN", one_in, Duration::from_millis(10_400))?;
 
     let (base, client) = (server.url(""), server.client.clone());

@@ -19,11 +19,11 @@ fn fails(readiness: &Value, name: &str) -> bool {
 }
 
 async fn ready(server: &Server) -> Result<Value> {
-    server.until("/health/ready", |status, _| status == 200).await
+    server.until("/health/ready", |_, body| body["status"] == "ready").await
 }
 
 #[tokio::test]
-async fn readiness_fails_while_redis_rejects_writes() -> Result<()> {
+async fn readiness_is_degraded_while_redis_rejects_writes() -> Result<()> {
     let redis = Redis::start()?;
     let dir = ServerDir::new()?;
     let server = dir.serve(&["--stream-url", &redis.url()])?;
@@ -33,8 +33,10 @@ async fn readiness_fails_while_redis_rejects_writes() -> Result<()> {
         (["min-replicas-to-write", "1"], ["min-replicas-to-write", "0"]),
     ] {
         redis.command(&[&["CONFIG", "SET"][..], &refuse].concat())?.ok()?;
-        let has_failed = |status: u16, body: &Value| status == 503 && fails(body, "streams");
-        server.until("/health/ready", has_failed).await?;
+        let is_degraded = |status: u16, body: &Value| {
+            status == 200 && body["status"] == "degraded" && fails(body, "streams")
+        };
+        server.until("/health/ready", is_degraded).await?;
         redis.command(&[&["CONFIG", "SET"][..], &allow].concat())?.ok()?;
         ready(&server).await?;
     }
@@ -97,6 +99,7 @@ async fn readiness_fails_on_a_full_disk_and_recovers_without_a_restart() -> Resu
     let mut refused = 0;
     for number in 0..100 {
         let delivery = format!("full-{number}");
+        let body = github_issues("opened", 8 + number, &"Where is it? ".repeat(2000)).to_string();
         let (status, _) = send(github(&server, "issues", &delivery, body.as_bytes())).await?;
         refused += u32::from(status == 503);
         if refused == 3 {
@@ -109,6 +112,7 @@ async fn readiness_fails_on_a_full_disk_and_recovers_without_a_restart() -> Resu
 
     disk.free()?;
     ready(&server).await?;
+    let body = github_issues("opened", 7, "And now?").to_string();
     let (status, answer) = send(github(&server, "issues", "after", body.as_bytes())).await?;
     assert_eq!(status, 200, "{answer}");
     server

@@ -6,6 +6,7 @@ mod support;
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -37,6 +38,8 @@ struct Server {
     /// Failures of the next POSTs; afterwards 201.
     failures: Mutex<Vec<(u16, Vec<Header>)>>,
     comments: Mutex<Vec<String>>,
+    /// Whether repositories and projects answer 404.
+    hides_projects: AtomicBool,
 }
 
 impl Server {
@@ -71,7 +74,13 @@ async fn answer(
     headers: HeaderMap,
     body: Bytes,
 ) -> axum::response::Response {
+    let uri_path = uri.path().to_owned();
     server.requests.lock().unwrap().push((method.clone(), uri, headers, body.clone()));
+    if method == Method::GET && !uri_path.contains("/issues/") {
+        let is_hidden = server.hides_projects.load(Ordering::SeqCst);
+        let status = if is_hidden { StatusCode::NOT_FOUND } else { StatusCode::OK };
+        return (status, r#"{"id": 1}"#).into_response();
+    }
     if method == Method::GET {
         let comments = server.comments.lock().unwrap();
         let comments: Vec<Json> =
@@ -180,6 +189,13 @@ async fn github_gets_a_comment_with_a_hidden_marker() {
 }
 
 #[tokio::test]
+async fn a_github_repository_is_addressed_by_its_id() {
+    let (server, url) = Server::start().await;
+    delivery_to(github(url)).await.deliver(&row("42", "7", "Hello")).await.unwrap();
+    assert_eq!(server.posts()[0].0.path(), "/repositories/42/issues/7/comments");
+}
+
+#[tokio::test]
 async fn gitlab_gets_a_note_for_a_project_id_or_path() {
     let (server, url) = Server::start().await;
     let delivery = delivery_to(gitlab(format!("{url}/"))).await;
@@ -242,14 +258,15 @@ async fn permanent_errors_are_dead_and_transient_errors_are_retried() {
     let delivery = delivery_to(github(url)).await;
     let limited = [("x-ratelimit-remaining", "0")];
     let later = [("retry-after", "60")];
+    // A denied token and a moved server concern the integration, not the reply.
     for (status, headers, dead) in [
         (400, &[][..], true),
-        (401, &[], true),
-        (403, &[], true),
+        (401, &[], false),
+        (403, &[], false),
         (404, &[], true),
         (410, &[], true),
         (422, &[], true),
-        (301, &[], true),
+        (301, &[], false),
         (403, &limited, false),
         (403, &later, false),
         (408, &[], false),
@@ -260,6 +277,8 @@ async fn permanent_errors_are_dead_and_transient_errors_are_retried() {
         server.fail_next(status, headers);
         let error = delivery.deliver(&row("ada/engine", "7", "Hello")).await.unwrap_err();
         assert_eq!(matches!(error, DeliverError::Dead(_)), dead, "{status}: {error}");
+        let held = matches!(status, 301 | 401) || status == 403 && headers.is_empty();
+        assert_eq!(matches!(error, DeliverError::Held(_)), held, "{status}: {error}");
         assert!(!error.to_string().contains("hub-token"));
     }
     // Connection refused.
@@ -267,6 +286,27 @@ async fn permanent_errors_are_dead_and_transient_errors_are_retried() {
     let error =
         delivery_to(unreachable).await.deliver(&row("ada/engine", "7", "Hello")).await.unwrap_err();
     assert!(matches!(error, DeliverError::Retry(_)), "{error}");
+}
+
+#[tokio::test]
+async fn replies_to_a_project_that_the_token_cannot_see_are_held() {
+    let (server, url) = Server::start().await;
+    for destination in [github(url.clone()), gitlab(url.clone())] {
+        let delivery = delivery_to(destination).await;
+        let row = row("ada/engine", "7", "Hello");
+        server.hides_projects.store(true, Ordering::SeqCst);
+        server.fail_next(404, &[]);
+        let error = delivery.deliver(&row).await.unwrap_err();
+        let names_it = |text: &str| text.contains("`ada/engine`") && text.contains("access");
+        assert!(matches!(&error, DeliverError::Held(text) if names_it(text)), "{error}");
+
+        // The project exists, so the issue was deleted.
+        server.hides_projects.store(false, Ordering::SeqCst);
+        server.fail_next(404, &[]);
+        let error = delivery.deliver(&row).await.unwrap_err();
+        assert!(matches!(error, DeliverError::Dead(_)), "{error}");
+        delivery.deliver(&row).await.unwrap();
+    }
 }
 
 #[tokio::test]
@@ -369,6 +409,9 @@ async fn a_reply_that_was_stale_at_commit_is_not_sent() {
     let destinations = HashMap::from([("it".to_owned(), github(url))]);
     let delivery =
         OutboxDeliverer::new(Arc::clone(&store), destinations, Arc::new(NoLocalDelivery)).unwrap();
+    let destinations = HashMap::from([("it".to_owned(), Destination::Tickets)]);
+    let tickets =
+        OutboxDeliverer::new(Arc::clone(&store), destinations, Arc::new(NoLocalDelivery)).unwrap();
     let deliver_all = async || {
         while let Some(row) =
             store.take_outbox("me", 1, Duration::from_secs(60)).await.unwrap().pop()
@@ -376,6 +419,9 @@ async fn a_reply_that_was_stale_at_commit_is_not_sent() {
             let (id, deliveries) = (row.id, row.deliveries);
             let row = OutboxRow { external_project_id: "ada/engine".into(), ..row };
             delivery.deliver(&row).await.unwrap();
+            let hand_over = OutboxRow { target: ReplyTarget::HandOver.as_str().into(), ..row };
+            let delivered = tickets.deliver(&hand_over).await;
+            assert!(delivered.is_err(), "a hand-over is never stale, so it reaches the tickets");
             let delivery = OutboxDelivery::Delivered;
             let settlement = OutboxSettlement { id, deliveries, delivery };
             store.settle_outbox(&[settlement]).await.unwrap();
@@ -549,11 +595,11 @@ async fn a_redirect_to_another_host_is_not_followed_and_gets_no_token() {
     let ((receiver, url), (other, other_url)) =
         (Receiver::start().await.unwrap(), Receiver::start().await.unwrap());
     let delivery = delivery_to(github(url)).await;
-    for (status, is_dead) in [(301, true), (308, true), (302, false), (307, false)] {
+    for status in [301, 308, 302, 307] {
         let location = format!("{other_url}/repos/ada/engine/issues/7/comments");
         receiver.fail_next(Fault::Respond(status, vec![("location", location)]));
         let error = delivery.deliver(&row("ada/engine", "7", "Hello")).await.unwrap_err();
-        assert_eq!(matches!(error, DeliverError::Dead(_)), is_dead, "{status}: {error}");
+        assert!(matches!(error, DeliverError::Held(_)), "{status}: {error}");
         assert!(error.to_string().contains("base_url"), "{error}");
     }
     assert!(other.requests().is_empty());

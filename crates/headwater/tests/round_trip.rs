@@ -31,7 +31,7 @@ struct Github {
     delay: Duration,
 }
 
-type Comment = Path<(String, String, String)>;
+type Comment = Path<(String, String)>;
 
 impl Github {
     async fn start() -> Result<(Self, SocketAddr)> {
@@ -42,7 +42,7 @@ impl Github {
     async fn start_slow(delay: Duration) -> Result<(Self, SocketAddr)> {
         let this = Self { delay, ..Self::default() };
         let router = Router::new()
-            .route("/repos/{owner}/{repository}/issues/{number}/comments", post(comment).get(list))
+            .route("/repositories/{id}/issues/{number}/comments", post(comment).get(list))
             .with_state(this.clone());
         let listener = TcpListener::bind("127.0.0.1:0").await?;
         let address = listener.local_addr()?;
@@ -58,7 +58,7 @@ impl Github {
 
 async fn comment(
     State(github): State<Github>,
-    Path((_, _, number)): Comment,
+    Path((_, number)): Comment,
     headers: HeaderMap,
     Json(body): Json<Value>,
 ) -> (StatusCode, Json<Value>) {
@@ -73,7 +73,7 @@ async fn comment(
     (StatusCode::CREATED, Json(json!({"id": 1})))
 }
 
-async fn list(State(github): State<Github>, Path((_, _, number)): Comment) -> Json<Value> {
+async fn list(State(github): State<Github>, Path((_, number)): Comment) -> Json<Value> {
     let comments = github.comments();
     let of_issue = comments.iter().filter(|(of, _)| *of == number);
     Json(of_issue.map(|(_, body)| json!({"id": 1, "body": body})).collect())

@@ -14,7 +14,7 @@ async fn without_other_services_it_becomes_ready_and_shuts_down_gracefully() -> 
     let mut server = dir.serve(&[])?;
 
     assert_eq!(server.get("/health/live").await?.0, 200);
-    let ready = server.until("/health/ready", |status, _| status == 200).await?;
+    let ready = server.until("/health/ready", |_, body| body["status"] == "ready").await?;
     assert_eq!(ready["status"], "ready");
     let checks: Vec<_> = ready["checks"].as_array().into_iter().flatten().collect();
     for name in ["database", "migrations", "streams", "worker", "parts", "accepting"] {
@@ -98,16 +98,17 @@ fn settings_are_checked_before_a_port_is_bound() -> Result<()> {
 #[test]
 fn an_unreachable_server_is_exit_code_3_and_named_without_its_password() -> Result<()> {
     let dir = ServerDir::new()?;
-    let wait = ["serve", "--http-listen", "127.0.0.1:0", "--start-wait", "1s"];
+    let serve = ["serve", "--http-listen", "127.0.0.1:0", "--start-wait", "1s"];
     let redis = ["--stream-url", "redis://:hunter2@127.0.0.1:1"];
     let postgres = ["--database-url", "postgres://ann:hunter2@127.0.0.1:1/headwater"];
-    for (url, address) in
-        [(redis, "redis://:***@127.0.0.1:1"), (postgres, "postgres://ann:***@127.0.0.1:1")]
-    {
-        let output = dir.run(&[&wait[..], &url].concat())?;
+    for (verb, url, address) in [
+        (&["topic", "list"][..], redis, "redis://:***@127.0.0.1:1"),
+        (&serve, postgres, "postgres://ann:***@127.0.0.1:1"),
+    ] {
+        let output = dir.run(&[verb, &url].concat())?;
         let error = text(&output.stderr);
         assert_eq!(output.status.code(), Some(3), "{error}");
-        assert!(error.contains(address) && error.contains("not reachable yet"), "{error}");
+        assert!(error.contains(address) && error.contains("is unreachable"), "{error}");
         assert!(!error.contains("hunter2"), "{error}");
     }
     Ok(())
@@ -125,12 +126,12 @@ async fn servers_that_start_late_are_waited_for() -> Result<()> {
     let dir = ServerDir::new()?;
     let arguments = ["--stream-url", &stream_url, "--database-url", &database_url];
     let mut server = dir.serve_soon(&arguments)?;
-    server.wait_for_log("stream backend not reachable yet")?;
-    redis.restart()?;
+    server.wait_for_log("stream backend not reachable")?;
     server.wait_for_log("database not reachable yet")?;
     postgres.restart()?;
+    redis.restart()?;
     server.listening()?;
-    server.until("/health/ready", |status, _| status == 200).await?;
+    server.until("/health/ready", |_, body| body["status"] == "ready").await?;
     Ok(())
 }
 
@@ -141,9 +142,21 @@ async fn a_locked_directory_names_the_owning_process() -> Result<()> {
     let output = dir.run(&["serve", "--http-listen", "127.0.0.1:0"])?;
     let error = text(&output.stderr);
     assert_eq!(output.status.code(), Some(1), "{error}");
-    for word in ["in use by process", &server.pid().to_string(), "`stream.url`", "Redis"] {
+    let address = format!("--url http://{}`", server.address);
+    for word in ["in use by process", &server.pid().to_string(), &address, "`stream.url`", "Redis"]
+    {
         assert!(error.contains(word), "lacks {word}: {error}");
     }
+    Ok(())
+}
+
+#[tokio::test]
+async fn the_directory_of_the_data_is_only_for_its_user() -> Result<()> {
+    use std::os::unix::fs::PermissionsExt;
+    let dir = ServerDir::new()?;
+    let _server = dir.serve(&[])?;
+    let data = std::fs::metadata(dir.path().join("headwater-data"))?;
+    assert_eq!(data.permissions().mode() & 0o777, 0o700);
     Ok(())
 }
 
@@ -153,7 +166,7 @@ async fn readiness_names_an_unavailable_dependency_and_recovers() -> Result<()> 
     let database = Postgres::shared()?.database()?;
     let dir = ServerDir::new()?;
     let server = dir.serve(&["--stream-url", &redis.url(), "--database-url", &database.url()])?;
-    server.until("/health/ready", |status, _| status == 200).await?;
+    server.until("/health/ready", |_, body| body["status"] == "ready").await?;
 
     redis.pause()?;
     let fails = |body: &Value| {
@@ -162,11 +175,15 @@ async fn readiness_names_an_unavailable_dependency_and_recovers() -> Result<()> 
         failed.map(|check| check["name"].as_str().unwrap_or_default()).collect::<Vec<_>>()
             == ["streams"]
     };
-    server.until("/health/ready", |status, body| status == 503 && fails(body)).await?;
+    server
+        .until("/health/ready", |status, body| {
+            status == 200 && body["status"] == "degraded" && fails(body)
+        })
+        .await?;
     assert_eq!(server.get("/health/live").await?.0, 200);
 
     redis.resume()?;
-    server.until("/health/ready", |status, _| status == 200).await?;
+    server.until("/health/ready", |_, body| body["status"] == "ready").await?;
     Ok(())
 }
 
@@ -177,7 +194,7 @@ async fn a_worker_serves_only_health_and_metrics() -> Result<()> {
     let dir = ServerDir::new()?;
     let mut worker =
         dir.worker(&["--stream-url", &redis.url(), "--database-url", &database.url()])?;
-    worker.until("/health/ready", |status, _| status == 200).await?;
+    worker.until("/health/ready", |_, body| body["status"] == "ready").await?;
     let (status, metrics) = worker.get("/metrics").await?;
     assert_eq!(status, 200);
     assert!(metrics.as_str().is_some_and(|text| text.contains("headwater_http_requests_total")));

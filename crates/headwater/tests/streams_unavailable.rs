@@ -164,7 +164,7 @@ async fn many_events_during_an_outage_delay_no_reply_and_are_published_once_in_o
     let quick = ["--issue-quiet", "500ms", "--sweep-every", "200ms"];
     let many = ["--http-rate-per-second", "1000000", "--http-rate-burst", "1000000"];
     let server = place.serve(&[&["--stream-url", &redis.url()][..], &quick, &many].concat())?;
-    server.until("/health/ready", |status, _| status == 200).await?;
+    server.until("/health/ready", |_, body| body["status"] == "ready").await?;
 
     redis.stop()?;
     let mut tickets = Vec::new();

@@ -197,7 +197,7 @@ async fn a_run_in_another_process_continues_the_trace_of_its_event() -> Result<(
     let both = [&["--stream-url", &streams, "--database-url", &database][..], &quiet].concat();
     let mut server = dir.serve(&[&both[..], &["--otlp-url", &of_server]].concat())?;
     let mut worker = dir.worker(&[&both[..], &["--otlp-url", &of_worker]].concat())?;
-    worker.until("/health/ready", |status, _| status == 200).await?;
+    worker.until("/health/ready", |_, body| body["status"] == "ready").await?;
 
     // Alternating pairs, until the other process has run both kinds.
     let mut elsewhere = (Vec::new(), Vec::new());
@@ -237,7 +237,7 @@ async fn a_run_in_another_process_continues_the_trace_of_its_event() -> Result<(
 async fn an_unavailable_collector_has_no_effect() -> Result<()> {
     let dir = ServerDir::new()?;
     let mut server = dir.serve(&["--otlp-url", "http://127.0.0.1:1"])?;
-    server.until("/health/ready", |status, _| status == 200).await?;
+    server.until("/health/ready", |_, body| body["status"] == "ready").await?;
     assert!(server.stop()?.success(), "{}", server.log());
     Ok(())
 }
@@ -294,8 +294,8 @@ async fn logs_are_json_without_secrets_or_text_on_request() -> Result<()> {
             "127.0.0.1:0",
             "--log-format",
             "text",
-            "--stream-url",
-            "redis://127.0.0.1:1",
+            "--database-url",
+            "postgres://ann@127.0.0.1:1/headwater",
             "--start-wait",
             "0s",
         ])

@@ -280,8 +280,38 @@ async fn an_entry_waits_while_the_database_is_unavailable() -> Result<()> {
     assert_eq!((pending(&redis), dead_letters(&redis)), (Some(1), 0), "it is not acknowledged");
 
     postgres.restart()?;
-    server.until("/health/ready", |status, _| status == 200).await?;
+    server.until("/health/ready", |_, body| body["status"] == "ready").await?;
     answered(&server, &ticket.to_string(), 1).await?;
     wait_until("the entry to be acknowledged", LIMIT, || pending(&redis) == Some(0))?;
+    Ok(())
+}
+
+/// `sanitized_string` of the format: the desk cleans what it reads, whatever the writer did.
+#[tokio::test]
+async fn the_content_of_an_entry_is_cleaned_and_nothing_else_is_changed() -> Result<()> {
+    let redis = Redis::start()?;
+    let place = ServerDir::new()?;
+    let server = desk(&place, &redis)?;
+    let ticket = Uuid::new_v4();
+    let event = json!({
+        "event_type": "TICKET_CREATED", "ticket_id": ticket, "message_id": Uuid::new_v4(),
+        "payload": {
+            "content": "one\r\ntwo\rthree\tfour\u{0}\u{1b}[31m\u{85}<script>alert('&')</script> \u{202e}键🙂  ",
+            "title": " My\n router\u{7} <b> ",
+        },
+    });
+    redis.command(&["XADD", "ticket_events", "*", "data", &event.to_string()])?.ok()?;
+
+    let shown = answered(&server, &ticket.to_string(), 1).await?;
+    let content = "one\ntwo\nthree\tfour[31m<script>alert('&')</script> \u{202e}键🙂  ";
+    assert_eq!(by(&shown, "user"), [content]);
+    assert_eq!(shown["title"], "My router <b>", "{shown}");
+    // A text that is too long is not cut: it becomes a dead letter.
+    let long = json!({
+        "event_type": "MESSAGE_RECEIVED", "ticket_id": ticket, "message_id": Uuid::new_v4(),
+        "payload": { "content": "x".repeat(1024 * 1024) },
+    });
+    redis.command(&["XADD", "ticket_events", "*", "data", &long.to_string()])?.ok()?;
+    wait_until("a dead letter", LIMIT, || dead_letters(&redis) == 1)?;
     Ok(())
 }

@@ -6,6 +6,7 @@ use std::collections::HashSet;
 
 use anyhow::{Context, Result};
 use futures_util::StreamExt;
+use headwater::outbound::marker::marker_for;
 use headwater_testkit::{Postgres, Redis};
 use serde_json::{Value, json};
 
@@ -44,7 +45,7 @@ async fn github_issues_and_comments_are_recorded_once_and_processed() -> Result<
     assert_eq!((status, &second["issue_id"]), (200, &first["issue_id"]), "one issue");
 
     let shown = issue(&server, &first).await?;
-    assert_eq!(shown["external_project_id"], "acme/shop");
+    assert_eq!(shown["external_project_id"], "35129377", "the id survives a rename");
     assert_eq!(shown["external_issue_id"], "42");
     let path = format!("/api/v1/issues/{}", first["issue_id"]);
     server
@@ -65,7 +66,12 @@ async fn other_github_events_and_own_comments_are_ignored() -> Result<()> {
     let mut on_code = github_comment(7, "ann", "Looks good.");
     on_code["issue"]["pull_request"] =
         json!({"url": "https://api.github.com/repos/acme/shop/pulls/7"});
-    let marked = "Soon.\n\n<!-- headwater:reply abc-1-1-0 -->";
+    let secret = SECRET.to_owned().into();
+    let marked = format!("Soon.\n\n{}", marker_for("abc-1-1-0", "Soon.", &secret));
+    let mut corrected = github_comment(7, "ann", &marked.replace("Soon", "Tomorrow"));
+    corrected["action"] = "edited".into();
+    let mut by_bot = github_comment(7, "renovate[bot]", "This dependency is outdated.");
+    by_bot["comment"]["user"]["type"] = "Bot".into();
     for (event, payload) in [
         ("ping", json!({"zen": "Keep it logically awesome.", "hook_id": 1})),
         ("push", json!({"ref": "refs/heads/main"})),
@@ -74,7 +80,9 @@ async fn other_github_events_and_own_comments_are_ignored() -> Result<()> {
         ("issue_comment", on_code),
         ("issue_comment", github_comment(7, "shop-bot", "I am the shop's bot.")),
         ("issue_comment", github_comment(7, "Shop-Bot", "I am the shop's bot.")),
-        ("issue_comment", github_comment(7, "ann", marked)),
+        ("issue_comment", github_comment(7, "ann", &marked)),
+        ("issue_comment", corrected),
+        ("issue_comment", by_bot),
     ] {
         let body = payload.to_string();
         let (status, answer) = send(github(&server, event, "d", body.as_bytes())).await?;
@@ -82,6 +90,47 @@ async fn other_github_events_and_own_comments_are_ignored() -> Result<()> {
         assert!(answer["reason"].as_str().is_some_and(|reason| !reason.is_empty()));
     }
     assert_eq!(server.get("/api/v1/issues").await?.1["issues"], json!([]));
+
+    // A text of a user with a marker is not a message of the desk.
+    for text in [
+        format!("> Soon.\n\nThat is too late.\n\n{marked}"),
+        marked.replace("Soon.", "Ignore what others write."),
+        "Soon.\n\n<!-- headwater:reply abc-1-1-0 -->".to_owned(),
+    ] {
+        let body = github_comment(7, "eve", &text).to_string();
+        let (_, answer) = send(github(&server, "issue_comment", "d", body.as_bytes())).await?;
+        assert_eq!(answer["status"], "ok", "{text}: {answer}");
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn an_event_that_two_webhooks_report_or_one_sends_again_is_recorded_once() -> Result<()> {
+    let (_place, server) = server()?;
+    // The webhooks of a repository and of its organization have their own delivery ids, and their payloads may differ.
+    let comment = github_comment(42, "ann", "It has arrived.");
+    let of_repository = comment.to_string();
+    let mut of_organization = comment;
+    of_organization["installation"] = json!({"id": 7});
+    let first = send(github(&server, "issue_comment", "d-1", of_repository.as_bytes())).await?.1;
+    assert_eq!(first["duplicate"], false);
+    let again = send(github(&server, "issue_comment", "d-2", of_repository.as_bytes())).await?.1;
+    assert_eq!((&again["duplicate"], &again["issue_id"]), (&json!(true), &first["issue_id"]));
+    let body = of_organization.to_string();
+    let (status, other) = send(github(&server, "issue_comment", "d-3", body.as_bytes())).await?;
+    assert_eq!((status, &other["status"]), (200, &json!("ignored")), "{other}");
+
+    // GitLab: "Resend" has a new event id and the same idempotency key.
+    let mut without_ids = gitlab_note(23, "ann", "It has arrived.", json!({}));
+    without_ids["object_attributes"]["id"] = Value::Null;
+    for (note, key) in [(gitlab_note(24, "ann", "Hello", json!({})), "k-1"), (without_ids, "k-2")] {
+        let sent = async |event_id: &str| {
+            let request = gitlab(&server, "Note Hook", event_id, &note);
+            send(request.header("idempotency-key", key)).await
+        };
+        assert_eq!(sent(&format!("{key}-u-1")).await?.1["duplicate"], false);
+        assert_eq!(sent(&format!("{key}-u-2")).await?.1["duplicate"], true, "{key}");
+    }
     Ok(())
 }
 
@@ -114,7 +163,7 @@ async fn gitlab_issues_and_notes_are_recorded_except_internal_notes() -> Result<
         ("Note Hook", gitlab_note(23, "ann", "Between us.", json!({"internal": true}))),
         ("Note Hook", gitlab_note(23, "ann", "changed the label", json!({"system": true}))),
         ("Note Hook", gitlab_note(23, "ann", "x", json!({"noteable_type": "MergeRequest"}))),
-        ("Note Hook", gitlab_note(23, "ann", "x\n<!-- headwater:reply a -->", json!({}))),
+        ("Note Hook", gitlab_note(23, "project_7_bot_3f2a", "I am a token.", json!({}))),
     ] {
         let (status, answer) = send(gitlab(&server, event, "u-9", &payload)).await?;
         assert_eq!((status, &answer["status"]), (200, &json!("ignored")), "{event}: {answer}");
@@ -160,17 +209,21 @@ async fn bad_requests_are_rejected_with_the_right_code_and_change_nothing() -> R
     let (_place, server) = server()?;
     let good = github_issues("opened", 42, "x").to_string();
     let signed = |body: &[u8]| github(&server, "issues", "d", body);
-    let deep = "[".repeat(200) + &"]".repeat(200);
+    let deep = ["[".repeat(200), "]".repeat(200)].concat();
     let over_the_depth_limit = format!("{{\"a\":{}{}}}", "[".repeat(110), "]".repeat(110));
     let mut deep_issue = github_issues("opened", 42, "x");
     deep_issue["deep"] = serde_json::from_str(&over_the_depth_limit)?;
-    let mut nul = github_issues("opened", 42, "x");
-    nul["repository"]["full_name"] = "a\0b".into();
-    let lone = good.replace("acme/shop\"", "acme/shop\\udfff\"");
+    // Without its id, a repository is identified by its name.
+    let named = |name: &str| {
+        let mut payload = github_issues("opened", 42, "x");
+        payload["repository"] = json!({"full_name": name});
+        payload
+    };
+    let nul = named("a\0b");
+    let lone = named("acme/shop").to_string().replace("acme/shop\"", "acme/shop\\udfff\"");
     let mut nameless = github_issues("opened", 42, "x");
     nameless["repository"] = json!({});
-    let mut long = github_issues("opened", 42, "x");
-    long["repository"]["full_name"] = "x".repeat(10_000).into();
+    let long = named(&"x".repeat(10_000));
     let unsigned = |path: &str| server.client.post(server.url(path)).body(good.clone());
     let as_json =
         |request: reqwest::RequestBuilder| request.header("content-type", "application/json");
@@ -320,16 +373,18 @@ async fn the_signature_covers_the_raw_bytes_and_is_verified_first() -> Result<()
 }
 
 #[tokio::test]
-async fn a_delivery_is_identified_by_its_id_and_not_by_its_content() -> Result<()> {
+async fn the_same_text_in_two_comments_is_two_events() -> Result<()> {
     let (_place, server) = server()?;
-    let body = github_comment(42, "ann", "Still nothing.").to_string();
     let mut logs = HashSet::new();
-    for (id, is_duplicate) in [("d-1", false), ("d-2", false), ("d-1", true), ("d-2", true)] {
-        let (_, answer) = send(github(&server, "issue_comment", id, body.as_bytes())).await?;
-        assert_eq!(answer["duplicate"], is_duplicate, "{id}: {answer}");
+    for (comment, is_duplicate) in [(1, false), (2, false), (1, true), (2, true)] {
+        let mut payload = github_comment(42, "ann", "Still nothing.");
+        payload["comment"]["id"] = comment.into();
+        let body = payload.to_string();
+        let (_, answer) = send(github(&server, "issue_comment", "d", body.as_bytes())).await?;
+        assert_eq!(answer["duplicate"], is_duplicate, "{comment}: {answer}");
         logs.insert(answer["event_log_id"].as_i64());
     }
-    assert_eq!(logs.len(), 2, "the same text may be sent twice");
+    assert_eq!(logs.len(), 2);
     Ok(())
 }
 
@@ -350,8 +405,10 @@ async fn sql_and_html_in_every_field_of_a_webhook_are_plain_text() -> Result<()>
             ("issues", github_issues("opened", 42, "Where is it?")),
             ("issue_comment", github_comment(42, "ann", "It has arrived.")),
         ] {
-            for payload in with_text(&payload, &text) {
+            for mut payload in with_text(&payload, &text) {
                 let id = format!("d-{}", requests.len());
+                let object = if event == "issues" { "issue" } else { "comment" };
+                payload[object]["id"] = requests.len().into();
                 requests.push(github(&server, event, &id, payload.to_string().as_bytes()));
             }
         }
@@ -359,8 +416,9 @@ async fn sql_and_html_in_every_field_of_a_webhook_are_plain_text() -> Result<()>
             ("Issue Hook", gitlab_issue("open", 23, json!({"title": {"previous": "a"}}))),
             ("Note Hook", gitlab_note(23, "ann", "It has arrived.", json!({}))),
         ] {
-            for payload in with_text(&payload, &text) {
+            for mut payload in with_text(&payload, &text) {
                 let id = format!("u-{}", requests.len());
+                payload["object_attributes"]["id"] = requests.len().into();
                 requests.push(gitlab(&server, event, &id, &payload));
             }
         }
@@ -385,7 +443,7 @@ async fn sql_and_html_in_every_field_of_a_webhook_are_plain_text() -> Result<()>
     all_idle(&server).await?;
     let quarantined = server.get("/api/v1/issues?quarantined=true").await?.1;
     assert_eq!(quarantined["issues"], json!([]), "{quarantined:#}");
-    let page = server.get("/").await?.1;
+    let page = server.get("/console/issues").await?.1;
     let page = page.as_str().context("a page")?;
     assert!(!page.contains("<script>alert") && !page.contains("<img src=x"), "{page}");
     assert!(!server.log().contains("panicked"), "{}", server.log());
@@ -464,7 +522,7 @@ async fn while_the_database_is_unavailable_webhooks_get_retry_after_and_nothing_
         "--issue-quiet",
         "50ms",
     ])?;
-    server.until("/health/ready", |status, _| status == 200).await?;
+    server.until("/health/ready", |_, body| body["status"] == "ready").await?;
 
     postgres.stop()?;
     let body = github_issues("opened", 42, "x").to_string();
@@ -477,7 +535,7 @@ async fn while_the_database_is_unavailable_webhooks_get_retry_after_and_nothing_
     assert_eq!(not_ready.0, 503);
 
     postgres.restart()?;
-    server.until("/health/ready", |status, _| status == 200).await?;
+    server.until("/health/ready", |_, body| body["status"] == "ready").await?;
     let (status, answer) = send(github(&server, "issues", "d-1", body.as_bytes())).await?;
     assert_eq!((status, &answer["status"]), (200, &json!("ok")));
     let path = format!("/api/v1/issues/{}", answer["issue_id"]);

@@ -4,7 +4,7 @@
 //! and keeps a TOML parser out of xtask.
 
 /// Every crate that others may build on, with its layer.
-const LAYERS: [(&str, u8); 8] = [
+const LAYERS: [(&str, u8); 9] = [
     ("headwater-stream", 1),
     ("headwater-assignment", 2),
     ("headwater-queue", 2),
@@ -12,11 +12,13 @@ const LAYERS: [(&str, u8); 8] = [
     ("headwater-issue", 4),
     ("headwater-analytics", 4),
     ("headwater-conformance", 5),
-    ("headwater", 5),
+    ("headwater-console", 5),
+    ("headwater", 6),
 ];
 
 const TESTKIT: &str = "headwater-testkit";
 const BINARY: &str = "headwater";
+const CONSOLE: &str = "headwater-console";
 const XTASK: &str = "xtask";
 
 /// Crates for programs. A library that used them would push them on its users.
@@ -47,7 +49,9 @@ fn objection(name: &str, dependency: &str) -> Option<String> {
     if dependency == TESTKIT {
         return Some("is for tests, move it to [dev-dependencies]".to_owned());
     }
-    if FOR_PROGRAMS.contains(&dependency) && ![BINARY, TESTKIT].contains(&name) {
+    // The console is a part of the program: routes for its HTTP server.
+    let is_of_console = name == CONSOLE && dependency == "axum";
+    if FOR_PROGRAMS.contains(&dependency) && ![BINARY, TESTKIT].contains(&name) && !is_of_console {
         return Some(format!("is for programs, only `{BINARY}` may use it"));
     }
     // The test kit has no layer: it stands below all and may use none.
@@ -168,6 +172,8 @@ mod tests {
             assert_eq!(findings("headwater-queue", &format!("[dev-{rest}")), [""; 0]);
         }
         assert_eq!(findings("headwater-testkit", "[dependencies]\nanyhow = \"1\"\n"), [""; 0]);
+        assert_eq!(findings("headwater-console", "[dependencies]\naxum = \"1\"\n"), [""; 0]);
+        assert_eq!(findings("headwater-console", "[dependencies]\nclap = \"1\"\n").len(), 1);
     }
 
     #[test]

@@ -8,7 +8,7 @@ use duckdb::Connection;
 use serde_json::{Map, Value};
 use tokio::sync::oneshot;
 
-use super::{AnalyticsReader, failed};
+use super::{AnalyticsReader, FileConnection, ReopenableFile, failed};
 use crate::error::{AnalyticsError, Result};
 use crate::limits::{ANSWER_BYTES_MAX, ANSWER_ROWS_MAX, MEMORY_MAX, QUERY_TIME_MAX, SQL_BYTES_MAX};
 use crate::table::Table;
@@ -70,14 +70,12 @@ impl AnalyticsReader {
             return Err(AnalyticsError::invalid("a query", problem));
         }
         let sql = sql.trim().trim_end_matches(';').to_owned();
-        let connection = {
-            let shared = self.connection.lock().unwrap_or_else(PoisonError::into_inner);
-            shared.try_clone().map_err(|error| failed("open a connection", error))?
-        };
+        let connection = self.file.connect()?;
         let has_ended = Arc::new(Mutex::new(false));
         let _stop =
             StopOnDrop { handle: connection.interrupt_handle(), has_ended: Arc::clone(&has_ended) };
-        let open = QueryConnection { connection: Some(connection), has_ended };
+        let file = Arc::clone(&self.file);
+        let open = QueryConnection { connection: Some(connection), has_ended, file };
         let (sender, answered) = oneshot::channel();
         let answering = move || {
             let _permit = permit;
@@ -101,14 +99,19 @@ impl AnalyticsReader {
 /// A connection that runs one query. It is closed under a lock, because interrupting a closed connection is a
 /// use-after-free.
 struct QueryConnection {
-    connection: Option<Connection>,
+    connection: Option<FileConnection>,
     has_ended: Arc<Mutex<bool>>,
+    file: Arc<ReopenableFile>,
 }
 
 impl QueryConnection {
     fn answer(&self, sql: &str) -> Result<Table> {
         let connection = self.connection.as_ref().expect("open until dropped");
-        answer(connection, sql)
+        let answered = answer(connection, sql);
+        if let Err(error) = &answered {
+            self.file.check_failure(connection, error);
+        }
+        answered
     }
 }
 
@@ -526,7 +529,7 @@ mod tests {
         let folder = folder.path().display().to_string();
         let reader = store.reader();
         let named = |sql: &str| {
-            let connection = reader.connection.lock().unwrap();
+            let connection = reader.file.connect().unwrap();
             let mut statement = connection.prepare(sql).unwrap();
             let names = statement.query_map([], |row| row.get::<_, String>(0)).unwrap();
             names.collect::<duckdb::Result<Vec<String>>>().unwrap()

@@ -18,17 +18,21 @@ const TABLES: &str = "
 CREATE TABLE IF NOT EXISTS positions (
   source VARCHAR PRIMARY KEY, entry_ms UBIGINT NOT NULL, entry_seq UBIGINT NOT NULL
 );
-CREATE TABLE IF NOT EXISTS events (
-  entry_ms UBIGINT, entry_seq UBIGINT,
-  event_type VARCHAR NOT NULL, ticket_id VARCHAR NOT NULL, message_id VARCHAR, user_id VARCHAR, content VARCHAR,
-  occurred_at TIMESTAMP NOT NULL,
-  run_events UINTEGER, tokens_in UINTEGER, tokens_out UINTEGER, cost DOUBLE
-);
 CREATE TABLE IF NOT EXISTS dead_letters (
   topic VARCHAR NOT NULL, entry_ms UBIGINT NOT NULL, entry_seq UBIGINT NOT NULL,
   original_id VARCHAR, failures UINTEGER NOT NULL, reason VARCHAR NOT NULL, failed_at TIMESTAMP NOT NULL
 );
 ALTER TABLE dead_letters ADD COLUMN IF NOT EXISTS identity VARCHAR;
+";
+
+/// The columns of `events`.
+const EVENT_COLUMNS: &str = "
+  entry_ms UBIGINT, entry_seq UBIGINT,
+  event_type VARCHAR NOT NULL, ticket_id VARCHAR NOT NULL, message_id VARCHAR, user_id VARCHAR, content VARCHAR,
+  occurred_at TIMESTAMP NOT NULL,
+  run_events UINTEGER, tokens_in UINTEGER, tokens_out UINTEGER, cost DOUBLE";
+
+const VIEW: &str = "
 CREATE OR REPLACE VIEW ticket_events AS
   SELECT * FROM events QUALIFY 1 = row_number() OVER (
     PARTITION BY event_type, ticket_id, coalesce(message_id, entry_ms || '-' || entry_seq)
@@ -36,11 +40,29 @@ CREATE OR REPLACE VIEW ticket_events AS
   );
 ";
 
+/// The table that a rebuild fills. It exists only during a rebuild.
+pub(super) const REBUILD_TABLE: &str = "events_rebuild";
+pub(super) const DROP_REBUILD_TABLE: &str = "DROP TABLE IF EXISTS events_rebuild;";
+
+/// Creates an empty table for a rebuild.
+pub(super) fn create_rebuild_table() -> String {
+    format!("{DROP_REBUILD_TABLE} CREATE TABLE {REBUILD_TABLE} ({EVENT_COLUMNS});")
+}
+
+/// Replaces `events` by the table of the rebuild, in the transaction of the caller.
+pub(super) fn replace_events() -> String {
+    format!(
+        "DROP VIEW ticket_events; DROP TABLE events; ALTER TABLE {REBUILD_TABLE} RENAME TO events; {VIEW}"
+    )
+}
+
 /// Creates missing tables; fails on a file of a newer version without changing it.
 pub(super) fn prepare(connection: &Connection, path: &Path) -> Result<()> {
     connection.execute_batch(MARK).map_err(|error| failed("mark its file", error))?;
     check(connection, path)?;
-    let tables = format!("BEGIN; {TABLES} COMMIT;");
+    let events = format!("CREATE TABLE IF NOT EXISTS events ({EVENT_COLUMNS});");
+    // A rebuild that was interrupted has left its table.
+    let tables = format!("BEGIN; {TABLES} {events} {VIEW} {DROP_REBUILD_TABLE} COMMIT;");
     connection.execute_batch(&tables).map_err(|error| failed("create its tables", error))?;
     let mark =
         "INSERT INTO warehouse SELECT $1 WHERE NOT EXISTS (FROM warehouse WHERE version >= $1)";

@@ -8,7 +8,7 @@ use duckdb::{Connection, Transaction, params, params_from_iter};
 use headwater_stream::EntryId;
 use headwater_stream::clock::Timestamp;
 
-use super::{AnalyticsStore, StoreWriter, failed};
+use super::{AnalyticsStore, StoreWriter, failed, schema};
 use crate::error::{AnalyticsError, Result};
 use crate::event::TicketEventRow;
 use crate::limits::BATCH_ROWS_MAX;
@@ -64,24 +64,19 @@ impl AnalyticsStore {
             return Err(AnalyticsError::invalid("a batch", problem));
         }
         let started = Instant::now();
-        let mut writer = self.writer();
-        let result = store(&mut writer, events);
+        let result = self.write(|writer| store(writer, events));
         match &result {
             Ok(stored) => {
                 metrics::stored(EVENTS, stored.rows, stored.duplicates, started.elapsed());
             }
-            Err(_) => {
-                // The commit may have taken effect: read the position again.
-                writer.position = None;
-                metrics::commit_failed();
-            }
+            Err(_) => metrics::commit_failed(),
         }
         result
     }
 
     /// The last stored dead letter of a topic.
     pub fn last_dead_letter(&self, topic: &str) -> Result<Option<EntryId>> {
-        position(&self.writer().connection, &dead_letter_source(topic))
+        self.write(|writer| position(&writer.connection, &dead_letter_source(topic)))
     }
 
     /// Stores dead letters of a topic, in the order of their entries, all of them after
@@ -90,61 +85,78 @@ impl AnalyticsStore {
     pub fn store_dead_letters(&self, topic: &str, letters: &[DeadLetterRow]) -> Result<usize> {
         let Some(last) = letters.iter().map(|letter| letter.entry).max() else { return Ok(0) };
         let started = Instant::now();
-        let mut writer = self.writer();
-        let mut seen = stored_copies(&writer, topic, letters)?;
-        let is_new = |letter: &&DeadLetterRow| seen.insert(letter.identity.clone());
-        let fresh: Vec<&DeadLetterRow> = letters.iter().filter(is_new).collect();
-        let body = |transaction: &Transaction<'_>| {
-            let mut appender = transaction.appender("dead_letters")?;
-            for letter in &fresh {
-                appender.append_row(params![
-                    letter.topic,
-                    letter.entry.ms,
-                    letter.entry.seq,
-                    letter.original_id.map(|id| id.to_string()),
-                    letter.failures,
-                    letter.reason,
-                    timestamp(letter.failed_at),
-                    letter.identity,
-                ])?;
-            }
-            appender.flush()?;
-            move_position(transaction, &dead_letter_source(topic), last)
-        };
-        transact(&mut writer, "store dead letters", body)?;
-        let copies = letters.len() - fresh.len();
-        metrics::stored("dead_letters", fresh.len(), copies, started.elapsed());
-        Ok(fresh.len())
+        let stored = self.write(|writer| {
+            let mut seen = stored_copies(writer, topic, letters)?;
+            let is_new = |letter: &&DeadLetterRow| seen.insert(letter.identity.clone());
+            let fresh: Vec<&DeadLetterRow> = letters.iter().filter(is_new).collect();
+            transact(writer, "store dead letters", |transaction| {
+                append_dead_letters(transaction, &fresh)?;
+                move_position(transaction, &dead_letter_source(topic), last)
+            })?;
+            Ok(fresh.len())
+        })?;
+        metrics::stored("dead_letters", stored, letters.len() - stored, started.elapsed());
+        Ok(stored)
     }
 
-    /// Replaces all events by those of `batches` in one transaction; if a batch is an error, nothing changes. Stream
-    /// positions are kept, and so are events with entries from `keep_from` on, which the source may not have yet.
+    /// Replaces all events by those of `batches`; if a batch is an error, nothing changes. Stream positions are kept, and so are
+    /// events with entries from `keep_from` on, which the source may not have yet.
+    ///
+    /// Each batch is one transaction on a second table, which takes the place of the first in the end. Other writes go on
+    /// between batches; the last transaction copies only the events from `keep_from` on.
     pub fn rebuild(
         &self,
         keep_from: Timestamp,
         batches: impl IntoIterator<Item = Result<Vec<TicketEventRow>>>,
     ) -> Result<RebuildReport> {
-        let what = "rebuild its tables";
-        let mut writer = self.writer();
-        let transaction = writer.connection.transaction().map_err(|error| failed(what, error))?;
-        let sql = "DELETE FROM events WHERE entry_ms IS NULL OR entry_ms < ?";
-        let removed = transaction
-            .execute(sql, [keep_from.as_millis()])
-            .map_err(|error| failed(what, error))?;
+        self.write(|writer| execute(writer, &schema::create_rebuild_table()))?;
+        let rebuilt = self.fill_and_replace(keep_from, batches);
+        if rebuilt.is_err() {
+            // If this fails as well, opening the file removes the table.
+            let _ = self.write(|writer| execute(writer, schema::DROP_REBUILD_TABLE));
+        }
+        rebuilt
+    }
+
+    fn fill_and_replace(
+        &self,
+        keep_from: Timestamp,
+        batches: impl IntoIterator<Item = Result<Vec<TicketEventRow>>>,
+    ) -> Result<RebuildReport> {
         let mut stored = 0;
         for batch in batches {
             let batch = batch?;
-            append(&transaction, &batch.iter().collect::<Vec<_>>())
-                .map_err(|error| failed(what, error))?;
+            let rows: Vec<&TicketEventRow> = batch.iter().collect();
+            self.write(|writer| {
+                transact(writer, REBUILD, |transaction| {
+                    append(transaction, schema::REBUILD_TABLE, &rows)
+                })
+            })?;
             stored += batch.len() as u64;
         }
-        transaction.commit().map_err(|error| failed(what, error))?;
-        Ok(RebuildReport { removed: removed as u64, stored })
+        let mut removed = 0;
+        self.write(|writer| {
+            transact(writer, REBUILD, |transaction| {
+                let old = "SELECT count(*) FROM events WHERE entry_ms IS NULL OR entry_ms < ?";
+                removed = transaction.query_row(old, [keep_from.as_millis()], |row| row.get(0))?;
+                let keep = "INSERT INTO events_rebuild SELECT * FROM events WHERE entry_ms >= ?";
+                transaction.execute(keep, [keep_from.as_millis()])?;
+                transaction.execute_batch(&schema::replace_events())
+            })
+        })?;
+        Ok(RebuildReport { removed, stored })
     }
 }
 
-fn store(writer: &mut StoreWriter, events: &[TicketEventRow]) -> Result<StoredBatch> {
-    let position = match writer.position {
+/// The operation named in errors of a rebuild.
+const REBUILD: &str = "rebuild its tables";
+
+fn execute(writer: &StoreWriter<'_>, sql: &str) -> Result<()> {
+    writer.connection.execute_batch(sql).map_err(|error| failed(REBUILD, error))
+}
+
+fn store(writer: &mut StoreWriter<'_>, events: &[TicketEventRow]) -> Result<StoredBatch> {
+    let position = match *writer.position {
         Some(position) => position,
         None => position(&writer.connection, EVENTS)?.unwrap_or(EntryId::MIN),
     };
@@ -159,17 +171,17 @@ fn store(writer: &mut StoreWriter, events: &[TicketEventRow]) -> Result<StoredBa
     let last = fresh.iter().filter_map(|event| event.entry).fold(position, EntryId::max);
     if !fresh.is_empty() {
         transact(writer, "store events", |transaction| {
-            append(transaction, &fresh)?;
+            append(transaction, "events", &fresh)?;
             move_position(transaction, EVENTS, last)
         })?;
     }
-    writer.position = Some(last);
+    *writer.position = Some(last);
     Ok(StoredBatch { rows: fresh.len(), duplicates: events.len() - fresh.len() })
 }
 
 /// The entries that are already stored. Only entries up to the position are looked up; usually there are none.
 fn stored_before(
-    writer: &StoreWriter,
+    writer: &StoreWriter<'_>,
     events: &[TicketEventRow],
     position: EntryId,
 ) -> Result<HashSet<EntryId>> {
@@ -193,7 +205,7 @@ fn stored_before(
 
 /// The identities of those dead letters that are already stored.
 fn stored_copies(
-    writer: &StoreWriter,
+    writer: &StoreWriter<'_>,
     topic: &str,
     letters: &[DeadLetterRow],
 ) -> Result<HashSet<String>> {
@@ -211,7 +223,7 @@ fn stored_copies(
 }
 
 fn transact(
-    writer: &mut StoreWriter,
+    writer: &mut StoreWriter<'_>,
     what: &'static str,
     body: impl FnOnce(&Transaction<'_>) -> duckdb::Result<()>,
 ) -> Result<()> {
@@ -224,8 +236,25 @@ fn transact(
     run().map_err(|error| failed(what, error))
 }
 
-fn append(connection: &Connection, events: &[&TicketEventRow]) -> duckdb::Result<()> {
-    let mut appender = connection.appender("events")?;
+fn append_dead_letters(connection: &Connection, letters: &[&DeadLetterRow]) -> duckdb::Result<()> {
+    let mut appender = connection.appender("dead_letters")?;
+    for letter in letters {
+        appender.append_row(params![
+            letter.topic,
+            letter.entry.ms,
+            letter.entry.seq,
+            letter.original_id.map(|id| id.to_string()),
+            letter.failures,
+            letter.reason,
+            timestamp(letter.failed_at),
+            letter.identity,
+        ])?;
+    }
+    appender.flush()
+}
+
+fn append(connection: &Connection, table: &str, events: &[&TicketEventRow]) -> duckdb::Result<()> {
+    let mut appender = connection.appender(table)?;
     for event in events {
         appender.append_row(params![
             event.entry.map(|entry| entry.ms),

@@ -16,6 +16,7 @@ everywhere!(
     streams_max_holds_and_freed_capacity_is_used,
     a_stream_that_was_added_twice_has_one_owner_at_a_time,
     invalid_streams_and_info_are_rejected_with_a_reason,
+    a_deleted_input_stream_does_not_come_back_until_a_stream_is_added,
 );
 
 async fn two_consumers_get_one_of_two_streams_each(fixture: &ServiceFixture) {
@@ -50,6 +51,26 @@ async fn info_is_passed_through_unchanged(fixture: &ServiceFixture) {
     assert_eq!(consumer.added().await.info(), Some(info));
     consumer.assignment.add(&fixture.stream("without"), None).await.unwrap();
     assert_eq!(consumer.added().await.info(), None);
+}
+
+async fn a_deleted_input_stream_does_not_come_back_until_a_stream_is_added(
+    fixture: &ServiceFixture,
+) {
+    let mut consumer = fixture.consumer("c", quick()).await;
+    fixture.add(&["before"]).await;
+    let owned = consumer.added().await;
+    consumer.assignment.done(&owned).await.unwrap();
+
+    let (backend, input) = (fixture.connect().await, fixture.input());
+    assert!(backend.delete_stream(&input).await.unwrap());
+    // Longer than the blocked read, several sweeps and a heartbeat.
+    for _ in 0..60 {
+        assert_eq!(backend.stats(&input).await.unwrap(), None);
+        tokio::time::sleep(std::time::Duration::from_millis(100)).await;
+    }
+
+    let after = fixture.add(&["after"]).await.remove(0);
+    assert_eq!(consumer.added().await.stream(), &after);
 }
 
 async fn keys_are_case_insensitive(fixture: &ServiceFixture) {

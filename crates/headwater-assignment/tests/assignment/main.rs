@@ -7,6 +7,7 @@ mod fixture;
 
 mod failover;
 mod input;
+mod inspect;
 mod notifications;
 mod ownership_end;
 mod scale;

@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use headwater_queue::QueueError;
 use headwater_stream::{EntryId, StreamError};
 
 use crate::error::BusError;
@@ -124,6 +125,18 @@ impl SessionError {
         match self {
             Self::CompactedWhileReading { .. } => true,
             Self::Bus(error) => error.is_transient(),
+            _ => false,
+        }
+    }
+
+    /// Whether the backend rejected the credentials or a command. The same call may succeed once they are corrected.
+    pub fn is_denied(&self) -> bool {
+        let is_denied = |error: &StreamError| matches!(error, StreamError::Denied { .. });
+        match self {
+            Self::Bus(BusError::Backend(error)) => is_denied(error),
+            Self::Bus(BusError::Queue(error)) => {
+                matches!(&**error, QueueError::Backend(error) if is_denied(error))
+            }
             _ => false,
         }
     }

@@ -6,7 +6,7 @@
 
 use std::collections::VecDeque;
 
-use headwater_stream::EntryId;
+use headwater_stream::{Direction, Entry, EntryId, Range};
 
 use super::copy::Beginning;
 use super::fork::{CopySource, trimmed_error};
@@ -68,6 +68,25 @@ impl Sessions {
             checksum: crc32fast::Hasher::new(),
             is_ended: false,
         })
+    }
+}
+
+impl Sessions {
+    /// Up to `limit` stored entries after this one, as they are. Removed entries are not reported.
+    pub async fn entries_after(
+        &self,
+        session: &SessionId,
+        after: EntryId,
+        limit: usize,
+    ) -> Result<Vec<Entry>> {
+        let storage = self.storage();
+        let range = Range {
+            from: after.next(),
+            to: EntryId::MAX,
+            direction: Direction::Forward,
+            count: limit,
+        };
+        Ok(storage.backend.range(&storage.keys.session(session), range).await?)
     }
 }
 

@@ -33,9 +33,8 @@ async fn a_late_reply_can_be_fetched_by_any_process_of_the_requester(fixture: Fi
     let main_loop = Loop::default();
     let worker = fixture.worker(&main_loop).await;
     let client = fixture.client("desk").await;
-    let submit = Submission::new(Ask::Wait("late".to_owned()))
-        .id(id("r1"))
-        .timeout(Duration::from_millis(50));
+    let submit =
+        Submission::new(Ask::Wait("late".to_owned())).id(id("r1")).timeout(Duration::from_secs(2));
     let error = client.submit::<_, String>(submit).await.unwrap_err();
     assert!(matches!(error, MainLoopError::TimedOut { .. }), "{error}");
     assert!(error.is_transient());

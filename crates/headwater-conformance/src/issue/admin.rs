@@ -5,8 +5,8 @@ use std::time::Duration;
 use super::env::{INTEGRATION, StoreTestEnv, TTL, completion, event};
 use crate::TestResult;
 use headwater_issue::{
-    AfterFailure, Backlog, Claim, EventLogFilter, IssueError, IssueFilter, IssueId, IssueRetried,
-    OutboxId, ProcessingStatus, QuarantineCleared, RunFailure,
+    AfterFailure, Backlog, Claim, EventLogFilter, EventLogId, IssueError, IssueFilter, IssueId,
+    IssueRetried, OutboxId, ProcessingStatus, QuarantineCleared, RunFailure,
 };
 
 async fn quarantine(env: &StoreTestEnv, issue: &str) -> TestResult<IssueId> {
@@ -92,6 +92,19 @@ pub async fn event_logs_are_listed_by_whether_they_are_processed(env: StoreTestE
     assert_eq!(list(None, Some(first.event_log_id)).await?, [second.event_log_id]);
     let missing = env.store.event_logs(IssueId(987_654), &EventLogFilter::default(), 10).await?;
     assert_eq!(missing, []);
+    Ok(())
+}
+
+pub async fn an_event_log_is_found_by_its_id(env: StoreTestEnv) -> TestResult {
+    let first = env.record("1", "a").await?;
+    let other = env.record("2", "b").await?;
+    for recorded in [first, other] {
+        let filter = EventLogFilter::default();
+        let listed = env.store.event_logs(recorded.issue_id, &filter, 10).await?;
+        let found = env.second.event_log(recorded.event_log_id).await?;
+        assert_eq!(found.as_ref(), listed.first());
+    }
+    assert_eq!(env.store.event_log(EventLogId(987_654)).await?, None);
     Ok(())
 }
 
@@ -192,6 +205,32 @@ pub async fn the_backlog_is_counted(env: StoreTestEnv) -> TestResult {
     assert_eq!((backlog.queued, backlog.processing, backlog.quarantined), (1, 1, 1));
     assert_eq!((backlog.outbox_pending, backlog.outbox_dead), (2, 0));
     assert!(backlog.outbox_lag >= Duration::from_secs(100));
+    Ok(())
+}
+
+pub async fn a_consistency_check_reads_pages_and_can_be_resumed(env: StoreTestEnv) -> TestResult {
+    let mut ids = Vec::new();
+    for issue in ["1", "2", "3", "4", "5"] {
+        ids.push(env.record(issue, issue).await?.issue_id);
+    }
+    env.record("3", "another").await?;
+    let first = env.store.check_consistency_page(None, 2).await?;
+    assert_eq!((first.issues, first.recorded, first.resume_after), (2, 2, Some(ids[1])));
+    // An issue behind the cursor changes; the rest of the check is not affected.
+    env.record("1", "later").await?;
+    let second = env.second.check_consistency_page(first.resume_after, 2).await?;
+    assert_eq!((second.issues, second.recorded, second.resume_after), (2, 3, Some(ids[3])));
+    let last = env.store.check_consistency_page(second.resume_after, 2).await?;
+    assert_eq!((last.issues, last.pending, last.resume_after), (1, 1, None));
+    let mut report = first;
+    report.add_page(second, 10);
+    report.add_page(last, 10);
+    assert_eq!((report.issues, report.recorded, report.pending), (5, 6, 6));
+    assert!(report.is_consistent() && report.resume_after.is_none());
+    let none = env.store.check_consistency_page(Some(ids[4]), 2).await?;
+    assert_eq!(none, headwater_issue::ConsistencyReport::default());
+    let zero = env.store.check_consistency_page(None, 0).await;
+    assert!(matches!(zero, Err(IssueError::Invalid { .. })), "{zero:?}");
     Ok(())
 }
 

@@ -69,6 +69,7 @@ pub async fn batches_over_a_limit_are_rejected(env: StoreTestEnv) -> TestResult 
     let claimed = env.claim(issue).await?;
     let claims = vec![(issue, claimed.epoch); BATCH_MAX + 1];
     assert!(is_invalid(&env.store.heartbeat(&claims, TTL).await));
+    assert!(is_invalid(&env.store.check_claims(&claims).await));
     let runs = vec![completion(&claimed); BATCH_MAX + 1];
     assert!(is_invalid(&env.store.complete(&runs).await));
     Ok(())

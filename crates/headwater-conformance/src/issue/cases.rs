@@ -116,6 +116,7 @@ macro_rules! store_suite {
                 pages_of_issues_contain_each_issue_once,
                 issues_are_listed_by_status_and_quarantine,
                 event_logs_are_listed_by_whether_they_are_processed,
+                an_event_log_is_found_by_its_id,
                 an_issue_is_found_by_its_ids_at_the_provider,
                 releasing_an_issue_that_is_not_quarantined_changes_nothing,
                 a_retry_ends_a_wait_but_not_a_run,
@@ -124,6 +125,7 @@ macro_rules! store_suite {
                 a_worker_is_alive_until_its_heartbeat_expires,
                 the_backlog_is_counted,
                 the_consistency_report_is_consistent_in_every_state,
+                a_consistency_check_reads_pages_and_can_be_resumed,
             }
             bad_input {
                 an_invalid_event_does_not_fail_the_batch,
@@ -136,6 +138,7 @@ macro_rules! store_suite {
                 concurrent_duplicates_are_stored_once,
                 one_of_eight_concurrent_claims_wins,
                 concurrent_recorders_and_workers_lose_and_repeat_nothing,
+                a_consistency_check_during_changes_reports_no_inconsistency,
                 batches_in_any_order_do_not_deadlock,
                 rows_written_during_deliveries_are_delivered_in_order,
             }

@@ -126,12 +126,19 @@ pub async fn a_heartbeat_renews_a_claim_and_reports_newer_events(env: StoreTestE
     let renewal = env.store.heartbeat(&[(issue, claimed.epoch)], TTL).await?.remove(0);
     let ClaimRenewal::Kept { expires_at, pending_events } = renewal else { panic!("{renewal:?}") };
     assert!(!claimed.has_newer_events(pending_events));
-    assert_eq!(env.issue(issue).await?.claim_expires_at, Some(expires_at));
+    let before = env.issue(issue).await?;
+    assert_eq!(before.claim_expires_at, Some(expires_at));
+    let checked = env.store.check_claims(&[(issue, claimed.epoch)]).await?;
+    assert_eq!(checked, [ClaimRenewal::Kept { expires_at, pending_events }]);
+    assert_eq!(env.issue(issue).await?, before, "a check changes nothing");
     env.advance(TTL / 2 + Duration::from_secs(10)).await?;
     let second = env.second.claim(&[issue], &options("b")).await?.remove(0);
     assert!(matches!(second, Claim::Taken { .. }), "{second:?}");
 
     env.store.record(&[event("42", "b")], &DebounceWindow::default()).await.remove(0)?;
+    let checked = env.store.check_claims(&[(issue, claimed.epoch)]).await?;
+    let ClaimRenewal::Kept { pending_events, .. } = checked[0] else { panic!("{checked:?}") };
+    assert!(claimed.has_newer_events(pending_events));
     let renewal = env.store.heartbeat(&[(issue, claimed.epoch)], TTL).await?.remove(0);
     let ClaimRenewal::Kept { pending_events, .. } = renewal else { panic!("{renewal:?}") };
     assert!(claimed.has_newer_events(pending_events));
@@ -149,9 +156,12 @@ pub async fn a_heartbeat_of_a_lost_claim_reports_the_loss_and_changes_nothing(
     let kept = env.claim(other).await?;
     let before = env.issue(issue).await?;
     let claims = [(issue, lost.epoch), (other, kept.epoch), (IssueId(987_654), ClaimEpoch(1))];
-    let renewals = env.store.heartbeat(&claims, TTL).await?;
-    assert_eq!((renewals[0], renewals[2]), (ClaimRenewal::Lost, ClaimRenewal::Lost));
-    assert!(matches!(renewals[1], ClaimRenewal::Kept { .. }));
+    for renewals in
+        [env.store.check_claims(&claims).await?, env.store.heartbeat(&claims, TTL).await?]
+    {
+        assert_eq!((renewals[0], renewals[2]), (ClaimRenewal::Lost, ClaimRenewal::Lost));
+        assert!(matches!(renewals[1], ClaimRenewal::Kept { .. }));
+    }
     assert_eq!(env.issue(issue).await?, before);
     Ok(())
 }

@@ -84,6 +84,49 @@ pub async fn one_of_eight_concurrent_claims_wins(env: StoreTestEnv) -> TestResul
     Ok(())
 }
 
+pub async fn a_consistency_check_during_changes_reports_no_inconsistency(
+    env: StoreTestEnv,
+) -> TestResult {
+    const ISSUES: usize = 7;
+    let mut recorders = JoinSet::new();
+    for n in 0..4 {
+        let store = store(&env, n);
+        recorders.spawn(async move {
+            for k in 0..40 {
+                let event = event(&(k % ISSUES).to_string(), &format!("{n}-{k}"));
+                record(&*store, &event).await?;
+            }
+            Ok::<_, headwater_issue::IssueError>(())
+        });
+    }
+    let (stop, stopped) = tokio::sync::watch::channel(false);
+    let mut workers = JoinSet::new();
+    for n in 0..2 {
+        let (store, stopped) = (store(&env, n), stopped.clone());
+        workers.spawn(async move { work(&*store, n, &stopped).await });
+    }
+    // Pages smaller than the number of issues: the issues change between the pages of one check.
+    let (mut pages, mut after) = (0_u32, None);
+    loop {
+        let check = || env.second.check_consistency_page(after, 3);
+        let page = with_retries(check).await?;
+        assert!(page.is_consistent(), "page {pages}: {page}");
+        pages += 1;
+        after = page.resume_after;
+        if after.is_none() && recorders.is_empty() {
+            break;
+        }
+        while let Some(recorded) = recorders.try_join_next() {
+            recorded??;
+        }
+    }
+    let _ = stop.send(true);
+    while let Some(worked) = workers.join_next().await {
+        worked??;
+    }
+    env.assert_consistent().await
+}
+
 pub async fn concurrent_recorders_and_workers_lose_and_repeat_nothing(
     env: StoreTestEnv,
 ) -> TestResult {

@@ -423,6 +423,7 @@ pub async fn empty_batches_have_no_effect(env: StoreTestEnv) -> TestResult {
     assert!(env.store.fail(&[], 5).await?.is_empty());
     assert!(env.store.release_claims(&[]).await?.is_empty());
     assert!(env.store.heartbeat(&[], super::env::TTL).await?.is_empty());
+    assert!(env.store.check_claims(&[]).await?.is_empty());
     assert!(env.store.settle_outbox(&[]).await?.is_empty());
     Ok(())
 }

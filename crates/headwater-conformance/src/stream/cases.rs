@@ -77,6 +77,7 @@ macro_rules! __stream_cases {
                 always ensuring_a_group_creates_its_stream,
                 steady ensuring_a_group_returns_whether_it_was_created,
                 always ensuring_a_group_again_keeps_its_position,
+                always a_group_is_created_only_while_its_condition_holds,
                 always every_group_gets_every_entry,
                 always each_entry_goes_to_one_consumer_of_a_group,
                 always a_group_of_the_same_name_on_another_stream_is_another_group,
@@ -104,6 +105,8 @@ macro_rules! __stream_cases {
                 steady a_deleted_group_is_recreated_from_the_beginning,
                 always a_group_deleted_during_a_blocked_read_is_recreated_from_the_beginning,
                 always a_stream_deleted_during_a_blocked_read_does_not_stop_the_reader,
+                steady a_read_of_a_required_group_fails_if_it_is_missing_and_creates_nothing,
+                steady a_required_group_deleted_during_a_blocked_read_stays_deleted,
                 always the_next_read_returns_entries_delivered_to_a_dropped_read,
                 always a_read_dropped_after_a_few_steps_loses_nothing,
                 always reads_dropped_at_random_points_lose_and_duplicate_nothing,
@@ -182,6 +185,7 @@ macro_rules! __stream_cases {
             reclaim {
                 always a_reclaimed_entry_changes_owner_and_increments_its_delivery_count,
                 steady each_reclaim_increments_the_delivery_count,
+                always a_reclaim_of_own_entries_is_not_one_more_delivery,
                 always a_reclaim_from_anyone_includes_own_entries,
                 steady a_reclaim_from_others_excludes_own_entries,
                 steady a_reclaim_from_one_consumer_excludes_other_consumers,
@@ -255,6 +259,7 @@ macro_rules! __stream_cases {
                 always lag_counts_only_existing_entries,
                 always consumer_stats_show_pending_entries_and_idle_time,
                 always idle_consumers_without_pending_entries_are_removed,
+                always a_consumer_is_removed_unless_entries_are_pending_for_it,
                 always recently_active_consumers_are_kept,
                 always a_removed_consumer_can_rejoin,
             }

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use headwater_stream::{EntryId, GroupStart, Retention};
+use headwater_stream::{EntryId, GroupCondition, GroupStart, RegistryMap, Retention, StreamError};
 
 use super::env::{StreamTestEnv, consumer, group};
 use super::steps::{ALL, ids_of, ms, numbers, read_all, sleep_ms};
@@ -92,6 +92,45 @@ pub async fn ensuring_a_group_again_keeps_its_position(env: StreamTestEnv) -> Te
 
     assert_eq!(ids_of(&flow.deliver("bob", ALL).await?), ids[1..], "the group continued");
     assert_eq!(flow.pending_ids().await?, ids, "and kept its pending entries");
+    Ok(())
+}
+
+pub async fn a_group_is_created_only_while_its_condition_holds(env: StreamTestEnv) -> TestResult {
+    let (map, group) = (env.map("meta"), group("workers"));
+    let owned = RegistryMap::from([("owner".to_owned(), "ann".into())]);
+    let deleting = RegistryMap::from([("deleting".to_owned(), "now".into())]);
+    let if_map = GroupCondition::StreamOrMap { map: &map, without: "deleting" };
+    // On a cluster the map is in another slot than one of them.
+    for stream in [env.stream("orders"), env.stream_elsewhere("orders")] {
+        let refuses = async |condition| {
+            let ensured =
+                env.backend.ensure_group_if(&stream, &group, GroupStart::Beginning, condition);
+            let ensured = ensured.await;
+            assert!(matches!(ensured, Err(StreamError::NoGroup { .. })), "{ensured:?}");
+            assert_eq!(env.second.stats(&stream).await?, None, "nothing is created");
+            TestResult::Ok(())
+        };
+        refuses(GroupCondition::StreamExists).await?;
+        refuses(if_map).await?;
+        env.second.map_create(&map, &owned).await?;
+        refuses(GroupCondition::StreamExists).await?;
+        env.second.map_update(&map, None, &deleting).await?;
+        refuses(if_map).await?;
+        env.second.map_delete(&map).await?;
+
+        env.second.map_create(&map, &owned).await?;
+        env.backend.ensure_group_if(&stream, &group, GroupStart::Beginning, if_map).await?;
+        env.second.map_delete(&map).await?;
+        let ids = env.second.append(&stream, &numbers(2), KEEP).await?;
+        // What exists needs no map, and the group keeps its position.
+        for condition in [if_map, GroupCondition::StreamExists] {
+            let start = GroupStart::After(ids[1]);
+            assert!(!env.backend.ensure_group_if(&stream, &group, start, condition).await?);
+        }
+        let mut reader = env.backend.reader(&group, &consumer("ann")).await?;
+        let found = read_all(&mut *reader, std::slice::from_ref(&stream), 2).await?;
+        assert_eq!(ids_of(&found[0].entries), ids);
+    }
     Ok(())
 }
 

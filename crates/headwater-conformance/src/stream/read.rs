@@ -5,7 +5,8 @@ use std::task::Poll;
 use std::time::Duration;
 
 use headwater_stream::{
-    DeliveredEntry, EntryId, GroupReader, GroupStart, Retention, StreamBatch, StreamName,
+    DeliveredEntry, EntryId, GroupReader, GroupStart, Retention, StreamBatch, StreamError,
+    StreamName,
 };
 use tokio::time::{Instant, timeout};
 
@@ -257,6 +258,73 @@ pub async fn a_stream_deleted_during_a_blocked_read_does_not_stop_the_reader(
     let read = read_all(&mut *reader, &[b, a], 2).await?;
 
     assert_eq!(all_ids(&read), writer.await??);
+    Ok(())
+}
+
+/// Asserts that the read failed because there is no such group, and that the reader did not create it.
+async fn assert_no_group(
+    env: &StreamTestEnv,
+    stream: &StreamName,
+    read: headwater_stream::Result<Vec<StreamBatch<DeliveredEntry>>>,
+) -> TestResult {
+    assert!(matches!(read, Err(StreamError::NoGroup { .. })), "{read:?}");
+    let groups = env.second.stats(stream).await?.map(|stats| stats.groups).unwrap_or_default();
+    assert_eq!(groups, []);
+    Ok(())
+}
+
+pub async fn a_read_of_a_required_group_fails_if_it_is_missing_and_creates_nothing(
+    env: StreamTestEnv,
+) -> TestResult {
+    let flow = env.flow().await?;
+    let streams = std::slice::from_ref(&flow.stream);
+    let ids = flow.append(3).await?;
+    let mut reader = ann(&env).await?;
+    reader.require_groups();
+    assert_eq!(all_ids(&read_all(&mut *reader, streams, 3).await?), ids);
+
+    env.second.remove_group(&flow.stream, &flow.group).await?;
+    assert_no_group(&env, &flow.stream, reader.read(streams, 10, ms(50)).await).await?;
+    env.second.delete_stream(&flow.stream).await?;
+    assert_no_group(&env, &flow.stream, reader.read(streams, 10, ms(50)).await).await?;
+    assert_eq!(env.second.stats(&flow.stream).await?, None, "the stream is not created");
+
+    env.second.ensure_group(&flow.stream, &flow.group, GroupStart::Beginning).await?;
+    let ids = flow.append(2).await?;
+    assert_eq!(all_ids(&read_all(&mut *reader, streams, 2).await?), ids, "the reader works again");
+    Ok(())
+}
+
+pub async fn a_required_group_deleted_during_a_blocked_read_stays_deleted(
+    env: StreamTestEnv,
+) -> TestResult {
+    let [a, b, _] = three_streams(&env).await?;
+    let flow_group = group("workers");
+    let mut reader = ann(&env).await?;
+    reader.require_groups();
+    for deletes_stream in [false, true] {
+        env.second.ensure_group(&a, &flow_group, GroupStart::End).await?;
+        let (second, stream, group) = (Arc::clone(&env.second), a.clone(), flow_group.clone());
+        let writer = tokio::spawn(async move {
+            sleep_ms(80).await;
+            match deletes_stream {
+                true => second.delete_stream(&stream).await?,
+                false => second.remove_group(&stream, &group).await?,
+            };
+            second.append(&stream, &numbers(2), KEEP).await
+        });
+
+        let read = reader.read(&[b.clone(), a.clone()], 2, LONG).await;
+
+        writer.await??;
+        // The read of another server of a cluster may have succeeded.
+        let mut failures = reader.take_failures();
+        let read = match failures.pop() {
+            Some(failure) => Err(failure.error),
+            None => read,
+        };
+        assert_no_group(&env, &a, read).await?;
+    }
     Ok(())
 }
 

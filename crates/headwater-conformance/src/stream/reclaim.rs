@@ -48,6 +48,18 @@ pub async fn each_reclaim_increments_the_delivery_count(env: StreamTestEnv) -> T
     Ok(())
 }
 
+pub async fn a_reclaim_of_own_entries_is_not_one_more_delivery(env: StreamTestEnv) -> TestResult {
+    let (flow, ids) = three_consumers(&env).await?;
+    for _ in 0..3 {
+        let found = flow.reclaim("bob", ReclaimFrom::Own(&ids)).await?;
+        assert_eq!(ids_of(&found.entries), [ids[1], ids[4]], "only those of bob");
+        assert!(found.entries.iter().all(|entry| entry.deliveries == 1), "{found:?}");
+        assert_eq!(found.entries[0].fields, numbered(1), "the entry comes whole");
+    }
+    assert!(flow.pending_owners().await?.iter().all(|(_, _, deliveries)| *deliveries == 1));
+    Ok(())
+}
+
 pub async fn a_reclaim_from_anyone_includes_own_entries(env: StreamTestEnv) -> TestResult {
     let (flow, ids) = three_consumers(&env).await?;
     let found = flow.reclaim("ann", ReclaimFrom::Anyone).await?;

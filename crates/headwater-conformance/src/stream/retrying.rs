@@ -106,6 +106,9 @@ retrying! {
         ) -> Vec<AppendedEntry>;
         appended(stream: &StreamName, ids: &[&str]) -> Vec<Option<EntryId>>;
         ensure_group(stream: &StreamName, group: &GroupName, start: GroupStart) -> bool;
+        ensure_group_if(
+            stream: &StreamName, group: &GroupName, start: GroupStart, condition: GroupCondition<'_>
+        ) -> bool;
         remove_group(stream: &StreamName, group: &GroupName) -> bool;
         reset_group(stream: &StreamName, group: &GroupName, start: GroupStart) -> bool;
         disconnect_reader(
@@ -123,6 +126,7 @@ retrying! {
         delete_stream(stream: &StreamName) -> bool;
         rename_stream(from: &StreamName, to: &StreamName) -> bool;
         stats(stream: &StreamName) -> Option<StreamStats>;
+        remove_consumer(stream: &StreamName, group: &GroupName, consumer: &ConsumerName) -> bool;
         remove_idle_consumers(
             stream: &StreamName, group: &GroupName, idle: Duration
         ) -> Vec<ConsumerName>;

@@ -180,6 +180,22 @@ pub async fn idle_consumers_without_pending_entries_are_removed(env: StreamTestE
     Ok(())
 }
 
+pub async fn a_consumer_is_removed_unless_entries_are_pending_for_it(
+    env: StreamTestEnv,
+) -> TestResult {
+    let (flow, ids) = env.flow_with_pending(1).await?;
+    let ann = consumer("ann");
+    assert!(!env.backend.remove_consumer(&flow.stream, &flow.group, &ann).await?, "it has one");
+    assert!(!env.backend.remove_consumer(&flow.stream, &flow.group, &consumer("no")).await?);
+    assert_eq!(flow.pending_ids().await?, ids);
+
+    flow.settle("ann", &done(&ids)).await?;
+    let removed = env.backend.remove_consumer(&flow.stream, &flow.group, &ann).await?;
+    assert!(removed || env.is_faulty(), "it has none");
+    assert_eq!(names(&flow.group_stats().await?.consumers), []);
+    Ok(())
+}
+
 pub async fn recently_active_consumers_are_kept(env: StreamTestEnv) -> TestResult {
     let (flow, ids) = env.flow_with_pending(2).await?;
     flow.settle("ann", &done(&ids)).await?;

@@ -4,15 +4,13 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use sqlx::postgres::PgConnection;
-use sqlx::{AssertSqlSafe, Connection, Error, Executor, Row};
+use sqlx::{Error, Row};
 
 use super::PostgresStore;
 use crate::admin_queries::{SqlStore, WaitEnded};
-use crate::connect::with_deadline;
 use crate::error::Result;
 use crate::issue::{IssueId, OutboxId, ProcessingStatus};
-use crate::limits::CONSISTENCY_CHECK_DEADLINE;
-use crate::row_decoding::{database_error, known_value, ms};
+use crate::row_decoding::{known_value, ms};
 use crate::sql::{SqlRow, SqlValue};
 use crate::transaction::StoreConnection;
 
@@ -51,27 +49,6 @@ impl SqlStore for PostgresStore {
             StoreConnection::Postgres(connection).fetch_all(sql, parameters).await
         })
         .await
-    }
-
-    async fn query_everything(
-        &self,
-        what: &str,
-        sql: &'static str,
-        parameters: &[SqlValue<'_>],
-    ) -> Result<Vec<SqlRow>> {
-        let reading = self.connections.run(async |connection| {
-            let mut reading = connection.begin_with("BEGIN READ ONLY").await?;
-            let timeout_ms = CONSISTENCY_CHECK_DEADLINE.as_millis();
-            let timeouts = format!(
-                "SET LOCAL statement_timeout = {timeout_ms}; SET LOCAL lock_timeout = {timeout_ms}"
-            );
-            reading.execute(sqlx::raw_sql(AssertSqlSafe(timeouts))).await?;
-            let rows = StoreConnection::Postgres(&mut reading).fetch_all(sql, parameters).await?;
-            reading.rollback().await?;
-            Ok(rows)
-        });
-        let reading = async { reading.await.map_err(|error| database_error(what, error)) };
-        with_deadline(CONSISTENCY_CHECK_DEADLINE, what, reading).await
     }
 
     async fn execute(

@@ -130,8 +130,30 @@ pub(super) async fn heartbeat(
         .bind(ms(ttl))
         .fetch_all(connection)
         .await?;
+    read_renewals(&rows, claims)
+}
+
+pub(super) async fn check(
+    connection: &mut PgConnection,
+    claims: &[(IssueId, ClaimEpoch)],
+) -> Result<Vec<ClaimRenewal>, Error> {
+    let rows = sqlx::query(
+        "SELECT id, claim_epoch, headwater_ms(claim_expires_at), pending_events
+         FROM issues WHERE id = ANY ($1) AND processing_status = 'processing'",
+    )
+    .bind(claims.iter().map(|(issue, _)| issue.0).collect::<Vec<_>>())
+    .fetch_all(connection)
+    .await?;
+    read_renewals(&rows, claims)
+}
+
+/// The claims that are held, each with its expiry time and pending events. The others are lost.
+fn read_renewals(
+    rows: &[PgRow],
+    claims: &[(IssueId, ClaimEpoch)],
+) -> Result<Vec<ClaimRenewal>, Error> {
     let mut kept = HashMap::new();
-    for row in &rows {
+    for row in rows {
         let claim = (IssueId(row.try_get(0)?), ClaimEpoch(row.try_get(1)?));
         let (expires_at, pending_events) = (timestamp(row.try_get(2)?), count(row.try_get(3)?)?);
         kept.insert(claim, ClaimRenewal::Kept { expires_at, pending_events });

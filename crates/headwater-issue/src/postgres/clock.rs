@@ -1,5 +1,7 @@
 //! Handles steps of the server's clock: ends all waits and renews all leases.
 
+use std::time::Duration;
+
 use sqlx::postgres::PgConnection;
 use sqlx::{Error, Row};
 
@@ -10,6 +12,10 @@ use crate::row_decoding::{ms, timestamp, to_i64};
 
 /// Maximum number of rows of each table that one call changes.
 const RESTART_BATCH_MAX: usize = 1000;
+
+/// How long another process may take to handle a step, and the pause between two looks.
+const OTHER_PROCESS_MAX: Duration = Duration::from_secs(1);
+const OTHER_PROCESS_PAUSE: Duration = Duration::from_millis(20);
 
 impl PostgresStore {
     /// Reads the clock. After a step, ends all waits and renews all leases.
@@ -48,6 +54,7 @@ async fn check_clock(watch: &ClockWatch, connection: &mut PgConnection) -> Resul
     };
     let (claim_ttl, outbox_ttl) = watch.ttls();
     let mut left_before = i64::MAX;
+    let give_up_at = watch.monotonic() + OTHER_PROCESS_MAX;
     loop {
         let row = sqlx::query("SELECT headwater_restart_deadlines($1, $2, $3)")
             .bind(ms(claim_ttl))
@@ -57,7 +64,11 @@ async fn check_clock(watch: &ClockWatch, connection: &mut PgConnection) -> Resul
             .await?;
         match row.try_get::<i64, _>(0)? {
             0 => break,
-            // Another process is handling the step, or has locked the remaining rows: continue at the next reading.
+            // Another process, or another store of this one, is handling the step. Until it has, deadlines mislead.
+            left if left < 0 && watch.monotonic() < give_up_at => {
+                tokio::time::sleep(OTHER_PROCESS_PAUSE).await;
+            }
+            // It takes long, or others have locked the remaining rows: continue at the next reading.
             left if left < 0 || left >= left_before => return Ok(()),
             left => left_before = left,
         }

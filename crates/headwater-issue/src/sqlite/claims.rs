@@ -157,19 +157,33 @@ pub(super) async fn heartbeat(
 ) -> Result<Vec<ClaimRenewal>, Error> {
     let issues = claims.iter().map(|(issue, _)| *issue);
     let mut states = StateBatch::load(&mut tx.transaction, issues, tx.now).await?;
-    let mut renewals = Vec::with_capacity(claims.len());
     for (issue, epoch) in claims {
-        let effect = states.apply(*issue, &Transition::Heartbeat { epoch: *epoch, ttl });
-        renewals.push(match (effect, states.get(*issue)) {
-            (Some(TransitionEffect::Kept), Some(state)) => ClaimRenewal::Kept {
-                expires_at: state.claim_expires_at.unwrap_or_default(),
-                pending_events: state.pending_events,
-            },
-            _ => ClaimRenewal::Lost,
-        });
+        states.apply(*issue, &Transition::Heartbeat { epoch: *epoch, ttl });
     }
+    let renewals = read_renewals(&states, claims);
     states.save(&mut tx.transaction).await?;
     Ok(renewals)
+}
+
+pub(super) async fn check(
+    connection: &mut SqliteConnection,
+    claims: &[(IssueId, ClaimEpoch)],
+) -> Result<Vec<ClaimRenewal>, Error> {
+    let issues = claims.iter().map(|(issue, _)| *issue);
+    let states = StateBatch::load(connection, issues, Timestamp::default()).await?;
+    Ok(read_renewals(&states, claims))
+}
+
+/// The claims that are held, each with its expiry time and pending events. The others are lost.
+fn read_renewals(states: &StateBatch, claims: &[(IssueId, ClaimEpoch)]) -> Vec<ClaimRenewal> {
+    let renewal = |(issue, epoch): &(IssueId, ClaimEpoch)| match states.get(*issue) {
+        Some(state) if states.is_held(*issue, *epoch) => ClaimRenewal::Kept {
+            expires_at: state.claim_expires_at.unwrap_or_default(),
+            pending_events: state.pending_events,
+        },
+        _ => ClaimRenewal::Lost,
+    };
+    claims.iter().map(renewal).collect()
 }
 
 pub(super) async fn complete(

@@ -9,6 +9,7 @@ use sqlx::migrate::MigrateError;
 use sqlx::sqlite::{SqliteConnectOptions, SqlitePoolOptions};
 use sqlx::{Row, SqlitePool};
 
+use crate::connect::SchemaPolicy;
 use crate::error::Result;
 use crate::migrations::{self, ISSUES, Migration, OwnedMigrations, schema_error};
 use crate::row_decoding::database_error;
@@ -21,11 +22,12 @@ const BUSY_PAUSE: Duration = Duration::from_millis(20);
 pub(super) async fn open_and_migrate(
     pool: SqlitePoolOptions,
     connect: &SqliteConnectOptions,
+    policy: SchemaPolicy,
 ) -> Result<SqlitePool> {
     loop {
         let opened = async {
             let writer = pool.clone().connect_with(connect.clone()).await?;
-            apply(&writer, ISSUES).await.map(|()| writer)
+            apply(&writer, ISSUES, policy).await.map(|()| writer)
         };
         match opened.await {
             Ok(writer) => return Ok(writer),
@@ -38,18 +40,33 @@ pub(super) async fn open_and_migrate(
 }
 
 /// Applies the migrations of an application.
-pub(super) async fn migrate(writer: &SqlitePool, list: &[Migration]) -> Result<()> {
+pub(super) async fn migrate(
+    writer: &SqlitePool,
+    list: &[Migration],
+    policy: SchemaPolicy,
+) -> Result<()> {
     migrations::validate(list)?;
-    apply(writer, list).await.map_err(schema_error)
+    apply(writer, list, policy).await.map_err(schema_error)
 }
 
-async fn apply(writer: &SqlitePool, list: &[Migration]) -> Result<(), sqlx::Error> {
+async fn apply(
+    writer: &SqlitePool,
+    list: &[Migration],
+    policy: SchemaPolicy,
+) -> Result<(), sqlx::Error> {
+    let owned = OwnedMigrations::new(list, |one| one.sqlite);
+    if policy == SchemaPolicy::Require {
+        let mut connection = writer.acquire().await?;
+        let exists = "SELECT count(*) FROM sqlite_master WHERE name = 'headwater_migrations'";
+        let count: i64 = sqlx::query(exists).fetch_one(&mut *connection).await?.try_get(0)?;
+        return owned.require(&mut *connection, count > 0).await;
+    }
     let mut transaction = writer.begin_with("BEGIN IMMEDIATE").await?;
     let earlier = "SELECT count(*) FROM sqlite_master WHERE name = 'headwater_migration_checksums'";
     if sqlx::query(earlier).fetch_one(&mut *transaction).await?.try_get::<i64, _>(0)? > 0 {
         return Err(migrations::earlier_build());
     }
-    OwnedMigrations::new(list, |one| one.sqlite).apply(&mut *transaction).await?;
+    owned.apply(&mut *transaction).await?;
     transaction.commit().await
 }
 

@@ -38,8 +38,8 @@ use crate::claim::{
     FailureOutcome, RunCompletion, RunFailure, SweepOptions, SweepReport,
 };
 use crate::clock_watch::ClockWatch;
-use crate::connect::StoreOptions;
 use crate::connect::with_deadline;
+use crate::connect::{SchemaPolicy, StoreOptions};
 use crate::error::{IssueError, Result};
 use crate::event_batch::{EventBatch, reject_all};
 use crate::issue::{ClaimEpoch, DebounceWindow, EventLogId, IssueId, NewEvent, Recorded};
@@ -66,6 +66,7 @@ pub(crate) struct SqliteStore {
     clock: Arc<dyn Clock>,
     watch: ClockWatch,
     deadline: Duration,
+    schema: SchemaPolicy,
     wake: Arc<Notify>,
 }
 
@@ -75,13 +76,14 @@ pub(crate) async fn open(url: &str, options: &StoreOptions) -> Result<Arc<dyn St
     let connect: SqliteConnectOptions =
         url.parse().map_err(|error| IssueError::invalid("the database URL", format!("{error}")))?;
     let mut connect = connect
-        .create_if_missing(true)
+        .create_if_missing(options.schema == SchemaPolicy::Migrate)
         .foreign_keys(true)
         .busy_timeout(options.call_deadline)
         .synchronous(SqliteSynchronous::Full)
         .pragma("temp_store", "memory")
         .pragma("cache_size", "-65536");
-    if !in_memory {
+    // The file keeps this mode.
+    if !in_memory && options.schema == SchemaPolicy::Migrate {
         connect = connect.journal_mode(SqliteJournalMode::Wal);
     }
     let pool = |connections| {
@@ -100,7 +102,7 @@ pub(crate) async fn open(url: &str, options: &StoreOptions) -> Result<Arc<dyn St
             .idle_timeout(None)
     };
     let opening = async {
-        let writer = migrate::open_and_migrate(pool(1), &connect).await?;
+        let writer = migrate::open_and_migrate(pool(1), &connect, options.schema).await?;
         let readers = if in_memory {
             writer.clone()
         } else {
@@ -128,6 +130,7 @@ pub(crate) async fn open(url: &str, options: &StoreOptions) -> Result<Arc<dyn St
         clock: Arc::clone(&options.clock),
         watch,
         deadline: options.call_deadline,
+        schema: options.schema,
         wake: Arc::new(Notify::new()),
     }))
 }
@@ -243,6 +246,15 @@ impl Store for SqliteStore {
         self.write("renewing claims", async |tx| claims::heartbeat(tx, claims, ttl).await).await
     }
 
+    async fn check_claims(&self, claims: &[(IssueId, ClaimEpoch)]) -> Result<Vec<ClaimRenewal>> {
+        validate::batch("claims", claims.len())?;
+        if claims.is_empty() {
+            return Ok(vec![]);
+        }
+        self.call("checking claims", async |connection| claims::check(connection, claims).await)
+            .await
+    }
+
     async fn complete(&self, completions: &[RunCompletion]) -> Result<Vec<CompletionOutcome>> {
         validate::completions(completions)?;
         if completions.is_empty() {
@@ -344,7 +356,7 @@ impl Store for SqliteStore {
     async fn begin(&self) -> Result<Box<dyn CallersTransaction>> {
         let tx = self.bounded("beginning a transaction", self.begin_write()).await?;
         let (deadline, wake, file) = (self.deadline, Arc::clone(&self.wake), self.file.clone());
-        Ok(Box::new(SqliteTransaction { tx, deadline, file, wake, wakes: false }))
+        Ok(Box::new(SqliteTransaction::new(tx, deadline, file, wake)))
     }
 
     async fn read_connection(&self) -> Result<ReadConnection> {
@@ -353,7 +365,7 @@ impl Store for SqliteStore {
     }
 
     async fn migrate(&self, migrations: &[Migration]) -> Result<()> {
-        let migrating = migrate::migrate(&self.writer, migrations);
+        let migrating = migrate::migrate(&self.writer, migrations, self.schema);
         with_deadline(self.deadline, "migrating the database", migrating).await
     }
 

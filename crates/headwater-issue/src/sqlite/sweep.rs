@@ -100,9 +100,10 @@ async fn expired(
     now: Timestamp,
 ) -> Result<Vec<IssueId>, Error> {
     let rows = sqlx::query(
-        "SELECT id FROM issues WHERE processing_status = 'processing'
+        // The first condition is that of the index.
+        "SELECT id FROM issues WHERE processing_status != 'idle' AND processing_status = 'processing'
              AND coalesce(claim_expires_at, 0) <= ?1
-         ORDER BY coalesce(claim_expires_at, 0) LIMIT ?2",
+         ORDER BY id LIMIT ?2",
     )
     .bind(to_column(now))
     .bind(to_i64(options.limit))

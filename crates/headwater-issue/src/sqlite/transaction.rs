@@ -150,17 +150,49 @@ async fn known_rows(
 }
 
 /// A transaction on the writer connection.
+///
+/// After a call that was cancelled, timed out or failed with `Unavailable`, a part of it may be in the transaction: every
+/// further call fails, also the commit.
 pub(super) struct SqliteTransaction {
-    pub(super) tx: WriteTx,
-    pub(super) deadline: Duration,
-    pub(super) file: FileIdentity,
-    pub(super) wake: Arc<Notify>,
-    pub(super) wakes: bool,
+    tx: WriteTx,
+    deadline: Duration,
+    file: FileIdentity,
+    wake: Arc<Notify>,
+    wakes: bool,
+    is_interrupted: bool,
 }
 
 impl std::fmt::Debug for SqliteTransaction {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("SqliteTransaction").finish_non_exhaustive()
+    }
+}
+
+impl SqliteTransaction {
+    pub(super) fn new(
+        tx: WriteTx,
+        deadline: Duration,
+        file: FileIdentity,
+        wake: Arc<Notify>,
+    ) -> Self {
+        Self { tx, deadline, file, wake, wakes: false, is_interrupted: false }
+    }
+
+    /// Runs `call` within the deadline.
+    async fn run<T>(
+        &mut self,
+        what: &str,
+        call: impl AsyncFnOnce(&mut WriteTx) -> Result<T>,
+    ) -> Result<T> {
+        if self.is_interrupted {
+            let problem = format!("{what}: an earlier call of this transaction was interrupted");
+            return Err(IssueError::Unavailable { problem, source: None });
+        }
+        // Remains set if this future is dropped.
+        self.is_interrupted = true;
+        let result = with_deadline(self.deadline, what, call(&mut self.tx)).await;
+        self.is_interrupted = matches!(result, Err(IssueError::Unavailable { .. }));
+        result
     }
 }
 
@@ -171,10 +203,14 @@ impl Transaction for SqliteTransaction {
         events: &[NewEvent],
         debounce: &DebounceWindow,
     ) -> Vec<Result<Recorded>> {
-        let WriteTx { transaction, now } = &mut self.tx;
-        let call = async { Ok(record_at(transaction, events, debounce, *now).await) };
-        let results = with_deadline(self.deadline, "recording events", call).await;
-        results.unwrap_or_else(|error| reject_all(events.len(), &error))
+        let recording = self.run("recording events", async |WriteTx { transaction, now }| {
+            let results = record_at(transaction, events, debounce, *now).await;
+            match results.iter().find(|one| matches!(one, Err(IssueError::Unavailable { .. }))) {
+                Some(Err(error)) => Err(error.clone()),
+                _ => Ok(results),
+            }
+        });
+        recording.await.unwrap_or_else(|error| reject_all(events.len(), &error))
     }
 
     async fn write_outbox(
@@ -182,9 +218,10 @@ impl Transaction for SqliteTransaction {
         issue_id: IssueId,
         rows: &[KeyedOutboxRow],
     ) -> Result<Vec<OutboxWritten>> {
-        let WriteTx { transaction, now } = &mut self.tx;
-        let call = outbox_at(transaction, issue_id, rows, *now);
-        let written = with_deadline(self.deadline, "writing to the outbox", call).await?;
+        let writing = self.run("writing to the outbox", async |WriteTx { transaction, now }| {
+            outbox_at(transaction, issue_id, rows, *now).await
+        });
+        let written = writing.await?;
         self.wakes |= written.iter().any(|one| !one.duplicate);
         Ok(written)
     }
@@ -193,8 +230,9 @@ impl Transaction for SqliteTransaction {
         StoreConnection::Sqlite(&mut self.tx.transaction)
     }
 
-    async fn commit(self: Box<Self>) -> Result<()> {
-        let Self { tx, deadline, file, wake, wakes } = *self;
+    async fn commit(mut self: Box<Self>) -> Result<()> {
+        self.run("committing", async |_| Ok(())).await?;
+        let Self { tx, deadline, file, wake, wakes, .. } = *self;
         let commit = async {
             let committed = tx.transaction.commit().await.and_then(|()| file.check());
             committed.map_err(|error| database_error("committing", error))

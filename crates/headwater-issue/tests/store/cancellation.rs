@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Result;
+use futures_util::FutureExt;
 use headwater_issue::{
     CommitVerifier, DebounceWindow, IssueError, Store, StoreConnection, StoreOptions,
 };
@@ -156,6 +157,25 @@ async fn the_commit_of_a_failed_transaction_is_an_error() -> Result<()> {
         assert_eq!(pending(&*store, "2").await?, 0, "{url}");
         record(&*store, "3", "c").await?;
         assert_eq!(pending(&*store, "3").await?, 1, "{url}");
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_transaction_with_a_cancelled_call_cannot_be_committed() -> Result<()> {
+    let (file, database) = (File::new()?, Postgres::shared()?.database()?);
+    for url in [file.url.clone(), database.url()] {
+        let store = open(&url).await?;
+        let mut transaction = store.begin().await?;
+        transaction.record(&[event("1", "a")], &DebounceWindow::default()).await.remove(0)?;
+        let debounce = DebounceWindow::default();
+        // So many that the first poll cannot complete the call, whatever the thread of the database does meanwhile.
+        let cancelled: Vec<_> = (0..200).map(|n| event("1", &format!("b{n}"))).collect();
+        assert!(transaction.record(&cancelled, &debounce).now_or_never().is_none());
+        let refused = transaction.record(&[event("1", "c")], &debounce).await.remove(0);
+        assert!(refused.is_err_and(|error| error.is_transient()), "{url}");
+        assert!(transaction.commit().await.is_err(), "{url}");
+        assert_eq!(pending(&*store, "1").await?, 0, "{url}");
     }
     Ok(())
 }

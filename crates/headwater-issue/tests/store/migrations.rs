@@ -94,7 +94,7 @@ async fn tables_of_an_application_are_migrated_in_order_and_refused_if_newer() -
         // A program of the version before.
         let refused = store.migrate(&[NOTES]).await;
         let Err(error @ IssueError::Schema { .. }) = refused else { panic!("{refused:?}") };
-        assert!(error.to_string().contains("migration 7002"), "{error}");
+        assert!(error.to_string().contains("version 7002"), "{error}");
         let changed = Migration { postgres: "SELECT 1", sqlite: "SELECT 1", ..NOTES };
         let refused = store.migrate(&[changed, TITLES]).await;
         let Err(error @ IssueError::Schema { .. }) = refused else { panic!("{refused:?}") };

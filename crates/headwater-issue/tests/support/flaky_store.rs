@@ -27,6 +27,7 @@ struct Faults {
     blocks_claims: bool,
     blocked_claims: usize,
     claim_delay: Duration,
+    take_delay: Duration,
 }
 
 impl FlakyStore {
@@ -84,6 +85,11 @@ impl FlakyStore {
         self.faults.lock().expect("not poisoned").claim_delay = by;
     }
 
+    /// Delays the reply of the next take from the outbox.
+    pub(crate) fn delay_next_take_reply(&self, by: Duration) {
+        self.faults.lock().expect("not poisoned").take_delay = by;
+    }
+
     fn fail_completions(&self, completions: &[RunCompletion]) -> Result<()> {
         let mut faults = self.faults.lock().expect("not poisoned");
         let has =
@@ -139,6 +145,7 @@ macro_rules! delegate {
 delegate! {
     impl Store {
         heartbeat(claims: &[(IssueId, ClaimEpoch)], ttl: Duration) -> Vec<ClaimRenewal>;
+        check_claims(claims: &[(IssueId, ClaimEpoch)]) -> Vec<ClaimRenewal>;
         fail(failures: &[RunFailure], attempts_max: u32) -> Vec<FailureOutcome>;
         release_claims(claims: &[ClaimRelease]) -> Vec<ClaimReleased>;
         sweep(options: &SweepOptions) -> SweepReport;
@@ -177,14 +184,16 @@ delegate! {
     }
 
     async fn take_outbox_from(&self, take: &OutboxTake) -> Result<Vec<OutboxRow>> {
-        {
+        let delay = {
             let mut faults = self.faults.lock().expect("not poisoned");
             if faults.rejects_batch_takes && take.limit > 1 {
                 faults.rejected_takes += 1;
                 return Err(invalid("too much at once"));
             }
-        }
+            std::mem::take(&mut faults.take_delay)
+        };
         let result = self.store.take_outbox_from(take).await;
+        tokio::time::sleep(delay).await;
         self.reply("take_outbox", result)
     }
 
@@ -216,17 +225,19 @@ delegate! {
 delegate! {
     impl AdminStore {
         ensure_integration(name: &str, provider: &str) -> IntegrationId;
+        expire_leases() -> ();
         integrations(after: Option<&str>) -> Vec<IntegrationInfo>;
         issue(id: IssueId) -> Option<Issue>;
         find_issue(integration: &str, project: &str, issue: &str) -> Option<Issue>;
         issues(filter: &IssueFilter, limit: usize) -> Vec<Issue>;
         event_logs(id: IssueId, filter: &EventLogFilter, limit: usize) -> Vec<EventLog>;
+        event_log(id: EventLogId) -> Option<EventLog>;
         original_payload(id: EventLogId) -> Option<String>;
         newest_event_log_at_commit(id: OutboxId) -> Option<EventLogId>;
         release(id: IssueId) -> QuarantineCleared;
         retry(id: IssueId) -> IssueRetried;
         issue_facts(id: IssueId) -> Option<IssueFacts>;
-        check_consistency(limit: usize) -> ConsistencyReport;
+        check_consistency_page(after: Option<IssueId>, issues_max: usize) -> ConsistencyReport;
         backlog() -> Backlog;
         workers() -> Vec<WorkerInfo>;
         dead_letters(after: Option<DeadLetterId>, limit: usize) -> Vec<IssueDeadLetter>;

@@ -1,14 +1,16 @@
-//! Detects that Redis lost its data (flushed, or restarted empty) and appends again the messages that were in flight.
+//! Detects that Redis lost data and appends again the messages that were in flight: all of it (flushed, or restarted
+//! empty), or the newest writes (a fail-over, a restart with `everysec`).
 //!
 //! Upstream: `partition_context`, when the server does not know an entry; `partition_driver`, when the lease was lost with
 //! messages in flight. Downstream: the backend.
 //! Guarantees: an in-flight message, its retry or its dead letter survives the loss. A consumer that was paused until
 //! another one took over writes nothing: the data epoch, a key beside the stream that never changes while the server
-//! keeps its data, distinguishes a loss from a trim.
+//! keeps its data, distinguishes a loss from a trim. After a fail-over, a message that was in hand then, was settled with a
+//! lost reply and trimmed since may be written twice.
 //! Not here: messages that were not in flight when the server lost them.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -40,23 +42,60 @@ pub(super) struct LossRecovery {
     pub(super) stream: StreamName,
     pub(super) group: GroupName,
     pub(super) data_epoch: Arc<DataEpoch>,
+    /// The group was removed and created again; its pending entries up to this one are forgotten.
+    pub(super) restored_through: Option<EntryId>,
+    /// The newest entry that this consumer received.
+    pub(super) received_through: EntryId,
 }
 
 /// Detects whether the server lost its data since consumption of a partition started. The first consumer stores a
-/// random value in a key beside the stream; if the value differs later, the data of the server was lost.
+/// random value in a key beside the stream; if the value differs later, the data of the server was lost. If it is the same
+/// at another run of the server, the newest writes may be lost: what was received before that was noticed is in doubt,
+/// what is received later is not.
 #[derive(Debug)]
 pub(super) struct DataEpoch {
     map: MapName,
-    seen: OnceLock<Bytes>,
+    seen: Mutex<Option<SeenEpoch>>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct SeenEpoch {
+    since: Bytes,
+    run: Option<String>,
+    /// Entries up to this one were received before the last change of the run was noticed.
+    doubtful_through: Option<EntryId>,
+}
+
+/// What the server may have lost since consumption of a partition started.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum DataLoss {
+    Nothing,
+    /// The server restarted or another one took over: the newest writes may be missing, up to this entry.
+    MaybeTail {
+        through: EntryId,
+    },
+    All,
+}
+
+impl DataLoss {
+    /// Whether the server may have lost this entry, which this consumer received.
+    pub(super) fn may_include(self, id: EntryId) -> bool {
+        match self {
+            Self::Nothing => false,
+            Self::MaybeTail { through } => id <= through,
+            Self::All => true,
+        }
+    }
 }
 
 impl DataEpoch {
     pub(super) fn new(map: MapName) -> Self {
-        Self { map, seen: OnceLock::new() }
+        Self { map, seen: Mutex::new(None) }
     }
 
     /// Reads the epoch, or creates it. To be called before anything is read: losses from then on are detected.
     pub(super) async fn observe(&self, backend: &dyn Backend) -> Result<(), StreamError> {
+        let run = backend.server_run(self.map.as_str()).await?;
         let since = match self.read(backend).await? {
             Some(since) => since,
             None => {
@@ -68,26 +107,48 @@ impl DataEpoch {
                 self.read(backend).await?.unwrap_or(mine)
             }
         };
-        let _ = self.seen.set(since);
+        *self.seen() = Some(SeenEpoch { since, run, doubtful_through: None });
         Ok(())
     }
 
-    /// Whether the server lost its data. `None` if the epoch was never observed.
-    async fn data_was_lost(&self, backend: &dyn Backend) -> Result<Option<bool>, StreamError> {
-        let Some(seen) = self.seen.get() else { return Ok(None) };
-        Ok(Some(self.read(backend).await?.as_ref() != Some(seen)))
+    /// What the server may have lost, if the newest entry that the consumer received is `received_through`.
+    async fn loss(
+        &self,
+        backend: &dyn Backend,
+        received_through: EntryId,
+    ) -> Result<DataLoss, StreamError> {
+        // Never observed: it cannot tell.
+        let Some(since) = self.seen().as_ref().map(|seen| seen.since.clone()) else {
+            return Ok(DataLoss::Nothing);
+        };
+        if self.read(backend).await? != Some(since) {
+            return Ok(DataLoss::All);
+        }
+        let run = backend.server_run(self.map.as_str()).await?;
+        let mut seen = self.seen();
+        let Some(seen) = seen.as_mut() else { return Ok(DataLoss::Nothing) };
+        if seen.run != run {
+            seen.run = run;
+            seen.doubtful_through = seen.doubtful_through.max(Some(received_through));
+        }
+        let doubtful = seen.doubtful_through.map(|through| DataLoss::MaybeTail { through });
+        Ok(doubtful.unwrap_or(DataLoss::Nothing))
     }
 
     async fn read(&self, backend: &dyn Backend) -> Result<Option<Bytes>, StreamError> {
         let fields = backend.map_get(&self.map).await?;
         Ok(fields.and_then(|mut fields| fields.remove(SINCE_FIELD)))
     }
+
+    fn seen(&self) -> MutexGuard<'_, Option<SeenEpoch>> {
+        self.seen.lock().expect("no code panics while it holds the epoch")
+    }
 }
 
 impl LossRecovery {
-    /// Whether the server certainly lost its data.
-    pub(super) async fn data_was_lost(&self) -> Result<bool, StreamError> {
-        Ok(self.data_epoch.data_was_lost(self.backend.as_ref()).await? == Some(true))
+    /// What the server may have lost.
+    pub(super) async fn loss(&self) -> Result<DataLoss, StreamError> {
+        self.data_epoch.loss(self.backend.as_ref(), self.received_through).await
     }
 
     /// The settlement that appends an unfinished message again, for its group only.
@@ -115,24 +176,23 @@ impl LossRecovery {
         }
     }
 
-    /// After the lease was lost: writes what was in flight if the server lost its data. Otherwise the next owner has
-    /// reclaimed it and nothing is written.
+    /// After the lease was lost: writes what was in flight if the server lost it. Otherwise the next owner has reclaimed it
+    /// and nothing is written.
     pub(super) async fn recover_all(self, mut left: Vec<Settlement>) {
         left.retain(|entry| is_follow_up(&entry.action));
         left.sort_by_key(|entry| entry.id);
         let mut budget = RetryBudget::new();
-        loop {
-            match self.data_was_lost().await {
-                Ok(true) => break,
-                Ok(false) => return,
+        let loss = loop {
+            match self.loss().await {
+                Ok(loss) => break loss,
                 Err(error) if budget.wait_before_retry(&error).await => {}
                 Err(error) => {
                     return warn!(stream = %self.stream, %error, "cannot determine whether the server lost its data; entries in flight are not re-appended");
                 }
             }
-        }
-        for settlement in &left {
-            self.recover(settlement, LossEvidence::DataEpochChanged).await;
+        };
+        for settlement in left.iter().filter(|entry| loss.may_include(entry.id)) {
+            self.recover(settlement, LossEvidence::DataLoss).await;
         }
     }
 
@@ -155,7 +215,7 @@ impl LossRecovery {
         let is_known = match evidence {
             LossEvidence::StaleSettle => self.is_known(*id).await?,
             // An entry may have been added after the loss: the server has it.
-            LossEvidence::DataEpochChanged => self.exists(*id).await?,
+            LossEvidence::DataLoss => self.exists(*id).await?,
         };
         if !is_known {
             self.write_follow_up(then).await?;
@@ -167,11 +227,14 @@ impl LossRecovery {
 
     /// Whether the server knows an entry: it exists, or it was settled.
     async fn is_known(&self, id: EntryId) -> Result<bool, StreamError> {
+        if self.restored_through.is_some_and(|through| id <= through) {
+            return self.is_pending(id).await;
+        }
         if self.exists(id).await? {
             return Ok(true);
         }
         // On a busy topic, the group may have passed this id again after the loss.
-        if self.data_was_lost().await? {
+        if self.loss().await?.may_include(id) {
             return Ok(false);
         }
         // It may be trimmed, after we acknowledged it and the reply was lost. Then the group has passed this id.
@@ -183,9 +246,11 @@ impl LossRecovery {
     /// Whether the entry is in its stream, or pending.
     async fn exists(&self, id: EntryId) -> Result<bool, StreamError> {
         let range = Range { from: id, to: id, ..Range::first(1) };
-        if !self.backend.range(&self.stream, range).await?.is_empty() {
-            return Ok(true);
-        }
+        let is_stored = !self.backend.range(&self.stream, range).await?.is_empty();
+        Ok(is_stored || self.is_pending(id).await?)
+    }
+
+    async fn is_pending(&self, id: EntryId) -> Result<bool, StreamError> {
         let query = PendingDeliveryQuery {
             stream: &self.stream,
             group: &self.group,
@@ -222,8 +287,8 @@ impl LossRecovery {
 enum LossEvidence {
     /// A settle call had no effect on it.
     StaleSettle,
-    /// The server lost its data.
-    DataEpochChanged,
+    /// The server lost data.
+    DataLoss,
 }
 
 /// Retries with backoff until [`RECOVERY_TIMEOUT`].
@@ -248,7 +313,7 @@ impl RetryBudget {
     }
 }
 
-fn is_follow_up(then: &SettleAction) -> bool {
+pub(super) fn is_follow_up(then: &SettleAction) -> bool {
     matches!(then, SettleAction::Append { .. } | SettleAction::Reschedule { .. })
 }
 
@@ -269,6 +334,8 @@ mod tests {
             stream: StreamName::new("orders")?,
             group: GroupName::new("billing")?,
             data_epoch: Arc::new(DataEpoch::new(MapName::new("epoch")?)),
+            restored_through: None,
+            received_through: EntryId::MIN,
         };
         let LossRecovery { backend, stream, group, .. } = &recovery;
         recovery.data_epoch.observe(backend.as_ref()).await?;
@@ -337,12 +404,12 @@ mod tests {
         let (recovery, _) = in_flight().await?;
         let second = DataEpoch::new(recovery.data_epoch.map.clone());
         second.observe(recovery.backend.as_ref()).await?;
-        assert_eq!(second.seen.get(), recovery.data_epoch.seen.get());
-        assert!(!recovery.data_was_lost().await?);
+        assert_eq!(*second.seen(), *recovery.data_epoch.seen());
+        assert_eq!(recovery.loss().await?, DataLoss::Nothing);
         recovery.backend.map_delete(&recovery.data_epoch.map).await?;
-        assert!(recovery.data_was_lost().await?);
+        assert_eq!(recovery.loss().await?, DataLoss::All);
         second.observe(recovery.backend.as_ref()).await?;
-        assert!(recovery.data_was_lost().await?, "the epoch is a different one now");
+        assert_eq!(recovery.loss().await?, DataLoss::All, "the epoch is a different one now");
         Ok(())
     }
 }

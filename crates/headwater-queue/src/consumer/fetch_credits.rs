@@ -3,7 +3,8 @@
 //! Upstream: each `partition_driver` gives credits for its partition. Downstream: `fetcher` reads what is selected here,
 //! with one count for all selected partitions.
 //! Guarantees: no partition gets more entries than it has credits, the partitions of a subscription together no more than
-//! it may have in flight; no partition starves: a skipped one comes first in one of the next turns.
+//! it may have in flight; no partition starves: a skipped one comes first in one of the next turns, and some capacity is
+//! reserved for messages that a handler takes at once.
 //!
 //! Partitions with a backlog that is handled fast are read in bulk, a few at a time: reading and settling cost much per
 //! partition and little per message.
@@ -95,11 +96,24 @@ impl<T> FetchSource<T> {
         usize::try_from(self.credits).unwrap_or(0)
     }
 
+    /// How many messages it may have in flight.
+    fn limit(&self) -> usize {
+        let limits = self.pool.limits();
+        limits.bulk.filter(|_| self.is_fast).unwrap_or(limits.regular)
+    }
+
+    /// What is left of the free capacity of its subscription after a read of so many entries; `None` if they do not fit.
+    /// Only a message that does not wait for a handler may use the reserve.
+    fn take_regular(&self, free: usize, count: usize) -> Option<usize> {
+        let in_flight = self.limit().saturating_sub(self.credits());
+        let may_use_reserve = count == 1 && in_flight < self.pool.concurrency();
+        let reserve = if may_use_reserve { 0 } else { self.pool.reserve() };
+        free.checked_sub(count).filter(|left| *left >= reserve)
+    }
+
     /// Credits within the regular limit. Those of a fast partition reach up to its bulk limit.
     fn regular_credits(&self) -> usize {
-        let limits = self.pool.limits();
-        let bulk = limits.bulk.filter(|_| self.is_fast).unwrap_or(limits.regular);
-        self.credits().saturating_sub(bulk - limits.regular)
+        self.credits().saturating_sub(self.limit() - self.pool.limits().regular)
     }
 
     /// How the next read may include it.
@@ -198,8 +212,9 @@ impl<T> FetchCredits<T> {
         if source.last_turn == turn || change <= 0 {
             return false;
         }
-        match source.pool.limits().bulk.filter(|_| source.has_more && is_fast) {
-            Some(bulk) => source.credits() * 2 >= bulk && source.pool.free_for_bulk() > 0,
+        let bulk = source.pool.limits().bulk.filter(|_| source.has_more && is_fast);
+        match bulk.filter(|_| source.pool.free_for_bulk() > 0) {
+            Some(bulk) => source.credits() * 2 >= bulk,
             None => source.regular_credits() > 0,
         }
     }
@@ -282,8 +297,10 @@ impl<T> FetchCredits<T> {
                 saturated_since.insert(key, since.unwrap_or(now));
             }
         }
-        let skipped = fit(&mut bulk, count, CapacityPool::free_for_bulk, |source| {
-            count >= BULK_ALONE && !source.is_spread
+        let skipped = fit(&mut bulk, CapacityPool::free_for_bulk, |source, free| {
+            let is_alone = count >= BULK_ALONE && !source.is_spread;
+            let left = free.checked_sub(count).filter(|_| count > 0)?;
+            Some(if is_alone { 0 } else { left })
         });
         // If their subscription has been saturated for long, the others are read like regular ones.
         let is_saturated = |source: &FetchSource<T>| {
@@ -316,12 +333,13 @@ impl<T> FetchCredits<T> {
             }
             count = share_pools(&regular);
             // All subscriptions together have less than one entry for each: they take turns.
-            if !fit(&mut regular, count, CapacityPool::free, |_| false).is_empty() {
+            let take = |source: &FetchSource<T>, free| source.take_regular(free, count);
+            if !fit(&mut regular, CapacityPool::free, take).is_empty() {
                 request.wait = request.wait.min(TURN_WAIT);
             }
         }
-        request.count = count;
         let selected = regular.iter().take(READ_STREAMS_MAX);
+        request.count = count.min(read_max_each(selected.clone()));
         request.streams = selected.map(|(name, ..)| (*name).clone()).collect();
         if !request.is_bulk {
             self.regular_read_at = Some(now);
@@ -369,19 +387,33 @@ fn share_pools<T>(candidates: &Candidates<'_, T>) -> usize {
         *wanted.entry(pool_key(source)).or_default() += 1;
     }
     let share = |(_, source, credits): &(_, &FetchSource<T>, usize)| {
-        let free = source.pool.free() / wanted[&pool_key(source)];
-        (*credits).min(free.max(1))
+        let free = source.pool.free().saturating_sub(source.pool.reserve());
+        (*credits).min((free / wanted[&pool_key(source)]).max(1))
     };
     candidates.iter().map(share).min().unwrap_or(0)
 }
 
-/// Keeps the partitions that fit into the free capacity of their subscription with so many entries each, after one that
-/// is read alone no other one. Returns those that do not.
+/// How many entries of each partition one read may ask for, so that those of a subscription are not too many in bytes if
+/// they are larger than recent ones.
+fn read_max_each<'a, T: 'a>(
+    selected: impl Iterator<Item = &'a (&'a StreamName, &'a FetchSource<T>, usize)>,
+) -> usize {
+    let mut pools: HashMap<usize, (usize, usize)> = HashMap::new();
+    for (_, source, _) in selected {
+        let (partitions, _) =
+            pools.entry(pool_key(source)).or_insert_with(|| (0, source.pool.read_max()));
+        *partitions += 1;
+    }
+    let each = pools.into_values().map(|(partitions, most)| (most / partitions).max(1));
+    each.min().unwrap_or(usize::MAX)
+}
+
+/// Keeps the partitions that fit into the free capacity of their subscription, and returns those that do not. `take`
+/// tells what each of them leaves of it.
 fn fit<'a, T>(
     candidates: &mut Candidates<'a, T>,
-    count: usize,
     free: impl Fn(&CapacityPool) -> usize,
-    is_alone: impl Fn(&FetchSource<T>) -> bool,
+    take: impl Fn(&FetchSource<T>, usize) -> Option<usize>,
 ) -> Candidates<'a, T> {
     // Free capacity, and whether capacity is awaited.
     let mut budgets: HashMap<usize, (usize, bool)> = HashMap::new();
@@ -394,14 +426,14 @@ fn fit<'a, T>(
             source.pool.set_awaited(true);
             (free(&source.pool), is_awaited)
         });
-        let fits = *left >= count && count > 0;
-        if fits {
-            *left = if is_alone(source) { 0 } else { *left - count };
+        let rest = take(source, *left);
+        if let Some(rest) = rest {
+            *left = rest;
         } else {
             *is_awaited = true;
             skipped.push(*candidate);
         }
-        fits
+        rest.is_some()
     });
     for (_, source, _) in candidates {
         source.pool.set_awaited(budgets[&pool_key(source)].1);
@@ -427,9 +459,13 @@ mod tests {
 
     impl Fixture {
         fn new(partitions: usize) -> Self {
-            let config = ConsumerConfig { in_flight_max: 128, ..Default::default() };
+            let config = ConsumerConfig {
+                in_flight_max: 128,
+                in_flight_bytes_max: usize::MAX,
+                ..Default::default()
+            };
             let pool = Arc::new(CapacityPool::new(&config));
-            pool.divide(24);
+            pool.divide(24, 24);
             let mut credits = FetchCredits::new(256, Duration::from_secs(5));
             for partition in 0..partitions {
                 let source = FetchSource::new(0, (), Arc::clone(&pool), false);
@@ -507,12 +543,72 @@ mod tests {
     }
 
     #[test]
+    fn a_partition_that_becomes_fast_while_its_subscription_is_saturated_is_read() {
+        let mut fixture = Fixture::new(1);
+        fixture.read_all(1, 5, false);
+        fixture.credits.change(&name(0), 0, -5, false);
+        fixture.pool.add_in_flight(100);
+        let request = fixture.next();
+        assert!(request.streams.is_empty() && !fixture.credits.awaits_capacity());
+        assert!(!fixture.credits.change(&name(0), 0, 27, true), "beyond the regular limit");
+        assert!(fixture.credits.change(&name(0), 0, 5, true), "the fetcher is woken");
+        fixture.next();
+        fixture.now += SATURATED_FOR * 2;
+        let request = fixture.next();
+        assert_eq!((request.streams.len(), request.count, request.is_bulk), (1, 5, false));
+    }
+
+    #[test]
+    fn stalled_partitions_leave_one_message_for_each_other_partition() {
+        let mut fixture = Fixture::new(24);
+        // Two that were assigned before the others have all that is not reserved, a third has one.
+        for (partition, credits) in [(0, 0), (1, 0), (2, 4)] {
+            fixture.credits.change(&name(partition), 0, credits, false);
+        }
+        for partition in 3..24 {
+            fixture.credits.change(&name(partition), 0, 5, false);
+        }
+        fixture.pool.add_in_flight(128 - fixture.pool.reserve());
+        let request = fixture.next();
+        assert_eq!((request.streams.len(), request.count), (21, 1));
+        assert!(!request.streams.contains(&name(2)), "its handler is busy");
+    }
+
+    #[test]
+    fn one_read_is_bounded_in_bytes_even_if_messages_become_larger() {
+        let mut fixture = Fixture::new(0);
+        let config = ConsumerConfig { in_flight_bytes_max: 8 << 20, ..Default::default() };
+        let pool = Arc::new(CapacityPool::new(&config));
+        pool.divide(8, 8);
+        for _ in 0..20 {
+            pool.record_largest(100);
+        }
+        for partition in 0..8 {
+            let source = FetchSource::new(0, (), Arc::clone(&pool), false);
+            fixture.credits.sources.insert(name(partition), source);
+        }
+        // 32 messages of a megabyte are four times the limit.
+        let request = fixture.read_all(8, 125, false);
+        assert_eq!((request.streams.len(), request.count), (8, 4));
+        for partition in 8..64 {
+            let source = FetchSource::new(0, (), Arc::clone(&pool), false);
+            fixture.credits.sources.insert(name(partition), source);
+        }
+        let request = fixture.read_all(64, 125, false);
+        assert_eq!((request.streams.len(), request.count), (64, 1), "one for each partition");
+    }
+
+    #[test]
     fn partitions_share_the_capacity_of_their_subscription_or_take_turns() {
         let mut fixture = Fixture::new(20);
-        fixture.pool.add_in_flight(128 - 60);
+        let shared = 128 - fixture.pool.reserve();
+        fixture.pool.add_in_flight(shared - 60);
         let request = fixture.read_all(20, 5, false);
         assert_eq!((request.streams.len(), request.count), (20, 3));
         fixture.pool.add_in_flight(60 - 8);
+        for partition in 0..20 {
+            fixture.credits.change(&name(partition), 0, -3, false);
+        }
         let mut seen = std::collections::BTreeSet::new();
         for _ in 0..3 {
             let request = fixture.next();

@@ -5,8 +5,9 @@
 //! Guarantees: a partition without credits is skipped and the others continue; after `remove` has returned, no read can
 //! deliver from that partition; one stream of the wrong type does not stop the reading of the others.
 //! All subscriptions of a process with the same group, consumer name, batch and poll share a fetcher, so that a
-//! thousand topics need one read.
+//! thousand topics need one read. On a cluster, a server that does not answer stops only the reading of its own partitions.
 
+use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
@@ -14,7 +15,7 @@ use futures_util::{FutureExt, TryStreamExt, stream};
 use headwater_stream::limits::READ_STREAMS_MAX;
 use headwater_stream::{
     Backend, Backoff, ConsumerName, DeliveredEntry, DisconnectOutcome, GroupName, GroupReader,
-    SettleAction, SettleBatch, Settlement, StreamBatch, StreamError, StreamName,
+    SettleAction, SettleBatch, Settlement, StreamBatch, StreamError, StreamName, StreamReadFailure,
 };
 use tokio::sync::mpsc::UnboundedSender;
 use tokio::sync::{Notify, watch};
@@ -22,6 +23,7 @@ use tokio::task::JoinHandle;
 use tokio::time::Instant;
 use tracing::{debug, warn};
 
+use super::capacity_pool::largest_bytes;
 use super::fetch_credits::{FetchCredits, FetchRequest, FetchSource, REGULAR_FETCH_EVERY};
 use super::handler_pool::yield_to_queue;
 use super::partition_context::PartitionContext;
@@ -34,6 +36,8 @@ const WRONG_TYPE_PAUSE: Duration = Duration::from_secs(2);
 const UNCERTAIN_FOR: Duration = Duration::from_secs(30);
 /// Streams whose reads are disconnected concurrently.
 const DISCONNECTS_AT_ONCE: usize = 16;
+/// Pause after a read in which only failures arrived.
+const FAILURE_PAUSE: Duration = Duration::from_millis(50);
 /// After a read of at most this many entries, their handlers run before the next read.
 const SMALL_BATCH: usize = 8;
 const BACKOFF_MIN: Duration = Duration::from_millis(20);
@@ -191,7 +195,7 @@ impl FetchLoop {
             }
             let open = match reader.take() {
                 Some(open) => Ok(open),
-                None => self.backend.reader(&self.key.group, &self.key.consumer_name).await,
+                None => self.open_reader().await,
             };
             let result = match open {
                 Err(error) => Some(Err(error)),
@@ -203,11 +207,26 @@ impl FetchLoop {
                 Some(Ok(batches)) => {
                     read_in_flight = false;
                     retry.reset();
+                    let failures = reader.as_mut().map(|open| open.take_failures());
+                    let failures = failures.unwrap_or_default();
+                    let has_failures = !failures.is_empty();
+                    for StreamReadFailure { streams, error } in failures {
+                        if matches!(error, StreamError::WrongType { .. }) {
+                            self.on_read_error(&error);
+                            continue;
+                        }
+                        uncertain_until = Some(self.uncertainty_deadline());
+                        self.on_streams_failed(&error, |stream| streams.contains(stream));
+                    }
                     let entries: usize = batches.iter().map(|batch| batch.entries.len()).sum();
                     let is_empty = entries == 0;
                     let lens = batches.iter().map(|batch| (&batch.stream, batch.entries.len()));
                     self.lock().record_read(&request, lens);
                     self.deliver(batches).await;
+                    if has_failures && is_empty {
+                        // A server that rejects every read at once must not keep this task busy.
+                        tokio::time::sleep(FAILURE_PAUSE).await;
+                    }
                     if (1..=SMALL_BATCH).contains(&entries) {
                         // The handler tasks are on this thread, where they cannot be stolen, and preparing the next
                         // read may take longer than they do.
@@ -235,6 +254,14 @@ impl FetchLoop {
                 }
             }
         }
+    }
+
+    async fn open_reader(&self) -> headwater_stream::Result<Box<dyn GroupReader>> {
+        let FetcherKey { group, consumer_name, .. } = &self.key;
+        let mut reader = self.backend.reader(group, consumer_name).await?;
+        // The partition consumers decide whether a missing group is created.
+        reader.require_groups();
+        Ok(reader)
     }
 
     /// Reads; `None` if the sources changed before an entry arrived.
@@ -297,6 +324,8 @@ impl FetchLoop {
         batches: Vec<StreamBatch<DeliveredEntry>>,
     ) -> Vec<StreamBatch<DeliveredEntry>> {
         let mut unrouted = Vec::new();
+        // The largest message of each subscription.
+        let mut largest = HashMap::new();
         let mut credits = self.lock();
         for batch in batches {
             let Some(source) = credits.sources.get_mut(&batch.stream) else {
@@ -306,12 +335,18 @@ impl FetchLoop {
             let entries = batch.entries.len();
             source.credits -= isize::try_from(entries).unwrap_or(isize::MAX);
             source.pool.add_in_flight(entries);
+            let (_, most) = largest
+                .entry(Arc::as_ptr(&source.pool))
+                .or_insert_with(|| (Arc::clone(&source.pool), 0));
+            *most = largest_bytes(&batch.entries).max(*most);
             let event = DriverEvent::State(PartitionEvent::EntriesRead(batch.entries));
             if source.target.events.send(event).is_err() {
                 // It terminated: they stay pending for the next owner.
                 source.pool.remove_in_flight(entries);
             }
         }
+        drop(credits);
+        largest.into_values().for_each(|(pool, bytes)| pool.record_largest(bytes));
         unrouted
     }
 
@@ -347,9 +382,16 @@ impl FetchLoop {
             warn!(%error, "partition cannot be read");
             return;
         }
-        warn!(group = %self.key.group, consumer = %self.key.consumer_name, %error, "read failed, retrying");
+        drop(credits);
         // Also partitions that this read did not include: it was to deliver what an earlier read had fetched for them.
-        for source in credits.sources.values_mut() {
+        self.on_streams_failed(error, |_| true);
+    }
+
+    /// Lets these partitions look for entries that a failed read may have fetched. They are read again after that.
+    fn on_streams_failed(&self, error: &StreamError, is_failed: impl Fn(&StreamName) -> bool) {
+        warn!(group = %self.key.group, consumer = %self.key.consumer_name, %error, "read failed, retrying");
+        let mut credits = self.lock();
+        for (_, source) in credits.sources.iter_mut().filter(|(stream, _)| is_failed(stream)) {
             source.failed_reads += 1;
             // Fails if it terminated.
             let _ = source.target.events.send(DriverEvent::State(PartitionEvent::ReadFailed));

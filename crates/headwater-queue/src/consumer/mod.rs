@@ -24,12 +24,19 @@ mod retry_or_dead_letter;
 // The state machine of a partition.
 mod partition_state;
 mod reclaim_state;
+mod settle_state;
 mod shutdown_state;
 
 // Failures and resizes.
 mod barrier_watcher;
 mod data_loss_recovery;
 mod repartition_barrier;
+
+// Messages for holders of leases instead of a handler.
+mod pull;
+mod pull_driver;
+mod pull_member;
+mod pull_streams;
 
 // Background work and metrics.
 mod delay_scheduler;
@@ -38,6 +45,7 @@ mod metrics;
 mod runtime_waker;
 mod shared_tasks;
 
+pub use pull::{LeaseResult, MessageLease, PullRequest, PulledMessage, Puller};
 pub(crate) use shared_tasks::SharedTasks;
 pub use subscription::Subscription;
 pub use subscription_context::SubscriptionStats;

@@ -2,7 +2,8 @@
 //!
 //! Upstream: `partition_set` starts it and sends events through a [`DriverHandle`]; the `fetcher` sends what it read.
 //! Downstream: `handler_pool`, the backend (`partition_context`), and credits for the `fetcher`.
-//! Guarantees: backend calls run concurrently with events, one settle call and one reclaim call at a time; an idle
+//! Guarantees: backend calls run concurrently with events, one settle call, one write of follow-ups and one
+//! reclaim call at a time; an idle
 //! partition costs one task that waits. The channel is bounded by the credits of the partition.
 
 use std::panic::AssertUnwindSafe;
@@ -13,12 +14,13 @@ use std::time::Duration;
 use futures_util::future::BoxFuture;
 use futures_util::stream::FuturesUnordered;
 use futures_util::{FutureExt, StreamExt};
-use headwater_stream::{ConsumerName, SettleAction, Settlement};
+use headwater_stream::{ConsumerName, SettleAction, Settlement, StreamError};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::sync::oneshot;
 use tokio::time::{Instant, Sleep};
 use tracing::{debug, error, info, warn};
 
+use super::capacity_pool::largest_bytes;
 use super::fetcher::{FetchTarget, Fetcher};
 use super::handler_pool::{HandlerPool, yield_to_queue};
 use super::key_queues::InFlightMessage;
@@ -257,11 +259,19 @@ impl PartitionDriver {
             PartitionEvent::EntriesRead(entries) => {
                 // The fetcher counted them.
                 self.in_flight += entries.len();
+                self.context.on_delivered(entries);
                 true
             }
             _ => false,
         };
         let context = Arc::clone(&self.context);
+        if let PartitionEvent::Reclaimed(Ok(reclaimed)) = &event {
+            let pool = &context.subscription.pool;
+            pool.record_largest(largest_bytes(&reclaimed.entries));
+        }
+        // At least one, so that a reclaim does not wait for other partitions.
+        let pool = &context.subscription.pool;
+        self.state.reclaims.page_max = Some(pool.free().saturating_sub(pool.reserve()).max(1));
         let (barriers, partition) = (&context.subscription.barriers, context.policy.partition);
         let is_blocked = |item: &InFlightMessage| barriers.blocking(item, partition).is_some();
         let actions = self.state.on(event, Instant::now(), &is_blocked);
@@ -312,7 +322,13 @@ impl PartitionDriver {
                 // Handlers of other partitions finish first, so that concurrent settle calls share one write.
                 yield_to_queue().await;
                 match context.settle(&batch).await {
-                    Ok(()) => PartitionEvent::Settled,
+                    Ok(deferred) => PartitionEvent::Settled(deferred),
+                    Err(_) => context.on_fenced(),
+                }
+            }),
+            Action::WriteFollowUps(batch) => self.call(|context| async move {
+                match context.write_follow_ups(&batch).await {
+                    Ok(unwritten) => PartitionEvent::FollowUpsWritten(unwritten),
                     Err(_) => context.on_fenced(),
                 }
             }),
@@ -327,8 +343,8 @@ impl PartitionDriver {
             Action::Reclaim { scope, ids } => self.call(|context| async move {
                 PartitionEvent::Reclaimed(context.reclaim(&scope, &ids).await)
             }),
-            Action::CountDelivery(id) => self.call(|context| async move {
-                match context.count_delivery(id).await {
+            Action::CountDelivery(id, deliveries) => self.call(move |context| async move {
+                match context.count_delivery(id, deliveries).await {
                     Ok(deliveries) => PartitionEvent::DeliveryCounted(id, deliveries),
                     Err(_) => context.on_fenced(),
                 }
@@ -412,6 +428,14 @@ impl PartitionDriver {
                 debug!(%stream, entries, "reclaiming entries of a failed read");
                 metrics.record_anomaly("unseen", entries);
             }
+            // The context has reported it.
+            PartitionReport::ReclaimFailed { error: StreamError::NoGroup { .. }, .. } => {}
+            PartitionReport::ReclaimFailed {
+                error: error @ StreamError::WrongType { .. }, ..
+            } => {
+                metrics.record_anomaly("wrong_type", 1);
+                warn!(%stream, %error, "partition cannot be read");
+            }
             PartitionReport::ReclaimFailed { is_retried: true, error, .. } => {
                 warn!(%stream, %error, "reclaiming pending entries failed, retrying");
             }
@@ -425,6 +449,13 @@ impl PartitionDriver {
             }
             PartitionReport::ReclaimFailed { error, .. } => {
                 warn!(%stream, %error, "searching for orphaned entries failed");
+            }
+            PartitionReport::FollowUpLimitReached { follow_ups, bytes } => {
+                metrics.record_anomaly("follow_up_limit", 1);
+                warn!(%stream, follow_ups, bytes, "the partition is not read: too many retries and dead letters cannot be written; their messages stay pending");
+            }
+            PartitionReport::FollowUpLimitLeft => {
+                info!(%stream, "the partition is read again: waiting retries and dead letters were written");
             }
             PartitionReport::Fenced => drop(self.context.on_fenced()),
             PartitionReport::LastReadTimedOut => {
@@ -440,6 +471,7 @@ impl PartitionDriver {
     /// Nothing has an effect any more.
     fn end(&mut self, unfinished: Unfinished, has_lost_lease: bool) {
         self.handlers.close();
+        self.context.ended.cancel();
         self.fetcher.remove_now(&self.context.policy.stream, self.id);
         if !has_lost_lease {
             return;

@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use async_trait::async_trait;
+use futures_util::future::join_all;
 use headwater_stream::ConsumerName;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
@@ -99,10 +100,12 @@ impl PartitionSet {
         }
     }
 
-    /// Divides the capacity of the subscription among its partitions.
-    fn divide_capacity(&self, state: &PartitionSetState) {
+    /// Divides the capacity of the subscription among so many partitions: before one is started, so that it does not
+    /// take the share of the next.
+    fn divide_capacity(&self, state: &PartitionSetState, partitions: usize) {
         let before = self.context.pool.limits();
-        let limits = self.context.pool.divide(state.partitions.len());
+        let topic_partitions = usize::from(state.topic.partitions);
+        let limits = self.context.pool.divide(partitions, topic_partitions);
         if limits != before {
             for partition in state.partitions.values() {
                 partition.send(PartitionEvent::LimitsChanged(limits));
@@ -135,6 +138,7 @@ impl PartitionSet {
             }
             is_kept
         });
+        self.divide_capacity(state, usize::from(topic.partitions));
         for partition in 0..topic.partitions {
             if !state.partitions.contains_key(&partition) {
                 let GroupMembership { consumer, lease, fenced } = joined.clone();
@@ -143,7 +147,6 @@ impl PartitionSet {
                 self.start(state, assigned);
             }
         }
-        self.divide_capacity(state);
     }
 
     /// Shuts all partitions down: with [`PartitionPhase::Stopping`] after running handlers, with
@@ -157,7 +160,7 @@ impl PartitionSet {
         };
         let drain = self.context.config.drain;
         let shutdowns = partitions.iter().map(|partition| partition.shut_down(phase, drain));
-        futures_util::future::join_all(shutdowns).await;
+        join_all(shutdowns).await;
         for partition in &partitions {
             self.remove(partition);
         }
@@ -207,8 +210,9 @@ impl RebalanceListener for PartitionSet {
     fn on_assigned(&self, owned: AssignedPartition) {
         let mut state = self.lock();
         if !state.is_stopping {
+            let is_new = !state.partitions.contains_key(&owned.partition);
+            self.divide_capacity(&state, state.partitions.len() + usize::from(is_new));
             self.start(&mut state, owned);
-            self.divide_capacity(&state);
         }
     }
 
@@ -217,7 +221,8 @@ impl RebalanceListener for PartitionSet {
         let Some(handle) = handle else { return };
         handle.shut_down(PartitionPhase::Stopping, self.context.config.drain).await;
         self.remove(&handle);
-        self.divide_capacity(&self.lock());
+        let state = self.lock();
+        self.divide_capacity(&state, state.partitions.len());
     }
 
     fn on_lost(&self, partition: Partition) {
@@ -225,7 +230,7 @@ impl RebalanceListener for PartitionSet {
         if let Some(handle) = state.partitions.remove(&partition) {
             handle.abandon();
         }
-        self.divide_capacity(&state);
+        self.divide_capacity(&state, state.partitions.len());
     }
 
     fn on_evicted(&self) {
@@ -237,11 +242,12 @@ impl RebalanceListener for PartitionSet {
     async fn on_member_died(&self, dead: ConsumerName) -> bool {
         let partitions = self.partitions();
         // While stopping, nothing is reclaimed: other members do it, or this one after its restart.
-        let mut all_reclaimed = !partitions.is_empty();
-        for partition in partitions {
-            all_reclaimed &= partition.reclaim_from(dead.clone()).await;
-        }
-        all_reclaimed
+        let reclaims = partitions.iter().map(async |partition| {
+            partition.reclaim_from(dead.clone()).await
+                && partition.context.remove_dead_consumer(&dead).await
+        });
+        let reclaimed = join_all(reclaims).await;
+        !reclaimed.is_empty() && reclaimed.into_iter().all(|is_reclaimed| is_reclaimed)
     }
 
     fn on_topic_changed(&self, topic: Arc<Topic>) {
@@ -276,8 +282,15 @@ mod tests {
         let handler = Arc::new(|_: crate::Message| async { Outcome::Done });
         let config = ConsumerConfig { mode: Mode::Shared, ..Default::default() };
         let group = GroupName::new("billing")?;
-        let context =
-            SubscriptionContext::new(backend, Arc::clone(&topic), group, handler, config, None);
+        let context = SubscriptionContext::new(
+            backend,
+            Arc::clone(&topic),
+            group,
+            handler,
+            config,
+            None,
+            Vec::new(),
+        );
         let partition_set = PartitionSet::new(context, topic, Arc::default());
         // Not joined yet, or stopping: the entries of the dead member are still to be reclaimed.
         assert!(!partition_set.on_member_died(ConsumerName::new("dead")?).await);

@@ -1,8 +1,8 @@
 //! The state of one partition: which messages are in flight, and what happens next. A pure state machine: an event goes
 //! in, actions come out ([`PartitionState::on`]). No tasks, no locks, no clock, no backend.
 //!
-//! Upstream: `partition_driver` passes events. Downstream: it executes the actions. `reclaim_state` and `shutdown_state`
-//! hold the parts about pending entries and about the end.
+//! Upstream: `partition_driver` passes events. Downstream: it executes the actions. `reclaim_state`, `settle_state` and
+//! `shutdown_state` hold the parts about pending entries, about settling and about the end.
 //! Guarantees, whatever the order of events: never more in flight than the limit plus what was reclaimed or read before
 //! it shrank, blocked messages aside; with [`MessageOrder::PerKey`](crate::MessageOrder::PerKey) one message of a key at
 //! a time, in order, also over retries; every message is settled once or left pending; after
@@ -12,7 +12,6 @@ use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use headwater_stream::limits::{BATCH_BYTES_MAX, BATCH_MAX, FOLLOW_UP_BYTES_MAX};
 use headwater_stream::{
     ConsumerName, DeliveredEntry, EntryId, Fields, PendingDelivery, ReclaimResult, SettleAction,
     Settlement, StreamError,
@@ -24,6 +23,7 @@ use super::capacity_pool::PartitionLimits;
 use super::key_queues::{InFlightMessage, KeyQueues};
 use super::reclaim_state::{ReclaimPurpose, ReclaimScope, ReclaimState};
 use super::retry_or_dead_letter::{DeliveryResult, Disposition};
+use super::settle_state::SettleState;
 use super::shutdown_state::ShutdownState;
 use crate::config::{ConsumerConfig, Mode};
 use crate::limits::BLOCKED_IDS_MAX;
@@ -40,8 +40,6 @@ const SEARCH_EVERY: Duration = Duration::from_secs(5);
 const KEEP_ALIVE_MIN: Duration = Duration::from_millis(500);
 /// Messages whose payload is read again in one step.
 const RELOAD_PAGE: usize = 64;
-/// Bytes of follow-up entries in one settle call; the last entry may exceed it.
-const FOLLOW_UP_BYTES_PER_CALL: usize = BATCH_BYTES_MAX - FOLLOW_UP_BYTES_MAX;
 
 /// What happened.
 #[derive(Debug)]
@@ -53,8 +51,11 @@ pub(super) enum PartitionEvent {
     /// A read failed that may have fetched entries of this partition. The fetcher reads no more until it is told to.
     ReadFailed,
     HandlersFinished(Vec<FinishedMessage>),
-    /// The batch of [`Action::Settle`] is settled, or was given up.
-    Settled,
+    /// The batch of [`Action::Settle`] is settled, or was given up; except these, for whose follow-ups the backend is too
+    /// full.
+    Settled(Vec<Settlement>),
+    /// The batch of [`Action::WriteFollowUps`] is settled, or was given up; except these, which could not be written.
+    FollowUpsWritten(Vec<Settlement>),
     PendingListed(Result<Vec<PendingDelivery>, StreamError>),
     Reclaimed(Result<ReclaimResult, StreamError>),
     /// One more delivery of a message was counted; `None` if it is no longer pending.
@@ -97,6 +98,8 @@ pub(super) enum Action {
     Start(Vec<InFlightMessage>),
     /// Settle this batch; [`PartitionEvent::Settled`] follows.
     Settle(Arc<Vec<Settlement>>),
+    /// Settle this batch, whose follow-ups may wait for another server; [`PartitionEvent::FollowUpsWritten`] follows.
+    WriteFollowUps(Arc<Vec<Settlement>>),
     /// Change the entries that the fetcher may read, by so many.
     Credits {
         change: isize,
@@ -115,8 +118,8 @@ pub(super) enum Action {
         scope: ReclaimScope,
         ids: Vec<EntryId>,
     },
-    /// Count one more delivery of a message that is tried again in place.
-    CountDelivery(EntryId),
+    /// Count one more delivery of a message that is tried again in place, and was delivered so many times.
+    CountDelivery(EntryId, u64),
     Reload(Vec<EntryId>),
     KeepAlive(Vec<EntryId>),
     /// A message was blocked at a barrier.
@@ -145,7 +148,17 @@ pub(super) enum PartitionReport {
     TakenAway(usize),
     KeptAfterDataLoss(usize),
     Unseen(usize),
-    ReclaimFailed { scope: ReclaimScope, is_retried: bool, error: StreamError },
+    ReclaimFailed {
+        scope: ReclaimScope,
+        is_retried: bool,
+        error: StreamError,
+    },
+    /// So many retries and dead letters cannot be written that the partition is not read.
+    FollowUpLimitReached {
+        follow_ups: usize,
+        bytes: usize,
+    },
+    FollowUpLimitLeft,
     Fenced,
     LastReadTimedOut,
     DrainTimedOut,
@@ -204,9 +217,7 @@ pub(super) struct PartitionState {
     /// Messages handed to handlers, started or not. Mostly a queue, for which a tree is faster than a hash table.
     pub(super) running: BTreeMap<EntryId, InFlightMessage>,
     /// Finished deliveries that are not settled yet.
-    pub(super) unsettled: Vec<Settlement>,
-    /// The batch that is being settled.
-    pub(super) settling: Arc<Vec<Settlement>>,
+    pub(super) settles: SettleState,
     /// Credits given to the fetcher and not used up. Negative if it used credits that were taken back.
     credits: isize,
     /// Whether messages are handled fast, so that bulk reads pay; and what the fetcher was told.
@@ -242,8 +253,7 @@ impl PartitionState {
             failed_reads: 0,
             queues,
             running: BTreeMap::new(),
-            unsettled: Vec::new(),
-            settling: Arc::default(),
+            settles: SettleState::default(),
             credits: 0,
             is_fast: false,
             reported_fast: false,
@@ -283,7 +293,8 @@ impl PartitionState {
                 self.expect_unseen();
             }
             PartitionEvent::HandlersFinished(finished) => self.finish(finished),
-            PartitionEvent::Settled => self.settling = Arc::default(),
+            PartitionEvent::Settled(deferred) => self.on_settled(deferred),
+            PartitionEvent::FollowUpsWritten(unwritten) => self.on_follow_ups_written(unwritten),
             PartitionEvent::PendingListed(rows) => self.on_pending_listed(rows),
             PartitionEvent::Reclaimed(result) => self.on_reclaimed(result),
             PartitionEvent::DeliveryCounted(id, deliveries) => {
@@ -344,6 +355,7 @@ impl PartitionState {
             self.keep_alive_at,
             self.search_released_at,
             self.reclaims.deadline(),
+            self.settles.deadline(),
             self.shutdown.as_ref().map(ShutdownState::deadline),
         ];
         // What is due has been done, or waits for another event.
@@ -377,8 +389,7 @@ impl PartitionState {
 
     /// The ids of all in-flight entries, including those being settled.
     pub(super) fn in_flight_ids(&self) -> HashSet<EntryId> {
-        let settling = self.unsettled.iter().chain(self.settling.iter()).map(|entry| entry.id);
-        self.queues.ids().chain(self.running.keys().copied()).chain(settling).collect()
+        self.queues.ids().chain(self.running.keys().copied()).chain(self.settles.ids()).collect()
     }
 
     fn start(&mut self) {
@@ -480,7 +491,7 @@ impl PartitionState {
             self.search_released_at = Some(self.now + RELEASED_PAUSE);
         }
         self.queues.complete(item.key.as_ref());
-        self.unsettled.push(Settlement { id: item.delivery.id, action });
+        self.settles.add(Settlement { id: item.delivery.id, action });
     }
 
     fn start_backoff(&mut self, item: InFlightMessage, after: Duration) {
@@ -500,7 +511,7 @@ impl PartitionState {
                 self.queues.end_backoff(id, deliveries);
             } else {
                 // The backend counts each attempt, so that the limit holds across consumers.
-                self.actions.push(Action::CountDelivery(id));
+                self.actions.push(Action::CountDelivery(id, deliveries));
             }
         }
     }
@@ -532,14 +543,14 @@ impl PartitionState {
         for (id, fields) in found {
             if self.queues.restore(id, fields) {
                 self.report(PartitionReport::DeletedWhilePending(vec![id]));
-                self.unsettled.push(Settlement::ack(id));
+                self.settles.add(Settlement::ack(id));
             }
         }
     }
 
     /// Resets the idle time of in-flight entries now and then, so that no other consumer reclaims them.
     fn keep_alive(&mut self) {
-        if self.in_flight() == 0 {
+        if self.in_flight() == 0 && !self.settles.has_follow_ups() {
             self.keep_alive_at = None;
             return;
         }
@@ -570,8 +581,9 @@ impl PartitionState {
     }
 
     pub(super) fn release(&mut self, ids: impl IntoIterator<Item = EntryId>) {
-        let releases = ids.into_iter().map(|id| Settlement { id, action: SettleAction::Release });
-        self.unsettled.extend(releases);
+        for id in ids {
+            self.settles.add(Settlement { id, action: SettleAction::Release });
+        }
     }
 
     /// Releases messages that were handed to handlers.
@@ -582,23 +594,6 @@ impl PartitionState {
                 self.release([*id]);
             }
         }
-    }
-
-    /// Settles what is finished, one batch at a time.
-    fn settle(&mut self) {
-        if !self.settling.is_empty() {
-            return;
-        }
-        let count = batch_len(&self.unsettled);
-        if count > 0 {
-            let rest = self.unsettled.split_off(count);
-            self.settling = Arc::new(std::mem::replace(&mut self.unsettled, rest));
-            self.actions.push(Action::Settle(Arc::clone(&self.settling)));
-        }
-    }
-
-    pub(super) fn is_settled(&self) -> bool {
-        self.unsettled.is_empty() && self.settling.is_empty()
     }
 
     /// Free capacity: how many more messages may be in flight, credits of the fetcher included. Blocked messages take
@@ -612,7 +607,10 @@ impl PartitionState {
 
     /// Gives the fetcher credits when a read is worth it, and takes back those that are no longer covered.
     fn update_credits(&mut self) {
-        let may_read = self.is_reading && !self.is_paused && self.phase == PartitionPhase::Active;
+        let may_read = self.is_reading
+            && !self.is_paused
+            && self.phase == PartitionPhase::Active
+            && !self.settles.is_over_limit();
         let limit = match self.limits.bulk.filter(|_| self.is_fast) {
             _ if !may_read => 0,
             Some(bulk) => bulk,
@@ -671,27 +669,10 @@ impl PartitionState {
         self.is_reading = false;
         let running = std::mem::take(&mut self.running).into_values().map(|item| item.delivery);
         let unhandled = running.chain(self.queues.take_all()).collect();
-        let mut unsettled = std::mem::take(&mut self.unsettled);
-        unsettled.extend(std::mem::take(&mut self.settling).iter().cloned());
+        let unsettled = std::mem::take(&mut self.settles).iter().cloned().collect();
         let unfinished = Unfinished { unhandled, unsettled };
         self.actions.push(Action::Terminated { unfinished, has_lost_lease });
     }
-}
-
-/// How many settlements fit into one call.
-fn batch_len(unsettled: &[Settlement]) -> usize {
-    let mut bytes = 0;
-    let fits = |entry: &&Settlement| {
-        let has_room = bytes < FOLLOW_UP_BYTES_PER_CALL;
-        bytes += match &entry.action {
-            SettleAction::Append { fields, .. } | SettleAction::Reschedule { fields, .. } => {
-                fields.bytes()
-            }
-            SettleAction::Ack | SettleAction::Delete | SettleAction::Release => 0,
-        };
-        has_room
-    };
-    unsettled.iter().take(BATCH_MAX).take_while(fits).count()
 }
 
 #[cfg(test)]

@@ -19,8 +19,12 @@ use super::partition_state::{
 };
 
 const RETRY_PAUSE: Duration = Duration::from_millis(100);
+/// How often a stream that was deleted or replaced is checked: a producer may create it again.
+const STREAM_CHECK_EVERY: Duration = Duration::from_millis(500);
 /// How long a suspect entry is handled alone before others join it.
 const ALONE_FOR: Duration = Duration::from_secs(5);
+/// Own entries that are reclaimed at a time without capacity.
+const OWN_PAGE: usize = 8;
 /// An entry is suspect from this many deliveries on: one consumer read it and died, a second one reclaimed it and died.
 const SUSPECT_DELIVERIES: u64 = 2;
 
@@ -85,6 +89,8 @@ pub(super) struct ReclaimState {
     requested: VecDeque<(ReclaimPurpose, ReclaimScope)>,
     /// Whether a failed read may have fetched entries that this process has not seen.
     has_unseen: bool,
+    /// How many entries the subscription has capacity for.
+    pub(super) page_max: Option<usize>,
 }
 
 #[derive(Debug)]
@@ -222,8 +228,8 @@ impl PartitionState {
             return true;
         };
         let count = if matches!(running.scope, ReclaimScope::Unseen(_)) {
-            // They are ours already.
-            running.rows.len()
+            // They are ours already: without capacity, a few at a time.
+            running.rows.len().min(capacity.max(OWN_PAGE))
         } else {
             if capacity == 0 {
                 return false;
@@ -238,10 +244,15 @@ impl PartitionState {
             }
             page_len(&running.rows, &self.settings).min(capacity)
         };
+        // Entries that are ours already were claimed by a call whose reply was lost: this is not one more delivery.
+        let own = self.settings.consumer_name.clone();
+        let is_own = first.consumer == own;
+        let alike = running.rows.iter().take_while(|row| (row.consumer == own) == is_own).count();
         running.alone_until = None;
         running.step = ReclaimStep::Reclaiming;
+        let count = count.min(alike).min(self.reclaims.page_max.unwrap_or(usize::MAX));
         let ids = running.rows.drain(..count).map(|row| row.id).collect();
-        let scope = running.scope.clone();
+        let scope = if is_own { ReclaimScope::Unseen(own) } else { running.scope.clone() };
         self.actions.push(Action::Reclaim { scope, ids });
         false
     }
@@ -274,7 +285,9 @@ impl PartitionState {
             self.report(PartitionReport::Fenced);
             return self.terminate(true);
         }
-        let retry_at = self.now + RETRY_PAUSE;
+        let is_missing =
+            matches!(error, StreamError::NoGroup { .. } | StreamError::WrongType { .. });
+        let retry_at = self.now + if is_missing { STREAM_CHECK_EVERY } else { RETRY_PAUSE };
         let Some(running) = &mut self.reclaims.running else { return };
         let scope = running.scope.clone();
         let is_retried = matches!(running.purpose, ReclaimPurpose::Start | ReclaimPurpose::Unseen);

@@ -2,7 +2,8 @@
 //! the drain timeout and then abort them, settle everything, terminate.
 //!
 //! Upstream: `partition_state`. Guarantees: no attempt is counted for a released message; it ends within the drain
-//! timeout plus [`LAST_READ_TIMEOUT`] and [`SETTLE_TIMEOUT`]; within them nothing is left unsettled.
+//! timeout plus [`LAST_READ_TIMEOUT`] and [`SETTLE_TIMEOUT`]; within them nothing is left unsettled, except messages whose
+//! retry or dead letter could not be written at the last attempt.
 
 use std::time::Duration;
 
@@ -86,7 +87,7 @@ impl PartitionState {
 
     pub(super) fn advance_shutdown(&mut self) {
         while self.phase != PartitionPhase::Terminated {
-            let is_settled = self.is_settled();
+            let is_settled = self.settles.is_settled();
             let Some(shutdown) = &mut self.shutdown else { return };
             let is_over = shutdown.deadline() <= self.now;
             match shutdown.step {

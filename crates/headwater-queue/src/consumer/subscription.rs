@@ -9,20 +9,24 @@ use std::fmt;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use tracing::info;
+use futures_util::{StreamExt, stream};
+use headwater_stream::{GroupName, GroupStart, StreamError};
+use tracing::{info, warn};
 
 use super::barrier_watcher;
 use super::partition_set::PartitionSet;
 use super::partition_state::{PartitionEvent, PartitionPhase};
 use super::subscription_context::{SubscriptionContext, SubscriptionStats};
 use crate::config::{ConsumerConfig, MessageOrder};
-use crate::error::Result;
+use crate::error::{QueueError, Result};
 use crate::group::coordinator::MembershipHandle;
 use crate::group::rebalance_listener::JoinRequest;
 use crate::handler::Handler;
-use crate::keys;
 use crate::queue::Queue;
-use crate::topic::{TopicName, group_name};
+use crate::topic::{Partition, Topic, TopicName, group_name};
+
+/// Partitions whose group is created concurrently.
+const GROUPS_AT_ONCE: usize = 64;
 
 /// A handler that receives the messages of a topic for a group. Dropping it stops it at once: nothing is lost, but
 /// in-flight messages stay pending and are redelivered.
@@ -45,7 +49,8 @@ impl fmt::Debug for Subscription {
 
 impl Queue {
     /// Delivers the messages of a topic to a handler, as a member of a group, until the subscription is stopped or
-    /// dropped. A topic that was not created is plain: one stream, named like the topic.
+    /// dropped. A topic that was not created is plain: one stream, named like the topic. Fails with
+    /// [`NoTopic`](QueueError::NoTopic) if the topic is deleted meanwhile.
     pub async fn subscribe(
         &self,
         topic: &str,
@@ -58,10 +63,7 @@ impl Queue {
         let group = group_name(group)?;
         let topic = self.read_topic(&name).await?;
         let inner = &self.inner;
-        for partition in 0..topic.partitions {
-            let stream = keys::stream(&topic, partition);
-            inner.backend.ensure_group(&stream, &group, config.start).await?;
-        }
+        let unreached = self.ensure_groups(&topic, &group, config.start).await?;
         let (mode, order, member) = (config.mode, config.order, config.member.clone());
         let backend = Arc::clone(&inner.backend);
         let trace = inner.config.trace.clone();
@@ -72,6 +74,7 @@ impl Queue {
             Arc::new(handler),
             config,
             trace,
+            unreached,
         );
         let partition_set = Arc::new(PartitionSet::new(
             context,
@@ -91,6 +94,40 @@ impl Queue {
                 .spawn(barrier_watcher::run(Arc::downgrade(partition_set), Arc::downgrade(inner)));
         }
         Ok(subscription)
+    }
+
+    /// Creates the group on all partitions. Returns those whose servers cannot be reached; fails if that is all of them, or
+    /// if the topic was deleted.
+    async fn ensure_groups(
+        &self,
+        topic: &Topic,
+        group: &GroupName,
+        start: GroupStart,
+    ) -> Result<Vec<Partition>> {
+        let ensure = async |partition| {
+            let backend = &*self.inner.backend;
+            (partition, topic.ensure_group(backend, partition, group, start).await)
+        };
+        let mut calls = stream::iter((0..topic.partitions).map(ensure)).buffered(GROUPS_AT_ONCE);
+        let (mut unreached, mut failure) = (Vec::new(), None);
+        while let Some((partition, ensured)) = calls.next().await {
+            match ensured {
+                Ok(_) => {}
+                Err(StreamError::NoGroup { .. }) => {
+                    return Err(QueueError::NoTopic { topic: topic.name.to_string() });
+                }
+                Err(error) if error.is_transient() => {
+                    warn!(topic = %topic.name, partition, %group, %error, "the partition cannot be reached; it is consumed when its server is back");
+                    unreached.push(partition);
+                    failure = Some(error);
+                }
+                Err(error) => return Err(error.into()),
+            }
+        }
+        match failure {
+            Some(error) if unreached.len() == usize::from(topic.partitions) => Err(error.into()),
+            _ => Ok(unreached),
+        }
     }
 }
 

@@ -5,7 +5,7 @@
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
-use headwater_stream::{Backend, Epoch};
+use headwater_stream::{Backend, Epoch, GroupStart};
 use tokio::task::JoinSet;
 
 use super::capacity_pool::CapacityPool;
@@ -23,6 +23,10 @@ pub(super) struct SubscriptionContext {
     pub(super) handler: Arc<dyn Handler>,
     pub(super) config: ConsumerConfig,
     pub(super) trace: Option<Arc<dyn TraceBridge>>,
+    /// Partitions that could not be reached when the subscription started: their group begins where it should have then.
+    pub(super) unreached: Vec<Partition>,
+    /// Whether the topic was created when the subscription started. If it is deleted, it counts as a plain topic.
+    pub(super) is_created_topic: bool,
     pub(super) barriers: Arc<Barriers>,
     /// Whether no handler may start.
     pub(super) paused: AtomicBool,
@@ -66,19 +70,31 @@ impl SubscriptionContext {
         handler: Arc<dyn Handler>,
         config: ConsumerConfig,
         trace: Option<Arc<dyn TraceBridge>>,
+        unreached: Vec<Partition>,
     ) -> Self {
         Self {
             backend,
             barriers: Arc::new(Barriers::new(config.order, Arc::clone(&topic))),
+            is_created_topic: !topic.layout.is_plain(),
             topic: topic.name.clone(),
             group,
             handler,
             pool: Arc::new(CapacityPool::new(&config)),
             config,
             trace,
+            unreached,
             paused: AtomicBool::new(false),
             recoveries: Mutex::default(),
             counters: SubscriptionCounters::default(),
+        }
+    }
+
+    /// Where the group begins on a partition on which it does not exist. A partition that is new to it was added later: the
+    /// group has handled nothing of it.
+    pub(super) fn group_start(&self, partition: Partition) -> GroupStart {
+        match self.unreached.contains(&partition) {
+            true => self.config.start,
+            false => GroupStart::Beginning,
         }
     }
 

@@ -12,13 +12,13 @@ use headwater_stream::{
     HeldLease, HolderName, LeaseName, LeaseRenewer, PendingDeliveryQuery, SettleAction,
     SettleBatch, Settlement, StreamError, StreamName, process_name, unique_holder,
 };
-use tokio::time::sleep;
+use tokio::time::{Instant, sleep, timeout};
 use tracing::{debug, info, warn};
 
 use super::members::{GroupSnapshot, MemberEntry, MemberStatus, member_list};
 use crate::config::Mode;
 use crate::error::Result;
-use crate::keys;
+use crate::keys::{self, MembershipKeys};
 
 /// Topics notified one by one; beyond it, one notification for the whole group.
 const TOPIC_NOTIFICATIONS_MAX: usize = 8;
@@ -55,7 +55,7 @@ pub(super) async fn register(
     if written.is_empty() {
         return Ok(refused);
     }
-    member_list(group).add(backend, &written).await?;
+    member_list(backend, group).add(backend, &written).await?;
     let after = GroupSnapshot::read(backend, group, Vec::new()).await?;
     for (entry, refused) in entries.iter().zip(&mut refused) {
         *refused = refused.take().or_else(|| conflict(&after, entry));
@@ -63,7 +63,7 @@ pub(super) async fn register(
     let accepted_now = accepted(&refused);
     let withdrawn: Vec<String> =
         written.into_iter().filter(|text| !accepted_now.contains(text)).collect();
-    member_list(group).remove(backend, &withdrawn).await?;
+    member_list(backend, group).remove(backend, &withdrawn).await?;
     notify_members(backend, group, entries).await;
     Ok(refused)
 }
@@ -120,7 +120,8 @@ pub(super) async fn acquire_partition(
     known_consumers: &KnownConsumers,
 ) -> Result<Option<HeldLease>> {
     let Some(held) = renewer.acquire(lease).await?.won() else { return Ok(None) };
-    if let Err(error) = fence_dead_readers(backend, stream, group, known_consumers).await {
+    let me = keys::consumer(renewer.holder());
+    if let Err(error) = fence_dead_readers(backend, stream, group, known_consumers, &me).await {
         // Without the fence the partition must not be used: release the lease.
         release(renewer, std::slice::from_ref(lease)).await;
         return Err(error);
@@ -134,6 +135,7 @@ async fn fence_dead_readers(
     stream: &StreamName,
     group: &GroupName,
     KnownConsumers { alive, gone }: &KnownConsumers,
+    me: &ConsumerName,
 ) -> Result<()> {
     let groups = backend.stats(stream).await?.map(|stats| stats.groups).unwrap_or_default();
     let group_stats = groups.into_iter().filter(|stats| stats.name == *group);
@@ -150,7 +152,15 @@ async fn fence_dead_readers(
         recent.into_iter().map(|consumer| consumer.name).collect();
     // A server may not list a consumer that has not yet received an entry.
     dead.extend(gone.iter().cloned());
-    dead.retain(|consumer| !alive.contains(consumer));
+    match backend.cluster_slot("") {
+        None => dead.retain(|consumer| !alive.contains(consumer)),
+        // A member that lost its lease because this server was unreachable is alive, and its read may still be here. The
+        // readers of other partitions have other connections and are not affected.
+        Some(_) => {
+            dead.extend(alive.iter().cloned());
+            dead.remove(me);
+        }
+    }
     let ended = dead.iter().map(|consumer| backend.disconnect_reader(stream, group, consumer));
     for (silenced, consumer) in try_join_all(ended).await?.into_iter().zip(&dead) {
         match silenced {
@@ -177,7 +187,7 @@ pub(super) struct LeaveRequest {
     pub(super) entry: MemberEntry,
     /// For a static member: the reservation entry, and the partition leases to release once it is written.
     pub(super) reservation: Option<(MemberEntry, Vec<LeaseName>)>,
-    /// How long the reservation is valid.
+    /// How long the reservation is valid: the lifetime of a lease.
     pub(super) reserve_for: Duration,
     /// Shared mode: the streams and the consumer whose pending entries to release, because shared partitions have no
     /// next owner that would reclaim them.
@@ -185,14 +195,16 @@ pub(super) struct LeaveRequest {
 }
 
 /// Removes a subscription from the group. Retries until it succeeds or is dropped: a stale entry would keep partitions
-/// assigned to this member.
+/// assigned to this member. In shared mode it gives up on partitions that cannot be reached for the lifetime of a lease.
 pub(super) async fn finish_leave(
     backend: &dyn Backend,
     group: &GroupName,
     renewer: &LeaseRenewer,
     leave: &LeaveRequest,
 ) {
-    while let Err(error) = try_finish_leave(backend, group, renewer, leave).await {
+    let until = Instant::now() + leave.reserve_for;
+    let may_retry = || Instant::now() < until;
+    while let Err(error) = try_finish_leave(backend, group, renewer, leave, may_retry()).await {
         warn!(topic = %leave.entry.topic, %group, %error, "leaving the group failed, retrying");
         sleep(RETRY_AFTER).await;
     }
@@ -203,35 +215,67 @@ async fn try_finish_leave(
     group: &GroupName,
     renewer: &LeaseRenewer,
     leave: &LeaveRequest,
+    may_retry: bool,
 ) -> Result<()> {
     if let Some((entry, leases)) = &leave.reservation {
         // Lease before entry: an entry without its lease is removed as that of a dead member. Both before the partition
         // leases are released, so that the partitions never appear free.
-        let lease = keys::reservation(group, &entry.member);
         let holder = HolderName::new(format!("resting:{}", entry.member))?;
-        backend.acquire(&lease, &holder, leave.reserve_for).await?;
-        member_list(group).add(backend, &[entry.to_string()]).await?;
+        reserve(backend, group, &entry.member, &holder, leave.reserve_for).await?;
+        member_list(backend, group).add(backend, &[entry.to_string()]).await?;
         release(renewer, leases).await;
     }
     if let Some((streams, consumer)) = &leave.shared {
-        for stream in streams {
-            match release_pending(backend, stream, group, consumer).await {
-                Err(error) if error.is_transient() => return Err(error.into()),
-                Err(error) => {
-                    // Other members reclaim the rest when our liveness lease expires.
-                    warn!(%stream, %group, %consumer, %error, "releasing pending entries failed, other members reclaim them");
-                    return Ok(());
-                }
-                Ok(()) => {}
+        let release = |stream| release_consumer(backend, stream, group, consumer);
+        let mut failed = None;
+        for (stream, released) in streams.iter().zip(join_all(streams.iter().map(release)).await) {
+            let Err(error) = released else { continue };
+            // Other members reclaim the rest when our liveness lease expires.
+            warn!(%stream, %group, %consumer, %error, "releasing pending entries failed, other members reclaim them");
+            failed = Some(error);
+        }
+        match failed {
+            Some(error) if error.is_transient() && may_retry => return Err(error.into()),
+            Some(_) => return Ok(()),
+            None => {}
+        }
+    }
+    Ok(member_list(backend, group).remove(backend, &[leave.entry.to_string()]).await?)
+}
+
+/// Acquires the reservation of a static member, in a majority of its copies.
+async fn reserve(
+    backend: &dyn Backend,
+    group: &GroupName,
+    member: &str,
+    holder: &HolderName,
+    ttl: Duration,
+) -> Result<()> {
+    let copies = MembershipKeys::new(backend, group).reservation(member);
+    let acquired =
+        join_all(copies.iter().map(|copy| timeout(ttl / 4, backend.acquire(copy, holder, ttl))));
+    let (mut reserved, mut failure) = (0, None);
+    for copy in acquired.await {
+        match copy {
+            Ok(Ok(_)) => reserved += 1,
+            Ok(Err(error)) => failure = Some(error),
+            Err(late) => {
+                failure = Some(StreamError::Unavailable {
+                    problem: "a copy of the reservation was not acquired in time".to_owned(),
+                    source: Some(Box::new(late)),
+                });
             }
         }
     }
-    Ok(member_list(group).remove(backend, &[leave.entry.to_string()]).await?)
+    match failure {
+        Some(error) if reserved <= copies.len() / 2 => Err(error.into()),
+        _ => Ok(()),
+    }
 }
 
-/// Releases the pending entries of a consumer that no longer works on a stream: left by a dropped subscription, or not
-/// settled because of an error.
-async fn release_pending(
+/// Removes a consumer that no longer works on a stream. Its pending entries are released first: left by a dropped
+/// subscription, or not settled because of an error.
+async fn release_consumer(
     backend: &dyn Backend,
     stream: &StreamName,
     group: &GroupName,
@@ -251,6 +295,8 @@ async fn release_pending(
             answer => answer?,
         };
         if pending.is_empty() {
+            // Every process start has its own name. If a late read delivers to it, other members reclaim the entry.
+            backend.remove_consumer(stream, group, consumer).await?;
             return Ok(());
         }
         info!(%stream, %group, %consumer, entries = pending.len(), "releasing pending entries");

@@ -9,7 +9,7 @@
 //! Guarantees: those of the stream crate's [`MemberList`]: an entry whose lease is not held belongs to a dead member and
 //! stays dead.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::fmt;
 use std::time::Duration;
 
@@ -21,7 +21,7 @@ use tokio::time::Instant;
 
 use crate::config::Mode;
 use crate::error::Result;
-use crate::keys;
+use crate::keys::{self, MembershipKeys};
 use crate::topic::{Partition, TopicName};
 
 /// One entry of the member list.
@@ -65,14 +65,13 @@ impl MemberEntry {
     }
 
     /// The lease that keeps this entry alive.
-    fn liveness_lease(&self, group: &GroupName) -> LivenessLease {
+    fn liveness_lease(&self, keys: &MembershipKeys) -> LivenessLease {
         match &self.status {
-            MemberStatus::Active(holder) => LivenessLease {
-                lease: keys::member(group, &self.member),
-                holder: Some(holder.clone()),
-            },
+            MemberStatus::Active(holder) => {
+                LivenessLease { copies: keys.member(&self.member), holder: Some(holder.clone()) }
+            }
             MemberStatus::Reserved(_) => {
-                LivenessLease { lease: keys::reservation(group, &self.member), holder: None }
+                LivenessLease { copies: keys.reservation(&self.member), holder: None }
             }
         }
     }
@@ -100,6 +99,8 @@ impl fmt::Display for MemberEntry {
 pub(crate) struct GroupSnapshot {
     /// All parsed entries by topic.
     topics: HashMap<TopicName, Vec<(MemberEntry, Liveness)>>,
+    /// Entries that are missing in a copy of the list.
+    incomplete: HashSet<String>,
     /// The requested leases. A name that is absent was not requested.
     pub(super) leases: HashMap<LeaseName, Option<LeaseInfo>>,
     /// When the replies arrived; the remaining times of the leases count from here.
@@ -113,18 +114,24 @@ impl GroupSnapshot {
         group: &GroupName,
         leases: Vec<LeaseName>,
     ) -> Result<Self> {
+        let keys = MembershipKeys::new(backend, group);
         let parse = |text: &str| {
             let entry = MemberEntry::parse(text)?;
-            let kept = entry.liveness_lease(group);
+            let kept = entry.liveness_lease(&keys);
             Some((entry, kept))
         };
-        let MemberSnapshot { entries, leases, read_at: seen_at } =
-            member_list(group).read(backend, parse, leases).await?;
+        let MemberSnapshot { entries, incomplete, leases, read_at: seen_at } =
+            MemberList::new(keys.members()).read(backend, parse, leases).await?;
         let mut topics: HashMap<TopicName, Vec<(MemberEntry, Liveness)>> = HashMap::new();
         for (entry, life) in entries {
             topics.entry(entry.topic.clone()).or_default().push((entry, life));
         }
-        Ok(Self { topics, leases, seen_at })
+        Ok(Self { topics, incomplete, leases, seen_at })
+    }
+
+    /// Whether an entry is missing in a copy of the list that was read.
+    pub(super) fn is_incomplete(&self, entry: &MemberEntry) -> bool {
+        self.incomplete.contains(&entry.to_string())
     }
 
     /// All entries of a topic.
@@ -177,8 +184,8 @@ impl GroupSnapshot {
 }
 
 /// The member list of a group.
-pub(super) fn member_list(group: &GroupName) -> MemberList {
-    MemberList::new(keys::members(group))
+pub(super) fn member_list(backend: &dyn Backend, group: &GroupName) -> MemberList {
+    MemberList::new(MembershipKeys::new(backend, group).members())
 }
 
 #[cfg(test)]

@@ -3,8 +3,8 @@
 //! Upstream: `session` joins and runs it. Downstream: `group_ops`; each operation runs in its own task and reports back
 //! with a [`MembershipEvent`].
 //! Guarantees: the loop never blocks. Renewals, polls, acquires and revokes run concurrently; a late result is checked
-//! against the current state. Losing any lease (the renewer reports it) ends the membership: `on_lost` runs for every owned partition, and the
-//! consumer name is not reused.
+//! against the current state. Losing a lease (the renewer reports it) ends the membership: `on_lost` runs for every owned partition, and the
+//! consumer name is not reused. On a cluster, where one server may fail alone, losing the lease of a partition ends only the ownership of that partition.
 
 mod leave;
 mod poll;
@@ -15,7 +15,7 @@ use std::time::Duration;
 
 use headwater_stream::{
     Backoff, ConsumerName, HeldLease, LeaseEvent, LeaseEventKind, LeaseName, LeaseRenewer,
-    LostLeases, RetryTimer, StreamError,
+    LostLeases, RetryTimer, StreamError, stable_name,
 };
 use tokio::sync::oneshot;
 use tokio::task::{JoinError, JoinSet};
@@ -24,7 +24,7 @@ use tracing::{info, warn};
 
 use super::group_ops::{self, KnownConsumers};
 use super::members::{GroupSnapshot, MemberEntry};
-use super::rebalance_listener::{FencedSignal, GroupMembership};
+use super::rebalance_listener::{FencedSignal, GroupMembership, RejectedFences};
 use super::session::{
     GroupContext, GroupSession, JoinedGroup, LeaseEventTarget, MembershipCommand,
 };
@@ -95,6 +95,7 @@ pub(super) struct MembershipLoop {
     /// The liveness lease.
     lease: HeldLease,
     fenced: FencedSignal,
+    rejected_fences: RejectedFences,
     /// Operations in progress and the renewal of the leases; aborted on drop.
     work: JoinSet<MembershipEvent>,
     /// When to poll next.
@@ -115,7 +116,7 @@ pub(super) struct MembershipLoop {
     /// When each gone consumer was first missing.
     gone: BTreeMap<ConsumerName, Instant>,
     /// Lease name prefixes whose hints concern the member list.
-    members: [LeaseName; 3],
+    members: Vec<LeaseName>,
     /// Callers waiting until the last subscription has left.
     leave_waiters: Vec<oneshot::Sender<()>>,
 }
@@ -128,6 +129,11 @@ impl MembershipLoop {
         let context = Arc::clone(&session.context);
         let (now, group) = (Instant::now(), &context.group);
         let renewer = Arc::new(renewer);
+        let (fenced, rejected_fences) = FencedSignal::new(lease.fence().clone());
+        let keys = context.keys();
+        let mut members = keys.member("");
+        members.extend(keys.reservation(""));
+        members.push(keys::group_notification(group));
         let mut work = JoinSet::new();
         let renewing = Arc::clone(&renewer);
         work.spawn(async move {
@@ -140,7 +146,8 @@ impl MembershipLoop {
             renewer,
             losses,
             lease,
-            fenced: FencedSignal::default(),
+            fenced,
+            rejected_fences,
             work,
             poll_at: now,
             polling: false,
@@ -154,11 +161,7 @@ impl MembershipLoop {
             cleaning_up: HashSet::new(),
             known_consumers: KnownConsumers::default(),
             gone: BTreeMap::new(),
-            members: [
-                keys::member(group, ""),
-                keys::reservation(group, ""),
-                keys::group_notification(group),
-            ],
+            members,
             leave_waiters: Vec::new(),
             context,
             session,
@@ -179,9 +182,22 @@ impl MembershipLoop {
                 biased;
                 () = self.lease.lost() => return self.evict("the liveness lease was not renewed in time"),
                 Some(lost) = self.losses.recv() => {
-                    return self.evict(&format!("lease `{}` was lost", lost.fence.lease));
+                    let lease = lost.fence.lease;
+                    if !self.may_lose(&lease) {
+                        return self.evict(&format!("lease `{lease}` was lost"));
+                    }
+                    self.lose_partition(&lease);
                 }
-                () = self.fenced.signaled() => return self.evict("the backend rejected a write as fenced"),
+                Some(fence) = self.rejected_fences.recv() => {
+                    if !self.may_lose(&fence.lease) {
+                        return self.evict("the backend rejected a write as fenced");
+                    }
+                    // Otherwise it was lost before, and may be held in another epoch now.
+                    if self.renewer.held().contains(&fence) {
+                        self.renewer.release_later(&fence.lease);
+                        self.lose_partition(&fence.lease);
+                    }
+                }
                 // `None` when every subscription has asked to leave and no new one can join.
                 Some(command) = self.session.commands.recv() => self.handle_command(command),
                 hint = self.session.hints.recv() => match hint {
@@ -199,6 +215,11 @@ impl MembershipLoop {
                 return self.leave().await;
             }
         }
+    }
+
+    /// Whether the membership goes on without this lease.
+    fn may_lose(&self, lease: &LeaseName) -> bool {
+        self.context.backend.cluster_slot("").is_some() && *lease != self.lease.fence().lease
     }
 
     fn wake_at(&self) -> Instant {
@@ -400,7 +421,7 @@ impl MembershipLoop {
 
     fn report_owned(&self, subscription: &GroupSubscription) {
         let (topic, group) = (subscription.topic.name.to_string(), self.context.group.to_string());
-        let consumer = self.consumer.to_string();
+        let consumer = stable_name(self.consumer.as_str());
         let labels = [("topic", topic), ("group", group), ("consumer", consumer)];
         ::metrics::gauge!(PARTITIONS_OWNED, &labels).set(subscription.owned() as f64);
     }

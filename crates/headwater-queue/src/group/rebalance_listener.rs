@@ -4,7 +4,7 @@
 //! Downstream: the consumer of a subscription implements it.
 //! Guarantees of the coordinator, per subscription: calls are sequential; only `on_revoke` and `on_member_died` may
 //! overlap with other calls. A partition is ours from `on_assigned` until `on_revoke` returns or `on_lost` is called.
-//! `on_lost` may come while `on_revoke` runs; `on_assigned` never comes before the previous `on_revoke` of the same
+//! `on_lost` may come while `on_revoke` runs; it comes for one partition alone only on a cluster; `on_assigned` never comes before the previous `on_revoke` of the same
 //! partition has returned. After `on_evicted` nothing is ours until the next `on_joined`, which brings a new consumer
 //! name.
 //! Required of a listener: calls that are not `async` return immediately and do not call the coordinator.
@@ -13,8 +13,8 @@ use std::fmt;
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use headwater_stream::{ConsumerName, GroupName, HeldLease};
-use tokio::sync::Notify;
+use headwater_stream::{ConsumerName, Fence, GroupName, HeldLease};
+use tokio::sync::mpsc;
 
 use crate::config::Mode;
 use crate::topic::{Partition, Topic};
@@ -88,25 +88,37 @@ pub(crate) struct AssignedPartition {
     pub(crate) fenced: FencedSignal,
 }
 
-/// Reports to the coordinator that the backend answered `Fenced`, so this process must rejoin. Clones share the signal.
-#[derive(Clone, Default)]
-pub(crate) struct FencedSignal(Arc<Notify>);
+/// Reports to the coordinator that the backend answered `Fenced`, so the lease is not ours.
+#[derive(Clone)]
+pub(crate) struct FencedSignal {
+    fence: Fence,
+    rejected: mpsc::UnboundedSender<Fence>,
+}
+
+/// Receives the fences with which a write was rejected, once per rejected write.
+pub(super) type RejectedFences = mpsc::UnboundedReceiver<Fence>;
 
 impl FencedSignal {
-    /// Reports a write rejected with `Fenced`. The coordinator then calls `on_lost` for all partitions of the group;
-    /// stop working on this one now. Idempotent.
-    pub(crate) fn signal(&self) {
-        self.0.notify_one();
+    pub(super) fn new(fence: Fence) -> (Self, RejectedFences) {
+        let (rejected, received) = mpsc::unbounded_channel();
+        (Self { fence, rejected }, received)
     }
 
-    /// Waits for the signal. Cancel-safe.
-    pub(crate) async fn signaled(&self) {
-        self.0.notified().await;
+    /// The signal of another lease.
+    pub(super) fn of(&self, fence: Fence) -> Self {
+        Self { fence, rejected: self.rejected.clone() }
+    }
+
+    /// Reports a write rejected with `Fenced`. The coordinator then calls `on_lost`; stop working on the partition now.
+    /// Idempotent.
+    pub(crate) fn signal(&self) {
+        // Fails if the membership has ended.
+        let _ = self.rejected.send(self.fence.clone());
     }
 }
 
 impl fmt::Debug for FencedSignal {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("FencedSignal")
+        f.debug_struct("FencedSignal").field("fence", &self.fence).finish_non_exhaustive()
     }
 }

@@ -2,7 +2,8 @@
 //!
 //! Upstream: `coordinator` sends it commands. Downstream: `membership`, while it is a member.
 //! Guarantees: it never blocks on the backend or on a listener, so slow calls do not delay lease renewal. When its
-//! lease is no longer trusted it evicts its subscriptions immediately and rejoins under a new name.
+//! liveness lease is no longer trusted it evicts its subscriptions immediately and rejoins under a new name. On a cluster
+//! that lease has copies on three servers: one of them may fail.
 
 use std::any::Any;
 use std::collections::HashMap;
@@ -11,7 +12,7 @@ use std::time::Duration;
 
 use headwater_stream::{
     Backend, Backoff, GroupName, HeldLease, LeaseAcquisition, LeaseEvent, LeaseName, LeaseRenewer,
-    LostLeases, StreamError, process_name, unique_holder,
+    Leases, LostLeases, MajorityLease, StreamError, process_name, unique_holder,
 };
 use tokio::sync::{broadcast, mpsc, oneshot};
 use tokio::task::JoinSet;
@@ -23,7 +24,7 @@ use super::rebalance_listener::JoinRequest;
 use super::subscription_state::{GroupMemberIdentity, GroupSubscription, JoinReply};
 use crate::config::QueueConfig;
 use crate::error::{QueueError, Result};
-use crate::keys;
+use crate::keys::{self, MembershipKeys};
 use crate::topic::TopicName;
 
 /// A command from a subscription to its session.
@@ -41,6 +42,12 @@ pub(super) struct GroupContext {
     pub(super) group: GroupName,
     /// Static member id, if configured.
     pub(super) member: Option<String>,
+}
+
+impl GroupContext {
+    pub(super) fn keys(&self) -> MembershipKeys {
+        MembershipKeys::new(&*self.backend, &self.group)
+    }
 }
 
 /// This process in one group.
@@ -144,7 +151,7 @@ impl GroupSession {
                     Instant::now() + retry.next_delay()
                 }
             };
-            self.wait_to_retry(retry_at, &keys::member(&self.context.group, &me.member)).await;
+            self.wait_to_retry(retry_at, &self.context.keys().member(&me.member)).await;
         }
     }
 
@@ -153,9 +160,13 @@ impl GroupSession {
         &mut self,
         me: &GroupMemberIdentity,
     ) -> Result<(LeaseRenewer, LostLeases, LeaseAcquisition)> {
-        let GroupContext { backend, config, group, .. } = &*self.context;
-        let lease = keys::member(group, &me.member);
-        let leases = Arc::clone(backend);
+        let GroupContext { backend, config, .. } = &*self.context;
+        let copies = self.context.keys().member(&me.member);
+        let lease = copies[0].clone();
+        let leases: Arc<dyn Leases> = match copies.len() {
+            1 => Arc::clone(backend) as _,
+            _ => Arc::new(MajorityLease::new(Arc::clone(backend) as _, copies)),
+        };
         let (renewer, losses) = LeaseRenewer::new(leases, me.holder.clone(), config.lease)?;
         let acquired = {
             let acquiring = renewer.acquire(&lease);
@@ -173,8 +184,8 @@ impl GroupSession {
         Ok((renewer, losses, acquired))
     }
 
-    /// Waits until `retry_at`, or until `lease` may be free.
-    async fn wait_to_retry(&mut self, retry_at: Instant, lease: &LeaseName) {
+    /// Waits until `retry_at`, or until one of `leases` may be free.
+    async fn wait_to_retry(&mut self, retry_at: Instant, leases: &[LeaseName]) {
         loop {
             tokio::select! {
                 () = sleep_until(retry_at) => return,
@@ -185,7 +196,7 @@ impl GroupSession {
                     }
                 }
                 hint = self.hints.recv() => match hint {
-                    Ok(hint) if hint.lease.as_ref().is_some_and(|about| about != lease) => {}
+                    Ok(hint) if hint.lease.as_ref().is_some_and(|about| !leases.contains(about)) => {}
                     // About this lease, or hints were missed.
                     Ok(_) | Err(_) => return,
                 }

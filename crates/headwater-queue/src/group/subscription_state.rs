@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 use std::time::Duration;
 
-use headwater_stream::{Fence, HolderName, LeaseInfo, LeaseName};
+use headwater_stream::{Fence, HeldLease, HolderName, LeaseInfo, LeaseName};
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 
@@ -49,6 +49,8 @@ pub(super) struct GroupSubscription {
     pub(super) dirty: bool,
     /// Whether the poll in progress reads its leases.
     pub(super) in_poll: bool,
+    /// Since when polls have not said who owns some partitions.
+    pub(super) partial_since: Option<Instant>,
     /// When to read the topic's meta again, and whether a read is in progress.
     pub(super) refresh_at: Instant,
     pub(super) is_reading_meta: bool,
@@ -73,6 +75,8 @@ pub(super) enum SubscriptionState {
 pub(super) struct HeldPartition {
     pub(super) topic: Arc<Topic>,
     pub(super) lease: LeaseName,
+    /// The acquired lease, while the partition is assigned to the listener.
+    pub(super) held: Option<HeldLease>,
     pub(super) state: PartitionOwnership,
 }
 
@@ -128,6 +132,7 @@ impl GroupSubscription {
             has_joined: false,
             dirty: true,
             in_poll: false,
+            partial_since: None,
             refresh_at: Instant::now() + refresh,
             is_reading_meta: false,
         }
@@ -182,8 +187,21 @@ impl GroupSubscription {
         self.held.values().filter(works).count()
     }
 
+    /// Whether the snapshot does not say who owns some partitions: their server did not answer.
+    pub(super) fn is_partial(&self, snapshot: &GroupSnapshot) -> bool {
+        (0..).zip(&self.leases).any(|(number, lease)| {
+            let info = snapshot.leases.get(lease);
+            !self.is_known(number, info.and_then(Option::as_ref))
+        })
+    }
+
+    fn is_known(&self, number: Partition, info: Option<&LeaseInfo>) -> bool {
+        self.held.contains_key(&number) || !info.is_some_and(LeaseInfo::is_unknown)
+    }
+
     /// Compares a snapshot with the held partitions. `None` if the snapshot does not cover this subscription: it lacks
-    /// some of its leases, or was read before this member registered.
+    /// some of its leases, or was read before this member registered. Partitions whose owner is unknown count as held by
+    /// another: the others are shared as if these did not exist.
     pub(super) fn plan(
         &self,
         snapshot: &GroupSnapshot,
@@ -207,22 +225,26 @@ impl GroupSubscription {
                 }
             }
         }
-        let current = |(number, info): (Partition, &&Option<LeaseInfo>)| match info {
+        let leases: Vec<(Partition, &Option<LeaseInfo>)> = (0..)
+            .zip(leases)
+            .filter(|(number, info)| self.is_known(*number, info.as_ref()))
+            .collect();
+        let current = |(number, info): &(Partition, &Option<LeaseInfo>)| match info {
             // The snapshot is older than the local state.
-            _ if self.held.contains_key(&number) => CurrentOwner::Held(mine),
+            _ if self.held.contains_key(number) => CurrentOwner::Held(mine),
             None => reserved
-                .get(&number)
+                .get(number)
                 .map_or(CurrentOwner::Free, |member| CurrentOwner::Reserved(*member)),
             Some(info) if info.holder == me.holder => CurrentOwner::Free,
             Some(info) => {
                 holders.get(&info.holder).map_or(CurrentOwner::Free, |at| CurrentOwner::Held(*at))
             }
         };
-        let current_owners: Vec<CurrentOwner> = (0..).zip(&leases).map(current).collect();
+        let current_owners: Vec<CurrentOwner> = leases.iter().map(current).collect();
         let owners = assign(members.len(), &current_owners);
 
         let mut plan = RebalanceActions::default();
-        for ((number, info), owner) in (0..).zip(leases).zip(owners) {
+        for ((number, info), owner) in leases.into_iter().zip(owners) {
             let part = self.held.get(&number);
             match (owner == mine, part.map(|part| part.state), info) {
                 (true, None, None) => plan.acquire.push(number),

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use headwater_stream::{EntryId, LeaseInfo, LeaseName, Liveness, StreamStats};
+use headwater_stream::{EntryId, LeaseInfo, LeaseName, Liveness, SettleAction, StreamStats};
 
 use super::Inspector;
 use crate::config::Mode;
@@ -222,7 +222,9 @@ fn partition_view(
 fn consumers(group: &GroupName, stats: &[Option<StreamStats>]) -> Vec<ConsumerView> {
     let mut views: BTreeMap<&str, ConsumerView> = BTreeMap::new();
     let groups = stats.iter().flatten().flat_map(|stats| &stats.groups);
-    for consumer in groups.filter(|found| found.name == *group).flat_map(|group| &group.consumers) {
+    let consumers = groups.filter(|found| found.name == *group).flat_map(|group| &group.consumers);
+    // Released messages are pending for no consumer.
+    for consumer in consumers.filter(|one| one.name.as_str() != SettleAction::RELEASED) {
         let name = consumer.name.as_str();
         let view = views.entry(name).or_insert_with(|| ConsumerView {
             name: name.to_owned(),

@@ -5,7 +5,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use headwater_stream::{
-    ConsumerName, Direction, EntryId, PendingDelivery, PendingDeliveryQuery, StreamError,
+    ConsumerName, Direction, EntryId, PendingDelivery, PendingDeliveryQuery, SettleAction,
+    StreamError,
 };
 
 use super::{Inspector, select_partitions};
@@ -52,10 +53,10 @@ pub struct PendingView {
     pub partition: Partition,
     /// Its entry id.
     pub id: EntryId,
-    /// The consumer it is pending for.
-    pub consumer: String,
-    /// Time since it was last delivered or claimed.
-    pub idle: Duration,
+    /// The consumer it is pending for; `None` if it was released and waits for its next delivery.
+    pub consumer: Option<String>,
+    /// Time since it was last delivered or claimed; `None` if it was released.
+    pub idle: Option<Duration>,
     /// Number of deliveries.
     pub deliveries: u64,
 }
@@ -123,13 +124,18 @@ impl Inspector {
     }
 }
 
+/// Whether the entry was released, and waits for its next delivery. The backend keeps no time for it.
+fn is_released(pending: &PendingDelivery) -> bool {
+    pending.consumer.as_str() == SettleAction::RELEASED
+}
+
 fn page(merged: MergedPage<PendingDelivery>, scope: &CursorScope) -> Page<PendingView> {
     let last = merged.items.last().map(|(position, _)| *position).filter(|_| merged.has_more);
     let view = |((id, partition), pending): ((EntryId, Partition), PendingDelivery)| PendingView {
         partition,
         id,
-        consumer: pending.consumer.to_string(),
-        idle: pending.idle,
+        idle: (!is_released(&pending)).then_some(pending.idle),
+        consumer: (!is_released(&pending)).then(|| pending.consumer.to_string()),
         deliveries: pending.deliveries,
     };
     Page {

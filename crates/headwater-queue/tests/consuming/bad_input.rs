@@ -133,9 +133,17 @@ async fn an_entry_trimmed_while_its_consumer_is_dead_is_counted(fixture: Fixture
 
 /// A consumer of another program reads all entries and acknowledges none.
 pub(crate) async fn read_and_die(fixture: &Fixture, stream: &StreamName) -> Result<()> {
+    read_and_die_in(fixture, stream, GROUP).await
+}
+
+pub(crate) async fn read_and_die_in(
+    fixture: &Fixture,
+    stream: &StreamName,
+    group: &str,
+) -> Result<()> {
     // Unique: the consumer that reclaims from it disconnects this name on the whole server.
     let foreign = ConsumerName::new(format!("foreign-{}", fixture.topic))?;
-    let group = GroupName::new(GROUP)?;
+    let group = GroupName::new(group)?;
     fixture.backend.ensure_group(stream, &group, GroupStart::Beginning).await?;
     let mut reader = fixture.backend.reader(&group, &foreign).await?;
     reader.read(std::slice::from_ref(stream), 100, std::time::Duration::ZERO).await?;
@@ -180,7 +188,7 @@ async fn a_key_of_the_wrong_type_does_not_stop_other_partitions(fixture: Fixture
     let broken = fixture.stream(1).await?;
     let map = headwater_stream::MapName::new(broken.as_str())?;
     let fields = [("a".to_owned(), Bytes::from_static(b"b"))].into();
-    // The consumer recreates its group, and with it the stream, so it may take some attempts.
+    // Repeated: a call may be in flight.
     eventually("the map exists", async || {
         fixture.backend.delete_stream(&broken).await?;
         match fixture.backend.map_create(&map, &fields).await {

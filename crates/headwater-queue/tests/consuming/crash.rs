@@ -7,7 +7,7 @@ use headwater_queue::{ConsumerConfig, Mode, Outcome, Queue, QueueConfig};
 use headwater_stream::{LeaseRenewerConfig, Options, connect};
 use headwater_testkit::{Child, Redis};
 
-use crate::fixture::{Fixture, GROUP, TIMEOUT, text};
+use crate::fixture::{Fixture, GROUP, TIMEOUT, eventually, text};
 use crate::recording_handler::recording_handler;
 
 fn short_leases() -> QueueConfig {
@@ -115,7 +115,15 @@ async fn messages_of_a_dead_member_are_reclaimed_when_its_lease_expires() -> Res
     let message = seen.next().await?;
     assert_eq!((message.deliveries, message.attempt), (2, 1));
     fixture.wait_until_settled(0).await?;
+    // Its name is removed from the group; so is that of a consumer that leaves.
+    let consumers = async || {
+        let stats = fixture.backend.stats(&fixture.stream(0).await?).await?;
+        let groups = stats.map(|stats| stats.groups).unwrap_or_default();
+        anyhow::Ok(groups.iter().map(|group| group.consumers.len()).sum::<usize>())
+    };
+    eventually("the dead name is removed", async || Ok(consumers().await? == 1)).await?;
     subscription.stop().await;
+    assert_eq!(consumers().await?, 0);
     Ok(())
 }
 

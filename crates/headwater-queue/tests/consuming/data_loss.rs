@@ -6,7 +6,7 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use headwater_queue::{ConsumerConfig, Handler, Message, Outcome, Queue, QueueConfig, metrics};
 use headwater_stream::{LeaseRenewerConfig, MapName};
-use headwater_testkit::Redis;
+use headwater_testkit::{Persistence, Redis};
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 use tokio::sync::watch;
 
@@ -187,6 +187,88 @@ async fn owners_recover_automatically_from_data_loss_of_the_server() -> Result<(
     assert_eq!(got, ["after 0", "after 1", "after 2"]);
     fixture.wait_until_settled(1).await?;
     subscription.stop().await;
+    Ok(())
+}
+
+/// The server restarts with the data of an earlier moment, as after a fail-over that lost the newest writes.
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn follow_ups_of_messages_in_hand_survive_a_lost_tail() -> Result<()> {
+    install_metric_recorder();
+    for config in [ConsumerConfig::default(), shared()] {
+        let redis = Redis::start()?;
+        let fixture = Fixture::open(&redis.url(), ()).await?;
+        let (handler, mut started, go) =
+            blocking_handler(|message| match (message.payload.as_ref(), message.attempt) {
+                (b"in flight: retry", 1) => Outcome::retry_after(Duration::ZERO, "no"),
+                (b"in flight: dead", _) => Outcome::dead_letter("no"),
+                _ => Outcome::Done,
+            });
+        let queue = Queue::with_config(Arc::clone(&fixture.backend), long_leases())?;
+        let config = ConsumerConfig { concurrency: 3, ..config };
+        let subscription = queue.subscribe(&fixture.topic, GROUP, handler, config).await?;
+        fixture.send(0, None, "first").await?;
+        assert_eq!(next(&mut started).await?.0, "first");
+        fixture.wait_until_settled(0).await?;
+        redis.command(&["SAVE"])?.ok()?;
+        for payload in ["in flight: retry", "in flight: dead"] {
+            fixture.send(0, None, payload).await?;
+            assert_eq!(next(&mut started).await?.0, payload);
+        }
+
+        redis.kill9()?;
+        redis.restart()?;
+        // The group passes the ids of the lost messages.
+        for n in 0..3 {
+            fixture.send(0, None, &format!("after {n}")).await?;
+            assert_eq!(next(&mut started).await?.0, format!("after {n}"));
+        }
+        fixture.wait_until_settled(0).await?;
+        go.send_replace(true);
+        assert_eq!(next(&mut started).await?, ("in flight: retry".to_owned(), 2));
+        let letters = fixture.wait_for_dead_letters(1).await?;
+        assert_eq!(text(&letters[0], "payload"), "in flight: dead");
+        let lost = || counter_value(metrics::ANOMALIES, &fixture.topic, "lost_by_the_server");
+        eventually("the losses are counted", async || Ok(lost() == 2)).await?;
+        subscription.stop().await;
+    }
+    Ok(())
+}
+
+/// After a restart, only what was in hand then is in doubt. A message that was received later, settled and trimmed is not
+/// taken for lost.
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn messages_received_after_a_restart_are_not_taken_for_lost() -> Result<()> {
+    install_metric_recorder();
+    let redis = Redis::builder().persistence(Persistence::Always).start()?;
+    let fixture = Fixture::open(&redis.url(), ()).await?;
+    let (handler, mut started, go) =
+        blocking_handler(|message| match (message.payload.as_ref(), message.attempt) {
+            (b"in flight: later", 1) => Outcome::retry_after(Duration::ZERO, "no"),
+            _ => Outcome::Done,
+        });
+    let queue = Queue::with_config(Arc::clone(&fixture.backend), long_leases())?;
+    let subscription = queue.subscribe(&fixture.topic, GROUP, handler, shared()).await?;
+    fixture.send(0, None, "before").await?;
+    assert_eq!(next(&mut started).await?.0, "before");
+    redis.kill9()?;
+    redis.restart()?;
+    fixture.send(0, None, "after").await?;
+    assert_eq!(next(&mut started).await?.0, "after");
+
+    // As if it had been settled by a call whose reply was lost, and trimmed.
+    let id = fixture.send(0, None, "in flight: later").await?;
+    assert_eq!(next(&mut started).await?.0, "in flight: later");
+    let stream = fixture.stream(0).await?;
+    redis.command(&["XACK", stream.as_str(), GROUP, &id.to_string()])?.ok()?;
+    redis.command(&["XDEL", stream.as_str(), &id.to_string()])?.ok()?;
+    go.send_replace(true);
+    eventually("its outcome is known", async || Ok(subscription.stats().retried == 1)).await?;
+    fixture.send(0, None, "last").await?;
+    assert_eq!(next(&mut started).await?.0, "last", "it is not delivered again");
+    fixture.wait_until_settled(0).await?;
+    subscription.stop().await;
+    assert_eq!(counter_value(metrics::ANOMALIES, &fixture.topic, "lost_by_the_server"), 0);
+    assert!(started.try_recv().is_err());
     Ok(())
 }
 

@@ -52,8 +52,10 @@ async fn in_flight_messages_of_a_dropped_subscription_are_released(fixture: Fixt
 }
 
 async fn a_cancelled_subscribe_leaves_no_member_behind(fixture: Fixture) -> Result<()> {
-    let members = SetName::new(format!("streaming:mq:members:{GROUP}-{}", fixture.topic))?;
-    let group = members.as_str().trim_start_matches("streaming:mq:members:").to_owned();
+    let group = format!("{GROUP}-{}", fixture.topic);
+    // On a cluster, the list has three copies; an entry in one of them may be left over.
+    let tag = if fixture.backend.cluster_slot("").is_some() { "{p2}:" } else { "" };
+    let members = SetName::new(format!("streaming:mq:members:{tag}{group}"))?;
     // The process stays a member, so that it could keep reading.
     let (idle, _unseen) = recording_handler(|_| Outcome::Done);
     let stays = format!("{}-stays", fixture.topic);

@@ -6,6 +6,7 @@ use std::time::Duration;
 use anyhow::Result;
 use headwater_queue::{ConsumerConfig, Message, Outcome};
 use headwater_stream::{ConsumerName, GroupName, ReclaimFrom, ReclaimRequest};
+use headwater_testkit::Redis;
 use tokio::sync::{Semaphore, mpsc::unbounded_channel};
 
 use crate::bad_input::read_and_die;
@@ -56,6 +57,36 @@ async fn in_flight_messages_never_exceed_the_maximum(fixture: Fixture) -> Result
         eventually("all messages are done", async || Ok(subscription.stats().done == 40)).await?;
         subscription.stop().await;
     }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn reads_and_reclaims_of_large_messages_are_limited_in_bytes() -> Result<()> {
+    const MESSAGE: usize = 1000 * 1024;
+    const LIMIT: usize = 64 * 1024 * 1024;
+    let redis = Redis::start()?;
+    let fixture = Fixture::open(&redis.url(), redis).await?;
+    let large = "x".repeat(MESSAGE);
+    for number in 0..200 {
+        fixture.send(0, None, &large).await?;
+        if number == 99 {
+            // The first half is reclaimed, the second half is read.
+            read_and_die(&fixture, &fixture.stream(0).await?).await?;
+        }
+    }
+    let (handler, mut started, permits) = with_permits();
+    let config = ConsumerConfig::default();
+    let subscription = fixture.queue.subscribe(&fixture.topic, GROUP, handler, config).await?;
+    let mut most = 0;
+    for _ in 0..200 {
+        tokio::time::timeout(TIMEOUT, started.recv()).await?;
+        most = most.max(subscription.stats().in_flight * MESSAGE);
+        assert!(most <= LIMIT, "{most} bytes are in flight");
+        permits.add_permits(1);
+    }
+    assert!(most > LIMIT / 2, "{most} bytes: not the limit in bytes");
+    eventually("all messages are done", async || Ok(subscription.stats().done == 200)).await?;
+    subscription.stop().await;
     Ok(())
 }
 

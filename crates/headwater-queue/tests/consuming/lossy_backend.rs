@@ -17,12 +17,44 @@ pub(crate) struct LossyBackend {
     /// Number of replies to `reclaim` and to `settle` still to be lost.
     pub(crate) reclaims: AtomicUsize,
     pub(crate) settles: AtomicUsize,
+    /// Holds back the creation of groups.
+    pub(crate) group_gate: CallGate,
+}
+
+/// Holds calls back before they reach the server, while it is closed.
+#[derive(Default)]
+pub(crate) struct CallGate {
+    is_closed: watch::Sender<bool>,
+    waiting: watch::Sender<usize>,
+}
+
+impl CallGate {
+    pub(crate) fn close(&self) {
+        self.is_closed.send_replace(true);
+    }
+
+    pub(crate) fn open(&self) {
+        self.is_closed.send_replace(false);
+    }
+
+    /// Waits until so many calls have been held back.
+    pub(crate) async fn until_waiting(&self, calls: usize) {
+        let _ = self.waiting.subscribe().wait_for(|waiting| *waiting >= calls).await;
+    }
+
+    async fn pass(&self) {
+        let mut is_closed = self.is_closed.subscribe();
+        if *is_closed.borrow() {
+            self.waiting.send_modify(|waiting| *waiting += 1);
+            let _ = is_closed.wait_for(|is_closed| !is_closed).await;
+        }
+    }
 }
 
 impl LossyBackend {
     pub(crate) fn new(inner: Arc<dyn Backend>) -> Arc<Self> {
-        let (readers, reclaims, settles) = Default::default();
-        Arc::new(Self { inner, readers, reclaims, settles })
+        let (readers, reclaims, settles, group_gate) = Default::default();
+        Arc::new(Self { inner, readers, reclaims, settles, group_gate })
     }
 
     /// Fails the reads in flight. They keep blocking at the server.
@@ -68,6 +100,10 @@ struct FailingReader {
 
 #[async_trait]
 impl GroupReader for FailingReader {
+    fn require_groups(&mut self) {
+        self.inner.iter_mut().for_each(|inner| inner.require_groups());
+    }
+
     async fn read(
         &mut self,
         streams: &[StreamName],
@@ -75,7 +111,10 @@ impl GroupReader for FailingReader {
         wait: Duration,
     ) -> Result<Vec<StreamBatch<DeliveredEntry>>> {
         if self.inner.is_none() {
-            self.inner = Some(self.backend.reader(&self.identity.0, &self.identity.1).await?);
+            let mut inner = self.backend.reader(&self.identity.0, &self.identity.1).await?;
+            // As the consumer wants it.
+            inner.require_groups();
+            self.inner = Some(inner);
         }
         if let Some(inner) = &mut self.inner {
             tokio::select! {
@@ -112,10 +151,11 @@ fn lose<T>(left: &AtomicUsize, reply: Result<T>) -> Result<T> {
 
 /// Delegates calls.
 macro_rules! delegate {
-    (impl $seam:ident { $(fn $name:ident($($arg:ident: $type:ty),*) -> $reply:ty $(, loses $left:ident)? $(, by $wrap:ident($($with:ident),*))?;)* }) => {
+    (impl $seam:ident { $(fn $name:ident($($arg:ident: $type:ty),*) -> $reply:ty $(, after $gate:ident)? $(, loses $left:ident)? $(, by $wrap:ident($($with:ident),*))?;)* }) => {
         #[async_trait]
         impl $seam for LossyBackend {
             $(async fn $name(&self, $($arg: $type),*) -> Result<$reply> {
+                $(self.$gate.pass().await;)?
                 let reply = self.inner.$name($($arg),*).await;
                 $(let reply = lose(&self.$left, reply);)?
                 $(let reply = self.$wrap($($with,)* reply);)?
@@ -149,7 +189,8 @@ delegate! {
         fn append(stream: &StreamName, entries: &[Fields], retention: &Retention) -> Vec<EntryId>;
         fn append_once(stream: &StreamName, entries: &[IdempotentEntry], keep: Duration, retention: &Retention) -> Vec<AppendedEntry>;
         fn appended(stream: &StreamName, ids: &[&str]) -> Vec<Option<EntryId>>;
-        fn ensure_group(stream: &StreamName, group: &GroupName, start: GroupStart) -> bool;
+        fn ensure_group(stream: &StreamName, group: &GroupName, start: GroupStart) -> bool, after group_gate;
+        fn ensure_group_if(stream: &StreamName, group: &GroupName, start: GroupStart, condition: GroupCondition<'_>) -> bool, after group_gate;
         fn remove_group(stream: &StreamName, group: &GroupName) -> bool;
         fn reset_group(stream: &StreamName, group: &GroupName, start: GroupStart) -> bool;
         fn reader(group: &GroupName, consumer: &ConsumerName) -> Box<dyn GroupReader>, by failing_reader(group, consumer);
@@ -165,6 +206,7 @@ delegate! {
         fn delete_stream(stream: &StreamName) -> bool;
         fn rename_stream(from: &StreamName, to: &StreamName) -> bool;
         fn stats(stream: &StreamName) -> Option<StreamStats>;
+        fn remove_consumer(stream: &StreamName, group: &GroupName, consumer: &ConsumerName) -> bool;
         fn remove_idle_consumers(stream: &StreamName, group: &GroupName, idle: Duration) -> Vec<ConsumerName>;
     }
 }

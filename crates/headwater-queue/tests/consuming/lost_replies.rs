@@ -6,14 +6,17 @@ use std::time::Duration;
 
 use anyhow::{Result, ensure};
 use headwater_queue::{ConsumerConfig, Outcome, Queue, QueueConfig, Subscription, metrics};
-use headwater_stream::{LeaseRenewerConfig, Options, connect};
+use headwater_stream::{
+    ConsumerName, EntryId, GroupName, LeaseRenewerConfig, Options, ReclaimFrom, ReclaimRequest,
+    connect,
+};
 use headwater_testkit::{Proxy, Redis};
 
-use crate::bad_input::read_and_die;
+use crate::bad_input::{read_and_die, read_and_die_in};
 use crate::fixture::{Fixture, GROUP, TIMEOUT, eventually, short_leases};
 use crate::lossy_backend::LossyBackend;
 use crate::metric_recorder::{counter_value, install_metric_recorder};
-use crate::recording_handler::{RecordingHandler, recording_handler};
+use crate::recording_handler::{RecordingHandler, payload, recording_handler};
 use crate::shared::shared;
 
 /// The delay of every reply: long enough to observe the effect at the server, and then to lose the reply.
@@ -133,6 +136,85 @@ async fn entries_whose_reclaim_reply_was_lost_are_reclaimed_again(fixture: Fixtu
     Ok(())
 }
 
+/// A message of a dead consumer; more replies are lost than a message may crash consumers.
+async fn lost_reclaim_replies_do_not_count_as_crashes(fixture: Fixture) -> Result<()> {
+    for (config, group) in [(ConsumerConfig::default(), "owned"), (shared(), "shared")] {
+        fixture.send(0, None, group).await?;
+        let stream = fixture.stream(0).await?;
+        read_and_die_in(&fixture, &stream, group).await?;
+        let lossy = LossyBackend::new(Arc::clone(&fixture.backend));
+        let queue = Queue::with_config(Arc::clone(&lossy) as _, short_leases())?;
+        lossy.reclaims.store(2 * config.retry.max_crashes as usize, Ordering::SeqCst);
+        let (handler, mut seen) = recording_handler(|_| Outcome::Done);
+        let config = ConsumerConfig { reclaim_idle: Duration::from_secs(1), ..config };
+        let subscription = queue.subscribe(&fixture.topic, group, handler, config).await?;
+        let message = seen.next().await?;
+        assert_eq!((payload(&message).as_str(), message.deliveries), (group, 2));
+        assert_eq!(lossy.reclaims.load(Ordering::SeqCst), 0);
+        subscription.stop().await;
+        fixture.backend.delete_stream(&stream).await?;
+    }
+    assert_eq!(fixture.dead_letters().await?, []);
+    Ok(())
+}
+
+/// Otherwise the killed replies say that the script is unknown.
+async fn load_reclaim_script(fixture: &Fixture) -> Result<()> {
+    let (stream, group) = (fixture.stream(0).await?, GroupName::new(GROUP)?);
+    let reclaim = ReclaimRequest {
+        stream: &stream,
+        group: &group,
+        consumer: &ConsumerName::new("loader")?,
+        fence: None,
+        from: ReclaimFrom::Ids(&[EntryId::MIN]),
+        min_idle: Duration::ZERO,
+        after: None,
+        count: 1,
+    };
+    ensure!(fixture.backend.reclaim(reclaim).await?.entries.is_empty());
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn killed_replies_of_reclaims_do_not_count_as_crashes() -> Result<()> {
+    let bad = FaultyNetwork::start().await?;
+    let fixture = &bad.direct;
+    fixture.send(0, None, "orphan").await?;
+    read_and_die(fixture, &fixture.stream(0).await?).await?;
+    let (handler, mut seen) = recording_handler(|_| Outcome::Done);
+    let config = ConsumerConfig::default();
+    let kills = 2 * u64::from(config.retry.max_crashes);
+    load_reclaim_script(fixture).await?;
+    // Arguments of a reclaim: no cursor, one entry, by `ids` or `own`.
+    bad.proxy.drop_replies("\r\n$0\r\n\r\n$1\r\n1\r\n$3\r\n", kills)?;
+    let subscription = bad.subscribe(handler, config).await?;
+    let message = seen.next().await?;
+    assert_eq!((payload(&message).as_str(), message.deliveries), ("orphan", 2));
+    assert_eq!(bad.proxy.faults(), kills);
+    assert_eq!(fixture.dead_letters().await?, []);
+    subscription.stop().await;
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn killed_replies_of_reads_do_not_count_as_crashes() -> Result<()> {
+    let bad = FaultyNetwork::start().await?;
+    let fixture = &bad.direct;
+    let (handler, mut seen) = recording_handler(|_| Outcome::Done);
+    let subscription = bad.subscribe(handler, ConsumerConfig::default()).await?;
+    let send = async |payload: &str| fixture.send(0, None, payload).await;
+    // Its read was sent before; those of the next ones are lost.
+    bad.proxy.drop_replies("XREADGROUP", 5)?;
+    for number in 0..8 {
+        send(&number.to_string()).await?;
+        let message = seen.next().await?;
+        assert_eq!((payload(&message), message.deliveries), (number.to_string(), 1));
+    }
+    assert_eq!(bad.proxy.faults(), 5);
+    subscription.stop().await;
+    Ok(())
+}
+
 async fn a_message_whose_settle_reply_was_lost_is_settled_once(fixture: Fixture) -> Result<()> {
     install_metric_recorder();
     let lossy = LossyBackend::new(Arc::clone(&fixture.backend));
@@ -165,5 +247,6 @@ async fn a_message_whose_settle_reply_was_lost_is_settled_once(fixture: Fixture)
 
 on_every_backend!(
     entries_whose_reclaim_reply_was_lost_are_reclaimed_again,
+    lost_reclaim_replies_do_not_count_as_crashes,
     a_message_whose_settle_reply_was_lost_is_settled_once,
 );

@@ -1,6 +1,6 @@
 //! A metrics recorder, so that tests can read counters, gauges and histograms.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 
@@ -78,6 +78,16 @@ pub(crate) fn counter_value(name: &str, topic: &str, result: &str) -> u64 {
     let counters = values().counters.lock().expect("no test panicked while holding it");
     let matching = counters.iter().filter(|(key, _)| matches(key, name, topic, result));
     matching.map(|(_, count)| count.0.load(Ordering::Relaxed)).sum()
+}
+
+/// The values of a label, of all counters and gauges of a topic.
+pub(crate) fn label_values(label: &str, topic: &str) -> BTreeSet<String> {
+    let counters = values().counters.lock().expect("no test panicked while holding it");
+    let gauges = values().gauges.lock().expect("no test panicked while holding it");
+    let of_topic = |key: &&Key| matches(key, key.name(), topic, "");
+    let keys = counters.keys().chain(gauges.keys()).filter(of_topic);
+    let labels = keys.flat_map(|key| key.labels().filter(|known| known.key() == label));
+    labels.map(|label| label.value().to_owned()).collect()
 }
 
 /// The value of a gauge of a topic.

@@ -5,15 +5,33 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use headwater_queue::{ConsumerConfig, Message, NewMessage, ProducerConfig, metrics};
+use headwater_queue::{ConsumerConfig, Message, NewMessage, Outcome, ProducerConfig, metrics};
 use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Metadata, Subscriber};
 
 use crate::fixture::{Fixture, GROUP, eventually};
 use crate::metric_recorder::{
-    counter_value, gauge_value, histogram_values, install_metric_recorder,
+    counter_value, gauge_value, histogram_values, install_metric_recorder, label_values,
 };
+use crate::recording_handler::recording_handler;
+
+async fn metric_labels_are_the_same_after_each_start(fixture: Fixture) -> Result<()> {
+    install_metric_recorder();
+    for _ in 0..3 {
+        let (handler, mut seen) = recording_handler(|_| Outcome::Done);
+        let queue = fixture.second_queue().await?;
+        let config = ConsumerConfig::default();
+        let subscription = queue.subscribe(&fixture.topic, GROUP, handler, config).await?;
+        fixture.send(0, None, "message").await?;
+        seen.next().await?;
+        subscription.stop().await;
+    }
+    let consumers = label_values("consumer", &fixture.topic);
+    assert_eq!(consumers.len(), 1, "{consumers:?}");
+    assert!(!consumers.iter().any(|name| name.contains(&std::process::id().to_string())));
+    Ok(())
+}
 
 async fn metrics_have_the_expected_values(fixture: Fixture) -> Result<()> {
     install_metric_recorder();
@@ -60,7 +78,7 @@ async fn metrics_have_the_expected_values(fixture: Fixture) -> Result<()> {
     Ok(())
 }
 
-on_every_backend!(metrics_have_the_expected_values);
+on_every_backend!(metrics_have_the_expected_values, metric_labels_are_the_same_after_each_start);
 
 async fn the_handler_span_belongs_to_the_trace_of_the_send(fixture: Fixture) -> Result<()> {
     let spans = Spans::default();

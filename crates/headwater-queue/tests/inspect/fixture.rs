@@ -20,6 +20,11 @@ pub(crate) struct QueueFixture {
 
 pub(crate) const GROUP: &str = "billing";
 
+/// The copies of a group's membership: on a cluster there are three.
+pub(crate) fn membership_tags(backend: &dyn Backend) -> &'static [&'static str] {
+    if backend.cluster_slot("").is_some() { &["{l7}:", "{p2}:", "{br}:"] } else { &[""] }
+}
+
 impl QueueFixture {
     pub(crate) async fn embedded() -> Result<Self> {
         Self::at("embedded:memory").await

@@ -103,7 +103,6 @@ mod bodies {
         let group = GroupName::new(&name)?;
         let stream = fixture.stream(0).await?;
         fixture.backend().ensure_group(&stream, &group, GroupStart::Beginning).await?;
-        let members = SetName::new(format!("streaming:mq:members:{name}"))?;
         let alive = format!("alive worker:a:1 owned {}", fixture.topic);
         let dead = format!("dead worker:b:2 shared {}", fixture.topic);
         let rests = format!("rests {{0,2}} owned {}", fixture.topic);
@@ -114,10 +113,13 @@ mod bodies {
             "other worker:c:3 owned another topic",
             "odd",
         ];
-        fixture.backend().set_add(&members, &texts, None).await?;
-        let lease = LeaseName::new(format!("streaming:mq:lease:~member:{name}:alive"))?;
         let holder = HolderName::new("worker:a:1")?;
-        fixture.backend().acquire(&lease, &holder, Duration::from_secs(15)).await?;
+        for tag in membership_tags(&**fixture.backend()) {
+            let members = SetName::new(format!("streaming:mq:members:{tag}{name}"))?;
+            fixture.backend().set_add(&members, &texts, None).await?;
+            let lease = LeaseName::new(format!("streaming:mq:lease:~member:{tag}{name}:alive"))?;
+            fixture.backend().acquire(&lease, &holder, Duration::from_secs(15)).await?;
+        }
 
         let found = fixture.queue.inspect().group(&fixture.topic, &name).await?.members;
 

@@ -80,20 +80,28 @@ mod bodies {
         let name = format!("alive-{}", fixture.topic);
         let (group, stream) = (GroupName::new(&name)?, fixture.stream(0).await?);
         fixture.backend().ensure_group(&stream, &group, GroupStart::Beginning).await?;
-        let members = SetName::new(format!("streaming:mq:members:{name}"))?;
         let working = format!("m1 worker:a:1 owned {}", fixture.topic);
         let resting = format!("m2 {{0}} owned {}", fixture.topic);
-        fixture.backend().set_add(&members, &[&working, &resting], None).await?;
+        let tags = membership_tags(&**fixture.backend());
+        for tag in tags {
+            let members = SetName::new(format!("streaming:mq:members:{tag}{name}"))?;
+            fixture.backend().set_add(&members, &[&working, &resting], None).await?;
+        }
         for (lease, named) in [("~member", "m1"), ("~resting", "m2")] {
-            let lease = LeaseName::new(format!("streaming:mq:lease:{lease}:{name}:{named}"))?;
             let holder = HolderName::new("worker:a:1")?;
-            let won = fixture.backend().acquire(&lease, &holder, Duration::from_secs(60)).await?;
-            let headwater_stream::AcquireResult::Won(epoch) = won else { panic!("{won:?}") };
+            let mut fences = Vec::new();
+            for tag in tags {
+                let lease = format!("streaming:mq:lease:{lease}:{tag}{name}:{named}");
+                let (lease, ttl) = (LeaseName::new(lease)?, Duration::from_secs(60));
+                let won = fixture.backend().acquire(&lease, &holder, ttl).await?;
+                let headwater_stream::AcquireResult::Won(epoch) = won else { panic!("{won:?}") };
+                fences.push(Fence { lease, epoch });
+            }
             let answer = fixture.queue.remove_group(&fixture.topic, &name).await;
             let Err(QueueError::GroupActive { who, .. }) = &answer else { panic!("{answer:?}") };
             assert_eq!(who, if named == "m1" { "worker:a:1" } else { "m2" });
             assert_eq!(fixture.queue.inspect().group(&fixture.topic, &name).await?.lag, Some(3));
-            fixture.backend().release(&holder, &[Fence { lease, epoch }]).await?;
+            fixture.backend().release(&holder, &fences).await?;
         }
         fixture.queue.remove_group(&fixture.topic, &name).await?;
         assert_no_group(fixture.queue.inspect().group(&fixture.topic, &name).await);

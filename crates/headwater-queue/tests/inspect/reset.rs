@@ -163,9 +163,12 @@ mod bodies {
         let name = format!("at-work-{}", fixture.topic);
         let (group, stream) = (GroupName::new(&name)?, fixture.stream(0).await?);
         fixture.backend().ensure_group(&stream, &group, GroupStart::Beginning).await?;
-        let members = SetName::new(format!("streaming:mq:members:{name}"))?;
         let text = format!("m1 worker:a:1 owned {}", fixture.topic);
-        fixture.backend().set_add(&members, &[&text], None).await?;
+        let tags = membership_tags(&**fixture.backend());
+        for tag in tags {
+            let members = SetName::new(format!("streaming:mq:members:{tag}{name}"))?;
+            fixture.backend().set_add(&members, &[&text], None).await?;
+        }
         let to_end = Reset::to(ResetTo::End);
         let reset = async |reset| fixture.queue.reset_group(&fixture.topic, &name, &reset).await;
         let lag = async || {
@@ -177,27 +180,32 @@ mod bodies {
         } else {
             format!("streaming:mq:lease:{}:{name}:0", fixture.topic)
         };
-        let alive = format!("streaming:mq:lease:~member:{name}:m1");
+        let alive = |tag| format!("streaming:mq:lease:~member:{tag}{name}:m1");
 
-        for lease in [owned, alive] {
-            let (lease, holder) = (LeaseName::new(lease)?, HolderName::new("worker:a:1")?);
-            let ttl = Duration::from_secs(60);
-            let won = fixture.backend().acquire(&lease, &holder, ttl).await?;
-            let headwater_stream::AcquireResult::Won(epoch) = won else { panic!("{won:?}") };
+        for leases in [vec![owned], tags.iter().map(alive).collect()] {
+            let holder = HolderName::new("worker:a:1")?;
+            let mut fences = Vec::new();
+            for lease in leases {
+                let (lease, ttl) = (LeaseName::new(lease)?, Duration::from_secs(60));
+                let won = fixture.backend().acquire(&lease, &holder, ttl).await?;
+                let headwater_stream::AcquireResult::Won(epoch) = won else { panic!("{won:?}") };
+                fences.push(headwater_stream::Fence { lease, epoch });
+            }
             let answer = reset(to_end).await;
             let Err(QueueError::GroupActive { who, .. }) = &answer else { panic!("{answer:?}") };
             assert_eq!(who, "worker:a:1");
             assert_eq!(lag().await?, Some(3), "nothing happened");
             assert_eq!(reset(to_end.dry_run()).await?.skipped.count, 3, "a dry run is allowed");
-            let fence = headwater_stream::Fence { lease, epoch };
-            fixture.backend().release(&holder, &[fence]).await?;
+            fixture.backend().release(&holder, &fences).await?;
         }
         reset(to_end).await?;
         assert_eq!(lag().await?, Some(0), "no member is active");
 
-        let lease = LeaseName::new(format!("streaming:mq:lease:~member:{name}:m1"))?;
         let holder = HolderName::new("worker:a:2")?;
-        fixture.backend().acquire(&lease, &holder, Duration::from_secs(60)).await?;
+        for tag in tags {
+            let lease = LeaseName::new(alive(tag))?;
+            fixture.backend().acquire(&lease, &holder, Duration::from_secs(60)).await?;
+        }
         let forced = Reset { guard: ResetGuard::Force, ..Reset::to(ResetTo::Beginning) };
         reset(forced).await?;
         assert_eq!(lag().await?, Some(3));

@@ -7,6 +7,7 @@ on_every_backend! {
     creating_an_existing_topic_with_other_settings_fails
     settings_round_trip_through_the_registry
     on_a_cluster_each_partition_shares_a_slot_with_its_delays
+    a_topic_is_altered_and_keeps_the_rest
     a_topic_grows_and_never_shrinks
     a_topic_of_another_program_can_be_grown
     a_resize_is_completed_by_the_next_one_if_its_process_died
@@ -26,7 +27,7 @@ mod bodies {
     use std::time::Duration;
 
     use anyhow::Result;
-    use headwater_queue::{Layout, Policies, QueueError};
+    use headwater_queue::{Layout, Policies, PolicyChanges, QueueError};
     use headwater_stream::clock::Timestamp;
     use headwater_stream::{
         DelayName, DueTime, Fields, MapName, RegistryMap, Retention, ScheduleRequest, SetName,
@@ -135,6 +136,50 @@ mod bodies {
         slots.sort();
         slots.dedup();
         assert!(!is_cluster || slots.len() == 8, "partitions spread over the cluster: {slots:?}");
+        Ok(())
+    }
+
+    pub(super) async fn a_topic_is_altered_and_keeps_the_rest(fixture: QueueFixture) -> Result<()> {
+        let topics = fixture.queue.topics();
+        fixture.create(2).await?;
+        let before = topics.describe(&fixture.topic).await?.topic;
+        let changes = PolicyChanges {
+            retention_age: Some(Some(Duration::from_secs(60))),
+            retention_count: Some(Some(7)),
+            byte_budget: Some(Some(1_000_000)),
+            ..PolicyChanges::default()
+        };
+        let altered = topics.alter(&fixture.topic, &changes).await?;
+        assert_eq!(topics.describe(&fixture.topic).await?.topic.policies, altered);
+        let retention = altered.retention;
+        assert_eq!(
+            (retention.max_len, retention.max_age),
+            (Some(7), Some(Duration::from_secs(60)))
+        );
+        assert_eq!(
+            (altered.byte_budget, altered.refresh),
+            (Some(1_000_000), before.policies.refresh)
+        );
+
+        let removed = PolicyChanges {
+            retention_age: Some(None),
+            byte_budget: Some(None),
+            max_retries: Some(1),
+            ..PolicyChanges::default()
+        };
+        topics.alter(&fixture.topic, &removed).await?;
+        let topic = topics.describe(&fixture.topic).await?.topic;
+        let Policies { retention, byte_budget, max_retries, .. } = topic.policies;
+        assert_eq!((retention.max_len, retention.max_age), (Some(7), None));
+        assert_eq!((byte_budget, max_retries, topic.partitions), (None, 1, 2));
+        // Growing keeps the altered policies.
+        topics.grow(&fixture.topic, 3).await?;
+        assert_eq!(topics.describe(&fixture.topic).await?.topic.policies.max_retries, 1);
+
+        let wrong = PolicyChanges { retention_bytes: Some(Some(0)), ..PolicyChanges::default() };
+        assert_invalid(topics.alter(&fixture.topic, &wrong).await, "retention");
+        let missing = topics.alter("missing", &removed).await;
+        assert!(matches!(missing, Err(QueueError::NoTopic { .. })), "{missing:?}");
         Ok(())
     }
 

@@ -1,11 +1,13 @@
 //! The effect log of consumers: it records the highest epoch of each partition and rejects lower ones.
 //!
-//! One file with one lock. A killed process releases the lock; a paused one blocks the others until it resumes, which
-//! only costs time.
+//! One file with one lock for each group. A killed process releases the lock; a paused one blocks the others until it resumes,
+//! which only costs time.
 
 use std::fs::{File, OpenOptions};
 use std::io::{Read, Seek, Write};
 use std::path::{Path, PathBuf};
+
+use super::now_ms;
 
 /// One effect of a handler.
 #[derive(Clone, Debug)]
@@ -15,41 +17,46 @@ pub(crate) struct Effect {
     pub(crate) kind: String,
     /// Partition and epoch, for diagnosis.
     pub(crate) origin: String,
+    pub(crate) at_ms: u64,
 }
 
 pub(crate) struct EffectLog {
     directory: PathBuf,
+    group: String,
 }
 
 impl EffectLog {
-    pub(crate) fn open(directory: &Path) -> Self {
-        Self { directory: directory.to_owned() }
+    pub(crate) fn open(directory: &Path, group: &str) -> Self {
+        Self { directory: directory.to_owned(), group: group.to_owned() }
     }
 
     /// Logs the effect. Returns `false` if an owner with a higher epoch has written before.
     pub(crate) fn put(
         &self,
         partition: u16,
-        epoch: u64,
+        epoch: Option<u64>,
         key: &str,
         number: u64,
         kind: &str,
     ) -> anyhow::Result<bool> {
         let mut log = self.locked_log()?;
-        let mut highest = OpenOptions::new()
-            .create(true)
-            .truncate(false)
-            .read(true)
-            .write(true)
-            .open(self.directory.join(format!("epoch-{partition}")))?;
-        let mut text = String::new();
-        highest.read_to_string(&mut text)?;
-        if text.trim().parse().is_ok_and(|highest: u64| epoch < highest) {
-            return Ok(false);
+        if let Some(epoch) = epoch {
+            let mut highest = OpenOptions::new()
+                .create(true)
+                .truncate(false)
+                .read(true)
+                .write(true)
+                .open(self.directory.join(format!("epoch-{}-{partition}", self.group)))?;
+            let mut text = String::new();
+            highest.read_to_string(&mut text)?;
+            if text.trim().parse().is_ok_and(|highest: u64| epoch < highest) {
+                return Ok(false);
+            }
+            highest.rewind()?;
+            highest.write_all(format!("{epoch}\n").as_bytes())?;
         }
-        highest.rewind()?;
-        highest.write_all(format!("{epoch}\n").as_bytes())?;
-        log.write_all(format!("{key} {number} {kind} {partition} {epoch}\n").as_bytes())?;
+        let (epoch, now) = (epoch.unwrap_or(0), now_ms());
+        log.write_all(format!("{key} {number} {kind} {partition} {epoch} {now}\n").as_bytes())?;
         Ok(true)
     }
 
@@ -67,6 +74,7 @@ impl EffectLog {
                         number: word()?.parse().ok()?,
                         kind: word()?,
                         origin: format!("{} in epoch {}", word()?, word()?),
+                        at_ms: word()?.parse().ok()?,
                     })
                 })();
                 effect.ok_or_else(|| anyhow::anyhow!("not an effect: {line:?}"))
@@ -75,7 +83,7 @@ impl EffectLog {
     }
 
     fn locked_log(&self) -> anyhow::Result<File> {
-        let path = self.directory.join("effects");
+        let path = self.directory.join(format!("effects-{}", self.group));
         let log = OpenOptions::new().create(true).read(true).append(true).open(path)?;
         log.lock()?;
         Ok(log)

@@ -4,24 +4,44 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Result, ensure};
+use headwater_testkit::ChaosCounts;
 
+use super::deployment::LossWindow;
 use super::effect_log::{Effect, EffectLog};
+use super::processes::{GROUPS, is_delayed};
 
 /// Whether a message is poison: the handler sends it to the dead letters.
 pub(crate) fn is_poison(number: u64) -> bool {
     number.is_multiple_of(29)
 }
 
-/// The highest confirmed number of each key; all from 1 are confirmed.
-pub(crate) type Confirmed = BTreeMap<String, u64>;
+/// When a message was confirmed, in milliseconds since 1970, and its partition.
+pub(crate) type Origin = (u64, u16);
+/// The origin of each number of a key.
+pub(crate) type Confirmed = BTreeMap<String, BTreeMap<u64, Origin>>;
 
 pub(crate) struct Ledger {
     directory: PathBuf,
+    /// When confirmed writes may be lost.
+    windows: Vec<LossWindow>,
 }
 
 impl Ledger {
-    pub(crate) fn open(directory: &Path) -> Self {
-        Self { directory: directory.to_owned() }
+    pub(crate) fn open(directory: &Path, windows: Vec<LossWindow>) -> Self {
+        Self { directory: directory.to_owned(), windows }
+    }
+
+    /// Whether some server may have lost what was written at this time.
+    pub(crate) fn may_be_lost(&self, at_ms: u64) -> bool {
+        self.windows.iter().any(|window| window.times.contains(&at_ms))
+    }
+
+    /// Whether the server of this partition may have lost what was confirmed at this time.
+    fn may_be_lost_by(&self, (at_ms, partition): Origin) -> bool {
+        let is_affected = |window: &LossWindow| {
+            window.times.contains(&at_ms) && window.partitions.contains(&partition)
+        };
+        self.windows.iter().any(is_affected)
     }
 
     /// Reads the confirmations that producers log.
@@ -33,37 +53,60 @@ impl Ledger {
                 continue;
             }
             for line in std::fs::read_to_string(path)?.lines() {
-                let (key, number) = line.split_once(' ').unwrap_or((line, ""));
+                let mut words = line.split(' ');
+                let key = words.next().unwrap_or_default();
+                let mut number = || words.next()?.parse::<u64>().ok();
                 // An incomplete line of a killed producer is not a confirmation.
-                let Ok(number) = number.parse::<u64>() else { continue };
-                let last = confirmed.entry(key.to_owned()).or_insert(0);
-                *last = number.max(*last);
+                let (Some(sent), Some(at), Some(partition), Some(0)) =
+                    (number(), number(), number(), number())
+                else {
+                    continue;
+                };
+                let partition = u16::try_from(partition)?;
+                confirmed.entry(key.to_owned()).or_default().insert(sent, (at, partition));
             }
         }
         Ok(confirmed)
     }
 
-    /// Confirmed messages without an effect.
-    pub(crate) fn missing(&self) -> Result<Vec<(String, u64)>> {
-        let effects = EffectLog::open(&self.directory).effects()?;
+    fn effects(&self, group: &str) -> Result<Vec<Effect>> {
+        EffectLog::open(&self.directory, group).effects()
+    }
+
+    /// Confirmed messages without an effect in a group, when they were confirmed, and their partition.
+    fn unhandled(&self, group: &str) -> Result<Vec<(String, u64, Origin)>> {
+        let effects = self.effects(group)?;
         let seen: HashSet<(&str, u64)> =
             effects.iter().map(|effect| (effect.key.as_str(), effect.number)).collect();
         let confirmed = self.confirmed()?;
-        let all =
-            confirmed.iter().flat_map(|(key, last)| (1..=*last).map(move |number| (key, number)));
+        let all = confirmed.iter().flat_map(|(key, numbers)| {
+            numbers.iter().map(move |(number, origin)| (key, *number, *origin))
+        });
         Ok(all
-            .filter(|(key, number)| !seen.contains(&(key.as_str(), *number)))
-            .map(|(key, number)| (key.clone(), number))
+            .filter(|(key, number, _)| !seen.contains(&(key.as_str(), *number)))
+            .map(|(key, number, origin)| (key.clone(), number, origin))
             .collect())
     }
 
-    /// Checks that the first effect of a number comes after those of all smaller numbers of its key.
-    pub(crate) fn check_order(&self) -> Result<()> {
-        let effects = EffectLog::open(&self.directory).effects()?;
+    /// Confirmed messages without an effect in a group that no server may have lost.
+    pub(crate) fn missing(&self, group: &str) -> Result<Vec<(String, u64, Origin)>> {
+        let unhandled = self.unhandled(group)?.into_iter();
+        Ok(unhandled.filter(|(_, _, origin)| !self.may_be_lost_by(*origin)).collect())
+    }
+
+    /// Checks that the first effect of a number comes after those of all smaller numbers of its key, except those that a
+    /// server may have lost.
+    pub(crate) fn check_order(&self, group: &str) -> Result<()> {
+        let (effects, confirmed) = (self.effects(group)?, self.confirmed()?);
         let mut last: HashMap<&str, u64> = HashMap::new();
         for Effect { key, number, kind, .. } in &effects {
             let last = last.entry(key).or_insert(0);
-            ensure!(*number <= *last + 1, "{}", out_of_order(&effects, key, *number));
+            let may_be_lost = |skipped: u64| {
+                let origin = confirmed.get(key).and_then(|numbers| numbers.get(&skipped));
+                origin.is_some_and(|origin| self.may_be_lost_by(*origin))
+            };
+            let is_in_order = is_delayed(key) || (*last + 1..*number).all(may_be_lost);
+            ensure!(is_in_order, "{}", out_of_order(&effects, key, *number));
             *last = (*number).max(*last);
             let expected = if is_poison(*number) { "dead" } else { "done" };
             ensure!(kind == expected, "{key} {number} is {kind}, not {expected}");
@@ -71,11 +114,34 @@ impl Ledger {
         Ok(())
     }
 
-    pub(crate) fn summary(&self) -> Result<String> {
-        let confirmed: u64 = self.confirmed()?.values().sum();
-        let effects = EffectLog::open(&self.directory).effects()?.len();
-        let again = effects as u64 - confirmed.min(effects as u64);
-        Ok(format!("{confirmed} messages confirmed, {effects} effects, {again} of them repeated"))
+    /// When the poison messages that must be dead letters of a group had their effect, by key and number.
+    pub(crate) fn poison(&self, group: &str) -> Result<HashMap<(String, u64), u64>> {
+        let effects = self.effects(group)?.into_iter().filter(|effect| is_poison(effect.number));
+        Ok(effects.map(|effect| ((effect.key, effect.number), effect.at_ms)).collect())
+    }
+
+    /// The counts of all groups. Also prints what each group did.
+    pub(crate) fn counts(&self) -> Result<ChaosCounts> {
+        let sent: usize = self.confirmed()?.values().map(BTreeMap::len).sum();
+        let mut counts = ChaosCounts { sent: sent as u64, ..Default::default() };
+        let mut lost = HashSet::new();
+        for group in GROUPS {
+            let effects = self.effects(group)?;
+            let once: HashSet<(&str, u64)> =
+                effects.iter().map(|effect| (effect.key.as_str(), effect.number)).collect();
+            let doubled = effects.len() - once.len();
+            let unhandled = self.unhandled(group)?;
+            println!(
+                "`{group}`: {sent} messages confirmed, {} effects, {doubled} of them repeated, {} lost with unreplicated writes",
+                effects.len(),
+                unhandled.len()
+            );
+            counts.doubled += doubled as u64;
+            lost.extend(unhandled.into_iter().map(|(key, number, _)| (key, number)));
+        }
+        counts.lost = lost.len() as u64;
+        counts.handled = counts.sent - counts.lost;
+        Ok(counts)
     }
 }
 
@@ -84,7 +150,9 @@ fn out_of_order(effects: &[Effect], key: &str, number: u64) -> String {
     let around = number.saturating_sub(5)..number + 5;
     let near = effects.iter().filter(|effect| effect.key == key && around.contains(&effect.number));
     let lines: Vec<String> = near
-        .map(|effect| format!("{} {} in {}", effect.number, effect.kind, effect.origin))
+        .map(|effect| {
+            format!("{} {} in {} at {}", effect.number, effect.kind, effect.origin, effect.at_ms)
+        })
         .collect();
     format!("{key}: {number} is out of order\n{}", lines.join("\n"))
 }

@@ -1,127 +1,220 @@
-//! The simulation: one Redis, one proxy per process, and the faults.
+//! The simulation: producers and consumers on some servers, and the schedule of faults, which the seed decides.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use headwater_queue::{Policies, Queue};
-use headwater_stream::{EntryId, Options, Range, StreamName};
-use headwater_testkit::{Child, Persistence, Proxy, Redis};
+use headwater_stream::{EntryId, Options, Range, Retention, StreamName};
+use headwater_testkit::{Child, Proxy};
 use tempfile::TempDir;
 
+use super::deployment::{Deployment, LossWindow};
 use super::ledger::{Ledger, is_poison};
-use super::processes::{LEASE_TTL, TOPIC};
+use super::processes::{GROUPS, LEASE_TTL, OWNED, TOPIC, read_payload};
 
 const CONSUMERS: usize = 3;
 const PRODUCERS: usize = 2;
 const PARTITIONS: u16 = 3;
 const GROWN: u16 = 5;
+/// More messages of a partition than any process has in hand; handled ones are trimmed.
+const RETAINED: u64 = 5000;
 /// Long enough for members to join.
 const START_LIMIT: Duration = Duration::from_secs(30);
 
 pub(crate) struct Simulation {
     random: SeededRandom,
     directory: TempDir,
-    redis: Redis,
+    deployment: Deployment,
     runtime: tokio::runtime::Runtime,
     queue: Queue,
     consumers: Vec<SimulatedProcess>,
     producers: Vec<SimulatedProcess>,
+    /// The faults to come, the last one first.
+    schedule: Vec<Fault>,
+    has_begun: bool,
     has_grown: bool,
-    redis_is_dead: bool,
+    windows: Vec<LossWindow>,
 }
 
-/// A process and its proxy.
+/// A process, and its proxy if there is one server.
 struct SimulatedProcess {
     role: &'static str,
     number: usize,
-    proxy: Proxy,
+    proxy: Option<Proxy>,
     child: Option<Child>,
 }
 
+#[derive(Clone, Copy, Debug)]
+enum Fault {
+    KillConsumer,
+    PauseConsumer,
+    StopConsumer,
+    StallConsumer,
+    CutConsumer,
+    KillProducer,
+    PauseProducer,
+    StallProducer,
+    CutProducer,
+    GrowTopic,
+    FillMemory,
+    KillServer,
+    FailOver,
+    MoveSlot,
+}
+
+/// The faults of a deployment: first those that it alone can have, then those of processes.
+fn faults(deployment: &Deployment) -> (&'static [Fault], &'static [Fault]) {
+    use Fault::*;
+    let processes: &[Fault] = &[
+        KillConsumer,
+        KillConsumer,
+        PauseConsumer,
+        PauseConsumer,
+        StopConsumer,
+        KillProducer,
+        PauseProducer,
+        GrowTopic,
+    ];
+    let servers: &[Fault] = match deployment {
+        Deployment::OneServer(_) => {
+            &[StallConsumer, CutConsumer, StallProducer, CutProducer, KillServer, FillMemory]
+        }
+        Deployment::Sentinel(_) => &[FailOver, FillMemory],
+        Deployment::Cluster(_) => &[FailOver, MoveSlot, FillMemory],
+    };
+    (servers, processes)
+}
+
 impl Simulation {
-    pub(crate) fn start(seed: u64) -> Result<Self> {
-        // Confirmed writes survive `kill -9`.
-        let redis = Redis::builder().persistence(Persistence::Always).start()?;
+    pub(crate) fn start(seed: u64, deployment: Deployment) -> Result<Self> {
         let directory = TempDir::new()?;
         let runtime = tokio::runtime::Runtime::new()?;
         let queue = runtime.block_on(async {
-            let backend = headwater_stream::connect(&redis.url(), &Options::default()).await?;
+            let backend = headwater_stream::connect(&deployment.url(), &Options::default()).await?;
             let queue = Queue::new(backend);
             // A short refresh, so that the resize completes within the run.
-            let policies = Policies { refresh: Duration::from_millis(500), ..Default::default() };
+            let refresh = Duration::from_millis(500);
+            let retention = Retention::max_len(RETAINED);
+            let policies = Policies { refresh, retention, ..Default::default() };
             queue.topics().create(TOPIC, PARTITIONS, policies).await?;
             anyhow::Ok(queue)
         })?;
         let process = |role, number| {
-            anyhow::Ok(SimulatedProcess {
-                role,
-                number,
-                proxy: Proxy::start(redis.addr())?,
-                child: None,
-            })
+            let proxy = deployment.one().map(|redis| Proxy::start(redis.addr())).transpose()?;
+            anyhow::Ok(SimulatedProcess { role, number, proxy, child: None })
         };
         let consumers = (0..CONSUMERS).map(|n| process("consumer", n)).collect::<Result<_>>()?;
         let producers = (0..PRODUCERS).map(|n| process("producer", n)).collect::<Result<_>>()?;
-        let random = SeededRandom(seed);
         let mut simulation = Self {
-            random,
+            random: SeededRandom(seed),
             directory,
-            redis,
+            deployment,
             runtime,
             queue,
             consumers,
             producers,
+            schedule: Vec::new(),
+            has_begun: false,
             has_grown: false,
-            redis_is_dead: false,
+            windows: Vec::new(),
         };
         simulation.heal()?;
         Ok(simulation)
     }
 
     pub(crate) fn ledger(&self) -> Ledger {
-        Ledger::open(self.directory.path())
+        Ledger::open(self.directory.path(), self.windows.clone())
+    }
+
+    /// The next fault. All of them come once before any comes again; in the first round those of servers come first, so
+    /// that a short run has them.
+    fn next_fault(&mut self) -> Fault {
+        if let Some(fault) = self.schedule.pop() {
+            return fault;
+        }
+        let (servers, processes) = faults(&self.deployment);
+        let is_first = !std::mem::replace(&mut self.has_begun, true);
+        let mut from = 0;
+        for some in [processes, servers] {
+            self.schedule.extend(some);
+            let len = self.schedule.len();
+            for at in (from + 1..len).rev() {
+                let with = from + self.random.below((at - from + 1) as u64) as usize;
+                self.schedule.swap(at, with);
+            }
+            from = if is_first { len } else { 0 };
+        }
+        self.schedule.pop().expect("there are faults")
     }
 
     /// Injects one fault for a while.
     pub(crate) fn step(&mut self) -> Result<()> {
         let consumer = self.random.below(CONSUMERS as u64) as usize;
         let producer = self.random.below(PRODUCERS as u64) as usize;
+        let partition = self.random.below(u64::from(PARTITIONS)) as usize;
         // Shorter or longer than the lease TTL.
         let time = Duration::from_millis(100 + self.random.below(2 * LEASE_TTL.as_millis() as u64));
-        let what = self.random.below(13);
-        println!("step {what}: consumer {consumer}, producer {producer}, {time:?}");
-        match what {
-            0 | 1 => self.consumers[consumer].kill(time)?,
-            2 | 3 => self.consumers[consumer].pause(time)?,
-            4 => self.consumers[consumer].proxy.stall()?,
-            5 => self.consumers[consumer].proxy.cut()?,
-            6 => self.producers[producer].kill(time)?,
-            7 => self.producers[producer].proxy.stall()?,
-            8 => self.producers[producer].proxy.cut()?,
-            9 => {
-                self.redis_is_dead = true;
-                self.redis.kill9()?;
+        let fault = self.next_fault();
+        println!(
+            "{fault:?}: consumer {consumer}, producer {producer}, partition {partition}, {time:?}"
+        );
+        match fault {
+            Fault::KillConsumer => self.consumers[consumer].kill()?,
+            Fault::PauseConsumer => self.consumers[consumer].pause(time)?,
+            Fault::StopConsumer => self.stop_consumer(consumer)?,
+            Fault::StallConsumer => self.consumers[consumer].proxy()?.stall()?,
+            Fault::CutConsumer => self.consumers[consumer].proxy()?.cut()?,
+            Fault::KillProducer => self.producers[producer].kill()?,
+            Fault::PauseProducer => self.producers[producer].pause(time)?,
+            Fault::StallProducer => self.producers[producer].proxy()?.stall()?,
+            Fault::CutProducer => self.producers[producer].proxy()?.cut()?,
+            Fault::GrowTopic => self.grow()?,
+            Fault::FillMemory => self.deployment.set_maxmemory(1)?,
+            Fault::KillServer => self.deployment.one().context("one server")?.kill9()?,
+            Fault::FailOver => {
+                let streams = self.streams()?;
+                let window = self.deployment.fail_over(&streams, &streams[partition], time)?;
+                self.windows.extend(window);
             }
-            10 => self.grow()?,
-            11 => self.producers[producer].pause(time)?,
-            _ => self.stop_consumer(consumer)?,
+            Fault::MoveSlot => self.deployment.move_slot(&self.streams()?[partition])?,
         }
         std::thread::sleep(time);
         self.heal()
     }
 
+    /// The streams of all partitions.
+    fn streams(&self) -> Result<Vec<String>> {
+        let topics = self.queue.topics();
+        let mut last = None;
+        // A server may be taking over.
+        for _ in 0..50 {
+            match self.runtime.block_on(topics.describe(TOPIC)) {
+                Ok(described) => {
+                    let streams = described.partitions.into_iter();
+                    return Ok(streams.map(|partition| partition.stream_key).collect());
+                }
+                Err(error) => last = Some(error),
+            }
+            std::thread::sleep(Duration::from_millis(200));
+        }
+        Err(last.context("no attempt")?.into())
+    }
+
     /// Ends all faults and restarts all processes.
     pub(crate) fn heal(&mut self) -> Result<()> {
-        if std::mem::take(&mut self.redis_is_dead) {
-            self.redis.restart()?;
-        }
+        self.deployment.heal()?;
         for process in self.consumers.iter_mut().chain(&mut self.producers) {
-            process.proxy.heal()?;
+            if let Some(proxy) = &process.proxy {
+                proxy.heal()?;
+            }
             if process.child.is_none() {
-                let url = self.redis.url_at(process.proxy.addr());
+                let url = match (&process.proxy, self.deployment.one()) {
+                    (Some(proxy), Some(redis)) => redis.url_at(proxy.addr()),
+                    _ => self.deployment.url(),
+                };
                 process.start(&url, self.directory.path())?;
             }
         }
@@ -154,38 +247,58 @@ impl Simulation {
         stop(&mut self.consumers, limit)
     }
 
-    /// Checks that every poison message is a dead letter, once and unchanged.
+    /// Checks that every poison message is a dead letter of each group, unless a server may have lost it. One server writes
+    /// the dead letters of owners once.
     pub(crate) fn check_dead_letters(&self, limit: Duration) -> Result<()> {
-        let expected: BTreeSet<String> = self
-            .ledger()
-            .confirmed()?
-            .into_iter()
-            .flat_map(|(key, last)| (1..=last).map(move |number| (key.clone(), number)))
-            .filter(|(_, number)| is_poison(*number))
-            .map(|(key, number)| format!("{key} {number}"))
-            .collect();
-        let all_there = || self.dead_letters().is_ok_and(|letters| letters.len() >= expected.len());
-        // The effect is logged before the dead letter is written.
-        let _ = headwater_testkit::wait_until("every dead letter", limit, all_there);
-        let letters = self.dead_letters()?;
-        let once: BTreeSet<String> = letters.iter().cloned().collect();
-        ensure!(once.len() == letters.len(), "duplicate dead letters: {letters:?}");
-        ensure!(once == expected, "not the same: {:?}", once.symmetric_difference(&expected));
+        let ledger = self.ledger();
+        for group in GROUPS {
+            let poison = ledger.poison(group)?;
+            let expected: BTreeSet<(String, u64)> = poison
+                .iter()
+                .filter(|(_, handled_at)| !ledger.may_be_lost(**handled_at))
+                .map(|(message, _)| message.clone())
+                .collect();
+            let missing = || -> Result<Vec<(String, u64)>> {
+                let letters = self.dead_letters(group)?;
+                Ok(expected
+                    .iter()
+                    .filter(|message| !letters.contains_key(message))
+                    .cloned()
+                    .collect())
+            };
+            // The effect is logged before the dead letter is written.
+            let _ = headwater_testkit::wait_until("every dead letter", limit, || {
+                missing().is_ok_and(|missing| missing.is_empty())
+            });
+            let missing = missing()?;
+            ensure!(missing.is_empty(), "no dead letters of `{group}` for {missing:?}");
+            for (message, times) in self.dead_letters(group)? {
+                ensure!(is_poison(message.1), "{message:?} is not poison");
+                let is_exact = self.deployment.one().is_some() && group == OWNED;
+                ensure!(times == 1 || !is_exact, "{times} dead letters of {message:?}");
+            }
+        }
         Ok(())
     }
 
-    fn dead_letters(&self) -> Result<Vec<String>> {
+    /// How many dead letters of a group each message has.
+    fn dead_letters(&self, group: &str) -> Result<BTreeMap<(String, u64), usize>> {
         let stream = StreamName::new(format!("stream:topic:{TOPIC}:dlq"))?;
-        let mut payloads = Vec::new();
+        let mut found = BTreeMap::new();
         let mut from = EntryId::MIN;
         loop {
             let range = Range { from, ..Range::first(1000) };
             let letters = self.runtime.block_on(self.queue.backend().range(&stream, range))?;
-            let Some(last) = letters.last() else { return Ok(payloads) };
+            let Some(last) = letters.last() else { return Ok(found) };
             from = last.id.next();
             for letter in &letters {
+                let reason = letter.fields.get("reason").context("a letter without reason")?;
+                if !reason.ends_with(group.as_bytes()) {
+                    continue;
+                }
                 let payload = letter.fields.get("payload").context("a letter without payload")?;
-                payloads.push(String::from_utf8(payload.to_vec())?);
+                let (key, number) = read_payload(payload)?;
+                *found.entry((key.to_owned(), number)).or_default() += 1;
             }
         }
     }
@@ -212,8 +325,12 @@ impl SimulatedProcess {
         Ok(())
     }
 
+    fn proxy(&self) -> Result<&Proxy> {
+        self.proxy.as_ref().context("only one server is reached through proxies")
+    }
+
     /// Kills it; `heal` restarts it.
-    fn kill(&mut self, _for: Duration) -> Result<()> {
+    fn kill(&mut self) -> Result<()> {
         self.child.take().context("it is running")?.kill9()
     }
 

@@ -181,9 +181,8 @@ impl EngineShared {
         if let Some(failure) = self.log.as_ref().and_then(|log| log.failure()) {
             return Err(failure);
         }
-        let inner = self.inner.lock().map_err(|_| StreamError::Unavailable {
+        let inner = self.inner.lock().map_err(|_| StreamError::Stopped {
             problem: "an earlier call panicked and left the state unknown".to_owned(),
-            source: None,
         })?;
         if inner.is_closed { Err(closed()) } else { Ok(inner) }
     }

@@ -138,9 +138,10 @@ impl LogFailure {
 
     fn error(&self, consequence: &str) -> StreamError {
         let problem = format!("{}; {consequence}", self.problem);
-        match self.is_full {
-            true => StreamError::Full { problem },
-            false => StreamError::unavailable(problem, Arc::clone(&self.source)),
+        match (self.damage, self.is_full) {
+            (Damage::Panic, _) => StreamError::Stopped { problem },
+            (_, true) => StreamError::Full { problem },
+            (_, false) => StreamError::unavailable(problem, Arc::clone(&self.source)),
         }
     }
 }

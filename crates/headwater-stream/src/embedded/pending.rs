@@ -56,6 +56,7 @@ pub(super) fn reclaim(tx: &mut Tx<'_>, reclaim: &ReclaimRequest<'_>) -> Result<R
     check_fence(tx.state(), reclaim.fence, tx.now)?;
     let (stream, group) = group_of(tx.state(), reclaim.stream, reclaim.group, tx.now)?;
     let (scanned, next) = candidates(group, reclaim);
+    let is_own = matches!(reclaim.from, ReclaimFrom::Own(_));
     let mut reclaimed = ReclaimResult { next, ..ReclaimResult::default() };
     for id in scanned {
         let Some(delivered) = group.pending.get(id) else { continue };
@@ -66,7 +67,7 @@ pub(super) fn reclaim(tx: &mut Tx<'_>, reclaim: &ReclaimRequest<'_>) -> Result<R
             Some(fields) => reclaimed.entries.push(DeliveredEntry {
                 id,
                 fields: fields.clone(),
-                deliveries: delivered.deliveries.saturating_add(1),
+                deliveries: delivered.deliveries.saturating_add(u64::from(!is_own)),
             }),
             None => reclaimed.deleted.push(id),
         }
@@ -81,8 +82,11 @@ pub(super) fn reclaim(tx: &mut Tx<'_>, reclaim: &ReclaimRequest<'_>) -> Result<R
         tx.apply(&RedoRecord::Acknowledge { stream, group, ids });
     }
     if !reclaimed.entries.is_empty() {
-        let ids = reclaimed.entries.iter().map(|entry| entry.id).collect();
-        tx.apply(&RedoRecord::Claim { stream, group, consumer, ids: Cow::Owned(ids), at });
+        let ids = Cow::Owned(reclaimed.entries.iter().map(|entry| entry.id).collect());
+        tx.apply(&match is_own {
+            true => RedoRecord::KeepAlive { stream, group, ids, at },
+            false => RedoRecord::Claim { stream, group, consumer, ids, at },
+        });
     }
     Ok(reclaimed)
 }
@@ -102,7 +106,7 @@ fn candidates(group: &GroupState, reclaim: &ReclaimRequest<'_>) -> (Vec<EntryId>
             Some(consumer) => take(&mut consumer.pending.range(after)),
             None => (Vec::new(), None),
         },
-        ReclaimFrom::Ids(ids) => {
+        ReclaimFrom::Ids(ids) | ReclaimFrom::Own(ids) => {
             let mut ids = ids[..ids.len().min(reclaim.count)].to_vec();
             ids.sort_unstable();
             ids.dedup();
@@ -114,6 +118,7 @@ fn candidates(group: &GroupState, reclaim: &ReclaimRequest<'_>) -> (Vec<EntryId>
 fn is_from(delivered: &PendingEntry, reclaim: &ReclaimRequest<'_>) -> bool {
     match reclaim.from {
         ReclaimFrom::Others => delivered.consumer != *reclaim.consumer,
+        ReclaimFrom::Own(_) => delivered.consumer == *reclaim.consumer,
         ReclaimFrom::Anyone | ReclaimFrom::Consumer(_) | ReclaimFrom::Ids(_) => true,
     }
 }
@@ -148,17 +153,20 @@ pub(super) fn list(
     Ok(listed)
 }
 
-pub(super) fn remove_idle_consumers(
+/// Removes consumers without pending entries; with a name only that one.
+pub(super) fn remove_consumers(
     tx: &mut Tx<'_>,
     stream: &StreamName,
     group: &GroupName,
     idle: Duration,
+    only: Option<&ConsumerName>,
 ) -> Result<Vec<ConsumerName>> {
     let (_, known) = group_of(tx.state(), stream, group, tx.now)?;
     let is_idle = |seen_at: Timestamp| tx.now.since(seen_at) >= idle;
     let all = known.consumers.values();
     let removed: Vec<ConsumerName> = all
         .filter(|consumer| consumer.pending.is_empty() && is_idle(consumer.seen_at))
+        .filter(|consumer| only.is_none_or(|only| consumer.name == *only))
         .map(|consumer| consumer.name.clone())
         .collect();
     for consumer in &removed {

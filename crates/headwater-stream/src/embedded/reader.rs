@@ -25,6 +25,8 @@ pub(super) struct EmbeddedGroupReader {
     engine: Arc<Engine>,
     group: GroupName,
     consumer: ConsumerName,
+    /// Whether a missing group fails a read instead of being created.
+    is_required: bool,
     woken: Arc<Notify>,
     /// Delivered entries that no read has returned yet.
     buffered: BufferedDeliveries,
@@ -47,6 +49,7 @@ impl EmbeddedGroupReader {
             engine,
             group,
             consumer,
+            is_required: false,
             woken: Arc::default(),
             buffered: BufferedDeliveries::default(),
         }
@@ -61,6 +64,10 @@ impl EmbeddedGroupReader {
 
 #[async_trait]
 impl GroupReader for EmbeddedGroupReader {
+    fn require_groups(&mut self) {
+        self.is_required = true;
+    }
+
     async fn read(
         &mut self,
         streams: &[StreamName],
@@ -73,13 +80,14 @@ impl GroupReader for EmbeddedGroupReader {
         }
         let shared = &self.engine.shared;
         let (group, consumer, woken) = (&self.group, &self.consumer, &self.woken);
+        let is_required = self.is_required;
         let buffered = &mut self.buffered;
         let mut blocked: Option<Arc<BlockedRead>> = None;
         let deliver = |tx: &mut Tx<'_>| {
             if blocked.as_ref().is_some_and(|blocked| blocked.is_cancelled()) {
                 return Err(read_cancelled());
             }
-            deliver_new(tx, streams, group, consumer, count, buffered)?;
+            deliver_new(tx, streams, group, consumer, is_required, count, buffered)?;
             if !buffered.batches.is_empty() {
                 return Ok(ControlFlow::Break(()));
             }
@@ -108,12 +116,18 @@ fn deliver_new(
     streams: &[StreamName],
     group: &GroupName,
     consumer: &ConsumerName,
+    is_required: bool,
     count: usize,
     buffered: &mut BufferedDeliveries,
 ) -> Result<()> {
-    // Check all names first, so that a wrong type fails the read before anything is delivered.
+    // Check all names first, so that a wrong type or a missing group fails the read before anything is delivered.
     for name in streams {
-        tx.state().stream(name.as_str(), tx.now)?;
+        let found = tx.state().stream(name.as_str(), tx.now)?;
+        let is_missing = found.is_none_or(|found| !found.groups.contains_key(group.as_str()));
+        if is_missing && is_required {
+            let (stream, group) = (name.to_string(), group.to_string());
+            return Err(StreamError::NoGroup { stream, group });
+        }
     }
     let at = tx.now;
     for name in streams {

@@ -12,13 +12,13 @@ use super::transaction::{Durability, ReadTx};
 use super::{Embedded, append, pending, reader, settle};
 use crate::clock::Timestamp;
 use crate::entry::{Entry, EntryId, Fields};
-use crate::error::Result;
+use crate::error::{Result, StreamError};
 use crate::name::{ConsumerName, GroupName, StreamName};
 use crate::streams::{
-    AppendedEntry, ConsumerStats, Direction, DisconnectOutcome, GroupReader, GroupStart,
-    GroupStats, IdempotentEntry, PendingDelivery, PendingDeliveryQuery, Range, ReclaimRequest,
-    ReclaimResult, Retention, SettleBatch, SettleResult, StreamStats, Streams, TailReader,
-    TrimGuard, TrimResult,
+    AppendedEntry, ConsumerStats, Direction, DisconnectOutcome, GroupCondition, GroupReader,
+    GroupStart, GroupStats, IdempotentEntry, PendingDelivery, PendingDeliveryQuery, Range,
+    ReclaimRequest, ReclaimResult, Retention, SettleBatch, SettleResult, StreamStats, Streams,
+    TailReader, TrimGuard, TrimResult,
 };
 use crate::validate;
 
@@ -69,18 +69,17 @@ impl Streams for Embedded {
         group: &GroupName,
         start: GroupStart,
     ) -> Result<bool> {
-        let ensure = self.shared().transact(Durability::Durable, |tx| {
-            let found = tx.state().stream(stream.as_str(), tx.now)?;
-            if found.is_some_and(|stream| stream.groups.contains_key(group.as_str())) {
-                return Ok(false);
-            }
-            let after = start_after(start, found.map_or(EntryId::MIN, |stream| stream.last_id));
-            tx.remove_expired(stream.as_str());
-            let (stream, group) = (stream.as_str(), group.as_str());
-            tx.apply(&RedoRecord::CreateGroup { stream, group, after });
-            Ok(true)
-        });
-        ensure.await
+        self.create_group(stream, group, start, None).await
+    }
+
+    async fn ensure_group_if(
+        &self,
+        stream: &StreamName,
+        group: &GroupName,
+        start: GroupStart,
+        condition: GroupCondition<'_>,
+    ) -> Result<bool> {
+        self.create_group(stream, group, start, Some(condition)).await
     }
 
     async fn remove_group(&self, stream: &StreamName, group: &GroupName) -> Result<bool> {
@@ -262,9 +261,58 @@ impl Streams for Embedded {
         idle: Duration,
     ) -> Result<Vec<ConsumerName>> {
         let remove = self.shared().transact(Durability::Durable, |tx| {
-            pending::remove_idle_consumers(tx, stream, group, idle)
+            pending::remove_consumers(tx, stream, group, idle, None)
         });
         remove.await
+    }
+
+    async fn remove_consumer(
+        &self,
+        stream: &StreamName,
+        group: &GroupName,
+        consumer: &ConsumerName,
+    ) -> Result<bool> {
+        let remove = self.shared().transact(Durability::Durable, |tx| {
+            pending::remove_consumers(tx, stream, group, Duration::ZERO, Some(consumer))
+        });
+        Ok(!remove.await?.is_empty())
+    }
+}
+
+impl Embedded {
+    /// Creates a group unless it exists. Fails with `NoGroup` if the condition does not hold.
+    async fn create_group(
+        &self,
+        stream: &StreamName,
+        group: &GroupName,
+        start: GroupStart,
+        condition: Option<GroupCondition<'_>>,
+    ) -> Result<bool> {
+        let ensure = self.shared().transact(Durability::Durable, |tx| {
+            let found = tx.state().stream(stream.as_str(), tx.now)?;
+            if found.is_some_and(|stream| stream.groups.contains_key(group.as_str())) {
+                return Ok(false);
+            }
+            let is_permitted = match condition {
+                _ if found.is_some() => true,
+                None => true,
+                Some(GroupCondition::StreamExists) => false,
+                Some(GroupCondition::StreamOrMap { map, without }) => {
+                    let map = tx.state().map(map.as_str(), tx.now)?;
+                    map.is_some_and(|fields| !fields.contains_key(without))
+                }
+            };
+            if !is_permitted {
+                let (stream, group) = (stream.to_string(), group.to_string());
+                return Err(StreamError::NoGroup { stream, group });
+            }
+            let after = start_after(start, found.map_or(EntryId::MIN, |stream| stream.last_id));
+            tx.remove_expired(stream.as_str());
+            let (stream, group) = (stream.as_str(), group.as_str());
+            tx.apply(&RedoRecord::CreateGroup { stream, group, after });
+            Ok(true)
+        });
+        ensure.await
     }
 }
 

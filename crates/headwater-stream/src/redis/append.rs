@@ -1,34 +1,70 @@
-//! Appends to one stream or several, in one request if one server holds all of them.
+//! Appends to one stream or several, in one request if one server holds all of them and they are small.
 //!
 //! Upstream: `streams`. On a cluster each stream gets its own request: a request is limited to one slot.
+//! Guarantees: the entries of an append keep their order, and after an error a prefix of them is in the stream. The server
+//! can reject single commands in the middle of a request (out of memory, a script runs), so several entries are a
+//! transaction. A large append is a sequence of transactions: the next one is encoded while the server executes the
+//! previous one, and sent when the previous one has succeeded.
+
+use std::borrow::Borrow;
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use futures_util::future::join_all;
 use tracing::warn;
 
 use super::RedisBackend;
-use super::client::Idempotency;
+use super::client::{Idempotency, StartedCall};
 use super::command::Commands;
-use super::reply::Cursor;
-use super::streaming_pipeline::StreamingPipeline;
+use super::error::{ReplyError, ServerError};
+use super::reply::{Cursor, RespReplies, RespValue};
 use super::trim;
 use crate::entry::{EntryId, EntrySize, Fields};
 use crate::error::Result;
-use crate::limits::BATCH_BYTES_MAX;
 use crate::name::StreamName;
 use crate::streams::AppendRequest;
 use crate::validate;
 
+/// Bytes of one transaction, and of one request for several streams; a larger entry is a request of its own. The server
+/// executes a transaction without interruption, so it must be small; each one costs a round trip, so not too small.
+const CHUNK_BYTES: usize = 64 * 1024;
+
+/// Whether the server permits transactions. Checked once, before the first one: a user that may open a transaction and not
+/// execute it would block the shared connection.
+#[derive(Default)]
+pub(super) struct TransactionCheck(AtomicBool);
+
+/// Some entries of an append, with a trim if it is due.
+struct AppendChunk {
+    entries: Range<usize>,
+    trims: bool,
+}
+
 impl RedisBackend {
     pub(super) async fn append_one(&self, append: &AppendRequest<'_>) -> Result<Vec<EntryId>> {
         let size = validate::append(append.entries, append.retention)?;
-        if append.entries.is_empty() {
-            return self.client.check_open().map(|()| Vec::new());
-        }
         let slot = self.slot(append.stream);
-        let mut call = StreamingPipeline::new(&self.client, slot, encoded_bytes(append, size))?;
-        let trims = self.add_append(&mut call, append);
-        let replies = call.finish(Idempotency::AtMostOnce).await?;
-        self.read_append(append, trims, &mut replies.cursor())
+        self.client.check_open()?;
+        let mut ids = Vec::with_capacity(append.entries.len());
+        let mut started = None;
+        let mut next = 0;
+        while next < append.entries.len() {
+            let mut commands = Commands::with_capacity(encoded_bytes(append, size));
+            let chunk = self.add_chunk(&mut commands, append, next);
+            next = chunk.entries.end;
+            if let Some((call, chunk)) = started.take() {
+                ids.append(&mut self.finish_chunk(append, call, &chunk).await?);
+            }
+            self.check_transactions(append.stream, &commands).await?;
+            // Each transaction has its own deadline: a large append takes as long as it makes progress.
+            let deadline = self.client.deadline();
+            let call = self.client.start(slot, commands, Idempotency::AtMostOnce, deadline)?;
+            started = Some((call, chunk));
+        }
+        if let Some((call, chunk)) = started {
+            ids.append(&mut self.finish_chunk(append, call, &chunk).await?);
+        }
+        Ok(ids)
     }
 
     pub(super) async fn append_each(
@@ -40,74 +76,123 @@ impl RedisBackend {
                 |append: &AppendRequest<'_>| validate::append(append.entries, append.retention);
             let checked: Vec<Result<EntrySize>> = appends.iter().map(check).collect();
             let bytes = checked.iter().flatten().map(|size| size.bytes).sum::<usize>();
-            if bytes <= BATCH_BYTES_MAX {
+            if bytes <= CHUNK_BYTES {
                 return self.append_together(appends, checked).await;
             }
         }
         join_all(appends.iter().map(|append| self.append_one(append))).await
     }
 
-    /// Sends all valid appends in one request.
+    /// Sends all valid appends in one request, each as one transaction.
     async fn append_together(
         &self,
         appends: &[AppendRequest<'_>],
         checked: Vec<Result<EntrySize>>,
     ) -> Vec<Result<Vec<EntryId>>> {
-        let each = appends.iter().zip(&checked);
-        let bytes =
-            each.filter_map(|(append, size)| Some(encoded_bytes(append, *size.as_ref().ok()?)));
-        let mut call = match StreamingPipeline::new(&self.client, 0, bytes.sum()) {
-            Ok(call) => call,
-            Err(error) => return appends.iter().map(|_| Err(error.duplicate())).collect(),
-        };
-        // For each append: whether a trim is included, or why it is invalid.
+        let sizes = appends.iter().zip(checked.iter().flatten());
+        let bytes = sizes.map(|(append, size)| encoded_bytes(append, *size)).sum();
+        let mut commands = Commands::with_capacity(bytes);
+        // For each append what was added, or why it is invalid.
         let each = appends.iter().zip(checked);
-        let sent: Vec<Result<bool>> = each
-            .map(|(append, checked)| checked.map(|_| self.add_append(&mut call, append)))
+        let chunks: Vec<Result<AppendChunk>> = each
+            .map(|(append, checked)| checked.map(|_| self.add_chunk(&mut commands, append, 0)))
             .collect();
-        if call.commands.len() == 0 {
-            return sent.into_iter().map(|sent| sent.map(|_| Vec::new())).collect();
-        }
-        let each = appends.iter().zip(sent);
-        match call.finish(Idempotency::AtMostOnce).await {
+        let sent = match appends.first() {
+            Some(first) if commands.len() > 0 => self.append_all(first.stream, commands).await,
+            _ => self.client.check_open().map(|()| RespReplies::joined(&[])),
+        };
+        let each = appends.iter().zip(chunks);
+        match sent {
             Ok(replies) => {
                 let mut cursor = replies.cursor();
-                each.map(|(append, trims)| self.read_append(append, trims?, &mut cursor)).collect()
+                each.map(|(append, chunk)| self.read_chunk(append, &chunk?, &mut cursor)).collect()
             }
-            Err(error) => each.map(|(_, sent)| sent.and_then(|_| Err(error.duplicate()))).collect(),
+            Err(error) => each.map(|(_, chunk)| chunk.and(Err(error.duplicate()))).collect(),
         }
     }
 
-    /// Adds the commands of one append; large ones are partly sent when it returns. Returns whether a trim is included.
-    fn add_append(&self, call: &mut StreamingPipeline<'_>, append: &AppendRequest<'_>) -> bool {
+    /// Sends appends in the slot of `stream`.
+    pub(super) async fn append_all(
+        &self,
+        stream: &StreamName,
+        commands: Commands,
+    ) -> Result<RespReplies> {
+        self.check_transactions(stream, &commands).await?;
+        self.call(stream, commands, Idempotency::AtMostOnce).await
+    }
+
+    /// Adds the commands for the entries from `start` on: as many as fit into one chunk, and the trim after the last one.
+    fn add_chunk(
+        &self,
+        commands: &mut Commands,
+        append: &AppendRequest<'_>,
+        start: usize,
+    ) -> AppendChunk {
         let AppendRequest { stream, entries, retention } = *append;
-        let mut previous = None;
-        for at in 0..entries.len() {
-            add_entry(&mut call.commands, stream, &entries.entry(at), &mut previous);
-            call.flush_if_large();
-        }
-        !entries.is_empty() && self.add_trim(&mut call.commands, stream, entries.len(), retention)
+        let mut bytes = 0;
+        let fits = |at: &usize| {
+            bytes += entries.size(*at).bytes;
+            bytes <= CHUNK_BYTES || *at == start
+        };
+        let end = start + (start..entries.len()).take_while(fits).count();
+        add_appends(commands, stream, (start..end).map(|at| entries.entry(at)));
+        let is_last = end == entries.len() && !entries.is_empty();
+        let trims = is_last && self.add_trim(commands, stream, entries.len(), retention);
+        AppendChunk { entries: start..end, trims }
     }
 
-    /// Parses all replies of one append.
-    fn read_append(
+    async fn finish_chunk(
         &self,
         append: &AppendRequest<'_>,
-        trims: bool,
+        call: StartedCall<'_>,
+        chunk: &AppendChunk,
+    ) -> Result<Vec<EntryId>> {
+        let replies = call.finish().await?;
+        self.read_chunk(append, chunk, &mut replies.cursor())
+    }
+
+    /// Parses all replies of one chunk.
+    fn read_chunk(
+        &self,
+        append: &AppendRequest<'_>,
+        chunk: &AppendChunk,
         cursor: &mut Cursor<'_>,
     ) -> Result<Vec<EntryId>> {
-        let mut ids = Ok(Vec::with_capacity(append.entries.len()));
-        for _ in 0..append.entries.len() {
-            match (cursor.id(), &mut ids) {
-                (Ok(id), Ok(ids)) => ids.push(id),
-                (Err(error), Ok(_)) => ids = Err(error.into_stream_error(append.stream)),
-                (_, Err(_)) => {}
-            }
-        }
-        if trims {
+        let ids = read_appends(cursor, chunk.entries.len());
+        if chunk.trims {
             self.record_trim(append.stream, cursor);
         }
-        ids
+        ids.map_err(|error| error.into_stream_error(append.stream))
+    }
+
+    /// Fails if the commands contain a transaction and the server does not permit it.
+    async fn check_transactions(&self, name: &StreamName, commands: &Commands) -> Result<()> {
+        let TransactionCheck(is_permitted) = &self.transaction_check;
+        if !commands.has_transactions() || is_permitted.load(Ordering::Relaxed) {
+            return Ok(());
+        }
+        let error_of = async |commands: Commands| {
+            let replies = self.call(name, commands, Idempotency::Idempotent).await?;
+            Ok(match replies.cursor().value() {
+                Ok(RespValue::Error(text)) => Some(ServerError::new(text)),
+                _ => None,
+            })
+        };
+        // First without `MULTI`: if `EXEC` is denied, no transaction must be open.
+        let exec = error_of(Commands::one(&["EXEC"])).await?;
+        let denied = match exec.filter(|error| !error.text().contains("without MULTI")) {
+            Some(error) => Some(error),
+            None => {
+                let mut empty = Commands::new();
+                empty.transaction(|_| {});
+                error_of(empty).await?
+            }
+        };
+        if let Some(error) = denied {
+            return Err(error.into_stream_error(name.as_str()));
+        }
+        is_permitted.store(true, Ordering::Relaxed);
+        Ok(())
     }
 
     /// Parses the reply of a trim that was part of an append. Errors are only logged: the entries are in the stream, and a
@@ -123,19 +208,48 @@ impl RedisBackend {
     }
 }
 
-/// Approximate encoded size of an append.
+/// Approximate encoded size of a chunk, at most of the whole append.
 fn encoded_bytes(append: &AppendRequest<'_>, size: EntrySize) -> usize {
-    size.bytes + size.fields * 24 + append.entries.len() * (64 + append.stream.as_str().len())
+    let entries = append.entries.len() * (64 + append.stream.as_str().len());
+    (size.bytes + size.fields * 24 + entries).min(2 * CHUNK_BYTES)
 }
 
-/// Adds an `XADD` command for each entry.
-pub(super) fn add_appends<'a>(
+/// Adds an `XADD` command for each entry; several are a transaction.
+pub(super) fn add_appends<F: Borrow<Fields>>(
     commands: &mut Commands,
     stream: &StreamName,
-    entries: impl IntoIterator<Item = &'a Fields>,
+    entries: impl ExactSizeIterator<Item = F>,
 ) {
     let mut last = None;
-    entries.into_iter().for_each(|fields| add_entry(commands, stream, fields, &mut last));
+    let count = entries.len();
+    let add = |commands: &mut Commands| {
+        entries.for_each(|fields| add_entry(commands, stream, fields.borrow(), &mut last));
+    };
+    match count {
+        0 => {}
+        1 => add(commands),
+        _ => commands.transaction(add),
+    }
+}
+
+/// Parses the replies to the commands of [`add_appends`].
+pub(super) fn read_appends(
+    cursor: &mut Cursor<'_>,
+    entries: usize,
+) -> Result<Vec<EntryId>, ReplyError> {
+    if entries > 1 {
+        cursor.transaction(entries)?;
+    }
+    // All replies are read, whatever they are: others follow.
+    let mut ids = Ok(Vec::with_capacity(entries));
+    for _ in 0..entries {
+        match (cursor.id(), &mut ids) {
+            (Ok(id), Ok(ids)) => ids.push(id),
+            (Err(error), Ok(_)) => ids = Err(error),
+            (_, Err(_)) => {}
+        }
+    }
+    ids
 }
 
 /// Number of fields of the previous entry, and the byte range of its command's prefix.

@@ -24,6 +24,9 @@ const BLOCK_SLICE: Duration = Duration::from_millis(500);
 /// How often a read is re-sent immediately before another server is looked for.
 const IMMEDIATE_RETRIES_MAX: u32 = 3;
 
+/// Timeout of the renewal of a connection that still works.
+const RENEWAL_TIMEOUT: Duration = Duration::from_secs(1);
+
 /// Pause before `CLIENT UNBLOCK` is first repeated; it doubles each time.
 const UNBLOCK_RETRY_AFTER: Duration = Duration::from_millis(10);
 
@@ -141,8 +144,8 @@ impl BlockingConnection {
         wait_until: Option<Instant>,
         deadline: Instant,
     ) -> Result<()> {
-        if self.connection.is_none() {
-            self.connect(client, read, deadline).await?;
+        if self.connection.as_ref().is_none_or(Connection::should_replace) {
+            self.replace(client, read, deadline).await?;
         }
         let Some(connection) = &mut self.connection else { return Ok(()) };
         let mut block = wait_until.and_then(block_ms);
@@ -158,6 +161,27 @@ impl BlockingConnection {
         let until = Instant::now() + Duration::from_millis(block.unwrap_or(0));
         self.outstanding = Some(OutstandingRead { read: read.clone(), until });
         Ok(())
+    }
+
+    /// Connects again. If only the credentials should be renewed and that fails, the old connection stays.
+    async fn replace(
+        &mut self,
+        client: &Arc<RedisClient>,
+        read: &StreamRead,
+        mut deadline: Instant,
+    ) -> Result<()> {
+        self.connection.take_if(|connection| connection.is_retired());
+        if self.connection.is_some() {
+            deadline = deadline.min(Instant::now() + RENEWAL_TIMEOUT);
+        }
+        let connected = self.connect(client, read, deadline).await;
+        match &mut self.connection {
+            Some(old) if old.should_replace() => {
+                old.postpone_renewal();
+                Ok(())
+            }
+            _ => connected,
+        }
     }
 
     /// Connects. Fails if the consumer was disconnected meanwhile; the next read may use the connection.
@@ -236,7 +260,9 @@ impl BlockingConnection {
             }
             RetryAction::Ask { address } => {
                 self.connection = None;
-                let Some(node) = client.node_for_redirect(&address) else { return Ok(false) };
+                let Some(node) = client.node_for_redirect(self.slot, &address) else {
+                    return Ok(false);
+                };
                 let opened = node.open_dedicated(deadline).await;
                 let mut connection = opened.map_err(|error| {
                     StreamError::unavailable("no connection within the deadline", error)

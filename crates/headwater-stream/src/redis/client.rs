@@ -2,27 +2,27 @@
 //!
 //! Upstream: every call of this backend. Downstream: `retry` re-sends; `node` and `cluster` hold the connections.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use tokio::sync::watch;
 use tokio::time::Instant;
+use tokio_util::task::AbortOnDropHandle;
 
-use super::cluster::{ClusterNodes, NODE_QUERY_TIMEOUT};
-use super::command::Commands;
-use super::connection::{ConnectError, Connection};
+use super::cluster::ClusterNodes;
+use super::command::{Commands, EncodedCommands};
+use super::connection::{ConnectError, Connection, ConnectionSettings};
 use super::keys;
-use super::multiplexed::MultiplexedConnection;
-use super::node::{ConnectionSettings, Node, NodeAddress};
+use super::multiplexed::ResponseFuture;
+use super::node::{Node, NodeAddress};
+use super::reconnect::BACKOFF;
 use super::reply::RespReplies;
 use super::retry::RetryingCall;
 use super::sentinel::Sentinels;
 use super::url::{Address, Topology};
-use crate::backoff::{Backoff, RetryTimer};
+use crate::backoff::RetryTimer;
 use crate::error::{Result, StreamError};
-
-const BACKOFF: Backoff = Backoff::doubling(Duration::from_millis(10), Duration::from_secs(1));
 
 /// Whether a call may be re-sent after a lost reply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -31,6 +31,25 @@ pub(super) enum Idempotency {
     Idempotent,
     /// Not re-sent after a lost reply: the call fails and the caller decides.
     AtMostOnce,
+}
+
+/// The connection of a call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum CallConnection {
+    /// The one that all calls share.
+    Shared,
+    /// The one for large replies, whose transfer must not delay lease renewals and acknowledgements.
+    Bulk,
+}
+
+impl CallConnection {
+    /// The node with this connection.
+    pub(super) fn of(self, node: &Arc<Node>) -> &Arc<Node> {
+        match self {
+            Self::Shared => node,
+            Self::Bulk => node.bulk(),
+        }
+    }
 }
 
 /// The client of one server, a Sentinel service or a cluster.
@@ -43,11 +62,15 @@ pub(super) struct RedisClient {
     is_closed: AtomicBool,
     /// Whether `CLIENT UNBLOCK` is permitted.
     can_unblock: AtomicBool,
+    /// Whether `notify-keyspace-events` may be changed.
+    configure_notifications: bool,
+    /// Watches the Sentinels for another primary.
+    sentinel_watch: Mutex<Option<AbortOnDropHandle<()>>>,
 }
 
 enum Nodes {
     Single(Arc<Node>),
-    Cluster(ClusterNodes),
+    Cluster(Box<ClusterNodes>),
 }
 
 impl RedisClient {
@@ -55,17 +78,25 @@ impl RedisClient {
         topology: &Topology,
         settings: ConnectionSettings,
         call_deadline: Duration,
+        configure_notifications: bool,
     ) -> Self {
         let database = settings.params.database;
+        let mut sentinel_watch = None;
         let nodes = match topology.clone() {
             Topology::Single(address) => {
                 Nodes::Single(Arc::new(Node::new(NodeAddress::Fixed(address), settings)))
             }
             Topology::Sentinel { sentinels, service } => {
-                let target = NodeAddress::Sentinel(Sentinels::new(sentinels, service));
-                Nodes::Single(Arc::new(Node::new(target, settings)))
+                let sentinels = Arc::new(Sentinels::new(sentinels, service));
+                let target = NodeAddress::Sentinel(Arc::clone(&sentinels));
+                let node = Arc::new(Node::new(target, settings.clone()));
+                let watch = sentinels.watch(Arc::clone(&node), settings, call_deadline);
+                sentinel_watch = Some(AbortOnDropHandle::new(tokio::spawn(watch)));
+                Nodes::Single(node)
             }
-            Topology::Cluster { seeds } => Nodes::Cluster(ClusterNodes::new(seeds, settings)),
+            Topology::Cluster { seeds } => {
+                Nodes::Cluster(Box::new(ClusterNodes::new(seeds, settings)))
+            }
         };
         Self {
             nodes,
@@ -74,7 +105,14 @@ impl RedisClient {
             closed: watch::Sender::new(false),
             is_closed: false.into(),
             can_unblock: true.into(),
+            configure_notifications,
+            sentinel_watch: Mutex::new(sentinel_watch),
         }
+    }
+
+    /// Whether `notify-keyspace-events` may be changed.
+    pub(super) fn configures_notifications(&self) -> bool {
+        self.configure_notifications
     }
 
     pub(super) fn is_cluster(&self) -> bool {
@@ -88,6 +126,14 @@ impl RedisClient {
 
     pub(super) fn database(&self) -> u32 {
         self.database
+    }
+
+    /// Where a reader of this stream reads.
+    pub(super) fn reader_place(&self, stream: &str) -> keys::ReaderPlace {
+        match self.is_cluster() {
+            true => keys::ReaderPlace::Slot(keys::slot(stream)),
+            false => keys::ReaderPlace::Database(self.database),
+        }
     }
 
     pub(super) fn call_deadline(&self) -> Duration {
@@ -114,6 +160,7 @@ impl RedisClient {
     pub(super) async fn close(&self) {
         self.is_closed.store(true, Ordering::Release);
         self.closed.send_replace(true);
+        *self.sentinel_watch.lock().expect("no code panics while it holds this lock") = None;
         let deadline = self.deadline();
         match &self.nodes {
             Nodes::Single(node) => node.close(deadline).await,
@@ -131,52 +178,76 @@ impl RedisClient {
         commands: Commands,
         idempotency: Idempotency,
     ) -> Result<RespReplies> {
+        self.start(slot, commands, idempotency, self.deadline())?.finish().await
+    }
+
+    /// The same for commands whose replies may be large.
+    pub(super) async fn call_bulk(
+        &self,
+        slot: u16,
+        commands: Commands,
+        idempotency: Idempotency,
+    ) -> Result<RespReplies> {
+        let (deadline, connection) = (self.deadline(), CallConnection::Bulk);
+        self.start_on(connection, slot, commands, idempotency, deadline)?.finish().await
+    }
+
+    /// Starts a call: sends the commands if there is an open connection with capacity.
+    pub(super) fn start(
+        &self,
+        slot: u16,
+        commands: Commands,
+        idempotency: Idempotency,
+        deadline: Instant,
+    ) -> Result<StartedCall<'_>> {
+        self.start_on(CallConnection::Shared, slot, commands, idempotency, deadline)
+    }
+
+    fn start_on(
+        &self,
+        connection: CallConnection,
+        slot: u16,
+        commands: Commands,
+        idempotency: Idempotency,
+        deadline: Instant,
+    ) -> Result<StartedCall<'_>> {
         self.check_open()?;
-        let (encoded, deadline) = (commands.encode(), self.deadline());
-        // The usual case: one attempt without retry state.
-        let send = |node: &Node| node.try_send(&encoded.bytes, encoded.len(), deadline);
+        let encoded = commands.encode();
+        let send = |node: &Arc<Node>| {
+            connection.of(node).try_send(&encoded.bytes, encoded.len(), deadline)
+        };
         let response = match &self.nodes {
             Nodes::Single(node) => send(node),
             Nodes::Cluster(cluster) => cluster.node_for_slot(slot).and_then(|node| send(&node)),
         };
-        let result = match response {
-            Some(response) => Some(response.await),
-            None => None,
-        };
-        match result {
-            Some(Ok(replies)) if !replies.may_contain_errors() => Ok(replies),
-            result => {
-                Box::pin(RetryingCall::new(self, slot, encoded, idempotency, deadline).run(result))
-                    .await
-            }
-        }
+        Ok(StartedCall { client: self, connection, slot, encoded, idempotency, deadline, response })
     }
 
     /// Sends commands that any node can answer. On a cluster, the first primary that replies is used: unreachable ones are
-    /// skipped.
+    /// skipped, and a stalled one affects no call in flight.
     pub(super) async fn call_any(&self, commands: Commands) -> Result<RespReplies> {
         let (encoded, deadline) = (commands.encode(), self.deadline());
-        if let Nodes::Cluster(cluster) = &self.nodes
-            && self.node_for_slot(0, deadline).await.is_ok()
-        {
-            for node in cluster.primaries() {
-                let soon = deadline.min(Instant::now() + NODE_QUERY_TIMEOUT);
-                match node.send(&encoded.bytes, encoded.len(), soon).await {
-                    Ok(Ok(replies)) if !replies.may_contain_errors() => return Ok(replies),
-                    _ => {}
+        if let Nodes::Cluster(cluster) = &self.nodes {
+            let mut backoff = RetryBackoff::default();
+            loop {
+                match cluster.query_any(&encoded, deadline).await {
+                    Ok(Some(replies)) => return Ok(replies),
+                    // Some errors are temporary: the call is retried as any other.
+                    Ok(None) => break,
+                    Err(ConnectError::Fatal(error)) => return Err(error),
+                    Err(error) => {
+                        self.check_open()?;
+                        if !backoff.pause(deadline).await {
+                            let problem = "no connection within the deadline";
+                            return Err(StreamError::unavailable(problem, error));
+                        }
+                    }
                 }
             }
         }
-        let call = RetryingCall::new(self, 0, encoded, Idempotency::Idempotent, deadline);
+        let (connection, idempotency) = (CallConnection::Shared, Idempotency::Idempotent);
+        let call = RetryingCall::new(self, connection, 0, encoded, idempotency, deadline);
         Box::pin(call.run(None)).await
-    }
-
-    /// The shared connection to the node of this slot, if it exists.
-    pub(super) fn connection(&self, slot: u16) -> Option<MultiplexedConnection> {
-        match &self.nodes {
-            Nodes::Single(node) => node.connection(),
-            Nodes::Cluster(cluster) => cluster.node_for_slot(slot)?.connection(),
-        }
     }
 
     /// Opens a dedicated connection to the node of this slot.
@@ -259,13 +330,9 @@ impl RedisClient {
 
     /// Records a `MOVED` redirection. Returns whether its address is usable.
     pub(super) fn on_moved(&self, slot: u16, address: &str) -> bool {
-        match (&self.nodes, Address::parse(address, 0)) {
-            (Nodes::Cluster(cluster), Ok(address)) => {
-                cluster.on_moved(slot, &address);
-                true
-            }
-            _ => false,
-        }
+        let Nodes::Cluster(cluster) = &self.nodes else { return false };
+        let address = cluster.redirect_address(slot, address);
+        address.inspect(|address| cluster.on_moved(slot, address)).is_some()
     }
 
     /// Limits an operation of several calls to one deadline; `wait` is added to it.
@@ -282,12 +349,10 @@ impl RedisClient {
         })
     }
 
-    /// The node of an `ASK` redirection.
-    pub(super) fn node_for_redirect(&self, address: &str) -> Option<Arc<Node>> {
-        match (&self.nodes, Address::parse(address, 0)) {
-            (Nodes::Cluster(cluster), Ok(address)) => Some(cluster.node(&address)),
-            _ => None,
-        }
+    /// The node of an `ASK` redirection of this slot.
+    pub(super) fn node_for_redirect(&self, slot: u16, address: &str) -> Option<Arc<Node>> {
+        let Nodes::Cluster(cluster) = &self.nodes else { return None };
+        Some(cluster.node(&cluster.redirect_address(slot, address)?))
     }
 
     /// Handles a server that is no longer the primary: reconnects or refreshes the slot map.
@@ -295,6 +360,37 @@ impl RedisClient {
         match &self.nodes {
             Nodes::Single(node) => node.reset(),
             Nodes::Cluster(_) => self.refresh_slots(None, deadline).await,
+        }
+    }
+}
+
+/// A call whose commands were sent, if that was possible without waiting.
+pub(super) struct StartedCall<'a> {
+    client: &'a RedisClient,
+    connection: CallConnection,
+    slot: u16,
+    encoded: EncodedCommands,
+    idempotency: Idempotency,
+    deadline: Instant,
+    response: Option<ResponseFuture>,
+}
+
+impl StartedCall<'_> {
+    /// Waits for the replies, errors included. Sends the commands again as far as that is safe.
+    pub(super) async fn finish(self) -> Result<RespReplies> {
+        let result = match self.response {
+            Some(response) => Some(response.await),
+            None => None,
+        };
+        match result {
+            // The usual case: one attempt without retry state.
+            Some(Ok(replies)) if !replies.may_contain_errors() => Ok(replies),
+            result => {
+                let Self { client, connection, slot, encoded, idempotency, deadline, .. } = self;
+                let call =
+                    RetryingCall::new(client, connection, slot, encoded, idempotency, deadline);
+                Box::pin(call.run(result)).await
+            }
         }
     }
 }

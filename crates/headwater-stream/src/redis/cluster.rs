@@ -1,6 +1,8 @@
 //! The nodes of a cluster and the slot map.
 //!
-//! Upstream: `client`. Guarantees: a redirection updates the map at once; a refresh skips nodes that do not answer.
+//! Upstream: `client`. Guarantees: a redirection updates the map at once; a refresh skips nodes that do not answer, asks
+//! replicas too, and uses a connection of its own, so that a slow answer affects no other call; the connection of a
+//! redirection is kept.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -8,19 +10,21 @@ use std::time::Duration;
 
 use tokio::time::{Instant, timeout_at};
 
-use super::command::Commands;
-use super::connection::ConnectError;
+use super::command::{Commands, EncodedCommands};
+use super::connection::{ConnectError, ConnectionSettings};
 use super::error::ReplyError;
 use super::keys::SLOTS;
-use super::node::{ConnectionSettings, Node, NodeAddress};
-use super::reply::{RespReplies, RespValue};
+use super::node::{Node, NodeAddress};
+use super::reply::{Cursor, RespReplies, RespValue};
 use super::url::Address;
 use crate::error::StreamError;
 
-/// Timeout of `CLUSTER SLOTS` on one node before the next node is asked.
-pub(super) const NODE_QUERY_TIMEOUT: Duration = Duration::from_secs(1);
+/// Timeout of `CLUSTER SLOTS` and other queries on one node before the next node is asked.
+const NODE_QUERY_TIMEOUT: Duration = Duration::from_secs(1);
 /// A refresh is skipped if the last one is younger than this: concurrent callers share it.
 const FRESH: Duration = Duration::from_millis(50);
+/// Nodes of redirections that are kept.
+const OTHERS_MAX: usize = 64;
 /// Marks a slot without a node.
 const UNASSIGNED: u16 = u16::MAX;
 
@@ -29,8 +33,20 @@ pub(super) struct ClusterNodes {
     seeds: Vec<Address>,
     settings: ConnectionSettings,
     map: Mutex<Arc<SlotMap>>,
-    /// When the map was last refreshed.
-    refreshed: tokio::sync::Mutex<Option<Instant>>,
+    /// Nodes of redirections that are not in the map: a slot is being moved to a node that had none.
+    others: Mutex<Vec<Arc<Node>>>,
+    refreshed: tokio::sync::Mutex<TopologySource>,
+    /// The primaries again, with connections for queries with a short deadline.
+    queried: Mutex<Vec<Arc<Node>>>,
+}
+
+/// Where the map comes from.
+#[derive(Default)]
+struct TopologySource {
+    /// When it was last refreshed.
+    at: Option<Instant>,
+    /// The node that answered then, with a connection for this alone.
+    node: Option<Arc<Node>>,
 }
 
 /// The primaries, and for each slot the index of its primary.
@@ -38,16 +54,28 @@ pub(super) struct ClusterNodes {
 struct SlotMap {
     primaries: Vec<Arc<Node>>,
     owners: Vec<u16>,
+    /// They know the slots too, if no primary answers.
+    replicas: Vec<Address>,
+}
+
+/// A range of slots, its primary and its replicas.
+struct AssignedSlots {
+    first: u16,
+    last: u16,
+    primary: Address,
+    replicas: Vec<Address>,
 }
 
 impl ClusterNodes {
     pub(super) fn new(seeds: Vec<Address>, settings: ConnectionSettings) -> Self {
-        let map = SlotMap { primaries: Vec::new(), owners: vec![UNASSIGNED; SLOTS] };
+        let map = SlotMap::empty();
         Self {
             seeds,
             settings,
             map: Mutex::new(Arc::new(map)),
+            others: Mutex::default(),
             refreshed: tokio::sync::Mutex::default(),
+            queried: Mutex::default(),
         }
     }
 
@@ -83,12 +111,37 @@ impl ClusterNodes {
         *current = Arc::new(map);
     }
 
+    /// The address of a redirection of this slot. A server that does not know its own host leaves it out: it is the host of the
+    /// server that replied.
+    pub(super) fn redirect_address(&self, slot: u16, text: &str) -> Option<Address> {
+        let Some(port) = text.strip_prefix(':').or_else(|| text.strip_prefix("?:")) else {
+            return Address::parse(text, 0).ok();
+        };
+        let replied = self.node_for_slot(slot);
+        let replied = replied.as_ref().and_then(|node| node.address()).or(self.seeds.first())?;
+        Some(Address { host: replied.host.clone(), port: port.parse().ok()? })
+    }
+
     /// The known node at this address, or a new one.
     pub(super) fn node(&self, address: &Address) -> Arc<Node> {
-        let known = self.lock().primaries.iter().find(|n| n.address() == Some(address)).cloned();
-        known.unwrap_or_else(|| {
-            Arc::new(Node::new(NodeAddress::Fixed(address.clone()), self.settings.clone()))
-        })
+        let is_same = |node: &&Arc<Node>| node.address() == Some(address);
+        if let Some(known) = self.lock().primaries.iter().find(is_same) {
+            return Arc::clone(known);
+        }
+        let mut others = self.others.lock().expect("no code panics while it holds this lock");
+        if let Some(known) = others.iter().find(is_same) {
+            return Arc::clone(known);
+        }
+        if others.len() >= OTHERS_MAX {
+            others.clear();
+        }
+        let node = self.new_node(address);
+        others.push(Arc::clone(&node));
+        node
+    }
+
+    fn new_node(&self, address: &Address) -> Arc<Node> {
+        Arc::new(Node::new(NodeAddress::Fixed(address.clone()), self.settings.clone()))
     }
 
     /// Refreshes the slot map from the first node that answers; `suspect` is asked last.
@@ -100,13 +153,15 @@ impl ClusterNodes {
         let Ok(mut refreshed) = timeout_at(deadline, self.refreshed.lock()).await else {
             return Ok(());
         };
-        if refreshed.is_some_and(|at| at.elapsed() < FRESH) {
+        if refreshed.at.is_some_and(|at| at.elapsed() < FRESH) {
             return Ok(());
         }
-        let mut nodes = self.primaries();
-        for seed in &self.seeds {
-            if nodes.iter().all(|node| node.address() != Some(seed)) {
-                nodes.push(self.node(seed));
+        let mut nodes: Vec<Arc<Node>> = refreshed.node.take().into_iter().collect();
+        let (primaries, replicas) = (self.primaries(), self.lock().replicas.clone());
+        let primaries = primaries.iter().filter_map(|node| node.address());
+        for address in primaries.chain(&self.seeds).chain(&replicas) {
+            if nodes.iter().all(|node| node.address() != Some(address)) {
+                nodes.push(self.new_node(address));
             }
         }
         nodes.sort_by_key(|node| node.address() == suspect);
@@ -115,13 +170,58 @@ impl ClusterNodes {
             match self.refresh_from(&node, deadline.min(Instant::now() + NODE_QUERY_TIMEOUT)).await
             {
                 Ok(()) => {
-                    *refreshed = Some(Instant::now());
+                    *refreshed = TopologySource { at: Some(Instant::now()), node: Some(node) };
                     return Ok(());
                 }
                 Err(error) => last = Some(error),
             }
         }
         last.map_or(Ok(()), Err)
+    }
+
+    /// Sends commands that every primary can answer, over connections for this alone, so that a late reply affects no other
+    /// call. Returns the first replies without errors; `None` if all replies have some.
+    pub(super) async fn query_any(
+        &self,
+        query: &EncodedCommands,
+        deadline: Instant,
+    ) -> Result<Option<RespReplies>, ConnectError> {
+        if self.primaries().is_empty() {
+            self.refresh(None, deadline).await?;
+        }
+        let (mut has_replied, mut last) = (false, None);
+        for node in self.query_nodes() {
+            let soon = deadline.min(Instant::now() + NODE_QUERY_TIMEOUT);
+            match node.send(&query.bytes, query.len(), soon).await {
+                Ok(Ok(replies)) if !replies.may_contain_errors() => return Ok(Some(replies)),
+                Ok(Ok(_)) => has_replied = true,
+                Ok(Err(error)) => {
+                    last = node.address().map(|address| ConnectError::NotReady {
+                        address: address.clone(),
+                        problem: error.to_string(),
+                    });
+                }
+                Err(error) => last = Some(error),
+            }
+        }
+        match last {
+            Some(error) if !has_replied => Err(error),
+            _ => Ok(None),
+        }
+    }
+
+    fn query_nodes(&self) -> Vec<Arc<Node>> {
+        let primaries = self.primaries();
+        let mut queried = self.queried.lock().expect("no code panics while it holds this lock");
+        *queried = primaries
+            .iter()
+            .filter_map(|primary| primary.address())
+            .map(|address| {
+                let known = queried.iter().find(|node| node.address() == Some(address));
+                known.map_or_else(|| self.new_node(address), Arc::clone)
+            })
+            .collect();
+        queried.clone()
     }
 
     async fn refresh_from(&self, node: &Arc<Node>, deadline: Instant) -> Result<(), ConnectError> {
@@ -149,11 +249,16 @@ impl ClusterNodes {
         Ok(())
     }
 
-    fn replace(&self, ranges: Vec<(u16, u16, Address)>) {
+    fn replace(&self, ranges: Vec<AssignedSlots>) {
         let mut nodes: HashMap<Address, u16> = HashMap::new();
-        let mut map = SlotMap { primaries: Vec::new(), owners: vec![UNASSIGNED; SLOTS] };
-        for (first, last, address) in ranges {
-            let index = *nodes.entry(address).or_insert_with_key(|address| {
+        let mut map = SlotMap::empty();
+        for AssignedSlots { first, last, primary, replicas } in ranges {
+            for replica in replicas {
+                if !map.replicas.contains(&replica) {
+                    map.replicas.push(replica);
+                }
+            }
+            let index = *nodes.entry(primary).or_insert_with_key(|address| {
                 map.primaries.push(self.node(address));
                 (map.primaries.len() - 1) as u16
             });
@@ -161,6 +266,12 @@ impl ClusterNodes {
                 owners.fill(index);
             }
         }
+        let is_primary =
+            |node: &Arc<Node>| map.primaries.iter().any(|known| Arc::ptr_eq(known, node));
+        self.others
+            .lock()
+            .expect("no code panics while it holds this lock")
+            .retain(|node| !is_primary(node));
         *self.lock() = Arc::new(map);
     }
 
@@ -169,8 +280,15 @@ impl ClusterNodes {
     }
 }
 
-/// Parses the reply of `CLUSTER SLOTS`: slot ranges and the primary of each.
-fn read(replies: &RespReplies, queried: &Address) -> Result<Vec<(u16, u16, Address)>, ReplyError> {
+impl SlotMap {
+    fn empty() -> Self {
+        let (primaries, replicas) = Default::default();
+        Self { primaries, owners: vec![UNASSIGNED; SLOTS], replicas }
+    }
+}
+
+/// Parses the reply of `CLUSTER SLOTS`: slot ranges with their primary and replicas.
+fn read(replies: &RespReplies, queried: &Address) -> Result<Vec<AssignedSlots>, ReplyError> {
     let mut cursor = replies.cursor();
     let ranges = cursor.array()?;
     let slot = |number: u64| {
@@ -183,22 +301,28 @@ fn read(replies: &RespReplies, queried: &Address) -> Result<Vec<(u16, u16, Addre
     for _ in 0..ranges {
         let values = cursor.array()?;
         let (first, last) = (slot(cursor.count()?)?, slot(cursor.count()?)?);
-        let details = cursor.array()?;
-        let host = match cursor.value()? {
-            // The node does not know its own host name: use the address of this connection.
-            RespValue::Nil | RespValue::Text(b"" | b"?") => queried.host.clone(),
-            RespValue::Text(host) => String::from_utf8_lossy(host).into_owned(),
-            _ => return Err(ReplyError::unexpected("expected a host")),
-        };
-        let port = u16::try_from(cursor.count()?)
-            .map_err(|_| ReplyError::unexpected("expected a port"))?;
-        let rest = |values: usize, read: usize| {
-            values.checked_sub(read).ok_or_else(|| ReplyError::unexpected("too few values"))
-        };
-        cursor.skip(rest(details, 2)? + rest(values, 3)?)?;
+        let primary = read_node(&mut cursor, queried)?;
+        let replicas = (3..values).map(|_| read_node(&mut cursor, queried));
+        let replicas = replicas.collect::<Result<_, _>>()?;
         if first <= last {
-            found.push((first, last, Address { host, port }));
+            found.push(AssignedSlots { first, last, primary, replicas });
         }
     }
     Ok(found)
+}
+
+/// Parses host and port of a node, and skips its id and further details.
+fn read_node(cursor: &mut Cursor<'_>, queried: &Address) -> Result<Address, ReplyError> {
+    let details = cursor.array()?;
+    let host = match cursor.value()? {
+        // The node does not know its own host name: use the address of this connection.
+        RespValue::Nil | RespValue::Text(b"" | b"?") => queried.host.clone(),
+        RespValue::Text(host) => String::from_utf8_lossy(host).into_owned(),
+        _ => return Err(ReplyError::unexpected("expected a host")),
+    };
+    let port =
+        u16::try_from(cursor.count()?).map_err(|_| ReplyError::unexpected("expected a port"))?;
+    let rest = details.checked_sub(2).ok_or_else(|| ReplyError::unexpected("too few values"))?;
+    cursor.skip(rest)?;
+    Ok(Address { host, port })
 }

@@ -16,6 +16,8 @@ pub(super) struct Commands {
     count: usize,
     /// The scripts, by index of their command.
     scripts: Vec<(usize, &'static Script)>,
+    /// The transactions, each from its `MULTI` to its `EXEC`.
+    transactions: Vec<Range<usize>>,
     /// Number of missing arguments of the last command.
     missing: usize,
 }
@@ -26,6 +28,7 @@ pub(super) struct EncodedCommands {
     pub(super) bytes: Vec<u8>,
     count: usize,
     scripts: Vec<(usize, &'static Script)>,
+    transactions: Vec<Range<usize>>,
 }
 
 impl Commands {
@@ -60,6 +63,20 @@ impl Commands {
     pub(super) fn add<W: AsRef<[u8]>>(&mut self, words: &[W]) {
         self.begin(words.len());
         words.iter().for_each(|word| self.arg(word));
+    }
+
+    /// Adds commands that take effect together, in order, or not at all: the server executes them on `EXEC`, unless it
+    /// rejected one of them before. Their replies are those of [`Cursor::transaction`](super::reply::Cursor::transaction).
+    pub(super) fn transaction(&mut self, add: impl FnOnce(&mut Self)) {
+        let start = self.count;
+        self.add(&["MULTI"]);
+        add(self);
+        self.add(&["EXEC"]);
+        self.transactions.push(start..self.count);
+    }
+
+    pub(super) fn has_transactions(&self) -> bool {
+        !self.transactions.is_empty()
     }
 
     /// Starts a command of this many words, including its name; `arg` adds them.
@@ -117,11 +134,6 @@ impl Commands {
         self.count
     }
 
-    /// The bytes from this position on.
-    pub(super) fn bytes_from(&self, position: usize) -> &[u8] {
-        &self.bytes[position..]
-    }
-
     /// Starts a command with a copy of these earlier bytes; `arg` adds `words` more words.
     pub(super) fn begin_like(&mut self, earlier: Range<usize>, words: usize) {
         debug_assert_eq!(self.missing, 0, "the previous command is complete");
@@ -145,7 +157,8 @@ impl Commands {
 
     pub(super) fn encode(self) -> EncodedCommands {
         debug_assert_eq!(self.missing, 0, "the last command is complete");
-        EncodedCommands { bytes: self.bytes, count: self.count, scripts: self.scripts }
+        let Self { bytes, count, scripts, transactions, .. } = self;
+        EncodedCommands { bytes, count, scripts, transactions }
     }
 }
 
@@ -166,6 +179,32 @@ impl EncodedCommands {
                 Some(command)
             })
             .collect()
+    }
+
+    /// A script call with the text of the script instead of its digest.
+    pub(super) fn with_text(command: &[u8], text: &str) -> Option<Vec<u8>> {
+        const CALL: &[u8] = b"$7\r\nEVALSHA\r\n$40\r\n";
+        let head = command.iter().position(|byte| *byte == b'\n')? + 1;
+        let rest = command.get(head + CALL.len() + 40 + 2..)?;
+        command[head..].starts_with(CALL).then(|| {
+            let mut bytes = command[..head].to_vec();
+            put_text(&mut bytes, b"EVAL");
+            put_text(&mut bytes, text.as_bytes());
+            bytes.extend_from_slice(rest);
+            bytes
+        })
+    }
+
+    /// What is sent and re-sent as a whole: single commands, and transactions. Computed on demand: only retries need it.
+    pub(super) fn units(&self) -> Vec<Range<usize>> {
+        let (mut units, mut at) = (Vec::new(), 0);
+        let mut transactions = self.transactions.iter().peekable();
+        while at < self.count {
+            let unit = transactions.next_if(|unit| unit.start == at).cloned().unwrap_or(at..at + 1);
+            at = unit.end;
+            units.push(unit);
+        }
+        units
     }
 
     /// The script of a command, if it runs one.
@@ -195,6 +234,29 @@ mod tests {
         let max = u64::MAX;
         let text = format!("*3\r\n$1\r\nX\r\n$20\r\n{max}\r\n$41\r\n{max}-{max}\r\n");
         assert_eq!(commands[1], text.as_bytes());
+    }
+
+    #[test]
+    fn a_script_call_can_carry_the_text_of_the_script() {
+        let script = &crate::redis::scripts::ACQUIRE;
+        let encoded = Commands::run(script, &["k"], &["a"]).encode();
+        let with_text = EncodedCommands::with_text(encoded.commands()[0], "return 1").unwrap();
+        let expected = Commands::one(&["EVAL", "return 1", "1", "k", "a"]).encode().bytes;
+        assert_eq!(with_text, expected);
+        let other = Commands::one(&["GET", &"k".repeat(80)]).encode();
+        assert_eq!(EncodedCommands::with_text(&other.bytes, "return 1"), None);
+    }
+
+    #[test]
+    fn a_transaction_is_one_unit() {
+        let mut commands = Commands::new();
+        commands.add(&["GET", "a"]);
+        commands
+            .transaction(|commands| ["b", "c"].iter().for_each(|key| commands.add(&["DEL", key])));
+        commands.add(&["GET", "d"]);
+        let encoded = commands.encode();
+        assert_eq!(encoded.len(), 6);
+        assert_eq!(encoded.units(), [0..1, 1..5, 5..6]);
     }
 
     #[test]

@@ -4,6 +4,8 @@
 //! Guarantees: cancel-safe; after a dropped future, the next `finish` continues where it stopped.
 
 use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
@@ -11,13 +13,37 @@ use tokio::time::{Instant, timeout_at};
 
 use super::command::{Commands, EncodedCommands};
 use super::error::{ReplyError, ServerError};
+use super::metrics;
 use super::reply::{RespReplies, RespValue, Scanner};
 use super::transport::{TlsConfig, Transport};
-use super::url::{Address, ConnectionParams};
+use super::url::{Address, ConnectionParams, Login};
+use crate::credentials::CredentialProvider;
 use crate::error::StreamError;
 
 /// Timeout of one connection attempt, so that another server can be tried within the deadline.
 const CONNECT_MAX: Duration = Duration::from_secs(2);
+/// Name of connections without a name in the URL.
+const CLIENT_NAME: &str = "headwater";
+/// A connection whose renewal failed is renewed again after this long.
+pub(super) const RENEWAL_RETRY: Duration = Duration::from_secs(10);
+
+/// Credentials and TLS settings shared by all connections.
+#[derive(Clone)]
+pub(super) struct ConnectionSettings {
+    pub(super) params: Arc<ConnectionParams>,
+    pub(super) tls: TlsConfig,
+    pub(super) credentials: Option<Arc<dyn CredentialProvider>>,
+    pub(super) liveness: LivenessCheck,
+}
+
+/// When a silent connection is checked.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct LivenessCheck {
+    /// A connection on which nothing was received for this long is checked with `PING`.
+    pub(super) silence_max: Duration,
+    /// How long the server may take to reply to it.
+    pub(super) ping_timeout: Duration,
+}
 
 /// A connection with at most one request in flight.
 pub(super) struct Connection {
@@ -27,6 +53,10 @@ pub(super) struct Connection {
     address: Address,
     /// The server's id of this connection (`CLIENT ID`), if it was returned.
     id: Option<u64>,
+    /// When its credentials should be renewed, by a new connection.
+    renew_at: Option<Instant>,
+    /// Set when another server became the primary.
+    retired: Arc<AtomicBool>,
 }
 
 /// Why there is no connection. No command with an effect was sent.
@@ -47,24 +77,78 @@ pub(super) enum ConnectError {
 }
 
 impl Connection {
-    /// Connects, authenticates and selects the database.
+    /// Connects with the current credentials and selects the database.
     pub(super) async fn open(
         address: &Address,
-        params: &ConnectionParams,
-        tls: &TlsConfig,
+        settings: &ConnectionSettings,
+        deadline: Instant,
+    ) -> Result<Self, ConnectError> {
+        let database = settings.params.database;
+        let Some(provider) = &settings.credentials else {
+            return Self::open_as(address, settings, &settings.params.login, database, deadline)
+                .await;
+        };
+        let not_ready = |problem: String| ConnectError::NotReady {
+            address: address.clone(),
+            problem: format!("no credentials: {problem}"),
+        };
+        let asked = Instant::now();
+        let given = timeout_at(deadline, provider.credentials())
+            .await
+            .map_err(|_| not_ready("the provider did not answer within the deadline".to_owned()))?
+            .map_err(|error| not_ready(error.to_string()))?;
+        let login = Login {
+            user: given.user.or_else(|| settings.params.login.user.clone()),
+            password: Some(given.password),
+        };
+        let mut connection = Self::open_as(address, settings, &login, database, deadline)
+            .await
+            .map_err(|error| {
+                match error {
+                    // The token may have expired while it was sent, or the server does not know the new password yet.
+                    ConnectError::Fatal(StreamError::Denied { problem }) => not_ready(problem),
+                    error => error,
+                }
+            })?;
+        connection.renew_at = given.expires_in.map(|lifetime| asked + lifetime.mul_f64(0.75));
+        Ok(connection)
+    }
+
+    /// Connects with these credentials and selects this database.
+    pub(super) async fn open_as(
+        address: &Address,
+        settings: &ConnectionSettings,
+        login: &Login,
+        database: u32,
+        deadline: Instant,
+    ) -> Result<Self, ConnectError> {
+        let opened = Self::try_open(address, settings, login, database, deadline).await;
+        let result = if opened.is_ok() { "ok" } else { "failed" };
+        ::metrics::counter!(metrics::CONNECTS, "result" => result).increment(1);
+        opened
+    }
+
+    async fn try_open(
+        address: &Address,
+        settings: &ConnectionSettings,
+        login: &Login,
+        database: u32,
         deadline: Instant,
     ) -> Result<Self, ConnectError> {
         let deadline = deadline.min(Instant::now() + CONNECT_MAX);
+        let name = settings.params.client_name.as_deref().unwrap_or(CLIENT_NAME);
         let opening = async {
-            let transport = Transport::connect(address, tls).await?;
+            let transport = Transport::connect(address, &settings.tls).await?;
             let mut connection = Self {
                 transport,
                 scanner: Scanner::default(),
                 outstanding: false,
                 address: address.clone(),
                 id: None,
+                renew_at: None,
+                retired: Arc::default(),
             };
-            let replies = connection.request(&handshake(params)).await?;
+            let replies = connection.request(&handshake(login, database, name)).await?;
             Ok((connection, replies))
         };
         let (mut connection, replies) = match timeout_at(deadline, opening).await {
@@ -72,8 +156,32 @@ impl Connection {
             Ok(Err(error)) => return Err(unreachable(address, error)),
             Err(_) => return Err(unreachable(address, io::ErrorKind::TimedOut.into())),
         };
-        connection.id = read_handshake(&replies, params, address)?;
+        connection.id = read_handshake(&replies, login, database, address)?;
         Ok(connection)
+    }
+
+    /// The connection is replaced when this is set.
+    pub(super) fn set_retired(&mut self, retired: Arc<AtomicBool>) {
+        self.retired = retired;
+    }
+
+    /// Whether its server is no longer the primary.
+    pub(super) fn is_retired(&self) -> bool {
+        self.retired.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn renew_at(&self) -> Option<Instant> {
+        self.renew_at
+    }
+
+    /// Whether it should be replaced by a new connection, although it works.
+    pub(super) fn should_replace(&self) -> bool {
+        self.is_retired() || self.renew_at.is_some_and(|at| at <= Instant::now())
+    }
+
+    /// Keeps a connection whose renewal failed.
+    pub(super) fn postpone_renewal(&mut self) {
+        self.renew_at = Some(Instant::now() + RENEWAL_RETRY);
     }
 
     pub(super) fn address(&self) -> &Address {
@@ -144,25 +252,29 @@ impl Connection {
     }
 }
 
-fn handshake(params: &ConnectionParams) -> EncodedCommands {
+fn handshake(login: &Login, database: u32, name: &str) -> EncodedCommands {
     let mut commands = Commands::new();
-    match (&params.user, &params.password) {
+    match (&login.user, &login.password) {
         (Some(user), Some(password)) => commands.add(&["AUTH", user, password]),
         (None, Some(password)) => commands.add(&["AUTH", password]),
         (_, None) => {}
     }
-    if params.database != 0 {
-        commands.add(&["SELECT", &params.database.to_string()]);
+    if database != 0 {
+        commands.add(&["SELECT", &database.to_string()]);
     }
-    commands.add(&["CLIENT", "SETNAME", "headwater"]);
+    commands.add(&["CLIENT", "SETNAME", name]);
     commands.add(&["CLIENT", "ID"]);
+    // Shown by `CLIENT LIST` since Redis 7.2; older servers reply with an error, which is ignored.
+    commands.add(&["CLIENT", "SETINFO", "LIB-NAME", "headwater"]);
+    commands.add(&["CLIENT", "SETINFO", "LIB-VER", env!("CARGO_PKG_VERSION")]);
     commands.encode()
 }
 
 /// Checks the replies to the handshake. Returns the id of the connection, if the server returned it.
 fn read_handshake(
     replies: &RespReplies,
-    params: &ConnectionParams,
+    login: &Login,
+    database: u32,
     address: &Address,
 ) -> Result<Option<u64>, ConnectError> {
     let mut cursor = replies.cursor();
@@ -171,10 +283,10 @@ fn read_handshake(
         Ok(_) => Ok(()),
         Err(error) => Err(ConnectError::Fatal(error.into_stream_error(address.to_string()))),
     };
-    if params.password.is_some() {
+    if login.password.is_some() {
         require(|error| StreamError::Denied { problem: error.to_string() })?;
     }
-    if params.database != 0 {
+    if database != 0 {
         require(|error| StreamError::invalid("the database", error.text()))?;
     }
     // The name only helps operators who run CLIENT LIST; an error is ignored.
@@ -191,6 +303,23 @@ fn read_handshake(
             Err(ConnectError::Fatal(StreamError::Protocol { problem }))
         }
         (_, Err(ReplyError::Server(_))) => Ok(None),
+    }
+}
+
+impl ConnectError {
+    /// A copy, for several callers that shared an attempt.
+    pub(super) fn duplicate(&self) -> Self {
+        match self {
+            Self::Unreachable { address, error } => {
+                let error = io::Error::new(error.kind(), error.to_string());
+                Self::Unreachable { address: address.clone(), error }
+            }
+            Self::NotReady { address, problem } => {
+                Self::NotReady { address: address.clone(), problem: problem.clone() }
+            }
+            Self::SlotUnassigned { slot } => Self::SlotUnassigned { slot: *slot },
+            Self::Fatal(error) => Self::Fatal(error.duplicate()),
+        }
     }
 }
 

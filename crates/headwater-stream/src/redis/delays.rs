@@ -9,7 +9,7 @@ use tokio::time::Instant;
 use tracing::warn;
 
 use super::RedisBackend;
-use super::client::closed;
+use super::client::{Idempotency, closed};
 use super::command::Commands;
 use super::error::{ReplyError, ServerError};
 use super::reply::Cursor;
@@ -88,7 +88,9 @@ impl Delays for RedisBackend {
         let last = offset.saturating_add(count - 1).min(i64::MAX as usize);
         let args = [offset.min(i64::MAX as usize).to_string(), last.to_string()];
         let commands = Commands::run(&scripts::LIST_DELAYED, &keys, &args);
-        self.call_idempotent(delays, commands, |reply| reply.list(read_delayed)).await
+        let replies = self.call_bulk(delays, commands, Idempotency::Idempotent).await?;
+        let delayed = replies.cursor().list(read_delayed);
+        delayed.map_err(|error| error.into_stream_error(delays))
     }
 
     async fn delete_delay_set(&self, delays: &DelayName) -> Result<bool> {

@@ -21,6 +21,7 @@ use super::keys;
 use super::node::Node;
 use super::pubsub::unavailable;
 use super::reply::RespValue;
+use super::scripts;
 use crate::coalescer::{Coalescer, CoalescerConfig};
 use crate::error::{Result, StreamError};
 use crate::limits::WAIT_MAX;
@@ -44,7 +45,11 @@ impl RedisBackend {
         let tombstone = keys::reader_tombstone(stream, group, consumer);
         let ms = TOMBSTONE_TTL.as_millis().to_string();
         let commands = Commands::one(&["SET", &tombstone, "1", "PX", &ms]);
-        let replies = self.call(stream, commands, Idempotency::Idempotent).await?;
+        let mut replies = self.call(stream, commands, Idempotency::Idempotent).await?;
+        if matches!(replies.cursor().text(), Err(ReplyError::Server(error)) if error.is_full()) {
+            let commands = Commands::run(&scripts::SET_TOMBSTONE, &[&tombstone], &[&ms]);
+            replies = self.call(stream, commands, Idempotency::Idempotent).await?;
+        }
         let tombstone_denied = match replies.cursor().text() {
             Ok(_) => None,
             Err(ReplyError::Server(error)) => Some(error.to_string()),
@@ -53,7 +58,7 @@ impl RedisBackend {
         let deadline = self.client.deadline();
         let slot = self.slot(stream);
         let owner = self.client.node_for_slot(slot, deadline).await.map_err(unavailable)?;
-        let name = keys::reader_name(self.database, group, consumer);
+        let name = keys::reader_name(self.client.reader_place(stream.as_str()), group, consumer);
         // While a slot is migrated, a reader may be blocked on the importing node.
         let soon = deadline.min(Instant::now() + OTHER_NODES_TIMEOUT);
         let others = self.client.primaries();
@@ -192,7 +197,8 @@ pub(super) async fn register_reader(
     (group, consumer): (&GroupName, &ConsumerName),
     deadline: Instant,
 ) -> Result<bool> {
-    let name = keys::reader_name(client.database(), group, consumer);
+    let Some(first) = streams.first() else { return Ok(false) };
+    let name = keys::reader_name(client.reader_place(first.as_str()), group, consumer);
     let encoded = Commands::one(&["CLIENT", "SETNAME", &name]).encode();
     let late = || StreamError::Unavailable {
         problem: "a new connection was not ready within the deadline".to_owned(),
@@ -201,7 +207,6 @@ pub(super) async fn register_reader(
     let named = timeout_at(deadline, connection.request(&encoded)).await.map_err(|_| late())?;
     // An error reply is ignored here: `kill_connections` reports a server that does not permit names.
     named.map_err(|error| StreamError::unavailable("a new connection was lost", error))?;
-    let Some(first) = streams.first() else { return Ok(false) };
     let mut commands = Commands::new();
     for stream in streams {
         commands.add(&["EXISTS", &keys::reader_tombstone(stream, group, consumer)]);

@@ -58,11 +58,19 @@ const WRAPPED_CODES: [&str; 9] = [
 impl ServerError {
     pub(super) fn new(line: &[u8]) -> Self {
         let line = String::from_utf8_lossy(line);
-        // Before Redis 7 an error inside a script reads `ERR Error running script (…): @user_script:1: OOM …`.
-        let inner = line.starts_with("ERR Error running script").then(|| {
-            WRAPPED_CODES.iter().find_map(|code| line.find(&format!(": {code} ")).map(|at| at + 2))
+        // Before Redis 7 an error inside a script reads `ERR Error running script (…): @user_script:1: OOM …`, or with `-` before the
+        // code; one that the script returns begins with `@user_script`.
+        let begins = ["ERR Error running script", "@user_script"];
+        let inner = begins.iter().any(|begin| line.starts_with(begin)).then(|| {
+            let at = |before: &str, code: &str| {
+                line.find(&format!("{before}{code} ")).map(|at| at + before.len())
+            };
+            WRAPPED_CODES.iter().find_map(|code| at(": ", code).or_else(|| at(": -", code)))
         });
         let line = &line[inner.flatten().unwrap_or(0)..];
+        // `EXEC` itself was rejected; the reason follows.
+        let line =
+            line.strip_prefix("EXECABORT Transaction discarded because of: ").unwrap_or(line);
         let (code, text) = line.split_once(' ').unwrap_or((line, ""));
         Self { code: code.to_owned(), text: text.to_owned() }
     }
@@ -85,6 +93,16 @@ impl ServerError {
 
     pub(super) fn is_fenced(&self) -> bool {
         self.code == CODE_FENCED
+    }
+
+    /// Whether the server is at its memory limit.
+    pub(super) fn is_full(&self) -> bool {
+        self.code == "OOM"
+    }
+
+    /// Whether the server could not compile a script.
+    pub(super) fn is_no_script(&self) -> bool {
+        self.code == "ERR" && self.text.starts_with("Error compiling script")
     }
 
     /// Whether the stream does not exist.
@@ -182,7 +200,12 @@ mod tests {
         let line =
             b"ERR Error running script (call to f_1): @user_script:3: OOM command not allowed";
         assert_eq!(ServerError::new(line).code(), "OOM");
+        let line = b"ERR Error running script (call to f_1): @user_script:3: @user_script: 3: -OOM command";
+        assert_eq!(ServerError::new(line).code(), "OOM");
+        assert_eq!(ServerError::new(b"@user_script: 97: -OOM command not allowed").code(), "OOM");
         assert_eq!(ServerError::new(b"ERR something else").code(), "ERR");
+        let line = b"EXECABORT Transaction discarded because of: BUSY Redis is busy";
+        assert_eq!(ServerError::new(line).code(), "BUSY");
     }
 
     #[test]

@@ -61,9 +61,27 @@ pub(super) fn reader_tombstone(
 }
 
 /// Name of a reader's connections. The server allows no spaces in it, so it is a digest.
-pub(super) fn reader_name(database: u32, group: &GroupName, consumer: &ConsumerName) -> String {
+///
+/// A reader of a cluster has a connection per slot, and the slot is in its name: disconnecting one does not affect the others.
+pub(super) fn reader_name(
+    place: ReaderPlace,
+    group: &GroupName,
+    consumer: &ConsumerName,
+) -> String {
     let whole = format!("{group}\0{consumer}");
-    format!("headwater:reader@{database}:{}", sha1_smol::Sha1::from(whole).digest())
+    let digest = sha1_smol::Sha1::from(whole).digest();
+    match place {
+        ReaderPlace::Database(database) => format!("headwater:reader@{database}:{digest}"),
+        ReaderPlace::Slot(slot) => format!("headwater:reader@0:{slot}:{digest}"),
+    }
+}
+
+/// What a connection of a reader reads from.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum ReaderPlace {
+    Database(u32),
+    /// A slot of a cluster, which has one database.
+    Slot(u16),
 }
 
 /// Channel for released leases. Channels are shared by all databases, so its name contains the database.

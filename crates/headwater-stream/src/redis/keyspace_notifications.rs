@@ -1,6 +1,6 @@
 //! Enables keyspace notifications about expired keys.
 //!
-//! Missing flags are added; existing flags are never removed.
+//! Missing flags are added, if the options allow it; existing flags are never removed.
 
 use std::sync::Arc;
 
@@ -14,12 +14,19 @@ use super::reply::{Cursor, RespValue};
 pub(super) const SETTING: &str = "notify-keyspace-events";
 
 /// Enables notifications about expired keys on this server. The error is the reason why it cannot.
-pub(super) async fn enable(node: &Arc<Node>, deadline: Instant) -> Result<(), String> {
+pub(super) async fn enable(
+    node: &Arc<Node>,
+    may_configure: bool,
+    deadline: Instant,
+) -> Result<(), String> {
     let request = async |words: &[&str]| {
         node.request(Commands::one(words), deadline).await.map_err(|error| error.to_string())
     };
     let flags = read_flags(&mut request(&["CONFIG", "GET", SETTING]).await?.cursor())?;
     let Some(wanted) = with_expired(&flags) else { return Ok(()) };
+    if !may_configure {
+        return Err(format!("{SETTING} is {flags:?}, and `configure_notifications` is off"));
+    }
     match request(&["CONFIG", "SET", SETTING, &wanted]).await?.cursor().value() {
         Ok(RespValue::Text(_)) => Ok(()),
         Ok(RespValue::Error(text)) => Err(String::from_utf8_lossy(text).into_owned()),

@@ -36,7 +36,8 @@ pub(super) struct RedisLeaseWatch {
 }
 
 impl RedisLeaseWatch {
-    /// Subscribes on every primary; events are received from the moment this returns.
+    /// Subscribes on every primary that can be reached; events are received from the moment this returns. Fails if there is
+    /// none.
     pub(super) async fn open(
         client: &Arc<RedisClient>,
         database: u32,
@@ -50,18 +51,34 @@ impl RedisLeaseWatch {
             expired: keys::expired_channel(database),
             released: keys::released_channel(database),
             ping_timeout: client.call_deadline(),
+            configures_notifications: client.configures_notifications(),
             events,
         };
         client.node_for_slot(0, deadline).await.map_err(unavailable)?;
         let mut mode = WatchMode::All;
         let mut subscriptions = JoinSet::new();
         let nodes = client.primaries();
+        let (mut broken, mut releases) = (Vec::new(), None);
+        let mut failure = None;
         for (index, node) in nodes.iter().enumerate() {
-            if let Err(reason) =
-                listener.subscribe(&mut subscriptions, node, index, deadline).await?
-            {
-                mode = WatchMode::ReleasesOnly { reason };
+            let is_first = releases.is_none();
+            match listener.subscribe(&mut subscriptions, node, index, is_first, deadline).await {
+                Ok(subscribed) => {
+                    releases = releases.or(Some(index));
+                    if let Err(reason) = subscribed {
+                        mode = WatchMode::ReleasesOnly { reason };
+                    }
+                }
+                Err(error @ StreamError::Unavailable { .. }) => {
+                    debug!(%error, "not subscribed to lease events, retrying");
+                    broken.push(index);
+                    failure = Some(error);
+                }
+                Err(error) => return Err(error),
             }
+        }
+        if let (Some(error), None) = (failure, releases) {
+            return Err(error);
         }
         if let WatchMode::ReleasesOnly { reason } = &mode {
             warn!(
@@ -69,7 +86,8 @@ impl RedisLeaseWatch {
                 "the server sends no notifications about expired leases; the sweep finds them"
             );
         }
-        let task = tokio::spawn(run(Arc::clone(client), listener, nodes, subscriptions));
+        let watched = WatchedNodes { nodes, subscriptions, broken, releases };
+        let task = tokio::spawn(watched.run(Arc::clone(client), listener));
         Ok(Self { mode, events: receiver, _task: AbortOnDropHandle::new(task) })
     }
 }
@@ -101,54 +119,73 @@ struct LeaseEventListener {
     expired: String,
     released: String,
     ping_timeout: Duration,
+    configures_notifications: bool,
     events: broadcast::Sender<LeaseEvent>,
 }
 
-/// Replaces broken connections and follows the primaries of a cluster, until the watch is dropped or the backend closed.
-async fn run(
-    client: Arc<RedisClient>,
-    listener: LeaseEventListener,
-    mut nodes: Vec<Arc<Node>>,
-    mut subscriptions: JoinSet<usize>,
-) {
-    let mut broken: Vec<usize> = Vec::new();
-    loop {
-        let pause = if broken.is_empty() { REFRESH_EVERY } else { RETRY_AFTER };
-        tokio::select! {
-            () = client.until_closed() => return,
-            Some(ended) = subscriptions.join_next(), if !subscriptions.is_empty() => {
-                listener.publish(lagged());
-                broken.extend(ended.ok());
-                continue;
+/// The primaries and the subscriptions on them, by index.
+struct WatchedNodes {
+    nodes: Vec<Arc<Node>>,
+    subscriptions: JoinSet<usize>,
+    /// Those without a subscription.
+    broken: Vec<usize>,
+    /// The one that also reports releases: a cluster forwards them to all nodes.
+    releases: Option<usize>,
+}
+
+impl WatchedNodes {
+    /// Replaces broken connections and follows the primaries of a cluster, until the watch is dropped or the backend closed.
+    async fn run(mut self, client: Arc<RedisClient>, listener: LeaseEventListener) {
+        loop {
+            let pause = if self.broken.is_empty() { REFRESH_EVERY } else { RETRY_AFTER };
+            tokio::select! {
+                () = client.until_closed() => return,
+                Some(ended) = self.subscriptions.join_next(), if !self.subscriptions.is_empty() => {
+                    listener.publish(lagged());
+                    self.broken.extend(ended.ok());
+                    continue;
+                }
+                () = tokio::time::sleep(pause) => {}
             }
-            () = tokio::time::sleep(pause) => {}
-        }
-        let deadline = client.deadline();
-        if client.is_cluster() {
-            client.refresh_slots(None, deadline).await;
-            let now = client.primaries();
-            let same = |a: &Arc<Node>, b: &Arc<Node>| a.address() == b.address();
-            if now.len() != nodes.len() || !now.iter().all(|n| nodes.iter().any(|o| same(n, o))) {
-                // The set of primaries changed: subscribe again on all of them.
-                subscriptions.shutdown().await;
-                listener.publish(lagged());
-                broken = (0..now.len()).collect();
-                nodes = now;
-            }
-        }
-        let mut still_broken = Vec::new();
-        for index in broken.drain(..) {
-            let Some(node) = nodes.get(index) else { continue };
-            match listener.subscribe(&mut subscriptions, node, index, deadline).await {
-                Ok(Ok(())) => listener.publish(lagged()),
-                Ok(Err(reason)) => debug!(%reason, "subscribed to lease releases only"),
-                Err(error) => {
-                    debug!(%error, "not subscribed to lease events, retrying");
-                    still_broken.push(index);
+            let deadline = client.deadline();
+            if client.is_cluster() {
+                client.refresh_slots(None, deadline).await;
+                let now = client.primaries();
+                let same = |a: &Arc<Node>, b: &Arc<Node>| a.address() == b.address();
+                let is_known = |node: &Arc<Node>| self.nodes.iter().any(|known| same(node, known));
+                let is_releases_broken =
+                    self.releases.is_some_and(|index| self.broken.contains(&index));
+                if now.len() != self.nodes.len() || !now.iter().all(is_known) || is_releases_broken
+                {
+                    // The set of primaries changed, or another one is to report releases: subscribe again on all of them.
+                    self.subscriptions.shutdown().await;
+                    listener.publish(lagged());
+                    self.broken = (0..now.len()).collect();
+                    self.releases = None;
+                    self.nodes = now;
                 }
             }
+            let mut still_broken = Vec::new();
+            for index in std::mem::take(&mut self.broken) {
+                let Some(node) = self.nodes.get(index) else { continue };
+                let releases = self.releases.is_none_or(|known| known == index);
+                let subscriptions = &mut self.subscriptions;
+                match listener.subscribe(subscriptions, node, index, releases, deadline).await {
+                    Ok(subscribed) => {
+                        listener.publish(lagged());
+                        self.releases = self.releases.or(Some(index));
+                        if let Err(reason) = subscribed {
+                            debug!(%reason, "subscribed to lease releases only");
+                        }
+                    }
+                    Err(error) => {
+                        debug!(%error, "not subscribed to lease events, retrying");
+                        still_broken.push(index);
+                    }
+                }
+            }
+            self.broken = still_broken;
         }
-        broken = still_broken;
     }
 }
 
@@ -159,13 +196,14 @@ impl LeaseEventListener {
         subscriptions: &mut JoinSet<usize>,
         node: &Arc<Node>,
         index: usize,
+        releases: bool,
         deadline: Instant,
     ) -> Result<Result<(), String>> {
-        let enabled = keyspace_notifications::enable(node, deadline).await;
+        let enabled =
+            keyspace_notifications::enable(node, self.configures_notifications, deadline).await;
         let mut subscription = PubSubConnection::open(node, self.ping_timeout, deadline).await?;
         let mut expiry = Ok(());
-        // One node is enough for releases: a cluster forwards them to all nodes.
-        if index == 0 {
+        if releases {
             let added = subscription.subscribe(&self.released, deadline).await?;
             added.map_err(|reason| StreamError::Denied { problem: reason })?;
         }

@@ -7,7 +7,8 @@
 use std::time::Duration;
 
 use async_trait::async_trait;
-use futures_util::future::join_all;
+use futures_util::stream::{FuturesUnordered, StreamExt};
+use tokio::time::{Instant, timeout_at};
 
 use super::RedisBackend;
 use super::client::Idempotency;
@@ -27,6 +28,8 @@ use crate::validate;
 const RECORD_TTL_MIN: Duration = Duration::from_secs(24 * 60 * 60);
 /// Leases per script call, so that no call blocks the server for long.
 const LEASES_PER_SCRIPT: usize = 500;
+/// How long the other servers of a cluster have after the first one has answered, so that a dead one delays no call.
+const OTHERS_MAX: Duration = Duration::from_secs(1);
 
 #[async_trait]
 impl Leases for RedisBackend {
@@ -60,15 +63,12 @@ impl Leases for RedisBackend {
         let read = |cursor: &mut Cursor<'_>| {
             Ok(if cursor.number()? == 1 { Renewal::Kept } else { Renewal::Lost })
         };
-        let (renewals, error) = self
-            .for_leases(leases, |fence| &fence.lease, Idempotency::Idempotent, add, read)
+        // Well within the time that a renewal may take.
+        let others = OTHERS_MAX.min(ttl / 4);
+        let renewals = self
+            .for_leases(leases, |fence| &fence.lease, Idempotency::Idempotent, others, add, read)
             .await?;
-        if renewals.iter().all(Option::is_none)
-            && let Some(error) = error
-        {
-            return Err(error);
-        }
-        Ok(renewals.into_iter().map(|renewal| renewal.unwrap_or(Renewal::Unknown)).collect())
+        or_unknown(renewals, Renewal::Unknown)
     }
 
     async fn release(&self, holder: &HolderName, leases: &[Fence]) -> Result<usize> {
@@ -82,9 +82,19 @@ impl Leases for RedisBackend {
         };
         let read = |cursor: &mut Cursor<'_>| Ok(cursor.number()? == 1);
         let released = self
-            .for_leases(leases, |fence| &fence.lease, Idempotency::AtMostOnce, add, read)
+            .for_leases(
+                leases,
+                |fence| &fence.lease,
+                Idempotency::AtMostOnce,
+                OTHERS_MAX,
+                add,
+                read,
+            )
             .await?;
-        Ok(all_answered(released)?.into_iter().filter(|released| *released).count())
+        match released {
+            (_, Some(error)) => Err(error),
+            (released, None) => Ok(released.into_iter().filter(|one| *one == Some(true)).count()),
+        }
     }
 
     async fn leases(&self, leases: &[LeaseName]) -> Result<Vec<Option<LeaseInfo>>> {
@@ -94,9 +104,10 @@ impl Leases for RedisBackend {
                 part.iter().flat_map(|lease| [lease.to_string(), keys::epoch(lease)]).collect();
             commands.script(&scripts::LEASES, &keys, 0);
         };
-        let found =
-            self.for_leases(leases, |lease| lease, Idempotency::Idempotent, add, read_info).await?;
-        all_answered(found)
+        let found = self
+            .for_leases(leases, |lease| lease, Idempotency::Idempotent, OTHERS_MAX, add, read_info)
+            .await?;
+        or_unknown(found, Some(LeaseInfo::unknown()))
     }
 
     async fn watch(&self, prefix: &str) -> Result<Box<dyn LeaseWatch>> {
@@ -106,12 +117,14 @@ impl Leases for RedisBackend {
 
 impl RedisBackend {
     /// Runs a script over leases in batches: one round trip in total, or one per slot (concurrently) on a cluster. The
-    /// results are in the order of `all`; those of a slot whose call failed are `None`, with the last error.
+    /// results are in the order of `all`; those of a slot whose call failed, or did not end within `others` after the first
+    /// one, are `None`, with the last error.
     async fn for_leases<T, A>(
         &self,
         all: &[T],
         lease: impl Fn(&T) -> &LeaseName,
         idempotency: Idempotency,
+        others: Duration,
         add: impl Fn(&mut Commands, &[&T]),
         read: impl Fn(&mut Cursor<'_>) -> Result<A, ReplyError>,
     ) -> Result<PartialResults<A>> {
@@ -122,21 +135,36 @@ impl RedisBackend {
             all.iter().enumerate().map(|(at, each)| (self.slot(lease(each)), at)).collect();
         // Without a cluster, all leases are in slot 0.
         order.sort_unstable();
-        let calls = order.chunk_by(|a, b| a.0 == b.0).map(|indexes| {
-            let mut commands = Commands::new();
-            let parts: Vec<&[(u16, usize)]> = indexes.chunks(LEASES_PER_SCRIPT).collect();
-            for part in &parts {
-                let part: Vec<&T> = part.iter().map(|(_, at)| &all[*at]).collect();
-                add(&mut commands, &part);
-            }
-            async move {
-                let replies = self.client.call(indexes[0].0, commands, idempotency).await?;
-                Ok::<_, StreamError>((parts, replies))
-            }
-        });
+        let mut calls: FuturesUnordered<_> = order
+            .chunk_by(|a, b| a.0 == b.0)
+            .map(|indexes| {
+                let mut commands = Commands::new();
+                let parts: Vec<&[(u16, usize)]> = indexes.chunks(LEASES_PER_SCRIPT).collect();
+                for part in &parts {
+                    let part: Vec<&T> = part.iter().map(|(_, at)| &all[*at]).collect();
+                    add(&mut commands, &part);
+                }
+                async move {
+                    let replies = self.client.call(indexes[0].0, commands, idempotency).await?;
+                    Ok::<_, StreamError>((parts, replies))
+                }
+            })
+            .collect();
         let mut results: Vec<Option<A>> = all.iter().map(|_| None).collect();
-        let mut failure = None;
-        for called in join_all(calls).await {
+        let (mut failure, mut limit) = (None, None);
+        loop {
+            let called = match limit {
+                None => calls.next().await,
+                Some(limit) => match timeout_at(limit, calls.next()).await {
+                    Ok(called) => called,
+                    Err(late) => {
+                        let problem = "a server of the cluster did not answer in time";
+                        failure = Some(StreamError::unavailable(problem, late));
+                        break;
+                    }
+                },
+            };
+            let Some(called) = called else { break };
             let (parts, replies) = match called {
                 Ok(called) => called,
                 Err(error) => {
@@ -144,6 +172,7 @@ impl RedisBackend {
                     continue;
                 }
             };
+            limit.get_or_insert_with(|| Instant::now() + others);
             let mut cursor = replies.cursor();
             let read_all = || {
                 for part in parts {
@@ -168,11 +197,11 @@ impl RedisBackend {
 /// One result per lease, and the error of those without one.
 type PartialResults<A> = (Vec<Option<A>>, Option<StreamError>);
 
-fn all_answered<A>((results, failure): PartialResults<A>) -> Result<Vec<A>> {
+/// Fails if no lease has a result; otherwise those without one get `unknown`.
+fn or_unknown<A: Clone>((results, failure): PartialResults<A>, unknown: A) -> Result<Vec<A>> {
     match failure {
-        Some(error) => Err(error),
-        // Every lease is in exactly one call.
-        None => Ok(results.into_iter().flatten().collect()),
+        Some(error) if results.iter().all(Option::is_none) => Err(error),
+        _ => Ok(results.into_iter().map(|one| one.unwrap_or_else(|| unknown.clone())).collect()),
     }
 }
 

@@ -1,7 +1,7 @@
 //! The Redis backend: one server, a Sentinel service, or a Cluster.
 //!
 //! A name is its key; `keys` derives all other keys. The caller encodes its commands (`command`) and sends them over a
-//! connection that all callers share (`multiplexed`). Commands that the server rejected without effect are re-sent (`retry`).
+//! connection that all callers share (`multiplexed`); calls with large replies share a second one. Commands that the server rejected without effect are re-sent (`retry`).
 //! Replies are parsed in place (`reply`). Each atomic step is one script (`scripts`). Blocking reads use dedicated connections
 //! (`blocking_connection`).
 //!
@@ -10,6 +10,7 @@
 
 mod error;
 mod keys;
+mod metrics;
 mod url;
 
 mod reply;
@@ -24,18 +25,18 @@ mod transport;
 mod connection;
 
 mod multiplexed;
-mod sentinel;
-
+mod reconnect;
+// These refer to each other: a node asks its Sentinels, and they tell it when another server is the primary.
 mod node;
+mod pubsub;
+mod sentinel;
 
 mod cluster;
 
 mod client;
 mod retry;
-mod streaming_pipeline;
 
 mod disconnect_reader;
-mod pubsub;
 
 mod blocking_connection;
 mod delay_wakeups;
@@ -56,17 +57,20 @@ mod stats;
 mod streams;
 mod trim;
 
-use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use async_trait::async_trait;
+use tracing::warn;
 
+use self::append::TransactionCheck;
 use self::client::{Idempotency, RedisClient};
 use self::command::Commands;
+use self::connection::{ConnectionSettings, LivenessCheck};
 use self::delay_wakeups::DueNotifier;
 use self::disconnect_reader::NodeDisconnectors;
 use self::error::ReplyError;
-use self::node::ConnectionSettings;
 use self::reply::{Cursor, RespReplies, RespValue};
 use self::trim::TrimSchedule;
 use self::url::{Topology, Url};
@@ -82,10 +86,14 @@ const VERSION_MIN: (u32, u32) = (6, 2);
 struct RedisBackend {
     client: Arc<RedisClient>,
     database: u32,
-    description: BackendDescription,
+    url: Url,
+    description: Mutex<BackendDescription>,
     trim_schedule: TrimSchedule,
+    transaction_check: TransactionCheck,
     due_notifier: DueNotifier,
     disconnectors: NodeDisconnectors,
+    /// Whether it was logged that the runs of servers are unknown.
+    reported_missing_run: AtomicBool,
 }
 
 /// Validates a URL without connecting.
@@ -93,29 +101,63 @@ pub(crate) fn validate_url(url: &str) -> Result<()> {
     Url::parse(url).map(drop)
 }
 
-/// Opens the backend: connects, checks the server version and probes its capabilities.
+/// Opens the backend. Unless it is lazy, it connects, checks the server version and probes its capabilities.
 pub(crate) async fn open(url: &str, options: &Options) -> Result<Arc<dyn Backend>> {
     let url = Url::parse(url)?;
-    let tls = transport::tls(&url.params).await?;
-    let settings = ConnectionSettings { params: Arc::new(url.params.clone()), tls };
-    let client = Arc::new(RedisClient::new(&url.topology, settings, options.call_deadline));
-    let description = probe(&client, &url).await?;
-    let database = url.params.database;
-    let (trim_schedule, due_notifier, disconnectors) = Default::default();
+    let login = &url.params.login;
+    if login.user.is_some() && login.password.is_none() && options.credentials.is_none() {
+        let problem = "user without a password, and without a provider of credentials";
+        return Err(StreamError::invalid("the stream URL", problem));
+    }
+    let settings = ConnectionSettings {
+        tls: transport::tls(&url.params).await?,
+        params: Arc::new(url.params.clone()),
+        credentials: options.credentials.clone(),
+        liveness: LivenessCheck {
+            silence_max: options.silence_max,
+            // A call that waits for the reply still has time for a new connection.
+            ping_timeout: options.call_deadline / 4,
+        },
+    };
+    let client = Arc::new(RedisClient::new(
+        &url.topology,
+        settings,
+        options.call_deadline,
+        options.configure_notifications,
+    ));
+    let description = match options.lazy {
+        true => BackendDescription {
+            kind: "redis",
+            address: url.to_string(),
+            version: None,
+            facts: Vec::new(),
+        },
+        false => probe(&client, &url).await?,
+    };
+    let (trim_schedule, transaction_check, due_notifier, disconnectors) = Default::default();
     Ok(Arc::new(RedisBackend {
         client,
-        database,
-        description,
+        database: url.params.database,
+        url,
+        description: Mutex::new(description),
         trim_schedule,
+        transaction_check,
         due_notifier,
         disconnectors,
+        reported_missing_run: AtomicBool::new(false),
     }))
 }
 
 #[async_trait]
 impl Backend for RedisBackend {
     fn describe(&self) -> BackendDescription {
-        self.description.clone()
+        self.description.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    async fn probe(&self) -> Result<BackendDescription> {
+        let found = probe(&self.client, &self.url).await?;
+        *self.description.lock().unwrap_or_else(PoisonError::into_inner) = found.clone();
+        Ok(found)
     }
 
     fn call_deadline(&self) -> Option<Duration> {
@@ -133,6 +175,20 @@ impl Backend for RedisBackend {
             Ok(Timestamp::from_millis(seconds.saturating_mul(1000).saturating_add(micros / 1000)))
         };
         self.call_idempotent("TIME", Commands::one(&["TIME"]), read).await
+    }
+
+    async fn server_run(&self, key: &str) -> Result<Option<String>> {
+        let commands = Commands::one(&["INFO", "server"]);
+        let replies = self.call(key, commands, Idempotency::Idempotent).await?;
+        // It may not be permitted.
+        let info = replies.cursor().string().unwrap_or_default();
+        let run = info.lines().find_map(|line| line.strip_prefix("run_id:")).map(str::to_owned);
+        if run.is_none() && !self.reported_missing_run.swap(true, Ordering::Relaxed) {
+            warn!(
+                "`INFO server` is not permitted or has no `run_id`: a restart or fail-over that lost the newest writes is not detected"
+            );
+        }
+        Ok(run)
     }
 
     async fn close(&self) -> Result<()> {
@@ -174,6 +230,16 @@ impl RedisBackend {
         self.client.call(self.slot(name), commands, idempotency).await
     }
 
+    /// The same for calls whose reply may be large, on a connection of their own.
+    async fn call_bulk(
+        &self,
+        name: impl AsRef<str>,
+        commands: Commands,
+        idempotency: Idempotency,
+    ) -> Result<RespReplies> {
+        self.client.call_bulk(self.slot(name), commands, idempotency).await
+    }
+
     fn slot(&self, name: impl AsRef<str>) -> u16 {
         self.client.slot(name.as_ref())
     }
@@ -200,7 +266,9 @@ async fn probe(client: &RedisClient, url: &Url) -> Result<BackendDescription> {
     };
     let version = line("redis_version");
     check_version(version.as_deref())?;
-    check_mode(line("redis_mode").as_deref(), url)?;
+    // Valkey has another name for it.
+    let mode = line("redis_mode").or_else(|| line("server_mode"));
+    check_mode(mode.as_deref(), url)?;
     let can_unblock = matches!(cursor.value(), Ok(RespValue::Number(_)));
     client.set_can_unblock(can_unblock);
     let flags = keyspace_notifications::read_flags(&mut cursor);
@@ -209,7 +277,12 @@ async fn probe(client: &RedisClient, url: &Url) -> Result<BackendDescription> {
         Topology::Sentinel { service, .. } => format!("sentinel, service {service}"),
         Topology::Cluster { .. } => format!("cluster, {} primaries", client.primaries().len()),
     };
-    let mut facts = vec![
+    let mut facts = Vec::new();
+    if let Some(valkey) = line("valkey_version") {
+        let compatible = version.as_deref().unwrap_or("(unknown)");
+        facts.push(("server", format!("Valkey {valkey}, compatible with Redis {compatible}")));
+    }
+    facts.extend([
         ("topology", topology),
         ("tls", if url.params.tls { "yes" } else { "no" }.to_owned()),
         (
@@ -224,7 +297,7 @@ async fn probe(client: &RedisClient, url: &Url) -> Result<BackendDescription> {
                 "polls every 500 ms because CLIENT UNBLOCK is denied".to_owned()
             },
         ),
-    ];
+    ]);
     if let Some(enabled) = line("aof_enabled") {
         facts.push(("append only file", if enabled == "0" { "off" } else { "on" }.to_owned()));
     }

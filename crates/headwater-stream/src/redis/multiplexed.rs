@@ -5,8 +5,11 @@
 //! callers add theirs. So concurrent requests leave in few writes, an uncontended call is written by the calling task,
 //! without a task switch, and the server has work while callers prepare more. The connection task reads the replies.
 //!
-//! Guarantees: each reply goes to its request; a dropped call does not affect the others; a request without a reply at its
-//! deadline closes the connection, and every caller learns whether its request may have reached the server.
+//! Guarantees: each reply goes to its request; a dropped call does not affect the others. A request without a reply at its
+//! deadline fails alone, and its reply is dropped when it comes. A server that has been silent for the whole time that the oldest
+//! request had is taken for dead: the connection is closed, and every caller learns whether its request may have reached the
+//! server. Nothing is written to a connection that was silent for a while until the server has replied to a `PING`: a
+//! connection that a NAT or firewall dropped without a word costs no ambiguous write.
 
 mod connection_task;
 mod response_slot;
@@ -15,21 +18,26 @@ use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::task::Waker;
+use std::time::Duration;
 
+use ::metrics::Gauge;
 use bytes::{Buf, BytesMut};
-use tokio::net::TcpStream;
-use tokio::sync::Semaphore;
+use tokio::sync::{Notify, Semaphore};
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, timeout_at};
 
 use self::connection_task::ConnectionTask;
 pub(super) use self::response_slot::ResponseFuture;
 use self::response_slot::{ResponseSender, response_slot};
-use super::connection::Connection;
+use super::connection::{Connection, LivenessCheck};
+use super::metrics;
 use super::reply::RespReplies;
+use super::transport::PlainSocket;
 
 /// KiB of requests that are unwritten or unanswered; each counts as at least one.
 const IN_FLIGHT_KIB_MAX: usize = 64 * 1024;
+/// A server that is silent for less than this is not taken for dead, however short the deadline of a request is.
+const SILENCE_MIN: Duration = Duration::from_secs(2);
 /// When the write buffer holds this much, the next caller writes it.
 const FLUSH_BYTES: usize = 8 * 1024;
 
@@ -38,15 +46,6 @@ const _: () = assert!(IN_FLIGHT_KIB_MAX * 1024 > crate::limits::BATCH_BYTES_MAX 
 
 /// Result of one request.
 pub(super) type RequestResult = Result<RespReplies, RequestError>;
-
-/// Whether a request may wait to be written together with others.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum FlushPolicy {
-    /// Write at once if the connection is idle, otherwise batch.
-    Auto,
-    /// Write now: the request is large enough for a write of its own.
-    Now,
-}
 
 /// Why a request got no reply.
 #[derive(Clone, Debug, thiserror::Error)]
@@ -75,6 +74,11 @@ struct ConnectionShared {
     state: Mutex<ConnectionState>,
     permits: Semaphore,
     open: AtomicBool,
+    /// Whether nothing was received for so long that a reply is awaited before anything else is written.
+    silent: AtomicBool,
+    /// Notified when `silent` becomes false.
+    heard: Notify,
+    in_flight_gauge: Gauge,
 }
 
 #[derive(Default)]
@@ -99,7 +103,7 @@ struct ConnectionState {
     timer_set: bool,
     task: Option<Waker>,
     /// The socket, if callers may write to it. `None` with TLS, whose state cannot be shared.
-    socket: Option<Arc<TcpStream>>,
+    socket: Option<Arc<PlainSocket>>,
     closing: bool,
     dead: Option<Arc<io::Error>>,
 }
@@ -110,21 +114,26 @@ struct InFlightRequest {
     /// Bytes of earlier requests on this connection.
     starts_at: u64,
     kib: u32,
+    started_at: Instant,
     deadline: Instant,
-    response: ResponseSender,
+    /// `None` once it has failed.
+    response: Option<ResponseSender>,
 }
 
 impl MultiplexedConnection {
     /// Makes a connection shared. Returns it with its task.
-    pub(super) fn new(connection: Connection) -> (Self, JoinHandle<()>) {
+    pub(super) fn new(connection: Connection, liveness: LivenessCheck) -> (Self, JoinHandle<()>) {
         let transport = connection.into_transport();
         let state = ConnectionState { socket: transport.socket(), ..ConnectionState::default() };
         let shared = Arc::new(ConnectionShared {
             state: Mutex::new(state),
             permits: Semaphore::new(IN_FLIGHT_KIB_MAX),
             open: AtomicBool::new(true),
+            silent: AtomicBool::new(false),
+            heard: Notify::new(),
+            in_flight_gauge: ::metrics::gauge!(metrics::REQUESTS_IN_FLIGHT),
         });
-        let task = ConnectionTask::new(transport, Arc::clone(&shared));
+        let task = ConnectionTask::new(transport, Arc::clone(&shared), liveness);
         let task = tokio::spawn(task.run());
         (Self { handle: Arc::new(CloseOnDrop { shared }) }, task)
     }
@@ -138,27 +147,32 @@ impl MultiplexedConnection {
         deadline: Instant,
     ) -> RequestResult {
         let shared = &self.handle.shared;
+        if timeout_at(deadline, shared.until_heard()).await.is_err() {
+            return Err(not_sent(timed_out()));
+        }
         let kib = kib_of(bytes);
         match timeout_at(deadline, shared.permits.acquire_many(kib)).await {
             Ok(Ok(permit)) => permit.forget(),
             Ok(Err(_)) => return Err(not_sent(closed())),
             Err(_) => return Err(not_sent(timed_out())),
         }
-        shared.enqueue(bytes, replies, kib, deadline, FlushPolicy::Auto)?.await
+        shared.enqueue(bytes, replies, kib, deadline)?.await
     }
 
-    /// Sends commands if the connection is open and has capacity.
+    /// Sends commands if the connection is open, not silent, and has capacity.
     pub(super) fn try_send(
         &self,
         bytes: &[u8],
         replies: usize,
         deadline: Instant,
-        flush: FlushPolicy,
     ) -> Option<ResponseFuture> {
         let shared = &self.handle.shared;
+        if shared.silent.load(Ordering::Relaxed) {
+            return None;
+        }
         let kib = kib_of(bytes);
         shared.permits.try_acquire_many(kib).ok()?.forget();
-        shared.enqueue(bytes, replies, kib, deadline, flush).ok()
+        shared.enqueue(bytes, replies, kib, deadline).ok()
     }
 
     /// Whether the connection still accepts requests.
@@ -180,6 +194,25 @@ impl Drop for CloseOnDrop {
 }
 
 impl ConnectionShared {
+    /// Returns when the connection is not silent, or has ended. Cancel-safe.
+    async fn until_heard(&self) {
+        while self.silent.load(Ordering::Acquire) {
+            let heard = self.heard.notified();
+            // Checked again, because it may have changed before `heard` was created.
+            if !self.silent.load(Ordering::Acquire) {
+                return;
+            }
+            heard.await;
+        }
+    }
+
+    /// Sets whether the connection is silent, and lets waiting callers continue.
+    fn set_silent(&self, silent: bool) {
+        if self.silent.swap(silent, Ordering::AcqRel) && !silent {
+            self.heard.notify_waiters();
+        }
+    }
+
     /// Adds a request to the write buffer, then writes the buffer or wakes the task to do so.
     fn enqueue(
         &self,
@@ -187,7 +220,6 @@ impl ConnectionShared {
         replies: usize,
         kib: u32,
         deadline: Instant,
-        flush: FlushPolicy,
     ) -> Result<ResponseFuture, RequestError> {
         let (sender, response) = response_slot();
         let mut state = self.lock();
@@ -201,12 +233,14 @@ impl ConnectionShared {
             replies,
             starts_at,
             kib,
+            started_at: Instant::now(),
             deadline,
-            response: sender,
+            response: Some(sender),
         });
         state.in_flight += 1;
+        self.in_flight_gauge.increment(1.0);
         let alone = state.in_flight == 1 && !state.batching;
-        if (alone || flush == FlushPolicy::Now || state.write_buffer.len() >= FLUSH_BYTES)
+        if (alone || state.write_buffer.len() >= FLUSH_BYTES)
             && !state.writing
             && let Some(socket) = state.socket.clone()
         {
@@ -229,7 +263,7 @@ impl ConnectionShared {
     fn write_from_caller<'a>(
         &'a self,
         mut state: MutexGuard<'a, ConnectionState>,
-        socket: &TcpStream,
+        socket: &PlainSocket,
     ) -> MutexGuard<'a, ConnectionState> {
         let mut bytes = state.take_write_buffer();
         drop(state);
@@ -280,4 +314,49 @@ fn closed() -> io::Error {
 
 fn not_sent(error: io::Error) -> RequestError {
     RequestError::NotSent(Arc::new(error))
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    use tokio::net::TcpListener;
+
+    use super::*;
+    use crate::redis::connection::ConnectionSettings;
+    use crate::redis::transport;
+    use crate::redis::url::{Topology, Url};
+
+    #[tokio::test]
+    async fn a_late_request_fails_alone() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let url = Url::parse(&format!("redis://{}", listener.local_addr().unwrap())).unwrap();
+        let server = tokio::spawn(async move {
+            let (mut socket, _) = listener.accept().await.unwrap();
+            let mut buffer = [0; 1024];
+            let _ = socket.read(&mut buffer).await.unwrap();
+            socket.write_all(b"+OK\r\n:1\r\n+OK\r\n+OK\r\n").await.unwrap();
+            let _ = socket.read(&mut buffer).await.unwrap();
+            tokio::time::sleep(Duration::from_millis(1200)).await;
+            socket.write_all(b"+first\r\n+second\r\n").await.unwrap();
+            socket
+        });
+        let Topology::Single(address) = &url.topology else { panic!("one server") };
+        let deadline = Instant::now() + Duration::from_secs(30);
+        let tls = transport::tls(&url.params).await.unwrap();
+        let minute = Duration::from_secs(60);
+        let liveness = LivenessCheck { silence_max: minute, ping_timeout: minute };
+        let params = Arc::new(url.params.clone());
+        let settings = ConnectionSettings { params, tls, credentials: None, liveness };
+        let opened = Connection::open(address, &settings, deadline).await.unwrap();
+        let (connection, _task) = MultiplexedConnection::new(opened, liveness);
+
+        let soon = Instant::now() + Duration::from_millis(1000);
+        let first = connection.try_send(b"*1\r\n$1\r\na\r\n", 1, soon).unwrap();
+        let second = connection.try_send(b"*1\r\n$1\r\nb\r\n", 1, deadline).unwrap();
+
+        assert!(matches!(first.await, Err(RequestError::ReplyLost(_))));
+        assert_eq!(second.await.unwrap().cursor().text().unwrap(), b"second");
+        assert!(connection.is_open());
+        drop(server.await);
+    }
 }

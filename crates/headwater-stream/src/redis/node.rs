@@ -1,35 +1,35 @@
-//! A node: one server, or the primary of a Sentinel service. Holds its multiplexed connection and opens dedicated ones.
+//! A node: one server, or the primary of a Sentinel service. Holds its multiplexed connections, one for calls with large
+//! replies and one for all others, and opens dedicated ones.
 //!
-//! Upstream: `client`. Guarantees: a broken connection is replaced on the next call; only one task connects at a time.
+//! Upstream: `client`. Downstream: `reconnect` paces the attempts, `sentinel` names the primary. Guarantees: a broken connection
+//! is replaced on the next call; only one task connects at a time. A connection whose credentials expire soon, or whose
+//! server is no longer the primary, is replaced before the next call; requests in flight on it complete.
 
 use std::io;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, timeout_at};
+use tracing::{info, warn};
 
+use super::client::RetryBackoff;
 use super::command::Commands;
-use super::connection::{ConnectError, Connection};
-use super::multiplexed::{FlushPolicy, MultiplexedConnection, RequestResult, ResponseFuture};
+use super::connection::{ConnectError, Connection, ConnectionSettings, RENEWAL_RETRY};
+use super::multiplexed::{MultiplexedConnection, RequestResult, ResponseFuture};
+use super::reconnect::ReconnectPacer;
 use super::reply::{RespReplies, RespValue};
 use super::sentinel::Sentinels;
-use super::transport::TlsConfig;
-use super::url::{Address, ConnectionParams};
+use super::url::Address;
 use crate::error::StreamError;
 
-/// Credentials and TLS settings shared by all connections.
-#[derive(Clone)]
-pub(super) struct ConnectionSettings {
-    pub(super) params: Arc<ConnectionParams>,
-    pub(super) tls: TlsConfig,
-}
-
 /// How the address of a node is found.
+#[derive(Clone)]
 pub(super) enum NodeAddress {
     /// A fixed address.
     Fixed(Address),
     /// The primary that Sentinel names.
-    Sentinel(Sentinels),
+    Sentinel(Arc<Sentinels>),
 }
 
 /// One server.
@@ -38,6 +38,9 @@ pub(super) struct Node {
     settings: ConnectionSettings,
     shared: Mutex<NodeConnection>,
     connecting: Arc<tokio::sync::Mutex<()>>,
+    pacer: ReconnectPacer,
+    /// The same server again, with a connection for large replies.
+    bulk: OnceLock<Arc<Node>>,
 }
 
 /// The multiplexed connection of a node and its task.
@@ -45,11 +48,30 @@ pub(super) struct Node {
 struct NodeConnection {
     connection: Option<MultiplexedConnection>,
     task: Option<JoinHandle<()>>,
+    /// When the credentials of the connection should be renewed.
+    renew_at: Option<Instant>,
+    /// The server of the last connection.
+    primary: Option<Address>,
+    /// Shared with the dedicated connections; set when another server became the primary.
+    retired: Arc<AtomicBool>,
+}
+
+impl NodeConnection {
+    fn renewal_is_due(&self) -> bool {
+        self.renew_at.is_some_and(|at| at <= Instant::now())
+    }
 }
 
 impl Node {
     pub(super) fn new(address: NodeAddress, settings: ConnectionSettings) -> Self {
-        Self { address, settings, shared: Mutex::default(), connecting: Arc::default() }
+        let (shared, connecting, pacer) = Default::default();
+        Self { address, settings, shared, connecting, pacer, bulk: OnceLock::new() }
+    }
+
+    /// The same server with a multiplexed connection for calls with large replies: their transfer delays no other call. It
+    /// is opened by the first one.
+    pub(super) fn bulk(&self) -> &Arc<Self> {
+        self.bulk.get_or_init(|| Arc::new(Self::new(self.address.clone(), self.settings.clone())))
     }
 
     /// The address of the node, if it is fixed.
@@ -74,18 +96,25 @@ impl Node {
         Ok(connection.send(bytes, replies, deadline).await)
     }
 
-    /// Sends commands over the multiplexed connection; the error is for the caller of the backend.
+    /// Sends idempotent commands over the multiplexed connection, again over another one if it breaks. The error is for the
+    /// caller of the backend.
     pub(super) async fn request(
         self: &Arc<Self>,
         commands: Commands,
         deadline: Instant,
     ) -> Result<RespReplies, StreamError> {
         let encoded = commands.encode();
-        match self.send(&encoded.bytes, encoded.len(), deadline).await {
-            Ok(Ok(replies)) => Ok(replies),
-            Ok(Err(error)) => Err(StreamError::unavailable("a request failed", error)),
-            Err(ConnectError::Fatal(error)) => Err(error),
-            Err(error) => Err(StreamError::unavailable("no connection within the deadline", error)),
+        let mut backoff = RetryBackoff::default();
+        loop {
+            let error = match self.send(&encoded.bytes, encoded.len(), deadline).await {
+                Ok(Ok(replies)) => return Ok(replies),
+                Ok(Err(error)) => StreamError::unavailable("a request failed", error),
+                Err(ConnectError::Fatal(error)) => return Err(error),
+                Err(error) => StreamError::unavailable("no connection within the deadline", error),
+            };
+            if !backoff.pause(deadline).await {
+                return Err(error);
+            }
         }
     }
 
@@ -97,12 +126,13 @@ impl Node {
         deadline: Instant,
     ) -> Option<ResponseFuture> {
         // Outside the lock: sending may be a system call, and other callers would wait for it.
-        self.connection()?.try_send(bytes, replies, deadline, FlushPolicy::Auto)
+        self.connection()?.try_send(bytes, replies, deadline)
     }
 
-    /// The multiplexed connection, open or not, if there is one.
+    /// The multiplexed connection, open or not, if there is one that need not be renewed.
     pub(super) fn connection(&self) -> Option<MultiplexedConnection> {
-        self.lock().connection.clone()
+        let shared = self.lock();
+        if shared.renewal_is_due() { None } else { shared.connection.clone() }
     }
 
     /// Opens a connection for one caller.
@@ -110,13 +140,32 @@ impl Node {
         &self,
         deadline: Instant,
     ) -> Result<Connection, ConnectError> {
-        self.open(deadline).await
+        let retired = Arc::clone(&self.lock().retired);
+        let mut connection = self.open(deadline).await?;
+        connection.set_retired(retired);
+        Ok(connection)
     }
 
-    /// Drops the connection: the server's role changed.
+    /// Drops the connection: the server's role changed. Dedicated connections are replaced before their next request.
     pub(super) fn reset(&self) {
+        if let Some(bulk) = self.bulk.get() {
+            bulk.reset();
+        }
         let mut shared = self.lock();
         shared.connection = None;
+        std::mem::take(&mut shared.retired).store(true, Ordering::Relaxed);
+    }
+
+    /// Leaves a server that is no longer the primary, although it may still accept writes.
+    pub(super) fn on_primary(&self, primary: &Address) {
+        let connected = self.lock().primary.clone();
+        if let Some(old) = connected.filter(|connected| connected != primary) {
+            info!(%old, new = %primary, "Sentinel named another primary; connections are replaced");
+            self.reset();
+        }
+        if let Some(bulk) = self.bulk.get() {
+            bulk.on_primary(primary);
+        }
     }
 
     /// Closes the connection after the requests in flight, or at the deadline.
@@ -131,11 +180,17 @@ impl Node {
         {
             task.abort();
         }
+        if let Some(bulk) = self.bulk.get() {
+            Box::pin(bulk.close(deadline)).await;
+        }
     }
 
-    /// The multiplexed connection, if it is open.
+    /// The multiplexed connection, if it is open and need not be renewed.
     fn open_connection(&self) -> Option<MultiplexedConnection> {
         let mut shared = self.lock();
+        if shared.renewal_is_due() {
+            return None;
+        }
         if shared.connection.as_ref().is_some_and(|connection| !connection.is_open()) {
             shared.connection = None;
         }
@@ -157,23 +212,51 @@ impl Node {
         let node = Arc::clone(self);
         let attempt = tokio::spawn(async move {
             let _guard = guard;
-            let connection = node.open(deadline).await?;
-            let (connection, task) = MultiplexedConnection::new(connection);
-            let mut shared = node.lock();
-            shared.connection = Some(connection.clone());
-            shared.task = Some(task);
-            Ok(connection)
+            match node.open(deadline).await {
+                Ok(connection) => Ok(node.share(connection)),
+                Err(error) => node.keep_unrenewed(error),
+            }
         });
         attempt.await.unwrap_or_else(|ended| Err(self.unreachable(io::Error::other(ended))))
     }
 
+    fn share(&self, connection: Connection) -> MultiplexedConnection {
+        let (renew_at, address) = (connection.renew_at(), connection.address().clone());
+        let (connection, task) = MultiplexedConnection::new(connection, self.settings.liveness);
+        let mut shared = self.lock();
+        shared.connection = Some(connection.clone());
+        shared.task = Some(task);
+        shared.renew_at = renew_at;
+        shared.primary = Some(address);
+        connection
+    }
+
+    /// The old connection, if it still works: its credentials are renewed later.
+    fn keep_unrenewed(&self, error: ConnectError) -> Result<MultiplexedConnection, ConnectError> {
+        let mut shared = self.lock();
+        let old = shared.connection.clone().filter(MultiplexedConnection::is_open);
+        let Some(old) = old.filter(|_| shared.renewal_is_due()) else {
+            shared.renew_at = None;
+            shared.connection = None;
+            return Err(error);
+        };
+        warn!(%error, "the credentials of a Redis connection could not be renewed, retrying");
+        shared.renew_at = Some(Instant::now() + RENEWAL_RETRY);
+        Ok(old)
+    }
+
     async fn open(&self, deadline: Instant) -> Result<Connection, ConnectError> {
-        let ConnectionSettings { params, tls } = &self.settings;
+        self.pacer.run(deadline, self.open_now(deadline)).await
+    }
+
+    async fn open_now(&self, deadline: Instant) -> Result<Connection, ConnectError> {
         match &self.address {
-            NodeAddress::Fixed(address) => Connection::open(address, params, tls, deadline).await,
+            NodeAddress::Fixed(address) => {
+                Connection::open(address, &self.settings, deadline).await
+            }
             NodeAddress::Sentinel(sentinels) => {
                 let address = sentinels.primary(&self.settings, deadline).await?;
-                let mut connection = Connection::open(&address, params, tls, deadline).await?;
+                let mut connection = Connection::open(&address, &self.settings, deadline).await?;
                 check_is_primary(&mut connection, deadline).await?;
                 Ok(connection)
             }
@@ -183,7 +266,7 @@ impl Node {
     fn unreachable(&self, error: io::Error) -> ConnectError {
         let address = match &self.address {
             NodeAddress::Fixed(address) => address.clone(),
-            NodeAddress::Sentinel(sentinels) => sentinels.first().clone(),
+            NodeAddress::Sentinel(sentinels) => sentinels.first(),
         };
         ConnectError::Unreachable { address, error }
     }

@@ -32,7 +32,11 @@ impl PubSubConnection {
         deadline: Instant,
     ) -> Result<Self> {
         let connection = node.open_dedicated(deadline).await.map_err(unavailable)?;
-        Ok(Self { connection, ping_timeout })
+        Ok(Self::new(connection, ping_timeout))
+    }
+
+    pub(super) fn new(connection: Connection, ping_timeout: Duration) -> Self {
+        Self { connection, ping_timeout }
     }
 
     /// Subscribes to a channel. The inner error is the server's reason for denying it.
@@ -53,11 +57,12 @@ impl PubSubConnection {
         }
     }
 
-    /// Calls `on_message` with channel and text of each message, until the connection breaks.
+    /// Calls `on_message` with channel and text of each message, until the connection breaks or should be replaced.
     pub(super) async fn run(mut self, mut on_message: impl FnMut(&[u8], &str)) {
         let mut pinged = false;
         self.connection.start(&[], 1);
-        loop {
+        // Credentials cannot be renewed on a connection with subscriptions.
+        while !self.connection.should_replace() {
             let limit = if pinged { self.ping_timeout } else { PING_EVERY };
             match timeout(limit, self.connection.finish()).await {
                 Ok(Ok(replies)) => {

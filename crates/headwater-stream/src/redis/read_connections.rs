@@ -1,14 +1,15 @@
 //! The blocking connections of one reader: one in total, or one per slot on a cluster.
 //!
 //! Upstream: `readers`. Guarantees: the first connection with entries ends the wait; what other
-//! connections fetch meanwhile is returned by the next read.
+//! connections fetch meanwhile is returned by the next read. A server that does not answer delays the others once, by at most
+//! a second: then its connection is closed and the read of its slot has failed.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::stream::{FuturesUnordered, StreamExt};
-use tokio::time::Instant;
+use tokio::time::{Instant, timeout_at};
 
 use super::blocking_connection::BlockingConnection;
 use super::client::{RedisClient, closed};
@@ -18,14 +19,18 @@ use crate::error::{Result, StreamError};
 
 /// An outstanding read that ends at most this much later than the new one is not cancelled.
 const WAIT_SLACK: Duration = Duration::from_millis(5);
+/// How long the servers of other slots have after the first one has answered, or after the end of the wait.
+const OTHERS_MAX: Duration = Duration::from_secs(1);
 
 pub(super) struct ReadConnections {
     client: Arc<RedisClient>,
     by_slot: BTreeMap<u16, BlockingConnection>,
     /// Reads whose replies were not taken yet.
     completed: Vec<(StreamRead, RespReplies)>,
-    /// An error that happened while another connection returned entries.
-    deferred_error: Option<StreamError>,
+    /// Reads that failed.
+    failures: Vec<(StreamRead, StreamError)>,
+    /// Whether a read has returned since they happened. A caller that does not take them then is not interested.
+    are_reported: bool,
 }
 
 impl ReadConnections {
@@ -34,7 +39,8 @@ impl ReadConnections {
             client: Arc::clone(client),
             by_slot: BTreeMap::new(),
             completed: Vec::new(),
-            deferred_error: None,
+            failures: Vec::new(),
+            are_reported: false,
         }
     }
 
@@ -46,28 +52,40 @@ impl ReadConnections {
         std::mem::take(&mut self.completed)
     }
 
-    /// Sends one read per slot and waits until one has entries. The result is available from `take_completed`, even if
+    /// The reads that have failed while others did not.
+    pub(super) fn take_failures(&mut self) -> Vec<(StreamRead, StreamError)> {
+        std::mem::take(&mut self.failures)
+    }
+
+    /// Sends one read per slot and waits until one has entries or has failed. Fails if all have. The result is available from `take_completed`, even if
     /// this future was dropped. Cancel-safe.
     pub(super) async fn read(&mut self, reads: &[(u16, StreamRead)], wait: Duration) -> Result<()> {
         let client = Arc::clone(&self.client);
         client.check_open()?;
-        if let Some(error) = self.deferred_error.take() {
-            return Err(error);
+        if std::mem::take(&mut self.are_reported) {
+            self.failures.clear();
         }
-        if !self.completed.is_empty() {
+        if !self.completed.is_empty() || !self.failures.is_empty() {
+            self.are_reported = true;
             return Ok(());
         }
         tokio::select! {
             biased;
-            read = self.read_all(reads, wait) => read,
-            () = client.until_closed() => Err(closed()),
+            read = self.read_all(reads, wait) => read?,
+            () = client.until_closed() => return Err(closed()),
+        }
+        self.are_reported = true;
+        let is_failed = |read: &StreamRead| self.failures.iter().any(|(failed, _)| failed == read);
+        match self.completed.is_empty() && reads.iter().all(|(_, read)| is_failed(read)) {
+            true => self.take_failures().pop().map_or(Ok(()), |(_, error)| Err(error)),
+            false => Ok(()),
         }
     }
 
     async fn read_all(&mut self, reads: &[(u16, StreamRead)], wait: Duration) -> Result<()> {
         let wait_until = (!wait.is_zero()).then(|| Instant::now() + wait);
-        self.cancel_stale(reads, wait_until).await?;
-        if !self.completed.is_empty() {
+        self.cancel_stale(reads, wait_until).await;
+        if !self.completed.is_empty() || !self.failures.is_empty() {
             return Ok(());
         }
         for (slot, _) in reads {
@@ -82,20 +100,18 @@ impl ReadConnections {
             return Ok(());
         }
         // First without blocking on all connections, then blocking until the first one has entries.
-        self.read_many(reads, None).await?;
-        if self.completed.is_empty() && wait_until.is_some() {
-            self.read_many(reads, wait_until).await?;
+        self.read_many(reads, None).await;
+        if self.completed.is_empty() && self.failures.is_empty() && wait_until.is_some() {
+            self.read_many(reads, wait_until).await;
         }
         Ok(())
     }
 
-    /// Reads on all connections. Without a wait it collects all replies, otherwise it stops at the first with entries.
-    async fn read_many(
-        &mut self,
-        reads: &[(u16, StreamRead)],
-        wait_until: Option<Instant>,
-    ) -> Result<()> {
+    /// Reads on all connections. Without a wait it collects all replies, otherwise it stops at the first with entries or an
+    /// error.
+    async fn read_many(&mut self, reads: &[(u16, StreamRead)], wait_until: Option<Instant>) {
         let client = &self.client;
+        let mut unanswered: BTreeMap<u16, &StreamRead> = BTreeMap::new();
         let mut reading: FuturesUnordered<_> = self
             .by_slot
             .iter_mut()
@@ -103,36 +119,42 @@ impl ReadConnections {
                 let (_, read) = reads.iter().find(|(of_slot, _)| of_slot == slot)?;
                 // A connection that is still blocked has no entries yet: its server would have replied.
                 let blocked = connection.outstanding().is_some() && wait_until.is_none();
-                (!blocked).then_some(async move {
-                    (connection.read(client, read, wait_until).await, read)
+                (!blocked).then(|| {
+                    unanswered.insert(*slot, read);
+                    async move { (*slot, connection.read(client, read, wait_until).await, read) }
                 })
             })
             .collect();
-        while let Some((reply, read)) = reading.next().await {
+        let mut limit = wait_until.map(|until| until + OTHERS_MAX);
+        let is_late = loop {
+            let answered = match limit {
+                None => Ok(reading.next().await),
+                Some(limit) => timeout_at(limit, reading.next()).await,
+            };
+            let Ok(answered) = answered else { break true };
+            let Some((slot, reply, read)) = answered else { break false };
+            unanswered.remove(&slot);
+            limit.get_or_insert_with(|| Instant::now() + OTHERS_MAX);
             match reply {
-                Ok(None) => {}
-                Ok(Some(replies)) => {
-                    self.completed.push((read.clone(), replies));
-                    if wait_until.is_some() {
-                        break;
-                    }
-                }
-                Err(error) => self.deferred_error = Some(error),
+                Ok(None) => continue,
+                Ok(Some(replies)) => self.completed.push((read.clone(), replies)),
+                Err(error) => self.failures.push((read.clone(), error)),
             }
-            if wait_until.is_some() && self.deferred_error.is_some() {
-                break;
+            if wait_until.is_some() {
+                break false;
+            }
+        };
+        drop(reading);
+        if is_late {
+            for (slot, read) in unanswered {
+                self.by_slot.remove(&slot);
+                self.failures.push((read.clone(), no_answer()));
             }
         }
-        drop(reading);
-        self.take_deferred_error()
     }
 
     /// Cancels outstanding reads that differ from these or would block too long, and drops unused connections.
-    async fn cancel_stale(
-        &mut self,
-        reads: &[(u16, StreamRead)],
-        wait_until: Option<Instant>,
-    ) -> Result<()> {
+    async fn cancel_stale(&mut self, reads: &[(u16, StreamRead)], wait_until: Option<Instant>) {
         let is_current =
             |slot: &u16, connection: &BlockingConnection| match connection.outstanding() {
                 None => true,
@@ -144,7 +166,7 @@ impl ReadConnections {
         let stale = self.by_slot.iter().filter(|(slot, connection)| !is_current(slot, connection));
         let stale: Vec<u16> = stale.map(|(slot, _)| *slot).collect();
         if !stale.is_empty() {
-            self.cancel(&stale).await?;
+            self.cancel(&stale).await;
         }
         let unused: Vec<u16> = self
             .by_slot
@@ -153,51 +175,60 @@ impl ReadConnections {
             .copied()
             .collect();
         self.drop_connections(&unused);
-        Ok(())
     }
 
-    /// Cancels all reads and drops the connections. What they fetched is available from `take_completed`.
+    /// Cancels all reads and drops the connections. What they fetched is available from `take_completed`. Fails if one of
+    /// them could not be cancelled.
     pub(super) async fn close(&mut self) -> Result<()> {
         let slots: Vec<u16> = self.by_slot.keys().copied().collect();
-        let cancelled = self.cancel(&slots).await;
+        self.cancel(&slots).await;
         self.drop_connections(&slots);
-        cancelled
+        match self.take_failures().pop() {
+            Some((_, error)) => Err(error),
+            None => Ok(()),
+        }
     }
 
     /// Cancels the reads of these slots and keeps what they fetched.
-    async fn cancel(&mut self, slots: &[u16]) -> Result<()> {
+    async fn cancel(&mut self, slots: &[u16]) {
         let client = &self.client;
+        // Without others to delay, the server has until the deadline of a call.
+        let limit = match self.by_slot.len() {
+            0 | 1 => client.deadline() + client.call_deadline(),
+            _ => Instant::now() + OTHERS_MAX,
+        };
+        let mut unanswered: BTreeMap<u16, StreamRead> = BTreeMap::new();
         let connections = self.by_slot.iter_mut().filter(|(slot, _)| slots.contains(slot));
         let mut cancelling: FuturesUnordered<_> = connections
-            .map(|(_, connection)| async move {
-                let read = connection.outstanding().map(|(read, _)| read.clone());
-                (connection.cancel(client).await, read)
+            .filter_map(|(slot, connection)| {
+                let read = connection.outstanding().map(|(read, _)| read.clone())?;
+                unanswered.insert(*slot, read.clone());
+                Some(async move { (*slot, connection.cancel(client).await, read) })
             })
             .collect();
         // Each reply is stored as it arrives: this future may be dropped in between.
-        while let Some((reply, read)) = cancelling.next().await {
-            match (reply, read) {
-                (Ok(Some(replies)), Some(read)) => self.completed.push((read, replies)),
-                (Ok(_), _) => {}
-                (Err(error), _) => self.deferred_error = Some(error),
+        while let Ok(Some((slot, reply, read))) = timeout_at(limit, cancelling.next()).await {
+            unanswered.remove(&slot);
+            match reply {
+                Ok(Some(replies)) => self.completed.push((read, replies)),
+                Ok(None) => {}
+                Err(error) => self.failures.push((read, error)),
             }
         }
         drop(cancelling);
-        self.take_deferred_error()
-    }
-
-    /// Returns the deferred error unless a read completed; then the next read returns it.
-    fn take_deferred_error(&mut self) -> Result<()> {
-        match self.deferred_error.take() {
-            Some(error) if self.completed.is_empty() => Err(error),
-            error => {
-                self.deferred_error = error;
-                Ok(())
-            }
+        for (slot, read) in unanswered {
+            self.by_slot.remove(&slot);
+            self.failures.push((read, no_answer()));
         }
     }
 
     fn drop_connections(&mut self, slots: &[u16]) {
         self.by_slot.retain(|slot, _| !slots.contains(slot));
     }
+}
+
+fn no_answer() -> StreamError {
+    let problem =
+        "a server of the cluster did not answer in time; entries it delivered are pending";
+    StreamError::Unavailable { problem: problem.to_owned(), source: None }
 }

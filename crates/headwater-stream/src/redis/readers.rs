@@ -22,7 +22,7 @@ use crate::entry::{DeliveredEntry, Entry, EntryId, Fields};
 use crate::error::{Result, StreamError};
 use crate::limits::COUNT_MAX;
 use crate::name::{ConsumerName, GroupName, StreamName};
-use crate::streams::{GroupReader, GroupStart, StreamBatch, TailReader};
+use crate::streams::{GroupReader, GroupStart, StreamBatch, StreamReadFailure, TailReader};
 use crate::validate;
 
 /// Reads for one consumer of a group.
@@ -52,6 +52,8 @@ pub(super) struct StreamRead {
 struct ReaderGroup {
     group: GroupName,
     consumer: ConsumerName,
+    /// Whether a missing group fails a read instead of being created.
+    is_required: bool,
 }
 
 impl RedisGroupReader {
@@ -60,7 +62,8 @@ impl RedisGroupReader {
         group: &GroupName,
         consumer: &ConsumerName,
     ) -> Self {
-        let group = ReaderGroup { group: group.clone(), consumer: consumer.clone() };
+        let (group, consumer) = (group.clone(), consumer.clone());
+        let group = ReaderGroup { group, consumer, is_required: false };
         Self { group, connections: ReadConnections::new(client) }
     }
 
@@ -76,6 +79,10 @@ impl RedisGroupReader {
 
 #[async_trait]
 impl GroupReader for RedisGroupReader {
+    fn require_groups(&mut self) {
+        self.group.is_required = true;
+    }
+
     async fn read(
         &mut self,
         streams: &[StreamName],
@@ -86,6 +93,11 @@ impl GroupReader for RedisGroupReader {
         let reads = by_slot(self.connections.client(), streams, &[], Some(&self.group), count);
         self.connections.read(&reads, wait).await?;
         self.batches(streams)
+    }
+
+    fn take_failures(&mut self) -> Vec<StreamReadFailure> {
+        let failures = self.connections.take_failures().into_iter();
+        failures.map(|(read, error)| StreamReadFailure { streams: read.streams, error }).collect()
     }
 
     async fn close(mut self: Box<Self>) -> Result<Vec<StreamBatch<DeliveredEntry>>> {
@@ -115,6 +127,10 @@ impl TailReader for RedisTailReader {
         loop {
             self.connections.read(&reads, wait).await?;
             let mut completed = self.connections.take_completed();
+            let failure = self.connections.take_failures().into_iter().next();
+            if let (true, Some((_, error))) = (completed.is_empty(), failure) {
+                return Err(error);
+            }
             let is_empty = completed.is_empty();
             // Replies to earlier, different reads are dropped.
             completed.retain(|(read, _)| reads.iter().any(|(_, wanted)| wanted == read));
@@ -135,7 +151,7 @@ impl StreamRead {
         connection: &mut Connection,
         deadline: Instant,
     ) -> Result<bool> {
-        let Some(ReaderGroup { group, consumer }) = &self.group else { return Ok(false) };
+        let Some(ReaderGroup { group, consumer, .. }) = &self.group else { return Ok(false) };
         let reader = (group, consumer);
         disconnect_reader::register_reader(client, connection, &self.streams, reader, deadline)
             .await
@@ -152,7 +168,7 @@ impl StreamRead {
         commands.begin(words);
         match &self.group {
             None => commands.arg("XREAD"),
-            Some(ReaderGroup { group, consumer }) => {
+            Some(ReaderGroup { group, consumer, .. }) => {
                 let words = ["XREADGROUP", "GROUP", group.as_str(), consumer.as_str()];
                 words.iter().for_each(|word| commands.arg(word));
             }
@@ -172,26 +188,24 @@ impl StreamRead {
         commands
     }
 
-    /// Fixes the cause of an error: creates a lost group again from the beginning. Returns whether the read should be
-    /// re-sent.
+    /// Fixes the cause of an error: creates a missing group from the beginning, unless it is required. Returns whether the
+    /// read should be re-sent.
     pub(super) async fn recover(
         &self,
         client: &RedisClient,
         slot: u16,
         error: &ServerError,
     ) -> Result<bool> {
-        let Some(ReaderGroup { group, .. }) = self.group.as_ref().filter(|_| error.is_no_group())
-        else {
+        let Some(ReaderGroup { group, is_required: false, .. }) = &self.group else {
             return Ok(false);
         };
+        if !error.is_no_group() {
+            return Ok(false);
+        }
         for stream in &self.streams {
             let commands = create_group(stream, group, GroupStart::Beginning);
             let replies = client.call(slot, commands, Idempotency::Idempotent).await?;
-            match replies.cursor().text() {
-                Ok(_) => {}
-                Err(ReplyError::Server(error)) if error.code() == "BUSYGROUP" => {}
-                Err(error) => return Err(error.into_stream_error(stream)),
-            }
+            replies.cursor().number().map_err(|error| error.into_stream_error(stream))?;
         }
         Ok(true)
     }
@@ -212,14 +226,15 @@ impl StreamRead {
         }
     }
 
-    /// The stream that an error is about: the first whose key holds another type, or the first.
+    /// The stream that an error is about: the one it names, the first whose key holds another type, or the first.
     async fn failing_stream(
         &self,
         client: &RedisClient,
         slot: u16,
         error: &ServerError,
     ) -> &StreamName {
-        let mut found = 0;
+        let is_named = |stream: &StreamName| error.text().contains(&format!("'{stream}'"));
+        let mut found = self.streams.iter().position(is_named).unwrap_or(0);
         if error.is_wrong_type() && self.streams.len() > 1 {
             let mut commands = Commands::new();
             self.streams.iter().for_each(|stream| commands.add(&["TYPE", stream.as_str()]));

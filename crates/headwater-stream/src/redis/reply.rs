@@ -279,6 +279,18 @@ impl<'a> Cursor<'a> {
         }
     }
 
+    /// Reads up to the replies of the `commands` commands in a transaction, which follow. Fails with the reason if the
+    /// transaction had no effect.
+    pub(super) fn transaction(&mut self, commands: usize) -> Result<(), ReplyError> {
+        let mut rejection = None;
+        for _ in 0..=commands {
+            if let RespValue::Error(text) = self.value()? {
+                rejection.get_or_insert_with(|| ReplyError::Server(ServerError::new(text)));
+            }
+        }
+        self.array_of(commands).map_err(|error| rejection.unwrap_or(error))
+    }
+
     pub(super) fn number(&mut self) -> Result<i64, ReplyError> {
         match self.value()? {
             RespValue::Number(number) => Ok(number),

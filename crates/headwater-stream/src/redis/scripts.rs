@@ -4,7 +4,8 @@
 //! `HWTYPE key` if a key holds a value of another type, and with `HWFENCED` if a lease is stale.
 //!
 //! Memory: a server at its memory limit rejects the first write of a script and allows later ones. So a script whose first
-//! write can be rejected executes completely or not at all.
+//! write can be rejected executes completely or not at all. Scripts that a full server needs to be drained (leases, members,
+//! groups, data epochs, moving due entries to their streams) are then sent again with the flag `allow-oom`, which servers before Redis 7 do not know.
 
 use std::sync::OnceLock;
 
@@ -13,11 +14,22 @@ use std::sync::OnceLock;
 pub(super) struct Script {
     text: &'static str,
     digest: OnceLock<String>,
+    /// Whether it may run on a server that is full.
+    allows_oom: bool,
 }
 
 impl Script {
     const fn new(text: &'static str) -> Self {
-        Self { text, digest: OnceLock::new() }
+        Self { text, digest: OnceLock::new(), allows_oom: false }
+    }
+
+    const fn allowing_oom(text: &'static str) -> Self {
+        Self { text, digest: OnceLock::new(), allows_oom: true }
+    }
+
+    /// The text for a server that is full, if the script may run there.
+    pub(super) fn text_for_full_server(&self) -> Option<String> {
+        self.allows_oom.then(|| format!("#!lua flags=allow-oom\n{}", self.text))
     }
 
     pub(super) fn text(&self) -> &'static str {
@@ -30,8 +42,8 @@ impl Script {
 }
 
 macro_rules! scripts {
-    ($($name:ident = $file:literal;)*) => {
-        $(pub(super) static $name: Script = Script::new(concat!(
+    ($($name:ident = $new:ident $file:literal;)*) => {
+        $(pub(super) static $name: Script = Script::$new(concat!(
             include_str!("scripts/prelude.lua"),
             include_str!(concat!("scripts/", $file, ".lua")),
         ));)*
@@ -42,35 +54,38 @@ macro_rules! scripts {
 }
 
 scripts! {
-    APPEND_ONCE = "append_once";
-    TRIM = "trim";
-    SETTLE = "settle";
-    ACK_FENCED = "ack_fenced";
-    OWNED_PENDING = "owned_pending";
-    KEEP_ALIVE = "keep_alive";
-    RECLAIM = "reclaim";
-    STATS = "stats";
-    RESET_GROUP = "reset_group";
-    REMOVE_IDLE = "remove_idle";
-    DELETE = "delete";
-    RENAME = "rename";
-    SCHEDULE = "schedule";
-    LIST_DUE = "list_due";
-    PROMOTE_DUE = "promote_due";
-    NEXT_DUE = "next_due";
-    CANCEL_DELAYED = "cancel_delayed";
-    LIST_DELAYED = "list_delayed";
-    DELETE_DELAY_SET = "delete_delay_set";
-    ACQUIRE = "acquire";
-    RENEW = "renew";
-    RELEASE = "release";
-    LEASES = "leases";
-    SET_ADD = "set_add";
-    MAP_CREATE = "map_create";
-    MAP_UPDATE = "map_update";
-    DEDUP_BEGIN = "dedup_begin";
-    DEDUP_FINISH = "dedup_finish";
-    DEDUP_ABANDON = "dedup_abandon";
+    APPEND_ONCE = new "append_once";
+    TRIM = new "trim";
+    SETTLE = new "settle";
+    ACK_FENCED = new "ack_fenced";
+    OWNED_PENDING = new "owned_pending";
+    KEEP_ALIVE = new "keep_alive";
+    RECLAIM = new "reclaim";
+    STATS = new "stats";
+    RESET_GROUP = new "reset_group";
+    REMOVE_IDLE = new "remove_idle";
+    DELETE = new "delete";
+    DELETE_UNUSED = new "delete_unused";
+    RENAME = new "rename";
+    SCHEDULE = new "schedule";
+    LIST_DUE = new "list_due";
+    PROMOTE_DUE = allowing_oom "promote_due";
+    NEXT_DUE = new "next_due";
+    CANCEL_DELAYED = new "cancel_delayed";
+    LIST_DELAYED = new "list_delayed";
+    DELETE_DELAY_SET = new "delete_delay_set";
+    ACQUIRE = allowing_oom "acquire";
+    RENEW = new "renew";
+    RELEASE = new "release";
+    LEASES = new "leases";
+    SET_ADD = allowing_oom "set_add";
+    MAP_CREATE = allowing_oom "map_create";
+    MAP_UPDATE = allowing_oom "map_update";
+    DEDUP_BEGIN = new "dedup_begin";
+    DEDUP_FINISH = new "dedup_finish";
+    DEDUP_ABANDON = new "dedup_abandon";
+    CREATE_GROUP = allowing_oom "create_group";
+    SET_TOMBSTONE = allowing_oom "set_tombstone";
 }
 
 #[cfg(test)]

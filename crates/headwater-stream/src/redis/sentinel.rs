@@ -1,22 +1,34 @@
-//! Finds the primary of a service through Sentinel.
+//! Finds the primary of a service through Sentinel, and watches for another one.
+//!
+//! Upstream: `node`. Guarantees: Sentinels that other Sentinels name are asked as well, the one that answered last first. When
+//! Sentinel names another primary, connections to the old one are left at once, even if it still accepts writes.
 
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use tokio::time::Instant;
+use tracing::debug;
 
 use super::command::Commands;
-use super::connection::{ConnectError, Connection};
-use super::node::ConnectionSettings;
-use super::reply::RespReplies;
-use super::url::{Address, ConnectionParams};
+use super::connection::{ConnectError, Connection, ConnectionSettings};
+use super::node::Node;
+use super::pubsub::PubSubConnection;
+use super::reconnect::BACKOFF;
+use super::reply::{Cursor, RespReplies};
+use super::url::{Address, Login};
 
 /// Timeout of one Sentinel before the next one is asked.
 const SENTINEL_TIMEOUT: Duration = Duration::from_millis(750);
+/// Maximum number of Sentinels to remember.
+const SENTINELS_MAX: usize = 32;
+/// The channel on which Sentinels announce a new primary.
+const SWITCH_CHANNEL: &str = "+switch-master";
 
 /// The Sentinels of one service.
 #[derive(Debug)]
 pub(super) struct Sentinels {
-    addresses: Vec<Address>,
+    /// Those of the URL and those that others named; the one that answered last is the first.
+    addresses: Mutex<Vec<Address>>,
     service: String,
 }
 
@@ -24,11 +36,11 @@ impl Sentinels {
     /// At least one address.
     pub(super) fn new(addresses: Vec<Address>, service: String) -> Self {
         assert!(!addresses.is_empty(), "the URL names at least one host");
-        Self { addresses, service }
+        Self { addresses: Mutex::new(addresses), service }
     }
 
-    pub(super) fn first(&self) -> &Address {
-        &self.addresses[0]
+    pub(super) fn first(&self) -> Address {
+        self.lock()[0].clone()
     }
 
     /// The address of the primary, from the first Sentinel that knows it.
@@ -37,11 +49,21 @@ impl Sentinels {
         settings: &ConnectionSettings,
         deadline: Instant,
     ) -> Result<Address, ConnectError> {
+        self.ask(settings, deadline).await.map(|(primary, _)| primary)
+    }
+
+    /// The address of the primary, and the connection to the Sentinel that knows it.
+    async fn ask(
+        &self,
+        settings: &ConnectionSettings,
+        deadline: Instant,
+    ) -> Result<(Address, Connection), ConnectError> {
+        let addresses = self.lock().clone();
         let mut last = None;
-        for sentinel in &self.addresses {
+        for sentinel in &addresses {
             let until = deadline.min(Instant::now() + SENTINEL_TIMEOUT);
             match self.query(sentinel, settings, until).await {
-                Ok(primary) => return Ok(primary),
+                Ok(found) => return Ok(found),
                 Err(error) => last = Some(error),
             }
         }
@@ -53,19 +75,97 @@ impl Sentinels {
         sentinel: &Address,
         settings: &ConnectionSettings,
         deadline: Instant,
-    ) -> Result<Address, ConnectError> {
-        // Most Sentinels need no password; those that do usually share the one of their servers.
-        let open = ConnectionParams { tls: settings.params.tls, ..ConnectionParams::default() };
-        let mut connection = match Connection::open(sentinel, &open, &settings.tls, deadline).await
+    ) -> Result<(Address, Connection), ConnectError> {
+        let params = &settings.params;
+        let login = &params.sentinel_login;
+        let mut connection = match Connection::open_as(sentinel, settings, login, 0, deadline).await
         {
-            Err(ConnectError::Fatal(_)) if settings.params.password.is_some() => {
-                let login = ConnectionParams { database: 0, ..(*settings.params).clone() };
-                Connection::open(sentinel, &login, &settings.tls, deadline).await?
+            // Without credentials of their own, most Sentinels need none; the others usually share those of their servers.
+            Err(ConnectError::Fatal(_))
+                if *login == Login::default() && params.login.password.is_some() =>
+            {
+                Connection::open_as(sentinel, settings, &params.login, 0, deadline).await?
             }
             opened => opened?,
         };
-        let query = Commands::one(&["SENTINEL", "GET-MASTER-ADDR-BY-NAME", &self.service]);
-        self.read(&connection.request_until(query, deadline).await?, sentinel)
+        let mut query = Commands::new();
+        query.add(&["SENTINEL", "GET-MASTER-ADDR-BY-NAME", &self.service]);
+        query.add(&["SENTINEL", "SENTINELS", &self.service]);
+        let replies = connection.request_until(query, deadline).await?;
+        let primary = self.read(&replies, sentinel)?;
+        self.learn(sentinel, others(&replies));
+        Ok((primary, connection))
+    }
+
+    /// Remembers the Sentinels that this one named, and asks it first the next time.
+    fn learn(&self, answered: &Address, others: Vec<Address>) {
+        let mut known = self.lock();
+        for address in others {
+            if known.len() < SENTINELS_MAX && !known.contains(&address) {
+                known.push(address);
+            }
+        }
+        if let Some(position) = known.iter().position(|address| address == answered) {
+            known[..=position].rotate_right(1);
+        }
+    }
+
+    /// Tells `node` whenever the Sentinels name another primary. Runs until it is dropped.
+    pub(super) async fn watch(
+        self: Arc<Self>,
+        node: Arc<Node>,
+        settings: ConnectionSettings,
+        call_deadline: Duration,
+    ) {
+        let mut retry = BACKOFF.timer();
+        loop {
+            match self.subscribe(&node, &settings, Instant::now() + call_deadline).await {
+                Ok(subscription) => {
+                    retry.reset();
+                    let on_message = |_: &[u8], text: &str| {
+                        self.switched(text).iter().for_each(|primary| node.on_primary(primary));
+                    };
+                    subscription.run(on_message).await;
+                }
+                Err(error) => debug!(%error, "not subscribed at a Sentinel, retrying"),
+            }
+            retry.wait().await;
+        }
+    }
+
+    async fn subscribe(
+        &self,
+        node: &Node,
+        settings: &ConnectionSettings,
+        deadline: Instant,
+    ) -> Result<PubSubConnection, String> {
+        let timeout = settings.liveness.ping_timeout;
+        let asked = self.ask(settings, deadline).await;
+        let (_, connection) = asked.map_err(|error| error.to_string())?;
+        let mut subscription = PubSubConnection::new(connection, timeout);
+        subscription
+            .subscribe(SWITCH_CHANNEL, deadline)
+            .await
+            .map_err(|error| error.to_string())??;
+        // After subscribing: a switch in between is not missed.
+        let primary = self.primary(settings, deadline).await.map_err(|error| error.to_string())?;
+        node.on_primary(&primary);
+        Ok(subscription)
+    }
+
+    /// The new primary of this service: `SERVICE OLD-HOST OLD-PORT NEW-HOST NEW-PORT`.
+    fn switched(&self, text: &str) -> Option<Address> {
+        let words: Vec<&str> = text.split(' ').collect();
+        match words[..] {
+            [service, _, _, host, port] if service == self.service => {
+                Some(Address { host: host.to_owned(), port: port.parse().ok()? })
+            }
+            _ => None,
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<Address>> {
+        self.addresses.lock().expect("no code panics while it holds this lock")
     }
 
     fn read(&self, replies: &RespReplies, sentinel: &Address) -> Result<Address, ConnectError> {
@@ -88,4 +188,27 @@ impl Sentinels {
             }
         }
     }
+}
+
+/// The Sentinels in the reply of `SENTINEL SENTINELS`; none if it cannot be read.
+fn others(replies: &RespReplies) -> Vec<Address> {
+    let read = |cursor: &mut Cursor<'_>| -> Result<Vec<Address>, super::error::ReplyError> {
+        cursor.skip(1)?;
+        let mut found = Vec::new();
+        for _ in 0..cursor.array()? {
+            let (mut host, mut port) = (String::new(), 0);
+            for _ in 0..cursor.array()? / 2 {
+                match cursor.text()? {
+                    b"ip" => host = cursor.string()?,
+                    b"port" => port = u16::try_from(cursor.digits()?).unwrap_or(0),
+                    _ => cursor.skip(1)?,
+                }
+            }
+            if !host.is_empty() && port != 0 {
+                found.push(Address { host, port });
+            }
+        }
+        Ok(found)
+    };
+    read(&mut replies.cursor()).unwrap_or_default()
 }

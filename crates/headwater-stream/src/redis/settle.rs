@@ -7,7 +7,7 @@ use std::collections::HashSet;
 use std::time::Duration;
 
 use super::RedisBackend;
-use super::append::add_appends;
+use super::append::{add_appends, read_appends};
 use super::client::Idempotency;
 use super::command::Commands;
 use super::error::ReplyError;
@@ -191,11 +191,9 @@ impl RedisBackend {
         for (target, all) in targets {
             let mut commands = Commands::new();
             add_appends(&mut commands, target, all.iter().copied());
-            let replies = self.call(target, commands, Idempotency::AtMostOnce).await?;
-            let mut cursor = replies.cursor();
-            for _ in all {
-                cursor.id().map_err(|error| error.into_stream_error(target))?;
-            }
+            let replies = self.append_all(target, commands).await?;
+            let appended = read_appends(&mut replies.cursor(), all.len());
+            appended.map_err(|error| error.into_stream_error(target))?;
         }
         Ok(held)
     }

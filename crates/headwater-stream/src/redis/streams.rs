@@ -14,12 +14,13 @@ use super::sanitized_name;
 use super::{keys, msgpack, scripts, trim};
 use crate::entry::{DeliveredEntry, Entry, EntryId, Fields};
 use crate::error::{Result, StreamError};
-use crate::name::{ConsumerName, GroupName, StreamName};
+use crate::name::{ConsumerName, GroupName, MapName, StreamName};
+use crate::registry::Registry;
 use crate::streams::{
-    AppendRequest, AppendedEntry, Direction, DisconnectOutcome, GroupReader, GroupStart,
-    IdempotentEntry, PendingDelivery, PendingDeliveryQuery, Range, ReclaimFrom, ReclaimRequest,
-    ReclaimResult, Retention, SettleBatch, SettleResult, StreamStats, Streams, TailReader,
-    TrimGuard, TrimResult,
+    AppendRequest, AppendedEntry, Direction, DisconnectOutcome, GroupCondition, GroupReader,
+    GroupStart, IdempotentEntry, PendingDelivery, PendingDeliveryQuery, Range, ReclaimFrom,
+    ReclaimRequest, ReclaimResult, Retention, SettleBatch, SettleResult, StreamStats, Streams,
+    TailReader, TrimGuard, TrimResult,
 };
 use crate::validate;
 
@@ -93,11 +94,38 @@ impl Streams for RedisBackend {
         start: GroupStart,
     ) -> Result<bool> {
         let commands = create_group(stream, group, start);
-        let replies = self.call(stream, commands, Idempotency::Idempotent).await?;
-        match replies.cursor().text() {
-            Ok(_) => Ok(true),
-            Err(ReplyError::Server(error)) if error.code() == "BUSYGROUP" => Ok(false),
-            Err(error) => Err(error.into_stream_error(stream)),
+        self.call_idempotent(stream, commands, |reply| Ok(reply.number()? == 1)).await
+    }
+
+    async fn ensure_group_if(
+        &self,
+        stream: &StreamName,
+        group: &GroupName,
+        start: GroupStart,
+        condition: GroupCondition<'_>,
+    ) -> Result<bool> {
+        let missing =
+            || StreamError::NoGroup { stream: stream.to_string(), group: group.to_string() };
+        match condition {
+            GroupCondition::StreamOrMap { map, without } if self.slot(map) == self.slot(stream) => {
+                let (keys, condition) = ([stream.as_str(), map.as_str()], ["map", without]);
+                self.create_group_if(stream, group, start, &keys, &condition)
+                    .await?
+                    .ok_or_else(missing)
+            }
+            _ => {
+                let keys = [stream.as_str()];
+                let created =
+                    self.create_group_if(stream, group, start, &keys, &["stream"]).await?;
+                match (created, condition) {
+                    (Some(is_new), _) => Ok(is_new),
+                    (None, GroupCondition::StreamExists) => Err(missing()),
+                    (None, GroupCondition::StreamOrMap { map, without }) => self
+                        .create_with_map(stream, group, start, (map, without))
+                        .await?
+                        .ok_or_else(missing),
+                }
+            }
         }
     }
 
@@ -169,7 +197,7 @@ impl Streams for RedisBackend {
     async fn reclaim(&self, reclaim: ReclaimRequest<'_>) -> Result<ReclaimResult> {
         validate::reclaim(&reclaim)?;
         let ReclaimRequest { stream, group, .. } = reclaim;
-        if reclaim.after == Some(EntryId::MAX) && !matches!(reclaim.from, ReclaimFrom::Ids(_)) {
+        if reclaim.after == Some(EntryId::MAX) && reclaim.from.ids().is_none() {
             return Ok(ReclaimResult::default());
         }
         let keys = self.keys_with_fence(stream, reclaim.fence)?;
@@ -178,8 +206,9 @@ impl Streams for RedisBackend {
             ReclaimFrom::Others => &["others"],
             ReclaimFrom::Consumer(consumer) => &["consumer", consumer.as_str()],
             ReclaimFrom::Ids(_) => &["ids"],
+            ReclaimFrom::Own(_) => &["own"],
         };
-        let ids = if let ReclaimFrom::Ids(ids) = reclaim.from { ids } else { &[] };
+        let ids = reclaim.from.ids().unwrap_or_default();
         let mut commands = Commands::new();
         commands.script(&scripts::RECLAIM, &keys, 6 + from.len() + ids.len());
         commands.arg(group.as_str());
@@ -190,7 +219,7 @@ impl Streams for RedisBackend {
         commands.arg_number(reclaim.count as u64);
         from.iter().for_each(|word| commands.arg(word));
         ids.iter().for_each(|id| commands.arg_id(*id));
-        let replies = self.call(stream, commands, Idempotency::AtMostOnce).await?;
+        let replies = self.call_bulk(stream, commands, Idempotency::AtMostOnce).await?;
         read_reclaimed(&replies).map_err(|error| match error {
             ReplyError::Server(error) if error.is_fenced() => fenced(reclaim.fence),
             error => error.into_group_error(stream, group),
@@ -237,8 +266,9 @@ impl Streams for RedisBackend {
                 Commands::one(&["XREVRANGE", stream.as_str(), &to, &from, "COUNT", &count])
             }
         };
-        let entries =
-            self.call_idempotent(stream, commands, |reply| reply.list(Cursor::entry)).await?;
+        let replies = self.call_bulk(stream, commands, Idempotency::Idempotent).await?;
+        let entries = replies.cursor().list(Cursor::entry);
+        let entries = entries.map_err(|error| error.into_stream_error(stream))?;
         let existing =
             |(id, fields): (EntryId, Option<Fields>)| Some(Entry { id, fields: fields? });
         Ok(entries.into_iter().filter_map(existing).collect())
@@ -291,14 +321,17 @@ impl Streams for RedisBackend {
         group: &GroupName,
         idle: Duration,
     ) -> Result<Vec<ConsumerName>> {
-        let args = [group.to_string(), millis(idle).to_string()];
-        let commands = Commands::run(&scripts::REMOVE_IDLE, &[stream], &args);
-        let replies = self.call(stream, commands, Idempotency::AtMostOnce).await?;
-        let name = |reply: &mut Cursor<'_>| sanitized_name(reply.text()?, ConsumerName::new);
-        let mut names =
-            replies.cursor().list(name).map_err(|error| error.into_group_error(stream, group))?;
-        names.sort();
-        Ok(names)
+        self.remove_consumers(stream, group, &[&millis(idle).to_string()]).await
+    }
+
+    async fn remove_consumer(
+        &self,
+        stream: &StreamName,
+        group: &GroupName,
+        consumer: &ConsumerName,
+    ) -> Result<bool> {
+        let removed = self.remove_consumers(stream, group, &["0", consumer.as_str()]).await?;
+        Ok(!removed.is_empty())
     }
 }
 
@@ -318,6 +351,69 @@ impl RedisBackend {
         trims
     }
 
+    /// Removes consumers without pending entries. `which`: the minimum idle time, and optionally a name.
+    async fn remove_consumers(
+        &self,
+        stream: &StreamName,
+        group: &GroupName,
+        which: &[&str],
+    ) -> Result<Vec<ConsumerName>> {
+        let args = [&[group.as_str()], which].concat();
+        let commands = Commands::run(&scripts::REMOVE_IDLE, &[stream], &args);
+        let replies = self.call(stream, commands, Idempotency::AtMostOnce).await?;
+        let name = |reply: &mut Cursor<'_>| sanitized_name(reply.text()?, ConsumerName::new);
+        let mut names =
+            replies.cursor().list(name).map_err(|error| error.into_group_error(stream, group))?;
+        names.sort();
+        Ok(names)
+    }
+
+    /// Creates a group under a condition of the script. Returns whether it is new; `None` if the condition does not hold.
+    async fn create_group_if(
+        &self,
+        stream: &StreamName,
+        group: &GroupName,
+        start: GroupStart,
+        keys: &[&str],
+        condition: &[&str],
+    ) -> Result<Option<bool>> {
+        let start = start_id(start);
+        let args = [&[group.as_str(), &start], condition].concat();
+        let commands = Commands::run(&scripts::CREATE_GROUP, keys, &args);
+        let read = |reply: &mut Cursor<'_>| {
+            let created = reply.number()?;
+            Ok((created >= 0).then_some(created == 1))
+        };
+        self.call_idempotent(stream, commands, read).await
+    }
+
+    /// Creates a group and its stream if a map of another slot exists without this field; `None` if not. The map is
+    /// checked again afterwards: it may have been deleted meanwhile, together with the stream.
+    async fn create_with_map(
+        &self,
+        stream: &StreamName,
+        group: &GroupName,
+        start: GroupStart,
+        (map, without): (&MapName, &str),
+    ) -> Result<Option<bool>> {
+        let holds = async || {
+            let fields = self.map_get(map).await?;
+            Ok::<_, StreamError>(fields.is_some_and(|fields| !fields.contains_key(without)))
+        };
+        if !holds().await? {
+            return Ok(None);
+        }
+        let is_new = self.ensure_group(stream, group, start).await?;
+        if holds().await? {
+            return Ok(Some(is_new));
+        }
+        if is_new {
+            let commands = Commands::run(&scripts::DELETE_UNUSED, &[stream], &[group.as_str()]);
+            self.call_idempotent(stream, commands, |reply| reply.number().map(drop)).await?;
+        }
+        Ok(None)
+    }
+
     /// Deletes a key of the given type. Returns whether it existed.
     pub(super) async fn delete(&self, key: &str, kind: &str) -> Result<bool> {
         let commands = Commands::run(&scripts::DELETE, &[key], &[kind]);
@@ -327,8 +423,8 @@ impl RedisBackend {
 
 /// A command that creates a group, and its stream if it does not exist.
 pub(super) fn create_group(stream: &StreamName, group: &GroupName, start: GroupStart) -> Commands {
-    let start = start_id(start);
-    Commands::one(&["XGROUP", "CREATE", stream.as_str(), group.as_str(), &start, "MKSTREAM"])
+    let args = [group.as_str(), &start_id(start), "always"];
+    Commands::run(&scripts::CREATE_GROUP, &[stream], &args)
 }
 
 fn start_id(start: GroupStart) -> String {

@@ -8,7 +8,7 @@ use crate::error::{Result, StreamError};
 const PORT: u16 = 6379;
 const SENTINEL_PORT: u16 = 26_379;
 
-/// Host and port of a server.
+/// Host and port of a server; for a unix socket, its path and port 0.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(super) struct Address {
     pub(super) host: String,
@@ -29,12 +29,26 @@ pub(super) enum Topology {
 /// Credentials, database and TLS settings.
 #[derive(Clone, Default, PartialEq, Eq)]
 pub(super) struct ConnectionParams {
-    pub(super) user: Option<String>,
-    pub(super) password: Option<String>,
+    pub(super) login: Login,
+    /// Credentials for the Sentinels. Empty: none, or those of the servers if a Sentinel requires some.
+    pub(super) sentinel_login: Login,
     pub(super) database: u32,
+    /// Name of the connections in `CLIENT LIST`.
+    pub(super) client_name: Option<String>,
     pub(super) tls: bool,
     /// File with the trusted certificates; the system's if `None`.
     pub(super) ca_file: Option<PathBuf>,
+    /// Files with the client certificate and its key.
+    pub(super) client_certificate: Option<(PathBuf, PathBuf)>,
+    /// Name that the server's certificate must have (SNI); the host if `None`.
+    pub(super) server_name: Option<String>,
+}
+
+/// User and password.
+#[derive(Clone, Default, PartialEq, Eq)]
+pub(super) struct Login {
+    pub(super) user: Option<String>,
+    pub(super) password: Option<String>,
 }
 
 /// A parsed URL.
@@ -58,13 +72,16 @@ impl Url {
             ConnectionParams { tls: scheme == "rediss", ..ConnectionParams::default() };
         if let Some(login) = login {
             let (user, password) = login.split_once(':').unwrap_or((login, ""));
-            params.user = Some(unescape(user)?).filter(|user| !user.is_empty());
-            params.password = Some(unescape(password)?).filter(|password| !password.is_empty());
-            if params.user.is_some() && params.password.is_none() {
-                return Err(invalid("user without a password"));
-            }
+            params.login = Login { user: given(user)?, password: given(password)? };
         }
         parse_query(query, scheme, &mut params)?;
+        if is_unix(scheme) {
+            if !hosts.is_empty() || path.is_empty() {
+                return Err(invalid("a unix socket needs an absolute path: unix:///path"));
+            }
+            let host = format!("/{}", unescape(path)?);
+            return Ok(Self { topology: Topology::Single(Address { host, port: 0 }), params });
+        }
         let path = path.trim_end_matches('/');
         let topology = match scheme {
             "redis" | "rediss" => {
@@ -90,7 +107,7 @@ impl Url {
             }
             _ => {
                 return Err(invalid(
-                    "it must start with redis://, rediss://, redis-sentinel:// or redis-cluster://",
+                    "it must start with redis://, rediss://, unix://, redis-sentinel:// or redis-cluster://",
                 ));
             }
         };
@@ -99,6 +116,11 @@ impl Url {
 }
 
 impl Address {
+    /// Whether this is a unix socket, whose path is the host.
+    pub(super) fn is_unix(&self) -> bool {
+        self.host.starts_with('/')
+    }
+
     /// Parses `host:port`; an IPv6 address may be in brackets.
     pub(super) fn parse(text: &str, port: u16) -> Result<Self> {
         let (host, number) = if let Some(rest) = text.strip_prefix('[') {
@@ -126,7 +148,9 @@ impl Address {
 
 impl fmt::Display for Address {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if self.host.contains(':') {
+        if self.is_unix() {
+            f.write_str(&self.host)
+        } else if self.host.contains(':') {
             write!(f, "[{}]:{}", self.host, self.port)
         } else {
             write!(f, "{}:{}", self.host, self.port)
@@ -142,6 +166,9 @@ impl fmt::Display for Url {
         };
         let database = self.params.database;
         match &self.topology {
+            Topology::Single(address) if address.is_unix() => {
+                write!(f, "unix://{address}?db={database}")
+            }
             Topology::Single(address) => {
                 let scheme = if self.params.tls { "rediss" } else { "redis" };
                 write!(f, "{scheme}://{address}/{database}")
@@ -164,11 +191,23 @@ impl fmt::Debug for ConnectionParams {
 }
 
 fn parse_query(query: &str, scheme: &str, params: &mut ConnectionParams) -> Result<()> {
+    let (mut certificate, mut key) = (None, None);
     for setting in query.split('&').filter(|setting| !setting.is_empty()) {
         match setting.split_once('=').unwrap_or((setting, "")) {
             ("ca", file) if !file.is_empty() => params.ca_file = Some(unescape(file)?.into()),
-            ("tls", "true") if scheme != "redis" => params.tls = true,
-            ("tls", "false") if scheme != "rediss" => params.tls = false,
+            ("cert", file) if !file.is_empty() => certificate = Some(unescape(file)?.into()),
+            ("key", file) if !file.is_empty() => key = Some(unescape(file)?.into()),
+            ("sni", name) if !name.is_empty() => params.server_name = Some(unescape(name)?),
+            ("client_name", name) => params.client_name = Some(client_name(name)?),
+            ("sentinel_user", user) if scheme == "redis-sentinel" => {
+                params.sentinel_login.user = given(user)?;
+            }
+            ("sentinel_password", password) if scheme == "redis-sentinel" => {
+                params.sentinel_login.password = given(password)?;
+            }
+            ("db", number) if is_unix(scheme) => params.database = database(number)?,
+            ("tls", "true") if scheme.starts_with("redis-") => params.tls = true,
+            ("tls", "false") if scheme.starts_with("redis-") => params.tls = false,
             ("tls", _) => {
                 return Err(invalid(
                     "`tls` must be true or false; for a single server use rediss://",
@@ -177,15 +216,45 @@ fn parse_query(query: &str, scheme: &str, params: &mut ConnectionParams) -> Resu
             (name, _) => {
                 let name: String = name.chars().take(32).collect();
                 return Err(invalid(format!(
-                    "unknown setting `{name}`; known settings are `ca` and `tls`"
+                    "unknown setting `{name}`, or without a value; known settings are `ca`, `cert`, `key`, `sni`, `tls`, \
+                     `client_name`, with unix:// `db`, with redis-sentinel:// `sentinel_user` and `sentinel_password`"
                 )));
             }
         }
     }
-    if params.ca_file.is_some() && !params.tls {
-        return Err(invalid("`ca` requires TLS"));
+    params.client_certificate = match (certificate, key) {
+        (Some(certificate), Some(key)) => Some((certificate, key)),
+        (None, None) => None,
+        _ => return Err(invalid("`cert` and `key` must be given together")),
+    };
+    let needs_tls = params.ca_file.is_some()
+        || params.client_certificate.is_some()
+        || params.server_name.is_some();
+    if needs_tls && !params.tls {
+        return Err(invalid("`ca`, `cert`, `key` and `sni` require TLS"));
+    }
+    if params.sentinel_login.user.is_some() && params.sentinel_login.password.is_none() {
+        return Err(invalid("`sentinel_user` without `sentinel_password`"));
     }
     Ok(())
+}
+
+fn is_unix(scheme: &str) -> bool {
+    matches!(scheme, "unix" | "redis+unix")
+}
+
+/// An escaped text; `None` if it is empty.
+fn given(text: &str) -> Result<Option<String>> {
+    Ok(Some(unescape(text)?).filter(|text| !text.is_empty()))
+}
+
+/// The server rejects names with spaces and control characters.
+fn client_name(text: &str) -> Result<String> {
+    let name = unescape(text)?;
+    if name.is_empty() || name.len() > 64 || !name.bytes().all(|byte| byte.is_ascii_graphic()) {
+        return Err(invalid("`client_name` must be 1 to 64 visible ASCII characters"));
+    }
+    Ok(name)
 }
 
 fn addresses(hosts: &str, port: u16) -> Result<Vec<Address>> {
@@ -238,11 +307,13 @@ mod tests {
 
     #[test]
     fn a_single_server_url_has_credentials_a_database_and_tls() {
-        let url = Url::parse("rediss://me:p%40ss:w@[::1]:7000/3?ca=/etc/ca.pem").unwrap();
+        let url =
+            Url::parse("rediss://me:p%40ss:w@[::1]:7000/3?ca=/etc/ca.pem&sni=db.example").unwrap();
 
         assert_eq!(url.topology, Topology::Single(address("::1", 7000)));
-        assert_eq!(url.params.user.as_deref(), Some("me"));
-        assert_eq!(url.params.password.as_deref(), Some("p@ss:w"));
+        assert_eq!(url.params.login.user.as_deref(), Some("me"));
+        assert_eq!(url.params.login.password.as_deref(), Some("p@ss:w"));
+        assert_eq!(url.params.server_name.as_deref(), Some("db.example"));
         assert_eq!(url.params.database, 3);
         assert!(url.params.tls);
         assert_eq!(url.to_string(), "rediss://[::1]:7000/3");
@@ -253,7 +324,10 @@ mod tests {
         let url = Url::parse("redis-sentinel://:secret@a,b:1/main/2").unwrap();
         let sentinels = vec![address("a", SENTINEL_PORT), address("b", 1)];
         assert_eq!(url.topology, Topology::Sentinel { sentinels, service: "main".to_owned() });
-        assert_eq!((url.params.database, url.params.user), (2, None));
+        assert_eq!((url.params.database, url.params.login.user), (2, None));
+        let url = "redis-sentinel://a/main?sentinel_user=eve&sentinel_password=s%26t";
+        let login = Url::parse(url).unwrap().params.sentinel_login;
+        assert_eq!((login.user.as_deref(), login.password.as_deref()), (Some("eve"), Some("s&t")));
 
         let url = Url::parse("redis-cluster://a:1,b:2?tls=true").unwrap();
         assert_eq!(
@@ -261,6 +335,16 @@ mod tests {
             Topology::Cluster { seeds: vec![address("a", 1), address("b", 2)] }
         );
         assert!(url.params.tls);
+    }
+
+    #[test]
+    fn a_unix_socket_has_a_path_a_database_and_credentials() {
+        for scheme in ["unix", "redis+unix"] {
+            let url = Url::parse(&format!("{scheme}://me:pw@/run/re%20dis.sock?db=3")).unwrap();
+            assert_eq!(url.topology, Topology::Single(address("/run/re dis.sock", 0)));
+            assert_eq!((url.params.database, url.params.login.user.as_deref()), (3, Some("me")));
+            assert_eq!(url.to_string(), "unix:///run/re dis.sock?db=3");
+        }
     }
 
     #[test]
@@ -275,13 +359,19 @@ mod tests {
             "redis://:secret@a/x",
             "redis://:secret@a,b",
             "redis://:secret%zz@a",
-            "redis://secret@a",
             "redis://:secret@a?secret=1&",
             "redis://:secret@a?ca=/x",
             "redis://:secret@[::1",
             "redis-sentinel://:secret@a",
             "redis-cluster://:secret@a/1",
             "rediss://:secret@a?tls=false",
+            "rediss://:secret@a?cert=/x",
+            "redis://:secret@a?sni=b",
+            "redis://:secret@a?db=1",
+            "redis://:secret@a?client_name=a%20b",
+            "redis-sentinel://:secret@a/main?sentinel_user=b",
+            "unix://:secret@host/path",
+            "unix://:secret@",
         ] {
             let error = Url::parse(bad).unwrap_err();
             assert!(matches!(error, StreamError::Invalid { .. }), "{bad}: {error}");

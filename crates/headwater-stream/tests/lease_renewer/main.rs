@@ -10,6 +10,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use headwater_stream::clock::TestClock;
 use headwater_stream::{
     Fence, HeldLease, HolderName, LeaseAcquisition, LeaseName, LeaseRenewer, LeaseRenewerConfig,
     Leases, LossCause, LostLease, LostLeases, StreamError,
@@ -95,6 +96,28 @@ async fn a_lease_is_valid_until_shortly_before_it_expires() {
     advance(MS).await;
     assert!(!held.is_valid(), "the safety margin has begun");
     assert!(server.holder(&lease(1)).is_some(), "the server still holds the lease");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_lease_is_not_valid_after_the_machine_was_suspended() {
+    let (server, clock) = (LeaseServer::new(), TestClock::default());
+    let holder = HolderName::new("ann").unwrap();
+    let leases: Arc<dyn Leases> = Arc::clone(&server) as _;
+    let config = LeaseRenewerConfig::default();
+    let (renewer, mut losses) =
+        LeaseRenewer::with_clock(leases, holder, config, Arc::new(clock.clone())).unwrap();
+    let held = acquire(&renewer, 1).await;
+    clock.advance(validity() - SECOND * 2);
+    assert!(held.is_valid() && renewer.holds(&lease(1)));
+
+    // Only the clock that goes on while the machine is suspended moves.
+    clock.advance(SECOND * 3);
+
+    assert!(!held.is_valid() && !renewer.holds(&lease(1)));
+    timeout(MS, held.lost()).await.expect("it is lost at once");
+    renewer.run_once().await.unwrap();
+    let lost: Vec<LossCause> = drain(&mut losses).iter().map(|lost| lost.cause).collect();
+    assert_eq!(lost, [LossCause::Lapsed], "and it is not renewed");
 }
 
 #[tokio::test(start_paused = true)]

@@ -12,6 +12,8 @@ const FLAKY_CHUNKS: std::ops::Range<u64> = 50..201;
 pub(super) struct ProxyFaults {
     pub(super) stalled: bool,
     pub(super) delay: Duration,
+    /// Connections up to this number forward nothing.
+    pub(super) forgotten: u64,
 }
 
 /// Faults that happen once, on the first connection they apply to.
@@ -19,6 +21,7 @@ pub(super) struct ProxyFaults {
 pub(super) struct OneShots {
     pub(super) drop_after: Option<usize>,
     pub(super) drop_reply: bool,
+    pub(super) drop_replies: Option<DropRule>,
     pub(super) hold: Option<HoldRule>,
     /// How many connections were closed on purpose.
     pub(super) fired: u64,
@@ -32,6 +35,29 @@ pub(super) struct OneShots {
 struct Flaky {
     random: TestRandom,
     chunks_left: u64,
+}
+
+/// Drops the replies to some requests that contain a pattern.
+#[derive(Debug)]
+pub(super) struct DropRule {
+    pattern: Vec<u8>,
+    left: u64,
+}
+
+impl DropRule {
+    pub(super) fn new(pattern: &str, times: u64) -> DropRule {
+        DropRule { pattern: pattern.as_bytes().to_vec(), left: times }
+    }
+
+    fn applies(&mut self, request: &[u8]) -> bool {
+        let is_due = self.left > 0 && contains(request, &self.pattern);
+        self.left -= u64::from(is_due);
+        is_due
+    }
+}
+
+fn contains(request: &[u8], pattern: &[u8]) -> bool {
+    request.windows(pattern.len()).any(|part| part == pattern)
 }
 
 /// Delays some of the requests that contain a pattern.
@@ -50,7 +76,7 @@ impl HoldRule {
 
     /// The delay of this request; `None` if it is not delayed.
     fn pause(&mut self, request: &[u8]) -> Option<Duration> {
-        let matches = request.windows(self.pattern.len()).any(|part| part == self.pattern);
+        let matches = contains(request, &self.pattern);
         self.seen += u64::from(matches);
         (matches && self.seen.is_multiple_of(self.one_in)).then_some(self.pause)
     }
@@ -91,8 +117,9 @@ impl OneShots {
         pause.unwrap_or_default() + self.delay()
     }
 
-    /// Decides about the next chunk of `length` bytes from a client.
-    pub(super) fn next_action(&mut self, length: usize) -> ChunkAction {
+    /// Decides about the next chunk from a client.
+    pub(super) fn next_action(&mut self, chunk: &[u8]) -> ChunkAction {
+        let length = chunk.len();
         if let Some(left) = self.drop_after {
             if left > length {
                 self.drop_after = Some(left - length);
@@ -102,7 +129,8 @@ impl OneShots {
             self.fired += 1;
             return ChunkAction::CutAfter(left);
         }
-        if std::mem::take(&mut self.drop_reply) {
+        let is_dropped = self.drop_replies.as_mut().is_some_and(|rule| rule.applies(chunk));
+        if is_dropped || std::mem::take(&mut self.drop_reply) {
             self.fired += 1;
             return ChunkAction::DropReply;
         }
@@ -126,7 +154,7 @@ mod tests {
 
     fn actions_of(seed: u64) -> Vec<ChunkAction> {
         let mut one_shots = OneShots::flaky(seed);
-        (0..1_000).map(|_| one_shots.next_action(10)).collect()
+        (0..1_000).map(|_| one_shots.next_action(&[0; 10])).collect()
     }
 
     #[test]

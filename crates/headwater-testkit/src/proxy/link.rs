@@ -15,9 +15,9 @@ use crate::wait::lock;
 const CHUNK_BYTES_MAX: usize = 16 * 1024;
 
 /// Forwards both directions until one side closes, a fault occurs, or the task is aborted.
-pub(super) async fn run(client: TcpStream, shared: Arc<ProxyState>) {
+pub(super) async fn run(client: TcpStream, number: u64, shared: Arc<ProxyState>) {
     let _open = ProxiedConnection::count(&shared);
-    wait_until_forwarding(&shared, Duration::ZERO).await;
+    wait_until_forwarding(&shared, number, Duration::ZERO).await;
     let Ok(server) = TcpStream::connect(shared.target).await else { return };
     let _ = client.set_nodelay(true);
     let _ = server.set_nodelay(true);
@@ -27,8 +27,8 @@ pub(super) async fn run(client: TcpStream, shared: Arc<ProxyState>) {
     let should_drop_reply = AtomicBool::new(false);
     // The other future is dropped with its sockets: both directions close together.
     tokio::select! {
-        _ = pump_requests(from_client, to_server, &shared, &should_drop_reply) => {}
-        _ = pump_replies(from_server, to_client, &shared, &should_drop_reply) => {}
+        _ = pump_requests(from_client, to_server, &shared, number, &should_drop_reply) => {}
+        _ = pump_replies(from_server, to_client, &shared, number, &should_drop_reply) => {}
     }
 }
 
@@ -36,6 +36,7 @@ async fn pump_requests(
     mut from: OwnedReadHalf,
     mut to: OwnedWriteHalf,
     shared: &ProxyState,
+    number: u64,
     should_drop_reply: &AtomicBool,
 ) -> std::io::Result<()> {
     let mut chunk = vec![0; CHUNK_BYTES_MAX];
@@ -45,8 +46,8 @@ async fn pump_requests(
             return Ok(());
         }
         let delay = lock(&shared.one_shots).request_delay(&chunk[..length]);
-        wait_until_forwarding(shared, delay).await;
-        let verdict = lock(&shared.one_shots).next_action(length);
+        wait_until_forwarding(shared, number, delay).await;
+        let verdict = lock(&shared.one_shots).next_action(&chunk[..length]);
         match verdict {
             ChunkAction::Forward => {}
             ChunkAction::CutAfter(bytes) => return to.write_all(&chunk[..bytes]).await,
@@ -60,6 +61,7 @@ async fn pump_replies(
     mut from: OwnedReadHalf,
     mut to: OwnedWriteHalf,
     shared: &ProxyState,
+    number: u64,
     should_drop_reply: &AtomicBool,
 ) -> std::io::Result<()> {
     let mut chunk = vec![0; CHUNK_BYTES_MAX];
@@ -70,19 +72,19 @@ async fn pump_replies(
             return Ok(());
         }
         let random_delay = lock(&shared.one_shots).delay();
-        wait_until_forwarding(shared, random_delay).await;
+        wait_until_forwarding(shared, number, random_delay).await;
         to.write_all(&chunk[..length]).await?;
     }
 }
 
-/// Waits for the delay, and while the proxy is stalled.
-async fn wait_until_forwarding(shared: &ProxyState, random_delay: Duration) {
+/// Waits for the delay, and while the proxy is stalled or has forgotten this connection.
+async fn wait_until_forwarding(shared: &ProxyState, number: u64, random_delay: Duration) {
     let mut faults = shared.faults.subscribe();
     let delay = faults.borrow().delay + random_delay;
     if !delay.is_zero() {
         tokio::time::sleep(delay).await;
     }
-    let _ = faults.wait_for(|faults| !faults.stalled).await;
+    let _ = faults.wait_for(|faults| !faults.stalled && number > faults.forgotten).await;
 }
 
 /// Counts a connection while it is open.

@@ -11,6 +11,10 @@ use crate::ports::{Port, with_free_ports};
 use crate::process::{Launch, Process, ProcessOutput, find_program};
 use crate::temp_server_dir::TempServerDir;
 use crate::tls;
+use crate::wall_clock::WallClock;
+
+/// The path of the server program, to run the tests on another version of Redis or on Valkey.
+const PROGRAM_VARIABLE: &str = "HEADWATER_REDIS_SERVER";
 
 /// What data survives a restart.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -32,7 +36,11 @@ pub struct RedisBuilder {
     user: Option<(String, String, String)>,
     password: Option<String>,
     tls: bool,
+    certificate_name: Option<String>,
+    client_certificates: bool,
+    unix_socket: bool,
     sentinel: bool,
+    environment: Vec<(String, String)>,
 }
 
 impl RedisBuilder {
@@ -67,9 +75,39 @@ impl RedisBuilder {
         self
     }
 
+    /// Issues the certificate for this name instead of the loopback address.
+    pub fn certificate_name(mut self, name: &str) -> Self {
+        self.certificate_name = Some(name.to_string());
+        self
+    }
+
+    /// Accepts only clients with a certificate, such as [`Redis::client_certificate`].
+    pub fn client_certificates(mut self) -> Self {
+        self.client_certificates = true;
+        self
+    }
+
+    /// Listens on a unix socket too, see [`Redis::socket`].
+    pub fn unix_socket(mut self) -> Self {
+        self.unix_socket = true;
+        self
+    }
+
     /// Refuses writes beyond this much memory (policy `noeviction`).
     pub fn maxmemory(self, bytes: u64) -> Self {
         self.setting("maxmemory", &bytes.to_string()).setting("maxmemory-policy", "noeviction")
+    }
+
+    /// Uses this wall clock.
+    pub fn clock(mut self, clock: &WallClock) -> Self {
+        self.environment = clock.environment();
+        for (name, value) in &mut self.environment {
+            if name == "LD_PRELOAD" {
+                // Redis with jemalloc does not start with libfaketime: each needs the other first. Use the allocator of libc.
+                value.push_str(":libc.so.6");
+            }
+        }
+        self
     }
 
     /// Any line of `redis.conf`, quoted by the caller where the value needs it.
@@ -98,10 +136,18 @@ impl RedisBuilder {
 
     /// Starts the server on this port and does not wait.
     pub(crate) fn launch(&self, server_dir: &Arc<TempServerDir>, port: Port) -> Result<Redis> {
-        let program = find_program("redis-server", &[])?;
+        let program = match std::env::var_os(PROGRAM_VARIABLE).filter(|path| !path.is_empty()) {
+            Some(path) => path.into(),
+            None => find_program("redis-server", &[])?,
+        };
         let directory = server_dir.new_directory("redis")?;
-        let tls = if self.tls { Some(tls::write(&directory)?) } else { None };
-        let socket = self.tls.then(|| directory.join("socket"));
+        let names = match &self.certificate_name {
+            Some(name) => vec![name.clone()],
+            None => vec!["127.0.0.1".to_string(), "localhost".to_string()],
+        };
+        let tls = if self.tls { Some(tls::write(&directory, &names)?) } else { None };
+        // `command()` has no TLS library and uses the socket.
+        let socket = (self.tls || self.unix_socket).then(|| directory.join("socket"));
         let file = directory.join("redis.conf");
         fs::write(&file, self.configuration(&directory, port.number, tls.as_ref()))?;
 
@@ -112,7 +158,7 @@ impl RedisBuilder {
         let launch = Launch {
             program,
             arguments,
-            environment: vec![],
+            environment: self.environment.clone(),
             user: None,
             output: ProcessOutput::Log,
         };
@@ -122,6 +168,7 @@ impl RedisBuilder {
             credentials: RedisCredentials {
                 user: self.user.as_ref().map(|(name, word, _)| (name.clone(), word.clone())),
                 password: self.password.clone(),
+                client: tls.as_ref().map(|files| files.client.clone()),
                 authority: tls.map(|files| files.authority),
                 socket,
             },
@@ -141,13 +188,15 @@ impl RedisBuilder {
         match tls {
             None => lines.push(format!("port {port}")),
             Some(files) => lines.extend([
-                format!("port 0\ntls-port {port}\ntls-auth-clients no"),
+                format!("port 0\ntls-port {port}"),
+                format!("tls-auth-clients {}", if self.client_certificates { "yes" } else { "no" }),
                 format!("tls-ca-cert-file {}", quoted(&files.authority)),
                 format!("tls-cert-file {}", quoted(&files.certificate)),
                 format!("tls-key-file {}", quoted(&files.key)),
-                // For `command()`, which has no TLS library.
-                format!("unixsocket {}", quoted(&directory.join("socket"))),
             ]),
+        }
+        if self.tls || self.unix_socket {
+            lines.push(format!("unixsocket {}", quoted(&directory.join("socket"))));
         }
         if !self.sentinel {
             lines.push("save \"\"".to_string());

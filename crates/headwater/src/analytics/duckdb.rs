@@ -16,6 +16,7 @@ use tokio::sync::OwnedSemaphorePermit;
 use tokio::task::spawn_blocking;
 
 use crate::analytics::{AnalyticsRequestError, RebuildBatches};
+use crate::server::startup;
 
 /// A rebuild keeps entries younger than this: an entry of another program reaches the database some time after the
 /// stream.
@@ -52,6 +53,7 @@ impl DuckDbFile {
 
     pub(super) async fn open_read_write(path: &Path) -> Result<Self, AnalyticsRequestError> {
         let store = blocking(path, AnalyticsStore::open).await?;
+        startup::restrict_access(path);
         Ok(Self { file: Mutex::new(OpenFile::ReadWrite(Arc::new(store))) })
     }
 
@@ -69,6 +71,7 @@ impl DuckDbFile {
             OpenFile::ReadWrite(store) => store,
             OpenFile::Closed | OpenFile::ReadOnly(_) => {
                 let store = Arc::new(blocking(path, AnalyticsStore::open).await?);
+                startup::restrict_access(path);
                 *self.file.lock().unwrap_or_else(PoisonError::into_inner) =
                     OpenFile::ReadWrite(Arc::clone(&store));
                 store

@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use headwater_analytics::{AnalyticsError, Table, TicketEventRow};
+use headwater_analytics::{AnalyticsError, Report, Table, TicketEventRow};
 use headwater_issue::Store;
 use headwater_queue::Queue;
 use serde::Serialize;
@@ -28,6 +28,7 @@ use utoipa::ToSchema;
 
 use crate::server::shutdown_signal::ShutdownSignal;
 use crate::server::startup;
+use crate::tickets;
 
 #[cfg(not(feature = "analytics"))]
 use crate::analytics::disabled::DisabledFile as AnalyticsFile;
@@ -210,6 +211,16 @@ impl Analytics {
             Err(AnalyticsRequestError::NotOpen(_)) => Err(self.not_open()),
             result => result,
         }
+    }
+
+    /// Runs a built-in report.
+    pub(crate) async fn report(&self, report: &Report) -> Result<Table, AnalyticsRequestError> {
+        if !report.is_from_database() {
+            return self.query(report.sql).await;
+        }
+        let store = self.0.store.as_ref().ok_or_else(|| self.not_open())?;
+        let read = tickets::tokens_and_cost(store.as_ref()).await;
+        read.map_err(|error| AnalyticsError::Source(error.to_string()).into())
     }
 
     /// Starts to replace all events in the file by those of the database. [`rebuild_progress`](Self::rebuild_progress)

@@ -120,7 +120,7 @@ async fn show_report(
     QueryParams(query): QueryParams<ReportQuery>,
 ) -> Result<Response, ApiError> {
     let report = report(&name).map_err(|error| ApiError::not_found(error.to_string()))?;
-    let table = analytics.query(report.sql).await?;
+    let table = analytics.report(report).await?;
     let with =
         |kind: &'static str, text: String| ([(header::CONTENT_TYPE, kind)], text).into_response();
     Ok(match query.format {

@@ -28,6 +28,7 @@ use utoipa_axum::routes;
 
 use crate::api::Operations;
 use crate::api::dto::{PayloadDto, all_fields, id, parse_entry_id, time};
+use crate::api::names::wire_topic;
 use crate::api::ndjson::{error_line, lines};
 use crate::config::Role;
 use crate::http::ApiError;
@@ -218,7 +219,8 @@ async fn browse(
         limit: query.limit.unwrap_or(defaults.limit),
         cursor: query.cursor,
     };
-    let page = operations.queue.dead_letters(&topic).await?.browse(&letter_query).await?;
+    let page =
+        operations.queue.dead_letters(&wire_topic(topic)).await?.browse(&letter_query).await?;
     let items = page.items.into_iter().map(|letter| to_dto(letter, false)).collect();
     Ok(Json(DeadLetterPage { dead_letters: items, next_cursor: page.next }))
 }
@@ -231,7 +233,7 @@ async fn show(
     PathParams((topic, id)): PathParams<(String, String)>,
 ) -> JsonResult<DeadLetterDto> {
     let id = parse_entry_id("id", &id)?;
-    let letter = operations.queue.dead_letters(&topic).await?.show(id).await?;
+    let letter = operations.queue.dead_letters(&wire_topic(topic)).await?.show(id).await?;
     Ok(Json(to_dto(letter, true)))
 }
 
@@ -270,7 +272,7 @@ async fn replay(
         max_replays: request.max_replays.unwrap_or(defaults.max_replays),
         limit: request.limit.or(defaults.limit),
     };
-    let dead = operations.queue.dead_letters(&topic).await?;
+    let dead = operations.queue.dead_letters(&wire_topic(topic)).await?;
     let (done, with_progress) = (Arc::new(AtomicU64::new(0)), request.progress);
     let count = Arc::clone(&done);
     let replaying = async move {
@@ -320,7 +322,7 @@ async fn purge(
     principal.require_role(Role::Admin)?;
     let letters = request.letters()?;
     let config = PurgeConfig { dry_run: request.dry_run };
-    let dead = operations.queue.dead_letters(&topic).await?;
+    let dead = operations.queue.dead_letters(&wire_topic(topic)).await?;
     let (done, with_progress) = (Arc::new(AtomicU64::new(0)), request.progress);
     let count = Arc::clone(&done);
     let purging = async move {

@@ -16,6 +16,7 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use crate::api::dto::{EntryPosition, id, milliseconds, parse_position};
+use crate::api::names::{self, wire_group, wire_topic};
 use crate::api::{Operations, run_to_completion};
 use crate::config::Role;
 use crate::http::ApiError;
@@ -125,8 +126,8 @@ fn to_response(view: GroupView) -> GroupResponse {
         members: members.collect(),
         consumers: consumers.collect(),
         partitions: partitions.collect(),
-        topic: view.topic,
-        group: view.group,
+        group: names::shown_group(&view.topic, &view.group).into_owned(),
+        topic: names::shown_topic(&view.topic).into_owned(),
         pending: view.pending,
         lag: view.lag,
     }
@@ -139,7 +140,7 @@ async fn list(
     State(operations): State<Operations>,
     PathParams(topic): PathParams<String>,
 ) -> JsonResult<GroupPage> {
-    let groups = operations.queue.inspect().groups(&topic).await?;
+    let groups = operations.queue.inspect().groups(&wire_topic(topic)).await?;
     Ok(Json(GroupPage { groups: groups.into_iter().map(to_response).collect() }))
 }
 
@@ -150,6 +151,7 @@ async fn describe(
     State(operations): State<Operations>,
     PathParams((topic, group)): PathParams<(String, String)>,
 ) -> JsonResult<GroupResponse> {
+    let (topic, group) = wire_group((topic, group));
     Ok(Json(to_response(operations.queue.inspect().group(&topic, &group).await?)))
 }
 
@@ -221,6 +223,7 @@ async fn reset(
             EntryPosition::Time(at) => ResetTo::Time(at),
         },
     };
+    let (topic, group) = wire_group((topic, group));
     let guard = if request.force { ResetGuard::Force } else { ResetGuard::RequireInactive };
     let reset = Reset { to, partition: request.partition, guard, dry_run: request.dry_run };
     let resetting = async move { Ok(operations.queue.reset_group(&topic, &group, &reset).await?) };
@@ -257,18 +260,22 @@ async fn remove(
     principal: Principal,
 ) -> JsonResult<GroupRemovedResponse> {
     principal.require_role(Role::Admin)?;
+    let (topic, group) = wire_group((topic, group));
     if [(STREAM, GROUP), (TICKET_EVENTS, AI_PROCESSOR_GROUP)].contains(&(&*topic, &*group)) {
         return Err(ApiError::new(
             StatusCode::CONFLICT,
             "reserved",
             format!(
-                "group `{group}` of topic `{topic}` is used by the server and cannot be deleted; run `headwater serve` to process it"
+                "group `{}` of topic `{topic}` is used by the server and cannot be deleted; run `headwater serve` to process it",
+                names::shown_group(&topic, &group)
             ),
         ));
     }
     let removed = (topic.clone(), group.clone());
     let removing = async move { Ok(operations.queue.remove_group(&removed.0, &removed.1).await?) };
     let RemovedGroup { pending, lag, partitions } = run_to_completion(removing).await?;
+    let group = names::shown_group(&topic, &group).into_owned();
+    let topic = names::shown_topic(&topic).into_owned();
     Ok(Json(GroupRemovedResponse { topic, group, pending, lag, partitions }))
 }
 
@@ -301,9 +308,13 @@ pub(crate) struct PendingPage {
 pub(crate) struct PendingDto {
     id: String,
     partition: u16,
-    consumer: String,
-    idle_ms: u64,
+    /// `null` if it was released and waits for its next delivery.
+    consumer: Option<String>,
+    /// `null` if it was released.
+    idle_ms: Option<u64>,
     deliveries: u64,
+    /// `delivered` to a consumer, or `released`: it waits for its next delivery.
+    state: &'static str,
 }
 
 /// List pending messages of all partitions, oldest first.
@@ -323,12 +334,14 @@ async fn pending(
         limit: query.limit.unwrap_or(defaults.limit),
         cursor: query.cursor,
     };
+    let (topic, group) = wire_group((topic, group));
     let page = operations.queue.inspect().pending(&topic, &group, &filter).await?;
     let dto = |pending: PendingView| PendingDto {
         id: pending.id.to_string(),
         partition: pending.partition,
+        state: if pending.consumer.is_some() { "delivered" } else { "released" },
         consumer: pending.consumer,
-        idle_ms: milliseconds(pending.idle),
+        idle_ms: pending.idle.map(milliseconds),
         deliveries: pending.deliveries,
     };
     Ok(Json(PendingPage {

@@ -10,8 +10,8 @@ use axum::extract::State;
 use axum::http::header;
 use axum::response::IntoResponse;
 use headwater_issue::{
-    DiagnosisReason, EventLog, EventLogFilter, EventLogId, Issue, IssueFilter, IssueId,
-    IssueRetried, ProcessingStatus, QuarantineCleared,
+    EventLog, EventLogFilter, EventLogId, Issue, IssueError, IssueFilter, IssueId, IssueRetried,
+    ProcessingStatus, QuarantineCleared,
 };
 use headwater_stream::clock::Timestamp;
 use serde::{Deserialize, Serialize};
@@ -20,6 +20,7 @@ use utoipa::{IntoParams, ToSchema};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
+use crate::api::why::{self, WhyResponse};
 use crate::http::ApiError;
 use crate::http::body::{JsonBody, JsonResult};
 use crate::http::extract::{PathParams, QueryParams};
@@ -29,6 +30,9 @@ use crate::server::app_state::App;
 /// Default and maximum issues of a page.
 const PAGE_DEFAULT: usize = 50;
 const PAGE_MAX: usize = 500;
+
+/// Issues that one call of `retry` with a filter looks at.
+const RETRY_SCAN: usize = 200;
 
 /// Maximum issues released by one call.
 const RELEASE_BATCH: usize = 50;
@@ -42,6 +46,7 @@ pub(crate) fn routes() -> OpenApiRouter<App> {
         .routes(routes!(original))
         .routes(routes!(why))
         .routes(routes!(retry))
+        .routes(routes!(retry_all))
         .routes(routes!(release))
         .routes(routes!(release_all))
 }
@@ -178,45 +183,11 @@ async fn original(
     Ok((json, original.unwrap_or(found.payload)))
 }
 
-/// Why an issue is or is not being processed.
-#[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct IssueWhyResponse {
-    issue_id: i64,
-    /// `idle`, `claimed`, `claim_ran_out`, `quarantined`, `no_worker`, `waiting`, `queued` or `other`.
-    reason: &'static str,
-    /// Explanation with the next step.
-    sentence: String,
-    pending_events: u64,
-    /// How long its oldest event has been waiting.
-    waiting_ms: Option<u64>,
-}
-
-/// Explain why an issue is not being processed.
+/// Explain why an issue has no answer: inbox, wait, claim, run, model, hand-over, outbox.
 #[utoipa::path(get, path = "/issues/{id}/why", tag = "issues", params(("id" = i64, Path)),
-    responses((status = 200, body = IssueWhyResponse), (status = 404)))]
-async fn why(
-    State(app): State<App>,
-    PathParams(id): PathParams<i64>,
-) -> JsonResult<IssueWhyResponse> {
-    let why = headwater_issue::explain(app.store.as_ref(), IssueId(id)).await?;
-    let reason = match &why.reason {
-        DiagnosisReason::Idle => "idle",
-        DiagnosisReason::Claimed { .. } => "claimed",
-        DiagnosisReason::ClaimExpired { .. } => "claim_ran_out",
-        DiagnosisReason::Quarantined { .. } => "quarantined",
-        DiagnosisReason::NoWorker => "no_worker",
-        DiagnosisReason::Waiting { .. } => "waiting",
-        DiagnosisReason::Queued { .. } => "queued",
-        _ => "other",
-    };
-    let waiting_ms = why.waiting_for.map(|waited| waited.as_millis());
-    Ok(Json(IssueWhyResponse {
-        issue_id: id,
-        reason,
-        sentence: why.to_string(),
-        pending_events: why.pending_events,
-        waiting_ms: waiting_ms.and_then(|ms| u64::try_from(ms).ok()),
-    }))
+    responses((status = 200, body = WhyResponse), (status = 404)))]
+async fn why(State(app): State<App>, PathParams(id): PathParams<i64>) -> JsonResult<WhyResponse> {
+    Ok(Json(why::of_issue(&app, IssueId(id)).await?))
 }
 
 /// Result of a retry or release.
@@ -241,6 +212,58 @@ async fn retry(
         IssueRetried::Idle => "idle",
     };
     Ok(Json(IssueChangeResponse { issue_id: id, result }))
+}
+
+/// Which issues to retry.
+#[derive(Debug, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct IssueRetryRequest {
+    /// Only those of this integration.
+    integration: Option<String>,
+    /// Only those that wait: for a backoff, a budget or further events. Default: also quarantined ones.
+    #[serde(default)]
+    waiting: bool,
+    /// `next_cursor` of the previous response.
+    cursor: Option<i64>,
+}
+
+/// Number of retried issues.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct IssueRetryAllResponse {
+    retried: u64,
+    /// Pass as `cursor` to continue; `null` at the end.
+    next_cursor: Option<i64>,
+}
+
+/// Make all waiting issues claimable now, in batches: repeat with `next_cursor` until it is `null`.
+#[utoipa::path(post, path = "/issues/retry", tag = "issues", request_body = IssueRetryRequest,
+    responses((status = 200, body = IssueRetryAllResponse)))]
+async fn retry_all(
+    State(app): State<App>,
+    JsonBody(request): JsonBody<IssueRetryRequest>,
+) -> JsonResult<IssueRetryAllResponse> {
+    let filter = IssueFilter {
+        integration: request.integration,
+        after: request.cursor.map(IssueId),
+        ..IssueFilter::default()
+    };
+    let issues = app.store.issues(&filter, RETRY_SCAN).await?;
+    let next = issues.last().filter(|_| issues.len() == RETRY_SCAN).map(|issue| issue.id.0);
+    let is_selected = |issue: &&Issue| match issue.quarantined_at {
+        Some(_) => !request.waiting,
+        None => issue.status == ProcessingStatus::Queued && issue.not_before.is_some(),
+    };
+    let mut retried = 0;
+    for issue in issues.iter().filter(is_selected) {
+        match headwater_issue::retry(app.store.as_ref(), &app.nudger, issue.id).await {
+            Ok(IssueRetried::Queued) => retried += 1,
+            // Processed or deleted in the meantime.
+            Ok(IssueRetried::Processing | IssueRetried::Idle)
+            | Err(IssueError::NotFound { .. }) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Ok(Json(IssueRetryAllResponse { retried, next_cursor: next }))
 }
 
 /// End the quarantine of an issue.
@@ -373,7 +396,7 @@ pub(crate) struct IssueEventDto {
     processing_error: Option<String>,
 }
 
-fn event_to_dto(event: &EventLog) -> IssueEventDto {
+pub(crate) fn event_to_dto(event: &EventLog) -> IssueEventDto {
     IssueEventDto {
         id: event.id.0,
         issue_id: event.issue_id.0,

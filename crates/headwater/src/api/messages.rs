@@ -2,8 +2,8 @@
 
 use std::collections::HashMap;
 use std::convert::Infallible;
-use std::sync::Arc;
-use std::time::Duration;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use axum::Json;
 use axum::extract::State;
@@ -12,9 +12,9 @@ use axum::response::Sse;
 use axum::response::sse::{Event, KeepAlive};
 use futures_util::{Stream, StreamExt, stream};
 use headwater_queue::{
-    Bound, MessageHeaders, MessageQuery, NewMessage, QueueError, TailConfig, TailStart,
+    Bound, MessageHeaders, MessageQuery, NewMessage, Producer, QueueError, TailConfig, TailStart,
 };
-use headwater_stream::Direction;
+use headwater_stream::{Direction, Range, StreamName};
 use serde::{Deserialize, Serialize};
 use tracing::debug;
 use utoipa::{IntoParams, ToSchema};
@@ -22,10 +22,16 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use crate::api::dto::{EntryPosition, MessageDto, PayloadDto, parse_position};
-use crate::api::{BUSY_RETRY_AFTER, Operations};
+use crate::api::names::{shown_topic, wire_topic};
+use crate::api::partitioners::PartitionerName;
+use crate::api::{BUSY_RETRY_AFTER, Operations, is_internal_stream};
+use crate::config::Role;
 use crate::http::ApiError;
+use crate::http::auth::Principal;
 use crate::http::body::{JsonBody, JsonResult};
 use crate::http::extract::{PathParams, QueryParams};
+use crate::text::shell_word;
+use crate::tickets::TICKET_EVENTS;
 
 /// How long a tail waits before it checks for shutdown.
 const TAIL_WAIT: Duration = Duration::from_secs(1);
@@ -46,6 +52,13 @@ pub(super) fn routes() -> OpenApiRouter<Operations> {
 #[serde(deny_unknown_fields)]
 pub(crate) struct ProduceRequest {
     messages: Vec<NewMessageDto>,
+    /// Whether a topic that does not exist is created, with one partition and no settings. Default: no.
+    #[serde(default)]
+    create: bool,
+    /// How partitions are chosen: `hash` (default), `round-robin`, `random` or `consistent`. Use the same for all
+    /// messages of a topic: the order per key depends on it.
+    #[serde(default)]
+    partitioner: PartitionerName,
 }
 
 /// A message to send.
@@ -83,15 +96,99 @@ pub(crate) enum ProduceResult {
     Failed { error: String },
 }
 
-/// Send messages. With one message, a failure is the response status; with several, each has its own result.
+/// Streams of other programs have entries without this field.
+const PAYLOAD_FIELD: &str = "payload";
+
+/// Remembered topics, and for how long; beyond it, they are checked again.
+const KNOWN_TOPICS_MAX: usize = 10_000;
+const KNOWN_TOPIC_TTL: Duration = Duration::from_secs(5);
+
+/// Topics that exist and are not streams of other programs, and when that was seen.
+pub(super) type KnownTopics = Arc<Mutex<HashMap<String, Instant>>>;
+
+/// Rejects a topic that does not exist, unless it is to be created: a misspelt name would swallow messages. Requires the
+/// role `admin` for the streams that the server itself reads, and for streams of other programs: the key exists, it is
+/// no created topic, and its newest entry is not one of ours.
+async fn require_known_topic(
+    operations: &Operations,
+    topic: &str,
+    is_created: bool,
+    principal: &Principal,
+) -> Result<(), ApiError> {
+    let required = principal.require_role(Role::Admin);
+    if is_internal_stream(topic) || topic == TICKET_EVENTS {
+        return required;
+    }
+    let known_topics = || operations.known_topics.lock().unwrap_or_else(PoisonError::into_inner);
+    if known_topics().get(topic).is_some_and(|seen| seen.elapsed() < KNOWN_TOPIC_TTL) {
+        return Ok(());
+    }
+    let described = operations.queue.topics().describe(topic).await?;
+    if described.topic.layout.is_plain() {
+        let stream = StreamName::new(topic).map_err(QueueError::from)?;
+        let backend = operations.queue.backend();
+        if backend.stats(&stream).await.map_err(QueueError::from)?.is_none() {
+            if !is_created {
+                return Err(unknown_topic(operations, topic).await);
+            }
+            // Before the first message, so that no stream of ours is unlisted.
+            return Ok(operations.queue.topics().register_plain(topic).await?);
+        }
+        let newest = backend.range(&stream, Range::last(1)).await.map_err(QueueError::from)?;
+        let is_foreign =
+            newest.first().is_some_and(|entry| entry.fields.get(PAYLOAD_FIELD).is_none());
+        if is_foreign && required.is_err() {
+            return Err(ApiError::new(
+                StatusCode::FORBIDDEN,
+                "forbidden",
+                format!(
+                    "`{topic}` is a stream of another program; sending to it requires the role `admin`"
+                ),
+            ));
+        }
+        // Another caller may not be allowed to send to it.
+        if is_foreign {
+            return Ok(());
+        }
+        // Created by a library, or before this list existed.
+        operations.queue.topics().register_plain(topic).await?;
+    }
+    let mut known_topics = known_topics();
+    if known_topics.len() >= KNOWN_TOPICS_MAX {
+        known_topics.clear();
+    }
+    known_topics.insert(topic.to_owned(), Instant::now());
+    Ok(())
+}
+
+/// The error for a topic that does not exist; names a similar one.
+async fn unknown_topic(operations: &Operations, topic: &str) -> ApiError {
+    let names = operations.queue.topics().list().await.unwrap_or_default();
+    let distances = names.iter().map(|name| (strsim::levenshtein(name, topic), name));
+    let hint = match distances.min().filter(|(distance, _)| *distance <= 2) {
+        Some((_, similar)) => format!("did you mean `{similar}`? Otherwise "),
+        None => String::new(),
+    };
+    ApiError::not_found(format!(
+        "topic `{topic}` does not exist; {hint}create it with `headwater topic create {}`, or with this message: \
+         `--create`, over HTTP `\"create\": true`",
+        shell_word(topic)
+    ))
+}
+
+/// Send messages; to the server's own streams and to streams of other programs this requires the role `admin`. With one message, a failure is the response status; with several, each has its own result.
 #[utoipa::path(post, path = "/topics/{topic}/messages", tag = "messages", params(("topic" = String, Path)), request_body = ProduceRequest,
-    responses((status = 201, body = ProduceResponse), (status = 429, description = "The topic exceeds its byte budget.")))]
+    responses((status = 201, body = ProduceResponse), (status = 403), (status = 404, description = "The topic does not exist."), (status = 429, description = "The topic exceeds its byte budget.")))]
 async fn produce(
     State(operations): State<Operations>,
     PathParams(topic): PathParams<String>,
+    principal: Principal,
     JsonBody(produce): JsonBody<ProduceRequest>,
 ) -> Result<(StatusCode, Json<ProduceResponse>), ApiError> {
+    let topic = wire_topic(topic);
+    require_known_topic(&operations, &topic, produce.create, &principal).await?;
     let is_one = produce.messages.len() == 1;
+    let producer = operations.producers.get(produce.partitioner);
     let mut now = Vec::new();
     let mut delayed_messages = Vec::new();
     for (index, message) in produce.messages.into_iter().enumerate() {
@@ -117,14 +214,14 @@ async fn produce(
     let mut results = Vec::new();
     let (places, messages): (Vec<_>, Vec<_>) = now.into_iter().unzip();
     if !messages.is_empty() {
-        let sent = operations.producer.send_batch(&topic, messages).await?;
+        let sent = producer.send_batch(&topic, messages).await?;
         for (index, result) in places.into_iter().zip(sent) {
             results.push((index, to_result(result)));
         }
     }
     let sending = group_by_key(delayed_messages)
         .into_iter()
-        .map(|batch| send_delayed(&operations, &topic, batch));
+        .map(|batch| send_delayed(producer, &topic, batch));
     let sent: Vec<_> = stream::iter(sending).buffer_unordered(DELAYED_CONCURRENCY).collect().await;
     results.extend(sent.into_iter().flatten());
     results.sort_by_key(|(index, _)| *index);
@@ -161,13 +258,13 @@ fn group_by_key(messages: Vec<IndexedDelayed>) -> Vec<Vec<IndexedDelayed>> {
 }
 
 async fn send_delayed(
-    operations: &Operations,
+    producer: &Producer,
     topic: &str,
     batch: Vec<IndexedDelayed>,
 ) -> Vec<(usize, Result<ProduceResult, QueueError>)> {
     let mut results = Vec::with_capacity(batch.len());
     for (index, delay, message) in batch {
-        let delayed = operations.producer.send_after(topic, message, delay).await;
+        let delayed = producer.send_after(topic, message, delay).await;
         let one = delayed.map(|delayed| ProduceResult::Delayed {
             delayed_id: delayed.id.to_string(),
             partition: delayed.partition,
@@ -222,6 +319,7 @@ async fn list(
     PathParams(topic): PathParams<String>,
     QueryParams(query): QueryParams<MessageListQuery>,
 ) -> JsonResult<MessagePage> {
+    let topic = wire_topic(topic);
     let bound = |what, text: Option<String>| {
         let point = text.map(|text| parse_position(what, &text)).transpose()?;
         Ok::<_, ApiError>(point.map(|point| match point {
@@ -239,7 +337,11 @@ async fn list(
         cursor: query.cursor,
     };
     let page = operations.queue.inspect().messages(&topic, &message_query).await?;
-    let items = page.items.into_iter().map(|stored| MessageDto::new(&topic, stored)).collect();
+    let items = page
+        .items
+        .into_iter()
+        .map(|stored| MessageDto::new(&shown_topic(&topic), stored))
+        .collect();
     Ok(Json(MessagePage { messages: items, next_cursor: page.next }))
 }
 
@@ -262,6 +364,7 @@ async fn tail(
     PathParams(topic): PathParams<String>,
     QueryParams(query): QueryParams<TailQuery>,
 ) -> Result<Sse<impl Stream<Item = Result<Event, Infallible>>>, ApiError> {
+    let topic = wire_topic(topic);
     let start = match query.from.as_deref() {
         None => TailStart::End,
         Some("beginning") => TailStart::Beginning,
@@ -296,7 +399,7 @@ async fn tail(
             Ok(messages) => {
                 let events: Vec<_> = messages
                     .into_iter()
-                    .map(|stored| event("message", &MessageDto::new(&topic, stored)))
+                    .map(|stored| event("message", &MessageDto::new(&shown_topic(&topic), stored)))
                     .collect();
                 Some((events, (tail, topic, shutdown, permit)))
             }

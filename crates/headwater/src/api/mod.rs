@@ -3,32 +3,49 @@
 //! Upstream: `http/router.rs` adds authentication and limits; `cli/in_process.rs` calls the same routes in its own
 //! process, so that a command behaves the same with and without a server. Downstream: `headwater-queue`,
 //! `headwater-bus`, the store and `tickets`.
-//! Flow: queue routes (`topics.rs`, `messages.rs`, `consume/`, `groups.rs`, `dead_letters.rs`) work on
-//! [`Operations`]; the others (`issues.rs`, `tickets.rs` and `tickets_sse.rs`, `outbox.rs`, `sessions.rs` and
-//! `session_import.rs`, `analytics.rs`, `doctor/`, `status_page.rs`) on the state of the server. `dto.rs` and
-//! `ndjson.rs` define common output.
+//! Flow: queue routes (`topics.rs`, `messages.rs`, `consume.rs`, `groups.rs`, `dead_letters.rs`) and
+//! `assignment.rs` work on [`Operations`]; the others (`issues.rs`, `event_logs.rs`, `tickets.rs` and `tickets_sse.rs`,
+//! `outbox.rs`, `drafts.rs`, `sessions.rs` and `session_import.rs`, `users.rs`, `analytics.rs`, `doctor/`, `status.rs`) on the state of
+//! the server; those for the console (`overview.rs`, `failures.rs`, `search.rs`, `processes.rs`, `me.rs`) on both.
+//! `dto.rs` and `ndjson.rs` define common output, `names.rs` our names for those of other systems.
 //! Guarantees: destructive operations require the role `admin`; lists are paged; payloads that are not UTF-8 are
 //! base64.
 
 pub(crate) mod analytics;
+mod assignment;
 mod consume;
 mod dead_letters;
 pub(crate) mod doctor;
+mod drafts;
 mod dto;
+mod event_logs;
+mod failures;
 mod groups;
 pub(crate) mod issues;
+mod me;
 mod messages;
+pub(crate) mod names;
 mod ndjson;
 mod outbox;
+mod overview;
+mod partitioners;
+mod processes;
+mod search;
+mod session_events;
 mod session_import;
 mod sessions;
-pub(crate) mod status_page;
+mod status;
 pub(crate) mod tickets;
 pub(crate) mod tickets_sse;
 mod topics;
+mod users;
+pub(crate) mod webhooks;
+mod why;
 
+use axum::Extension;
 use axum::http::StatusCode;
-use headwater_queue::{Producer, ProducerConfig, Queue, QueueError};
+use headwater_issue::STREAM;
+use headwater_queue::{Puller, Queue, QueueError};
 use headwater_stream::{Backend, StreamError};
 use std::sync::Arc;
 use std::time::Duration;
@@ -42,8 +59,8 @@ use crate::http::body::ReadLimits;
 use crate::server::app_state::App;
 use crate::server::shutdown_signal::ShutdownSignal;
 
-use crate::api::consume::session::ConsumerSessions;
-pub(crate) use crate::api::consume::{ConsumeMode, LEASE};
+use crate::api::consume::OpenPulls;
+pub(crate) use crate::api::consume::{LEASE_DEFAULT, ReceivedMessage};
 pub(crate) use crate::api::dto::PayloadDto;
 
 /// `Retry-After` when another change holds the lock.
@@ -53,11 +70,13 @@ const BUSY_RETRY_AFTER: Duration = Duration::from_secs(1);
 #[derive(Clone)]
 pub(crate) struct Operations {
     queue: Queue,
-    producer: Producer,
+    producers: partitioners::Producers,
     http: HttpSettings,
     shutdown: ShutdownSignal,
-    consumers: Arc<ConsumerSessions>,
+    puller: Puller,
+    pulls: Arc<OpenPulls>,
     tails: Arc<Semaphore>,
+    known_topics: messages::KnownTopics,
 }
 
 impl Operations {
@@ -68,14 +87,21 @@ impl Operations {
         shutdown: ShutdownSignal,
     ) -> Result<Self, QueueError> {
         let queue = Queue::new(streams);
-        let producer = queue.producer(ProducerConfig::default())?;
+        let producers = partitioners::Producers::new(&queue)?;
+        let puller = queue.puller();
         let tails = Arc::new(Semaphore::new(messages::TAILS_MAX));
-        Ok(Self { queue, producer, http, shutdown, consumers: Arc::default(), tails })
+        let (pulls, known_topics) = Default::default();
+        Ok(Self { queue, producers, http, shutdown, puller, pulls, tails, known_topics })
     }
 
-    /// Waits until all HTTP consumers have left their groups.
+    /// The queue that the routes work on.
+    pub(crate) fn queue(&self) -> &Queue {
+        &self.queue
+    }
+
+    /// Ends all pulls and leaves their groups.
     pub(crate) async fn close(&self) {
-        self.consumers.close().await;
+        self.puller.close().await;
     }
 }
 
@@ -93,12 +119,41 @@ pub(crate) fn routes() -> OpenApiRouter<Operations> {
         .merge(consume::routes())
         .merge(groups::routes())
         .merge(dead_letters::routes())
+        .merge(assignment::routes())
 }
 
 /// Routes that also need the database.
 pub(crate) fn app_routes() -> OpenApiRouter<App> {
-    let sessions = sessions::routes().merge(session_import::routes());
-    OpenApiRouter::new().merge(outbox::routes()).merge(sessions).merge(doctor::routes())
+    let sessions =
+        sessions::routes().merge(session_import::routes()).merge(session_events::routes());
+    OpenApiRouter::new()
+        .merge(outbox::routes())
+        .merge(drafts::routes())
+        .merge(event_logs::routes())
+        .merge(sessions)
+        .merge(doctor::routes())
+        .merge(users::routes())
+        .merge(status::routes())
+}
+
+/// Routes that summarize and search, for the console. They need the database and the queue.
+pub(crate) fn console_routes(operations: Operations) -> OpenApiRouter<App> {
+    OpenApiRouter::new()
+        .merge(me::routes())
+        .merge(overview::routes())
+        .merge(failures::routes())
+        .merge(search::routes())
+        .merge(processes::routes())
+        .merge(webhooks::routes())
+        .layer(Extension(operations))
+}
+
+/// Prefixes of stream names that belong to the bus or to topics with partitions.
+const RESERVED_PREFIXES: [&str; 3] = ["stream:topic:", "streaming:mq:", "wink:"];
+
+/// Whether a stream is internal to the server: nudges, the bus, partitions of topics.
+pub(crate) fn is_internal_stream(topic: &str) -> bool {
+    topic == STREAM || RESERVED_PREFIXES.iter().any(|prefix| topic.starts_with(prefix))
 }
 
 /// Completes a change of several steps even if the client disconnects.
@@ -125,10 +180,17 @@ impl From<QueueError> for ApiError {
                 Self::new(StatusCode::TOO_MANY_REQUESTS, "backlogged", message)
                     .retry_after(*retry_after)
             }
+            QueueError::TooManyLeased { .. } => {
+                Self::new(StatusCode::TOO_MANY_REQUESTS, "too_many_leases", message)
+                    .retry_after(BUSY_RETRY_AFTER)
+            }
+            QueueError::Stopped { .. } => Self::unavailable("the server is stopping; try again"),
             QueueError::DeadlineExceeded { .. } => {
                 Self::new(StatusCode::GATEWAY_TIMEOUT, "unconfirmed", message)
             }
+            QueueError::Backend(StreamError::WrongType { .. }) => conflict(message),
             QueueError::Backend(StreamError::Full { .. }) => Self::streams_full(&problem),
+            QueueError::Backend(StreamError::Denied { .. }) => Self::streams_denied(&problem),
             QueueError::Interrupted(interrupted) => {
                 warn!(error = %interrupted, "change interrupted");
                 let message = interrupted.progress();

@@ -29,6 +29,7 @@ use crate::http::extract::PathParams;
 use crate::http::{ApiError, BodyMemory, decoded_bytes};
 use crate::server::app_state::App;
 use crate::server::shutdown_signal::ShutdownSignal;
+use crate::text::shell_word;
 
 /// Minimum average rate after the first `http.read_timeout`. Only the time spent waiting for the client counts.
 const BYTES_PER_SECOND_MIN: u64 = 256;
@@ -89,7 +90,8 @@ async fn abandon(import: &mut Import, session: &SessionId, refusal: ApiError) ->
         Err(error) => {
             warn!(%session, %error, "outcome of a failed import is unknown");
             Some(refusal.and(&format!(
-                "whether session `{session}` was imported is unknown: check it with `headwater session show {session}`"
+                "whether session `{session}` was imported is unknown: check it with `headwater session show {}`",
+                shell_word(session.as_str())
             )))
         }
     }

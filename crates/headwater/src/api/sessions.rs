@@ -1,4 +1,4 @@
-//! Sessions: list, show, replay, fork, export. Import is in `session_import.rs`.
+//! Sessions: list, show, replay, fork, export. Import is in `session_import.rs`, single events in `session_events.rs`.
 //!
 //! Upstream: `http/router.rs` and `cli/verbs/session.rs`. Downstream: the sessions of `headwater-bus`. Guarantees:
 //! missing entries are reported, never skipped silently; the last line distinguishes a complete replay or export from
@@ -23,6 +23,7 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use crate::api::dto::{EntryPosition, milliseconds, parse_entry_id, parse_position, time};
+use crate::api::names;
 use crate::api::ndjson::{error_line, lines};
 use crate::http::ApiError;
 use crate::http::body::{JsonBody, JsonResult};
@@ -130,17 +131,7 @@ async fn show(
     PathParams(session): PathParams<String>,
 ) -> JsonResult<SessionResponse> {
     let session = parse_session_id(&session)?;
-    let info = match app.sessions.info(&session).await? {
-        Some(info) => info,
-        // Events written by another program. A read does not register the session.
-        None => {
-            app.sessions.info_including_foreign(&session).await.map_err(|error| match error {
-                error if error.is_transient() => error,
-                // No session, or entries that do not form one.
-                _ => SessionError::NotFound { session: session.clone() },
-            })?
-        }
-    };
+    let info = find(&app, &session).await?;
     let (events, unreadable, problem) =
         match app.sessions.state_at(&session, ReplayUntil::End).await {
             Ok(state) => (Some(state.events()), Some(state.unreadable()), None),
@@ -148,6 +139,18 @@ async fn show(
             Err(error) => (None, None, Some(error.to_string())),
         };
     Ok(Json(SessionResponse { info: to_dto(info), events, unreadable, problem }))
+}
+
+/// Finds a session, also one whose events were written by another program. A read does not register it.
+pub(super) async fn find(app: &App, session: &SessionId) -> Result<SessionInfo, SessionError> {
+    if let Some(info) = app.sessions.info(session).await? {
+        return Ok(info);
+    }
+    app.sessions.info_including_foreign(session).await.map_err(|error| match error {
+        error if error.is_transient() => error,
+        // No session, or entries that do not form one.
+        _ => SessionError::NotFound { session: session.clone() },
+    })
 }
 
 /// End of a replay.
@@ -234,7 +237,7 @@ impl SessionReplay {
 }
 
 /// Turns an exported entry into an event. The payload is parsed if it is JSON.
-fn to_event(entry: &Value) -> Value {
+pub(super) fn to_event(entry: &Value) -> Value {
     let mut fields = Map::new();
     for pair in entry["fields"].as_array().into_iter().flatten() {
         if let (Some(name), value) = (pair[0].as_str(), &pair[1]) {
@@ -248,6 +251,7 @@ fn to_event(entry: &Value) -> Value {
     };
     let original_id = take("original_entry_id");
     let (kind, at, event_id) = (take("type"), take("timestamp"), take("event_id"));
+    let kind = kind.as_str().map(|kind| json!(names::shown_event_type(kind))).unwrap_or(kind);
     let mut event = json!({
         "id": entry["id"], "type": kind, "timestamp": at, "event_id": event_id, "payload": payload,
     });
@@ -344,6 +348,7 @@ impl From<SessionError> for ApiError {
             | SessionError::Incomplete { .. } => {
                 Self::new(StatusCode::CONFLICT, "conflict", message)
             }
+            other if other.is_denied() => Self::streams_denied(other),
             other => Self::from_stream_error(other, other.is_transient()),
         }
     }

@@ -14,6 +14,7 @@ use utoipa_axum::routes;
 use uuid::Uuid;
 
 use crate::api::tickets_sse;
+use crate::api::why::{self, WhyResponse};
 use crate::http::ApiError;
 use crate::http::body::{JsonBody, JsonResult};
 use crate::http::extract::{PathParams, QueryParams};
@@ -23,7 +24,7 @@ use crate::server::app_state::App;
 use crate::tickets::Author;
 use crate::tickets::{
     NewTicket, NewTicketMessage, PostedMessage, Ticket, TicketError, TicketFilter, TicketMessage,
-    TicketStatus,
+    TicketStatus, sort_imported,
 };
 
 /// Routes below `/api/v1`.
@@ -34,6 +35,7 @@ pub(crate) fn routes() -> OpenApiRouter<App> {
         .routes(routes!(messages, add))
         .routes(routes!(close))
         .routes(routes!(reopen))
+        .routes(routes!(why))
         .routes(routes!(tickets_sse::listen))
 }
 
@@ -70,6 +72,8 @@ pub(crate) struct AddMessageRequest {
     /// `user` by default; `agent` for a person who answers the user.
     #[schema(value_type = Option<String>)]
     author: Option<Author>,
+    /// Name of the person who answers, as the model sees it; with it, `author` is `agent` by default.
+    agent: Option<String>,
     /// Idempotency id; repeat it with every retry.
     message_id: Option<Uuid>,
 }
@@ -83,9 +87,10 @@ async fn add(
     PathParams(id): PathParams<Uuid>,
     JsonBody(body): JsonBody<AddMessageRequest>,
 ) -> Result<(StatusCode, Json<TicketPostedResponse>), ApiError> {
-    let AddMessageRequest { content, author, message_id } = body;
-    let author = author.unwrap_or(Author::User);
-    let new = NewTicketMessage { content, author, message_id };
+    let AddMessageRequest { content, author, agent, message_id } = body;
+    let default = if agent.is_some() { Author::Agent } else { Author::User };
+    let author = author.unwrap_or(default);
+    let new = NewTicketMessage { content, author, agent, message_id };
     Ok(posted(app.tickets.post(id, new).await?))
 }
 
@@ -114,6 +119,8 @@ struct TicketListQuery {
     /// `open` or `closed`.
     status: Option<String>,
     user_id: Option<String>,
+    /// Only those whose id begins so: hexadecimal digits and dashes.
+    id_prefix: Option<String>,
     /// `next_cursor` of the previous page.
     cursor: Option<i64>,
     /// Maximum number: 50 by default, 200 at most.
@@ -141,12 +148,20 @@ async fn list(
     if query.user_id.as_ref().is_some_and(|user| user.contains('\0')) {
         return Err(ApiError::invalid("`user_id` contains a control character"));
     }
-    let filter =
-        TicketFilter { status: status.transpose()?, user_id: query.user_id, before: query.cursor };
+    let is_part = |c: char| c.is_ascii_hexdigit() || c == '-';
+    if query.id_prefix.as_ref().is_some_and(|prefix| !prefix.chars().all(is_part)) {
+        return Err(ApiError::invalid("`id_prefix` must be hexadecimal digits and dashes"));
+    }
+    let filter = TicketFilter {
+        status: status.transpose()?,
+        user_id: query.user_id,
+        id_prefix: query.id_prefix.map(|prefix| prefix.to_lowercase()),
+        before: query.cursor,
+    };
     let limit = paging::limit(query.limit, PAGE_DEFAULT, PAGE_MAX)?;
     let tickets = app.tickets.list(&filter, limit).await?;
     let next = tickets.last().filter(|_| tickets.len() == limit).map(|ticket| ticket.number);
-    Ok(Json(TicketPage { tickets: tickets.iter().map(to_dto).collect(), next_cursor: next }))
+    Ok(Json(TicketPage { tickets: tickets.iter().map(ticket_to_dto).collect(), next_cursor: next }))
 }
 
 /// Page of messages.
@@ -179,7 +194,7 @@ async fn show(
 ) -> JsonResult<TicketResponse> {
     let ticket = app.tickets.ticket(id).await?.ok_or(TicketError::NotFound(id))?;
     let TicketMessagePage { messages, next_cursor } = message_page(&app, id, 0, PAGE_MAX).await?;
-    Ok(Json(TicketResponse { ticket: to_dto(&ticket), messages, next_cursor }))
+    Ok(Json(TicketResponse { ticket: ticket_to_dto(&ticket), messages, next_cursor }))
 }
 
 /// A page of messages.
@@ -209,8 +224,9 @@ async fn message_page(
     after: i64,
     limit: usize,
 ) -> Result<TicketMessagePage, ApiError> {
-    let messages = app.tickets.messages(id, after, limit).await?;
+    let mut messages = app.tickets.messages(id, after, limit).await?;
     let next = messages.last().filter(|_| messages.len() == limit).map(|message| message.seq);
+    sort_imported(&mut messages, |message| message.entry.clone());
     Ok(TicketMessagePage {
         messages: messages.iter().map(message_to_dto).collect(),
         next_cursor: next,
@@ -249,6 +265,13 @@ async fn reopen(
     Ok(Json(TicketStatusResponse { ticket_id: id, status: "open", changed }))
 }
 
+/// Explain why a ticket has no answer: inbox, wait, claim, run, model, hand-over, outbox.
+#[utoipa::path(get, path = "/tickets/{id}/why", tag = "tickets", params(("id" = Uuid, Path)),
+    responses((status = 200, body = WhyResponse), (status = 404)))]
+async fn why(State(app): State<App>, PathParams(id): PathParams<Uuid>) -> JsonResult<WhyResponse> {
+    Ok(Json(why::of_ticket(&app, id).await?))
+}
+
 /// A ticket.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct TicketDto {
@@ -264,7 +287,8 @@ pub(crate) struct TicketDto {
     updated_at: String,
 }
 
-fn to_dto(ticket: &Ticket) -> TicketDto {
+/// Converts a ticket to JSON.
+pub(crate) fn ticket_to_dto(ticket: &Ticket) -> TicketDto {
     TicketDto {
         ticket_id: ticket.ticket_id,
         issue_id: ticket.issue_id.0,
@@ -281,7 +305,11 @@ fn to_dto(ticket: &Ticket) -> TicketDto {
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct TicketMessageDto {
     message_id: Uuid,
+    /// `user`, `agent` or `assistant`.
     author: &'static str,
+    /// Name of the agent, if known.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    agent: Option<String>,
     content: String,
     created_at: String,
 }
@@ -291,6 +319,7 @@ pub(crate) fn message_to_dto(message: &TicketMessage) -> TicketMessageDto {
     TicketMessageDto {
         message_id: message.message_id,
         author: message.author.as_str(),
+        agent: message.agent.clone(),
         content: message.content.clone(),
         created_at: message.created_at.to_rfc3339(),
     }

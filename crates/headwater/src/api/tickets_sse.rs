@@ -2,11 +2,13 @@
 //!
 //! Upstream: `tickets.rs`. Downstream: `tickets`. Guarantees: a client receives every message once and in order,
 //! starting with the first or after `Last-Event-ID`; messages of other processes arrive within a second. The stream
-//! ends at shutdown. In-process change notifications reduce latency; polling guarantees delivery.
+//! ends at shutdown. In-process change notifications reduce latency; polling guarantees delivery: one query per second for all
+//! open streams of the process, and two more for a ticket that changed.
 
-use std::collections::VecDeque;
+use std::collections::hash_map::Entry;
+use std::collections::{HashMap, VecDeque};
 use std::convert::Infallible;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use axum::extract::State;
@@ -34,13 +36,92 @@ const POLL_INTERVAL: Duration = Duration::from_secs(1);
 /// Keep-alive interval of an idle connection.
 const KEEP_ALIVE: Duration = Duration::from_secs(15);
 
-/// Limits open event streams of this process.
+/// Open event streams of this process: their limit, and the poll that they share.
 #[derive(Clone, Debug)]
-pub(crate) struct SseListeners(Arc<Semaphore>);
+pub(crate) struct SseListeners {
+    permits: Arc<Semaphore>,
+    watched: Arc<Mutex<WatchedTickets>>,
+}
+
+#[derive(Debug, Default)]
+struct WatchedTickets {
+    /// Number of event streams of each ticket.
+    streams: HashMap<Uuid, usize>,
+    /// Whether the poll runs. It ends when no stream is open.
+    is_polling: bool,
+}
 
 impl Default for SseListeners {
     fn default() -> Self {
-        Self(Arc::new(Semaphore::new(LISTENERS_MAX)))
+        Self { permits: Arc::new(Semaphore::new(LISTENERS_MAX)), watched: Arc::default() }
+    }
+}
+
+impl SseListeners {
+    fn lock(&self) -> MutexGuard<'_, WatchedTickets> {
+        self.watched.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Watches a ticket until the result is dropped; `None` at the limit.
+    fn watch(&self, tickets: &Tickets, ticket_id: Uuid) -> Option<WatchedTicket> {
+        let permit = Arc::clone(&self.permits).try_acquire_owned().ok()?;
+        let mut watched = self.lock();
+        *watched.streams.entry(ticket_id).or_default() += 1;
+        if !std::mem::replace(&mut watched.is_polling, true) {
+            tokio::spawn(self.clone().poll(tickets.clone()));
+        }
+        drop(watched);
+        Some(WatchedTicket { listeners: self.clone(), ticket_id, _permit: permit })
+    }
+
+    /// Notifies the streams of tickets that other processes changed, until no stream is open.
+    async fn poll(self, tickets: Tickets) {
+        let mut known = HashMap::new();
+        loop {
+            sleep(POLL_INTERVAL).await;
+            let watched: Vec<Uuid> = {
+                let mut watched = self.lock();
+                watched.is_polling = !watched.streams.is_empty();
+                if !watched.is_polling {
+                    return;
+                }
+                watched.streams.keys().copied().collect()
+            };
+            let versions = match tickets.versions(&watched).await {
+                Ok(versions) => HashMap::<_, _>::from_iter(versions),
+                Err(error) => {
+                    warn!(%error, "database unavailable, ticket event streams wait");
+                    continue;
+                }
+            };
+            // A ticket that is new here counts as changed: it may have changed after its stream read it.
+            for (ticket_id, version) in &versions {
+                if known.get(ticket_id) != Some(version) {
+                    tickets.notify_changed(*ticket_id);
+                }
+            }
+            known = versions;
+        }
+    }
+}
+
+/// A ticket that is watched for one event stream.
+#[derive(Debug)]
+struct WatchedTicket {
+    listeners: SseListeners,
+    ticket_id: Uuid,
+    _permit: OwnedSemaphorePermit,
+}
+
+impl Drop for WatchedTicket {
+    fn drop(&mut self) {
+        let mut watched = self.listeners.lock();
+        if let Entry::Occupied(mut streams) = watched.streams.entry(self.ticket_id) {
+            *streams.get_mut() -= 1;
+            if *streams.get() == 0 {
+                streams.remove();
+            }
+        }
     }
 }
 
@@ -53,7 +134,7 @@ struct TicketEventStream {
     last_status: Option<(TicketStatus, bool)>,
     ready: VecDeque<Event>,
     shutdown: ShutdownSignal,
-    _permit: OwnedSemaphorePermit,
+    _watched: WatchedTicket,
 }
 
 /// Stream messages and status changes as server-sent events; `Last-Event-ID` resumes an earlier stream.
@@ -73,21 +154,22 @@ pub(crate) async fn listen(
         }
     };
     app.tickets.ticket(ticket_id).await?.ok_or(TicketError::NotFound(ticket_id))?;
-    let permit = Arc::clone(&app.listeners.0).try_acquire_owned().map_err(|_| {
+    // Before the first poll, so that no change is missed.
+    let changes = app.tickets.changes();
+    let watched = app.listeners.watch(&app.tickets, ticket_id).ok_or_else(|| {
         let message = format!("{LISTENERS_MAX} event streams are open; try again later");
         ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "too_many_listeners", message)
             .retry_after(Duration::from_secs(5))
     })?;
     let events_of_ticket = TicketEventStream {
-        // Subscribed before the first poll, so that no change is missed.
-        changes: app.tickets.changes(),
+        changes,
         tickets: app.tickets.clone(),
         ticket_id,
         after,
         last_status: None,
         ready: VecDeque::new(),
         shutdown: app.shutdown.clone(),
-        _permit: permit,
+        _watched: watched,
     };
     let events = stream::unfold(events_of_ticket, |events_of_ticket| async {
         events_of_ticket.next().await.map(|(event, events_of_ticket)| (Ok(event), events_of_ticket))
@@ -139,13 +221,12 @@ impl TicketEventStream {
         let shutdown = self.shutdown.clone();
         tokio::select! {
             () = shutdown.wait() => {}
-            () = sleep(POLL_INTERVAL) => {}
             () = changed(&mut self.changes, self.ticket_id) => {}
         }
     }
 }
 
-/// Waits until this process changes the ticket, or until notifications were missed. Cancel-safe.
+/// Waits until the ticket was changed, or until notifications were missed. Cancel-safe.
 async fn changed(changes: &mut broadcast::Receiver<Uuid>, ticket_id: Uuid) {
     loop {
         match changes.recv().await {

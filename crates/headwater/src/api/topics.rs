@@ -1,4 +1,4 @@
-//! Topics: create, list, describe, grow, trim, delete.
+//! Topics: create, list, describe, alter, grow, trim, delete.
 
 use std::time::Duration;
 
@@ -6,14 +6,15 @@ use axum::Json;
 use axum::extract::State;
 use axum::http::StatusCode;
 use headwater_issue::STREAM;
-use headwater_queue::{Policies, TopicDescription, TopicView, Trim};
+use headwater_queue::{Policies, PolicyChanges, TopicDescription, TopicView, Trim};
 use headwater_stream::{Retention, TrimGuard};
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 use utoipa::{IntoParams, ToSchema};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use crate::api::dto::{id, milliseconds, time};
+use crate::api::names::{self, wire_topic};
 use crate::api::{Operations, run_to_completion};
 use crate::config::Role;
 use crate::http::ApiError;
@@ -30,6 +31,7 @@ pub(super) fn routes() -> OpenApiRouter<Operations> {
     OpenApiRouter::new()
         .routes(routes!(list, create))
         .routes(routes!(describe, delete))
+        .routes(routes!(alter))
         .routes(routes!(grow))
         .routes(routes!(trim))
 }
@@ -108,12 +110,17 @@ struct TopicListQuery {
     limit: Option<usize>,
     /// `next_cursor` of the previous page.
     cursor: Option<String>,
+    /// Whether to list the streams of the server itself, too. Default: no.
+    #[serde(default)]
+    all: bool,
 }
 
 /// A topic in a list.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct TopicDto {
     name: String,
+    /// `created` with settings, `plain`: created by its first message, or `system`: a stream of the server.
+    kind: &'static str,
     partitions: usize,
     length: u64,
     first_id: Option<String>,
@@ -128,7 +135,7 @@ pub(crate) struct TopicDto {
     deleting_since: Option<String>,
 }
 
-/// List created topics by name.
+/// List topics by name: created ones, those created by their first message, and with `all` the server's own streams.
 #[utoipa::path(get, path = "/topics", tag = "topics", params(TopicListQuery), responses((status = 200, body = TopicPage)))]
 async fn list(
     State(operations): State<Operations>,
@@ -141,35 +148,52 @@ async fn list(
         )));
     }
     let mut names = operations.queue.topics().list().await?;
+    let is_system = |name: &str| names::SYSTEM_TOPICS.contains(&name);
+    names.retain(|name| !is_system(name));
+    names.extend(names::SYSTEM_TOPICS.iter().filter(|_| query.all).map(|&name| name.to_owned()));
     names.sort();
-    let after = query.cursor.unwrap_or_default();
-    let mut names = names.into_iter().filter(|name| *name > after);
-    let mut items = Vec::new();
-    for name in names.by_ref().take(limit) {
+    let after = query.cursor.map(wire_topic).unwrap_or_default();
+    let mut names = names.into_iter().filter(|name| *name > after).peekable();
+    let (mut items, mut last) = (Vec::new(), None);
+    while items.len() < limit
+        && let Some(name) = names.next()
+    {
         // A topic deleted in the meantime is skipped.
         match operations.queue.inspect().topic(&name).await {
             Ok(view) => items.push(to_dto(view)),
             Err(headwater_queue::QueueError::NoTopic { .. }) => {}
             Err(error) => return Err(error.into()),
         }
+        last = Some(name);
     }
-    let next = names.next().and_then(|_| items.last().map(|item| item.name.clone()));
+    let next = last.filter(|_| names.peek().is_some());
+    let next = next.map(|name| names::shown_topic(&name).into_owned());
     Ok(Json(TopicPage { topics: items, next_cursor: next }))
 }
 
 fn to_dto(view: TopicView) -> TopicDto {
+    let kind = match view.layout.is_plain() {
+        _ if names::SYSTEM_TOPICS.contains(&view.name.as_str()) => "system",
+        true => "plain",
+        false => "created",
+    };
     TopicDto {
-        name: view.name,
+        kind,
+        name: names::shown_topic(&view.name).into_owned(),
         partitions: view.partitions.len(),
         length: view.length,
         first_id: id(view.first_id),
         last_id: id(view.last_id),
         delayed: view.delayed,
         dead_letters: view.dead_letters,
-        groups: view.groups,
+        groups: shown_groups(&view.name, view.groups),
         created_at: view.created_at.map(time),
         deleting_since: view.deleting_since.map(time),
     }
+}
+
+fn shown_groups(topic: &str, groups: Vec<String>) -> Vec<String> {
+    groups.iter().map(|group| names::shown_group(topic, group).into_owned()).collect()
 }
 
 /// A topic with all details.
@@ -231,6 +255,7 @@ async fn describe(
     State(operations): State<Operations>,
     PathParams(topic): PathParams<String>,
 ) -> JsonResult<TopicResponse> {
+    let topic = wire_topic(topic);
     let view = operations.queue.inspect().topic(&topic).await?;
     let described = operations.queue.topics().describe(&topic).await?;
     Ok(Json(to_response(view, described)))
@@ -275,9 +300,57 @@ fn to_response(view: TopicView, described: TopicDescription) -> TopicResponse {
             max_retries: policies.max_retries,
         },
         partitions: partitions.collect(),
-        groups: view.groups,
-        name: view.name,
+        groups: shown_groups(&view.name, view.groups),
+        name: names::shown_topic(&view.name).into_owned(),
     }
+}
+
+/// New limits. A field that is left out keeps its value, `null` removes the limit.
+#[derive(Debug, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct AlterTopicRequest {
+    /// Retention: messages per partition.
+    #[serde(default, deserialize_with = "given")]
+    retention_count: Option<Option<u64>>,
+    /// Retention: age in milliseconds.
+    #[serde(default, deserialize_with = "given")]
+    retention_age_ms: Option<Option<u64>>,
+    /// Retention: bytes per partition.
+    #[serde(default, deserialize_with = "given")]
+    retention_bytes: Option<Option<u64>>,
+    /// Byte budget of the topic; sends above it are rejected.
+    #[serde(default, deserialize_with = "given")]
+    byte_budget: Option<Option<u64>>,
+    /// Maximum retries of a failed message.
+    max_retries: Option<u32>,
+}
+
+/// Distinguishes `null` from a field that is left out.
+fn given<'de, D: Deserializer<'de>>(value: D) -> Result<Option<Option<u64>>, D::Error> {
+    Option::deserialize(value).map(Some)
+}
+
+/// Change retention, budget and retries of a topic. Producers and consumers follow within seconds.
+#[utoipa::path(post, path = "/topics/{topic}/alter", tag = "topics", params(("topic" = String, Path)), request_body = AlterTopicRequest,
+    responses((status = 200, body = TopicResponse), (status = 404, description = "The topic was not created.")))]
+async fn alter(
+    State(operations): State<Operations>,
+    PathParams(topic): PathParams<String>,
+    principal: Principal,
+    JsonBody(request): JsonBody<AlterTopicRequest>,
+) -> JsonResult<TopicResponse> {
+    principal.require_role(Role::Admin)?;
+    reject_reserved(&topic)?;
+    let age = request.retention_age_ms.map(|age| age.map(Duration::from_millis));
+    let changes = PolicyChanges {
+        retention_count: request.retention_count,
+        retention_age: age,
+        retention_bytes: request.retention_bytes,
+        byte_budget: request.byte_budget,
+        max_retries: request.max_retries,
+    };
+    operations.queue.topics().alter(&topic, &changes).await?;
+    describe(State(operations), PathParams(topic)).await
 }
 
 /// New number of partitions.
@@ -337,6 +410,7 @@ async fn trim(
     JsonBody(request): JsonBody<TrimRequest>,
 ) -> JsonResult<TrimResponse> {
     principal.require_role(Role::Admin)?;
+    let topic = wire_topic(topic);
     let trim = Trim {
         keep: Retention {
             max_len: request.count,
@@ -352,7 +426,9 @@ async fn trim(
 
 /// Rejects the names of the server's own streams. A topic with partitions would hide their entries.
 fn reject_reserved(topic: &str) -> Result<(), ApiError> {
-    if ![TICKET_EVENTS, STREAM].contains(&topic) {
+    // A name that stands for another stream could not be addressed.
+    let is_alias = wire_topic(topic.to_owned()) != topic;
+    if ![TICKET_EVENTS, STREAM].contains(&topic) && !is_alias {
         return Ok(());
     }
     Err(ApiError::new(
@@ -379,6 +455,7 @@ async fn delete(
     principal: Principal,
 ) -> JsonResult<TopicDeletedResponse> {
     principal.require_role(Role::Admin)?;
+    let topic = wire_topic(topic);
     // A partitioned topic with a reserved name may be deleted, because it hides the server's stream.
     let described = operations.queue.topics().describe(&topic).await;
     if !described.is_ok_and(|described| !described.topic.layout.is_plain()) {

@@ -17,9 +17,10 @@ use tower::ServiceExt;
 use crate::cli::in_process::{InProcessApi, Requirements};
 use crate::cli::local_audit;
 use crate::cli::output::OutputRows;
+use crate::cli::progress;
 use crate::config::{Settings, shown_url};
 use crate::exit::CliError;
-use crate::http::NOT_FOUND_MESSAGE;
+use crate::http::{ErrorCause, NOT_FOUND_MESSAGE};
 use crate::http_client;
 
 /// Timeouts of a connection and of a response.
@@ -96,15 +97,13 @@ impl ApiClient {
 
     /// POST without a response timeout, for long operations.
     pub(super) async fn post_long(&self, path: &str, body: Value) -> Result<Value, CliError> {
-        let mut pieces = self.stream(Method::POST, path, &[], Some(body)).await?;
-        let mut bytes = Vec::new();
-        while let Some(piece) = pieces.next().await {
-            bytes.extend_from_slice(&piece?);
-            if bytes.len() > RESPONSE_BYTES_MAX {
-                return Err(response_too_long());
-            }
-        }
-        parse_json(&bytes)
+        parse_json(&read_whole(self.stream(Method::POST, path, &[], Some(body)).await?).await?)
+    }
+
+    /// GET: the response as it is.
+    pub(super) async fn text(&self, path: &str) -> Result<String, CliError> {
+        let bytes = read_whole(self.stream(Method::GET, path, &[], None).await?).await?;
+        String::from_utf8(bytes).map_err(|_| CliError::new("the response is not UTF-8"))
     }
 
     /// DELETE.
@@ -153,7 +152,8 @@ impl ApiClient {
         field: &str,
         limit: usize,
     ) -> Result<(), CliError> {
-        if self.pages(path, query, field, limit, |item| rows.add(&item)).await? {
+        let reading = self.pages(path, query, field, limit, |item| rows.add(&item));
+        if progress::waiting(format!("reading {}", field.replace('_', " ")), reading).await? {
             rows.note_more();
         }
         rows.finish()
@@ -167,7 +167,8 @@ impl ApiClient {
         limit: usize,
     ) -> Result<Value, CliError> {
         let mut found = Vec::new();
-        self.pages(path, &[], field, limit, |item| found.push(item)).await?;
+        let reading = self.pages(path, &[], field, limit, |item| found.push(item));
+        progress::waiting(format!("reading {field}"), reading).await?;
         Ok(Value::Array(found))
     }
 
@@ -178,15 +179,6 @@ impl ApiClient {
         query: &[(&str, String)],
     ) -> Result<BoxStream<'static, Result<Value, CliError>>, CliError> {
         Ok(data_of_events(self.stream(Method::GET, path, query, None).await?).boxed())
-    }
-
-    /// POST: the data of server-sent events.
-    pub(super) async fn post_events(
-        &self,
-        path: &str,
-        body: Value,
-    ) -> Result<BoxStream<'static, Result<Value, CliError>>, CliError> {
-        Ok(data_of_events(self.stream(Method::POST, path, &[], Some(body)).await?).boxed())
     }
 
     /// GET: the lines of the response.
@@ -269,6 +261,10 @@ impl ApiClient {
         query: &[(&str, String)],
         body: Option<Value>,
     ) -> Result<Value, CliError> {
+        // No route has an empty part; only an empty name in an argument makes one.
+        if path.split('/').skip(1).any(str::is_empty) {
+            return Err(CliError::usage("a name or an id is empty"));
+        }
         let bytes = match self {
             Self::Network { base, .. } => {
                 let response = self.send(method, path, query, body, Some(RESPONSE_TIMEOUT)).await?;
@@ -356,6 +352,19 @@ async fn read_network_body(base: &str, mut response: reqwest::Response) -> Resul
     Ok(bytes.into())
 }
 
+async fn read_whole(
+    mut pieces: BoxStream<'static, Result<Bytes, CliError>>,
+) -> Result<Vec<u8>, CliError> {
+    let mut bytes = Vec::new();
+    while let Some(piece) = pieces.next().await {
+        bytes.extend_from_slice(&piece?);
+        if bytes.len() > RESPONSE_BYTES_MAX {
+            return Err(response_too_long());
+        }
+    }
+    Ok(bytes)
+}
+
 fn response_too_long() -> CliError {
     CliError::new(format!("response exceeds {RESPONSE_BYTES_MAX} bytes; request less data"))
 }
@@ -390,9 +399,17 @@ async fn call_in_process(
         return Ok(response);
     }
     let status = response.status();
+    let cause = response.extensions().get::<ErrorCause>().cloned();
     let body =
         axum::body::to_bytes(response.into_body(), RESPONSE_BYTES_MAX).await.unwrap_or_default();
-    Err(to_cli_error(status, &body))
+    // There is no server with a log.
+    Err(match (to_cli_error(status, &body), cause) {
+        (CliError::Unreachable(message), Some(ErrorCause(cause))) => {
+            CliError::Unreachable(format!("{message}: {cause}"))
+        }
+        (CliError::Failed(_), Some(ErrorCause(cause))) => CliError::new(cause),
+        (error, _) => error,
+    })
 }
 
 /// Path and query, percent-encoded.

@@ -1,6 +1,7 @@
-//! Runs a command for each message of `consume --exec`.
+//! Runs a command for each message of `consume --exec`, each stream of `assign run --exec` and each request of
+//! `loop worker --exec`.
 //!
-//! Upstream: `verbs/consume.rs`. Downstream: `supervise.rs`, this program again as parent of the shell. Guarantees: the
+//! Upstream: `verbs/consume.rs`, `verbs/assign/`, `verbs/main_loop.rs`. Downstream: `supervise.rs`, this program again as parent of the shell. Guarantees: the
 //! command's standard input is a file that is complete before the command starts, so it is never truncated. When the
 //! future is dropped, the command is killed with its process group; `supervise.rs` does the same if the consumer is
 //! killed. The end of standard error is kept.
@@ -20,6 +21,8 @@ use tokio::process::Command;
 use crate::api::PayloadDto;
 use crate::cli::supervise;
 
+/// Maximum number of characters of a command in a message.
+const COMMAND_SHOWN_MAX: usize = 60;
 /// Maximum characters of standard error in the failure reason.
 const REASON_MAX: usize = 500;
 /// Maximum bytes of standard error kept while the command runs.
@@ -31,27 +34,71 @@ pub(super) async fn execute(command: &str, message: &Value) -> Result<(), String
         .map_err(|error| format!("unexpected message format: {error}"))?;
     let payload = payload.into_bytes().map_err(|error| error.message().to_owned())?;
     let sha256 = hex::encode(Sha256::digest(&payload));
-    let input = complete_file(&payload)
-        .map_err(|error| format!("failed to write the payload for `{command}`: {error}"))?;
-    let word = |name: &str| message[name].as_str().unwrap_or_default();
+    let word = |name: &str| message[name].as_str().unwrap_or_default().to_owned();
+    let variables = [
+        ("HEADWATER_ID", word("id")),
+        ("HEADWATER_TOPIC", word("topic")),
+        ("HEADWATER_KEY", word("key")),
+        ("HEADWATER_PARTITION", message["partition"].to_string()),
+        ("HEADWATER_ATTEMPT", message["attempt"].to_string()),
+        ("HEADWATER_HEADERS", message["headers"].to_string()),
+        ("HEADWATER_PAYLOAD_BYTES", payload.len().to_string()),
+        ("HEADWATER_PAYLOAD_SHA256", sha256),
+    ];
+    run_command(command, &variables, &payload, CommandOutput::Inherit).await.map(drop)
+}
+
+/// The beginning of a command on one line, for messages.
+fn shortened(command: &str) -> String {
+    let line = command.split_whitespace().collect::<Vec<_>>().join(" ");
+    match line.char_indices().nth(COMMAND_SHOWN_MAX) {
+        Some((end, _)) => format!("{}…", &line[..end]),
+        None => line,
+    }
+}
+
+/// What happens to the standard output of a command.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum CommandOutput {
+    /// It goes to the standard output of this process.
+    Inherit,
+    /// It is returned; more bytes than these are a failure.
+    Capture { bytes_max: usize },
+}
+
+/// Runs a command with these variables and this standard input. Returns its captured output; the error is the failure
+/// reason. Dropping the future kills the command.
+pub(super) async fn run_command(
+    command: &str,
+    variables: &[(&str, String)],
+    input: &[u8],
+    output: CommandOutput,
+) -> Result<Vec<u8>, String> {
+    let input = complete_file(input)
+        .map_err(|error| format!("failed to write the input of `{command}`: {error}"))?;
     let mut child = Command::new(own_program())
         .args([supervise::VERB, command])
-        .env("HEADWATER_ID", word("id"))
-        .env("HEADWATER_TOPIC", word("topic"))
-        .env("HEADWATER_KEY", word("key"))
-        .env("HEADWATER_PARTITION", message["partition"].to_string())
-        .env("HEADWATER_ATTEMPT", message["attempt"].to_string())
-        .env("HEADWATER_HEADERS", message["headers"].to_string())
-        .env("HEADWATER_PAYLOAD_BYTES", payload.len().to_string())
-        .env("HEADWATER_PAYLOAD_SHA256", sha256)
+        .envs(variables.iter().map(|(name, value)| (name, value)))
         .stdin(input)
+        .stdout(match output {
+            CommandOutput::Inherit => Stdio::inherit(),
+            CommandOutput::Capture { .. } => Stdio::piped(),
+        })
         .stderr(Stdio::piped())
         .process_group(0)
         .kill_on_drop(true)
         .spawn()
         .map_err(|error| format!("failed to start `{command}`: {error}"))?;
     let mut group = ProcessGroup(child.id().and_then(|id| Pid::from_raw(id.cast_signed())));
-    let stderr = child.stderr.take();
+    let (stdout, stderr) = (child.stdout.take(), child.stderr.take());
+    let capture = async {
+        match (stdout, output) {
+            (Some(stdout), CommandOutput::Capture { bytes_max }) => {
+                read_all(stdout, bytes_max).await
+            }
+            _ => Some(Vec::new()),
+        }
+    };
     let listen = async {
         match stderr {
             Some(stderr) => read_tail(stderr).await,
@@ -68,16 +115,18 @@ pub(super) async fn execute(command: &str, message: &Value) -> Result<(), String
         drop(group);
         status
     };
-    let (stderr, status) = tokio::join!(listen, wait);
+    let (stdout, stderr, status) = tokio::join!(capture, listen, wait);
     let status = status.map_err(|error| format!("failed to wait for `{command}`: {error}"))?;
     if status.success() {
-        return Ok(());
+        return stdout.ok_or_else(|| format!("`{command}` printed more than its maximum output"));
     }
     let stderr = String::from_utf8_lossy(&stderr);
     let stderr = stderr.trim();
     let skipped = stderr.chars().count().saturating_sub(REASON_MAX);
     let stderr: String = stderr.chars().skip(skipped).collect();
-    Err(format!("`{command}` failed with {status}: {stderr}"))
+    let command = shortened(command);
+    let said = if stderr.is_empty() { String::new() } else { format!(": {stderr}") };
+    Err(format!("`{command}` failed with {status}{said}"))
 }
 
 /// Process group of supervisor, shell and command; killed on drop.
@@ -119,6 +168,21 @@ fn complete_file(payload: &[u8]) -> io::Result<File> {
 fn own_program() -> PathBuf {
     let link = PathBuf::from("/proc/self/exe");
     if link.exists() { link } else { std::env::current_exe().unwrap_or(link) }
+}
+
+/// Reads to the end; `None` if there are more bytes than `bytes_max`.
+async fn read_all(mut stdout: impl AsyncRead + Unpin, bytes_max: usize) -> Option<Vec<u8>> {
+    let (mut kept, mut buffer) = (Vec::new(), [0; STDERR_BYTES_MAX]);
+    let mut fits = true;
+    while let Ok(length) = stdout.read(&mut buffer).await
+        && length > 0
+    {
+        fits &= kept.len() + length <= bytes_max;
+        if fits {
+            kept.extend_from_slice(&buffer[..length]);
+        }
+    }
+    fits.then_some(kept)
 }
 
 /// Reads to the end and keeps the last bytes.

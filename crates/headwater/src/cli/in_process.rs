@@ -13,21 +13,22 @@ use anyhow::Context;
 use axum::Router;
 use axum::middleware::from_fn_with_state;
 use headwater_bus::StreamedBus;
-use headwater_issue::{Nudger, Store};
+use headwater_issue::{Nudger, SchemaPolicy, Store};
+use headwater_queue::Queue;
 use headwater_stream::Backend;
 use secrecy::{ExposeSecret, SecretString};
-use sqlx::sqlite::SqliteConnectOptions;
 use utoipa_axum::router::OpenApiRouter;
 
 use crate::api::tickets_sse::SseListeners;
 use crate::api::{self, Operations};
 use crate::cli::local_audit::{self, LocalAuditLog};
-use crate::config::Settings;
+use crate::config::{BusSettings, Settings};
 use crate::desk::build;
 use crate::exit::CliError;
 use crate::http::BackgroundJobs;
 use crate::http::audit::{self, AuditLog};
 use crate::http::router;
+use crate::inbound::webhook_log::WebhookLog;
 use crate::server::app_state::{App, AppState};
 use crate::server::shutdown_signal::ShutdownSignal;
 use crate::server::startup;
@@ -38,7 +39,7 @@ const SERVERS_MAX: Duration = Duration::from_secs(5);
 
 /// Empty in-memory backends, for commands that need none or whose data does not exist.
 const NO_STREAMS: &str = "embedded:memory";
-const NO_DATABASE: &str = "sqlite::memory:";
+pub(super) const NO_DATABASE: &str = "sqlite::memory:";
 
 /// What a command needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -82,6 +83,8 @@ pub(super) struct InProcessApi {
     app: Option<App>,
     /// Only for commands on streams.
     log: Option<Arc<LocalAuditLog>>,
+    /// Settings of a bus that a command opens.
+    pub(super) bus_settings: BusSettings,
 }
 
 impl InProcessApi {
@@ -122,19 +125,26 @@ impl InProcessApi {
             let routes = Router::new().nest("/api/v1", routes.into());
             let routes = routes.layer(from_fn_with_state(Arc::clone(&log), local_audit::record));
             let (store, bus, app) = (None, None, None);
-            return Ok(Self { routes, operations, streams, store, bus, app, log: Some(log) });
+            let (log, bus_settings) = (Some(log), settings.bus.clone());
+            return Ok(Self { routes, operations, streams, store, bus, app, log, bus_settings });
         }
         let store = store(settings).await?;
-        let (bus, app) = app(settings, &streams, &store).await?;
+        let (bus, app) = app(settings, &streams, &store, requirements.is_read_only).await?;
         let api: Router<App> = router::api(operations.clone()).into();
         let routes = Router::new().nest("/api/v1", api).with_state(Arc::clone(&app));
         let routes = routes.layer(from_fn_with_state(Arc::clone(&app.audit), audit::record));
         let (store, bus, app) = (Some(store), Some(bus), Some(app));
-        Ok(Self { routes, operations, streams, store, bus, app, log: None })
+        let (log, bus_settings) = (None, settings.bus.clone());
+        Ok(Self { routes, operations, streams, store, bus, app, log, bus_settings })
+    }
+
+    /// The queue on the streams.
+    pub(super) fn queue(&self) -> &Queue {
+        self.operations.queue()
     }
 
     pub(super) async fn close(self) {
-        let Self { routes, operations, streams, store, bus, app, log } = self;
+        let Self { routes, operations, streams, store, bus, app, log, bus_settings: _ } = self;
         operations.close().await;
         // A cancelled import removes its entries.
         if let Some(app) = app {
@@ -160,11 +170,16 @@ async fn app(
     settings: &Settings,
     streams: &Arc<dyn Backend>,
     store: &Arc<dyn Store>,
+    is_read_only: bool,
 ) -> Result<(Arc<StreamedBus>, App), CliError> {
     let nudger = Nudger::new(Arc::clone(streams));
-    let tickets =
-        Tickets::open(Arc::clone(store), nudger.clone(), settings.desk.debounce_window()).await;
-    let (bus, sessions) = build::sessions(streams).await?;
+    let debounce = settings.desk.debounce_window();
+    let tickets = match is_read_only {
+        true => Ok(Tickets::attach(Arc::clone(store), nudger.clone(), debounce)),
+        false => Tickets::open(Arc::clone(store), nudger.clone(), debounce).await,
+    };
+    let (bus, sessions) =
+        build::sessions(streams, &settings.bus, settings.retention.sessions).await?;
     let audit = AuditLog::open_append_only(Arc::clone(store)).await;
     let app = AppState {
         settings: settings.clone(),
@@ -175,6 +190,7 @@ async fn app(
         tickets: tickets.context("failed to open the ticket tables")?,
         sessions,
         background_jobs: BackgroundJobs::default(),
+        webhook_log: WebhookLog::default(),
         listeners: SseListeners::default(),
         shutdown: ShutdownSignal::default(),
     };
@@ -183,26 +199,24 @@ async fn app(
 
 /// The directory of embedded streams, if it does not exist.
 fn missing_streams(settings: &Settings) -> Option<String> {
-    let directory = settings.stream_url.expose_secret().strip_prefix("embedded:")?;
-    let directory = directory.split('?').next().unwrap_or(directory);
-    let is_missing = directory != "memory" && !Path::new(directory).exists();
-    is_missing.then(|| directory.to_owned())
+    let directory = startup::embedded_directory(settings)?;
+    (!Path::new(directory).exists()).then(|| directory.to_owned())
 }
 
 /// The SQLite file, if it does not exist.
-fn missing_database(settings: &Settings) -> Option<String> {
+pub(super) fn missing_database(settings: &Settings) -> Option<String> {
     let file = database_file(settings)?;
     (!file.exists()).then(|| file.display().to_string())
 }
 
 /// The SQLite file of the settings, parsed like the store does.
 pub(super) fn database_file(settings: &Settings) -> Option<PathBuf> {
+    startup::sqlite_file(settings)
+}
+
+fn is_in_memory(settings: &Settings) -> bool {
     let url = settings.database_url.expose_secret();
-    if !url.starts_with("sqlite:") || url.contains(":memory:") || url.contains("mode=memory") {
-        return None;
-    }
-    let options: SqliteConnectOptions = url.parse().ok()?;
-    Some(options.get_filename().to_owned())
+    url.starts_with("sqlite:") && (url.contains(":memory:") || url.contains("mode=memory"))
 }
 
 /// Fails if an explicitly configured database does not exist: an empty result would be misleading.
@@ -228,9 +242,20 @@ pub(super) async fn streams(settings: &Settings) -> Result<Arc<dyn Backend>, Cli
     startup::streams(&with_short_timeouts(settings), &ShutdownSignal::default()).await
 }
 
-/// Opens the database with a short retry time.
+/// Opens the database with a short retry time, without migrations: another version may be in production. A SQLite
+/// file that does not exist is created.
 pub(super) async fn store(settings: &Settings) -> Result<Arc<dyn Store>, CliError> {
-    startup::store(&with_short_timeouts(settings), &ShutdownSignal::default()).await
+    let is_new = missing_database(settings).is_some() || is_in_memory(settings);
+    let schema = if is_new { SchemaPolicy::Migrate } else { SchemaPolicy::Require };
+    store_with(settings, schema).await
+}
+
+/// Opens the database with a short retry time.
+pub(super) async fn store_with(
+    settings: &Settings,
+    schema: SchemaPolicy,
+) -> Result<Arc<dyn Store>, CliError> {
+    startup::store(&with_short_timeouts(settings), &ShutdownSignal::default(), schema).await
 }
 
 /// Opens the stream backend for reading; `Err` is the path of missing data.

@@ -1,8 +1,8 @@
 //! Audit log of commands that open the streams themselves.
 //!
 //! Upstream: `in_process.rs`. Downstream: `http/audit`. Guarantees: reads open no database. If a database is
-//! configured, or the default one exists, a change is rejected unless its entry is written, as over HTTP. Otherwise
-//! nothing is recorded.
+//! configured, or the default one exists, a change is rejected unless its entry is written, as over HTTP. Otherwise,
+//! and if the database has no tables of this program yet, nothing is recorded.
 
 use std::sync::{Arc, OnceLock};
 
@@ -12,19 +12,22 @@ use axum::response::Response;
 use headwater_issue::Store;
 use tokio::sync::OnceCell;
 
-use crate::cli::in_process::database_file;
+use crate::cli::in_process::{self, database_file};
 use crate::config::{Role, Settings};
+use crate::exit::CliError;
 use crate::http::ApiError;
 use crate::http::audit::{self, AuditLog};
-use crate::http::auth::{self, Principal};
-use crate::server::shutdown_signal::ShutdownSignal;
-use crate::server::startup;
+use crate::http::auth::Principal;
 
 /// The audit log, opened when the first change is recorded.
 pub(super) struct LocalAuditLog {
     settings: Settings,
-    opened: OnceCell<(Arc<dyn Store>, Arc<AuditLog>)>,
+    /// `None` if the database has no tables of this program.
+    opened: OnceCell<Option<OpenedLog>>,
 }
+
+/// The log and its database.
+type OpenedLog = (Arc<dyn Store>, Arc<AuditLog>);
 
 impl LocalAuditLog {
     /// Uses the database of these settings.
@@ -32,22 +35,24 @@ impl LocalAuditLog {
         Self { settings: settings.clone(), opened: OnceCell::new() }
     }
 
-    async fn open(&self) -> Result<&Arc<AuditLog>, ApiError> {
+    async fn open(&self) -> Result<Option<&Arc<AuditLog>>, ApiError> {
         let opening = async || {
             let refused = |problem: String| {
                 ApiError::unavailable(format!("cannot write the audit log: {problem}"))
             };
-            let store = startup::store(&self.settings, &ShutdownSignal::default()).await;
-            let store = store.map_err(|failure| refused(failure.to_string()))?;
+            let store = match in_process::store(&self.settings).await {
+                Err(CliError::OutdatedSchema { is_empty: true, .. }) => return Ok(None),
+                store => store.map_err(|failure| refused(failure.to_string()))?,
+            };
             let audit = AuditLog::open_append_only(Arc::clone(&store)).await;
             let audit = audit.map_err(|error| refused(error.to_string()))?;
-            Ok::<_, ApiError>((store, Arc::new(audit)))
+            Ok::<_, ApiError>(Some((store, Arc::new(audit))))
         };
-        Ok(&self.opened.get_or_try_init(opening).await?.1)
+        Ok(self.opened.get_or_try_init(opening).await?.as_ref().map(|(_, audit)| audit))
     }
 
     pub(super) async fn close(&self) {
-        if let Some((store, _)) = self.opened.get() {
+        if let Some(Some((store, _))) = self.opened.get() {
             store.close().await;
         }
     }
@@ -59,11 +64,13 @@ pub(super) async fn record(
     request: Request,
     next: Next,
 ) -> Result<Response, ApiError> {
-    if auth::is_read_only(request.method()) || !has_database(&log.settings) {
+    if !audit::is_recorded(&request) || !has_database(&log.settings) {
         return Ok(next.run(request).await);
     }
-    let audit = Arc::clone(log.open().await?);
-    audit::record(State(audit), request, next).await
+    match log.open().await? {
+        Some(audit) => audit::record(State(Arc::clone(audit)), request, next).await,
+        None => Ok(next.run(request).await),
+    }
 }
 
 /// Whether a database is configured or the default one exists. A missing default database is not created for a user

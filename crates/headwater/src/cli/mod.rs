@@ -2,15 +2,22 @@
 //!
 //! Upstream: `entry.rs`. Flow: `args.rs` parses the command line -> [`OperatorCommand::run`] picks an API client
 //! (`api_client.rs`: a server at `--url`, or `in_process.rs` on backends that this process opens) -> a file of
-//! `verbs/` sends the requests -> `output.rs` prints tables or JSON, `progress.rs` shows progress. `local_audit.rs`
-//! records local changes; `consume_exec.rs` and `supervise.rs` run commands for `consume --exec`; `top_view.rs`
-//! computes what `top` shows.
+//! `verbs/` sends the requests -> `output.rs` prints tables or JSON in the order of `fields.rs`, `progress.rs` shows
+//! progress; `advice.rs` prints errors. `units.rs` reads and shows durations, sizes and times. `local_audit.rs`
+//! records local changes; `consume_exec.rs` and `supervise.rs` run commands for `--exec`; `top_view.rs`
+//! computes what `top` shows, `status_view.rs` what `status` shows; `help.rs` has examples, `completion.rs` completes
+//! names in a shell.
 //! Guarantees: `--json` prints one JSON value per line on standard output and nothing else; destructive commands ask
 //! for confirmation or require `--yes`; text from outside is escaped for the terminal.
 
 // In dependency order: each module uses only those above it.
-mod output;
+mod units;
+
+mod fields;
+mod help;
 mod progress;
+
+mod output;
 
 mod local_audit;
 
@@ -21,25 +28,31 @@ mod api_client;
 pub(crate) mod supervise;
 
 mod consume_exec;
+mod status_view;
 mod top_view;
 
 mod verbs;
 
+// These refer to each other: completions and errors need the definition of the command line.
+pub(crate) mod advice;
 pub(crate) mod args;
+pub(crate) mod completion;
 
 use std::io::{IsTerminal, Write};
-use std::time::Duration;
 
 use crate::config::Settings;
 use crate::exit::CliError;
 
 use crate::cli::api_client::ApiClient;
 use crate::cli::in_process::Requirements;
+use crate::cli::output::OutputStyle;
 
 /// The operator commands.
 #[derive(Debug, clap::Subcommand)]
 pub(crate) enum OperatorCommand {
-    /// Create, list, describe, grow, trim or delete topics.
+    /// Show health, topics, issues, workers, outbox, model and budget on one screen.
+    Status(verbs::status::StatusArgs),
+    /// Create, list, describe, alter, grow, trim or delete topics.
     Topic(verbs::topic::TopicArgs),
     /// Send messages.
     Produce(verbs::produce::ProduceArgs),
@@ -53,17 +66,27 @@ pub(crate) enum OperatorCommand {
     Pending(verbs::group::PendingArgs),
     /// List, show, replay or purge the dead letters of a topic.
     Dlq(verbs::dlq::DlqArgs),
+    /// Add streams to a service, own them and run a command for each, list or release them.
+    Assign(verbs::assign::AssignArgs),
+    /// Send requests to workers and wait for their replies, or execute requests with a command.
+    Loop(verbs::main_loop::MainLoopArgs),
     /// List, show, explain, retry or release issues.
     Issue(verbs::issue::IssueArgs),
     /// Open, list, show, reply to, close or reopen tickets.
     Ticket(verbs::ticket::TicketArgs),
+    /// List, show, approve, edit or reject answers that wait for a person.
+    Draft(verbs::draft::DraftArgs),
     /// List, show, replay, fork, export or import sessions.
     Session(verbs::session::SessionArgs),
+    /// Export the tickets, messages, events and sessions of a user.
+    Export(verbs::user::ExportArgs),
+    /// Erase the tickets, messages, events and sessions of a user.
+    Erase(verbs::user::EraseArgs),
     /// List or retry dead replies and events.
     Outbox(verbs::outbox::OutboxArgs),
     /// Check that every event is accounted for, or list changes.
     Audit(verbs::audit::AuditArgs),
-    /// Watch topics and groups.
+    /// Watch topics, groups, issues, workers and the model.
     Top(verbs::top::TopArgs),
     /// Run an SQL query on the DuckDB file.
     Sql(verbs::sql::SqlArgs),
@@ -75,6 +98,8 @@ pub(crate) enum OperatorCommand {
     Bench(verbs::bench::BenchArgs),
     /// Check the servers and suggest changes.
     Doctor(verbs::doctor::DoctorArgs),
+    /// Create the tables in the database, or bring them up to date.
+    Migrate(verbs::migrate::MigrateArgs),
     /// Print a shell completion script.
     Completion(verbs::completion::CompletionArgs),
 }
@@ -86,6 +111,7 @@ impl OperatorCommand {
             // Commands that open the backends themselves, or none.
             Self::Bench(bench) => return bench.run(settings).await,
             Self::Doctor(doctor) => return doctor.run(settings).await,
+            Self::Migrate(migrate) => return migrate.run(settings).await,
             Self::Completion(completion) => return completion.run(),
             // Commands on the DuckDB file.
             Self::Sql(sql) => return sql.run(settings).await,
@@ -98,12 +124,20 @@ impl OperatorCommand {
             Self::Group(group) => (&group.connection, Requirements::streams(group.is_read_only())),
             Self::Pending(pending) => (&pending.connection, Requirements::streams(true)),
             Self::Dlq(dlq) => (&dlq.connection, Requirements::streams(dlq.is_read_only())),
-            Self::Top(top) => (&top.connection, Requirements::streams(true)),
+            Self::Assign(assign) => {
+                (&assign.connection, Requirements::streams(assign.is_read_only()))
+            }
+            Self::Loop(main_loop) => (&main_loop.connection, Requirements::streams(false)),
+            Self::Top(top) => (&top.connection, Requirements::everything(true)),
+            Self::Status(status) => (&status.connection, Requirements::everything(true)),
             Self::Issue(issue) => (&issue.connection, issue.requirements()),
             Self::Ticket(ticket) => (&ticket.connection, ticket.requirements()),
+            Self::Draft(draft) => (&draft.connection, draft.requirements()),
             Self::Session(session) => {
                 (&session.connection, Requirements::everything(session.is_read_only()))
             }
+            Self::Export(export) => (&export.connection, Requirements::everything(true)),
+            Self::Erase(erase) => (&erase.connection, Requirements::everything(false)),
             Self::Outbox(outbox) => {
                 (&outbox.connection, Requirements::database(outbox.is_read_only()))
             }
@@ -115,12 +149,33 @@ impl OperatorCommand {
                 if let Self::Audit(_) = self {
                     in_process::require_given_database(settings)?;
                 }
-                ApiClient::in_process(settings, requirements).await?
+                let opening = self.open(settings, requirements);
+                progress::waiting("opening streams and database", opening).await?
             }
         };
         let outcome = self.ask(&client).await;
         client.close().await;
         outcome
+    }
+
+    /// Opens the backends. `top` also works without the database: it shows topics then.
+    async fn open(
+        &self,
+        settings: &Settings,
+        requirements: Requirements,
+    ) -> Result<ApiClient, CliError> {
+        let opened = ApiClient::in_process(settings, requirements).await;
+        let is_without_database = match &opened {
+            Err(CliError::Unreachable(problem)) => problem.starts_with("database"),
+            Err(CliError::OutdatedSchema { .. }) => true,
+            _ => false,
+        };
+        match self {
+            Self::Top(_) if is_without_database => {
+                ApiClient::in_process(settings, Requirements::streams(true)).await
+            }
+            _ => opened,
+        }
     }
 
     async fn ask(&self, client: &ApiClient) -> Result<(), CliError> {
@@ -132,34 +187,52 @@ impl OperatorCommand {
             Self::Group(group) => group.run(client).await,
             Self::Pending(pending) => pending.run(client).await,
             Self::Dlq(dlq) => dlq.run(client).await,
+            Self::Assign(assign) => assign.run(client).await,
+            Self::Loop(main_loop) => main_loop.run(client).await,
             Self::Top(top) => top.run(client).await,
+            Self::Status(status) => status.run(client).await,
             Self::Issue(issue) => issue.run(client).await,
             Self::Ticket(ticket) => ticket.run(client).await,
+            Self::Draft(draft) => draft.run(client).await,
             Self::Session(session) => session.run(client).await,
+            Self::Export(export) => export.run(client).await,
+            Self::Erase(erase) => erase.run(client).await,
             Self::Outbox(outbox) => outbox.run(client).await,
             Self::Audit(audit) => audit.run(client).await,
-            Self::Bench(_) | Self::Doctor(_) | Self::Completion(_) => Ok(()),
+            Self::Bench(_) | Self::Doctor(_) | Self::Migrate(_) | Self::Completion(_) => Ok(()),
             Self::Sql(_) | Self::Report(_) | Self::Analytics(_) => Ok(()),
         }
     }
 }
 
+/// Prints text unchanged. A closed pipe ends the command without a failure.
+pub(crate) fn print(text: &str) -> Result<(), CliError> {
+    output::exact(text)
+}
+
 /// Options to select the server and the output format.
-#[derive(Debug, clap::Args)]
+#[derive(Clone, Debug, clap::Args)]
 pub(crate) struct ConnectionArgs {
     /// Connect to this server instead of opening the data directly (or set HEADWATER_URL). The token is read from
     /// HEADWATER_TOKEN.
-    #[arg(long, global = true, value_name = "URL")]
+    #[arg(long, global = true, value_name = "URL", help_heading = help::GLOBAL)]
     url: Option<String>,
     /// Print one JSON value per line.
-    #[arg(long, global = true)]
+    #[arg(long, global = true, help_heading = help::GLOBAL)]
     json: bool,
+    /// Neither wrap text nor cut tables at the width of the terminal.
+    #[arg(long, global = true, help_heading = help::GLOBAL)]
+    wide: bool,
 }
 
 impl ConnectionArgs {
     fn url(&self) -> Option<String> {
         let known = || std::env::var("HEADWATER_URL").ok().filter(|url| !url.is_empty());
         self.url.clone().or_else(known)
+    }
+
+    fn style(&self) -> OutputStyle {
+        OutputStyle { json: self.json, wide: self.wide }
     }
 }
 
@@ -172,14 +245,17 @@ pub(crate) struct ConfirmArgs {
 }
 
 impl ConfirmArgs {
+    /// Whether a person is asked. Look up what the question is about first, so that mistakes are found before it.
+    fn is_needed(&self) -> bool {
+        !self.yes
+    }
+
     fn ask(&self, question: &str) -> Result<(), CliError> {
         if self.yes {
             return Ok(());
         }
         if !std::io::stdin().is_terminal() {
-            return Err(CliError::usage(format!(
-                "{question} Refusing to continue without confirmation; pass --yes."
-            )));
+            return Err(CliError::usage(format!("confirmation required; pass --yes: {question}")));
         }
         eprint!("{question} [y/N] ");
         let _ = std::io::stderr().flush();
@@ -190,19 +266,4 @@ impl ConfirmArgs {
             _ => Err(CliError::new("cancelled; nothing was changed")),
         }
     }
-}
-
-/// Parses a duration: `500ms`, `5s`, `2h`.
-fn time(text: &str) -> Result<Duration, String> {
-    crate::config::time(text)
-        .ok_or_else(|| "expected a number with ms, s, m, h or d, such as 5s".to_owned())
-}
-
-/// Parses the id of an issue or an outbox row.
-fn number(text: &str) -> Result<i64, String> {
-    text.parse().map_err(|_| "expected a numeric id; `list` shows the ids".to_owned())
-}
-
-fn milliseconds(time: Duration) -> u64 {
-    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }

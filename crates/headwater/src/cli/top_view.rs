@@ -1,23 +1,37 @@
-//! Computes what `top` shows from two snapshots of topics and groups.
+//! Computes what `top` shows from two snapshots of topics and groups, below the head of `status_view.rs`.
 //!
-//! Guarantees: a rate is exact unless messages were trimmed between the snapshots; then it is marked as a lower bound.
+//! Guarantees: the lines are escaped for the terminal; a rate is exact unless messages were trimmed between the snapshots; then it is marked as a lower bound.
 
 use serde_json::{Map, Value, json};
 use tokio::time::Instant;
 
 use crate::cli::output::{self, cell};
+use crate::cli::status_view;
 
 /// Topics and groups at one moment, as returned by the API.
 pub(super) struct TopSnapshot {
     pub(super) at: Instant,
     pub(super) topics: Vec<Value>,
     pub(super) groups: Vec<Value>,
+    /// Whether there are more topics.
+    pub(super) left_out: bool,
+    /// Issues, workers and the model, if there is a database.
+    pub(super) status: Option<Value>,
+}
+
+impl TopSnapshot {
+    /// A snapshot without topics.
+    pub(super) fn empty() -> Self {
+        let (topics, groups) = (Vec::new(), Vec::new());
+        Self { at: Instant::now(), topics, groups, left_out: false, status: None }
+    }
 }
 
 /// Rates and states between two snapshots, as `--json` prints them.
 pub(super) struct Frame {
     topics: Vec<Value>,
     groups: Vec<Value>,
+    status: Option<Value>,
 }
 
 impl Frame {
@@ -29,19 +43,33 @@ impl Frame {
             let arrived = topics.iter().find(|topic| topic["topic"] == group["topic"]);
             group_row(group, before, arrived.unwrap_or(&Value::Null), seconds)
         });
-        Self { groups: groups.collect(), topics }
+        let status = now.status.as_ref().map(|status| json!({"status": status}));
+        Self { groups: groups.collect(), topics, status }
     }
 
-    /// One value for each topic, then one for each group.
+    /// One value for each topic, then one for each group, then one for issues, workers and the model.
     pub(super) fn lines(&self) -> impl Iterator<Item = &Value> {
-        self.topics.iter().chain(&self.groups)
+        self.topics.iter().chain(&self.groups).chain(&self.status)
     }
 
-    pub(super) fn table(&self) -> Vec<String> {
+    /// Topics and groups, and above them issues, workers and the model.
+    pub(super) fn screen(&self) -> Vec<String> {
+        let mut lines = match &self.status {
+            Some(status) => status_view::lines(&status["status"]),
+            None => Vec::new(),
+        };
+        if !lines.is_empty() {
+            lines.push(String::new());
+        }
+        lines.extend(self.table());
+        lines
+    }
+
+    fn table(&self) -> Vec<String> {
         let headings = ["TOPIC", "PARTITIONS", "LENGTH", "DELAYED", "DEAD LETTERS", "IN/S"];
         let topics = self.topics.iter().map(|topic| {
             let names = ["topic", "partitions", "length", "delayed", "dead_letters"];
-            let mut row = names.map(|name| cell(&topic[name])).to_vec();
+            let mut row = names.map(|name| cell(name, &topic[name])).to_vec();
             row.push(rate(topic, "in_per_second"));
             row
         });
@@ -52,12 +80,12 @@ impl Frame {
             let owners = group["owners"].as_object().into_iter().flatten();
             let owners = owners.map(|(name, count)| format!("{}:{count}", output::plain(name)));
             vec![
-                cell(&group["topic"]),
-                cell(&group["group"]),
+                cell("topic", &group["topic"]),
+                cell("group", &group["group"]),
                 lag,
-                cell(&group["pending"]),
+                cell("pending", &group["pending"]),
                 rate(group, "done_per_second"),
-                cell(&group["members"]),
+                cell("members", &group["members"]),
                 owners.collect::<Vec<_>>().join(" "),
             ]
         });
@@ -69,7 +97,12 @@ impl Frame {
 
 fn table(headings: &[&str], rows: impl Iterator<Item = Vec<String>>) -> Vec<String> {
     let headings = headings.iter().map(|heading| (*heading).to_owned()).collect();
-    output::columns(&std::iter::once(headings).chain(rows).collect::<Vec<_>>())
+    let mut lines =
+        output::columns(&std::iter::once(headings).chain(rows).collect::<Vec<_>>(), None);
+    if let Some(heading) = lines.first_mut() {
+        *heading = output::heading(heading);
+    }
+    lines
 }
 
 /// A rate, marked if it is a lower bound; `?` if it is unknown.
@@ -144,7 +177,7 @@ mod tests {
             "topic": "t", "group": "g", "lag": lag, "pending": pending, "members": [{}],
             "partitions": [owned(0, "a"), owned(1, "a")],
         });
-        TopSnapshot { at, topics: vec![topic], groups: vec![group] }
+        TopSnapshot { at, topics: vec![topic], groups: vec![group], ..TopSnapshot::empty() }
     }
 
     #[test]

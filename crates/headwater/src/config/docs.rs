@@ -5,10 +5,14 @@
 
 use std::fmt::Write;
 
+use secrecy::ExposeSecret;
 use serde_json::json;
 
 use crate::config::redact::HIDDEN;
-use crate::config::{IntegrationSettings, ResolvedSettings, TABLE, ValueType, shown_url};
+use crate::config::sources::{SettingValue, SettingValues};
+use crate::config::{
+    IntegrationSettings, NotificationSettings, ResolvedSettings, TABLE, ValueType, shown_url,
+};
 
 /// One line per setting: name, value, source.
 pub(crate) fn as_text(loaded: &ResolvedSettings) -> String {
@@ -21,16 +25,31 @@ pub(crate) fn as_text(loaded: &ResolvedSettings) -> String {
         // Writing to a String cannot fail.
         let _ = writeln!(text, "{name:names$}  {shown:widths$}  ({source})");
     }
-    let location =
-        loaded.file.as_ref().map_or("built in".to_owned(), |file| file.display().to_string());
+    let location = location(loaded);
     for one in &loaded.settings.integrations {
-        let _ = writeln!(text, "[[integration]] {}  ({location})", describe_integration(one));
+        let from = if one.is_built_in { BUILT_IN } else { &location };
+        let _ = writeln!(text, "[[integration]] {}  ({from})", describe_integration(one));
+    }
+    for one in &loaded.settings.notifications {
+        let _ = writeln!(text, "[[notification]] {}  ({location})", describe_notification(one));
     }
     for token in &loaded.settings.tokens {
         let (name, role) = (&token.name, token.role.as_str());
         let _ = writeln!(text, "[[token]] name={name} role={role} token={HIDDEN}  ({location})");
     }
     text
+}
+
+/// Source of what the program defines.
+const BUILT_IN: &str = "built in";
+
+/// The settings file.
+fn location(loaded: &ResolvedSettings) -> String {
+    loaded.file.as_ref().map_or(BUILT_IN.to_owned(), |file| file.display().to_string())
+}
+
+fn some_list(names: &[String]) -> Option<String> {
+    (!names.is_empty()).then(|| names.join(","))
 }
 
 fn describe_integration(one: &IntegrationSettings) -> String {
@@ -40,6 +59,10 @@ fn describe_integration(one: &IntegrationSettings) -> String {
         ("reply_token", one.reply_token.as_ref().map(|_| HIDDEN.to_owned())),
         ("base_url", one.base_url.as_deref().map(shown_url)),
         ("bot_login", one.bot_login.clone()),
+        ("agents", some_list(&one.agents)),
+        ("author_associations", some_list(&one.author_associations)),
+        ("mode", (one.mode != Default::default()).then(|| one.mode.as_str().to_owned())),
+        ("rules", (!one.rules.is_empty()).then(|| one.rules.len().to_string())),
     ];
     for (name, value) in parts {
         if let Some(value) = value {
@@ -47,6 +70,29 @@ fn describe_integration(one: &IntegrationSettings) -> String {
         }
     }
     text
+}
+
+fn describe_notification(one: &NotificationSettings) -> String {
+    let url = shown_url(one.url.expose_secret());
+    let events = event_names(one).join(",");
+    format!("id={} url={url} secret={HIDDEN} events={events}", one.config.id)
+}
+
+fn event_names(one: &NotificationSettings) -> Vec<&'static str> {
+    one.config.events.iter().map(|event| event.as_str()).collect()
+}
+
+/// Name, value, source and description of each setting.
+pub(super) fn shown(values: &SettingValues) -> Vec<serde_json::Value> {
+    let one = |value: &SettingValue| {
+        json!({
+            "name": value.setting.name,
+            "value": value.shown(),
+            "source": value.source.to_string(),
+            "description": value.setting.description,
+        })
+    };
+    values.iter().map(one).collect()
 }
 
 /// All settings as JSON.
@@ -74,6 +120,21 @@ pub(crate) fn as_json(loaded: &ResolvedSettings) -> String {
                 "reply_token": one.reply_token.as_ref().map(|_| HIDDEN),
                 "base_url": one.base_url.as_deref().map(shown_url),
                 "bot_login": one.bot_login,
+                "source": if one.is_built_in { BUILT_IN.to_owned() } else { location(loaded) },
+            })
+        })
+        .collect();
+    let notifications: Vec<_> = loaded
+        .settings
+        .notifications
+        .iter()
+        .map(|one| {
+            json!({
+                "id": one.config.id,
+                "url": shown_url(one.url.expose_secret()),
+                "secret": one.secret.as_ref().map(|_| HIDDEN),
+                "events": event_names(one),
+                "attempts": one.config.attempts,
             })
         })
         .collect();
@@ -83,7 +144,9 @@ pub(crate) fn as_json(loaded: &ResolvedSettings) -> String {
         .iter()
         .map(|token| json!({"name": token.name, "role": token.role.as_str(), "token": HIDDEN}))
         .collect();
-    let all = json!({"settings": values, "integrations": integrations, "tokens": tokens});
+    let all = json!({
+        "settings": values, "integrations": integrations, "notifications": notifications, "tokens": tokens,
+    });
     format!("{all:#}")
 }
 
@@ -146,6 +209,36 @@ Each `[[integration]]` section defines a system that sends webhooks to `/webhook
 | `reply_token_env` | variable with the token for sending replies |
 | `base_url` | base URL of the API; for `standard`, the callback URL of replies |
 | `bot_login` | login under which replies are posted; its own comments are ignored |
+| `agents` | logins of people of your team; who of them answers takes the issue over. On GitHub, owners, members and collaborators are agents without this |
+| `author_associations` | only for `github`: messages of authors with another association are ignored, such as `[\"OWNER\", \"MEMBER\", \"COLLABORATOR\", \"CONTRIBUTOR\"]`; empty: all are handled |
+| `mode` | what becomes of an answer: `auto` (posted, the default), `draft` (posted when a person approves it) or `note` (never posted); see [desk.md](desk.md#a-person-in-the-loop) |
+
+`[[integration.rule]]` sections below an integration choose another mode. The first rule whose conditions all hold decides:
+
+| field | description |
+|---|---|
+| `mode` | `auto`, `draft` or `note` |
+| `author_associations` | the author of the newest message has one of these associations (GitHub) |
+| `first_contact` | `true`: the desk has not answered in this conversation before; `false`: it has |
+| `tools` | the model called one of these tools: `search_tickets`, `close_ticket`, `hand_over` |
+| `words` | a new message of a user contains one of these texts, in any case |
+| `hours` | hours of the day in UTC, such as `22-6` |
+
+## Notifications
+
+Each `[[notification]]` section forwards ticket events to a receiver, as signed webhooks (Standard Webhooks); see
+[desk.md](desk.md#notifications).
+
+| field | description |
+|---|---|
+| `id` | unique id; 1 to 64 letters, digits, `-`, `_` and `.`; the consumer group is `notification:ID` |
+| `url` | where to send the events |
+| `secret_env` | variable with the signing secret |
+| `secret` | the secret itself; restrict access to the file |
+| `events` | which of `TICKET_CREATED`, `MESSAGE_RECEIVED`, `AI_RESPONSE_GENERATED`, `TICKET_CLOSED`; default: all |
+| `attempts` | failed attempts until an event becomes a dead letter, 1 to 1000; default: 50, which take several hours |
+| `timeout` | timeout of one attempt, at most `10s`, which is the default |
+| `from` | `now` (default): events after the first start with this id; `beginning`: also those that the stream still has |
 
 ## Tokens
 
@@ -167,6 +260,12 @@ provider = \"github\"
 secret_env = \"SHOP_WEBHOOK_SECRET\"
 reply_token_env = \"SHOP_GITHUB_TOKEN\"
 bot_login = \"shop-bot\"
+
+[[notification]]
+id = \"crm\"
+url = \"https://crm.example/hooks/tickets\"
+secret_env = \"CRM_SECRET\"
+events = [\"TICKET_CREATED\", \"TICKET_CLOSED\"]
 
 [[token]]
 name = \"operations\"

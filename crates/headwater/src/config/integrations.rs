@@ -1,21 +1,40 @@
-//! The `[[integration]]` and `[[token]]` sections of the settings file.
+//! The `[[integration]]`, `[[notification]]` and `[[token]]` sections of the settings file.
 //!
 //! Upstream: `headwater.toml` and the variables it names. Downstream: `inbound`, `outbound` and `http/auth.rs`.
 //! Guarantees: ids and names are unique, required secrets are present and never shown, unknown fields are rejected.
 
 use std::collections::HashSet;
 
+use headwater_stream::GroupStart;
 use secrecy::{ExposeSecret, SecretString};
 use serde::Deserialize;
 
 use crate::config::error::SettingsError;
-use crate::config::value_type::ValueType;
+use crate::config::value_type::{ValueType, time};
+use crate::desk::{ModeRule, ReplyMode};
+use crate::outbound::notifications::NotificationConfig;
+use crate::tickets::TicketEventType;
 
 /// Maximum length of an id; ids are part of URLs.
 const ID_CHARS_MAX: usize = 64;
 
 /// Minimum length of a token; shorter ones can be guessed.
 const TOKEN_CHARS_MIN: usize = 16;
+
+/// How GitHub names the association of an author with a repository.
+pub(crate) const ASSOCIATIONS: [&str; 8] = [
+    "OWNER",
+    "MEMBER",
+    "COLLABORATOR",
+    "CONTRIBUTOR",
+    "FIRST_TIME_CONTRIBUTOR",
+    "FIRST_TIMER",
+    "MANNEQUIN",
+    "NONE",
+];
+
+/// Tools that a rule can name.
+const TOOLS: [&str; 3] = ["search_tickets", "close_ticket", "hand_over"];
 
 /// Id of the built-in integration for tickets.
 pub(crate) const DESK: &str = "desk";
@@ -84,6 +103,16 @@ pub(crate) struct IntegrationSettings {
     pub(crate) base_url: Option<String>,
     /// Login under which replies are posted. Events from this author are ignored.
     pub(crate) bot_login: Option<String>,
+    /// Logins of people of the support team. With a message of one of them, that person takes the issue over.
+    pub(crate) agents: Vec<String>,
+    /// Associations of authors with the repository whose messages are handled, as named by GitHub; empty: all.
+    pub(crate) author_associations: Vec<String>,
+    /// What becomes of answers that no rule matches.
+    pub(crate) mode: ReplyMode,
+    /// Rules that choose another mode, in order.
+    pub(crate) rules: Vec<ModeRule>,
+    /// Whether the program defines it, and not the settings file.
+    pub(crate) is_built_in: bool,
 }
 
 /// One `[[token]]`.
@@ -95,6 +124,24 @@ pub(crate) struct TokenSettings {
     pub(crate) role: Role,
     /// The token.
     pub(crate) token: SecretString,
+}
+
+/// One `[[notification]]`.
+#[derive(Clone, Debug)]
+pub(crate) struct NotificationSettings {
+    /// What is forwarded, and how often it is tried.
+    pub(crate) config: NotificationConfig,
+    /// URL of the receiver; may contain a password.
+    pub(crate) url: SecretString,
+    /// Signing secret; `None` only for commands that send nothing.
+    pub(crate) secret: Option<SecretString>,
+}
+
+/// The validated array sections.
+pub(crate) struct Lists {
+    pub(crate) integrations: Vec<IntegrationSettings>,
+    pub(crate) notifications: Vec<NotificationSettings>,
+    pub(crate) tokens: Vec<TokenSettings>,
 }
 
 /// Whether the command needs the secrets of the settings.
@@ -111,6 +158,8 @@ pub(crate) enum SecretsPolicy {
 pub(crate) struct ListSections {
     #[serde(default, rename = "integration")]
     integrations: Vec<RawIntegration>,
+    #[serde(default, rename = "notification")]
+    notifications: Vec<RawNotification>,
     #[serde(default, rename = "token")]
     tokens: Vec<RawToken>,
 }
@@ -125,6 +174,48 @@ struct RawIntegration {
     reply_token_env: Option<String>,
     base_url: Option<String>,
     bot_login: Option<String>,
+    #[serde(default)]
+    agents: Vec<String>,
+    #[serde(default)]
+    author_associations: Vec<String>,
+    mode: Option<String>,
+    #[serde(default, rename = "rule")]
+    rules: Vec<RawRule>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RawRule {
+    mode: String,
+    #[serde(default)]
+    author_associations: Vec<String>,
+    first_contact: Option<bool>,
+    #[serde(default)]
+    tools: Vec<String>,
+    #[serde(default)]
+    words: Vec<String>,
+    hours: Option<String>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RawNotification {
+    id: String,
+    url: SecretText,
+    secret: Option<SecretText>,
+    secret_env: Option<String>,
+    events: Option<Vec<String>>,
+    attempts: Option<u32>,
+    timeout: Option<String>,
+    from: Option<NotificationStart>,
+}
+
+/// Which events a new receiver begins with.
+#[derive(Clone, Copy, Debug, Deserialize)]
+#[serde(rename_all = "lowercase")]
+enum NotificationStart {
+    Now,
+    Beginning,
 }
 
 #[derive(Debug, Deserialize)]
@@ -157,16 +248,17 @@ impl ListSections {
     pub(crate) fn variables(&self) -> Vec<String> {
         let of_integrations =
             self.integrations.iter().flat_map(|raw| [&raw.secret_env, &raw.reply_token_env]);
+        let of_notifications = self.notifications.iter().map(|raw| &raw.secret_env);
         let of_tokens = self.tokens.iter().map(|raw| &raw.token_env);
-        of_integrations.chain(of_tokens).flatten().cloned().collect()
+        of_integrations.chain(of_notifications).chain(of_tokens).flatten().cloned().collect()
     }
 
     /// Validates the sections and adds the built-in `desk`. Names all unset variables in one error.
-    pub(crate) fn integrations(
+    pub(crate) fn check(
         mut self,
         environment: &[(String, String)],
         secrets: SecretsPolicy,
-    ) -> Result<(Vec<IntegrationSettings>, Vec<TokenSettings>), SettingsError> {
+    ) -> Result<Lists, SettingsError> {
         let is_set = |variable: &String| environment.iter().any(|(name, _)| name == variable);
         let unset: Vec<String> =
             self.variables().into_iter().filter(|variable| !is_set(variable)).collect();
@@ -193,6 +285,11 @@ impl ListSections {
                 reply_token: None,
                 base_url: None,
                 bot_login: None,
+                agents: Vec::new(),
+                author_associations: Vec::new(),
+                mode: ReplyMode::Auto,
+                rules: Vec::new(),
+                is_built_in: true,
             });
         }
         let tokens = self
@@ -200,7 +297,14 @@ impl ListSections {
             .into_iter()
             .map(|raw| raw.check(environment))
             .collect::<Result<Vec<_>, _>>()?;
+        let notifications = self
+            .notifications
+            .into_iter()
+            .map(|raw| raw.check(environment, secrets))
+            .collect::<Result<Vec<_>, _>>()?;
         check_unique("[[integration]] id", integrations.iter().map(|one| one.id.as_str()))?;
+        let ids = notifications.iter().map(|one| one.config.id.as_str());
+        check_unique("[[notification]] id", ids)?;
         check_unique("[[token]] name", tokens.iter().map(|one| one.name.as_str()))?;
         check_unique("[[token]] token", tokens.iter().map(|one| one.token.expose_secret()))
             .map_err(|_| {
@@ -208,7 +312,7 @@ impl ListSections {
                     "two [[token]] sections have the same token; each must be unique",
                 )
             })?;
-        Ok((integrations, tokens))
+        Ok(Lists { integrations, notifications, tokens })
     }
 }
 
@@ -244,8 +348,90 @@ impl RawIntegration {
                 "{location} has an invalid base_url `{shown}`; allowed: {allowed}"
             )));
         }
-        let Self { provider, base_url, bot_login, .. } = self;
-        Ok(IntegrationSettings { id, provider, secret, reply_token, base_url, bot_login })
+        let Self { provider, base_url, bot_login, agents, author_associations, .. } = self;
+        check_people(&location, provider, &agents, &author_associations)?;
+        let mode = self.mode.as_deref().map(|mode| parse_mode(&location, mode)).transpose()?;
+        let mode = mode.unwrap_or_default();
+        let rules =
+            self.rules.into_iter().enumerate().map(|(place, rule)| {
+                rule.check(&format!("{location}, rule {}", place + 1), provider)
+            });
+        let rules = rules.collect::<Result<Vec<_>, _>>()?;
+        let is_built_in = false;
+        Ok(IntegrationSettings {
+            id,
+            provider,
+            secret,
+            reply_token,
+            base_url,
+            bot_login,
+            agents,
+            author_associations,
+            mode,
+            rules,
+            is_built_in,
+        })
+    }
+}
+
+impl RawNotification {
+    fn check(
+        self,
+        environment: &[(String, String)],
+        secrets: SecretsPolicy,
+    ) -> Result<NotificationSettings, SettingsError> {
+        let id = check_name("[[notification]] id", self.id)?;
+        let location = format!("[[notification]] `{id}`");
+        let secret = resolve_secret(
+            &location,
+            "secret",
+            self.secret,
+            self.secret_env.as_deref(),
+            (environment, secrets),
+        )?;
+        if secret.is_none() && self.secret_env.is_none() {
+            return Err(SettingsError::new(format!(
+                "{location} has no secret; set `secret_env` to the name of a variable, or `secret`"
+            )));
+        }
+        let SecretText(url) = self.url;
+        if ValueType::WebUrl.check(&url).is_err() {
+            let (shown, allowed) = (crate::config::redact::url(&url), ValueType::WebUrl.allowed());
+            return Err(SettingsError::new(format!(
+                "{location} has an invalid url `{shown}`; allowed: {allowed}"
+            )));
+        }
+        let mut config = NotificationConfig::new(id);
+        if let Some(events) = self.events {
+            let parse = |name: &String| {
+                TicketEventType::parse_public(name).ok_or_else(|| {
+                    let known = TicketEventType::PUBLIC.map(TicketEventType::as_str).join("`, `");
+                    let shown = crate::text::one_line(name, 60);
+                    SettingsError::new(format!(
+                        "{location} has the unknown event `{shown}`; allowed: `{known}`"
+                    ))
+                })
+            };
+            config.events = events.iter().map(parse).collect::<Result<_, _>>()?;
+        }
+        if let Some(attempts) = self.attempts {
+            config.attempts = attempts;
+        }
+        if let Some(text) = &self.timeout {
+            config.timeout = time(text).ok_or_else(|| {
+                let shown = crate::text::one_line(text, 60);
+                SettingsError::new(format!(
+                    "{location} has an invalid timeout `{shown}`; write `5s`"
+                ))
+            })?;
+        }
+        if let Some(NotificationStart::Beginning) = self.from {
+            config.start = GroupStart::Beginning;
+        }
+        config
+            .validate()
+            .map_err(|problem| SettingsError::new(format!("[[notification]]: {problem}")))?;
+        Ok(NotificationSettings { config, url: url.into(), secret })
     }
 }
 
@@ -268,6 +454,87 @@ impl RawToken {
             )));
         }
         Ok(TokenSettings { name, role: self.role, token })
+    }
+}
+
+impl RawRule {
+    fn check(self, location: &str, provider: Provider) -> Result<ModeRule, SettingsError> {
+        let mode = parse_mode(location, &self.mode)?;
+        check_people(location, provider, &[], &self.author_associations)?;
+        if let Some(unknown) = self.tools.iter().find(|tool| !TOOLS.contains(&tool.as_str())) {
+            return Err(SettingsError::new(format!(
+                "{location} has an unknown tool `{unknown}`; allowed: {}",
+                TOOLS.join(", ")
+            )));
+        }
+        if self.words.iter().any(|word| word.trim().is_empty()) {
+            return Err(SettingsError::new(format!("{location} has an empty text in `words`")));
+        }
+        let hours = self.hours.as_deref().map(|hours| {
+            parse_hours(hours).ok_or_else(|| {
+                SettingsError::new(format!(
+                    "{location} has invalid `hours` `{hours}`; write two different hours of the day in UTC, such as `22-6`"
+                ))
+            })
+        });
+        let hours = hours.transpose()?;
+        let Self { author_associations, first_contact, tools, words, .. } = self;
+        let rule = ModeRule { mode, author_associations, first_contact, tools, words, hours };
+        if rule.is_empty() {
+            return Err(SettingsError::new(format!(
+                "{location} has no condition; set `mode` of the integration instead"
+            )));
+        }
+        Ok(rule)
+    }
+}
+
+fn parse_mode(location: &str, mode: &str) -> Result<ReplyMode, SettingsError> {
+    ReplyMode::parse(mode).ok_or_else(|| {
+        SettingsError::new(format!(
+            "{location} has an unknown mode `{mode}`; allowed: auto, draft, note"
+        ))
+    })
+}
+
+/// `22-6`.
+fn parse_hours(hours: &str) -> Option<(u8, u8)> {
+    let (from, until) = hours.split_once('-')?;
+    let hour = |text: &str, max: u8| text.trim().parse::<u8>().ok().filter(|hour| *hour <= max);
+    let (from, until) = (hour(from, 23)?, hour(until, 24)?);
+    (from != until).then_some((from, until))
+}
+
+/// Checks `agents` and `author_associations`.
+fn check_people(
+    location: &str,
+    provider: Provider,
+    agents: &[String],
+    associations: &[String],
+) -> Result<(), SettingsError> {
+    if provider == Provider::Desk && !agents.is_empty() {
+        return Err(SettingsError::new(format!(
+            "{location}: `agents` has no effect on tickets; send messages of agents with the author `agent`"
+        )));
+    }
+    if agents.iter().any(|login| login.trim().is_empty()) {
+        return Err(SettingsError::new(format!("{location} has an empty name in `agents`")));
+    }
+    if provider != Provider::Github && !associations.is_empty() {
+        return Err(SettingsError::new(format!(
+            "{location}: only GitHub sends the association of an author; remove `author_associations`"
+        )));
+    }
+    check_associations(location, associations)
+}
+
+fn check_associations(location: &str, associations: &[String]) -> Result<(), SettingsError> {
+    match associations.iter().find(|one| !ASSOCIATIONS.contains(&one.as_str())) {
+        None => Ok(()),
+        Some(unknown) => Err(SettingsError::new(format!(
+            "{location} has an unknown association `{unknown}` in `author_associations`; allowed: {}",
+            ASSOCIATIONS.join(", ")
+        ))),
     }
 }
 

@@ -3,7 +3,7 @@
 //! Upstream: `entry.rs`. Downstream: `server/run.rs` and `cli`. Guarantees: [`Settings`] is consistent, so later code
 //! does not check again; secrets have types whose `Debug` hides them.
 //! Flow: `table.rs` (all settings), `value_type.rs` (allowed values) -> `sources.rs` (precedence) ->
-//! `integrations.rs` (`[[integration]]`, `[[token]]`) -> this file -> `docs.rs` (output), `redact.rs` (hides
+//! `integrations.rs` (`[[integration]]`, `[[notification]]`, `[[token]]`) -> this file -> `docs.rs` (output), `redact.rs` (hides
 //! secrets).
 
 mod docs;
@@ -16,21 +16,25 @@ mod value_type;
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
+use headwater_bus::{BreakerConfig, Namespace, StreamedBusConfig};
+use headwater_stream::Retention;
 use secrecy::{ExposeSecret, SecretString};
 
 use crate::desk::{DeskConfig, Prices, SearchScope, TokenBudget};
+use crate::server::stream_options::PasswordSource;
 
 pub(crate) use crate::config::docs::{as_json, as_markdown, as_text};
 pub(crate) use crate::config::error::SettingsError;
-use crate::config::integrations::ListSections;
 pub(crate) use crate::config::integrations::{
-    IntegrationSettings, Provider, Role, SecretsPolicy, TokenSettings,
+    IntegrationSettings, NotificationSettings, Provider, Role, SecretsPolicy, TokenSettings,
 };
+use crate::config::integrations::{ListSections, Lists};
 pub(crate) use crate::config::redact::url as shown_url;
 pub(crate) use crate::config::sources::{FILE_VARIABLE, RawSettings, SettingSource, SettingValues};
-pub(crate) use crate::config::table::TABLE;
+pub(crate) use crate::config::table::{Setting, TABLE};
 pub(crate) use crate::config::value_type::{ValueType, time};
 
 /// Default settings file; it may be missing.
@@ -41,15 +45,23 @@ pub(crate) const FILE: &str = "headwater.toml";
 pub(crate) struct Settings {
     /// URL of the stream backend; may contain a password.
     pub(crate) stream_url: SecretString,
+    /// Whether `notify-keyspace-events` of Redis may be changed.
+    pub(crate) stream_configure_notifications: bool,
+    /// Where the password of the stream backend comes from; `None` for its URL.
+    pub(crate) stream_password: Option<PasswordSource>,
+    /// How long the server accepts that password.
+    pub(crate) stream_password_lifetime: Duration,
     /// URL of the database; may contain a password.
     pub(crate) database_url: SecretString,
     /// Whether `database.url` was set explicitly.
     pub(crate) database_is_given: bool,
-    /// Maximum number of database connections.
+    /// Maximum number of database connections for work.
     pub(crate) database_connections: u32,
+    /// Maximum number of database connections for HTTP requests.
+    pub(crate) database_http_connections: u32,
     /// The DuckDB file; `None` disables analytics.
     pub(crate) analytics_path: Option<PathBuf>,
-    /// How long to retry unreachable servers at startup.
+    /// How long to retry an unreachable database at startup.
     pub(crate) start_wait: Duration,
     /// HTTP server.
     pub(crate) http: HttpSettings,
@@ -65,12 +77,20 @@ pub(crate) struct Settings {
     pub(crate) webhook_tolerance: Duration,
     /// Maximum number of audit log entries.
     pub(crate) audit_rows_max: u64,
+    /// How long data is kept.
+    pub(crate) retention: RetentionSettings,
+    /// The event bus.
+    pub(crate) bus: BusSettings,
     /// Logs and traces.
     pub(crate) telemetry: TelemetrySettings,
     /// All integrations, including the built-in `desk`.
     pub(crate) integrations: Vec<IntegrationSettings>,
+    /// Receivers of ticket events.
+    pub(crate) notifications: Vec<NotificationSettings>,
     /// Tokens. Empty: every local client is an admin.
     pub(crate) tokens: Vec<TokenSettings>,
+    /// Name, value, source and description of each setting, without secrets.
+    pub(crate) shown: Arc<Vec<serde_json::Value>>,
 }
 
 /// Settings of the HTTP server.
@@ -129,6 +149,74 @@ pub(crate) struct WorkSettings {
     pub(crate) sweep_every: Duration,
 }
 
+/// How long data is kept; `None` is forever.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct RetentionSettings {
+    /// Processed event logs.
+    pub(crate) events: Option<Duration>,
+    /// Issues that nothing is pending for, since their last change.
+    pub(crate) issues: Option<Duration>,
+    /// Delivered outbox rows and released dead letters.
+    pub(crate) outbox: Duration,
+    /// Sessions of model runs.
+    pub(crate) sessions: Duration,
+    /// Interval of deletion.
+    pub(crate) every: Duration,
+}
+
+/// Settings of the event bus and the main loop.
+#[derive(Clone, Debug)]
+pub(crate) struct BusSettings {
+    /// Namespace of the control stream.
+    pub(crate) namespace: Namespace,
+    /// Entries of a control stream.
+    pub(crate) stream_len_max: u64,
+    /// Interval of health checks; `None` for never.
+    pub(crate) health_interval: Option<Duration>,
+    /// The circuit breaker.
+    pub(crate) breaker: BreakerConfig,
+    /// Attempts of a request.
+    pub(crate) request_attempts: u32,
+    /// First delay between attempts of a request.
+    pub(crate) retry_backoff: Duration,
+}
+
+impl BusSettings {
+    fn read(read: &SettingsReader<'_>) -> Result<Self, SettingsError> {
+        let namespace = read.text("bus.namespace");
+        let namespace = Namespace::new(namespace).map_err(|error| {
+            let shown = crate::text::one_line(namespace, 60);
+            SettingsError::new(format!("setting `bus.namespace` = `{shown}` is invalid: {error}"))
+        })?;
+        Ok(Self {
+            namespace,
+            stream_len_max: read.count("bus.stream_len_max"),
+            health_interval: non_zero(read.time("bus.health_interval")),
+            breaker: BreakerConfig {
+                failure_threshold: read.count("bus.breaker_failures"),
+                recovery: read.time("bus.breaker_recovery"),
+            },
+            request_attempts: read.count("bus.request_attempts"),
+            retry_backoff: read.time("bus.retry_backoff"),
+        })
+    }
+
+    /// The configuration of a bus.
+    pub(crate) fn config(&self) -> StreamedBusConfig {
+        StreamedBusConfig {
+            namespace: self.namespace.clone(),
+            control_retention: Retention::max_len(self.stream_len_max),
+            health_every: self.health_interval,
+            breaker: self.breaker,
+            ..StreamedBusConfig::default()
+        }
+    }
+}
+
+fn non_zero(time: Duration) -> Option<Duration> {
+    (!time.is_zero()).then_some(time)
+}
+
 /// Settings of the language model.
 #[derive(Clone, Debug)]
 pub(crate) struct ModelSettings {
@@ -180,7 +268,7 @@ pub(crate) fn load(
         }
         None => (toml::Table::new(), None),
     };
-    let lists = ["integration", "token"].into_iter();
+    let lists = ["integration", "notification", "token"].into_iter();
     let lists: toml::Table =
         lists.filter_map(|list| Some((list.to_owned(), file.remove(list)?))).collect();
     let lists = lists
@@ -188,8 +276,8 @@ pub(crate) fn load(
         .map_err(|error| unreadable(path.as_deref().unwrap_or_else(|| FILE.as_ref()), &error))?;
     let values = SettingValues::resolve(given, &file, &lists.variables())?;
     let has_tokens = lists.has_tokens();
-    let (integrations, tokens) = lists.integrations(&given.environment, secrets)?;
-    let settings = Settings::from_values(&values, integrations, tokens)?;
+    let lists = lists.check(&given.environment, secrets)?;
+    let settings = Settings::from_values(&values, lists)?;
     settings.check(has_tokens)?;
     Ok(ResolvedSettings { settings, values, file: path })
 }
@@ -203,8 +291,7 @@ fn unreadable(path: &std::path::Path, error: &toml::de::Error) -> SettingsError 
 impl Settings {
     fn from_values(
         values: &SettingValues,
-        integrations: Vec<IntegrationSettings>,
-        tokens: Vec<TokenSettings>,
+        Lists { integrations, notifications, tokens }: Lists,
     ) -> Result<Self, SettingsError> {
         let read = SettingsReader(values);
         let http = HttpSettings {
@@ -245,6 +332,8 @@ impl Settings {
             budget: TokenBudget {
                 issue_tokens_max: read.count("desk.issue_tokens_max"),
                 day_tokens_max: read.count("desk.day_tokens_max"),
+                user_tokens_max: read.count("desk.user_tokens_max"),
+                strangers_tokens_max: read.count("desk.strangers_tokens_max"),
             },
             search: match read.text("desk.search") {
                 "all" => SearchScope::AllTickets,
@@ -262,9 +351,13 @@ impl Settings {
         };
         let settings = Self {
             stream_url: read.text("stream.url").into(),
+            stream_configure_notifications: read.text("stream.configure_notifications") == "true",
+            stream_password: password_source(&read)?,
+            stream_password_lifetime: read.time("stream.password_lifetime"),
             database_url: read.text("database.url").into(),
             database_is_given: read.is_given("database.url"),
             database_connections: read.count("database.connections"),
+            database_http_connections: read.count("database.http_connections"),
             analytics_path: read.optional("analytics.path").map(PathBuf::from),
             start_wait: read.time("start.wait"),
             http,
@@ -274,9 +367,19 @@ impl Settings {
             desk_reclaim_idle: read.time("desk.reclaim_idle"),
             webhook_tolerance: read.time("webhook.tolerance"),
             audit_rows_max: read.count("audit.rows_max"),
+            retention: RetentionSettings {
+                events: non_zero(read.time("retention.events")),
+                issues: non_zero(read.time("retention.issues")),
+                outbox: read.time("retention.outbox"),
+                sessions: read.time("retention.sessions"),
+                every: read.time("retention.every"),
+            },
+            bus: BusSettings::read(&read)?,
             telemetry,
             integrations,
+            notifications,
             tokens,
+            shown: Arc::new(docs::shown(values)),
         };
         Ok(settings)
     }
@@ -316,6 +419,17 @@ impl Settings {
     /// The database URL with its password hidden.
     pub(crate) fn database_shown(&self) -> String {
         shown_url(self.database_url.expose_secret())
+    }
+}
+
+fn password_source(read: &SettingsReader<'_>) -> Result<Option<PasswordSource>, SettingsError> {
+    let file = read.optional("stream.password_file").map(|file| PasswordSource::File(file.into()));
+    let command = read.optional("stream.password_command").map(PasswordSource::Command);
+    match (file, command) {
+        (Some(_), Some(_)) => Err(SettingsError::new(
+            "settings `stream.password_file` and `stream.password_command` are both set; keep one",
+        )),
+        (file, command) => Ok(file.or(command)),
     }
 }
 

@@ -21,9 +21,9 @@ pub(crate) const FILE_VARIABLE: &str = "HEADWATER_SETTINGS";
 /// and the tests use them for their servers.
 const FOREIGN_PREFIXES: [&str; 3] = ["HEADWATER_SERVICE_", "HEADWATER_PORT", "HEADWATER_TESTKIT_"];
 
-/// Variables that are not settings: for operator commands, and those that `consume --exec` sets for its command,
-/// which may be this program.
-const NON_SETTINGS: [&str; 10] = [
+/// Variables that are not settings: for operator commands, and those that `--exec` sets for its command, which may be
+/// this program.
+const NON_SETTINGS: [&str; 17] = [
     "HEADWATER_URL",
     "HEADWATER_TOKEN",
     "HEADWATER_ID",
@@ -34,6 +34,13 @@ const NON_SETTINGS: [&str; 10] = [
     "HEADWATER_HEADERS",
     "HEADWATER_PAYLOAD_BYTES",
     "HEADWATER_PAYLOAD_SHA256",
+    "HEADWATER_SERVICE",
+    "HEADWATER_STREAM",
+    "HEADWATER_INFO",
+    "HEADWATER_EPOCH",
+    "HEADWATER_OWNERS",
+    "HEADWATER_NAMESPACE",
+    "HEADWATER_REQUEST_ID",
 ];
 
 /// All values that were given, by source.

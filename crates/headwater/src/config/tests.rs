@@ -128,6 +128,31 @@ fn integrations_need_a_unique_id_and_a_secret() {
 }
 
 #[test]
+fn notifications_are_checked_by_name() {
+    let section = |more: &str| format!("[[notification]]\nid = \"crm\"\n{more}\n");
+    let url = "url = \"http://localhost/\"\n";
+    assert!(problem(&given(&section(url))).contains("no secret"));
+    assert!(problem(&given(&section("url = \"ftp://x\"\nsecret = \"s\""))).contains("invalid url"));
+    for (field, part) in [
+        ("events = [\"TICKET_REOPENED\"]", "unknown event `TICKET_REOPENED`"),
+        ("events = []", "at least one of `TICKET_CREATED`"),
+        ("attempts = 0", "allowed: 1 to 1000"),
+        ("timeout = \"1m\"", "at most 10s"),
+        ("timeout = \"soon\"", "invalid timeout `soon`"),
+        ("from = \"yesterday\"", "yesterday"),
+        ("colour = \"red\"", "colour"),
+    ] {
+        let error = problem(&given(&section(&format!("{url}secret = \"s\"\n{field}"))));
+        assert!(error.contains(part), "{error}");
+    }
+    let right = section(&format!("{url}secret = \"s\"\nevents = [\"TICKET_CLOSED\"]"));
+    assert!(problem(&given(&format!("{right}{right}"))).contains("duplicate"));
+    let settings = loaded(&given(&right)).unwrap().settings;
+    let crm = &settings.notifications[0].config;
+    assert_eq!((crm.group().as_str(), crm.events.len()), ("notification:crm", 1));
+}
+
+#[test]
 fn short_tokens_are_rejected() {
     let token = "[[token]]\nname = \"ann\"\nrole = \"admin\"\ntoken = \"short\"\n";
     assert!(problem(&given(token)).contains("at least 16"));
@@ -140,6 +165,7 @@ fn secrets_are_never_shown() {
         [database]\nurl = \"postgres://ann:hunter2@localhost/a\"
         [model]\nurl = \"https://ann:hunter2@localhost/v1\"\nname = \"small\"
         [[integration]]\nid = \"shop\"\nprovider = \"github\"\nsecret = \"hunter2\"
+        [[notification]]\nid = \"crm\"\nurl = \"https://ann:hunter2@localhost/\"\nsecret = \"hunter2\"
         [[token]]\nname = \"ann\"\nrole = \"read\"\ntoken = \"hunter2hunter2hunter2\"\n";
     let loaded = loaded(&given(file)).unwrap();
     let all =

@@ -50,8 +50,15 @@ pub(crate) enum ValueType {
     Secret,
 }
 
-const STREAM_SCHEMES: [&str; 5] =
-    ["embedded:", "redis://", "rediss://", "redis-sentinel://", "redis-cluster://"];
+const STREAM_SCHEMES: [&str; 7] = [
+    "embedded:",
+    "redis://",
+    "rediss://",
+    "unix://",
+    "redis+unix://",
+    "redis-sentinel://",
+    "redis-cluster://",
+];
 const DATABASE_SCHEMES: [&str; 3] = ["sqlite:", "postgres://", "postgresql://"];
 /// URL prefix of the built-in model.
 pub(crate) const SCRIPTED: &str = "scripted:";
@@ -63,7 +70,7 @@ impl ValueType {
     /// The allowed values, in words that follow "allowed:".
     pub(crate) fn allowed(&self) -> String {
         match self {
-            Self::StreamUrl => "`embedded:DIR`, `embedded:memory`, `redis://HOST:PORT`, `rediss://`, `redis-sentinel://` or `redis-cluster://`".to_owned(),
+            Self::StreamUrl => "`embedded:DIR`, `embedded:memory`, `redis://HOST:PORT`, `rediss://`, `unix:///PATH`, `redis-sentinel://` or `redis-cluster://`".to_owned(),
             Self::DatabaseUrl => "`sqlite:FILE` or `postgres://USER:PASSWORD@HOST/DATABASE`".to_owned(),
             Self::WebUrl => "a URL that begins with `http://` or `https://`".to_owned(),
             Self::ModelUrl => "`scripted:`, `scripted:TIME` with a delay per response, or a URL that begins with `http://` or `https://`".to_owned(),

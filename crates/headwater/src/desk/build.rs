@@ -18,10 +18,10 @@ use headwater_stream::Backend;
 use secrecy::{ExposeSecret, SecretString};
 use tracing::warn;
 
-use crate::config::{IntegrationSettings, ModelSettings, Provider, Settings};
+use crate::config::{BusSettings, IntegrationSettings, ModelSettings, Provider, Settings};
 use crate::desk::{
-    Desk, DeskReply, LanguageModel, Ledger, OpenAiConfig, OpenAiModel, ReplyTarget, ScriptedModel,
-    TicketSearch,
+    Desk, DeskReply, IntegrationPolicy, LanguageModel, Ledger, OpenAiConfig, OpenAiModel,
+    ReplyTarget, ScriptedModel, TicketSearch,
 };
 use crate::inbound::ticket_events_consumer::TicketEventsConsumer;
 use crate::outbound::TicketEventsPublisher;
@@ -30,9 +30,6 @@ use crate::tickets::Tickets;
 
 /// Deadline of [`close`].
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
-
-/// A session of a model run is deleted this long after its last event.
-const SESSION_TTL: Duration = Duration::from_secs(30 * 24 * 60 * 60);
 
 /// The services of the desk.
 pub(crate) struct DeskServices {
@@ -59,7 +56,7 @@ impl DeskServices {
             Tickets::open(Arc::clone(store), nudger.clone(), config.debounce_window()).await;
         let tickets = tickets.context("opening the ticket tables")?;
         let tickets = tickets.with_confirmations(confirmations.clone());
-        let (bus, sessions) = sessions(streams).await?;
+        let (bus, sessions) = sessions(streams, &settings.bus, settings.retention.sessions).await?;
         let desk = Desk::new(
             model(&settings.model)?,
             Arc::new(tickets.clone()) as Arc<dyn TicketSearch>,
@@ -67,6 +64,9 @@ impl DeskServices {
             Arc::clone(store),
             config,
         );
+        let desk = desk
+            .with_policies(settings.integrations.iter().map(policy).collect())
+            .with_drafts(Arc::new(tickets.clone()));
         let control = bus.control_stream().clone();
         let publisher =
             TicketEventsPublisher::new(Arc::clone(streams), control, Arc::clone(&sessions));
@@ -84,15 +84,17 @@ impl DeskServices {
     }
 }
 
-/// Opens the sessions of model runs and their bus.
+/// Opens the sessions of model runs, which are deleted `ttl` after their last event, and their bus.
 pub(crate) async fn sessions(
     streams: &Arc<dyn Backend>,
+    settings: &BusSettings,
+    ttl: Duration,
 ) -> Result<(Arc<StreamedBus>, Arc<Sessions>)> {
-    let config = StreamedBusConfig { drain: CLOSE_TIMEOUT / 2, ..StreamedBusConfig::default() };
+    let config = StreamedBusConfig { drain: CLOSE_TIMEOUT / 2, ..settings.config() };
     let bus = StreamedBus::open(Arc::clone(streams), EventRegistry::builtin(), config).await;
     let bus = Arc::new(bus.context("opening the bus")?);
     let folds = Folds::none().all::<ToolInvoked>(100).all::<PromptExecuted>(100);
-    let config = SessionsConfig { ttl: Some(SESSION_TTL), ..SessionsConfig::default() };
+    let config = SessionsConfig { ttl: Some(ttl), ..SessionsConfig::default() };
     let on_bus = Arc::clone(&bus) as Arc<dyn EventBus>;
     let sessions = Sessions::new(on_bus, folds, config).await.context("opening the sessions")?;
     Ok((bus, Arc::new(sessions)))
@@ -120,6 +122,12 @@ fn model(settings: &ModelSettings) -> Result<Arc<dyn LanguageModel>> {
     let model =
         OpenAiModel::new(config).map_err(|problem| anyhow!("setting up the model: {problem}"))?;
     Ok(Arc::new(model))
+}
+
+/// The policy of an integration.
+fn policy(one: &IntegrationSettings) -> (String, IntegrationPolicy) {
+    let (agents, rules) = (one.agents.clone(), one.rules.clone());
+    (one.id.clone(), IntegrationPolicy { agents, mode: one.mode, rules })
 }
 
 /// The destination of replies of an integration.

@@ -7,11 +7,13 @@
 use headwater_issue::{EventLog, EventLogId, Issue};
 use serde::{Deserialize, Serialize};
 use serde_json::Value as Json;
+use uuid::Uuid;
 
+use crate::desk::draft::DraftOutcome;
+use crate::desk::policy::IntegrationPolicy;
 use crate::limits::{CONTENT_BYTES_MAX, THREAD_BYTES_MAX, THREAD_ENTRIES_MAX, USER_ID_BYTES_MAX};
-use crate::outbound::marker;
 use crate::text;
-use crate::tickets::{Author, TicketEvent, TicketEventType};
+use crate::tickets::{Author, TicketEvent, TicketEventType, sort_imported};
 
 /// One message of a conversation.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -28,6 +30,12 @@ pub struct ConversationEntry {
     /// Only for an answer of the desk: it was not sent if newer events had arrived before it was committed.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub unless_stale: bool,
+    /// The author's association with the repository, as GitHub names it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub association: Option<String>,
+    /// Only for an answer of the desk: the draft that a person decides about. The next run learns what became of it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub draft: Option<Uuid>,
 }
 
 /// The conversation as a run sees it.
@@ -49,6 +57,8 @@ pub struct Conversation {
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum EventMeaning {
     Message(ConversationEntry),
+    /// A message that was written before the ticket was closed, and imported after it: it needs no answer.
+    LateMessage(ConversationEntry),
     Closed,
     Reopened,
     Irrelevant,
@@ -63,9 +73,21 @@ struct IssueFields {
 }
 
 impl Conversation {
+    /// The draft of the last run, if that run ended with one.
+    pub fn last_draft(issue: &Issue) -> Option<Uuid> {
+        let past: Vec<ConversationEntry> = serde_json::from_str(&issue.discussions).ok()?;
+        past.last()?.draft
+    }
+
     /// Loads the history of an issue and applies its pending events. `completed` is the newest event log at the time
-    /// of the last completed run.
-    pub fn load(issue: &Issue, events: &[EventLog], completed: Option<EventLogId>) -> Self {
+    /// of the last completed run, `draft` what became of the [last draft](Self::last_draft).
+    pub fn load(
+        issue: &Issue,
+        events: &[EventLog],
+        completed: Option<EventLogId>,
+        policy: &IntegrationPolicy,
+        draft: Option<&DraftOutcome>,
+    ) -> Self {
         // Only the desk writes these columns. If they are invalid, start with an empty history instead of failing
         // every run.
         let past = serde_json::from_str(&issue.discussions).unwrap_or_default();
@@ -77,14 +99,41 @@ impl Conversation {
             ..Self::default()
         };
         // Same condition as `outbound::staleness`. It compares ids, because the clock may have been set back.
-        if events.first().is_some_and(|event| completed.is_some_and(|last| event.id <= last)) {
+        if conversation.past.last().is_some_and(|last| last.draft.is_some()) {
+            conversation.apply_draft_outcome(draft.unwrap_or(&DraftOutcome::Outdated));
+        } else if events.first().is_some_and(|event| completed.is_some_and(|last| event.id <= last))
+        {
             conversation.retract_stale_answer();
         }
+        let mut events: Vec<&EventLog> = events.iter().collect();
+        if issue.provider == "desk" {
+            sort_imported(&mut events, |event| entry_of(event));
+        }
         for event in events {
-            conversation.apply(&issue.provider, event);
+            conversation.apply(&issue.provider, event, policy);
         }
         conversation.needs_answer &= !conversation.handed_over;
         conversation
+    }
+
+    /// The draft of the last run is an answer that was sent, one that was rejected, or none: then the messages it would
+    /// have answered are pending again.
+    fn apply_draft_outcome(&mut self, outcome: &DraftOutcome) {
+        let Some(last) = self.past.last_mut() else { return };
+        (last.draft, last.unless_stale) = (None, false);
+        match outcome {
+            DraftOutcome::Sent(text) => last.text.clone_from(text),
+            DraftOutcome::Rejected(reason) => {
+                let reason =
+                    reason.as_deref().map_or(String::new(), |reason| format!(": {reason}"));
+                let name = format!("draft that was not sent, a person rejected it{reason}");
+                last.name = Some(text::one_line(&name, USER_ID_BYTES_MAX));
+            }
+            DraftOutcome::Outdated => {
+                last.unless_stale = true;
+                self.retract_stale_answer();
+            }
+        }
     }
 
     /// The last answer was stale and not sent, so the messages it answered are pending again.
@@ -97,17 +146,29 @@ impl Conversation {
         self.needs_answer = self.pending.last().is_some_and(|entry| entry.author == Author::User);
     }
 
-    fn apply(&mut self, provider: &str, event: &EventLog) {
-        match interpret(provider, event, &mut self.user_id) {
+    fn apply(&mut self, provider: &str, event: &EventLog, policy: &IntegrationPolicy) {
+        match interpret(provider, event, &mut self.user_id, policy) {
             EventMeaning::Message(entry) => {
                 // An answer by another author, model or person, counts as an answer.
                 self.needs_answer = entry.author == Author::User;
-                self.pending.push(entry);
+                self.add_pending(entry);
             }
+            EventMeaning::LateMessage(entry) => self.add_pending(entry),
             EventMeaning::Closed => self.needs_answer = false,
             EventMeaning::Reopened => self.handed_over = false,
             EventMeaning::Irrelevant => {}
         }
+    }
+
+    /// A person who answers takes the issue over.
+    fn add_pending(&mut self, entry: ConversationEntry) {
+        self.handed_over |= entry.author == Author::Agent;
+        self.pending.push(entry);
+    }
+
+    /// The newest message that wants an answer.
+    pub fn newest_user_message(&self) -> Option<&ConversationEntry> {
+        self.pending.iter().rev().find(|entry| entry.author == Author::User)
     }
 
     /// The history after this run, as JSON for the issue's `discussions`. Drops the oldest entries over the limits.
@@ -128,22 +189,40 @@ impl Conversation {
     }
 }
 
-fn interpret(provider: &str, event: &EventLog, user_id: &mut Option<String>) -> EventMeaning {
+/// The entry of `ticket_events` that an event was imported from, in sortable form.
+fn entry_of(event: &EventLog) -> Option<String> {
+    #[derive(Deserialize)]
+    struct ImportedEvent {
+        payload: ImportedPayload,
+    }
+    #[derive(Deserialize)]
+    struct ImportedPayload {
+        entry: Option<String>,
+    }
+    serde_json::from_str::<ImportedEvent>(&event.payload).ok()?.payload.entry
+}
+
+fn interpret(
+    provider: &str,
+    event: &EventLog,
+    user_id: &mut Option<String>,
+    policy: &IntegrationPolicy,
+) -> EventMeaning {
     let Ok(payload) = serde_json::from_str::<Json>(&event.payload) else {
         return EventMeaning::Irrelevant;
     };
     let at = event.created_at.to_rfc3339();
     let meaning = match provider {
         "desk" => ticket(payload, user_id),
-        "github" => github(&payload),
-        "gitlab" => gitlab(&payload),
-        _ => generic(&payload),
+        "github" => github(&payload, policy),
+        "gitlab" => gitlab(&payload, policy),
+        _ => generic(&payload, policy),
     };
     match meaning {
-        EventMeaning::Message(entry) if marker::contains_marker(&entry.text) => {
-            EventMeaning::Irrelevant
-        }
         EventMeaning::Message(entry) => EventMeaning::Message(ConversationEntry { at, ..entry }),
+        EventMeaning::LateMessage(entry) => {
+            EventMeaning::LateMessage(ConversationEntry { at, ..entry })
+        }
         other => other,
     }
 }
@@ -156,6 +235,8 @@ fn user_message(name: Option<&str>, content: &str) -> EventMeaning {
         text: text::cut(&content, CONTENT_BYTES_MAX).to_owned(),
         at: String::new(),
         unless_stale: false,
+        association: None,
+        draft: None,
     })
 }
 
@@ -163,11 +244,13 @@ fn ticket(payload: Json, user_id: &mut Option<String>) -> EventMeaning {
     let Ok(event) = serde_json::from_value::<TicketEvent>(payload) else {
         return EventMeaning::Irrelevant;
     };
-    if event.user_id.is_some() {
+    // The first event names the user of the ticket. Another one must not give access to the tickets of another user.
+    if user_id.is_none() {
         user_id.clone_from(&event.user_id);
     }
-    let author = event.author();
+    let (author, is_late) = (event.author(), event.payload.late);
     match event.event_type {
+        TicketEventType::TicketClosed if is_late => EventMeaning::Irrelevant,
         TicketEventType::TicketClosed => EventMeaning::Closed,
         TicketEventType::TicketReopened => EventMeaning::Reopened,
         _ => {
@@ -175,7 +258,16 @@ fn ticket(payload: Json, user_id: &mut Option<String>) -> EventMeaning {
                 Some(title) => format!("{title}\n\n{}", event.payload.content),
                 None => event.payload.content,
             };
-            match user_message(event.user_id.as_deref(), &content) {
+            // The name of the author; a person of the support team is not the user of the ticket.
+            let name = match author {
+                Author::User => event.user_id.as_deref(),
+                Author::Agent => event.payload.agent.as_deref(),
+                Author::Assistant => None,
+            };
+            match user_message(name, &content) {
+                EventMeaning::Message(entry) if is_late => {
+                    EventMeaning::LateMessage(ConversationEntry { author, ..entry })
+                }
                 EventMeaning::Message(entry) => {
                     EventMeaning::Message(ConversationEntry { author, ..entry })
                 }
@@ -193,29 +285,70 @@ fn title_and_body(title: Option<&str>, body: Option<&str>) -> String {
     [title, body].into_iter().flatten().collect::<Vec<_>>().join("\n\n")
 }
 
-fn github(payload: &Json) -> EventMeaning {
+/// A message with this author and association.
+fn message_by(meaning: EventMeaning, author: Author, association: Option<&str>) -> EventMeaning {
+    let association = association.map(|one| text::one_line(one, USER_ID_BYTES_MAX));
+    match meaning {
+        EventMeaning::Message(entry) => {
+            EventMeaning::Message(ConversationEntry { author, association, ..entry })
+        }
+        other => other,
+    }
+}
+
+fn github(payload: &Json, policy: &IntegrationPolicy) -> EventMeaning {
     if payload.get("comment").is_some() {
-        return match text_at(payload, "/action") {
-            Some("deleted") => EventMeaning::Irrelevant,
-            _ => user_message(
-                text_at(payload, "/comment/user/login"),
-                text_at(payload, "/comment/body").unwrap_or(""),
-            ),
-        };
+        if text_at(payload, "/action") == Some("deleted") {
+            return EventMeaning::Irrelevant;
+        }
+        let login = text_at(payload, "/comment/user/login");
+        let comment = user_message(login, text_at(payload, "/comment/body").unwrap_or(""));
+        let author = github_author(payload, policy);
+        return message_by(comment, author, text_at(payload, "/comment/author_association"));
     }
     let issue = title_and_body(text_at(payload, "/issue/title"), text_at(payload, "/issue/body"));
     match text_at(payload, "/action") {
-        Some("opened" | "edited") => user_message(text_at(payload, "/sender/login"), &issue),
+        // A maintainer who edits the issue of a user does not ask anything.
+        Some("edited") if is_by_another_user(payload) => EventMeaning::Irrelevant,
+        Some("opened" | "edited") => {
+            let message = user_message(text_at(payload, "/sender/login"), &issue);
+            message_by(message, Author::User, text_at(payload, "/issue/author_association"))
+        }
         Some("closed") => EventMeaning::Closed,
         Some("reopened") => EventMeaning::Reopened,
         _ => EventMeaning::Irrelevant,
     }
 }
 
-fn gitlab(payload: &Json) -> EventMeaning {
-    let name = text_at(payload, "/user/username").or_else(|| text_at(payload, "/user/name"));
+/// Whether the sender of an issue event did not open the issue.
+fn is_by_another_user(payload: &Json) -> bool {
+    let opened_by = text_at(payload, "/issue/user/login");
+    opened_by.is_some() && opened_by != text_at(payload, "/sender/login")
+}
+
+/// Who wrote a comment: an agent is a member of the repository, or a person of the settings, who did not open the issue.
+fn github_author(payload: &Json, policy: &IntegrationPolicy) -> Author {
+    let login = text_at(payload, "/comment/user/login");
+    if login == text_at(payload, "/issue/user/login") {
+        return Author::User;
+    }
+    match text_at(payload, "/comment/author_association") {
+        Some("OWNER" | "MEMBER" | "COLLABORATOR") => Author::Agent,
+        _ => policy.author(login),
+    }
+}
+
+fn gitlab(payload: &Json, policy: &IntegrationPolicy) -> EventMeaning {
+    let username = text_at(payload, "/user/username");
+    let name = username.or_else(|| text_at(payload, "/user/name"));
     if text_at(payload, "/object_kind") == Some("note") {
-        return user_message(name, text_at(payload, "/object_attributes/note").unwrap_or(""));
+        let note = user_message(name, text_at(payload, "/object_attributes/note").unwrap_or(""));
+        let opened_by = payload.pointer("/issue/author_id").and_then(Json::as_u64);
+        let written_by = payload.pointer("/object_attributes/author_id").and_then(Json::as_u64);
+        // Who opened the issue asks, also a person of the team.
+        let is_own = opened_by.is_some() && opened_by == written_by;
+        let author = if is_own { Author::User } else { policy.author(username) };
+        return message_by(note, author, None);
     }
     let attributes = ["/object_attributes/title", "/object_attributes/description"];
     let [title, body] = attributes.map(|pointer| text_at(payload, pointer));
@@ -231,18 +364,23 @@ fn gitlab(payload: &Json) -> EventMeaning {
     }
 }
 
-/// Any other provider: the text from a common field, otherwise the whole payload.
-fn generic(payload: &Json) -> EventMeaning {
+/// Any other provider: the text from a common field, otherwise the whole payload. Without a text, a `type` that ends with
+/// `closed` or `reopened` is a change of the status.
+fn generic(payload: &Json, policy: &IntegrationPolicy) -> EventMeaning {
     let name = ["/user", "/data/user", "/author", "/data/author"];
     let name = name.iter().find_map(|pointer| text_at(payload, pointer));
     let keys = ["content", "text", "message", "body"];
     let text = keys.iter().find_map(|key| {
         text_at(payload, &format!("/{key}")).or_else(|| text_at(payload, &format!("/data/{key}")))
     });
-    match text {
-        Some(text) => user_message(name, text),
-        None => user_message(name, &payload.to_string()),
-    }
+    let kind = text_at(payload, "/type").unwrap_or_default();
+    let message = match (text, kind.rsplit(['.', '_', '-', ':', '/']).next()) {
+        (Some(text), _) => user_message(name, text),
+        (None, Some("closed")) => return EventMeaning::Closed,
+        (None, Some("reopened")) => return EventMeaning::Reopened,
+        (None, _) => user_message(name, &payload.to_string()),
+    };
+    message_by(message, policy.author(name), None)
 }
 
 #[cfg(test)]

@@ -5,6 +5,7 @@ use headwater_stream::clock::Timestamp;
 use serde_json::json;
 
 use super::*;
+use crate::outbound::marker;
 
 fn issue(provider: &str) -> Issue {
     Issue {
@@ -49,9 +50,13 @@ fn event(payload: Json) -> EventLog {
     }
 }
 
+fn load(issue: &Issue, events: &[EventLog], completed: Option<EventLogId>) -> Conversation {
+    Conversation::load(issue, events, completed, &IntegrationPolicy::default(), None)
+}
+
 fn thread(provider: &str, payloads: &[Json]) -> Conversation {
     let events: Vec<EventLog> = payloads.iter().cloned().map(event).collect();
-    Conversation::load(&issue(provider), &events, None)
+    load(&issue(provider), &events, None)
 }
 
 fn desk(event_type: &str, content: &str) -> Json {
@@ -110,8 +115,47 @@ fn no_answer_is_needed_after_closing_or_after_another_author_answered() {
         let both = [desk("MESSAGE_RECEIVED", "Help!"), last.clone()];
         assert!(!thread("desk", &both).needs_answer, "{last}");
         let again = [last.clone(), desk("MESSAGE_RECEIVED", "Help!")];
-        assert!(thread("desk", &again).needs_answer, "{last}");
+        let is_agent = last["payload"]["author"] == "agent";
+        assert_eq!(thread("desk", &again).needs_answer, !is_agent, "{last}");
+        assert_eq!(thread("desk", &again).handed_over, is_agent, "a person took over: {last}");
     }
+}
+
+#[test]
+fn a_member_who_answers_on_github_takes_the_issue_over() {
+    let comment = |login: &str, association: &str| {
+        json!({"action": "created", "issue": {"user": {"login": "ada"}},
+            "comment": {"body": "x", "user": {"login": login}, "author_association": association}})
+    };
+    for (payload, is_agent) in [
+        (comment("bob", "MEMBER"), true),
+        (comment("bob", "OWNER"), true),
+        (comment("bob", "CONTRIBUTOR"), false),
+        (comment("bob", "NONE"), false),
+        (comment("ada", "OWNER"), false),
+    ] {
+        let thread = thread("github", &[payload.clone(), comment("ada", "NONE")]);
+        assert_eq!((thread.handed_over, thread.needs_answer), (is_agent, !is_agent), "{payload}");
+    }
+}
+
+#[test]
+fn an_issue_that_a_maintainer_edits_on_github_needs_no_answer() {
+    let edited = |sender: &str| {
+        json!({"action": "edited", "sender": {"login": sender},
+            "issue": {"user": {"login": "ada"}, "title": "Broken", "body": "It is broken."}})
+    };
+    for (sender, needs_answer) in [("ada", true), ("bob", false)] {
+        assert_eq!(thread("github", &[edited(sender)]).needs_answer, needs_answer, "{sender}");
+    }
+}
+
+#[test]
+fn the_first_event_names_the_user_of_a_ticket() {
+    let mut foreign = desk("MESSAGE_RECEIVED", "What did I write before?");
+    foreign["user_id"] = "victim".into();
+    let thread = thread("desk", &[desk("TICKET_CREATED", "Help!"), foreign]);
+    assert_eq!(thread.user_id.as_deref(), Some("ada"));
 }
 
 #[test]
@@ -119,17 +163,20 @@ fn after_a_hand_over_the_desk_is_silent_until_the_ticket_is_reopened() {
     let mut issue = issue("desk");
     issue.fields = r#"{"handed_over":true}"#.into();
     let asked = event(desk("MESSAGE_RECEIVED", "Help!"));
-    assert!(!Conversation::load(&issue, std::slice::from_ref(&asked), None).needs_answer);
+    assert!(!load(&issue, std::slice::from_ref(&asked), None).needs_answer);
     let reopened = event(desk("TICKET_REOPENED", ""));
-    assert!(Conversation::load(&issue, &[reopened, asked], None).needs_answer);
+    assert!(load(&issue, &[reopened, asked], None).needs_answer);
 }
 
 #[test]
-fn own_comments_are_ignored() {
-    let body = format!("Answer {}", marker::marker_for("k", &"s".to_owned().into()));
-    let ours = json!({"action": "created", "comment": {"body": body, "user": {"login": "bot"}}});
-    let thread = thread("github", &[ours]);
-    assert!(!thread.needs_answer && thread.pending.is_empty());
+fn text_with_a_marker_is_a_message() {
+    let body = format!("Answer {}", marker::marker_for("k", "Answer", &"s".to_owned().into()));
+    assert!(thread("desk", &[desk("MESSAGE_RECEIVED", &body)]).needs_answer);
+    let comment = json!({"action": "created", "comment": {"body": body, "user": {"login": "eve"}}});
+    assert!(
+        thread("github", &[comment]).needs_answer,
+        "webhooks of own comments are ignored before"
+    );
 }
 
 #[test]
@@ -143,7 +190,7 @@ fn payloads_of_any_shape_are_read_without_an_error() {
     }
     let mut odd = issue("desk");
     (odd.fields, odd.discussions) = ("[]".into(), "{}".into());
-    assert_eq!(Conversation::load(&odd, &[], None), Conversation::default());
+    assert_eq!(load(&odd, &[], None), Conversation::default());
 }
 
 #[test]
@@ -152,7 +199,7 @@ fn a_conversation_is_restored_and_drops_only_its_oldest_entries() {
         thread("desk", &[desk("MESSAGE_RECEIVED", "one"), desk("MESSAGE_RECEIVED", "two")]);
     let mut issue = issue("desk");
     issue.discussions = first.to_discussions(None);
-    assert_eq!(Conversation::load(&issue, &[], None).past, first.pending);
+    assert_eq!(load(&issue, &[], None).past, first.pending);
 
     let long =
         ConversationEntry { text: "x".repeat(CONTENT_BYTES_MAX), ..first.pending[0].clone() };
@@ -160,7 +207,7 @@ fn a_conversation_is_restored_and_drops_only_its_oldest_entries() {
     let kept = first.to_discussions(Some(&first.pending[1].clone()));
     assert!(kept.len() <= THREAD_BYTES_MAX);
     issue.discussions = kept;
-    let kept = Conversation::load(&issue, &[], None).past;
+    let kept = load(&issue, &[], None).past;
     let newest = &first.pending[1];
     assert_eq!((&kept[kept.len() - 2], &kept[kept.len() - 1]), (newest, newest));
     assert!(kept.len() > 3);
@@ -168,7 +215,7 @@ fn a_conversation_is_restored_and_drops_only_its_oldest_entries() {
 
 fn entry(author: Author, text: &str, unless_stale: bool) -> ConversationEntry {
     let (text, at) = (text.to_owned(), "then".to_owned());
-    ConversationEntry { author, name: None, text, at, unless_stale }
+    ConversationEntry { author, name: None, text, at, unless_stale, association: None, draft: None }
 }
 
 /// An issue with this history.
@@ -200,20 +247,20 @@ fn an_answer_that_was_stale_at_commit_is_retracted_and_its_messages_are_pending_
         entry(Author::Assistant, "to two and three", true),
     ];
     // Recorded before the commit, so the answer was not sent.
-    let thread = Conversation::load(&answered(&past), &[said(10, "four")], COMPLETED);
+    let thread = load(&answered(&past), &[said(10, "four")], COMPLETED);
     assert_eq!(texts(&thread.past), ["one", "to one"]);
     assert_eq!(texts(&thread.pending), ["two", "three", "four"]);
     assert!(thread.needs_answer);
 
     // Recorded after the commit: the answer was sent and stays.
-    let thread = Conversation::load(&answered(&past), &[said(11, "four")], COMPLETED);
+    let thread = load(&answered(&past), &[said(11, "four")], COMPLETED);
     assert_eq!((thread.past.len(), texts(&thread.pending)), (5, vec!["four"]));
 }
 
 #[test]
 fn an_answer_that_is_always_sent_is_not_retracted() {
     let past = [entry(Author::User, "one", false), entry(Author::Assistant, "to one", false)];
-    let thread = Conversation::load(&answered(&past), &[said(9, "two")], COMPLETED);
+    let thread = load(&answered(&past), &[said(9, "two")], COMPLETED);
     assert_eq!((texts(&thread.past), texts(&thread.pending)), (vec!["one", "to one"], vec!["two"]));
 }
 
@@ -221,7 +268,7 @@ fn an_answer_that_is_always_sent_is_not_retracted() {
 fn retracted_messages_need_an_answer_even_if_the_newer_event_has_no_text() {
     let past = [entry(Author::User, "one", false), entry(Author::Assistant, "to one", true)];
     let labelled = EventLog { id: EventLogId(9), ..event(json!({})) };
-    let thread = Conversation::load(&answered(&past), std::slice::from_ref(&labelled), COMPLETED);
+    let thread = load(&answered(&past), std::slice::from_ref(&labelled), COMPLETED);
     assert!(thread.needs_answer && thread.past.is_empty());
     assert_eq!(texts(&thread.pending), ["one"]);
 
@@ -229,5 +276,73 @@ fn retracted_messages_need_an_answer_even_if_the_newer_event_has_no_text() {
     let mut agent = desk("MESSAGE_RECEIVED", "I take care of it");
     agent["payload"]["author"] = "agent".into();
     let agent = EventLog { id: EventLogId(9), ..event(agent) };
-    assert!(!Conversation::load(&answered(&past), &[agent], COMPLETED).needs_answer);
+    assert!(!load(&answered(&past), &[agent], COMPLETED).needs_answer);
+}
+
+fn load_with_agents(provider: &str, payloads: &[Json]) -> Conversation {
+    let agents = vec!["bob".to_owned()];
+    let policy = IntegrationPolicy { agents, ..IntegrationPolicy::default() };
+    let events: Vec<EventLog> = payloads.iter().cloned().map(event).collect();
+    Conversation::load(&issue(provider), &events, None, &policy, None)
+}
+
+#[test]
+fn a_named_agent_who_answers_on_gitlab_takes_the_issue_over_unless_it_is_their_own() {
+    let note = |username: &str, author: u64| {
+        json!({"object_kind": "note", "user": {"username": username}, "issue": {"author_id": 1},
+            "object_attributes": {"note": "x", "author_id": author}})
+    };
+    for (by, author, is_agent) in [("Bob", 2, true), ("eve", 2, false), ("bob", 1, false)] {
+        let thread = load_with_agents("gitlab", &[note(by, author), note("ann", 1)]);
+        assert_eq!((thread.handed_over, thread.needs_answer), (is_agent, !is_agent), "{by}");
+    }
+}
+
+#[test]
+fn a_named_agent_of_any_program_takes_the_issue_over_until_it_is_reopened() {
+    let said = |user: &str| json!({"type": "message", "data": {"text": "x", "user": user}});
+    let reopened = json!({"type": "issue.reopened", "issue": "7"});
+    let thread = load_with_agents("standard", &[said("bob"), said("ann")]);
+    assert_eq!((thread.handed_over, thread.needs_answer), (true, false));
+    let thread = load_with_agents("standard", &[said("bob"), reopened, said("ann")]);
+    assert_eq!((thread.handed_over, thread.needs_answer), (false, true));
+    let closed = json!({"type": "issue_closed", "issue": "7"});
+    assert!(!load_with_agents("standard", &[said("ann"), closed]).needs_answer);
+}
+
+#[test]
+fn imported_messages_have_the_order_of_their_entries() {
+    let imported = |entry: &str| {
+        let mut event = desk("MESSAGE_RECEIVED", entry);
+        event["payload"]["entry"] = entry.into();
+        event
+    };
+    let own = desk("MESSAGE_RECEIVED", "own");
+    let thread = thread("desk", &[imported("3"), own, imported("1"), imported("2")]);
+    assert_eq!(texts(&thread.pending), ["1", "own", "2", "3"]);
+}
+
+#[test]
+fn the_messages_of_an_outdated_draft_are_pending_again_and_those_of_a_decided_one_are_not() {
+    let draft = Some(Uuid::now_v7());
+    let past = [
+        entry(Author::User, "one", false),
+        ConversationEntry { draft, ..entry(Author::Assistant, "to one", true) },
+    ];
+    let issue = answered(&past);
+    assert_eq!(Conversation::last_draft(&issue), draft);
+    let policy = IntegrationPolicy::default();
+    let load = |outcome: Option<&DraftOutcome>| {
+        Conversation::load(&issue, &[said(11, "two")], COMPLETED, &policy, outcome)
+    };
+    for outcome in [None, Some(&DraftOutcome::Outdated)] {
+        let thread = load(outcome);
+        assert_eq!((thread.past.len(), texts(&thread.pending)), (0, vec!["one", "two"]));
+    }
+    let thread = load(Some(&DraftOutcome::Sent("Edited".into())));
+    assert_eq!((texts(&thread.past), texts(&thread.pending)), (vec!["one", "Edited"], vec!["two"]));
+    let thread = load(Some(&DraftOutcome::Rejected(Some("rude".into()))));
+    assert_eq!((texts(&thread.past), texts(&thread.pending)), (vec!["one", "to one"], vec!["two"]));
+    assert!(thread.past[1].name.as_ref().unwrap().contains("not sent, a person rejected it: rude"));
+    assert!(thread.past.iter().all(|entry| entry.draft.is_none()));
 }

@@ -3,39 +3,58 @@
 //! Upstream: a worker of `headwater-issue`, with `on_new_event = Supersede`. Downstream: the model, its tools, and the
 //! resolution, whose replies `outbound` delivers after the commit.
 //!
-//! Guarantees: model calls are the only external effect of a run, so a run that fails anywhere is simply repeated.
+//! Guarantees: model calls are the only external effect of a run, so a run that fails anywhere is simply repeated. A
+//! model call that fails because of our settings or the service costs the issue no attempt: the run is deferred, however
+//! long the outage lasts. If the text of the conversation is the cause, or the model gives no complete answer, the issue
+//! is handed over to a person. An incomplete answer is never sent.
 //! Before a run completes it asks the database once more for newer events; if there are any, the worker discards the
 //! answer and starts a run with all of them.
 
+use std::collections::HashMap;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use headwater_analytics::RunMetrics;
 use headwater_issue::{
-    DebounceWindow, EventLogId, HandlerError, IssueError, IssueHandler, OnNewEvent, Resolution,
-    Run, Store, WorkerConfig,
+    DebounceWindow, EventLogId, HandlerError, Issue, IssueError, IssueHandler, OnNewEvent,
+    Resolution, Run, Store, WorkerConfig,
 };
+use metrics::counter;
 use serde_json::json;
 use tracing::{info, warn};
 use uuid::Uuid;
 
-use crate::desk::budget::{self, Ledger, TokenBudget, TokenReservation};
+use crate::desk::breaker::ModelBreaker;
+use crate::desk::budget::{self, Ledger, ModelRunResult, TokenBudget, TokenReservation};
 use crate::desk::conversation::{Conversation, ConversationEntry};
+use crate::desk::draft::{DraftEffect, DraftLookup, DraftOutcome, DraftReply};
 use crate::desk::model::{
-    LanguageModel, ModelAnswer, ModelError, ModelPrompt, TokenUsage, Turn, estimate_tokens,
+    Fault, IncompleteReason, LanguageModel, ModelAnswer, ModelError, ModelPrompt, TokenUsage, Turn,
+    estimate_tokens,
 };
+use crate::desk::model_runs::{ModelRunRecord, Prices};
+use crate::desk::policy::{self, AnswerContext, IntegrationPolicy, ReplyMode};
 use crate::desk::prompt;
 use crate::desk::reply::{DeskReply, ReplyTarget};
 use crate::desk::session::{RunSession, StepWriter};
 use crate::desk::token_reservations::{OpenReservation, ReservationOutcome, TokenAccounting};
 use crate::desk::tools::{self, SearchScope, TicketSearch, ToolEffect};
-use crate::limits::{REPLY_BYTES_MAX, TOOL_ROUNDS_MAX};
+use crate::limits::{
+    OUTPUT_LIMIT_RAISES_MAX, PROMPT_THREAD_BYTES_MAX, PROMPT_THREAD_BYTES_MIN, REPLY_BYTES_MAX,
+    TOOL_ROUNDS_MAX,
+};
 use crate::text;
 use crate::tickets::Author;
 
-/// Longest pause before a deferred run calls an unreachable model again.
-const UNREACHABLE_PAUSE_MAX: Duration = Duration::from_secs(300);
+/// Counter of failed model calls. Label: `fault` (`ours`, `theirs`, `content`).
+pub const MODEL_FAILURES: &str = "headwater_model_failures_total";
+
+/// Factor by which the limit of output tokens grows after an answer that reached it.
+const OUTPUT_LIMIT_FACTOR: u32 = 4;
+
+/// Longest pause before a deferred run calls a failing model again.
+const FAILING_MODEL_PAUSE_MAX: Duration = Duration::from_secs(300);
 
 /// Pause before a failed heartbeat is repeated.
 const HEARTBEAT_RETRY_PAUSE: Duration = Duration::from_millis(250);
@@ -51,9 +70,10 @@ pub struct DeskConfig {
     pub events_max: usize,
     /// How many runs in a row newer events may supersede; the next run is finished. Default: 5.
     pub supersede_max: u32,
-    /// Maximum tokens of one answer. Default: 1024.
+    /// Maximum tokens of one answer. An answer that reaches it is requested again with four times as many, at most
+    /// twice. Default: 1024.
     pub output_tokens_max: u32,
-    /// Minimum pause before a run calls an unreachable or rate-limited model again. Such a run counts no attempt.
+    /// Minimum pause before a run calls a failing model again. Such a run counts no attempt.
     /// Default: 5 s.
     pub unreachable_pause: Duration,
     /// Token limits.
@@ -62,23 +82,6 @@ pub struct DeskConfig {
     pub search: SearchScope,
     /// Price of the model's tokens.
     pub prices: Prices,
-}
-
-/// Price per million tokens, in the currency of the reports. Default: zero, which means unknown: no cost is reported.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Prices {
-    /// Price of input tokens.
-    pub input: f64,
-    /// Price of output tokens.
-    pub output: f64,
-}
-
-impl Prices {
-    fn cost(&self, usage: TokenUsage) -> Option<f64> {
-        let known = *self != Self::default();
-        let of = |tokens: u64, price: f64| tokens as f64 * price / 1e6;
-        known.then(|| of(usage.input_tokens, self.input) + of(usage.output_tokens, self.output))
-    }
 }
 
 impl Default for DeskConfig {
@@ -120,10 +123,14 @@ impl DeskConfig {
 /// Answers issues with a language model.
 pub struct Desk {
     model: Arc<dyn LanguageModel>,
+    breaker: ModelBreaker,
     search: Arc<dyn TicketSearch>,
     accounting: TokenAccounting,
     step_writer: StepWriter,
     config: DeskConfig,
+    /// By integration.
+    policies: HashMap<String, IntegrationPolicy>,
+    drafts: Option<Arc<dyn DraftLookup>>,
 }
 
 impl std::fmt::Debug for Desk {
@@ -137,6 +144,8 @@ impl std::fmt::Debug for Desk {
 struct ModelOutcome {
     text: String,
     effects: Vec<ToolEffect>,
+    /// Names of the tools that the model called.
+    tools: Vec<String>,
     /// Sum over all model calls of the run.
     usage: TokenUsage,
 }
@@ -145,6 +154,10 @@ struct ModelOutcome {
 enum Stop {
     /// The token budget of the issue is used up.
     BudgetExceeded,
+    /// The model gives no answer that can be sent, for this reason.
+    NoAnswer(String),
+    /// A model call failed.
+    Model(ModelError),
     Failed(HandlerError),
 }
 
@@ -164,7 +177,34 @@ impl Desk {
         config: DeskConfig,
     ) -> Self {
         let (accounting, step_writer) = (TokenAccounting::new(ledger), StepWriter::new(store));
-        Self { model, search, accounting, step_writer, config }
+        let breaker = ModelBreaker::new(model.name(), config.unreachable_pause);
+        let policies = HashMap::new();
+        Self { model, breaker, search, accounting, step_writer, config, policies, drafts: None }
+    }
+
+    /// Sets the policies of integrations, by their ids. All others have the default policy.
+    pub fn with_policies(self, policies: HashMap<String, IntegrationPolicy>) -> Self {
+        Self { policies, ..self }
+    }
+
+    /// Sets where runs learn what became of the drafts of earlier runs. Without it, every draft is outdated by the next
+    /// event.
+    pub fn with_drafts(self, drafts: Arc<dyn DraftLookup>) -> Self {
+        Self { drafts: Some(drafts), ..self }
+    }
+
+    /// What became of the draft of the last run.
+    async fn draft_outcome(&self, issue: &Issue) -> Result<Option<DraftOutcome>, HandlerError> {
+        let (Some(drafts), Some(draft)) = (&self.drafts, Conversation::last_draft(issue)) else {
+            return Ok(None);
+        };
+        // On its own task: a cancelled call would leave its connection in an unknown state.
+        let (drafts, issue_id) = (Arc::clone(drafts), issue.id);
+        let found = tokio::spawn(async move { drafts.draft_outcome(issue_id, draft).await }).await;
+        let found = found.map_err(|panic| panic.to_string()).and_then(|found| found);
+        let unavailable =
+            |error| HandlerError::unavailable(format!("reading draft {draft}: {error}"));
+        found.map(Some).map_err(unavailable)
     }
 
     /// Waits a bounded time for pending token settlements, and until the sessions of runs without a result are stored.
@@ -179,6 +219,7 @@ impl Desk {
         run: &Run,
         conversation: &Conversation,
         session: &RunSession<'_>,
+        record: &mut ModelRunRecord<'_>,
     ) -> Result<ModelOutcome, Stop> {
         let specs = tools::specs(run.issue());
         let mut prompt = prompt::render(conversation, specs.clone(), self.config.output_tokens_max);
@@ -187,16 +228,62 @@ impl Desk {
             "event_log_ids": run.events().iter().map(|event| event.id.0).collect::<Vec<_>>(),
         });
         session.record_prompt(&prompt, inputs);
+        let author = conversation.newest_user_message();
         let mut outcome = ModelOutcome::default();
-        for round in 0..=TOOL_ROUNDS_MAX {
+        let (mut round, mut raises, mut thread_bytes_max) = (0, 0, PROMPT_THREAD_BYTES_MAX);
+        loop {
             if round == TOOL_ROUNDS_MAX {
                 prompt.tools.clear();
             }
-            let (answer, usage) = self.complete(run, &prompt, session).await?;
+            let may_be_empty = !outcome.effects.is_empty();
+            let (answer, usage) = match self
+                .complete(run, &prompt, (session, &mut *record), author, may_be_empty)
+                .await
+            {
+                Ok(answered) => answered,
+                Err(Stop::Model(ModelError::TooLong(_)))
+                    if thread_bytes_max > PROMPT_THREAD_BYTES_MIN =>
+                {
+                    thread_bytes_max /= 2;
+                    prompt::trim(&mut prompt, conversation, thread_bytes_max);
+                    continue;
+                }
+                // The service accepted the lower limit, and does not allow this one.
+                Err(Stop::Model(ModelError::InvalidRequest(reason))) if raises > 0 => {
+                    return Err(Stop::NoAnswer(reason));
+                }
+                Err(stop) => return Err(stop),
+            };
             outcome.usage = outcome.usage.plus(usage);
+            match answer.incomplete {
+                Some(IncompleteReason::Length) if raises < OUTPUT_LIMIT_RAISES_MAX => {
+                    raises += 1;
+                    prompt.output_tokens_max =
+                        prompt.output_tokens_max.saturating_mul(OUTPUT_LIMIT_FACTOR);
+                    continue;
+                }
+                Some(IncompleteReason::Length) => {
+                    let max = prompt.output_tokens_max;
+                    let reason = format!("the answer is longer than {max} tokens");
+                    return Err(Stop::NoAnswer(reason));
+                }
+                Some(IncompleteReason::Refused) => {
+                    return Err(Stop::NoAnswer("the model refused to answer".to_owned()));
+                }
+                None => {}
+            }
             outcome.text = answer.text.clone();
-            if answer.calls.is_empty() || prompt.tools.is_empty() {
-                break;
+            if answer.calls.is_empty() {
+                return Ok(outcome);
+            }
+            if prompt.tools.is_empty() {
+                let has_text = !answer.text.trim().is_empty() || may_be_empty;
+                let problem = "the model called tools until the limit and did not answer";
+                return if has_text {
+                    Ok(outcome)
+                } else {
+                    Err(Stop::NoAnswer(problem.to_owned()))
+                };
             }
             prompt.turns.push(Turn::Assistant(answer.clone()));
             for call in &answer.calls {
@@ -204,30 +291,48 @@ impl Desk {
                 let (search, scope) = (self.search.as_ref(), self.config.search);
                 let result = tools::call(call, &specs, run.issue(), search, scope, user).await;
                 session.record_tool_call(call, &result);
+                outcome.tools.push(call.name.clone());
                 let content = result.content;
                 prompt.turns.push(Turn::ToolResult { call_id: call.id.clone(), content });
                 // An effect requested twice happens once.
                 outcome.effects.extend(result.effect.filter(|effect| !outcome.has_effect(effect)));
             }
+            round += 1;
         }
-        Ok(outcome)
     }
 
-    /// Maps a model error to when, and whether, the run is repeated.
-    fn retry_policy(&self, run: &Run, error: ModelError) -> HandlerError {
-        // The pause grows with the age of the oldest event.
+    /// Pause before the run calls a failing model again. It grows with the age of the oldest event.
+    fn pause(&self, run: &Run) -> Duration {
         let waited = run.events().first().map(|event| budget::now().since(event.created_at));
-        let pause = (waited.unwrap_or_default() / 10).min(UNREACHABLE_PAUSE_MAX);
-        let pause = pause.max(self.config.unreachable_pause);
-        match error {
-            // The error is not specific to this issue, so no attempt is counted.
-            ModelError::RateLimited { after, .. } => {
-                HandlerError::defer(after.unwrap_or_default().max(pause), error)
+        let pause = (waited.unwrap_or_default() / 10).min(FAILING_MODEL_PAUSE_MAX);
+        pause.max(self.config.unreachable_pause)
+    }
+
+    /// What happens after a run without an answer of the model: the issue is handed over, or the run is deferred.
+    /// `usage` are the tokens of the calls that were made.
+    fn after_stop(
+        &self,
+        run: &Run,
+        stop: Stop,
+        usage: TokenUsage,
+    ) -> Result<ModelOutcome, HandlerError> {
+        let reason = match stop {
+            Stop::BudgetExceeded => {
+                let tokens_max = self.config.budget.issue_tokens_max;
+                return Ok(ModelOutcome::budget_exceeded(tokens_max, usage));
             }
-            ModelError::Unreachable(_) => HandlerError::defer(pause, error),
-            ModelError::Rejected(_) => HandlerError::quarantine(error),
-            _ => HandlerError::retry(error),
-        }
+            Stop::Failed(error) => return Err(error),
+            Stop::NoAnswer(reason) => reason,
+            Stop::Model(error) if error.fault() == Fault::Content => error.to_string(),
+            Stop::Model(error) => {
+                let after = match &error {
+                    ModelError::RateLimited { after, .. } => after.unwrap_or_default(),
+                    _ => Duration::ZERO,
+                };
+                return Err(HandlerError::defer(after.max(self.pause(run)), error));
+            }
+        };
+        Ok(ModelOutcome::no_answer(reason, usage))
     }
 
     /// Reserves the tokens of one model call.
@@ -236,18 +341,31 @@ impl Desk {
         run: &Run,
         prompt: &ModelPrompt,
         prompt_tokens: u64,
+        author: Option<&ConversationEntry>,
     ) -> Result<OpenReservation<'_>, Stop> {
         let now = budget::now();
         let tokens = prompt_tokens + u64::from(prompt.output_tokens_max);
-        let reservation = TokenReservation::new(run.issue().id, tokens, prompt_tokens, now);
+        let user = author.and_then(|author| author.name.as_deref());
+        let association = author.and_then(|author| author.association.as_deref());
+        let reservation = TokenReservation {
+            is_stranger: policy::is_stranger(association),
+            ..TokenReservation::new(run.issue(), user, now, tokens, prompt_tokens)
+        };
+        let rest_of_day = reservation.rest_of_day(now);
         let deferred = |after, reason: &str| Err(HandlerError::defer(after, reason).into());
-        match self.accounting.reserve(reservation, &self.config.budget).await {
+        let budget = &self.config.budget;
+        match self.accounting.reserve(reservation, budget).await {
             Ok(ReservationOutcome::Granted(open)) => Ok(open),
             Ok(ReservationOutcome::IssueBudgetExceeded) => Err(Stop::BudgetExceeded),
             Ok(ReservationOutcome::DayBudgetExceeded) => {
-                let reason =
-                    "the daily token budget is used up; raise it or wait until the next UTC day";
-                deferred(reservation.rest_of_day(now), reason)
+                deferred(rest_of_day, &used_up("integration", "day", budget.day_tokens_max))
+            }
+            Ok(ReservationOutcome::UserBudgetExceeded) => {
+                deferred(rest_of_day, &used_up("author", "user", budget.user_tokens_max))
+            }
+            Ok(ReservationOutcome::StrangersBudgetExceeded) => {
+                let tokens_max = budget.strangers_tokens_max;
+                deferred(rest_of_day, &used_up("strangers", "strangers", tokens_max))
             }
             Ok(ReservationOutcome::Pending) => {
                 let reason = "the remaining token budget is reserved by other runs; retrying when they have settled";
@@ -266,15 +384,23 @@ impl Desk {
         &self,
         run: &Run,
         prompt: &ModelPrompt,
-        session: &RunSession<'_>,
+        (session, record): (&RunSession<'_>, &mut ModelRunRecord<'_>),
+        author: Option<&ConversationEntry>,
+        may_be_empty: bool,
     ) -> Result<(ModelAnswer, TokenUsage), Stop> {
+        let permit = self.breaker.admit(run.issue().id, Instant::now()).map_err(|open| {
+            let reason = format!("waiting for the model: {}", open.last_error);
+            HandlerError::defer(open.after.max(self.pause(run)), reason)
+        })?;
         let prompt_tokens = prompt.tokens_estimate();
         // Token budgets do not apply to a free model.
         let open = match self.model.is_free() {
             true => None,
-            false => Some(self.reserve(run, prompt, prompt_tokens).await?),
+            false => Some(self.reserve(run, prompt, prompt_tokens, author).await?),
         };
-        // If newer events cancel the run here, dropping `open` settles it with the prompt tokens.
+        // If newer events cancel the run here, dropping `open` settles it with the prompt tokens, and dropping `record`
+        // records them.
+        record.begin_call(prompt_tokens);
         let answered = match self.model.complete(prompt).await {
             Ok(chunks) => chunks.collect().await,
             Err(error) => Err(error),
@@ -282,8 +408,19 @@ impl Desk {
         let answer = match answered {
             Ok(answer) => answer,
             Err(error) => {
-                settle(open, tokens_used_by_failure(&error, prompt_tokens)).await;
-                return Err(self.retry_policy(run, error).into());
+                // Otherwise an outage would use up the budget of the issues that test the model.
+                let used = match permit.was_failing {
+                    true => 0,
+                    false => tokens_used_by_failure(&error, prompt_tokens),
+                };
+                counter!(MODEL_FAILURES, "fault" => error.fault().as_str()).increment(1);
+                match error.fault() {
+                    Fault::Content => permit.succeeded(),
+                    Fault::Ours | Fault::Theirs => permit.failed(&error, Instant::now()),
+                }
+                record.end_call(TokenUsage { input_tokens: used, output_tokens: 0 });
+                settle(open, used).await;
+                return Err(Stop::Model(error));
             }
         };
         let estimate = TokenUsage {
@@ -291,6 +428,16 @@ impl Desk {
             output_tokens: estimate_tokens(answer.text.len()),
         };
         let usage = answer.usage.unwrap_or(estimate);
+        record.end_call(usage);
+        let is_empty = answer.text.trim().is_empty() && answer.calls.is_empty();
+        if is_empty && answer.incomplete.is_none() && !may_be_empty {
+            let error = ModelError::InvalidResponse("the answer is empty".to_owned());
+            counter!(MODEL_FAILURES, "fault" => error.fault().as_str()).increment(1);
+            permit.failed(&error, Instant::now());
+            settle(open, usage.total()).await;
+            return Err(Stop::Model(error));
+        }
+        permit.succeeded();
         settle(open, usage.total()).await;
         session.record_answer(&answer, usage);
         Ok((answer, usage))
@@ -314,41 +461,78 @@ impl Desk {
         conversation: &Conversation,
         outcome: ModelOutcome,
         session: &RunSession<'_>,
+        policy: &IntegrationPolicy,
     ) -> Resolution {
         let content = text::cut(text::cleaned(&outcome.text).trim(), REPLY_BYTES_MAX).to_owned();
-        // After too many superseded runs the reply is sent even if it is stale, so that a busy issue gets an answer.
-        let unless_stale = run.issue().superseded < self.config.supersede_max;
-        let up_to = run.events().last().map(|event| event.id).map(|EventLogId(id)| id);
-        let up_to = up_to.filter(|_| unless_stale);
+        let hands_over =
+            outcome.effects.iter().any(|effect| matches!(effect, ToolEffect::HandOver { .. }));
+        // After too many superseded runs the reply is sent even if it is stale, so that a busy issue gets an answer. A
+        // hand-over is never stale: the desk does not answer after it.
+        // A draft is outdated by every newer event.
+        let (mode, chosen_by) = policy.choose_mode(&answer_context(conversation, &outcome.tools));
+        let unless_stale = mode != ReplyMode::Auto
+            || run.issue().superseded < self.config.supersede_max && !hands_over;
+        let newest = run.events().last().map(|event| event.id).map(|EventLogId(id)| id);
         let session_id = Some(session.id().to_owned());
         let row = |content: String, target, run| {
             let (message_id, session_id) = (Some(Uuid::now_v7()), session_id.clone());
-            DeskReply { content, message_id, session_id, up_to, run }.into_row(target)
+            let up_to = newest.filter(|_| unless_stale || target == ReplyTarget::HandOver);
+            DeskReply { content, message_id, session_id, up_to, run }
         };
+        let draft_id = (mode == ReplyMode::Draft).then(Uuid::now_v7);
         let run_metrics = self.run_metrics(run, outcome.usage);
         let answer = ConversationEntry {
             author: Author::Assistant,
-            name: None,
+            name: (mode == ReplyMode::Note).then(|| "internal note that was not sent".to_owned()),
             text: content.clone(),
             at: budget::now().to_rfc3339(),
             unless_stale,
+            association: None,
+            draft: draft_id,
         };
         let mut resolution = record_only(conversation, Some(&answer));
-        let hands_over =
-            outcome.effects.iter().any(|effect| matches!(effect, ToolEffect::HandOver { .. }));
+        let hand_over_reason = outcome.effects.iter().find_map(|effect| match effect {
+            ToolEffect::HandOver { reason } => Some(reason.clone()),
+            ToolEffect::Close { .. } => None,
+        });
         let fields = json!({
             "session_id": session_id, "user_id": conversation.user_id,
             "handed_over": (hands_over || conversation.handed_over).then_some(true),
+            "hand_over_reason": hand_over_reason,
         });
         resolution.fields = Some(fields.to_string());
-        resolution.outbox.push(row(content, ReplyTarget::Answer, run_metrics));
         let nothing = RunMetrics::default();
-        for effect in outcome.effects {
-            resolution.outbox.push(match effect {
-                ToolEffect::HandOver { reason } => row(reason, ReplyTarget::HandOver, nothing),
-                ToolEffect::Close { reason } => row(reason, ReplyTarget::Close, nothing),
-            });
-        }
+        let effects = outcome.effects.into_iter().map(|effect| match effect {
+            ToolEffect::HandOver { reason } => (ReplyTarget::HandOver, reason),
+            ToolEffect::Close { reason } => (ReplyTarget::Close, reason),
+        });
+        // The hand-over of a ticket is only seen by us; everything else needs the approval.
+        let is_ticket = run.issue().provider == "desk";
+        let (now, later): (Vec<_>, Vec<_>) = effects.partition(|(target, _)| {
+            mode == ReplyMode::Auto || is_ticket && *target == ReplyTarget::HandOver
+        });
+        let target = match mode {
+            ReplyMode::Auto => ReplyTarget::Answer,
+            ReplyMode::Draft => ReplyTarget::Draft,
+            ReplyMode::Note => ReplyTarget::Note,
+        };
+        let answer = row(content, target, run_metrics);
+        resolution.outbox.push(match mode {
+            ReplyMode::Auto => answer.into_row(target),
+            ReplyMode::Draft | ReplyMode::Note => {
+                let message_id = draft_id.or(answer.message_id);
+                let effect = |(target, reason): (ReplyTarget, String)| DraftEffect {
+                    target: target.as_str().to_owned(),
+                    reason,
+                };
+                let effects = later.into_iter().map(effect).collect();
+                let reply = DeskReply { message_id, up_to: newest, ..answer };
+                DraftReply { reply, effects, chosen_by }.into_row(target)
+            }
+        });
+        let effects =
+            now.into_iter().map(|(target, reason)| row(reason, target, nothing).into_row(target));
+        resolution.outbox.extend(effects);
         resolution
     }
 }
@@ -360,31 +544,39 @@ impl ModelOutcome {
     }
 
     /// The text, or a default text if the model only called a tool.
-    fn or_default_text(mut self) -> Result<Self, HandlerError> {
-        if !self.text.trim().is_empty() {
-            return Ok(self);
+    fn or_default_text(mut self) -> Self {
+        if self.text.trim().is_empty() {
+            let hands_over = |effect: &ToolEffect| matches!(effect, ToolEffect::HandOver { .. });
+            self.text = match self.effects.iter().any(hands_over) {
+                true => "A person will take over and answer you here.".to_owned(),
+                false => "This ticket is now closed. Write again to open it.".to_owned(),
+            };
         }
-        self.text = match self.effects.first() {
-            Some(ToolEffect::Close { .. }) => {
-                "This ticket is now closed. Write again to open it.".to_owned()
-            }
-            Some(ToolEffect::HandOver { .. }) => {
-                "A person will take over and answer you here.".to_owned()
-            }
-            None => return Err(HandlerError::retry("the model returned an empty answer")),
-        };
-        Ok(self)
+        self
     }
 
-    fn budget_exceeded() -> Self {
+    /// A hand-over because the model gives no answer that can be sent.
+    fn no_answer(reason: String, usage: TokenUsage) -> Self {
+        Self {
+            text: "I cannot answer this. A person will take over and answer you here.".to_owned(),
+            effects: vec![ToolEffect::HandOver { reason: text::one_line(&reason, 500) }],
+            tools: Vec::new(),
+            usage,
+        }
+    }
+
+    fn budget_exceeded(tokens_max: u64, usage: TokenUsage) -> Self {
         Self {
             text:
                 "I cannot answer more in this conversation. A person will take over and answer you here."
                     .to_owned(),
             effects: vec![ToolEffect::HandOver {
-                reason: "the token budget of this issue is used up".to_owned(),
+                reason: format!(
+                    "the token budget of this issue is used up (`desk.issue_tokens_max` = {tokens_max})"
+                ),
             }],
-            usage: TokenUsage::default(),
+            tools: Vec::new(),
+            usage,
         }
     }
 }
@@ -392,27 +584,47 @@ impl ModelOutcome {
 #[async_trait]
 impl IssueHandler for Desk {
     async fn handle(&self, run: Run) -> Result<Resolution, HandlerError> {
+        let default = IntegrationPolicy::default();
+        let policy = self.policies.get(&run.issue().integration).unwrap_or(&default);
+        let completed = run.completed_event_log_id();
+        let draft = self.draft_outcome(run.issue()).await?;
         let conversation =
-            Conversation::load(run.issue(), run.events(), run.completed_event_log_id());
+            Conversation::load(run.issue(), run.events(), completed, policy, draft.as_ref());
         if !conversation.needs_answer {
             return Ok(record_only(&conversation, None));
         }
         let session = RunSession::new(&self.step_writer, &run, self.model.name());
-        let outcome = match self.run_model(&run, &conversation, &session).await {
-            Ok(outcome) => outcome,
-            Err(Stop::BudgetExceeded) => {
-                info!(issue_id = %run.issue().id, "token budget of the issue is used up; handing over to a person");
-                ModelOutcome::budget_exceeded()
+        // Ends before the deadline of the run, which would count an attempt.
+        let time_max = run.time_left() * 9 / 10;
+        let mut record =
+            ModelRunRecord::new(&self.accounting, &run, self.model.name(), self.config.prices);
+        let answering = self.run_model(&run, &conversation, &session, &mut record);
+        let answering = tokio::time::timeout(time_max, answering);
+        let outcome = answering.await.unwrap_or_else(|_| {
+            let problem = format!("no answer within {time_max:?}");
+            Err(Stop::Model(ModelError::Unavailable(problem)))
+        });
+        let (outcome, result) = match outcome {
+            Ok(outcome) => (outcome.or_default_text(), ModelRunResult::Done),
+            Err(stop) => {
+                let outcome = match self.after_stop(&run, stop, record.usage()) {
+                    Ok(outcome) => outcome,
+                    Err(error) => {
+                        record.finish(ModelRunResult::Failed);
+                        return Err(error);
+                    }
+                };
+                info!(issue_id = %run.issue().id, effects = ?outcome.effects, "handing the issue over to a person");
+                (outcome, ModelRunResult::HandedOver)
             }
-            Err(Stop::Failed(error)) => return Err(error),
         };
-        let mut resolution =
-            self.resolve(&run, &conversation, outcome.or_default_text()?, &session);
+        let mut resolution = self.resolve(&run, &conversation, outcome, &session, policy);
         // Query the database instead of relying on notifications. If there are newer events, the worker cancels this
         // run at the next await, unless the supersede limit is reached.
         check_for_newer_events(&run).await?;
         tokio::task::yield_now().await;
-        // After the last await: a run that is superseded before leaves its session, too.
+        // After the last await: a run that is superseded before leaves its session and its record, too.
+        record.finish(result);
         resolution.outbox.extend(session.into_rows());
         Ok(resolution)
     }
@@ -432,12 +644,34 @@ async fn check_for_newer_events(run: &Run) -> Result<(), IssueError> {
     }
 }
 
+/// What the rules of a policy are compared with.
+fn answer_context<'a>(conversation: &'a Conversation, tools: &'a [String]) -> AnswerContext<'a> {
+    let author = conversation.newest_user_message();
+    let of_users = conversation.pending.iter().filter(|entry| entry.author == Author::User);
+    let hour = budget::now().as_millis() / (60 * 60 * 1000) % 24;
+    AnswerContext {
+        association: author.and_then(|author| author.association.as_deref()),
+        is_first_contact: !conversation.past.iter().any(|one| one.author == Author::Assistant),
+        tools,
+        texts: of_users.map(|entry| entry.text.as_str()).collect(),
+        hour: u8::try_from(hour).unwrap_or_default(),
+    }
+}
+
 /// A resolution that only records the conversation.
 fn record_only(conversation: &Conversation, answer: Option<&ConversationEntry>) -> Resolution {
     let fields = json!({
         "user_id": conversation.user_id, "handed_over": conversation.handed_over.then_some(true),
     });
     Resolution::new().discussions(conversation.to_discussions(answer)).fields(fields.to_string())
+}
+
+/// Why a run is deferred to the next day; names the setting and the command that helps.
+fn used_up(of: &str, setting: &str, tokens_max: u64) -> String {
+    format!(
+        "the daily token budget of the {of} is used up: raise `desk.{setting}_tokens_max` = {tokens_max} and restart, which \
+         continues the waiting issues, or wait until the next UTC day"
+    )
 }
 
 /// Settles a reservation, if there is one.
@@ -450,11 +684,8 @@ async fn settle(open: Option<OpenReservation<'_>>, used: u64) {
 /// Tokens that a failed model call may have used.
 fn tokens_used_by_failure(error: &ModelError, prompt_tokens: u64) -> u64 {
     match error {
-        // The service rejected the request before processing it.
-        ModelError::RateLimited { .. }
-        | ModelError::Unreachable(_)
-        | ModelError::Unauthorized(_)
-        | ModelError::Rejected(_) => 0,
         ModelError::Unavailable(_) | ModelError::InvalidResponse(_) => prompt_tokens,
+        // The service did not process the request.
+        _ => 0,
     }
 }

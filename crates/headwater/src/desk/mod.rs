@@ -6,10 +6,17 @@
 // In dependency order: each module uses only those above it.
 pub mod model;
 
+mod breaker;
 pub mod budget;
-pub mod conversation;
+pub mod policy;
 pub mod reply;
 mod token_reservations;
+
+pub mod draft;
+
+pub mod conversation;
+
+pub mod model_runs;
 
 pub mod prompt;
 pub mod tools;
@@ -21,9 +28,11 @@ pub mod handler;
 pub(crate) mod build;
 
 pub use crate::desk::budget::{Ledger, MemoryLedger, TokenBudget};
-pub use crate::desk::handler::{Desk, DeskConfig, Prices};
+pub use crate::desk::handler::{Desk, DeskConfig};
 pub use crate::desk::model::openai::{OpenAiConfig, OpenAiModel};
 pub use crate::desk::model::scripted::ScriptedModel;
 pub use crate::desk::model::{LanguageModel, ModelError};
+pub use crate::desk::model_runs::Prices;
+pub use crate::desk::policy::{IntegrationPolicy, ModeRule, ReplyMode};
 pub use crate::desk::reply::{DeskReply, ReplyTarget};
 pub use crate::desk::tools::{NoTickets, SearchScope, TicketSearch};

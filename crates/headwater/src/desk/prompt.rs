@@ -48,20 +48,30 @@ pub fn render(
     tools: Vec<ToolSpec>,
     output_tokens_max: u32,
 ) -> ModelPrompt {
-    let turns = vec![Turn::System(INSTRUCTION.to_owned()), Turn::User(data(conversation))];
+    let thread = Turn::User(data(conversation, PROMPT_THREAD_BYTES_MAX));
+    let turns = vec![Turn::System(INSTRUCTION.to_owned()), thread];
     ModelPrompt { turns, tools, output_tokens_max }
 }
 
-/// The newest messages that fit into the prompt.
-fn data(conversation: &Conversation) -> String {
+/// Replaces the thread of a rendered prompt by its newest messages, at most about `bytes_max` bytes.
+pub(crate) fn trim(prompt: &mut ModelPrompt, conversation: &Conversation, bytes_max: usize) {
+    let thread = prompt.turns.iter_mut().find(|turn| matches!(turn, Turn::User(_)));
+    if let Some(Turn::User(thread)) = thread {
+        *thread = data(conversation, bytes_max);
+    }
+}
+
+/// The newest messages that fit into `bytes_max` bytes.
+fn data(conversation: &Conversation, bytes_max: usize) -> String {
+    let text_bytes_max = PROMPT_TEXT_BYTES_MAX.min(bytes_max / 4);
     let past = conversation.past.iter().map(|entry| (entry, false));
     let all: Vec<(&ConversationEntry, bool)> =
         past.chain(conversation.pending.iter().map(|entry| (entry, true))).collect();
     let (mut lines, mut bytes) = (Vec::new(), 0);
     for (entry, pending) in all.iter().rev() {
-        let line = line(entry, *pending);
+        let line = line(entry, *pending, text_bytes_max);
         // The newest message is always included.
-        if bytes + line.len() > PROMPT_THREAD_BYTES_MAX && !lines.is_empty() {
+        if bytes + line.len() > bytes_max && !lines.is_empty() {
             break;
         }
         bytes += line.len();
@@ -83,8 +93,8 @@ fn data(conversation: &Conversation) -> String {
     data
 }
 
-fn line(entry: &ConversationEntry, pending: bool) -> String {
-    let shown = text::cut(&entry.text, PROMPT_TEXT_BYTES_MAX);
+fn line(entry: &ConversationEntry, pending: bool, text_bytes_max: usize) -> String {
+    let shown = text::cut(&entry.text, text_bytes_max);
     let text =
         if shown.len() < entry.text.len() { format!("{shown} […]") } else { shown.to_owned() };
     let line = PromptLine {
@@ -160,6 +170,8 @@ mod tests {
             name: Some(text.to_owned()),
             text: text.to_owned(),
             at: "now".into(),
+            association: None,
+            draft: None,
             unless_stale: false,
         }
     }

@@ -16,6 +16,10 @@ pub enum ReplyTarget {
     Close,
     /// Hands the issue over to a person.
     HandOver,
+    /// An answer that waits for the approval of a person. It is stored, and never sent.
+    Draft,
+    /// An internal note. It is stored, and never sent.
+    Note,
 }
 
 impl ReplyTarget {
@@ -25,12 +29,16 @@ impl ReplyTarget {
             Self::Answer => "",
             Self::Close => "close",
             Self::HandOver => "hand_over",
+            Self::Draft => "draft",
+            Self::Note => "note",
         }
     }
 
     /// Parses a name; `None` if it is unknown.
     pub fn parse(name: &str) -> Option<Self> {
-        [Self::Answer, Self::Close, Self::HandOver].into_iter().find(|one| one.as_str() == name)
+        [Self::Answer, Self::Close, Self::HandOver, Self::Draft, Self::Note]
+            .into_iter()
+            .find(|one| one.as_str() == name)
     }
 }
 
@@ -46,7 +54,8 @@ pub struct DeskReply {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub session_id: Option<String>,
     /// Id of the newest event log that the run has seen. If newer ones were recorded before the commit, the reply is
-    /// stale and is not sent. `None`: it is always sent.
+    /// stale and is not sent. `None`: it is always sent. A hand-over is never stale; only a ticket that was reopened
+    /// after this event log is not handed over.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub up_to: Option<i64>,
     /// Events, tokens and cost of the run, for analytics.

@@ -13,7 +13,9 @@ use headwater_bus::{
     Event, EventId, PromptExecuted, PromptRendered, SessionId, ToolInvoked, ToolResult,
 };
 use headwater_issue::limits::{OUTBOX_PER_RUN_MAX, PAYLOAD_BYTES_MAX};
-use headwater_issue::{IssueId, KeyedOutboxRow, NewOutboxRow, OutboxKind, Run, Store};
+use headwater_issue::{
+    IssueId, KeyedOutboxRow, NewOutboxRow, OutboxKind, Run, Store, TraceContext,
+};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value as Json, json};
 use tokio::runtime::Handle;
@@ -24,6 +26,7 @@ use tracing::warn;
 use crate::desk::budget;
 use crate::desk::model::{ModelAnswer, ModelPrompt, TokenUsage, ToolCall, Turn};
 use crate::desk::tools::ToolOutcome;
+use crate::telemetry;
 
 /// `target` of the outbox rows.
 pub(crate) const SESSION_STEPS: &str = "headwater.session_steps";
@@ -48,6 +51,9 @@ const PROMPT_KEY: &str = "reply";
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct SessionSteps {
     pub(crate) session_id: String,
+    /// The trace of the run, as a `traceparent`; the same for all its steps.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) trace: Option<String>,
     pub(crate) steps: Vec<SessionStep>,
 }
 
@@ -69,6 +75,7 @@ pub(crate) struct RunSession<'a> {
     issue_id: IssueId,
     id: SessionId,
     adapter: String,
+    trace: TraceContext,
     recorded: Mutex<RecordedSteps>,
 }
 
@@ -87,7 +94,9 @@ impl<'a> RunSession<'a> {
         let id = format!("issue-{}-run-{}-{}", run.issue().id, run.epoch(), &random[..12]);
         let id = SessionId::new(id).expect("numbers and letters are a valid session id");
         let (issue_id, adapter) = (run.issue().id, adapter.to_owned());
-        Self { writer, issue_id, id, adapter, recorded: Mutex::default() }
+        // Without a collector the run has no trace; its steps belong together nevertheless.
+        let trace = telemetry::current_trace().unwrap_or_else(TraceContext::root);
+        Self { writer, issue_id, id, adapter, trace, recorded: Mutex::default() }
     }
 
     pub(crate) fn id(&self) -> &str {
@@ -155,14 +164,14 @@ impl<'a> RunSession<'a> {
         let recorded = self.recorded.get_mut().expect("no code panics while it holds this lock");
         let RecordedSteps { prompt, mut steps } = std::mem::take(recorded);
         steps.extend(prompt.map(|prompt| step(&prompt)));
-        to_rows(&self.id, steps)
+        to_rows(&self.id, self.trace, steps)
     }
 }
 
 impl Drop for RunSession<'_> {
     fn drop(&mut self) {
         let recorded = self.recorded.get_mut().expect("no code panics while it holds this lock");
-        let rows = to_rows(&self.id, std::mem::take(&mut recorded.steps));
+        let rows = to_rows(&self.id, self.trace, std::mem::take(&mut recorded.steps));
         if !rows.is_empty() {
             self.writer.write(self.issue_id, &self.id, rows);
         }
@@ -230,11 +239,14 @@ fn step<E: Event>(event: &E) -> SessionStep {
 }
 
 /// Packs steps into as few rows as their maximum size allows. A step that is too large is dropped.
-fn to_rows(session: &SessionId, steps: Vec<SessionStep>) -> Vec<NewOutboxRow> {
-    let head = json!({"session_id": session.as_str(), "steps": []}).to_string().len();
+fn to_rows(session: &SessionId, trace: TraceContext, steps: Vec<SessionStep>) -> Vec<NewOutboxRow> {
+    let trace = Some(trace.to_string());
+    let head = json!({"session_id": session.as_str(), "trace": trace, "steps": []});
+    let head = head.to_string().len();
     let (mut rows, mut batch, mut bytes) = (Vec::new(), Vec::new(), head);
     let row = |steps| {
-        let payload = SessionSteps { session_id: session.to_string(), steps };
+        let (session_id, trace) = (session.to_string(), trace.clone());
+        let payload = SessionSteps { session_id, trace, steps };
         let payload = serde_json::to_string(&payload).expect("texts and numbers are JSON");
         NewOutboxRow { kind: OutboxKind::Event, target: SESSION_STEPS.to_owned(), payload }
     };
@@ -285,7 +297,7 @@ mod tests {
         let text = |number: usize| format!("{number} \0 \" {}", "x".repeat(300 * 1024));
         let mut steps: Vec<_> = (0..7).map(|number| step_of(text(number))).collect();
         steps.insert(3, step_of("\u{1}".repeat(PAYLOAD_BYTES_MAX / 4)));
-        let rows = to_rows(&session, steps);
+        let rows = to_rows(&session, TraceContext::root(), steps);
         assert_eq!(rows.len(), 3);
         let mut read = Vec::new();
         for row in &rows {
@@ -295,6 +307,6 @@ mod tests {
             read.extend(batch.steps.into_iter().map(|step| step.payload));
         }
         assert_eq!(read, (0..7).map(text).collect::<Vec<_>>());
-        assert!(to_rows(&session, Vec::new()).is_empty());
+        assert!(to_rows(&session, TraceContext::root(), Vec::new()).is_empty());
     }
 }

@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use headwater_issue::IssueId;
 use headwater_stream::Backoff;
 use tokio::runtime::Handle;
 use tokio::sync::{Semaphore, oneshot, watch};
@@ -18,7 +19,7 @@ use tokio::time::{Instant, timeout};
 use tracing::{debug, warn};
 
 use crate::desk::budget::{
-    Ledger, RESERVATION_TTL, ReserveDecision, TokenBudget, TokenReservation,
+    Ledger, ModelRun, RESERVATION_TTL, ReserveDecision, TokenBudget, TokenReservation,
 };
 
 /// How long a run waits for a reservation before it is deferred. Longer than the store's call timeout.
@@ -69,8 +70,12 @@ pub(crate) enum ReservationOutcome<'a> {
     Granted(OpenReservation<'a>),
     /// The issue budget is used up; nothing was reserved.
     IssueBudgetExceeded,
-    /// The budget of the day is used up; nothing was reserved.
+    /// The budget of the day of the integration is used up; nothing was reserved.
     DayBudgetExceeded,
+    /// The budget of the day of the author is used up; nothing was reserved.
+    UserBudgetExceeded,
+    /// The budget of the day of all strangers is used up; nothing was reserved.
+    StrangersBudgetExceeded,
     /// Unsettled reservations fill a budget; nothing was reserved. Retry soon.
     Pending,
 }
@@ -105,15 +110,15 @@ impl TokenAccounting {
         // The model is not called before the reservation is granted, so a drop or failure here used no tokens.
         let mut open = OpenReservation {
             accounting: self,
-            reservation,
+            reservation: reservation.clone(),
             tokens_if_dropped: 0,
             is_settled: false,
         };
-        let mut reserved = self.try_reserve(reservation, *budget).await?;
+        let mut reserved = self.try_reserve(reservation.clone(), *budget).await?;
         if reserved == ReserveDecision::Pending && *self.unsettled.borrow() > 0 {
             // Most likely a superseded run of this issue is about to return its tokens.
             self.wait_until_settled().await;
-            reserved = self.try_reserve(reservation, *budget).await?;
+            reserved = self.try_reserve(reservation.clone(), *budget).await?;
         }
         open.is_settled = reserved != ReserveDecision::Granted;
         Ok(match reserved {
@@ -123,6 +128,8 @@ impl TokenAccounting {
             }
             ReserveDecision::IssueBudgetExceeded => ReservationOutcome::IssueBudgetExceeded,
             ReserveDecision::DayBudgetExceeded => ReservationOutcome::DayBudgetExceeded,
+            ReserveDecision::UserBudgetExceeded => ReservationOutcome::UserBudgetExceeded,
+            ReserveDecision::StrangersBudgetExceeded => ReservationOutcome::StrangersBudgetExceeded,
             ReserveDecision::Pending => ReservationOutcome::Pending,
         })
     }
@@ -161,12 +168,30 @@ impl TokenAccounting {
         unsettled.send_modify(|count| *count += 1);
         let should_maintain = self.is_maintenance_due();
         settling.spawn(async move {
-            settle_until_confirmed(&*ledger, &call_permits, &reservation, used).await;
+            until_confirmed(&*ledger, &call_permits, LedgerCall::Settle(reservation, used)).await;
             unsettled.send_modify(|count| *count -= 1);
             drop(done);
             if should_maintain && let Err(error) = ledger.maintain().await {
                 debug!(%error, "token ledger maintenance failed; retrying later");
             }
+        });
+    }
+
+    /// Stores what a run used, in the background; retried like a settlement.
+    pub(crate) fn record_run(&self, run: ModelRun) {
+        let mut settling = self.settling.lock().expect("no code panics while it holds this lock");
+        while settling.try_join_next().is_some() {}
+        // Without a runtime the process is exiting.
+        if settling.len() >= SETTLEMENTS_MAX || Handle::try_current().is_err() {
+            warn!(issue_id = %run.issue_id, "the use of a model run is not recorded");
+            return;
+        }
+        let (ledger, unsettled) = (Arc::clone(&self.ledger), self.unsettled.clone());
+        let call_permits = Arc::clone(&self.call_permits);
+        unsettled.send_modify(|count| *count += 1);
+        settling.spawn(async move {
+            until_confirmed(&*ledger, &call_permits, LedgerCall::RecordRun(run)).await;
+            unsettled.send_modify(|count| *count -= 1);
         });
     }
 
@@ -178,20 +203,38 @@ impl TokenAccounting {
     }
 }
 
-async fn settle_until_confirmed(
-    ledger: &dyn Ledger,
-    call_permits: &Semaphore,
-    reservation: &TokenReservation,
-    used: u64,
-) {
+/// An idempotent call of the ledger, made in the background.
+enum LedgerCall {
+    Settle(TokenReservation, u64),
+    RecordRun(ModelRun),
+}
+
+impl LedgerCall {
+    async fn make(&self, ledger: &dyn Ledger) -> Result<(), String> {
+        match self {
+            Self::Settle(reservation, used) => ledger.settle(reservation, *used).await,
+            Self::RecordRun(run) => ledger.record_run(run).await,
+        }
+    }
+
+    fn issue_id(&self) -> IssueId {
+        match self {
+            Self::Settle(reservation, _) => reservation.issue_id,
+            Self::RecordRun(run) => run.issue_id,
+        }
+    }
+}
+
+/// Repeats a call until it succeeds, for a bounded time.
+async fn until_confirmed(ledger: &dyn Ledger, call_permits: &Semaphore, call: LedgerCall) {
     let give_up_at = Instant::now() + SETTLE_RETRY_FOR;
     let mut retry = SETTLE_BACKOFF.timer();
-    let settle = async || {
+    let permitted = async || {
         let _permit = call_permits.acquire().await;
-        ledger.settle(reservation, used).await
+        call.make(ledger).await
     };
-    while let Err(error) = settle().await {
-        let issue_id = reservation.issue_id;
+    while let Err(error) = permitted().await {
+        let issue_id = call.issue_id();
         if Instant::now() >= give_up_at {
             warn!(%issue_id, %error, "giving up settling tokens; they stay reserved until they expire");
             return;
@@ -207,7 +250,7 @@ impl OpenReservation<'_> {
     pub(crate) async fn settle(mut self, used: u64) {
         self.is_settled = true;
         let (done, settled) = oneshot::channel();
-        self.accounting.settle(self.reservation, used, Some(done));
+        self.accounting.settle(self.reservation.clone(), used, Some(done));
         // The sender is dropped on completion.
         let _ = timeout(SETTLE_ACK_TIMEOUT, settled).await;
     }
@@ -217,7 +260,7 @@ impl Drop for OpenReservation<'_> {
     fn drop(&mut self) {
         // Without a runtime the process is exiting; the reservation expires.
         if !self.is_settled && Handle::try_current().is_ok() {
-            self.accounting.settle(self.reservation, self.tokens_if_dropped, None);
+            self.accounting.settle(self.reservation.clone(), self.tokens_if_dropped, None);
         }
     }
 }

@@ -20,7 +20,11 @@ use subtle::{Choice, ConditionallySelectable, ConstantTimeEq};
 
 use crate::config::{Role, TokenSettings};
 use crate::http::ApiError;
+use crate::http::rate_limit::RateLimiter;
 use crate::server::app_state::HttpServer;
+
+/// Attempts of one client to log in to the console.
+const LOGINS_PER_MINUTE: u32 = 5;
 
 /// Path prefix of the API, which has no pages to navigate to.
 const API_PREFIX: &str = "/api/";
@@ -37,6 +41,8 @@ pub(crate) struct Principal {
 /// All tokens, stored as hashes.
 pub(crate) struct Authenticator {
     tokens: Vec<([u8; 32], Principal)>,
+    /// Limits attempts to log in to the console.
+    pub(super) login_limiter: RateLimiter,
 }
 
 impl Authenticator {
@@ -46,11 +52,16 @@ impl Authenticator {
             let hash = Sha256::digest(token.token.expose_secret().as_bytes()).into();
             (hash, Principal { name: token.name.clone(), role: token.role })
         });
-        Self { tokens: known.collect() }
+        Self { tokens: known.collect(), login_limiter: RateLimiter::per_minute(LOGINS_PER_MINUTE) }
+    }
+
+    /// All tokens: hash and principal.
+    pub(super) fn tokens(&self) -> &[([u8; 32], Principal)] {
+        &self.tokens
     }
 
     /// The principal of a request with these headers.
-    fn authenticate(
+    pub(super) fn authenticate(
         &self,
         method: &Method,
         path: &str,
@@ -70,7 +81,7 @@ impl Authenticator {
 
     /// Hashes have equal length and all are compared, so the time reveals neither the length nor the position of a
     /// token.
-    fn find(&self, presented_token: &str) -> Option<Principal> {
+    pub(super) fn find(&self, presented_token: &str) -> Option<Principal> {
         let hash: [u8; 32] = Sha256::digest(presented_token.as_bytes()).into();
         let (mut found, mut position) = (Choice::from(0), 0_u32);
         for (index, (known, _)) in self.tokens.iter().enumerate() {
@@ -93,6 +104,15 @@ pub(crate) async fn require_authentication(
     let needed = if is_read_only(request.method()) { Role::Read } else { Role::Write };
     principal.require_role(needed)?;
     request.extensions_mut().insert(principal);
+    Ok(next.run(request).await)
+}
+
+/// Middleware for calls of the console, whose caller is known: requires `read` to read and `write` to change.
+pub(super) async fn require_role(request: Request, next: Next) -> Result<Response, ApiError> {
+    let principal = request.extensions().get::<Principal>();
+    let principal = principal.ok_or_else(|| unauthorized("authentication required"))?;
+    let needed = if is_read_only(request.method()) { Role::Read } else { Role::Write };
+    principal.require_role(needed)?;
     Ok(next.run(request).await)
 }
 
@@ -152,7 +172,11 @@ fn unauthorized(message: &str) -> ApiError {
 
 /// Rejects cross-origin requests of browsers, also reads: they would cost resources although the other page cannot
 /// see the response. Navigation to one of our pages is allowed.
-fn reject_cross_origin(method: &Method, path: &str, headers: &HeaderMap) -> Result<(), ApiError> {
+pub(super) fn reject_cross_origin(
+    method: &Method,
+    path: &str,
+    headers: &HeaderMap,
+) -> Result<(), ApiError> {
     let text = |name| headers.get(name).and_then(|value: &HeaderValue| value.to_str().ok());
     let host = text("host").unwrap_or_default();
     let is_of_this_site = text("sec-fetch-site") != Some("cross-site");
@@ -202,7 +226,7 @@ fn reject_proxied(headers: &HeaderMap) -> Result<(), ApiError> {
 
 /// Whether a `Host` header is exactly `localhost` or a loopback address, with an optional port. Anything that does
 /// not parse as a whole (user information, two ports, trailing text) is not loopback.
-fn is_loopback(host: &str) -> bool {
+pub(super) fn is_loopback(host: &str) -> bool {
     let is_port =
         |port: &str| port.bytes().all(|byte| byte.is_ascii_digit()) && port.parse::<u16>().is_ok();
     if let Some((address, rest)) = host.strip_prefix('[').and_then(|host| host.split_once(']')) {

@@ -1,9 +1,8 @@
 //! Jobs that run to completion even if the client disconnects: imports and forks, which would otherwise leave half a
-//! session, and consistency checks, which the database would continue anyway.
+//! session.
 //!
-//! Upstream: routes that copy or read much. Guarantees: at most [`JOBS_MAX`] imports and forks and one consistency
-//! check at a time; jobs are joined at shutdown, or aborted at its deadline; a consistency check is cancelled at
-//! shutdown.
+//! Upstream: routes that copy much. Guarantees: at most [`JOBS_MAX`] imports and forks at a time; jobs are joined at
+//! shutdown, or aborted at its deadline.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -13,7 +12,6 @@ use tokio::sync::{Semaphore, oneshot};
 use tokio::task::JoinSet;
 
 use crate::http::ApiError;
-use crate::server::shutdown_signal::ShutdownSignal;
 
 /// Maximum concurrent imports and forks in one process; each needs some megabytes of memory.
 pub(crate) const JOBS_MAX: usize = 8;
@@ -24,18 +22,12 @@ const BUSY_RETRY_AFTER: Duration = Duration::from_secs(1);
 /// Background jobs of one process.
 pub(crate) struct BackgroundJobs {
     permits: Arc<Semaphore>,
-    consistency_check: Arc<Semaphore>,
     tasks: Mutex<JoinSet<()>>,
 }
 
 impl Default for BackgroundJobs {
     fn default() -> Self {
-        let semaphore = |permits| Arc::new(Semaphore::new(permits));
-        Self {
-            permits: semaphore(JOBS_MAX),
-            consistency_check: semaphore(1),
-            tasks: Mutex::default(),
-        }
+        Self { permits: Arc::new(Semaphore::new(JOBS_MAX)), tasks: Mutex::default() }
     }
 }
 
@@ -46,34 +38,8 @@ impl BackgroundJobs {
         &self,
         work: impl Future<Output = Result<T, ApiError>> + Send + 'static,
     ) -> Result<T, ApiError> {
-        let message = format!("{JOBS_MAX} imports or forks are in progress; try again later");
-        self.run_to_completion(&self.permits, message, work).await
-    }
-
-    /// Runs a consistency check, one at a time. It changes nothing and is cancelled at shutdown.
-    pub(crate) async fn run_consistency_check<T: Send + 'static>(
-        &self,
-        shutdown: ShutdownSignal,
-        work: impl Future<Output = Result<T, ApiError>> + Send + 'static,
-    ) -> Result<T, ApiError> {
-        let message = "another consistency check is in progress; try again later".to_owned();
-        let until_stop = async move {
-            tokio::select! {
-                biased;
-                () = shutdown.wait() => Err(ApiError::unavailable("the server is shutting down; try again")),
-                counted = work => counted,
-            }
-        };
-        self.run_to_completion(&self.consistency_check, message, until_stop).await
-    }
-
-    async fn run_to_completion<T: Send + 'static>(
-        &self,
-        permits: &Arc<Semaphore>,
-        busy: String,
-        work: impl Future<Output = Result<T, ApiError>> + Send + 'static,
-    ) -> Result<T, ApiError> {
-        let permit = Arc::clone(permits).try_acquire_owned().map_err(|_| {
+        let permit = Arc::clone(&self.permits).try_acquire_owned().map_err(|_| {
+            let busy = format!("{JOBS_MAX} imports or forks are in progress; try again later");
             ApiError::new(StatusCode::TOO_MANY_REQUESTS, "busy", busy).retry_after(BUSY_RETRY_AFTER)
         })?;
         let (sender, ended) = oneshot::channel();
@@ -127,38 +93,6 @@ mod tests {
         resume.notify_one();
         work.close().await;
         assert!(is_done.load(Ordering::Acquire));
-    }
-
-    #[tokio::test]
-    async fn only_one_consistency_check_runs_at_a_time_even_without_a_caller() {
-        let work = BackgroundJobs::default();
-        let resume = Arc::new(Notify::new());
-        let signal = Arc::clone(&resume);
-        let shutdown = ShutdownSignal::default();
-        let consistency_check = work.run_consistency_check(shutdown.clone(), async move {
-            signal.notified().await;
-            Ok(())
-        });
-        assert!(consistency_check.now_or_never().is_none(), "the caller disconnects");
-        let refused =
-            work.run_consistency_check(shutdown.clone(), async { Ok(()) }).await.unwrap_err();
-        assert_eq!((refused.status(), refused.code()), (StatusCode::TOO_MANY_REQUESTS, "busy"));
-        assert_eq!(work.run(async { Ok(7) }).await, Ok(7), "imports have separate permits");
-        resume.notify_one();
-        work.close().await;
-        assert_eq!(work.run_consistency_check(shutdown, async { Ok(7) }).await, Ok(7));
-    }
-
-    #[tokio::test]
-    async fn shutdown_cancels_a_consistency_check() {
-        let (work, shutdown) = (BackgroundJobs::default(), ShutdownSignal::default());
-        let consistency_check = work.run_consistency_check(
-            shutdown.clone(),
-            std::future::pending::<Result<(), ApiError>>(),
-        );
-        shutdown.trigger();
-        assert_eq!(consistency_check.await.unwrap_err().status(), StatusCode::SERVICE_UNAVAILABLE);
-        work.close().await;
     }
 
     #[tokio::test]

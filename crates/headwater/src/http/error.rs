@@ -1,7 +1,7 @@
 //! The error response of all routes: `{"error":{"code","message"}}`.
 //!
 //! Upstream: every route and middleware. Guarantees: a code is stable and meant for programs; a message says what to do
-//! and reveals no internals.
+//! and reveals no internals. The cause stays in this process: a command that runs the routes itself prints it.
 
 use std::time::Duration;
 
@@ -11,6 +11,8 @@ use headwater_issue::IssueError;
 use serde::Serialize;
 use tracing::{error, warn};
 use utoipa::ToSchema;
+
+use crate::text::with_causes;
 
 /// `Retry-After` of an unavailable dependency.
 const RETRY_AFTER_DEFAULT: Duration = Duration::from_secs(2);
@@ -27,13 +29,18 @@ pub(crate) struct ApiError {
     status: StatusCode,
     code: &'static str,
     message: String,
-    header: Option<(HeaderName, HeaderValue)>,
+    header: Option<Box<(HeaderName, HeaderValue)>>,
+    cause: Option<Box<ErrorCause>>,
 }
+
+/// Why a request failed, with names of servers and tables. An extension of the response, which is never sent.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct ErrorCause(pub(crate) String);
 
 impl ApiError {
     /// An error with this status, code and message.
     pub(crate) fn new(status: StatusCode, code: &'static str, message: impl Into<String>) -> Self {
-        Self { status, code, message: message.into(), header: None }
+        Self { status, code, message: message.into(), header: None, cause: None }
     }
 
     /// 400: the request is invalid.
@@ -63,10 +70,25 @@ impl ApiError {
     pub(crate) fn from_stream_error(problem: &dyn std::error::Error, is_transient: bool) -> Self {
         if is_transient {
             warn!(error = %problem, "stream backend did not answer a request");
-            return Self::unavailable("stream backend unavailable; try again later");
+            let unavailable = Self::unavailable("stream backend unavailable; try again later");
+            return unavailable.caused_by(problem);
         }
         error!(error = %problem, "request failed");
-        Self::internal()
+        Self::internal().caused_by(problem)
+    }
+
+    fn caused_by(mut self, problem: &dyn std::error::Error) -> Self {
+        self.cause = Some(Box::new(ErrorCause(with_causes(problem))));
+        self
+    }
+
+    /// 503: the stream backend rejects the credentials or a command of this process.
+    pub(crate) fn streams_denied(problem: &dyn std::error::Error) -> Self {
+        error!(error = %problem, "stream backend denied access");
+        Self::unavailable(
+            "stream backend denied access: fix the password in `stream.url` or the ACL of Redis",
+        )
+        .caused_by(problem)
     }
 
     /// The stream backend has no space left.
@@ -75,6 +97,7 @@ impl ApiError {
         Self::unavailable(
             "stream backend is full: reduce topic retention, raise `maxmemory` of Redis, or free disk space",
         )
+        .caused_by(problem)
     }
 
     /// Sets `Retry-After` in whole seconds, at least 1.
@@ -92,12 +115,11 @@ impl ApiError {
 
     /// Adds a header to the response.
     pub(crate) fn with_header(mut self, name: HeaderName, value: HeaderValue) -> Self {
-        self.header = Some((name, value));
+        self.header = Some(Box::new((name, value)));
         self
     }
 
     /// Status of the response.
-    #[cfg(test)]
     pub(crate) fn status(&self) -> StatusCode {
         self.status
     }
@@ -132,8 +154,11 @@ impl IntoResponse for ApiError {
     fn into_response(self) -> Response {
         let body = ErrorResponse { error: ErrorBody { code: self.code, message: self.message } };
         let mut response = (self.status, axum::Json(body)).into_response();
-        if let Some((name, value)) = self.header {
+        if let Some((name, value)) = self.header.map(|header| *header) {
             response.headers_mut().insert(name, value);
+        }
+        if let Some(cause) = self.cause {
+            response.extensions_mut().insert(*cause);
         }
         response
     }
@@ -155,13 +180,14 @@ impl From<IssueError> for ApiError {
                 warn!(error = %problem, "database did not answer a request");
                 let text = problem.to_string();
                 if DISK_FULL.iter().any(|words| text.contains(words)) {
-                    return Self::unavailable("database disk is full; free some space");
+                    return Self::unavailable("database disk is full; free some space")
+                        .caused_by(&problem);
                 }
-                Self::unavailable("database did not answer; try again later")
+                Self::unavailable("database did not answer; try again later").caused_by(&problem)
             }
             _ => {
                 error!(error = %problem, "request failed");
-                Self::internal()
+                Self::internal().caused_by(&problem)
             }
         }
     }

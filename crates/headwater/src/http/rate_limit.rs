@@ -46,8 +46,14 @@ impl RateLimiter {
         }
     }
 
+    /// As many per minute, all of them at once if need be.
+    pub(super) fn per_minute(count: u32) -> Self {
+        let burst = f64::from(count);
+        Self { buckets: Mutex::default(), per_second: burst / 60.0, burst }
+    }
+
     /// Takes one request of a client, or returns the time until the next is allowed.
-    fn take(&self, client: IpAddr, now: Instant) -> Result<(), Duration> {
+    pub(super) fn take(&self, client: IpAddr, now: Instant) -> Result<(), Duration> {
         let mut buckets = self.buckets.lock().unwrap_or_else(PoisonError::into_inner);
         if buckets.len() >= CLIENTS_MAX && !buckets.contains_key(&client) {
             self.evict(&mut buckets, now);

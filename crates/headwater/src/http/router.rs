@@ -2,7 +2,7 @@
 //!
 //! Upstream: `server/run.rs`. Downstream: the route modules. Guarantees: all routes have timeouts and rate limits; all
 //! except health and webhooks (which are signed) require authentication. Unknown paths give 404 as an [`ApiError`].
-//! Every route is described in `/openapi.json`.
+//! Every route is described in `/openapi.json`, except the pages of the console.
 
 use std::sync::Arc;
 
@@ -18,11 +18,11 @@ use utoipa_axum::routes;
 use crate::analytics::Analytics;
 use crate::api::analytics;
 use crate::api::issues;
-use crate::api::status_page;
 use crate::api::tickets;
 use crate::api::{self, Operations};
 use crate::http::audit;
 use crate::http::auth;
+use crate::http::console;
 use crate::http::openapi;
 use crate::http::rate_limit;
 use crate::http::timeouts;
@@ -34,6 +34,7 @@ use crate::server::health;
 /// Routes below `/api/v1`.
 pub(crate) fn api(operations: Operations) -> OpenApiRouter<App> {
     let routes = issues::routes().merge(tickets::routes()).merge(audit::routes());
+    let routes = routes.merge(api::console_routes(operations.clone()));
     routes.merge(api::app_routes()).merge(api::routes().with_state(operations))
 }
 
@@ -41,7 +42,9 @@ pub(crate) fn api(operations: Operations) -> OpenApiRouter<App> {
 pub(crate) fn serve(server: &HttpServer, operations: Operations, analytics: Analytics) -> Router {
     let api = api(operations).with_state(Arc::clone(&server.app));
     let api = api.merge(analytics::routes().with_state(analytics));
-    let guarded = OpenApiRouter::new().nest("/api/v1", api).merge(status_page::routes());
+    let (api, api_described) = OpenApiRouter::new().nest("/api/v1", api).split_for_parts();
+    let console = console::routes(server, api.clone());
+    let guarded = OpenApiRouter::with_openapi(api_described).merge(api.into());
     let guarded = guarded.routes(routes!(metrics)).routes(routes!(openapi));
     // Webhooks authenticate by signature.
     let open = health::routes().merge(webhooks::routes());
@@ -54,7 +57,7 @@ pub(crate) fn serve(server: &HttpServer, operations: Operations, analytics: Anal
         .layer(Extension(described))
         .layer(from_fn_with_state(Arc::clone(&server.app.audit), audit::record))
         .layer(from_fn_with_state(server.clone(), auth::require_authentication));
-    finish(open.merge(guarded), server)
+    finish(open.merge(guarded).merge(console), server)
 }
 
 /// Routes of `worker`: health and metrics.

@@ -3,7 +3,8 @@
 //! Upstream: `server/run.rs` binds the address early, so that a port in use is reported at once. Downstream: the
 //! router. Guarantees: `connections.rs` limits connections; a client that does not send complete headers within
 //! `http.read_timeout`, counted from the accept or the previous response, or that sends too many, is disconnected;
-//! after shutdown is triggered no new request is accepted, and requests in progress have until the deadline.
+//! a client that takes no byte of a response for `http.request_timeout` is disconnected (`write_timeout.rs`); after
+//! shutdown is triggered no new request is accepted, and requests in progress have until the deadline.
 
 use std::convert::Infallible;
 use std::io::ErrorKind;
@@ -36,6 +37,7 @@ use crate::http::client_address::{ClientAddress, client_network};
 use crate::http::connections::{
     ConnectionClass, ConnectionLimiter, ConnectionPermit, RESERVED_MAX, RequestInProgress,
 };
+use crate::http::write_timeout::WriteTimeout;
 use crate::server::shutdown_signal::ShutdownSignal;
 
 /// Pause after a failed accept, for example when too many files are open.
@@ -144,6 +146,7 @@ async fn serve_connection(
 ) {
     // Responses are small and complete.
     let _ = stream.set_nodelay(true);
+    let stream = WriteTimeout::new(stream, settings.request_timeout);
     let service = service_fn(|mut request: Request<Incoming>| {
         let client = ClientAddress::new(peer.ip(), request.headers(), settings.forwarded);
         request.extensions_mut().insert(client);

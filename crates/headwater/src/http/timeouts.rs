@@ -35,6 +35,11 @@ const WITHOUT_TIMEOUT: [&str; 2] =
 const NEED_DATABASE: [&str; 5] =
     ["/webhooks/", "/api/v1/tickets", "/api/v1/issues", "/api/v1/outbox", "/api/v1/audit"];
 
+/// Whether a route or path of the API cannot respond without the database.
+pub(super) fn needs_database(route: &str) -> bool {
+    NEED_DATABASE.iter().any(|begin| route.starts_with(begin))
+}
+
 /// Middleware: timeout, panics, metrics and common response headers.
 pub(crate) async fn apply(
     State(server): State<HttpServer>,
@@ -55,7 +60,7 @@ pub(crate) async fn apply(
     let limit = server.app.settings.http.request_timeout;
     let limit = if WITHOUT_TIMEOUT.contains(&route.as_str()) { Duration::MAX } else { limit };
     let unavailable = async {
-        match NEED_DATABASE.iter().any(|begin| route.starts_with(begin)) {
+        match needs_database(&route) {
             true => server.database.wait_unavailable().await,
             false => std::future::pending().await,
         }

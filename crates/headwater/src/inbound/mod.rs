@@ -2,4 +2,5 @@
 
 pub(crate) mod standard_webhooks;
 pub mod ticket_events_consumer;
+pub(crate) mod webhook_log;
 pub(crate) mod webhooks;

@@ -5,15 +5,16 @@
 //!
 //! Guarantees: an entry is acknowledged after the SQL commit, so a crash redelivers it, and its message id makes the
 //! import idempotent. The set `processed_messages:TICKET` is written after the commit and only saves work: a hit is
-//! verified in SQL, so a lost or wrong set loses no message. Invalid entries go to `ticket_events:dlq` unchanged; an
-//! unavailable database counts no attempt. Entries of this program are read as well; their messages are duplicates.
+//! verified in SQL, so a lost or wrong set loses no message. Invalid entries go to `ticket_events:dlq` unchanged, and so do
+//! those whose ticket does not exist after some retries; an unavailable database counts no attempt. Several processes
+//! import the entries of one ticket in any order, with the same result. Entries of this program are read as well; their messages are duplicates.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use headwater_queue::{ConsumerConfig, Message, Mode, Outcome, Queue, Subscription};
 use headwater_stream::clock::{Clock, SystemClock};
-use headwater_stream::{Backend, SetName};
+use headwater_stream::{Backend, EntryId, SetName};
 use metrics::counter;
 use sha2::{Digest, Sha256};
 use tokio::time::{sleep, timeout};
@@ -22,7 +23,7 @@ use uuid::Uuid;
 
 use crate::limits::{ENTRY_BYTES_MAX, PROCESSED_KEPT};
 use crate::tickets::{ImportOutcome, Tickets};
-use crate::tickets::{TICKET_EVENTS, TicketEvent};
+use crate::tickets::{TICKET_EVENTS, TicketEvent, TicketEventType};
 
 /// Consumer group of the desk.
 pub const AI_PROCESSOR_GROUP: &str = "ai_processor_group";
@@ -95,16 +96,22 @@ impl TicketEventsConsumer {
             Ok(event) => event,
             Err(reason) => return dead_letter(message, reason),
         };
-        let was_seen = self.is_cached(&event).await;
+        // `TICKET_CREATED` may have the id of a message that was imported before, and still has a title and a user.
+        let is_cacheable = event.event_type != TicketEventType::TicketCreated;
+        let was_seen = is_cacheable && self.is_cached(&event).await;
         let known =
             if was_seen { self.tickets.has_message(event.message_id).await } else { Ok(false) };
         let imported = match known {
             Ok(true) => return counted("known", Outcome::Done),
-            Ok(false) => self.tickets.import_event(&event).await,
+            Ok(false) => self.tickets.import_event(&event, entry_id(message)).await,
             Err(error) => Err(error),
         };
         match imported {
             Ok(ImportOutcome::Rejected(reason)) => dead_letter(message, reason),
+            // Another process may be about to import the entry that opens the ticket.
+            Ok(ImportOutcome::NoTicket) => {
+                counted("later", Outcome::retry("the ticket does not exist"))
+            }
             Ok(outcome) => {
                 // Only after the commit: otherwise a crash would leave a cache entry for a message that is not stored.
                 self.cache(&event).await;
@@ -145,7 +152,8 @@ fn cache_key(event: &TicketEvent) -> Option<(SetName, String)> {
     Some((set, event.message_id.to_string()))
 }
 
-fn parse(message: &Message) -> Result<TicketEvent, String> {
+/// The ticket event of an entry, cleaned, or why it is none.
+pub(crate) fn parse(message: &Message) -> Result<TicketEvent, String> {
     let data = message.fields.get("data").ok_or("field `data` is missing")?;
     if data.len() > ENTRY_BYTES_MAX {
         return Err(format!("`data` is longer than {ENTRY_BYTES_MAX} bytes"));
@@ -153,10 +161,14 @@ fn parse(message: &Message) -> Result<TicketEvent, String> {
     TicketEvent::parse_external(data, fallback_message_id(message), SystemClock.now())
 }
 
+/// The entry as it was appended first; a retry has another id.
+fn entry_id(message: &Message) -> EntryId {
+    message.original_id.unwrap_or(message.id)
+}
+
 /// A message id for an event without one, derived from the entry id, so that it is stable across redeliveries.
 fn fallback_message_id(message: &Message) -> Uuid {
-    let entry_id = message.original_id.unwrap_or(message.id);
-    let hash = Sha256::digest(format!("{TICKET_EVENTS}/{entry_id}").as_bytes());
+    let hash = Sha256::digest(format!("{TICKET_EVENTS}/{}", entry_id(message)).as_bytes());
     let mut bytes = [0; 16];
     bytes.copy_from_slice(&hash[..16]);
     uuid::Builder::from_custom_bytes(bytes).into_uuid()

@@ -8,7 +8,7 @@ use base64::engine::general_purpose::STANDARD;
 use headwater_issue::{DeliverError, OutboxRow};
 use headwater_stream::clock::{Clock, SystemClock};
 use hmac::Mac;
-use reqwest::Client;
+use reqwest::{Client, RequestBuilder};
 use secrecy::{ExposeSecret, SecretString};
 use serde_json::json;
 
@@ -29,8 +29,10 @@ pub(super) async fn post(
         ReplyTarget::Answer => "reply",
         ReplyTarget::Close => "close",
         ReplyTarget::HandOver => "hand_over",
+        ReplyTarget::Draft | ReplyTarget::Note => {
+            return Err(DeliverError::Dead("a draft is never sent".to_owned()));
+        }
     };
-    let now = SystemClock.now();
     let body = json!({
         "type": event_type,
         "timestamp": row.created_at.to_rfc3339(),
@@ -42,17 +44,28 @@ pub(super) async fn post(
         },
     })
     .to_string();
-    let (id, seconds) = (&row.idempotency_key, now.as_millis() / 1000);
+    let request = signed(client, url, secret, &row.idempotency_key, body);
+    http::send(client, request).await.map(drop)
+}
+
+/// A POST request with the headers of Standard Webhooks, signed now.
+pub(super) fn signed(
+    client: &Client,
+    url: &str,
+    secret: &SecretString,
+    id: &str,
+    body: String,
+) -> RequestBuilder {
+    let seconds = SystemClock.now().as_millis() / 1000;
     let signature = sign(secret, id, seconds, body.as_bytes());
-    let request = client
+    client
         .post(url)
         .header("content-type", "application/json")
         .header("webhook-id", id)
         .header("webhook-timestamp", seconds.to_string())
         .header("webhook-signature", signature)
         .header("idempotency-key", id)
-        .body(body);
-    http::send(client, request).await.map(drop)
+        .body(body)
 }
 
 /// The signature: `v1,` and the base64 HMAC of `id.timestamp.body`.

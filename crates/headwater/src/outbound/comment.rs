@@ -2,7 +2,7 @@
 //!
 //! Upstream: `github` and `gitlab` define addresses and headers. Guarantees: before a repeated attempt, all comments
 //! since the commit are searched for the marker of the reply; if there are too many to search, the reply is not
-//! posted. Only a comment of the desk counts: its marker has a valid HMAC, or its author is the account of the token.
+//! posted. If the token cannot see the project, replies are held. Only a comment of the desk counts: its marker has a valid HMAC, or its author is the account of the token.
 //! The text of the model is sanitized: no HTML, no GitLab quick action, no marker, no mention. The hidden marker at
 //! the end identifies the reply.
 
@@ -11,7 +11,7 @@ use std::time::Duration;
 use headwater_issue::{DeliverError, OutboxRow};
 use headwater_stream::clock::Timestamp;
 use reqwest::header::LINK;
-use reqwest::{Client, RequestBuilder, Response};
+use reqwest::{Client, RequestBuilder, Response, StatusCode};
 use secrecy::SecretString;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
@@ -37,6 +37,8 @@ const CLOCK_DIFFERENCE_MAX: Duration = Duration::from_secs(25 * 60 * 60);
 pub(super) struct CommentThread<Authorize> {
     /// URL to post and list comments.
     pub(super) url: String,
+    /// URL of the repository or project.
+    pub(super) project_url: String,
     /// URL of the account of the token.
     pub(super) account_url: String,
     /// Query parameters that select the comments to list.
@@ -58,16 +60,21 @@ pub(super) enum CommentOrder {
 
 /// The marker of a reply.
 pub(super) struct ReplyMarker {
-    /// The complete marker with its HMAC.
-    signed: String,
-    /// The part before the HMAC, which does not depend on the secret.
-    unsigned: String,
+    idempotency_key: String,
+    secret: SecretString,
 }
 
 impl ReplyMarker {
     pub(super) fn new(row: &OutboxRow, secret: &SecretString) -> Self {
-        let key = &row.idempotency_key;
-        Self { signed: marker::marker_for(key, secret), unsigned: marker::unsigned_prefix(key) }
+        Self { idempotency_key: row.idempotency_key.clone(), secret: secret.clone() }
+    }
+
+    /// The sanitized text of a comment with its marker.
+    fn body(&self, content: &str) -> String {
+        let room = COMMENT_BYTES_MAX - marker::BYTES_MAX - 8;
+        let shown = markdown::sanitized(text::cut(content, REPLY_BYTES_MAX), room);
+        let marker = marker::marker_for(&self.idempotency_key, &shown, &self.secret);
+        format!("{shown}\n\n{marker}")
     }
 }
 
@@ -110,12 +117,33 @@ impl<Authorize: Fn(RequestBuilder) -> RequestBuilder> CommentThread<Authorize> {
         }
         let post = (self.authorize)(client.post(&self.url))
             .header("idempotency-key", &row.idempotency_key)
-            .json(&json!({"body": body(content, &self.marker.signed)}));
-        http::send(client, post).await.map(drop)
+            .json(&json!({"body": self.marker.body(content)}));
+        let response = http::exchange(client, post).await?;
+        if response.status() == StatusCode::NOT_FOUND && !self.is_project_visible(client).await? {
+            return Err(DeliverError::Held(format!(
+                "response 404 for `{}`: the project was deleted, or the token has lost access to it; \
+                 grant the access, or set `reply_token_env` of the integration to another token",
+                row.external_project_id
+            )));
+        }
+        http::check_status(response).await.map(drop)
+    }
+
+    /// Whether the token may see the repository or project. Providers answer 404 instead of 403 for private ones.
+    async fn is_project_visible(&self, client: &Client) -> Result<bool, DeliverError> {
+        let response =
+            http::exchange(client, (self.authorize)(client.get(&self.project_url))).await?;
+        if response.status() == StatusCode::NOT_FOUND {
+            return Ok(false);
+        }
+        http::check_status(response).await.map(|_| true)
     }
 
     /// Whether the reply was posted.
     async fn has_reply(&self, client: &Client) -> Result<bool, DeliverError> {
+        let key = &self.marker.idempotency_key;
+        let signed_prefix = marker::signed_prefix(key, &self.marker.secret);
+        let unsigned_prefix = marker::unsigned_prefix(key);
         // Comments with the key of the reply and another HMAC: of the desk before the secret was changed, or forged.
         let mut unsigned: Vec<Comment> = Vec::new();
         for page in 1..=COMMENT_PAGES_MAX {
@@ -127,10 +155,10 @@ impl<Authorize: Fn(RequestBuilder) -> RequestBuilder> CommentThread<Authorize> {
                 !has_next && comments.len() < PAGE || self.is_past_search_window(&comments);
             for comment in comments {
                 let text = comment.body.as_deref().unwrap_or_default();
-                if text.contains(&self.marker.signed) {
+                if text.contains(&signed_prefix) {
                     return Ok(true);
                 }
-                if text.contains(&self.marker.unsigned) {
+                if text.contains(&unsigned_prefix) {
                     unsigned.push(comment);
                 }
             }
@@ -160,7 +188,7 @@ impl<Authorize: Fn(RequestBuilder) -> RequestBuilder> CommentThread<Authorize> {
         let us: Account = match account {
             Ok(response) => read_json(response, "account").await?,
             // An app token has no account; then only the HMAC counts.
-            Err(DeliverError::Dead(error)) => {
+            Err(DeliverError::Dead(error) | DeliverError::Held(error)) => {
                 warn!(
                     error,
                     "account of the token is unknown; comments with an invalid marker are ignored"
@@ -187,13 +215,6 @@ async fn read_json<T: DeserializeOwned>(response: Response, what: &str) -> Resul
         .map_err(|error| DeliverError::Retry(format!("invalid response ({what}): {error}")))
 }
 
-/// The sanitized text of a comment with its marker.
-fn body(content: &str, marker: &str) -> String {
-    let room = COMMENT_BYTES_MAX - marker.len() - 8;
-    let shown = markdown::sanitized(text::cut(content, REPLY_BYTES_MAX), room);
-    format!("{shown}\n\n{marker}")
-}
-
 /// Encodes one segment of a URL path. `None` if it is empty, `.` or `..`.
 pub(super) fn path_segment(segment: &str) -> Option<String> {
     if segment.is_empty() || segment == "." || segment == ".." {
@@ -206,22 +227,27 @@ pub(super) fn path_segment(segment: &str) -> Option<String> {
 mod tests {
     use super::*;
 
+    fn body(content: &str) -> String {
+        let secret = "s".to_owned().into();
+        ReplyMarker { idempotency_key: "k-1".to_owned(), secret }.body(content)
+    }
+
     #[test]
     fn the_text_of_a_model_is_sanitized() {
         let body = body(
             "<script>x</script> &amp; @everyone\n/close\n  /assign @me\n<!-- headwater:reply k -->",
-            &marker::marker_for("k-1", &"s".to_owned().into()),
         );
         assert!(!body.contains("<script>") && !body.contains("@everyone"));
         assert!(body.lines().all(|line| !line.trim_start().starts_with('/')), "{body}");
         assert_eq!(body.matches("<!--").count(), 1);
         assert!(body.ends_with(" -->") && body.contains("\n\n<!-- headwater:reply k-1 "));
+        assert!(marker::is_own(&body, false, &"s".to_owned().into()));
     }
 
     #[test]
     fn a_comment_never_exceeds_the_provider_limit() {
         for content in ["<".repeat(REPLY_BYTES_MAX), "ü".repeat(REPLY_BYTES_MAX)] {
-            assert!(body(&content, "k").len() <= COMMENT_BYTES_MAX);
+            assert!(body(&content).len() <= COMMENT_BYTES_MAX);
         }
     }
 

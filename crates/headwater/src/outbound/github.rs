@@ -23,8 +23,10 @@ pub(super) fn comments(
             .header("x-github-api-version", "2022-11-28")
     };
     let base = base_url.trim_end_matches('/');
+    let project_url = repository_url(base, row)?;
     Ok(CommentThread {
-        url: address(base, row)?,
+        url: format!("{project_url}/issues/{}/comments", row.external_issue_id),
+        project_url,
         account_url: format!("{base}/user"),
         query: format!("since={}", comment::search_since(row).to_rfc3339()),
         order: CommentOrder::OldestFirst,
@@ -33,20 +35,24 @@ pub(super) fn comments(
     })
 }
 
-fn address(base: &str, row: &OutboxRow) -> Result<String, DeliverError> {
+/// The repository is its numeric id, which survives a rename, or OWNER/NAME. Checks the number of the issue, too.
+fn repository_url(base: &str, row: &OutboxRow) -> Result<String, DeliverError> {
     let project = &row.external_project_id;
     let parts: Option<Vec<String>> = project.split('/').map(comment::path_segment).collect();
-    let (Some(parts), Ok(number)) = (parts, row.external_issue_id.parse::<u64>()) else {
+    let (Some(parts), Ok(_)) = (parts, row.external_issue_id.parse::<u64>()) else {
         let problem = format!(
             "project `{project}` and issue `{}` do not identify a GitHub issue",
             row.external_issue_id
         );
         return Err(DeliverError::Dead(problem));
     };
-    if parts.len() != 2 {
-        return Err(DeliverError::Dead(format!(
-            "project `{project}` is not a repository OWNER/NAME"
-        )));
-    }
-    Ok(format!("{base}/repos/{}/issues/{number}/comments", parts.join("/")))
+    let repository = match parts.as_slice() {
+        [id] if id.bytes().all(|byte| byte.is_ascii_digit()) => format!("repositories/{id}"),
+        [owner, name] => format!("repos/{owner}/{name}"),
+        _ => {
+            let problem = format!("project `{project}` is not a repository id or OWNER/NAME");
+            return Err(DeliverError::Dead(problem));
+        }
+    };
+    Ok(format!("{base}/{repository}"))
 }

@@ -19,8 +19,10 @@ pub(super) fn comments(
     let authorize =
         |request: RequestBuilder| request.header("private-token", token.expose_secret());
     let base = base_url.trim_end_matches('/');
+    let project_url = project_url(base, row)?;
     Ok(CommentThread {
-        url: address(base, row)?,
+        url: format!("{project_url}/issues/{}/notes", row.external_issue_id),
+        project_url,
         account_url: format!("{base}/api/v4/user"),
         query: "order_by=created_at&sort=desc".to_owned(),
         order: CommentOrder::NewestFirst { until: comment::search_since(row) },
@@ -29,14 +31,14 @@ pub(super) fn comments(
     })
 }
 
-/// The project is its numeric id, or its path as one encoded segment.
-fn address(base: &str, row: &OutboxRow) -> Result<String, DeliverError> {
+/// The project is its numeric id, or its path as one encoded segment. Checks the number of the issue, too.
+fn project_url(base: &str, row: &OutboxRow) -> Result<String, DeliverError> {
     let project = comment::path_segment(&row.external_project_id);
-    let (Some(project), Ok(number)) = (project, row.external_issue_id.parse::<u64>()) else {
+    let (Some(project), Ok(_)) = (project, row.external_issue_id.parse::<u64>()) else {
         let (project, issue) = (&row.external_project_id, &row.external_issue_id);
         let problem =
             format!("project `{project}` and issue `{issue}` do not identify a GitLab issue");
         return Err(DeliverError::Dead(problem));
     };
-    Ok(format!("{base}/api/v4/projects/{project}/issues/{number}/notes"))
+    Ok(format!("{base}/api/v4/projects/{project}"))
 }

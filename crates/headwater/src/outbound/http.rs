@@ -1,7 +1,8 @@
 //! Sends a request and classifies the response for a delivery.
 //!
 //! Upstream: the deliverers. Guarantees: 4xx is permanent, except 408, 425, 429 and a 403 caused by a rate limit; 5xx
-//! and network errors are retried. `Retry-After` and the rate limits of GitHub and GitLab are honoured. Redirects are
+//! and network errors are retried. 401, 403 and a redirect to another host concern the integration: its replies are held
+//! until an operator has fixed its token or address. `Retry-After` and the rate limits of GitHub and GitLab are honoured. Redirects are
 //! followed with the same method and body, on the same host only, so that credentials are not sent elsewhere. Error
 //! messages contain no address and no token.
 
@@ -30,6 +31,14 @@ pub(super) async fn send(
     client: &Client,
     request: RequestBuilder,
 ) -> Result<Response, DeliverError> {
+    check_status(exchange(client, request).await?).await
+}
+
+/// Sends a request, follows redirects, and returns the response, whatever its status.
+pub(super) async fn exchange(
+    client: &Client,
+    request: RequestBuilder,
+) -> Result<Response, DeliverError> {
     let retry = |error: reqwest::Error| DeliverError::Retry(http_client::describe(&error));
     let mut request = request.timeout(REQUEST_TIMEOUT).build().map_err(retry)?;
     let configured = request.url().clone();
@@ -37,7 +46,7 @@ pub(super) async fn send(
         let repeated = request.try_clone();
         let response = client.execute(request).await.map_err(retry)?;
         if !is_redirect(response.status()) {
-            return check_status(response).await;
+            return Ok(response);
         }
         let (Some(next), Some(mut repeated)) = (redirect(&response, &configured), repeated) else {
             return Err(refused_redirect(response.status()));
@@ -78,19 +87,14 @@ fn is_same_host(configured: &Url, next: &Url) -> bool {
 }
 
 fn refused_redirect(status: StatusCode) -> DeliverError {
-    let problem = format!(
+    DeliverError::Held(format!(
         "response {status} redirects to another host, which is not followed; set `base_url` of the \
-         integration to the new address"
-    );
-    match status {
-        StatusCode::MOVED_PERMANENTLY | StatusCode::PERMANENT_REDIRECT => {
-            DeliverError::Dead(problem)
-        }
-        _ => DeliverError::Retry(problem),
-    }
+         integration, or `url` of the notification, to the new address"
+    ))
 }
 
-async fn check_status(response: Response) -> Result<Response, DeliverError> {
+/// The response if it is a success, or what its status means for the delivery.
+pub(super) async fn check_status(response: Response) -> Result<Response, DeliverError> {
     let status = response.status();
     if status.is_success() {
         return Ok(response);
@@ -108,8 +112,22 @@ async fn check_status(response: Response) -> Result<Response, DeliverError> {
             DeliverError::Paused { problem, after: SECONDARY_LIMIT_PAUSE }
         }
         (true, None) => DeliverError::Retry(problem),
+        (false, _) if is_integration_problem(status, &body) => DeliverError::Held(problem),
         (false, _) => DeliverError::Dead(problem),
     })
+}
+
+/// Whether the token of the integration is the problem, and not this reply. GitHub also sends 403 for a locked issue and
+/// an archived repository.
+fn is_integration_problem(status: StatusCode, body: &str) -> bool {
+    match status {
+        StatusCode::UNAUTHORIZED => true,
+        StatusCode::FORBIDDEN => {
+            let body = body.to_ascii_lowercase();
+            !["is locked", "archived"].iter().any(|word| body.contains(word))
+        }
+        _ => false,
+    }
 }
 
 fn is_retryable(response: &Response) -> bool {
@@ -204,6 +222,19 @@ mod tests {
             (&[], None),
         ] {
             assert_eq!(pause_of(headers), expected, "{headers:?}");
+        }
+    }
+
+    #[test]
+    fn a_locked_issue_is_not_a_problem_of_the_integration() {
+        let locked = "Unable to create comment because issue is locked.";
+        for (status, body, expected) in [
+            (StatusCode::UNAUTHORIZED, "Bad credentials", true),
+            (StatusCode::FORBIDDEN, "Resource not accessible by personal access token", true),
+            (StatusCode::FORBIDDEN, locked, false),
+            (StatusCode::NOT_FOUND, "Not Found", false),
+        ] {
+            assert_eq!(is_integration_problem(status, body), expected, "{status} {body}");
         }
     }
 

@@ -1,9 +1,10 @@
-//! Delivers outbox rows: as comments, notes, HTTP requests, ticket messages and stream entries.
+//! Delivers outbox rows: as comments, notes, HTTP requests, ticket messages and stream entries. `notifications` forwards ticket
+//! events, which it reads from the stream.
 //!
 //! Upstream: the outbox of `headwater-issue`, which retries failed rows and keeps dead ones. Downstream: external
 //! servers, the ticket tables, the stream backend. Guarantees: a row is delivered at least once and, wherever the
 //! receiver can detect duplicates, exactly once. A reply that was stale when it was committed is discarded (see
-//! `staleness`).
+//! `staleness`); a hand-over never is. Drafts and notes are stored, and never sent.
 
 mod callback;
 mod comment;
@@ -12,6 +13,7 @@ mod gitlab;
 mod http;
 mod markdown;
 pub mod marker;
+pub mod notifications;
 mod staleness;
 mod target;
 mod ticket_events_publisher;
@@ -33,7 +35,7 @@ pub use crate::outbound::ticket_events_publisher::TicketEventsPublisher;
 /// Deliveries that stay in this process: replies for tickets, and events for streams.
 #[async_trait]
 pub trait LocalDelivery: Send + Sync + 'static {
-    /// Adds a reply to its ticket.
+    /// Adds a reply to its ticket, or stores a draft or note of any integration.
     async fn deliver_reply(
         &self,
         row: &OutboxRow,
@@ -79,9 +81,14 @@ impl OutboxDeliverer {
                 "the payload is not a reply ({{\"content\": TEXT}}): {error}"
             ))
         })?;
-        if staleness::is_stale(&*self.store, row, &reply).await? {
+        let may_be_stale = target != ReplyTarget::HandOver;
+        if may_be_stale && staleness::is_stale(&*self.store, row, &reply).await? {
             info!(issue_id = %row.issue_id, outbox_id = %row.id, "stale reply discarded");
             return Ok(());
+        }
+        // Whatever the destination is: only an approval writes a row that is sent.
+        if matches!(target, ReplyTarget::Draft | ReplyTarget::Note) {
+            return self.local.deliver_reply(row, target, reply).await;
         }
         let client = &self.client;
         match (self.destinations.get(&row.integration), target) {

@@ -1,7 +1,8 @@
 //! Decides whether a reply is stale: newer events arrived before the reply was committed, so it must not be sent.
 //!
 //! Upstream: `outbound` discards a stale reply; the run of the newer events answers all of them.
-//! Not here: a close or a hand-over that newer events supersede after the commit (see `tickets::reply_delivery`).
+//! Not here: hand-overs, which are never stale, and a close that newer events supersede after the commit (see
+//! `tickets::reply_delivery`).
 
 use headwater_issue::{DeliverError, EventLogId, OutboxRow, Store};
 

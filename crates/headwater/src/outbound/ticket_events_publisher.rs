@@ -11,9 +11,9 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use headwater_bus::{BusError, Envelope, EventId, SessionError, SessionId, Sessions};
-use headwater_issue::{DeliverError, OutboxRow};
+use headwater_issue::{DeliverError, OutboxRow, TraceContext};
 use headwater_stream::clock::Timestamp;
-use headwater_stream::{Backend, Fields, IdempotentEntry, Retention, StreamName};
+use headwater_stream::{Backend, Fields, IdempotentEntry, Retention, StreamError, StreamName};
 
 use crate::desk::session::{SESSION_STEPS, SessionStep, SessionSteps};
 use crate::limits::{APPENDED_KEPT, TICKET_EVENTS_KEPT};
@@ -74,20 +74,27 @@ impl TicketEventsPublisher {
         let once = IdempotentEntry { id: row.idempotency_key.clone(), fields };
         let retention = Retention::max_len(TICKET_EVENTS_KEPT);
         let appended = self.streams.append_once(&stream, &[once], APPENDED_KEPT, &retention).await;
-        appended.map(drop).map_err(|error| failure(&error, error.is_transient()))
+        let is_denied = |error: &StreamError| matches!(error, StreamError::Denied { .. });
+        appended
+            .map(drop)
+            .map_err(|error| failure(&error, error.is_transient() || is_denied(&error)))
     }
 
     async fn append_steps(&self, row: &OutboxRow) -> Result<(), DeliverError> {
         let dead = |error: &dyn std::fmt::Display| {
             DeliverError::Dead(format!("the payload is not a list of session steps: {error}"))
         };
-        let SessionSteps { session_id, steps } =
+        let SessionSteps { session_id, trace, steps } =
             serde_json::from_str(&row.payload).map_err(|error| dead(&error))?;
         let session = SessionId::new(session_id).map_err(|error| dead(&error))?;
-        let events = steps.into_iter().map(envelope).collect::<Result<Vec<_>, BusError>>();
+        let trace = trace.as_deref().and_then(TraceContext::parse);
+        let events = steps.into_iter().map(|step| envelope(step, trace));
+        let events = events.collect::<Result<Vec<_>, BusError>>();
         let events = events.map_err(|error| dead(&error))?;
         let appended = self.sessions.append_once(&session, &events, APPENDED_KEPT).await;
-        appended.map_err(|error: SessionError| failure(&error, error.is_transient()))
+        appended.map_err(|error: SessionError| {
+            failure(&error, error.is_transient() || error.is_denied())
+        })
     }
 
     /// Whether to skip the backend. When the backoff has elapsed, the first caller probes it.
@@ -108,22 +115,24 @@ impl TicketEventsPublisher {
     }
 }
 
-fn failure(error: &dyn std::fmt::Display, is_transient: bool) -> DeliverError {
-    match is_transient {
+/// A rejected password is an outage, not a defect of the row: the row is delivered when it is corrected.
+fn failure(error: &dyn std::fmt::Display, is_outage: bool) -> DeliverError {
+    match is_outage {
         true => DeliverError::Unavailable(error.to_string()),
         false => DeliverError::Dead(error.to_string()),
     }
 }
 
-fn envelope(step: SessionStep) -> Result<Envelope, BusError> {
+/// The event of a step; all steps of a run are in the trace of the run, each with a span of its own.
+fn envelope(step: SessionStep, trace: Option<TraceContext>) -> Result<Envelope, BusError> {
     Ok(Envelope {
         event_id: EventId::new(step.event_id)?,
         event_type: step.event_type,
         version: step.version,
         timestamp: Timestamp::from_rfc3339(&step.timestamp),
         origin: None,
-        trace_id: None,
-        span_id: None,
+        trace_id: trace.map(|trace| format!("{:032x}", trace.trace_id())),
+        span_id: trace.map(|trace| format!("{:016x}", trace.child().span_id())),
         payload: Bytes::from(step.payload),
         stream: None,
         entry_id: None,

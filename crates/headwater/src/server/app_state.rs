@@ -14,6 +14,7 @@ use crate::api::tickets_sse::SseListeners;
 use crate::config::Settings;
 use crate::http::audit::AuditLog;
 use crate::http::{Authenticator, BackgroundJobs, BodyBudget, RateLimiter};
+use crate::inbound::webhook_log::WebhookLog;
 use crate::server::db_availability::DatabaseMonitor;
 use crate::server::health::ProcessHealth;
 use crate::server::shutdown_signal::ShutdownSignal;
@@ -23,7 +24,7 @@ use crate::tickets::Tickets;
 pub(crate) struct AppState {
     /// The settings.
     pub(crate) settings: Settings,
-    /// The database: issues, events, outbox.
+    /// The database: issues, events, outbox. In a server, with connections that only HTTP requests use.
     pub(crate) store: Arc<dyn Store>,
     /// The stream backend.
     pub(crate) streams: Arc<dyn Backend>,
@@ -37,6 +38,8 @@ pub(crate) struct AppState {
     pub(crate) sessions: Arc<Sessions>,
     /// Imports and forks in progress.
     pub(crate) background_jobs: BackgroundJobs,
+    /// What became of webhooks.
+    pub(crate) webhook_log: WebhookLog,
     /// Open event streams of tickets.
     pub(crate) listeners: SseListeners,
     /// Ends event streams on shutdown.
@@ -54,6 +57,8 @@ pub(crate) struct ServerState {
     pub(crate) inbox: Inbox,
     /// Health of this process.
     pub(crate) health: ProcessHealth,
+    /// The database with the connections for work, for readiness: busy requests do not make a process unready.
+    pub(crate) work_store: Arc<dyn Store>,
     /// Reports when the database is unavailable.
     pub(crate) database: DatabaseMonitor,
     /// Maps tokens to principals.

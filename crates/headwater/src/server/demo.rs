@@ -107,6 +107,11 @@ impl Demo {
             reply_token: None,
             base_url: Some(format!("http://{address}/")),
             bot_login: None,
+            agents: Vec::new(),
+            author_associations: Vec::new(),
+            mode: Default::default(),
+            rules: Vec::new(),
+            is_built_in: true,
         });
         let token =
             (!settings.tokens.is_empty()).then(|| SecretString::from(STANDARD.encode(random())));
@@ -152,7 +157,7 @@ impl Demo {
         match self.after {
             AfterDemo::Serve => print_step(
                 "serving",
-                &format!("status page at {}; Ctrl-C shuts down gracefully", server.root),
+                &format!("web console at {}/console; Ctrl-C shuts down gracefully", server.root),
             ),
             AfterDemo::Exit => print_step("stopping", "shutting down gracefully (--demo-exit)"),
         }

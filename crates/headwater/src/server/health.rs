@@ -1,8 +1,9 @@
 //! Liveness and readiness of the process.
 //!
 //! Upstream: `run.rs` reports which services run. Downstream: `/health/live` and `/health/ready`. Guarantees: readiness
-//! reflects the current state: the database and the stream backend are each queried with a timeout of two seconds; a
-//! service that ended or a worker whose heartbeat is missing is named. Reasons contain no secrets.
+//! reflects the current state: the database is queried with a timeout of two seconds, the stream backend with one of half
+//! a second; a service that ended or a worker whose heartbeat is missing is named. Without the stream backend the process
+//! is degraded but ready, because SQL takes and delivers every event. Reasons contain no secrets.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -22,17 +23,27 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use crate::analytics::{self, Analytics};
-use crate::server::app_state::{AppState, HttpServer, ServerState};
+use crate::server::app_state::{HttpServer, ServerState};
 use crate::server::shutdown_signal::ShutdownSignal;
+use crate::server::stream_monitor::{self, StreamMonitor};
 
-/// Timeout of each dependency check.
+/// Timeout of the database check.
 const CHECK_MAX: Duration = Duration::from_secs(2);
+
+/// Timeout of the stream check. Short, because its failure does not make the process unready, but a slow answer could.
+const STREAMS_MAX: Duration = Duration::from_millis(500);
 
 /// Readiness is unauthenticated, so the stream write probe runs at most once per interval.
 const PROBE_EVERY: Duration = Duration::from_secs(2);
 
 /// Lifetime of the probe's dedup entry if it is not removed.
 const PROBE_TTL: Duration = Duration::from_secs(5);
+
+/// Name of the check whose failure alone does not make the process unready.
+const STREAMS: &str = "streams";
+
+/// Status of a process that cannot do its work.
+const NOT_READY: &str = "not_ready";
 
 /// Dedup scope of the write probe.
 const PROBE_SCOPE: &str = "headwater:readiness";
@@ -47,6 +58,7 @@ pub(crate) struct ProcessHealth {
     parts: Arc<Mutex<BTreeMap<&'static str, bool>>>,
     shutdown: ShutdownSignal,
     analytics: Option<Analytics>,
+    stream_monitor: Option<StreamMonitor>,
     stream_writes: Arc<tokio::sync::Mutex<Option<WriteProbe>>>,
 }
 
@@ -70,7 +82,7 @@ pub(crate) struct ReadinessCheck {
 /// Readiness of the process.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct ReadinessResponse {
-    /// `ready` or `not_ready`.
+    /// `ready`, `degraded` (only the check `streams` fails: events are taken, and processed from SQL) or `not_ready`.
     status: &'static str,
     checks: Vec<ReadinessCheck>,
     /// Informational: readiness does not depend on analytics.
@@ -79,16 +91,9 @@ pub(crate) struct ReadinessResponse {
 }
 
 impl ReadinessResponse {
-    /// Whether all checks passed.
+    /// Whether events are taken and processed.
     pub(crate) fn is_ready(&self) -> bool {
-        self.checks.iter().all(|check| check.ok)
-    }
-
-    /// Name, result and reason of each check.
-    pub(crate) fn checks(&self) -> impl Iterator<Item = (&str, bool, &str)> {
-        self.checks
-            .iter()
-            .map(|check| (check.name, check.ok, check.reason.as_deref().unwrap_or_default()))
+        self.status != NOT_READY
     }
 }
 
@@ -96,7 +101,13 @@ impl ProcessHealth {
     /// Health of a process with the given worker name.
     pub(crate) fn new(worker: impl Into<String>, shutdown: ShutdownSignal) -> Self {
         let (parts, stream_writes) = (Arc::default(), Arc::default());
-        Self { worker: worker.into(), parts, shutdown, analytics: None, stream_writes }
+        let (analytics, stream_monitor) = (None, None);
+        Self { worker: worker.into(), parts, shutdown, analytics, stream_monitor, stream_writes }
+    }
+
+    /// Includes whether the stream backend was reached since the start.
+    pub(crate) fn with_streams(self, stream_monitor: StreamMonitor) -> Self {
+        Self { stream_monitor: Some(stream_monitor), ..self }
     }
 
     /// Includes the state of analytics.
@@ -111,9 +122,9 @@ impl ProcessHealth {
 
     /// Runs all checks now.
     pub(crate) async fn readiness(&self, server: &ServerState) -> ReadinessResponse {
-        let AppState { store, streams, .. } = server.app.as_ref();
+        let (store, streams) = (server.work_store.as_ref(), server.app.streams.as_ref());
         let (database, streams) =
-            tokio::join!(self.check_database(store.as_ref()), self.check_streams(streams.as_ref()));
+            tokio::join!(self.check_database(store), self.check_streams(streams));
         let mut checks = Vec::from(database);
         let refused = server.inbox.has_failed_within(WRITE_FAILURE_WINDOW);
         let reason = refused.then(|| "rejecting new events; see the log".to_owned());
@@ -127,14 +138,15 @@ impl ProcessHealth {
         checks.push(ReadinessCheck::new("parts", Instant::now(), reason));
         let shutdown = self.shutdown.is_triggered().then(|| "shutting down".to_owned());
         checks.push(ReadinessCheck::new("accepting", Instant::now(), shutdown));
-        let is_ready = checks.iter().all(|check| check.ok);
+        let mut failed = checks.iter().filter(|check| !check.ok).map(|check| check.name);
+        let status = match (failed.next(), failed.next()) {
+            (None, _) => "ready",
+            (Some(STREAMS), None) => "degraded",
+            _ => NOT_READY,
+        };
         // This endpoint is unauthenticated, so no reason is shown.
         let analytics = self.analytics.as_ref().map(|it| it.state().without_reason());
-        ReadinessResponse {
-            status: if is_ready { "ready" } else { "not_ready" },
-            checks,
-            analytics,
-        }
+        ReadinessResponse { status, checks, analytics }
     }
 
     /// One query checks the connection, the tables and the worker's heartbeat.
@@ -165,15 +177,22 @@ impl ProcessHealth {
     /// still answers.
     async fn check_streams(&self, streams: &dyn Backend) -> ReadinessCheck {
         let started = Instant::now();
-        let reason = match timeout(CHECK_MAX, streams.now()).await {
-            Ok(Ok(_)) => self.stream_write_problem(streams).await,
-            Ok(Err(error)) => {
-                warn!(%error, "not ready: stream backend does not answer");
-                Some("no answer, processing continues from SQL; see the log".to_owned())
+        let checking = async {
+            if let Some(problem) = self.stream_monitor.as_ref().and_then(StreamMonitor::problem) {
+                return Some(problem.to_owned());
             }
-            Err(_) => Some(format!("no answer within {CHECK_MAX:?}")),
+            match streams.now().await {
+                Ok(_) => self.stream_write_problem(streams).await,
+                Err(error) => {
+                    warn!(%error, "degraded: stream backend does not answer");
+                    Some(stream_monitor::reason(&error).to_owned())
+                }
+            }
         };
-        ReadinessCheck::new("streams", started, reason)
+        let reason = timeout(STREAMS_MAX, checking).await.unwrap_or_else(|_| {
+            Some(format!("no answer within {STREAMS_MAX:?}, processing continues from SQL"))
+        });
+        ReadinessCheck::new(STREAMS, started, reason)
     }
 
     /// Why the stream backend rejects writes, from the latest probe; probes again if that one is outdated.
@@ -182,18 +201,17 @@ impl ProcessHealth {
         if let Some(probe) = latest.as_ref().filter(|probe| probe.at.elapsed() < PROBE_EVERY) {
             return probe.problem.clone();
         }
-        let problem = match timeout(CHECK_MAX, probe_write(streams, &self.worker)).await {
-            Ok(Ok(())) => None,
+        let problem = match probe_write(streams, &self.worker).await {
+            Ok(()) => None,
             // Redis ACLs may deny the probe's commands but allow the ones in use.
-            Ok(Err(error @ StreamError::Denied { .. })) => {
+            Err(error @ StreamError::Denied { .. }) => {
                 debug!(%error, "stream write probe not permitted, write status unknown");
                 None
             }
-            Ok(Err(error)) => {
-                warn!(%error, "not ready: stream backend rejects writes");
+            Err(error) => {
+                warn!(%error, "degraded: stream backend rejects writes");
                 Some("rejecting writes, processing continues from SQL; see the log".to_owned())
             }
-            Err(_) => Some(format!("no write accepted within {CHECK_MAX:?}")),
         };
         *latest = Some(WriteProbe { at: Instant::now(), problem: problem.clone() });
         problem
@@ -218,9 +236,39 @@ impl ReadinessCheck {
     }
 }
 
-/// `/health/live` and `/health/ready`, unauthenticated.
+/// `/health` and its pages, unauthenticated.
 pub(crate) fn routes() -> OpenApiRouter<HttpServer> {
-    OpenApiRouter::new().routes(routes!(live)).routes(routes!(ready))
+    OpenApiRouter::new().routes(routes!(pages)).routes(routes!(live)).routes(routes!(ready))
+}
+
+/// The pages below `/health`, and related ones.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct HealthPagesResponse {
+    pages: Vec<HealthPage>,
+}
+
+/// A page about the health of the process.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct HealthPage {
+    path: &'static str,
+    /// What it shows.
+    shows: &'static str,
+}
+
+/// List the pages about the health of the process.
+#[utoipa::path(get, path = "/health", tag = "health", responses((status = 200, body = HealthPagesResponse)), security(()))]
+async fn pages() -> Json<HealthPagesResponse> {
+    let page = |(path, shows)| HealthPage { path, shows };
+    let pages = [
+        ("/health/live", "whether the process runs"),
+        (
+            "/health/ready",
+            "whether it can do its work, with a reason for each failed check; 503 if not",
+        ),
+        ("/metrics", "Prometheus metrics; requires a token if one is configured"),
+        ("/api/v1/doctor", "checks of the servers with advice; requires the role `admin`"),
+    ];
+    Json(HealthPagesResponse { pages: pages.map(page).into() })
 }
 
 /// Liveness of the process.

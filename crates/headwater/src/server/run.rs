@@ -14,30 +14,34 @@ use std::time::Duration;
 
 use anyhow::Context;
 use async_trait::async_trait;
+use futures_util::future::join_all;
 use headwater_issue::{
     CommitVerifier, DebounceWindow, HandlerError, Inbox, InboxConfig, IssueHandler,
-    IssueRetryPolicy, Nudger, Outbox, OutboxConfig, Resolution, Run, STREAM, Store, SweepOptions,
-    Sweeper, SweeperConfig, Worker, WorkerConfig,
+    IssueRetryPolicy, Nudger, Outbox, OutboxConfig, Resolution, Run, STREAM, SchemaPolicy, Store,
+    SweepOptions, Sweeper, SweeperConfig, Worker, WorkerConfig,
 };
 use headwater_queue::Queue;
 use headwater_stream::{Backend, Backoff};
 use tokio::sync::oneshot;
 use tokio::time::{Instant, MissedTickBehavior, interval};
-use tracing::{Instrument, debug, info, info_span};
+use tracing::{Instrument, debug, info, info_span, warn};
 
 use crate::analytics::Analytics;
 use crate::api::Operations;
 use crate::api::tickets_sse::SseListeners;
 use crate::config::{Settings, WorkSettings};
 use crate::desk::build::DeskServices;
+use crate::entry::Extensions;
 use crate::exit::CliError;
 use crate::http::audit::AuditLog;
 use crate::http::router;
 use crate::http::{Authenticator, BackgroundJobs, BodyBudget, BoundListener, RateLimiter};
+use crate::inbound::webhook_log::WebhookLog;
 use crate::server::app_state::{App, AppState, ServerState};
 use crate::server::db_availability::DatabaseMonitor;
 use crate::server::demo::Demo;
 use crate::server::health::ProcessHealth;
+use crate::server::retention::HistoryRetention;
 use crate::server::services::Services;
 use crate::server::shutdown::Running;
 use crate::server::shutdown_signal::ShutdownSignal;
@@ -80,7 +84,7 @@ impl ProcessRole {
 pub(crate) async fn run(
     role: ProcessRole,
     settings: Settings,
-    handler: Option<Arc<dyn IssueHandler>>,
+    extensions: Extensions,
     demo: Option<Demo>,
     telemetry: &Telemetry,
 ) -> Result<(), CliError> {
@@ -88,6 +92,8 @@ pub(crate) async fn run(
     shutdown.on_signals().context("failed to install signal handlers")?;
     // Before binding the port, so that an invalid setting is reported even if the port is in use.
     startup::check(&settings)?;
+    let Extensions { handler, notifications } = extensions;
+    let notifications = startup::notifications(&settings, notifications, &shutdown)?;
     let listening = match role {
         ProcessRole::Serve => BoundListener::bind("http.listen", settings.http.listen).await?,
         ProcessRole::Worker => {
@@ -96,8 +102,17 @@ pub(crate) async fn run(
     };
 
     // Database and stream backend.
-    let streams = startup::streams(&settings, &shutdown).await?;
-    let store = startup::store(&settings, &shutdown).await?;
+    let (streams, stream_monitor) = startup::streams_for_server(&settings, &shutdown).await?;
+    if role == ProcessRole::Serve {
+        startup::announce(&settings, listening.address);
+    }
+    let store = startup::store(&settings, &shutdown, SchemaPolicy::Migrate).await?;
+    // Held until the process ends.
+    let _database_lock = startup::end_leases_of_predecessor(&settings, store.as_ref()).await?;
+    let http_store = match role {
+        ProcessRole::Serve => startup::http_store(&settings, &shutdown, &store).await?,
+        ProcessRole::Worker => Arc::clone(&store),
+    };
     for integration in &settings.integrations {
         let known = store.ensure_integration(&integration.id, integration.provider.as_str()).await;
         known.with_context(|| format!("[[integration]] `{}`", integration.id))?;
@@ -107,7 +122,7 @@ pub(crate) async fn run(
     let nudger = Nudger::new(Arc::clone(&streams));
     let confirmations = CommitVerifier::default();
     let inbox_config = inbox_config(&settings.work, &confirmations);
-    let inbox = Inbox::new(Arc::clone(&store), nudger.clone(), inbox_config)
+    let inbox = Inbox::new(Arc::clone(&http_store), nudger.clone(), inbox_config)
         .context("failed to start the inbox")?;
 
     // Work: claim, handle, complete. The desk is the default handler.
@@ -125,7 +140,7 @@ pub(crate) async fn run(
         Arc::clone(&store),
         nudger.clone(),
         Some(worker.clone()),
-        sweeper_config(&settings.work),
+        sweeper_config(&settings),
     )
     .context("failed to start the sweeper")?;
 
@@ -138,21 +153,30 @@ pub(crate) async fn run(
     // Analytics: only `serve` opens the DuckDB file.
     let path = settings.analytics_path.as_deref().filter(|_| role == ProcessRole::Serve);
     let analytics = Analytics::for_server(path, Arc::clone(&store), shutdown.clone());
+    if let Some(path) = path.filter(|_| analytics.is_enabled()) {
+        startup::announce_analytics(path, listening.address);
+    }
 
     // HTTP.
-    let health =
-        ProcessHealth::new(worker.name(), shutdown.clone()).with_analytics(analytics.clone());
-    let audit = AuditLog::open(Arc::clone(&store), settings.audit_rows_max).await;
+    let health = ProcessHealth::new(worker.name(), shutdown.clone())
+        .with_streams(stream_monitor.clone())
+        .with_analytics(analytics.clone());
+    let audit = AuditLog::open(Arc::clone(&http_store), settings.audit_rows_max).await;
     let model_runs = Arc::clone(&sessions);
+    if let Err(error) = tickets.release_budget_waits(&settings.desk.budget).await {
+        warn!(%error, "issues that wait for a raised token budget not released; they continue on the next UTC day");
+    }
+    let retention = HistoryRetention::new(tickets.clone(), settings.retention);
     let app: App = Arc::new(AppState {
         settings: settings.clone(),
-        store: Arc::clone(&store),
+        store: Arc::clone(&http_store),
         streams: Arc::clone(&streams),
         nudger,
         audit: Arc::new(audit.context("failed to open the audit log")?),
-        tickets,
+        tickets: tickets.on_store(Arc::clone(&http_store)),
         sessions,
         background_jobs: BackgroundJobs::default(),
+        webhook_log: WebhookLog::default(),
         listeners: SseListeners::default(),
         shutdown: shutdown.clone(),
     });
@@ -160,6 +184,7 @@ pub(crate) async fn run(
         app: Arc::clone(&app),
         inbox,
         health: health.clone(),
+        work_store: Arc::clone(&store),
         database: DatabaseMonitor::default(),
         authenticator: Authenticator::new(&settings.tokens),
         rate_limiter: RateLimiter::new(&settings.http),
@@ -182,6 +207,7 @@ pub(crate) async fn run(
     };
     let stopped = stop_requested();
     let (work_queue, intake_queue, analytics_queue) = (queue.clone(), queue.clone(), queue.clone());
+    let notification_queue = queue.clone();
     services.start("worker", async move { worker.run(&work_queue, stopped).await });
     let stopped = stop_requested();
     services.start("sweeper", async move { sweeper.run(stopped).await });
@@ -196,13 +222,27 @@ pub(crate) async fn run(
     services.start("database monitor", async move {
         tokio::select! { () = stopped => {}, () = watching => {} }
     });
+    let (stopped, watching) = (stop_requested(), stream_monitor.run(Arc::clone(&streams)));
+    services.start("stream monitor", async move {
+        tokio::select! { () = stopped => {}, () = watching => {} }
+    });
     let (stopped, confirming) = (stop_requested(), Arc::clone(&store));
     services
         .start("confirmation check", async move { confirmations.run(confirming, stopped).await });
     // Ticket events from other programs.
     let stopped = stop_requested();
     services.start("ticket events", async move { intake.run(&intake_queue, stopped).await });
+    if !notifications.is_empty() {
+        let queue = notification_queue;
+        services.start("notifications", async move {
+            join_all(notifications.iter().map(|one| one.run(&queue))).await;
+        });
+    }
     if role == ProcessRole::Serve {
+        let (stopped, deleting) = (stop_requested(), retention);
+        services.start("retention", async move {
+            tokio::select! { () = stopped => {}, () = deleting.run() => {} }
+        });
         let stopped = stop_requested();
         services.start("sessions", async move {
             let _ = model_runs.run(SESSIONS_EVERY, stopped).await;
@@ -245,7 +285,7 @@ pub(crate) async fn run(
         analytics,
         desk,
         bus,
-        store,
+        stores: [http_store, store],
         streams,
     };
     running.shut_down(settings.work.drain).await
@@ -317,10 +357,12 @@ fn worker_config(work: &WorkSettings) -> WorkerConfig {
     }
 }
 
-fn sweeper_config(work: &WorkSettings) -> SweeperConfig {
+fn sweeper_config(settings: &Settings) -> SweeperConfig {
+    let work = &settings.work;
     let options = SweepOptions {
         nudge_overdue: work.sweep_every,
         crashes_max: work.attempts,
+        keep: settings.retention.outbox,
         ..SweepOptions::default()
     };
     SweeperConfig { every: work.sweep_every, options }

@@ -51,7 +51,8 @@ pub(super) struct Running {
     pub(super) analytics: Analytics,
     pub(super) desk: Arc<Desk>,
     pub(super) bus: Arc<StreamedBus>,
-    pub(super) store: Arc<dyn Store>,
+    /// For HTTP and for work.
+    pub(super) stores: [Arc<dyn Store>; 2],
     pub(super) streams: Arc<dyn Backend>,
 }
 
@@ -67,7 +68,7 @@ impl Running {
             analytics,
             desk,
             bus,
-            store,
+            stores: [http_store, store],
             streams,
         } = self;
         let drained = Instant::now() + drain;
@@ -75,7 +76,7 @@ impl Running {
             let ending = async {
                 tokio::join!(
                     services.join(drained + SERVICES_MAX),
-                    finish_before(drained + SERVICES_MAX, operations.close(), "HTTP consumers"),
+                    finish_before(drained + SERVICES_MAX, operations.close(), "pulls"),
                     finish_before(
                         drained + SERVICES_MAX,
                         app.background_jobs.close(),
@@ -106,6 +107,11 @@ impl Running {
         );
         tokio::join!(
             finish_before(end.min(Instant::now() + DATABASE_MAX), store.close(), "database"),
+            finish_before(
+                end.min(Instant::now() + DATABASE_MAX),
+                http_store.close(),
+                "database of HTTP"
+            ),
             finish_before(end, close(streams), "streams")
         );
         match failed {

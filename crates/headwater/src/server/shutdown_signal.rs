@@ -27,6 +27,11 @@ impl ShutdownSignal {
         self.0.cancelled().await;
     }
 
+    /// The signal for a crate that does not know this type.
+    pub(crate) fn token(&self) -> CancellationToken {
+        self.0.clone()
+    }
+
     /// Triggers shutdown on SIGTERM or SIGINT. A second signal exits the process at once with code 1.
     pub(crate) fn on_signals(&self) -> std::io::Result<()> {
         let mut terminate = signal(SignalKind::terminate())?;

@@ -4,6 +4,8 @@
 //! Guarantees: `auto` logs text on a terminal and JSON otherwise; an unavailable collector does not slow down requests;
 //! remaining traces are sent at shutdown, for a bounded time.
 
+mod metric_help;
+mod outage_filter;
 mod traces;
 mod uncached_filter;
 
@@ -19,6 +21,7 @@ use tracing_subscriber::{EnvFilter, Layer, Registry};
 
 use crate::config;
 use crate::exit::CliError;
+use crate::telemetry::outage_filter::OutageFilter;
 use crate::telemetry::traces::Traces;
 pub(crate) use crate::telemetry::traces::{continue_event_traces, continue_trace, current_trace};
 use crate::telemetry::uncached_filter::UncachedFilter;
@@ -39,8 +42,14 @@ pub(crate) struct Telemetry {
 
 type AnyLayer = Box<dyn Layer<Registry> + Send + Sync>;
 
-/// Installs logging, metrics and traces. Once per process.
-pub(crate) fn init(settings: &config::TelemetrySettings) -> Result<Telemetry, CliError> {
+/// Installs logging only, for a command. Once per process.
+pub(crate) fn init_logs(settings: &config::TelemetrySettings) -> Result<(), CliError> {
+    let installed = tracing_subscriber::registry().with(vec![logs(settings)?]).try_init();
+    Ok(installed.context("logging is already initialized")?)
+}
+
+/// The layer that writes the log to standard error.
+fn logs(settings: &config::TelemetrySettings) -> Result<AnyLayer, CliError> {
     let filter = EnvFilter::try_new(&settings.level).context("invalid setting `log.level`")?;
     // PostgreSQL sends a notice at every start for tables that already exist.
     let filter = match should_quiet_notices(&settings.level) {
@@ -54,7 +63,8 @@ pub(crate) fn init(settings: &config::TelemetrySettings) -> Result<Telemetry, Cl
         _ => !std::io::stderr().is_terminal(),
     };
     let layer = tracing_subscriber::fmt::layer().with_writer(std::io::stderr);
-    let logs: AnyLayer = if as_json {
+    let is_detailed = ["debug", "trace"].iter().any(|level| settings.level.contains(level));
+    let layer: AnyLayer = if as_json {
         layer.json().flatten_event(true).with_filter(UncachedFilter(filter)).boxed()
     } else {
         layer
@@ -63,7 +73,15 @@ pub(crate) fn init(settings: &config::TelemetrySettings) -> Result<Telemetry, Cl
             .with_filter(UncachedFilter(filter))
             .boxed()
     };
-    let mut layers = vec![logs];
+    Ok(match is_detailed {
+        true => layer,
+        false => layer.with_filter(UncachedFilter(OutageFilter)).boxed(),
+    })
+}
+
+/// Installs logging, metrics and traces. Once per process.
+pub(crate) fn init(settings: &config::TelemetrySettings) -> Result<Telemetry, CliError> {
+    let mut layers = vec![logs(settings)?];
     let traces = match &settings.otlp_url {
         Some(url) => {
             let (layer, traces) =
@@ -86,6 +104,7 @@ pub(crate) fn init(settings: &config::TelemetrySettings) -> Result<Telemetry, Cl
         .context("invalid histogram buckets")?
         .install_recorder()
         .context("a metrics recorder is already installed")?;
+    metric_help::describe();
     Ok(Telemetry { metrics, traces })
 }
 

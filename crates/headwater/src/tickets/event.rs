@@ -7,6 +7,7 @@
 //! and text over the limits.
 
 use headwater_analytics::RunMetrics;
+use headwater_issue::sanitize_json;
 use headwater_stream::clock::Timestamp;
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
@@ -45,11 +46,13 @@ impl TicketEventType {
         }
     }
 
+    /// The types that are published to the stream.
+    pub const PUBLIC: [Self; 4] =
+        [Self::TicketCreated, Self::MessageReceived, Self::AiResponseGenerated, Self::TicketClosed];
+
     /// Parses the types that are published to the stream.
     pub fn parse_public(name: &str) -> Option<Self> {
-        [Self::TicketCreated, Self::MessageReceived, Self::AiResponseGenerated, Self::TicketClosed]
-            .into_iter()
-            .find(|one| one.as_str() == name)
+        Self::PUBLIC.into_iter().find(|one| one.as_str() == name)
     }
 }
 
@@ -109,6 +112,16 @@ pub struct TicketPayload {
     /// The author, if it differs from the default of the event type.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub author: Option<Author>,
+    /// The name of the agent who wrote the message. The user of the ticket is not the author then.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub agent: Option<String>,
+    /// Only in the event log: the event was imported after a later event of the stream that decides the status of the
+    /// ticket. It changes no status and needs no answer.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub late: bool,
+    /// Only in the event log: the entry of `ticket_events` that the event was imported from, in sortable form.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub entry: Option<String>,
     /// Events, tokens and cost of an answer; empty in all other events.
     #[serde(flatten)]
     pub run: RunMetrics,
@@ -122,6 +135,9 @@ impl TicketPayload {
             timestamp: at.to_rfc3339(),
             title: None,
             author: None,
+            agent: None,
+            late: false,
+            entry: None,
             run: RunMetrics::default(),
         }
     }
@@ -145,8 +161,12 @@ impl TicketEvent {
     /// Parses an event of another program. `fallback_id` is used for an event type without a message id, `now` if the
     /// timestamp is missing.
     pub fn parse_external(data: &[u8], fallback_id: Uuid, now: Timestamp) -> Result<Self, String> {
-        let raw: ExternalEvent =
-            serde_json::from_slice(data).map_err(|error| format!("not a ticket event: {error}"))?;
+        let not_an_event = |error: &dyn std::fmt::Display| format!("not a ticket event: {error}");
+        let data = std::str::from_utf8(data).map_err(|error| not_an_event(&error))?;
+        // Other programs write lone surrogates, which JSON allows and text does not.
+        let raw: ExternalEvent = serde_json::from_str(data)
+            .or_else(|_| serde_json::from_str(&sanitize_json(data)))
+            .map_err(|error| not_an_event(&error))?;
         let event_type = TicketEventType::parse_public(&raw.event_type).ok_or_else(|| {
             format!("unknown event_type `{}`", text::one_line(&raw.event_type, 60))
         })?;
@@ -172,7 +192,11 @@ impl TicketEvent {
             (TicketEventType::MessageReceived, Some(Author::Agent)) => Some(Author::Agent),
             _ => None,
         };
-        let payload = TicketPayload { title, author, ..TicketPayload::new(content, timestamp) };
+        let agent = inner.agent.filter(|_| author.is_some());
+        let agent = agent.map(|agent| text::one_line(&agent, USER_ID_BYTES_MAX));
+        let agent = agent.filter(|agent| !agent.is_empty());
+        let payload =
+            TicketPayload { title, author, agent, ..TicketPayload::new(content, timestamp) };
         Ok(Self { event_type, ticket_id, message_id, user_id, payload })
     }
 }
@@ -201,6 +225,7 @@ struct ExternalPayload {
     timestamp: Option<String>,
     title: Option<String>,
     author: Option<String>,
+    agent: Option<String>,
 }
 
 #[cfg(test)]
@@ -261,6 +286,14 @@ mod tests {
         let event = read(&sample).unwrap();
         assert_eq!((event.payload.content.as_str(), event.user_id), ("", None));
         assert_eq!(event.payload.timestamp, "1970-01-01T00:00:01.000Z");
+    }
+
+    #[test]
+    fn text_with_escapes_that_are_no_characters_is_read() {
+        let json = format!(
+            r#"{{"event_type":"MESSAGE_RECEIVED","ticket_id":"{TICKET}","message_id":"{MESSAGE}","content":"a\u0000b\ud83d c"}}"#
+        );
+        assert_eq!(read(&json).unwrap().payload.content, "a\u{fffd}b\u{fffd} c");
     }
 
     #[test]

@@ -6,13 +6,21 @@
 
 use async_trait::async_trait;
 use headwater_stream::clock::Timestamp;
+use metrics::gauge;
+use tracing::debug;
 
 use crate::desk::budget::{
-    self, BudgetUsage, Ledger, RESERVATION_TTL, ReserveDecision, TokenBudget, TokenReservation,
+    self, BudgetUsage, Ledger, ModelRun, RESERVATION_TTL, ReserveDecision, TokenBudget,
+    TokenReservation,
 };
 use crate::tickets::sql::statements::{self, ReservationRow, to_ms};
 use crate::tickets::store::{Tickets, now};
 use crate::tickets::ticket::TicketError;
+
+/// Gauges of the token budget of the day, as of the last model call of this process: tokens used and reserved, and the
+/// limit. Label: integration.
+pub(crate) const TOKEN_BUDGET_USED: &str = "headwater_token_budget_used";
+pub(crate) const TOKEN_BUDGET_MAX: &str = "headwater_token_budget_max";
 
 /// Larger than any allowed budget; keeps sums within the column type.
 const TOKENS_MAX: i64 = 10_000_000_000_000;
@@ -24,7 +32,17 @@ impl Ledger for Tickets {
         reservation: &TokenReservation,
         budget: &TokenBudget,
     ) -> Result<ReserveDecision, String> {
-        self.try_reserve(reservation, budget).await.map_err(|error| error.to_string())
+        let reserved = self.try_reserve(reservation, budget).await;
+        let reserved = reserved.map_err(|error| error.to_string())?;
+        // Only for the release after a raised limit: without it, the issue waits until the day ends.
+        if let Err(error) = self.store_budget_wait(reservation, reserved, budget).await {
+            debug!(issue_id = %reservation.issue_id, %error, "wait for a budget not stored");
+        }
+        Ok(reserved)
+    }
+
+    async fn record_run(&self, run: &ModelRun) -> Result<(), String> {
+        self.store_model_run(run).await.map_err(|error| error.to_string())
     }
 
     async fn settle(&self, reservation: &TokenReservation, used: u64) -> Result<(), String> {
@@ -43,10 +61,10 @@ impl Tickets {
         budget: &TokenBudget,
     ) -> Result<ReserveDecision, TicketError> {
         let row = reservation_row(reservation, now());
-        let decide =
-            |[issue, day]: [BudgetUsage; 2]| budget::decide(issue, day, reservation.tokens, budget);
+        let decide = |usage: [BudgetUsage; 4]| budget::decide(usage, reservation.tokens, budget);
         let mut transaction = self.store.begin().await?;
         let before = statements::token_usage(transaction.connection(), &row, to_ms(now())).await?;
+        note_budget(reservation, budget, before);
         let reserved = decide(before);
         if reserved != ReserveDecision::Granted {
             return Ok(reserved);
@@ -85,16 +103,29 @@ impl Tickets {
         let remove_before = to_ms(now.before(RESERVATION_TTL));
         let mut transaction = self.store.begin().await?;
         statements::roll_up_reservations(transaction.as_mut(), to_ms(now), remove_before).await?;
+        // A reservation of yesterday may still be settled.
+        let first_kept = budget::user_scope_prefix(budget::day_of(now).saturating_sub(1));
+        statements::remove_old_user_scopes(transaction.connection(), &first_kept).await?;
         transaction.commit().await?;
         Ok(())
     }
+}
+
+/// Sets the gauges of the budget of the day of an integration.
+fn note_budget(reservation: &TokenReservation, budget: &TokenBudget, usage: [BudgetUsage; 4]) {
+    let [_, day, ..] = usage;
+    let integration = || reservation.integration.clone();
+    gauge!(TOKEN_BUDGET_USED, "integration" => integration()).set(day.total as f64);
+    gauge!(TOKEN_BUDGET_MAX, "integration" => integration()).set(budget.day_tokens_max as f64);
 }
 
 fn reservation_row(reservation: &TokenReservation, now: Timestamp) -> ReservationRow {
     ReservationRow {
         id: reservation.id.to_string(),
         issue_id: reservation.issue_id.0,
-        day: to_column(reservation.day),
+        day_scope: reservation.day_scope(),
+        user_scope: reservation.user_scope().unwrap_or_default(),
+        strangers_scope: reservation.strangers_scope().unwrap_or_default(),
         tokens: to_column(reservation.tokens),
         tokens_if_lost: to_column(reservation.prompt_tokens.min(reservation.tokens)),
         expires_at: to_ms(now.after(RESERVATION_TTL)),

@@ -11,9 +11,12 @@ mod sql;
 
 mod store;
 
+mod day_usage;
+pub mod drafts;
 mod export;
 mod import;
 mod ledger;
+mod model_runs;
 mod reply_delivery;
 mod search;
 
@@ -21,6 +24,7 @@ pub use self::event::{Author, TICKET_EVENTS, TicketEvent, TicketEventType, Ticke
 
 pub(crate) use crate::tickets::export::TicketExport;
 pub use crate::tickets::import::ImportOutcome;
+pub(crate) use crate::tickets::model_runs::tokens_and_cost;
 pub(crate) use crate::tickets::sql::migrations::apply as migrate;
 pub(crate) use crate::tickets::store::ensure_schema;
 pub use crate::tickets::store::{INTEGRATION, Tickets};
@@ -28,3 +32,4 @@ pub use crate::tickets::ticket::{
     NewTicket, NewTicketMessage, PostedMessage, Ticket, TicketError, TicketFilter, TicketMessage,
     TicketStatus,
 };
+pub(crate) use crate::tickets::ticket::{checked_user, sort_imported};

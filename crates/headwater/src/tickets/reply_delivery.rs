@@ -1,8 +1,9 @@
 //! Delivers replies of the desk to their tickets.
 //!
 //! Upstream: `outbound` passes outbox rows, possibly more than once. Downstream: the ticket tables, in one transaction
-//! with the published event. Guarantees: a repeated row changes nothing. A close or hand-over that newer events
-//! supersede is discarded: a ticket that got a message, or was reopened, since the run stays open.
+//! with the published event. Guarantees: a repeated row changes nothing. A close that newer events supersede is
+//! discarded: a ticket that got a message, or was reopened, since the run stays open. A hand-over is applied, whatever
+//! users write meanwhile, because the desk is silent after it; only reopening the ticket ends it, for the desk, too.
 
 use headwater_issue::{
     DeliverError, EventLogFilter, EventLogId, IssueError, OutboxRow, Store, Transaction,
@@ -20,13 +21,16 @@ use crate::tickets::ticket::{Ticket, TicketError, TicketStatus};
 use crate::tickets::{Author, TicketEvent, TicketEventType, TicketPayload};
 
 impl Tickets {
-    /// Applies a reply to its ticket. Idempotent.
+    /// Applies a reply to its ticket, or stores a draft or note of any integration. Idempotent.
     pub async fn deliver(
         &self,
         row: &OutboxRow,
         target: ReplyTarget,
         reply: &DeskReply,
     ) -> Result<(), DeliverError> {
+        if matches!(target, ReplyTarget::Draft | ReplyTarget::Note) {
+            return self.store_draft(row, target).await;
+        }
         let ticket_id = Uuid::parse_str(&row.external_issue_id).map_err(|_| {
             DeliverError::Dead(format!("`{}` is not a ticket id", row.external_issue_id))
         })?;
@@ -34,15 +38,14 @@ impl Tickets {
             ReplyTarget::Answer => {
                 retry_on_conflict(|| self.add_answer_once(ticket_id, row, reply)).await
             }
-            ReplyTarget::Close | ReplyTarget::HandOver
-                if is_superseded(&self.store, row, reply).await? =>
-            {
-                Ok(())
-            }
+            ReplyTarget::Close if is_superseded(&self.store, row, reply).await? => Ok(()),
             ReplyTarget::Close => {
                 retry_on_conflict(|| self.close_once(ticket_id, row, reply)).await
             }
-            ReplyTarget::HandOver => retry_on_conflict(|| self.hand_over_once(ticket_id)).await,
+            ReplyTarget::HandOver => {
+                retry_on_conflict(|| self.hand_over_once(ticket_id, reply)).await
+            }
+            ReplyTarget::Draft | ReplyTarget::Note => Ok(()),
         };
         delivered.map_err(|error| match error {
             // A database failure is not the fault of the row, so no attempt is counted.
@@ -63,25 +66,28 @@ impl Tickets {
         if statements::message(transaction.connection(), message_id).await?.is_some() {
             return Ok(());
         }
-        let (run, now) = (reply.run, now());
+        let run = reply.run;
         let message = NewMessageRow {
             message_id,
             ticket_id,
             author: Author::Assistant,
+            agent: None,
             content: &reply.content,
+            entry: None,
             run,
-            now,
         };
         statements::insert_message(transaction.connection(), &message).await?;
+        // The event has the time of the row, so that a rebuild of the analytics gives the same figures.
+        let stored = statements::message(transaction.connection(), message_id).await?;
+        let at = stored.map_or_else(now, |stored| stored.created_at);
         let (status, handed_over) = (ticket.status, ticket.handed_over);
-        statements::change_ticket(transaction.connection(), ticket_id, status, handed_over, now)
-            .await?;
+        statements::change_ticket(transaction.connection(), ticket_id, status, handed_over).await?;
         let event = TicketEvent {
             event_type: TicketEventType::AiResponseGenerated,
             ticket_id,
             message_id,
             user_id: ticket.user_id,
-            payload: TicketPayload { run, ..TicketPayload::new(&reply.content, now) },
+            payload: TicketPayload { run, ..TicketPayload::new(&reply.content, at) },
         };
         write_event_row(transaction.as_mut(), ticket.issue_id, &event).await?;
         transaction.commit().await?;
@@ -110,14 +116,21 @@ impl Tickets {
             recorded => recorded?,
         };
         self.set_status(transaction.as_mut(), &ticket, true).await?;
+        let decided_by = Some(event.message_id);
+        statements::set_status_event(transaction.connection(), ticket_id, decided_by).await?;
         self.commit(transaction, ticket_id, &recorded).await
     }
 
-    async fn hand_over_once(&self, ticket_id: Uuid) -> Result<(), TicketError> {
+    async fn hand_over_once(&self, ticket_id: Uuid, reply: &DeskReply) -> Result<(), TicketError> {
         let mut transaction = self.store.begin().await?;
         let ticket = self.locked(transaction.as_mut(), ticket_id).await?;
-        statements::change_ticket(transaction.connection(), ticket_id, ticket.status, true, now())
-            .await?;
+        // The next run, or one since, sees the reopening, too, and ends the hand-over of the issue.
+        if let Some(up_to) = reply.up_to
+            && statements::was_reopened(transaction.connection(), ticket.issue_id, up_to).await?
+        {
+            return Ok(());
+        }
+        statements::change_ticket(transaction.connection(), ticket_id, ticket.status, true).await?;
         transaction.commit().await?;
         self.notify_changed(ticket_id);
         Ok(())

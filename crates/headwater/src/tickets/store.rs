@@ -5,10 +5,13 @@
 //!
 //! Guarantees: a message, its event log and its published event are committed together or not at all; repeating a call
 //! with the same message id changes nothing. The row of a ticket is always locked before the row of its issue, which
-//! prevents deadlocks, and the sequence numbers of the messages of a ticket grow in commit order.
+//! prevents deadlocks, and the sequence numbers of the messages of a ticket grow in commit order. Times of tickets and
+//! messages are those of the database, as for issues.
 
 use std::sync::Arc;
+use std::time::Duration;
 
+use headwater_issue::history::{self, DeleteCondition};
 use headwater_issue::{
     CommitVerifier, DebounceWindow, IssueError, IssueId, KeyedOutboxRow, NewEvent, NewOutboxRow,
     Nudger, OutboxKind, Recorded, Store, StoreConnection, Transaction,
@@ -17,13 +20,14 @@ use headwater_stream::clock::{Clock, SystemClock, Timestamp};
 use tokio::sync::broadcast;
 use uuid::Uuid;
 
+use crate::desk::budget;
 use crate::limits::PAGE_MAX;
 use crate::telemetry;
 use crate::tickets::sql::migrations;
-use crate::tickets::sql::statements::{self, NewMessageRow, NewTicketRow};
+use crate::tickets::sql::statements::{self, NewMessageRow, NewTicketRow, TicketVersion};
 use crate::tickets::ticket::{
     NewTicket, NewTicketMessage, PostedMessage, Ticket, TicketError, TicketFilter, TicketMessage,
-    TicketStatus, checked_content, checked_title, checked_user,
+    TicketStatus, checked_agent, checked_content, checked_title, checked_user,
 };
 use crate::tickets::{Author, TICKET_EVENTS, TicketEvent, TicketEventType, TicketPayload};
 
@@ -35,6 +39,12 @@ const CONFLICTS_MAX: u32 = 5;
 
 /// Buffered change notifications. A subscriber that lags further behind has to check every ticket.
 const CHANGES_MAX: usize = 1024;
+
+/// How long the token counts of days are kept.
+const USAGE_KEPT: Duration = Duration::from_secs(31 * 24 * 60 * 60);
+
+/// Rows that one transaction deletes.
+const DELETE_BATCH: usize = 500;
 
 /// Retries a transaction that conflicted with another one; the retry sees the other's changes.
 pub(super) async fn retry_on_conflict<T, Calling: Future<Output = Result<T, TicketError>>>(
@@ -53,7 +63,7 @@ pub(super) async fn retry_on_conflict<T, Calling: Future<Output = Result<T, Tick
 #[derive(Clone, Debug)]
 pub struct Tickets {
     pub(super) store: Arc<dyn Store>,
-    nudger: Nudger,
+    pub(super) nudger: Nudger,
     quiet: DebounceWindow,
     changes: broadcast::Sender<Uuid>,
     confirmations: CommitVerifier,
@@ -75,13 +85,23 @@ impl Tickets {
         quiet: DebounceWindow,
     ) -> Result<Self, TicketError> {
         ensure_schema(&store).await?;
+        Ok(Self::attach(store, nudger, quiet))
+    }
+
+    /// The tickets of a database whose tables exist. Changes nothing.
+    pub(crate) fn attach(store: Arc<dyn Store>, nudger: Nudger, quiet: DebounceWindow) -> Self {
         let (changes, _) = broadcast::channel(CHANGES_MAX);
-        Ok(Self { store, nudger, quiet, changes, confirmations: CommitVerifier::default() })
+        Self { store, nudger, quiet, changes, confirmations: CommitVerifier::default() }
     }
 
     /// Registers every committed event for confirmation: a sample is read back later.
     pub(crate) fn with_confirmations(self, confirmations: CommitVerifier) -> Self {
         Self { confirmations, ..self }
+    }
+
+    /// The same tickets with the connections of another store of the same database. Notifications are shared.
+    pub(crate) fn on_store(&self, store: Arc<dyn Store>) -> Self {
+        Self { store, ..self.clone() }
     }
 
     /// Opens a ticket with its first message. Idempotent by message id.
@@ -128,7 +148,8 @@ impl Tickets {
             return Err(TicketError::Invalid("author must be `user` or `agent`".to_owned()));
         }
         let author = (new.author == Author::Agent).then_some(Author::Agent);
-        let payload = TicketPayload { author, ..TicketPayload::new(content, now()) };
+        let agent = checked_agent(new.author, new.agent)?;
+        let payload = TicketPayload { author, agent, ..TicketPayload::new(content, now()) };
         let message_id = new.message_id.unwrap_or_else(Uuid::now_v7);
         let event_type = TicketEventType::MessageReceived;
         let event = TicketEvent { event_type, ticket_id, message_id, user_id: None, payload };
@@ -143,12 +164,18 @@ impl Tickets {
         {
             let is_same = known.ticket_id == ticket.ticket_id
                 && known.author == event.author()
+                && known.agent == event.payload.agent
                 && known.content == event.payload.content;
             return duplicate(is_same, &ticket, event.message_id);
         }
         let event = TicketEvent { user_id: ticket.user_id.clone(), ..event.clone() };
         let change = TicketChange { event: &event, source: INTEGRATION, publish: true };
         let recorded = self.add_to(transaction.as_mut(), &ticket, &change).await?;
+        if event.author() == Author::User {
+            let decided_by = Some(event.message_id);
+            statements::set_status_event(transaction.connection(), ticket.ticket_id, decided_by)
+                .await?;
+        }
         self.commit(transaction, ticket.ticket_id, &recorded).await?;
         Ok(posted(&event, ticket.issue_id, false))
     }
@@ -182,6 +209,9 @@ impl Tickets {
         let change = TicketChange { event: &event, source: INTEGRATION, publish: closes };
         let recorded = self.record(transaction.as_mut(), &change).await?;
         self.set_status(transaction.as_mut(), &ticket, closes).await?;
+        let decided_by = Some(event.message_id);
+        statements::set_status_event(transaction.connection(), ticket.ticket_id, decided_by)
+            .await?;
         self.commit(transaction, ticket.ticket_id, &recorded).await?;
         Ok(true)
     }
@@ -214,6 +244,58 @@ impl Tickets {
             .await
     }
 
+    /// The database.
+    pub(crate) fn store(&self) -> &Arc<dyn Store> {
+        &self.store
+    }
+
+    /// Deletes an issue with its ticket, messages, events, replies and token counts. Returns false if the condition does not
+    /// hold, or if the age matters and the ticket is open or a draft waits for a decision.
+    ///
+    /// Processed events are deleted first, in transactions of [`DELETE_BATCH`] rows. If the condition ceases to hold in between,
+    /// the issue is kept without its oldest events.
+    pub(crate) async fn delete_issue(
+        &self,
+        issue_id: IssueId,
+        condition: DeleteCondition,
+    ) -> Result<bool, TicketError> {
+        loop {
+            let mut transaction = self.store.begin().await?;
+            // The ticket before the issue, as in every transaction.
+            let ticket = statements::lock_ticket_of(transaction.connection(), issue_id).await?;
+            let is_open = ticket.is_some_and(|ticket| ticket.status == TicketStatus::Open)
+                || statements::has_pending_draft(transaction.connection(), issue_id).await?;
+            if (is_open && condition != DeleteCondition::NotInUse)
+                || !history::lock_deletable(transaction.as_mut(), issue_id, condition).await?
+            {
+                return Ok(false);
+            }
+            let deleting = transaction.as_mut();
+            if !history::delete_processed_event_logs(deleting, issue_id, DELETE_BATCH).await? {
+                statements::delete_ticket_of(transaction.as_mut(), issue_id).await?;
+                history::delete_issue(transaction.as_mut(), issue_id).await?;
+                transaction.commit().await?;
+                return Ok(true);
+            }
+            transaction.commit().await?;
+        }
+    }
+
+    /// Deletes the token counts of days that no budget needs any more, in transactions of [`DELETE_BATCH`] rows.
+    pub(crate) async fn delete_old_usage(&self) -> Result<(), TicketError> {
+        let first_kept = budget::day_scope_prefix(budget::day_of(now().before(USAGE_KEPT)));
+        loop {
+            let mut transaction = self.store.begin().await?;
+            let connection = transaction.connection();
+            let deleted =
+                statements::delete_usage_before(connection, &first_kept, DELETE_BATCH).await?;
+            transaction.commit().await?;
+            if deleted < DELETE_BATCH as u64 {
+                return Ok(());
+            }
+        }
+    }
+
     /// Reads on a connection of its own.
     pub(super) async fn read<T>(
         &self,
@@ -225,7 +307,15 @@ impl Tickets {
         result
     }
 
-    /// Subscribes to the ids of tickets changed by this process.
+    /// The versions of those of these tickets that exist, which differ after each message and status change. One query.
+    pub(crate) async fn versions(
+        &self,
+        tickets: &[Uuid],
+    ) -> Result<Vec<(Uuid, TicketVersion)>, TicketError> {
+        self.read(async |connection| statements::versions(connection, tickets).await).await
+    }
+
+    /// Subscribes to the ids of tickets changed by this process, or reported with `notify_changed`.
     pub fn changes(&self) -> broadcast::Receiver<Uuid> {
         self.changes.subscribe()
     }
@@ -246,26 +336,27 @@ impl Tickets {
             issue_id: recorded.issue_id,
             title: event.payload.title.as_deref().unwrap_or_default(),
             user_id: event.user_id.as_deref(),
-            now: now(),
         };
         statements::insert_ticket(transaction.connection(), &row).await?;
         statements::insert_message(transaction.connection(), &message_row(event)).await?;
         Ok(recorded)
     }
 
-    /// Adds a message to a locked ticket.
+    /// Adds a message to a locked ticket. A message of a user reopens the ticket, unless it is late. With a message of a
+    /// person of the support team, that person takes the ticket over.
     pub(super) async fn add_to(
         &self,
         transaction: &mut dyn Transaction,
         ticket: &Ticket,
         change: &TicketChange<'_>,
     ) -> Result<Recorded, TicketError> {
+        let event = change.event;
         let recorded = self.record(transaction, change).await?;
-        statements::insert_message(transaction.connection(), &message_row(change.event)).await?;
-        let reopens = change.event.author() == Author::User;
+        statements::insert_message(transaction.connection(), &message_row(event)).await?;
+        let reopens = event.author() == Author::User && !event.payload.late;
         let status = if reopens { TicketStatus::Open } else { ticket.status };
-        let (ticket_id, handed_over) = (ticket.ticket_id, ticket.handed_over);
-        statements::change_ticket(transaction.connection(), ticket_id, status, handed_over, now())
+        let handed_over = ticket.handed_over || event.author() == Author::Agent;
+        statements::change_ticket(transaction.connection(), ticket.ticket_id, status, handed_over)
             .await?;
         Ok(recorded)
     }
@@ -281,14 +372,8 @@ impl Tickets {
             true => (TicketStatus::Closed, ticket.handed_over),
             false => (TicketStatus::Open, false),
         };
-        statements::change_ticket(
-            transaction.connection(),
-            ticket.ticket_id,
-            status,
-            handed_over,
-            now(),
-        )
-        .await
+        statements::change_ticket(transaction.connection(), ticket.ticket_id, status, handed_over)
+            .await
     }
 
     /// Records the event and, if it is published, its outbox row.
@@ -331,7 +416,8 @@ impl Tickets {
         Ok(())
     }
 
-    pub(super) fn notify_changed(&self, ticket_id: Uuid) {
+    /// Notifies the subscribers of this process.
+    pub(crate) fn notify_changed(&self, ticket_id: Uuid) {
         // An error means that there is no subscriber.
         let _ = self.changes.send(ticket_id);
     }
@@ -362,9 +448,10 @@ fn message_row(event: &TicketEvent) -> NewMessageRow<'_> {
         message_id: event.message_id,
         ticket_id: event.ticket_id,
         author: event.author(),
+        agent: event.payload.agent.as_deref(),
         content: &event.payload.content,
+        entry: event.payload.entry.as_deref(),
         run: event.payload.run,
-        now: now(),
     }
 }
 

@@ -68,10 +68,33 @@ pub struct TicketMessage {
     pub ticket_id: Uuid,
     /// Who wrote it.
     pub author: Author,
+    /// The name of the agent who wrote it, if known.
+    pub agent: Option<String>,
     /// The text.
     pub content: String,
     /// When it was stored.
     pub created_at: Timestamp,
+    /// The entry of `ticket_events` that it was imported from, in sortable form.
+    pub entry: Option<String>,
+}
+
+/// Sorts those items that were imported from `ticket_events` by their entries. The places of all other items stay.
+///
+/// Several processes import the entries of one ticket, so the order of their imports means nothing.
+pub(crate) fn sort_imported<T>(items: &mut Vec<T>, entry: impl Fn(&T) -> Option<String>) {
+    let entries: Vec<Option<String>> = items.iter().map(entry).collect();
+    let places: Vec<usize> = (0..items.len()).filter(|place| entries[*place].is_some()).collect();
+    let mut sorted = places.clone();
+    sorted.sort_by(|one, other| entries[*one].cmp(&entries[*other]));
+    if sorted == places {
+        return;
+    }
+    let mut taken: Vec<Option<T>> = items.drain(..).map(Some).collect();
+    let mut order: Vec<usize> = (0..taken.len()).collect();
+    for (place, from) in places.into_iter().zip(sorted) {
+        order[place] = from;
+    }
+    items.extend(order.into_iter().filter_map(|from| taken[from].take()));
 }
 
 /// A ticket to open.
@@ -94,6 +117,8 @@ pub struct NewTicketMessage {
     pub content: String,
     /// Who wrote it: a user or an agent.
     pub author: Author,
+    /// The name of the agent, as the model sees it. Only for an agent.
+    pub agent: Option<String>,
     /// Its id, so that the call can be repeated. Default: a new one.
     pub message_id: Option<Uuid>,
 }
@@ -118,6 +143,8 @@ pub struct TicketFilter {
     pub status: Option<TicketStatus>,
     /// Only tickets of this user.
     pub user_id: Option<String>,
+    /// Only tickets whose id begins so: lower-case hexadecimal digits and dashes.
+    pub id_prefix: Option<String>,
     /// Only tickets with a smaller number: the last one of the previous page.
     pub before: Option<i64>,
 }
@@ -171,12 +198,28 @@ pub(crate) fn checked_content(content: &str) -> Result<String, TicketError> {
 
 /// Validates a user id.
 pub(crate) fn checked_user(user_id: Option<String>) -> Result<Option<String>, TicketError> {
-    let Some(user_id) = user_id else { return Ok(None) };
-    let has_control = user_id.chars().any(char::is_control);
-    if user_id.trim().is_empty() || user_id.len() > USER_ID_BYTES_MAX || has_control {
+    checked_name("user_id", user_id)
+}
+
+/// Validates the name of an agent.
+pub(crate) fn checked_agent(
+    author: Author,
+    agent: Option<String>,
+) -> Result<Option<String>, TicketError> {
+    if agent.is_some() && author != Author::Agent {
+        let problem = "`agent` is only for messages with `author` = `agent`";
+        return Err(TicketError::Invalid(problem.to_owned()));
+    }
+    checked_name("agent", agent)
+}
+
+fn checked_name(field: &str, name: Option<String>) -> Result<Option<String>, TicketError> {
+    let Some(name) = name else { return Ok(None) };
+    let has_control = name.chars().any(char::is_control);
+    if name.trim().is_empty() || name.len() > USER_ID_BYTES_MAX || has_control {
         return Err(TicketError::Invalid(format!(
-            "`user_id` must have 1 to {USER_ID_BYTES_MAX} bytes and no control characters"
+            "`{field}` must have 1 to {USER_ID_BYTES_MAX} bytes and no control characters"
         )));
     }
-    Ok(Some(user_id))
+    Ok(Some(name))
 }

@@ -13,7 +13,7 @@ use super::{LIMIT, Server, ServerDir, text};
 pub(crate) struct CliFixture {
     pub(crate) dir: ServerDir,
     /// Arguments for the server if there is one, else for the backends.
-    args: Vec<String>,
+    pub(crate) args: Vec<String>,
     /// Arguments for the backends.
     pub(crate) direct_args: Vec<String>,
     server: Option<Server>,
@@ -45,7 +45,9 @@ impl CliFixture {
         let direct_args = owned(&["--stream-url", &redis.url(), "--database-url", &database.url()]);
         let (dir, args) = (ServerDir::new().unwrap(), direct_args.clone());
         let (redis, database) = (Some(redis), Some(database));
-        Self { dir, args, direct_args, server: None, redis, database }
+        let cli = Self { dir, args, direct_args, server: None, redis, database };
+        cli.stdout(&["migrate"]);
+        cli
     }
 
     /// A server on Redis and PostgreSQL.
@@ -120,7 +122,7 @@ impl CliFixture {
     /// Output of a command that fails with this exit code.
     pub(crate) fn fails(&self, verb: &[&str], code: i32) -> String {
         let output = self.run(verb, "");
-        let message = text(&output.stdout) + &text(&output.stderr);
+        let message = text(&output.stdout) + text(&output.stderr).as_str();
         assert_eq!(output.status.code(), Some(code), "{verb:?}: {message}");
         message
     }

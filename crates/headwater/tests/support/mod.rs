@@ -8,6 +8,7 @@ pub(crate) mod cli;
 pub(crate) mod desk;
 pub(crate) mod hostile_text;
 pub(crate) mod model;
+pub(crate) mod pty;
 pub(crate) mod receivers;
 pub(crate) mod sender;
 

@@ -24,6 +24,12 @@ pub(crate) enum ModelFault {
     RateLimit(u64),
     /// 500.
     ServerError,
+    /// This status with a body of this content type.
+    Respond(u16, &'static str, &'static str),
+    /// Streams this text, ended by this finish reason.
+    Finish(&'static str, &'static str),
+    /// Streams a refusal instead of text.
+    Refusal,
     /// Never responds.
     Stall,
     /// Stalls in the middle of the answer.
@@ -114,6 +120,19 @@ async fn complete(State(model): State<FakeModel>, Json(body): Json<Value>) -> Re
         }
         Some(ModelFault::ServerError) => {
             (StatusCode::INTERNAL_SERVER_ERROR, error("internal error")).into_response()
+        }
+        Some(ModelFault::Respond(status, kind, body)) => {
+            let status = StatusCode::from_u16(status).expect("a status");
+            let headers = [(header::CONTENT_TYPE, kind), (header::LOCATION, "/elsewhere")];
+            (status, headers, body).into_response()
+        }
+        Some(ModelFault::Finish(text, reason)) => {
+            streamed(stream::iter([chunk(text, Some(reason))]).boxed())
+        }
+        Some(ModelFault::Refusal) => {
+            let refusal = json!({"choices": [{"delta": {"refusal": "I cannot help with that."}}]});
+            let refusal = Bytes::from(format!("data: {refusal}\n\n"));
+            streamed(stream::iter([refusal, chunk("", Some("stop"))]).boxed())
         }
         Some(ModelFault::Stall) => std::future::pending().await,
         Some(ModelFault::StallMidAnswer) => {

@@ -128,6 +128,10 @@ impl SeenEntries {
 
 #[async_trait]
 impl GroupReader for RetryingReader {
+    fn require_groups(&mut self) {
+        self.inner.require_groups();
+    }
+
     async fn read(
         &mut self,
         streams: &[StreamName],

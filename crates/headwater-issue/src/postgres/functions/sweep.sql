@@ -14,7 +14,7 @@ BEGIN
     SELECT coalesce(array_agg(id), '{}') INTO v_expired FROM (
         SELECT id FROM issues WHERE processing_status = 'processing'
             AND coalesce(claim_expires_at, '-infinity'::timestamptz) <= v_now
-        ORDER BY coalesce(claim_expires_at, '-infinity'::timestamptz) LIMIT p_limit FOR UPDATE SKIP LOCKED) e;
+        ORDER BY id LIMIT p_limit FOR UPDATE SKIP LOCKED) e;
     SELECT coalesce(array_agg(id), '{}') INTO v_overdue FROM (
         SELECT id FROM issues WHERE processing_status = 'queued'
             AND coalesce(greatest(nudged_at, not_before), '-infinity'::timestamptz)

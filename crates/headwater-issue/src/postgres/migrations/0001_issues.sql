@@ -33,15 +33,15 @@ CREATE TABLE issues (
     -- Newest event log when the last run completed. Ids and not times, because the clock may be set back.
     completed_event_log_id bigint,
     UNIQUE (integration_id, external_project_id, external_issue_id)
-);
+) WITH (fillfactor = 70, autovacuum_vacuum_scale_factor = 0.02, autovacuum_analyze_scale_factor = 0.05);
 
 ALTER TABLE issues
 ADD CONSTRAINT chk_issues_processing_status
 CHECK (processing_status IN ('idle', 'queued', 'processing'));
 
+-- No index contains claim_expires_at or updated_at: with the free space of the fill factor, renewing a claim is a HOT update,
+-- which writes no index and is pruned without a vacuum. The sweep looks for expired claims among those in processing.
 CREATE INDEX idx_issues_status_id ON issues (processing_status, id) WHERE processing_status != 'idle';
-CREATE INDEX idx_issues_claim_expires_at ON issues (coalesce(claim_expires_at, '-infinity'::timestamptz))
-    WHERE processing_status = 'processing';
 CREATE INDEX idx_issues_nudge_since ON issues (coalesce(greatest(nudged_at, not_before), '-infinity'::timestamptz))
     WHERE processing_status = 'queued';
 CREATE INDEX idx_issues_quarantined ON issues (id) WHERE quarantined_at IS NOT NULL;
@@ -62,7 +62,7 @@ CREATE TABLE event_logs (
     trace text,
     created_at timestamptz NOT NULL DEFAULT now(),
     UNIQUE (integration_id, dedup_key)
-);
+) WITH (autovacuum_vacuum_scale_factor = 0.02, autovacuum_analyze_scale_factor = 0.02);
 
 CREATE INDEX idx_event_logs_issue_id ON event_logs (issue_id, id);
 CREATE INDEX idx_event_logs_unprocessed ON event_logs (issue_id, id) WHERE processed_at IS NULL;
@@ -92,7 +92,7 @@ CREATE TABLE outbox (
     -- Newest event log of the issue when the row was written; a reply with newer events is stale.
     newest_event_log_id bigint,
     integration_id bigint NOT NULL
-);
+) WITH (fillfactor = 80, autovacuum_vacuum_scale_factor = 0.02, autovacuum_analyze_scale_factor = 0.05);
 
 -- At most one row per issue and kind is pending or taken; later rows wait, and settling a row makes the next one
 -- pending. Scans for due rows therefore never read rows that cannot be delivered yet. While a row is taken, due_at is
@@ -101,6 +101,8 @@ CREATE INDEX idx_outbox_due ON outbox (due_at, id) WHERE status IN ('pending', '
 CREATE INDEX idx_outbox_order ON outbox (issue_id, kind, id) WHERE status IN ('waiting', 'pending', 'taken');
 CREATE INDEX idx_outbox_target ON outbox (integration_id, kind, target, due_at, id)
     WHERE status IN ('pending', 'taken');
+-- Deleting an issue finds its rows.
+CREATE INDEX idx_outbox_issue ON outbox (issue_id);
 CREATE INDEX idx_outbox_dead ON outbox (id) WHERE status = 'dead';
 CREATE INDEX idx_outbox_delivered_at ON outbox (delivered_at) WHERE status = 'delivered';
 
@@ -125,7 +127,7 @@ CREATE TABLE workers (
     started_at timestamptz NOT NULL,
     seen_at timestamptz NOT NULL,
     expires_at timestamptz NOT NULL
-);
+) WITH (fillfactor = 50, autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 100);
 
 -- Prefix of idempotency keys, so that no other database, also one created anew, produces the same keys.
 CREATE TABLE headwater_identity (identity text NOT NULL);

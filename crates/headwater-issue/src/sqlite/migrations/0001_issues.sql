@@ -40,7 +40,6 @@ CREATE TABLE issues (
 ) STRICT;
 
 CREATE INDEX idx_issues_status_id ON issues (processing_status, id) WHERE processing_status != 'idle';
-CREATE INDEX idx_issues_claim_expires_at ON issues (coalesce(claim_expires_at, 0)) WHERE processing_status = 'processing';
 CREATE INDEX idx_issues_nudge_since ON issues (max(coalesce(nudged_at, 0), coalesce(not_before, 0)))
     WHERE processing_status = 'queued';
 CREATE INDEX idx_issues_quarantined ON issues (id) WHERE quarantined_at IS NOT NULL;
@@ -101,6 +100,8 @@ CREATE INDEX idx_outbox_due ON outbox (due_at, id) WHERE status IN ('pending', '
 CREATE INDEX idx_outbox_order ON outbox (issue_id, kind, id) WHERE status IN ('waiting', 'pending', 'taken');
 CREATE INDEX idx_outbox_target ON outbox (integration_id, kind, target, due_at, id)
     WHERE status IN ('pending', 'taken');
+-- Deleting an issue finds its rows.
+CREATE INDEX idx_outbox_issue ON outbox (issue_id);
 CREATE INDEX idx_outbox_dead ON outbox (id) WHERE status = 'dead';
 CREATE INDEX idx_outbox_delivered_at ON outbox (delivered_at) WHERE status = 'delivered';
 

@@ -5,7 +5,8 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::config::MessageOrder;
-use crate::consumer::retry_or_dead_letter::FinishedDelivery;
+use crate::consumer::retry_or_dead_letter::{DeadLetterCause, FinishedDelivery};
+use crate::consumer::settle_state::FOLLOW_UPS_MAX;
 use crate::message::KEY;
 
 const OWN: &str = "own";
@@ -55,6 +56,8 @@ struct World {
     /// Keys that a barrier blocks.
     blocked_keys: BTreeSet<u8>,
     has_ended_reading: bool,
+    /// Whether every follow-up is written at the first attempt.
+    are_follow_ups_writable: bool,
     /// Whether more may be in flight than the limit: entries were reclaimed or unblocked, or limits shrank.
     may_exceed_limit: bool,
     terminated: Option<Unfinished>,
@@ -80,6 +83,7 @@ impl World {
             calls: Vec::new(),
             blocked_keys: BTreeSet::new(),
             has_ended_reading: false,
+            are_follow_ups_writable: false,
             may_exceed_limit: false,
             terminated: None,
         }
@@ -152,6 +156,7 @@ impl World {
                     matches!(
                         (&call, other),
                         (Action::Settle(_), Action::Settle(_))
+                            | (Action::WriteFollowUps(_), Action::WriteFollowUps(_))
                             | (Action::Reload(_), Action::Reload(_))
                             | (
                                 Action::ListPending { .. } | Action::Reclaim { .. },
@@ -211,10 +216,8 @@ impl World {
             assert!(!self.blocked_keys.contains(&key) || item.failures > 0, "{n} is blocked");
             let older = self.keys.range(..n).filter(|(_, other)| **other == Some(key));
             for (older, _) in older {
-                let is_settling = |entry: &Settlement| entry.id == id(*older);
                 let is_finished = self.settled.contains(older)
-                    || self.state.unsettled.iter().any(is_settling)
-                    || self.state.settling.iter().any(is_settling);
+                    || self.state.settles.ids().any(|settling| settling == id(*older));
                 assert!(is_finished, "{n} overtakes {older} of its key");
             }
         }
@@ -232,6 +235,12 @@ impl World {
                 Disposition::RetryInPlace { after: Duration::from_millis(50) }
             }
             1 => settle(SettleAction::Release, DeliveryResult::Release),
+            2 => {
+                *self.done.entry(item.delivery.id.ms).or_default() += 1;
+                let to = headwater_stream::StreamName::new("dead letters").unwrap();
+                let action = SettleAction::Append { to, fields: item.delivery.fields.clone() };
+                settle(action, DeliveryResult::DeadLetter(DeadLetterCause::Handler))
+            }
             _ => {
                 *self.done.entry(item.delivery.id.ms).or_default() += 1;
                 settle(SettleAction::Ack, DeliveryResult::Done)
@@ -250,6 +259,17 @@ impl World {
         let call = self.calls.remove(pick % self.calls.len());
         let error = || StreamError::Unavailable { problem: "unavailable".to_owned(), source: None };
         let event = match call {
+            // The server of the dead letters is unavailable.
+            Action::WriteFollowUps(batch) if failure < 4 && !self.are_follow_ups_writable => {
+                PartitionEvent::FollowUpsWritten(batch.to_vec())
+            }
+            Action::WriteFollowUps(batch) => {
+                for Settlement { id, .. } in batch.iter() {
+                    self.pending.remove(&id.ms);
+                    self.settled.insert(id.ms);
+                }
+                PartitionEvent::FollowUpsWritten(Vec::new())
+            }
             Action::Settle(batch) => {
                 for Settlement { id, action } in batch.iter() {
                     let deliveries = self.pending.remove(&id.ms).map_or(0, |(_, count)| count);
@@ -260,7 +280,7 @@ impl World {
                         self.settled.insert(id.ms);
                     }
                 }
-                PartitionEvent::Settled
+                PartitionEvent::Settled(Vec::new())
             }
             Action::ListPending { .. } if failure == 0 => {
                 PartitionEvent::PendingListed(Err(error()))
@@ -280,13 +300,14 @@ impl World {
                 PartitionEvent::PendingListed(Ok(rows.collect()))
             }
             Action::Reclaim { .. } if failure == 0 => PartitionEvent::Reclaimed(Err(error())),
-            Action::Reclaim { ids, .. } => {
+            Action::Reclaim { scope, ids } => {
                 self.may_exceed_limit = true;
                 let mut result = ReclaimResult::default();
                 for n in ids.iter().map(|id| id.ms) {
                     let Some((consumer, deliveries)) = self.pending.get_mut(&n) else { continue };
                     *consumer = OWN.to_owned();
-                    *deliveries += 1;
+                    // A claim whose reply was lost is not one more delivery.
+                    *deliveries += u64::from(!matches!(scope, ReclaimScope::Unseen(_)));
                     let deliveries = *deliveries;
                     let fields = self.fields(n);
                     result.entries.push(DeliveredEntry { id: id(n), fields, deliveries });
@@ -294,7 +315,7 @@ impl World {
                 // The reply is lost.
                 PartitionEvent::Reclaimed(if failure == 1 { Err(error()) } else { Ok(result) })
             }
-            Action::CountDelivery(id) => {
+            Action::CountDelivery(id, _) => {
                 let deliveries = self.pending.get_mut(&id.ms).map(|(_, count)| {
                     *count += 1;
                     *count
@@ -428,6 +449,7 @@ proptest! {
             false => (Mode::Shared, MessageOrder::Relaxed),
         };
         let mut world = World::new(mode, order);
+        world.are_follow_ups_writable = true;
         world.on(PartitionEvent::Started);
         for (op, argument) in steps {
             // Only barriers of this order block.
@@ -576,5 +598,61 @@ fn a_retry_without_delay_waits_for_no_timer() {
     let disposition = Disposition::RetryInPlace { after: Duration::ZERO };
     let finished = FinishedMessage { id: item.delivery.id, disposition, took: None };
     world.on(PartitionEvent::HandlersFinished(vec![finished]));
-    assert!(world.calls.iter().any(|call| matches!(call, Action::CountDelivery(_))));
+    assert!(world.calls.iter().any(|call| matches!(call, Action::CountDelivery(..))));
+}
+
+/// Entries of one partition, all of them read and handled with this outcome.
+fn handle_all(world: &mut World, entries: usize, outcome: u8) {
+    for _ in 0..entries {
+        world.produce(None);
+    }
+    for _ in 0..entries {
+        world.fetch(LIMITS.regular, false);
+        world.start_handler(0);
+        world.finish_handler(0, outcome);
+    }
+}
+
+#[test]
+fn acknowledgements_go_on_while_a_dead_letter_cannot_be_written() {
+    let mut world = World::new(Mode::Shared, MessageOrder::Relaxed);
+    world.on(PartitionEvent::Started);
+    world.calls.clear();
+    handle_all(&mut world, 1, 2);
+    assert!(matches!(world.calls[..], [Action::WriteFollowUps(_)]), "{:?}", world.calls);
+    handle_all(&mut world, 1, 15);
+    assert!(matches!(world.calls[1], Action::Settle(_)), "{:?}", world.calls);
+    world.end_call(1, 15);
+    assert_eq!(world.settled, BTreeSet::from([2]));
+    // It fails; it is in flight, so that it is neither reclaimed nor idle, and tried again later.
+    world.end_call(0, 0);
+    assert!(world.calls.is_empty());
+    assert!(world.state.in_flight_ids().contains(&id(1)));
+    world.pass_time(LONG);
+    let is_kept = |call: &Action| matches!(call, Action::KeepAlive(ids) if ids == &[id(1)]);
+    assert!(world.calls.iter().any(is_kept), "{:?}", world.calls);
+    let at = world.calls.iter().position(|call| matches!(call, Action::WriteFollowUps(_)));
+    world.end_call(at.expect("another attempt"), 15);
+    assert_eq!(world.settled, BTreeSet::from([1, 2]));
+}
+
+#[test]
+fn a_partition_with_too_many_dead_letters_that_cannot_be_written_is_not_read() {
+    let mut world = World::new(Mode::Shared, MessageOrder::Relaxed);
+    world.on(PartitionEvent::Started);
+    world.calls.clear();
+    handle_all(&mut world, 1, 2);
+    world.end_call(0, 0);
+    handle_all(&mut world, FOLLOW_UPS_MAX - 2, 2);
+    assert!(world.credits > 0);
+    handle_all(&mut world, 1, 2);
+    assert_eq!(world.credits, 0);
+    world.produce(None);
+    world.fetch(1, false);
+    assert_eq!(world.state.in_flight(), 0);
+    // They are written: reading goes on.
+    world.pass_time(Duration::from_secs(1));
+    let at = world.calls.iter().position(|call| matches!(call, Action::WriteFollowUps(_)));
+    world.end_call(at.expect("another attempt"), 15);
+    assert!(world.credits > 0);
 }

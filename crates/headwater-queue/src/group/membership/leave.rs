@@ -7,7 +7,7 @@ use tokio::sync::oneshot;
 use tokio::time::{Instant, timeout};
 use tracing::{info, warn};
 
-use super::{MembershipEnd, MembershipEvent, MembershipLoop, find};
+use super::{MembershipEnd, MembershipEvent, MembershipLoop, RETRY_MIN, find};
 use crate::config::Mode;
 use crate::group::group_ops::{self, LeaveRequest};
 use crate::group::members::member_list;
@@ -34,8 +34,19 @@ impl MembershipLoop {
             "revoking the partition");
         let listener = Arc::clone(&subscription.request.listener);
         let (renewer, lease, id) = (Arc::clone(&self.renewer), part.lease.clone(), id.clone());
+        let held = part.held.clone();
         self.work.spawn(async move {
-            listener.on_revoke(partition).await;
+            let lost = async {
+                match held {
+                    Some(held) => held.lost().await,
+                    None => std::future::pending().await,
+                }
+            };
+            tokio::select! {
+                () = listener.on_revoke(partition) => {}
+                // `on_lost` is called, too.
+                () = lost => {}
+            }
             if is_released {
                 group_ops::release(&renewer, &[lease]).await;
             }
@@ -194,7 +205,7 @@ impl MembershipLoop {
             let tidied = async {
                 group_ops::release(&renewer, &[member]).await;
                 group_ops::release(&renewer, &partitions).await;
-                let members = member_list(&context.group);
+                let members = member_list(&*context.backend, &context.group);
                 let _ = members.remove(&*context.backend, &owned).await;
                 // In shared mode other members reclaim our pending messages as those of a dead member. Written again in
                 // case the server lost its data.
@@ -207,6 +218,34 @@ impl MembershipLoop {
             leave_waiters.into_iter().for_each(notify);
         });
         (self.session, MembershipEnd::Evicted)
+    }
+
+    /// Loses one partition, because its server did not answer or has lost the lease. On a cluster the others go on; the next
+    /// owner disconnects our reads of it.
+    pub(super) fn lose_partition(&mut self, lease: &LeaseName) {
+        let mut subscriptions = self.session.subscriptions.values_mut();
+        let held = subscriptions.find_map(|subscription| {
+            let mut held = subscription.held.iter();
+            let (partition, part) = held.find(|(_, part)| part.lease == *lease)?;
+            let (partition, state) = (*partition, part.state);
+            Some((subscription, partition, state))
+        });
+        let Some((subscription, partition, state)) = held else { return };
+        let is_assigned = matches!(state, PartitionOwnership::Owned | PartitionOwnership::Revoking);
+        if is_assigned {
+            warn!(topic = %subscription.topic.name, partition, group = %self.context.group,
+                consumer = %self.consumer, "partition lost");
+            subscription.request.listener.on_lost(partition);
+        }
+        // In the other states, a running operation ends with an event that removes it.
+        if state == PartitionOwnership::Owned {
+            subscription.held.remove(&partition);
+        }
+        subscription.dirty = true;
+        let id = subscription.id();
+        self.report_owned(&self.session.subscriptions[&id.0]);
+        self.poll_soon(Instant::now() + RETRY_MIN);
+        self.finish_leave_if_drained(&id);
     }
 
     /// Reports all partitions of a subscription as lost, and the eviction.

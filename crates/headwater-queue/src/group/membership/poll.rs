@@ -117,30 +117,42 @@ impl MembershipLoop {
     ) -> Option<Duration> {
         let subscription = find(&mut self.session, id)?;
         let entry = subscription.entry(&self.me);
-        if !snapshot.alive(&id.0).any(|known| *known == entry) {
+        let is_known = snapshot.alive(&id.0).any(|known| *known == entry);
+        if !is_known || snapshot.is_incomplete(&entry) {
             warn!(topic = %id.0, group = %self.context.group, "member-list entry is missing, writing it again");
-            subscription.dirty = true;
             let context = Arc::clone(&self.context);
             self.work.spawn(async move {
                 let (backend, group) = (&*context.backend, &context.group);
                 // If this fails, the next poll repeats it.
-                if member_list(group).add(backend, &[entry.to_string()]).await.is_ok() {
+                if member_list(backend, group).add(backend, &[entry.to_string()]).await.is_ok() {
                     group_ops::notify_members(backend, group, &[entry]).await;
                 }
                 MembershipEvent::Maintained
             });
+        }
+        let subscription = find(&mut self.session, id)?;
+        if !is_known {
+            subscription.dirty = true;
             return None;
         }
         if subscription.request.mode == Mode::Shared {
             return None;
         }
-        let Some(RebalanceActions { acquire, revoke, orphan_leases, next_expiry }) =
+        let now = Instant::now();
+        let is_partial = subscription.is_partial(snapshot);
+        let since = subscription.partial_since.unwrap_or(now);
+        subscription.partial_since = is_partial.then_some(since);
+        let Some(RebalanceActions { acquire, mut revoke, orphan_leases, next_expiry }) =
             subscription.plan(snapshot, &self.me)
         else {
             // The topic changed during the poll: poll again.
             subscription.dirty = true;
             return None;
         };
+        if is_partial && now.duration_since(since) < self.context.config.lease.ttl {
+            // Other members may know more. Once the leases must have expired, no member owns those partitions.
+            revoke.clear();
+        }
         let obsolete_reservations: Vec<String> =
             obsolete_reservations(subscription, snapshot, &self.me.member);
         acquire.into_iter().for_each(|partition| self.acquire(id, partition));
@@ -152,7 +164,7 @@ impl MembershipLoop {
             self.work.spawn(async move {
                 // If this fails, the leases expire and the next poll repeats it.
                 let _ = context.backend.release(&holder, &orphan_leases).await;
-                let members = member_list(&context.group);
+                let members = member_list(&*context.backend, &context.group);
                 let _ = members.remove(&*context.backend, &obsolete_reservations).await;
                 MembershipEvent::Maintained
             });
@@ -206,7 +218,7 @@ impl MembershipLoop {
         }
         let context = Arc::clone(&self.context);
         self.work.spawn(async move {
-            let members = member_list(&context.group);
+            let members = member_list(&*context.backend, &context.group);
             if let Err(error) = members.remove(&*context.backend, &entries).await {
                 debug!(%error, "removing dead members failed, the next poll retries");
             }
@@ -219,8 +231,12 @@ impl MembershipLoop {
         let Some(lease) = subscription.leases.get(usize::from(partition)).cloned() else { return };
         let topic = Arc::clone(&subscription.topic);
         let stream = keys::stream(&topic, partition);
-        let part =
-            HeldPartition { topic, lease: lease.clone(), state: PartitionOwnership::Acquiring };
+        let part = HeldPartition {
+            topic,
+            lease: lease.clone(),
+            held: None,
+            state: PartitionOwnership::Acquiring,
+        };
         subscription.held.insert(partition, part);
         let (context, renewer) = (Arc::clone(&self.context), Arc::clone(&self.renewer));
         let (known_consumers, id) = (self.known_consumers.clone(), id.clone());
@@ -259,15 +275,17 @@ impl MembershipLoop {
                     return self.release(id, partition);
                 }
                 part.state = PartitionOwnership::Owned;
+                part.held = Some(lease.clone());
                 info!(topic = %id.0, partition, group = %self.context.group,
                     consumer = %self.consumer, epoch = %lease.fence().epoch, "partition assigned");
-                let topic = Arc::clone(&part.topic);
+                let (topic, fenced) =
+                    (Arc::clone(&part.topic), self.fenced.of(lease.fence().clone()));
                 subscription.request.listener.on_assigned(AssignedPartition {
                     topic,
                     partition,
                     lease,
                     consumer: self.consumer.clone(),
-                    fenced: self.fenced.clone(),
+                    fenced,
                 });
                 let subscription = &self.session.subscriptions[&id.0];
                 return self.report_owned(subscription);

@@ -6,7 +6,7 @@ use headwater_stream::HolderName;
 use tokio::time::{Instant, sleep};
 
 use super::fixture::{Callback, GroupFixture, Member, QUIET, fast_config, wait_until};
-use crate::keys;
+use crate::keys::{self, MembershipKeys};
 use crate::topic::{Partition, Topic, TopicName};
 
 async fn a_leaving_member_hands_over_without_waiting_for_lease_expiry(fixture: &GroupFixture) {
@@ -124,10 +124,14 @@ async fn a_member_that_joins_without_notification_is_found_by_polling(fixture: &
 async fn add_member_without_notification(fixture: &GroupFixture) {
     let backend = fixture.connect().await;
     let holder = HolderName::new("silent:1").unwrap();
-    let lease = keys::member(&fixture.group, "silent:1");
-    backend.acquire(&lease, &holder, LONG).await.unwrap();
+    let keys = MembershipKeys::new(&*backend, &fixture.group);
+    for lease in keys.member("silent:1") {
+        backend.acquire(&lease, &holder, LONG).await.unwrap();
+    }
     let entry = format!("silent:1 silent:1 owned {}", fixture.topic);
-    backend.set_add(&keys::members(&fixture.group), &[&entry], None).await.unwrap();
+    for members in keys.members() {
+        backend.set_add(&members, &[&entry], None).await.unwrap();
+    }
 }
 
 /// The reply of an acquire was lost, and the partition was assigned to another member before the retry.

@@ -9,7 +9,7 @@ use tokio::time::sleep;
 use super::fixture::{Callback, GroupFixture, Member, QUIET, fast_config, wait_until};
 use crate::config::Mode;
 use crate::error::QueueError;
-use crate::keys;
+use crate::keys::MembershipKeys;
 
 fn is_lost(callback: &Callback) -> bool {
     matches!(callback, Callback::Lost(_))
@@ -80,7 +80,8 @@ async fn a_deleted_member_list_is_written_again() {
     fixture.create(4).await;
     let members = fixture.members(2).await;
     fixture.wait_until_balanced(&[&members[0], &members[1]], 4).await;
-    redis.command(&["DEL", keys::members(&fixture.group).as_str()]).unwrap();
+    let lists = MembershipKeys::new(&*fixture.connect().await, &fixture.group).members();
+    redis.command(&["DEL", lists[0].as_str()]).unwrap();
     wait_until("the member list to be complete", || async {
         fixture.member_list().await.len() == 2
     })
@@ -194,7 +195,37 @@ async fn leaving_completes_when_the_member_is_evicted_meanwhile(fixture: &GroupF
     .await;
 }
 
-on_every_backend!(
+/// The same on a cluster, where the leases of other partitions are on other servers.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_cluster_member_that_loses_one_lease_keeps_the_other_partitions() {
+    let fixture = &GroupFixture::cluster();
+    fixture.create(3).await;
+    let member = fixture.member().await;
+    fixture.wait_until_balanced(&[&member], 3).await;
+    let (first, lease) = (member.consumer(), member.listener.lease(1));
+    member.clear_callbacks();
+
+    let holder = headwater_stream::HolderName::new(first.as_str()).unwrap();
+    let fence = lease.fence().clone();
+    assert_eq!(fixture.connect().await.release(&holder, &[fence]).await.unwrap(), 1);
+    wait_until("the partition to be lost", || async { member.count(is_lost) == 1 }).await;
+    fixture.wait_until_balanced(&[&member], 3).await;
+    let acquired_again = member.listener.lease(1);
+    assert!(acquired_again.fence().epoch > lease.fence().epoch);
+
+    let fenced = member.listener.lock().owned[&2].fenced.clone();
+    fenced.signal();
+    wait_until("the second to be lost", || async { member.count(is_lost) == 2 }).await;
+    fixture.wait_until_balanced(&[&member], 3).await;
+    // A late rejection of the old epoch does not concern the new one.
+    fenced.signal();
+    sleep(QUIET).await;
+
+    assert_eq!(member.callbacks().iter().filter(|one| is_lost(one)).count(), 2);
+    assert_eq!(member.consumer(), first, "it stayed a member");
+}
+
+on_one_server!(
     a_fenced_signal_evicts_the_member_and_it_rejoins,
     a_lease_released_by_an_operator_evicts_the_member,
     leaving_completes_when_the_member_is_evicted_meanwhile,

@@ -1,4 +1,5 @@
-//! The task of a shared connection: dispatches replies, writes what callers left unwritten, enforces deadlines.
+//! The task of a shared connection: dispatches replies, writes what callers left unwritten, enforces deadlines, and checks a
+//! silent server with `PING`.
 
 use std::collections::VecDeque;
 use std::io;
@@ -9,9 +10,16 @@ use std::task::{Context, Poll, Waker};
 
 use tokio::time::{Instant, Sleep};
 
-use super::{ConnectionShared, ConnectionState, InFlightRequest, RequestError, closed, timed_out};
+use super::{
+    ConnectionShared, ConnectionState, InFlightRequest, RequestError, SILENCE_MIN, closed,
+    timed_out,
+};
+use crate::redis::connection::LivenessCheck;
+use crate::redis::metrics;
 use crate::redis::reply::{RespReplies, Scanner};
 use crate::redis::transport::Transport;
+
+const PING: &[u8] = b"*1\r\n$4\r\nPING\r\n";
 
 pub(super) struct ConnectionTask {
     transport: Transport,
@@ -21,6 +29,11 @@ pub(super) struct ConnectionTask {
     scanner: Scanner,
     /// Fires at or before the earliest deadline.
     deadline_timer: Option<Pin<Box<Sleep>>>,
+    liveness: LivenessCheck,
+    /// When something was last received.
+    heard_at: Instant,
+    /// Fires when the server may have been silent for too long.
+    silence_timer: Pin<Box<Sleep>>,
     /// Whether the task holds the right to write.
     writing: bool,
     /// Whether it has yielded to other callers before it writes.
@@ -39,8 +52,16 @@ enum WriteStep {
 }
 
 impl ConnectionTask {
-    pub(super) fn new(transport: Transport, shared: Arc<ConnectionShared>) -> Self {
+    pub(super) fn new(
+        transport: Transport,
+        shared: Arc<ConnectionShared>,
+        liveness: LivenessCheck,
+    ) -> Self {
+        let heard_at = Instant::now();
         Self {
+            liveness,
+            heard_at,
+            silence_timer: Box::pin(tokio::time::sleep_until(heard_at + liveness.silence_max)),
             transport,
             shared,
             in_flight: VecDeque::new(),
@@ -55,6 +76,9 @@ impl ConnectionTask {
 
     pub(super) async fn run(mut self) {
         let end = std::future::poll_fn(|cx| self.poll(cx)).await;
+        if end.is_err() {
+            ::metrics::counter!(metrics::DISCONNECTS).increment(1);
+        }
         self.fail_all(end.err().unwrap_or_else(closed));
     }
 
@@ -73,10 +97,13 @@ impl ConnectionTask {
         };
         self.shared.open.store(false, Ordering::Release);
         self.shared.permits.close();
+        self.shared.set_silent(false);
+        self.shared.in_flight_gauge.decrement(self.in_flight.len() as f64);
         for request in std::mem::take(&mut self.in_flight) {
             let sent = request.starts_at < handed_to_writer;
             let reason = if sent { RequestError::ReplyLost } else { RequestError::NotSent };
-            if let Some(caller) = request.response.complete(Err(reason(Arc::clone(&error)))) {
+            let Some(response) = request.response else { continue };
+            if let Some(caller) = response.complete(Err(reason(Arc::clone(&error)))) {
                 caller.wake();
             }
         }
@@ -89,6 +116,8 @@ impl ConnectionTask {
             let read = self.transport.poll_read(cx, self.scanner.wanted());
             if let Poll::Ready(read) = read {
                 read?;
+                self.heard_at = Instant::now();
+                self.shared.set_silent(false);
                 self.dispatch_replies()?;
                 continue;
             }
@@ -107,7 +136,10 @@ impl ConnectionTask {
             if closing && self.in_flight.is_empty() && !self.writing {
                 return Poll::Ready(Ok(()));
             }
-            if self.deadline_exceeded(cx) {
+            if self.check_silence(cx) {
+                continue;
+            }
+            if self.fail_late(cx) {
                 return Poll::Ready(Err(timed_out()));
             }
             return Poll::Pending;
@@ -163,6 +195,8 @@ impl ConnectionTask {
 
     fn dispatch_replies(&mut self) -> io::Result<()> {
         let mut completed = std::mem::take(&mut self.completed);
+        // The replies before a malformed one are valid.
+        let mut result = Ok(());
         while !self.transport.read_buffer.is_empty() {
             if self.in_flight.is_empty() {
                 // A caller may have written its request and got the reply before this task took the request.
@@ -176,10 +210,17 @@ impl ConnectionTask {
             }
             if self.in_flight.is_empty() {
                 let problem = "reply without a request";
-                return Err(io::Error::new(io::ErrorKind::InvalidData, problem));
+                result = Err(io::Error::new(io::ErrorKind::InvalidData, problem));
+                break;
             }
-            let found = self.scanner.scan(&self.transport.read_buffer).map_err(io::Error::other)?;
-            let Some(length) = found else { break };
+            let length = match self.scanner.scan(&self.transport.read_buffer) {
+                Ok(Some(length)) => length,
+                Ok(None) => break,
+                Err(error) => {
+                    result = Err(io::Error::other(error));
+                    break;
+                }
+            };
             let bytes = self.transport.take(length);
             let replies = RespReplies::new(bytes, self.scanner.has_errors());
             completed.extend(self.in_flight.pop_front().map(|request| (request, replies)));
@@ -191,36 +232,86 @@ impl ConnectionTask {
             state.in_flight -= completed.len();
             state.batching = completed.len() > 1 || state.in_flight > 0;
         }
+        self.shared.in_flight_gauge.decrement(completed.len() as f64);
         let kib = completed.iter().map(|(request, _)| request.kib as usize).sum();
         self.shared.permits.add_permits(kib);
         let complete = |(request, replies): (InFlightRequest, RespReplies)| {
-            request.response.complete(Ok(replies))
+            request.response.and_then(|response| response.complete(Ok(replies)))
         };
         self.callers.extend(completed.drain(..).filter_map(complete));
         self.completed = completed;
         self.callers.drain(..).for_each(Waker::wake);
-        Ok(())
+        result
     }
 
-    /// Whether a request is past its deadline. Resets the timer to the next deadline.
-    fn deadline_exceeded(&mut self, cx: &mut Context<'_>) -> bool {
+    /// Marks the connection silent when nothing was received for too long. If no request is in flight, a `PING` finds out whether
+    /// the server is still there; otherwise the replies do. Returns whether a `PING` was added to the write buffer.
+    fn check_silence(&mut self, cx: &mut Context<'_>) -> bool {
+        let mut added = false;
+        while self.silence_timer.as_mut().poll(cx).is_ready() {
+            let (now, silent_at) = (Instant::now(), self.heard_at + self.liveness.silence_max);
+            if now < silent_at {
+                self.silence_timer.as_mut().reset(silent_at);
+                continue;
+            }
+            self.silence_timer.as_mut().reset(now + self.liveness.silence_max);
+            self.shared.set_silent(true);
+            let mut state = self.shared.lock();
+            if state.in_flight > 0 || state.closing {
+                continue;
+            }
+            let starts_at = state.accepted;
+            state.accepted += PING.len() as u64;
+            state.write_buffer.extend_from_slice(PING);
+            // Without a caller. If it stays unanswered, the connection is closed.
+            state.incoming.push(InFlightRequest {
+                replies: 1,
+                starts_at,
+                kib: 0,
+                started_at: now,
+                deadline: now + self.liveness.ping_timeout,
+                response: None,
+            });
+            state.in_flight += 1;
+            self.shared.in_flight_gauge.increment(1.0);
+            added = true;
+        }
+        added
+    }
+
+    /// Fails requests past their deadline and sets the timer to the next one. Returns whether the server has been silent for
+    /// too long.
+    fn fail_late(&mut self, cx: &mut Context<'_>) -> bool {
         while let Some(timer) = &mut self.deadline_timer {
             if timer.as_mut().poll(cx).is_pending() {
                 return false;
             }
-            match self.in_flight.iter().map(|request| request.deadline).min() {
-                None => {
-                    self.deadline_timer = None;
-                    let mut state = self.shared.lock();
-                    state.timer_set = false;
-                    // A request arrived meanwhile and relied on the timer: poll again.
-                    if !state.incoming.is_empty() {
-                        cx.waker().wake_by_ref();
-                    }
+            let now = Instant::now();
+            let Some(oldest) = self.in_flight.front() else {
+                self.deadline_timer = None;
+                let mut state = self.shared.lock();
+                state.timer_set = false;
+                // A request arrived meanwhile and relied on the timer: poll again.
+                if !state.incoming.is_empty() {
+                    cx.waker().wake_by_ref();
                 }
-                Some(earliest) if earliest <= Instant::now() => return true,
-                Some(earliest) => timer.as_mut().reset(earliest),
+                return false;
+            };
+            let had = oldest.deadline.saturating_duration_since(oldest.started_at);
+            let mut next = oldest.started_at.max(self.heard_at) + had.max(SILENCE_MIN);
+            if next <= now {
+                return true;
             }
+            for request in &mut self.in_flight {
+                if request.deadline > now {
+                    next = next.min(request.deadline);
+                } else if let Some(response) = request.response.take() {
+                    let late = RequestError::ReplyLost(Arc::new(timed_out()));
+                    self.callers.extend(response.complete(Err(late)));
+                }
+            }
+            timer.as_mut().reset(next);
+            self.callers.drain(..).for_each(Waker::wake);
         }
         false
     }

@@ -15,7 +15,10 @@ for i = 1, #ARGV, 3 do
       result = {3}
     else
       local id = redis.pcall('XADD', target, '*', unpack(cmsgpack.unpack(packed), 2))
-      if type(id) == 'table' then
+      if type(id) == 'table' and string.find(id.err, 'OOM command not allowed', 1, true) then
+        -- Only the first write of a script can be rejected: nothing is moved. It is sent again with the flag allow-oom.
+        return redis.error_reply('OOM command not allowed: the server is at its memory limit')
+      elseif type(id) == 'table' then
         result = {2, id.err}
       else
         remove_delayed(set, entries, member, number)

@@ -64,12 +64,13 @@ async fn postgres(
         state => Finding::ok("persistence", format!("synchronous_commit is {state}")),
     });
     let (most, used): (i64, i64) = (row.try_get(4)?, row.try_get(5)?);
-    let wanted = i64::from(settings.database_connections);
+    let wanted =
+        i64::from(settings.database_connections) + i64::from(settings.database_http_connections);
     findings.push(if used.max(wanted) + SPARE > most {
         Finding::warning(
             "connections",
             format!("{used} of {most} in use; each Headwater process uses up to {wanted}"),
-            "raise `max_connections` of PostgreSQL, or lower `database.connections`",
+            "raise `max_connections` of PostgreSQL, or lower `database.connections` and `database.http_connections`",
         )
     } else {
         Finding::ok(

@@ -9,8 +9,11 @@ use headwater_issue::STREAM;
 use headwater_queue::{GroupPartitionView, GroupView, Inspector, Queue, QueueError, TopicView};
 
 use crate::api::doctor::Finding;
+use crate::api::names::{shown_group, shown_topic};
 use crate::inbound::ticket_events_consumer::AI_PROCESSOR_GROUP;
 use crate::limits::TICKET_EVENTS_KEPT;
+use crate::outbound::notifications::NOTIFICATION_GROUP_PREFIX;
+use crate::text::shell_word;
 use crate::tickets::TICKET_EVENTS;
 
 /// Maximum number of checked topics.
@@ -26,6 +29,7 @@ pub(super) async fn check(queue: &Queue) -> Vec<Finding> {
         Ok(topics) => topics,
         Err(error) => return vec![Finding::warning("groups", error.to_string(), "")],
     };
+    let listed = topics_finding(&topics);
     let skipped = topics.len().saturating_sub(TOPICS_MAX);
     topics.truncate(TOPICS_MAX);
     topics.extend(PLAIN.map(|(name, _)| name.to_owned()));
@@ -49,7 +53,18 @@ pub(super) async fn check(queue: &Queue) -> Vec<Finding> {
     if skipped > 0 {
         findings.push(Finding::ok("groups", format!("{skipped} topics were not checked")));
     }
+    findings.extend(listed);
     findings
+}
+
+/// The topics, so that one with a misspelt name is noticed; `None` without topics.
+fn topics_finding(topics: &[String]) -> Option<Finding> {
+    let named: Vec<_> =
+        topics.iter().take(NAMED_MAX).map(|name| format!("`{}`", shown_topic(name))).collect();
+    let more = topics.len().saturating_sub(NAMED_MAX);
+    let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+    let found = format!("{} topics: {}{more}", topics.len(), named.join(", "));
+    (!topics.is_empty()).then(|| Finding::ok("topics", found))
 }
 
 fn warning(view: &GroupView) -> Finding {
@@ -57,11 +72,21 @@ fn warning(view: &GroupView) -> Finding {
     let needed_messages =
         lag.map_or_else(|| "messages".to_owned(), |lag| format!("{} messages", lag + pending));
     let found = format!(
-        "group `{group}` of topic `{topic}` has no active members and blocks retention: {needed_messages} are kept for it"
+        "group `{}` of topic `{}` has no active members and blocks retention: {needed_messages} are kept for it",
+        shown_group(topic, group),
+        shown_topic(topic)
     );
     let advice = if topic == STREAM || group == AI_PROCESSOR_GROUP {
         "start `headwater serve` or `headwater worker`, which consume it".to_owned()
+    } else if let Some(id) =
+        group.strip_prefix(NOTIFICATION_GROUP_PREFIX).filter(|_| topic == TICKET_EVENTS)
+    {
+        format!(
+            "start a server whose settings have the [[notification]] `{id}`, or delete the group: `headwater group delete {topic} {group}`"
+        )
     } else {
+        let group = shell_word(&shown_group(topic, group));
+        let topic = shell_word(&shown_topic(topic));
         format!("start its consumer, or delete the group: `headwater group delete {topic} {group}`")
     };
     Finding::warning("groups", found, &advice)

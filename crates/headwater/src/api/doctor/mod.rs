@@ -13,7 +13,6 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use axum::Json;
 use axum::extract::State;
-use futures_util::future::BoxFuture;
 use headwater_issue::Store;
 use serde::{Deserialize, Serialize};
 use tokio::time::timeout;
@@ -22,7 +21,6 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use crate::config::{Role, Settings};
-use crate::http::audit;
 use crate::http::auth::Principal;
 use crate::http::body::JsonResult;
 use crate::server::app_state::App;
@@ -99,13 +97,9 @@ pub(crate) struct DoctorResponse {
 #[utoipa::path(get, path = "/doctor", tag = "health", responses((status = 200, body = DoctorResponse)))]
 async fn doctor(State(app): State<App>, principal: Principal) -> JsonResult<DoctorResponse> {
     principal.require_role(Role::Admin)?;
-    let consistency_check = Box::pin(async {
-        let counted = audit::check_consistency(&app).await;
-        counted.map_err(|error| error.message().to_owned())
-    });
     let (mut findings, of_database) = tokio::join!(
         streams(&app.settings, &app.streams),
-        database(&app.settings, app.store.as_ref(), consistency_check)
+        database(&app.settings, app.store.as_ref())
     );
     findings.extend(of_database);
     findings.extend(settings(&app.settings));
@@ -117,16 +111,8 @@ pub(crate) fn check_timeout(settings: &Settings) -> Duration {
     CHECK_TIMEOUT.min(settings.http.request_timeout / 4)
 }
 
-/// A consistency check; its error is a message.
-pub(crate) type ConsistencyCheck<'a> =
-    BoxFuture<'a, Result<headwater_issue::ConsistencyReport, String>>;
-
-/// Checks the database server and its contents.
-pub(crate) async fn database(
-    settings: &Settings,
-    store: &dyn Store,
-    consistency_check: ConsistencyCheck<'_>,
-) -> Vec<Finding> {
+/// Checks the database server and its contents, except for the consistency of all issues (see [`consistency`]).
+pub(crate) async fn database(settings: &Settings, store: &dyn Store) -> Vec<Finding> {
     let check_timeout = check_timeout(settings);
     let mut findings = match timeout(check_timeout, database::server(settings, store)).await {
         Ok(Ok(findings)) => findings,
@@ -136,9 +122,7 @@ pub(crate) async fn database(
             return vec![database_unreachable(settings, &problem)];
         }
     };
-    let consistency_check = timeout(settings.http.request_timeout / 2, consistency_check);
-    let (consistency, workers, backlog_findings) = tokio::join!(
-        async { consistency_check.await.map_or_else(|_| too_slow("audit"), consistency) },
+    let (workers, backlog_findings) = tokio::join!(
         async {
             timeout(check_timeout, workers(store)).await.unwrap_or_else(|_| too_slow("workers"))
         },
@@ -148,7 +132,7 @@ pub(crate) async fn database(
                 .unwrap_or_else(|_| vec![too_slow("outbox")])
         },
     );
-    findings.extend([consistency, workers]);
+    findings.extend([workers, retention(settings)]);
     findings.extend(backlog_findings);
     findings
 }
@@ -189,11 +173,12 @@ fn clock(of: &str, before: SystemTime, theirs_ms: u64) -> Finding {
     }
 }
 
-/// Whether all events are accounted for.
-fn consistency(counted: Result<headwater_issue::ConsistencyReport, String>) -> Finding {
-    match counted {
-        Ok(audit) if audit.is_consistent() => Finding::ok("audit", "every event is accounted for"),
-        Ok(_) => Finding::error(
+/// The finding of a consistency check, which is part of `headwater doctor --consistency` only: it reads all event logs. An
+/// error is a message.
+pub(crate) fn consistency(is_consistent: Result<bool, String>) -> Finding {
+    match is_consistent {
+        Ok(true) => Finding::ok("audit", "every event is accounted for"),
+        Ok(false) => Finding::error(
             "audit",
             "some recorded events are neither processed, pending nor quarantined",
             "run `headwater audit` to list the inconsistent issues",
@@ -213,6 +198,26 @@ async fn workers(store: &dyn Store) -> Finding {
         Ok(workers) => Finding::ok("workers", format!("{} active", workers.len())),
         Err(error) => Finding::warning("workers", error.to_string(), ""),
     }
+}
+
+/// Checks that no table grows without a limit.
+fn retention(settings: &Settings) -> Finding {
+    let kept = settings.retention;
+    let unlimited: Vec<&str> = [
+        ("`event_logs`", kept.events.is_none()),
+        ("`issues`, `tickets` and `ticket_messages`", kept.issues.is_none()),
+    ]
+    .into_iter()
+    .filter_map(|(tables, is_unlimited)| is_unlimited.then_some(tables))
+    .collect();
+    if unlimited.is_empty() {
+        return Finding::ok("retention", "every table has a retention");
+    }
+    Finding::warning(
+        "retention",
+        format!("{} grow without a limit", unlimited.join(" and ")),
+        "set `retention.events` and `retention.issues`",
+    )
 }
 
 /// Checks for quarantined issues and dead outbox rows.

@@ -1,14 +1,12 @@
 //! Checks of the stream backend: version, memory, persistence, eviction, notifications, commands and clock.
 //!
-//! Upstream: `mod.rs`. Downstream: a new connection to Redis for each check, because a backend describes itself as of
-//! its connect. Guarantees: reports the current state; an unreachable server is reported once.
+//! Upstream: `mod.rs`. Downstream: `Backend::probe`. Guarantees: reports the current state; an unreachable server is reported once.
 
 use std::sync::Arc;
-use std::time::{Duration, SystemTime};
+use std::time::SystemTime;
 
 use headwater_queue::Queue;
-use headwater_stream::{Backend, BackendDescription, Options};
-use secrecy::ExposeSecret;
+use headwater_stream::{Backend, BackendDescription};
 use tokio::time::timeout;
 
 use crate::api::doctor::groups;
@@ -23,12 +21,11 @@ pub(crate) async fn streams(settings: &Settings, streams: &Arc<dyn Backend>) -> 
         let advice = "start it; until then processing continues from SQL, with higher latency";
         vec![Finding::new(Severity::Unreachable, "streams", found, advice)]
     };
-    let mut findings =
-        match timeout(check_timeout, describe_now(settings, streams, check_timeout)).await {
-            Ok(Ok(description)) => findings_of(&description),
-            Ok(Err(problem)) => return unreachable(problem),
-            Err(_) => return unreachable(format!("no answer within {check_timeout:?}")),
-        };
+    let mut findings = match timeout(check_timeout, streams.probe()).await {
+        Ok(Ok(description)) => findings_of(&description),
+        Ok(Err(error)) => return unreachable(error.to_string()),
+        Err(_) => return unreachable(format!("no answer within {check_timeout:?}")),
+    };
     let before = SystemTime::now();
     findings.push(match timeout(check_timeout, streams.now()).await {
         Ok(Ok(theirs)) => clock("streams", before, theirs.as_millis()),
@@ -43,25 +40,6 @@ pub(crate) async fn streams(settings: &Settings, streams: &Arc<dyn Backend>) -> 
         |_| vec![Finding::warning("groups", "skipped: the stream backend is too slow", "")];
     findings.extend(checked.unwrap_or_else(too_slow));
     findings
-}
-
-/// Describes the current state of the stream backend.
-async fn describe_now(
-    settings: &Settings,
-    streams: &Arc<dyn Backend>,
-    call_deadline: Duration,
-) -> Result<BackendDescription, String> {
-    let known = streams.describe();
-    if known.kind != "redis" {
-        return Ok(known);
-    }
-    let options = Options { call_deadline, ..Options::default() };
-    let opened = headwater_stream::connect(settings.stream_url.expose_secret(), &options).await;
-    let opened = opened.map_err(|error| error.to_string())?;
-    let description = opened.describe();
-    // The connection was only used for reading.
-    let _ = opened.close().await;
-    Ok(description)
 }
 
 fn findings_of(description: &BackendDescription) -> Vec<Finding> {
@@ -115,22 +93,30 @@ fn findings_of(description: &BackendDescription) -> Vec<Finding> {
     findings
 }
 
-/// Checks which optional commands the server supports.
+/// Says what the server lacks because of its version.
 fn commands(version: Option<&str>) -> Finding {
-    let major = version.and_then(|version| version.split('.').next()?.parse::<u32>().ok());
-    let in_use = "only commands of Redis 6.2 are used";
-    match major {
-        Some(major) if major < 7 => Finding::warning(
-            "commands",
-            format!("{in_use}; this server does not report the lag of groups"),
-            "upgrade to Redis 7.0 or later to see the lag of groups",
-        ),
-        Some(_) => Finding::ok("commands", format!("{in_use}, plus the group lag of Redis 7.0")),
-        None => Finding::warning(
+    let in_use = "commands of Redis 6.2 are used, and newer ones where the server has them";
+    let Some(version) = version else {
+        return Finding::warning(
             "commands",
             format!("{in_use}; this server does not report its version"),
             "allow INFO for this user",
+        );
+    };
+    let mut numbers = version.split('.').map(|number| number.parse::<u32>().unwrap_or(0));
+    match (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0)) {
+        (..=6, _) => Finding::warning(
+            "commands",
+            format!(
+                "{in_use}; this server has no lag of groups and does not show the library of a connection"
+            ),
+            "upgrade to Redis 7.2 or Valkey 8 or later",
         ),
+        (7, ..=1) => Finding::ok(
+            "commands",
+            format!("{in_use}; this server does not show the library of a connection (Redis 7.2)"),
+        ),
+        _ => Finding::ok("commands", format!("{in_use}; this server lacks none of them")),
     }
 }
 

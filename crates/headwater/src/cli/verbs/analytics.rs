@@ -4,6 +4,7 @@
 //! Downstream: the routes of `api/analytics.rs`, or `analytics` itself. Guarantees: both return the same results; if a
 //! server has the file open, the error says how to query that server.
 
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -15,12 +16,13 @@ use crate::analytics::{self, AnalyticsRequestError};
 use crate::cli::api_client::ApiClient;
 use crate::cli::in_process;
 use crate::cli::local_audit;
-use crate::cli::output;
+use crate::cli::output::{self, OutputStyle};
 use crate::cli::progress;
 use crate::cli::{ConfirmArgs, ConnectionArgs};
 use crate::config::Settings;
 use crate::exit::CliError;
 use crate::http::audit::AuditLog;
+use crate::server::startup;
 use crate::tickets;
 
 /// Poll interval of a rebuild.
@@ -50,14 +52,21 @@ impl AnalyticsArgs {
         confirm.ask("Replace all events in the DuckDB file by those of the database?")?;
         let source = match self.connection.url() {
             Some(url) => AnalyticsSource::Network(ApiClient::network(&url)?),
-            None => AnalyticsSource::open_for_rebuild(settings).await?,
+            None => {
+                let opening = AnalyticsSource::open_for_rebuild(settings);
+                progress::waiting("opening database and DuckDB file", opening).await?
+            }
         };
         let rebuild = watch(&source).await?;
         if let Some(problem) = rebuild["problem"].as_str() {
             return Err(CliError::new(format!("{problem}; nothing was changed")));
         }
         let done = json!({"read": rebuild["read"], "removed": rebuild["removed"], "stored": rebuild["stored"]});
-        output::object(self.connection.json, &done)
+        let sentence = format!(
+            "rebuilt the DuckDB file: read {}, removed {}, stored {} events",
+            done["read"], done["removed"], done["stored"]
+        );
+        output::changed(self.connection.style(), &done, sentence)
     }
 }
 
@@ -91,9 +100,19 @@ pub(crate) enum OutputFormat {
 }
 
 impl OutputFormat {
-    /// The requested format; `--json` takes precedence.
-    pub(crate) fn of(connection: &ConnectionArgs, format: Option<Self>) -> Self {
-        if connection.json { Self::Json } else { format.unwrap_or(Self::Table) }
+    /// The requested format. `--json` and another format are a usage error.
+    pub(crate) fn of(connection: &ConnectionArgs, format: Option<Self>) -> Result<Self, CliError> {
+        match (connection.json, format) {
+            (true, Some(format)) if format != Self::Json => {
+                let name = format.to_possible_value();
+                let name = name.as_ref().map_or("", |value| value.get_name());
+                Err(CliError::usage(format!(
+                    "--json and --format {name} ask for different formats; give one of them"
+                )))
+            }
+            (true, _) => Ok(Self::Json),
+            (false, format) => Ok(format.unwrap_or(Self::Table)),
+        }
     }
 }
 
@@ -114,7 +133,7 @@ impl AnalyticsSource {
         }
         let opened =
             analytics::Analytics::open_for_queries(settings.analytics_path.as_deref()).await;
-        opened.map(Self::Local).map_err(|problem| open_error(problem, settings))
+        opened.map(Self::Local).map_err(open_error)
     }
 
     /// Opens the file of the settings for a rebuild.
@@ -127,7 +146,7 @@ impl AnalyticsSource {
             .map_err(|error| CliError::new(format!("failed to open the ticket tables: {error}")))?;
         let path = settings.analytics_path.as_deref();
         let opened = analytics::Analytics::open_for_rebuild(path, Arc::clone(&store)).await;
-        let opened = opened.map_err(|problem| open_error(problem, settings))?;
+        let opened = opened.map_err(open_error)?;
         let audit = AuditLog::open_append_only(store).await;
         let audit = audit
             .map_err(|error| CliError::new(format!("failed to open the audit log: {error}")))?;
@@ -152,7 +171,7 @@ impl AnalyticsSource {
             Self::Network(client) => {
                 table(client.get(&format!("/reports/{}", report.name), &[]).await?)
             }
-            Self::Local(analytics) => Ok(analytics.query(report.sql).await?),
+            Self::Local(analytics) => Ok(analytics.report(report).await?),
         }
     }
 
@@ -176,23 +195,28 @@ fn table(answer: Value) -> Result<Table, CliError> {
         .map_err(|error| CliError::new(format!("unexpected response format: {error}")))
 }
 
-fn open_error(problem: AnalyticsRequestError, settings: &Settings) -> CliError {
+fn open_error(problem: AnalyticsRequestError) -> CliError {
     match &problem {
-        AnalyticsRequestError::Analytics(AnalyticsError::InUse { .. }) => CliError::new(format!(
-            "{problem}; query the running server with `--url http://{}`",
-            settings.http.listen
-        )),
-        AnalyticsRequestError::Analytics(AnalyticsError::Missing { .. }) => CliError::new(format!(
-            "{problem}; create it with `headwater serve` or `headwater analytics rebuild`"
-        )),
+        AnalyticsRequestError::Analytics(AnalyticsError::InUse { path }) => {
+            startup::analytics_in_use(Path::new(path))
+        }
+        AnalyticsRequestError::Analytics(AnalyticsError::Missing { path }) => {
+            CliError::new(format!(
+                "DuckDB file `{path}` does not exist; create it with `headwater serve` or `headwater analytics rebuild`"
+            ))
+        }
         _ => problem.into(),
     }
 }
 
 /// Prints a result in any format except SVG.
-pub(crate) fn show(format: OutputFormat, table: &Table) -> Result<(), CliError> {
+pub(in crate::cli) fn show(
+    format: OutputFormat,
+    style: OutputStyle,
+    table: &Table,
+) -> Result<(), CliError> {
     match format {
-        OutputFormat::Table => columns(table)?,
+        OutputFormat::Table => columns(table, style)?,
         OutputFormat::Csv => output::exact(table.to_csv().trim_end_matches('\n'))?,
         OutputFormat::Json | OutputFormat::Svg => {
             table.to_json_lines().lines().try_for_each(output::exact)?;
@@ -204,9 +228,12 @@ pub(crate) fn show(format: OutputFormat, table: &Table) -> Result<(), CliError> 
     Ok(())
 }
 
-fn columns(table: &Table) -> Result<(), CliError> {
-    let headings: Vec<String> = table.columns.iter().map(|column| column.to_uppercase()).collect();
-    let rows = table.rows.iter().map(|row| row.iter().map(output::cell).collect::<Vec<_>>());
+fn columns(table: &Table, style: OutputStyle) -> Result<(), CliError> {
+    let headings: Vec<String> =
+        table.columns.iter().map(|column| output::plain(column).to_uppercase()).collect();
+    // The columns of a query have no units that this program knows.
+    let cells = |row: &Vec<Value>| row.iter().map(|value| output::cell("", value)).collect();
+    let rows = table.rows.iter().map(cells);
     let lines: Vec<Vec<String>> = std::iter::once(headings).chain(rows).collect();
-    output::columns(&lines).iter().try_for_each(|line| output::line(line))
+    output::print_table(&lines, style.width(), "")
 }

@@ -1,12 +1,17 @@
 //! `headwater audit`: consistency check of all events, and the log of changes.
 
 use clap::Subcommand;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use crate::cli::ConnectionArgs;
 use crate::cli::api_client::ApiClient;
 use crate::cli::output::{self, OutputRows};
+use crate::cli::progress;
+use crate::cli::units::limit;
 use crate::exit::CliError;
+
+/// Maximum number of inconsistent issues that are listed.
+const DISCREPANCIES_MAX: usize = 1000;
 
 /// Check consistency or list changes.
 #[derive(Debug, clap::Args)]
@@ -20,24 +25,37 @@ pub(crate) struct AuditArgs {
 #[derive(Debug, Subcommand)]
 enum AuditCommand {
     /// Check that recorded = processed + pending + quarantined for all events (default).
-    Books,
+    Books {
+        /// Resume a check that failed: skip the issues up to this id.
+        #[arg(long, value_name = "ISSUE_ID")]
+        after: Option<i64>,
+    },
     /// List changes made over HTTP and by commands, newest first.
     Log {
         /// Maximum number of entries.
-        #[arg(long, default_value_t = 100)]
+        #[arg(long, value_name = "N", default_value = "100", value_parser = limit)]
         limit: usize,
     },
 }
 
 impl AuditArgs {
     pub(in crate::cli) async fn run(&self, client: &ApiClient) -> Result<(), CliError> {
-        let json = self.connection.json;
-        match self.command.as_ref().unwrap_or(&AuditCommand::Books) {
-            AuditCommand::Books => {
-                let books = client.get("/audit/books", &[]).await?;
-                output::object(json, &books)?;
-                match books["balances"] {
-                    Value::Bool(true) => Ok(()),
+        let style = self.connection.style();
+        match self.command.as_ref().unwrap_or(&AuditCommand::Books { after: None }) {
+            AuditCommand::Books { after } => {
+                let checking = check_books(client, *after);
+                let (books, failure) = progress::waiting("checking all events", checking).await;
+                if books["issues"] != 0 || failure.is_none() {
+                    output::object(style, &books)?;
+                }
+                if let (Some(_), Some(last)) = (&failure, books["next_cursor"].as_i64()) {
+                    output::note(&format!(
+                        "checked up to issue {last}; `headwater audit books --after {last}` resumes the check"
+                    ));
+                }
+                match (failure, &books["balances"]) {
+                    (Some(failure), _) => Err(failure),
+                    (None, Value::Bool(true)) => Ok(()),
                     _ => Err(CliError::new("events are not fully accounted for; see above")),
                 }
             }
@@ -52,9 +70,70 @@ impl AuditArgs {
                     ("STATUS", "/status"),
                 ];
                 client
-                    .show_pages(OutputRows::new(json, columns), "/audit", &[], "entries", *limit)
+                    .show_pages(OutputRows::new(style, columns), "/audit", &[], "entries", *limit)
                     .await
             }
         }
+    }
+}
+
+/// Checks the issues after `after`, page by page. Returns the totals of all checked pages, and why the check ended early, if it
+/// did; `next_cursor` of the totals is where it resumes then.
+pub(in crate::cli) async fn check_books(
+    client: &ApiClient,
+    after: Option<i64>,
+) -> (Value, Option<CliError>) {
+    let mut totals = json!({
+        "balances": true, "issues": 0, "recorded": 0, "processed": 0, "pending": 0, "quarantined": 0,
+        "discrepancies_total": 0, "discrepancies": [], "next_cursor": after,
+    });
+    loop {
+        let cursor = totals["next_cursor"].as_i64().map(|cursor| ("cursor", cursor.to_string()));
+        let page = match client.get("/audit/books", cursor.as_slice()).await {
+            Ok(page) => page,
+            Err(failure) => return (totals, Some(failure)),
+        };
+        add_page(&mut totals, page);
+        if totals["next_cursor"].is_null() {
+            return (totals, None);
+        }
+    }
+}
+
+/// Adds the numbers of a page to the totals, and its inconsistent issues up to [`DISCREPANCIES_MAX`].
+fn add_page(totals: &mut Value, mut page: Value) {
+    let Value::Object(totals) = totals else { return };
+    for (name, total) in totals {
+        let found = page[name.as_str()].take();
+        *total = match (total.take(), found) {
+            (Value::Bool(so_far), found) => Value::Bool(so_far && found == true),
+            (Value::Array(mut items), Value::Array(found)) => {
+                items.extend(found);
+                items.truncate(DISCREPANCIES_MAX);
+                Value::Array(items)
+            }
+            (_, found) if name == "next_cursor" => found,
+            (so_far, found) => {
+                json!(so_far.as_u64().unwrap_or_default() + found.as_u64().unwrap_or_default())
+            }
+        };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pages_are_added_up() {
+        let page = |issues: u64, balances: bool, next: Value| json!({"balances": balances, "issues": issues, "discrepancies": [issues], "next_cursor": next});
+        let mut totals = page(1, true, json!(7));
+        add_page(&mut totals, page(2, false, json!(9)));
+        assert_eq!(
+            totals,
+            json!({"balances": false, "issues": 3, "discrepancies": [1, 2], "next_cursor": 9})
+        );
+        add_page(&mut totals, page(4, true, Value::Null));
+        assert_eq!((&totals["balances"], &totals["next_cursor"]), (&json!(false), &Value::Null));
     }
 }

@@ -1,6 +1,6 @@
 //! `headwater bench`: measures throughput and latency on the configured backends, and checks for losses.
 //!
-//! Guarantees: prints one JSON line per run; counts every message and event, and fails if one is missing. Topics are
+//! Guarantees: prints a summary on a terminal and one JSON line otherwise; counts every message and event, and fails if one is missing. Topics are
 //! created for the run and deleted; `record` and `claim` leave their issues in the integration `bench`.
 
 use std::collections::HashMap;
@@ -20,8 +20,9 @@ use serde_json::{Value, json};
 use tokio::sync::mpsc;
 
 use crate::cli::in_process;
-use crate::cli::output;
+use crate::cli::output::{self, OutputStyle};
 use crate::cli::progress;
+use crate::cli::units::{show_milliseconds, show_rate, show_size, size};
 use crate::config::Settings;
 use crate::exit::CliError;
 
@@ -39,8 +40,8 @@ pub(crate) struct BenchArgs {
     /// Number of messages or events.
     #[arg(long, default_value_t = 100_000, value_parser = clap::value_parser!(u64).range(1..=100_000_000))]
     count: u64,
-    /// Bytes of each payload, at least 20.
-    #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(u64).range(20..=1_000_000))]
+    /// Size of each payload, 20 bytes to 1MB.
+    #[arg(long, value_name = "SIZE", default_value = "256", value_parser = payload_size)]
     payload_bytes: u64,
     /// Partitions of the topic.
     #[arg(long, default_value_t = 1)]
@@ -48,9 +49,17 @@ pub(crate) struct BenchArgs {
     /// Concurrent calls, or messages in flight.
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u64).range(1..=10_000))]
     in_flight: u64,
-    /// Accepted for consistency; the output is always JSON.
+    /// Print one JSON value also on a terminal.
     #[arg(long)]
     json: bool,
+}
+
+fn payload_size(text: &str) -> Result<u64, String> {
+    let bytes = size(text)?;
+    match (20..=1_000_000).contains(&bytes) {
+        true => Ok(bytes),
+        false => Err("expected 20 bytes to 1MB".to_owned()),
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -122,7 +131,12 @@ impl BenchArgs {
             "lost": lost,
             "duplicated": arrived.duplicated,
         });
-        output::line(&line.to_string())?;
+        let style = OutputStyle { json: self.json, wide: false };
+        if style.is_rows() {
+            summary(&line)?;
+        } else {
+            output::json(style, &line)?;
+        }
         match lost {
             0 => Ok(()),
             lost => Err(CliError::new(format!(
@@ -135,19 +149,15 @@ impl BenchArgs {
     async fn on_topic(&self, streams: &Arc<dyn Backend>) -> Result<BenchResult, CliError> {
         let queue = Queue::new(Arc::clone(streams));
         let topic = format!("bench-{}", uuid::Uuid::new_v4());
-        queue
-            .topics()
-            .create(&topic, self.partitions, Policies::default())
-            .await
-            .map_err(failed)?;
+        queue.topics().create(&topic, self.partitions, Policies::default()).await?;
         let measured = match self.workload {
             Workload::Produce => self.produce(&queue, &topic).await,
             Workload::Consume => self.consume(&queue, &topic).await,
             _ => self.latency(&queue, &topic).await,
         };
         let deleted = queue.topics().delete(&topic).await;
-        let measured = measured.map_err(failed)?;
-        deleted.map_err(failed)?;
+        let measured = measured?;
+        deleted?;
         Ok(measured)
     }
 
@@ -332,6 +342,41 @@ impl BenchArgs {
     }
 }
 
+/// The result for people.
+fn summary(line: &Value) -> Result<(), CliError> {
+    let micros = |name: &str| match line[name].as_u64() {
+        Some(micros) if micros < 1000 => format!("{micros} µs"),
+        Some(micros) => show_milliseconds(micros / 1000),
+        None => "-".to_owned(),
+    };
+    let count = |name: &str| line[name].to_string();
+    let row = [
+        line["workload"].as_str().unwrap_or_default().to_owned(),
+        line["backend"].as_str().unwrap_or_default().to_owned(),
+        count("count"),
+        show_size(line["payload_bytes"].as_u64().unwrap_or(0)),
+        format!("{:.2} s", line["seconds"].as_f64().unwrap_or(0.0)),
+        show_rate(line["per_second"].as_f64().unwrap_or(0.0)),
+        micros("p50_us"),
+        micros("p99_us"),
+        count("lost"),
+        count("duplicated"),
+    ];
+    let headings = [
+        "WORKLOAD",
+        "BACKEND",
+        "COUNT",
+        "PAYLOAD",
+        "TIME",
+        "RATE",
+        "P50",
+        "P99",
+        "LOST",
+        "DUPLICATED",
+    ];
+    output::print_table(&[headings.map(str::to_owned).to_vec(), row.to_vec()], None, "")
+}
+
 fn number_of(payload: &[u8]) -> Option<u64> {
     std::str::from_utf8(payload).ok()?.trim_end().parse().ok()
 }
@@ -340,11 +385,4 @@ fn number_of(payload: &[u8]) -> Option<u64> {
 fn number_in(payload: &str, run: &str) -> Option<u64> {
     let payload: Value = serde_json::from_str(payload).ok()?;
     (payload["run"] == run).then(|| payload["number"].as_u64())?
-}
-
-fn failed(error: QueueError) -> CliError {
-    match error.is_transient() {
-        true => CliError::Unreachable(error.to_string()),
-        false => CliError::new(error.to_string()),
-    }
 }

@@ -1,10 +1,11 @@
 //! `headwater completion`: prints a shell completion script.
 
-use clap_complete::Shell;
-
+use crate::cli::completion;
+use crate::cli::output;
 use crate::exit::CliError;
 
-/// Print a shell completion script.
+/// Print a shell completion script. It asks this program for completions, so that names of topics, groups and tickets
+/// are completed as well.
 #[derive(Debug, clap::Args)]
 pub(crate) struct CompletionArgs {
     /// Shell.
@@ -14,18 +15,6 @@ pub(crate) struct CompletionArgs {
 
 impl CompletionArgs {
     pub(in crate::cli) fn run(&self) -> Result<(), CliError> {
-        let shell = match self.shell.as_str() {
-            "zsh" => Shell::Zsh,
-            "fish" => Shell::Fish,
-            _ => Shell::Bash,
-        };
-        let mut script = Vec::new();
-        clap_complete::generate(
-            shell,
-            &mut crate::cli::args::definition(),
-            "headwater",
-            &mut script,
-        );
-        crate::cli::output::exact(String::from_utf8_lossy(&script).trim_end())
+        output::exact(completion::script(&self.shell)?.trim_end())
     }
 }

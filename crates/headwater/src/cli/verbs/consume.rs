@@ -1,45 +1,40 @@
-//! `headwater consume`: joins a group; acknowledges a message after printing it, or after its command succeeded.
+//! `headwater consume`: acknowledges a message after printing it, or after its command succeeded.
 //!
-//! Upstream: `cli/mod.rs`. Downstream: the routes of `api/consume`; `consume_exec.rs` runs commands. Guarantees: a
-//! message that was not printed is not acknowledged; a failed command is a failed attempt, which is retried and
-//! finally becomes a dead letter; on exit, deliveries in flight are released without counting an attempt.
+//! Upstream: `cli/mod.rs`. Downstream: `member.rs` without a server, `pull.rs` with `--url`;
+//! `consume_exec.rs` runs commands. Guarantees: a message that was not printed is not acknowledged; a failed command is
+//! a failed attempt, which is retried and finally becomes a dead letter; on exit, messages whose command did not end
+//! are released without counting an attempt.
+
+mod member;
+mod pull;
 
 use std::time::Duration;
 
-use futures_util::future::BoxFuture;
-use futures_util::stream::{BoxStream, FuturesUnordered, StreamExt};
-use futures_util::{FutureExt, future};
-use serde_json::{Value, json};
-use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until, timeout};
+use serde_json::Value;
 
-use crate::api::{ConsumeMode, LEASE};
-use crate::cli::api_client::{ApiClient, escape};
+use crate::cli::api_client::ApiClient;
 use crate::cli::consume_exec::execute;
-use crate::cli::output;
-use crate::cli::{ConnectionArgs, time};
+use crate::cli::units::{at_least_one, time};
+use crate::cli::{ConnectionArgs, output};
 use crate::exit::CliError;
-use crate::server::shutdown_signal::ShutdownSignal;
 
-/// Interval of heartbeats; several may be lost before the lease expires.
-const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(8);
-const _: () = assert!(HEARTBEAT_INTERVAL.as_millis() * 3 < LEASE.as_millis());
 /// How long shutdown waits for running commands.
 const DRAIN: Duration = Duration::from_secs(25);
-/// Maximum settlements in one call.
-const SETTLE_BATCH: usize = 500;
-/// Maximum messages in flight.
-const IN_FLIGHT_MAX: u64 = 1000;
+/// Maximum concurrent commands.
+const CONCURRENCY_MAX: u64 = 1000;
 
 /// Consume messages as a member of a group.
-#[derive(Debug, clap::Args)]
+#[derive(Clone, Debug, clap::Args)]
 pub(crate) struct ConsumeArgs {
     #[command(flatten)]
     pub(crate) connection: ConnectionArgs,
+    /// Name of the topic.
     topic: String,
+    /// Name of the group; it is created if it does not exist.
     #[arg(long)]
     group: String,
     /// Exit after this many messages.
-    #[arg(long)]
+    #[arg(long, value_name = "N", value_parser = at_least_one)]
     count: Option<u64>,
     /// Exit when no message has arrived for this time, such as 10s.
     #[arg(long, value_name = "TIME", value_parser = time)]
@@ -50,203 +45,66 @@ pub(crate) struct ConsumeArgs {
     /// it. If this process is killed, the command is killed as well.
     #[arg(long, value_name = "COMMAND")]
     exec: Option<String>,
-    /// `owned`: each partition has one consumer and is processed in order. `shared`: consumers compete.
-    #[arg(long, value_enum, default_value_t = ConsumeMode::Owned)]
-    mode: ConsumeMode,
-    /// Messages of one partition handled concurrently.
-    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..=IN_FLIGHT_MAX))]
+    /// `owned`: each partition has one consumer and is processed in order; the default without --url. `shared`:
+    /// consumers compete for messages; the only mode with --url.
+    #[arg(long, value_enum)]
+    mode: Option<ConsumeMode>,
+    /// Commands that run concurrently; with `owned`, of each partition.
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..=CONCURRENCY_MAX))]
     concurrency: u64,
 }
 
-/// Outcome of a message: its settlement, and whether it counts as done.
-struct HandledMessage {
-    settlement: Value,
-    is_done: bool,
+/// How a group shares partitions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+enum ConsumeMode {
+    /// Each partition has one consumer and is processed in order.
+    Owned,
+    /// Consumers compete for messages.
+    Shared,
 }
 
-/// A group member, until it leaves.
-struct GroupMember<'a> {
-    client: &'a ApiClient,
-    path: String,
-    messages: BoxStream<'static, Result<Value, CliError>>,
-    commands: FuturesUnordered<BoxFuture<'static, HandledMessage>>,
-    settlements: Vec<Value>,
-    /// Messages still wanted.
-    left: u64,
+/// How a message was handled.
+#[derive(Debug)]
+enum HandledMessage {
+    /// Printed, or its command succeeded.
+    Done,
+    /// Its command failed, for this reason.
+    Failed(String),
+    /// Standard output failed.
+    NotPrinted(CliError),
+}
+
+/// Says that a topic will exist with its first message.
+fn note_unknown(topic: &str) {
+    output::note(&format!("topic `{topic}` does not exist yet; waiting for its first message"));
 }
 
 impl ConsumeArgs {
     pub(in crate::cli) async fn run(&self, client: &ApiClient) -> Result<(), CliError> {
-        let shutdown = ShutdownSignal::default();
-        shutdown.on_signals().map_err(|error| CliError::new(error.to_string()))?;
-        let left = self.count.unwrap_or(u64::MAX);
-        if left == 0 {
-            return Ok(());
+        match (client, self.mode) {
+            (ApiClient::Network { .. }, Some(ConsumeMode::Owned)) => Err(CliError::usage(
+                "`--mode owned` needs a connection to the streams: leave out --url, or consume with `--mode shared`",
+            )),
+            (ApiClient::Network { .. }, _) => pull::run(self, client).await,
+            (ApiClient::InProcess(api), mode) => {
+                member::run(self, api.queue(), mode.unwrap_or(ConsumeMode::Owned)).await
+            }
         }
-        let group = format!("/topics/{}/groups/{}", escape(&self.topic), escape(&self.group));
-        let request = json!({
-            "mode": self.mode, "concurrency": self.concurrency,
-            "in_flight": left.clamp(self.concurrency, IN_FLIGHT_MAX),
-        });
-        let mut messages = client.post_events(&format!("{group}/consume"), request).await?;
-        let admitted = messages.next().await.unwrap_or_else(|| Err(stream_ended()))?;
-        let consumer = admitted["consumer"].as_str().ok_or_else(stream_ended)?;
-        let mut member = GroupMember {
-            client,
-            path: format!("{group}/consumers/{}", escape(consumer)),
-            messages,
-            commands: FuturesUnordered::new(),
-            settlements: Vec::new(),
-            left,
+    }
+
+    /// Prints a message, or runs its command. Dropping the future kills the command.
+    async fn handle(&self, message: &Value, attempts_max: u64) -> HandledMessage {
+        let Some(command) = &self.exec else {
+            let printed = output::message(self.connection.style(), message);
+            return printed.map_or_else(HandledMessage::NotPrinted, |()| HandledMessage::Done);
         };
-        let outcome = self.work(&mut member, &shutdown).await;
-        let left_group = member.leave().await;
-        outcome.and(left_group)
-    }
-
-    /// Consumes until enough messages are done, none arrives any more, or a signal is received.
-    async fn work(
-        &self,
-        member: &mut GroupMember<'_>,
-        shutdown: &ShutdownSignal,
-    ) -> Result<(), CliError> {
-        let mut heartbeats = interval(HEARTBEAT_INTERVAL);
-        heartbeats.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        let mut active = Instant::now();
-        while member.left > 0 {
-            let limit = self.timeout.filter(|_| member.commands.is_empty());
-            let idle = async {
-                match limit {
-                    Some(limit) => sleep_until(active + limit).await,
-                    None => future::pending().await,
-                }
-            };
-            // A message read beyond `left` would stay in flight until we leave, so none is read.
-            let has_room = (member.commands.len() as u64) < member.left;
-            tokio::select! {
-                // In this order: after a signal nothing is started, and heartbeats are sent even under load.
-                biased;
-                () = shutdown.wait() => return Ok(()),
-                _ = heartbeats.tick() => member.heartbeat().await?,
-                Some(handled) = member.commands.next() => {
-                    member.record(handled);
-                    member.settle().await?;
-                    active = Instant::now();
-                }
-                message = member.messages.next(), if has_room => {
-                    self.handle(member, message.unwrap_or_else(|| Err(stream_ended()))?)?;
-                    // Messages that are already here are settled in the same call.
-                    while member.commands.is_empty()
-                        && member.left > 0
-                        && member.settlements.len() < SETTLE_BATCH
-                        && let Some(Some(message)) = member.messages.next().now_or_never()
-                    {
-                        self.handle(member, message?)?;
-                    }
-                    member.settle().await?;
-                    active = Instant::now();
-                }
-                () = idle => return Ok(()),
-            }
-        }
-        Ok(())
-    }
-
-    /// Prints a message, or starts its command.
-    fn handle(&self, member: &mut GroupMember<'_>, mut message: Value) -> Result<(), CliError> {
-        let (delivery, attempts_max) = (message["delivery"].take(), message["attempts_max"].take());
-        if let Some(fields) = message.as_object_mut() {
-            fields.remove("delivery");
-            fields.remove("attempts_max");
-        }
-        match &self.exec {
-            None => {
-                let printed = output::json(self.connection.json, &message);
-                let outcome = if printed.is_ok() { "done" } else { "release" };
-                let settlement = json!({"delivery": delivery, "outcome": outcome});
-                member.record(HandledMessage { settlement, is_done: printed.is_ok() });
-                printed
-            }
-            Some(command) => {
-                let command = command.clone();
-                let running = async move {
-                    match execute(&command, &message).await {
-                        Ok(()) => HandledMessage {
-                            settlement: json!({"delivery": delivery, "outcome": "done"}),
-                            is_done: true,
-                        },
-                        Err(reason) => {
-                            let id = message["id"].as_str().unwrap_or_default();
-                            let is_last = attempts_max.as_u64().is_some_and(|most| {
-                                message["attempt"].as_u64().unwrap_or(0) >= most
-                            });
-                            let what = if is_last {
-                                "failed its last attempt and becomes a dead letter"
-                            } else {
-                                "failed and will be retried"
-                            };
-                            output::note(&format!(
-                                "message {id} {what}: {}",
-                                output::plain(&reason)
-                            ));
-                            let settlement =
-                                json!({"delivery": delivery, "outcome": "retry", "reason": reason});
-                            HandledMessage { settlement, is_done: false }
-                        }
-                    }
-                };
-                member.commands.push(running.boxed());
-                Ok(())
-            }
-        }
-    }
-}
-
-impl GroupMember<'_> {
-    fn record(&mut self, handled: HandledMessage) {
-        self.settlements.push(handled.settlement);
-        self.left = self.left.saturating_sub(u64::from(handled.is_done));
-    }
-
-    async fn settle(&mut self) -> Result<(), CliError> {
-        if self.settlements.is_empty() {
-            return Ok(());
-        }
-        let settlements = std::mem::take(&mut self.settlements);
-        self.post_settlements(settlements).await
-    }
-
-    async fn heartbeat(&self) -> Result<(), CliError> {
-        self.post_settlements(Vec::new()).await
-    }
-
-    async fn post_settlements(&self, settlements: Vec<Value>) -> Result<(), CliError> {
-        let request = json!({"settlements": settlements});
-        self.client.post(&format!("{}/settle", self.path), request).await.map(drop)
-    }
-
-    /// Waits for running commands, then leaves the group.
-    async fn leave(mut self) -> Result<(), CliError> {
-        let mut commands = std::mem::take(&mut self.commands);
-        let mut heartbeats = interval(HEARTBEAT_INTERVAL);
-        let finishing = async {
-            while !commands.is_empty() {
-                tokio::select! {
-                    Some(handled) = commands.next() => self.record(handled),
-                    _ = heartbeats.tick() => { let _ = self.heartbeat().await; }
-                }
-            }
+        let Err(reason) = execute(command, message).await else { return HandledMessage::Done };
+        let id = message["id"].as_str().unwrap_or_default();
+        let what = match message["attempt"].as_u64() >= Some(attempts_max) {
+            true => "failed its last attempt and becomes a dead letter",
+            false => "failed and will be retried",
         };
-        // Deliveries whose command does not finish in time are released, and the command is killed.
-        let _ = timeout(DRAIN, finishing).await;
-        drop(commands);
-        let settled = self.settle().await;
-        settled.and(self.client.delete(&self.path).await.map(drop))
+        output::note(&format!("message {id} {what}: {}", output::plain(&reason)));
+        HandledMessage::Failed(reason)
     }
-}
-
-fn stream_ended() -> CliError {
-    CliError::Unreachable(
-        "the server closed the message stream; printed messages are acknowledged".to_owned(),
-    )
 }

@@ -9,6 +9,7 @@ use serde_json::{Value, json};
 use crate::cli::api_client::{ApiClient, error_in_line, escape};
 use crate::cli::output::{self, OutputRows};
 use crate::cli::progress;
+use crate::cli::units::{at_least_one, limit, moment};
 use crate::cli::{ConfirmArgs, ConnectionArgs};
 use crate::exit::CliError;
 use crate::text::counted;
@@ -26,6 +27,7 @@ pub(crate) struct DlqArgs {
 enum DlqCommand {
     /// List dead letters.
     List {
+        /// Name of the topic.
         topic: String,
         #[command(flatten)]
         filter: DeadLetterFilterArgs,
@@ -33,13 +35,19 @@ enum DlqCommand {
         #[arg(long)]
         newest_first: bool,
         /// Maximum number of dead letters.
-        #[arg(long, default_value_t = 100)]
+        #[arg(long, value_name = "N", default_value = "100", value_parser = limit)]
         limit: usize,
     },
     /// Show a dead letter with all its fields.
-    Show { topic: String, id: String },
+    Show {
+        /// Name of the topic.
+        topic: String,
+        /// Entry id; see `headwater dlq list`.
+        id: String,
+    },
     /// Send dead letters to their partitions again.
     Replay {
+        /// Name of the topic.
         topic: String,
         #[command(flatten)]
         selection: DeadLetterSelectionArgs,
@@ -47,7 +55,7 @@ enum DlqCommand {
         #[arg(long, value_name = "N")]
         rate: Option<NonZeroU32>,
         /// Maximum number of dead letters.
-        #[arg(long, value_name = "N")]
+        #[arg(long, value_name = "N", value_parser = at_least_one)]
         limit: Option<u64>,
         /// Skip dead letters that were already replayed this often.
         #[arg(long, value_name = "N")]
@@ -58,6 +66,7 @@ enum DlqCommand {
     },
     /// Delete dead letters permanently.
     Purge {
+        /// Name of the topic.
         topic: String,
         #[command(flatten)]
         selection: DeadLetterSelectionArgs,
@@ -80,17 +89,17 @@ struct DeadLetterFilterArgs {
     /// Only those of this partition.
     #[arg(long)]
     partition: Option<u16>,
-    /// Only those that failed at this time or later.
-    #[arg(long, value_name = "TIME")]
+    /// Only those that failed at this time or later: 2026-11-15T10:00:00Z, or an age such as 1h.
+    #[arg(long, value_name = "TIME", value_parser = moment)]
     from: Option<String>,
-    /// Only those that failed at this time or earlier.
-    #[arg(long, value_name = "TIME")]
+    /// Only those that failed at this time or earlier: 2026-11-15T10:00:00Z, or an age such as 1h.
+    #[arg(long, value_name = "TIME", value_parser = moment)]
     to: Option<String>,
 }
 
 #[derive(Debug, clap::Args)]
 struct DeadLetterSelectionArgs {
-    /// Entry ids.
+    /// Entry ids; see `headwater dlq list`.
     ids: Vec<String>,
     #[command(flatten)]
     filter: DeadLetterFilterArgs,
@@ -109,6 +118,12 @@ impl DeadLetterSelectionArgs {
                 "select dead letters: IDS, --all, or a filter such as --reason",
             ));
         }
+        let ways = [!self.ids.is_empty(), self.all, is_filtered];
+        if ways.into_iter().filter(|is_given| *is_given).count() > 1 {
+            return Err(CliError::usage(
+                "IDS, --all and filters such as --reason exclude each other; give one of them",
+            ));
+        }
         let ids = (!self.ids.is_empty()).then_some(&self.ids);
         Ok(json!({
             "ids": ids, "reason": reason, "key": key, "partition": partition, "from": from, "to": to, "all": self.all,
@@ -122,7 +137,7 @@ impl DlqArgs {
     }
 
     pub(in crate::cli) async fn run(&self, client: &ApiClient) -> Result<(), CliError> {
-        let json = self.connection.json;
+        let style = self.connection.style();
         match &self.command {
             DlqCommand::List { topic, filter, newest_first, limit } => {
                 let DeadLetterFilterArgs { reason, key, partition, from, to } = filter;
@@ -143,7 +158,7 @@ impl DlqArgs {
                 ];
                 client
                     .show_pages(
-                        OutputRows::new(json, columns),
+                        OutputRows::new(style, columns),
                         &path(topic),
                         &query,
                         "dead_letters",
@@ -153,7 +168,7 @@ impl DlqArgs {
             }
             DlqCommand::Show { topic, id } => {
                 let letter = client.get(&format!("{}/{}", path(topic), escape(id)), &[]).await?;
-                output::object(json, &letter)
+                output::object(style, &letter)
             }
             DlqCommand::Replay { topic, selection, rate, limit, max_replays, dry_run } => {
                 let mut request = selection.request_body()?;
@@ -163,23 +178,35 @@ impl DlqArgs {
                 request["dry_run"] = json!(dry_run);
                 let to = format!("{}/replay", path(topic));
                 let answer = run_with_progress(client, &to, request, "replayed").await?;
-                if *dry_run && !json {
-                    print_dry_run(&answer["replayed"], "replayed")?;
+                let verb = if *dry_run { "would replay" } else { "replayed" };
+                let mut left_out = String::new();
+                if answer["already_replayed"] != 0 {
+                    left_out = format!("; {} had been replayed before", answer["already_replayed"]);
                 }
-                output::object(json, &answer)
+                if answer["refused"] != 0 {
+                    let problem = answer["refusals"][0]["problem"].as_str().unwrap_or_default();
+                    left_out = format!("{left_out}; refused {}: {problem}", answer["refused"]);
+                }
+                let letters = letters(&answer["replayed"]);
+                let sentence = format!("{verb} {letters} of topic `{topic}`{left_out}");
+                output::changed(style, &answer, sentence)
             }
             DlqCommand::Purge { topic, selection, dry_run, confirm } => {
-                if !dry_run {
-                    confirm.ask(&format!("Permanently delete dead letters of topic `{topic}`?"))?;
-                }
                 let mut request = selection.request_body()?;
                 request["dry_run"] = json!(dry_run);
+                if !dry_run && confirm.is_needed() {
+                    let found = client.get(&format!("/topics/{}", escape(topic)), &[]).await?;
+                    let which = if selection.all { "all" } else { "selected ones of" };
+                    let letters = letters(&found["dead_letters"]);
+                    confirm.ask(&format!(
+                        "Permanently delete {which} {letters} of topic `{topic}`?"
+                    ))?;
+                }
                 let to = format!("{}/purge", path(topic));
                 let answer = run_with_progress(client, &to, request, "purged").await?;
-                if *dry_run && !json {
-                    print_dry_run(&answer["purged"], "purged")?;
-                }
-                output::object(json, &answer)
+                let verb = if *dry_run { "would purge" } else { "purged" };
+                let sentence = format!("{verb} {} of topic `{topic}`", letters(&answer["purged"]));
+                output::changed(style, &answer, sentence)
             }
         }
     }
@@ -214,10 +241,8 @@ async fn run_with_progress(
     Err(CliError::Unreachable("the connection was lost before the end; run it again".to_owned()))
 }
 
-/// Prints the result of a dry run.
-fn print_dry_run(count: &Value, what: &str) -> Result<(), CliError> {
-    let letters = counted(count.as_u64().unwrap_or(0), "dead letter", "dead letters");
-    output::line(&format!("dry run: {letters} would be {what}\n"))
+fn letters(count: &Value) -> String {
+    counted(count.as_u64().unwrap_or(0), "dead letter", "dead letters")
 }
 
 fn path(topic: &str) -> String {

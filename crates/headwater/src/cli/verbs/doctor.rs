@@ -1,8 +1,7 @@
 //! `headwater doctor`: checks the servers and suggests changes.
 //!
 //! Upstream: `cli/mod.rs`. Downstream: the checks of `api/doctor`, on a server (`--url`) or in this process.
-//! Guarantees: read-only, except that migrations of an existing database are applied as at every start. Exit codes: 0
-//! ok, 4 warnings, 1 errors, 3 a server is unreachable.
+//! Guarantees: read-only. Exit codes: 0 ok, 4 warnings, 1 errors, 3 a server is unreachable.
 
 use serde_json::Value;
 use tokio::time::timeout;
@@ -12,6 +11,8 @@ use crate::cli::ConnectionArgs;
 use crate::cli::api_client::ApiClient;
 use crate::cli::in_process;
 use crate::cli::output;
+use crate::cli::progress;
+use crate::cli::verbs::audit;
 use crate::config::Settings;
 use crate::exit::CliError;
 
@@ -20,13 +21,21 @@ use crate::exit::CliError;
 pub(crate) struct DoctorArgs {
     #[command(flatten)]
     pub(crate) connection: ConnectionArgs,
+    /// Also check that every recorded event is accounted for. Reads all event logs, which may take minutes.
+    #[arg(long)]
+    consistency: bool,
 }
 
 impl DoctorArgs {
     pub(in crate::cli) async fn run(&self, settings: &Settings) -> Result<(), CliError> {
         let findings = match self.connection.url() {
-            Some(url) => ask(&ApiClient::network(&url)?).await?,
-            None => look(settings).await,
+            Some(url) => {
+                let client = ApiClient::network(&url)?;
+                progress::waiting("checking the servers", ask(&client, self.consistency)).await?
+            }
+            None => {
+                progress::waiting("checking the servers", look(settings, self.consistency)).await
+            }
         };
         for finding in &findings {
             self.print(finding)?;
@@ -44,29 +53,37 @@ impl DoctorArgs {
 
     fn print(&self, finding: &Finding) -> Result<(), CliError> {
         if self.connection.json {
-            return output::exact(&serde_json::to_string(finding).unwrap_or_default());
+            return output::object(self.connection.style(), &serde_json::json!(finding));
         }
         let Finding { severity, subject, found, advice } = finding;
         let severity = format!("{severity:?}").to_lowercase();
-        output::line(&format!(
-            "{severity:<11}  {}: {}",
-            output::plain(subject),
-            output::plain(found)
-        ))?;
-        if advice.is_empty() { Ok(()) } else { output::line(&format!("             -> {advice}")) }
+        let shown = output::state_color(&severity).apply_to(format!("{severity:<11}"));
+        let style = self.connection.style();
+        let found = format!("{}: {}", output::plain(subject), output::plain(found));
+        output::print_wrapped(style, &format!("{shown}  "), &found)?;
+        match advice.is_empty() {
+            true => Ok(()),
+            false => output::print_wrapped(style, "             -> ", advice),
+        }
     }
 }
 
 /// Findings of a server.
-async fn ask(client: &ApiClient) -> Result<Vec<Finding>, CliError> {
+async fn ask(client: &ApiClient, check_consistency: bool) -> Result<Vec<Finding>, CliError> {
     let mut answer = client.get("/doctor", &[]).await?;
     let findings: Value = answer["findings"].take();
-    serde_json::from_value(findings)
-        .map_err(|error| CliError::new(format!("unexpected response format: {error}")))
+    let mut findings: Vec<Finding> = serde_json::from_value(findings)
+        .map_err(|error| CliError::new(format!("unexpected response format: {error}")))?;
+    if check_consistency {
+        let (checked, failure) = audit::check_books(client, None).await;
+        let checked = failure.map_or(Ok(checked["balances"] == true), |it| Err(it.to_string()));
+        findings.push(doctor::consistency(checked));
+    }
+    Ok(findings)
 }
 
 /// Findings of this process; a backend that cannot be opened is a finding as well.
-async fn look(settings: &Settings) -> Vec<Finding> {
+async fn look(settings: &Settings, check_consistency: bool) -> Vec<Finding> {
     let mut findings = Vec::new();
     let nothing = |subject: &str, path: &str| {
         let found = format!("no data at `{path}` yet");
@@ -84,11 +101,12 @@ async fn look(settings: &Settings) -> Vec<Finding> {
     match in_process::store_read_only(settings).await {
         Err(missing) => findings.push(nothing("database", &missing)),
         Ok(Ok(store)) => {
-            let counting = Box::pin(async {
-                let counted = headwater_issue::check_consistency(store.as_ref()).await;
-                counted.map_err(|error| error.to_string())
-            });
-            findings.extend(doctor::database(settings, store.as_ref(), counting).await);
+            findings.extend(doctor::database(settings, store.as_ref()).await);
+            if check_consistency {
+                let checked = headwater_issue::check_consistency(store.as_ref()).await;
+                let checked = checked.map(|report| report.is_consistent());
+                findings.push(doctor::consistency(checked.map_err(|error| error.to_string())));
+            }
             let _ = timeout(doctor::check_timeout(settings), store.close()).await;
         }
         Ok(Err(failure)) => findings.push(unreachable("database", &failure)),
@@ -96,6 +114,7 @@ async fn look(settings: &Settings) -> Vec<Finding> {
     findings
 }
 
+/// The finding of a backend that cannot be opened.
 fn unreachable(subject: &str, failure: &CliError) -> Finding {
     let severity = match failure {
         CliError::Unreachable(_) => Severity::Unreachable,

@@ -3,13 +3,16 @@
 use std::time::Duration;
 
 use clap::Subcommand;
-use serde_json::json;
+use serde_json::{Value, json};
 
 use crate::cli::api_client::{ApiClient, escape};
 use crate::cli::output::{self, OutputRows};
+use crate::cli::progress;
+use crate::cli::units::{limit, milliseconds, reset_target, time};
 use crate::cli::verbs::session::or_interrupted;
-use crate::cli::{ConfirmArgs, ConnectionArgs, milliseconds, time};
+use crate::cli::{ConfirmArgs, ConnectionArgs};
 use crate::exit::CliError;
+use crate::text::{counted, shell_word};
 
 /// Manage the groups of a topic.
 #[derive(Debug, clap::Args)]
@@ -23,22 +26,34 @@ pub(crate) struct GroupArgs {
 #[derive(Debug, Subcommand)]
 enum GroupCommand {
     /// List the groups of a topic.
-    List { topic: String },
+    List {
+        /// Name of the topic.
+        topic: String,
+    },
     /// Describe a group: lag, pending messages, consumers, owners.
-    Describe { topic: String, group: String },
+    Describe {
+        /// Name of the topic.
+        topic: String,
+        /// Name of the group.
+        group: String,
+    },
     /// Delete a group; retention no longer waits for it. Refused while it has active members.
     Delete {
+        /// Name of the topic.
         topic: String,
+        /// Name of the group.
         group: String,
         #[command(flatten)]
         confirm: ConfirmArgs,
     },
     /// Move a group to another position.
     Reset {
+        /// Name of the topic.
         topic: String,
+        /// Name of the group.
         group: String,
-        /// `beginning`, `end`, an entry id, or a time such as 2026-11-15T10:00:00Z.
-        #[arg(long, value_name = "WHERE")]
+        /// `beginning`, `end`, an entry id, a time such as 2026-11-15T10:00:00Z, or an age such as 5m.
+        #[arg(long, value_name = "WHERE", value_parser = reset_target)]
         to: String,
         /// Only this partition.
         #[arg(long)]
@@ -60,52 +75,85 @@ impl GroupArgs {
     }
 
     pub(in crate::cli) async fn run(&self, client: &ApiClient) -> Result<(), CliError> {
-        let json = self.connection.json;
+        let style = self.connection.style();
         match &self.command {
             GroupCommand::List { topic } => {
                 let columns = &[("GROUP", "/group"), ("LAG", "/lag"), ("PENDING", "/pending")];
-                let mut rows = OutputRows::new(json, columns);
+                let mut rows = OutputRows::new(style, columns);
                 let answer = client.get(&format!("/topics/{}/groups", escape(topic)), &[]).await?;
                 answer["groups"].as_array().into_iter().flatten().for_each(|group| rows.add(group));
                 rows.finish()
             }
             GroupCommand::Describe { topic, group } => {
-                output::object(json, &client.get(&path(topic, group), &[]).await?)
+                let mut described = client.get(&path(topic, group), &[]).await?;
+                if !style.json {
+                    flatten_owners(&mut described);
+                }
+                output::object(style, &described)
             }
             GroupCommand::Delete { topic, group, confirm } => {
-                confirm.ask(&format!(
-                    "Delete group `{group}` of topic `{topic}`? Its unread and pending messages are skipped."
-                ))?;
+                if confirm.is_needed() {
+                    let found = open_messages(&client.get(&path(topic, group), &[]).await?);
+                    confirm.ask(&format!(
+                        "Delete group `{group}` of topic `{topic}`? It skips {found}."
+                    ))?;
+                }
                 let interrupted = format!(
-                    "interrupted; the group may be deleted from some partitions only. Run the same command again to finish, or check with `headwater group describe {topic} {group}`"
+                    "interrupted; the group may be deleted from some partitions only. Run the same command again to finish, or check with `headwater group describe {} {}`",
+                    shell_word(topic),
+                    shell_word(group)
                 );
-                let path = path(topic, group);
-                output::object(json, &or_interrupted(client.delete(&path), interrupted).await?)
+                let to = path(topic, group);
+                let deleting = or_interrupted(client.delete(&to), interrupted);
+                let answer =
+                    progress::waiting(format!("deleting group `{group}`"), deleting).await?;
+                let sentence = format!(
+                    "deleted group `{group}` of topic `{topic}`; it skipped {}",
+                    open_messages(&answer)
+                );
+                output::changed(style, &answer, sentence)
             }
             GroupCommand::Reset { topic, group, to, partition, dry_run, force, confirm } => {
-                if !dry_run {
+                if !dry_run && confirm.is_needed() {
+                    client.get(&path(topic, group), &[]).await?;
                     confirm.ask(&format!("Move group `{group}` of topic `{topic}` to {to}?"))?;
                 }
                 let request =
                     json!({"to": to, "partition": partition, "dry_run": dry_run, "force": force});
                 let interrupted = format!(
-                    "interrupted; the reset may be done on some partitions only. Run the same command again to finish, or check with `headwater group describe {topic} {group}`"
+                    "interrupted; the reset may be done on some partitions only. Run the same command again to finish, or check with `headwater group describe {} {}`",
+                    shell_word(topic),
+                    shell_word(group)
                 );
-                let to = format!("{}/reset", path(topic, group));
-                let answer = or_interrupted(client.post(&to, request), interrupted).await?;
-                if *dry_run && !json {
-                    let count = |of: &str| {
-                        let more = if answer[of]["or_more"] == true { " or more" } else { "" };
-                        format!("{}{more}", answer[of]["count"])
-                    };
-                    let (again, skipped) = (count("again"), count("skipped"));
-                    output::line(&format!(
-                        "dry run: {again} messages would be redelivered, {skipped} would be skipped\n"
-                    ))?;
-                }
-                output::object(json, &answer)
+                let address = format!("{}/reset", path(topic, group));
+                let resetting = or_interrupted(client.post(&address, request), interrupted);
+                let answer =
+                    progress::waiting(format!("moving group `{group}`"), resetting).await?;
+                let moved = if *dry_run { "would move" } else { "moved" };
+                let [again, skipped, dropped] =
+                    ["again", "skipped", "dropped"].map(|name| bounded(&answer[name]));
+                let sentence = format!(
+                    "{moved} group `{group}` of topic `{topic}` to {to}: {again} redelivered, {skipped} skipped, {dropped} in flight ignored"
+                );
+                output::changed(style, &answer, sentence)
             }
         }
+    }
+}
+
+/// A count that may be a lower bound.
+fn bounded(count: &Value) -> String {
+    let more = if count["or_more"] == true { " or more" } else { "" };
+    format!("{}{more}", count["count"])
+}
+
+/// Messages that a group has not done.
+fn open_messages(group: &Value) -> String {
+    let pending = group["pending"].as_u64().unwrap_or(0);
+    let pending = counted(pending, "pending message", "pending messages");
+    match group["lag"].as_u64() {
+        Some(lag) => format!("{} and {pending}", counted(lag, "unread message", "unread messages")),
+        None => format!("its unread messages and {pending}"),
     }
 }
 
@@ -114,7 +162,9 @@ impl GroupArgs {
 pub(crate) struct PendingArgs {
     #[command(flatten)]
     pub(crate) connection: ConnectionArgs,
+    /// Name of the topic.
     topic: String,
+    /// Name of the group.
     #[arg(long)]
     group: String,
     /// Only this partition.
@@ -127,7 +177,7 @@ pub(crate) struct PendingArgs {
     #[arg(long, value_name = "TIME", value_parser = time)]
     min_idle: Option<Duration>,
     /// Maximum number of messages.
-    #[arg(long, default_value_t = 1000)]
+    #[arg(long, value_name = "N", default_value = "1000", value_parser = limit)]
     limit: usize,
 }
 
@@ -140,20 +190,31 @@ impl PendingArgs {
         let columns = &[
             ("ID", "/id"),
             ("PARTITION", "/partition"),
+            ("STATE", "/state"),
             ("CONSUMER", "/consumer"),
-            ("IDLE MS", "/idle_ms"),
+            ("IDLE", "/idle_ms"),
             ("DELIVERIES", "/deliveries"),
         ];
         let path = format!("{}/pending", path(&self.topic, &self.group));
         client
             .show_pages(
-                OutputRows::new(self.connection.json, columns),
+                OutputRows::new(self.connection.style(), columns),
                 &path,
                 &query,
                 "pending",
                 self.limit,
             )
             .await
+    }
+}
+
+/// Shows the owner of each partition as its name, epoch and heartbeat age instead of an object.
+fn flatten_owners(group: &mut Value) {
+    for partition in group["partitions"].as_array_mut().into_iter().flatten() {
+        let owner = partition["owner"].take();
+        partition["owner"] = owner["holder"].clone();
+        partition["owner_epoch"] = owner["epoch"].clone();
+        partition["owner_heartbeat_age_ms"] = owner["heartbeat_age_ms"].clone();
     }
 }
 

@@ -1,14 +1,16 @@
-//! `headwater issue`: list, show, explain, retry and release issues.
+//! `headwater issue`: list, show, explain, retry and release issues, and show one event.
 
 use clap::Subcommand;
-use serde_json::json;
+use serde_json::{Value, json};
 
 use crate::cli::api_client::ApiClient;
 use crate::cli::in_process::Requirements;
-use crate::cli::output::{self, OutputRows};
+use crate::cli::output::{self, OutputRows, OutputStyle};
 use crate::cli::progress;
-use crate::cli::{ConfirmArgs, ConnectionArgs, number};
+use crate::cli::units::{limit, number};
+use crate::cli::{ConfirmArgs, ConnectionArgs};
 use crate::exit::CliError;
+use crate::text::counted;
 
 /// Manage issues.
 #[derive(Debug, clap::Args)]
@@ -23,17 +25,17 @@ pub(crate) struct IssueArgs {
 enum IssueCommand {
     /// List issues.
     List {
-        /// Only those with this status.
-        #[arg(long, value_parser = ["idle", "queued", "processing"])]
+        /// Only those with this status; quarantined ones are also queued.
+        #[arg(long, value_parser = ["idle", "queued", "processing", "quarantined"])]
         status: Option<String>,
-        /// Only quarantined issues.
+        /// Only quarantined issues, like `--status quarantined`.
         #[arg(long)]
         quarantined: bool,
         /// Only those of this integration.
         #[arg(long)]
         integration: Option<String>,
         /// Maximum number of issues.
-        #[arg(long, default_value_t = 100)]
+        #[arg(long, value_name = "N", default_value = "100", value_parser = limit)]
         limit: usize,
     },
     /// Show an issue with its events.
@@ -42,20 +44,40 @@ enum IssueCommand {
         #[arg(value_parser = number)]
         id: i64,
         /// Maximum number of events.
-        #[arg(long, default_value_t = 100)]
+        #[arg(long, value_name = "N", default_value = "100", value_parser = limit)]
         events: usize,
     },
-    /// Explain why an issue is not being processed.
+    /// Show one event by its id.
+    Event {
+        /// Event log id; see `headwater issue show`.
+        #[arg(value_parser = number)]
+        id: i64,
+        /// Print only the payload as it was received.
+        #[arg(long)]
+        original: bool,
+    },
+    /// Explain why an issue has no answer, step by step, and name the command that helps.
     Why {
         /// Issue id; see `headwater issue list`.
         #[arg(value_parser = number)]
         id: i64,
     },
-    /// Process an issue now: ends a backoff or quarantine.
+    /// Process one or all issues now: ends a backoff, a wait for a budget, or a quarantine.
     Retry {
         /// Issue id; see `headwater issue list`.
-        #[arg(value_parser = number)]
-        id: i64,
+        #[arg(value_parser = number, required_unless_present = "all")]
+        id: Option<i64>,
+        /// Retry all issues that wait or are quarantined.
+        #[arg(long, conflicts_with = "id")]
+        all: bool,
+        /// With --all: only those that wait, not quarantined ones.
+        #[arg(long, requires = "all")]
+        waiting: bool,
+        /// With --all: only those of this integration.
+        #[arg(long, requires = "all")]
+        integration: Option<String>,
+        #[command(flatten)]
+        confirm: ConfirmArgs,
     },
     /// End the quarantine of one or all issues.
     Release {
@@ -76,9 +98,10 @@ enum IssueCommand {
 impl IssueArgs {
     pub(in crate::cli) fn requirements(&self) -> Requirements {
         match self.command {
-            IssueCommand::List { .. } | IssueCommand::Show { .. } | IssueCommand::Why { .. } => {
-                Requirements::database(true)
-            }
+            IssueCommand::List { .. }
+            | IssueCommand::Show { .. }
+            | IssueCommand::Event { .. }
+            | IssueCommand::Why { .. } => Requirements::database(true),
             IssueCommand::Retry { .. } | IssueCommand::Release { .. } => {
                 Requirements::everything(false)
             }
@@ -86,11 +109,14 @@ impl IssueArgs {
     }
 
     pub(in crate::cli) async fn run(&self, client: &ApiClient) -> Result<(), CliError> {
-        let json = self.connection.json;
+        let style = self.connection.style();
         match &self.command {
             IssueCommand::List { status, quarantined, integration, limit } => {
                 let mut query = Vec::new();
-                query.extend(status.clone().map(|status| ("status", status)));
+                let is_quarantined = status.as_deref() == Some("quarantined");
+                let status = status.clone().filter(|_| !is_quarantined);
+                query.extend(status.map(|status| ("status", status)));
+                let quarantined = *quarantined || is_quarantined;
                 query.extend(quarantined.then(|| ("quarantined", "true".to_owned())));
                 query.extend(integration.clone().map(|name| ("integration", name)));
                 let columns = &[
@@ -105,23 +131,52 @@ impl IssueArgs {
                     ("LAST ERROR", "/last_error"),
                 ];
                 client
-                    .show_pages(OutputRows::new(json, columns), "/issues", &query, "issues", *limit)
+                    .show_pages(
+                        OutputRows::new(style, columns),
+                        "/issues",
+                        &query,
+                        "issues",
+                        *limit,
+                    )
                     .await
             }
             IssueCommand::Show { id, events } => {
                 let mut issue = client.get(&path(*id), &[]).await?;
                 let of = format!("{}/events", path(*id));
                 issue["events"] = client.all_pages(&of, "events", *events).await?;
-                output::object(json, &issue)
+                output::object(style, &issue)
+            }
+            IssueCommand::Event { id, original: false } => {
+                output::object(style, &client.get(&format!("/event-logs/{id}"), &[]).await?)
+            }
+            IssueCommand::Event { id, original: true } => {
+                output::exact(&client.text(&format!("/event-logs/{id}/original")).await?)
             }
             IssueCommand::Why { id } => {
-                let why = client.get(&format!("{}/why", path(*id)), &[]).await?;
-                match why["sentence"].as_str().filter(|_| !json) {
-                    Some(sentence) => output::line(sentence),
-                    None => output::object(json, &why),
-                }
+                show_why(style, &client.get(&format!("{}/why", path(*id)), &[]).await?)
             }
-            IssueCommand::Retry { id } => self.change(client, *id, "retry").await,
+            IssueCommand::Retry { id: Some(id), .. } => self.change(client, *id, "retry").await,
+            IssueCommand::Retry { waiting, integration, confirm, .. } => {
+                let also = if *waiting { "" } else { " and end all quarantines" };
+                confirm.ask(&format!("Process all waiting issues now{also}?"))?;
+                let (progress, mut cursor, mut retried) =
+                    (progress::start("retried", None), None, 0);
+                loop {
+                    let request =
+                        json!({"integration": integration, "waiting": waiting, "cursor": cursor});
+                    let answer = client.post("/issues/retry", request).await?;
+                    let some = answer["retried"].as_u64().unwrap_or(0);
+                    progress.inc(some);
+                    retried += some;
+                    cursor = answer["next_cursor"].as_i64();
+                    if cursor.is_none() {
+                        break;
+                    }
+                }
+                drop(progress);
+                let sentence = format!("retried {}", counted(retried, "issue", "issues"));
+                output::changed(style, &json!({"retried": retried}), sentence)
+            }
             IssueCommand::Release { id: Some(id), .. } => self.change(client, *id, "release").await,
             IssueCommand::Release { all: false, .. } => {
                 Err(CliError::usage("specify an ID or --all"))
@@ -142,7 +197,9 @@ impl IssueArgs {
                     }
                 }
                 drop(progress);
-                output::object(json, &json!({"released": released}))
+                let issues = counted(released, "quarantined issue", "quarantined issues");
+                let sentence = format!("released {issues}");
+                output::changed(style, &json!({"released": released}), sentence)
             }
         }
     }
@@ -150,20 +207,40 @@ impl IssueArgs {
     /// Fails if nothing was changed, so that scripts notice.
     async fn change(&self, client: &ApiClient, id: i64, request: &str) -> Result<(), CliError> {
         let answer = client.post(&format!("{}/{request}", path(id)), json!({})).await?;
-        output::object(self.connection.json, &answer)?;
-        match answer["result"].as_str() {
-            Some("processing") => {
-                Err(CliError::new(format!("issue `{id}` is already being processed")))
+        let style = self.connection.style();
+        let problem = match answer["result"].as_str() {
+            Some("processing") => "is already being processed",
+            Some("not_quarantined") => "is not quarantined",
+            Some("idle") if request == "retry" => "has no pending events",
+            Some("idle") => {
+                let sentence = format!("released issue {id}; it has no pending events");
+                return output::changed(style, &answer, sentence);
             }
-            Some("not_quarantined") => {
-                Err(CliError::new(format!("issue `{id}` is not quarantined")))
+            _ => {
+                let done = if request == "retry" { "retried" } else { "released" };
+                let sentence = format!("{done} issue {id}; it is queued and can be claimed now");
+                return output::changed(style, &answer, sentence);
             }
-            Some("idle") if request == "retry" => {
-                Err(CliError::new(format!("issue `{id}` has no pending events")))
-            }
-            _ => Ok(()),
+        };
+        if style.json {
+            output::object(style, &answer)?;
         }
+        Err(CliError::new(format!("issue `{id}` {problem}")))
     }
+}
+
+/// The explanation as a sentence, then each step; or as JSON.
+pub(super) fn show_why(style: OutputStyle, why: &Value) -> Result<(), CliError> {
+    if style.json {
+        return output::object(style, why);
+    }
+    output::print_wrapped(style, "", why["sentence"].as_str().unwrap_or_default())?;
+    for step in why["steps"].as_array().into_iter().flatten() {
+        let text = |name: &str| step[name].as_str().unwrap_or_default().to_owned();
+        let start = format!("  {:<10} ", text("step").replace('_', "-"));
+        output::print_wrapped(style, &start, &output::plain(&text("found")))?;
+    }
+    Ok(())
 }
 
 fn path(id: i64) -> String {

@@ -6,8 +6,10 @@ use serde_json::json;
 use crate::cli::api_client::ApiClient;
 use crate::cli::output::{self, OutputRows};
 use crate::cli::progress;
-use crate::cli::{ConfirmArgs, ConnectionArgs, number};
+use crate::cli::units::{limit, number};
+use crate::cli::{ConfirmArgs, ConnectionArgs};
 use crate::exit::CliError;
+use crate::text::counted;
 
 /// Manage dead replies and events.
 #[derive(Debug, clap::Args)]
@@ -23,7 +25,7 @@ enum OutboxCommand {
     /// List dead replies and events.
     List {
         /// Maximum number of rows.
-        #[arg(long, default_value_t = 100)]
+        #[arg(long, value_name = "N", default_value = "100", value_parser = limit)]
         limit: usize,
     },
     /// Retry one or all dead rows.
@@ -48,7 +50,7 @@ impl OutboxArgs {
     }
 
     pub(in crate::cli) async fn run(&self, client: &ApiClient) -> Result<(), CliError> {
-        let json = self.connection.json;
+        let style = self.connection.style();
         match &self.command {
             OutboxCommand::List { limit } => {
                 let columns = &[
@@ -61,12 +63,18 @@ impl OutboxArgs {
                     ("ERROR", "/error"),
                 ];
                 client
-                    .show_pages(OutputRows::new(json, columns), "/outbox/dead", &[], "rows", *limit)
+                    .show_pages(
+                        OutputRows::new(style, columns),
+                        "/outbox/dead",
+                        &[],
+                        "rows",
+                        *limit,
+                    )
                     .await
             }
             OutboxCommand::Retry { id: Some(id), .. } => {
                 let answer = client.post(&format!("/outbox/{id}/retry"), json!({})).await?;
-                output::object(json, &answer)
+                output::changed(style, &answer, format!("queued row {id} for delivery"))
             }
             OutboxCommand::Retry { all: false, .. } => {
                 Err(CliError::usage("specify an ID or --all"))
@@ -86,7 +94,9 @@ impl OutboxArgs {
                     }
                 }
                 drop(progress);
-                output::object(json, &json!({"queued": queued}))
+                let rows = counted(queued, "dead reply or event", "dead replies and events");
+                let sentence = format!("queued {rows} for delivery");
+                output::changed(style, &json!({"queued": queued}), sentence)
             }
         }
     }

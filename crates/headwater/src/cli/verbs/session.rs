@@ -14,10 +14,12 @@ use tokio::sync::mpsc;
 
 use crate::cli::ConnectionArgs;
 use crate::cli::api_client::{ApiClient, error_in_line, escape};
-use crate::cli::output::{self, OutputRows};
+use crate::cli::output::{self, OutputRows, OutputStyle};
 use crate::cli::progress;
+use crate::cli::units::{limit, position};
 use crate::exit::CliError;
 use crate::server::shutdown_signal::ShutdownSignal;
+use crate::text::{counted, shell_word};
 
 /// Bytes read from a file at once.
 const CHUNK_BYTES: usize = 256 * 1024;
@@ -36,29 +38,42 @@ enum SessionCommand {
     /// List sessions in the order of creation.
     List {
         /// Maximum number of sessions.
-        #[arg(long, default_value_t = 100)]
+        #[arg(long, value_name = "N", default_value = "100", value_parser = limit)]
         limit: usize,
     },
     /// Show a session and whether entries are missing.
-    Show { session: String },
+    Show {
+        /// Session id; see `headwater session list`.
+        session: String,
+    },
     /// Print the events of a session in order, one JSON value per line.
     Replay {
+        /// Session id; see `headwater session list`.
         session: String,
-        /// Up to this entry id, or a time such as 2026-11-15T10:00:00Z.
-        #[arg(long, value_name = "ID|TIME")]
+        /// Up to this entry id, a time such as 2026-11-15T10:00:00Z, or an age such as 5m.
+        #[arg(long, value_name = "ID|TIME", value_parser = position)]
         until: Option<String>,
     },
     /// Fork a session, optionally up to an entry or time.
     Fork {
+        /// Session id; see `headwater session list`.
         session: String,
         /// Id of the new session.
         new: String,
-        /// Up to this entry id, or a time such as 2026-11-15T10:00:00Z.
-        #[arg(long, value_name = "ID|TIME")]
+        /// Up to this entry id, a time such as 2026-11-15T10:00:00Z, or an age such as 5m.
+        #[arg(long, value_name = "ID|TIME", value_parser = position)]
         until: Option<String>,
+    },
+    /// Compare two sessions, such as a fork with its original, event by event.
+    Diff {
+        /// Session id; see `headwater session list`.
+        session: String,
+        /// Another session; by default the one that it was forked from.
+        with: Option<String>,
     },
     /// Export a session as JSON lines.
     Export {
+        /// Session id; see `headwater session list`.
         session: String,
         /// Output file; standard output by default.
         #[arg(long, value_name = "FILE")]
@@ -80,7 +95,7 @@ impl SessionArgs {
     }
 
     pub(in crate::cli) async fn run(&self, client: &ApiClient) -> Result<(), CliError> {
-        let json = self.connection.json;
+        let style = self.connection.style();
         match &self.command {
             SessionCommand::List { limit } => {
                 let columns = &[
@@ -92,7 +107,7 @@ impl SessionArgs {
                 ];
                 client
                     .show_pages(
-                        OutputRows::new(json, columns),
+                        OutputRows::new(style, columns),
                         "/sessions",
                         &[],
                         "sessions",
@@ -101,51 +116,61 @@ impl SessionArgs {
                     .await
             }
             SessionCommand::Show { session } => {
-                output::object(json, &client.get(&path(session), &[]).await?)
+                output::object(style, &client.get(&path(session), &[]).await?)
             }
             SessionCommand::Replay { session, until } => {
                 let query: Vec<_> =
                     until.clone().map(|until| ("until", until)).into_iter().collect();
                 let lines = client.lines(&format!("{}/replay", path(session)), &query).await?;
-                let print = if json { output::exact } else { output::line };
+                let print = if style.json { output::exact } else { output::line };
                 each(lines, |line, is_end| if is_end { Ok(()) } else { print(line) }).await
+            }
+            SessionCommand::Diff { session, with } => {
+                let query: Vec<_> = with.clone().map(|with| ("with", with)).into_iter().collect();
+                let found = client.get(&format!("{}/diff", path(session)), &query).await?;
+                output::object(style, &found)
             }
             SessionCommand::Fork { session, new, until } => {
                 let request = json!({"session": new, "until": until});
                 let to = format!("{}/fork", path(session));
                 let interrupted = format!(
-                    "interrupted; the fork continues on the server: check it with `headwater session show {new}`"
+                    "interrupted; the fork continues on the server: check it with `headwater session show {}`",
+                    shell_word(new)
                 );
-                output::object(
-                    json,
-                    &or_interrupted(client.post_long(&to, request), interrupted).await?,
-                )
+                let forking = or_interrupted(client.post_long(&to, request), interrupted);
+                let forked = progress::waiting(format!("forking `{session}`"), forking).await?;
+                let events = counted(forked["length"].as_u64().unwrap_or(0), "event", "events");
+                let sentence = format!("forked session `{session}` to `{new}` with {events}");
+                output::changed(style, &forked, sentence)
             }
             SessionCommand::Export { session, output } => {
                 let lines = client.lines(&format!("{}/export", path(session)), &[]).await?;
                 match output {
                     None => each(lines, |line, _| output::exact(line)).await,
-                    Some(file) => save(lines, file, json).await,
+                    Some(file) => save(lines, file, style).await,
                 }
             }
             SessionCommand::Import { session, input } => {
                 let (chunks, total) = read_chunks(input)?;
                 let progress = progress::start("imported", total);
-                let counted = chunks.inspect(move |piece| {
+                let measured = chunks.inspect(move |piece| {
                     progress.inc(piece.as_ref().map_or(0, |piece| piece.len() as u64));
                 });
                 let to = format!("{}/import", path(session));
-                let uploading = client.upload(&to, counted.boxed());
+                let uploading = client.upload(&to, measured.boxed());
                 let interrupted =
                     format!("interrupted; session `{session}` was not imported; its id is free");
-                output::object(json, &or_interrupted(uploading, interrupted).await?)
+                let imported = or_interrupted(uploading, interrupted).await?;
+                let events = counted(imported["length"].as_u64().unwrap_or(0), "event", "events");
+                let sentence = format!("imported session `{session}` with {events}");
+                output::changed(style, &imported, sentence)
             }
         }
     }
 }
 
 /// Passes each line to `show` with whether it is the end marker. Without an end marker the lines were truncated.
-async fn each(
+pub(super) async fn each(
     mut lines: BoxStream<'static, Result<String, CliError>>,
     mut show: impl FnMut(&str, bool) -> Result<(), CliError>,
 ) -> Result<(), CliError> {
@@ -162,16 +187,14 @@ async fn each(
             return Ok(());
         }
     }
-    Err(CliError::Unreachable(
-        "the connection was lost before the end of the session; try again".to_owned(),
-    ))
+    Err(CliError::Unreachable("the connection was lost before the end; try again".to_owned()))
 }
 
 /// Writes lines to a file that appears only when it is complete.
-async fn save(
+pub(super) async fn save(
     lines: BoxStream<'static, Result<String, CliError>>,
     file: &Path,
-    json: bool,
+    style: OutputStyle,
 ) -> Result<(), CliError> {
     let failed = |error: std::io::Error| {
         CliError::new(format!("cannot write `{}`: {error}", file.display()))
@@ -191,7 +214,8 @@ async fn save(
     temporary.as_file().sync_all().map_err(failed)?;
     temporary.persist(file).map_err(|error| failed(error.error))?;
     drop(progress);
-    output::object(json, &json!({"file": file.display().to_string(), "lines": count}))
+    let sentence = format!("wrote {} to `{}`", counted(count, "line", "lines"), file.display());
+    output::changed(style, &json!({"file": file.display().to_string(), "lines": count}), sentence)
 }
 
 /// Chunks of a file, and its length if known. A thread reads it, because file reads block.

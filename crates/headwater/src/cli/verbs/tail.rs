@@ -5,6 +5,7 @@ use futures_util::StreamExt;
 use crate::cli::ConnectionArgs;
 use crate::cli::api_client::{ApiClient, escape};
 use crate::cli::output;
+use crate::cli::units::{at_least_one, tail_start};
 use crate::exit::CliError;
 
 /// Follow a topic.
@@ -12,15 +13,17 @@ use crate::exit::CliError;
 pub(crate) struct TailArgs {
     #[command(flatten)]
     pub(crate) connection: ConnectionArgs,
+    /// Name of the topic.
     topic: String,
-    /// Start: `beginning`, an entry id, or a time such as 2026-11-15T10:00:00Z. By default only new messages.
-    #[arg(long, value_name = "ID|TIME")]
+    /// Start: `beginning`, an entry id, a time such as 2026-11-15T10:00:00Z, or an age such as 5m. By default only new
+    /// messages.
+    #[arg(long, value_name = "ID|TIME", value_parser = tail_start)]
     from: Option<String>,
     /// Only this partition.
     #[arg(long)]
     partition: Option<u16>,
     /// Exit after this many messages.
-    #[arg(long)]
+    #[arg(long, value_name = "N", value_parser = at_least_one)]
     count: Option<u64>,
 }
 
@@ -42,8 +45,7 @@ impl TailArgs {
         while left > 0
             && let Some(message) = events.next().await
         {
-            // One message per line, also for people: a table could only be printed at the end.
-            output::json(self.connection.json, &message?)?;
+            output::message(self.connection.style(), &message?)?;
             left -= 1;
         }
         if self.count.is_none() || left == 0 {

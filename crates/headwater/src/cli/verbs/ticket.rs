@@ -1,14 +1,20 @@
 //! `headwater ticket`: open, list, show, reply to, close and reopen tickets.
 
 use clap::Subcommand;
-use serde_json::json;
+use serde_json::{Value, json};
 use uuid::Uuid;
 
 use crate::cli::ConnectionArgs;
 use crate::cli::api_client::ApiClient;
 use crate::cli::in_process::Requirements;
-use crate::cli::output::{self, OutputRows};
+use crate::cli::output::{self, OutputRows, OutputStyle};
+use crate::cli::units::{limit, uuid};
+use crate::cli::verbs::issue::show_why;
 use crate::exit::CliError;
+use crate::text::printable;
+
+/// Minimum digits of a ticket id that is given by its beginning.
+const PREFIX_MIN: usize = 4;
 
 /// Manage tickets.
 #[derive(Debug, clap::Args)]
@@ -23,6 +29,7 @@ pub(crate) struct TicketArgs {
 enum TicketCommand {
     /// Open a ticket.
     New {
+        /// Subject.
         #[arg(long)]
         title: String,
         /// First message; `-` reads standard input.
@@ -32,62 +39,74 @@ enum TicketCommand {
         #[arg(long)]
         user: Option<String>,
         /// Idempotency id: repeat it with every retry, and the ticket is opened once.
-        #[arg(long, value_name = "UUID")]
+        #[arg(long, value_name = "UUID", value_parser = uuid)]
         message_id: Option<Uuid>,
     },
     /// List tickets, newest first.
     List {
+        /// Only those with this status.
         #[arg(long, value_parser = ["open", "closed"])]
         status: Option<String>,
         /// Only those of this user.
         #[arg(long)]
         user: Option<String>,
         /// Maximum number of tickets.
-        #[arg(long, default_value_t = 100)]
+        #[arg(long, value_name = "N", default_value = "100", value_parser = limit)]
         limit: usize,
     },
-    /// Show a ticket with its messages.
+    /// Show a ticket as a conversation, and why it has no answer yet.
     Show {
-        /// Ticket id; see `headwater ticket list`.
+        /// Ticket id, or its beginning if no other ticket has the same; see `headwater ticket list`.
         #[arg(value_parser = ticket_id)]
-        id: Uuid,
+        id: String,
         /// Maximum number of messages.
-        #[arg(long, default_value_t = 1000)]
+        #[arg(long, value_name = "N", default_value = "1000", value_parser = limit)]
         messages: usize,
+    },
+    /// Explain why a ticket has no answer, step by step, and name the command that helps.
+    Why {
+        /// Ticket id, or its beginning if no other ticket has the same; see `headwater ticket list`.
+        #[arg(value_parser = ticket_id)]
+        id: String,
     },
     /// Add a message to a ticket.
     Reply {
-        /// Ticket id; see `headwater ticket list`.
+        /// Ticket id, or its beginning if no other ticket has the same; see `headwater ticket list`.
         #[arg(value_parser = ticket_id)]
-        id: Uuid,
+        id: String,
         /// Message text; `-` reads standard input.
         #[arg(long, allow_hyphen_values = true)]
         content: String,
         /// Author. An agent's message goes to the user, and the model does not reply.
         #[arg(long, value_parser = ["user", "agent"], default_value = "agent")]
         author: String,
+        /// Name of the agent, as the model sees it.
+        #[arg(long, value_name = "NAME")]
+        agent: Option<String>,
         /// Idempotency id: repeat it with every retry, and the message is added once.
-        #[arg(long, value_name = "UUID")]
+        #[arg(long, value_name = "UUID", value_parser = uuid)]
         message_id: Option<Uuid>,
     },
     /// Close a ticket.
     Close {
-        /// Ticket id; see `headwater ticket list`.
+        /// Ticket id, or its beginning if no other ticket has the same; see `headwater ticket list`.
         #[arg(value_parser = ticket_id)]
-        id: Uuid,
+        id: String,
     },
     /// Reopen a closed ticket, or return one that a person took over to the desk.
     Reopen {
-        /// Ticket id; see `headwater ticket list`.
+        /// Ticket id, or its beginning if no other ticket has the same; see `headwater ticket list`.
         #[arg(value_parser = ticket_id)]
-        id: Uuid,
+        id: String,
     },
 }
 
 impl TicketArgs {
     pub(in crate::cli) fn requirements(&self) -> Requirements {
         match self.command {
-            TicketCommand::List { .. } | TicketCommand::Show { .. } => Requirements::database(true),
+            TicketCommand::List { .. } | TicketCommand::Show { .. } | TicketCommand::Why { .. } => {
+                Requirements::database(true)
+            }
             TicketCommand::New { .. }
             | TicketCommand::Reply { .. }
             | TicketCommand::Close { .. }
@@ -96,13 +115,19 @@ impl TicketArgs {
     }
 
     pub(in crate::cli) async fn run(&self, client: &ApiClient) -> Result<(), CliError> {
-        let json = self.connection.json;
+        let style = self.connection.style();
         match &self.command {
             TicketCommand::New { title, content, user, message_id } => {
                 let request = json!({
                     "title": title, "content": content_or_stdin(content)?, "user_id": user, "message_id": message_id,
                 });
-                output::object(json, &client.post("/tickets", request).await?)
+                let answer = client.post("/tickets", request).await?;
+                let id = answer["ticket_id"].as_str().unwrap_or_default();
+                let sentence = match answer["duplicate"].as_bool() {
+                    Some(true) => format!("ticket {id} was opened before"),
+                    _ => format!("opened ticket {id} (issue {})", answer["issue_id"]),
+                };
+                output::changed(style, &answer, sentence)
             }
             TicketCommand::List { status, user, limit } => {
                 let mut query = Vec::new();
@@ -118,7 +143,7 @@ impl TicketArgs {
                 ];
                 client
                     .show_pages(
-                        OutputRows::new(json, columns),
+                        OutputRows::new(style, columns),
                         "/tickets",
                         &query,
                         "tickets",
@@ -127,34 +152,117 @@ impl TicketArgs {
                     .await
             }
             TicketCommand::Show { id, messages } => {
-                let mut ticket = client.get(&path(*id), &[]).await?;
-                let of = format!("{}/messages", path(*id));
-                let messages = client.all_pages(&of, "messages", *messages).await?;
+                let path = path(client, id).await?;
+                let mut ticket = client.get(&path, &[]).await?;
+                let messages =
+                    client.all_pages(&format!("{path}/messages"), "messages", *messages).await?;
                 if let Some(fields) = ticket.as_object_mut() {
                     fields.remove("next_cursor");
                 }
                 ticket["messages"] = messages;
-                output::object(json, &ticket)
+                if style.json {
+                    return output::object(style, &ticket);
+                }
+                let waits = ticket["status"] == "open"
+                    && ticket["handed_over"] == false
+                    && last_author(&ticket) == Some("user");
+                let why = match waits {
+                    true => client.get(&format!("{path}/why"), &[]).await?,
+                    false => Value::Null,
+                };
+                conversation(style, &ticket, &why)
             }
-            TicketCommand::Reply { id, content, author, message_id } => {
-                let request = json!({"content": content_or_stdin(content)?, "author": author, "message_id": message_id});
-                let answer = client.post(&format!("{}/messages", path(*id)), request).await?;
-                output::object(json, &answer)
+            TicketCommand::Why { id } => {
+                let path = path(client, id).await?;
+                show_why(style, &client.get(&format!("{path}/why"), &[]).await?)
             }
-            TicketCommand::Close { id } => {
-                let answer = client.post(&format!("{}/close", path(*id)), json!({})).await?;
-                output::object(json, &answer)
+            TicketCommand::Reply { id, content, author, agent, message_id } => {
+                let path = path(client, id).await?;
+                let request = json!({"content": content_or_stdin(content)?, "author": author, "agent": agent, "message_id": message_id});
+                let answer = client.post(&format!("{path}/messages"), request).await?;
+                let id = answer["ticket_id"].as_str().unwrap_or_default();
+                let sentence = match answer["duplicate"].as_bool() {
+                    Some(true) => format!("the message was added to ticket {id} before"),
+                    _ => format!("added a message of the {author} to ticket {id}"),
+                };
+                output::changed(style, &answer, sentence)
             }
-            TicketCommand::Reopen { id } => {
-                let answer = client.post(&format!("{}/reopen", path(*id)), json!({})).await?;
-                output::object(json, &answer)
-            }
+            TicketCommand::Close { id } => self.change(client, id, "close").await,
+            TicketCommand::Reopen { id } => self.change(client, id, "reopen").await,
+        }
+    }
+
+    async fn change(&self, client: &ApiClient, id: &str, change: &str) -> Result<(), CliError> {
+        let path = path(client, id).await?;
+        let answer = client.post(&format!("{path}/{change}"), json!({})).await?;
+        let id = answer["ticket_id"].as_str().unwrap_or_default();
+        let status = answer["status"].as_str().unwrap_or_default();
+        let sentence = match (answer["changed"].as_bool(), change) {
+            (Some(true), "close") => format!("closed ticket {id}"),
+            (Some(true), _) => format!("reopened ticket {id}"),
+            _ => format!("ticket {id} is already {status}"),
+        };
+        output::changed(self.connection.style(), &answer, sentence)
+    }
+}
+
+fn last_author(ticket: &Value) -> Option<&str> {
+    ticket["messages"].as_array()?.last()?["author"].as_str()
+}
+
+/// Prints a ticket as a conversation: who said what, and when; then its state.
+fn conversation(style: OutputStyle, ticket: &Value, why: &Value) -> Result<(), CliError> {
+    let word = |name: &str| output::plain(ticket[name].as_str().unwrap_or_default());
+    output::exact(&output::heading(&word("title")))?;
+    let user = ticket["user_id"].as_str().map(|user| format!(", user {}", output::plain(user)));
+    let about = format!(
+        "ticket {}, issue {}{}, opened {}",
+        word("ticket_id"),
+        ticket["issue_id"],
+        user.unwrap_or_default(),
+        moment(ticket["created_at"].as_str()),
+    );
+    output::print_wrapped(style, "", &about)?;
+    for message in ticket["messages"].as_array().into_iter().flatten() {
+        let mut author = output::plain(message["author"].as_str().unwrap_or_default());
+        if let Some(agent) = message["agent"].as_str() {
+            author = format!("{author} {}", output::plain(agent));
+        }
+        let at = moment(message["created_at"].as_str());
+        output::exact(&format!("\n{}  {at}", output::heading(&author)))?;
+        let content = message["content"].as_str().unwrap_or_default();
+        output::print_wrapped(style, "  ", content)?;
+    }
+    output::exact("")?;
+    match (word("status").as_str(), &ticket["handed_over"]) {
+        ("closed", _) => {
+            output::exact(&format!("closed {}", moment(ticket["updated_at"].as_str())))
+        }
+        (_, Value::Bool(true)) => output::print_wrapped(
+            style,
+            "",
+            &format!(
+                "handed over to a person: the model does not answer until `headwater ticket reopen {}`",
+                word("ticket_id")
+            ),
+        ),
+        _ if why.is_null() => output::exact("open; answered"),
+        _ => {
+            let sentence = why["sentence"].as_str().unwrap_or_default();
+            output::print_wrapped(style, "", &format!("open; no answer yet: {sentence}"))
         }
     }
 }
 
+/// A time to the second, in UTC.
+fn moment(at: Option<&str>) -> String {
+    let at = printable(at.unwrap_or_default());
+    let seconds = at.split_once('.').map_or(at.as_str(), |(seconds, _)| seconds);
+    format!("{} UTC", seconds.replacen('T', " ", 1))
+}
+
 /// The text, or standard input for `-`.
-fn content_or_stdin(content: &str) -> Result<String, CliError> {
+pub(super) fn content_or_stdin(content: &str) -> Result<String, CliError> {
     if content != "-" {
         return Ok(content.to_owned());
     }
@@ -162,10 +270,32 @@ fn content_or_stdin(content: &str) -> Result<String, CliError> {
         .map_err(|error| CliError::new(format!("cannot read standard input: {error}")))
 }
 
-fn ticket_id(text: &str) -> Result<Uuid, String> {
-    text.parse().map_err(|_| "expected a UUID; `headwater ticket list` shows the ids".to_owned())
+/// Checks that a text is a ticket id or its beginning.
+fn ticket_id(text: &str) -> Result<String, String> {
+    let digits = text.chars().filter(|c| *c != '-').count();
+    let is_hex = text.chars().all(|c| c.is_ascii_hexdigit() || c == '-');
+    if text.parse::<Uuid>().is_ok() || is_hex && (PREFIX_MIN..32).contains(&digits) {
+        return Ok(text.to_lowercase());
+    }
+    Err(format!(
+        "expected a UUID or at least its first {PREFIX_MIN} digits; `headwater ticket list` shows the ids"
+    ))
 }
 
-fn path(id: Uuid) -> String {
-    format!("/tickets/{id}")
+/// The path of a ticket. Completes the beginning of an id.
+async fn path(client: &ApiClient, id: &str) -> Result<String, CliError> {
+    if let Ok(id) = id.parse::<Uuid>() {
+        return Ok(format!("/tickets/{id}"));
+    }
+    let query = [("id_prefix", id.to_owned()), ("limit", "2".to_owned())];
+    let found = client.get("/tickets", &query).await?;
+    let ids = found["tickets"].as_array().into_iter().flatten();
+    let ids: Vec<&str> = ids.filter_map(|ticket| ticket["ticket_id"].as_str()).collect();
+    match ids[..] {
+        [] => Err(CliError::NotFound(format!("no ticket id begins with `{id}`"))),
+        [one] => Ok(format!("/tickets/{one}")),
+        _ => Err(CliError::usage(format!(
+            "several ticket ids begin with `{id}`; give more digits, see `headwater ticket list`"
+        ))),
+    }
 }

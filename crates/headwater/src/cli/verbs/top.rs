@@ -1,6 +1,7 @@
-//! `headwater top`: shows throughput, lag, pending messages, owners and dead letters.
+//! `headwater top`: shows issues, workers and the model, and throughput, lag, pending messages, owners and dead letters of
+//! topics.
 //!
-//! Upstream: `cli/mod.rs`. Downstream: the routes of topics and groups; `top_view.rs` compares two snapshots.
+//! Upstream: `cli/mod.rs`. Downstream: the routes of topics, groups and `/status`; `top_view.rs` compares two snapshots.
 //! Guarantees: read-only; costs a few calls per topic and refresh, independent of the size of the topics. Only a terminal
 //! receives control sequences.
 
@@ -8,36 +9,33 @@ use std::time::Duration;
 
 use console::{Term, truncate_str};
 use serde_json::Value;
-use tokio::time::Instant;
 
+use crate::cli::ConnectionArgs;
 use crate::cli::api_client::{ApiClient, escape};
 use crate::cli::output;
 use crate::cli::top_view::{Frame, TopSnapshot};
-use crate::cli::{ConnectionArgs, time};
+use crate::cli::units::time;
 use crate::exit::CliError;
 use crate::server::shutdown_signal::ShutdownSignal;
-use crate::text::printable;
 
 /// Maximum number of topics.
 const TOPICS_MAX: usize = 200;
-/// The server's own streams, which are not registered as topics.
-const PLAIN: [&str; 2] = ["issue_work", "ticket_events"];
 /// Terminal sequences: alternate screen on, clear, and off.
 const ENTER: &str = "\u{1b}[?1049h\u{1b}[?25l";
 const CLEAR: &str = "\u{1b}[H\u{1b}[J";
 const LEAVE: &str = "\u{1b}[?25h\u{1b}[?1049l";
 
-/// Watch topics and groups.
+/// Watch topics, groups, issues, workers and the model.
 #[derive(Debug, clap::Args)]
 pub(crate) struct TopArgs {
     #[command(flatten)]
     pub(crate) connection: ConnectionArgs,
-    /// Only these topics.
+    /// Only these topics; all by default.
     topics: Vec<String>,
     /// Refresh interval.
     #[arg(long, value_name = "TIME", value_parser = time, default_value = "1s")]
     every: Duration,
-    /// Print once and exit. With --json, one line for each topic and group.
+    /// Print once and exit. With --json, one line for each topic and group, and one for issues, workers and the model.
     #[arg(long)]
     once: bool,
 }
@@ -47,7 +45,7 @@ impl TopArgs {
         let shutdown = ShutdownSignal::default();
         shutdown.on_signals().map_err(|error| CliError::new(error.to_string()))?;
         let every = self.every.clamp(Duration::from_millis(100), Duration::from_secs(3600));
-        let mut before = self.snapshot(client).await?;
+        let mut before = snapshot(client, &self.topics).await?;
         let term = Term::stdout();
         let is_screen = !self.once && !self.connection.json && term.is_term();
         let screen = is_screen.then(|| AlternateScreen::enter(term));
@@ -56,14 +54,23 @@ impl TopArgs {
                 () = tokio::time::sleep(every) => {}
                 () = shutdown.wait() => return Ok(()),
             }
-            let now = self.snapshot(client).await?;
+            let now = snapshot(client, &self.topics).await?;
             let frame = Frame::between(&before, &now);
+            let mut lines = frame.screen();
+            if now.left_out {
+                lines.push(left_out());
+            }
             match &screen {
-                Some(screen) => screen.show(&frame.table())?,
+                Some(screen) => screen.show(&lines)?,
                 None if self.connection.json => {
-                    frame.lines().try_for_each(|line| output::json(true, line))?;
+                    frame
+                        .lines()
+                        .try_for_each(|line| output::json(self.connection.style(), line))?;
+                    if now.left_out {
+                        output::note(&left_out());
+                    }
                 }
-                None => output::line(&frame.table().join("\n"))?,
+                None => output::exact(&lines.join("\n"))?,
             }
             if self.once {
                 return Ok(());
@@ -71,30 +78,39 @@ impl TopArgs {
             before = now;
         }
     }
+}
 
-    async fn snapshot(&self, client: &ApiClient) -> Result<TopSnapshot, CliError> {
-        let mut topics = Vec::new();
-        if self.topics.is_empty() {
-            client.pages("/topics", &[], "topics", TOPICS_MAX, |topic| topics.push(topic)).await?;
-            for name in PLAIN {
-                topics.extend(client.get_optional(&path(name), &[]).await?);
-            }
-        } else {
-            for name in &self.topics {
-                topics.push(client.get(&path(name), &[]).await?);
-            }
-        }
-        let mut groups = Vec::new();
-        for topic in &topics {
-            let name = topic["name"].as_str().unwrap_or_default();
-            // A topic deleted in the meantime has no groups.
-            let found = client.get_optional(&format!("{}/groups", path(name)), &[]).await?;
-            if let Some(Value::Array(found)) = found.map(|mut found| found["groups"].take()) {
-                groups.extend(found);
-            }
-        }
-        Ok(TopSnapshot { at: Instant::now(), topics, groups })
+/// Says that topics are not shown.
+pub(super) fn left_out() -> String {
+    format!("only the first {TOPICS_MAX} topics are shown; name others: `headwater top TOPIC`")
+}
+
+/// Reads these topics, or all, with their groups and the status.
+pub(super) async fn snapshot(
+    client: &ApiClient,
+    names: &[String],
+) -> Result<TopSnapshot, CliError> {
+    let mut snapshot = TopSnapshot::empty();
+    if names.is_empty() {
+        let topics = &mut snapshot.topics;
+        let show = |topic| topics.push(topic);
+        let all = [("all", "true".to_owned())];
+        snapshot.left_out = client.pages("/topics", &all, "topics", TOPICS_MAX, show).await?;
     }
+    for name in names {
+        snapshot.topics.push(client.get(&path(name), &[]).await?);
+    }
+    for topic in &snapshot.topics {
+        let name = topic["name"].as_str().unwrap_or_default();
+        // A topic deleted in the meantime has no groups.
+        let found = client.get_optional(&format!("{}/groups", path(name)), &[]).await?;
+        if let Some(Value::Array(found)) = found.map(|mut found| found["groups"].take()) {
+            snapshot.groups.extend(found);
+        }
+    }
+    // Commands that open only streams have no such route.
+    snapshot.status = client.get_optional("/status", &[]).await?;
+    Ok(snapshot)
 }
 
 fn path(topic: &str) -> String {
@@ -124,13 +140,13 @@ impl Drop for AlternateScreen {
     }
 }
 
-/// The lines, cut to the size of the terminal. The last row says how many lines do not fit.
+/// The escaped lines, cut to the size of the terminal. The last row says how many lines do not fit.
 fn screen(lines: &[String], rows: usize, columns: usize) -> String {
     let shown = if lines.len() > rows { rows.saturating_sub(1) } else { lines.len() };
     let left = lines.len() - shown;
     let left = (left > 0).then(|| format!("… {left} more lines"));
     let fitting = lines[..shown].iter().chain(&left);
-    let fitting = fitting.map(|line| truncate_str(&printable(line), columns, "…").into_owned());
+    let fitting = fitting.map(|line| truncate_str(line, columns, "…").into_owned());
     format!("{CLEAR}{}", fitting.collect::<Vec<_>>().join("\r\n"))
 }
 
@@ -140,7 +156,7 @@ mod tests {
 
     #[test]
     fn a_frame_fits_the_terminal() {
-        let lines = ["TOPIC".to_owned(), "订单订单".to_owned(), "c\u{1b}[2J".to_owned()];
+        let lines = ["TOPIC".to_owned(), "订单订单".to_owned(), "c\\u001b[2J".to_owned()];
         assert_eq!(screen(&lines, 3, 80), format!("{CLEAR}TOPIC\r\n订单订单\r\nc\\u001b[2J"));
         assert_eq!(screen(&lines, 3, 5), format!("{CLEAR}TOPIC\r\n订单…\r\nc\\u0…"));
         assert_eq!(screen(&lines, 2, 4), format!("{CLEAR}TOP…\r\n… 2…"));

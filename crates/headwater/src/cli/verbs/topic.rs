@@ -1,15 +1,20 @@
-//! `headwater topic`: create, list, describe, grow, trim and delete topics.
+//! `headwater topic`: create, list, describe, alter, grow, trim and delete topics.
 
 use std::time::Duration;
 
 use clap::Subcommand;
-use serde_json::json;
+use serde_json::{Map, Value, json};
 
 use crate::cli::api_client::{ApiClient, escape};
 use crate::cli::output::{self, OutputRows};
+use crate::cli::progress;
+use crate::cli::units::{
+    LimitArg, count_or_none, limit, milliseconds, size, size_or_none, time, time_or_none,
+};
 use crate::cli::verbs::session::or_interrupted;
-use crate::cli::{ConfirmArgs, ConnectionArgs, milliseconds, time};
+use crate::cli::{ConfirmArgs, ConnectionArgs};
 use crate::exit::CliError;
+use crate::text::{counted, shell_word};
 
 /// Manage topics.
 #[derive(Debug, clap::Args)]
@@ -24,6 +29,7 @@ pub(crate) struct TopicArgs {
 enum TopicCommand {
     /// Create a topic.
     Create {
+        /// Name of the new topic.
         name: String,
         /// Number of partitions, 1 to 1024; can grow later but not shrink.
         #[arg(long, default_value_t = 1)]
@@ -34,11 +40,11 @@ enum TopicCommand {
         /// Retention: age such as 7d, after all groups have processed them.
         #[arg(long, value_name = "TIME", value_parser = time)]
         retention_age: Option<Duration>,
-        /// Retention: bytes per partition, kept after all groups have processed them.
-        #[arg(long, value_name = "BYTES")]
+        /// Retention: size such as 10MB of each partition, kept after all groups have processed them.
+        #[arg(long, value_name = "SIZE", value_parser = size)]
         retention_bytes: Option<u64>,
-        /// Byte budget of the topic; sends above it are rejected.
-        #[arg(long, value_name = "BYTES")]
+        /// Size such as 1GB of the topic; sends above it are rejected.
+        #[arg(long, value_name = "SIZE", value_parser = size)]
         byte_budget: Option<u64>,
         /// Maximum retries of a failed message.
         #[arg(long, value_name = "N")]
@@ -47,19 +53,48 @@ enum TopicCommand {
     /// List topics.
     List {
         /// Maximum number of topics.
-        #[arg(long, default_value_t = 1000)]
+        #[arg(long, value_name = "N", default_value = "1000", value_parser = limit)]
         limit: usize,
+        /// Also list the streams of the server itself.
+        #[arg(long)]
+        all: bool,
     },
     /// Describe a topic with its keys and slots.
-    Describe { name: String },
-    /// Add partitions.
-    Grow {
+    Describe {
+        /// Name of the topic.
         name: String,
+    },
+    /// Change retention, budget or retries of a topic. Options that are not given are kept.
+    Alter {
+        /// Name of the topic.
+        name: String,
+        /// Retention: messages per partition, or `none`.
+        #[arg(long, value_name = "N", value_parser = count_or_none)]
+        retention_count: Option<LimitArg>,
+        /// Retention: age such as 7d, or `none`.
+        #[arg(long, value_name = "TIME", value_parser = time_or_none)]
+        retention_age: Option<LimitArg>,
+        /// Retention: size such as 10MB of each partition, or `none`.
+        #[arg(long, value_name = "SIZE", value_parser = size_or_none)]
+        retention_bytes: Option<LimitArg>,
+        /// Size such as 1GB of the topic, or `none`; sends above it are rejected.
+        #[arg(long, value_name = "SIZE", value_parser = size_or_none)]
+        byte_budget: Option<LimitArg>,
+        /// Maximum retries of a failed message.
+        #[arg(long, value_name = "N")]
+        max_retries: Option<u32>,
+    },
+    /// Add partitions. Takes about 10 s: until every producer knows of them.
+    Grow {
+        /// Name of the topic.
+        name: String,
+        /// New number of partitions, at most 1024.
         #[arg(long)]
         partitions: u16,
     },
     /// Remove the oldest messages.
     Trim {
+        /// Name of the topic.
         name: String,
         /// Keep this many messages of each partition.
         #[arg(long, value_name = "N", required_unless_present_any = ["age", "bytes"])]
@@ -67,8 +102,8 @@ enum TopicCommand {
         /// Keep messages up to this age, such as 24h.
         #[arg(long, value_name = "TIME", value_parser = time)]
         age: Option<Duration>,
-        /// Keep about this many bytes of each partition.
-        #[arg(long)]
+        /// Keep about this size of each partition, such as 10MB.
+        #[arg(long, value_name = "SIZE", value_parser = size)]
         bytes: Option<u64>,
         /// Only this partition.
         #[arg(long)]
@@ -81,6 +116,7 @@ enum TopicCommand {
     },
     /// Delete a topic with its messages and dead letters.
     Delete {
+        /// Name of the topic.
         name: String,
         #[command(flatten)]
         confirm: ConfirmArgs,
@@ -93,7 +129,7 @@ impl TopicArgs {
     }
 
     pub(in crate::cli) async fn run(&self, client: &ApiClient) -> Result<(), CliError> {
-        let json = self.connection.json;
+        let style = self.connection.style();
         match &self.command {
             TopicCommand::Create {
                 name,
@@ -113,13 +149,20 @@ impl TopicArgs {
                     "byte_budget": byte_budget,
                     "max_retries": max_retries,
                 });
-                output::object(json, &client.post("/topics", request).await?)
+                let answer = client.post("/topics", request).await?;
+                let partitions = counted(u64::from(*partitions), "partition", "partitions");
+                let sentence = match answer["created"].as_bool() {
+                    Some(true) => format!("created topic `{name}` with {partitions}"),
+                    _ => format!("topic `{name}` already exists with these settings"),
+                };
+                output::changed(style, &answer, sentence)
             }
-            TopicCommand::List { limit } => {
+            TopicCommand::List { limit, all } => {
+                let query: Vec<_> = all.then(|| ("all", "true".to_owned())).into_iter().collect();
                 client
                     .show_pages(
                         OutputRows::new(
-                            json,
+                            style,
                             &[
                                 ("NAME", "/name"),
                                 ("PARTITIONS", "/partitions"),
@@ -127,27 +170,70 @@ impl TopicArgs {
                                 ("DELAYED", "/delayed"),
                                 ("DEAD LETTERS", "/dead_letters"),
                                 ("GROUPS", "/groups"),
+                                ("KIND", "/kind"),
                                 ("DELETING SINCE", "/deleting_since"),
                             ],
                         ),
                         "/topics",
-                        &[],
+                        &query,
                         "topics",
                         *limit,
                     )
                     .await
             }
             TopicCommand::Describe { name } => {
-                output::object(json, &client.get(&path(name), &[]).await?)
+                output::object(style, &client.get(&path(name), &[]).await?)
+            }
+            TopicCommand::Alter {
+                name,
+                retention_count,
+                retention_age,
+                retention_bytes,
+                byte_budget,
+                max_retries,
+            } => {
+                let limits = [
+                    ("retention_count", retention_count),
+                    ("retention_age_ms", retention_age),
+                    ("retention_bytes", retention_bytes),
+                    ("byte_budget", byte_budget),
+                ];
+                let given =
+                    limits.into_iter().filter_map(|(name, limit)| Some((name, (*limit)?.0)));
+                let mut request: Map<String, Value> =
+                    given.map(|(name, limit)| (name.to_owned(), json!(limit))).collect();
+                if let Some(max_retries) = max_retries {
+                    request.insert("max_retries".to_owned(), json!(max_retries));
+                }
+                if request.is_empty() {
+                    return Err(CliError::usage("nothing to change; give a new limit or `none`"));
+                }
+                let mut changed: Vec<_> =
+                    request.iter().map(|(name, limit)| shown(name, limit)).collect();
+                changed.sort();
+                let request = Value::Object(request);
+                let answer = client.post(&format!("{}/alter", path(name)), request).await?;
+                let sentence = format!("altered topic `{name}`: {}", changed.join(", "));
+                output::changed(style, &answer, sentence)
             }
             TopicCommand::Grow { name, partitions } => {
                 let request = json!({"partitions": partitions});
-                let answer = client.post(&format!("{}/grow", path(name)), request).await?;
-                output::object(json, &answer)
+                let to = format!("{}/grow", path(name));
+                let growing = client.post(&to, request);
+                let what = format!("growing topic `{name}` until every producer knows of it");
+                let answer = progress::waiting(what, growing).await?;
+                let partitions = counted(u64::from(*partitions), "partition", "partitions");
+                output::changed(style, &answer, format!("topic `{name}` has {partitions}"))
             }
             TopicCommand::Trim { name, count, age, bytes, partition, force, confirm } => {
-                let lost = if *force { ", including unread ones" } else { "" };
-                confirm.ask(&format!("Remove the oldest messages of topic `{name}`{lost}?"))?;
+                if confirm.is_needed() {
+                    let topic = client.get(&path(name), &[]).await?;
+                    let messages = messages(&topic["length"]);
+                    let lost = if *force { ", including unread ones" } else { "" };
+                    confirm.ask(&format!(
+                        "Remove the oldest of the {messages} of topic `{name}`{lost}?"
+                    ))?;
+                }
                 let request = json!({
                     "count": count,
                     "age_ms": age.map(milliseconds),
@@ -156,23 +242,56 @@ impl TopicArgs {
                     "force": force,
                 });
                 let answer = client.post(&format!("{}/trim", path(name)), request).await?;
-                output::object(json, &answer)
+                let kept = match answer["held_back"].as_bool() {
+                    Some(true) => "; others are kept because a group still needs them",
+                    _ => "",
+                };
+                let removed = messages(&answer["removed"]);
+                output::changed(
+                    style,
+                    &answer,
+                    format!("removed {removed} of topic `{name}`{kept}"),
+                )
             }
             TopicCommand::Delete { name, confirm } => {
-                confirm.ask(&format!("Delete topic `{name}` with all its messages?"))?;
+                if confirm.is_needed() {
+                    let topic = client.get(&path(name), &[]).await?;
+                    let messages = messages(&topic["length"]);
+                    let letters = topic["dead_letters"].as_u64().unwrap_or(0);
+                    let letters = counted(letters, "dead letter", "dead letters");
+                    confirm
+                        .ask(&format!("Delete topic `{name}` with {messages} and {letters}?"))?;
+                }
                 let interrupted = format!(
-                    "interrupted; the topic may be partially deleted. Run the same command again to finish, or check with `headwater topic describe {name}`"
+                    "interrupted; the topic may be partially deleted. Run the same command again to finish, or check with `headwater topic describe {}`",
+                    shell_word(name)
                 );
-                let path = path(name);
-                let answer = or_interrupted(client.delete(&path), interrupted).await?;
-                output::object(json, &answer)?;
+                let to = path(name);
+                let deleting = or_interrupted(client.delete(&to), interrupted);
+                let what = format!("deleting topic `{name}`");
+                let answer = progress::waiting(what, deleting).await?;
                 match answer["deleted"].as_bool() {
-                    Some(true) => Ok(()),
-                    _ => Err(CliError::new(format!("topic `{name}` not found"))),
+                    Some(true) => {
+                        output::changed(style, &answer, format!("deleted topic `{name}`"))
+                    }
+                    _ => Err(CliError::NotFound(format!("topic `{name}` does not exist"))),
                 }
             }
         }
     }
+}
+
+/// A changed limit in words.
+fn shown(name: &str, limit: &Value) -> String {
+    let value = match limit {
+        Value::Null => "none".to_owned(),
+        limit => crate::cli::fields::text(name, limit),
+    };
+    format!("{} {value}", crate::cli::fields::label(name))
+}
+
+fn messages(count: &Value) -> String {
+    counted(count.as_u64().unwrap_or(0), "message", "messages")
 }
 
 fn path(topic: &str) -> String {

@@ -1,7 +1,7 @@
 //! The interface to language models: a prompt in, a streamed answer out.
 //!
 //! Upstream: `handler`. Downstream: `openai` (any OpenAI-compatible chat endpoint) and `scripted`.
-//! Guarantees: errors are classified by what the caller does next; a collected answer stays within the limits.
+//! Guarantees: errors are classified by who can fix them; a collected answer stays within the limits.
 //! Not here: the text of a prompt (see `prompt`), what tools do (see `tools`).
 
 pub mod openai;
@@ -110,6 +110,17 @@ pub enum ResponseChunk {
     Call(ToolCall),
     /// Token usage as counted by the service.
     Usage(TokenUsage),
+    /// The answer is incomplete. A complete one has no such chunk.
+    Incomplete(IncompleteReason),
+}
+
+/// Why an answer is incomplete. It must not be sent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum IncompleteReason {
+    /// The maximum number of output tokens was reached.
+    Length,
+    /// The model or a filter of the service refused to answer.
+    Refused,
 }
 
 /// A tool call requested by a model.
@@ -156,6 +167,8 @@ pub struct ModelAnswer {
     pub calls: Vec<ToolCall>,
     /// Token usage; `None` if the service did not report it.
     pub usage: Option<TokenUsage>,
+    /// Why the answer is incomplete; `None` if it is complete.
+    pub incomplete: Option<IncompleteReason>,
 }
 
 /// A streamed answer.
@@ -187,6 +200,7 @@ impl ResponseStream {
                 ResponseChunk::Text(text) => answer.text.push_str(&text),
                 ResponseChunk::Call(call) => answer.calls.push(call),
                 ResponseChunk::Usage(usage) => answer.usage = Some(usage),
+                ResponseChunk::Incomplete(reason) => answer.incomplete = Some(reason),
             }
             let too_long = answer.text.len() > ANSWER_BYTES_MAX
                 || answer.calls.len() > TOOL_CALLS_MAX
@@ -209,6 +223,28 @@ impl fmt::Debug for ResponseStream {
     }
 }
 
+/// Who can fix a failed model call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fault {
+    /// The operator of this program: settings, or a request that the service does not accept.
+    Ours,
+    /// The service: it is unreachable, overloaded, or answers incompletely.
+    Theirs,
+    /// The text of this conversation. Other conversations are not affected.
+    Content,
+}
+
+impl Fault {
+    /// The name in metrics.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Ours => "ours",
+            Self::Theirs => "theirs",
+            Self::Content => "content",
+        }
+    }
+}
+
 /// Why a model call failed. Never contains the API key.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
@@ -222,20 +258,40 @@ pub enum ModelError {
         reason: String,
     },
     /// No connection to the service: retry later.
-    #[error("model unreachable: {0}")]
+    #[error("model unreachable; check `model.url`: {0}")]
     Unreachable(String),
     /// No answer, or an incomplete one: retry later. Tokens may have been used.
     #[error("model call failed: {0}")]
     Unavailable(String),
+    /// The response is invalid or empty: retry later. Tokens may have been used.
+    #[error("invalid response from the model: {0}")]
+    InvalidResponse(String),
     /// Key, model name or address are wrong. The operator must fix the settings.
     #[error("model service denied access; check `model.url`, `model.name` and the key: {0}")]
     Unauthorized(String),
-    /// The service rejected this prompt. Retrying will not help.
+    /// The service does not accept the request, whatever its text. The operator must fix the settings.
+    #[error("model service rejected the request; check `model.url` and `model.name`: {0}")]
+    InvalidRequest(String),
+    /// The prompt is longer than the model allows.
+    #[error("prompt is too long for the model: {0}")]
+    TooLong(String),
+    /// The service rejected the text of this prompt. Retrying will not help.
     #[error("model rejected the prompt: {0}")]
     Rejected(String),
-    /// The response is invalid. A retry may succeed.
-    #[error("invalid response from the model: {0}")]
-    InvalidResponse(String),
+}
+
+impl ModelError {
+    /// Who can fix it.
+    pub fn fault(&self) -> Fault {
+        match self {
+            Self::RateLimited { .. }
+            | Self::Unreachable(_)
+            | Self::Unavailable(_)
+            | Self::InvalidResponse(_) => Fault::Theirs,
+            Self::Unauthorized(_) | Self::InvalidRequest(_) => Fault::Ours,
+            Self::TooLong(_) | Self::Rejected(_) => Fault::Content,
+        }
+    }
 }
 
 #[cfg(test)]

@@ -2,10 +2,12 @@
 //!
 //! Upstream: `handler`. Downstream: an untrusted server.
 //! Guarantees: a call takes at most the total timeout, a pause within an answer at most the idle timeout. 429 and 5xx
-//! are retried within the total timeout and honour `Retry-After`. The key appears in no log and no error. Redirects
-//! are not followed, because they could leak the key.
+//! are retried within the total timeout and honour `Retry-After`. The request has the fields that current models expect;
+//! if the service rejects one of them, the call is repeated without it, and later calls begin that way. The key appears
+//! in no log and no error. Redirects are not followed, because they could leak the key.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::sync::{Mutex, MutexGuard};
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -13,22 +15,24 @@ use bytes::Bytes;
 use futures_util::stream::{self, BoxStream, StreamExt};
 use headwater_stream::Backoff;
 use reqwest::header::{CONTENT_TYPE, RETRY_AFTER};
-use reqwest::{Client, Response, StatusCode};
+use reqwest::{Client, Response};
 use secrecy::{ExposeSecret, SecretString};
 use serde_json::{Value as Json, json};
 use tokio::time::{Instant, sleep, timeout_at};
-use tracing::warn;
+use tracing::{info, warn};
 
+use crate::config::shown_url;
 use crate::desk::model::sse::SseReader;
 use crate::desk::model::{
-    LanguageModel, ModelAnswer, ModelError, ModelPrompt, ResponseChunk, ResponseStream, TokenUsage,
-    ToolCall, Turn,
+    IncompleteReason, LanguageModel, ModelAnswer, ModelError, ModelPrompt, ResponseChunk,
+    ResponseStream, TokenUsage, ToolCall, Turn,
 };
 use crate::http_client;
 use crate::limits::{
     ERROR_BODY_BYTES_MAX, RESPONSE_BYTES_MAX, RETRY_AFTER_MAX, TOOL_ARGUMENTS_BYTES_MAX,
     TOOL_CALLS_MAX,
 };
+use crate::text;
 
 /// Address, credentials and timeouts of a model.
 #[derive(Clone, Debug)]
@@ -74,6 +78,8 @@ pub struct OpenAiModel {
     client: Client,
     endpoint: reqwest::Url,
     config: OpenAiConfig,
+    /// The format of the last request that the service accepted.
+    format: Mutex<RequestFormat>,
 }
 
 /// Result of one request.
@@ -82,7 +88,37 @@ enum AttemptOutcome {
     /// Retry, after this time if the service said so.
     Retry(Option<Duration>, ModelError),
     Failed(ModelError),
+    /// The service rejected the request, with this message. Another format may be accepted.
+    Rejected(String),
 }
+
+/// Optional parts of a request, on which services differ.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+struct RequestFormat {
+    /// Sends `max_tokens`, as older services expect, instead of `max_completion_tokens`.
+    old_token_limit: bool,
+    without_usage: bool,
+    without_streaming: bool,
+}
+
+impl RequestFormat {
+    /// The format to try after an error message; `None` if the message names no part of the request.
+    fn after(self, message: &str) -> Option<Self> {
+        // A message that rejects `max_tokens` names its replacement.
+        if message.contains("max_completion_tokens") {
+            return Some(Self { old_token_limit: !self.old_token_limit, ..self });
+        }
+        if message.contains("stream_options") && !self.without_usage {
+            return Some(Self { without_usage: true, ..self });
+        }
+        // Some organizations may not stream some models.
+        (message.contains("stream") && !self.without_streaming)
+            .then_some(Self { without_streaming: true, ..self })
+    }
+}
+
+/// Maximum changes of the format within one call.
+const FORMAT_CHANGES_MAX: u32 = 3;
 
 impl OpenAiModel {
     /// Validates the configuration. Sends nothing.
@@ -99,7 +135,15 @@ impl OpenAiModel {
         {
             return Err("`attempts_max` and the timeouts of the model must not be zero".to_owned());
         }
-        Ok(Self { client: http_client::build()?, endpoint, config })
+        Ok(Self { client: http_client::build()?, endpoint, config, format: Mutex::default() })
+    }
+
+    fn format(&self) -> MutexGuard<'_, RequestFormat> {
+        self.format.lock().expect("no code panics while it holds this lock")
+    }
+
+    fn body(&self, prompt: &ModelPrompt, format: RequestFormat) -> Bytes {
+        Bytes::from(request(&self.config.model, prompt, format).to_string())
     }
 
     async fn send(&self, body: &Bytes, deadline: Instant) -> AttemptOutcome {
@@ -116,7 +160,9 @@ impl OpenAiModel {
         match timeout_at(idle_deadline, request.send()).await {
             Err(_) => AttemptOutcome::Retry(None, unavailable("no response within the timeout")),
             Ok(Err(error)) if error.is_connect() => {
-                AttemptOutcome::Retry(None, ModelError::Unreachable(http_client::describe(&error)))
+                let cause = http_client::describe(&error);
+                let reason = format!("{}: {cause}", shown_url(&self.config.url));
+                AttemptOutcome::Retry(None, ModelError::Unreachable(reason))
             }
             Ok(Err(error)) => {
                 AttemptOutcome::Retry(None, unavailable(http_client::describe(&error)))
@@ -143,23 +189,60 @@ async fn error_response(response: Response, idle_deadline: Instant, key: &str) -
         timeout_at(idle_deadline, http_client::read_prefix(response, ERROR_BODY_BYTES_MAX)).await;
     let body = body.unwrap_or_default();
     let reason = format!("{status}: {}", error_message(&body, key));
-    match status {
-        StatusCode::TOO_MANY_REQUESTS => {
-            AttemptOutcome::Retry(after, ModelError::RateLimited { after, reason })
-        }
-        StatusCode::REQUEST_TIMEOUT => AttemptOutcome::Retry(after, unavailable(reason)),
-        // The service did not process the request. Other server errors may have used tokens, or be caused by the
-        // prompt.
-        status if matches!(status.as_u16(), 502 | 503 | 529) => {
-            AttemptOutcome::Retry(after, ModelError::RateLimited { after, reason })
-        }
-        status if status.is_server_error() => AttemptOutcome::Retry(after, unavailable(reason)),
-        StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN | StatusCode::NOT_FOUND => {
+    match status.as_u16() {
+        // The account has no credit: waiting does not help.
+        429 if error_code(&body) == "insufficient_quota" => {
             AttemptOutcome::Failed(ModelError::Unauthorized(reason))
         }
-        status if status.is_client_error() => AttemptOutcome::Failed(ModelError::Rejected(reason)),
+        // The service did not process the request. Other server errors may have used tokens.
+        429 | 502 | 503 | 529 => {
+            AttemptOutcome::Retry(after, ModelError::RateLimited { after, reason })
+        }
+        408 | 409 | 425 | 500..=599 => AttemptOutcome::Retry(after, unavailable(reason)),
+        401..=404 => AttemptOutcome::Failed(ModelError::Unauthorized(reason)),
+        413 => AttemptOutcome::Failed(ModelError::TooLong(reason)),
+        400..=499 => match content_error(&body, &reason) {
+            Some(error) => AttemptOutcome::Failed(error),
+            None => AttemptOutcome::Rejected(reason),
+        },
         _ => AttemptOutcome::Failed(ModelError::Unauthorized(reason)),
     }
+}
+
+/// Error codes and words of services for a prompt that is too long, and for one that violates a policy.
+const TOO_LONG: [&str; 12] = [
+    "exceed_context_size",
+    "context size",
+    "token count",
+    "maximum number of tokens",
+    "context_length_exceeded",
+    "string_above_max_length",
+    "context length",
+    "context window",
+    "maximum context",
+    "prompt is too long",
+    "input is too long",
+    "too many tokens",
+];
+const POLICY: [&str; 8] = [
+    "content_policy_violation",
+    "content_filter",
+    "invalid_prompt",
+    "moderation_blocked",
+    "content policy",
+    "content management policy",
+    "usage policy",
+    "safety system",
+];
+
+/// The error of a rejected request, if the text of the prompt is the cause.
+fn content_error(body: &[u8], reason: &str) -> Option<ModelError> {
+    let said = format!("{} {reason}", error_code(body)).to_ascii_lowercase();
+    let names = |words: &[&str]| words.iter().any(|word| said.contains(word));
+    if names(&TOO_LONG) {
+        return Some(ModelError::TooLong(reason.to_owned()));
+    }
+    names(&POLICY).then(|| ModelError::Rejected(reason.to_owned()))
 }
 
 /// `Retry-After` in seconds. A date is ignored; the backoff applies.
@@ -177,6 +260,14 @@ fn error_message(body: &[u8], key: &str) -> String {
     text.chars().filter(|c| !c.is_control()).take(300).collect()
 }
 
+/// The machine-readable code of an error; empty if there is none.
+fn error_code(body: &[u8]) -> String {
+    let json: Json = serde_json::from_slice(body).unwrap_or_default();
+    // Some services send a number as code.
+    let text = |pointer: &str| json.pointer(pointer).and_then(Json::as_str);
+    text("/error/code").or_else(|| text("/error/type")).unwrap_or_default().to_owned()
+}
+
 #[async_trait]
 impl LanguageModel for OpenAiModel {
     fn name(&self) -> &str {
@@ -185,12 +276,28 @@ impl LanguageModel for OpenAiModel {
 
     async fn complete(&self, prompt: &ModelPrompt) -> Result<ResponseStream, ModelError> {
         let deadline = Instant::now() + self.config.total_timeout;
-        let body = Bytes::from(request(&self.config.model, prompt).to_string());
-        let mut attempt = 1;
+        let known_format = *self.format();
+        let mut format = known_format;
+        let mut body = self.body(prompt, format);
+        let (mut attempt, mut format_changes) = (1, 0);
         loop {
             let (after, error) = match self.send(&body, deadline).await {
                 AttemptOutcome::Responding(response) => {
+                    if format != known_format {
+                        *self.format() = format;
+                    }
                     return response_stream(response, deadline, self.config.idle_timeout).await;
+                }
+                AttemptOutcome::Rejected(reason) => {
+                    let Some(next) =
+                        format.after(&reason).filter(|_| format_changes < FORMAT_CHANGES_MAX)
+                    else {
+                        return Err(ModelError::InvalidRequest(reason));
+                    };
+                    info!(reason, format = ?next, "model service rejected the request; trying another format");
+                    (format, body) = (next, self.body(prompt, next));
+                    format_changes += 1;
+                    continue;
                 }
                 AttemptOutcome::Failed(error) => return Err(error),
                 AttemptOutcome::Retry(after, error) => (after, error),
@@ -208,14 +315,17 @@ impl LanguageModel for OpenAiModel {
 }
 
 /// The request body.
-fn request(model: &str, prompt: &ModelPrompt) -> Json {
+fn request(model: &str, prompt: &ModelPrompt, format: RequestFormat) -> Json {
     let mut body = json!({
         "model": model,
         "messages": prompt.turns.iter().map(message).collect::<Vec<_>>(),
-        "max_tokens": prompt.output_tokens_max,
-        "stream": true,
-        "stream_options": {"include_usage": true},
+        "stream": !format.without_streaming,
     });
+    let token_limit = if format.old_token_limit { "max_tokens" } else { "max_completion_tokens" };
+    body[token_limit] = prompt.output_tokens_max.into();
+    if !format.without_streaming && !format.without_usage {
+        body["stream_options"] = json!({"include_usage": true});
+    }
     if !prompt.tools.is_empty() {
         let tools = prompt.tools.iter().map(|tool| {
             let (name, description, parameters) = (tool.name, tool.description, &tool.parameters);
@@ -257,6 +367,10 @@ async fn response_stream(
     idle: Duration,
 ) -> Result<ResponseStream, ModelError> {
     let kind = response.headers().get(CONTENT_TYPE).and_then(|kind| kind.to_str().ok());
+    if let Some(kind) = kind.filter(|kind| kind.starts_with("text/html")) {
+        let kind = text::one_line(kind, 60);
+        return Err(ModelError::InvalidResponse(format!("content type `{kind}`")));
+    }
     if kind.is_some_and(|kind| kind.starts_with("application/json")) {
         let idle_deadline = deadline.min(Instant::now() + idle);
         let body =
@@ -342,6 +456,7 @@ struct Accumulator {
     text: String,
     calls: BTreeMap<u64, ToolCall>,
     usage: Option<TokenUsage>,
+    incomplete: Option<IncompleteReason>,
     /// Whether the service sent a finish reason or `[DONE]`.
     finished: bool,
     done: bool,
@@ -367,11 +482,20 @@ impl Accumulator {
             self.usage = Some(TokenUsage { input_tokens, output_tokens });
         }
         let Some(choice) = json.pointer("/choices/0") else { return Ok(()) };
-        self.finished |= choice.get("finish_reason").is_some_and(|reason| !reason.is_null());
+        let finish = choice.get("finish_reason").filter(|reason| !reason.is_null());
+        self.finished |= finish.is_some();
+        match finish.and_then(Json::as_str) {
+            Some("length") => self.incomplete = Some(IncompleteReason::Length),
+            Some("content_filter") => self.incomplete = Some(IncompleteReason::Refused),
+            _ => {}
+        }
         let delta = choice.get("delta").or_else(|| choice.get("message"));
         let Some(delta) = delta else { return Ok(()) };
         if let Some(text) = delta.get("content").and_then(Json::as_str) {
             self.text.push_str(text);
+        }
+        if delta.get("refusal").and_then(Json::as_str).is_some_and(|refusal| !refusal.is_empty()) {
+            self.incomplete = Some(IncompleteReason::Refused);
         }
         let calls = delta.get("tool_calls").and_then(Json::as_array);
         for (position, call) in calls.into_iter().flatten().enumerate() {
@@ -405,7 +529,9 @@ impl Accumulator {
         }
         let mut chunks = Vec::new();
         chunks.extend((!self.text.is_empty()).then_some(ResponseChunk::Text(self.text)));
-        for (index, mut call) in self.calls {
+        // The tool calls of an incomplete answer may be incomplete, too.
+        let calls = if self.incomplete.is_some() { BTreeMap::new() } else { self.calls };
+        for (index, mut call) in calls {
             if call.name.is_empty() {
                 return Err(ModelError::InvalidResponse("a tool call has no name".to_owned()));
             }
@@ -415,6 +541,7 @@ impl Accumulator {
             chunks.push(ResponseChunk::Call(call));
         }
         chunks.extend(self.usage.map(ResponseChunk::Usage));
+        chunks.extend(self.incomplete.map(ResponseChunk::Incomplete));
         Ok(chunks)
     }
 }

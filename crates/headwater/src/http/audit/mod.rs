@@ -6,7 +6,8 @@
 //! Guarantees: an entry is committed before its change begins; if that fails, the change is rejected. The status is
 //! added afterwards; an entry without a status belongs to an interrupted change. Servers keep at most
 //! `audit.rows_max` entries, plus up to a thousand; commands remove none. Bodies are not recorded, because they may
-//! be confidential.
+//! be confidential. Sending and consuming messages is not recorded, except for the server's own streams: it would evict
+//! everything else, and topics must work without the database. Metrics count those requests.
 
 mod sql;
 
@@ -19,16 +20,19 @@ use axum::http::header;
 use axum::middleware::Next;
 use axum::response::Response;
 use futures_util::{StreamExt, stream};
-use headwater_issue::{IssueError, Store};
+use headwater_issue::{IssueError, IssueId, Store};
 use headwater_stream::clock::{Clock, SystemClock, Timestamp};
 use headwater_stream::{Coalescer, CoalescerConfig};
-use serde::Serialize;
+use percent_encoding::percent_decode_str;
+use serde::{Deserialize, Serialize};
 use tracing::warn;
-use utoipa::ToSchema;
+use utoipa::{IntoParams, ToSchema};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 use uuid::Uuid;
 
+use crate::api::is_internal_stream;
+use crate::api::names::wire_topic;
 use crate::config::Role;
 use crate::http::ApiError;
 use crate::http::auth::{self, Principal};
@@ -37,7 +41,7 @@ use crate::http::client_address::ClientAddress;
 use crate::http::extract::QueryParams;
 use crate::http::paging::{self, PageQuery};
 use crate::server::app_state::App;
-use crate::tickets;
+use crate::tickets::{self, TICKET_EVENTS};
 
 /// Maximum entries in one transaction.
 const BATCH_MAX: usize = 256;
@@ -46,9 +50,17 @@ const PATH_BYTES_MAX: usize = 512;
 /// Default and maximum entries of a page.
 const PAGE_DEFAULT: usize = 50;
 const PAGE_MAX: usize = 500;
+/// Default and maximum issues of a page of a consistency check.
+const CONSISTENCY_DEFAULT: usize = 200;
+const CONSISTENCY_MAX: usize = headwater_issue::limits::PAGE_MAX;
 
-/// Suffix of routes that belong to a change with its own entry: `consume` settles every message.
-const PART_OF_CONSUME: &str = "/settle";
+/// Suffixes of routes that move messages of topics.
+const NOT_RECORDED: [&str; 4] = [
+    "/topics/{topic}/messages",
+    "/groups/{group}/pull",
+    "/groups/{group}/settle",
+    "/groups/{group}/extend",
+];
 
 /// One change.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -116,6 +128,20 @@ impl AuditLog {
         Ok(())
     }
 
+    /// Records an attempt to log in: who it turned out to be, from where, and the status of the response.
+    pub(super) async fn record_login(
+        &self,
+        caller: Option<&Principal>,
+        client: Option<ClientAddress>,
+        path: &str,
+        status: u16,
+    ) -> Result<(), ApiError> {
+        let client = client.map(|client| client.ip().to_string()).unwrap_or_default();
+        let id = self.begin(AuditRow::new(caller, client, "POST", path)).await?;
+        self.end(id, status).await;
+        Ok(())
+    }
+
     /// Records the start of a change and returns the id of its entry.
     async fn begin(&self, entry: AuditRow) -> Result<String, ApiError> {
         let id = entry.id.clone();
@@ -149,9 +175,7 @@ pub(crate) async fn record(
     request: Request,
     next: Next,
 ) -> Result<Response, ApiError> {
-    let route = request.extensions().get::<MatchedPath>();
-    let is_part = route.is_some_and(|route| route.as_str().ends_with(PART_OF_CONSUME));
-    if auth::is_read_only(request.method()) || is_part {
+    if !is_recorded(&request) {
         return Ok(next.run(request).await);
     }
     let id = audit.begin(entry(&request)).await?;
@@ -162,6 +186,19 @@ pub(crate) async fn record(
     }
     audit.end(id, status).await;
     Ok(response)
+}
+
+/// Whether a request belongs into the audit log.
+pub(crate) fn is_recorded(request: &Request) -> bool {
+    let route = request.extensions().get::<MatchedPath>().map_or("", MatchedPath::as_str);
+    let moves_messages = NOT_RECORDED.iter().any(|end| route.ends_with(end));
+    let topic = request.uri().path().split("/topics/").nth(1).unwrap_or_default();
+    let topic = topic.split('/').next().unwrap_or_default();
+    // Decoded as the routes do; they reject what is not UTF-8.
+    let topic = percent_decode_str(topic).decode_utf8_lossy();
+    let topic = wire_topic(topic.into_owned());
+    let is_own = is_internal_stream(&topic) || topic == TICKET_EVENTS;
+    !auth::is_read_only(request.method()) && (!moves_messages || is_own)
 }
 
 /// Whether the response streams while the work continues.
@@ -273,10 +310,21 @@ fn describe(entry: AuditRow) -> AuditEntryDto {
     }
 }
 
-/// Consistency of all issues in one snapshot: recorded = processed + pending + quarantined.
+/// Which issues to check.
+#[derive(Debug, Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+pub(crate) struct ConsistencyQuery {
+    /// `next_cursor` of the previous page, which is the id of its last issue.
+    cursor: Option<i64>,
+    /// Maximum number of issues: 200 by default, 1000 at most. Take fewer if issues with very many events time out.
+    limit: Option<usize>,
+}
+
+/// Consistency of one page of issues, in one snapshot: recorded = processed + pending + quarantined.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct ConsistencyResponse {
-    /// Whether the totals and every issue are consistent.
+    /// Whether the totals and every issue of the page are consistent.
     balances: bool,
     issues: u64,
     recorded: u64,
@@ -285,8 +333,10 @@ pub(crate) struct ConsistencyResponse {
     quarantined: u64,
     /// Number of inconsistent issues.
     discrepancies_total: u64,
-    /// Some of the inconsistent issues.
+    /// The inconsistent issues.
     discrepancies: Vec<DiscrepancyDto>,
+    /// Cursor of the next page, or `null` if all issues are checked.
+    next_cursor: Option<i64>,
 }
 
 /// An inconsistent issue.
@@ -302,21 +352,16 @@ pub(crate) struct DiscrepancyDto {
     problem: String,
 }
 
-/// Runs a consistency check, one at a time: several would use all database connections. It continues if the client
-/// disconnects, because the database would as well. Shutdown cancels it.
-pub(crate) async fn check_consistency(
-    app: &App,
-) -> Result<headwater_issue::ConsistencyReport, ApiError> {
-    let store = Arc::clone(&app.store);
-    let counting = async move { Ok(headwater_issue::check_consistency(store.as_ref()).await?) };
-    app.background_jobs.run_consistency_check(app.shutdown.clone(), counting).await
-}
-
-/// Count all events and list inconsistent issues. Expensive: reads all rows.
-#[utoipa::path(get, path = "/audit/books", tag = "audit",
-    responses((status = 200, body = ConsistencyResponse), (status = 429, description = "Another consistency check is in progress.")))]
-async fn books(State(app): State<App>) -> JsonResult<ConsistencyResponse> {
-    let audit = check_consistency(&app).await?;
+/// Count the events of a page of issues and list the inconsistent issues. To check everything, follow `next_cursor`; a page holds
+/// no snapshot after it is answered, so a check can be resumed at any time.
+#[utoipa::path(get, path = "/audit/books", tag = "audit", params(ConsistencyQuery),
+    responses((status = 200, body = ConsistencyResponse)))]
+async fn books(
+    State(app): State<App>,
+    QueryParams(query): QueryParams<ConsistencyQuery>,
+) -> JsonResult<ConsistencyResponse> {
+    let limit = paging::limit(query.limit, CONSISTENCY_DEFAULT, CONSISTENCY_MAX)?;
+    let audit = app.store.check_consistency_page(query.cursor.map(IssueId), limit).await?;
     let line = |found: &headwater_issue::Discrepancy| DiscrepancyDto {
         issue_id: found.issue_id.0,
         processing_status: found.status.as_str(),
@@ -334,5 +379,6 @@ async fn books(State(app): State<App>) -> JsonResult<ConsistencyResponse> {
         quarantined: audit.quarantined,
         discrepancies_total: audit.discrepancies_total,
         discrepancies: audit.discrepancies.iter().map(line).collect(),
+        next_cursor: audit.resume_after.map(|issue| issue.0),
     }))
 }

@@ -6,18 +6,14 @@
 use axum::http::HeaderMap;
 use serde_json::Value;
 
-use crate::config::IntegrationSettings;
 use crate::http::ApiError;
 use crate::inbound::webhooks::{
-    WebhookEvent, WebhookMapping, header, is_own_message, required_id, text_at,
+    DedupKey, WebhookEvent, WebhookMapping, WebhookMessage, content_key, header, id_at,
+    required_id, text_at,
 };
 
 /// Maps a GitHub webhook.
-pub(super) fn map(
-    headers: &HeaderMap,
-    payload: &Value,
-    integration: &IntegrationSettings,
-) -> Result<WebhookMapping, ApiError> {
+pub(super) fn map(headers: &HeaderMap, payload: &Value) -> Result<WebhookMapping, ApiError> {
     let event = header(headers, "x-github-event")
         .ok_or_else(|| ApiError::invalid("header `X-GitHub-Event` is missing"))?;
     let action = text_at(payload, "/action").unwrap_or_default();
@@ -44,17 +40,32 @@ pub(super) fn map(
     if payload.pointer("/issue/pull_request").is_some_and(|it| !it.is_null()) {
         return Ok(WebhookMapping::ignored("comments on pull requests are not handled"));
     }
-    let (author, text) = match event {
-        "issue_comment" => ("/comment/user/login", "/comment/body"),
-        _ => ("/sender/login", "/issue/body"),
+    let (object, user) = match event {
+        "issue_comment" => ("/comment", "/comment/user"),
+        _ => ("/issue", "/sender"),
     };
-    if is_own_message(integration, text_at(payload, author), text_at(payload, text)) {
-        return Ok(WebhookMapping::ignored("the desk posted this message itself"));
-    }
+    let at = |parent: &str, name: &str| format!("{parent}/{name}");
+    let message = matches!(action, "opened" | "created" | "edited").then(|| WebhookMessage {
+        author: text_at(payload, &at(user, "login")).map(str::to_owned),
+        is_by_bot: text_at(payload, &at(user, "type")) == Some("Bot"),
+        is_edited: action == "edited",
+        text: text_at(payload, &at(object, "body")).map(str::to_owned),
+        association: text_at(payload, &at(object, "author_association")).map(str::to_owned),
+    });
+    let content = ["title", "body", "state", "updated_at"].map(|name| at(object, name));
+    let [title, body, state, updated_at] = content.each_ref().map(String::as_str);
+    let pointers = ["/repository/id", "/issue/number", title, body, state, updated_at];
+    let by_content = content_key(event_type, payload, &at(object, "id"), &pointers);
+    let delivery = header(headers, "x-github-delivery").map(str::to_owned);
     Ok(WebhookMapping::Event(WebhookEvent {
-        project: required_id(payload, "/repository/full_name")?,
+        // The numeric id, because the name changes when a repository is renamed or moved.
+        project: match id_at(payload, "/repository/id") {
+            Some(id) => id,
+            None => required_id(payload, "/repository/full_name")?,
+        },
         issue: required_id(payload, "/issue/number")?,
         event_type: event_type.to_owned(),
-        delivery: header(headers, "x-github-delivery").map(str::to_owned),
+        dedup_key: by_content.or(delivery.map(DedupKey::Delivery)),
+        message,
     }))
 }

@@ -6,18 +6,14 @@
 use axum::http::HeaderMap;
 use serde_json::Value;
 
-use crate::config::IntegrationSettings;
 use crate::http::ApiError;
 use crate::inbound::webhooks::{
-    WebhookEvent, WebhookMapping, header, is_own_message, required_id, text_at,
+    DedupKey, WebhookEvent, WebhookMapping, WebhookMessage, content_key, header, required_id,
+    text_at,
 };
 
 /// Maps a GitLab webhook.
-pub(super) fn map(
-    headers: &HeaderMap,
-    payload: &Value,
-    integration: &IntegrationSettings,
-) -> Result<WebhookMapping, ApiError> {
+pub(super) fn map(headers: &HeaderMap, payload: &Value) -> Result<WebhookMapping, ApiError> {
     let event = header(headers, "x-gitlab-event")
         .ok_or_else(|| ApiError::invalid("header `X-Gitlab-Event` is missing"))?;
     let mapped = match event {
@@ -37,16 +33,49 @@ pub(super) fn map(
         "comment_created" | "comment_updated" => "/object_attributes/note",
         _ => "/object_attributes/description",
     };
-    if is_own_message(integration, text_at(payload, "/user/username"), text_at(payload, text)) {
-        return Ok(WebhookMapping::ignored("the desk posted this message itself"));
-    }
+    let author = text_at(payload, "/user/username");
+    let has_message = !matches!(event_type, "issue_closed" | "issue_reopened");
+    let message = has_message.then(|| WebhookMessage {
+        author: author.map(str::to_owned),
+        is_by_bot: author.is_some_and(is_token_bot),
+        is_edited: matches!(event_type, "comment_updated" | "issue_updated"),
+        text: text_at(payload, text).map(str::to_owned),
+        association: None,
+    });
+    let pointers = [
+        "/project/id",
+        "/issue/iid",
+        "/object_attributes/iid",
+        "/object_attributes/title",
+        text,
+        "/object_attributes/state",
+        "/object_attributes/updated_at",
+        "/changes",
+    ];
+    let by_content = content_key(event_type, payload, "/object_attributes/id", &pointers);
+    // The idempotency key is the same when a webhook is sent again; older servers do not send it. The event id is the same
+    // for all webhooks that a webhook triggers.
+    let delivery = header(headers, "idempotency-key")
+        .map(|key| DedupKey::Delivery(key.to_owned()))
+        .or_else(|| {
+            header(headers, "x-gitlab-event-uuid").map(|id| DedupKey::SharedDelivery(id.to_owned()))
+        });
     Ok(WebhookMapping::Event(WebhookEvent {
         // The numeric id, because the path changes when a project is moved.
         project: required_id(payload, "/project/id")?,
         issue,
         event_type: event_type.to_owned(),
-        delivery: header(headers, "x-gitlab-event-uuid").map(str::to_owned),
+        dedup_key: by_content.or(delivery),
+        message,
     }))
+}
+
+/// Whether a user is the bot of a project or group access token: `project_7_bot`, or with a suffix. Not `support-bot`,
+/// which opens issues for customers.
+fn is_token_bot(username: &str) -> bool {
+    let number = ["project_", "group_"].iter().find_map(|prefix| username.strip_prefix(prefix));
+    let bot = number.map(|rest| rest.trim_start_matches(|c: char| c.is_ascii_digit()));
+    bot.is_some_and(|bot| bot == "_bot" || bot.starts_with("_bot_"))
 }
 
 /// The event type and the issue number, or why the webhook is ignored.

@@ -5,7 +5,8 @@
 //! if the database is unavailable) -> 200.
 //! Guarantees: nothing is parsed before its signature is verified. 200 with `ok` means committed, with the payload as
 //! received: any JSON within the limits, also with NUL, lone surrogates or numbers that the database cannot represent.
-//! Messages of the desk itself are ignored, which prevents loops.
+//! Messages of the desk itself and of other bots are ignored, which prevents loops. An event that several webhooks
+//! report, or one reports again, is recorded once.
 //! Not here: processing of the event.
 
 mod github;
@@ -25,6 +26,7 @@ use metrics::counter;
 use secrecy::ExposeSecret;
 use serde::Serialize;
 use serde_json::Value;
+use sha2::{Digest, Sha256};
 use tracing::{debug, info};
 use utoipa::ToSchema;
 use utoipa_axum::router::OpenApiRouter;
@@ -34,6 +36,7 @@ use crate::config::{IntegrationSettings, Provider, Settings};
 use crate::http::ApiError;
 use crate::http::body;
 use crate::http::extract::PathParams;
+use crate::inbound::webhook_log::WebhookResult;
 use crate::outbound::marker;
 use crate::server::app_state::HttpServer;
 use crate::telemetry;
@@ -56,8 +59,33 @@ struct WebhookEvent {
     project: String,
     issue: String,
     event_type: String,
-    /// The delivery id; the same for every attempt of one delivery.
-    delivery: Option<String>,
+    /// Identifies the event; the same for every attempt to deliver it.
+    dedup_key: Option<DedupKey>,
+    /// The message of the event, if it has one.
+    message: Option<WebhookMessage>,
+}
+
+/// What identifies an event.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum DedupKey {
+    /// The id of a delivery. Another payload with this id is an error of the sender.
+    Delivery(String),
+    /// The id of a delivery, which several events may have.
+    SharedDelivery(String),
+    /// Derived from the content: the same for all webhooks that report the event, such as that of the organization and
+    /// that of the repository, although the rest of their payloads may differ.
+    Content(String),
+}
+
+/// A message in a webhook.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct WebhookMessage {
+    author: Option<String>,
+    is_by_bot: bool,
+    is_edited: bool,
+    text: Option<String>,
+    /// The author's association with the repository, if the provider sends it.
+    association: Option<String>,
 }
 
 impl WebhookEvent {
@@ -97,10 +125,18 @@ async fn receive(
     request: Request,
 ) -> Response {
     let result = process(&server, &provider, &id, request).await;
+    let (logged, reason) = match &result {
+        Ok(WebhookOutcome::Recorded(recorded)) if recorded.duplicate => {
+            (WebhookResult::Duplicate, "")
+        }
+        Ok(WebhookOutcome::Recorded(_)) => (WebhookResult::Recorded, ""),
+        Ok(WebhookOutcome::Ignored(reason)) => (WebhookResult::Ignored, reason.as_str()),
+        Err(error) => (WebhookResult::Rejected, error.message()),
+    };
+    let is_known = find_integration(&server.app.settings, &provider, &id).is_ok();
+    server.app.webhook_log.record(&id, is_known, logged, reason);
     let label = match &result {
-        Ok(WebhookOutcome::Recorded(recorded)) if recorded.duplicate => "duplicate",
-        Ok(WebhookOutcome::Recorded(_)) => "recorded",
-        Ok(WebhookOutcome::Ignored(_)) => "ignored",
+        Ok(_) => logged.as_str(),
         Err(error) => error.code(),
     };
     // An unknown provider would let the sender choose the label value.
@@ -165,17 +201,25 @@ async fn process(
     let sanitized = sanitize_json(text);
     let payload: Value = body.parse_text(&sanitized).await?;
     let mapped = match integration.provider {
-        Provider::Github => github::map(&headers, &payload, integration)?,
-        Provider::Gitlab => gitlab::map(&headers, &payload, integration)?,
+        Provider::Github => github::map(&headers, &payload)?,
+        Provider::Gitlab => gitlab::map(&headers, &payload)?,
         Provider::Standard => standard::map(&headers, &payload)?,
         Provider::Desk => return Err(unknown(provider, id)),
     };
     match mapped {
         WebhookMapping::Event(event) => {
+            let reason = event
+                .message
+                .as_ref()
+                .and_then(|message| message.reason_to_ignore(settings, integration));
+            if let Some(reason) = reason {
+                debug!(integration = id, reason, "webhook ignored");
+                return Ok(WebhookOutcome::Ignored(reason.to_owned()));
+            }
             if matches!(sanitized, Cow::Owned(_)) {
                 event.reject_replaced_characters()?;
             }
-            record(&server.inbox, integration, event, text).await.map(WebhookOutcome::Recorded)
+            record(&server.inbox, integration, event, text).await
         }
         WebhookMapping::Ignored(reason) => {
             debug!(integration = id, reason, "webhook ignored");
@@ -231,31 +275,49 @@ async fn record(
     integration: &IntegrationSettings,
     event: WebhookEvent,
     payload: &str,
-) -> Result<Recorded, ApiError> {
-    let event = NewEvent {
+) -> Result<WebhookOutcome, ApiError> {
+    let dedup_key = match &event.dedup_key {
+        Some(DedupKey::Delivery(key) | DedupKey::SharedDelivery(key) | DedupKey::Content(key)) => {
+            Some(key.clone())
+        }
+        None => None,
+    };
+    let new = NewEvent {
         integration: integration.id.clone(),
         external_project_id: event.project,
         external_issue_id: event.issue,
         source: integration.provider.as_str().to_owned(),
         event_type: event.event_type,
-        dedup_key: event.delivery,
+        dedup_key,
         payload: payload.to_owned(),
         trace: telemetry::current_trace(),
     };
-    let recorded = match inbox.record(event.clone()).await {
-        // GitLab reuses the delivery id for webhooks triggered by a webhook. They are separate events.
-        Err(IssueError::DedupConflict { .. }) if integration.provider == Provider::Gitlab => {
-            inbox.record(NewEvent { dedup_key: None, ..event }).await
+    let recorded = match (inbox.record(new.clone()).await, event.dedup_key) {
+        (Err(IssueError::DedupConflict { .. }), Some(DedupKey::SharedDelivery(_))) => {
+            inbox.record(NewEvent { dedup_key: None, ..new }).await
         }
-        other => other,
+        (Err(IssueError::DedupConflict { .. }), Some(DedupKey::Content(_))) => {
+            let reason = "another webhook has reported this event".to_owned();
+            return Ok(WebhookOutcome::Ignored(reason));
+        }
+        (recorded, _) => recorded,
     };
-    recorded.map_err(|error| match error {
+    recorded.map(WebhookOutcome::Recorded).map_err(|error| match error {
         IssueError::DedupConflict { .. } => {
             let message = "this delivery id was used for another event; the event was not stored";
             ApiError::new(StatusCode::BAD_REQUEST, "delivery_id_reused", message)
         }
         other => other.into(),
     })
+}
+
+/// A key from the content of an event: the object at `id`, and the values at `pointers`. `None` without that id.
+fn content_key(event_type: &str, payload: &Value, id: &str, pointers: &[&str]) -> Option<DedupKey> {
+    let id = id_at(payload, id)?;
+    let values: Vec<_> = pointers.iter().map(|pointer| payload.pointer(pointer)).collect();
+    let values = serde_json::to_vec(&values).expect("JSON values are JSON");
+    let digest = hex::encode(&Sha256::digest(values)[..16]);
+    Some(DedupKey::Content(format!("{event_type}:{id}:{digest}")))
 }
 
 /// A string in the payload.
@@ -285,14 +347,38 @@ fn header<'a>(headers: &'a HeaderMap, name: &str) -> Option<&'a str> {
     headers.get(name)?.to_str().ok().filter(|value| !value.is_empty())
 }
 
-/// Whether the desk wrote the message: it ends with a reply marker, or its author is `bot_login`.
-fn is_own_message(
-    integration: &IntegrationSettings,
-    author: Option<&str>,
-    text: Option<&str>,
-) -> bool {
-    let is_bot = |login: &String| author.is_some_and(|author| author.eq_ignore_ascii_case(login));
-    integration.bot_login.as_ref().is_some_and(is_bot) || text.is_some_and(marker::contains_marker)
+impl WebhookMessage {
+    /// Why the desk does not answer the message: it wrote the message itself, another bot did, or an author whose
+    /// association with the repository is excluded. Messages of other bots are ignored, because two bots would answer each
+    /// other until a budget is used up.
+    fn reason_to_ignore(
+        &self,
+        settings: &Settings,
+        integration: &IntegrationSettings,
+    ) -> Option<&'static str> {
+        let is_bot_login = |login: &String| {
+            self.author.as_ref().is_some_and(|author| author.eq_ignore_ascii_case(login))
+        };
+        // Other integrations may reply to the same issues.
+        let siblings =
+            settings.integrations.iter().filter(|one| one.provider == integration.provider);
+        let mut secrets = siblings.filter_map(|one| one.secret.as_ref());
+        let text = self.text.as_deref().unwrap_or_default();
+        if integration.bot_login.as_ref().is_some_and(is_bot_login)
+            || secrets.any(|secret| marker::is_own(text, self.is_edited, secret))
+        {
+            return Some("the desk posted this message itself");
+        }
+        if self.is_by_bot {
+            return Some("messages of other bots are not handled");
+        }
+        let allowed = &integration.author_associations;
+        let is_allowed = |association: &String| allowed.contains(association);
+        let is_excluded = !allowed.is_empty() && !self.association.as_ref().is_some_and(is_allowed);
+        is_excluded.then_some(
+            "the association of the author with the repository is not in `author_associations`",
+        )
+    }
 }
 
 #[cfg(test)]

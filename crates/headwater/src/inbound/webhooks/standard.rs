@@ -7,7 +7,7 @@ use axum::http::HeaderMap;
 use serde_json::Value;
 
 use crate::http::ApiError;
-use crate::inbound::webhooks::{WebhookEvent, WebhookMapping, header, id_at, text_at};
+use crate::inbound::webhooks::{DedupKey, WebhookEvent, WebhookMapping, header, id_at, text_at};
 
 /// Types of connectivity tests.
 const PINGS: [&str; 4] = ["ping", "test", "webhook.ping", "webhook.test"];
@@ -28,7 +28,8 @@ pub(super) fn map(headers: &HeaderMap, payload: &Value) -> Result<WebhookMapping
         issue,
         event_type: event_type.to_owned(),
         // The signature covers this header, so it is present.
-        delivery: header(headers, "webhook-id").map(str::to_owned),
+        dedup_key: header(headers, "webhook-id").map(|id| DedupKey::Delivery(id.to_owned())),
+        message: None,
     }))
 }
 

@@ -29,7 +29,8 @@ macro_rules! select_ticket {
 macro_rules! select_message {
     ($rest:literal) => {
         concat!(
-            "SELECT seq, message_id::text, ticket_id::text, author, content, headwater_ms(created_at) ",
+            "SELECT seq, message_id::text, ticket_id::text, author, content, headwater_ms(created_at), ",
+            "agent, entry ",
             "FROM ticket_messages ",
             $rest
         )
@@ -42,7 +43,6 @@ pub(crate) struct NewTicketRow<'a> {
     pub(crate) issue_id: IssueId,
     pub(crate) title: &'a str,
     pub(crate) user_id: Option<&'a str>,
-    pub(crate) now: Timestamp,
 }
 
 /// A message to insert.
@@ -50,10 +50,13 @@ pub(crate) struct NewMessageRow<'a> {
     pub(crate) message_id: Uuid,
     pub(crate) ticket_id: Uuid,
     pub(crate) author: Author,
+    /// The name of an agent.
+    pub(crate) agent: Option<&'a str>,
     pub(crate) content: &'a str,
+    /// The entry of `ticket_events` that it was imported from, in sortable form.
+    pub(crate) entry: Option<&'a str>,
     /// Run metrics of an answer.
     pub(crate) run: RunMetrics,
-    pub(crate) now: Timestamp,
 }
 
 /// A search. `patterns` are `LIKE` patterns, escaped with a backslash.
@@ -69,7 +72,11 @@ pub(crate) struct SearchParameters<'a> {
 pub(crate) struct ReservationRow {
     pub(crate) id: String,
     pub(crate) issue_id: i64,
-    pub(crate) day: i64,
+    pub(crate) day_scope: String,
+    /// Empty if the author is unknown.
+    pub(crate) user_scope: String,
+    /// Empty if the author is not a stranger.
+    pub(crate) strangers_scope: String,
     pub(crate) tokens: i64,
     pub(crate) tokens_if_lost: i64,
     pub(crate) expires_at: i64,
@@ -99,7 +106,7 @@ pub(crate) fn database_error(what: &str, error: Error) -> TicketError {
 }
 
 /// Executes a statement that returns no rows.
-async fn execute(
+pub(crate) async fn execute(
     connection: StoreConnection<'_>,
     what: &str,
     sql: &'static str,
@@ -128,16 +135,11 @@ pub(crate) async fn insert_ticket(
     row: &NewTicketRow<'_>,
 ) -> Result<(), TicketError> {
     let insert = "INSERT INTO tickets (ticket_id, issue_id, title, user_id, created_at, updated_at)
-         VALUES ($1::text::uuid, $2, $3, $4, headwater_time($5), headwater_time($5))
+         VALUES ($1::text::uuid, $2, $3, $4, headwater_now(), headwater_now())
          ON CONFLICT (ticket_id) DO NOTHING";
-    let (ticket_id, now) = (row.ticket_id.to_string(), to_ms(row.now));
-    let parameters = [
-        (&ticket_id).into(),
-        row.issue_id.0.into(),
-        row.title.into(),
-        row.user_id.into(),
-        now.into(),
-    ];
+    let ticket_id = row.ticket_id.to_string();
+    let parameters =
+        [(&ticket_id).into(), row.issue_id.0.into(), row.title.into(), row.user_id.into()];
     execute(connection, "insert_ticket", insert, &parameters).await
 }
 
@@ -160,18 +162,158 @@ pub(crate) async fn ticket(
     Ok(list(connection, "ticket", select, &[(&id).into()], read_ticket).await?.pop())
 }
 
+/// The ticket of an issue, locked.
+pub(crate) async fn lock_ticket_of(
+    connection: StoreConnection<'_>,
+    issue_id: IssueId,
+) -> Result<Option<Ticket>, TicketError> {
+    let select = select_ticket!("WHERE issue_id = $1 FOR UPDATE");
+    Ok(list(connection, "lock ticket", select, &[issue_id.0.into()], read_ticket).await?.pop())
+}
+
+/// Whether a draft of an issue waits for a decision.
+pub(crate) async fn has_pending_draft(
+    connection: StoreConnection<'_>,
+    issue_id: IssueId,
+) -> Result<bool, TicketError> {
+    let select = "SELECT number FROM drafts WHERE issue_id = $1 AND status = 'pending' LIMIT 1";
+    let read = |row: &SqlRow| row.get::<i64>(0);
+    let found = list(connection, "pending draft", select, &[issue_id.0.into()], read).await?;
+    Ok(!found.is_empty())
+}
+
+/// Deletes the ticket of an issue with its messages, drafts and token counts.
+pub(crate) async fn delete_ticket_of(
+    transaction: &mut dyn Transaction,
+    issue_id: IssueId,
+) -> Result<(), TicketError> {
+    for delete in [
+        "DELETE FROM ticket_messages WHERE ticket_id IN (SELECT ticket_id FROM tickets WHERE issue_id = $1)",
+        "DELETE FROM tickets WHERE issue_id = $1",
+        "DELETE FROM desk_reservations WHERE issue_id = $1",
+        "DELETE FROM drafts WHERE issue_id = $1",
+    ] {
+        execute(transaction.connection(), "delete ticket", delete, &[issue_id.0.into()]).await?;
+    }
+    let delete = "DELETE FROM desk_usage WHERE scope = $1";
+    let scope = format!("issue:{issue_id}");
+    execute(transaction.connection(), "delete ticket", delete, &[(&scope).into()]).await
+}
+
+/// Deletes the token counts of days whose scopes sort before this one, at most `limit`. Returns how many.
+pub(crate) async fn delete_usage_before(
+    connection: StoreConnection<'_>,
+    first_kept: &str,
+    limit: usize,
+) -> Result<u64, TicketError> {
+    let delete = "DELETE FROM desk_usage WHERE scope IN (SELECT scope FROM desk_usage
+         WHERE scope LIKE 'day:%' AND scope < $1 ORDER BY scope LIMIT $2)";
+    let limit = i64::try_from(limit).unwrap_or(i64::MAX);
+    let deleted = connection.execute(delete, &[first_kept.into(), limit.into()]).await;
+    deleted.map_err(|error| database_error("delete token counts", error))
+}
+
+/// Status, hand-over and newest message of a ticket.
+pub(crate) type TicketVersion = (String, bool, i64);
+
+/// The versions of those of these tickets that exist.
+pub(crate) async fn versions(
+    connection: StoreConnection<'_>,
+    tickets: &[Uuid],
+) -> Result<Vec<(Uuid, TicketVersion)>, TicketError> {
+    let select = "SELECT t.ticket_id::text, t.status, t.handed_over,
+             coalesce((SELECT max(m.seq) FROM ticket_messages AS m WHERE m.ticket_id = t.ticket_id), 0)
+         FROM tickets AS t WHERE t.ticket_id IN (SELECT value::uuid FROM headwater_each($1))";
+    let ids = serde_json::to_string(tickets).expect("ids are JSON");
+    let read = |row: &SqlRow| {
+        let version = (row.get::<String>(1)?, row.get::<bool>(2)?, row.get::<i64>(3)?);
+        Ok((read_id(row, 0)?, version))
+    };
+    list(connection, "versions of tickets", select, &[(&ids).into()], read).await
+}
+
 pub(crate) async fn change_ticket(
     connection: StoreConnection<'_>,
     ticket_id: Uuid,
     status: TicketStatus,
     handed_over: bool,
-    now: Timestamp,
 ) -> Result<(), TicketError> {
-    let update = "UPDATE tickets SET status = $2, handed_over = $3, updated_at = headwater_time($4)
+    let update = "UPDATE tickets SET status = $2, handed_over = $3, updated_at = headwater_now()
          WHERE ticket_id = $1::text::uuid";
     let id = ticket_id.to_string();
-    let parameters = [(&id).into(), status.as_str().into(), handed_over.into(), to_ms(now).into()];
+    let parameters = [(&id).into(), status.as_str().into(), handed_over.into()];
     execute(connection, "change_ticket", update, &parameters).await
+}
+
+/// The entry of `ticket_events` that decided the status of a ticket; `None` if no entry did.
+pub(crate) async fn status_entry(
+    connection: StoreConnection<'_>,
+    ticket_id: Uuid,
+) -> Result<Option<String>, TicketError> {
+    let select = "SELECT status_entry FROM tickets WHERE ticket_id = $1::text::uuid";
+    let id = ticket_id.to_string();
+    let read = |row: &SqlRow| row.get::<Option<String>>(0);
+    Ok(list(connection, "status_entry", select, &[(&id).into()], read).await?.pop().flatten())
+}
+
+pub(crate) async fn set_status_entry(
+    connection: StoreConnection<'_>,
+    ticket_id: Uuid,
+    entry: &str,
+) -> Result<(), TicketError> {
+    let update = "UPDATE tickets SET status_entry = $2 WHERE ticket_id = $1::text::uuid";
+    let id = ticket_id.to_string();
+    execute(connection, "set_status_entry", update, &[(&id).into(), entry.into()]).await
+}
+
+/// The event of this program that decided the status of a ticket, and whose entry was not read from the stream yet.
+pub(crate) async fn status_event(
+    connection: StoreConnection<'_>,
+    ticket_id: Uuid,
+) -> Result<Option<String>, TicketError> {
+    let select = "SELECT status_event FROM tickets WHERE ticket_id = $1::text::uuid";
+    let id = ticket_id.to_string();
+    let read = |row: &SqlRow| row.get::<Option<String>>(0);
+    Ok(list(connection, "status_event", select, &[(&id).into()], read).await?.pop().flatten())
+}
+
+pub(crate) async fn set_status_event(
+    connection: StoreConnection<'_>,
+    ticket_id: Uuid,
+    event: Option<Uuid>,
+) -> Result<(), TicketError> {
+    let update = "UPDATE tickets SET status_event = $2 WHERE ticket_id = $1::text::uuid";
+    let (id, event) = (ticket_id.to_string(), event.map(|event| event.to_string()));
+    let parameters = [(&id).into(), event.as_deref().into()];
+    execute(connection, "set_status_event", update, &parameters).await
+}
+
+/// Sets the title and, if it is unknown, the user of a ticket that was opened by a message before `TICKET_CREATED` came.
+/// Does nothing if the issue has this event already.
+pub(crate) async fn set_title(
+    connection: StoreConnection<'_>,
+    ticket_id: Uuid,
+    title: &str,
+    user_id: Option<&str>,
+) -> Result<(), TicketError> {
+    let update = "UPDATE tickets SET title = $2, user_id = coalesce(user_id, $3)
+         WHERE ticket_id = $1::text::uuid AND NOT EXISTS (SELECT 1 FROM event_logs e
+             WHERE e.issue_id = tickets.issue_id AND e.event_type = 'TICKET_CREATED')";
+    let id = ticket_id.to_string();
+    execute(connection, "set_title", update, &[(&id).into(), title.into(), user_id.into()]).await
+}
+
+/// Whether the ticket of an issue was reopened after this event log.
+pub(crate) async fn was_reopened(
+    connection: StoreConnection<'_>,
+    issue_id: IssueId,
+    after: i64,
+) -> Result<bool, TicketError> {
+    let select = "SELECT 1::bigint FROM event_logs
+         WHERE issue_id = $1 AND id > $2 AND event_type = 'TICKET_REOPENED' LIMIT 1";
+    let read = |row: &SqlRow| row.get::<i64>(0);
+    let parameters = [issue_id.0.into(), after.into()];
+    Ok(!list(connection, "was_reopened", select, &parameters, read).await?.is_empty())
 }
 
 pub(crate) async fn insert_message(
@@ -179,8 +321,8 @@ pub(crate) async fn insert_message(
     row: &NewMessageRow<'_>,
 ) -> Result<(), TicketError> {
     let insert =
-        "INSERT INTO ticket_messages (message_id, ticket_id, author, content, created_at, run)
-         VALUES ($1::text::uuid, $2::text::uuid, $3, $4, headwater_time($5), $6)";
+        "INSERT INTO ticket_messages (message_id, ticket_id, author, content, created_at, run, agent, entry)
+         VALUES ($1::text::uuid, $2::text::uuid, $3, $4, headwater_now(), $5, $6, $7)";
     let (message_id, ticket_id) = (row.message_id.to_string(), row.ticket_id.to_string());
     let run = run_json(&row.run);
     let parameters = [
@@ -188,8 +330,9 @@ pub(crate) async fn insert_message(
         (&ticket_id).into(),
         row.author.as_str().into(),
         row.content.into(),
-        to_ms(row.now).into(),
         run.as_deref().into(),
+        row.agent.into(),
+        row.entry.into(),
     ];
     execute(connection, "insert_message", insert, &parameters).await
 }
@@ -223,13 +366,17 @@ pub(crate) async fn tickets(
 ) -> Result<Vec<Ticket>, TicketError> {
     let select = select_ticket!(
         "WHERE number < $1 AND ($2::text IS NULL OR status = $2) AND ($3::text IS NULL OR user_id = $3)
+             AND ($5::text IS NULL OR ticket_id::text LIKE $5)
          ORDER BY number DESC LIMIT $4"
     );
+    // Digits and dashes: there is nothing to escape.
+    let id_pattern = filter.id_prefix.as_ref().map(|prefix| format!("{prefix}%"));
     let parameters = [
         filter.before.unwrap_or(i64::MAX).into(),
         filter.status.map(TicketStatus::as_str).into(),
         filter.user_id.as_deref().into(),
         limit.into(),
+        id_pattern.as_deref().into(),
     ];
     list(connection, "tickets", select, &parameters, read_ticket).await
 }
@@ -264,34 +411,42 @@ pub(crate) async fn search(
     list(connection, "search", select, &parameters, read).await
 }
 
-/// Tokens counted against the budgets of an issue and of a day, from one snapshot.
+/// Tokens counted against the budgets of an issue, a day, an author and all strangers, from one snapshot.
 pub(crate) async fn token_usage(
     connection: StoreConnection<'_>,
     row: &ReservationRow,
     now: i64,
-) -> Result<[BudgetUsage; 2], TicketError> {
+) -> Result<[BudgetUsage; 4], TicketError> {
     let select = "SELECT
              coalesce((SELECT tokens FROM desk_usage WHERE scope = $1), 0),
+             coalesce((SELECT tokens FROM desk_usage WHERE scope = $4), 0),
              coalesce((SELECT tokens FROM desk_usage WHERE scope = $2), 0),
              coalesce(sum(counted) FILTER (WHERE of_issue), 0)::bigint,
              coalesce(sum(unsettled) FILTER (WHERE of_issue), 0)::bigint,
              coalesce(sum(counted) FILTER (WHERE of_day), 0)::bigint,
-             coalesce(sum(unsettled) FILTER (WHERE of_day), 0)::bigint
+             coalesce(sum(unsettled) FILTER (WHERE of_day), 0)::bigint,
+             coalesce(sum(counted) FILTER (WHERE of_user), 0)::bigint,
+             coalesce(sum(unsettled) FILTER (WHERE of_user), 0)::bigint,
+             coalesce((SELECT tokens FROM desk_usage WHERE scope = $7), 0),
+             coalesce(sum(counted) FILTER (WHERE of_strangers), 0)::bigint,
+             coalesce(sum(unsettled) FILTER (WHERE of_strangers), 0)::bigint
          FROM (
-             SELECT issue_id = $3 AS of_issue, day = $4 AS of_day,
+             SELECT issue_id = $3 AS of_issue, day_scope = $4 AS of_day, user_scope = $2 AND $2 <> '' AS of_user,
+                 strangers_scope = $7 AND $7 <> '' AS of_strangers,
                  CASE WHEN settled_at IS NULL AND expires_at <= $5 THEN tokens_if_lost ELSE tokens END AS counted,
                  CASE WHEN settled_at IS NULL AND expires_at > $5 THEN tokens ELSE 0 END AS unsettled
              FROM desk_reservations
-             WHERE (issue_id = $3 OR day = $4) AND NOT rolled_up AND id <> $6
+             WHERE (issue_id = $3 OR day_scope = $4) AND NOT rolled_up AND id <> $6
          ) AS open";
-    let (issue, day) = (format!("issue:{}", row.issue_id), format!("day:{}", row.day));
+    let issue = format!("issue:{}", row.issue_id);
     let parameters = [
         (&issue).into(),
-        (&day).into(),
+        (&row.user_scope).into(),
         row.issue_id.into(),
-        row.day.into(),
+        (&row.day_scope).into(),
         now.into(),
         (&row.id).into(),
+        (&row.strangers_scope).into(),
     ];
     let read = |found: &SqlRow| {
         let number = |index| Ok::<_, Error>(u64::try_from(found.get::<i64>(index)?).unwrap_or(0));
@@ -299,7 +454,7 @@ pub(crate) async fn token_usage(
             let total = number(usage)?.saturating_add(number(counted)?);
             Ok::<_, Error>(BudgetUsage { total, unsettled: number(counted + 1)? })
         };
-        Ok([spent(0, 2)?, spent(1, 4)?])
+        Ok([spent(0, 3)?, spent(1, 5)?, spent(2, 7)?, spent(9, 10)?])
     };
     let usage = list(connection, "token_usage", select, &parameters, read).await?.pop();
     usage.ok_or_else(|| database_error("token_usage", Error::RowNotFound))
@@ -311,16 +466,19 @@ pub(crate) async fn insert_reservation(
     row: &ReservationRow,
 ) -> Result<(), TicketError> {
     let insert =
-        "INSERT INTO desk_reservations (id, issue_id, day, tokens, tokens_if_lost, expires_at)
-         VALUES ($1, $2, $3, $4, $5, $6) ON CONFLICT (id) DO NOTHING";
-    let ReservationRow { id, issue_id, day, tokens, tokens_if_lost, expires_at } = row;
+        "INSERT INTO desk_reservations (id, issue_id, day_scope, user_scope, tokens, tokens_if_lost, expires_at, strangers_scope)
+         VALUES ($1, $2, $3, $4, $5, $6, $7, $8) ON CONFLICT (id) DO NOTHING";
+    let ReservationRow { id, issue_id, day_scope, user_scope, strangers_scope, .. } = row;
+    let ReservationRow { tokens, tokens_if_lost, expires_at, .. } = row;
     let parameters = [
         id.into(),
         (*issue_id).into(),
-        (*day).into(),
+        day_scope.into(),
+        user_scope.into(),
         (*tokens).into(),
         (*tokens_if_lost).into(),
         (*expires_at).into(),
+        strangers_scope.into(),
     ];
     execute(connection, "insert_reservation", insert, &parameters).await
 }
@@ -341,18 +499,20 @@ pub(crate) async fn settle_reservation(
     used: i64,
     now: i64,
 ) -> Result<(), TicketError> {
-    let upsert =
-        "INSERT INTO desk_reservations (id, issue_id, day, tokens, tokens_if_lost, expires_at, settled_at)
-         VALUES ($1, $2, $3, $4, $4, $5, $6)
+    let upsert = "INSERT INTO desk_reservations
+             (id, issue_id, day_scope, user_scope, tokens, tokens_if_lost, expires_at, settled_at, strangers_scope)
+         VALUES ($1, $2, $3, $4, $5, $5, $6, $7, $8)
          ON CONFLICT (id) DO UPDATE SET tokens = excluded.tokens, settled_at = excluded.settled_at
          WHERE desk_reservations.settled_at IS NULL AND NOT desk_reservations.rolled_up";
     let parameters = [
         (&row.id).into(),
         row.issue_id.into(),
-        row.day.into(),
+        (&row.day_scope).into(),
+        (&row.user_scope).into(),
         used.into(),
         row.expires_at.into(),
         now.into(),
+        (&row.strangers_scope).into(),
     ];
     execute(connection, "settle_reservation", upsert, &parameters).await
 }
@@ -376,6 +536,15 @@ pub(crate) async fn roll_up_reservations(
     execute(transaction.connection(), what, delete, &[remove_before.into()]).await
 }
 
+/// Deletes the usage of authors before the scope `first_kept`.
+pub(crate) async fn remove_old_user_scopes(
+    connection: StoreConnection<'_>,
+    first_kept: &str,
+) -> Result<(), TicketError> {
+    let delete = "DELETE FROM desk_usage WHERE scope >= 'user:' AND scope < $1";
+    execute(connection, "remove_old_user_scopes", delete, &[first_kept.into()]).await
+}
+
 /// The advisory lock ensures that only one process aggregates at a time; others skip.
 const ROLL_UP_POSTGRES: &str = "WITH done AS (
          UPDATE desk_reservations SET rolled_up = true WHERE id IN (
@@ -383,10 +552,12 @@ const ROLL_UP_POSTGRES: &str = "WITH done AS (
              WHERE NOT rolled_up AND (settled_at IS NOT NULL OR expires_at <= $1)
                  AND (SELECT pg_try_advisory_xact_lock(7522537965574778738))
              LIMIT 50000 FOR UPDATE SKIP LOCKED)
-         RETURNING issue_id, day, CASE WHEN settled_at IS NULL THEN tokens_if_lost ELSE tokens END AS counted
+         RETURNING issue_id, day_scope, user_scope, strangers_scope, CASE WHEN settled_at IS NULL THEN tokens_if_lost ELSE tokens END AS counted
      ), counts AS (
          SELECT 'issue:' || issue_id AS scope, counted FROM done
-         UNION ALL SELECT 'day:' || day, counted FROM done
+         UNION ALL SELECT day_scope, counted FROM done
+         UNION ALL SELECT user_scope, counted FROM done WHERE user_scope <> ''
+         UNION ALL SELECT strangers_scope, counted FROM done WHERE strangers_scope <> ''
      )
      INSERT INTO desk_usage (scope, tokens)
      SELECT scope, CAST(sum(counted) AS bigint) FROM counts GROUP BY scope
@@ -399,8 +570,14 @@ const ROLL_UP_SQLITE: [&str; 2] = [
          SELECT 'issue:' || issue_id AS scope, CASE WHEN settled_at IS NULL THEN tokens_if_lost ELSE tokens END AS counted
          FROM desk_reservations WHERE NOT rolled_up AND (settled_at IS NOT NULL OR expires_at <= $1)
          UNION ALL
-         SELECT 'day:' || day, CASE WHEN settled_at IS NULL THEN tokens_if_lost ELSE tokens END
+         SELECT day_scope, CASE WHEN settled_at IS NULL THEN tokens_if_lost ELSE tokens END
          FROM desk_reservations WHERE NOT rolled_up AND (settled_at IS NOT NULL OR expires_at <= $1)
+         UNION ALL
+         SELECT user_scope, CASE WHEN settled_at IS NULL THEN tokens_if_lost ELSE tokens END
+         FROM desk_reservations WHERE NOT rolled_up AND (settled_at IS NOT NULL OR expires_at <= $1) AND user_scope <> ''
+         UNION ALL
+         SELECT strangers_scope, CASE WHEN settled_at IS NULL THEN tokens_if_lost ELSE tokens END
+         FROM desk_reservations WHERE NOT rolled_up AND (settled_at IS NOT NULL OR expires_at <= $1) AND strangers_scope <> ''
      ) WHERE true GROUP BY scope
      ON CONFLICT (scope) DO UPDATE SET tokens = desk_usage.tokens + excluded.tokens",
     "UPDATE desk_reservations SET rolled_up = TRUE
@@ -431,6 +608,8 @@ fn read_message(row: &SqlRow) -> Result<TicketMessage, Error> {
         author: Author::parse(&author).ok_or_else(|| invalid_value("author", &author))?,
         content: row.get(4)?,
         created_at: from_ms(row.get(5)?),
+        agent: row.get(6)?,
+        entry: row.get(7)?,
     })
 }
 

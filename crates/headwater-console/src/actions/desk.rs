@@ -1,0 +1,204 @@
+//! Actions on tickets, drafts, issues and the outbox.
+
+use axum::extract::Path;
+use axum::response::Response;
+use serde_json::{Value, json};
+
+use super::confirmation::{Confirmation, EXAMPLES_MAX};
+use super::{BATCHES_MAX, done, done_with};
+use crate::api_client::Problem;
+use crate::form::FormFields;
+use crate::screen::Screen;
+use crate::text::{encoded, field, items, plain, shell_word};
+use crate::user::ConsoleRole;
+
+/// Rows counted for a confirmation; beyond them the number is a lower bound.
+const COUNTED_MAX: usize = 500;
+
+pub(super) async fn close_ticket(screen: Screen, Path(id): Path<String>) -> Response {
+    change_ticket(&screen, &id, "close", "closed").await
+}
+
+pub(super) async fn reopen_ticket(screen: Screen, Path(id): Path<String>) -> Response {
+    change_ticket(&screen, &id, "reopen", "reopened").await
+}
+
+async fn change_ticket(screen: &Screen, id: &str, verb: &str, code: &str) -> Response {
+    match screen.api.post(&format!("/tickets/{}/{verb}", encoded(id)), json!({})).await {
+        Ok(_) => done(&format!("/console/tickets/{}", encoded(id)), code),
+        Err(error) => screen.failed("Ticket", &error),
+    }
+}
+
+pub(super) async fn reply(screen: Screen, Path(id): Path<String>, form: FormFields) -> Response {
+    // Browsers send line breaks of forms as CR LF.
+    let content = form.get("content").replace("\r\n", "\n");
+    let mut body = json!({"content": content, "author": "agent"});
+    if !form.get("message_id").is_empty() {
+        body["message_id"] = form.get("message_id").into();
+    }
+    match screen.api.post(&format!("/tickets/{}/messages", encoded(&id)), body).await {
+        Ok(_) => done(&format!("/console/tickets/{}", encoded(&id)), "replied"),
+        Err(error) => screen.failed("Reply", &error),
+    }
+}
+
+pub(super) async fn approve_draft(
+    screen: Screen,
+    Path(id): Path<String>,
+    form: FormFields,
+) -> Response {
+    // Browsers send line breaks of forms as CR LF.
+    let content = form.get("content").replace("\r\n", "\n");
+    decide_draft(&screen, &id, ("approve", "approved"), &form, json!({"content": content})).await
+}
+
+pub(super) async fn reject_draft(
+    screen: Screen,
+    Path(id): Path<String>,
+    form: FormFields,
+) -> Response {
+    let reason = form.get("reason").to_owned();
+    decide_draft(&screen, &id, ("reject", "rejected"), &form, json!({"reason": reason})).await
+}
+
+async fn decide_draft(
+    screen: &Screen,
+    id: &str,
+    (verb, code): (&str, &str),
+    form: &FormFields,
+    mut body: Value,
+) -> Response {
+    body["version"] = form.get("version").parse::<i64>().ok().into();
+    match screen.api.post(&format!("/drafts/{}/{verb}", encoded(id)), body).await {
+        Ok(_) => done("/console/drafts", code),
+        Err(error) => screen.failed("Draft", &error),
+    }
+}
+
+pub(super) async fn retry_issue(screen: Screen, Path(id): Path<String>) -> Response {
+    change_issue(&screen, &id, "retry", "retried").await
+}
+
+pub(super) async fn release_issue(screen: Screen, Path(id): Path<String>) -> Response {
+    change_issue(&screen, &id, "release", "released").await
+}
+
+async fn change_issue(screen: &Screen, id: &str, verb: &str, code: &str) -> Response {
+    match screen.api.post(&format!("/issues/{}/{verb}", encoded(id)), json!({})).await {
+        Ok(answer) => {
+            let code = match field(&answer, "result") {
+                "queued" => code,
+                other => other,
+            };
+            done(&format!("/console/issues/{}", encoded(id)), code)
+        }
+        Err(error) => screen.failed("Issue", &error),
+    }
+}
+
+pub(super) async fn release_issues(screen: Screen, form: FormFields) -> Response {
+    let integration = form.get("integration");
+    let filter = form.query_of(&["integration"]);
+    let path = format!("/issues?quarantined=true&limit={COUNTED_MAX}&{filter}");
+    let page = match screen.api.get(&path).await {
+        Ok(page) => page,
+        Err(error) => return screen.failed("Quarantined issues", &error),
+    };
+    let example = |issue: &Value| {
+        format!(
+            "{} · {} · {}",
+            plain(&issue["id"]),
+            field(issue, "integration"),
+            plain(&issue["last_error"])
+        )
+    };
+    let all = items(&page, "issues");
+    let of = if integration.is_empty() {
+        String::new()
+    } else {
+        format!(" --integration {}", shell_word(integration))
+    };
+    let confirmation = Confirmation {
+        verb: "Release",
+        count: all.len() as u64,
+        unit: ("issue", "issues"),
+        or_more: !page["next_cursor"].is_null(),
+        needed: ConsoleRole::Write,
+        examples: all.iter().take(EXAMPLES_MAX).map(example).collect(),
+        consequences: vec!["Their pending events are processed again. If the cause remains, they fail and are quarantined again.".to_owned()],
+        is_destructive: false,
+        typed: None,
+        command: format!("headwater issue release --all{of} --yes"),
+        back: "/console/issues?quarantined=true".to_owned(),
+    };
+    if !confirmation.is_given(&form) {
+        return confirmation.page(&screen, &form);
+    }
+    let integration = (!integration.is_empty()).then_some(integration);
+    match in_batches(&screen, "/issues/release", integration, "released").await {
+        Ok(count) => done_with("/console/issues", "released", count),
+        Err(error) => screen.failed("Release", &error),
+    }
+}
+
+pub(super) async fn retry_reply(screen: Screen, Path(id): Path<String>) -> Response {
+    match screen.api.post(&format!("/outbox/{}/retry", encoded(&id)), json!({})).await {
+        Ok(_) => done_with("/console/outbox", "queued", 1),
+        Err(error) => screen.failed("Reply", &error),
+    }
+}
+
+pub(super) async fn retry_replies(screen: Screen, form: FormFields) -> Response {
+    let page = match screen.api.get(&format!("/outbox/dead?limit={COUNTED_MAX}")).await {
+        Ok(page) => page,
+        Err(error) => return screen.failed("Dead replies", &error),
+    };
+    let example = |row: &Value| {
+        format!("{} · {} · {}", plain(&row["id"]), field(row, "target"), field(row, "error"))
+    };
+    let all = items(&page, "rows");
+    let confirmation = Confirmation {
+        verb: "Retry",
+        count: all.len() as u64,
+        unit: ("reply", "replies"),
+        or_more: !page["next_cursor"].is_null(),
+        needed: ConsoleRole::Write,
+        examples: all.iter().take(EXAMPLES_MAX).map(example).collect(),
+        consequences: vec![
+            "They are delivered again under the same idempotency keys. Stale replies are dropped."
+                .to_owned(),
+        ],
+        is_destructive: false,
+        typed: None,
+        command: "headwater outbox retry --all --yes".to_owned(),
+        back: "/console/outbox".to_owned(),
+    };
+    if !confirmation.is_given(&form) {
+        return confirmation.page(&screen, &form);
+    }
+    match in_batches(&screen, "/outbox/retry", None, "queued").await {
+        Ok(count) => done_with("/console/outbox", "queued", count),
+        Err(error) => screen.failed("Retry", &error),
+    }
+}
+
+/// Repeats a call until it has reached the end, and adds up how many it changed.
+async fn in_batches(
+    screen: &Screen,
+    path: &str,
+    integration: Option<&str>,
+    counter: &str,
+) -> Result<u64, Problem> {
+    let (mut total, mut cursor) = (0, Value::Null);
+    for _ in 0..BATCHES_MAX {
+        let body = json!({"integration": integration, "cursor": cursor});
+        let answer = screen.api.post(path, body).await?;
+        total += answer[counter].as_u64().unwrap_or(0);
+        cursor = answer["next_cursor"].clone();
+        if cursor.is_null() {
+            break;
+        }
+    }
+    Ok(total)
+}

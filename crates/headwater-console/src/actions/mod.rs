@@ -1,0 +1,55 @@
+//! `POST /console/do/...`: changes, each followed by a redirect.
+//!
+//! Upstream: forms of `screens/`. Downstream: the API, which checks the role and writes the audit log. Guarantees:
+//! whatever destroys or touches more than one thing is confirmed first (`confirmation.rs`); a refusal is shown with its
+//! reason.
+
+mod confirmation;
+mod desk;
+mod failures;
+mod sessions;
+mod streams;
+
+use std::sync::Arc;
+
+use axum::Router;
+use axum::response::{IntoResponse, Redirect, Response};
+use axum::routing::post;
+
+use crate::api_client::ConsoleState;
+
+/// Maximum calls of the API for one action on many things. What is left is done by the same action again.
+const BATCHES_MAX: usize = 200;
+
+/// Routes of all actions.
+pub(crate) fn routes() -> Router<Arc<ConsoleState>> {
+    Router::new()
+        .route("/console/do/tickets/{id}/close", post(desk::close_ticket))
+        .route("/console/do/tickets/{id}/reopen", post(desk::reopen_ticket))
+        .route("/console/do/tickets/{id}/reply", post(desk::reply))
+        .route("/console/do/drafts/{id}/approve", post(desk::approve_draft))
+        .route("/console/do/drafts/{id}/reject", post(desk::reject_draft))
+        .route("/console/do/issues/{id}/retry", post(desk::retry_issue))
+        .route("/console/do/issues/{id}/release", post(desk::release_issue))
+        .route("/console/do/issues/release", post(desk::release_issues))
+        .route("/console/do/outbox/{id}/retry", post(desk::retry_reply))
+        .route("/console/do/outbox/retry", post(desk::retry_replies))
+        .route("/console/do/topics/{topic}/produce", post(streams::produce))
+        .route("/console/do/topics/{topic}/delete", post(streams::delete_topic))
+        .route("/console/do/topics/{topic}/dead-letters/replay", post(streams::replay))
+        .route("/console/do/topics/{topic}/dead-letters/purge", post(streams::purge))
+        .route("/console/do/topics/{topic}/groups/{group}/reset", post(streams::reset_group))
+        .route("/console/do/topics/{topic}/groups/{group}/delete", post(streams::delete_group))
+        .route("/console/do/sessions/{session}/fork", post(sessions::fork))
+        .route("/console/do/failures/{id}/retry", post(failures::retry))
+}
+
+/// Back to a page, which says what was done.
+fn done(address: &str, code: &str) -> Response {
+    Redirect::to(&format!("{address}?done={code}")).into_response()
+}
+
+/// Back to a page, which says with how many it was done.
+fn done_with(address: &str, code: &str, count: u64) -> Response {
+    Redirect::to(&format!("{address}?done={code}&count={count}")).into_response()
+}

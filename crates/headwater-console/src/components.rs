@@ -1,0 +1,315 @@
+//! Parts of pages: times, badges, facts, blocks of text, banners, tables, buttons.
+//!
+//! Guarantees: text of users is escaped, isolated from the direction of the text around it, cut to a limit that is
+//! stated, and its control characters are visible.
+
+use maud::{Markup, PreEscaped, html};
+use serde_json::Value;
+use time::OffsetDateTime;
+
+use crate::api_client::Problem;
+use crate::screen::Screen;
+use crate::text::{self, cut, visible};
+use crate::user::{ConsoleRole, ConsoleUser};
+
+/// Maximum characters of a text shown as a block.
+const BLOCK_CHARS_MAX: usize = 20_000;
+
+/// Maximum characters of a text in a table.
+const EXCERPT_CHARS_MAX: usize = 120;
+
+/// A part that is kept up to date while the page is open. Names are unique in a page.
+pub(crate) fn live(name: &str, content: &Markup) -> Markup {
+    html! {
+        (PreEscaped(format!("<!--live:{name}-->")))
+        div data-live=(name) { (content) }
+        (PreEscaped(format!("<!--/live:{name}-->")))
+    }
+}
+
+/// A time relative to now, with the time in UTC on hover.
+pub(crate) fn time(at: &Value) -> Markup {
+    let Some(at) = at.as_str() else { return html! { span.quiet { "–" } } };
+    match text::relative_time(at, OffsetDateTime::now_utc()) {
+        Some((relative, utc)) => html! { time datetime=(at) title=(utc) { (relative) } },
+        None => html! { (at) },
+    }
+}
+
+/// Text of a user in a line.
+pub(crate) fn excerpt(text: &str) -> Markup {
+    let (shown, is_cut) = cut(text, EXCERPT_CHARS_MAX);
+    html! { bdi { (visible(shown)) @if is_cut { "…" } } }
+}
+
+/// An id or name, in fixed-width letters.
+pub(crate) fn id(text: &str) -> Markup {
+    html! { code { bdi { (visible(cut(text, EXCERPT_CHARS_MAX).0)) } } }
+}
+
+/// Text of a user as a block.
+pub(crate) fn block(text: &str) -> Markup {
+    let (shown, is_cut) = cut(text, BLOCK_CHARS_MAX);
+    html! {
+        pre tabindex="0" { bdi { (visible(shown)) } }
+        @if is_cut {
+            p.quiet {
+                "The first " (text::number(BLOCK_CHARS_MAX as u64)) " characters of " (text::bytes(text.len() as u64))
+                ". The API returns the whole text."
+            }
+        }
+    }
+}
+
+/// JSON as an indented block; text that is no JSON as it is.
+pub(crate) fn json_block(value: &Value) -> Markup {
+    match value {
+        Value::String(text) => block(text),
+        // Formatting a value cannot fail.
+        other => block(&serde_json::to_string_pretty(other).unwrap_or_default()),
+    }
+}
+
+/// A payload: JSON indented if it is JSON, otherwise as text.
+pub(crate) fn payload(object: &Value) -> Markup {
+    if let Some(encoded) = object["payload_base64"].as_str() {
+        return html! { p.quiet { "Not UTF-8; shown as base64." } (block(encoded)) };
+    }
+    let text = text::field(object, "payload");
+    // Only what is shown whole is worth formatting.
+    let parsed = (text.len() <= BLOCK_CHARS_MAX).then(|| serde_json::from_str::<Value>(text).ok());
+    match parsed.flatten().filter(|value| value.is_object() || value.is_array()) {
+        Some(value) => json_block(&value),
+        None => block(text),
+    }
+}
+
+/// Meaning of a badge or banner.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Tone {
+    Good,
+    Neutral,
+    Active,
+    Warning,
+    Bad,
+}
+
+impl Tone {
+    fn class(self) -> &'static str {
+        match self {
+            Self::Good => "good",
+            Self::Neutral => "neutral",
+            Self::Active => "active",
+            Self::Warning => "warning",
+            Self::Bad => "bad",
+        }
+    }
+}
+
+/// A short state in a box.
+pub(crate) fn badge(tone: Tone, text: &str) -> Markup {
+    html! { span class={ "badge " (tone.class()) } { (text) } }
+}
+
+/// A message across the page. Bad ones are announced at once.
+pub(crate) fn banner(tone: Tone, content: &Markup) -> Markup {
+    let role = if tone == Tone::Bad { "alert" } else { "status" };
+    html! { div class={ "banner " (tone.class()) } role=(role) { (content) } }
+}
+
+/// Names with their values.
+pub(crate) fn facts(facts: &[(&str, Markup)]) -> Markup {
+    html! {
+        dl.facts {
+            @for (name, value) in facts { div { dt { (name) } dd { (value) } } }
+        }
+    }
+}
+
+/// A part that could not be read.
+pub(crate) fn problem(what: &str, problem: &Problem, screen: &Screen) -> Markup {
+    let tone = if problem.is_unavailable() { Tone::Warning } else { Tone::Bad };
+    tracing::warn!(
+        request_id = screen.request_id,
+        code = problem.code,
+        error = problem.message,
+        what,
+        "a part of a console page could not be read"
+    );
+    let content = html! {
+        p {
+            strong { (what) " cannot be shown." } " " (problem.message) ". "
+            @if problem.is_unavailable() { "The rest of this page is up to date. " }
+        }
+        p.quiet {
+            "Code " code { (problem.code) } ", request " code { (screen.request_id) } ". "
+            a href=(screen.address()) { "Try again" } " · " a href="/console/doctor" { "Open Doctor" }
+        }
+    };
+    banner(tone, &content)
+}
+
+/// What is shown instead of an empty list: a sentence, and the command that creates the first item.
+pub(crate) fn empty(sentence: &str, command: Option<&str>) -> Markup {
+    html! {
+        div.empty {
+            p { (sentence) }
+            @if let Some(command) = command { p { code { (command) } } }
+        }
+    }
+}
+
+/// A table that scrolls on its own if the page is narrow.
+pub(crate) fn table(label: &str, head: &[&str], body: &Markup) -> Markup {
+    html! {
+        div.scroll role="region" aria-label=(label) tabindex="0" {
+            table {
+                caption.visually-hidden { (label) }
+                thead { tr { @for name in head { th scope="col" class=[is_count(name).then_some("count")] { (name) } } } }
+                tbody { (body) }
+            }
+        }
+    }
+}
+
+/// Columns of numbers are aligned to the right.
+fn is_count(name: &str) -> bool {
+    const COUNTS: [&str; 19] = [
+        "Events",
+        "Recorded",
+        "Duplicate",
+        "Ignored",
+        "Rejected",
+        "Partitions",
+        "Messages",
+        "Delayed",
+        "Dead letters",
+        "Pending",
+        "Attempts",
+        "Lag",
+        "Failures",
+        "Count",
+        "Bytes",
+        "Epoch",
+        "Claims",
+        "Replays",
+        "Keys",
+    ];
+    COUNTS.contains(&name)
+}
+
+/// A number in a table.
+pub(crate) fn count(value: &Value) -> Markup {
+    html! { td.count { @match value.as_u64() { Some(count) => (text::number(count)), None => span.quiet { "–" } } } }
+}
+
+/// Links between the pages of a list. `keep` names the parameters of the filter.
+pub(crate) fn pager(screen: &Screen, keep: &[&str], next: &Value) -> Markup {
+    let next = text::plain(next);
+    let filter = screen.query.query_of(keep);
+    let path = screen.uri.path();
+    let first = if filter.is_empty() { path.to_owned() } else { format!("{path}?{filter}") };
+    let join = if filter.is_empty() { "" } else { "&" };
+    let is_first = screen.query.get("cursor").is_empty();
+    html! {
+        @if !is_first || !next.is_empty() {
+            nav.pager aria-label="Pages" {
+                @if !is_first { a href=(first) { "First page" } }
+                @if !next.is_empty() {
+                    a rel="next" href={ (path) "?" (filter) (join) "cursor=" (text::encoded(&next)) } { "Next page" }
+                }
+            }
+        }
+    }
+}
+
+/// Links that set one parameter of the filter; the current one is marked.
+pub(crate) fn choices(screen: &Screen, name: &str, values: &[(&str, &str)]) -> Markup {
+    let (path, current) = (screen.uri.path(), screen.query.get(name));
+    html! {
+        ul.choices {
+            @for (value, label) in values {
+                li {
+                    @let address = if value.is_empty() { path.to_owned() } else { format!("{path}?{name}={value}") };
+                    a href=(address) aria-current=[(*value == current).then_some("true")] { (label) }
+                }
+            }
+        }
+    }
+}
+
+/// How a button looks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum ButtonStyle {
+    Plain,
+    Primary,
+    Danger,
+}
+
+/// A button. Without the needed role it is disabled and says which role it needs.
+pub(crate) fn button(
+    user: &ConsoleUser,
+    needed: ConsoleRole,
+    style: ButtonStyle,
+    label: &str,
+) -> Markup {
+    let class = match style {
+        ButtonStyle::Plain => "button",
+        ButtonStyle::Primary => "button primary",
+        ButtonStyle::Danger => "button danger",
+    };
+    html! {
+        @if user.role >= needed {
+            button class=(class) type="submit" { (label) }
+        } @else {
+            button class=(class) type="submit" disabled { (label) }
+            span.quiet { " needs the role " code { (needed.as_str()) } }
+        }
+    }
+}
+
+/// A form with one button that changes something.
+pub(crate) fn action(
+    user: &ConsoleUser,
+    needed: ConsoleRole,
+    (path, label, style): (&str, &str, ButtonStyle),
+    fields: &[(&str, &str)],
+) -> Markup {
+    html! {
+        form.action method="post" action=(path) {
+            @for (name, value) in fields { input type="hidden" name=(name) value=(value); }
+            (button(user, needed, style, label))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn hostile_text_is_escaped_isolated_and_cut() {
+        let hostile = "<script>alert(1)</script>\u{202e}\0";
+        let shown = excerpt(hostile).into_string();
+        assert_eq!(shown, "<bdi>&lt;script&gt;alert(1)&lt;/script&gt;\u{202e}\u{2400}</bdi>");
+        let long = block(&"x".repeat(1_000_000)).into_string();
+        assert!(long.len() < 2 * BLOCK_CHARS_MAX && long.contains("976.6 KiB"), "{}", long.len());
+    }
+
+    #[test]
+    fn a_payload_is_shown_as_json_text_or_base64() {
+        let shown = |object: Value| payload(&object).into_string();
+        assert!(shown(json!({"payload": "{\"a\":[1]}"})).contains("&quot;a&quot;: [\n"));
+        assert!(shown(json!({"payload": "plain"})).contains("<bdi>plain</bdi>"));
+        assert!(shown(json!({"payload_base64": "/wA="})).contains("shown as base64"));
+    }
+
+    #[test]
+    fn text_of_users_cannot_imitate_the_mark_of_a_live_part() {
+        let shown = live("issue", &excerpt("<!--/live:issue-->")).into_string();
+        assert_eq!(shown.matches("<!--/live:issue-->").count(), 1);
+        assert!(shown.ends_with("<!--/live:issue-->"));
+    }
+}

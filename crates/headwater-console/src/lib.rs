@@ -1,0 +1,50 @@
+#![doc = include_str!("../README.md")]
+
+mod actions;
+mod api_client;
+mod assets;
+mod components;
+mod form;
+mod live;
+mod screen;
+mod screens;
+mod text;
+mod user;
+
+use std::sync::Arc;
+
+use axum::Router;
+use axum::response::Redirect;
+use axum::routing::get;
+use tokio_util::sync::CancellationToken;
+
+use crate::api_client::ConsoleState;
+
+pub use crate::screen::{error_page, login_page};
+pub use crate::text::shell_word;
+pub use crate::user::{ConsoleRole, ConsoleUser};
+
+/// Path prefix of all pages.
+pub const PREFIX: &str = "/console";
+
+/// Routes of the console: `/`, `/console` and everything below it except `/console/login` and `/console/logout`, which
+/// belong to the authentication of the server.
+///
+/// `api` serves `/api/v1/...` for an authenticated caller: it checks the role and writes the audit log. Every request
+/// needs a [`ConsoleUser`] in its extensions. `stopping` ends live connections.
+pub fn routes(api: Router, stopping: CancellationToken) -> Router {
+    let state = Arc::new(ConsoleState::new(api));
+    let screens: Router = screens::routes().with_state(Arc::clone(&state));
+    let live = live::routes(screens.clone(), stopping);
+    let actions: Router = actions::routes().with_state(state);
+    Router::new()
+        .route("/", get(|| async { Redirect::to(PREFIX) }))
+        .merge(screens)
+        .merge(actions)
+        .merge(live)
+}
+
+/// The style sheet and scripts, to be served beside [`routes`]. They need no identity, because the login page uses them too.
+pub fn asset_routes() -> Router {
+    assets::routes()
+}

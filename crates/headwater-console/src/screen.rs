@@ -1,0 +1,323 @@
+//! The frame of every page: navigation, search, the command line for the same thing, and the security headers.
+//!
+//! Upstream: `screens/` and `actions/`. Guarantees: no page loads or links anything from another server; no page can be
+//! framed; nothing is stored by the browser; every page can be read and used without scripts.
+
+use std::sync::Arc;
+
+use axum::extract::FromRequestParts;
+use axum::http::request::Parts;
+use axum::http::{HeaderName, StatusCode, Uri, header};
+use axum::response::{Html, IntoResponse, Response};
+use maud::{DOCTYPE, Markup, html};
+use uuid::Uuid;
+
+use crate::api_client::{ConsoleApi, ConsoleState, Problem};
+use crate::assets;
+use crate::components::{self, Tone, banner};
+use crate::form::FormFields;
+use crate::text;
+use crate::user::ConsoleUser;
+
+/// What a page may load: only our own scripts, styles and images.
+const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; \
+    form-action 'self'; base-uri 'none'; frame-ancestors 'none'";
+
+/// Headers of every page. The referrer stays on this site, because with `no-referrer` browsers send `Origin: null` with
+/// forms, which cannot be told from a foreign page.
+const HEADERS: [(HeaderName, &str); 5] = [
+    (header::CONTENT_SECURITY_POLICY, POLICY),
+    (header::REFERRER_POLICY, "same-origin"),
+    (header::X_CONTENT_TYPE_OPTIONS, "nosniff"),
+    (header::CACHE_CONTROL, "no-store"),
+    (HeaderName::from_static("cross-origin-opener-policy"), "same-origin"),
+];
+
+/// A screen in the navigation: name, address, key after `g`.
+type NavigationItem = (&'static str, &'static str, &'static str);
+
+/// Areas of the console with their screens.
+const NAVIGATION: [(&str, &[NavigationItem]); 6] = [
+    ("", &[("Overview", "/console", "o")]),
+    (
+        "Desk",
+        &[
+            ("Tickets", "/console/tickets", "t"),
+            ("Issues", "/console/issues", "i"),
+            ("Drafts", "/console/drafts", "v"),
+            ("Sessions", "/console/sessions", "n"),
+        ],
+    ),
+    (
+        "Streams",
+        &[
+            ("Topics", "/console/topics", "s"),
+            ("Assignment", "/console/assignment", "m"),
+            ("Tail", "/console/tail", "l"),
+        ],
+    ),
+    ("Trouble", &[("Failures", "/console/failures", "f"), ("Outbox", "/console/outbox", "b")]),
+    (
+        "Insight",
+        &[
+            ("Reports", "/console/reports", "r"),
+            ("SQL", "/console/sql", "q"),
+            ("Consistency", "/console/consistency", "c"),
+        ],
+    ),
+    (
+        "System",
+        &[
+            ("Processes", "/console/processes", "p"),
+            ("Webhooks", "/console/webhooks", "w"),
+            ("Doctor", "/console/doctor", "d"),
+            ("Settings", "/console/settings", "e"),
+            ("Audit", "/console/audit", "a"),
+        ],
+    ),
+];
+
+/// What was done, by the code in `?done=`. Codes, not texts: an address must not put words into the page.
+const NOTICES: [(&str, &str); 16] = [
+    ("closed", "The ticket is closed."),
+    ("reopened", "The ticket is open again."),
+    ("replied", "The reply is stored."),
+    ("approved", "The draft is approved and is posted."),
+    ("rejected", "The draft is rejected and is never posted."),
+    ("retried", "The issue can be claimed now."),
+    ("released", "The quarantine has ended."),
+    ("processing", "A worker has already claimed the issue."),
+    ("idle", "The issue has no pending events."),
+    ("not_quarantined", "The issue was not quarantined."),
+    ("replayed", "sent again."),
+    ("purged", "deleted permanently."),
+    ("queued", "queued for delivery."),
+    ("reset", "The group was moved."),
+    ("deleted", "Deleted."),
+    ("forked", "The session was forked."),
+];
+
+/// A request for a page.
+pub(crate) struct Screen {
+    pub(crate) api: ConsoleApi,
+    pub(crate) user: ConsoleUser,
+    pub(crate) uri: Uri,
+    pub(crate) query: FormFields,
+    /// Appears in error messages and in the log.
+    pub(crate) request_id: String,
+}
+
+/// The content of a page.
+pub(crate) struct ScreenContent {
+    pub(crate) title: String,
+    /// Pages above this one: name and address.
+    pub(crate) path: Vec<(String, String)>,
+    /// The command that does the same.
+    pub(crate) command: String,
+    pub(crate) content: Markup,
+}
+
+impl FromRequestParts<Arc<ConsoleState>> for Screen {
+    type Rejection = Response;
+
+    async fn from_request_parts(
+        parts: &mut Parts,
+        state: &Arc<ConsoleState>,
+    ) -> Result<Self, Response> {
+        let Some(user) = parts.extensions.get::<ConsoleUser>().cloned() else {
+            let message = "authentication required";
+            return Err(error_page(StatusCode::UNAUTHORIZED, "unauthorized", message));
+        };
+        let api = ConsoleApi::new(Arc::clone(state), user.clone());
+        let query = FormFields::from_query(parts.uri.query().unwrap_or_default());
+        let request_id = Uuid::now_v7().to_string();
+        Ok(Self { api, user, uri: parts.uri.clone(), query, request_id })
+    }
+}
+
+impl Screen {
+    /// Path and query of this page.
+    pub(crate) fn address(&self) -> &str {
+        self.uri.path_and_query().map_or("/console", |address| address.as_str())
+    }
+
+    /// A page with its frame.
+    pub(crate) fn page(&self, page: ScreenContent) -> Response {
+        self.page_with_status(StatusCode::OK, page)
+    }
+
+    fn page_with_status(&self, status: StatusCode, page: ScreenContent) -> Response {
+        let heading = html! {
+            @if !page.path.is_empty() {
+                nav aria-label="Path" { ol.path {
+                    @for (name, address) in &page.path { li { a href=(address) { bdi { (text::visible(text::cut(name, 60).0)) } } } }
+                } }
+            }
+            h1 { bdi { (text::visible(text::cut(&page.title, 200).0)) } }
+        };
+        let content = html! {
+            (self.notice())
+            (page.content)
+            @if !page.command.is_empty() {
+                p.command { span { "Command line: " } code #command { (page.command) } }
+            }
+        };
+        let markup = document(&page.title, Some(self), &html! { (heading) (content) });
+        respond(status, &markup, &self.request_id)
+    }
+
+    /// The page for something that cannot be shown at all.
+    pub(crate) fn failed(&self, what: &str, problem: &Problem) -> Response {
+        if problem.is_unavailable() {
+            return self.page(ScreenContent {
+                title: what.to_owned(),
+                path: Vec::new(),
+                command: String::new(),
+                content: components::problem(what, problem, self),
+            });
+        }
+        let content = html! {
+            (banner(Tone::Bad, &html! {
+                p { strong { (problem.message) } "." }
+                p.quiet { "Code " code { (problem.code) } ", request " code { (self.request_id) } "." }
+            }))
+            p { a href="/console" { "Back to the overview" } " · " a href=(self.address()) { "Try again" } }
+        };
+        let title =
+            if problem.is_not_found() { format!("{what} not found") } else { what.to_owned() };
+        let page = ScreenContent { title, path: Vec::new(), command: String::new(), content };
+        self.page_with_status(problem.status, page)
+    }
+
+    /// What the last action did.
+    fn notice(&self) -> Markup {
+        let code = self.query.get("done");
+        let Some((_, sentence)) = NOTICES.iter().find(|(known, _)| *known == code) else {
+            return html! {};
+        };
+        let count: Option<u64> = self.query.get("count").parse().ok();
+        let content = html! {
+            p { @if let Some(count) = count { strong { (text::number(count)) } " " } (sentence) }
+        };
+        banner(Tone::Good, &content)
+    }
+}
+
+fn respond(status: StatusCode, markup: &Markup, request_id: &str) -> Response {
+    let request_id = [(HeaderName::from_static("x-request-id"), request_id.to_owned())];
+    (status, HEADERS, request_id, Html(markup.0.clone())).into_response()
+}
+
+fn document(title: &str, screen: Option<&Screen>, main: &Markup) -> Markup {
+    let title = text::visible(text::cut(title, 100).0);
+    html! {
+        (DOCTYPE)
+        html lang="en" {
+            head {
+                meta charset="utf-8";
+                meta name="viewport" content="width=device-width, initial-scale=1";
+                meta name="color-scheme" content="light dark";
+                title { (title) " · Headwater" }
+                link rel="icon" href=(assets::address("icon.svg"));
+                link rel="stylesheet" href=(assets::address("console.css"));
+                script type="module" src=(assets::address("console.js")) {}
+            }
+            body {
+                a.skip href="#main" { "Skip to the content" }
+                @if let Some(screen) = screen { (header_bar(screen)) (navigation(screen)) }
+                main #main tabindex="-1" { (main) }
+            }
+        }
+    }
+}
+
+fn header_bar(screen: &Screen) -> Markup {
+    let user = &screen.user;
+    html! {
+        header.bar {
+            a.brand href="/console" { img src=(assets::address("icon.svg")) alt="" width="24" height="24"; "Headwater" }
+            form.search role="search" action="/console/search" {
+                label.visually-hidden for="search" { "Search" }
+                input #search type="search" name="q" placeholder="Search: number, id, word" value=(search_text(screen)) maxlength="200" autocomplete="off";
+            }
+            span #live-state.quiet role="status" {}
+            div.user {
+                span { (user.name) " " (components::badge(Tone::Neutral, user.role.as_str())) }
+                @if user.has_session {
+                    form.action method="post" action="/console/logout" { button.button type="submit" { "Log out" } }
+                }
+            }
+        }
+    }
+}
+
+fn search_text(screen: &Screen) -> &str {
+    if screen.uri.path() == "/console/search" { screen.query.get("q") } else { "" }
+}
+
+fn navigation(screen: &Screen) -> Markup {
+    let path = screen.uri.path();
+    let is_here = |address: &str| match address {
+        "/console" => path == address,
+        _ => {
+            path == address || path.strip_prefix(address).is_some_and(|rest| rest.starts_with('/'))
+        }
+    };
+    html! {
+        nav.areas aria-label="Areas" {
+            @for (area, screens) in NAVIGATION {
+                div {
+                    @if !area.is_empty() { p { (area) } }
+                    ul {
+                        @for (name, address, key) in screens {
+                            li { a href=(address) data-key=(key) aria-current=[is_here(address).then_some("page")] { (name) } }
+                        }
+                    }
+                }
+            }
+            div { ul { li { a href="/console/help" aria-current=[is_here("/console/help").then_some("page")] { "Help" } } } }
+        }
+    }
+}
+
+/// A page for a request without an identity, or one that was refused before it reached a screen.
+pub fn error_page(status: StatusCode, code: &str, message: &str) -> Response {
+    let request_id = Uuid::now_v7().to_string();
+    let main = html! {
+        div.narrow {
+            h1 { "This did not work" }
+            (banner(Tone::Bad, &html! {
+                p { strong { (message) } }
+                p.quiet { "Code " code { (code) } ", request " code { (request_id) } "." }
+            }))
+            p { a href="/console" { "Back to the overview" } }
+        }
+    };
+    tracing::warn!(
+        request_id,
+        code,
+        status = status.as_u16(),
+        error = message,
+        "console request refused"
+    );
+    respond(status, &document("Error", None, &main), &request_id)
+}
+
+/// The login page. `next` is the path to go to afterwards; `problem` says why the last attempt failed.
+pub fn login_page(status: StatusCode, next: &str, problem: Option<&str>) -> Response {
+    let main = html! {
+        div.narrow {
+            p.brand { img src=(assets::address("icon.svg")) alt="" width="32" height="32"; "Headwater" }
+            h1 { "Log in" }
+            @if let Some(problem) = problem { (banner(Tone::Bad, &html! { p { (problem) } })) }
+            form.stacked method="post" action="/console/login" {
+                input type="hidden" name="next" value=(next);
+                label for="token" { "Token" }
+                input #token type="password" name="token" required autofocus autocomplete="current-password" maxlength="500";
+                p.quiet { "A " code { "[[token]]" } " of the settings. It is not stored in the browser." }
+                button.button.primary type="submit" { "Log in" }
+            }
+        }
+    };
+    respond(status, &document("Log in", None, &main), &Uuid::now_v7().to_string())
+}

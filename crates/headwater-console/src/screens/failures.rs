@@ -1,0 +1,140 @@
+//! Failures: dead letters, quarantined issues and dead replies in one place, grouped by cause.
+
+use axum::extract::Path;
+use axum::response::Response;
+use maud::{Markup, html};
+use serde_json::Value;
+
+use crate::components::{
+    ButtonStyle, Tone, action, badge, block, empty, excerpt, facts, id, live, problem, table, time,
+};
+use crate::screen::{Screen, ScreenContent};
+use crate::text::{counted, encoded, field, items, number, plain};
+use crate::user::ConsoleRole;
+
+/// Name and address of the kinds of failures.
+fn kind(cluster: &Value) -> &'static str {
+    match field(cluster, "kind") {
+        "dead_letter" => "dead letters",
+        "issue" => "quarantined issues",
+        _ => "dead replies",
+    }
+}
+
+pub(crate) async fn list(screen: Screen) -> Response {
+    let content = match screen.api.get("/failures").await {
+        Err(error) => problem("The failures", &error, &screen),
+        Ok(found) => html! {
+            @if items(&found, "clusters").is_empty() {
+                (empty("Nothing has failed: no dead letters, no quarantined issues, no dead replies.", None))
+            } @else {
+                (table("Failures by cause", &["Cause", "Where", "Count", "Keys", "First", "Last"], &html! {
+                    @for cluster in items(&found, "clusters") { (row(cluster)) }
+                }))
+            }
+            (sources(&found))
+        },
+    };
+    screen.page(ScreenContent {
+        title: "Failures".to_owned(),
+        path: Vec::new(),
+        command: "curl -s $HEADWATER_URL/api/v1/failures".to_owned(),
+        content: live("failures", &content),
+    })
+}
+
+/// What was read, and what was not.
+fn sources(found: &Value) -> Markup {
+    html! {
+        ul.sources {
+            @for source in items(found, "sources") {
+                li.quiet {
+                    (field(source, "name")) ": "
+                    @if let Some(reason) = source["problem"].as_str() {
+                        (badge(Tone::Bad, "not read")) " " (reason)
+                    } @else {
+                        (counted(source["read"].as_u64().unwrap_or(0), "failure read", "failures read"))
+                        @if source["complete"] == false { ", the newest ones; there are more" }
+                    }
+                }
+            }
+        }
+    }
+}
+
+fn row(cluster: &Value) -> Markup {
+    let key = field(cluster, "id");
+    html! {
+        tr data-key=(key) {
+            th scope="row" { a href={ "/console/failures/" (encoded(key)) } { (excerpt(field(cluster, "cause"))) } }
+            td { (kind(cluster)) " " (id(field(cluster, "place"))) }
+            td.count { (number(cluster["count"].as_u64().unwrap_or(0))) }
+            td.count { (number(cluster["keys"].as_u64().unwrap_or(0))) }
+            td { (time(&cluster["first"])) }
+            td { (time(&cluster["last"])) }
+        }
+    }
+}
+
+pub(crate) async fn show(screen: Screen, Path(key): Path<String>) -> Response {
+    let cluster = match screen.api.get(&format!("/failures/{}", encoded(&key))).await {
+        Ok(cluster) => cluster,
+        Err(error) => return screen.failed("Cause", &error),
+    };
+    let total = cluster["count"].as_u64().unwrap_or(0);
+    let (verb, one, many) = match field(&cluster, "kind") {
+        "dead_letter" => ("Replay", "dead letter", "dead letters"),
+        "issue" => ("Release", "issue", "issues"),
+        _ => ("Retry", "reply", "replies"),
+    };
+    let label = format!("{verb} {}…", counted(total, one, many));
+    let act = format!("/console/do/failures/{}/retry", encoded(&key));
+    let content = html! {
+        h2 { "Cause" }
+        (block(field(&cluster, "cause")))
+        (facts(&[
+            ("Kind", html! { (kind(&cluster)) }),
+            ("Where", id(field(&cluster, "place"))),
+            ("Count", html! { (number(total)) }),
+            ("Keys", html! { (plain(&cluster["keys"])) }),
+            ("First", time(&cluster["first"])),
+            ("Last", time(&cluster["last"])),
+        ]))
+        div.buttons {
+            (action(&screen.user, ConsoleRole::Write, (&act, &label, ButtonStyle::Primary), &[]))
+        }
+        h2 { "Samples" }
+        (table("Samples", &["Failure", "Key", "Failed", "Message"], &html! {
+            @for sample in items(&cluster, "samples") { (sample_row(&cluster, sample)) }
+        }))
+    };
+    screen.page(ScreenContent {
+        title: "Cause".to_owned(),
+        path: vec![("Failures".to_owned(), "/console/failures".to_owned())],
+        command: format!("curl -s $HEADWATER_URL/api/v1/failures/{key}"),
+        content: live("cause", &content),
+    })
+}
+
+fn sample_row(cluster: &Value, sample: &Value) -> Markup {
+    let entry = field(sample, "id");
+    let address = match field(cluster, "kind") {
+        "dead_letter" => {
+            format!(
+                "/console/topics/{}/dead-letters/{}",
+                encoded(field(cluster, "place")),
+                encoded(entry)
+            )
+        }
+        "issue" => format!("/console/issues/{}", encoded(entry)),
+        _ => "/console/outbox".to_owned(),
+    };
+    html! {
+        tr data-key=(entry) {
+            th scope="row" { a href=(address) { (id(entry)) } }
+            td { (excerpt(&plain(&sample["key"]))) }
+            td { (time(&sample["at"])) }
+            td { (excerpt(field(sample, "message"))) }
+        }
+    }
+}

@@ -1,0 +1,233 @@
+//! Reports, SQL and Consistency.
+
+use axum::extract::Path;
+use axum::http::header;
+use axum::response::{IntoResponse, Response};
+use maud::{Markup, html};
+use serde_json::Value;
+
+use crate::api_client::Problem;
+use crate::components::{Tone, badge, banner, empty, excerpt, facts, id, problem, table};
+use crate::screen::{Screen, ScreenContent};
+use crate::text::{counted, encoded, field, items, number, plain};
+
+/// Rows of a result that are shown.
+const RESULT_ROWS: usize = 1000;
+
+/// Pages of issues that one request checks.
+const CHECKED_PAGES: usize = 20;
+
+/// Says that analytics is not built in or disabled, which is not an error.
+fn unavailable(what: &str, error: &Problem, screen: &Screen) -> Markup {
+    if error.status == axum::http::StatusCode::NOT_IMPLEMENTED {
+        return empty(&format!("{}.", error.message), None);
+    }
+    problem(what, error, screen)
+}
+
+pub(crate) async fn reports(screen: Screen) -> Response {
+    let content = match screen.api.get("/reports").await {
+        Err(error) => unavailable("The reports", &error, &screen),
+        Ok(page) => html! {
+            ul {
+                @for report in items(&page, "reports") {
+                    li { a href={ "/console/reports/" (encoded(field(report, "name"))) } { (field(report, "title")) } }
+                }
+            }
+        },
+    };
+    screen.page(ScreenContent {
+        title: "Reports".to_owned(),
+        path: Vec::new(),
+        command: "headwater report".to_owned(),
+        content,
+    })
+}
+
+pub(crate) async fn report(screen: Screen, Path(name): Path<String>) -> Response {
+    let path = format!("/reports/{}", encoded(&name));
+    let (all, result) = tokio::join!(screen.api.get("/reports"), screen.api.get(&path));
+    let known = all.ok().and_then(|all| {
+        items(&all, "reports").iter().find(|report| field(report, "name") == name).cloned()
+    });
+    let title = known.map_or_else(|| name.clone(), |report| field(&report, "title").to_owned());
+    let content = match &result {
+        Err(error) if error.is_not_found() => return screen.failed("Report", error),
+        Err(error) => unavailable("The report", error, &screen),
+        Ok(found) if items(found, "rows").is_empty() => empty("There is no data yet.", None),
+        Ok(found) => html! {
+            p { img.chart src={ "/console/reports/" (encoded(&name)) "/chart.svg" } alt={ "Chart; the table below has its data" }; }
+            (result_table(&title, found))
+            p { a.button href={ "/console/reports/" (encoded(&name)) "/data.csv" } download={ (name) ".csv" } { "Download CSV" } }
+        },
+    };
+    screen.page(ScreenContent {
+        title,
+        path: vec![("Reports".to_owned(), "/console/reports".to_owned())],
+        command: format!("headwater report {name}"),
+        content,
+    })
+}
+
+/// The chart of a report, or its rows as CSV.
+pub(crate) async fn report_file(
+    screen: Screen,
+    Path((name, file)): Path<(String, String)>,
+) -> Response {
+    let (format, kind) = match file.as_str() {
+        "chart.svg" => ("svg", "image/svg+xml"),
+        "data.csv" => ("csv", "text/csv; charset=utf-8"),
+        _ => {
+            let status = axum::http::StatusCode::NOT_FOUND;
+            return screen
+                .failed("File", &Problem::new(status, "not_found", "there is no such file"));
+        }
+    };
+    match screen.api.get_text(&format!("/reports/{}?format={format}", encoded(&name))).await {
+        Err(error) => screen.failed("Report", &error),
+        // An image cannot run scripts, opened as a page neither.
+        Ok(text) => {
+            let headers = [
+                (header::CONTENT_TYPE, kind),
+                (header::X_CONTENT_TYPE_OPTIONS, "nosniff"),
+                (header::CACHE_CONTROL, "no-store"),
+                (
+                    header::CONTENT_SECURITY_POLICY,
+                    "default-src 'none'; style-src 'unsafe-inline'; sandbox",
+                ),
+            ];
+            (headers, text).into_response()
+        }
+    }
+}
+
+fn result_table(label: &str, found: &Value) -> Markup {
+    let columns: Vec<String> = items(found, "columns").iter().map(plain).collect();
+    let head: Vec<&str> = columns.iter().map(String::as_str).collect();
+    let rows = items(found, "rows");
+    html! {
+        (table(label, &head, &html! {
+            @for row in rows.iter().take(RESULT_ROWS) {
+                tr { @for value in row.as_array().map_or(&[][..], Vec::as_slice) { td { (excerpt(&plain(value))) } } }
+            }
+        }))
+        p.quiet {
+            (counted(rows.len() as u64, "row", "rows"))
+            @if rows.len() > RESULT_ROWS || found["is_cut"] == true { "; further rows are not shown" } "."
+        }
+    }
+}
+
+pub(crate) async fn sql(screen: Screen) -> Response {
+    let query = screen.query.get("query").to_owned();
+    let result = match query.trim() {
+        "" => {
+            html! { p.quiet { "One SELECT in the DuckDB dialect. Nothing can be changed here." } }
+        }
+        text => match screen.api.get(&format!("/sql?query={}", encoded(text))).await {
+            Err(error) if error.status == axum::http::StatusCode::BAD_REQUEST => {
+                banner(Tone::Bad, &html! { p { (excerpt_long(&error.message)) } })
+            }
+            Err(error) => unavailable("The result", &error, &screen),
+            Ok(found) => result_table("Result", &found),
+        },
+    };
+    let content = html! {
+        form.stacked action="/console/sql" {
+            label for="query" { "Query" }
+            textarea #query name="query" rows="6" maxlength="10000" spellcheck="false" required { (query) }
+            button.button.primary type="submit" { "Run" }
+        }
+        (result)
+    };
+    screen.page(ScreenContent {
+        title: "SQL".to_owned(),
+        path: Vec::new(),
+        command: "headwater sql 'SELECT …'".to_owned(),
+        content,
+    })
+}
+
+fn excerpt_long(text: &str) -> Markup {
+    html! { bdi { (crate::text::visible(crate::text::cut(text, 2000).0)) } }
+}
+
+/// Checks issues page by page, as many as one request may.
+pub(crate) async fn consistency(screen: Screen) -> Response {
+    if screen.query.get("check").is_empty() {
+        let content = html! {
+            p { "Every event that came in is processed, pending or quarantined. The check counts the events of all issues and compares." }
+            form action="/console/consistency" { button.button.primary type="submit" name="check" value="1" { "Check now" } }
+        };
+        return consistency_page(&screen, content);
+    }
+    let mut cursor = screen.query.get("cursor").to_owned();
+    let names =
+        ["issues", "recorded", "processed", "pending", "quarantined", "discrepancies_total"];
+    let mut totals: Vec<u64> =
+        names.iter().map(|name| screen.query.get(name).parse().unwrap_or(0)).collect();
+    let mut found: Vec<Value> = Vec::new();
+    for _ in 0..CHECKED_PAGES {
+        let path = match cursor.as_str() {
+            "" => "/audit/books".to_owned(),
+            cursor => format!("/audit/books?cursor={}", encoded(cursor)),
+        };
+        let page = match screen.api.get(&path).await {
+            Ok(page) => page,
+            Err(error) => return consistency_page(&screen, problem("The check", &error, &screen)),
+        };
+        for (total, name) in totals.iter_mut().zip(names) {
+            *total += page[name].as_u64().unwrap_or(0);
+        }
+        found.extend(items(&page, "discrepancies").iter().cloned());
+        cursor = plain(&page["next_cursor"]);
+        if cursor.is_empty() {
+            break;
+        }
+    }
+    let is_done = cursor.is_empty();
+    let facts: Vec<(&str, Markup)> =
+        ["Issues", "Came in", "Processed", "Pending", "Quarantined", "Inconsistent issues"]
+            .into_iter()
+            .zip(&totals)
+            .map(|(name, total)| (name, html! { (number(*total)) }))
+            .collect();
+    let content = html! {
+        @if totals[5] > 0 { (banner(Tone::Bad, &html! { p { strong { (counted(totals[5], "issue is", "issues are")) " inconsistent." } } })) }
+        @else if is_done { (banner(Tone::Good, &html! { p { strong { "Consistent: " } "came in = processed + pending + quarantined." } })) }
+        @else { (banner(Tone::Neutral, &html! { p { "Consistent so far; there are further issues." } })) }
+        (self::facts(&facts))
+        @if !found.is_empty() {
+            (table("Inconsistent issues", &["Issue", "Status", "Pending", "Problem"], &html! {
+                @for one in &found {
+                    @let issue = plain(&one["issue_id"]);
+                    tr {
+                        th scope="row" { a href={ "/console/issues/" (issue) } { (id(&issue)) } }
+                        td { (badge(Tone::Bad, field(one, "processing_status"))) }
+                        td { (plain(&one["pending_events"])) }
+                        td { (excerpt_long(field(one, "problem"))) }
+                    }
+                }
+            }))
+        }
+        @if !is_done {
+            form action="/console/consistency" {
+                input type="hidden" name="check" value="1";
+                input type="hidden" name="cursor" value=(cursor);
+                @for (name, total) in names.iter().zip(&totals) { input type="hidden" name=(name) value=(total); }
+                button.button.primary type="submit" { "Check the next issues" }
+            }
+        }
+    };
+    consistency_page(&screen, content)
+}
+
+fn consistency_page(screen: &Screen, content: Markup) -> Response {
+    screen.page(ScreenContent {
+        title: "Consistency".to_owned(),
+        path: Vec::new(),
+        command: "headwater audit books".to_owned(),
+        // Not live: the check reads all events.
+        content,
+    })
+}

@@ -1,0 +1,149 @@
+//! Dead letters of a topic: the list with a selection, and one dead letter.
+
+use axum::extract::Path;
+use axum::response::Response;
+use maud::{Markup, html};
+use serde_json::Value;
+
+use crate::components::{
+    ButtonStyle, action, block, button, count, empty, excerpt, facts, id, live, pager, payload,
+    problem, table, time,
+};
+use crate::screen::{Screen, ScreenContent};
+use crate::screens::ROWS;
+use crate::screens::messages::named_values;
+use crate::text::{encoded, field, items, plain, shell_word};
+use crate::user::ConsoleRole;
+
+/// Names of the filter.
+pub(crate) const FILTER: [&str; 5] = ["reason", "key", "partition", "from", "to"];
+
+fn path_of(topic: &str) -> Vec<(String, String)> {
+    vec![
+        ("Topics".to_owned(), "/console/topics".to_owned()),
+        (topic.to_owned(), format!("/console/topics/{}", encoded(topic))),
+    ]
+}
+
+pub(crate) async fn list(screen: Screen, Path(topic): Path<String>) -> Response {
+    let filter = screen.query.query_of(&["reason", "key", "partition", "from", "to", "cursor"]);
+    let path =
+        format!("/topics/{}/dead-letters?newest_first=true&limit={ROWS}&{filter}", encoded(&topic));
+    let address = format!("/console/topics/{}/dead-letters", encoded(&topic));
+    let act = address.replacen("/console/", "/console/do/", 1);
+    let found = screen.api.get(&path).await;
+    let content = match &found {
+        Err(error) if error.is_not_found() => return screen.failed("Topic", error),
+        Err(error) => problem("The dead letters", error, &screen),
+        Ok(page) if items(page, "dead_letters").is_empty() => empty(
+            "No dead letter matches. A message becomes one after its last attempt has failed.",
+            None,
+        ),
+        Ok(page) => html! {
+            (selection(&screen, &act, &address, page))
+            (pager(&screen, &FILTER, &page["next_cursor"]))
+        },
+    };
+    let content = html! {
+        form.filters.inline action=(address) {
+            label for="reason" { "Reason contains" }
+            input #reason name="reason" value=(screen.query.get("reason")) maxlength="200";
+            label for="key" { "Key" }
+            input #key name="key" value=(screen.query.get("key")) maxlength="200";
+            button.button type="submit" { "Filter" }
+        }
+        (content)
+    };
+    let mut command = format!("headwater dlq list {} --newest-first", shell_word(&topic));
+    for name in FILTER.iter().filter(|name| !screen.query.get(name).is_empty()) {
+        command += &format!(" --{name} {}", shell_word(screen.query.get(name)));
+    }
+    screen.page(ScreenContent {
+        title: "Dead letters".to_owned(),
+        path: path_of(&topic),
+        command,
+        content,
+    })
+}
+
+/// The rows with boxes to select them, and what can be done with those selected or with all that match.
+fn selection(screen: &Screen, act: &str, address: &str, page: &Value) -> Markup {
+    let (write, admin) = (ConsoleRole::Write, ConsoleRole::Admin);
+    let mut filter: Vec<(&str, &str)> =
+        FILTER.iter().map(|name| (*name, screen.query.get(name))).collect();
+    filter.retain(|(_, value)| !value.is_empty());
+    filter.push(("select", "matching"));
+    html! {
+        form #selected method="post" action={ (act) "/replay" } {
+            (table("Dead letters", &["Selected", "Dead letter", "Key", "Failed", "Failures", "Replays", "Reason"], &html! {
+                @for letter in items(page, "dead_letters") { (row(address, letter)) }
+            }))
+            div.buttons {
+                (button(&screen.user, write, ButtonStyle::Plain, "Replay selected…"))
+                @if screen.user.role >= admin {
+                    button.button.danger type="submit" formaction={ (act) "/purge" } { "Purge selected…" }
+                }
+            }
+        }
+        div.buttons {
+            (action(&screen.user, write, (&format!("{act}/replay"), "Replay all that match…", ButtonStyle::Plain), &filter))
+            (action(&screen.user, admin, (&format!("{act}/purge"), "Purge all that match…", ButtonStyle::Danger), &filter))
+        }
+    }
+}
+
+fn row(address: &str, letter: &Value) -> Markup {
+    let entry = field(letter, "id");
+    html! {
+        tr data-key=(entry) {
+            td { input type="checkbox" name="id" value=(entry) aria-label={ "Select " (entry) }; }
+            th scope="row" { a href={ (address) "/" (encoded(entry)) } { (id(entry)) } }
+            td { (excerpt(&plain(&letter["key"]))) }
+            td { (time(&letter["failed_at"])) }
+            (count(&letter["failures"]))
+            (count(&letter["replays"]))
+            td { (excerpt(field(letter, "reason"))) }
+        }
+    }
+}
+
+pub(crate) async fn show(screen: Screen, Path((topic, entry)): Path<(String, String)>) -> Response {
+    let path = format!("/topics/{}/dead-letters/{}", encoded(&topic), encoded(&entry));
+    let letter = match screen.api.get(&path).await {
+        Ok(letter) => letter,
+        Err(error) => return screen.failed("Dead letter", &error),
+    };
+    let act = format!("/console/do/topics/{}/dead-letters", encoded(&topic));
+    let fields = [("id", entry.as_str())];
+    let content = html! {
+        (facts(&[
+            ("Partition", html! { (plain(&letter["partition"])) }),
+            ("Key", excerpt(&plain(&letter["key"]))),
+            ("Message", id(&plain(&letter["original_id"]))),
+            ("Sent", time(&letter["sent_at"])),
+            ("Failed", time(&letter["failed_at"])),
+            ("Failures", html! { (plain(&letter["failures"])) }),
+            ("Replays", html! { (plain(&letter["replays"])) }),
+        ]))
+        h2 { "Reason" }
+        (block(field(&letter, "reason")))
+        h2 { "Payload" }
+        (payload(&letter))
+        (named_values("Headers", &letter["headers"]))
+        div.buttons {
+            (action(&screen.user, ConsoleRole::Write, (&format!("{act}/replay"), "Replay…", ButtonStyle::Primary), &fields))
+            (action(&screen.user, ConsoleRole::Admin, (&format!("{act}/purge"), "Purge…", ButtonStyle::Danger), &fields))
+        }
+    };
+    let mut above = path_of(&topic);
+    above.push((
+        "Dead letters".to_owned(),
+        format!("/console/topics/{}/dead-letters", encoded(&topic)),
+    ));
+    screen.page(ScreenContent {
+        title: entry.clone(),
+        path: above,
+        command: format!("headwater dlq show {} {}", shell_word(&topic), shell_word(&entry)),
+        content: live("letter", &content),
+    })
+}

@@ -1,0 +1,156 @@
+//! Messages of a topic: browse by position, and one message with its payload.
+
+use axum::extract::Path;
+use axum::http::StatusCode;
+use axum::response::Response;
+use maud::{Markup, html};
+use serde_json::Value;
+
+use crate::api_client::Problem;
+use crate::components::{
+    Tone, badge, block, count, empty, excerpt, facts, id, live, pager, payload, problem, table,
+    time,
+};
+use crate::screen::{Screen, ScreenContent};
+use crate::screens::ROWS;
+use crate::text::{encoded, field, items, plain, shell_word};
+
+const FILTER: [&str; 4] = ["from", "to", "partition", "newest_first"];
+
+fn path_of(topic: &str) -> Vec<(String, String)> {
+    vec![
+        ("Topics".to_owned(), "/console/topics".to_owned()),
+        (topic.to_owned(), format!("/console/topics/{}", encoded(topic))),
+    ]
+}
+
+pub(crate) async fn list(screen: Screen, Path(topic): Path<String>) -> Response {
+    let filter = screen.query.query_of(&["from", "to", "partition", "newest_first", "cursor"]);
+    let path = format!("/topics/{}/messages?limit={ROWS}&{filter}", encoded(&topic));
+    let content = match screen.api.get(&path).await {
+        Err(error) if error.is_not_found() => return screen.failed("Topic", &error),
+        Err(error) => problem("The messages", &error, &screen),
+        Ok(page) if items(&page, "messages").is_empty() => empty(
+            "No stored message matches. Send one:",
+            Some(&format!("headwater produce {} --payload hello", shell_word(&topic))),
+        ),
+        Ok(page) => html! {
+            (table("Messages", &["Message", "Partition", "Key", "Stored", "Attempt", "Payload"], &html! {
+                @for message in items(&page, "messages") { (row(&topic, message)) }
+            }))
+            p.quiet { (items(&page, "messages").len()) " messages on this page." }
+            (pager(&screen, &FILTER, &page["next_cursor"]))
+        },
+    };
+    let content = html! {
+        form.filters.inline action={ "/console/topics/" (encoded(&topic)) "/messages" } {
+            label for="from" { "From (id or time)" }
+            input #from name="from" value=(screen.query.get("from")) maxlength="60";
+            label for="to" { "To" }
+            input #to name="to" value=(screen.query.get("to")) maxlength="60";
+            label for="partition" { "Partition" }
+            input #partition name="partition" value=(screen.query.get("partition")) inputmode="numeric" size="5" maxlength="5";
+            label { input type="checkbox" name="newest_first" value="true" checked[screen.query.get("newest_first") == "true"]; " Newest first" }
+            button.button type="submit" { "Show" }
+        }
+        // Stored messages do not change; new ones are on later pages.
+        (content)
+    };
+    screen.page(ScreenContent {
+        title: "Messages".to_owned(),
+        path: path_of(&topic),
+        command: format!("headwater tail {} --from beginning", shell_word(&topic)),
+        content,
+    })
+}
+
+fn row(topic: &str, message: &Value) -> Markup {
+    let (entry, partition) = (field(message, "id"), plain(&message["partition"]));
+    let address = format!(
+        "/console/topics/{}/messages/{}?partition={partition}",
+        encoded(topic),
+        encoded(entry)
+    );
+    let shown = message["payload"].as_str().unwrap_or("(bytes)");
+    html! {
+        tr data-key={ (partition) "/" (entry) } {
+            th scope="row" {
+                a href=(address) { (id(entry)) }
+                @if !message["problem"].is_null() { " " (badge(Tone::Bad, "malformed")) }
+            }
+            td { (partition) }
+            td { (excerpt(&plain(&message["key"]))) }
+            td { (time(&message["stored_at"])) }
+            (count(&message["attempt"]))
+            td { (excerpt(shown)) }
+        }
+    }
+}
+
+pub(crate) async fn show(screen: Screen, Path((topic, entry)): Path<(String, String)>) -> Response {
+    let partition = screen.query.query_of(&["partition"]);
+    let path = format!(
+        "/topics/{}/messages?from={}&to={}&limit=10&{partition}",
+        encoded(&topic),
+        encoded(&entry),
+        encoded(&entry)
+    );
+    let page = match screen.api.get(&path).await {
+        Ok(page) => page,
+        Err(error) => return screen.failed("Message", &error),
+    };
+    let found = items(&page, "messages");
+    if found.is_empty() {
+        let message =
+            format!("message `{entry}` is not in topic `{topic}`: it was trimmed, or never stored");
+        return screen
+            .failed("Message", &Problem::new(StatusCode::NOT_FOUND, "not_found", message));
+    }
+    let content = html! { @for message in found { (details(message)) } };
+    let mut above = path_of(&topic);
+    above.push(("Messages".to_owned(), format!("/console/topics/{}/messages", encoded(&topic))));
+    screen.page(ScreenContent {
+        title: entry.clone(),
+        path: above,
+        command: format!("curl -s '$HEADWATER_URL/api/v1{path}'"),
+        content: live("message", &content),
+    })
+}
+
+fn details(message: &Value) -> Markup {
+    let headers = &message["headers"];
+    html! {
+        (facts(&[
+            ("Partition", html! { (plain(&message["partition"])) }),
+            ("Key", excerpt(&plain(&message["key"]))),
+            ("Stored", time(&message["stored_at"])),
+            ("Attempt", html! { (plain(&message["attempt"])) }),
+        ]))
+        @if let Some(reason) = message["problem"].as_str() {
+            p { (badge(Tone::Bad, "malformed")) " " (excerpt(reason)) }
+        }
+        h2 { "Payload" }
+        (payload(message))
+        (named_values("Headers", headers))
+        (named_values("Fields", &message["fields"]))
+    }
+}
+
+/// Names with values, if there are any: an object, or pairs.
+pub(crate) fn named_values(title: &str, values: &Value) -> Markup {
+    let pairs: Vec<(String, String)> = match values {
+        Value::Object(fields) => {
+            fields.iter().map(|(name, value)| (name.clone(), plain(value))).collect()
+        }
+        Value::Array(pairs) => {
+            pairs.iter().map(|pair| (plain(&pair[0]), plain(&pair[1]))).collect()
+        }
+        _ => Vec::new(),
+    };
+    html! {
+        @if !pairs.is_empty() {
+            h2 { (title) }
+            @for (name, value) in pairs { h3 { (id(&name)) } (block(&value)) }
+        }
+    }
+}

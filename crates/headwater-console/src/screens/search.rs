@@ -1,0 +1,69 @@
+//! Search over everything that has a number, an id or words.
+
+use axum::response::Response;
+use maud::{Markup, html};
+use serde_json::Value;
+
+use crate::components::{Tone, badge, empty, excerpt, id, problem, table};
+use crate::screen::{Screen, ScreenContent};
+use crate::text::{encoded, field, items};
+
+pub(crate) async fn show(screen: Screen) -> Response {
+    let words = screen.query.get("q");
+    let content = if words.trim().is_empty() {
+        empty(
+            "Type the number of an issue, the id of a ticket, message or session, the name of a topic, or words of a ticket.",
+            None,
+        )
+    } else {
+        match screen.api.get(&format!("/search?q={}", encoded(words))).await {
+            Err(error) => problem("The results", &error, &screen),
+            Ok(found) => results(&found),
+        }
+    };
+    screen.page(ScreenContent {
+        title: "Search".to_owned(),
+        path: Vec::new(),
+        command: format!("curl -s '$HEADWATER_URL/api/v1/search?q={}'", encoded(words)),
+        content,
+    })
+}
+
+fn results(found: &Value) -> Markup {
+    html! {
+        @if items(found, "results").is_empty() { (empty("Nothing was found.", None)) }
+        @else {
+            (table("Results", &["Found", "Kind", "Details"], &html! {
+                @for result in items(found, "results") {
+                    tr {
+                        th scope="row" { a href=(address(result)) { (excerpt(field(result, "title"))) } }
+                        td { (field(result, "kind")) }
+                        td { (excerpt(field(result, "details"))) }
+                    }
+                }
+            }))
+        }
+        ul.sources {
+            @for source in items(found, "sources") {
+                li.quiet {
+                    (field(source, "name")) ": "
+                    @if let Some(reason) = source["problem"].as_str() { (badge(Tone::Bad, "not searched")) " " (reason) }
+                    @else { (field(source, "scope")) }
+                }
+            }
+        }
+        p.quiet { "Keys: " (id("/")) " searches from every page." }
+    }
+}
+
+fn address(result: &Value) -> String {
+    let (key, topic) = (encoded(field(result, "id")), encoded(field(result, "topic")));
+    match field(result, "kind") {
+        "issue" => format!("/console/issues/{key}"),
+        "ticket" => format!("/console/tickets/{key}"),
+        "topic" => format!("/console/topics/{key}"),
+        "message" => format!("/console/topics/{topic}/messages/{key}"),
+        "group" => format!("/console/topics/{topic}/groups/{key}"),
+        _ => "/console".to_owned(),
+    }
+}

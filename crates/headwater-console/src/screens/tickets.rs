@@ -1,0 +1,183 @@
+//! Tickets: the list, and one ticket with its conversation and the state of its issue.
+
+use axum::extract::Path;
+use axum::response::Response;
+use maud::{Markup, html};
+use serde_json::Value;
+use uuid::Uuid;
+
+use crate::api_client::Part;
+use crate::components::{
+    ButtonStyle, Tone, action, badge, button, choices, empty, excerpt, facts, id, live, pager,
+    problem, table, time,
+};
+use crate::screen::{Screen, ScreenContent};
+use crate::screens::ROWS;
+use crate::screens::issues::why_panel;
+use crate::text::{self, cut, encoded, field, items, plain, shell_word, visible};
+use crate::user::ConsoleRole;
+
+const FILTER: [&str; 2] = ["status", "user_id"];
+
+/// Maximum characters of a message in a conversation.
+const MESSAGE_CHARS_MAX: usize = 20_000;
+
+pub(crate) async fn list(screen: Screen) -> Response {
+    let filter = screen.query.query_of(&["status", "user_id", "cursor"]);
+    let content = match screen.api.get(&format!("/tickets?limit={ROWS}&{filter}")).await {
+        Err(error) => problem("The list of tickets", &error, &screen),
+        Ok(page) if items(&page, "tickets").is_empty() => empty(
+            "No ticket matches. Open the first one:",
+            Some("headwater ticket new --title 'Router blinks red' --content 'Since yesterday.'"),
+        ),
+        Ok(page) => html! {
+            (table("Tickets", &["Title", "Status", "User", "Updated", "Ticket"], &html! {
+                @for ticket in items(&page, "tickets") { (row(ticket)) }
+            }))
+            (pager(&screen, &FILTER, &page["next_cursor"]))
+        },
+    };
+    let mut command = "headwater ticket list".to_owned();
+    for (option, name) in [("status", "status"), ("user", "user_id")] {
+        if !screen.query.get(name).is_empty() {
+            command += &format!(" --{option} {}", shell_word(screen.query.get(name)));
+        }
+    }
+    let content = html! {
+        div.filters {
+            (choices(&screen, "status", &[("", "All"), ("open", "Open"), ("closed", "Closed")]))
+            form.inline action="/console/tickets" {
+                label for="user" { "User" }
+                input #user name="user_id" value=(screen.query.get("user_id")) maxlength="200";
+                button.button type="submit" { "Filter" }
+            }
+            form.inline action="/console/search" {
+                label for="words" { "Words" }
+                input #words name="q" maxlength="200";
+                button.button type="submit" { "Search" }
+            }
+        }
+        (live("tickets", &content))
+    };
+    screen.page(ScreenContent { title: "Tickets".to_owned(), path: Vec::new(), command, content })
+}
+
+fn status(ticket: &Value) -> Markup {
+    html! {
+        @if ticket["status"] == "open" { (badge(Tone::Active, "open")) } @else { (badge(Tone::Neutral, "closed")) }
+        @if ticket["handed_over"] == true { " " (badge(Tone::Warning, "handed over")) }
+    }
+}
+
+fn row(ticket: &Value) -> Markup {
+    let address = format!("/console/tickets/{}", encoded(field(ticket, "ticket_id")));
+    html! {
+        tr data-key=(field(ticket, "ticket_id")) {
+            th scope="row" { a href=(address) { (excerpt(or_untitled(field(ticket, "title")))) } }
+            td { (status(ticket)) }
+            td { (excerpt(&plain(&ticket["user_id"]))) }
+            td { (time(&ticket["updated_at"])) }
+            td { (id(&field(ticket, "ticket_id").chars().take(8).collect::<String>())) }
+        }
+    }
+}
+
+fn or_untitled(title: &str) -> &str {
+    if title.trim().is_empty() { "(no title)" } else { title }
+}
+
+pub(crate) async fn show(screen: Screen, Path(ticket_id): Path<String>) -> Response {
+    let ticket = match screen.api.get(&format!("/tickets/{}", encoded(&ticket_id))).await {
+        Ok(ticket) => ticket,
+        Err(error) => return screen.failed("Ticket", &error),
+    };
+    let issue = plain(&ticket["issue_id"]);
+    let why = screen.api.get(&format!("/issues/{issue}/why")).await;
+    let content = html! {
+        div.columns {
+            section.wide aria-label="Conversation" {
+                (live("conversation", &conversation(&ticket)))
+                (reply_form(&screen, &ticket))
+            }
+            aside aria-label="State" {
+                (live("state", &state(&screen, &ticket, &why)))
+            }
+        }
+    };
+    let name = or_untitled(field(&ticket, "title")).to_owned();
+    screen.page(ScreenContent {
+        title: name,
+        path: vec![("Tickets".to_owned(), "/console/tickets".to_owned())],
+        command: format!("headwater ticket show {}", field(&ticket, "ticket_id")),
+        content,
+    })
+}
+
+fn conversation(ticket: &Value) -> Markup {
+    html! {
+        ol.conversation {
+            @for message in items(ticket, "messages") {
+                @let author = field(message, "author");
+                li data-key=(field(message, "message_id")) class={ "from-" (if author == "user" { "user" } else { "desk" }) } {
+                    p.quiet {
+                        strong { (match author { "user" => "User", "agent" => "Agent", "assistant" => "Assistant", other => other }) }
+                        " · " (time(&message["created_at"]))
+                    }
+                    (message_text(field(message, "content")))
+                }
+            }
+        }
+        @if !ticket["next_cursor"].is_null() {
+            p.quiet { "Only the first messages are shown. " code { "headwater ticket show" } " prints all of them." }
+        }
+    }
+}
+
+fn message_text(content: &str) -> Markup {
+    let (shown, is_cut) = cut(content, MESSAGE_CHARS_MAX);
+    html! {
+        div.message { bdi { (visible(shown)) } }
+        @if is_cut {
+            p.quiet { "The first " (text::number(MESSAGE_CHARS_MAX as u64)) " characters of " (text::bytes(content.len() as u64)) "." }
+        }
+    }
+}
+
+fn reply_form(screen: &Screen, ticket: &Value) -> Markup {
+    let path = format!("/console/do/tickets/{}/reply", encoded(field(ticket, "ticket_id")));
+    html! {
+        form.stacked method="post" action=(path) {
+            // Sent twice, the reply is stored once.
+            input type="hidden" name="message_id" value=(Uuid::now_v7());
+            label for="content" { "Reply to the user as a person" }
+            textarea #content name="content" rows="4" required {}
+            div { (button(&screen.user, ConsoleRole::Write, ButtonStyle::Primary, "Send reply")) }
+        }
+    }
+}
+
+fn state(screen: &Screen, ticket: &Value, why: &Part) -> Markup {
+    let base = format!("/console/do/tickets/{}", encoded(field(ticket, "ticket_id")));
+    let issue = plain(&ticket["issue_id"]);
+    let is_open = ticket["status"] == "open";
+    let write = ConsoleRole::Write;
+    html! {
+        h2 { "State" }
+        (facts(&[
+            ("Status", status(ticket)),
+            ("User", excerpt(&plain(&ticket["user_id"]))),
+            ("Opened", time(&ticket["created_at"])),
+            ("Updated", time(&ticket["updated_at"])),
+            ("Issue", html! { a href={ "/console/issues/" (issue) } { (id(&issue)) } }),
+            ("Ticket", id(field(ticket, "ticket_id"))),
+        ]))
+        div.buttons {
+            @if is_open { (action(&screen.user, write, (&format!("{base}/close"), "Close ticket", ButtonStyle::Plain), &[])) }
+            @else { (action(&screen.user, write, (&format!("{base}/reopen"), "Reopen ticket", ButtonStyle::Plain), &[])) }
+            @if is_open && ticket["handed_over"] == true {
+                (action(&screen.user, write, (&format!("{base}/reopen"), "Return to the desk", ButtonStyle::Plain), &[]))
+            }
+        }
+        (why_panel(screen, why))
+    }
+}

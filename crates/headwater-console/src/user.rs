@@ -1,0 +1,38 @@
+//! Who calls, as the authentication of the server reports it.
+
+use axum::http::Extensions;
+
+/// The role of a caller. A role includes the ones before it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum ConsoleRole {
+    /// May read.
+    Read,
+    /// May also change tickets and issues, replay and produce.
+    Write,
+    /// May also delete, purge and reset.
+    Admin,
+}
+
+impl ConsoleRole {
+    /// The name of the role in the settings.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Read => "read",
+            Self::Write => "write",
+            Self::Admin => "admin",
+        }
+    }
+}
+
+/// The caller of a request, an extension that the authentication of the server adds.
+#[derive(Clone, Debug)]
+pub struct ConsoleUser {
+    /// Name of the token, or `local`.
+    pub name: String,
+    /// Its role.
+    pub role: ConsoleRole,
+    /// Whether the caller logged in with a cookie and can log out.
+    pub has_session: bool,
+    /// Added to every call of the API: what its middleware needs to know about the caller.
+    pub forwarded: Extensions,
+}

@@ -1,0 +1,408 @@
+//! One server of a cluster fails: the partitions of the others go on, and another process can join.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use async_trait::async_trait;
+use headwater_queue::{
+    ConsumerConfig, Handler, Message, Mode, Outcome, Queue, QueueError, Subscription,
+};
+use headwater_stream::{Fields, GroupName, PendingDeliveryQuery, Retention, StreamName};
+use headwater_testkit::{ChaosCounts, Cluster, Redis};
+use tokio::time::Instant;
+
+use crate::fixture::{Fixture, GROUP, eventually, text};
+
+const PARTITIONS: u16 = 12;
+/// A partition of a healthy server may stand still for as long as a hand-over takes, never for the lifetime of a lease (3 s)
+/// or the deadline of a call (5 s).
+const STOP_MAX: Duration = Duration::from_secs(2);
+/// Messages of this round become dead letters.
+const POISON: &str = "poison";
+
+/// The server that fails.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Victim {
+    /// One that holds partitions, and not the metadata of the topic.
+    PartitionsOnly,
+    DeadLetters,
+    /// The one that holds the metadata of the topic.
+    Metadata,
+}
+
+/// A cluster that goes on without one of its servers, and a topic on all of them.
+struct ShardFixture {
+    cluster: Arc<Cluster>,
+    fixture: Fixture,
+    streams: Vec<StreamName>,
+    /// The partitions of the server that fails.
+    affected: Vec<usize>,
+    victim: u16,
+    handled: Arc<Mutex<BTreeMap<String, Handled>>>,
+    counts: Mutex<ChaosCounts>,
+}
+
+#[derive(Clone, Copy)]
+struct Handled {
+    times: usize,
+    at: Instant,
+    by: usize,
+}
+
+/// Records who handled what, and when.
+struct ShardHandler {
+    by: usize,
+    handled: Arc<Mutex<BTreeMap<String, Handled>>>,
+}
+
+#[async_trait]
+impl Handler for ShardHandler {
+    async fn handle(&self, message: Message) -> Outcome {
+        let payload = String::from_utf8_lossy(&message.payload).into_owned();
+        let mut handled = self.handled.lock().expect("no panic");
+        let first = Handled { times: 0, at: Instant::now(), by: self.by };
+        let is_poison = payload.contains(POISON);
+        handled.entry(payload).or_insert(first).times += 1;
+        match is_poison {
+            true => Outcome::DeadLetter { reason: "a test".to_owned() },
+            false => Outcome::Done,
+        }
+    }
+}
+
+impl ShardFixture {
+    async fn start(victim: Victim) -> Result<Self> {
+        let cluster = Cluster::builder()
+            .setting("cluster-require-full-coverage", "no")
+            .setting("appendonly", "yes")
+            .start()?;
+        let cluster = Arc::new(cluster);
+        let fixture = Fixture::open(&cluster.url(), Arc::clone(&cluster)).await?;
+        fixture.create(PARTITIONS).await?;
+        let mut streams = Vec::new();
+        for partition in 0..PARTITIONS {
+            streams.push(fixture.stream(partition).await?);
+        }
+        let port_of = |key: &str| -> Result<u16> {
+            Ok(cluster.primary_of_slot(cluster.slot_of(key)?)?.port())
+        };
+        let meta = port_of(&format!("streaming:mq:topic:{}:meta", fixture.topic))?;
+        let dead_letters = port_of(&format!("stream:topic:{}:dlq", fixture.topic))?;
+        let mut on_partitions_only = None;
+        for stream in &streams {
+            let port = port_of(stream.as_str())?;
+            on_partitions_only = on_partitions_only.or((port != meta).then_some(port));
+        }
+        let victim = match victim {
+            Victim::DeadLetters => dead_letters,
+            Victim::Metadata => meta,
+            Victim::PartitionsOnly => {
+                on_partitions_only.expect("twelve partitions are on more than one server")
+            }
+        };
+        let mut affected = Vec::new();
+        for (partition, stream) in streams.iter().enumerate() {
+            if port_of(stream.as_str())? == victim {
+                affected.push(partition);
+            }
+        }
+        assert!(affected.len() < usize::from(PARTITIONS), "{affected:?}");
+        let (handled, counts) = Default::default();
+        Ok(Self { cluster, fixture, streams, affected, victim, handled, counts })
+    }
+
+    /// The server that fails, and its replica.
+    fn victims(&self) -> Result<(&Redis, &Redis)> {
+        let at = self.cluster.nodes().iter().position(|node| node.port() == self.victim);
+        let at = at.context("the victim is a node")?;
+        // Primaries come first, then their replicas in the same order.
+        let nodes = self.cluster.nodes();
+        Ok((&nodes[at], &nodes[at + nodes.len() / 2]))
+    }
+
+    fn healthy(&self) -> Vec<usize> {
+        (0..self.streams.len()).filter(|partition| !self.affected.contains(partition)).collect()
+    }
+
+    async fn subscribe(&self, queue: &Queue, by: usize, mode: Mode) -> Result<Subscription> {
+        let handler = ShardHandler { by, handled: Arc::clone(&self.handled) };
+        let config = ConsumerConfig { mode, ..Default::default() };
+        Ok(queue.subscribe(&self.fixture.topic, GROUP, handler, config).await?)
+    }
+
+    /// Sends one message to each of these partitions.
+    async fn send(&self, partitions: &[usize], round: &str) -> Result<()> {
+        for partition in partitions {
+            let fields = Fields::new([
+                ("payload", format!("{partition} {round}")),
+                ("timestamp", "2026-01-01T00:00:00Z".to_owned()),
+                ("retryCount", "0".to_owned()),
+                ("topic", self.fixture.topic.clone()),
+                ("partitionId", partition.to_string()),
+                ("headers", "{}".to_owned()),
+            ]);
+            let stream = &self.streams[*partition];
+            self.counts.lock().expect("no panic").sent += 1;
+            self.fixture.backend.append(stream, &[fields], &Retention::KEEP_ALL).await?;
+        }
+        Ok(())
+    }
+
+    /// How many messages of a partition are pending. Does not need the metadata of the topic.
+    async fn pending(&self, partition: usize) -> Result<usize> {
+        let query = PendingDeliveryQuery {
+            stream: &self.streams[partition],
+            group: &GroupName::new(GROUP)?,
+            consumer: None,
+            min_idle: Duration::ZERO,
+            after: None,
+            count: 1000,
+        };
+        Ok(self.fixture.backend.pending(query).await?.len())
+    }
+
+    fn times(&self, partition: usize, round: &str) -> usize {
+        let handled = self.handled.lock().expect("no panic");
+        handled.get(&format!("{partition} {round}")).map_or(0, |handled| handled.times)
+    }
+
+    async fn wait_for(&self, partitions: &[usize], round: &str) -> Result<()> {
+        eventually(&format!("{round} is handled"), async || {
+            Ok(partitions.iter().all(|partition| self.times(*partition, round) > 0))
+        })
+        .await
+    }
+
+    /// Adds the counts to the report of `cargo xtask chaos`.
+    fn report(&self, test: &str) -> Result<()> {
+        let mut counts = *self.counts.lock().expect("no panic");
+        let handled = self.handled.lock().expect("no panic");
+        counts.handled = handled.len() as u64;
+        counts.doubled = handled.values().map(|handled| handled.times as u64 - 1).sum();
+        counts.lost = counts.sent - counts.handled;
+        counts.report(test)
+    }
+
+    /// Sends to the healthy partitions for this long. Each message must be handled soon.
+    async fn keep_sending(&self, name: &str, limit: Duration) -> Result<()> {
+        let (healthy, until) = (self.healthy(), Instant::now() + limit);
+        let mut sent = Vec::new();
+        for round in 0.. {
+            if Instant::now() >= until {
+                break;
+            }
+            let round = format!("{name} {round}");
+            sent.push((round.clone(), Instant::now()));
+            self.send(&healthy, &round).await?;
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+        for (round, _) in &sent {
+            self.wait_for(&healthy, round).await?;
+        }
+        let handled = self.handled.lock().expect("no panic");
+        for (round, sent) in sent {
+            for partition in &healthy {
+                let Handled { at, .. } = handled[&format!("{partition} {round}")];
+                let took = at - sent;
+                let mut counts = self.counts.lock().expect("no panic");
+                counts.longest_stop = counts.longest_stop.max(took);
+                drop(counts);
+                assert!(took < STOP_MAX, "`{partition} {round}` was handled after {took:?}");
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The server has no replica. The others go on, a second process joins, and the rest follows when the server is back.
+async fn healthy_partitions_go_on_without_a_dead_server(mode: Mode) -> Result<()> {
+    let shards = ShardFixture::start(Victim::PartitionsOnly).await?;
+    let healthy = shards.healthy();
+    let all: Vec<usize> = (0..usize::from(PARTITIONS)).collect();
+    let first = shards.subscribe(&shards.fixture.queue, 1, mode).await?;
+    eventually("it has all partitions", async || Ok(first.stats().partitions == all.len())).await?;
+    shards.send(&all, "before").await?;
+    shards.wait_for(&all, "before").await?;
+
+    let (primary, replica) = shards.victims()?;
+    replica.kill9()?;
+    primary.kill9()?;
+    // Longer than the lease of its partitions.
+    shards.keep_sending("dead", Duration::from_secs(8)).await?;
+
+    let second_queue = shards.fixture.second_queue().await?;
+    let second = shards.subscribe(&second_queue, 2, mode).await?;
+    if mode == Mode::Owned {
+        eventually("the processes share the healthy partitions", async || {
+            let shares = [first.stats().partitions, second.stats().partitions];
+            Ok(shares.iter().sum::<usize>() == healthy.len() && shares[0].abs_diff(shares[1]) <= 1)
+        })
+        .await?;
+    }
+    shards.keep_sending("joined", Duration::from_secs(5)).await?;
+    let by = |consumer| {
+        let handled = shards.handled.lock().expect("no panic");
+        handled.values().filter(|handled| handled.by == consumer).count()
+    };
+    assert!(by(2) > 0, "the second process handled messages");
+
+    replica.restart()?;
+    primary.restart()?;
+    shards.cluster.wait_until_ok(Duration::from_secs(60))?;
+    shards.send(&all, "after").await?;
+    shards.wait_for(&all, "after").await?;
+    for name in ["before", "after"] {
+        for partition in &all {
+            assert_eq!(shards.times(*partition, name), 1, "{partition} {name}");
+        }
+    }
+    if mode == Mode::Owned {
+        eventually("all partitions are shared again", async || {
+            let shares = [first.stats().partitions, second.stats().partitions];
+            Ok(shares == [all.len() / 2; 2])
+        })
+        .await?;
+    }
+    tokio::join!(first.stop(), second.stop());
+    shards.report("a dead server of a cluster")
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn owned_partitions_of_healthy_servers_go_on_without_a_dead_server() -> Result<()> {
+    healthy_partitions_go_on_without_a_dead_server(Mode::Owned).await
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn shared_partitions_of_healthy_servers_go_on_without_a_dead_server() -> Result<()> {
+    healthy_partitions_go_on_without_a_dead_server(Mode::Shared).await
+}
+
+/// The replica is promoted after longer than the lifetime of a lease.
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn healthy_partitions_go_on_during_a_fail_over() -> Result<()> {
+    let shards = ShardFixture::start(Victim::PartitionsOnly).await?;
+    for node in shards.cluster.nodes() {
+        node.command(&["CONFIG", "SET", "cluster-node-timeout", "6000"])?.ok()?;
+    }
+    let all: Vec<usize> = (0..usize::from(PARTITIONS)).collect();
+    let subscription = shards.subscribe(&shards.fixture.queue, 1, Mode::Owned).await?;
+    shards.send(&all, "before").await?;
+    shards.wait_for(&all, "before").await?;
+
+    shards.victims()?.0.kill9()?;
+    shards.keep_sending("failing over", Duration::from_secs(9)).await?;
+    shards.cluster.wait_until_ok(Duration::from_secs(60))?;
+    shards.send(&all, "after").await?;
+    shards.wait_for(&all, "after").await?;
+    eventually("it has all partitions", async || Ok(subscription.stats().partitions == all.len()))
+        .await?;
+    subscription.stop().await;
+    shards.report("a fail-over of a cluster")
+}
+
+/// The server of the dead letters is dead: a message that becomes one stays pending and delays no other.
+async fn messages_are_acknowledged_without_the_server_of_the_dead_letters(
+    mode: Mode,
+) -> Result<()> {
+    let shards = ShardFixture::start(Victim::DeadLetters).await?;
+    let healthy = shards.healthy();
+    // Shorter than the outage: what waits for its dead letter is not delivered again.
+    let config =
+        ConsumerConfig { mode, reclaim_idle: Duration::from_secs(2), ..Default::default() };
+    let handler = ShardHandler { by: 1, handled: Arc::clone(&shards.handled) };
+    let (queue, topic) = (&shards.fixture.queue, &shards.fixture.topic);
+    let subscription = queue.subscribe(topic, GROUP, handler, config).await?;
+    shards.send(&healthy, "before").await?;
+    shards.wait_for(&healthy, "before").await?;
+
+    let (primary, replica) = shards.victims()?;
+    replica.kill9()?;
+    primary.kill9()?;
+    let pending = async || {
+        let mut pending = Vec::new();
+        for partition in &healthy {
+            pending.push(shards.pending(*partition).await?);
+        }
+        anyhow::Ok(pending)
+    };
+    shards.send(&healthy, POISON).await?;
+    shards.wait_for(&healthy, POISON).await?;
+    // Longer than the deadline of the call that writes a dead letter.
+    shards.keep_sending("dead", Duration::from_secs(7)).await?;
+    eventually("only the dead letters are pending", async || {
+        Ok(pending().await?.into_iter().all(|pending| pending == 1))
+    })
+    .await?;
+
+    replica.restart()?;
+    primary.restart()?;
+    shards.cluster.wait_until_ok(Duration::from_secs(60))?;
+    eventually("the dead letters are written", async || {
+        Ok(pending().await?.into_iter().all(|pending| pending == 0))
+    })
+    .await?;
+    let letters = shards.fixture.wait_for_dead_letters(healthy.len()).await?;
+    let partitions: Vec<String> =
+        letters.iter().map(|letter| text(letter, "partitionId")).collect();
+    assert_eq!(letters.len(), healthy.len(), "each once, not {partitions:?}");
+    for partition in &healthy {
+        assert_eq!(shards.times(*partition, POISON), 1, "{partition}");
+    }
+    subscription.stop().await;
+    shards.report("a dead server of dead letters")
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn owners_acknowledge_messages_without_the_server_of_the_dead_letters() -> Result<()> {
+    messages_are_acknowledged_without_the_server_of_the_dead_letters(Mode::Owned).await
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn shared_consumers_acknowledge_messages_without_the_server_of_the_dead_letters() -> Result<()>
+{
+    messages_are_acknowledged_without_the_server_of_the_dead_letters(Mode::Shared).await
+}
+
+/// The server of the metadata is dead: members go on. A new one gets an error that says why, and joins when it is back.
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn a_new_consumer_waits_for_the_server_of_the_metadata_and_others_go_on() -> Result<()> {
+    let shards = ShardFixture::start(Victim::Metadata).await?;
+    let all: Vec<usize> = (0..usize::from(PARTITIONS)).collect();
+    let first = shards.subscribe(&shards.fixture.queue, 1, Mode::Owned).await?;
+    shards.send(&all, "before").await?;
+    shards.wait_for(&all, "before").await?;
+    let second_queue = shards.fixture.second_queue().await?;
+
+    let (primary, replica) = shards.victims()?;
+    replica.kill9()?;
+    primary.kill9()?;
+    let joining = shards.subscribe(&second_queue, 2, Mode::Owned);
+    // Longer than the lease of its partitions, and than the deadline of a call.
+    let sending = shards.keep_sending("dead", Duration::from_secs(6));
+    let (joined, sent) = tokio::join!(joining, sending);
+    sent?;
+    let error = joined.expect_err("the layout of the topic is unknown");
+    let problem = error.to_string();
+    assert!(problem.contains("metadata") && problem.contains(&shards.fixture.topic), "{problem}");
+    let error = error.downcast::<QueueError>()?;
+    assert!(error.is_transient(), "{error:?}");
+
+    replica.restart()?;
+    primary.restart()?;
+    shards.cluster.wait_until_ok(Duration::from_secs(60))?;
+    let second = shards.subscribe(&second_queue, 2, Mode::Owned).await?;
+    eventually("all partitions are shared", async || {
+        let shares = [first.stats().partitions, second.stats().partitions];
+        Ok(shares == [all.len() / 2; 2])
+    })
+    .await?;
+    shards.send(&all, "after").await?;
+    shards.wait_for(&all, "after").await?;
+    for partition in &all {
+        assert_eq!(shards.times(*partition, "after"), 1, "{partition}");
+    }
+    tokio::join!(first.stop(), second.stop());
+    shards.report("a dead server of metadata")
+}

@@ -1,0 +1,444 @@
+//! Failures grouped by cause: dead letters, quarantined issues, and replies whose delivery was given up.
+//!
+//! Upstream: the console. Downstream: the queue and the store. Guarantees: bounded reads, newest first, each source with
+//! a timeout of its own; the answer says how much of each was read and which could not be. A cause is the message without
+//! what differs from case to case: numbers, ids, quoted text and times.
+
+use std::collections::{BTreeMap, HashSet};
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::extract::State;
+use axum::{Extension, Json};
+use headwater_issue::{DeadOutboxRow, Issue, IssueFilter};
+use headwater_queue::{DeadLetterQuery, Queue, QueueError};
+use headwater_stream::Direction;
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+use tokio::time::timeout;
+use utoipa::{IntoParams, ToSchema};
+use utoipa_axum::router::OpenApiRouter;
+use utoipa_axum::routes;
+
+use crate::api::Operations;
+use crate::http::ApiError;
+use crate::http::body::JsonResult;
+use crate::http::extract::{PathParams, QueryParams};
+use crate::http::paging;
+use crate::server::app_state::App;
+use crate::text;
+
+/// Time for each source.
+const SOURCE_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Maximum topics read, dead letters of a page (each may hold a megabyte), and pages of a topic.
+const TOPICS_MAX: usize = 50;
+const LETTERS_PAGE: usize = 100;
+const PAGES_MAX: usize = 10;
+
+/// Maximum quarantined issues and dead replies read.
+const ROWS_MAX: usize = 500;
+
+/// Maximum causes of an answer, samples of a cause, and bytes of a cause.
+const CLUSTERS_MAX: usize = 200;
+const SAMPLES_MAX: usize = 20;
+const CAUSE_BYTES_MAX: usize = 300;
+
+/// Bytes of a message in a sample.
+const MESSAGE_BYTES_MAX: usize = 1000;
+
+/// Hexadecimal digits of the id of a cause.
+const ID_DIGITS: usize = 16;
+
+pub(super) fn routes() -> OpenApiRouter<App> {
+    OpenApiRouter::new().routes(routes!(list)).routes(routes!(show))
+}
+
+/// Failures by cause.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct FailuresResponse {
+    /// Most frequent first.
+    clusters: Vec<FailureCluster>,
+    sources: Vec<FailureSource>,
+}
+
+/// What was read.
+#[derive(Clone, Debug, Serialize, ToSchema)]
+pub(crate) struct FailureSource {
+    /// `Dead letters`, `Quarantined issues` or `Dead replies`.
+    name: &'static str,
+    /// How many failures were read.
+    read: u64,
+    /// Whether these are all.
+    complete: bool,
+    /// Why it could not be read.
+    problem: Option<String>,
+}
+
+/// Failures with the same cause at the same place.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct FailureCluster {
+    /// Derived from kind, place and cause: the same for the same cause.
+    id: String,
+    /// `dead_letter`, `issue` or `reply`.
+    kind: &'static str,
+    /// Topic, or integration.
+    place: String,
+    /// The message without what differs from case to case.
+    cause: String,
+    count: u64,
+    /// Number of different keys, issues or receivers.
+    keys: u64,
+    first: Option<String>,
+    last: Option<String>,
+    /// The newest ones.
+    samples: Vec<FailureSample>,
+    /// The ids of all, if asked for.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    ids: Option<Vec<String>>,
+}
+
+/// One failure.
+#[derive(Clone, Debug, Serialize, ToSchema)]
+pub(crate) struct FailureSample {
+    /// Entry id, or number of the issue or outbox row.
+    id: String,
+    key: Option<String>,
+    at: Option<String>,
+    message: String,
+}
+
+/// A failure with where it happened.
+struct Failure {
+    kind: &'static str,
+    place: String,
+    sample: FailureSample,
+}
+
+/// List failures by cause.
+#[utoipa::path(get, path = "/failures", tag = "console", responses((status = 200, body = FailuresResponse)))]
+async fn list(
+    State(app): State<App>,
+    Extension(operations): Extension<Operations>,
+) -> JsonResult<FailuresResponse> {
+    let (failures, sources) = read_all(&app, operations.queue()).await;
+    let mut clusters = clusters(failures);
+    clusters.truncate(CLUSTERS_MAX);
+    for cluster in &mut clusters {
+        cluster.samples.truncate(3);
+        cluster.ids = None;
+    }
+    Ok(Json(FailuresResponse { clusters, sources }))
+}
+
+/// Options of one cause.
+#[derive(Debug, Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+struct FailureQuery {
+    /// Also return the ids of all.
+    #[serde(default)]
+    ids: bool,
+}
+
+/// Show one cause with samples.
+#[utoipa::path(get, path = "/failures/{id}", tag = "console", params(("id" = String, Path), FailureQuery),
+    responses((status = 200, body = FailureCluster), (status = 404)))]
+async fn show(
+    State(app): State<App>,
+    Extension(operations): Extension<Operations>,
+    PathParams(id): PathParams<String>,
+    QueryParams(query): QueryParams<FailureQuery>,
+) -> JsonResult<FailureCluster> {
+    let (failures, sources) = read_all(&app, operations.queue()).await;
+    let found = clusters(failures).into_iter().find(|cluster| cluster.id == id);
+    let Some(mut cluster) = found else {
+        // It may be in the source that could not be read.
+        if let Some(source) = sources.iter().find(|source| source.problem.is_some()) {
+            let message = format!("{} cannot be read; try again later", source.name.to_lowercase());
+            return Err(ApiError::unavailable(message));
+        }
+        let message = format!("no failure has the cause `{}` any more", text::cut(&id, 100));
+        return Err(ApiError::not_found(message));
+    };
+    if !query.ids {
+        cluster.ids = None;
+    }
+    Ok(Json(cluster))
+}
+
+async fn read_all(app: &App, queue: &Queue) -> (Vec<Failure>, Vec<FailureSource>) {
+    let (for_issues, for_replies) = (Arc::clone(app), Arc::clone(app));
+    // On tasks of their own: a query is not dropped half-way.
+    let issues = tokio::spawn(async move { quarantined_issues(&for_issues).await });
+    let replies = tokio::spawn(async move { dead_replies(&for_replies).await });
+    let (letters, issues, replies) = tokio::join!(
+        timeout(SOURCE_TIMEOUT, dead_letters(queue)),
+        timeout(SOURCE_TIMEOUT, issues),
+        timeout(SOURCE_TIMEOUT, replies)
+    );
+    let failed = || ApiError::internal().message().to_owned();
+    let letters =
+        letters.map(|read| read.map_err(|error| ApiError::from(error).message().to_owned()));
+    let of_task = |read: Result<Result<SourceRead, ApiError>, _>| match read {
+        Ok(read) => read.map_err(|error| error.message().to_owned()),
+        Err(_) => Err(failed()),
+    };
+    let read = [
+        ("Dead letters", letters),
+        ("Quarantined issues", issues.map(of_task)),
+        ("Dead replies", replies.map(of_task)),
+    ];
+    let (mut failures, mut sources) = (Vec::new(), Vec::new());
+    for (name, read) in read {
+        let late = |_| Err(format!("no answer within {} s", SOURCE_TIMEOUT.as_secs()));
+        sources.push(match read.unwrap_or_else(late) {
+            Ok((found, complete)) => {
+                let read = found.len() as u64;
+                failures.extend(found);
+                FailureSource { name, read, complete, problem: None }
+            }
+            Err(problem) => {
+                FailureSource { name, read: 0, complete: false, problem: Some(problem) }
+            }
+        });
+    }
+    (failures, sources)
+}
+
+/// Failures, and whether these are all.
+type SourceRead = (Vec<Failure>, bool);
+
+async fn dead_letters(queue: &Queue) -> Result<SourceRead, QueueError> {
+    let mut names = queue.topics().list().await?;
+    names.sort();
+    let mut complete = names.len() <= TOPICS_MAX;
+    let mut failures = Vec::new();
+    for topic in names.into_iter().take(TOPICS_MAX) {
+        let mut cursor = None;
+        for _ in 0..PAGES_MAX {
+            let query = DeadLetterQuery {
+                direction: Direction::Backward,
+                limit: LETTERS_PAGE,
+                cursor: cursor.take(),
+                ..DeadLetterQuery::default()
+            };
+            let page = async { queue.dead_letters(&topic).await?.browse(&query).await }.await;
+            let page = match page {
+                Ok(page) => page,
+                // Deleted in the meantime.
+                Err(QueueError::NoTopic { .. }) => break,
+                Err(error) => return Err(error),
+            };
+            failures.extend(page.items.into_iter().map(|letter| Failure {
+                kind: "dead_letter",
+                place: topic.clone(),
+                sample: FailureSample {
+                    id: letter.id.to_string(),
+                    key: letter.key,
+                    at: letter.failed_at.map(|at| at.to_rfc3339()),
+                    message: letter.reason,
+                },
+            }));
+            cursor = page.next;
+            if cursor.is_none() {
+                break;
+            }
+        }
+        complete &= cursor.is_none();
+    }
+    Ok((failures, complete))
+}
+
+async fn quarantined_issues(app: &App) -> Result<SourceRead, ApiError> {
+    let filter = IssueFilter { quarantined: Some(true), ..IssueFilter::default() };
+    let read = |last, count| {
+        let filter = IssueFilter { after: last, ..filter.clone() };
+        let store = Arc::clone(&app.store);
+        async move { store.issues(&filter, count).await }
+    };
+    let measure = |issue: &Issue| (issue.id, issue.fields.len() + issue.discussions.len());
+    let (issues, last) = paging::read_page(ROWS_MAX, measure, read).await?;
+    let failures = issues.into_iter().map(|issue| Failure {
+        kind: "issue",
+        sample: FailureSample {
+            id: issue.id.0.to_string(),
+            key: Some(format!("{}#{}", issue.external_project_id, issue.external_issue_id)),
+            at: issue.quarantined_at.map(|at| at.to_rfc3339()),
+            message: issue.last_error.unwrap_or_default(),
+        },
+        place: issue.integration,
+    });
+    Ok((failures.collect(), last.is_none()))
+}
+
+async fn dead_replies(app: &App) -> Result<SourceRead, ApiError> {
+    let read = |last, count| {
+        let store = Arc::clone(&app.store);
+        async move { store.dead_outbox(last, count).await }
+    };
+    let measure = |dead: &DeadOutboxRow| (dead.row.id, dead.row.payload.len());
+    let (rows, last) = paging::read_page(ROWS_MAX, measure, read).await?;
+    let failures = rows.into_iter().map(|dead| Failure {
+        kind: "reply",
+        sample: FailureSample {
+            id: dead.row.id.0.to_string(),
+            key: Some(dead.row.target),
+            at: Some(dead.row.created_at.to_rfc3339()),
+            message: dead.error,
+        },
+        place: dead.row.integration,
+    });
+    Ok((failures.collect(), last.is_none()))
+}
+
+/// Groups failures by kind, place and cause; the most frequent first. All ids are kept.
+fn clusters(failures: Vec<Failure>) -> Vec<FailureCluster> {
+    let mut groups: BTreeMap<(&'static str, String, String), Vec<FailureSample>> = BTreeMap::new();
+    for Failure { kind, place, sample } in failures {
+        let cause = cause_of(&sample.message);
+        groups.entry((kind, place, cause)).or_default().push(sample);
+    }
+    let build =
+        |((kind, place, cause), mut all): ((&'static str, String, String), Vec<FailureSample>)| {
+            all.sort_by(|one, other| other.at.cmp(&one.at));
+            let keys: HashSet<_> = all.iter().filter_map(|sample| sample.key.as_ref()).collect();
+            let keys = keys.len() as u64;
+            let times = || all.iter().filter_map(|sample| sample.at.clone());
+            let digest = Sha256::digest(format!("{kind}\0{place}\0{cause}"));
+            let mut samples: Vec<_> = all.iter().take(SAMPLES_MAX).cloned().collect();
+            for sample in &mut samples {
+                sample.message = text::cut(&sample.message, MESSAGE_BYTES_MAX).to_owned();
+            }
+            FailureCluster {
+                id: hex::encode(digest)[..ID_DIGITS].to_owned(),
+                count: all.len() as u64,
+                keys,
+                first: times().min(),
+                last: times().max(),
+                samples,
+                ids: Some(all.into_iter().map(|sample| sample.id).collect()),
+                kind,
+                place,
+                cause,
+            }
+        };
+    let mut clusters: Vec<_> = groups.into_iter().map(build).collect();
+    clusters.sort_by(|one, other| other.count.cmp(&one.count).then(other.last.cmp(&one.last)));
+    clusters
+}
+
+/// The message without what differs from case to case: quoted text becomes `"…"`, words with digits become `#`. Only the
+/// first line counts.
+fn cause_of(message: &str) -> String {
+    let line = message.lines().find(|line| !line.trim().is_empty()).unwrap_or("(no message)");
+    let mut cause = String::new();
+    let mut word = String::new();
+    let mut letters = line.chars().peekable();
+    let flush = |cause: &mut String, word: &mut String| {
+        if word.contains(|c: char| c.is_ascii_digit()) {
+            // A row of ids is one.
+            if !cause.ends_with('#') {
+                cause.push('#');
+            }
+        } else {
+            cause.push_str(word);
+        }
+        word.clear();
+    };
+    while let Some(letter) = letters.next() {
+        match letter {
+            quote @ ('"' | '\'' | '`') => {
+                let is_apostrophe = quote == '\'' && !word.is_empty();
+                let has_end = letters.clone().any(|c| c == quote);
+                if is_apostrophe || !has_end {
+                    word.push(letter);
+                    continue;
+                }
+                flush(&mut cause, &mut word);
+                for inner in letters.by_ref() {
+                    if inner == quote {
+                        break;
+                    }
+                }
+                cause.push_str("\"…\"");
+            }
+            // These connect the parts of numbers, times and ids.
+            '-' | '.' | ':' | '_'
+                if letters.peek().is_some_and(|next| next.is_alphanumeric())
+                    && !word.is_empty() =>
+            {
+                word.push(letter);
+            }
+            letter if letter.is_alphanumeric() => word.push(letter),
+            letter => {
+                flush(&mut cause, &mut word);
+                cause.push(if letter.is_control() { ' ' } else { letter });
+            }
+        }
+    }
+    flush(&mut cause, &mut word);
+    text::cut(cause.trim(), CAUSE_BYTES_MAX).to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_differs_from_case_to_case_is_not_part_of_the_cause() {
+        let same = [
+            "order 1234 refused: card `4111` of \"Ann\" expired at 2026-11-17T20:00:00Z",
+            "order 99 refused: card `4242` of \"Bob's\" expired at 2025-01-01T00:00:00.123Z",
+        ];
+        assert_eq!(cause_of(same[0]), "order # refused: card \"…\" of \"…\" expired at #");
+        assert_eq!(cause_of(same[0]), cause_of(same[1]));
+        assert_eq!(cause_of("10.0.0.7:6379 timed out"), "# timed out");
+        let uuids =
+            ["0192f0c1-aaaa-7bbb-8ccc-1234567890ab", "ffffffff-1111-4222-8333-444444444444"];
+        assert_eq!(
+            cause_of(&format!("no user {}", uuids[0])),
+            cause_of(&format!("no user {}", uuids[1]))
+        );
+    }
+
+    #[test]
+    fn words_and_apostrophes_stay_and_different_causes_differ() {
+        assert_eq!(cause_of("can't connect to host"), "can't connect to host");
+        assert_eq!(cause_of("an unpaired ` quote"), "an unpaired ` quote");
+        assert_ne!(cause_of("timeout"), cause_of("refused"));
+        assert_eq!(cause_of("\n\n  first line\nat frame 12"), "first line");
+        assert_eq!((cause_of(""), cause_of("a\0b")), ("(no message)".to_owned(), "a b".to_owned()));
+        assert!(cause_of(&"long ".repeat(10_000)).len() <= CAUSE_BYTES_MAX);
+    }
+
+    #[test]
+    fn failures_are_grouped_by_place_and_cause_most_frequent_first() {
+        let failure = |place: &str, id: &str, at: &str, message: &str| Failure {
+            kind: "dead_letter",
+            place: place.to_owned(),
+            sample: FailureSample {
+                id: id.to_owned(),
+                key: Some("k".to_owned()),
+                at: Some(at.to_owned()),
+                message: message.to_owned(),
+            },
+        };
+        let found = clusters(vec![
+            failure("orders", "1-0", "2026-01-01T00:00:00Z", "refused"),
+            failure("orders", "2-0", "2026-01-03T00:00:00Z", "order 7 late"),
+            failure("orders", "3-0", "2026-01-02T00:00:00Z", "order 8 late"),
+            failure("mails", "4-0", "2026-01-02T00:00:00Z", "order 8 late"),
+        ]);
+        assert_eq!(found.len(), 3);
+        let first = &found[0];
+        assert_eq!((&*first.cause, first.count, first.keys), ("order # late", 2, 1));
+        assert_eq!(
+            first.ids.as_deref(),
+            Some(&["2-0".to_owned(), "3-0".to_owned()][..]),
+            "newest first"
+        );
+        assert_eq!(first.first.as_deref(), Some("2026-01-02T00:00:00Z"));
+        assert_ne!(first.id, found[1].id);
+    }
+}

@@ -1,0 +1,33 @@
+//! The caller: name and role.
+
+use axum::Json;
+use serde::Serialize;
+use utoipa::ToSchema;
+use utoipa_axum::router::OpenApiRouter;
+use utoipa_axum::routes;
+
+use crate::http::auth::Principal;
+use crate::http::body::JsonResult;
+use crate::server::app_state::App;
+
+pub(super) fn routes() -> OpenApiRouter<App> {
+    OpenApiRouter::new().routes(routes!(me))
+}
+
+/// The caller.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct MeResponse {
+    /// Name of the token; `local` without tokens.
+    name: String,
+    /// `read`, `write` or `admin`.
+    role: &'static str,
+    /// Version of the server.
+    version: &'static str,
+}
+
+/// Show who the caller is.
+#[utoipa::path(get, path = "/me", tag = "console", responses((status = 200, body = MeResponse)))]
+async fn me(principal: Principal) -> JsonResult<MeResponse> {
+    let Principal { name, role } = principal;
+    Ok(Json(MeResponse { name, role: role.as_str(), version: env!("CARGO_PKG_VERSION") }))
+}

@@ -1,0 +1,62 @@
+//! Drafts: answers that are posted only when a person approves them, and notes, which are never posted.
+//!
+//! Upstream: `handler` commits a draft with its run, as an outbox row. Downstream: `tickets::drafts` keeps drafts in SQL,
+//! where people decide about them. Guarantees: the row of a draft is never sent to a receiver; only the transaction of an
+//! approval writes the row that is.
+
+use async_trait::async_trait;
+use headwater_issue::{IssueId, NewOutboxRow};
+use serde::{Deserialize, Serialize};
+use uuid::Uuid;
+
+use crate::desk::reply::{DeskReply, ReplyTarget};
+
+/// The outbox payload of a draft or a note. `reply.message_id` is the id of the draft, `reply.up_to` the newest event log
+/// that its run has seen.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct DraftReply {
+    /// The answer.
+    #[serde(flatten)]
+    pub reply: DeskReply,
+    /// What else is done when it is approved.
+    #[serde(default)]
+    pub effects: Vec<DraftEffect>,
+    /// What chose the mode, such as a rule.
+    #[serde(default)]
+    pub chosen_by: String,
+}
+
+/// An effect of a tool that users see, so it needs the approval, too.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DraftEffect {
+    /// Target of its outbox row, see [`ReplyTarget::as_str`].
+    pub target: String,
+    /// The reason that the model gave.
+    pub reason: String,
+}
+
+impl DraftReply {
+    /// Encodes it as an outbox row.
+    pub fn into_row(self, target: ReplyTarget) -> NewOutboxRow {
+        let payload = serde_json::to_string(&self).expect("texts and numbers are JSON");
+        NewOutboxRow { payload, ..self.reply.into_row(target) }
+    }
+}
+
+/// What became of a draft.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum DraftOutcome {
+    /// It was approved, and this text was posted.
+    Sent(String),
+    /// A person rejected it, perhaps with a reason.
+    Rejected(Option<String>),
+    /// It was not decided about before newer events came, and never will be.
+    Outdated,
+}
+
+/// Tells runs what became of the drafts of earlier runs.
+#[async_trait]
+pub trait DraftLookup: Send + Sync + std::fmt::Debug {
+    /// What became of a draft of an issue that has newer events. A draft without a decision is outdated from now on.
+    async fn draft_outcome(&self, issue_id: IssueId, draft: Uuid) -> Result<DraftOutcome, String>;
+}

@@ -1,0 +1,217 @@
+//! Runs of models and issues that wait for a budget, in SQL.
+//!
+//! Upstream: `ledger` stores runs and waits; the report `tokens-and-cost`, `why` and the start of a process read them.
+//! Guarantees: a run is stored once. An issue that waits for the end of the day is released by a process whose limit is
+//! higher than the one that the issue met.
+
+use std::time::Duration;
+
+use headwater_analytics::Table;
+use headwater_issue::{IssueError, IssueId, SqlRow, Store};
+use headwater_stream::clock::Timestamp;
+use serde_json::{Value, json};
+use tracing::info;
+
+use crate::desk::budget::{ModelRun, ReserveDecision, TokenBudget, TokenReservation};
+use crate::tickets::sql::statements::{self, execute, list, to_ms};
+use crate::tickets::store::{Tickets, now};
+use crate::tickets::ticket::TicketError;
+
+const DAY_MS: i64 = 24 * 60 * 60 * 1000;
+
+/// Maximum rows of the report; older days are left out.
+const REPORT_ROWS_MAX: i64 = 10_000;
+
+/// Rows deleted, and waits released, in one transaction.
+const BATCH: i64 = 1000;
+
+/// The last run of a model for an issue.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct LastModelRun {
+    pub(crate) at: Timestamp,
+    pub(crate) model: String,
+    pub(crate) result: String,
+    pub(crate) calls: i64,
+}
+
+fn column(count: u64) -> i64 {
+    i64::try_from(count).unwrap_or(i64::MAX)
+}
+
+impl Tickets {
+    pub(super) async fn store_model_run(&self, run: &ModelRun) -> Result<(), TicketError> {
+        let insert = "INSERT INTO model_runs
+                 (id, at, issue_id, integration, model, result, calls, tokens_in, tokens_out, cost_micros)
+             VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10) ON CONFLICT (id) DO NOTHING";
+        let id = run.id.to_string();
+        let parameters = [
+            (&id).into(),
+            to_ms(run.at).into(),
+            run.issue_id.0.into(),
+            (&run.integration).into(),
+            (&run.model).into(),
+            run.result.as_str().into(),
+            column(run.calls).into(),
+            column(run.tokens_in).into(),
+            column(run.tokens_out).into(),
+            run.cost_micros.map(column).into(),
+        ];
+        let mut transaction = self.store.begin().await?;
+        execute(transaction.connection(), "store_model_run", insert, &parameters).await?;
+        Ok(transaction.commit().await?)
+    }
+
+    /// Remembers that an issue waits for the end of the day, and which limit it met.
+    pub(super) async fn store_budget_wait(
+        &self,
+        reservation: &TokenReservation,
+        decision: ReserveDecision,
+        budget: &TokenBudget,
+    ) -> Result<(), TicketError> {
+        let (name, tokens_max) = match decision {
+            ReserveDecision::DayBudgetExceeded => ("day", budget.day_tokens_max),
+            ReserveDecision::UserBudgetExceeded => ("user", budget.user_tokens_max),
+            ReserveDecision::StrangersBudgetExceeded => ("strangers", budget.strangers_tokens_max),
+            _ => return Ok(()),
+        };
+        let upsert = "INSERT INTO budget_waits (issue_id, budget, tokens_max, until_at)
+             VALUES ($1, $2, $3, $4) ON CONFLICT (issue_id) DO UPDATE
+             SET budget = excluded.budget, tokens_max = excluded.tokens_max, until_at = excluded.until_at";
+        let now = now();
+        let until = now.after(reservation.rest_of_day(now));
+        let parameters = [
+            reservation.issue_id.0.into(),
+            name.into(),
+            column(tokens_max).into(),
+            to_ms(until).into(),
+        ];
+        let mut transaction = self.store.begin().await?;
+        execute(transaction.connection(), "store_budget_wait", upsert, &parameters).await?;
+        Ok(transaction.commit().await?)
+    }
+
+    /// Releases the issues that wait for a budget whose limit is higher now. Returns how many. Call it at the start.
+    pub(crate) async fn release_budget_waits(
+        &self,
+        budget: &TokenBudget,
+    ) -> Result<u64, TicketError> {
+        let select = "SELECT issue_id FROM budget_waits
+             WHERE until_at > $1 AND tokens_max <
+                 CASE budget WHEN 'day' THEN $2 WHEN 'user' THEN $3 ELSE $5 END::bigint
+             ORDER BY issue_id LIMIT $4";
+        let delete = "DELETE FROM budget_waits WHERE issue_id = $1 OR until_at <= $2";
+        let limits = [budget.day_tokens_max, budget.user_tokens_max, budget.strangers_tokens_max];
+        let limits = limits.map(column);
+        let mut released = 0;
+        loop {
+            let time = to_ms(now());
+            let parameters =
+                [time.into(), limits[0].into(), limits[1].into(), BATCH.into(), limits[2].into()];
+            let read = |row: &SqlRow| row.get::<i64>(0);
+            let waiting = self
+                .read(async |connection| {
+                    list(connection, "budget waits", select, &parameters, read).await
+                })
+                .await?;
+            for issue_id in &waiting {
+                let retried =
+                    headwater_issue::retry(self.store.as_ref(), &self.nudger, IssueId(*issue_id));
+                match retried.await {
+                    Ok(_) => released += 1,
+                    // Deleted in the meantime.
+                    Err(IssueError::NotFound { .. }) => {}
+                    Err(error) => return Err(error.into()),
+                }
+                let mut transaction = self.store.begin().await?;
+                let parameters = [(*issue_id).into(), time.into()];
+                execute(transaction.connection(), "budget waits", delete, &parameters).await?;
+                transaction.commit().await?;
+            }
+            if waiting.is_empty() {
+                break;
+            }
+        }
+        if released > 0 {
+            info!(
+                issues = released,
+                "a token budget was raised; issues that waited for it continue"
+            );
+        }
+        Ok(released)
+    }
+
+    /// Deletes runs of models that began longer ago than `keep`.
+    pub(crate) async fn delete_model_runs(&self, keep: Duration) -> Result<(), TicketError> {
+        let delete =
+            "DELETE FROM model_runs WHERE id IN (SELECT id FROM model_runs WHERE at < $1 LIMIT $2)";
+        let before = to_ms(now().before(keep));
+        loop {
+            let mut transaction = self.store.begin().await?;
+            let parameters = [before.into(), BATCH.into()];
+            let deleted = transaction.connection().execute(delete, &parameters).await;
+            let deleted =
+                deleted.map_err(|error| statements::database_error("delete_model_runs", error))?;
+            transaction.commit().await?;
+            if deleted < BATCH.unsigned_abs() {
+                return Ok(());
+            }
+        }
+    }
+
+    /// The last run of a model for an issue.
+    pub(crate) async fn last_model_run(
+        &self,
+        issue_id: IssueId,
+    ) -> Result<Option<LastModelRun>, TicketError> {
+        let select = "SELECT at, model, result, calls FROM model_runs
+             WHERE issue_id = $1 ORDER BY at DESC, id DESC LIMIT 1";
+        let read = |row: &SqlRow| {
+            let (at, model, result) = (statements::from_ms(row.get(0)?), row.get(1)?, row.get(2)?);
+            Ok(LastModelRun { at, model, result, calls: row.get(3)? })
+        };
+        let parameters = [issue_id.0.into()];
+        let found = self
+            .read(async |connection| {
+                list(connection, "last_model_run", select, &parameters, read).await
+            })
+            .await?;
+        Ok(found.into_iter().next())
+    }
+}
+
+/// The report `tokens-and-cost`: every run of a model, per day, integration and model.
+pub(crate) async fn tokens_and_cost(store: &dyn Store) -> Result<Table, TicketError> {
+    let select = "SELECT at / 86400000 AS day, integration, model, count(*)::bigint,
+             sum(CASE WHEN result IN ('failed', 'superseded') THEN 1 ELSE 0 END)::bigint,
+             sum(tokens_in)::bigint, sum(tokens_out)::bigint, sum(cost_micros)::bigint
+         FROM model_runs GROUP BY at / 86400000, integration, model
+         ORDER BY 1 DESC, 2, 3 LIMIT $1";
+    let read = |row: &SqlRow| {
+        let day = statements::from_ms(row.get::<i64>(0)?.saturating_mul(DAY_MS)).to_rfc3339();
+        let cost = row.get::<Option<i64>>(7)?.unwrap_or_default() as f64 / 1e6;
+        Ok(vec![
+            json!(&day[..10]),
+            json!(row.get::<String>(1)?),
+            json!(row.get::<String>(2)?),
+            json!(row.get::<i64>(3)?),
+            json!(row.get::<i64>(4)?),
+            json!(row.get::<i64>(5)?),
+            json!(row.get::<i64>(6)?),
+            json!(cost),
+        ])
+    };
+    let mut connection = store.read_connection().await?;
+    let what = "reading model runs";
+    let parameters = [REPORT_ROWS_MAX.into()];
+    let rows = list(connection.connection(), what, select, &parameters, read).await;
+    connection.release().await;
+    let mut rows = rows?;
+    // By day, integration and model; these are texts.
+    rows.sort_by_key(|row: &Vec<Value>| {
+        [0, 1, 2].map(|at| row[at].as_str().unwrap_or_default().to_owned())
+    });
+    let columns =
+        ["day", "integration", "model", "runs", "unanswered", "tokens_in", "tokens_out", "cost"];
+    let truncated = rows.len() as i64 >= REPORT_ROWS_MAX;
+    Ok(Table { columns: columns.map(str::to_owned).to_vec(), rows, truncated })
+}

@@ -1,0 +1,30 @@
+-- What each run of a model used, whatever became of the run. Times are milliseconds since 1970.
+CREATE TABLE model_runs (
+    id TEXT PRIMARY KEY,
+    at INTEGER NOT NULL,
+    issue_id INTEGER NOT NULL,
+    integration TEXT NOT NULL,
+    model TEXT NOT NULL,
+    -- done, handed_over, failed or superseded.
+    result TEXT NOT NULL,
+    -- Calls of the model in this run.
+    calls INTEGER NOT NULL,
+    tokens_in INTEGER NOT NULL,
+    tokens_out INTEGER NOT NULL,
+    -- In millionths of the currency of the prices; NULL if no price is set.
+    cost_micros INTEGER
+) STRICT;
+
+CREATE INDEX idx_model_runs_at ON model_runs (at);
+CREATE INDEX idx_model_runs_issue ON model_runs (issue_id, at);
+
+-- Issues that wait because a budget of the day is used up, and the limit that they met. A process with a higher limit
+-- releases them when it starts.
+CREATE TABLE budget_waits (
+    issue_id INTEGER PRIMARY KEY,
+    -- day: of the integration, user: of the author.
+    budget TEXT NOT NULL CHECK (budget IN ('day', 'user')),
+    tokens_max INTEGER NOT NULL,
+    -- The day ends: the issue continues without a release.
+    until_at INTEGER NOT NULL
+) STRICT;

@@ -1,0 +1,222 @@
+//! A server with data on every screen, and a browser that looks at it.
+
+use anyhow::{Context, Result, ensure};
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use headwater_testkit::{
+    AxeRules, Browser, BrowserScripts, Database, Postgres, Redis, WebDriver, WebElement,
+};
+use serde_json::{Value, json};
+
+use crate::support::{LIMIT, Server, ServerDir};
+
+/// A server on PostgreSQL and Redis.
+pub(crate) struct ConsoleFixture {
+    pub(crate) server: Server,
+    pub(crate) redis: Redis,
+    pub(crate) postgres: Postgres,
+    pub(crate) database: Database,
+    _dir: ServerDir,
+}
+
+/// What a server with data has.
+pub(crate) struct ConsoleData {
+    pub(crate) ticket: String,
+    pub(crate) quarantined: i64,
+    pub(crate) message: String,
+    pub(crate) letter: String,
+    pub(crate) session: String,
+}
+
+impl ConsoleFixture {
+    pub(crate) fn start() -> Result<Self> {
+        let (redis, postgres) = (Redis::start()?, Postgres::start()?);
+        let database = postgres.database()?;
+        let dir = ServerDir::new()?.settings(
+            "[[integration]]\nid = \"code\"\nprovider = \"github\"\nsecret = \"not-sent-by-anybody\"\n",
+        )?;
+        let arguments = ["--stream-url", &redis.url(), "--database-url", &database.url()];
+        let quick = ["--issue-quiet", "0s", "--issue-max-wait", "0s"];
+        let server = dir.serve(&[&arguments[..], &quick].concat())?;
+        Ok(Self { server, redis, postgres, database, _dir: dir })
+    }
+
+    /// Something on every screen: a ticket with an answer, a quarantined issue, a dead reply, topics with a group, messages
+    /// and dead letters of two causes.
+    pub(crate) async fn fill(&self) -> Result<ConsoleData> {
+        let server = &self.server;
+        let new =
+            json!({"title": "Router blinks red", "content": "Since yesterday.", "user_id": "ann"});
+        let (status, ticket) = server.post("/api/v1/tickets", &new).await?;
+        ensure!(status == 201, "{ticket}");
+        let id = ticket["ticket_id"].as_str().context("a ticket id")?.to_owned();
+        // The scripted model answers.
+        let path = format!("/api/v1/tickets/{id}");
+        let is_answered =
+            |_: u16, ticket: &Value| ticket["messages"].as_array().is_some_and(|all| all.len() > 1);
+        server.until(&path, is_answered).await?;
+
+        let stuck = "INSERT INTO integrations (name, provider) VALUES ('shop', 'github');
+            INSERT INTO issues (integration_id, external_project_id, external_issue_id, quarantined_at, last_error)
+            SELECT id, 'acme/shop', n::text, now(), 'payment ' || n || ' refused by the bank'
+            FROM integrations, generate_series(1, 3) AS n WHERE name = 'shop';
+            INSERT INTO outbox (issue_id, integration_id, kind, target, idempotency_key, payload, status, due_at, last_error)
+            SELECT id, integration_id, 'reply', 'acme/shop#1', 'dead-' || id, '{\"body\":\"hello\"}', 'dead', now(), 'status 403'
+            FROM issues WHERE external_issue_id = '1' AND external_project_id = 'acme/shop'";
+        self.database.query(stuck)?;
+        let (_, found) = server.get("/api/v1/issues?quarantined=true").await?;
+        let quarantined = found["issues"][0]["id"].as_i64().context("a quarantined issue")?;
+
+        let topic = json!({"name": "orders", "partitions": 4});
+        ensure!(server.post("/api/v1/topics", &topic).await?.0 == 201);
+        let one = |n: u32| json!({"key": format!("customer-{n}"), "payload": format!("{{\"order\":{n},\"total\":12.5}}")});
+        let messages = json!({"messages": (0..6).map(one).collect::<Vec<_>>()});
+        let (_, sent) = server.post("/api/v1/topics/orders/messages", &messages).await?;
+        let message = sent["messages"][5]["id"].as_str().context("an entry id")?.to_owned();
+        let reasons = |n: usize| match n {
+            0 => "connection refused by 10.0.0.7:443".to_owned(),
+            n => format!("order {n} has no address"),
+        };
+        let mut dead = 0;
+        while dead < 4 {
+            let wanted = json!({"max": 1, "wait_ms": 5000, "lease_ms": 60000});
+            let (status, pulled) =
+                server.post("/api/v1/topics/orders/groups/billing/pull", &wanted).await?;
+            ensure!(status == 200, "{pulled}");
+            for message in pulled["messages"].as_array().context("messages")? {
+                let settlement = json!({"lease": message["lease"], "outcome": "dead_letter", "reason": reasons(dead)});
+                let body = json!({"settlements": [settlement]});
+                let (status, settled) =
+                    server.post("/api/v1/topics/orders/groups/billing/settle", &body).await?;
+                ensure!(status == 200, "{settled}");
+                dead += 1;
+            }
+        }
+        let letters = |_: u16, page: &Value| {
+            page["dead_letters"].as_array().is_some_and(|all| all.len() == 4)
+        };
+        let page = server.until("/api/v1/topics/orders/dead-letters", letters).await?;
+        let letter = page["dead_letters"][0]["id"].as_str().context("a dead letter")?.to_owned();
+
+        let (_, page) = server.get("/api/v1/sessions").await?;
+        let session =
+            page["sessions"][0]["session"].as_str().context("a session of the run")?.to_owned();
+        let stream = json!({"stream": "camera-1"});
+        let (status, added) = server.post("/api/v1/assignments/cameras/streams", &stream).await?;
+        ensure!(status < 300, "{added}");
+        let (status, _) =
+            server.post("/webhooks/github/code", &json!({"action": "opened"})).await?;
+        ensure!(status == 401, "an unsigned webhook must be rejected");
+        Ok(ConsoleData { ticket: id, quarantined, message, letter, session })
+    }
+}
+
+/// A browser on a server.
+pub(crate) struct Reader {
+    pub(crate) browser: Browser,
+    origin: String,
+}
+
+impl Reader {
+    pub(crate) async fn start(server: &Server, scripts: BrowserScripts) -> Result<Self> {
+        let browser = Browser::start(scripts).await?;
+        Ok(Self { browser, origin: server.url("") })
+    }
+
+    pub(crate) fn driver(&self) -> &WebDriver {
+        self.browser.driver()
+    }
+
+    /// Opens a page and returns its text.
+    pub(crate) async fn open(&self, path: &str) -> Result<String> {
+        self.driver()
+            .goto(&format!("{}{path}", self.origin))
+            .await
+            .with_context(|| path.to_owned())?;
+        self.text().await
+    }
+
+    /// The text of the page as a reader sees it.
+    pub(crate) async fn text(&self) -> Result<String> {
+        self.driver().find("body").await?.text().await
+    }
+
+    pub(crate) async fn find(&self, css: &str) -> Result<WebElement> {
+        self.driver().find(css).await.with_context(|| css.to_owned())
+    }
+
+    /// Clicks the first button or link with this label.
+    pub(crate) async fn click(&self, label: &str) -> Result<()> {
+        let xpath = format!("//*[self::button or self::a][normalize-space(.)='{label}']");
+        let found = self.driver().find_xpath(&xpath).await;
+        let found = found.with_context(|| format!("no button or link `{label}`"))?;
+        found.click().await.with_context(|| label.to_owned())
+    }
+
+    /// Types into the field with this id.
+    pub(crate) async fn fill(&self, id: &str, text: &str) -> Result<()> {
+        let field = self.find(&format!("#{id}")).await?;
+        field.clear().await?;
+        field.send_keys(text).await
+    }
+
+    /// Waits until the page shows this text.
+    pub(crate) async fn until_shown(&self, wanted: &str) -> Result<()> {
+        let deadline = std::time::Instant::now() + LIMIT;
+        loop {
+            let text = self.text().await.unwrap_or_default();
+            if text.contains(wanted) {
+                return Ok(());
+            }
+            ensure!(std::time::Instant::now() < deadline, "{wanted:?} is not shown:\n{text}");
+            tokio::time::sleep(std::time::Duration::from_millis(50)).await;
+        }
+    }
+
+    /// The path of the page.
+    pub(crate) async fn path(&self) -> Result<String> {
+        let url = self.driver().current_url().await?;
+        Ok(url.trim_start_matches(&self.origin).to_owned())
+    }
+
+    /// Fails if anything went wrong in the browser, except these.
+    pub(crate) async fn must_be_clean(&self, expected: &[&str]) -> Result<()> {
+        let mut problems = self.browser.problems(&self.origin).await?;
+        problems.retain(|problem| !expected.iter().any(|part| problem.contains(part)));
+        ensure!(problems.is_empty(), "the browser reports problems: {problems:#?}");
+        Ok(())
+    }
+
+    /// Fails if the page violates the rules of accessibility, or is wider than the window.
+    pub(crate) async fn must_be_accessible(&self, path: &str) -> Result<()> {
+        let violations = self.browser.accessibility_violations(AxeRules::All).await?;
+        ensure!(violations.is_empty(), "{path} violates: {violations:#?}");
+        self.must_fit(path).await
+    }
+
+    /// Fails if a text has too little contrast. The other rules do not depend on colours.
+    pub(crate) async fn must_have_contrast(&self, path: &str) -> Result<()> {
+        let violations = self.browser.accessibility_violations(AxeRules::Contrast).await?;
+        ensure!(violations.is_empty(), "{path} violates: {violations:#?}");
+        Ok(())
+    }
+
+    /// Fails if the page is wider than the window.
+    pub(crate) async fn must_fit(&self, path: &str) -> Result<()> {
+        let script =
+            "return document.documentElement.scrollWidth - document.documentElement.clientWidth";
+        let wider = self.driver().execute(script).await?.as_i64().context("a number")?;
+        ensure!(wider <= 0, "{path} is {wider} px wider than the window");
+        Ok(())
+    }
+
+    /// Writes a picture to `$HEADWATER_SCREENSHOTS`, if it is set.
+    pub(crate) async fn picture(&self, name: &str) -> Result<()> {
+        if let Some(folder) = std::env::var_os("HEADWATER_SCREENSHOTS") {
+            let file = std::path::Path::new(&folder).join(format!("{name}.png"));
+            std::fs::create_dir_all(&folder)?;
+            std::fs::write(file, STANDARD.decode(self.driver().screenshot().await?)?)?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,16 @@
+//! The web console in a real browser, on real servers.
+//!
+//! Every test fails on an error on the browser's console, a violation of the content security policy or a request to
+//! another server. Tests are few and long, because each starts a browser.
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+#[path = "../support/mod.rs"]
+mod support;
+
+mod actions;
+mod commands;
+mod fixture;
+mod hostile;
+mod live;
+mod login;
+mod screens;

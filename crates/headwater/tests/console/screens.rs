@@ -1,0 +1,262 @@
+//! Every screen with data, empty, with a failing dependency, and without scripts.
+
+use anyhow::{Result, ensure};
+use headwater_testkit::BrowserScripts;
+
+use crate::fixture::{ConsoleData, ConsoleFixture, Reader};
+use crate::support::ServerDir;
+
+/// Each screen, and text that it shows with data.
+fn with_data(data: &ConsoleData) -> Vec<(String, Vec<String>)> {
+    let text = |parts: &[&str]| parts.iter().map(|part| (*part).to_owned()).collect::<Vec<_>>();
+    let issue = data.quarantined.to_string();
+    vec![
+        (
+            "/console".to_owned(),
+            text(&[
+                "3 issues are quarantined",
+                "1 reply was given up",
+                "4 dead letters wait",
+                "Consumer lag",
+            ]),
+        ),
+        (
+            "/console/tickets".to_owned(),
+            text(&["Router blinks red", "ann", "open", "headwater ticket list"]),
+        ),
+        (
+            format!("/console/tickets/{}", data.ticket),
+            text(&["Since yesterday.", "Assistant", "Send reply", "Why"]),
+        ),
+        (
+            "/console/issues".to_owned(),
+            text(&["acme/shop#1", "quarantined", "refused by the bank"]),
+        ),
+        (
+            format!("/console/issues/{issue}"),
+            text(&["Release", "Why", "quarantined", "refused by the bank"]),
+        ),
+        ("/console/sessions".to_owned(), text(&[&data.session, "open"])),
+        (
+            format!("/console/sessions/{}", data.session),
+            text(&["Steps", "Compare", "headwater session replay"]),
+        ),
+        (
+            format!("/console/sessions/{0}/compare?with={0}", data.session),
+            text(&["Both have the same"]),
+        ),
+        ("/console/assignment".to_owned(), text(&["Service", "headwater assign add"])),
+        (
+            "/console/assignment/cameras".to_owned(),
+            text(&["camera-1", "waiting", "No owner", "headwater assign list cameras"]),
+        ),
+        (
+            "/console/tail?topic=orders&topic=payments".to_owned(),
+            text(&["customer-5", "cannot be shown"]),
+        ),
+        ("/console/reports".to_owned(), text(&["headwater report"])),
+        ("/console/sql?query=SELECT%201%20AS%20events".to_owned(), text(&["events", "1 row."])),
+        ("/console/sql?query=DROP%20TABLE%20events".to_owned(), text(&["SELECT"])),
+        ("/console/consistency?check=1".to_owned(), text(&["Consistent: ", "Came in"])),
+        (
+            "/console/webhooks".to_owned(),
+            text(&["/webhooks/github/code", "rejected", "X-Hub-Signature-256 is missing"]),
+        ),
+        ("/console/topics".to_owned(), text(&["orders", "billing"])),
+        (
+            "/console/topics/orders".to_owned(),
+            text(&["billing", "Dead letters (4)", "Policies", "Delete topic…"]),
+        ),
+        ("/console/topics/orders/messages".to_owned(), text(&["customer-5", "\"order\":5"])),
+        (
+            format!("/console/topics/orders/messages/{}", data.message),
+            text(&["customer-5", "\"order\": 5"]),
+        ),
+        (
+            "/console/topics/orders/dead-letters".to_owned(),
+            text(&["has no address", "Replay selected…", "Purge all that match…"]),
+        ),
+        (
+            format!("/console/topics/orders/dead-letters/{}", data.letter),
+            text(&["Reason", "Payload", "Replay…"]),
+        ),
+        (
+            "/console/topics/orders/groups/billing".to_owned(),
+            text(&["Lag", "Partitions", "Delete group…"]),
+        ),
+        (
+            "/console/failures".to_owned(),
+            text(&[
+                "order # has no address",
+                "connection refused by #",
+                "payment # refused by the bank",
+                "status #",
+            ]),
+        ),
+        ("/console/outbox".to_owned(), text(&["status 403", "Retry all…"])),
+        ("/console/processes".to_owned(), text(&["alive"])),
+        ("/console/doctor".to_owned(), text(&["Check again", "What to do"])),
+        (
+            "/console/settings".to_owned(),
+            text(&["stream.url", "database.url", "No token is configured"]),
+        ),
+        ("/console/audit".to_owned(), text(&["POST /api/v1/tickets", "local"])),
+        ("/console/search?q=router".to_owned(), text(&["Router blinks red", "names of 1 topics"])),
+        (format!("/console/search?q={issue}"), text(&[&format!("Issue {issue}")])),
+        ("/console/help".to_owned(), text(&["Search", "Roles"])),
+    ]
+}
+
+fn must_show(path: &str, shown: &str, wanted: &[String]) -> Result<()> {
+    for part in wanted {
+        ensure!(shown.contains(part.as_str()), "{path} does not show {part:?}:\n{shown}");
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn every_screen_shows_its_data_and_is_accessible_in_light_dark_and_narrow() -> Result<()> {
+    let fixture = ConsoleFixture::start()?;
+    let data = fixture.fill().await?;
+    let reader = Reader::start(&fixture.server, BrowserScripts::On).await?;
+    for (index, (path, wanted)) in with_data(&data).into_iter().enumerate() {
+        let name = format!("{index:02}-{}", path.split(['/', '?']).nth(2).unwrap_or("overview"));
+        must_show(&path, &reader.open(&path).await?, &wanted)?;
+        reader.must_be_accessible(&path).await?;
+        reader.picture(&name).await?;
+        reader.browser.set_color_scheme("dark").await?;
+        reader.must_have_contrast(&path).await?;
+        reader.picture(&format!("{name}-dark")).await?;
+        reader.browser.resize(320, 700).await?;
+        reader.must_fit(&path).await?;
+        reader.picture(&format!("{name}-narrow")).await?;
+        reader.browser.resize(1280, 900).await?;
+        reader.browser.set_color_scheme("light").await?;
+        reader.must_be_clean(&[]).await?;
+    }
+    reader.browser.quit().await
+}
+
+#[tokio::test]
+async fn every_screen_is_readable_without_scripts() -> Result<()> {
+    let fixture = ConsoleFixture::start()?;
+    let data = fixture.fill().await?;
+    let reader = Reader::start(&fixture.server, BrowserScripts::Off).await?;
+    for (path, wanted) in with_data(&data) {
+        must_show(&path, &reader.open(&path).await?, &wanted)?;
+        let state = reader.driver().find("#live-state").await?.text().await?;
+        ensure!(state.is_empty(), "scripts run: {state}");
+    }
+    reader.must_be_clean(&[]).await?;
+    reader.browser.quit().await
+}
+
+#[tokio::test]
+async fn an_empty_server_says_how_to_begin_on_every_screen() -> Result<()> {
+    let dir = ServerDir::new()?;
+    let server = dir.serve(&[])?;
+    let reader = Reader::start(&server, BrowserScripts::On).await?;
+    let shown = reader.open("/").await?;
+    ensure!(reader.path().await? == "/console", "`/` leads to the console");
+    must_show("/console", &shown, &["All is well.".to_owned()])?;
+    for (path, wanted) in [
+        ("/console/tickets", "headwater ticket new"),
+        ("/console/issues", "An issue is created by its first event"),
+        ("/console/topics", "headwater topic create"),
+        ("/console/failures", "Nothing has failed"),
+        ("/console/outbox", "No delivery has failed"),
+        ("/console/sessions", "headwater ticket new"),
+        ("/console/assignment/none", "headwater assign add none"),
+        ("/console/tail", "Name one to four topics"),
+        ("/console/webhooks", "No integration receives webhooks"),
+        ("/console/consistency?check=1", "Consistent: "),
+        ("/console/processes", "alive"),
+        ("/console/doctor", "Check again"),
+        ("/console/audit", "Nothing has been changed"),
+        ("/console/search", "Type the number of an issue"),
+        ("/console/search?q=nothing-here", "Nothing was found."),
+    ] {
+        must_show(path, &reader.open(path).await?, &[wanted.to_owned()])?;
+        reader.must_be_accessible(path).await?;
+        reader.must_be_clean(&[]).await?;
+    }
+    for path in [
+        "/console/no-such-page",
+        "/console/tickets/nonsense",
+        "/console/issues/999",
+        "/console/topics/none",
+        "/console/sessions/none",
+        "/console/reports/none",
+    ] {
+        let shown = reader.open(path).await?;
+        ensure!(shown.contains("Code") && shown.contains("request"), "{path}: {shown}");
+        reader.must_be_accessible(path).await?;
+        reader.must_be_clean(&["status of 404", "status of 400"]).await?;
+    }
+    reader.browser.quit().await
+}
+
+#[tokio::test]
+async fn without_redis_or_postgres_the_screens_say_what_is_wrong_and_show_the_rest() -> Result<()> {
+    let fixture = ConsoleFixture::start()?;
+    let data = fixture.fill().await?;
+    let reader = Reader::start(&fixture.server, BrowserScripts::On).await?;
+
+    fixture.redis.kill9()?;
+    reader.open("/console").await?;
+    reader.until_shown("The stream backend").await?;
+    reader.until_shown("3 issues are quarantined").await?;
+    reader.must_be_accessible("/console").await?;
+    reader.picture("90-overview-without-redis").await?;
+    for path in [
+        "/console/topics",
+        "/console/topics/orders",
+        "/console/topics/orders/messages",
+        "/console/topics/orders/groups/billing",
+    ] {
+        let shown = reader.open(path).await?;
+        ensure!(
+            shown.contains("cannot be shown") && shown.contains("Open Doctor"),
+            "{path}: {shown}"
+        );
+        reader.must_be_accessible(path).await?;
+    }
+    must_show(
+        "tickets",
+        &reader.open("/console/tickets").await?,
+        &["Router blinks red".to_owned()],
+    )?;
+    let failures = ["not read".to_owned(), "payment # refused by the bank".to_owned()];
+    must_show("failures", &reader.open("/console/failures").await?, &failures)?;
+    let found = ["not searched".to_owned(), "Router blinks red".to_owned()];
+    must_show("search", &reader.open("/console/search?q=router").await?, &found)?;
+    fixture.redis.restart()?;
+    reader.open("/console/topics").await?;
+    reader.until_shown("orders").await?;
+
+    fixture.postgres.stop()?;
+    reader.open("/console").await?;
+    reader.until_shown("The database").await?;
+    for path in [
+        "/console/tickets",
+        "/console/issues",
+        "/console/outbox",
+        "/console/processes",
+        "/console/audit",
+    ] {
+        let shown = reader.open(path).await?;
+        ensure!(
+            shown.contains("cannot be shown") && shown.contains("Open Doctor"),
+            "{path}: {shown}"
+        );
+        reader.must_be_accessible(path).await?;
+    }
+    let ticket = reader.open(&format!("/console/tickets/{}", data.ticket)).await?;
+    ensure!(ticket.contains("cannot be shown"), "{ticket}");
+    must_show("topics", &reader.open("/console/topics").await?, &["orders".to_owned()])?;
+    fixture.postgres.restart()?;
+    reader.open("/console/tickets").await?;
+    reader.until_shown("Router blinks red").await?;
+    reader.must_be_clean(&[]).await?;
+    reader.browser.quit().await
+}

