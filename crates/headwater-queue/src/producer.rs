@@ -105,7 +105,7 @@ impl Producer {
                 None => self.append(&cached, handle, fields).await?,
                 Some(key) => self.append_idempotent(&cached, handle, key, fields).await?,
             };
-            self.warn_if_stale(&cached).await;
+            self.warn_if_stale(&cached);
             Ok(sent)
         };
         let sent = timeout_at(until, sending.instrument(span))
@@ -178,19 +178,23 @@ impl Producer {
     }
 
     /// Warns if the topic was resized during a slow send: the message is safe, but its key may be out of order, because
-    /// the resize may have completed without waiting for it.
-    async fn warn_if_stale(&self, cached: &CachedTopic) {
-        if !cached.is_stale() {
+    /// the resize may have completed without waiting for it. In the background: a message that was sent is confirmed even
+    /// if the metadata cannot be read.
+    fn warn_if_stale(&self, cached: &CachedTopic) {
+        if !cached.needs_check() {
             return;
         }
-        let topic = &cached.topic.name;
-        let now = self.inner.queue.topic(topic).await;
-        if now.is_ok_and(|now| now.partitions != cached.topic.partitions) {
-            let name = topic.to_string();
-            counter!(ANOMALIES, "topic" => name, "group" => "", "result" => "late_send")
-                .increment(1);
-            warn!(%topic, "the topic was resized during a send; messages of one key may be out of order");
-        }
+        let (queue, sent_to) = (self.inner.queue.clone(), Arc::clone(&cached.topic));
+        tokio::spawn(async move {
+            let topic = &sent_to.name;
+            let now = queue.topic(topic).await;
+            if now.is_ok_and(|now| now.partitions != sent_to.partitions) {
+                let name = topic.to_string();
+                counter!(ANOMALIES, "topic" => name, "group" => "", "result" => "late_send")
+                    .increment(1);
+                warn!(%topic, "the topic was resized during a send; messages of one key may be out of order");
+            }
+        });
     }
 
     /// The cached metadata of a topic, refreshed if it is too old.

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use headwater_stream::{Backend, Options, Range, Retention, StreamError, connect};
-use headwater_testkit::{Cluster, Sentinel, wait_until};
+use headwater_testkit::{Cluster, Redis, Sentinel, wait_until};
 
 use crate::redis_support::*;
 
@@ -117,6 +117,28 @@ async fn a_primary_that_sentinel_replaced_gets_no_writes_even_if_it_accepts_them
     let found = sentinel.replica().command(&["XLEN", "orders"])?.int();
     assert_eq!(found, Some(2), "the write went to the new primary");
     assert_eq!(read_ids(&mut *reader, &orders).await?.len(), 1, "and readers read from it");
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_sentinel_that_missed_the_failover_is_overruled_by_the_others() -> Result<()> {
+    // Given a failover, and a Sentinel that names another server, which is a primary as well.
+    let sentinel = Sentinel::start()?;
+    sentinel.primary().kill9()?;
+    wait_until("another primary", TIMEOUT, || {
+        sentinel.current_primary().is_ok_and(|primary| primary == sentinel.replica().addr())
+    })?;
+    let old_primary = Redis::start()?;
+    let outdated = Sentinel::start_outdated(&old_primary)?;
+
+    // When a client asks it first.
+    let url = sentinel.url().replace("://", &format!("://{},", outdated.addr()));
+    let backend = open(&url).await?;
+    append(&backend, "orders", 1).await?;
+
+    // Then the newer answer of the others counts.
+    assert_eq!(sentinel.replica().command(&["XLEN", "orders"])?.int(), Some(1));
+    assert_eq!(old_primary.command(&["XLEN", "orders"])?.int(), Some(0));
     Ok(())
 }
 

@@ -50,6 +50,18 @@ impl Sentinel {
         Ok(group)
     }
 
+    /// Starts one more sentinel that does not know the others and names `primary`, like one that missed every failover.
+    pub fn start_outdated(primary: &Redis) -> Result<Redis> {
+        let server_dir = Arc::new(TempServerDir::private()?);
+        let monitor = format!("monitor {SERVICE} 127.0.0.1 {} 2", primary.port());
+        with_free_ports(|| {
+            let builder = Redis::builder().sentinel().setting("sentinel", &monitor);
+            let sentinel = builder.launch(&server_dir, Port::for_server()?)?;
+            sentinel.wait_until_ready()?;
+            Ok(sentinel)
+        })
+    }
+
     /// The URL to give to a client: the sentinels and the name of the service.
     pub fn url(&self) -> String {
         let addresses: Vec<String> =

@@ -5,6 +5,7 @@
 //! callers wait for it.
 
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, RwLock};
 
 use metrics::counter;
@@ -28,6 +29,8 @@ pub(super) struct CachedTopic {
     partitions: Arc<PartitionHandles>,
     /// The byte budget, if the topic has one.
     pub(super) budget: Option<Arc<ByteBudget>>,
+    /// Whether a slow send has checked if this is still the state of the topic.
+    was_checked: AtomicBool,
 }
 
 /// Created on first use, kept while the topic does not change.
@@ -47,9 +50,10 @@ impl CachedTopic {
             .increment(messages as u64);
     }
 
-    /// Whether the metadata is so old that a resize may have completed without this producer.
-    pub(super) fn is_stale(&self) -> bool {
+    /// Whether the metadata is so old that a resize may have completed without this producer; true only once.
+    pub(super) fn needs_check(&self) -> bool {
         self.read_at.elapsed() >= Resize::propagation_time(self.topic.policies.refresh)
+            && !self.was_checked.swap(true, Ordering::Relaxed)
     }
 }
 
@@ -106,7 +110,9 @@ impl TopicCache {
                 (Arc::new(partitions), budget)
             }
         };
-        let cached = Arc::new(CachedTopic { topic, read_at, invalidations, partitions, budget });
+        let was_checked = AtomicBool::new(false);
+        let cached = CachedTopic { topic, read_at, invalidations, partitions, budget, was_checked };
+        let cached = Arc::new(cached);
         *slot.latest.lock().expect(NOT_POISONED) = Some(cached.clone());
         Ok(cached)
     }

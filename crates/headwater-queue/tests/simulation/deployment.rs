@@ -1,7 +1,7 @@
 //! The servers of a simulation and their faults.
 //!
 //! A fail-over loses what was not replicated. To know what that may be, the replica first confirms everything before it
-//! (`WAIT`), and is disconnected until the primary is dead: only what was confirmed in between may be lost.
+//! (`WAIT`), and is disconnected until the primary is dead: only what was written in between may be lost.
 
 use std::ops::RangeInclusive;
 use std::thread::sleep;
@@ -13,16 +13,21 @@ use headwater_testkit::{Cluster, Persistence, Redis, Sentinel, wait_until};
 use super::now_ms;
 
 const LIMIT: Duration = Duration::from_secs(90);
-/// A reply that was sent before the primary was killed is confirmed within the deadline of a call.
-const REPLY_MAX_MS: u64 = 1000;
 /// How long a primary works without its replica before it is killed.
 const UNREPLICATED_MAX: Duration = Duration::from_millis(700);
 
-/// When confirmed writes may be lost, in milliseconds since 1970, and of which partitions.
+/// When a primary wrote what its replica does not have, in milliseconds since 1970, and which partitions it had.
 #[derive(Clone, Debug)]
 pub(crate) struct LossWindow {
     pub(crate) times: RangeInclusive<u64>,
     pub(crate) partitions: Vec<u16>,
+}
+
+impl LossWindow {
+    /// Whether a write that happened at some time of this range may be lost.
+    pub(crate) fn overlaps(&self, writing: &RangeInclusive<u64>) -> bool {
+        writing.start() <= self.times.end() && self.times.start() <= writing.end()
+    }
 }
 
 pub(crate) enum Deployment {
@@ -108,8 +113,8 @@ impl Deployment {
         })
     }
 
-    /// Kills the primary of a key; its replica takes over without what was written for a while. Returns when confirmed
-    /// writes may be lost; `None` if the replica is not ready, and nothing was done.
+    /// Kills the primary of a key; its replica takes over without what was written for a while. Returns when writes
+    /// may be lost; `None` if the replica is not ready, and nothing was done.
     pub(crate) fn fail_over(
         &self,
         streams: &[String],
@@ -143,7 +148,7 @@ impl Deployment {
         sleep(time.min(UNREPLICATED_MAX));
         let killed = primary.addr();
         primary.kill9()?;
-        let window = LossWindow { times: from..=now_ms() + REPLY_MAX_MS, partitions };
+        let window = LossWindow { times: from..=now_ms(), partitions };
         println!("{window:?}");
         replica.resume()?;
         wait_until("the replica to take over", LIMIT, || match self {

@@ -1,6 +1,7 @@
 //! Compares messages confirmed to producers with the logged effects.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
+use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Result, ensure};
@@ -15,8 +16,14 @@ pub(crate) fn is_poison(number: u64) -> bool {
     number.is_multiple_of(29)
 }
 
-/// When a message was confirmed, in milliseconds since 1970, and its partition.
-pub(crate) type Origin = (u64, u16);
+/// A dead letter is written within so many milliseconds after its effect was logged.
+const SETTLE_MAX_MS: u64 = 1000;
+
+/// The times between which the confirmed attempt was written, in milliseconds since 1970, and the partition.
+///
+/// A producer may learn of a write long after it happened: results of a batch are returned together, and another partition
+/// of it may wait for a server that is dead.
+pub(crate) type Origin = (RangeInclusive<u64>, u16);
 /// The origin of each number of a key.
 pub(crate) type Confirmed = BTreeMap<String, BTreeMap<u64, Origin>>;
 
@@ -31,17 +38,16 @@ impl Ledger {
         Self { directory: directory.to_owned(), windows }
     }
 
-    /// Whether some server may have lost what was written at this time.
-    pub(crate) fn may_be_lost(&self, at_ms: u64) -> bool {
-        self.windows.iter().any(|window| window.times.contains(&at_ms))
+    /// Whether some server may have lost the dead letter of an effect that was logged at this time.
+    pub(crate) fn may_have_lost_dead_letter(&self, logged_ms: u64) -> bool {
+        let writing = logged_ms..=logged_ms + SETTLE_MAX_MS;
+        self.windows.iter().any(|window| window.overlaps(&writing))
     }
 
-    /// Whether the server of this partition may have lost what was confirmed at this time.
-    fn may_be_lost_by(&self, (at_ms, partition): Origin) -> bool {
-        let is_affected = |window: &LossWindow| {
-            window.times.contains(&at_ms) && window.partitions.contains(&partition)
-        };
-        self.windows.iter().any(is_affected)
+    /// Whether the server of this partition may have lost a confirmed message.
+    fn may_be_lost(&self, (writing, partition): &Origin) -> bool {
+        let mut windows = self.windows.iter();
+        windows.any(|window| window.overlaps(writing) && window.partitions.contains(partition))
     }
 
     /// Reads the confirmations that producers log.
@@ -57,13 +63,13 @@ impl Ledger {
                 let key = words.next().unwrap_or_default();
                 let mut number = || words.next()?.parse::<u64>().ok();
                 // An incomplete line of a killed producer is not a confirmation.
-                let (Some(sent), Some(at), Some(partition), Some(0)) =
-                    (number(), number(), number(), number())
+                let (Some(sent), Some(from), Some(to), Some(partition), Some(0)) =
+                    (number(), number(), number(), number(), number())
                 else {
                     continue;
                 };
-                let partition = u16::try_from(partition)?;
-                confirmed.entry(key.to_owned()).or_default().insert(sent, (at, partition));
+                let origin = (from..=to, u16::try_from(partition)?);
+                confirmed.entry(key.to_owned()).or_default().insert(sent, origin);
             }
         }
         Ok(confirmed)
@@ -73,25 +79,25 @@ impl Ledger {
         EffectLog::open(&self.directory, group).effects()
     }
 
-    /// Confirmed messages without an effect in a group, when they were confirmed, and their partition.
+    /// Confirmed messages without an effect in a group, with their origin.
     fn unhandled(&self, group: &str) -> Result<Vec<(String, u64, Origin)>> {
         let effects = self.effects(group)?;
         let seen: HashSet<(&str, u64)> =
             effects.iter().map(|effect| (effect.key.as_str(), effect.number)).collect();
         let confirmed = self.confirmed()?;
         let all = confirmed.iter().flat_map(|(key, numbers)| {
-            numbers.iter().map(move |(number, origin)| (key, *number, *origin))
+            numbers.iter().map(move |(number, origin)| (key, *number, origin))
         });
         Ok(all
             .filter(|(key, number, _)| !seen.contains(&(key.as_str(), *number)))
-            .map(|(key, number, origin)| (key.clone(), number, origin))
+            .map(|(key, number, origin)| (key.clone(), number, origin.clone()))
             .collect())
     }
 
     /// Confirmed messages without an effect in a group that no server may have lost.
     pub(crate) fn missing(&self, group: &str) -> Result<Vec<(String, u64, Origin)>> {
         let unhandled = self.unhandled(group)?.into_iter();
-        Ok(unhandled.filter(|(_, _, origin)| !self.may_be_lost_by(*origin)).collect())
+        Ok(unhandled.filter(|(_, _, origin)| !self.may_be_lost(origin)).collect())
     }
 
     /// Checks that the first effect of a number comes after those of all smaller numbers of its key, except those that a
@@ -103,7 +109,7 @@ impl Ledger {
             let last = last.entry(key).or_insert(0);
             let may_be_lost = |skipped: u64| {
                 let origin = confirmed.get(key).and_then(|numbers| numbers.get(&skipped));
-                origin.is_some_and(|origin| self.may_be_lost_by(*origin))
+                origin.is_some_and(|origin| self.may_be_lost(origin))
             };
             let is_in_order = is_delayed(key) || (*last + 1..*number).all(may_be_lost);
             ensure!(is_in_order, "{}", out_of_order(&effects, key, *number));

@@ -3,7 +3,7 @@
 //! order per key, one with `Shared` ones. Messages are sent one by one, in batches and delayed; some are large.
 //! Afterwards every confirmed message must have its effect in both groups. What a fail-over may lose is known by the
 //! state of the replication: before it, a `WAIT` confirms what the replica has; from then on the replica is disconnected, and what
-//! is confirmed until the primary is killed may be lost (`deployment.rs`).
+//! is written until the primary is killed may be lost (`deployment.rs`).
 //!
 //! `HEADWATER_SEED` repeats a schedule of faults, `HEADWATER_STEPS` sets how much happens in it (`cargo xtask chaos` raises
 //! it), `HEADWATER_CHAOS_END` is the time (seconds since 1970) after which no further fault begins.

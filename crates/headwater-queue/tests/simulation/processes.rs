@@ -105,8 +105,9 @@ pub(crate) async fn produce() -> Result<()> {
     }
     let mut file = OpenOptions::new().create(true).append(true).open(&path)?;
     // The zero shows that the line is complete.
-    let mut confirm = |key: &str, number: u64, partition: u16| {
-        file.write_all(format!("{key} {number} {} {partition} 0\n", now_ms()).as_bytes())
+    let mut confirm = |key: &str, number: u64, began_ms: u64, partition: u16| {
+        let line = format!("{key} {number} {began_ms} {} {partition} 0\n", now_ms());
+        file.write_all(line.as_bytes())
     };
     let queue = retry(|| settings.queue()).await;
     let producer = queue.producer(ProducerConfig::default())?;
@@ -129,6 +130,7 @@ pub(crate) async fn produce() -> Result<()> {
                 .iter()
                 .map(|(key, number)| message(key, *number).with_id(format!("{key} {number}")))
                 .collect();
+            let began_ms = now_ms();
             let results = match messages.len() {
                 1 => vec![producer.send(TOPIC, messages[0].clone()).await],
                 _ => producer.send_batch(TOPIC, messages).await.unwrap_or_default(),
@@ -137,7 +139,7 @@ pub(crate) async fn produce() -> Result<()> {
             let mut unconfirmed = Vec::new();
             for (key, number) in left {
                 if let Some(Ok(sent)) = results.next() {
-                    confirm(&key, number, sent.partition)?;
+                    confirm(&key, number, began_ms, sent.partition)?;
                     next.insert(key, number + 1);
                 } else {
                     unconfirmed.push((key, number));
@@ -150,9 +152,10 @@ pub(crate) async fn produce() -> Result<()> {
             let key = format!("{DELAYED}{}", settings.number);
             let number = *next.get(&key).unwrap_or(&1);
             let after = Duration::from_millis(turn % 500);
+            let began_ms = now_ms();
             let delayed = producer.send_after(TOPIC, message(&key, number), after).await;
             if let Ok(delayed) = delayed {
-                confirm(&key, number, delayed.partition)?;
+                confirm(&key, number, began_ms, delayed.partition)?;
             }
             next.insert(key, number + 1);
         }

@@ -255,7 +255,7 @@ impl Simulation {
             let poison = ledger.poison(group)?;
             let expected: BTreeSet<(String, u64)> = poison
                 .iter()
-                .filter(|(_, handled_at)| !ledger.may_be_lost(**handled_at))
+                .filter(|(_, handled_at)| !ledger.may_have_lost_dead_letter(**handled_at))
                 .map(|(message, _)| message.clone())
                 .collect();
             let missing = || -> Result<Vec<(String, u64)>> {

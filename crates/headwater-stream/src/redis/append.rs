@@ -9,6 +9,7 @@
 use std::borrow::Borrow;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use futures_util::future::join_all;
 use tracing::warn;
@@ -18,11 +19,12 @@ use super::client::{Idempotency, StartedCall};
 use super::command::Commands;
 use super::error::{ReplyError, ServerError};
 use super::reply::{Cursor, RespReplies, RespValue};
-use super::trim;
+use super::streams::millis;
+use super::{keys, msgpack, scripts, trim};
 use crate::entry::{EntryId, EntrySize, Fields};
 use crate::error::Result;
 use crate::name::StreamName;
-use crate::streams::AppendRequest;
+use crate::streams::{AppendRequest, AppendedEntry, IdempotentEntry, Retention};
 use crate::validate;
 
 /// Bytes of one transaction, and of one request for several streams; a larger entry is a request of its own. The server
@@ -121,6 +123,31 @@ impl RedisBackend {
         self.call(stream, commands, Idempotency::AtMostOnce).await
     }
 
+    /// Appends the entries whose ids are new to the stream. At least one entry.
+    pub(super) async fn append_new(
+        &self,
+        stream: &StreamName,
+        entries: &[IdempotentEntry],
+        keep: Duration,
+        retention: &Retention,
+    ) -> Result<Vec<AppendedEntry>> {
+        let mut keys = vec![stream.to_string()];
+        keys.extend(entries.iter().map(|entry| keys::once(stream, &entry.id)));
+        let mut commands = Commands::new();
+        commands.script(&scripts::APPEND_ONCE, &keys, 1 + entries.len());
+        commands.arg_number(millis(keep));
+        entries.iter().for_each(|entry| commands.arg(msgpack::fields(&entry.fields)));
+        let trims = self.add_trim(&mut commands, stream, entries.len(), retention);
+        let replies = self.call(stream, commands, Idempotency::Idempotent).await?;
+        let mut cursor = replies.cursor();
+        let appended = read_appended(&mut cursor, entries.len());
+        let appended = appended.map_err(|error| error.into_stream_error(stream))?;
+        if trims {
+            self.record_trim(stream, &mut cursor);
+        }
+        Ok(appended)
+    }
+
     /// Adds the commands for the entries from `start` on: as many as fit into one chunk, and the trim after the last one.
     fn add_chunk(
         &self,
@@ -206,6 +233,15 @@ impl RedisBackend {
             }
         }
     }
+}
+
+fn read_appended(
+    cursor: &mut Cursor<'_>,
+    entries: usize,
+) -> Result<Vec<AppendedEntry>, ReplyError> {
+    cursor.array_of(entries * 2)?;
+    let mut read = || Ok(AppendedEntry { id: cursor.id()?, duplicate: cursor.number()? == 1 });
+    (0..entries).map(|_| read()).collect()
 }
 
 /// Approximate encoded size of a chunk, at most of the whole append.

@@ -2,9 +2,11 @@
 //!
 //! A name is its key. Data that belongs to a name is stored under a derived key in the same slot.
 
+use crate::entry::EntryId;
 use crate::name::{
     ConsumerName, DedupScope, DelayName, GroupName, LeaseName, StreamName, hash_tag,
 };
+use crate::streams::SettleBatch;
 
 /// Number of slots of a Redis Cluster.
 pub(super) const SLOTS: usize = 16_384;
@@ -42,6 +44,13 @@ pub(super) fn once(stream: &StreamName, id: &str) -> String {
         Some(_) => format!("once:{}:{stream}:{id}", stream.as_str().len()),
         None => format!("once:{{{stream}}}:{id}"),
     }
+}
+
+/// The idempotency id of the follow-up of an entry that a consumer settles. Names have any length, so it is a digest.
+pub(super) fn follow_up_id(settle: &SettleBatch<'_>, entry: EntryId) -> String {
+    let SettleBatch { stream, group, consumer, .. } = settle;
+    let whole = format!("{stream}\0{group}\0{consumer}\0{entry}");
+    format!("follow-up:{}", sha1_smol::Sha1::from(whole).digest())
 }
 
 /// Tombstone: the readers of a consumer on a stream were disconnected.

@@ -1,12 +1,15 @@
 //! Finds the primary of a service through Sentinel, and watches for another one.
 //!
-//! Upstream: `node`. Guarantees: Sentinels that other Sentinels name are asked as well, the one that answered last first. When
-//! Sentinel names another primary, connections to the old one are left at once, even if it still accepts writes.
+//! Upstream: `node`. Guarantees: all known Sentinels are asked, also those that other Sentinels name, and the answer with the
+//! highest configuration epoch counts: a Sentinel that missed the last failover names the old primary, which may be running again
+//! and accept writes that it will discard. When Sentinel names another primary, connections to the old one are left at once.
 
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
-use tokio::time::Instant;
+use futures_util::StreamExt;
+use futures_util::stream::FuturesUnordered;
+use tokio::time::{Instant, timeout_at};
 use tracing::debug;
 
 use super::command::Commands;
@@ -17,8 +20,10 @@ use super::reconnect::BACKOFF;
 use super::reply::{Cursor, RespReplies};
 use super::url::{Address, Login};
 
-/// Timeout of one Sentinel before the next one is asked.
+/// Timeout of a Sentinel.
 const SENTINEL_TIMEOUT: Duration = Duration::from_millis(750);
+/// How long the other Sentinels are waited for after the first answer.
+const OTHERS_TIMEOUT: Duration = Duration::from_millis(250);
 /// Maximum number of Sentinels to remember.
 const SENTINELS_MAX: usize = 32;
 /// The channel on which Sentinels announce a new primary.
@@ -27,9 +32,17 @@ const SWITCH_CHANNEL: &str = "+switch-master";
 /// The Sentinels of one service.
 #[derive(Debug)]
 pub(super) struct Sentinels {
-    /// Those of the URL and those that others named; the one that answered last is the first.
+    /// Those of the URL, then those that others named.
     addresses: Mutex<Vec<Address>>,
     service: String,
+}
+
+/// What one Sentinel answered.
+struct SentinelAnswer {
+    primary: Address,
+    /// The epoch of the failover that made it the primary.
+    epoch: u64,
+    connection: Connection,
 }
 
 impl Sentinels {
@@ -43,31 +56,43 @@ impl Sentinels {
         self.lock()[0].clone()
     }
 
-    /// The address of the primary, from the first Sentinel that knows it.
+    /// The address of the primary.
     pub(super) async fn primary(
         &self,
         settings: &ConnectionSettings,
         deadline: Instant,
     ) -> Result<Address, ConnectError> {
-        self.ask(settings, deadline).await.map(|(primary, _)| primary)
+        self.ask(settings, deadline).await.map(|answer| answer.primary)
     }
 
-    /// The address of the primary, and the connection to the Sentinel that knows it.
+    /// Asks all Sentinels at once. Returns the answer with the highest configuration epoch.
     async fn ask(
         &self,
         settings: &ConnectionSettings,
         deadline: Instant,
-    ) -> Result<(Address, Connection), ConnectError> {
+    ) -> Result<SentinelAnswer, ConnectError> {
         let addresses = self.lock().clone();
-        let mut last = None;
-        for sentinel in &addresses {
-            let until = deadline.min(Instant::now() + SENTINEL_TIMEOUT);
-            match self.query(sentinel, settings, until).await {
-                Ok(found) => return Ok(found),
-                Err(error) => last = Some(error),
+        let mut until = deadline.min(Instant::now() + SENTINEL_TIMEOUT);
+        let queries = addresses.iter().map(|sentinel| self.query(sentinel, settings, until));
+        let mut queries: FuturesUnordered<_> = queries.collect();
+        let (mut newest, mut last_error) = (None::<SentinelAnswer>, None);
+        while let Ok(Some(result)) = timeout_at(until, queries.next()).await {
+            match result {
+                Ok(answer) => {
+                    until = until.min(Instant::now() + OTHERS_TIMEOUT);
+                    if newest.as_ref().is_none_or(|known| known.epoch < answer.epoch) {
+                        newest = Some(answer);
+                    }
+                }
+                Err(error) => last_error = Some(error),
             }
         }
-        Err(last.unwrap_or_else(|| unreachable!("there is at least one Sentinel")))
+        newest.ok_or_else(|| {
+            last_error.unwrap_or_else(|| ConnectError::NotReady {
+                address: self.first(),
+                problem: "no Sentinel answered in time".to_owned(),
+            })
+        })
     }
 
     async fn query(
@@ -75,7 +100,7 @@ impl Sentinels {
         sentinel: &Address,
         settings: &ConnectionSettings,
         deadline: Instant,
-    ) -> Result<(Address, Connection), ConnectError> {
+    ) -> Result<SentinelAnswer, ConnectError> {
         let params = &settings.params;
         let login = &params.sentinel_login;
         let mut connection = match Connection::open_as(sentinel, settings, login, 0, deadline).await
@@ -91,22 +116,20 @@ impl Sentinels {
         let mut query = Commands::new();
         query.add(&["SENTINEL", "GET-MASTER-ADDR-BY-NAME", &self.service]);
         query.add(&["SENTINEL", "SENTINELS", &self.service]);
+        query.add(&["SENTINEL", "MASTER", &self.service]);
         let replies = connection.request_until(query, deadline).await?;
         let primary = self.read(&replies, sentinel)?;
-        self.learn(sentinel, others(&replies));
-        Ok((primary, connection))
+        self.learn(others(&replies));
+        Ok(SentinelAnswer { primary, epoch: config_epoch(&replies), connection })
     }
 
-    /// Remembers the Sentinels that this one named, and asks it first the next time.
-    fn learn(&self, answered: &Address, others: Vec<Address>) {
+    /// Remembers the Sentinels that another one named.
+    fn learn(&self, others: Vec<Address>) {
         let mut known = self.lock();
         for address in others {
             if known.len() < SENTINELS_MAX && !known.contains(&address) {
                 known.push(address);
             }
-        }
-        if let Some(position) = known.iter().position(|address| address == answered) {
-            known[..=position].rotate_right(1);
         }
     }
 
@@ -140,9 +163,8 @@ impl Sentinels {
         deadline: Instant,
     ) -> Result<PubSubConnection, String> {
         let timeout = settings.liveness.ping_timeout;
-        let asked = self.ask(settings, deadline).await;
-        let (_, connection) = asked.map_err(|error| error.to_string())?;
-        let mut subscription = PubSubConnection::new(connection, timeout);
+        let answer = self.ask(settings, deadline).await.map_err(|error| error.to_string())?;
+        let mut subscription = PubSubConnection::new(answer.connection, timeout);
         subscription
             .subscribe(SWITCH_CHANNEL, deadline)
             .await
@@ -211,4 +233,19 @@ fn others(replies: &RespReplies) -> Vec<Address> {
         Ok(found)
     };
     read(&mut replies.cursor()).unwrap_or_default()
+}
+
+/// The configuration epoch in the reply of `SENTINEL MASTER`; 0 if it cannot be read.
+fn config_epoch(replies: &RespReplies) -> u64 {
+    let read = |cursor: &mut Cursor<'_>| -> Result<u64, super::error::ReplyError> {
+        cursor.skip(2)?;
+        for _ in 0..cursor.array()? / 2 {
+            match cursor.text()? {
+                b"config-epoch" => return cursor.digits(),
+                _ => cursor.skip(1)?,
+            }
+        }
+        Ok(0)
+    };
+    read(&mut replies.cursor()).unwrap_or(0)
 }

@@ -1,13 +1,13 @@
 //! Settles delivered entries in one atomic step per stream.
 //!
 //! Guarantees: a follow-up is written before or with the acknowledgement; if it cannot be written, the entry stays pending.
-//! A follow-up in another slot of a cluster is written first, so a crash in between causes a duplicate, never a loss.
+//! A follow-up in another slot of a cluster is written first, once for each consumer however often it settles the entry; if the
+//! consumer dies in between, the next one writes it again: a duplicate, never a loss.
 
 use std::collections::HashSet;
 use std::time::Duration;
 
 use super::RedisBackend;
-use super::append::{add_appends, read_appends};
 use super::client::Idempotency;
 use super::command::Commands;
 use super::error::ReplyError;
@@ -15,11 +15,16 @@ use super::reply::Cursor;
 use super::streams::{epoch_text, fenced, millis};
 use super::{keys, msgpack, scripts};
 use crate::delays::DueTime;
-use crate::entry::{EntryId, Fields};
+use crate::entry::EntryId;
 use crate::error::{Result, StreamError};
 use crate::leases::Fence;
 use crate::name::StreamName;
-use crate::streams::{SettleAction, SettleBatch, SettleResult, Settlement};
+use crate::streams::{
+    IdempotentEntry, Retention, SettleAction, SettleBatch, SettleResult, Settlement,
+};
+
+/// How long a server remembers that a follow-up was written. Longer than a consumer waits between two attempts.
+const FOLLOW_UP_ID_TTL: Duration = Duration::from_secs(600);
 
 impl RedisBackend {
     pub(super) async fn settle_entries(&self, settle: SettleBatch<'_>) -> Result<SettleResult> {
@@ -174,7 +179,7 @@ impl RedisBackend {
             replies.cursor().list(Cursor::id).map_err(|error| settle_error(error, settle))?;
         let held: HashSet<EntryId> = held.into_iter().collect();
 
-        let mut targets: Vec<(&StreamName, Vec<&Fields>)> = Vec::new();
+        let mut targets: Vec<(&StreamName, Vec<IdempotentEntry>)> = Vec::new();
         let mut seen = HashSet::new();
         for entry in moving {
             // An entry listed twice gets one follow-up.
@@ -182,18 +187,16 @@ impl RedisBackend {
                 continue;
             }
             if let SettleAction::Append { to, fields } = &entry.action {
+                let id = keys::follow_up_id(settle, entry.id);
+                let follow_up = IdempotentEntry { id, fields: fields.clone() };
                 match targets.iter_mut().find(|(target, _)| *target == to) {
-                    Some((_, list)) => list.push(fields),
-                    None => targets.push((to, vec![fields])),
+                    Some((_, list)) => list.push(follow_up),
+                    None => targets.push((to, vec![follow_up])),
                 }
             }
         }
-        for (target, all) in targets {
-            let mut commands = Commands::new();
-            add_appends(&mut commands, target, all.iter().copied());
-            let replies = self.append_all(target, commands).await?;
-            let appended = read_appends(&mut replies.cursor(), all.len());
-            appended.map_err(|error| error.into_stream_error(target))?;
+        for (target, follow_ups) in targets {
+            self.append_new(target, &follow_ups, FOLLOW_UP_ID_TTL, &Retention::KEEP_ALL).await?;
         }
         Ok(held)
     }

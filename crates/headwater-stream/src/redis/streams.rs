@@ -50,21 +50,7 @@ impl Streams for RedisBackend {
         if entries.is_empty() {
             return self.client.check_open().map(|()| Vec::new());
         }
-        let mut keys = vec![stream.to_string()];
-        keys.extend(entries.iter().map(|entry| keys::once(stream, &entry.id)));
-        let mut commands = Commands::new();
-        commands.script(&scripts::APPEND_ONCE, &keys, 1 + entries.len());
-        commands.arg_number(millis(keep));
-        entries.iter().for_each(|entry| commands.arg(msgpack::fields(&entry.fields)));
-        let trims = self.add_trim(&mut commands, stream, entries.len(), retention);
-        let replies = self.call(stream, commands, Idempotency::Idempotent).await?;
-        let mut cursor = replies.cursor();
-        let appended = read_appended(&mut cursor, entries.len());
-        let appended = appended.map_err(|error| error.into_stream_error(stream))?;
-        if trims {
-            self.record_trim(stream, &mut cursor);
-        }
-        Ok(appended)
+        self.append_new(stream, entries, keep, retention).await
     }
 
     async fn appended(&self, stream: &StreamName, ids: &[&str]) -> Result<Vec<Option<EntryId>>> {
@@ -453,15 +439,6 @@ pub(super) fn epoch_text(fence: Option<&crate::leases::Fence>) -> String {
 /// Whole milliseconds.
 pub(super) fn millis(duration: Duration) -> u64 {
     u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
-}
-
-fn read_appended(
-    cursor: &mut Cursor<'_>,
-    entries: usize,
-) -> Result<Vec<AppendedEntry>, ReplyError> {
-    cursor.array_of(entries * 2)?;
-    let mut read = || Ok(AppendedEntry { id: cursor.id()?, duplicate: cursor.number()? == 1 });
-    (0..entries).map(|_| read()).collect()
 }
 
 fn read_reclaimed(replies: &RespReplies) -> Result<ReclaimResult, ReplyError> {
