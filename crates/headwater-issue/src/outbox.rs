@@ -106,6 +106,10 @@ pub enum DeliverError {
     /// target for [`HOLD_PAUSE`], then retry, and count no attempt, however often.
     #[error("{0}")]
     Held(String),
+    /// The target denies access to what this row belongs to, and an operator must fix it: retry this row later, count no
+    /// attempt, however often. Other rows of the target do not wait.
+    #[error("{0}")]
+    Denied(String),
     /// The delivery cannot succeed: the row is dead.
     #[error("{0}")]
     Dead(String),
@@ -382,9 +386,14 @@ impl Inner {
             }
             Some(Ok(Err(DeliverError::Held(error)))) => {
                 error!(integration = row.integration, %error, "replies are held until an operator has fixed the cause; they are retried by themselves");
-                let after = HOLD_PAUSE * row.deliveries.clamp(1, 10);
-                let delivery = OutboxDelivery::Unavailable { after, error };
+                let delivery = OutboxDelivery::Unavailable { after: hold_delay(row), error };
                 return (delivery, TargetResponse::Paused(HOLD_PAUSE));
+            }
+            Some(Ok(Err(DeliverError::Denied(error)))) => {
+                error!(integration = row.integration, issue_id = %row.issue_id, %error, "a reply is held until an operator has granted access; it is retried by itself");
+                let delivery = OutboxDelivery::Unavailable { after: hold_delay(row), error };
+                // Fewer slots, so that denied rows delay others little; no pause.
+                return (delivery, TargetResponse::Failed);
             }
             Some(Ok(Err(DeliverError::Retry(error)))) => error,
             Some(Err(panic)) => format!("the deliverer panicked: {}", panic_text(panic.as_ref())),
@@ -455,6 +464,11 @@ impl Inner {
         debug!(issue_id = %row.issue_id, outbox_id = %row.id, result, "delivery ended");
         counter!(OUTBOX_DELIVERIES, "kind" => row.kind.as_str(), "result" => result).increment(1);
     }
+}
+
+/// Delay of a row that is held: longer the more often it was.
+fn hold_delay(row: &OutboxRow) -> Duration {
+    HOLD_PAUSE * row.deliveries.clamp(1, 10)
 }
 
 /// Polls `future` before `deadline` only, and returns `None` if it does not end by then. `timeout` would poll it once

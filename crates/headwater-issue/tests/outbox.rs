@@ -374,6 +374,26 @@ async fn a_held_target_gets_no_deliveries_and_no_row_of_it_dies() -> Result<()> 
     Ok(())
 }
 
+#[tokio::test]
+async fn denied_rows_do_not_delay_the_other_rows_of_their_target() -> Result<()> {
+    let system = System::at(&Backends::in_memory()).await?;
+    backlog(&system, "one", 40).await?;
+    // They are due first.
+    let denied = |row: &OutboxRow| match row.external_issue_id.parse() {
+        Ok(0..20) => Err(DeliverError::Denied("403 Forbidden".into())),
+        _ => Ok(()),
+    };
+    let retry = IssueRetryPolicy { attempts_max: 1, ..IssueRetryPolicy::default() };
+    let deliverer = RecordingDeliverer::new(denied);
+    let config = OutboxConfig { per_target: 2, retry, ..config() };
+    let outbox = system.outbox(deliverer.clone(), config)?;
+    outbox.run_once().await?;
+    assert_eq!(deliverer.seen().len(), 40, "each was tried once");
+    assert!(system.store.dead_outbox(None, 10).await?.is_empty(), "no attempt is counted");
+    assert_eq!(system.store.backlog().await?.outbox_pending, 20);
+    Ok(())
+}
+
 /// Waits at a gate per issue, and records the delivered rows.
 #[derive(Clone, Default)]
 struct Slow {

@@ -243,6 +243,29 @@ async fn effects_of_tools_wait_for_the_approval_too() -> Result<()> {
     Ok(())
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn a_hand_over_whose_draft_is_outdated_or_rejected_does_not_silence_the_desk() -> Result<()> {
+    let (_, url) = Receiver::start().await?;
+    let place = place(&url, "mode = \"draft\"")?;
+    let server = serve(&place, SQLITE)?;
+    let human = "I want to speak to a human";
+    ask(&server, 1, human).await?;
+    let first = pending(&server, 1, 0).await?;
+    assert_eq!(first["effects"], json!(["hand_over"]), "{first:#}");
+
+    // The user writes again before a person has decided: another draft follows.
+    comment(&server, 1, "Hello?").await?;
+    let second = pending(&server, 1, id(&first)).await?;
+    let (_, outdated) = server.get(&format!("/api/v1/drafts/{}", id(&first))).await?;
+    assert_eq!(outdated["status"], "outdated", "{outdated:#}");
+
+    // A person rejects it: the desk goes on with the next message.
+    assert_eq!(decide(&server, id(&second), "reject", json!({"reason": "No."})).await?.0, 200);
+    comment(&server, 1, "Where is my parcel?").await?;
+    pending(&server, 1, id(&second)).await?;
+    Ok(())
+}
+
 async fn pending_of_issue(server: &Server, issue: &Value) -> Result<Value> {
     let path = format!("/api/v1/drafts?status=pending&issue_id={issue}");
     let page = server.until(&path, |_, body| body["drafts"] != json!([])).await?;

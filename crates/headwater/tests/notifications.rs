@@ -17,7 +17,7 @@ use headwater::outbound::sign;
 use headwater::tickets::TicketEventType;
 use headwater_issue::DeliverError;
 use headwater_queue::Queue;
-use headwater_stream::{Fields, GroupStart, Retention, StreamName};
+use headwater_stream::{Fields, GroupStart, Range, Retention, StreamName};
 use headwater_testkit::{Proxy, Redis, RedisReply};
 use serde_json::{Value, json};
 use tokio_util::sync::CancellationToken;
@@ -273,6 +273,7 @@ impl NotificationSink for ScriptedSink {
             "fails once" if times == 1 => Err(DeliverError::Retry("not yet".into())),
             "hangs once" if times == 1 => std::future::pending().await,
             "rejected" => Err(DeliverError::Dead("not wanted".into())),
+            "denied" => Err(DeliverError::Denied("response 403".into())),
             _ => Ok(()),
         }
     }
@@ -342,5 +343,39 @@ fn a_server_with_an_invalid_notification_does_not_start() -> Result<()> {
             "{shown}"
         );
     }
+    Ok(())
+}
+
+/// The clock of the process is paused: it advances whenever everything waits.
+#[tokio::test(start_paused = true)]
+async fn an_event_that_is_denied_while_others_are_accepted_becomes_a_dead_letter() -> Result<()> {
+    let streams = headwater_stream::connect("embedded:memory", &Default::default()).await?;
+    let queue = Queue::new(Arc::clone(&streams));
+    let stream = StreamName::new("ticket_events")?;
+    // One less than are sent concurrently.
+    let contents = [&["denied"; 7][..], &["fine"; 3]].concat();
+    for content in contents {
+        let event = json!({"event_type": "MESSAGE_RECEIVED", "ticket_id": Uuid::new_v4(), "message_id": Uuid::new_v4(), "content": content});
+        let fields = Fields::new([("data", event.to_string())]);
+        streams.append(&stream, &[fields], &Retention::KEEP_ALL).await?;
+    }
+    let (sink, shutdown) = (ScriptedSink::default(), CancellationToken::new());
+    let config =
+        NotificationConfig { start: GroupStart::Beginning, ..NotificationConfig::new("chat") };
+    let forwarder = NotificationForwarder::new(config, Arc::new(sink.clone()), shutdown.clone());
+    let forwarder = forwarder.map_err(anyhow::Error::msg)?;
+    let running = {
+        let queue = queue.clone();
+        tokio::spawn(async move { forwarder.run(&queue).await })
+    };
+    let started = tokio::time::Instant::now();
+    let dead_letters = StreamName::new("ticket_events:dlq")?;
+    while streams.range(&dead_letters, Range::first(10)).await?.len() < 7 {
+        ensure!(started.elapsed() < Duration::from_secs(60 * 60), "{:?}", sink.calls());
+        tokio::time::sleep(Duration::from_secs(10)).await;
+    }
+    shutdown.cancel();
+    running.await?;
+    assert_eq!(sink.calls().iter().filter(|(content, _)| content == "fine").count(), 3);
     Ok(())
 }

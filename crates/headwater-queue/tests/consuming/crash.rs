@@ -1,10 +1,14 @@
 //! Processes that crash while they handle messages.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Result;
 use headwater_queue::{ConsumerConfig, Mode, Outcome, Queue, QueueConfig};
-use headwater_stream::{LeaseRenewerConfig, Options, connect};
+use headwater_stream::{
+    Backend, EntryId, GroupName, LeaseRenewerConfig, Options, PendingDeliveryQuery, StreamName,
+    connect,
+};
 use headwater_testkit::{Child, Redis};
 
 use crate::fixture::{Fixture, GROUP, TIMEOUT, eventually, text};
@@ -29,31 +33,57 @@ fn victim() -> Result<()> {
         let topic = std::env::var("TOPIC")?;
         let mode = if std::env::var("MODE")? == "Shared" { Mode::Shared } else { Mode::Owned };
         let backend = connect(&url, &Options::default()).await?;
-        let queue = Queue::with_config(backend, short_leases())?;
-        let handler = async |message: headwater_queue::Message| match message.payload.as_ref() {
-            b"poison" => {
-                println!("DYING at delivery {}", message.deliveries);
-                std::process::abort();
+        let queue = Queue::with_config(Arc::clone(&backend), short_leases())?;
+        let described = queue.topics().describe(&topic).await?;
+        let stream = StreamName::new(&described.partitions[0].stream_key)?;
+        let handler = move |message: headwater_queue::Message| {
+            let (backend, stream) = (Arc::clone(&backend), stream.clone());
+            async move {
+                match message.payload.as_ref() {
+                    b"poison" => {
+                        // What finished before is not in flight when the process dies.
+                        wait_until_first(backend, stream, message.id).await?;
+                        println!("DYING at delivery {}", message.deliveries);
+                        std::process::abort();
+                    }
+                    b"hang" => {
+                        println!("HANGING");
+                        std::future::pending::<()>().await;
+                    }
+                    _ => {}
+                }
+                anyhow::Ok(Outcome::Done)
             }
-            b"hang" => {
-                println!("HANGING");
-                std::future::pending::<()>().await;
-            }
-            _ => {}
         };
         let config = ConsumerConfig { mode, ..Default::default() };
-        let _subscription = queue.subscribe(&topic, GROUP, wrap(handler), config).await?;
+        let _subscription = queue.subscribe(&topic, GROUP, handler, config).await?;
         std::future::pending::<()>().await;
         Ok(())
     })
 }
 
-fn wrap<F, Fut>(handle: F) -> impl Fn(headwater_queue::Message) -> Fut + Send + Sync + 'static
-where
-    F: Fn(headwater_queue::Message) -> Fut + Send + Sync + 'static,
-    Fut: Future + Send,
-{
-    handle
+/// Waits until no message before this one is pending.
+async fn wait_until_first(
+    backend: Arc<dyn Backend>,
+    stream: StreamName,
+    id: EntryId,
+) -> Result<()> {
+    let group = GroupName::new(GROUP)?;
+    loop {
+        let query = PendingDeliveryQuery {
+            stream: &stream,
+            group: &group,
+            consumer: None,
+            min_idle: Duration::ZERO,
+            after: None,
+            count: 1,
+        };
+        let pending = backend.pending(query).await?;
+        if pending.first().is_none_or(|oldest| oldest.id >= id) {
+            return Ok(());
+        }
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
 }
 
 fn spawn(fixture: &Fixture, mode: &str) -> Result<Child> {

@@ -16,9 +16,11 @@ use tokio::time::Instant;
 use crate::fixture::{Fixture, GROUP, eventually, text};
 
 const PARTITIONS: u16 = 12;
-/// A partition of a healthy server may stand still for as long as a hand-over takes, never for the lifetime of a lease (3 s)
-/// or the deadline of a call (5 s).
+/// How much longer than before the fault a partition of a healthy server may stand still: as long as a hand-over takes, never
+/// for the lifetime of a lease (3 s) or the deadline of a call (5 s).
 const STOP_MAX: Duration = Duration::from_secs(2);
+/// How long messages are sent before the fault, to know how long they wait on this machine anyway.
+const BASELINE: Duration = Duration::from_secs(2);
 /// Messages of this round become dead letters.
 const POISON: &str = "poison";
 
@@ -185,8 +187,25 @@ impl ShardFixture {
         counts.report(test)
     }
 
+    /// Sends to all partitions before the fault. Returns the longest time until a message was handled.
+    async fn baseline(&self) -> Result<Duration> {
+        let waited = self.longest_wait("baseline", BASELINE).await?;
+        println!("before the fault, a message waited up to {waited:?}");
+        Ok(waited)
+    }
+
     /// Sends to the healthy partitions for this long. Each message must be handled soon.
-    async fn keep_sending(&self, name: &str, limit: Duration) -> Result<()> {
+    async fn keep_sending(&self, name: &str, limit: Duration, baseline: Duration) -> Result<()> {
+        let waited = self.longest_wait(name, limit).await?;
+        let mut counts = self.counts.lock().expect("no panic");
+        counts.longest_stop = counts.longest_stop.max(waited);
+        let max = baseline + STOP_MAX;
+        assert!(waited < max, "a message of `{name}` was handled after {waited:?}, not {max:?}");
+        Ok(())
+    }
+
+    /// Sends to the healthy partitions for this long. Returns the longest time until a message was handled.
+    async fn longest_wait(&self, name: &str, limit: Duration) -> Result<Duration> {
         let (healthy, until) = (self.healthy(), Instant::now() + limit);
         let mut sent = Vec::new();
         for round in 0.. {
@@ -202,17 +221,13 @@ impl ShardFixture {
             self.wait_for(&healthy, round).await?;
         }
         let handled = self.handled.lock().expect("no panic");
+        let mut longest = Duration::ZERO;
         for (round, sent) in sent {
             for partition in &healthy {
-                let Handled { at, .. } = handled[&format!("{partition} {round}")];
-                let took = at - sent;
-                let mut counts = self.counts.lock().expect("no panic");
-                counts.longest_stop = counts.longest_stop.max(took);
-                drop(counts);
-                assert!(took < STOP_MAX, "`{partition} {round}` was handled after {took:?}");
+                longest = longest.max(handled[&format!("{partition} {round}")].at - sent);
             }
         }
-        Ok(())
+        Ok(longest)
     }
 }
 
@@ -225,12 +240,13 @@ async fn healthy_partitions_go_on_without_a_dead_server(mode: Mode) -> Result<()
     eventually("it has all partitions", async || Ok(first.stats().partitions == all.len())).await?;
     shards.send(&all, "before").await?;
     shards.wait_for(&all, "before").await?;
+    let baseline = shards.baseline().await?;
 
     let (primary, replica) = shards.victims()?;
     replica.kill9()?;
     primary.kill9()?;
     // Longer than the lease of its partitions.
-    shards.keep_sending("dead", Duration::from_secs(8)).await?;
+    shards.keep_sending("dead", Duration::from_secs(8), baseline).await?;
 
     let second_queue = shards.fixture.second_queue().await?;
     let second = shards.subscribe(&second_queue, 2, mode).await?;
@@ -241,7 +257,7 @@ async fn healthy_partitions_go_on_without_a_dead_server(mode: Mode) -> Result<()
         })
         .await?;
     }
-    shards.keep_sending("joined", Duration::from_secs(5)).await?;
+    shards.keep_sending("joined", Duration::from_secs(5), baseline).await?;
     let by = |consumer| {
         let handled = shards.handled.lock().expect("no panic");
         handled.values().filter(|handled| handled.by == consumer).count()
@@ -290,9 +306,10 @@ async fn healthy_partitions_go_on_during_a_fail_over() -> Result<()> {
     let subscription = shards.subscribe(&shards.fixture.queue, 1, Mode::Owned).await?;
     shards.send(&all, "before").await?;
     shards.wait_for(&all, "before").await?;
+    let baseline = shards.baseline().await?;
 
     shards.victims()?.0.kill9()?;
-    shards.keep_sending("failing over", Duration::from_secs(9)).await?;
+    shards.keep_sending("failing over", Duration::from_secs(9), baseline).await?;
     shards.cluster.wait_until_ok(Duration::from_secs(60))?;
     shards.send(&all, "after").await?;
     shards.wait_for(&all, "after").await?;
@@ -316,6 +333,7 @@ async fn messages_are_acknowledged_without_the_server_of_the_dead_letters(
     let subscription = queue.subscribe(topic, GROUP, handler, config).await?;
     shards.send(&healthy, "before").await?;
     shards.wait_for(&healthy, "before").await?;
+    let baseline = shards.baseline().await?;
 
     let (primary, replica) = shards.victims()?;
     replica.kill9()?;
@@ -330,7 +348,7 @@ async fn messages_are_acknowledged_without_the_server_of_the_dead_letters(
     shards.send(&healthy, POISON).await?;
     shards.wait_for(&healthy, POISON).await?;
     // Longer than the deadline of the call that writes a dead letter.
-    shards.keep_sending("dead", Duration::from_secs(7)).await?;
+    shards.keep_sending("dead", Duration::from_secs(7), baseline).await?;
     eventually("only the dead letters are pending", async || {
         Ok(pending().await?.into_iter().all(|pending| pending == 1))
     })
@@ -374,13 +392,14 @@ async fn a_new_consumer_waits_for_the_server_of_the_metadata_and_others_go_on() 
     shards.send(&all, "before").await?;
     shards.wait_for(&all, "before").await?;
     let second_queue = shards.fixture.second_queue().await?;
+    let baseline = shards.baseline().await?;
 
     let (primary, replica) = shards.victims()?;
     replica.kill9()?;
     primary.kill9()?;
     let joining = shards.subscribe(&second_queue, 2, Mode::Owned);
     // Longer than the lease of its partitions, and than the deadline of a call.
-    let sending = shards.keep_sending("dead", Duration::from_secs(6));
+    let sending = shards.keep_sending("dead", Duration::from_secs(6), baseline);
     let (joined, sent) = tokio::join!(joining, sending);
     sent?;
     let error = joined.expect_err("the layout of the topic is unknown");

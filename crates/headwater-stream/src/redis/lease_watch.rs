@@ -62,6 +62,8 @@ impl RedisLeaseWatch {
         let mut failure = None;
         for (index, node) in nodes.iter().enumerate() {
             let is_first = releases.is_none();
+            // One each: a server that does not answer must not use up the time of the others.
+            let deadline = client.deadline();
             match listener.subscribe(&mut subscriptions, node, index, is_first, deadline).await {
                 Ok(subscribed) => {
                     releases = releases.or(Some(index));
@@ -147,9 +149,8 @@ impl WatchedNodes {
                 }
                 () = tokio::time::sleep(pause) => {}
             }
-            let deadline = client.deadline();
             if client.is_cluster() {
-                client.refresh_slots(None, deadline).await;
+                client.refresh_slots(None, client.deadline()).await;
                 let now = client.primaries();
                 let same = |a: &Arc<Node>, b: &Arc<Node>| a.address() == b.address();
                 let is_known = |node: &Arc<Node>| self.nodes.iter().any(|known| same(node, known));
@@ -170,6 +171,7 @@ impl WatchedNodes {
                 let Some(node) = self.nodes.get(index) else { continue };
                 let releases = self.releases.is_none_or(|known| known == index);
                 let subscriptions = &mut self.subscriptions;
+                let deadline = client.deadline();
                 match listener.subscribe(subscriptions, node, index, releases, deadline).await {
                     Ok(subscribed) => {
                         listener.publish(lagged());

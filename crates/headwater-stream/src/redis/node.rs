@@ -52,6 +52,9 @@ struct NodeConnection {
     renew_at: Option<Instant>,
     /// The server of the last connection.
     primary: Option<Address>,
+    /// The primary that Sentinel announced last, and how often it announced one.
+    announced: Option<Address>,
+    announcements: u64,
     /// Shared with the dedicated connections; set when another server became the primary.
     retired: Arc<AtomicBool>,
 }
@@ -156,9 +159,15 @@ impl Node {
         std::mem::take(&mut shared.retired).store(true, Ordering::Relaxed);
     }
 
-    /// Leaves a server that is no longer the primary, although it may still accept writes.
+    /// Leaves a server that is no longer the primary, although it may still accept writes. An attempt to connect to it that
+    /// began before fails.
     pub(super) fn on_primary(&self, primary: &Address) {
-        let connected = self.lock().primary.clone();
+        let connected = {
+            let mut shared = self.lock();
+            shared.announced = Some(primary.clone());
+            shared.announcements += 1;
+            shared.primary.clone()
+        };
         if let Some(old) = connected.filter(|connected| connected != primary) {
             info!(%old, new = %primary, "Sentinel named another primary; connections are replaced");
             self.reset();
@@ -212,23 +221,34 @@ impl Node {
         let node = Arc::clone(self);
         let attempt = tokio::spawn(async move {
             let _guard = guard;
+            let announcements = node.lock().announcements;
             match node.open(deadline).await {
-                Ok(connection) => Ok(node.share(connection)),
+                Ok(connection) => node.share(connection, announcements),
                 Err(error) => node.keep_unrenewed(error),
             }
         });
         attempt.await.unwrap_or_else(|ended| Err(self.unreachable(io::Error::other(ended))))
     }
 
-    fn share(&self, connection: Connection) -> MultiplexedConnection {
+    /// Shares a connection, unless Sentinel has announced another primary since the attempt began, after so many
+    /// announcements.
+    fn share(
+        &self,
+        connection: Connection,
+        announcements: u64,
+    ) -> Result<MultiplexedConnection, ConnectError> {
         let (renew_at, address) = (connection.renew_at(), connection.address().clone());
-        let (connection, task) = MultiplexedConnection::new(connection, self.settings.liveness);
         let mut shared = self.lock();
+        if shared.announcements > announcements && shared.announced.as_ref() != Some(&address) {
+            let problem = "another server became the primary meanwhile".to_owned();
+            return Err(ConnectError::NotReady { address, problem });
+        }
+        let (connection, task) = MultiplexedConnection::new(connection, self.settings.liveness);
         shared.connection = Some(connection.clone());
         shared.task = Some(task);
         shared.renew_at = renew_at;
         shared.primary = Some(address);
-        connection
+        Ok(connection)
     }
 
     /// The old connection, if it still works: its credentials are renewed later.

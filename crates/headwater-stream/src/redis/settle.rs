@@ -23,8 +23,9 @@ use crate::streams::{
     IdempotentEntry, Retention, SettleAction, SettleBatch, SettleResult, Settlement,
 };
 
-/// How long a server remembers that a follow-up was written. Longer than a consumer waits between two attempts.
-const FOLLOW_UP_ID_TTL: Duration = Duration::from_secs(600);
+/// How long a server remembers that a follow-up was written. Longer than a consumer takes for two attempts, and not much longer: an
+/// operator may let the consumer handle the entry again.
+const FOLLOW_UP_ID_TTL: Duration = Duration::from_secs(60);
 
 impl RedisBackend {
     pub(super) async fn settle_entries(&self, settle: SettleBatch<'_>) -> Result<SettleResult> {

@@ -11,7 +11,7 @@ use super::error::ReplyError;
 use super::readers::{RedisGroupReader, RedisTailReader};
 use super::reply::{Cursor, RespReplies, parse_id};
 use super::sanitized_name;
-use super::{keys, msgpack, scripts, trim};
+use super::{keys, scripts, trim};
 use crate::entry::{DeliveredEntry, Entry, EntryId, Fields};
 use crate::error::{Result, StreamError};
 use crate::name::{ConsumerName, GroupName, MapName, StreamName};

@@ -36,6 +36,12 @@ pub struct ConversationEntry {
     /// Only for an answer of the desk: the draft that a person decides about. The next run learns what became of it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub draft: Option<Uuid>,
+    /// Only for a draft: the issue is handed over when it is sent.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub hands_over: bool,
+    /// Only for an answer of the desk: the user has never seen it (a note, or a draft that was rejected).
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub was_not_sent: bool,
 }
 
 /// The conversation as a run sees it.
@@ -121,9 +127,14 @@ impl Conversation {
     fn apply_draft_outcome(&mut self, outcome: &DraftOutcome) {
         let Some(last) = self.past.last_mut() else { return };
         (last.draft, last.unless_stale) = (None, false);
+        let hands_over = std::mem::take(&mut last.hands_over);
         match outcome {
-            DraftOutcome::Sent(text) => last.text.clone_from(text),
+            DraftOutcome::Sent(text) => {
+                last.text.clone_from(text);
+                self.handed_over |= hands_over;
+            }
             DraftOutcome::Rejected(reason) => {
+                last.was_not_sent = true;
                 let reason =
                     reason.as_deref().map_or(String::new(), |reason| format!(": {reason}"));
                 let name = format!("draft that was not sent, a person rejected it{reason}");
@@ -164,6 +175,12 @@ impl Conversation {
     fn add_pending(&mut self, entry: ConversationEntry) {
         self.handed_over |= entry.author == Author::Agent;
         self.pending.push(entry);
+    }
+
+    /// Whether the user has seen no answer of the desk yet.
+    pub fn is_first_contact(&self) -> bool {
+        let mut answers = self.past.iter().filter(|entry| entry.author == Author::Assistant);
+        answers.all(|answer| answer.was_not_sent)
     }
 
     /// The newest message that wants an answer.
@@ -237,6 +254,8 @@ fn user_message(name: Option<&str>, content: &str) -> EventMeaning {
         unless_stale: false,
         association: None,
         draft: None,
+        hands_over: false,
+        was_not_sent: false,
     })
 }
 

@@ -215,7 +215,17 @@ fn a_conversation_is_restored_and_drops_only_its_oldest_entries() {
 
 fn entry(author: Author, text: &str, unless_stale: bool) -> ConversationEntry {
     let (text, at) = (text.to_owned(), "then".to_owned());
-    ConversationEntry { author, name: None, text, at, unless_stale, association: None, draft: None }
+    ConversationEntry {
+        author,
+        name: None,
+        text,
+        at,
+        unless_stale,
+        association: None,
+        draft: None,
+        hands_over: false,
+        was_not_sent: false,
+    }
 }
 
 /// An issue with this history.
@@ -345,4 +355,31 @@ fn the_messages_of_an_outdated_draft_are_pending_again_and_those_of_a_decided_on
     assert_eq!((texts(&thread.past), texts(&thread.pending)), (vec!["one", "to one"], vec!["two"]));
     assert!(thread.past[1].name.as_ref().unwrap().contains("not sent, a person rejected it: rude"));
     assert!(thread.past.iter().all(|entry| entry.draft.is_none()));
+}
+
+#[test]
+fn a_draft_hands_the_issue_over_when_it_is_sent_and_not_before() {
+    let past = [
+        entry(Author::User, "one", false),
+        ConversationEntry {
+            draft: Some(Uuid::now_v7()),
+            hands_over: true,
+            ..entry(Author::Assistant, "a person takes over", true)
+        },
+    ];
+    let issue = answered(&past);
+    let policy = IntegrationPolicy::default();
+    let load = |outcome: &DraftOutcome| {
+        Conversation::load(&issue, &[said(11, "two")], COMPLETED, &policy, Some(outcome))
+    };
+    for (outcome, handed_over) in [
+        (DraftOutcome::Sent("a person takes over".to_owned()), true),
+        (DraftOutcome::Rejected(None), false),
+        (DraftOutcome::Outdated, false),
+    ] {
+        let thread = load(&outcome);
+        assert_eq!(thread.handed_over, handed_over, "{outcome:?}");
+        assert_eq!(thread.needs_answer, !handed_over, "{outcome:?}");
+        assert_eq!(thread.is_first_contact(), !handed_over, "{outcome:?}");
+    }
 }

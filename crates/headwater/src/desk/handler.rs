@@ -480,6 +480,9 @@ impl Desk {
             DeskReply { content, message_id, session_id, up_to, run }
         };
         let draft_id = (mode == ReplyMode::Draft).then(Uuid::now_v7);
+        // The hand-over of a ticket is only seen by us; everything else needs the approval.
+        let is_ticket = run.issue().provider == "desk";
+        let hands_over_later = hands_over && mode == ReplyMode::Draft && !is_ticket;
         let run_metrics = self.run_metrics(run, outcome.usage);
         let answer = ConversationEntry {
             author: Author::Assistant,
@@ -489,6 +492,8 @@ impl Desk {
             unless_stale,
             association: None,
             draft: draft_id,
+            hands_over: hands_over_later,
+            was_not_sent: mode == ReplyMode::Note,
         };
         let mut resolution = record_only(conversation, Some(&answer));
         let hand_over_reason = outcome.effects.iter().find_map(|effect| match effect {
@@ -497,8 +502,8 @@ impl Desk {
         });
         let fields = json!({
             "session_id": session_id, "user_id": conversation.user_id,
-            "handed_over": (hands_over || conversation.handed_over).then_some(true),
-            "hand_over_reason": hand_over_reason,
+            "handed_over": (hands_over && !hands_over_later || conversation.handed_over).then_some(true),
+            "hand_over_reason": hand_over_reason.filter(|_| !hands_over_later),
         });
         resolution.fields = Some(fields.to_string());
         let nothing = RunMetrics::default();
@@ -506,8 +511,6 @@ impl Desk {
             ToolEffect::HandOver { reason } => (ReplyTarget::HandOver, reason),
             ToolEffect::Close { reason } => (ReplyTarget::Close, reason),
         });
-        // The hand-over of a ticket is only seen by us; everything else needs the approval.
-        let is_ticket = run.issue().provider == "desk";
         let (now, later): (Vec<_>, Vec<_>) = effects.partition(|(target, _)| {
             mode == ReplyMode::Auto || is_ticket && *target == ReplyTarget::HandOver
         });
@@ -651,7 +654,7 @@ fn answer_context<'a>(conversation: &'a Conversation, tools: &'a [String]) -> An
     let hour = budget::now().as_millis() / (60 * 60 * 1000) % 24;
     AnswerContext {
         association: author.and_then(|author| author.association.as_deref()),
-        is_first_contact: !conversation.past.iter().any(|one| one.author == Author::Assistant),
+        is_first_contact: conversation.is_first_contact(),
         tools,
         texts: of_users.map(|entry| entry.text.as_str()).collect(),
         hour: u8::try_from(hour).unwrap_or_default(),

@@ -172,6 +172,8 @@ mod tests {
             at: "now".into(),
             association: None,
             draft: None,
+            hands_over: false,
+            was_not_sent: false,
             unless_stale: false,
         }
     }

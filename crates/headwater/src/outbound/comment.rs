@@ -112,21 +112,31 @@ impl<Authorize: Fn(RequestBuilder) -> RequestBuilder> CommentThread<Authorize> {
         content: &str,
     ) -> Result<(), DeliverError> {
         // An earlier attempt may have succeeded although its response was lost.
-        if row.deliveries > 1 && self.has_reply(client).await? {
+        if row.deliveries > 1 && self.has_reply(client, row).await? {
             return Ok(());
         }
         let post = (self.authorize)(client.post(&self.url))
             .header("idempotency-key", &row.idempotency_key)
             .json(&json!({"body": self.marker.body(content)}));
-        let response = http::exchange(client, post).await?;
+        self.send(client, row, post).await.map(drop)
+    }
+
+    /// Sends a request for the issue. The response is a success.
+    async fn send(
+        &self,
+        client: &Client,
+        row: &OutboxRow,
+        request: RequestBuilder,
+    ) -> Result<Response, DeliverError> {
+        let response = http::exchange(client, request).await?;
         if response.status() == StatusCode::NOT_FOUND && !self.is_project_visible(client).await? {
-            return Err(DeliverError::Held(format!(
+            return Err(DeliverError::Denied(format!(
                 "response 404 for `{}`: the project was deleted, or the token has lost access to it; \
                  grant the access, or set `reply_token_env` of the integration to another token",
                 row.external_project_id
             )));
         }
-        http::check_status(response).await.map(drop)
+        http::check_status(response).await
     }
 
     /// Whether the token may see the repository or project. Providers answer 404 instead of 403 for private ones.
@@ -140,7 +150,7 @@ impl<Authorize: Fn(RequestBuilder) -> RequestBuilder> CommentThread<Authorize> {
     }
 
     /// Whether the reply was posted.
-    async fn has_reply(&self, client: &Client) -> Result<bool, DeliverError> {
+    async fn has_reply(&self, client: &Client, row: &OutboxRow) -> Result<bool, DeliverError> {
         let key = &self.marker.idempotency_key;
         let signed_prefix = marker::signed_prefix(key, &self.marker.secret);
         let unsigned_prefix = marker::unsigned_prefix(key);
@@ -148,7 +158,7 @@ impl<Authorize: Fn(RequestBuilder) -> RequestBuilder> CommentThread<Authorize> {
         let mut unsigned: Vec<Comment> = Vec::new();
         for page in 1..=COMMENT_PAGES_MAX {
             let url = format!("{}?{}&per_page={PAGE}&page={page}", self.url, self.query);
-            let response = http::send(client, (self.authorize)(client.get(url))).await?;
+            let response = self.send(client, row, (self.authorize)(client.get(url))).await?;
             let has_next = has_next(&response);
             let comments: Vec<Comment> = read_json(response, "list of comments").await?;
             let is_last =
@@ -188,7 +198,9 @@ impl<Authorize: Fn(RequestBuilder) -> RequestBuilder> CommentThread<Authorize> {
         let us: Account = match account {
             Ok(response) => read_json(response, "account").await?,
             // An app token has no account; then only the HMAC counts.
-            Err(DeliverError::Dead(error) | DeliverError::Held(error)) => {
+            Err(
+                DeliverError::Dead(error) | DeliverError::Held(error) | DeliverError::Denied(error),
+            ) => {
                 warn!(
                     error,
                     "account of the token is unknown; comments with an invalid marker are ignored"

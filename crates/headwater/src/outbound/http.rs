@@ -1,8 +1,8 @@
 //! Sends a request and classifies the response for a delivery.
 //!
 //! Upstream: the deliverers. Guarantees: 4xx is permanent, except 408, 425, 429 and a 403 caused by a rate limit; 5xx
-//! and network errors are retried. 401, 403 and a redirect to another host concern the integration: its replies are held
-//! until an operator has fixed its token or address. `Retry-After` and the rate limits of GitHub and GitLab are honoured. Redirects are
+//! and network errors are retried. 401 and a redirect to another host concern the integration: its replies are held
+//! until an operator has fixed its token or address. 403 may concern one project or one text: only this reply waits. `Retry-After` and the rate limits of GitHub and GitLab are honoured. Redirects are
 //! followed with the same method and body, on the same host only, so that credentials are not sent elsewhere. Error
 //! messages contain no address and no token.
 
@@ -112,22 +112,18 @@ pub(super) async fn check_status(response: Response) -> Result<Response, Deliver
             DeliverError::Paused { problem, after: SECONDARY_LIMIT_PAUSE }
         }
         (true, None) => DeliverError::Retry(problem),
-        (false, _) if is_integration_problem(status, &body) => DeliverError::Held(problem),
+        (false, _) if status == StatusCode::UNAUTHORIZED => DeliverError::Held(problem),
+        (false, _) if status == StatusCode::FORBIDDEN && !is_closed(&body) => {
+            DeliverError::Denied(problem)
+        }
         (false, _) => DeliverError::Dead(problem),
     })
 }
 
-/// Whether the token of the integration is the problem, and not this reply. GitHub also sends 403 for a locked issue and
-/// an archived repository.
-fn is_integration_problem(status: StatusCode, body: &str) -> bool {
-    match status {
-        StatusCode::UNAUTHORIZED => true,
-        StatusCode::FORBIDDEN => {
-            let body = body.to_ascii_lowercase();
-            !["is locked", "archived"].iter().any(|word| body.contains(word))
-        }
-        _ => false,
-    }
+/// Whether a 403 is permanent: GitHub sends it for a locked issue and an archived repository.
+fn is_closed(body: &str) -> bool {
+    let body = body.to_ascii_lowercase();
+    ["is locked", "archived"].iter().any(|word| body.contains(word))
 }
 
 fn is_retryable(response: &Response) -> bool {
@@ -226,16 +222,10 @@ mod tests {
     }
 
     #[test]
-    fn a_locked_issue_is_not_a_problem_of_the_integration() {
-        let locked = "Unable to create comment because issue is locked.";
-        for (status, body, expected) in [
-            (StatusCode::UNAUTHORIZED, "Bad credentials", true),
-            (StatusCode::FORBIDDEN, "Resource not accessible by personal access token", true),
-            (StatusCode::FORBIDDEN, locked, false),
-            (StatusCode::NOT_FOUND, "Not Found", false),
-        ] {
-            assert_eq!(is_integration_problem(status, body), expected, "{status} {body}");
-        }
+    fn a_locked_issue_is_closed_and_a_missing_permission_is_not() {
+        assert!(is_closed("Unable to create comment because issue is locked."));
+        assert!(is_closed("Repository was archived so is read-only."));
+        assert!(!is_closed("Resource not accessible by personal access token"));
     }
 
     #[test]

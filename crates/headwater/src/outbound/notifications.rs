@@ -5,12 +5,13 @@
 //! analytics. Downstream: the receiver.
 //! Guarantees: an event is acknowledged after its receiver has accepted it, so that a crash repeats it under the same id (at
 //! least once). A failed attempt is repeated in place, with backoff, and adds no entry to the shared stream; at the attempt
-//! limit, or if the receiver rejects the event, it goes to `ticket_events:dlq`. A slow or failing receiver delays only its
-//! own group. Entries that are not ticket events are skipped: the group of the desk keeps them as dead letters.
+//! limit, or if the receiver rejects the event, it goes to `ticket_events:dlq`; so does an event that fails while the receiver
+//! accepts others, so that it does not keep them waiting. A slow or failing receiver delays only its own group. Entries that are not ticket events are skipped: the group of the desk keeps them as dead letters.
 //! Not here: replies of the desk, which the outbox delivers (`callback.rs`); order: the receiver may see events of a ticket
 //! in another order.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -48,6 +49,9 @@ pub const TIMEOUT_MAX: Duration = Duration::from_secs(10);
 const CONCURRENCY: usize = 8;
 /// Delays between attempts; with them, the default attempts take several hours.
 const BACKOFF: Backoff = Backoff::doubling(Duration::from_secs(1), Duration::from_secs(15 * 60));
+/// Attempts of an event that the receiver does not accept although it accepted others meanwhile. They take a quarter of an
+/// hour, in which the event keeps others waiting.
+const EVENT_ATTEMPTS_MAX: u32 = 10;
 /// Pause before an attempt that does not count is repeated, unless the receiver asked for another one.
 const UNCOUNTED_PAUSE: Duration = Duration::from_secs(30);
 /// Pause before an unavailable stream is tried again.
@@ -72,8 +76,8 @@ pub struct TicketNotification {
 #[async_trait]
 pub trait NotificationSink: Send + Sync + 'static {
     /// Handles one event. It is repeated until it succeeds, with the same id: an implementation with effects checks it. Of the
-    /// errors, `Retry` counts an attempt and `Dead` makes a dead letter at once; the others are repeated without a limit. A
-    /// call over [`NotificationConfig::timeout`] is dropped and counts an attempt.
+    /// errors, `Retry` and `Denied` count an attempt and `Dead` makes a dead letter at once; the others are repeated without a
+    /// limit. A call over [`NotificationConfig::timeout`] is dropped and counts an attempt.
     async fn notify(&self, notification: &TicketNotification) -> Result<(), DeliverError>;
 }
 
@@ -147,6 +151,8 @@ pub struct NotificationForwarder {
     config: Arc<NotificationConfig>,
     sink: Arc<dyn NotificationSink>,
     shutdown: CancellationToken,
+    /// Events that the receiver has accepted.
+    accepted: Arc<AtomicU64>,
 }
 
 impl std::fmt::Debug for NotificationForwarder {
@@ -165,7 +171,7 @@ impl NotificationForwarder {
         shutdown: CancellationToken,
     ) -> Result<Self, String> {
         config.validate()?;
-        Ok(Self { config: Arc::new(config), sink, shutdown })
+        Ok(Self { config: Arc::new(config), sink, shutdown, accepted: Arc::default() })
     }
 
     /// Runs until shutdown, then waits for requests in flight. Events that wait for their next attempt are released for other
@@ -211,17 +217,23 @@ impl NotificationForwarder {
             return self.counted("skipped", Outcome::Done);
         };
         let (mut attempts, mut delays) = (0, BACKOFF.timer());
+        let accepted_before = self.accepted.load(Ordering::Relaxed);
         loop {
             let sending = self.sink.notify(&notification);
             let sent = timeout(self.config.timeout, sending).await.unwrap_or_else(|_| {
                 Err(DeliverError::Retry(format!("no answer within {:?}", self.config.timeout)))
             });
             let (problem, pause) = match sent {
-                Ok(()) => return self.counted("delivered", Outcome::Done),
+                Ok(()) => {
+                    self.accepted.fetch_add(1, Ordering::Relaxed);
+                    return self.counted("delivered", Outcome::Done);
+                }
                 Err(DeliverError::Dead(problem)) => return self.dead_letter(message, &problem),
-                Err(DeliverError::Retry(problem)) => {
+                Err(DeliverError::Retry(problem) | DeliverError::Denied(problem)) => {
                     attempts += 1;
-                    if attempts >= self.config.attempts {
+                    let accepts_others = self.accepted.load(Ordering::Relaxed) > accepted_before;
+                    let is_event_at_fault = accepts_others && attempts >= EVENT_ATTEMPTS_MAX;
+                    if attempts >= self.config.attempts || is_event_at_fault {
                         let problem = format!("{problem} (attempt {attempts})");
                         return self.dead_letter(message, &problem);
                     }

@@ -76,6 +76,7 @@ impl HistoryRetention {
             self.tickets.delete_model_runs(keep).await?;
         }
         self.tickets.delete_old_usage().await?;
+        self.tickets.delete_budget_waits().await?;
         Ok((events, issues))
     }
 }

@@ -171,7 +171,8 @@ pub(crate) async fn end_leases_of_predecessor(
     store: &dyn Store,
 ) -> Result<Option<File>, CliError> {
     let Some(file) = sqlite_file(settings) else { return Ok(None) };
-    let mut path = file.into_os_string();
+    // The same lock for every path to the file. It exists: the store has opened it.
+    let mut path = std::fs::canonicalize(&file).unwrap_or(file).into_os_string();
     path.push(".lock");
     let path = PathBuf::from(path);
     let failed =

@@ -225,10 +225,11 @@ async fn select(
     list(connection, "drafts", SELECT, &parameters, read_draft).await
 }
 
-/// Drafts of an issue that wait for a decision, except one, get outdated.
+/// Drafts of an issue that wait for a decision get outdated by one for newer events. An operator may retry the row of an
+/// older draft: it does not outdate a newer one.
 const OUTDATE_OTHERS: &str =
     "UPDATE drafts SET status = 'outdated', decided_at = headwater_ms(headwater_now())
-     WHERE issue_id = $1 AND draft_id <> $2 AND status = 'pending'";
+     WHERE issue_id = $1 AND draft_id <> $2 AND status = 'pending' AND up_to <= $3";
 
 /// A draft gets outdated if it waits for a decision and its issue has newer events.
 const OUTDATE: &str =
@@ -294,6 +295,7 @@ impl Tickets {
         let (id, reply) = (draft_id.to_string(), &payload.reply);
         let effects = serde_json::to_string(&payload.effects).expect("texts are JSON");
         let run = run_json(&reply.run);
+        let up_to = reply.up_to.unwrap_or_default();
         let parameters = [
             (&id).into(),
             row.issue_id.0.into(),
@@ -304,12 +306,12 @@ impl Tickets {
             reply.session_id.as_deref().into(),
             (&payload.chosen_by).into(),
             run.as_deref().into(),
-            reply.up_to.unwrap_or_default().into(),
+            up_to.into(),
         ];
         let mut transaction = self.store.begin().await?;
         lock_issue(transaction.as_mut(), row.issue_id).await?;
         execute(transaction.connection(), "store_draft", insert, &parameters).await?;
-        let others = [row.issue_id.0.into(), (&id).into()];
+        let others = [row.issue_id.0.into(), (&id).into(), up_to.into()];
         execute(transaction.connection(), "store_draft", OUTDATE_OTHERS, &others).await?;
         execute(transaction.connection(), "store_draft", OUTDATE, &[(&id).into()]).await?;
         Ok(transaction.commit().await?)

@@ -99,7 +99,7 @@ impl Tickets {
              WHERE until_at > $1 AND tokens_max <
                  CASE budget WHEN 'day' THEN $2 WHEN 'user' THEN $3 ELSE $5 END::bigint
              ORDER BY issue_id LIMIT $4";
-        let delete = "DELETE FROM budget_waits WHERE issue_id = $1 OR until_at <= $2";
+        let delete = "DELETE FROM budget_waits WHERE issue_id = $1";
         let limits = [budget.day_tokens_max, budget.user_tokens_max, budget.strangers_tokens_max];
         let limits = limits.map(column);
         let mut released = 0;
@@ -123,7 +123,7 @@ impl Tickets {
                     Err(error) => return Err(error.into()),
                 }
                 let mut transaction = self.store.begin().await?;
-                let parameters = [(*issue_id).into(), time.into()];
+                let parameters = [(*issue_id).into()];
                 execute(transaction.connection(), "budget waits", delete, &parameters).await?;
                 transaction.commit().await?;
             }
@@ -144,13 +144,24 @@ impl Tickets {
     pub(crate) async fn delete_model_runs(&self, keep: Duration) -> Result<(), TicketError> {
         let delete =
             "DELETE FROM model_runs WHERE id IN (SELECT id FROM model_runs WHERE at < $1 LIMIT $2)";
-        let before = to_ms(now().before(keep));
+        self.delete_until(delete, to_ms(now().before(keep))).await
+    }
+
+    /// Deletes waits for a budget that are over, in small batches.
+    pub(crate) async fn delete_budget_waits(&self) -> Result<(), TicketError> {
+        let delete = "DELETE FROM budget_waits WHERE issue_id IN
+             (SELECT issue_id FROM budget_waits WHERE until_at <= $1 LIMIT $2)";
+        self.delete_until(delete, to_ms(now())).await
+    }
+
+    /// Repeats a statement that deletes at most `$2` rows up to the time `$1`.
+    async fn delete_until(&self, delete: &'static str, time_ms: i64) -> Result<(), TicketError> {
         loop {
             let mut transaction = self.store.begin().await?;
-            let parameters = [before.into(), BATCH.into()];
+            let parameters = [time_ms.into(), BATCH.into()];
             let deleted = transaction.connection().execute(delete, &parameters).await;
             let deleted =
-                deleted.map_err(|error| statements::database_error("delete_model_runs", error))?;
+                deleted.map_err(|error| statements::database_error("delete old rows", error))?;
             transaction.commit().await?;
             if deleted < BATCH.unsigned_abs() {
                 return Ok(());
