@@ -203,7 +203,12 @@ async fn steps(
             last.at.to_rfc3339(),
             counted(u64::try_from(last.calls).unwrap_or(0), "call", "calls"),
         );
-        add("model", format!("{}: last run at {at} {}, {calls}", last.model, last.result));
+        let prompt = match last.prompt_version {
+            0 => "the built-in prompt".to_owned(),
+            version => format!("prompt version {version}"),
+        };
+        let found = format!("{}: last run at {at} {}, {calls}, {prompt}", last.model, last.result);
+        add("model", found);
     }
     if let Some(HandOver { reason }) = hand_over {
         add("hand_over", reason.clone().unwrap_or_else(|| "a person answers".to_owned()));

@@ -66,7 +66,8 @@ impl DeskServices {
         );
         let desk = desk
             .with_policies(settings.integrations.iter().map(policy).collect())
-            .with_drafts(Arc::new(tickets.clone()));
+            .with_drafts(Arc::new(tickets.clone()))
+            .with_prompts(Arc::new(tickets.clone()));
         let control = bus.control_stream().clone();
         let publisher =
             TicketEventsPublisher::new(Arc::clone(streams), control, Arc::clone(&sessions));

@@ -15,37 +15,34 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
-use headwater_analytics::RunMetrics;
 use headwater_issue::{
-    DebounceWindow, EventLogId, HandlerError, Issue, IssueError, IssueHandler, OnNewEvent,
+    DebounceWindow, HandlerError, Issue, IssueError, IssueHandler, OnNewEvent,
     Resolution, Run, Store, WorkerConfig,
 };
 use metrics::counter;
 use serde_json::json;
 use tracing::{info, warn};
-use uuid::Uuid;
 
 use crate::desk::breaker::ModelBreaker;
 use crate::desk::budget::{self, Ledger, ModelRunResult, TokenBudget, TokenReservation};
 use crate::desk::conversation::{Conversation, ConversationEntry};
-use crate::desk::draft::{DraftEffect, DraftLookup, DraftOutcome, DraftReply};
+use crate::desk::draft::{DraftLookup, DraftOutcome};
 use crate::desk::model::{
     Fault, IncompleteReason, LanguageModel, ModelAnswer, ModelError, ModelPrompt, TokenUsage, Turn,
     estimate_tokens,
 };
 use crate::desk::model_runs::{ModelRunRecord, Prices};
-use crate::desk::policy::{self, AnswerContext, IntegrationPolicy, ReplyMode};
-use crate::desk::prompt;
-use crate::desk::reply::{DeskReply, ReplyTarget};
+use crate::desk::policy::{self, IntegrationPolicy};
+use crate::desk::prompt::{self, SystemPrompt};
+use crate::desk::prompt_template::PromptValues;
+use crate::desk::prompt_versions::{PromptSource, PromptVersions};
+use crate::desk::resolution::{ModelOutcome, record_only, resolve};
 use crate::desk::session::{RunSession, StepWriter};
 use crate::desk::token_reservations::{OpenReservation, ReservationOutcome, TokenAccounting};
-use crate::desk::tools::{self, SearchScope, TicketSearch, ToolEffect};
+use crate::desk::tools::{self, SearchScope, TicketSearch};
 use crate::limits::{
-    OUTPUT_LIMIT_RAISES_MAX, PROMPT_THREAD_BYTES_MAX, PROMPT_THREAD_BYTES_MIN, REPLY_BYTES_MAX,
-    TOOL_ROUNDS_MAX,
+    OUTPUT_LIMIT_RAISES_MAX, PROMPT_THREAD_BYTES_MAX, PROMPT_THREAD_BYTES_MIN, TOOL_ROUNDS_MAX,
 };
-use crate::text;
-use crate::tickets::Author;
 
 /// Counter of failed model calls. Label: `fault` (`ours`, `theirs`, `content`).
 pub const MODEL_FAILURES: &str = "headwater_model_failures_total";
@@ -131,23 +128,13 @@ pub struct Desk {
     /// By integration.
     policies: HashMap<String, IntegrationPolicy>,
     drafts: Option<Arc<dyn DraftLookup>>,
+    prompts: Option<PromptVersions>,
 }
 
 impl std::fmt::Debug for Desk {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Desk").field("model", &self.model).finish_non_exhaustive()
     }
-}
-
-/// The result of all model calls of a run.
-#[derive(Debug, Default)]
-struct ModelOutcome {
-    text: String,
-    effects: Vec<ToolEffect>,
-    /// Names of the tools that the model called.
-    tools: Vec<String>,
-    /// Sum over all model calls of the run.
-    usage: TokenUsage,
 }
 
 /// Why a run ends without an answer of the model.
@@ -178,8 +165,8 @@ impl Desk {
     ) -> Self {
         let (accounting, step_writer) = (TokenAccounting::new(ledger), StepWriter::new(store));
         let breaker = ModelBreaker::new(model.name(), config.unreachable_pause);
-        let policies = HashMap::new();
-        Self { model, breaker, search, accounting, step_writer, config, policies, drafts: None }
+        let (policies, drafts, prompts) = (HashMap::new(), None, None);
+        Self { model, breaker, search, accounting, step_writer, config, policies, drafts, prompts }
     }
 
     /// Sets the policies of integrations, by their ids. All others have the default policy.
@@ -191,6 +178,23 @@ impl Desk {
     /// event.
     pub fn with_drafts(self, drafts: Arc<dyn DraftLookup>) -> Self {
         Self { drafts: Some(drafts), ..self }
+    }
+
+    /// Sets where the prompts of integrations are stored. Without it, all have the built-in one.
+    pub fn with_prompts(self, prompts: Arc<dyn PromptSource>) -> Self {
+        Self { prompts: Some(PromptVersions::new(prompts)), ..self }
+    }
+
+    /// The prompt of the integration of an issue. If it is unknown, the run is deferred without an attempt.
+    async fn system_prompt(&self, issue: &Issue) -> Result<SystemPrompt, HandlerError> {
+        let Some(prompts) = &self.prompts else { return Ok(SystemPrompt::built_in()) };
+        let values = PromptValues {
+            integration: issue.integration.clone(),
+            provider: issue.provider.clone(),
+            date: budget::now().to_rfc3339()[..10].to_owned(),
+            tools: tools::specs(issue).iter().map(|tool| tool.name.to_owned()).collect(),
+        };
+        prompts.prompt(&values).await.map_err(HandlerError::unavailable)
     }
 
     /// What became of the draft of the last run.
@@ -217,13 +221,16 @@ impl Desk {
     async fn run_model(
         &self,
         run: &Run,
+        system: &SystemPrompt,
         conversation: &Conversation,
         session: &RunSession<'_>,
         record: &mut ModelRunRecord<'_>,
     ) -> Result<ModelOutcome, Stop> {
         let specs = tools::specs(run.issue());
-        let mut prompt = prompt::render(conversation, specs.clone(), self.config.output_tokens_max);
+        let tokens_max = self.config.output_tokens_max;
+        let mut prompt = prompt::render(system, conversation, specs.clone(), tokens_max);
         let inputs = json!({
+            "prompt_version": system.version,
             "issue_id": run.issue().id.0, "epoch": run.epoch().0, "attempt": run.attempt(),
             "event_log_ids": run.events().iter().map(|event| event.id.0).collect::<Vec<_>>(),
         });
@@ -309,17 +316,10 @@ impl Desk {
     }
 
     /// What happens after a run without an answer of the model: the issue is handed over, or the run is deferred.
-    /// `usage` are the tokens of the calls that were made.
-    fn after_stop(
-        &self,
-        run: &Run,
-        stop: Stop,
-        usage: TokenUsage,
-    ) -> Result<ModelOutcome, HandlerError> {
+    fn after_stop(&self, run: &Run, stop: Stop) -> Result<ModelOutcome, HandlerError> {
         let reason = match stop {
             Stop::BudgetExceeded => {
-                let tokens_max = self.config.budget.issue_tokens_max;
-                return Ok(ModelOutcome::budget_exceeded(tokens_max, usage));
+                return Ok(ModelOutcome::budget_exceeded(self.config.budget.issue_tokens_max));
             }
             Stop::Failed(error) => return Err(error),
             Stop::NoAnswer(reason) => reason,
@@ -332,7 +332,7 @@ impl Desk {
                 return Err(HandlerError::defer(after.max(self.pause(run)), error));
             }
         };
-        Ok(ModelOutcome::no_answer(reason, usage))
+        Ok(ModelOutcome::no_answer(reason))
     }
 
     /// Reserves the tokens of one model call.
@@ -442,143 +442,6 @@ impl Desk {
         session.record_answer(&answer, usage);
         Ok((answer, usage))
     }
-
-    /// Events, tokens and cost of a run.
-    fn run_metrics(&self, run: &Run, usage: TokenUsage) -> RunMetrics {
-        let count = |number: u64| Some(u32::try_from(number).unwrap_or(u32::MAX));
-        RunMetrics {
-            events: count(run.events().len() as u64),
-            tokens_in: count(usage.input_tokens),
-            tokens_out: count(usage.output_tokens),
-            cost: self.config.prices.cost(usage),
-        }
-    }
-
-    /// Builds the resolution: reply, tool effects, conversation and issue fields.
-    fn resolve(
-        &self,
-        run: &Run,
-        conversation: &Conversation,
-        outcome: ModelOutcome,
-        session: &RunSession<'_>,
-        policy: &IntegrationPolicy,
-    ) -> Resolution {
-        let content = text::cut(text::cleaned(&outcome.text).trim(), REPLY_BYTES_MAX).to_owned();
-        let hands_over =
-            outcome.effects.iter().any(|effect| matches!(effect, ToolEffect::HandOver { .. }));
-        // After too many superseded runs the reply is sent even if it is stale, so that a busy issue gets an answer. A
-        // hand-over is never stale: the desk does not answer after it.
-        // A draft is outdated by every newer event.
-        let (mode, chosen_by) = policy.choose_mode(&answer_context(conversation, &outcome.tools));
-        let unless_stale = mode != ReplyMode::Auto
-            || run.issue().superseded < self.config.supersede_max && !hands_over;
-        let newest = run.events().last().map(|event| event.id).map(|EventLogId(id)| id);
-        let session_id = Some(session.id().to_owned());
-        let row = |content: String, target, run| {
-            let (message_id, session_id) = (Some(Uuid::now_v7()), session_id.clone());
-            let up_to = newest.filter(|_| unless_stale || target == ReplyTarget::HandOver);
-            DeskReply { content, message_id, session_id, up_to, run }
-        };
-        let draft_id = (mode == ReplyMode::Draft).then(Uuid::now_v7);
-        let run_metrics = self.run_metrics(run, outcome.usage);
-        let answer = ConversationEntry {
-            author: Author::Assistant,
-            name: (mode == ReplyMode::Note).then(|| "internal note that was not sent".to_owned()),
-            text: content.clone(),
-            at: budget::now().to_rfc3339(),
-            unless_stale,
-            association: None,
-            draft: draft_id,
-        };
-        let mut resolution = record_only(conversation, Some(&answer));
-        let hand_over_reason = outcome.effects.iter().find_map(|effect| match effect {
-            ToolEffect::HandOver { reason } => Some(reason.clone()),
-            ToolEffect::Close { .. } => None,
-        });
-        let fields = json!({
-            "session_id": session_id, "user_id": conversation.user_id,
-            "handed_over": (hands_over || conversation.handed_over).then_some(true),
-            "hand_over_reason": hand_over_reason,
-        });
-        resolution.fields = Some(fields.to_string());
-        let nothing = RunMetrics::default();
-        let effects = outcome.effects.into_iter().map(|effect| match effect {
-            ToolEffect::HandOver { reason } => (ReplyTarget::HandOver, reason),
-            ToolEffect::Close { reason } => (ReplyTarget::Close, reason),
-        });
-        // The hand-over of a ticket is only seen by us; everything else needs the approval.
-        let is_ticket = run.issue().provider == "desk";
-        let (now, later): (Vec<_>, Vec<_>) = effects.partition(|(target, _)| {
-            mode == ReplyMode::Auto || is_ticket && *target == ReplyTarget::HandOver
-        });
-        let target = match mode {
-            ReplyMode::Auto => ReplyTarget::Answer,
-            ReplyMode::Draft => ReplyTarget::Draft,
-            ReplyMode::Note => ReplyTarget::Note,
-        };
-        let answer = row(content, target, run_metrics);
-        resolution.outbox.push(match mode {
-            ReplyMode::Auto => answer.into_row(target),
-            ReplyMode::Draft | ReplyMode::Note => {
-                let message_id = draft_id.or(answer.message_id);
-                let effect = |(target, reason): (ReplyTarget, String)| DraftEffect {
-                    target: target.as_str().to_owned(),
-                    reason,
-                };
-                let effects = later.into_iter().map(effect).collect();
-                let reply = DeskReply { message_id, up_to: newest, ..answer };
-                DraftReply { reply, effects, chosen_by }.into_row(target)
-            }
-        });
-        let effects =
-            now.into_iter().map(|(target, reason)| row(reason, target, nothing).into_row(target));
-        resolution.outbox.extend(effects);
-        resolution
-    }
-}
-
-impl ModelOutcome {
-    fn has_effect(&self, effect: &ToolEffect) -> bool {
-        let same = |one: &ToolEffect| std::mem::discriminant(one) == std::mem::discriminant(effect);
-        self.effects.iter().any(same)
-    }
-
-    /// The text, or a default text if the model only called a tool.
-    fn or_default_text(mut self) -> Self {
-        if self.text.trim().is_empty() {
-            let hands_over = |effect: &ToolEffect| matches!(effect, ToolEffect::HandOver { .. });
-            self.text = match self.effects.iter().any(hands_over) {
-                true => "A person will take over and answer you here.".to_owned(),
-                false => "This ticket is now closed. Write again to open it.".to_owned(),
-            };
-        }
-        self
-    }
-
-    /// A hand-over because the model gives no answer that can be sent.
-    fn no_answer(reason: String, usage: TokenUsage) -> Self {
-        Self {
-            text: "I cannot answer this. A person will take over and answer you here.".to_owned(),
-            effects: vec![ToolEffect::HandOver { reason: text::one_line(&reason, 500) }],
-            tools: Vec::new(),
-            usage,
-        }
-    }
-
-    fn budget_exceeded(tokens_max: u64, usage: TokenUsage) -> Self {
-        Self {
-            text:
-                "I cannot answer more in this conversation. A person will take over and answer you here."
-                    .to_owned(),
-            effects: vec![ToolEffect::HandOver {
-                reason: format!(
-                    "the token budget of this issue is used up (`desk.issue_tokens_max` = {tokens_max})"
-                ),
-            }],
-            tools: Vec::new(),
-            usage,
-        }
-    }
 }
 
 #[async_trait]
@@ -593,12 +456,14 @@ impl IssueHandler for Desk {
         if !conversation.needs_answer {
             return Ok(record_only(&conversation, None));
         }
+        let system = self.system_prompt(run.issue()).await?;
         let session = RunSession::new(&self.step_writer, &run, self.model.name());
         // Ends before the deadline of the run, which would count an attempt.
         let time_max = run.time_left() * 9 / 10;
+        let (model, prices) = (self.model.name(), self.config.prices);
         let mut record =
-            ModelRunRecord::new(&self.accounting, &run, self.model.name(), self.config.prices);
-        let answering = self.run_model(&run, &conversation, &session, &mut record);
+            ModelRunRecord::new(&self.accounting, &run, model, system.version, prices);
+        let answering = self.run_model(&run, &system, &conversation, &session, &mut record);
         let answering = tokio::time::timeout(time_max, answering);
         let outcome = answering.await.unwrap_or_else(|_| {
             let problem = format!("no answer within {time_max:?}");
@@ -607,8 +472,8 @@ impl IssueHandler for Desk {
         let (outcome, result) = match outcome {
             Ok(outcome) => (outcome.or_default_text(), ModelRunResult::Done),
             Err(stop) => {
-                let outcome = match self.after_stop(&run, stop, record.usage()) {
-                    Ok(outcome) => outcome,
+                let outcome = match self.after_stop(&run, stop) {
+                    Ok(outcome) => ModelOutcome { usage: record.usage(), ..outcome },
                     Err(error) => {
                         record.finish(ModelRunResult::Failed);
                         return Err(error);
@@ -618,7 +483,9 @@ impl IssueHandler for Desk {
                 (outcome, ModelRunResult::HandedOver)
             }
         };
-        let mut resolution = self.resolve(&run, &conversation, outcome, &session, policy);
+        let cost = self.config.prices.cost(outcome.usage);
+        let outcome = ModelOutcome { cost, ..outcome };
+        let mut resolution = resolve(self.config.supersede_max, &run, &conversation, outcome, &session, policy);
         // Query the database instead of relying on notifications. If there are newer events, the worker cancels this
         // run at the next await, unless the supersede limit is reached.
         check_for_newer_events(&run).await?;
@@ -642,28 +509,6 @@ async fn check_for_newer_events(run: &Run) -> Result<(), IssueError> {
             result => return result,
         }
     }
-}
-
-/// What the rules of a policy are compared with.
-fn answer_context<'a>(conversation: &'a Conversation, tools: &'a [String]) -> AnswerContext<'a> {
-    let author = conversation.newest_user_message();
-    let of_users = conversation.pending.iter().filter(|entry| entry.author == Author::User);
-    let hour = budget::now().as_millis() / (60 * 60 * 1000) % 24;
-    AnswerContext {
-        association: author.and_then(|author| author.association.as_deref()),
-        is_first_contact: !conversation.past.iter().any(|one| one.author == Author::Assistant),
-        tools,
-        texts: of_users.map(|entry| entry.text.as_str()).collect(),
-        hour: u8::try_from(hour).unwrap_or_default(),
-    }
-}
-
-/// A resolution that only records the conversation.
-fn record_only(conversation: &Conversation, answer: Option<&ConversationEntry>) -> Resolution {
-    let fields = json!({
-        "user_id": conversation.user_id, "handed_over": conversation.handed_over.then_some(true),
-    });
-    Resolution::new().discussions(conversation.to_discussions(answer)).fields(fields.to_string())
 }
 
 /// Why a run is deferred to the next day; names the setting and the command that helps.

@@ -19,9 +19,14 @@ pub mod conversation;
 pub mod model_runs;
 
 pub mod prompt;
+pub mod prompt_template;
 pub mod tools;
 
+pub mod prompt_versions;
+
 pub(crate) mod session;
+
+mod resolution;
 
 pub mod handler;
 

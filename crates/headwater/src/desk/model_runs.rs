@@ -53,6 +53,7 @@ impl<'a> ModelRunRecord<'a> {
         accounting: &'a TokenAccounting,
         run: &Run,
         model: &str,
+        prompt_version: i64,
         prices: Prices,
     ) -> Self {
         let IssueId(issue_id) = run.issue().id;
@@ -62,6 +63,7 @@ impl<'a> ModelRunRecord<'a> {
             issue_id: IssueId(issue_id),
             integration: run.issue().integration.clone(),
             model: model.to_owned(),
+            prompt_version,
             result: ModelRunResult::Superseded,
             calls: 0,
             tokens_in: 0,

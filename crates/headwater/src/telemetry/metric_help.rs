@@ -77,6 +77,10 @@ const METRICS: &[(&str, &str)] = &[
         "cost of the model since the process started, in the currency of `model.price_in`, by `integration` and `model`; only with prices",
     ),
     (
+        "headwater_prompt_read_failures_total",
+        "failed reads of the active prompts; runs use the last known ones",
+    ),
+    (
         "headwater_token_budget_used",
         "tokens of the day used and reserved, by `integration`, as of the last model call of this process",
     ),

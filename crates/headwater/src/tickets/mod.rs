@@ -17,6 +17,7 @@ mod export;
 mod import;
 mod ledger;
 mod model_runs;
+pub mod prompts;
 mod reply_delivery;
 mod search;
 
