@@ -16,20 +16,24 @@ use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use headwater_issue::{
-    DebounceWindow, HandlerError, Issue, IssueError, IssueHandler, OnNewEvent,
-    Resolution, Run, Store, WorkerConfig,
+    DebounceWindow, HandlerError, Issue, IssueError, IssueHandler, OnNewEvent, Resolution, Run,
+    Store, WorkerConfig,
 };
 use metrics::counter;
 use serde_json::json;
 use tracing::{info, warn};
 
-use crate::desk::breaker::ModelBreaker;
+use crate::desk::breaker::CallPermit;
 use crate::desk::budget::{self, Ledger, ModelRunResult, TokenBudget, TokenReservation};
 use crate::desk::conversation::{Conversation, ConversationEntry};
 use crate::desk::draft::{DraftLookup, DraftOutcome};
 use crate::desk::model::{
     Fault, IncompleteReason, LanguageModel, ModelAnswer, ModelError, ModelPrompt, TokenUsage, Turn,
     estimate_tokens,
+};
+use crate::desk::model_endpoints::{
+    DEFAULT_MODEL, GuardedModel, MODEL_FALLBACKS, ModelEndpoint, ModelEndpointState,
+    ModelEndpoints, NoEndpoint, UnansweredCall,
 };
 use crate::desk::model_runs::{ModelRunRecord, Prices};
 use crate::desk::policy::{self, IntegrationPolicy};
@@ -44,7 +48,7 @@ use crate::limits::{
     OUTPUT_LIMIT_RAISES_MAX, PROMPT_THREAD_BYTES_MAX, PROMPT_THREAD_BYTES_MIN, TOOL_ROUNDS_MAX,
 };
 
-/// Counter of failed model calls. Label: `fault` (`ours`, `theirs`, `content`).
+/// Counter of failed model calls. Labels: `model`, `fault` (`ours`, `theirs`, `content`).
 pub const MODEL_FAILURES: &str = "headwater_model_failures_total";
 
 /// Factor by which the limit of output tokens grows after an answer that reached it.
@@ -77,7 +81,7 @@ pub struct DeskConfig {
     pub budget: TokenBudget,
     /// Which tickets the model may search. Default: those of the same user.
     pub search: SearchScope,
-    /// Price of the model's tokens.
+    /// Price of the tokens of the model of [`Desk::new`].
     pub prices: Prices,
 }
 
@@ -119,8 +123,7 @@ impl DeskConfig {
 
 /// Answers issues with a language model.
 pub struct Desk {
-    model: Arc<dyn LanguageModel>,
-    breaker: ModelBreaker,
+    models: ModelEndpoints,
     search: Arc<dyn TicketSearch>,
     accounting: TokenAccounting,
     step_writer: StepWriter,
@@ -133,8 +136,17 @@ pub struct Desk {
 
 impl std::fmt::Debug for Desk {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Desk").field("model", &self.model).finish_non_exhaustive()
+        f.debug_struct("Desk").field("models", &self.models).finish_non_exhaustive()
     }
+}
+
+/// One call of a model, whichever endpoint answers it.
+struct ModelCall<'a> {
+    run: &'a Run,
+    prompt: &'a ModelPrompt,
+    /// The author of the newest message, whose budget is charged.
+    author: Option<&'a ConversationEntry>,
+    may_be_empty: bool,
 }
 
 /// Why a run ends without an answer of the model.
@@ -164,9 +176,26 @@ impl Desk {
         config: DeskConfig,
     ) -> Self {
         let (accounting, step_writer) = (TokenAccounting::new(ledger), StepWriter::new(store));
-        let breaker = ModelBreaker::new(model.name(), config.unreachable_pause);
+        let default = ModelEndpoint { id: DEFAULT_MODEL.to_owned(), model, prices: config.prices };
+        let models = ModelEndpoints::new(vec![default], config.unreachable_pause);
         let (policies, drafts, prompts) = (HashMap::new(), None, None);
-        Self { model, breaker, search, accounting, step_writer, config, policies, drafts, prompts }
+        Self { models, search, accounting, step_writer, config, policies, drafts, prompts }
+    }
+
+    /// Sets the models, in the order in which runs try them, instead of the one of [`new`](Self::new). A run goes on with the
+    /// next one if a call fails, unless the text of the conversation is the cause.
+    ///
+    /// # Panics
+    ///
+    /// If there is no model.
+    pub fn with_models(self, models: Vec<ModelEndpoint>) -> Self {
+        assert!(!models.is_empty(), "a desk needs a model");
+        Self { models: ModelEndpoints::new(models, self.config.unreachable_pause), ..self }
+    }
+
+    /// Which models are called, as this process sees it.
+    pub fn model_states(&self) -> Vec<ModelEndpointState> {
+        self.models.states()
     }
 
     /// Sets the policies of integrations, by their ids. All others have the default policy.
@@ -221,7 +250,7 @@ impl Desk {
     async fn run_model(
         &self,
         run: &Run,
-        system: &SystemPrompt,
+        (system, mut endpoints): (&SystemPrompt, Vec<&GuardedModel>),
         conversation: &Conversation,
         session: &RunSession<'_>,
         record: &mut ModelRunRecord<'_>,
@@ -243,10 +272,9 @@ impl Desk {
                 prompt.tools.clear();
             }
             let may_be_empty = !outcome.effects.is_empty();
-            let (answer, usage) = match self
-                .complete(run, &prompt, (session, &mut *record), author, may_be_empty)
-                .await
-            {
+            let call = ModelCall { run, prompt: &prompt, author, may_be_empty };
+            let completing = self.complete(&call, &mut endpoints, session, record);
+            let answer = match completing.await {
                 Ok(answered) => answered,
                 Err(Stop::Model(ModelError::TooLong(_)))
                     if thread_bytes_max > PROMPT_THREAD_BYTES_MIN =>
@@ -261,7 +289,6 @@ impl Desk {
                 }
                 Err(stop) => return Err(stop),
             };
-            outcome.usage = outcome.usage.plus(usage);
             match answer.incomplete {
                 Some(IncompleteReason::Length) if raises < OUTPUT_LIMIT_RAISES_MAX => {
                     raises += 1;
@@ -379,29 +406,76 @@ impl Desk {
         }
     }
 
-    /// Calls the model once, within the token budgets.
+    /// Calls the endpoints in order until one answers. The one that answered is the first one of the next call, so that a run
+    /// stays with one model if it can.
     async fn complete(
         &self,
-        run: &Run,
-        prompt: &ModelPrompt,
-        (session, record): (&RunSession<'_>, &mut ModelRunRecord<'_>),
-        author: Option<&ConversationEntry>,
-        may_be_empty: bool,
+        call: &ModelCall<'_>,
+        endpoints: &mut [&GuardedModel],
+        session: &RunSession<'_>,
+        record: &mut ModelRunRecord<'_>,
+    ) -> Result<ModelAnswer, Stop> {
+        let issue = call.run.issue();
+        let mut unanswered = UnansweredCall::default();
+        for place in 0..endpoints.len() {
+            let endpoint = endpoints[place];
+            let permit = match endpoint.breaker.admit(issue.id, Instant::now()) {
+                Ok(permit) => permit,
+                Err(open) => {
+                    unanswered.skipped(open);
+                    continue;
+                }
+            };
+            match self.call_endpoint(call, endpoint, permit, record).await {
+                Ok((answer, usage)) => {
+                    session.record_answer(&endpoint.label, &answer, usage);
+                    if place > 0 {
+                        let (integration, model) =
+                            (issue.integration.clone(), endpoint.label.clone());
+                        counter!(MODEL_FALLBACKS, "integration" => integration, "model" => model)
+                            .increment(1);
+                    }
+                    endpoints[..=place].rotate_right(1);
+                    return Ok(answer);
+                }
+                Err(Stop::Model(error)) if error.fault() != Fault::Content => {
+                    if place + 1 < endpoints.len() {
+                        let model = &endpoint.label;
+                        warn!(issue_id = %issue.id, model, %error, "model call failed; trying the next model");
+                    }
+                    unanswered.failed(endpoint, error);
+                }
+                Err(stop) => return Err(stop),
+            }
+        }
+        Err(match unanswered.into_end(self.pause(call.run)) {
+            NoEndpoint::Failed(error) => Stop::Model(error),
+            NoEndpoint::Waiting(error) => Stop::Failed(error),
+        })
+    }
+
+    /// Calls one endpoint once, within the token budgets.
+    async fn call_endpoint(
+        &self,
+        &ModelCall { run, prompt, author, may_be_empty }: &ModelCall<'_>,
+        GuardedModel { endpoint, label, .. }: &GuardedModel,
+        permit: CallPermit<'_>,
+        record: &mut ModelRunRecord<'_>,
     ) -> Result<(ModelAnswer, TokenUsage), Stop> {
-        let permit = self.breaker.admit(run.issue().id, Instant::now()).map_err(|open| {
-            let reason = format!("waiting for the model: {}", open.last_error);
-            HandlerError::defer(open.after.max(self.pause(run)), reason)
-        })?;
+        let count_failure = |error: &ModelError| {
+            let fault = error.fault().as_str();
+            counter!(MODEL_FAILURES, "model" => label.clone(), "fault" => fault).increment(1);
+        };
         let prompt_tokens = prompt.tokens_estimate();
         // Token budgets do not apply to a free model.
-        let open = match self.model.is_free() {
+        let open = match endpoint.model.is_free() {
             true => None,
             false => Some(self.reserve(run, prompt, prompt_tokens, author).await?),
         };
         // If newer events cancel the run here, dropping `open` settles it with the prompt tokens, and dropping `record`
         // records them.
-        record.begin_call(prompt_tokens);
-        let answered = match self.model.complete(prompt).await {
+        record.begin_call(label, endpoint.prices, prompt_tokens);
+        let answered = match endpoint.model.complete(prompt).await {
             Ok(chunks) => chunks.collect().await,
             Err(error) => Err(error),
         };
@@ -413,7 +487,7 @@ impl Desk {
                     true => 0,
                     false => tokens_used_by_failure(&error, prompt_tokens),
                 };
-                counter!(MODEL_FAILURES, "fault" => error.fault().as_str()).increment(1);
+                count_failure(&error);
                 match error.fault() {
                     Fault::Content => permit.succeeded(),
                     Fault::Ours | Fault::Theirs => permit.failed(&error, Instant::now()),
@@ -432,14 +506,13 @@ impl Desk {
         let is_empty = answer.text.trim().is_empty() && answer.calls.is_empty();
         if is_empty && answer.incomplete.is_none() && !may_be_empty {
             let error = ModelError::InvalidResponse("the answer is empty".to_owned());
-            counter!(MODEL_FAILURES, "fault" => error.fault().as_str()).increment(1);
+            count_failure(&error);
             permit.failed(&error, Instant::now());
             settle(open, usage.total()).await;
             return Err(Stop::Model(error));
         }
         permit.succeeded();
         settle(open, usage.total()).await;
-        session.record_answer(&answer, usage);
         Ok((answer, usage))
     }
 }
@@ -457,13 +530,14 @@ impl IssueHandler for Desk {
             return Ok(record_only(&conversation, None));
         }
         let system = self.system_prompt(run.issue()).await?;
-        let session = RunSession::new(&self.step_writer, &run, self.model.name());
+        let endpoints = self.models.in_order(&policy.models);
+        let first = endpoints.first().map_or("", |endpoint| endpoint.label.as_str());
+        let session = RunSession::new(&self.step_writer, &run, first);
         // Ends before the deadline of the run, which would count an attempt.
         let time_max = run.time_left() * 9 / 10;
-        let (model, prices) = (self.model.name(), self.config.prices);
-        let mut record =
-            ModelRunRecord::new(&self.accounting, &run, model, system.version, prices);
-        let answering = self.run_model(&run, &system, &conversation, &session, &mut record);
+        let mut record = ModelRunRecord::new(&self.accounting, &run, system.version);
+        let telling = (&system, endpoints);
+        let answering = self.run_model(&run, telling, &conversation, &session, &mut record);
         let answering = tokio::time::timeout(time_max, answering);
         let outcome = answering.await.unwrap_or_else(|_| {
             let problem = format!("no answer within {time_max:?}");
@@ -473,7 +547,7 @@ impl IssueHandler for Desk {
             Ok(outcome) => (outcome.or_default_text(), ModelRunResult::Done),
             Err(stop) => {
                 let outcome = match self.after_stop(&run, stop) {
-                    Ok(outcome) => ModelOutcome { usage: record.usage(), ..outcome },
+                    Ok(outcome) => outcome,
                     Err(error) => {
                         record.finish(ModelRunResult::Failed);
                         return Err(error);
@@ -483,9 +557,10 @@ impl IssueHandler for Desk {
                 (outcome, ModelRunResult::HandedOver)
             }
         };
-        let cost = self.config.prices.cost(outcome.usage);
-        let outcome = ModelOutcome { cost, ..outcome };
-        let mut resolution = resolve(self.config.supersede_max, &run, &conversation, outcome, &session, policy);
+        let (usage, cost) = (record.usage(), record.cost());
+        let outcome = ModelOutcome { usage, cost, ..outcome };
+        let mut resolution =
+            resolve(self.config.supersede_max, &run, &conversation, outcome, &session, policy);
         // Query the database instead of relying on notifications. If there are newer events, the worker cancels this
         // run at the next await, unless the supersede limit is reached.
         check_for_newer_events(&run).await?;

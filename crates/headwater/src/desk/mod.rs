@@ -18,6 +18,8 @@ pub mod conversation;
 
 pub mod model_runs;
 
+pub mod model_endpoints;
+
 pub mod prompt;
 pub mod prompt_template;
 pub mod tools;
@@ -37,6 +39,7 @@ pub use crate::desk::handler::{Desk, DeskConfig};
 pub use crate::desk::model::openai::{OpenAiConfig, OpenAiModel};
 pub use crate::desk::model::scripted::ScriptedModel;
 pub use crate::desk::model::{LanguageModel, ModelError};
+pub use crate::desk::model_endpoints::{ModelEndpoint, ModelEndpointState};
 pub use crate::desk::model_runs::Prices;
 pub use crate::desk::policy::{IntegrationPolicy, ModeRule, ReplyMode};
 pub use crate::desk::reply::{DeskReply, ReplyTarget};

@@ -27,7 +27,7 @@ pub(super) struct ModelOutcome {
     pub(super) effects: Vec<ToolEffect>,
     /// Names of the tools that the model called.
     pub(super) tools: Vec<String>,
-    /// Sum over all model calls of the run.
+    /// Sum over all model calls of the run, also those that failed.
     pub(super) usage: TokenUsage,
     /// What they cost, if prices are known.
     pub(super) cost: Option<f64>,

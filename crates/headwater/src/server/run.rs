@@ -130,6 +130,7 @@ pub(crate) async fn run(
         Box::pin(DeskServices::open(&settings, &store, &streams, &nudger, &confirmations)).await;
     let desk = desk.context("failed to start the desk")?;
     let config = worker_config(&settings.work);
+    let desk_at_work = handler.is_none().then(|| Arc::clone(&desk.desk));
     let (handler, config) = match handler {
         Some(handler) => (handler, config),
         None => (Arc::clone(&desk.desk) as Arc<dyn IssueHandler>, settings.desk.worker(config)),
@@ -160,7 +161,8 @@ pub(crate) async fn run(
     // HTTP.
     let health = ProcessHealth::new(worker.name(), shutdown.clone())
         .with_streams(stream_monitor.clone())
-        .with_analytics(analytics.clone());
+        .with_analytics(analytics.clone())
+        .with_desk(desk_at_work);
     let audit = AuditLog::open(Arc::clone(&http_store), settings.audit_rows_max).await;
     let model_runs = Arc::clone(&sessions);
     if let Err(error) = tickets.release_budget_waits(&settings.desk.budget).await {

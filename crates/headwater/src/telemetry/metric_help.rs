@@ -62,7 +62,15 @@ const METRICS: &[(&str, &str)] = &[
     ("headwater_webhooks_total", "webhooks, by `provider` and `result`"),
     (
         "headwater_model_failures_total",
-        "failed model calls, by `fault`: `ours` (settings, key), `theirs` (the service), `content` (the text of one issue)",
+        "failed model calls, by `model` and `fault`: `ours` (settings, key), `theirs` (the service), `content` (the text of one issue)",
+    ),
+    (
+        "headwater_model_available",
+        "1 while a model endpoint is called, 0 while its calls fail and only single ones test it, by `model`",
+    ),
+    (
+        "headwater_model_fallbacks_total",
+        "runs that went on with another model because the one before failed, by `integration` and `model`, the one that answered",
     ),
     (
         "headwater_model_runs_total",
