@@ -76,6 +76,8 @@ const VERBS: &[(&str, Requirement, &[&str])] = &[
     ("ticket why", Database, &["6f1c1a35-5a0e-4f6f-8f43-3d1f7a1affff"]),
     ("ticket reply", Both, &["6f1c1a35-5a0e-4f6f-8f43-3d1f7a1affff", "--content", "c"]),
     ("ticket close", Both, &["6f1c1a35-5a0e-4f6f-8f43-3d1f7a1affff"]),
+    ("ticket take", Database, &["6f1c1a35-5a0e-4f6f-8f43-3d1f7a1affff"]),
+    ("ticket assign", Database, &["6f1c1a35-5a0e-4f6f-8f43-3d1f7a1affff", "--to", "n"]),
     ("ticket reopen", Both, &["6f1c1a35-5a0e-4f6f-8f43-3d1f7a1affff"]),
     ("draft list", Database, &[]),
     ("draft show", Database, &["1"]),

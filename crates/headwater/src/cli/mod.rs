@@ -72,7 +72,7 @@ pub(crate) enum OperatorCommand {
     Loop(verbs::main_loop::MainLoopArgs),
     /// List, show, explain, retry or release issues.
     Issue(verbs::issue::IssueArgs),
-    /// Open, list, show, reply to, close or reopen tickets.
+    /// Open, list, show, reply to, take, assign, close or reopen tickets.
     Ticket(verbs::ticket::TicketArgs),
     /// List, show, approve, edit or reject answers that wait for a person.
     Draft(verbs::draft::DraftArgs),

@@ -96,6 +96,10 @@ const METRICS: &[(&str, &str)] = &[
         "headwater_token_budget_max",
         "`desk.day_tokens_max`, by `integration`, as of the last model call of this process",
     ),
+    (
+        "headwater_tickets_handed_over",
+        "open tickets that are handed over to a person, by `assigned`: `true`, `false`",
+    ),
     ("headwater_ticket_entries_total", "consumed entries of `ticket_events`, by `result`"),
     (
         "headwater_notifications_total",

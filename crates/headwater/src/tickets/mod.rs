@@ -14,6 +14,7 @@ mod store;
 mod day_usage;
 pub mod drafts;
 mod export;
+pub mod hand_overs;
 mod import;
 mod ledger;
 mod model_runs;
