@@ -78,9 +78,12 @@ const NAVIGATION: [(&str, &[NavigationItem]); 6] = [
 ];
 
 /// What was done, by the code in `?done=`. Codes, not texts: an address must not put words into the page.
-const NOTICES: [(&str, &str); 16] = [
+const NOTICES: [(&str, &str); 19] = [
     ("closed", "The ticket is closed."),
     ("reopened", "The ticket is open again."),
+    ("taken", "You have taken the ticket."),
+    ("assigned", "The ticket has a new assignee."),
+    ("unassigned", "The ticket is assigned to nobody."),
     ("replied", "The reply is stored."),
     ("approved", "The draft is approved and is posted."),
     ("rejected", "The draft is rejected and is never posted."),

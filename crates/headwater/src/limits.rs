@@ -71,6 +71,18 @@ pub const OUTPUT_LIMIT_RAISES_MAX: u32 = 2;
 /// Maximum bytes of one text in a prompt; longer text is truncated, and the prompt says so.
 pub const PROMPT_TEXT_BYTES_MAX: usize = 24 * 1024;
 
+/// Maximum bytes of the prompt of an integration.
+pub const PROMPT_TEMPLATE_BYTES_MAX: usize = 16 * 1024;
+
+/// Maximum lines of the prompt of an integration.
+pub const PROMPT_TEMPLATE_LINES_MAX: usize = 500;
+
+/// Versions of a prompt that are kept for each integration; the oldest ones that are not active are removed.
+pub const PROMPT_VERSIONS_KEPT: i64 = 200;
+
+/// Maximum bytes of the comment of a prompt version.
+pub const PROMPT_COMMENT_BYTES_MAX: usize = 500;
+
 /// Maximum bytes of a reply; a longer one is truncated. GitHub allows 65536 characters, and escaping lengthens the
 /// text.
 pub const REPLY_BYTES_MAX: usize = 48 * 1024;

@@ -61,6 +61,12 @@ const CASES: &[(&str, RequiredAccess, Body)] = &[
     ("post /api/v1/drafts/{id}/approve", Write, Some(|| json!({"content": "c", "version": 1}))),
     ("post /api/v1/drafts/{id}/edit", Write, Some(|| json!({"content": "c", "version": 1}))),
     ("post /api/v1/drafts/{id}/reject", Write, Some(|| json!({"reason": "r", "version": 1}))),
+    ("get /api/v1/prompts", Read, None),
+    ("get /api/v1/prompts/{integration}", Read, None),
+    ("get /api/v1/prompts/{integration}/versions", Read, None),
+    ("get /api/v1/prompts/{integration}/diff", Read, None),
+    ("post /api/v1/prompts/{integration}", Admin, Some(|| json!({"content": "c", "comment": "d"}))),
+    ("post /api/v1/prompts/{integration}/rollback", Admin, Some(|| json!({"version": 0}))),
     ("get /api/v1/assignments/{service}", Read, None),
     ("get /api/v1/assignments/{service}/streams", Read, None),
     (
@@ -110,6 +116,9 @@ const CASES: &[(&str, RequiredAccess, Body)] = &[
     ("post /api/v1/tickets/{id}/messages", Write, Some(new_message)),
     ("post /api/v1/tickets/{id}/close", Write, None),
     ("post /api/v1/tickets/{id}/reopen", Write, None),
+    ("post /api/v1/tickets/{id}/take", Write, None),
+    ("post /api/v1/tickets/{id}/assign", Write, Some(|| json!({"assignee": "a"}))),
+    ("post /api/v1/tickets/{id}/unassign", Write, None),
     ("get /api/v1/tickets/{id}/why", Read, None),
     ("get /api/v1/topics", Read, None),
     ("post /api/v1/topics", Admin, Some(|| json!({"name": "a", "partitions": 1}))),
@@ -270,7 +279,7 @@ fn unknown(operation: &str) -> String {
         "id" if operation.contains("dead-letters") => "1-0".to_owned(),
         "id" => "999999".to_owned(),
         "provider" => "github".to_owned(),
-        "integration" => "shop".to_owned(),
+        "integration" if operation.contains("/webhooks/") => "shop".to_owned(),
         name => format!("no-such-{name}"),
     })
 }

@@ -23,6 +23,26 @@ pub(super) async fn reopen_ticket(screen: Screen, Path(id): Path<String>) -> Res
     change_ticket(&screen, &id, "reopen", "reopened").await
 }
 
+pub(super) async fn take_ticket(screen: Screen, Path(id): Path<String>) -> Response {
+    change_ticket(&screen, &id, "take", "taken").await
+}
+
+pub(super) async fn unassign_ticket(screen: Screen, Path(id): Path<String>) -> Response {
+    change_ticket(&screen, &id, "unassign", "unassigned").await
+}
+
+pub(super) async fn assign_ticket(
+    screen: Screen,
+    Path(id): Path<String>,
+    form: FormFields,
+) -> Response {
+    let body = json!({"assignee": form.get("assignee").trim()});
+    match screen.api.post(&format!("/tickets/{}/assign", encoded(&id)), body).await {
+        Ok(_) => done(&format!("/console/tickets/{}", encoded(&id)), "assigned"),
+        Err(error) => screen.failed("Ticket", &error),
+    }
+}
+
 async fn change_ticket(screen: &Screen, id: &str, verb: &str, code: &str) -> Response {
     match screen.api.post(&format!("/tickets/{}/{verb}", encoded(id)), json!({})).await {
         Ok(_) => done(&format!("/console/tickets/{}", encoded(id)), code),

@@ -19,11 +19,24 @@ use crate::user::ConsoleRole;
 
 const FILTER: [&str; 2] = ["status", "user_id"];
 
+/// The choice of tickets that are handed over, beside the states.
+const QUEUE: &str = "handed_over";
+
 /// Maximum characters of a message in a conversation.
 const MESSAGE_CHARS_MAX: usize = 20_000;
 
 pub(crate) async fn list(screen: Screen) -> Response {
-    let filter = screen.query.query_of(&["status", "user_id", "cursor"]);
+    // The queue of people: open tickets that are handed over.
+    let is_queue = screen.query.get("status") == QUEUE;
+    let filter = match is_queue {
+        true => {
+            format!(
+                "handed_over=true&status=open&{}",
+                screen.query.query_of(&["user_id", "cursor"])
+            )
+        }
+        false => screen.query.query_of(&["status", "user_id", "cursor"]),
+    };
     let content = match screen.api.get(&format!("/tickets?limit={ROWS}&{filter}")).await {
         Err(error) => problem("The list of tickets", &error, &screen),
         Ok(page) if items(&page, "tickets").is_empty() => empty(
@@ -38,14 +51,17 @@ pub(crate) async fn list(screen: Screen) -> Response {
         },
     };
     let mut command = "headwater ticket list".to_owned();
+    if is_queue {
+        command += " --handed-over";
+    }
     for (option, name) in [("status", "status"), ("user", "user_id")] {
-        if !screen.query.get(name).is_empty() {
+        if !screen.query.get(name).is_empty() && screen.query.get(name) != QUEUE {
             command += &format!(" --{option} {}", shell_word(screen.query.get(name)));
         }
     }
     let content = html! {
         div.filters {
-            (choices(&screen, "status", &[("", "All"), ("open", "Open"), ("closed", "Closed")]))
+            (choices(&screen, "status", &[("", "All"), ("open", "Open"), ("closed", "Closed"), (QUEUE, "Handed over")]))
             form.inline action="/console/tickets" {
                 label for="user" { "User" }
                 input #user name="user_id" value=(screen.query.get("user_id")) maxlength="200";
@@ -65,7 +81,10 @@ pub(crate) async fn list(screen: Screen) -> Response {
 fn status(ticket: &Value) -> Markup {
     html! {
         @if ticket["status"] == "open" { (badge(Tone::Active, "open")) } @else { (badge(Tone::Neutral, "closed")) }
-        @if ticket["handed_over"] == true { " " (badge(Tone::Warning, "handed over")) }
+        @if ticket["handed_over"] == true {
+            " " (badge(Tone::Warning, "handed over"))
+            @if let Some(assignee) = ticket["assignee"].as_str() { " " (excerpt(assignee)) }
+        }
     }
 }
 
@@ -174,10 +193,38 @@ fn state(screen: &Screen, ticket: &Value, why: &Part) -> Markup {
         div.buttons {
             @if is_open { (action(&screen.user, write, (&format!("{base}/close"), "Close ticket", ButtonStyle::Plain), &[])) }
             @else { (action(&screen.user, write, (&format!("{base}/reopen"), "Reopen ticket", ButtonStyle::Plain), &[])) }
+            @if ticket["handed_over"] == true {
+                @if ticket["assignee"].is_null() {
+                    (action(&screen.user, write, (&format!("{base}/take"), "Take ticket", ButtonStyle::Primary), &[]))
+                } @else {
+                    (action(&screen.user, write, (&format!("{base}/unassign"), "Remove assignee", ButtonStyle::Plain), &[]))
+                }
+            }
             @if is_open && ticket["handed_over"] == true {
                 (action(&screen.user, write, (&format!("{base}/reopen"), "Return to the desk", ButtonStyle::Plain), &[]))
             }
         }
+        @if ticket["handed_over"] == true { (hand_over(screen, ticket, &base)) }
         (why_panel(screen, why))
+    }
+}
+
+/// Since when, why and to whom a ticket is handed over.
+fn hand_over(screen: &Screen, ticket: &Value, base: &str) -> Markup {
+    let or = |name: &str, unknown: &str| {
+        excerpt(ticket[name].as_str().filter(|text| !text.is_empty()).unwrap_or(unknown))
+    };
+    html! {
+        h2 { "Hand-over" }
+        (facts(&[
+            ("Since", time(&ticket["handed_over_at"])),
+            ("Reason", or("hand_over_reason", "unknown")),
+            ("Assignee", or("assignee", "nobody")),
+        ]))
+        form.inline method="post" action={ (base) "/assign" } {
+            label for="assignee" { "Assign to" }
+            input #assignee name="assignee" maxlength="128" required;
+            (button(&screen.user, ConsoleRole::Write, ButtonStyle::Plain, "Assign"))
+        }
     }
 }

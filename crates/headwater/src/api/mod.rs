@@ -5,7 +5,7 @@
 //! `headwater-bus`, the store and `tickets`.
 //! Flow: queue routes (`topics.rs`, `messages.rs`, `consume.rs`, `groups.rs`, `dead_letters.rs`) and
 //! `assignment.rs` work on [`Operations`]; the others (`issues.rs`, `event_logs.rs`, `tickets.rs` and `tickets_sse.rs`,
-//! `outbox.rs`, `drafts.rs`, `sessions.rs` and `session_import.rs`, `users.rs`, `analytics.rs`, `doctor/`, `status.rs`) on the state of
+//! `outbox.rs`, `drafts.rs`, `prompts.rs`, `sessions.rs` and `session_import.rs`, `users.rs`, `analytics.rs`, `doctor/`, `status.rs`) on the state of
 //! the server; those for the console (`overview.rs`, `failures.rs`, `search.rs`, `processes.rs`, `me.rs`) on both.
 //! `dto.rs` and `ndjson.rs` define common output, `names.rs` our names for those of other systems.
 //! Guarantees: destructive operations require the role `admin`; lists are paged; payloads that are not UTF-8 are
@@ -30,6 +30,7 @@ mod outbox;
 mod overview;
 mod partitioners;
 mod processes;
+mod prompts;
 mod search;
 mod session_events;
 mod session_import;
@@ -129,6 +130,7 @@ pub(crate) fn app_routes() -> OpenApiRouter<App> {
     OpenApiRouter::new()
         .merge(outbox::routes())
         .merge(drafts::routes())
+        .merge(prompts::routes())
         .merge(event_logs::routes())
         .merge(sessions)
         .merge(doctor::routes())

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use axum::Json;
 use axum::extract::State;
+use secrecy::ExposeSecret;
 use serde::Serialize;
 use tokio::time::timeout;
 use utoipa::ToSchema;
@@ -14,7 +15,7 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use crate::api::dto::{milliseconds, time};
-use crate::config::shown_url;
+use crate::config::{ModelEndpointSettings, shown_url};
 use crate::http::body::JsonResult;
 use crate::server::app_state::{App, AppState};
 
@@ -41,7 +42,10 @@ pub(crate) struct SystemStatusResponse {
     outbox: Option<OutboxCountsDto>,
     /// Active workers.
     workers: Option<Vec<WorkerDto>>,
+    /// The first model endpoint.
     model: ModelStatusDto,
+    /// All model endpoints, in the order in which they are tried.
+    models: Vec<ModelStatusDto>,
     /// Token budgets of today, one for each integration that used tokens.
     budget: Vec<BudgetStatusDto>,
 }
@@ -83,9 +87,11 @@ pub(crate) struct WorkerDto {
     claims: u64,
 }
 
-/// The model of the desk.
-#[derive(Debug, Serialize, ToSchema)]
+/// A model of the desk.
+#[derive(Debug, Default, Serialize, ToSchema)]
 pub(crate) struct ModelStatusDto {
+    /// Id of the endpoint.
+    id: String,
     /// `scripted:` or the URL.
     url: String,
     /// Empty if it has none.
@@ -141,11 +147,7 @@ async fn read_status(app: &AppState) -> SystemStatusResponse {
         true => described.kind.to_owned(),
         false => format!("{} {}", described.kind, described.address),
     };
-    let model = &app.settings.model;
-    let model_url = match model.scripted {
-        Some(_) => "scripted:".to_owned(),
-        None => shown_url(secrecy::ExposeSecret::expose_secret(&model.url)),
-    };
+    let models = || app.settings.models.iter().map(model_status);
     let database_status = ServerStatusDto {
         address: app.settings.database_shown(),
         ok: database.is_ok(),
@@ -176,7 +178,16 @@ async fn read_status(app: &AppState) -> SystemStatusResponse {
             });
             workers.collect()
         }),
-        model: ModelStatusDto { url: model_url, name: model.name.clone() },
+        model: models().next().unwrap_or_default(),
+        models: models().collect(),
         budget: budget.collect(),
     }
+}
+
+fn model_status(endpoint: &ModelEndpointSettings) -> ModelStatusDto {
+    let url = match endpoint.model.scripted {
+        Some(_) => "scripted:".to_owned(),
+        None => shown_url(endpoint.model.url.expose_secret()),
+    };
+    ModelStatusDto { id: endpoint.id.clone(), url, name: endpoint.model.name.clone() }
 }

@@ -1,4 +1,4 @@
-//! Tickets: create, list, show, add messages, close, reopen.
+//! Tickets: create, list, show, add messages, close, reopen, and the queue of those that are handed over.
 //!
 //! Upstream: `http/router.rs`. Downstream: `tickets`. Guarantees: a call repeated with the same `message_id` changes
 //! nothing and returns the same ids; invalid input is rejected before it has any effect. Texts are returned
@@ -16,12 +16,14 @@ use uuid::Uuid;
 use crate::api::tickets_sse;
 use crate::api::why::{self, WhyResponse};
 use crate::http::ApiError;
+use crate::http::auth::Principal;
 use crate::http::body::{JsonBody, JsonResult};
 use crate::http::extract::{PathParams, QueryParams};
 use crate::http::paging;
 use crate::limits::{PAGE_DEFAULT, PAGE_MAX};
 use crate::server::app_state::App;
 use crate::tickets::Author;
+use crate::tickets::hand_overs::{AssignedTicket, TicketAssignment};
 use crate::tickets::{
     NewTicket, NewTicketMessage, PostedMessage, Ticket, TicketError, TicketFilter, TicketMessage,
     TicketStatus, sort_imported,
@@ -35,6 +37,9 @@ pub(crate) fn routes() -> OpenApiRouter<App> {
         .routes(routes!(messages, add))
         .routes(routes!(close))
         .routes(routes!(reopen))
+        .routes(routes!(take))
+        .routes(routes!(assign))
+        .routes(routes!(unassign))
         .routes(routes!(why))
         .routes(routes!(tickets_sse::listen))
 }
@@ -119,6 +124,12 @@ struct TicketListQuery {
     /// `open` or `closed`.
     status: Option<String>,
     user_id: Option<String>,
+    /// `true`: only those that are handed over to a person; `false`: only the others.
+    handed_over: Option<bool>,
+    /// Only those that are assigned to this person.
+    assignee: Option<String>,
+    /// `true`: only those that are handed over and assigned to nobody.
+    unassigned: Option<bool>,
     /// Only those whose id begins so: hexadecimal digits and dashes.
     id_prefix: Option<String>,
     /// `next_cursor` of the previous page.
@@ -148,6 +159,9 @@ async fn list(
     if query.user_id.as_ref().is_some_and(|user| user.contains('\0')) {
         return Err(ApiError::invalid("`user_id` contains a control character"));
     }
+    if query.assignee.as_ref().is_some_and(|name| name.contains('\0')) {
+        return Err(ApiError::invalid("`assignee` contains a control character"));
+    }
     let is_part = |c: char| c.is_ascii_hexdigit() || c == '-';
     if query.id_prefix.as_ref().is_some_and(|prefix| !prefix.chars().all(is_part)) {
         return Err(ApiError::invalid("`id_prefix` must be hexadecimal digits and dashes"));
@@ -155,6 +169,9 @@ async fn list(
     let filter = TicketFilter {
         status: status.transpose()?,
         user_id: query.user_id,
+        handed_over: query.handed_over,
+        assignee: query.assignee,
+        unassigned: query.unassigned.unwrap_or_default(),
         id_prefix: query.id_prefix.map(|prefix| prefix.to_lowercase()),
         before: query.cursor,
     };
@@ -265,6 +282,67 @@ async fn reopen(
     Ok(Json(TicketStatusResponse { ticket_id: id, status: "open", changed }))
 }
 
+/// Result of an assignment.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct TicketAssignedResponse {
+    #[serde(flatten)]
+    ticket: TicketDto,
+    /// Whether the assignee was different before.
+    changed: bool,
+}
+
+/// A new assignee.
+#[derive(Debug, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct AssignTicketRequest {
+    /// Name of the person.
+    assignee: String,
+}
+
+/// Take a ticket that is handed over, under the name of the token.
+#[utoipa::path(post, path = "/tickets/{id}/take", tag = "tickets", params(("id" = Uuid, Path)),
+    responses((status = 200, body = TicketAssignedResponse), (status = 404),
+        (status = 409, description = "`not_handed_over`: the desk answers it. `assigned`: another person has taken it.")))]
+async fn take(
+    State(app): State<App>,
+    principal: Principal,
+    PathParams(id): PathParams<Uuid>,
+) -> JsonResult<TicketAssignedResponse> {
+    change_assignee(&app, id, TicketAssignment::Take(principal.name)).await
+}
+
+/// Assign a ticket that is handed over to a person, whoever has it.
+#[utoipa::path(post, path = "/tickets/{id}/assign", tag = "tickets", params(("id" = Uuid, Path)), request_body = AssignTicketRequest,
+    responses((status = 200, body = TicketAssignedResponse), (status = 404),
+        (status = 409, description = "`not_handed_over`: the desk answers it.")))]
+async fn assign(
+    State(app): State<App>,
+    PathParams(id): PathParams<Uuid>,
+    JsonBody(body): JsonBody<AssignTicketRequest>,
+) -> JsonResult<TicketAssignedResponse> {
+    change_assignee(&app, id, TicketAssignment::Assign(body.assignee)).await
+}
+
+/// Assign a ticket that is handed over to nobody.
+#[utoipa::path(post, path = "/tickets/{id}/unassign", tag = "tickets", params(("id" = Uuid, Path)),
+    responses((status = 200, body = TicketAssignedResponse), (status = 404),
+        (status = 409, description = "`not_handed_over`: the desk answers it.")))]
+async fn unassign(
+    State(app): State<App>,
+    PathParams(id): PathParams<Uuid>,
+) -> JsonResult<TicketAssignedResponse> {
+    change_assignee(&app, id, TicketAssignment::Unassign).await
+}
+
+async fn change_assignee(
+    app: &App,
+    id: Uuid,
+    assignment: TicketAssignment,
+) -> JsonResult<TicketAssignedResponse> {
+    let AssignedTicket { ticket, changed } = app.tickets.assign(id, assignment).await?;
+    Ok(Json(TicketAssignedResponse { ticket: ticket_to_dto(&ticket), changed }))
+}
+
 /// Explain why a ticket has no answer: inbox, wait, claim, run, model, hand-over, outbox.
 #[utoipa::path(get, path = "/tickets/{id}/why", tag = "tickets", params(("id" = Uuid, Path)),
     responses((status = 200, body = WhyResponse), (status = 404)))]
@@ -283,6 +361,12 @@ pub(crate) struct TicketDto {
     status: &'static str,
     /// Whether a person has taken over.
     handed_over: bool,
+    /// Since when; `null` if it is not handed over.
+    handed_over_at: Option<String>,
+    /// Why it was handed over.
+    hand_over_reason: Option<String>,
+    /// The person who answers it; `null` if nobody has taken it.
+    assignee: Option<String>,
     created_at: String,
     updated_at: String,
 }
@@ -296,6 +380,9 @@ pub(crate) fn ticket_to_dto(ticket: &Ticket) -> TicketDto {
         user_id: ticket.user_id.clone(),
         status: ticket.status.as_str(),
         handed_over: ticket.handed_over,
+        handed_over_at: ticket.handed_over_at.map(|at| at.to_rfc3339()),
+        hand_over_reason: ticket.hand_over_reason.clone(),
+        assignee: ticket.assignee.clone(),
         created_at: ticket.created_at.to_rfc3339(),
         updated_at: ticket.updated_at.to_rfc3339(),
     }
@@ -332,6 +419,12 @@ impl From<TicketError> for ApiError {
             TicketError::NotFound(_) => Self::not_found(problem.to_string()),
             TicketError::Conflict(_) => {
                 Self::new(StatusCode::CONFLICT, "conflict", problem.to_string())
+            }
+            TicketError::NotHandedOver(_) => {
+                Self::new(StatusCode::CONFLICT, "not_handed_over", problem.to_string())
+            }
+            TicketError::Assigned { .. } => {
+                Self::new(StatusCode::CONFLICT, "assigned", problem.to_string())
             }
             TicketError::Issue(problem) => problem.into(),
         }

@@ -114,6 +114,20 @@ pub(crate) async fn of_issue(app: &App, issue_id: IssueId) -> Result<WhyResponse
 pub(crate) async fn of_ticket(app: &App, ticket_id: Uuid) -> Result<WhyResponse, ApiError> {
     let ticket = app.tickets.ticket(ticket_id).await?.ok_or(TicketError::NotFound(ticket_id))?;
     let mut why = of_issue(app, ticket.issue_id).await?;
+    if ticket.handed_over {
+        let reason = ticket.hand_over_reason.as_deref().unwrap_or("a person answers");
+        let since =
+            ticket.handed_over_at.map_or(String::new(), |at| format!(" since {}", at.to_rfc3339()));
+        let assigned = match &ticket.assignee {
+            Some(assignee) => format!("assigned to {assignee}"),
+            None => format!("assigned to nobody; `headwater ticket take {ticket_id}` takes it"),
+        };
+        let found = format!("{reason}{since}, {assigned}");
+        match why.steps.iter_mut().find(|step| step.step == "hand_over") {
+            Some(step) => step.found = found,
+            None => why.steps.push(WhyStep { step: "hand_over", found }),
+        }
+    }
     // An agent takes a ticket over without a run of the desk.
     if ticket.handed_over && why.reason == "idle" {
         why.reason = "handed_over";
@@ -203,7 +217,12 @@ async fn steps(
             last.at.to_rfc3339(),
             counted(u64::try_from(last.calls).unwrap_or(0), "call", "calls"),
         );
-        add("model", format!("{}: last run at {at} {}, {calls}", last.model, last.result));
+        let prompt = match last.prompt_version {
+            0 => "the built-in prompt".to_owned(),
+            version => format!("prompt version {version}"),
+        };
+        let found = format!("{}: last run at {at} {}, {calls}, {prompt}", last.model, last.result);
+        add("model", found);
     }
     if let Some(HandOver { reason }) = hand_over {
         add("hand_over", reason.clone().unwrap_or_else(|| "a person answers".to_owned()));

@@ -72,10 +72,12 @@ pub(crate) enum OperatorCommand {
     Loop(verbs::main_loop::MainLoopArgs),
     /// List, show, explain, retry or release issues.
     Issue(verbs::issue::IssueArgs),
-    /// Open, list, show, reply to, close or reopen tickets.
+    /// Open, list, show, reply to, take, assign, close or reopen tickets.
     Ticket(verbs::ticket::TicketArgs),
     /// List, show, approve, edit or reject answers that wait for a person.
     Draft(verbs::draft::DraftArgs),
+    /// List, show, set, compare or roll back the prompts of integrations.
+    Prompt(verbs::prompt::PromptArgs),
     /// List, show, replay, fork, export or import sessions.
     Session(verbs::session::SessionArgs),
     /// Export the tickets, messages, events and sessions of a user.
@@ -133,6 +135,7 @@ impl OperatorCommand {
             Self::Issue(issue) => (&issue.connection, issue.requirements()),
             Self::Ticket(ticket) => (&ticket.connection, ticket.requirements()),
             Self::Draft(draft) => (&draft.connection, draft.requirements()),
+            Self::Prompt(prompt) => (&prompt.connection, prompt.requirements()),
             Self::Session(session) => {
                 (&session.connection, Requirements::everything(session.is_read_only()))
             }
@@ -194,6 +197,7 @@ impl OperatorCommand {
             Self::Issue(issue) => issue.run(client).await,
             Self::Ticket(ticket) => ticket.run(client).await,
             Self::Draft(draft) => draft.run(client).await,
+            Self::Prompt(prompt) => prompt.run(client).await,
             Self::Session(session) => session.run(client).await,
             Self::Export(export) => export.run(client).await,
             Self::Erase(erase) => erase.run(client).await,

@@ -64,8 +64,12 @@ pub(super) fn lines(status: &Value) -> Vec<String> {
         };
         lines.push(line("workers", &text));
     }
-    let model = [word(&status["model"], "url"), word(&status["model"], "name")];
-    lines.push(line("model", model.join(" ").trim_end()));
+    let models =
+        status["models"].as_array().map_or(std::slice::from_ref(&status["model"]), |all| all);
+    for model in models {
+        let model = [word(model, "url"), word(model, "name")];
+        lines.push(line("model", model.join(" ").trim_end()));
+    }
     for budget in status["budget"].as_array().into_iter().flatten() {
         let (used, max) = (number(budget, "used_tokens"), number(budget, "max_tokens"));
         let percent = (used * 100).checked_div(max).unwrap_or(100);

@@ -11,7 +11,8 @@ use serde_json::json;
 use crate::config::redact::HIDDEN;
 use crate::config::sources::{SettingValue, SettingValues};
 use crate::config::{
-    IntegrationSettings, NotificationSettings, ResolvedSettings, TABLE, ValueType, shown_url,
+    DEFAULT_ENDPOINT, IntegrationSettings, ModelEndpointSettings, NotificationSettings,
+    ResolvedSettings, TABLE, ValueType, shown_url,
 };
 
 /// One line per setting: name, value, source.
@@ -29,6 +30,9 @@ pub(crate) fn as_text(loaded: &ResolvedSettings) -> String {
     for one in &loaded.settings.integrations {
         let from = if one.is_built_in { BUILT_IN } else { &location };
         let _ = writeln!(text, "[[integration]] {}  ({from})", describe_integration(one));
+    }
+    for one in further_endpoints(loaded) {
+        let _ = writeln!(text, "[[model.endpoint]] {}  ({location})", describe_endpoint(one));
     }
     for one in &loaded.settings.notifications {
         let _ = writeln!(text, "[[notification]] {}  ({location})", describe_notification(one));
@@ -62,6 +66,7 @@ fn describe_integration(one: &IntegrationSettings) -> String {
         ("agents", some_list(&one.agents)),
         ("author_associations", some_list(&one.author_associations)),
         ("mode", (one.mode != Default::default()).then(|| one.mode.as_str().to_owned())),
+        ("models", some_list(&one.models)),
         ("rules", (!one.rules.is_empty()).then(|| one.rules.len().to_string())),
     ];
     for (name, value) in parts {
@@ -70,6 +75,17 @@ fn describe_integration(one: &IntegrationSettings) -> String {
         }
     }
     text
+}
+
+/// The endpoints of `[[model.endpoint]]`.
+fn further_endpoints(loaded: &ResolvedSettings) -> impl Iterator<Item = &ModelEndpointSettings> {
+    loaded.settings.models.iter().filter(|one| one.id != DEFAULT_ENDPOINT)
+}
+
+fn describe_endpoint(one: &ModelEndpointSettings) -> String {
+    let url = shown_url(one.model.url.expose_secret());
+    let key = one.model.key.as_ref().map_or(String::new(), |_| format!(" key={HIDDEN}"));
+    format!("id={} url={url} name={}{key}", one.id, one.model.name)
 }
 
 fn describe_notification(one: &NotificationSettings) -> String {
@@ -120,6 +136,7 @@ pub(crate) fn as_json(loaded: &ResolvedSettings) -> String {
                 "reply_token": one.reply_token.as_ref().map(|_| HIDDEN),
                 "base_url": one.base_url.as_deref().map(shown_url),
                 "bot_login": one.bot_login,
+                "models": one.models,
                 "source": if one.is_built_in { BUILT_IN.to_owned() } else { location(loaded) },
             })
         })
@@ -138,6 +155,16 @@ pub(crate) fn as_json(loaded: &ResolvedSettings) -> String {
             })
         })
         .collect();
+    let endpoints: Vec<_> = further_endpoints(loaded)
+        .map(|one| {
+            json!({
+                "id": one.id,
+                "url": shown_url(one.model.url.expose_secret()),
+                "name": one.model.name,
+                "key": one.model.key.as_ref().map(|_| HIDDEN),
+            })
+        })
+        .collect();
     let tokens: Vec<_> = loaded
         .settings
         .tokens
@@ -145,7 +172,8 @@ pub(crate) fn as_json(loaded: &ResolvedSettings) -> String {
         .map(|token| json!({"name": token.name, "role": token.role.as_str(), "token": HIDDEN}))
         .collect();
     let all = json!({
-        "settings": values, "integrations": integrations, "notifications": notifications, "tokens": tokens,
+        "settings": values, "integrations": integrations, "endpoints": endpoints,
+        "notifications": notifications, "tokens": tokens,
     });
     format!("{all:#}")
 }
@@ -211,6 +239,7 @@ Each `[[integration]]` section defines a system that sends webhooks to `/webhook
 | `bot_login` | login under which replies are posted; its own comments are ignored |
 | `agents` | logins of people of your team; who of them answers takes the issue over. On GitHub, owners, members and collaborators are agents without this |
 | `author_associations` | only for `github`: messages of authors with another association are ignored, such as `[\"OWNER\", \"MEMBER\", \"COLLABORATOR\", \"CONTRIBUTOR\"]`; empty: all are handled |
+| `models` | ids of the model endpoints that answer, in the order in which they are tried, such as `[\"default\", \"spare\"]`; default: all; see [Model endpoints](#model-endpoints) |
 | `mode` | what becomes of an answer: `auto` (posted, the default), `draft` (posted when a person approves it) or `note` (never posted); see [desk.md](desk.md#a-person-in-the-loop) |
 
 `[[integration.rule]]` sections below an integration choose another mode. The first rule whose conditions all hold decides:
@@ -223,6 +252,22 @@ Each `[[integration]]` section defines a system that sends webhooks to `/webhook
 | `tools` | the model called one of these tools: `search_tickets`, `close_ticket`, `hand_over` |
 | `words` | a new message of a user contains one of these texts, in any case |
 | `hours` | hours of the day in UTC, such as `22-6` |
+
+## Model endpoints
+
+The settings `model.url`, `model.name` and so on define the model endpoint `default`. Each `[[model.endpoint]]` section defines a further one. If a call of one
+fails, the run goes on with the next one: first `default`, then the sections in their order, unless `models` of the integration says otherwise. Beside sections,
+`default` takes part only if `model.url` is set. See [desk.md](desk.md#several-models).
+
+| field | description |
+|---|---|
+| `id` | unique id; 1 to 64 letters, digits, `-`, `_` and `.`; not `default` |
+| `url` | like `model.url` |
+| `name` | name of the model at that endpoint |
+| `key_env` | variable with the API key |
+| `key` | the key itself; restrict access to the file |
+| `timeout`, `idle_timeout` | like `model.timeout` and `model.idle_timeout`, which are the defaults |
+| `price_in`, `price_out` | prices of a million tokens; default: unknown |
 
 ## Notifications
 
@@ -260,6 +305,13 @@ provider = \"github\"
 secret_env = \"SHOP_WEBHOOK_SECRET\"
 reply_token_env = \"SHOP_GITHUB_TOKEN\"
 bot_login = \"shop-bot\"
+models = [\"spare\"]
+
+[[model.endpoint]]
+id = \"spare\"
+url = \"https://models.example/v1\"
+name = \"some-model\"
+key_env = \"SPARE_KEY\"
 
 [[notification]]
 id = \"crm\"

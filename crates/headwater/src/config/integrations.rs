@@ -9,6 +9,7 @@ use headwater_stream::GroupStart;
 use secrecy::{ExposeSecret, SecretString};
 use serde::Deserialize;
 
+use crate::config::endpoints::{self, CheckedModelEndpoint, RawModelEndpoint};
 use crate::config::error::SettingsError;
 use crate::config::value_type::{ValueType, time};
 use crate::desk::{ModeRule, ReplyMode};
@@ -111,6 +112,8 @@ pub(crate) struct IntegrationSettings {
     pub(crate) mode: ReplyMode,
     /// Rules that choose another mode, in order.
     pub(crate) rules: Vec<ModeRule>,
+    /// Ids of the model endpoints that answer, in order; empty: all.
+    pub(crate) models: Vec<String>,
     /// Whether the program defines it, and not the settings file.
     pub(crate) is_built_in: bool,
 }
@@ -142,6 +145,7 @@ pub(crate) struct Lists {
     pub(crate) integrations: Vec<IntegrationSettings>,
     pub(crate) notifications: Vec<NotificationSettings>,
     pub(crate) tokens: Vec<TokenSettings>,
+    pub(crate) endpoints: Vec<CheckedModelEndpoint>,
 }
 
 /// Whether the command needs the secrets of the settings.
@@ -162,6 +166,9 @@ pub(crate) struct ListSections {
     notifications: Vec<RawNotification>,
     #[serde(default, rename = "token")]
     tokens: Vec<RawToken>,
+    /// `endpoint` of the section `model`.
+    #[serde(default, rename = "model.endpoint")]
+    endpoints: Vec<RawModelEndpoint>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -181,6 +188,8 @@ struct RawIntegration {
     mode: Option<String>,
     #[serde(default, rename = "rule")]
     rules: Vec<RawRule>,
+    #[serde(default)]
+    models: Vec<String>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -230,7 +239,7 @@ struct RawToken {
 /// A secret in the settings file; `Debug` hides it.
 #[derive(Deserialize)]
 #[serde(transparent)]
-struct SecretText(String);
+pub(super) struct SecretText(pub(super) String);
 
 impl std::fmt::Debug for SecretText {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -250,7 +259,9 @@ impl ListSections {
             self.integrations.iter().flat_map(|raw| [&raw.secret_env, &raw.reply_token_env]);
         let of_notifications = self.notifications.iter().map(|raw| &raw.secret_env);
         let of_tokens = self.tokens.iter().map(|raw| &raw.token_env);
-        of_integrations.chain(of_notifications).chain(of_tokens).flatten().cloned().collect()
+        let of_endpoints = self.endpoints.iter().filter_map(RawModelEndpoint::variable);
+        let all = of_integrations.chain(of_notifications).chain(of_tokens).flatten();
+        all.chain(of_endpoints).cloned().collect()
     }
 
     /// Validates the sections and adds the built-in `desk`. Names all unset variables in one error.
@@ -272,6 +283,7 @@ impl ListSections {
             // A command presents its token to a server and needs no configured ones.
             self.tokens.retain(|raw| raw.token_env.as_ref().is_none_or(is_set));
         }
+        let endpoints = endpoints::check_all(self.endpoints, environment, secrets)?;
         let mut integrations = self
             .integrations
             .into_iter()
@@ -289,8 +301,13 @@ impl ListSections {
                 author_associations: Vec::new(),
                 mode: ReplyMode::Auto,
                 rules: Vec::new(),
+                models: Vec::new(),
                 is_built_in: true,
             });
+        }
+        for integration in &integrations {
+            let location = format!("[[integration]] `{}`", integration.id);
+            endpoints::check_choice(&location, &integration.models, &endpoints)?;
         }
         let tokens = self
             .tokens
@@ -312,7 +329,7 @@ impl ListSections {
                     "two [[token]] sections have the same token; each must be unique",
                 )
             })?;
-        Ok(Lists { integrations, notifications, tokens })
+        Ok(Lists { integrations, notifications, tokens, endpoints })
     }
 }
 
@@ -348,7 +365,7 @@ impl RawIntegration {
                 "{location} has an invalid base_url `{shown}`; allowed: {allowed}"
             )));
         }
-        let Self { provider, base_url, bot_login, agents, author_associations, .. } = self;
+        let Self { provider, base_url, bot_login, agents, author_associations, models, .. } = self;
         check_people(&location, provider, &agents, &author_associations)?;
         let mode = self.mode.as_deref().map(|mode| parse_mode(&location, mode)).transpose()?;
         let mode = mode.unwrap_or_default();
@@ -369,6 +386,7 @@ impl RawIntegration {
             author_associations,
             mode,
             rules,
+            models,
             is_built_in,
         })
     }
@@ -539,7 +557,7 @@ fn check_associations(location: &str, associations: &[String]) -> Result<(), Set
 }
 
 /// Reads a secret from the file, or from the variable that the file names.
-fn resolve_secret(
+pub(super) fn resolve_secret(
     location: &str,
     what: &str,
     direct: Option<SecretText>,
@@ -572,7 +590,7 @@ fn resolve_secret(
     Ok(Some(text.into()))
 }
 
-fn check_name(what: &str, name: String) -> Result<String, SettingsError> {
+pub(super) fn check_name(what: &str, name: String) -> Result<String, SettingsError> {
     let is_plain = |letter: char| letter.is_ascii_alphanumeric() || "-_.".contains(letter);
     if (1..=ID_CHARS_MAX).contains(&name.len()) && name.chars().all(is_plain) {
         return Ok(name);
@@ -583,7 +601,10 @@ fn check_name(what: &str, name: String) -> Result<String, SettingsError> {
     )))
 }
 
-fn check_unique<'a>(what: &str, names: impl Iterator<Item = &'a str>) -> Result<(), SettingsError> {
+pub(super) fn check_unique<'a>(
+    what: &str,
+    names: impl Iterator<Item = &'a str>,
+) -> Result<(), SettingsError> {
     let mut seen = HashSet::new();
     for name in names {
         if !seen.insert(name) {

@@ -3,10 +3,11 @@
 //! Upstream: `entry.rs`. Downstream: `server/run.rs` and `cli`. Guarantees: [`Settings`] is consistent, so later code
 //! does not check again; secrets have types whose `Debug` hides them.
 //! Flow: `table.rs` (all settings), `value_type.rs` (allowed values) -> `sources.rs` (precedence) ->
-//! `integrations.rs` (`[[integration]]`, `[[notification]]`, `[[token]]`) -> this file -> `docs.rs` (output), `redact.rs` (hides
+//! `integrations.rs` (`[[integration]]`, `[[notification]]`, `[[token]]`), `endpoints.rs` (`[[model.endpoint]]`) -> this file -> `docs.rs` (output), `redact.rs` (hides
 //! secrets).
 
 mod docs;
+mod endpoints;
 mod error;
 mod integrations;
 mod redact;
@@ -27,6 +28,7 @@ use crate::desk::{DeskConfig, Prices, SearchScope, TokenBudget};
 use crate::server::stream_options::PasswordSource;
 
 pub(crate) use crate::config::docs::{as_json, as_markdown, as_text};
+pub(crate) use crate::config::endpoints::{DEFAULT_ENDPOINT, ModelEndpointSettings};
 pub(crate) use crate::config::error::SettingsError;
 pub(crate) use crate::config::integrations::{
     IntegrationSettings, NotificationSettings, Provider, Role, SecretsPolicy, TokenSettings,
@@ -67,8 +69,10 @@ pub(crate) struct Settings {
     pub(crate) http: HttpSettings,
     /// Work on issues.
     pub(crate) work: WorkSettings,
-    /// The language model.
+    /// The language model of the settings `model.…`.
     pub(crate) model: ModelSettings,
+    /// All model endpoints, in the order in which they are tried.
+    pub(crate) models: Vec<ModelEndpointSettings>,
     /// The desk.
     pub(crate) desk: DeskConfig,
     /// When pending entries of inactive consumers are reclaimed.
@@ -269,8 +273,20 @@ pub(crate) fn load(
         None => (toml::Table::new(), None),
     };
     let lists = ["integration", "notification", "token"].into_iter();
-    let lists: toml::Table =
+    let mut lists: toml::Table =
         lists.filter_map(|list| Some((list.to_owned(), file.remove(list)?))).collect();
+    match file.get_mut("model") {
+        Some(toml::Value::Table(model)) => {
+            let endpoints = model.remove("endpoint");
+            lists.extend(endpoints.map(|list| ("model.endpoint".to_owned(), list)));
+        }
+        Some(toml::Value::Array(_)) => {
+            return Err(SettingsError::new(
+                "[[model]] is not a section; write `[[model.endpoint]]` for each further model",
+            ));
+        }
+        _ => {}
+    }
     let lists = lists
         .try_into::<ListSections>()
         .map_err(|error| unreadable(path.as_deref().unwrap_or_else(|| FILE.as_ref()), &error))?;
@@ -291,7 +307,7 @@ fn unreadable(path: &std::path::Path, error: &toml::de::Error) -> SettingsError 
 impl Settings {
     fn from_values(
         values: &SettingValues,
-        Lists { integrations, notifications, tokens }: Lists,
+        Lists { integrations, notifications, tokens, endpoints }: Lists,
     ) -> Result<Self, SettingsError> {
         let read = SettingsReader(values);
         let http = HttpSettings {
@@ -322,6 +338,23 @@ impl Settings {
             sweep_every: read.time("sweep.every"),
         };
         let model = read.model();
+        let prices =
+            Prices { input: read.price("model.price_in"), output: read.price("model.price_out") };
+        let default =
+            ModelEndpointSettings { id: DEFAULT_ENDPOINT.to_owned(), model: model.clone(), prices };
+        // Beside other endpoints, the default one counts only if somebody has set it: the scripted model is no fallback.
+        let has_default = endpoints.is_empty() || read.is_given("model.url");
+        let names_default =
+            |one: &&IntegrationSettings| one.models.iter().any(|id| id == DEFAULT_ENDPOINT);
+        if let Some(integration) = integrations.iter().find(names_default).filter(|_| !has_default)
+        {
+            return Err(SettingsError::new(format!(
+                "[[integration]] `{}` names the model `{DEFAULT_ENDPOINT}`, but `model.url` is not set; set it, or remove the name",
+                integration.id
+            )));
+        }
+        let further = endpoints.into_iter().map(|endpoint| endpoint.complete(&model));
+        let models = has_default.then_some(default).into_iter().chain(further).collect();
         let desk = DeskConfig {
             quiet: work.quiet,
             max_wait: work.max_wait,
@@ -339,10 +372,7 @@ impl Settings {
                 "all" => SearchScope::AllTickets,
                 _ => SearchScope::OwnTickets,
             },
-            prices: Prices {
-                input: read.price("model.price_in"),
-                output: read.price("model.price_out"),
-            },
+            prices,
         };
         let telemetry = TelemetrySettings {
             format: read.text("log.format").to_owned(),
@@ -363,6 +393,7 @@ impl Settings {
             http,
             work,
             model,
+            models,
             desk,
             desk_reclaim_idle: read.time("desk.reclaim_idle"),
             webhook_tolerance: read.time("webhook.tolerance"),

@@ -10,9 +10,13 @@ use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use headwater_issue::IssueId;
+use metrics::gauge;
 use tracing::{error, info, warn};
 
 use crate::desk::model::{Fault, ModelError};
+
+/// Gauge: 1 while a model endpoint is called, 0 while its breaker is open. Label: `model`.
+const MODEL_AVAILABLE: &str = "headwater_model_available";
 
 /// Consecutive failures that open the breaker, and the number of different issues after which no further one may try.
 const FAILURES_MAX: u32 = 3;
@@ -41,7 +45,7 @@ struct ModelBreakerState {
 }
 
 /// Why a call is not made.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug, PartialEq, Eq, Default)]
 pub(crate) struct BreakerOpen {
     /// When to ask again.
     pub(crate) after: Duration,
@@ -63,6 +67,7 @@ impl ModelBreaker {
     /// `pause_min` is the pause before the first test.
     pub(crate) fn new(name: &str, pause_min: Duration) -> Self {
         let pause_min = pause_min.min(PAUSE_MAX);
+        gauge!(MODEL_AVAILABLE, "model" => name.to_owned()).set(1.0);
         Self { name: name.to_owned(), pause_min, state: Mutex::default() }
     }
 
@@ -88,6 +93,11 @@ impl ModelBreaker {
         Ok(CallPermit { breaker: self, issue_id, is_test, was_failing })
     }
 
+    /// Whether the endpoint is known to fail.
+    pub(crate) fn is_open(&self) -> bool {
+        self.state().failures >= FAILURES_MAX
+    }
+
     fn state(&self) -> MutexGuard<'_, ModelBreakerState> {
         self.state.lock().expect("no code panics while it holds this lock")
     }
@@ -109,6 +119,7 @@ impl ModelBreaker {
         let pause = self.pause_min.saturating_mul(1 << doublings).min(PAUSE_MAX);
         state.test_at = Some(now + pause);
         let model = &self.name;
+        gauge!(MODEL_AVAILABLE, "model" => model.clone()).set(0.0);
         if !was_failing && error.fault() == Fault::Ours {
             error!(model, %error, "model calls stopped: the service refuses our requests; fix the settings, then they continue by themselves");
         } else if !was_failing {
@@ -119,6 +130,7 @@ impl ModelBreaker {
     fn succeeded(&self) {
         let before = std::mem::take(&mut *self.state());
         if before.failures >= FAILURES_MAX {
+            gauge!(MODEL_AVAILABLE, "model" => self.name.clone()).set(1.0);
             info!(model = self.name, failures = before.failures, "model works again");
         }
     }

@@ -222,6 +222,8 @@ pub struct ModelRun {
     pub integration: String,
     /// Name of the model.
     pub model: String,
+    /// Version of the prompt; 0 is the built-in one.
+    pub prompt_version: i64,
     /// How it ended.
     pub result: ModelRunResult,
     /// Calls of the model.

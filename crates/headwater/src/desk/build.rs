@@ -18,10 +18,12 @@ use headwater_stream::Backend;
 use secrecy::{ExposeSecret, SecretString};
 use tracing::warn;
 
-use crate::config::{BusSettings, IntegrationSettings, ModelSettings, Provider, Settings};
+use crate::config::{
+    BusSettings, IntegrationSettings, ModelEndpointSettings, ModelSettings, Provider, Settings,
+};
 use crate::desk::{
-    Desk, DeskReply, IntegrationPolicy, LanguageModel, Ledger, OpenAiConfig, OpenAiModel,
-    ReplyTarget, ScriptedModel, TicketSearch,
+    Desk, DeskReply, IntegrationPolicy, LanguageModel, Ledger, ModelEndpoint, OpenAiConfig,
+    OpenAiModel, ReplyTarget, ScriptedModel, TicketSearch,
 };
 use crate::inbound::ticket_events_consumer::TicketEventsConsumer;
 use crate::outbound::TicketEventsPublisher;
@@ -57,16 +59,20 @@ impl DeskServices {
         let tickets = tickets.context("opening the ticket tables")?;
         let tickets = tickets.with_confirmations(confirmations.clone());
         let (bus, sessions) = sessions(streams, &settings.bus, settings.retention.sessions).await?;
+        let models = models(&settings.models)?;
+        let first = models.first().context("no model is configured")?;
         let desk = Desk::new(
-            model(&settings.model)?,
+            Arc::clone(&first.model),
             Arc::new(tickets.clone()) as Arc<dyn TicketSearch>,
             Arc::new(tickets.clone()) as Arc<dyn Ledger>,
             Arc::clone(store),
             config,
         );
         let desk = desk
+            .with_models(models)
             .with_policies(settings.integrations.iter().map(policy).collect())
-            .with_drafts(Arc::new(tickets.clone()));
+            .with_drafts(Arc::new(tickets.clone()))
+            .with_prompts(Arc::new(tickets.clone()));
         let control = bus.control_stream().clone();
         let publisher =
             TicketEventsPublisher::new(Arc::clone(streams), control, Arc::clone(&sessions));
@@ -109,15 +115,29 @@ pub(crate) async fn close(bus: Arc<StreamedBus>) {
     }
 }
 
-/// The configured model.
-fn model(settings: &ModelSettings) -> Result<Arc<dyn LanguageModel>> {
+/// The configured models, in the order in which they are tried.
+fn models(settings: &[ModelEndpointSettings]) -> Result<Vec<ModelEndpoint>> {
+    let has_fallback = settings.len() > 1;
+    let build = |one: &ModelEndpointSettings| {
+        let model = model(&one.model, has_fallback);
+        let model = model.with_context(|| format!("model endpoint `{}`", one.id))?;
+        Ok(ModelEndpoint { id: one.id.clone(), model, prices: one.prices })
+    };
+    settings.iter().map(build).collect()
+}
+
+/// A configured model. With a fallback, a failed call is not repeated: the next endpoint is called instead.
+fn model(settings: &ModelSettings, has_fallback: bool) -> Result<Arc<dyn LanguageModel>> {
     if let Some(delay) = &settings.scripted {
         return Ok(Arc::new(ScriptedModel::default().with_delay(*delay)));
     }
+    let default =
+        OpenAiConfig::new(settings.url.expose_secret(), &settings.name, settings.key.clone());
     let config = OpenAiConfig {
+        attempts_max: if has_fallback { 1 } else { default.attempts_max },
         total_timeout: settings.timeout,
         idle_timeout: settings.idle_timeout,
-        ..OpenAiConfig::new(settings.url.expose_secret(), &settings.name, settings.key.clone())
+        ..default
     };
     let model =
         OpenAiModel::new(config).map_err(|problem| anyhow!("setting up the model: {problem}"))?;
@@ -126,8 +146,8 @@ fn model(settings: &ModelSettings) -> Result<Arc<dyn LanguageModel>> {
 
 /// The policy of an integration.
 fn policy(one: &IntegrationSettings) -> (String, IntegrationPolicy) {
-    let (agents, rules) = (one.agents.clone(), one.rules.clone());
-    (one.id.clone(), IntegrationPolicy { agents, mode: one.mode, rules })
+    let (agents, rules, models) = (one.agents.clone(), one.rules.clone(), one.models.clone());
+    (one.id.clone(), IntegrationPolicy { agents, mode: one.mode, rules, models })
 }
 
 /// The destination of replies of an integration.

@@ -15,39 +15,40 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
-use headwater_analytics::RunMetrics;
 use headwater_issue::{
-    DebounceWindow, EventLogId, HandlerError, Issue, IssueError, IssueHandler, OnNewEvent,
-    Resolution, Run, Store, WorkerConfig,
+    DebounceWindow, HandlerError, Issue, IssueError, IssueHandler, OnNewEvent, Resolution, Run,
+    Store, WorkerConfig,
 };
 use metrics::counter;
 use serde_json::json;
 use tracing::{info, warn};
-use uuid::Uuid;
 
-use crate::desk::breaker::ModelBreaker;
+use crate::desk::breaker::CallPermit;
 use crate::desk::budget::{self, Ledger, ModelRunResult, TokenBudget, TokenReservation};
 use crate::desk::conversation::{Conversation, ConversationEntry};
-use crate::desk::draft::{DraftEffect, DraftLookup, DraftOutcome, DraftReply};
+use crate::desk::draft::{DraftLookup, DraftOutcome};
 use crate::desk::model::{
     Fault, IncompleteReason, LanguageModel, ModelAnswer, ModelError, ModelPrompt, TokenUsage, Turn,
     estimate_tokens,
 };
+use crate::desk::model_endpoints::{
+    DEFAULT_MODEL, GuardedModel, MODEL_FALLBACKS, ModelEndpoint, ModelEndpointState,
+    ModelEndpoints, NoEndpoint, UnansweredCall,
+};
 use crate::desk::model_runs::{ModelRunRecord, Prices};
-use crate::desk::policy::{self, AnswerContext, IntegrationPolicy, ReplyMode};
-use crate::desk::prompt;
-use crate::desk::reply::{DeskReply, ReplyTarget};
+use crate::desk::policy::{self, IntegrationPolicy};
+use crate::desk::prompt::{self, SystemPrompt};
+use crate::desk::prompt_template::PromptValues;
+use crate::desk::prompt_versions::{PromptSource, PromptVersions};
+use crate::desk::resolution::{ModelOutcome, record_only, resolve};
 use crate::desk::session::{RunSession, StepWriter};
 use crate::desk::token_reservations::{OpenReservation, ReservationOutcome, TokenAccounting};
-use crate::desk::tools::{self, SearchScope, TicketSearch, ToolEffect};
+use crate::desk::tools::{self, SearchScope, TicketSearch};
 use crate::limits::{
-    OUTPUT_LIMIT_RAISES_MAX, PROMPT_THREAD_BYTES_MAX, PROMPT_THREAD_BYTES_MIN, REPLY_BYTES_MAX,
-    TOOL_ROUNDS_MAX,
+    OUTPUT_LIMIT_RAISES_MAX, PROMPT_THREAD_BYTES_MAX, PROMPT_THREAD_BYTES_MIN, TOOL_ROUNDS_MAX,
 };
-use crate::text;
-use crate::tickets::Author;
 
-/// Counter of failed model calls. Label: `fault` (`ours`, `theirs`, `content`).
+/// Counter of failed model calls. Labels: `model`, `fault` (`ours`, `theirs`, `content`).
 pub const MODEL_FAILURES: &str = "headwater_model_failures_total";
 
 /// Factor by which the limit of output tokens grows after an answer that reached it.
@@ -80,7 +81,7 @@ pub struct DeskConfig {
     pub budget: TokenBudget,
     /// Which tickets the model may search. Default: those of the same user.
     pub search: SearchScope,
-    /// Price of the model's tokens.
+    /// Price of the tokens of the model of [`Desk::new`].
     pub prices: Prices,
 }
 
@@ -122,8 +123,7 @@ impl DeskConfig {
 
 /// Answers issues with a language model.
 pub struct Desk {
-    model: Arc<dyn LanguageModel>,
-    breaker: ModelBreaker,
+    models: ModelEndpoints,
     search: Arc<dyn TicketSearch>,
     accounting: TokenAccounting,
     step_writer: StepWriter,
@@ -131,23 +131,22 @@ pub struct Desk {
     /// By integration.
     policies: HashMap<String, IntegrationPolicy>,
     drafts: Option<Arc<dyn DraftLookup>>,
+    prompts: Option<PromptVersions>,
 }
 
 impl std::fmt::Debug for Desk {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Desk").field("model", &self.model).finish_non_exhaustive()
+        f.debug_struct("Desk").field("models", &self.models).finish_non_exhaustive()
     }
 }
 
-/// The result of all model calls of a run.
-#[derive(Debug, Default)]
-struct ModelOutcome {
-    text: String,
-    effects: Vec<ToolEffect>,
-    /// Names of the tools that the model called.
-    tools: Vec<String>,
-    /// Sum over all model calls of the run.
-    usage: TokenUsage,
+/// One call of a model, whichever endpoint answers it.
+struct ModelCall<'a> {
+    run: &'a Run,
+    prompt: &'a ModelPrompt,
+    /// The author of the newest message, whose budget is charged.
+    author: Option<&'a ConversationEntry>,
+    may_be_empty: bool,
 }
 
 /// Why a run ends without an answer of the model.
@@ -177,9 +176,26 @@ impl Desk {
         config: DeskConfig,
     ) -> Self {
         let (accounting, step_writer) = (TokenAccounting::new(ledger), StepWriter::new(store));
-        let breaker = ModelBreaker::new(model.name(), config.unreachable_pause);
-        let policies = HashMap::new();
-        Self { model, breaker, search, accounting, step_writer, config, policies, drafts: None }
+        let default = ModelEndpoint { id: DEFAULT_MODEL.to_owned(), model, prices: config.prices };
+        let models = ModelEndpoints::new(vec![default], config.unreachable_pause);
+        let (policies, drafts, prompts) = (HashMap::new(), None, None);
+        Self { models, search, accounting, step_writer, config, policies, drafts, prompts }
+    }
+
+    /// Sets the models, in the order in which runs try them, instead of the one of [`new`](Self::new). A run goes on with the
+    /// next one if a call fails, unless the text of the conversation is the cause.
+    ///
+    /// # Panics
+    ///
+    /// If there is no model.
+    pub fn with_models(self, models: Vec<ModelEndpoint>) -> Self {
+        assert!(!models.is_empty(), "a desk needs a model");
+        Self { models: ModelEndpoints::new(models, self.config.unreachable_pause), ..self }
+    }
+
+    /// Which models are called, as this process sees it.
+    pub fn model_states(&self) -> Vec<ModelEndpointState> {
+        self.models.states()
     }
 
     /// Sets the policies of integrations, by their ids. All others have the default policy.
@@ -191,6 +207,23 @@ impl Desk {
     /// event.
     pub fn with_drafts(self, drafts: Arc<dyn DraftLookup>) -> Self {
         Self { drafts: Some(drafts), ..self }
+    }
+
+    /// Sets where the prompts of integrations are stored. Without it, all have the built-in one.
+    pub fn with_prompts(self, prompts: Arc<dyn PromptSource>) -> Self {
+        Self { prompts: Some(PromptVersions::new(prompts)), ..self }
+    }
+
+    /// The prompt of the integration of an issue. If it is unknown, the run is deferred without an attempt.
+    async fn system_prompt(&self, issue: &Issue) -> Result<SystemPrompt, HandlerError> {
+        let Some(prompts) = &self.prompts else { return Ok(SystemPrompt::built_in()) };
+        let values = PromptValues {
+            integration: issue.integration.clone(),
+            provider: issue.provider.clone(),
+            date: budget::now().to_rfc3339()[..10].to_owned(),
+            tools: tools::specs(issue).iter().map(|tool| tool.name.to_owned()).collect(),
+        };
+        prompts.prompt(&values).await.map_err(HandlerError::unavailable)
     }
 
     /// What became of the draft of the last run.
@@ -217,13 +250,16 @@ impl Desk {
     async fn run_model(
         &self,
         run: &Run,
+        (system, mut endpoints): (&SystemPrompt, Vec<&GuardedModel>),
         conversation: &Conversation,
         session: &RunSession<'_>,
         record: &mut ModelRunRecord<'_>,
     ) -> Result<ModelOutcome, Stop> {
         let specs = tools::specs(run.issue());
-        let mut prompt = prompt::render(conversation, specs.clone(), self.config.output_tokens_max);
+        let tokens_max = self.config.output_tokens_max;
+        let mut prompt = prompt::render(system, conversation, specs.clone(), tokens_max);
         let inputs = json!({
+            "prompt_version": system.version,
             "issue_id": run.issue().id.0, "epoch": run.epoch().0, "attempt": run.attempt(),
             "event_log_ids": run.events().iter().map(|event| event.id.0).collect::<Vec<_>>(),
         });
@@ -236,10 +272,9 @@ impl Desk {
                 prompt.tools.clear();
             }
             let may_be_empty = !outcome.effects.is_empty();
-            let (answer, usage) = match self
-                .complete(run, &prompt, (session, &mut *record), author, may_be_empty)
-                .await
-            {
+            let call = ModelCall { run, prompt: &prompt, author, may_be_empty };
+            let completing = self.complete(&call, &mut endpoints, session, record);
+            let answer = match completing.await {
                 Ok(answered) => answered,
                 Err(Stop::Model(ModelError::TooLong(_)))
                     if thread_bytes_max > PROMPT_THREAD_BYTES_MIN =>
@@ -254,7 +289,6 @@ impl Desk {
                 }
                 Err(stop) => return Err(stop),
             };
-            outcome.usage = outcome.usage.plus(usage);
             match answer.incomplete {
                 Some(IncompleteReason::Length) if raises < OUTPUT_LIMIT_RAISES_MAX => {
                     raises += 1;
@@ -309,17 +343,10 @@ impl Desk {
     }
 
     /// What happens after a run without an answer of the model: the issue is handed over, or the run is deferred.
-    /// `usage` are the tokens of the calls that were made.
-    fn after_stop(
-        &self,
-        run: &Run,
-        stop: Stop,
-        usage: TokenUsage,
-    ) -> Result<ModelOutcome, HandlerError> {
+    fn after_stop(&self, run: &Run, stop: Stop) -> Result<ModelOutcome, HandlerError> {
         let reason = match stop {
             Stop::BudgetExceeded => {
-                let tokens_max = self.config.budget.issue_tokens_max;
-                return Ok(ModelOutcome::budget_exceeded(tokens_max, usage));
+                return Ok(ModelOutcome::budget_exceeded(self.config.budget.issue_tokens_max));
             }
             Stop::Failed(error) => return Err(error),
             Stop::NoAnswer(reason) => reason,
@@ -332,7 +359,7 @@ impl Desk {
                 return Err(HandlerError::defer(after.max(self.pause(run)), error));
             }
         };
-        Ok(ModelOutcome::no_answer(reason, usage))
+        Ok(ModelOutcome::no_answer(reason))
     }
 
     /// Reserves the tokens of one model call.
@@ -379,29 +406,76 @@ impl Desk {
         }
     }
 
-    /// Calls the model once, within the token budgets.
+    /// Calls the endpoints in order until one answers. The one that answered is the first one of the next call, so that a run
+    /// stays with one model if it can.
     async fn complete(
         &self,
-        run: &Run,
-        prompt: &ModelPrompt,
-        (session, record): (&RunSession<'_>, &mut ModelRunRecord<'_>),
-        author: Option<&ConversationEntry>,
-        may_be_empty: bool,
+        call: &ModelCall<'_>,
+        endpoints: &mut [&GuardedModel],
+        session: &RunSession<'_>,
+        record: &mut ModelRunRecord<'_>,
+    ) -> Result<ModelAnswer, Stop> {
+        let issue = call.run.issue();
+        let mut unanswered = UnansweredCall::default();
+        for place in 0..endpoints.len() {
+            let endpoint = endpoints[place];
+            let permit = match endpoint.breaker.admit(issue.id, Instant::now()) {
+                Ok(permit) => permit,
+                Err(open) => {
+                    unanswered.skipped(open);
+                    continue;
+                }
+            };
+            match self.call_endpoint(call, endpoint, permit, record).await {
+                Ok((answer, usage)) => {
+                    session.record_answer(&endpoint.label, &answer, usage);
+                    if place > 0 {
+                        let (integration, model) =
+                            (issue.integration.clone(), endpoint.label.clone());
+                        counter!(MODEL_FALLBACKS, "integration" => integration, "model" => model)
+                            .increment(1);
+                    }
+                    endpoints[..=place].rotate_right(1);
+                    return Ok(answer);
+                }
+                Err(Stop::Model(error)) if error.fault() != Fault::Content => {
+                    if place + 1 < endpoints.len() {
+                        let model = &endpoint.label;
+                        warn!(issue_id = %issue.id, model, %error, "model call failed; trying the next model");
+                    }
+                    unanswered.failed(endpoint, error);
+                }
+                Err(stop) => return Err(stop),
+            }
+        }
+        Err(match unanswered.into_end(self.pause(call.run)) {
+            NoEndpoint::Failed(error) => Stop::Model(error),
+            NoEndpoint::Waiting(error) => Stop::Failed(error),
+        })
+    }
+
+    /// Calls one endpoint once, within the token budgets.
+    async fn call_endpoint(
+        &self,
+        &ModelCall { run, prompt, author, may_be_empty }: &ModelCall<'_>,
+        GuardedModel { endpoint, label, .. }: &GuardedModel,
+        permit: CallPermit<'_>,
+        record: &mut ModelRunRecord<'_>,
     ) -> Result<(ModelAnswer, TokenUsage), Stop> {
-        let permit = self.breaker.admit(run.issue().id, Instant::now()).map_err(|open| {
-            let reason = format!("waiting for the model: {}", open.last_error);
-            HandlerError::defer(open.after.max(self.pause(run)), reason)
-        })?;
+        let count_failure = |error: &ModelError| {
+            let fault = error.fault().as_str();
+            counter!(MODEL_FAILURES, "model" => label.clone(), "fault" => fault).increment(1);
+        };
         let prompt_tokens = prompt.tokens_estimate();
         // Token budgets do not apply to a free model.
-        let open = match self.model.is_free() {
+        let open = match endpoint.model.is_free() {
             true => None,
             false => Some(self.reserve(run, prompt, prompt_tokens, author).await?),
         };
         // If newer events cancel the run here, dropping `open` settles it with the prompt tokens, and dropping `record`
         // records them.
-        record.begin_call(prompt_tokens);
-        let answered = match self.model.complete(prompt).await {
+        record.begin_call(label, endpoint.prices, prompt_tokens);
+        let answered = match endpoint.model.complete(prompt).await {
             Ok(chunks) => chunks.collect().await,
             Err(error) => Err(error),
         };
@@ -413,7 +487,7 @@ impl Desk {
                     true => 0,
                     false => tokens_used_by_failure(&error, prompt_tokens),
                 };
-                counter!(MODEL_FAILURES, "fault" => error.fault().as_str()).increment(1);
+                count_failure(&error);
                 match error.fault() {
                     Fault::Content => permit.succeeded(),
                     Fault::Ours | Fault::Theirs => permit.failed(&error, Instant::now()),
@@ -432,155 +506,14 @@ impl Desk {
         let is_empty = answer.text.trim().is_empty() && answer.calls.is_empty();
         if is_empty && answer.incomplete.is_none() && !may_be_empty {
             let error = ModelError::InvalidResponse("the answer is empty".to_owned());
-            counter!(MODEL_FAILURES, "fault" => error.fault().as_str()).increment(1);
+            count_failure(&error);
             permit.failed(&error, Instant::now());
             settle(open, usage.total()).await;
             return Err(Stop::Model(error));
         }
         permit.succeeded();
         settle(open, usage.total()).await;
-        session.record_answer(&answer, usage);
         Ok((answer, usage))
-    }
-
-    /// Events, tokens and cost of a run.
-    fn run_metrics(&self, run: &Run, usage: TokenUsage) -> RunMetrics {
-        let count = |number: u64| Some(u32::try_from(number).unwrap_or(u32::MAX));
-        RunMetrics {
-            events: count(run.events().len() as u64),
-            tokens_in: count(usage.input_tokens),
-            tokens_out: count(usage.output_tokens),
-            cost: self.config.prices.cost(usage),
-        }
-    }
-
-    /// Builds the resolution: reply, tool effects, conversation and issue fields.
-    fn resolve(
-        &self,
-        run: &Run,
-        conversation: &Conversation,
-        outcome: ModelOutcome,
-        session: &RunSession<'_>,
-        policy: &IntegrationPolicy,
-    ) -> Resolution {
-        let content = text::cut(text::cleaned(&outcome.text).trim(), REPLY_BYTES_MAX).to_owned();
-        let hands_over =
-            outcome.effects.iter().any(|effect| matches!(effect, ToolEffect::HandOver { .. }));
-        // After too many superseded runs the reply is sent even if it is stale, so that a busy issue gets an answer. A
-        // hand-over is never stale: the desk does not answer after it.
-        // A draft is outdated by every newer event.
-        let (mode, chosen_by) = policy.choose_mode(&answer_context(conversation, &outcome.tools));
-        let unless_stale = mode != ReplyMode::Auto
-            || run.issue().superseded < self.config.supersede_max && !hands_over;
-        let newest = run.events().last().map(|event| event.id).map(|EventLogId(id)| id);
-        let session_id = Some(session.id().to_owned());
-        let row = |content: String, target, run| {
-            let (message_id, session_id) = (Some(Uuid::now_v7()), session_id.clone());
-            let up_to = newest.filter(|_| unless_stale || target == ReplyTarget::HandOver);
-            DeskReply { content, message_id, session_id, up_to, run }
-        };
-        let draft_id = (mode == ReplyMode::Draft).then(Uuid::now_v7);
-        // The hand-over of a ticket is only seen by us; everything else needs the approval.
-        let is_ticket = run.issue().provider == "desk";
-        let hands_over_later = hands_over && mode == ReplyMode::Draft && !is_ticket;
-        let run_metrics = self.run_metrics(run, outcome.usage);
-        let answer = ConversationEntry {
-            author: Author::Assistant,
-            name: (mode == ReplyMode::Note).then(|| "internal note that was not sent".to_owned()),
-            text: content.clone(),
-            at: budget::now().to_rfc3339(),
-            unless_stale,
-            association: None,
-            draft: draft_id,
-            hands_over: hands_over_later,
-            was_not_sent: mode == ReplyMode::Note,
-        };
-        let mut resolution = record_only(conversation, Some(&answer));
-        let hand_over_reason = outcome.effects.iter().find_map(|effect| match effect {
-            ToolEffect::HandOver { reason } => Some(reason.clone()),
-            ToolEffect::Close { .. } => None,
-        });
-        let fields = json!({
-            "session_id": session_id, "user_id": conversation.user_id,
-            "handed_over": (hands_over && !hands_over_later || conversation.handed_over).then_some(true),
-            "hand_over_reason": hand_over_reason.filter(|_| !hands_over_later),
-        });
-        resolution.fields = Some(fields.to_string());
-        let nothing = RunMetrics::default();
-        let effects = outcome.effects.into_iter().map(|effect| match effect {
-            ToolEffect::HandOver { reason } => (ReplyTarget::HandOver, reason),
-            ToolEffect::Close { reason } => (ReplyTarget::Close, reason),
-        });
-        let (now, later): (Vec<_>, Vec<_>) = effects.partition(|(target, _)| {
-            mode == ReplyMode::Auto || is_ticket && *target == ReplyTarget::HandOver
-        });
-        let target = match mode {
-            ReplyMode::Auto => ReplyTarget::Answer,
-            ReplyMode::Draft => ReplyTarget::Draft,
-            ReplyMode::Note => ReplyTarget::Note,
-        };
-        let answer = row(content, target, run_metrics);
-        resolution.outbox.push(match mode {
-            ReplyMode::Auto => answer.into_row(target),
-            ReplyMode::Draft | ReplyMode::Note => {
-                let message_id = draft_id.or(answer.message_id);
-                let effect = |(target, reason): (ReplyTarget, String)| DraftEffect {
-                    target: target.as_str().to_owned(),
-                    reason,
-                };
-                let effects = later.into_iter().map(effect).collect();
-                let reply = DeskReply { message_id, up_to: newest, ..answer };
-                DraftReply { reply, effects, chosen_by }.into_row(target)
-            }
-        });
-        let effects =
-            now.into_iter().map(|(target, reason)| row(reason, target, nothing).into_row(target));
-        resolution.outbox.extend(effects);
-        resolution
-    }
-}
-
-impl ModelOutcome {
-    fn has_effect(&self, effect: &ToolEffect) -> bool {
-        let same = |one: &ToolEffect| std::mem::discriminant(one) == std::mem::discriminant(effect);
-        self.effects.iter().any(same)
-    }
-
-    /// The text, or a default text if the model only called a tool.
-    fn or_default_text(mut self) -> Self {
-        if self.text.trim().is_empty() {
-            let hands_over = |effect: &ToolEffect| matches!(effect, ToolEffect::HandOver { .. });
-            self.text = match self.effects.iter().any(hands_over) {
-                true => "A person will take over and answer you here.".to_owned(),
-                false => "This ticket is now closed. Write again to open it.".to_owned(),
-            };
-        }
-        self
-    }
-
-    /// A hand-over because the model gives no answer that can be sent.
-    fn no_answer(reason: String, usage: TokenUsage) -> Self {
-        Self {
-            text: "I cannot answer this. A person will take over and answer you here.".to_owned(),
-            effects: vec![ToolEffect::HandOver { reason: text::one_line(&reason, 500) }],
-            tools: Vec::new(),
-            usage,
-        }
-    }
-
-    fn budget_exceeded(tokens_max: u64, usage: TokenUsage) -> Self {
-        Self {
-            text:
-                "I cannot answer more in this conversation. A person will take over and answer you here."
-                    .to_owned(),
-            effects: vec![ToolEffect::HandOver {
-                reason: format!(
-                    "the token budget of this issue is used up (`desk.issue_tokens_max` = {tokens_max})"
-                ),
-            }],
-            tools: Vec::new(),
-            usage,
-        }
     }
 }
 
@@ -596,12 +529,15 @@ impl IssueHandler for Desk {
         if !conversation.needs_answer {
             return Ok(record_only(&conversation, None));
         }
-        let session = RunSession::new(&self.step_writer, &run, self.model.name());
+        let system = self.system_prompt(run.issue()).await?;
+        let endpoints = self.models.in_order(&policy.models);
+        let first = endpoints.first().map_or("", |endpoint| endpoint.label.as_str());
+        let session = RunSession::new(&self.step_writer, &run, first);
         // Ends before the deadline of the run, which would count an attempt.
         let time_max = run.time_left() * 9 / 10;
-        let mut record =
-            ModelRunRecord::new(&self.accounting, &run, self.model.name(), self.config.prices);
-        let answering = self.run_model(&run, &conversation, &session, &mut record);
+        let mut record = ModelRunRecord::new(&self.accounting, &run, system.version);
+        let telling = (&system, endpoints);
+        let answering = self.run_model(&run, telling, &conversation, &session, &mut record);
         let answering = tokio::time::timeout(time_max, answering);
         let outcome = answering.await.unwrap_or_else(|_| {
             let problem = format!("no answer within {time_max:?}");
@@ -610,7 +546,7 @@ impl IssueHandler for Desk {
         let (outcome, result) = match outcome {
             Ok(outcome) => (outcome.or_default_text(), ModelRunResult::Done),
             Err(stop) => {
-                let outcome = match self.after_stop(&run, stop, record.usage()) {
+                let outcome = match self.after_stop(&run, stop) {
                     Ok(outcome) => outcome,
                     Err(error) => {
                         record.finish(ModelRunResult::Failed);
@@ -621,7 +557,10 @@ impl IssueHandler for Desk {
                 (outcome, ModelRunResult::HandedOver)
             }
         };
-        let mut resolution = self.resolve(&run, &conversation, outcome, &session, policy);
+        let (usage, cost) = (record.usage(), record.cost());
+        let outcome = ModelOutcome { usage, cost, ..outcome };
+        let mut resolution =
+            resolve(self.config.supersede_max, &run, &conversation, outcome, &session, policy);
         // Query the database instead of relying on notifications. If there are newer events, the worker cancels this
         // run at the next await, unless the supersede limit is reached.
         check_for_newer_events(&run).await?;
@@ -645,28 +584,6 @@ async fn check_for_newer_events(run: &Run) -> Result<(), IssueError> {
             result => return result,
         }
     }
-}
-
-/// What the rules of a policy are compared with.
-fn answer_context<'a>(conversation: &'a Conversation, tools: &'a [String]) -> AnswerContext<'a> {
-    let author = conversation.newest_user_message();
-    let of_users = conversation.pending.iter().filter(|entry| entry.author == Author::User);
-    let hour = budget::now().as_millis() / (60 * 60 * 1000) % 24;
-    AnswerContext {
-        association: author.and_then(|author| author.association.as_deref()),
-        is_first_contact: conversation.is_first_contact(),
-        tools,
-        texts: of_users.map(|entry| entry.text.as_str()).collect(),
-        hour: u8::try_from(hour).unwrap_or_default(),
-    }
-}
-
-/// A resolution that only records the conversation.
-fn record_only(conversation: &Conversation, answer: Option<&ConversationEntry>) -> Resolution {
-    let fields = json!({
-        "user_id": conversation.user_id, "handed_over": conversation.handed_over.then_some(true),
-    });
-    Resolution::new().discussions(conversation.to_discussions(answer)).fields(fields.to_string())
 }
 
 /// Why a run is deferred to the next day; names the setting and the command that helps.

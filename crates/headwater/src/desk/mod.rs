@@ -18,10 +18,17 @@ pub mod conversation;
 
 pub mod model_runs;
 
+pub mod model_endpoints;
+
 pub mod prompt;
+pub mod prompt_template;
 pub mod tools;
 
+pub mod prompt_versions;
+
 pub(crate) mod session;
+
+mod resolution;
 
 pub mod handler;
 
@@ -32,6 +39,7 @@ pub use crate::desk::handler::{Desk, DeskConfig};
 pub use crate::desk::model::openai::{OpenAiConfig, OpenAiModel};
 pub use crate::desk::model::scripted::ScriptedModel;
 pub use crate::desk::model::{LanguageModel, ModelError};
+pub use crate::desk::model_endpoints::{ModelEndpoint, ModelEndpointState};
 pub use crate::desk::model_runs::Prices;
 pub use crate::desk::policy::{IntegrationPolicy, ModeRule, ReplyMode};
 pub use crate::desk::reply::{DeskReply, ReplyTarget};

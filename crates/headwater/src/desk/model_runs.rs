@@ -2,7 +2,7 @@
 //!
 //! Upstream: `handler` reports each model call and the end of the run. Downstream: `token_reservations`, which stores
 //! the record in the [`Ledger`](crate::desk::Ledger), and metrics.
-//! Guarantees: a run that called the model is recorded once, also if it is dropped in the middle of a call; that call
+//! Guarantees: a run is recorded once for each model that it called, also if it is dropped in the middle of a call; that call
 //! counts its prompt. Only a crashed process loses the record of its runs in progress.
 
 use headwater_issue::{IssueId, Run};
@@ -38,86 +38,129 @@ impl Prices {
     }
 }
 
-/// The record of one run. If it is dropped before [`finish`](Self::finish), the run was superseded.
+/// The record of one run: a row for each model that it called. If it is dropped before [`finish`](Self::finish), the run was
+/// superseded.
 pub(crate) struct ModelRunRecord<'a> {
     accounting: &'a TokenAccounting,
-    prices: Prices,
+    /// The run without a model.
     run: ModelRun,
-    usage: TokenUsage,
+    /// In the order of their first calls; the last one is in use.
+    models: Vec<ModelUse>,
+    /// How the run ended.
+    end: Option<ModelRunResult>,
     /// Prompt tokens of the call in progress.
     in_flight: Option<u64>,
 }
 
+/// The calls of one model in a run.
+struct ModelUse {
+    model: String,
+    prices: Prices,
+    calls: u64,
+    usage: TokenUsage,
+}
+
 impl<'a> ModelRunRecord<'a> {
-    pub(crate) fn new(
-        accounting: &'a TokenAccounting,
-        run: &Run,
-        model: &str,
-        prices: Prices,
-    ) -> Self {
+    pub(crate) fn new(accounting: &'a TokenAccounting, run: &Run, prompt_version: i64) -> Self {
         let IssueId(issue_id) = run.issue().id;
         let run = ModelRun {
-            id: Uuid::now_v7(),
+            id: Uuid::nil(),
             at: budget::now(),
             issue_id: IssueId(issue_id),
             integration: run.issue().integration.clone(),
-            model: model.to_owned(),
+            model: String::new(),
+            prompt_version,
             result: ModelRunResult::Superseded,
             calls: 0,
             tokens_in: 0,
             tokens_out: 0,
             cost_micros: None,
         };
-        Self { accounting, prices, run, usage: TokenUsage::default(), in_flight: None }
+        Self { accounting, run, models: Vec::new(), end: None, in_flight: None }
     }
 
-    /// A call begins.
-    pub(crate) fn begin_call(&mut self, prompt_tokens: u64) {
-        self.run.calls += 1;
+    /// A call of a model begins.
+    pub(crate) fn begin_call(&mut self, model: &str, prices: Prices, prompt_tokens: u64) {
+        let known = self.models.iter().position(|used| used.model == model);
+        let mut used = match known {
+            Some(place) => self.models.remove(place),
+            None => {
+                let (model, usage) = (model.to_owned(), TokenUsage::default());
+                ModelUse { model, prices, calls: 0, usage }
+            }
+        };
+        used.calls += 1;
+        self.models.push(used);
         self.in_flight = Some(prompt_tokens);
     }
 
     /// The call has used these tokens.
     pub(crate) fn end_call(&mut self, usage: TokenUsage) {
         self.in_flight = None;
-        self.usage = self.usage.plus(usage);
+        if let Some(used) = self.models.last_mut() {
+            used.usage = used.usage.plus(usage);
+        }
     }
 
     /// Tokens of all calls so far.
     pub(crate) fn usage(&self) -> TokenUsage {
-        self.usage
+        self.models.iter().fold(TokenUsage::default(), |sum, used| sum.plus(used.usage))
+    }
+
+    /// Cost of all calls so far; `None` if no price is known.
+    pub(crate) fn cost(&self) -> Option<f64> {
+        let costs = self.models.iter().filter_map(|used| used.prices.cost(used.usage));
+        costs.fold(None, |sum, cost| Some(sum.unwrap_or_default() + cost))
     }
 
     /// The run ended.
     pub(crate) fn finish(mut self, result: ModelRunResult) {
-        self.run.result = result;
+        self.end = Some(result);
     }
 }
 
 impl Drop for ModelRunRecord<'_> {
     fn drop(&mut self) {
-        if self.run.calls == 0 {
-            return;
-        }
         if let Some(input_tokens) = self.in_flight.take() {
-            self.usage = self.usage.plus(TokenUsage { input_tokens, output_tokens: 0 });
+            self.end_call(TokenUsage { input_tokens, output_tokens: 0 });
         }
-        let cost = self.prices.cost(self.usage);
-        let mut run = self.run.clone();
-        (run.tokens_in, run.tokens_out) = (self.usage.input_tokens, self.usage.output_tokens);
-        run.cost_micros = cost.map(|cost| (cost * 1e6).round() as u64);
-        let labels = [("integration", run.integration.clone()), ("model", run.model.clone())];
-        counter!(MODEL_RUNS, "integration" => run.integration.clone(), "model" => run.model.clone(),
-            "result" => run.result.as_str())
-        .increment(1);
-        for (direction, tokens) in [("in", run.tokens_in), ("out", run.tokens_out)] {
-            counter!(MODEL_TOKENS, "integration" => run.integration.clone(),
-                "model" => run.model.clone(), "direction" => direction)
-            .increment(tokens);
+        let (last, end) = (self.models.len().saturating_sub(1), self.end);
+        for (place, used) in self.models.iter().enumerate() {
+            // The run went on with another model because this one failed.
+            let result = match end {
+                _ if place < last => ModelRunResult::Failed,
+                Some(result) => result,
+                None => ModelRunResult::Superseded,
+            };
+            let cost = used.prices.cost(used.usage);
+            let run = ModelRun {
+                id: Uuid::now_v7(),
+                model: used.model.clone(),
+                result,
+                calls: used.calls,
+                tokens_in: used.usage.input_tokens,
+                tokens_out: used.usage.output_tokens,
+                cost_micros: cost.map(|cost| (cost * 1e6).round() as u64),
+                ..self.run.clone()
+            };
+            count(&run, cost);
+            self.accounting.record_run(run);
         }
-        if let Some(cost) = cost {
-            gauge!(MODEL_COST, &labels).increment(cost);
-        }
-        self.accounting.record_run(run);
+    }
+}
+
+/// Adds a run to the metrics.
+fn count(run: &ModelRun, cost: Option<f64>) {
+    let labels = [("integration", run.integration.clone()), ("model", run.model.clone())];
+    counter!(MODEL_RUNS, "integration" => run.integration.clone(), "model" => run.model.clone(),
+        "result" => run.result.as_str())
+    .increment(1);
+    for (direction, tokens) in [("in", run.tokens_in), ("out", run.tokens_out)] {
+        counter!(MODEL_TOKENS, "integration" => run.integration.clone(),
+            "model" => run.model.clone(), "direction" => direction)
+        .increment(tokens);
+    }
+    if let Some(cost) = cost {
+        gauge!(MODEL_COST, &labels).increment(cost);
     }
 }

@@ -62,6 +62,8 @@ pub struct IntegrationPolicy {
     pub mode: ReplyMode,
     /// The first rule that matches chooses the mode.
     pub rules: Vec<ModeRule>,
+    /// Ids of the models that answer, in the order in which they are tried. Empty: all, in the order of the settings.
+    pub models: Vec<String>,
 }
 
 /// What rules are compared with.

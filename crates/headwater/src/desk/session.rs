@@ -140,11 +140,12 @@ impl<'a> RunSession<'a> {
         });
     }
 
-    pub(crate) fn record_answer(&self, answer: &ModelAnswer, usage: TokenUsage) {
+    /// `model` is the one that answered; it may be another one than at the beginning of the run.
+    pub(crate) fn record_answer(&self, model: &str, answer: &ModelAnswer, usage: TokenUsage) {
         let calls: Vec<&str> = answer.calls.iter().map(|call| call.name.as_str()).collect();
         self.record(&PromptExecuted {
             prompt_name: prompt_name(),
-            adapter: self.adapter.clone(),
+            adapter: model.to_owned(),
             result: json!({"text": answer.text, "tool_calls": calls}),
             usage: json!({"input_tokens": usage.input_tokens, "output_tokens": usage.output_tokens}),
             session_id: Some(self.id.to_string()),

@@ -111,6 +111,7 @@ impl Demo {
             author_associations: Vec::new(),
             mode: Default::default(),
             rules: Vec::new(),
+            models: Vec::new(),
             is_built_in: true,
         });
         let token =

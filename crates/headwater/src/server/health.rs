@@ -23,6 +23,7 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use crate::analytics::{self, Analytics};
+use crate::desk::Desk;
 use crate::server::app_state::{HttpServer, ServerState};
 use crate::server::shutdown_signal::ShutdownSignal;
 use crate::server::stream_monitor::{self, StreamMonitor};
@@ -60,6 +61,7 @@ pub(crate) struct ProcessHealth {
     analytics: Option<Analytics>,
     stream_monitor: Option<StreamMonitor>,
     stream_writes: Arc<tokio::sync::Mutex<Option<WriteProbe>>>,
+    desk: Option<Arc<Desk>>,
 }
 
 /// Result of the latest write probe.
@@ -88,6 +90,16 @@ pub(crate) struct ReadinessResponse {
     /// Informational: readiness does not depend on analytics.
     #[serde(skip_serializing_if = "Option::is_none")]
     analytics: Option<analytics::AnalyticsState>,
+    /// Informational: readiness does not depend on the models, whose outage defers runs. Empty without the desk.
+    models: Vec<ModelReadiness>,
+}
+
+/// A model endpoint, as the calls of this process found it.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct ModelReadiness {
+    id: String,
+    /// False while its calls fail: then single calls test it, and the next endpoint answers.
+    ok: bool,
 }
 
 impl ReadinessResponse {
@@ -101,8 +113,9 @@ impl ProcessHealth {
     /// Health of a process with the given worker name.
     pub(crate) fn new(worker: impl Into<String>, shutdown: ShutdownSignal) -> Self {
         let (parts, stream_writes) = (Arc::default(), Arc::default());
-        let (analytics, stream_monitor) = (None, None);
-        Self { worker: worker.into(), parts, shutdown, analytics, stream_monitor, stream_writes }
+        let (analytics, stream_monitor, desk) = (None, None, None);
+        let worker = worker.into();
+        Self { worker, parts, shutdown, analytics, stream_monitor, stream_writes, desk }
     }
 
     /// Includes whether the stream backend was reached since the start.
@@ -113,6 +126,11 @@ impl ProcessHealth {
     /// Includes the state of analytics.
     pub(crate) fn with_analytics(self, analytics: Analytics) -> Self {
         Self { analytics: Some(analytics), ..self }
+    }
+
+    /// Includes the state of the models of the desk.
+    pub(crate) fn with_desk(self, desk: Option<Arc<Desk>>) -> Self {
+        Self { desk, ..self }
     }
 
     /// Records that a service started or ended.
@@ -146,7 +164,10 @@ impl ProcessHealth {
         };
         // This endpoint is unauthenticated, so no reason is shown.
         let analytics = self.analytics.as_ref().map(|it| it.state().without_reason());
-        ReadinessResponse { status, checks, analytics }
+        let models = self.desk.as_ref().map(|desk| desk.model_states()).unwrap_or_default();
+        let models =
+            models.into_iter().map(|state| ModelReadiness { id: state.id, ok: state.is_available });
+        ReadinessResponse { status, checks, analytics, models: models.collect() }
     }
 
     /// One query checks the connection, the tables and the worker's heartbeat.

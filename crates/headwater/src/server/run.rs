@@ -22,6 +22,7 @@ use headwater_issue::{
 };
 use headwater_queue::Queue;
 use headwater_stream::{Backend, Backoff};
+use metrics::gauge;
 use tokio::sync::oneshot;
 use tokio::time::{Instant, MissedTickBehavior, interval};
 use tracing::{Instrument, debug, info, info_span, warn};
@@ -47,6 +48,7 @@ use crate::server::shutdown::Running;
 use crate::server::shutdown_signal::ShutdownSignal;
 use crate::server::startup;
 use crate::telemetry::{self, Telemetry};
+use crate::tickets::Tickets;
 
 /// Maximum backoff between two deliveries of an outbox row.
 const OUTBOX_BACKOFF: Backoff = Backoff::Exponential {
@@ -55,6 +57,9 @@ const OUTBOX_BACKOFF: Backoff = Backoff::Exponential {
     max: Duration::from_secs(15 * 60),
     jitter: 1.0,
 };
+
+/// Gauge of open tickets that are handed over to a person. Label: `assigned` (`true`, `false`).
+const HANDED_OVER: &str = "headwater_tickets_handed_over";
 
 /// Interval at which gauges are updated.
 const SAMPLE_EVERY: Duration = Duration::from_secs(5);
@@ -130,6 +135,7 @@ pub(crate) async fn run(
         Box::pin(DeskServices::open(&settings, &store, &streams, &nudger, &confirmations)).await;
     let desk = desk.context("failed to start the desk")?;
     let config = worker_config(&settings.work);
+    let desk_at_work = handler.is_none().then(|| Arc::clone(&desk.desk));
     let (handler, config) = match handler {
         Some(handler) => (handler, config),
         None => (Arc::clone(&desk.desk) as Arc<dyn IssueHandler>, settings.desk.worker(config)),
@@ -160,7 +166,8 @@ pub(crate) async fn run(
     // HTTP.
     let health = ProcessHealth::new(worker.name(), shutdown.clone())
         .with_streams(stream_monitor.clone())
-        .with_analytics(analytics.clone());
+        .with_analytics(analytics.clone())
+        .with_desk(desk_at_work);
     let audit = AuditLog::open(Arc::clone(&http_store), settings.audit_rows_max).await;
     let model_runs = Arc::clone(&sessions);
     if let Err(error) = tickets.release_budget_waits(&settings.desk.budget).await {
@@ -211,8 +218,8 @@ pub(crate) async fn run(
     services.start("worker", async move { worker.run(&work_queue, stopped).await });
     let stopped = stop_requested();
     services.start("sweeper", async move { sweeper.run(stopped).await });
-    let sampling =
-        sample(Arc::clone(&store), Arc::clone(&streams), queue, telemetry.metrics.clone());
+    let sampled = (Arc::clone(&store), Arc::clone(&streams), tickets.clone());
+    let sampling = sample(sampled, queue, telemetry.metrics.clone());
     let stopped = stop_requested();
     services.start("gauges", async move {
         tokio::select! { () = stopped => {}, () = sampling => {} }
@@ -306,8 +313,7 @@ impl IssueHandler for TracedHandler {
 
 /// Updates gauges until it is dropped.
 async fn sample(
-    store: Arc<dyn Store>,
-    streams: Arc<dyn Backend>,
+    (store, streams, tickets): (Arc<dyn Store>, Arc<dyn Backend>, Tickets),
     queue: Queue,
     metrics: metrics_exporter_prometheus::PrometheusHandle,
 ) {
@@ -320,6 +326,14 @@ async fn sample(
         let sampled = headwater_issue::metrics::sample(store.as_ref(), Some(&streams)).await;
         if let Err(error) = sampled {
             debug!(%error, "failed to sample the database, gauges keep their values");
+        }
+        match tickets.hand_over_counts().await {
+            Ok(counts) => {
+                let gauge = |assigned: &'static str| gauge!(HANDED_OVER, "assigned" => assigned);
+                gauge("true").set(counts.assigned as f64);
+                gauge("false").set(counts.unassigned as f64);
+            }
+            Err(error) => debug!(%error, "failed to count hand-overs, gauges keep their values"),
         }
         if let Err(error) = sampler.run_once().await {
             debug!(%error, "failed to sample topics, gauges keep their values");

@@ -62,7 +62,15 @@ const METRICS: &[(&str, &str)] = &[
     ("headwater_webhooks_total", "webhooks, by `provider` and `result`"),
     (
         "headwater_model_failures_total",
-        "failed model calls, by `fault`: `ours` (settings, key), `theirs` (the service), `content` (the text of one issue)",
+        "failed model calls, by `model` and `fault`: `ours` (settings, key), `theirs` (the service), `content` (the text of one issue)",
+    ),
+    (
+        "headwater_model_available",
+        "1 while a model endpoint is called, 0 while its calls fail and only single ones test it, by `model`",
+    ),
+    (
+        "headwater_model_fallbacks_total",
+        "runs that went on with another model because the one before failed, by `integration` and `model`, the one that answered",
     ),
     (
         "headwater_model_runs_total",
@@ -77,12 +85,20 @@ const METRICS: &[(&str, &str)] = &[
         "cost of the model since the process started, in the currency of `model.price_in`, by `integration` and `model`; only with prices",
     ),
     (
+        "headwater_prompt_read_failures_total",
+        "failed reads of the active prompts; runs use the last known ones",
+    ),
+    (
         "headwater_token_budget_used",
         "tokens of the day used and reserved, by `integration`, as of the last model call of this process",
     ),
     (
         "headwater_token_budget_max",
         "`desk.day_tokens_max`, by `integration`, as of the last model call of this process",
+    ),
+    (
+        "headwater_tickets_handed_over",
+        "open tickets that are handed over to a person, by `assigned`: `true`, `false`",
     ),
     ("headwater_ticket_entries_total", "consumed entries of `ticket_events`, by `result`"),
     (

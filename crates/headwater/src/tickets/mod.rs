@@ -14,9 +14,11 @@ mod store;
 mod day_usage;
 pub mod drafts;
 mod export;
+pub mod hand_overs;
 mod import;
 mod ledger;
 mod model_runs;
+pub mod prompts;
 mod reply_delivery;
 mod search;
 

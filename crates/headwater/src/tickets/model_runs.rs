@@ -32,6 +32,7 @@ pub(crate) struct LastModelRun {
     pub(crate) model: String,
     pub(crate) result: String,
     pub(crate) calls: i64,
+    pub(crate) prompt_version: i64,
 }
 
 fn column(count: u64) -> i64 {
@@ -41,8 +42,8 @@ fn column(count: u64) -> i64 {
 impl Tickets {
     pub(super) async fn store_model_run(&self, run: &ModelRun) -> Result<(), TicketError> {
         let insert = "INSERT INTO model_runs
-                 (id, at, issue_id, integration, model, result, calls, tokens_in, tokens_out, cost_micros)
-             VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10) ON CONFLICT (id) DO NOTHING";
+                 (id, at, issue_id, integration, model, result, calls, tokens_in, tokens_out, cost_micros, prompt_version)
+             VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11) ON CONFLICT (id) DO NOTHING";
         let id = run.id.to_string();
         let parameters = [
             (&id).into(),
@@ -55,6 +56,7 @@ impl Tickets {
             column(run.tokens_in).into(),
             column(run.tokens_out).into(),
             run.cost_micros.map(column).into(),
+            run.prompt_version.into(),
         ];
         let mut transaction = self.store.begin().await?;
         execute(transaction.connection(), "store_model_run", insert, &parameters).await?;
@@ -174,11 +176,12 @@ impl Tickets {
         &self,
         issue_id: IssueId,
     ) -> Result<Option<LastModelRun>, TicketError> {
-        let select = "SELECT at, model, result, calls FROM model_runs
+        let select = "SELECT at, model, result, calls, prompt_version FROM model_runs
              WHERE issue_id = $1 ORDER BY at DESC, id DESC LIMIT 1";
         let read = |row: &SqlRow| {
             let (at, model, result) = (statements::from_ms(row.get(0)?), row.get(1)?, row.get(2)?);
-            Ok(LastModelRun { at, model, result, calls: row.get(3)? })
+            let (calls, prompt_version) = (row.get(3)?, row.get(4)?);
+            Ok(LastModelRun { at, model, result, calls, prompt_version })
         };
         let parameters = [issue_id.0.into()];
         let found = self

@@ -131,6 +131,8 @@ impl Tickets {
             return Ok(());
         }
         statements::change_ticket(transaction.connection(), ticket_id, ticket.status, true).await?;
+        let reason = &reply.content;
+        statements::describe_hand_over(transaction.connection(), ticket_id, reason, None).await?;
         transaction.commit().await?;
         self.notify_changed(ticket_id);
         Ok(())

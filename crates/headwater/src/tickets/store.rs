@@ -355,9 +355,14 @@ impl Tickets {
         statements::insert_message(transaction.connection(), &message_row(event)).await?;
         let reopens = event.author() == Author::User && !event.payload.late;
         let status = if reopens { TicketStatus::Open } else { ticket.status };
-        let handed_over = ticket.handed_over || event.author() == Author::Agent;
-        statements::change_ticket(transaction.connection(), ticket.ticket_id, status, handed_over)
-            .await?;
+        let is_agent = event.author() == Author::Agent;
+        let (id, handed_over) = (ticket.ticket_id, ticket.handed_over || is_agent);
+        statements::change_ticket(transaction.connection(), id, status, handed_over).await?;
+        if is_agent {
+            let agent = event.payload.agent.as_deref();
+            let reason = "a person answered";
+            statements::describe_hand_over(transaction.connection(), id, reason, agent).await?;
+        }
         Ok(recorded)
     }
 

@@ -51,6 +51,12 @@ pub struct Ticket {
     pub status: TicketStatus,
     /// Whether it was handed over to a person.
     pub handed_over: bool,
+    /// Since when it is handed over; `None` if it is not.
+    pub handed_over_at: Option<Timestamp>,
+    /// Why it was handed over, if known.
+    pub hand_over_reason: Option<String>,
+    /// The person who answers it; `None` if it is not handed over, or nobody has taken it.
+    pub assignee: Option<String>,
     /// When it was opened.
     pub created_at: Timestamp,
     /// When it last changed.
@@ -143,6 +149,12 @@ pub struct TicketFilter {
     pub status: Option<TicketStatus>,
     /// Only tickets of this user.
     pub user_id: Option<String>,
+    /// Only tickets that are handed over, or that are not.
+    pub handed_over: Option<bool>,
+    /// Only tickets of this assignee.
+    pub assignee: Option<String>,
+    /// Only tickets that are handed over and have no assignee.
+    pub unassigned: bool,
     /// Only tickets whose id begins so: lower-case hexadecimal digits and dashes.
     pub id_prefix: Option<String>,
     /// Only tickets with a smaller number: the last one of the previous page.
@@ -162,6 +174,21 @@ pub enum TicketError {
     /// The message id was used for another message. Nothing was changed.
     #[error("`message_id` `{0}` was used for another message; use a new id")]
     Conflict(Uuid),
+    /// The ticket is not handed over, so nobody can take it.
+    #[error(
+        "ticket `{0}` is not handed over, so it has no assignee; an answer of an agent takes it over (`headwater ticket reply`)"
+    )]
+    NotHandedOver(Uuid),
+    /// Another person has taken the ticket.
+    #[error(
+        "ticket `{ticket_id}` is assigned to `{assignee}`; `headwater ticket assign` gives it to another person"
+    )]
+    Assigned {
+        /// The ticket.
+        ticket_id: Uuid,
+        /// Who has it.
+        assignee: String,
+    },
     /// The database failed. The same call may succeed later if [`is_transient`](Self::is_transient).
     #[error(transparent)]
     Issue(#[from] IssueError),
@@ -211,6 +238,11 @@ pub(crate) fn checked_agent(
         return Err(TicketError::Invalid(problem.to_owned()));
     }
     checked_name("agent", agent)
+}
+
+/// Validates the name of an assignee.
+pub(crate) fn checked_assignee(name: String) -> Result<String, TicketError> {
+    checked_name("assignee", Some(name)).map(Option::unwrap_or_default)
 }
 
 fn checked_name(field: &str, name: Option<String>) -> Result<Option<String>, TicketError> {

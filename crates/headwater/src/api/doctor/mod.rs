@@ -1,12 +1,14 @@
 //! Diagnostics of the servers Headwater depends on, with advice.
 //!
-//! Upstream: `cli/verbs/doctor.rs` and `GET /api/v1/doctor`. Downstream: `streams.rs`, `groups.rs` and `database.rs`.
+//! Upstream: `cli/verbs/doctor.rs` and `GET /api/v1/doctor`. Downstream: `streams.rs`, `groups.rs`, `database.rs` and
+//! `models.rs`.
 //! Guarantees: read-only; checks the current state, not that at startup. Each finding has a severity and says what to
 //! change. Each check has a timeout: if one server is unreachable, the others are still checked within
 //! `http.request_timeout`.
 
 mod database;
 mod groups;
+mod models;
 mod streams;
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -26,6 +28,7 @@ use crate::http::body::JsonResult;
 use crate::server::app_state::App;
 use crate::text;
 
+pub(crate) use crate::api::doctor::models::models;
 pub(crate) use crate::api::doctor::streams::streams;
 
 /// Maximum timeout of one check.
@@ -97,11 +100,13 @@ pub(crate) struct DoctorResponse {
 #[utoipa::path(get, path = "/doctor", tag = "health", responses((status = 200, body = DoctorResponse)))]
 async fn doctor(State(app): State<App>, principal: Principal) -> JsonResult<DoctorResponse> {
     principal.require_role(Role::Admin)?;
-    let (mut findings, of_database) = tokio::join!(
+    let (mut findings, of_database, of_models) = tokio::join!(
         streams(&app.settings, &app.streams),
-        database(&app.settings, app.store.as_ref())
+        database(&app.settings, app.store.as_ref()),
+        models(&app.settings)
     );
     findings.extend(of_database);
+    findings.extend(of_models);
     findings.extend(settings(&app.settings));
     Ok(Json(DoctorResponse { findings }))
 }

@@ -111,6 +111,7 @@ async fn look(settings: &Settings, check_consistency: bool) -> Vec<Finding> {
         }
         Ok(Err(failure)) => findings.push(unreachable("database", &failure)),
     }
+    findings.extend(doctor::models(settings).await);
     findings
 }
 

@@ -15,6 +15,7 @@ pub(crate) mod main_loop;
 pub(crate) mod migrate;
 pub(crate) mod outbox;
 pub(crate) mod produce;
+pub(crate) mod prompt;
 pub(crate) mod report;
 pub(crate) mod session;
 pub(crate) mod sql;

@@ -1,4 +1,4 @@
-//! `headwater ticket`: open, list, show, reply to, close and reopen tickets.
+//! `headwater ticket`: open, list, show, reply to, close and reopen tickets, and decide who answers those that are handed over.
 
 use clap::Subcommand;
 use serde_json::{Value, json};
@@ -15,6 +15,26 @@ use crate::text::printable;
 
 /// Minimum digits of a ticket id that is given by its beginning.
 const PREFIX_MIN: usize = 4;
+
+/// Columns of a list.
+const COLUMNS: &[(&str, &str)] = &[
+    ("TICKET", "/ticket_id"),
+    ("STATUS", "/status"),
+    ("HANDED OVER", "/handed_over"),
+    ("USER", "/user_id"),
+    ("UPDATED", "/updated_at"),
+    ("TITLE", "/title"),
+];
+
+/// Columns of a list of tickets that are handed over.
+const QUEUE_COLUMNS: &[(&str, &str)] = &[
+    ("TICKET", "/ticket_id"),
+    ("STATUS", "/status"),
+    ("SINCE", "/handed_over_at"),
+    ("ASSIGNEE", "/assignee"),
+    ("REASON", "/hand_over_reason"),
+    ("TITLE", "/title"),
+];
 
 /// Manage tickets.
 #[derive(Debug, clap::Args)]
@@ -50,6 +70,15 @@ enum TicketCommand {
         /// Only those of this user.
         #[arg(long)]
         user: Option<String>,
+        /// Only those that are handed over to a person; open ones, unless --status says otherwise.
+        #[arg(long)]
+        handed_over: bool,
+        /// Only those that are assigned to this person.
+        #[arg(long, value_name = "NAME", conflicts_with = "unassigned")]
+        assignee: Option<String>,
+        /// Only those that are handed over and assigned to nobody; open ones, unless --status says otherwise.
+        #[arg(long)]
+        unassigned: bool,
         /// Maximum number of tickets.
         #[arg(long, value_name = "N", default_value = "100", value_parser = limit)]
         limit: usize,
@@ -93,6 +122,24 @@ enum TicketCommand {
         #[arg(value_parser = ticket_id)]
         id: String,
     },
+    /// Take a ticket that is handed over, under the name of your token.
+    Take {
+        /// Ticket id, or its beginning if no other ticket has the same; see `headwater ticket list --handed-over`.
+        #[arg(value_parser = ticket_id)]
+        id: String,
+    },
+    /// Assign a ticket that is handed over to a person, or to nobody.
+    Assign {
+        /// Ticket id, or its beginning if no other ticket has the same; see `headwater ticket list --handed-over`.
+        #[arg(value_parser = ticket_id)]
+        id: String,
+        /// Name of the person.
+        #[arg(long, value_name = "NAME", required_unless_present = "nobody")]
+        to: Option<String>,
+        /// Remove the assignee.
+        #[arg(long, conflicts_with = "to")]
+        nobody: bool,
+    },
     /// Reopen a closed ticket, or return one that a person took over to the desk.
     Reopen {
         /// Ticket id, or its beginning if no other ticket has the same; see `headwater ticket list`.
@@ -106,6 +153,9 @@ impl TicketArgs {
         match self.command {
             TicketCommand::List { .. } | TicketCommand::Show { .. } | TicketCommand::Why { .. } => {
                 Requirements::database(true)
+            }
+            TicketCommand::Take { .. } | TicketCommand::Assign { .. } => {
+                Requirements::database(false)
             }
             TicketCommand::New { .. }
             | TicketCommand::Reply { .. }
@@ -129,27 +179,20 @@ impl TicketArgs {
                 };
                 output::changed(style, &answer, sentence)
             }
-            TicketCommand::List { status, user, limit } => {
+            TicketCommand::List { status, user, handed_over, assignee, unassigned, limit } => {
                 let mut query = Vec::new();
+                let is_queue = *handed_over || *unassigned;
+                let status = status.clone().or_else(|| is_queue.then(|| "open".to_owned()));
+                query.extend(handed_over.then(|| ("handed_over", "true".to_owned())));
+                query.extend(unassigned.then(|| ("unassigned", "true".to_owned())));
+                query.extend(assignee.clone().map(|name| ("assignee", name)));
                 query.extend(status.clone().map(|status| ("status", status)));
                 query.extend(user.clone().map(|user| ("user_id", user)));
-                let columns = &[
-                    ("TICKET", "/ticket_id"),
-                    ("STATUS", "/status"),
-                    ("HANDED OVER", "/handed_over"),
-                    ("USER", "/user_id"),
-                    ("UPDATED", "/updated_at"),
-                    ("TITLE", "/title"),
-                ];
-                client
-                    .show_pages(
-                        OutputRows::new(style, columns),
-                        "/tickets",
-                        &query,
-                        "tickets",
-                        *limit,
-                    )
-                    .await
+                let rows = match is_queue || assignee.is_some() {
+                    true => OutputRows::new(style, QUEUE_COLUMNS),
+                    false => OutputRows::new(style, COLUMNS),
+                };
+                client.show_pages(rows, "/tickets", &query, "tickets", *limit).await
             }
             TicketCommand::Show { id, messages } => {
                 let path = path(client, id).await?;
@@ -186,6 +229,21 @@ impl TicketArgs {
                     _ => format!("added a message of the {author} to ticket {id}"),
                 };
                 output::changed(style, &answer, sentence)
+            }
+            TicketCommand::Take { id } => {
+                let path = path(client, id).await?;
+                let answer = client.post(&format!("{path}/take"), json!({})).await?;
+                output::changed(style, &answer, assigned(&answer))
+            }
+            TicketCommand::Assign { id, to, .. } => {
+                let path = path(client, id).await?;
+                let answer = match to {
+                    Some(name) => {
+                        client.post(&format!("{path}/assign"), json!({"assignee": name})).await?
+                    }
+                    None => client.post(&format!("{path}/unassign"), json!({})).await?,
+                };
+                output::changed(style, &answer, assigned(&answer))
             }
             TicketCommand::Close { id } => self.change(client, id, "close").await,
             TicketCommand::Reopen { id } => self.change(client, id, "reopen").await,
@@ -242,7 +300,10 @@ fn conversation(style: OutputStyle, ticket: &Value, why: &Value) -> Result<(), C
             style,
             "",
             &format!(
-                "handed over to a person: the model does not answer until `headwater ticket reopen {}`",
+                "handed over to a person ({}) since {}, assigned to {}: the model does not answer until `headwater ticket reopen {}`",
+                ticket["hand_over_reason"].as_str().unwrap_or("reason unknown"),
+                moment(ticket["handed_over_at"].as_str()),
+                ticket["assignee"].as_str().unwrap_or("nobody"),
                 word("ticket_id")
             ),
         ),
@@ -251,6 +312,16 @@ fn conversation(style: OutputStyle, ticket: &Value, why: &Value) -> Result<(), C
             let sentence = why["sentence"].as_str().unwrap_or_default();
             output::print_wrapped(style, "", &format!("open; no answer yet: {sentence}"))
         }
+    }
+}
+
+/// What an assignment did.
+fn assigned(answer: &Value) -> String {
+    let id = answer["ticket_id"].as_str().unwrap_or_default();
+    let to = answer["assignee"].as_str().unwrap_or("nobody");
+    match answer["changed"].as_bool() {
+        Some(false) => format!("ticket {id} was assigned to {to} before; nothing was changed"),
+        _ => format!("assigned ticket {id} to {to}"),
     }
 }
 

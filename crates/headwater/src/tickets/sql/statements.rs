@@ -20,7 +20,8 @@ macro_rules! select_ticket {
     ($rest:literal) => {
         concat!(
             "SELECT number, ticket_id::text, issue_id, title, user_id, status, handed_over, ",
-            "headwater_ms(created_at), headwater_ms(updated_at) FROM tickets ",
+            "headwater_ms(created_at), headwater_ms(updated_at), handed_over_at, hand_over_reason, assignee ",
+            "FROM tickets ",
             $rest
         )
     };
@@ -238,11 +239,43 @@ pub(crate) async fn change_ticket(
     status: TicketStatus,
     handed_over: bool,
 ) -> Result<(), TicketError> {
-    let update = "UPDATE tickets SET status = $2, handed_over = $3, updated_at = headwater_now()
+    // The end of a hand-over ends its queue entry, too.
+    let update = "UPDATE tickets SET status = $2, handed_over = $3, updated_at = headwater_now(),
+             handed_over_at = CASE WHEN NOT $3 THEN NULL WHEN handed_over THEN handed_over_at
+                 ELSE headwater_ms(headwater_now()) END,
+             hand_over_reason = CASE WHEN $3 THEN hand_over_reason END,
+             assignee = CASE WHEN $3 THEN assignee END
          WHERE ticket_id = $1::text::uuid";
     let id = ticket_id.to_string();
     let parameters = [(&id).into(), status.as_str().into(), handed_over.into()];
     execute(connection, "change_ticket", update, &parameters).await
+}
+
+/// Adds a reason and an assignee to a ticket that is handed over; those that it has stay.
+pub(crate) async fn describe_hand_over(
+    connection: StoreConnection<'_>,
+    ticket_id: Uuid,
+    reason: &str,
+    assignee: Option<&str>,
+) -> Result<(), TicketError> {
+    let update = "UPDATE tickets SET hand_over_reason = coalesce(hand_over_reason, $2),
+             assignee = coalesce(assignee, $3)
+         WHERE ticket_id = $1::text::uuid AND handed_over";
+    let id = ticket_id.to_string();
+    let parameters = [(&id).into(), reason.into(), assignee.into()];
+    execute(connection, "describe_hand_over", update, &parameters).await
+}
+
+/// Sets or removes the assignee of a ticket.
+pub(crate) async fn set_assignee(
+    connection: StoreConnection<'_>,
+    ticket_id: Uuid,
+    assignee: Option<&str>,
+) -> Result<(), TicketError> {
+    let update = "UPDATE tickets SET assignee = $2, updated_at = headwater_now()
+         WHERE ticket_id = $1::text::uuid";
+    let id = ticket_id.to_string();
+    execute(connection, "set_assignee", update, &[(&id).into(), assignee.into()]).await
 }
 
 /// The entry of `ticket_events` that decided the status of a ticket; `None` if no entry did.
@@ -364,11 +397,24 @@ pub(crate) async fn tickets(
     filter: &TicketFilter,
     limit: i64,
 ) -> Result<Vec<Ticket>, TicketError> {
-    let select = select_ticket!(
-        "WHERE number < $1 AND ($2::text IS NULL OR status = $2) AND ($3::text IS NULL OR user_id = $3)
-             AND ($5::text IS NULL OR ticket_id::text LIKE $5)
+    // With an index of its own: few of many tickets are handed over.
+    let queue = select_ticket!(
+        "WHERE handed_over AND number < $1 AND ($2::text IS NULL OR status = $2)
+             AND ($3::text IS NULL OR user_id = $3) AND ($5::text IS NULL OR ticket_id::text LIKE $5)
+             AND ($6::boolean IS NULL OR handed_over = $6) AND ($7::text IS NULL OR assignee = $7)
+             AND (NOT $8::boolean OR assignee IS NULL)
          ORDER BY number DESC LIMIT $4"
     );
+    let all = select_ticket!(
+        "WHERE number < $1 AND ($2::text IS NULL OR status = $2) AND ($3::text IS NULL OR user_id = $3)
+             AND ($5::text IS NULL OR ticket_id::text LIKE $5)
+             AND ($6::boolean IS NULL OR handed_over = $6) AND ($7::text IS NULL OR assignee = $7)
+             AND (NOT $8::boolean OR assignee IS NULL)
+         ORDER BY number DESC LIMIT $4"
+    );
+    let of_queue =
+        filter.handed_over == Some(true) || filter.assignee.is_some() || filter.unassigned;
+    let select = if of_queue { queue } else { all };
     // Digits and dashes: there is nothing to escape.
     let id_pattern = filter.id_prefix.as_ref().map(|prefix| format!("{prefix}%"));
     let parameters = [
@@ -377,6 +423,9 @@ pub(crate) async fn tickets(
         filter.user_id.as_deref().into(),
         limit.into(),
         id_pattern.as_deref().into(),
+        filter.handed_over.into(),
+        filter.assignee.as_deref().into(),
+        filter.unassigned.into(),
     ];
     list(connection, "tickets", select, &parameters, read_ticket).await
 }
@@ -596,6 +645,9 @@ fn read_ticket(row: &SqlRow) -> Result<Ticket, Error> {
         handed_over: row.get(6)?,
         created_at: from_ms(row.get(7)?),
         updated_at: from_ms(row.get(8)?),
+        handed_over_at: row.get::<Option<i64>>(9)?.map(from_ms),
+        hand_over_reason: row.get(10)?,
+        assignee: row.get(11)?,
     })
 }
 

@@ -1,5 +1,5 @@
 //! Schema of the tables that the server adds to those of `headwater-issue`: tickets, token budgets, audit log,
-//! model runs, drafts.
+//! model runs, drafts, prompts.
 
 use headwater_issue::{IssueError, Migration, Store};
 
@@ -41,6 +41,18 @@ const MIGRATIONS: &[Migration] = &[
         postgres: include_str!("postgres/1006_drafts.sql"),
         sqlite: include_str!("sqlite/1006_drafts.sql"),
     },
+    Migration {
+        version: 1007,
+        description: "prompts",
+        postgres: include_str!("postgres/1007_prompts.sql"),
+        sqlite: include_str!("sqlite/1007_prompts.sql"),
+    },
+    Migration {
+        version: 1008,
+        description: "queue of hand-overs",
+        postgres: include_str!("postgres/1008_hand_overs.sql"),
+        sqlite: include_str!("sqlite/1008_hand_overs.sql"),
+    },
 ];
 
 /// Applies what is missing. Idempotent; several processes may call it at once.
@@ -68,6 +80,8 @@ mod tests {
             "4f32b2270fd29402e9c344ab48fe6392663c0d64f2ef2cde423490c0d1755c69e6e73d606cd01a00cf89ca3f5c58d6cff24fdb28d783fd910b0dd998481524ca",
             "338faca37f04f76c918ecd5f85e69963b54ced30a09e915e4be6ca85a97d920555871c98a1d267d2ca29ac2ef304b44c7f6defd9ae92b88bf6c7d0a677705511",
             "5573a218e6f3b9387c647a0e2dd9c59238d61919f3a7c8bd45bf6f26a5b5c4cd5d1010894ee8d98cafbea030078f97c59c10e2185f1ee4d349f3ccce2b476d48",
+            "e0c901a1974559435bd4449830b334f68213e5de073db3a296a35390210e137c3dcde4fccd6a971eedfd62c3b7f8531a98276b3275d1090b2a47f38a2248fcab",
+            "a59b3bb26cbb93bdf0fab37ceb77bbfa419b30d371f8a58ca14b0621e43d911d16549fd5c554d1edde33f7ad8f9240c2eb08ef3cea36f622f7401f9fcaadad21",
         ];
         assert_eq!(checksums, pinned, "do not change a migration: add one, and its checksum here");
     }

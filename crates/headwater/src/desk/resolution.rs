@@ -1,0 +1,198 @@
+//! Builds the result of a run: the reply, draft or note, tool effects, conversation and issue fields.
+//!
+//! Upstream: `handler`, with the outcome of the model calls. Downstream: the worker commits the resolution; `outbound`
+//! delivers its rows. No I/O. Guarantees: a hand-over is never stale; every other reply is, once there are newer events.
+
+use headwater_analytics::RunMetrics;
+use headwater_issue::{EventLogId, Resolution, Run};
+use serde_json::json;
+use uuid::Uuid;
+
+use crate::desk::budget;
+use crate::desk::conversation::{Conversation, ConversationEntry};
+use crate::desk::draft::{DraftEffect, DraftReply};
+use crate::desk::model::TokenUsage;
+use crate::desk::policy::{AnswerContext, IntegrationPolicy, ReplyMode};
+use crate::desk::reply::{DeskReply, ReplyTarget};
+use crate::desk::session::RunSession;
+use crate::desk::tools::ToolEffect;
+use crate::limits::REPLY_BYTES_MAX;
+use crate::text;
+use crate::tickets::Author;
+
+/// The result of all model calls of a run.
+#[derive(Debug, Default)]
+pub(super) struct ModelOutcome {
+    pub(super) text: String,
+    pub(super) effects: Vec<ToolEffect>,
+    /// Names of the tools that the model called.
+    pub(super) tools: Vec<String>,
+    /// Sum over all model calls of the run, also those that failed.
+    pub(super) usage: TokenUsage,
+    /// What they cost, if prices are known.
+    pub(super) cost: Option<f64>,
+}
+
+/// Events, tokens and cost of a run.
+fn run_metrics(run: &Run, outcome: &ModelOutcome) -> RunMetrics {
+    let usage = outcome.usage;
+    let count = |number: u64| Some(u32::try_from(number).unwrap_or(u32::MAX));
+    RunMetrics {
+        events: count(run.events().len() as u64),
+        tokens_in: count(usage.input_tokens),
+        tokens_out: count(usage.output_tokens),
+        cost: outcome.cost,
+    }
+}
+
+/// Builds the resolution: reply, tool effects, conversation and issue fields.
+pub(super) fn resolve(
+    supersede_max: u32,
+    run: &Run,
+    conversation: &Conversation,
+    outcome: ModelOutcome,
+    session: &RunSession<'_>,
+    policy: &IntegrationPolicy,
+) -> Resolution {
+    let content = text::cut(text::cleaned(&outcome.text).trim(), REPLY_BYTES_MAX).to_owned();
+    let hands_over =
+        outcome.effects.iter().any(|effect| matches!(effect, ToolEffect::HandOver { .. }));
+    // After too many superseded runs the reply is sent even if it is stale, so that a busy issue gets an answer. A
+    // hand-over is never stale: the desk does not answer after it.
+    // A draft is outdated by every newer event.
+    let (mode, chosen_by) = policy.choose_mode(&answer_context(conversation, &outcome.tools));
+    let unless_stale =
+        mode != ReplyMode::Auto || run.issue().superseded < supersede_max && !hands_over;
+    let newest = run.events().last().map(|event| event.id).map(|EventLogId(id)| id);
+    let session_id = Some(session.id().to_owned());
+    let row = |content: String, target, run| {
+        let (message_id, session_id) = (Some(Uuid::now_v7()), session_id.clone());
+        let up_to = newest.filter(|_| unless_stale || target == ReplyTarget::HandOver);
+        DeskReply { content, message_id, session_id, up_to, run }
+    };
+    let draft_id = (mode == ReplyMode::Draft).then(Uuid::now_v7);
+    // The hand-over of a ticket is only seen by us; everything else needs the approval.
+    let is_ticket = run.issue().provider == "desk";
+    let hands_over_later = hands_over && mode == ReplyMode::Draft && !is_ticket;
+    let run_metrics = run_metrics(run, &outcome);
+    let answer = ConversationEntry {
+        author: Author::Assistant,
+        name: (mode == ReplyMode::Note).then(|| "internal note that was not sent".to_owned()),
+        text: content.clone(),
+        at: budget::now().to_rfc3339(),
+        unless_stale,
+        association: None,
+        draft: draft_id,
+        hands_over: hands_over_later,
+        was_not_sent: mode == ReplyMode::Note,
+    };
+    let mut resolution = record_only(conversation, Some(&answer));
+    let hand_over_reason = outcome.effects.iter().find_map(|effect| match effect {
+        ToolEffect::HandOver { reason } => Some(reason.clone()),
+        ToolEffect::Close { .. } => None,
+    });
+    let fields = json!({
+        "session_id": session_id, "user_id": conversation.user_id,
+        "handed_over": (hands_over && !hands_over_later || conversation.handed_over).then_some(true),
+        "hand_over_reason": hand_over_reason.filter(|_| !hands_over_later),
+    });
+    resolution.fields = Some(fields.to_string());
+    let nothing = RunMetrics::default();
+    let effects = outcome.effects.into_iter().map(|effect| match effect {
+        ToolEffect::HandOver { reason } => (ReplyTarget::HandOver, reason),
+        ToolEffect::Close { reason } => (ReplyTarget::Close, reason),
+    });
+    let (now, later): (Vec<_>, Vec<_>) = effects.partition(|(target, _)| {
+        mode == ReplyMode::Auto || is_ticket && *target == ReplyTarget::HandOver
+    });
+    let target = match mode {
+        ReplyMode::Auto => ReplyTarget::Answer,
+        ReplyMode::Draft => ReplyTarget::Draft,
+        ReplyMode::Note => ReplyTarget::Note,
+    };
+    let answer = row(content, target, run_metrics);
+    resolution.outbox.push(match mode {
+        ReplyMode::Auto => answer.into_row(target),
+        ReplyMode::Draft | ReplyMode::Note => {
+            let message_id = draft_id.or(answer.message_id);
+            let effect = |(target, reason): (ReplyTarget, String)| DraftEffect {
+                target: target.as_str().to_owned(),
+                reason,
+            };
+            let effects = later.into_iter().map(effect).collect();
+            let reply = DeskReply { message_id, up_to: newest, ..answer };
+            DraftReply { reply, effects, chosen_by }.into_row(target)
+        }
+    });
+    let effects =
+        now.into_iter().map(|(target, reason)| row(reason, target, nothing).into_row(target));
+    resolution.outbox.extend(effects);
+    resolution
+}
+
+impl ModelOutcome {
+    pub(super) fn has_effect(&self, effect: &ToolEffect) -> bool {
+        let same = |one: &ToolEffect| std::mem::discriminant(one) == std::mem::discriminant(effect);
+        self.effects.iter().any(same)
+    }
+
+    /// The text, or a default text if the model only called a tool.
+    pub(super) fn or_default_text(mut self) -> Self {
+        if self.text.trim().is_empty() {
+            let hands_over = |effect: &ToolEffect| matches!(effect, ToolEffect::HandOver { .. });
+            self.text = match self.effects.iter().any(hands_over) {
+                true => "A person will take over and answer you here.".to_owned(),
+                false => "This ticket is now closed. Write again to open it.".to_owned(),
+            };
+        }
+        self
+    }
+
+    /// A hand-over because the model gives no answer that can be sent.
+    pub(super) fn no_answer(reason: String) -> Self {
+        Self {
+            text: "I cannot answer this. A person will take over and answer you here.".to_owned(),
+            effects: vec![ToolEffect::HandOver { reason: text::one_line(&reason, 500) }],
+            ..Self::default()
+        }
+    }
+
+    pub(super) fn budget_exceeded(tokens_max: u64) -> Self {
+        Self {
+            text:
+                "I cannot answer more in this conversation. A person will take over and answer you here."
+                    .to_owned(),
+            effects: vec![ToolEffect::HandOver {
+                reason: format!(
+                    "the token budget of this issue is used up (`desk.issue_tokens_max` = {tokens_max})"
+                ),
+            }],
+            ..Self::default()
+        }
+    }
+}
+
+/// What the rules of a policy are compared with.
+fn answer_context<'a>(conversation: &'a Conversation, tools: &'a [String]) -> AnswerContext<'a> {
+    let author = conversation.newest_user_message();
+    let of_users = conversation.pending.iter().filter(|entry| entry.author == Author::User);
+    let hour = budget::now().as_millis() / (60 * 60 * 1000) % 24;
+    AnswerContext {
+        association: author.and_then(|author| author.association.as_deref()),
+        is_first_contact: conversation.is_first_contact(),
+        tools,
+        texts: of_users.map(|entry| entry.text.as_str()).collect(),
+        hour: u8::try_from(hour).unwrap_or_default(),
+    }
+}
+
+/// A resolution that only records the conversation.
+pub(super) fn record_only(
+    conversation: &Conversation,
+    answer: Option<&ConversationEntry>,
+) -> Resolution {
+    let fields = json!({
+        "user_id": conversation.user_id, "handed_over": conversation.handed_over.then_some(true),
+    });
+    Resolution::new().discussions(conversation.to_discussions(answer)).fields(fields.to_string())
+}
