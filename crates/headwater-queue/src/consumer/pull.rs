@@ -4,7 +4,7 @@
 //! settling goes to the backend directly.
 //! Guarantees: the lease of a message is a pending entry of a consumer whose name contains the length of the lease.
 //! So the backend alone knows it: any process can settle or extend it, and it outlives the process that gave it. A
-//! lease that ran out is given away by the next pull, under another consumer name, which fences the former holder:
+//! lease that ran out is reassigned by the next pull, under another consumer name, which fences the former holder:
 //! its retry, release or dead letter has no effect. Done work stays done (decision 4). Retries and dead letters
 //! follow the policies of a subscription with default settings, in [`Mode::Shared`](crate::Mode::Shared).
 //! Not here: order. Holders compete for messages.
