@@ -1,9 +1,12 @@
 //! One server of a cluster fails: messages of the others are pulled and settled.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use headwater_queue::{Outcome, PullRequest, Puller, QueueError};
+use headwater_queue::{
+    LeaseResult, MessageLease, Outcome, Policies, PullRequest, PulledMessage, Puller, QueueError,
+};
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, timeout};
 
@@ -96,4 +99,75 @@ async fn messages_of_healthy_servers_are_pulled_without_a_dead_server() -> Resul
     second.close().await;
     second_consuming.await??;
     shards.report("pulls from a cluster with a dead server")
+}
+
+/// Pulls one message of each partition.
+async fn pull_all(
+    shards: &ShardFixture,
+    puller: &Puller,
+) -> Result<BTreeMap<usize, PulledMessage>> {
+    shards.send(&all(), "work").await?;
+    let mut pulled = BTreeMap::new();
+    let pulling = async {
+        while pulled.len() < usize::from(PARTITIONS) {
+            let wait = Duration::from_secs(5);
+            for one in puller.pull(&shards.fixture.topic, GROUP, request(wait)).await? {
+                pulled.insert(usize::from(one.message.partition), one);
+            }
+        }
+        anyhow::Ok(())
+    };
+    timeout(TIMEOUT, pulling).await.context("messages are missing")??;
+    Ok(pulled)
+}
+
+/// The server of the metadata is dead: what was pulled from the others is extended and settled.
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn leases_are_extended_and_settled_without_the_server_of_the_metadata() -> Result<()> {
+    let refresh = Duration::from_millis(100);
+    let policies = Policies { refresh, ..Default::default() };
+    let shards = ShardFixture::start_with(Victim::Metadata, policies).await?;
+    let (topic, healthy) = (&shards.fixture.topic, shards.healthy());
+    let puller = shards.fixture.queue.puller();
+    let pulled = pull_all(&shards, &puller).await?;
+    let (primary, replica) = shards.victims()?;
+    replica.kill9()?;
+    primary.kill9()?;
+    // The cached metadata expires.
+    tokio::time::sleep(refresh * 2).await;
+
+    let leases: Vec<MessageLease> = pulled.values().map(|one| one.lease.clone()).collect();
+    let of_healthy: Vec<MessageLease> = healthy.iter().map(|p| pulled[p].lease.clone()).collect();
+    let extended = puller.extend(topic, GROUP, &of_healthy).await?;
+    assert_eq!(extended, vec![LeaseResult::Applied; healthy.len()]);
+    let started = Instant::now();
+    puller.extend(topic, GROUP, &of_healthy).await?;
+    assert!(
+        started.elapsed() < Duration::from_secs(4),
+        "it does not wait for the dead server again"
+    );
+    if healthy.len() < leases.len() {
+        // Those of the dead server fail and keep no other from being extended.
+        let idle = Duration::from_millis(300);
+        tokio::time::sleep(idle).await;
+        let (started, extended) = (Instant::now(), puller.extend(topic, GROUP, &leases).await);
+        let error = extended.expect_err("partitions of the dead server cannot be reached");
+        assert!(error.is_transient(), "{error:?}");
+        for partition in &healthy {
+            let rows = shards.pending(*partition).await?;
+            let since_call = started.elapsed();
+            assert!(rows.iter().all(|row| row.idle < since_call), "{partition}: {rows:?}");
+        }
+    }
+
+    // First those of the dead server: they delay the others, and do not prevent them.
+    let mut outcomes: Vec<_> = leases.iter().map(|lease| (lease.clone(), Outcome::Done)).collect();
+    outcomes.sort_by_key(|(lease, _)| of_healthy.contains(lease));
+    let settled = puller.settle(topic, GROUP, outcomes).await;
+    assert_eq!(settled.is_err(), healthy.len() < leases.len(), "{settled:?}");
+    for partition in &healthy {
+        assert!(shards.pending(*partition).await?.is_empty(), "{partition}");
+    }
+    puller.close().await;
+    Ok(())
 }
