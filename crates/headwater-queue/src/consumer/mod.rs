@@ -36,6 +36,7 @@ mod repartition_barrier;
 mod pull;
 mod pull_driver;
 mod pull_member;
+mod pull_reassign;
 mod pull_streams;
 
 // Background work and metrics.

@@ -4,7 +4,7 @@
 //! settling goes to the backend directly.
 //! Guarantees: the lease of a message is a pending entry of a consumer whose name contains the length of the lease.
 //! So the backend alone knows it: any process can settle or extend it, and it outlives the process that gave it. A
-//! lease that ran out is given away by the next pull, under another consumer name, which fences the former holder:
+//! lease that ran out is reassigned by the next pull, under another consumer name, which fences the former holder:
 //! its retry, release or dead letter has no effect. Done work stays done (decision 4). Retries and dead letters
 //! follow the policies of a subscription with default settings, in [`Mode::Shared`](crate::Mode::Shared).
 //! Not here: order. Holders compete for messages.
@@ -15,7 +15,7 @@ use std::str::FromStr;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
-use futures_util::stream::{self, StreamExt, TryStreamExt};
+use futures_util::stream::{self, StreamExt};
 use headwater_stream::{
     ConsumerName, DeliveredEntry, Direction, EntryId, Range, SettleAction, SettleBatch, Settlement,
     StreamError, StreamName,
@@ -206,7 +206,8 @@ impl Puller {
 
     /// Settles messages. Returns one result for each, in order.
     ///
-    /// After an error, some may be settled; the call may be repeated, and then reports those as expired.
+    /// Attempts all, and then returns the first error: all others may be settled. The call may be repeated, and then reports
+    /// those as expired.
     pub async fn settle(
         &self,
         topic: &str,
@@ -214,14 +215,45 @@ impl Puller {
         outcomes: Vec<(MessageLease, Outcome)>,
     ) -> Result<Vec<LeaseResult>> {
         let group = &group_name(group)?;
-        let topic = &self.shared.queue.topic(&TopicName::new(topic)?).await?;
+        let topic = &self.topic_of(topic, outcomes.iter().map(|(lease, _)| lease)).await?;
+        // Partitions whose server cannot be reached. Only a call that needs no other server tells.
+        let unreached = &Mutex::new(HashMap::<Partition, QueueError>::new());
+        let lock = || unreached.lock().expect("no code panics while it holds this lock");
         let settling = outcomes.into_iter().map(async |(lease, outcome)| {
-            let result = self.settle_one(topic, group, &lease, outcome).await?;
-            let Some(result) = result else { return Ok(LeaseResult::Expired) };
+            if let Some(error) = lock().get(&lease.partition) {
+                return Err(error.duplicate());
+            }
+            let is_local = matches!(outcome, Outcome::Done | Outcome::Release);
+            let result = self.settle_one(topic, group, &lease, outcome).await;
+            if let Err(error) = &result
+                && is_local
+                && error.is_transient()
+            {
+                lock().insert(lease.partition, error.duplicate());
+            }
+            let Some(result) = result? else { return Ok(LeaseResult::Expired) };
             metrics(topic, lease.partition, group).record_result(result, None);
             Ok(LeaseResult::Applied)
         });
-        stream::iter(settling).buffered(SETTLE_CONCURRENCY).try_collect().await
+        let settling = stream::iter(settling).buffered(SETTLE_CONCURRENCY);
+        let settled: Vec<Result<LeaseResult>> = settling.collect().await;
+        settled.into_iter().collect()
+    }
+
+    /// The topic of these leases. While its metadata cannot be read, an older copy is used.
+    async fn topic_of(
+        &self,
+        topic: &str,
+        leases: impl Iterator<Item = &MessageLease>,
+    ) -> Result<Arc<Topic>> {
+        let (queue, name) = (&self.shared.queue, TopicName::new(topic)?);
+        let newest = leases.map(|lease| lease.partition).max();
+        let topic = queue.topic_or_expired(&name).await?;
+        match newest.is_some_and(|partition| partition >= topic.partitions) {
+            // The partition may have been added since the copy was read.
+            true => queue.read_topic(&name).await,
+            false => Ok(topic),
+        }
     }
 
     /// Settles one message; `None` if it is not held under this lease.
@@ -277,6 +309,7 @@ impl Puller {
     }
 
     /// Restarts leases: each lasts as long as when it was given, from now on. Returns one result for each, in order.
+    /// Attempts all, and then returns the first error.
     pub async fn extend(
         &self,
         topic: &str,
@@ -284,22 +317,24 @@ impl Puller {
         leases: &[MessageLease],
     ) -> Result<Vec<LeaseResult>> {
         let group = &group_name(group)?;
-        let topic = self.shared.queue.topic(&TopicName::new(topic)?).await?;
+        let topic = &self.topic_of(topic, leases.iter()).await?;
+        let backend = &self.shared.queue.inner.backend;
         let mut batches: HashMap<(Partition, &ConsumerName), Vec<EntryId>> = HashMap::new();
         for lease in leases.iter().filter(|lease| lease.partition < topic.partitions) {
             batches.entry((lease.partition, &lease.consumer)).or_default().push(lease.id);
         }
-        let mut extended: HashMap<(Partition, &ConsumerName), Vec<EntryId>> = HashMap::new();
-        for ((partition, consumer), mut ids) in batches {
-            let stream = keys::stream(&topic, partition);
-            let backend = &self.shared.queue.inner.backend;
+        let extending = batches.into_iter().map(async |((partition, consumer), mut ids)| {
+            let stream = keys::stream(topic, partition);
             match backend.keep_alive(&stream, group, consumer, &ids).await {
                 Ok(gone) => ids.retain(|id| !gone.contains(id)),
                 Err(StreamError::NoGroup { .. }) => ids.clear(),
                 Err(error) => return Err(error.into()),
             }
-            extended.insert((partition, consumer), ids);
-        }
+            Ok(((partition, consumer), ids))
+        });
+        let extending = stream::iter(extending).buffer_unordered(SETTLE_CONCURRENCY);
+        let extended: Vec<Result<_>> = extending.collect().await;
+        let extended: HashMap<_, _> = extended.into_iter().collect::<Result<_>>()?;
         let result = |lease: &MessageLease| {
             let ids = extended.get(&(lease.partition, &lease.consumer));
             match ids.is_some_and(|ids| ids.contains(&lease.id)) {

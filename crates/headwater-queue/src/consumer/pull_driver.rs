@@ -2,25 +2,27 @@
 //!
 //! Upstream: `pull` sends it the demand of each caller. Downstream: the backend.
 //! Guarantees: it reads only while a caller waits, so no message is held back from other processes, and no more bytes
-//! than callers get, as far as recent messages tell. It gives away
+//! than callers get, as far as recent messages tell. It reassigns
 //! entries whose lease ran out, that were released, or whose consumer died. A message that was delivered several
 //! times without an outcome comes alone, so that others do not reach the crash limit with it. Entries that it read
 //! and cannot give to a caller within [`HOLD_MAX`] are released. While it runs, this process is a member of the
-//! group, and due messages of the topic are promoted; it ends when no caller came for [`IDLE_MAX`].
+//! group, and due messages of the topic are promoted; it ends when no caller came for [`IDLE_MAX`]. A partition that fails
+//! does not stop the others (`pull_streams`).
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::pin::pin;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
+use futures_util::stream::{self, StreamExt};
 use headwater_stream::{
-    Backend, ConsumerName, DeliveredEntry, EntryId, GroupName, GroupReader, GroupStart,
-    PendingDelivery, PendingDeliveryQuery, ReclaimFrom, ReclaimRequest, SettleAction, SettleBatch,
-    Settlement, StreamBatch, StreamError, StreamReadFailure,
+    Backend, ConsumerName, DeliveredEntry, GroupName, GroupReader, GroupStart,
+    Result as StreamResult, SettleAction, SettleBatch, Settlement, StreamBatch, StreamError,
+    StreamName, StreamReadFailure,
 };
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::{Instant, timeout};
-use tracing::{debug, info, warn};
+use tracing::{debug, warn};
 
 use super::capacity_pool::{RecentSize, largest_bytes, read_max};
 use super::delay_scheduler::DelayScheduler;
@@ -28,14 +30,16 @@ use super::pull::{
     MessageLease, PulledMessage, PullerShared, in_flight, lease_consumer, lease_of, metrics, policy,
 };
 use super::pull_member::PullMember;
+use super::pull_reassign::LeaseCheck;
 use super::pull_streams::{PullStreams, partition_of};
 use super::retry_or_dead_letter::DeliveryResult;
-use crate::config::{ConsumerConfig, Mode};
+use super::subscription::GROUPS_AT_ONCE;
+use crate::config::Mode;
 use crate::error::{QueueError, Result};
 use crate::group::coordinator::MembershipHandle;
 use crate::group::rebalance_listener::{JoinRequest, RebalanceListener};
 use crate::keys;
-use crate::limits::{LEASE_MIN, LEASED_MAX, PULL_BYTES_MAX};
+use crate::limits::{LEASED_MAX, PULL_BYTES_MAX};
 use crate::queue::Queue;
 use crate::topic::{Partition, Topic, TopicName};
 
@@ -52,14 +56,8 @@ const HOLD_PART: u32 = 4;
 const READ_BYTES_MAX: usize = 64 * 1024 * 1024;
 /// Maximum entries of one read or reclaim, whatever their size.
 pub(super) const READ_MAX: usize = read_max(READ_BYTES_MAX);
-/// Partitions whose leases are checked per tick, and the pending entries examined of each.
-const PARTITIONS_PER_TICK: usize = 16;
-const PENDING_PAGE: usize = 500;
 /// A message with more deliveries comes alone: one caller died with it, then a second one.
 const TOGETHER_MAX: u64 = 2;
-/// Consumer names for entries that are given away again. A former holder of an entry is fenced until as many others
-/// were used, at least as many ticks.
-const NAMES_MAX: u64 = 1000;
 /// Readers at once, one for each length of leases.
 const READERS_MAX: usize = 4;
 /// Consumers without entries that are idle for this long are removed.
@@ -80,34 +78,24 @@ pub(super) struct PullDemand {
 pub(super) struct PullDriver {
     puller: Weak<PullerShared>,
     queue: Queue,
-    key: (TopicName, GroupName),
+    pub(super) key: (TopicName, GroupName),
     demands: mpsc::UnboundedReceiver<PullDemand>,
-    waiting: VecDeque<PullDemand>,
+    pub(super) waiting: VecDeque<PullDemand>,
     /// Entries that were read for a caller that has gone, or beyond the demand.
     held: VecDeque<PulledMessage>,
 }
 
 /// A driver that has joined its group.
-struct JoinedPullDriver {
-    driver: PullDriver,
-    backend: Arc<dyn Backend>,
-    member: Arc<PullMember>,
-    name: ConsumerName,
+pub(super) struct JoinedPullDriver {
+    pub(super) driver: PullDriver,
+    pub(super) backend: Arc<dyn Backend>,
+    pub(super) member: Arc<PullMember>,
+    pub(super) name: ConsumerName,
     readers: HashMap<Duration, Box<dyn GroupReader>>,
     delays: (Arc<Topic>, Vec<Arc<DelayScheduler>>),
-    check: LeaseCheck,
-    message_size: RecentSize,
-    streams: PullStreams,
-}
-
-/// Progress of the check for leases that ran out.
-#[derive(Default)]
-struct LeaseCheck {
-    last: Option<Instant>,
-    next_partition: usize,
-    cursors: HashMap<Partition, EntryId>,
-    pending: HashMap<Partition, u64>,
-    names: u64,
+    pub(super) check: LeaseCheck,
+    pub(super) message_size: RecentSize,
+    pub(super) streams: PullStreams,
 }
 
 impl PullDriver {
@@ -124,7 +112,7 @@ impl PullDriver {
     /// Serves callers until none comes any more, or the puller is closed.
     pub(super) async fn run(mut self) {
         loop {
-            let (member, membership) = match self.join().await {
+            let (member, membership, unreached) = match self.join().await {
                 Ok(joined) => joined,
                 Err(error) => return self.fail(&error),
             };
@@ -135,7 +123,7 @@ impl PullDriver {
             };
             let backend = Arc::clone(&self.queue.inner.backend);
             let topic = member.topic.borrow().clone();
-            let streams = PullStreams::new(&backend, &self.key.1);
+            let streams = PullStreams::new(&backend, &self.key.1, unreached);
             let mut joined = JoinedPullDriver {
                 delays: (Arc::clone(&topic), Vec::new()),
                 driver: self,
@@ -157,27 +145,28 @@ impl PullDriver {
         }
     }
 
-    async fn join(&mut self) -> Result<(Arc<PullMember>, MembershipHandle)> {
+    /// Joins the group. Returns the partitions whose servers cannot be reached, too.
+    async fn join(&mut self) -> Result<(Arc<PullMember>, MembershipHandle, Vec<Partition>)> {
         let (name, group) = &self.key;
         let topic = self.queue.read_topic(name).await?;
         let backend = &self.queue.inner.backend;
-        for partition in 0..topic.partitions {
+        let unreached = self.queue.ensure_groups(&topic, group, GroupStart::Beginning).await?;
+        // Every member has its own consumer names, so unused ones must be removed: by a later member if this fails.
+        let reached = (0..topic.partitions).filter(|partition| !unreached.contains(partition));
+        let remove_idle = async |partition| {
             let stream = keys::stream(&topic, partition);
-            match topic.ensure_group(&**backend, partition, group, GroupStart::Beginning).await {
-                Err(StreamError::NoGroup { .. }) => {
-                    return Err(QueueError::NoTopic { topic: name.to_string() });
-                }
-                ensured => ensured?,
-            };
-            // Every member has its own consumer names, so unused ones must be removed.
-            backend.remove_idle_consumers(&stream, group, STALE_AFTER).await?;
-        }
+            let removed = backend.remove_idle_consumers(&stream, group, STALE_AFTER).await;
+            if let Err(error) = removed {
+                debug!(%stream, %group, %error, "idle consumers could not be removed");
+            }
+        };
+        stream::iter(reached).for_each_concurrent(GROUPS_AT_ONCE, remove_idle).await;
         let member = Arc::new(PullMember::new(backend, group, &topic));
         let listener = Arc::clone(&member) as Arc<dyn RebalanceListener>;
         let group = group.clone();
         let request = JoinRequest { group, topic, mode: Mode::Shared, member: None, listener };
         let membership = self.queue.inner.coordinator.join(request).await?;
-        Ok((member, membership))
+        Ok((member, membership, unreached))
     }
 
     /// Whether no caller came meanwhile; then none comes to this driver any more.
@@ -218,7 +207,7 @@ impl PullDriver {
     }
 
     /// Gives held entries to callers that want leases of their length.
-    fn give(&mut self) {
+    pub(super) fn give(&mut self) {
         for _ in 0..self.waiting.len() {
             let Some(demand) = self.waiting.pop_front() else { return };
             let messages = self.take_held(demand.max, demand.lease);
@@ -232,7 +221,7 @@ impl PullDriver {
     }
 
     /// The bytes that are held for callers with leases of this length.
-    fn held_bytes(&self, lease: Duration) -> usize {
+    pub(super) fn held_bytes(&self, lease: Duration) -> usize {
         let held = self.held.iter().filter(|held| lease_of(&held.lease.consumer) == Some(lease));
         held.map(|held| held.message.fields.bytes()).sum()
     }
@@ -302,9 +291,10 @@ impl JoinedPullDriver {
     async fn turn(&mut self) -> Result<bool> {
         let topic = self.member.topic.borrow().clone();
         self.promote_due(&topic);
-        if self.check.last.is_none_or(|last| last.elapsed() >= TICK) {
-            self.streams.check_missing(&topic).await?;
-            self.give_away_expired(&topic).await?;
+        let is_due = self.check.last.is_none_or(|last| last.elapsed() >= TICK);
+        self.streams.probe(&topic, is_due).await?;
+        if is_due {
+            self.reassign_expired(&topic).await?;
         }
         self.driver.give();
         let leased: u64 = self.check.pending.values().sum();
@@ -383,12 +373,12 @@ impl JoinedPullDriver {
         };
         let batches = match batches {
             Ok(batches) => batches,
-            Err(StreamError::NoGroup { stream, .. }) => {
-                self.streams.restore_group_of(topic, &stream).await?;
+            Err(error @ (StreamError::NoGroup { .. } | StreamError::WrongType { .. })) => {
+                self.on_read_failed(topic, &streams, error).await?;
                 return Ok(true);
             }
             Err(error) => {
-                // What it has read unseen is given away when the lease runs out.
+                // Entries that it has read and not returned are reassigned when the lease runs out.
                 readers.remove(&lease);
                 return Err(error.into());
             }
@@ -410,26 +400,49 @@ impl JoinedPullDriver {
             self.hold(topic, partition, &consumer, Instant::now(), entries).await?;
         }
         for StreamReadFailure { streams, error } in failures {
-            if let StreamError::NoGroup { stream, .. } = &error {
-                self.streams.restore_group_of(topic, stream).await?;
-                continue;
-            }
-            // What was read unseen is given away when the lease runs out.
-            warn!(streams = streams.len(), %error, "partitions cannot be read, retrying");
+            // Entries that were read and not returned are reassigned when the lease runs out.
+            self.on_read_failed(topic, &streams, error).await?;
         }
         Ok(true)
     }
 
+    /// Restores a missing group; excludes partitions that cannot be read. Fails if none is left.
+    async fn on_read_failed(
+        &mut self,
+        topic: &Arc<Topic>,
+        streams: &[StreamName],
+        error: StreamError,
+    ) -> Result<()> {
+        let failed = match &error {
+            StreamError::NoGroup { stream: name, .. } | StreamError::WrongType { name } => {
+                partition_of(topic, name).map_or_else(Vec::new, |partition| vec![partition])
+            }
+            _ => streams.iter().filter_map(|name| partition_of(topic, name.as_str())).collect(),
+        };
+        for partition in failed {
+            let error = match &error {
+                StreamError::NoGroup { .. } => {
+                    self.streams.restore_group(topic, partition).await.err()
+                }
+                error => Some(error.duplicate()),
+            };
+            if let Some(error) = error {
+                self.streams.exclude(topic, partition, error)?;
+            }
+        }
+        Ok(())
+    }
+
     /// Keeps entries for callers. Entries that no caller may see are settled: malformed ones, those for another group,
     /// and those that were delivered too often.
-    async fn hold(
+    pub(super) async fn hold(
         &mut self,
         topic: &Arc<Topic>,
         partition: Partition,
         consumer: &ConsumerName,
         leased_at: Instant,
         entries: Vec<DeliveredEntry>,
-    ) -> Result<()> {
+    ) -> StreamResult<()> {
         if let Some(newest) = entries.iter().map(|entry| entry.id).max() {
             self.streams.record_read(partition, newest);
         }
@@ -471,142 +484,6 @@ impl JoinedPullDriver {
         Ok(())
     }
 
-    /// Gives away entries whose lease ran out, that were released or whose consumer died: as many as callers want.
-    async fn give_away_expired(&mut self, topic: &Arc<Topic>) -> Result<()> {
-        self.check.last = Some(Instant::now());
-        let partitions = usize::from(topic.partitions);
-        for _ in 0..partitions.min(PARTITIONS_PER_TICK) {
-            let Some(demand) = self.driver.waiting.front() else { return Ok(()) };
-            let (lease, mut wanted) = (demand.lease, demand.max);
-            self.check.next_partition = (self.check.next_partition + 1) % partitions;
-            let partition = self.check.next_partition as Partition;
-            self.count_pending(topic, partition).await?;
-            let rows = self.list_pending(topic, partition).await?;
-            let mut by_consumer: BTreeMap<ConsumerName, Vec<PendingDelivery>> = BTreeMap::new();
-            for row in rows {
-                if row.idle < self.idle_max(&row.consumer) {
-                    continue;
-                }
-                if wanted == 0 {
-                    // The rest is found at once when there are more callers.
-                    self.check.cursors.remove(&partition);
-                    self.check.last = None;
-                    break;
-                }
-                wanted -= 1;
-                by_consumer.entry(row.consumer.clone()).or_default().push(row);
-            }
-            for rows in by_consumer.into_values() {
-                let mut rows = &rows[..];
-                while !rows.is_empty() {
-                    let held = self.driver.held_bytes(lease);
-                    let fitting = self.message_size.fitting(PULL_BYTES_MAX.saturating_sub(held));
-                    if fitting == 0 && held > 0 {
-                        break;
-                    }
-                    let count = fitting.clamp(1, READ_MAX).min(rows.len());
-                    let (next, rest) = rows.split_at(count);
-                    self.take_over(topic, partition, lease, next).await?;
-                    rows = rest;
-                }
-                if !rows.is_empty() {
-                    // The others are for the next caller.
-                    self.check.cursors.remove(&partition);
-                    self.check.last = None;
-                }
-            }
-            self.driver.give();
-        }
-        Ok(())
-    }
-
-    /// How long an entry of this consumer may be idle before it is given away.
-    fn idle_max(&self, consumer: &ConsumerName) -> Duration {
-        if consumer.as_str() == SettleAction::RELEASED || self.member.dead().contains(consumer) {
-            return Duration::ZERO;
-        }
-        // Subscriptions keep their entries alive more often than that.
-        lease_of(consumer).unwrap_or_else(|| ConsumerConfig::default().reclaim_idle)
-    }
-
-    /// Counts the pending entries of a partition.
-    async fn count_pending(&mut self, topic: &Topic, partition: Partition) -> Result<()> {
-        let stats = self.backend.stats(&keys::stream(topic, partition)).await?;
-        let groups = stats.map(|stats| stats.groups).unwrap_or_default();
-        let group = groups.iter().find(|stats| stats.name == self.driver.key.1);
-        self.check.pending.insert(partition, group.map_or(0, |stats| stats.pending));
-        if let Some(stats) = group {
-            self.streams.record_read(partition, stats.last_delivered);
-        }
-        Ok(())
-    }
-
-    /// The next page of pending entries of a partition.
-    async fn list_pending(
-        &mut self,
-        topic: &Topic,
-        partition: Partition,
-    ) -> Result<Vec<PendingDelivery>> {
-        let query = PendingDeliveryQuery {
-            stream: &keys::stream(topic, partition),
-            group: &self.driver.key.1,
-            consumer: None,
-            min_idle: LEASE_MIN,
-            after: self.check.cursors.remove(&partition),
-            count: PENDING_PAGE,
-        };
-        let rows = match self.backend.pending(query).await {
-            Err(StreamError::NoGroup { .. }) => {
-                self.streams.restore_group(topic, partition).await?;
-                return Ok(Vec::new());
-            }
-            rows => rows?,
-        };
-        if let Some(last) = rows.last().filter(|_| rows.len() == PENDING_PAGE) {
-            self.check.cursors.insert(partition, last.id);
-        }
-        Ok(rows)
-    }
-
-    /// Takes entries of one consumer over, unless they were touched since they were listed: then they are idle for a
-    /// shorter time.
-    async fn take_over(
-        &mut self,
-        topic: &Arc<Topic>,
-        partition: Partition,
-        lease: Duration,
-        rows: &[PendingDelivery],
-    ) -> Result<()> {
-        let Some(min_idle) = rows.iter().map(|row| row.idle).min() else { return Ok(()) };
-        let ids: Vec<EntryId> = rows.iter().map(|row| row.id).collect();
-        self.check.names = self.check.names % NAMES_MAX + 1;
-        let consumer = lease_consumer(lease, self.check.names, &self.name);
-        let stream = &keys::stream(topic, partition);
-        let leased_at = Instant::now();
-        let reclaim = ReclaimRequest {
-            stream,
-            group: &self.driver.key.1,
-            consumer: &consumer,
-            fence: None,
-            from: ReclaimFrom::Ids(&ids),
-            min_idle,
-            after: None,
-            count: ids.len(),
-        };
-        let reclaimed = self.backend.reclaim(reclaim).await?;
-        if !reclaimed.deleted.is_empty() {
-            metrics(topic, partition, &self.driver.key.1)
-                .record_anomaly("deleted_while_pending", reclaimed.deleted.len());
-            warn!(%stream, entries = reclaimed.deleted.len(), "pending entries were trimmed or deleted; the messages are lost");
-        }
-        if !reclaimed.entries.is_empty() {
-            self.message_size.record(largest_bytes(&reclaimed.entries));
-            let former = &rows[0].consumer;
-            info!(%stream, consumer = %former, entries = reclaimed.entries.len(), "pending entries are delivered again");
-        }
-        self.hold(topic, partition, &consumer, leased_at, reclaimed.entries).await
-    }
-
     /// Releases entries that no caller took in time.
     async fn release_stale(&mut self, now: Instant) {
         let is_stale = |held: &PulledMessage| {
@@ -622,7 +499,7 @@ impl JoinedPullDriver {
         self.release(stale).await;
     }
 
-    /// Releases entries without counting an attempt. If that fails, they are given away when their lease runs out.
+    /// Releases entries without counting an attempt. If that fails, they are reassigned when their lease runs out.
     async fn release(&mut self, messages: VecDeque<PulledMessage>) {
         let topic = self.member.topic.borrow().clone();
         let mut batches: BTreeMap<(Partition, ConsumerName), Vec<Settlement>> = BTreeMap::new();

@@ -26,7 +26,7 @@ use crate::queue::Queue;
 use crate::topic::{Partition, Topic, TopicName, group_name};
 
 /// Partitions whose group is created concurrently.
-const GROUPS_AT_ONCE: usize = 64;
+pub(super) const GROUPS_AT_ONCE: usize = 64;
 
 /// A handler that receives the messages of a topic for a group. Dropping it stops it at once: nothing is lost, but
 /// in-flight messages stay pending and are redelivered.
@@ -98,7 +98,7 @@ impl Queue {
 
     /// Creates the group on all partitions. Returns those whose servers cannot be reached; fails if that is all of them, or
     /// if the topic was deleted.
-    async fn ensure_groups(
+    pub(super) async fn ensure_groups(
         &self,
         topic: &Topic,
         group: &GroupName,

@@ -7,15 +7,17 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use async_trait::async_trait;
 use headwater_queue::{
-    ConsumerConfig, Handler, Message, Mode, Outcome, Queue, QueueError, Subscription,
+    ConsumerConfig, Handler, Message, Mode, Outcome, Policies, Queue, QueueError, Subscription,
 };
-use headwater_stream::{Fields, GroupName, PendingDeliveryQuery, Retention, StreamName};
+use headwater_stream::{
+    Fields, GroupName, PendingDelivery, PendingDeliveryQuery, Retention, StreamName,
+};
 use headwater_testkit::{ChaosCounts, Cluster, Redis};
 use tokio::time::Instant;
 
 use crate::fixture::{Fixture, GROUP, eventually, text};
 
-const PARTITIONS: u16 = 12;
+pub(crate) const PARTITIONS: u16 = 12;
 /// How much longer than before the fault a partition of a healthy server may stand still: as long as a hand-over takes, never
 /// for the lifetime of a lease (3 s) or the deadline of a call (5 s).
 const STOP_MAX: Duration = Duration::from_secs(2);
@@ -26,7 +28,7 @@ const POISON: &str = "poison";
 
 /// The server that fails.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Victim {
+pub(crate) enum Victim {
     /// One that holds partitions, and not the metadata of the topic.
     PartitionsOnly,
     DeadLetters,
@@ -35,28 +37,32 @@ enum Victim {
 }
 
 /// A cluster that goes on without one of its servers, and a topic on all of them.
-struct ShardFixture {
-    cluster: Arc<Cluster>,
-    fixture: Fixture,
+pub(crate) struct ShardFixture {
+    pub(crate) cluster: Arc<Cluster>,
+    pub(crate) fixture: Fixture,
     streams: Vec<StreamName>,
     /// The partitions of the server that fails.
     affected: Vec<usize>,
     victim: u16,
-    handled: Arc<Mutex<BTreeMap<String, Handled>>>,
+    pub(crate) handled: HandledMessages,
     counts: Mutex<ChaosCounts>,
+    /// How long a partition of a healthy server may stand still.
+    pub(crate) stop_max: Duration,
 }
 
+pub(crate) type HandledMessages = Arc<Mutex<BTreeMap<String, Handled>>>;
+
 #[derive(Clone, Copy)]
-struct Handled {
-    times: usize,
-    at: Instant,
-    by: usize,
+pub(crate) struct Handled {
+    pub(crate) times: usize,
+    pub(crate) at: Instant,
+    pub(crate) by: usize,
 }
 
 /// Records who handled what, and when.
 struct ShardHandler {
     by: usize,
-    handled: Arc<Mutex<BTreeMap<String, Handled>>>,
+    handled: HandledMessages,
 }
 
 #[async_trait]
@@ -75,14 +81,18 @@ impl Handler for ShardHandler {
 }
 
 impl ShardFixture {
-    async fn start(victim: Victim) -> Result<Self> {
+    pub(crate) async fn start(victim: Victim) -> Result<Self> {
+        Self::start_with(victim, Policies::default()).await
+    }
+
+    pub(crate) async fn start_with(victim: Victim, policies: Policies) -> Result<Self> {
         let cluster = Cluster::builder()
             .setting("cluster-require-full-coverage", "no")
             .setting("appendonly", "yes")
             .start()?;
         let cluster = Arc::new(cluster);
         let fixture = Fixture::open(&cluster.url(), Arc::clone(&cluster)).await?;
-        fixture.create(PARTITIONS).await?;
+        fixture.queue.topics().create(&fixture.topic, PARTITIONS, policies).await?;
         let mut streams = Vec::new();
         for partition in 0..PARTITIONS {
             streams.push(fixture.stream(partition).await?);
@@ -112,11 +122,12 @@ impl ShardFixture {
         }
         assert!(affected.len() < usize::from(PARTITIONS), "{affected:?}");
         let (handled, counts) = Default::default();
-        Ok(Self { cluster, fixture, streams, affected, victim, handled, counts })
+        let stop_max = STOP_MAX;
+        Ok(Self { cluster, fixture, streams, affected, victim, handled, counts, stop_max })
     }
 
     /// The server that fails, and its replica.
-    fn victims(&self) -> Result<(&Redis, &Redis)> {
+    pub(crate) fn victims(&self) -> Result<(&Redis, &Redis)> {
         let at = self.cluster.nodes().iter().position(|node| node.port() == self.victim);
         let at = at.context("the victim is a node")?;
         // Primaries come first, then their replicas in the same order.
@@ -124,7 +135,7 @@ impl ShardFixture {
         Ok((&nodes[at], &nodes[at + nodes.len() / 2]))
     }
 
-    fn healthy(&self) -> Vec<usize> {
+    pub(crate) fn healthy(&self) -> Vec<usize> {
         (0..self.streams.len()).filter(|partition| !self.affected.contains(partition)).collect()
     }
 
@@ -135,7 +146,7 @@ impl ShardFixture {
     }
 
     /// Sends one message to each of these partitions.
-    async fn send(&self, partitions: &[usize], round: &str) -> Result<()> {
+    pub(crate) async fn send(&self, partitions: &[usize], round: &str) -> Result<()> {
         for partition in partitions {
             let fields = Fields::new([
                 ("payload", format!("{partition} {round}")),
@@ -152,8 +163,8 @@ impl ShardFixture {
         Ok(())
     }
 
-    /// How many messages of a partition are pending. Does not need the metadata of the topic.
-    async fn pending(&self, partition: usize) -> Result<usize> {
+    /// The pending entries of a partition. Does not need the metadata of the topic.
+    pub(crate) async fn pending(&self, partition: usize) -> Result<Vec<PendingDelivery>> {
         let query = PendingDeliveryQuery {
             stream: &self.streams[partition],
             group: &GroupName::new(GROUP)?,
@@ -162,15 +173,15 @@ impl ShardFixture {
             after: None,
             count: 1000,
         };
-        Ok(self.fixture.backend.pending(query).await?.len())
+        Ok(self.fixture.backend.pending(query).await?)
     }
 
-    fn times(&self, partition: usize, round: &str) -> usize {
+    pub(crate) fn times(&self, partition: usize, round: &str) -> usize {
         let handled = self.handled.lock().expect("no panic");
         handled.get(&format!("{partition} {round}")).map_or(0, |handled| handled.times)
     }
 
-    async fn wait_for(&self, partitions: &[usize], round: &str) -> Result<()> {
+    pub(crate) async fn wait_for(&self, partitions: &[usize], round: &str) -> Result<()> {
         eventually(&format!("{round} is handled"), async || {
             Ok(partitions.iter().all(|partition| self.times(*partition, round) > 0))
         })
@@ -178,7 +189,7 @@ impl ShardFixture {
     }
 
     /// Adds the counts to the report of `cargo xtask chaos`.
-    fn report(&self, test: &str) -> Result<()> {
+    pub(crate) fn report(&self, test: &str) -> Result<()> {
         let mut counts = *self.counts.lock().expect("no panic");
         let handled = self.handled.lock().expect("no panic");
         counts.handled = handled.len() as u64;
@@ -188,18 +199,23 @@ impl ShardFixture {
     }
 
     /// Sends to all partitions before the fault. Returns the longest time until a message was handled.
-    async fn baseline(&self) -> Result<Duration> {
+    pub(crate) async fn baseline(&self) -> Result<Duration> {
         let waited = self.longest_wait("baseline", BASELINE).await?;
         println!("before the fault, a message waited up to {waited:?}");
         Ok(waited)
     }
 
     /// Sends to the healthy partitions for this long. Each message must be handled soon.
-    async fn keep_sending(&self, name: &str, limit: Duration, baseline: Duration) -> Result<()> {
+    pub(crate) async fn keep_sending(
+        &self,
+        name: &str,
+        limit: Duration,
+        baseline: Duration,
+    ) -> Result<()> {
         let waited = self.longest_wait(name, limit).await?;
         let mut counts = self.counts.lock().expect("no panic");
         counts.longest_stop = counts.longest_stop.max(waited);
-        let max = baseline + STOP_MAX;
+        let max = baseline + self.stop_max;
         assert!(waited < max, "a message of `{name}` was handled after {waited:?}, not {max:?}");
         Ok(())
     }
@@ -341,7 +357,7 @@ async fn messages_are_acknowledged_without_the_server_of_the_dead_letters(
     let pending = async || {
         let mut pending = Vec::new();
         for partition in &healthy {
-            pending.push(shards.pending(*partition).await?);
+            pending.push(shards.pending(*partition).await?.len());
         }
         anyhow::Ok(pending)
     };

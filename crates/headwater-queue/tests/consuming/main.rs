@@ -22,6 +22,7 @@ mod observability;
 mod ordered;
 mod owned;
 mod pull;
+mod pull_dead_shard;
 mod resize;
 mod retry;
 mod sequence;

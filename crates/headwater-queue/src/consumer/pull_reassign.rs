@@ -1,0 +1,203 @@
+//! Reassigns pulled entries whose lease ran out, that were released, or whose consumer died.
+//!
+//! Upstream: `pull_driver`, once per tick while callers wait. Downstream: the backend lists pending entries and reclaims
+//! them under another consumer name, which fences the former holder.
+//! Guarantees: an entry whose lease was extended after it was listed is not reassigned. A partition that fails is excluded
+//! (`pull_streams`), and the others are checked.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+use std::time::Duration;
+
+use headwater_stream::{
+    ConsumerName, EntryId, PendingDelivery, PendingDeliveryQuery, ReclaimFrom, ReclaimRequest,
+    Result as StreamResult, SettleAction, StreamError,
+};
+use tokio::time::{Instant, timeout};
+use tracing::{info, warn};
+
+use super::capacity_pool::largest_bytes;
+use super::pull::{lease_consumer, lease_of, metrics};
+use super::pull_driver::{JoinedPullDriver, READ_MAX};
+use crate::config::ConsumerConfig;
+use crate::error::Result;
+use crate::keys;
+use crate::limits::{LEASE_MIN, PULL_BYTES_MAX};
+use crate::topic::{Partition, Topic};
+
+/// Partitions whose leases are checked per tick, and the pending entries examined of each.
+const PARTITIONS_PER_TICK: usize = 16;
+const PENDING_PAGE: usize = 500;
+/// How long the check of one partition of a cluster takes at most: a server that does not answer must not delay the others.
+const CHECK_MAX: Duration = Duration::from_secs(1);
+/// Consumer names for entries that are reassigned. A former holder of an entry is fenced until as many others
+/// were used, at least as many ticks.
+const NAMES_MAX: u64 = 1000;
+
+/// Progress of the check for leases that ran out.
+#[derive(Default)]
+pub(super) struct LeaseCheck {
+    pub(super) last: Option<Instant>,
+    next_partition: usize,
+    cursors: HashMap<Partition, EntryId>,
+    /// Pending entries of each partition.
+    pub(super) pending: HashMap<Partition, u64>,
+    names: u64,
+}
+
+impl JoinedPullDriver {
+    /// Reassigns entries whose lease ran out, that were released or whose consumer died: as many as callers want. A
+    /// partition that fails is excluded; the next tick checks further ones.
+    pub(super) async fn reassign_expired(&mut self, topic: &Arc<Topic>) -> Result<()> {
+        self.check.last = Some(Instant::now());
+        let partitions = usize::from(topic.partitions);
+        for _ in 0..partitions.min(PARTITIONS_PER_TICK) {
+            let Some(demand) = self.driver.waiting.front() else { return Ok(()) };
+            let (lease, wanted) = (demand.lease, demand.max);
+            self.check.next_partition = (self.check.next_partition + 1) % partitions;
+            let partition = self.check.next_partition as Partition;
+            if !self.streams.is_readable(partition) {
+                continue;
+            }
+            if let Err(error) = self.reassign_partition(topic, partition, lease, wanted).await {
+                return self.streams.exclude(topic, partition, error);
+            }
+            self.driver.give();
+        }
+        Ok(())
+    }
+
+    async fn reassign_partition(
+        &mut self,
+        topic: &Arc<Topic>,
+        partition: Partition,
+        lease: Duration,
+        mut wanted: usize,
+    ) -> StreamResult<()> {
+        let mut by_consumer: BTreeMap<ConsumerName, Vec<PendingDelivery>> = BTreeMap::new();
+        for row in self.list_pending(topic, partition).await? {
+            if row.idle < self.idle_max(&row.consumer) {
+                continue;
+            }
+            if wanted == 0 {
+                // The rest is found at once when there are more callers.
+                self.check.cursors.remove(&partition);
+                self.check.last = None;
+                break;
+            }
+            wanted -= 1;
+            by_consumer.entry(row.consumer.clone()).or_default().push(row);
+        }
+        for rows in by_consumer.into_values() {
+            let mut rows = &rows[..];
+            while !rows.is_empty() {
+                let held = self.driver.held_bytes(lease);
+                let fitting = self.message_size.fitting(PULL_BYTES_MAX.saturating_sub(held));
+                if fitting == 0 && held > 0 {
+                    break;
+                }
+                let count = fitting.clamp(1, READ_MAX).min(rows.len());
+                let (next, rest) = rows.split_at(count);
+                self.take_over(topic, partition, lease, next).await?;
+                rows = rest;
+            }
+            if !rows.is_empty() {
+                // The others are for the next caller.
+                self.check.cursors.remove(&partition);
+                self.check.last = None;
+            }
+        }
+        Ok(())
+    }
+
+    /// How long an entry of this consumer may be idle before it is reassigned.
+    fn idle_max(&self, consumer: &ConsumerName) -> Duration {
+        if consumer.as_str() == SettleAction::RELEASED || self.member.dead().contains(consumer) {
+            return Duration::ZERO;
+        }
+        // Subscriptions keep their entries alive more often than that.
+        lease_of(consumer).unwrap_or_else(|| ConsumerConfig::default().reclaim_idle)
+    }
+
+    /// Counts the pending entries of a partition, and returns the next page of them.
+    async fn list_pending(
+        &mut self,
+        topic: &Arc<Topic>,
+        partition: Partition,
+    ) -> StreamResult<Vec<PendingDelivery>> {
+        let stream = &keys::stream(topic, partition);
+        let group = &self.driver.key.1;
+        let (count, after) = (PENDING_PAGE, self.check.cursors.remove(&partition));
+        let (consumer, min_idle) = (None, LEASE_MIN);
+        let query = PendingDeliveryQuery { stream, group, consumer, min_idle, after, count };
+        let listing = async {
+            let stats = self.backend.stats(stream).await?;
+            Ok((stats, self.backend.pending(query).await?))
+        };
+        let listed = match self.backend.cluster_slot("") {
+            // There is one server: no other partition waits for it.
+            None => listing.await,
+            Some(_) => timeout(CHECK_MAX, listing).await.unwrap_or_else(|_| {
+                let problem = format!("its server did not answer within {CHECK_MAX:?}");
+                Err(StreamError::Unavailable { problem, source: None })
+            }),
+        };
+        let (stats, rows) = match listed {
+            Err(StreamError::NoGroup { .. }) => {
+                self.check.pending.insert(partition, 0);
+                self.streams.restore_group(topic, partition).await?;
+                return Ok(Vec::new());
+            }
+            listed => listed?,
+        };
+        let groups = stats.map(|stats| stats.groups).unwrap_or_default();
+        let group = groups.iter().find(|stats| stats.name == *group);
+        self.check.pending.insert(partition, group.map_or(0, |stats| stats.pending));
+        if let Some(stats) = group {
+            self.streams.record_read(partition, stats.last_delivered);
+        }
+        if let Some(last) = rows.last().filter(|_| rows.len() == PENDING_PAGE) {
+            self.check.cursors.insert(partition, last.id);
+        }
+        Ok(rows)
+    }
+
+    /// Takes entries of one consumer over, unless they were touched since they were listed: then they are idle for a
+    /// shorter time.
+    async fn take_over(
+        &mut self,
+        topic: &Arc<Topic>,
+        partition: Partition,
+        lease: Duration,
+        rows: &[PendingDelivery],
+    ) -> StreamResult<()> {
+        let Some(min_idle) = rows.iter().map(|row| row.idle).min() else { return Ok(()) };
+        let ids: Vec<EntryId> = rows.iter().map(|row| row.id).collect();
+        self.check.names = self.check.names % NAMES_MAX + 1;
+        let consumer = lease_consumer(lease, self.check.names, &self.name);
+        let stream = &keys::stream(topic, partition);
+        let leased_at = Instant::now();
+        let reclaim = ReclaimRequest {
+            stream,
+            group: &self.driver.key.1,
+            consumer: &consumer,
+            fence: None,
+            from: ReclaimFrom::Ids(&ids),
+            min_idle,
+            after: None,
+            count: ids.len(),
+        };
+        let reclaimed = self.backend.reclaim(reclaim).await?;
+        if !reclaimed.deleted.is_empty() {
+            metrics(topic, partition, &self.driver.key.1)
+                .record_anomaly("deleted_while_pending", reclaimed.deleted.len());
+            warn!(%stream, entries = reclaimed.deleted.len(), "pending entries were trimmed or deleted; the messages are lost");
+        }
+        if !reclaimed.entries.is_empty() {
+            self.message_size.record(largest_bytes(&reclaimed.entries));
+            let former = &rows[0].consumer;
+            info!(%stream, consumer = %former, entries = reclaimed.entries.len(), "pending entries are delivered again");
+        }
+        self.hold(topic, partition, &consumer, leased_at, reclaimed.entries).await
+    }
+}
