@@ -86,8 +86,12 @@ pub(crate) enum OperatorCommand {
     Outbox(verbs::outbox::OutboxArgs),
     /// Check that every event is accounted for, or list changes.
     Audit(verbs::audit::AuditArgs),
+    /// Show what became of the webhooks of a server.
+    Webhook(verbs::webhook::WebhookArgs),
     /// Watch topics, groups, issues, workers and the model.
     Top(verbs::top::TopArgs),
+    /// Show how metrics changed over time.
+    History(verbs::history::HistoryArgs),
     /// Run an SQL query on the DuckDB file.
     Sql(verbs::sql::SqlArgs),
     /// Run a built-in report.
@@ -145,6 +149,11 @@ impl OperatorCommand {
         };
         let client = match connection.url() {
             Some(url) => ApiClient::network(&url)?,
+            Self::Webhook(webhook) => {
+                webhook.require_server()?;
+                (&webhook.connection, Requirements::database(true))
+            }
+            Self::History(history) => (&history.connection, Requirements::database(true)),
             None => {
                 if let Self::Audit(_) = self {
                     in_process::require_given_database(settings)?;
@@ -203,6 +212,8 @@ impl OperatorCommand {
             Self::Sql(_) | Self::Report(_) | Self::Analytics(_) => Ok(()),
         }
     }
+            Self::Webhook(webhook) => webhook.run(client).await,
+            Self::History(history) => history.run(client).await,
 }
 
 /// Prints text unchanged. A closed pipe ends the command without a failure.

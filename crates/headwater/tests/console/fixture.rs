@@ -65,6 +65,12 @@ impl ConsoleFixture {
             FROM issues WHERE external_issue_id = '1' AND external_project_id = 'acme/shop'";
         self.database.query(stuck)?;
         let (_, found) = server.get("/api/v1/issues?quarantined=true").await?;
+        let minutes = "INSERT INTO metrics_history (minute, process, data)
+            SELECT extract(epoch FROM now())::bigint / 60 - n, 'worker-<b>2</b>',
+                '{\"n\": 6, \"events\": ' || n || ', \"runs\": ' || n || ', \"queued\": 3, \"outbox_lag_ms\": 1500, \"run\": [0, 0, 0, 2, 5, 1], \"started\": '
+                || (extract(epoch FROM now())::bigint - 1200) * 1000 || ', \"version\": \"1.2.3\"}'
+            FROM generate_series(2, 30) AS n WHERE n <> 10";
+        self.database.query(minutes)?;
         let quarantined = found["issues"][0]["id"].as_i64().context("a quarantined issue")?;
 
         let topic = json!({"name": "orders", "partitions": 4});

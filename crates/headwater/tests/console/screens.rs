@@ -1,10 +1,12 @@
 //! Every screen with data, empty, with a failing dependency, and without scripts.
 
+use std::time::{SystemTime, UNIX_EPOCH};
+
 use anyhow::{Result, ensure};
 use headwater_testkit::BrowserScripts;
 
 use crate::fixture::{ConsoleData, ConsoleFixture, Reader};
-use crate::support::ServerDir;
+use crate::support::{Server, ServerDir};
 
 /// Each screen, and text that it shows with data.
 fn with_data(data: &ConsoleData) -> Vec<(String, Vec<String>)> {
@@ -18,8 +20,14 @@ fn with_data(data: &ConsoleData) -> Vec<(String, Vec<String>)> {
                 "1 reply was given up",
                 "4 dead letters wait",
                 "Consumer lag",
+                "Events in and runs done, per minute",
+                "95 % within",
+                "Failures, per minute",
+                "Of all processes.",
             ]),
         ),
+        ("/console?range=15m".to_owned(), text(&["The last 15 minutes", "15 minutes"])),
+        ("/console?range=48h".to_owned(), text(&["The last 48 hours"])),
         (
             "/console/tickets".to_owned(),
             text(&["Router blinks red", "ann", "open", "headwater ticket list"]),
@@ -147,6 +155,38 @@ async fn every_screen_is_readable_without_scripts() -> Result<()> {
         let state = reader.driver().find("#live-state").await?.text().await?;
         ensure!(state.is_empty(), "scripts run: {state}");
     }
+async fn html(server: &Server, path: &str) -> Result<String> {
+    Ok(server.client.get(server.url(path)).send().await?.text().await?)
+}
+
+/// Charts of the overview: marks, gaps, a read-out for each step, and their data as a table, with and without scripts.
+#[tokio::test]
+async fn charts_show_gaps_and_marks_and_have_their_data_as_a_table() -> Result<()> {
+    let fixture = ConsoleFixture::start()?;
+    fixture.fill().await?;
+    for scripts in [BrowserScripts::On, BrowserScripts::Off] {
+        let reader = Reader::start(&fixture.server, scripts).await?;
+        reader.open("/console").await?;
+        let page = html(&fixture.server, "/console").await?;
+        ensure!(page.matches("role=\"img\"").count() == 5, "{page}");
+        // The minute without a row interrupts the line; the first such path is the legend.
+        let path =
+            page.split("class=\"line-a\" d=\"").nth(2).and_then(|rest| rest.split('"').next());
+        ensure!(path.is_some_and(|path| path.matches('M').count() == 2), "{path:?}");
+        ensure!(page.contains("worker-&lt;b&gt;2&lt;/b&gt; started, version 1.2.3"), "{page}");
+        reader.find(".time-chart summary").await?.click().await?;
+        let table = reader.find(".time-chart details table").await?.text().await?;
+        ensure!(table.contains("Time (UTC)") && table.contains("events in"), "{table}");
+        ensure!(table.lines().count() >= 29, "{table}");
+        if scripts == BrowserScripts::On {
+            reader.must_be_accessible("/console").await?;
+        }
+        reader.must_be_clean(&[]).await?;
+        reader.browser.quit().await?;
+    }
+    Ok(())
+}
+
     reader.must_be_clean(&[]).await?;
     reader.browser.quit().await
 }
@@ -169,6 +209,15 @@ async fn an_empty_server_says_how_to_begin_on_every_screen() -> Result<()> {
         ("/console/assignment/none", "headwater assign add none"),
         ("/console/tail", "Name one to four topics"),
         ("/console/webhooks", "No integration receives webhooks"),
+    // Half an hour that has not ended has no point; the test may run while one ends.
+    let half_hour = || SystemTime::now().duration_since(UNIX_EPOCH).map(|now| now.as_secs() / 1800);
+    let before = half_hour()?;
+    let shown = reader.open("/console?range=48h").await?;
+    ensure!(
+        shown.contains("There is no history of this time yet") || half_hour()? != before,
+        "{shown}"
+    );
+    reader.must_be_accessible("/console?range=48h").await?;
         ("/console/consistency?check=1", "Consistent: "),
         ("/console/processes", "alive"),
         ("/console/doctor", "Check again"),

@@ -1,5 +1,5 @@
 //! Schema of the tables that the server adds to those of `headwater-issue`: tickets, token budgets, audit log,
-//! model runs, drafts.
+//! model runs, drafts, history of metrics.
 
 use headwater_issue::{IssueError, Migration, Store};
 
@@ -41,6 +41,12 @@ const MIGRATIONS: &[Migration] = &[
         postgres: include_str!("postgres/1006_drafts.sql"),
         sqlite: include_str!("sqlite/1006_drafts.sql"),
     },
+    Migration {
+        version: 1009,
+        description: "history of metrics",
+        postgres: include_str!("postgres/1009_metrics_history.sql"),
+        sqlite: include_str!("sqlite/1009_metrics_history.sql"),
+    },
 ];
 
 /// Applies what is missing. Idempotent; several processes may call it at once.
@@ -68,6 +74,7 @@ mod tests {
             "4f32b2270fd29402e9c344ab48fe6392663c0d64f2ef2cde423490c0d1755c69e6e73d606cd01a00cf89ca3f5c58d6cff24fdb28d783fd910b0dd998481524ca",
             "338faca37f04f76c918ecd5f85e69963b54ced30a09e915e4be6ca85a97d920555871c98a1d267d2ca29ac2ef304b44c7f6defd9ae92b88bf6c7d0a677705511",
             "5573a218e6f3b9387c647a0e2dd9c59238d61919f3a7c8bd45bf6f26a5b5c4cd5d1010894ee8d98cafbea030078f97c59c10e2185f1ee4d349f3ccce2b476d48",
+            "97d3feb9b891225a2e5e2151d5f46b7d8f9b83c7e08fc65f5f37bd0c27ed51dbf61875b0321d2dedaeffca1dcf702ecbb617ac1fa1411a50c5afff60f08bb3b1",
         ];
         assert_eq!(checksums, pinned, "do not change a migration: add one, and its checksum here");
     }
