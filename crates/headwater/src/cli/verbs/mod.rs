@@ -13,6 +13,7 @@ pub(crate) mod group;
 pub(crate) mod history;
 pub(crate) mod issue;
 pub(crate) mod main_loop;
+pub(crate) mod message;
 pub(crate) mod migrate;
 pub(crate) mod outbox;
 pub(crate) mod produce;
