@@ -86,7 +86,7 @@ fn charts(screen: &Screen, history: &Part) -> Markup {
     let (count, milliseconds) = (ChartUnit::Count, ChartUnit::Milliseconds);
     let per_step = match history["step_ms"].as_u64().unwrap_or_default() / 1000 {
         60 => "per minute".to_owned(),
-        seconds if seconds % 60 == 0 => format!("per {} minutes", seconds / 60),
+        seconds if seconds.is_multiple_of(60) => format!("per {} minutes", seconds / 60),
         seconds => format!("per {seconds} seconds"),
     };
     html! {

@@ -62,7 +62,7 @@ const KEPT_FOR: Duration = Duration::from_secs(5);
 const KEPT_MAX: usize = 8;
 
 const _: () = assert!(SAMPLE_EVERY.as_millis() == SAMPLE_MS as u128);
-const _: () = assert!(MINUTE_MS % SAMPLE_MS == 0);
+const _: () = assert!(MINUTE_MS.is_multiple_of(SAMPLE_MS));
 
 /// The history of one process.
 pub(crate) struct MetricsHistory {
@@ -246,7 +246,7 @@ impl MetricsHistory {
                 self.finish_minute(state, ended);
             }
         }
-        if (slot + 1) * SAMPLE_MS % MINUTE_MS == 0 {
+        if ((slot + 1) * SAMPLE_MS).is_multiple_of(MINUTE_MS) {
             let ended = state.minute.take();
             self.finish_minute(state, ended);
         }

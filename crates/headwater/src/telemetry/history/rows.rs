@@ -116,7 +116,8 @@ mod tests {
     use super::*;
 
     fn row(minute: u64, process: &str) -> HistoryRow {
-        let sample = HistorySample { samples: 6, ..Default::default() };
+        let fields = json!({"n": 6});
+        let sample = HistorySample::from_json(fields.as_object().unwrap());
         HistoryRow { minute, process: process.to_owned(), sample, start: None }
     }
 
