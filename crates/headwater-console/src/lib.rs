@@ -3,6 +3,7 @@
 mod actions;
 mod api_client;
 mod assets;
+mod chart;
 mod components;
 mod form;
 mod live;

@@ -126,6 +126,76 @@ pub struct UndeliveredRow {
     pub error: Option<String>,
 }
 
+/// State of an outbox row.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OutboxStatus {
+    /// An older row of the same issue and kind comes first.
+    Waiting,
+    /// To be delivered when it is due.
+    Pending,
+    /// A process is delivering it.
+    Taken,
+    /// Delivered.
+    Delivered,
+    /// Its delivery failed permanently.
+    Dead,
+}
+
+impl OutboxStatus {
+    const ALL: [Self; 5] = [Self::Waiting, Self::Pending, Self::Taken, Self::Delivered, Self::Dead];
+
+    /// The name in SQL.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Waiting => "waiting",
+            Self::Pending => "pending",
+            Self::Taken => "taken",
+            Self::Delivered => "delivered",
+            Self::Dead => "dead",
+        }
+    }
+
+    /// Parses the name in SQL.
+    pub fn parse(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|status| status.as_str() == name)
+    }
+}
+
+/// The facts from which [`OutboxDiagnosis`](crate::OutboxDiagnosis) explains an outbox row, from one snapshot.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct OutboxFacts {
+    /// Id of the row.
+    pub id: OutboxId,
+    /// Its issue.
+    pub issue_id: IssueId,
+    /// Name of the integration of the issue.
+    pub integration: String,
+    /// Reply or event.
+    pub kind: OutboxKind,
+    /// Its target.
+    pub target: String,
+    /// Its state.
+    pub status: OutboxStatus,
+    /// Failed deliveries.
+    pub attempts: u32,
+    /// Deliveries without a result.
+    pub crashes: u32,
+    /// When it is due; while it is taken, when the lease ends.
+    pub due_at: Timestamp,
+    /// The process that took it last.
+    pub taken_by: Option<String>,
+    /// Error of the last delivery.
+    pub error: Option<String>,
+    /// When it was committed.
+    pub created_at: Timestamp,
+    /// When it was delivered.
+    pub delivered_at: Option<Timestamp>,
+    /// The oldest undelivered row of the same issue and kind, if that is another one.
+    pub behind: Option<OutboxId>,
+    /// Current time of the database.
+    pub now: Timestamp,
+}
+
 /// An issue whose counters or status are inconsistent with its event logs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Discrepancy {
@@ -321,6 +391,9 @@ pub trait AdminStore: Send + Sync {
         after: Option<OutboxId>,
         limit: usize,
     ) -> Result<Vec<DeadOutboxRow>>;
+
+    /// Facts about an outbox row; `None` if it does not exist, or no longer: delivered rows are removed after their retention.
+    async fn outbox_facts(&self, id: OutboxId) -> Result<Option<OutboxFacts>>;
 
     /// Makes a dead outbox row deliverable again, with its attempts reset. `NotFound` if there is no such dead row.
     async fn retry_outbox(&self, id: OutboxId) -> Result<()>;

@@ -9,8 +9,8 @@ use async_trait::async_trait;
 
 use crate::admin::{
     AdminStore, Backlog, ConsistencyReport, DeadOutboxRow, Discrepancy, EventLogFilter,
-    IntegrationInfo, IssueDeadLetter, IssueFacts, IssueFilter, IssueRetried, QuarantineCleared,
-    UndeliveredRow, WorkerInfo,
+    IntegrationInfo, IssueDeadLetter, IssueFacts, IssueFilter, IssueRetried, OutboxFacts,
+    OutboxStatus, QuarantineCleared, UndeliveredRow, WorkerInfo,
 };
 use crate::error::{IssueError, Result};
 use crate::issue::{
@@ -398,6 +398,40 @@ impl<S: SqlStore> AdminStore for S {
         let parameters = [after.map_or(i64::MIN, |after| after.0).into(), to_i64(limit).into()];
         let read = |row: &SqlRow| Ok(DeadOutboxRow { row: read_outbox(row)?, error: row.get(14)? });
         list(self, "listing dead outbox rows", select, &parameters, read).await
+    }
+
+    async fn outbox_facts(&self, id: OutboxId) -> Result<Option<OutboxFacts>> {
+        let select =
+            "SELECT o.id, o.issue_id, g.name, o.kind, o.target, o.status, o.attempts, o.crashes,
+                 headwater_ms(o.due_at), o.taken_by, o.last_error, headwater_ms(o.created_at),
+                 headwater_ms(o.delivered_at),
+                 (SELECT min(f.id) FROM outbox f WHERE f.issue_id = o.issue_id AND f.kind = o.kind
+                      AND f.status IN ('waiting', 'pending', 'taken') AND f.id < o.id),
+                 headwater_ms(headwater_now())
+             FROM outbox o JOIN integrations g ON g.id = o.integration_id WHERE o.id = $1";
+        let read = |row: &SqlRow| {
+            let (kind, status): (String, String) = (row.get(3)?, row.get(5)?);
+            let number =
+                |index: usize| row.get::<i64>(index).map(|n| u32::try_from(n).unwrap_or(u32::MAX));
+            Ok(OutboxFacts {
+                id: OutboxId(row.get(0)?),
+                issue_id: IssueId(row.get(1)?),
+                integration: row.get(2)?,
+                kind: known_value(&kind, OutboxKind::parse(&kind))?,
+                target: row.get(4)?,
+                status: known_value(&status, OutboxStatus::parse(&status))?,
+                attempts: number(6)?,
+                crashes: number(7)?,
+                due_at: timestamp(row.get(8)?),
+                taken_by: row.get(9)?,
+                error: row.get(10)?,
+                created_at: timestamp(row.get(11)?),
+                delivered_at: optional_timestamp(row.get(12)?),
+                behind: row.get::<Option<i64>>(13)?.map(OutboxId),
+                now: timestamp(row.get(14)?),
+            })
+        };
+        first(self, "reading the facts about an outbox row", select, &[id.0.into()], read).await
     }
 
     async fn retry_outbox(&self, id: OutboxId) -> Result<()> {

@@ -69,14 +69,15 @@ mod sweeper;
 
 mod consistency_check;
 mod explain;
+mod explain_outbox;
 
 #[cfg(any(feature = "sqlite", feature = "postgres"))]
 pub mod history;
 
 pub use admin::{
     AdminStore, Backlog, ConsistencyReport, DeadOutboxRow, Discrepancy, EventLogFilter,
-    IntegrationInfo, IssueDeadLetter, IssueFacts, IssueFilter, IssueRetried, QuarantineCleared,
-    UndeliveredRow, WorkerInfo,
+    IntegrationInfo, IssueDeadLetter, IssueFacts, IssueFilter, IssueRetried, OutboxFacts,
+    OutboxStatus, QuarantineCleared, UndeliveredRow, WorkerInfo,
 };
 pub use claim::{
     AfterFailure, Claim, ClaimOptions, ClaimRelease, ClaimReleased, ClaimRenewal, ClaimedIssue,
@@ -90,6 +91,7 @@ pub use consistency_check::check_consistency;
 pub use dedup::dedup_key;
 pub use error::{IssueError, Result, SharedError};
 pub use explain::{DiagnosisReason, IssueDiagnosis, explain};
+pub use explain_outbox::{OutboxDiagnosis, OutboxReason};
 pub use handler::{HandlerError, IssueHandler, Resolution, Run};
 pub use headwater_queue::TraceContext;
 pub use inbox::{Inbox, InboxConfig};

@@ -16,7 +16,7 @@ use crate::support::sender::{
     SECRET, github, github_comment, github_issues, github_signature, gitlab, gitlab_issue,
     gitlab_note, integrations, now, send, standard,
 };
-use crate::support::{LIMIT, Server, ServerDir};
+use crate::support::{LIMIT, Server, ServerDir, text};
 
 fn server() -> Result<(ServerDir, Server)> {
     let place = ServerDir::new()?.settings(&integrations())?;
@@ -540,5 +540,39 @@ async fn while_the_database_is_unavailable_webhooks_get_retry_after_and_nothing_
     assert_eq!((status, &answer["status"]), (200, &json!("ok")));
     let path = format!("/api/v1/issues/{}", answer["issue_id"]);
     server.until(&path, |_, issue| issue["pending_events"] == 0).await?;
+    Ok(())
+}
+
+#[tokio::test]
+async fn the_command_counts_webhooks_and_says_why_some_were_rejected() -> Result<()> {
+    let (place, server) = server()?;
+    let opened = github_issues("opened", 42, "Where is it?").to_string();
+    for _ in 0..2 {
+        assert_eq!(send(github(&server, "issues", "d-1", opened.as_bytes())).await?.0, 200);
+    }
+    let unsigned = server.post("/webhooks/github/shop", &json!({"action": "opened"})).await?;
+    assert_eq!(unsigned.0, 401);
+    let url = server.url("");
+    let run = |verb: &[&str]| -> Result<String> {
+        let output = place.run(&[&["webhook"][..], verb, &["--url", &url]].concat())?;
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        Ok(text(&output.stdout))
+    };
+    let lines = run(&["list", "--json"])?;
+    let integrations: Vec<Value> =
+        lines.lines().map(serde_json::from_str).collect::<Result<_, _>>()?;
+    let one =
+        integrations.iter().find(|one| one["integration"] == "shop").context("it is listed")?;
+    let counts = ["recorded", "duplicate", "ignored", "rejected"].map(|name| one[name].as_u64());
+    assert_eq!(counts, [Some(1), Some(1), Some(0), Some(1)], "{lines}");
+    let table = run(&["list"])?;
+    assert!(table.starts_with("INTEGRATION") && table.contains("/webhooks/github/shop"), "{table}");
+    let rejected = run(&["rejected"])?;
+    assert!(rejected.contains("shop") && rejected.contains("rejected"), "{rejected}");
+
+    // Without a server there is nothing to count.
+    let output = place.run(&["webhook", "list"])?;
+    assert_eq!(output.status.code(), Some(2), "{}", text(&output.stderr));
+    assert!(text(&output.stderr).contains("name it with --url or HEADWATER_URL"));
     Ok(())
 }

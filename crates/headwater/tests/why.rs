@@ -66,6 +66,91 @@ async fn a_reply_refused_by_the_provider_is_named_with_its_answer_and_the_retry(
     let expected = ["delivery of its reply failed permanently", "410", "`headwater outbox retry "];
     let said = until_why(&dir, &["issue", "why", &id, "--url", &url], &expected);
     assert!(said.contains("outbox     last reply delivered: never; row"), "{said}");
+
+    // The row itself says the same; so does the database without a server.
+    let (_, rows) = server.get("/api/v1/outbox/dead").await.unwrap();
+    let row = number(&rows["rows"][0]["id"]);
+    let retry = format!("`headwater outbox retry {row}`");
+    let expected = [&*format!("reply {row} of issue {id} was given up"), "410", &retry, "commit"];
+    until_why(&dir, &["outbox", "why", &row, "--url", &url], &expected);
+    until_why(&dir, &["outbox", "why", &row], &expected);
+    let (status, why) = server.get(&format!("/api/v1/outbox/{row}/why")).await.unwrap();
+    assert_eq!((status, &why["reason"], &why["status"]), (200, &json!("dead"), &json!("dead")));
+    let (status, missing) = server.get("/api/v1/outbox/987654/why").await.unwrap();
+    assert_eq!((status, &missing["error"]["code"]), (404, &json!("not_found")));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_message_says_what_became_of_it_in_each_group_and_the_way_out() {
+    let redis = Redis::start().unwrap();
+    let dir = ServerDir::new().unwrap();
+    for streams in [None, Some(redis.url())] {
+        let backend: Vec<&str> = streams.iter().flat_map(|url| ["--stream-url", url]).collect();
+        let server = dir.serve(&backend).unwrap();
+        let post = async |path: &str, body: Value| {
+            let (status, answer) =
+                server.post(&format!("/api/v1/topics{path}"), &body).await.unwrap();
+            assert!(status < 300, "{path}: {status} {answer}");
+            answer
+        };
+        post("", json!({"name": "orders", "partitions": 1})).await;
+        let sent =
+            post("/orders/messages", json!({"messages": [{"payload": "a"}, {"payload": "b"}]}))
+                .await;
+        let ids = [0, 1].map(|index| sent["messages"][index]["id"].as_str().unwrap().to_owned());
+        let url = server.url("");
+        let why = |id: &str| ["message", "why", "orders", id, "--url", &url].map(str::to_owned);
+        let said = |id: &str| {
+            let verb = why(id);
+            stdout(&dir, &verb.each_ref().map(String::as_str))
+        };
+        let all = said(&ids[0]);
+        assert!(
+            all.contains("no group reads the topic")
+                && all.contains("`headwater consume orders --group NAME`"),
+            "{all}"
+        );
+
+        let pull = json!({"max": 1, "wait_ms": 5000, "lease_ms": 60000});
+        let pulled = post("/orders/groups/billing/pull", pull).await;
+        let all = said(&ids[0]);
+        assert!(
+            all.contains("delivered 1 time, to")
+                && all.contains("`headwater pending orders --group billing`"),
+            "{all}"
+        );
+        let all = said(&ids[1]);
+        assert!(all.contains("not delivered yet, with 1 message of partition 0"), "{all}");
+
+        let lease = &pulled["messages"][0]["lease"];
+        let settled = json!({"settlements": [{"lease": lease, "outcome": "dead_letter", "reason": "no address"}]});
+        post("/orders/groups/billing/settle", settled).await;
+        let path = format!("/api/v1/topics/orders/messages/{}/why", ids[0]);
+        let is_dead = |_: u16, why: &Value| why["reason"] == "dead_letter";
+        let dead = server.until(&path, is_dead).await.unwrap();
+        assert!(
+            dead["sentence"].as_str().unwrap().contains(": no address; fix the cause"),
+            "{dead}"
+        );
+        assert_eq!(dead["steps"][0]["step"], "billing");
+
+        let pulled = post("/orders/groups/billing/pull", json!({"max": 1, "wait_ms": 5000})).await;
+        let settled =
+            json!({"settlements": [{"lease": pulled["messages"][0]["lease"], "outcome": "done"}]});
+        post("/orders/groups/billing/settle", settled).await;
+        let path = format!("/api/v1/topics/orders/messages/{}/why", ids[1]);
+        server.until(&path, |_, why: &Value| why["reason"] == "settled").await.unwrap();
+
+        for (path, status, part) in [
+            ("/orders/messages/1-1/why", 404, "trimmed, or never stored"),
+            ("/orders/messages/nonsense/why", 400, "expected an entry id"),
+            ("/none/messages/1-1/why", 404, "none"),
+        ] {
+            let (found, answer) = server.get(&format!("/api/v1/topics{path}")).await.unwrap();
+            let message = answer["error"]["message"].as_str().unwrap();
+            assert!(found == status && message.contains(part), "{path}: {found} {answer}");
+        }
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -86,6 +86,7 @@ macro_rules! store_suite {
                 a_failed_reply_blocks_only_later_replies_of_its_issue,
                 a_dead_reply_unblocks_later_replies,
                 a_dead_reply_can_be_retried,
+                the_facts_about_a_row_follow_its_state,
                 a_retried_dead_reply_is_the_next_of_its_issue,
                 unsettled_deliveries_are_counted_until_an_operator_retries,
                 a_reply_of_a_dead_deliverer_is_redelivered_with_the_same_key,

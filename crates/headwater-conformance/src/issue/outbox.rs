@@ -6,8 +6,9 @@ use std::time::Duration;
 use super::env::{StoreTestEnv, TTL, completion, event, options, reply, text_of, won};
 use crate::TestResult;
 use headwater_issue::{
-    DeliveryTarget, IssueError, NewEvent, NewOutboxRow, OutboxDelivery, OutboxKind, OutboxRow,
-    OutboxSettled, OutboxSettlement, OutboxTake, RunCompletion, TargetState,
+    DeliveryTarget, IssueError, NewEvent, NewOutboxRow, OutboxDelivery, OutboxFacts, OutboxId,
+    OutboxKind, OutboxRow, OutboxSettled, OutboxSettlement, OutboxStatus, OutboxTake,
+    RunCompletion, TargetState,
 };
 
 const LATER: Duration = Duration::from_secs(600);
@@ -90,6 +91,46 @@ pub async fn a_dead_reply_can_be_retried(env: StoreTestEnv) -> TestResult {
     assert_eq!(again.idempotency_key, row.idempotency_key);
     let missing = env.store.retry_outbox(row.id).await;
     assert!(matches!(missing, Err(IssueError::NotFound { .. })), "{missing:?}");
+    Ok(())
+}
+
+pub async fn the_facts_about_a_row_follow_its_state(env: StoreTestEnv) -> TestResult {
+    let facts = async |id: OutboxId| -> TestResult<OutboxFacts> {
+        Ok(env.second.outbox_facts(id).await?.expect("the row exists"))
+    };
+    let issue = env.replied("1", &["a", "b"]).await?;
+    let first = take(&env).await?.remove(0);
+    let taken = facts(first.id).await?;
+    assert_eq!((taken.status, taken.taken_by.as_deref()), (OutboxStatus::Taken, Some("deliverer")));
+    assert_eq!((taken.issue_id, taken.kind, taken.behind), (issue, OutboxKind::Reply, None));
+    assert_eq!((&*taken.integration, &*taken.target), ("main", "comment"));
+    assert!(taken.due_at > taken.now && taken.created_at <= taken.now);
+
+    // The other reply of the issue comes later.
+    let later = env.store.issue_facts(issue).await?.expect("the issue exists").undelivered;
+    let later = later.iter().find(|row| row.id != first.id).expect("two rows").id;
+    let waiting = facts(later).await?;
+    assert_eq!((waiting.status, waiting.behind), (OutboxStatus::Waiting, Some(first.id)));
+
+    let failed = OutboxDelivery::Retry { after: LATER, error: "busy".into() };
+    settle_as(&env, &first, failed).await?;
+    let pending = facts(first.id).await?;
+    assert_eq!((pending.status, pending.attempts), (OutboxStatus::Pending, 1));
+    assert_eq!(pending.error.as_deref(), Some("busy"));
+    assert!(pending.due_at > pending.now);
+    env.advance(LATER).await?;
+    let first = take(&env).await?.remove(0);
+    settle_as(&env, &first, OutboxDelivery::Dead { error: "gone".into() }).await?;
+    let dead = facts(first.id).await?;
+    assert_eq!((dead.status, dead.error.as_deref()), (OutboxStatus::Dead, Some("gone")));
+    assert_eq!(facts(later).await?.behind, None, "a dead row is not waited for");
+
+    let second = take(&env).await?.remove(0);
+    settle_as(&env, &second, OutboxDelivery::Delivered).await?;
+    let delivered = facts(later).await?;
+    assert_eq!(delivered.status, OutboxStatus::Delivered);
+    assert!(delivered.delivered_at.is_some());
+    assert!(env.store.outbox_facts(OutboxId(987_654)).await?.is_none());
     Ok(())
 }
 

@@ -205,6 +205,14 @@ pub(crate) fn why_panel(screen: &Screen, why: &Part) -> Markup {
             section.why {
                 h2 { "Why" }
                 p { (excerpt_sentence(field(why, "sentence"))) }
+                @if let Some(steps) = why["steps"].as_array().filter(|steps| !steps.is_empty()) {
+                    details {
+                        summary { "The facts" }
+                        dl.facts {
+                            @for step in steps { div { dt { (excerpt(&field(step, "step").replace('_', " "))) } dd { (excerpt_sentence(field(step, "found"))) } } }
+                        }
+                    }
+                }
                 @if let Some(pending) = why["pending_events"].as_u64().filter(|pending| *pending > 0) {
                     p.quiet { (counted(pending, "pending event", "pending events")) }
                 }

@@ -13,6 +13,7 @@ use crate::components::{
 };
 use crate::screen::{Screen, ScreenContent};
 use crate::screens::ROWS;
+use crate::screens::issues::why_panel;
 use crate::text::{encoded, field, items, plain, shell_word};
 
 const FILTER: [&str; 4] = ["from", "to", "partition", "newest_first"];
@@ -106,13 +107,20 @@ pub(crate) async fn show(screen: Screen, Path((topic, entry)): Path<(String, Str
         return screen
             .failed("Message", &Problem::new(StatusCode::NOT_FOUND, "not_found", message));
     }
-    let content = html! { @for message in found { (details(message)) } };
+    let mut content = html! {};
+    for message in found {
+        let partition = plain(&message["partition"]);
+        let (topic, entry) = (encoded(&topic), encoded(&entry));
+        let why = format!("/topics/{topic}/messages/{entry}/why?partition={partition}");
+        let why = screen.api.get(&why).await;
+        content = html! { (content) (why_panel(&screen, &why)) (details(message)) };
+    }
     let mut above = path_of(&topic);
     above.push(("Messages".to_owned(), format!("/console/topics/{}/messages", encoded(&topic))));
     screen.page(ScreenContent {
         title: entry.clone(),
         path: above,
-        command: format!("curl -s '$HEADWATER_URL/api/v1{path}'"),
+        command: format!("headwater message why {} {}", shell_word(&topic), shell_word(&entry)),
         content: live("message", &content),
     })
 }

@@ -62,6 +62,7 @@ pub(crate) fn routes() -> Router<Arc<ConsoleState>> {
         .route("/console/failures", get(failures::list))
         .route("/console/failures/{id}", get(failures::show))
         .route("/console/outbox", get(outbox::list))
+        .route("/console/outbox/{id}", get(outbox::show))
         .route("/console/reports", get(insight::reports))
         .route("/console/reports/{name}", get(insight::report))
         .route("/console/reports/{name}/{file}", get(insight::report_file))

@@ -1,14 +1,17 @@
 //! The outbox: replies and events whose delivery has failed.
 
+use axum::extract::Path;
 use axum::response::Response;
 use maud::{Markup, html};
 use serde_json::Value;
 
 use crate::components::{
-    ButtonStyle, action, block, empty, excerpt, facts, id, json_block, live, pager, problem, time,
+    ButtonStyle, Tone, action, badge, block, empty, excerpt, facts, id, json_block, live, pager,
+    problem, time,
 };
 use crate::screen::{Screen, ScreenContent};
-use crate::text::{duration, field, items, number, plain};
+use crate::screens::issues::why_panel;
+use crate::text::{duration, encoded, field, items, number, plain, shell_word};
 use crate::user::ConsoleRole;
 
 /// Rows of a page; each may hold a megabyte.
@@ -49,6 +52,46 @@ pub(crate) async fn list(screen: Screen) -> Response {
     })
 }
 
+/// One reply or event, delivered or not: why, and its facts.
+pub(crate) async fn show(screen: Screen, Path(number): Path<String>) -> Response {
+    let why = screen.api.get(&format!("/outbox/{}/why", encoded(&number))).await;
+    if let Err(error) = &why
+        && !error.is_unavailable()
+    {
+        return screen.failed("Outbox row", error);
+    }
+    let actions = match &why {
+        Err(_) => html! {},
+        Ok(row) => html! {
+            @let issue = plain(&row["issue_id"]);
+            (facts(&[
+                ("Issue", html! { a href={ "/console/issues/" (issue) } { (id(&issue)) } }),
+                ("Kind", html! { (field(row, "kind")) }),
+                ("State", html! { (badge(tone(field(row, "status")), field(row, "status"))) }),
+            ]))
+            @if field(row, "status") == "dead" {
+                (action(&screen.user, ConsoleRole::Write, (&format!("/console/do/outbox/{}/retry", plain(&row["id"])), "Retry delivery", ButtonStyle::Primary), &[]))
+            }
+        },
+    };
+    let content = html! { (why_panel(&screen, &why)) (actions) };
+    screen.page(ScreenContent {
+        title: format!("Outbox row {number}"),
+        path: vec![("Outbox".to_owned(), "/console/outbox".to_owned())],
+        command: format!("headwater outbox why {}", shell_word(&number)),
+        content: live("row", &content),
+    })
+}
+
+fn tone(status: &str) -> Tone {
+    match status {
+        "delivered" => Tone::Good,
+        "dead" => Tone::Bad,
+        "taken" => Tone::Active,
+        _ => Tone::Warning,
+    }
+}
+
 fn item(screen: &Screen, row: &Value) -> Markup {
     let number = plain(&row["id"]);
     let issue = plain(&row["issue_id"]);
@@ -58,6 +101,7 @@ fn item(screen: &Screen, row: &Value) -> Markup {
                 (id(&number)) " " (field(row, "kind")) " to " (excerpt(field(row, "target"))) " "
                 span.quiet { (excerpt(field(row, "error"))) }
             }
+            p { a href={ "/console/outbox/" (number) } { "Why it is not delivered" } }
             (facts(&[
                 ("Issue", html! { a href={ "/console/issues/" (issue) } { (id(&issue)) } }),
                 ("Integration", excerpt(field(row, "integration"))),

@@ -44,7 +44,7 @@ pub(crate) async fn show(screen: Screen) -> Response {
     screen.page(ScreenContent {
         title: "Webhooks".to_owned(),
         path: Vec::new(),
-        command: "curl -s \"$HEADWATER_URL/api/v1/webhooks\"".to_owned(),
+        command: "headwater webhook list".to_owned(),
         content: live("webhooks", &content),
     })
 }

@@ -242,6 +242,7 @@ delegate! {
         workers() -> Vec<WorkerInfo>;
         dead_letters(after: Option<DeadLetterId>, limit: usize) -> Vec<IssueDeadLetter>;
         dead_outbox(after: Option<OutboxId>, limit: usize) -> Vec<DeadOutboxRow>;
+        outbox_facts(id: OutboxId) -> Option<OutboxFacts>;
         retry_outbox(id: OutboxId) -> ();
     }
 }

@@ -122,6 +122,45 @@ impl Inspector {
         }
         Ok(page(merged, &scope))
     }
+
+    /// One pending message of a group; `None` if it is not pending, or the group does not exist on its partition.
+    pub async fn pending_message(
+        &self,
+        topic: &str,
+        group: &str,
+        partition: Partition,
+        id: EntryId,
+    ) -> Result<Option<PendingView>> {
+        let group = group_name(group)?;
+        let topic = self.queue.existing_topic(topic).await?;
+        select_partitions(&topic, Some(partition))?;
+        let query = PendingDeliveryQuery {
+            stream: &keys::stream(&topic, partition),
+            group: &group,
+            consumer: None,
+            min_idle: Duration::ZERO,
+            after: previous(id),
+            count: 1,
+        };
+        match self.queue.inner.backend.pending(query).await {
+            Ok(found) => {
+                let found = found.into_iter().find(|pending| pending.id == id);
+                Ok(found.map(|pending| view(id, partition, pending)))
+            }
+            Err(StreamError::NoGroup { .. }) => Ok(None),
+            Err(error) => Err(error.into()),
+        }
+    }
+}
+
+fn view(id: EntryId, partition: Partition, pending: PendingDelivery) -> PendingView {
+    PendingView {
+        partition,
+        id,
+        idle: (!is_released(&pending)).then_some(pending.idle),
+        consumer: (!is_released(&pending)).then(|| pending.consumer.to_string()),
+        deliveries: pending.deliveries,
+    }
 }
 
 /// Whether the entry was released, and waits for its next delivery. The backend keeps no time for it.
@@ -131,15 +170,9 @@ fn is_released(pending: &PendingDelivery) -> bool {
 
 fn page(merged: MergedPage<PendingDelivery>, scope: &CursorScope) -> Page<PendingView> {
     let last = merged.items.last().map(|(position, _)| *position).filter(|_| merged.has_more);
-    let view = |((id, partition), pending): ((EntryId, Partition), PendingDelivery)| PendingView {
-        partition,
-        id,
-        idle: (!is_released(&pending)).then_some(pending.idle),
-        consumer: (!is_released(&pending)).then(|| pending.consumer.to_string()),
-        deliveries: pending.deliveries,
-    };
+    let items = merged.items.into_iter();
     Page {
-        items: merged.items.into_iter().map(view).collect(),
+        items: items.map(|((id, partition), pending)| view(id, partition, pending)).collect(),
         next: last.map(|position| scope.cursor(position)),
     }
 }

@@ -62,6 +62,14 @@ mod bodies {
             assert_eq!(pending.deliveries, 1);
             assert!(pending.idle.is_some_and(|idle| idle < Duration::from_secs(60)));
             assert!(["ann", "bob"].contains(&pending.consumer.as_deref().unwrap_or_default()));
+            let (inspect, topic) = (fixture.queue.inspect(), &fixture.topic);
+            let alone = async |group, partition, id| {
+                inspect.pending_message(topic, group, partition, id).await
+            };
+            let found = alone(GROUP, pending.partition, pending.id).await?;
+            assert_eq!(found.map(|found| found.consumer), Some(pending.consumer.clone()));
+            assert_eq!(alone(GROUP, 3, pending.id).await?, None, "it is on another partition");
+            assert_eq!(alone("other", pending.partition, pending.id).await?, None);
         }
         Ok(())
     }

@@ -3,10 +3,10 @@
 //! Upstream: `http/router.rs` adds authentication and limits; `cli/in_process.rs` calls the same routes in its own
 //! process, so that a command behaves the same with and without a server. Downstream: `headwater-queue`,
 //! `headwater-bus`, the store and `tickets`.
-//! Flow: queue routes (`topics.rs`, `messages.rs`, `consume.rs`, `groups.rs`, `dead_letters.rs`) and
+//! Flow: queue routes (`topics.rs`, `messages.rs`, `message_why.rs`, `consume.rs`, `groups.rs`, `dead_letters.rs`) and
 //! `assignment.rs` work on [`Operations`]; the others (`issues.rs`, `event_logs.rs`, `tickets.rs` and `tickets_sse.rs`,
 //! `outbox.rs`, `drafts.rs`, `prompts.rs`, `sessions.rs` and `session_import.rs`, `users.rs`, `analytics.rs`, `doctor/`, `status.rs`) on the state of
-//! the server; those for the console (`overview.rs`, `failures.rs`, `search.rs`, `processes.rs`, `me.rs`) on both.
+//! the server; those for the console (`overview.rs`, `history.rs`, `failures.rs`, `search.rs`, `processes.rs`, `me.rs`) on both.
 //! `dto.rs` and `ndjson.rs` define common output, `names.rs` our names for those of other systems.
 //! Guarantees: destructive operations require the role `admin`; lists are paged; payloads that are not UTF-8 are
 //! base64.
@@ -21,8 +21,10 @@ mod dto;
 mod event_logs;
 mod failures;
 mod groups;
+mod history;
 pub(crate) mod issues;
 mod me;
+mod message_why;
 mod messages;
 pub(crate) mod names;
 mod ndjson;
@@ -117,6 +119,7 @@ pub(crate) fn routes() -> OpenApiRouter<Operations> {
     OpenApiRouter::new()
         .merge(topics::routes())
         .merge(messages::routes())
+        .merge(message_why::routes())
         .merge(consume::routes())
         .merge(groups::routes())
         .merge(dead_letters::routes())
@@ -143,6 +146,7 @@ pub(crate) fn console_routes(operations: Operations) -> OpenApiRouter<App> {
     OpenApiRouter::new()
         .merge(me::routes())
         .merge(overview::routes())
+        .merge(history::routes())
         .merge(failures::routes())
         .merge(search::routes())
         .merge(processes::routes())

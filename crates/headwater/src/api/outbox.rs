@@ -1,10 +1,12 @@
-//! The outbox: list dead replies and events, and retry them.
+//! The outbox: list dead replies and events, retry them, and explain why one is not delivered.
 
 use std::sync::Arc;
 
 use axum::Json;
 use axum::extract::State;
-use headwater_issue::{DeadOutboxRow, IssueError, OutboxId};
+use headwater_issue::{
+    DeadOutboxRow, IssueError, OutboxDiagnosis, OutboxFacts, OutboxId, OutboxReason,
+};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use utoipa::{IntoParams, ToSchema};
@@ -12,10 +14,12 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use crate::api::dto::time;
+use crate::api::why::WhyStep;
 use crate::http::body::{JsonBody, JsonResult};
 use crate::http::extract::{PathParams, QueryParams};
 use crate::http::paging;
 use crate::server::app_state::App;
+use crate::text::counted;
 
 /// Default and maximum rows of a page.
 const PAGE_DEFAULT: usize = 50;
@@ -25,7 +29,11 @@ const PAGE_MAX: usize = 500;
 const RETRY_BATCH: usize = 50;
 
 pub(super) fn routes() -> OpenApiRouter<App> {
-    OpenApiRouter::new().routes(routes!(list)).routes(routes!(retry)).routes(routes!(retry_all))
+    OpenApiRouter::new()
+        .routes(routes!(list))
+        .routes(routes!(why))
+        .routes(routes!(retry))
+        .routes(routes!(retry_all))
 }
 
 /// A page of dead outbox rows.
@@ -100,6 +108,82 @@ fn to_dto(dead: DeadOutboxRow) -> OutboxRowDto {
         created_at: time(row.created_at),
         error,
     }
+}
+
+/// Why a reply or event is not delivered.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct OutboxWhyResponse {
+    id: i64,
+    issue_id: i64,
+    /// `reply` or `event`.
+    kind: &'static str,
+    /// `waiting`, `pending`, `taken`, `delivered` or `dead`.
+    status: &'static str,
+    /// `delivered`, `dead`, `behind`, `in_progress`, `lease_expired`, `retrying` or `due`.
+    reason: &'static str,
+    /// Explanation with the next step.
+    sentence: String,
+    /// The command that helps, or that shows more.
+    command: String,
+    /// The facts.
+    steps: Vec<WhyStep>,
+}
+
+/// Explain why a reply or event is not delivered, and name the command that helps.
+#[utoipa::path(get, path = "/outbox/{id}/why", tag = "outbox", params(("id" = i64, Path)),
+    responses((status = 200, body = OutboxWhyResponse), (status = 404)))]
+async fn why(
+    State(app): State<App>,
+    PathParams(id): PathParams<i64>,
+) -> JsonResult<OutboxWhyResponse> {
+    let facts = app.store.outbox_facts(OutboxId(id)).await?;
+    let facts = facts.ok_or_else(|| IssueError::NotFound { what: format!("outbox row {id}") })?;
+    let diagnosis = OutboxDiagnosis::from_facts(&facts);
+    let reason = match diagnosis.reason {
+        OutboxReason::Delivered { .. } => "delivered",
+        OutboxReason::Dead { .. } => "dead",
+        OutboxReason::Behind { .. } => "behind",
+        OutboxReason::Taken { .. } => "in_progress",
+        OutboxReason::LeaseExpired { .. } => "lease_expired",
+        OutboxReason::Retrying { .. } => "retrying",
+        OutboxReason::Due { .. } => "due",
+        _ => "other",
+    };
+    Ok(Json(OutboxWhyResponse {
+        id,
+        issue_id: facts.issue_id.0,
+        kind: facts.kind.as_str(),
+        status: facts.status.as_str(),
+        reason,
+        sentence: diagnosis.to_string(),
+        command: diagnosis.command(),
+        steps: steps(&facts),
+    }))
+}
+
+fn steps(facts: &OutboxFacts) -> Vec<WhyStep> {
+    let OutboxFacts { integration, target, attempts, crashes, .. } = facts;
+    let to = match target.is_empty() {
+        true => format!("integration {integration}"),
+        false => format!("{target} of integration {integration}"),
+    };
+    let mut delivery = format!(
+        "{}, {}",
+        counted(u64::from(*attempts), "failed delivery", "failed deliveries"),
+        counted(u64::from(*crashes), "delivery without a result", "deliveries without a result")
+    );
+    if let Some(error) = &facts.error {
+        delivery.push_str(&format!("; last error: {error}"));
+    }
+    let next = match facts.delivered_at {
+        Some(at) => format!("delivered at {}", time(at)),
+        None => format!("{}, due at {}", facts.status.as_str(), time(facts.due_at)),
+    };
+    vec![
+        WhyStep { step: "commit", found: format!("at {}, to {to}", time(facts.created_at)) },
+        WhyStep { step: "delivery", found: delivery },
+        WhyStep { step: "state", found: next },
+    ]
 }
 
 /// Result of a retry.

@@ -38,10 +38,11 @@ pub(crate) struct WhyResponse {
 /// One step from the event to the reply.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct WhyStep {
-    /// `inbox`, `wait`, `claim`, `run`, `model`, `hand_over` or `outbox`.
-    step: &'static str,
+    /// Of an issue `inbox`, `wait`, `claim`, `run`, `model`, `hand_over` or `outbox`; of an outbox row `commit`,
+    /// `delivery` or `state`.
+    pub(super) step: &'static str,
     /// What happened there.
-    found: String,
+    pub(super) found: String,
 }
 
 /// What the desk stores in the fields of an issue.

@@ -32,6 +32,7 @@ use crate::inbound::webhook_log::WebhookLog;
 use crate::server::app_state::{App, AppState};
 use crate::server::shutdown_signal::ShutdownSignal;
 use crate::server::startup;
+use crate::telemetry::history::MetricsHistory;
 use crate::tickets::Tickets;
 
 /// How long a command retries unreachable servers; `serve` waits longer.
@@ -191,6 +192,7 @@ async fn app(
         sessions,
         background_jobs: BackgroundJobs::default(),
         webhook_log: WebhookLog::default(),
+        history: Arc::new(MetricsHistory::of_command()),
         listeners: SseListeners::default(),
         shutdown: ShutdownSignal::default(),
     };

@@ -60,6 +60,8 @@ pub(crate) enum OperatorCommand {
     Consume(verbs::consume::ConsumeArgs),
     /// Follow a topic without joining a group.
     Tail(verbs::tail::TailArgs),
+    /// Explain what became of a message.
+    Message(verbs::message::MessageArgs),
     /// List, describe, reset or delete the groups of a topic.
     Group(verbs::group::GroupArgs),
     /// List the pending messages of a group.
@@ -84,10 +86,14 @@ pub(crate) enum OperatorCommand {
     Export(verbs::user::ExportArgs),
     /// Erase the tickets, messages, events and sessions of a user.
     Erase(verbs::user::EraseArgs),
-    /// List or retry dead replies and events.
+    /// List, explain or retry replies and events that are not delivered.
     Outbox(verbs::outbox::OutboxArgs),
+    /// Show what became of the webhooks of a server.
+    Webhook(verbs::webhook::WebhookArgs),
     /// Check that every event is accounted for, or list changes.
     Audit(verbs::audit::AuditArgs),
+    /// Show how metrics changed over time.
+    History(verbs::history::HistoryArgs),
     /// Watch topics, groups, issues, workers and the model.
     Top(verbs::top::TopArgs),
     /// Run an SQL query on the DuckDB file.
@@ -123,6 +129,7 @@ impl OperatorCommand {
             Self::Produce(produce) => (&produce.connection, Requirements::streams(false)),
             Self::Consume(consume) => (&consume.connection, Requirements::streams(false)),
             Self::Tail(tail) => (&tail.connection, Requirements::streams(true)),
+            Self::Message(message) => (&message.connection, Requirements::streams(true)),
             Self::Group(group) => (&group.connection, Requirements::streams(group.is_read_only())),
             Self::Pending(pending) => (&pending.connection, Requirements::streams(true)),
             Self::Dlq(dlq) => (&dlq.connection, Requirements::streams(dlq.is_read_only())),
@@ -145,6 +152,11 @@ impl OperatorCommand {
                 (&outbox.connection, Requirements::database(outbox.is_read_only()))
             }
             Self::Audit(audit) => (&audit.connection, Requirements::database(true)),
+            Self::Webhook(webhook) => {
+                webhook.require_server()?;
+                (&webhook.connection, Requirements::database(true))
+            }
+            Self::History(history) => (&history.connection, Requirements::database(true)),
         };
         let client = match connection.url() {
             Some(url) => ApiClient::network(&url)?,
@@ -187,6 +199,7 @@ impl OperatorCommand {
             Self::Produce(produce) => produce.run(client).await,
             Self::Consume(consume) => consume.run(client).await,
             Self::Tail(tail) => tail.run(client).await,
+            Self::Message(message) => message.run(client).await,
             Self::Group(group) => group.run(client).await,
             Self::Pending(pending) => pending.run(client).await,
             Self::Dlq(dlq) => dlq.run(client).await,
@@ -203,6 +216,8 @@ impl OperatorCommand {
             Self::Erase(erase) => erase.run(client).await,
             Self::Outbox(outbox) => outbox.run(client).await,
             Self::Audit(audit) => audit.run(client).await,
+            Self::Webhook(webhook) => webhook.run(client).await,
+            Self::History(history) => history.run(client).await,
             Self::Bench(_) | Self::Doctor(_) | Self::Migrate(_) | Self::Completion(_) => Ok(()),
             Self::Sql(_) | Self::Report(_) | Self::Analytics(_) => Ok(()),
         }

@@ -164,6 +164,8 @@ pub(crate) struct RetentionSettings {
     pub(crate) outbox: Duration,
     /// Sessions of model runs.
     pub(crate) sessions: Duration,
+    /// Minutes of the history of metrics; `None` stores none.
+    pub(crate) metrics: Option<Duration>,
     /// Interval of deletion.
     pub(crate) every: Duration,
 }
@@ -403,6 +405,7 @@ impl Settings {
                 issues: non_zero(read.time("retention.issues")),
                 outbox: read.time("retention.outbox"),
                 sessions: read.time("retention.sessions"),
+                metrics: non_zero(read.time("history.keep")),
                 every: read.time("retention.every"),
             },
             bus: BusSettings::read(&read)?,

@@ -175,6 +175,8 @@ pub(crate) const TABLE: &[Setting] = &[
         "How long the session of a model run, with its prompts and answers, is kept after its last event."),
     setting("retention.every", "1h", ValueType::Time { min: Duration::from_millis(100), max: seconds(86_400) },
         "Interval at which `serve` removes old events and issues, in small batches."),
+    setting("history.keep", "48h", ValueType::Time { min: Duration::ZERO, max: seconds(30 * 86_400) },
+        "How long the history of metrics is kept in the database, a row for each process and minute. 0ms stores none: each process then knows only its last hour."),
     setting("audit.rows_max", "100000", ValueType::Count { min: 100, max: 10_000_000 },
         "Maximum number of entries in the audit log. Older entries are removed."),
     setting("log.format", "auto", ValueType::Choice(&["auto", "text", "json"]),

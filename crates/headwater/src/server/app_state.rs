@@ -18,6 +18,7 @@ use crate::inbound::webhook_log::WebhookLog;
 use crate::server::db_availability::DatabaseMonitor;
 use crate::server::health::ProcessHealth;
 use crate::server::shutdown_signal::ShutdownSignal;
+use crate::telemetry::history::MetricsHistory;
 use crate::tickets::Tickets;
 
 /// The data that the API routes work on.
@@ -40,6 +41,8 @@ pub(crate) struct AppState {
     pub(crate) background_jobs: BackgroundJobs,
     /// What became of webhooks.
     pub(crate) webhook_log: WebhookLog,
+    /// History of metrics.
+    pub(crate) history: Arc<MetricsHistory>,
     /// Open event streams of tickets.
     pub(crate) listeners: SseListeners,
     /// Ends event streams on shutdown.

@@ -1,8 +1,11 @@
-//! `serve --demo`: sends a few tickets and a signed webhook through the running server and prints each step.
+//! `serve --demo`: sends a few tickets and a signed webhook through the running server, prints each step, and fills the
+//! screens of the console (`demo/data.rs`).
 //!
 //! Upstream: `entry.rs` prepares it, `run.rs` starts it. Downstream: only the server's HTTP API. Guarantees: data goes
 //! to a temporary directory that is removed at the end, unless the settings name another location; a step that
 //! exceeds its timeout is printed and ends the process with exit code 1.
+
+mod data;
 
 use std::net::SocketAddr;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -10,7 +13,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use anyhow::{Context, Result, bail, ensure};
 use axum::Router;
 use axum::extract::State;
-use axum::http::HeaderMap;
+use axum::http::{HeaderMap, StatusCode};
 use axum::routing::post;
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
@@ -27,12 +30,19 @@ use uuid::Uuid;
 use crate::config::{
     IntegrationSettings, Provider, ResolvedSettings, Role, SettingSource, TokenSettings,
 };
+use crate::desk::ReplyMode;
 use crate::exit::CliError;
 use crate::outbound::sign;
 use crate::server::shutdown_signal::ShutdownSignal;
 
 /// Id of the integration that the demo adds.
 const INTEGRATION: &str = "demo";
+
+/// Id of the integration whose answers wait for a person.
+const REVIEWED: &str = "demo-review";
+
+/// The receiver of callbacks refuses the reply to this issue.
+const REFUSED_ISSUE: &str = "78";
 
 /// Timeout of one step, for slow machines.
 const STEP_MAX: Duration = Duration::from_secs(30);
@@ -100,8 +110,8 @@ impl Demo {
             _ => format!("{} and {}", settings.stream_shown(), settings.database_shown()),
         };
         let secret: SecretString = format!("whsec_{}", STANDARD.encode(random())).into();
-        settings.integrations.push(IntegrationSettings {
-            id: INTEGRATION.to_owned(),
+        let integration = |id: &str, mode: ReplyMode| IntegrationSettings {
+            id: id.to_owned(),
             provider: Provider::Standard,
             secret: Some(secret.clone()),
             reply_token: None,
@@ -109,11 +119,13 @@ impl Demo {
             bot_login: None,
             agents: Vec::new(),
             author_associations: Vec::new(),
-            mode: Default::default(),
+            mode,
             rules: Vec::new(),
             models: Vec::new(),
             is_built_in: true,
-        });
+        };
+        settings.integrations.push(integration(INTEGRATION, ReplyMode::Auto));
+        settings.integrations.push(integration(REVIEWED, ReplyMode::Draft));
         let token =
             (!settings.tokens.is_empty()).then(|| SecretString::from(STANDARD.encode(random())));
         settings.tokens.extend(token.clone().map(|token| TokenSettings {
@@ -155,6 +167,7 @@ impl Demo {
         show_callback(&mut callbacks).await?;
         server.show_consistency().await?;
         server.show_report().await?;
+        server.fill_console(&self.secret).await?;
         match self.after {
             AfterDemo::Serve => print_step(
                 "serving",
@@ -360,8 +373,13 @@ async fn receive(listener: TcpListener, sender: mpsc::Sender<(bool, String)>) {
                 headers: HeaderMap,
                 body: String| async move {
         let is_signed = headers.contains_key("webhook-signature");
+        let reply: Value = serde_json::from_str(&body).unwrap_or_default();
+        if reply["data"]["external_issue_id"] == REFUSED_ISSUE {
+            return StatusCode::GONE;
+        }
         // The reply is accepted even if the queue is full or closed.
         let _ = sender.try_send((is_signed, body));
+        StatusCode::OK
     };
     let router = Router::new().route("/", post(take)).with_state(sender);
     // Runs until the demo ends.

@@ -1,6 +1,6 @@
-//! Deletes old events and issues, in small batches.
+//! Deletes old events, issues and metrics, in small batches.
 //!
-//! Upstream: `run.rs`. Downstream: `headwater_issue::history` and `tickets`. Guarantees: what is pending is never
+//! Upstream: `run.rs`. Downstream: `headwater_issue::history`, `tickets` and `telemetry::history`. Guarantees: what is pending is never
 //! deleted; each batch is one short transaction; a failed pass is repeated after `retention.every`. Several processes may run it at
 //! once. Not here: outbox rows and dead letters (the sweep), sessions (their own maintenance), the audit log (its writer).
 
@@ -8,10 +8,12 @@ use std::time::Duration;
 
 use headwater_issue::history::{self, DeleteCondition};
 use headwater_issue::{EventLogId, IssueId};
+use headwater_stream::clock::{Clock, SystemClock};
 use tokio::time::sleep;
 use tracing::{debug, info, warn};
 
 use crate::config::RetentionSettings;
+use crate::telemetry::history::rows;
 use crate::tickets::{TicketError, Tickets};
 
 /// Rows of one batch.
@@ -77,6 +79,10 @@ impl HistoryRetention {
         }
         self.tickets.delete_old_usage().await?;
         self.tickets.delete_budget_waits().await?;
+        let keep = self.settings.metrics.unwrap_or_default();
+        while rows::delete_batch(store, SystemClock.now().before(keep)).await? > 0 {
+            sleep(PAUSE).await;
+        }
         Ok((events, issues))
     }
 }

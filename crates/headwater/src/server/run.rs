@@ -47,6 +47,7 @@ use crate::server::services::Services;
 use crate::server::shutdown::Running;
 use crate::server::shutdown_signal::ShutdownSignal;
 use crate::server::startup;
+use crate::telemetry::history::MetricsHistory;
 use crate::telemetry::{self, Telemetry};
 use crate::tickets::Tickets;
 
@@ -173,6 +174,7 @@ pub(crate) async fn run(
     if let Err(error) = tickets.release_budget_waits(&settings.desk.budget).await {
         warn!(%error, "issues that wait for a raised token budget not released; they continue on the next UTC day");
     }
+    let history = Arc::new(MetricsHistory::new(worker.name(), settings.retention.metrics));
     let retention = HistoryRetention::new(tickets.clone(), settings.retention);
     let app: App = Arc::new(AppState {
         settings: settings.clone(),
@@ -184,6 +186,7 @@ pub(crate) async fn run(
         sessions,
         background_jobs: BackgroundJobs::default(),
         webhook_log: WebhookLog::default(),
+        history: Arc::clone(&history),
         listeners: SseListeners::default(),
         shutdown: shutdown.clone(),
     });
@@ -219,10 +222,17 @@ pub(crate) async fn run(
     let stopped = stop_requested();
     services.start("sweeper", async move { sweeper.run(stopped).await });
     let sampled = (Arc::clone(&store), Arc::clone(&streams), tickets.clone());
-    let sampling = sample(sampled, queue, telemetry.metrics.clone());
+    let sampling = sample(sampled, queue, telemetry.metrics.clone(), Arc::clone(&history));
     let stopped = stop_requested();
     services.start("gauges", async move {
         tokio::select! { () = stopped => {}, () = sampling => {} }
+    });
+    let (stopped, history_store) = (stop_requested(), Arc::clone(&store));
+    let history_metrics = telemetry.metrics.clone();
+    services.start("history", async move {
+        let store = history_store.as_ref();
+        tokio::select! { () = stopped => {}, () = history.run(&history_metrics, store) => {} }
+        history.flush(&history_metrics, store).await;
     });
     let (stopped, watching) =
         (stop_requested(), server.database.clone().run(settings.database_url.clone()));
@@ -316,6 +326,7 @@ async fn sample(
     (store, streams, tickets): (Arc<dyn Store>, Arc<dyn Backend>, Tickets),
     queue: Queue,
     metrics: metrics_exporter_prometheus::PrometheusHandle,
+    history: Arc<MetricsHistory>,
 ) {
     let mut sampler = queue.sampler(&[STREAM]).expect("the topic name is valid");
     let mut ticks = interval(SAMPLE_EVERY);
@@ -324,8 +335,11 @@ async fn sample(
         ticks.tick().await;
         metrics.run_upkeep();
         let sampled = headwater_issue::metrics::sample(store.as_ref(), Some(&streams)).await;
-        if let Err(error) = sampled {
-            debug!(%error, "failed to sample the database, gauges keep their values");
+        match sampled {
+            Ok(()) => history.note_gauges(),
+            Err(error) => {
+                debug!(%error, "failed to sample the database, gauges keep their values");
+            }
         }
         match tickets.hand_over_counts().await {
             Ok(counts) => {

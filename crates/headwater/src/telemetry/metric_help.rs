@@ -9,7 +9,7 @@ use metrics::{describe_counter, describe_gauge, describe_histogram};
 const METRICS: &[(&str, &str)] = &[
     (
         "headwater_events_recorded_total",
-        "events offered to the inbox, by `result`: `recorded`, `duplicate`, `refused`, `error`",
+        "events offered to the inbox, and messages of tickets, by `result`: `recorded`, `duplicate`, `refused`, `error`",
     ),
     (
         "headwater_confirmed_events_checked_total",
@@ -199,6 +199,10 @@ const METRICS: &[(&str, &str)] = &[
     ("headwater_assignment_startup_recovered_total", "unowned streams found at startup"),
     ("headwater_assignment_quarantined_total", "quarantined streams"),
     ("headwater_assignment_malformed_total", "malformed entries"),
+    (
+        "headwater_history_rows_total",
+        "minutes of the history of metrics, by `result`: `written`, or `dropped` after an hour without the database",
+    ),
     ("headwater_analytics_rows_total", "rows stored, by `table`"),
     ("headwater_analytics_seen_before_total", "redelivered entries that were already stored"),
     ("headwater_analytics_commit_latency_seconds", "time of DuckDB transactions"),

@@ -4,6 +4,7 @@
 //! Guarantees: `auto` logs text on a terminal and JSON otherwise; an unavailable collector does not slow down requests;
 //! remaining traces are sent at shutdown, for a bounded time.
 
+pub(crate) mod history;
 mod metric_help;
 mod outage_filter;
 mod traces;

@@ -12,11 +12,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use headwater_issue::history::{self, DeleteCondition};
+use headwater_issue::metrics::EVENTS_RECORDED;
 use headwater_issue::{
     CommitVerifier, DebounceWindow, IssueError, IssueId, KeyedOutboxRow, NewEvent, NewOutboxRow,
     Nudger, OutboxKind, Recorded, Store, StoreConnection, Transaction,
 };
 use headwater_stream::clock::{Clock, SystemClock, Timestamp};
+use metrics::counter;
 use tokio::sync::broadcast;
 use uuid::Uuid;
 
@@ -415,6 +417,8 @@ impl Tickets {
         recorded: &Recorded,
     ) -> Result<(), TicketError> {
         transaction.commit().await?;
+        let result = if recorded.duplicate { "duplicate" } else { "recorded" };
+        counter!(EVENTS_RECORDED, "result" => result).increment(1);
         self.confirmations.add(recorded.event_log_id);
         self.nudger.nudge_recorded(recorded);
         self.notify_changed(ticket_id);

@@ -23,6 +23,7 @@ pub(crate) struct ConsoleFixture {
 pub(crate) struct ConsoleData {
     pub(crate) ticket: String,
     pub(crate) quarantined: i64,
+    pub(crate) dead_reply: i64,
     pub(crate) message: String,
     pub(crate) letter: String,
     pub(crate) session: String,
@@ -64,8 +65,17 @@ impl ConsoleFixture {
             SELECT id, integration_id, 'reply', 'acme/shop#1', 'dead-' || id, '{\"body\":\"hello\"}', 'dead', now(), 'status 403'
             FROM issues WHERE external_issue_id = '1' AND external_project_id = 'acme/shop'";
         self.database.query(stuck)?;
+        let minutes = "INSERT INTO metrics_history (minute, process, data)
+            SELECT extract(epoch FROM now())::bigint / 60 - n, 'worker-<b>2</b>',
+                '{\"n\": 6, \"events\": ' || n || ', \"runs\": ' || n || ', \"queued\": 3, \"outbox_lag_ms\": 1500, \"run\": [0, 0, 0, 2, 5, 1], \"started\": '
+                || (extract(epoch FROM now())::bigint - 1200) * 1000 || ', \"version\": \"1.2.3\"}'
+            FROM generate_series(2, 30) AS n WHERE n <> 10";
+        self.database.query(minutes)?;
         let (_, found) = server.get("/api/v1/issues?quarantined=true").await?;
         let quarantined = found["issues"][0]["id"].as_i64().context("a quarantined issue")?;
+
+        let (_, dead) = server.get("/api/v1/outbox/dead").await?;
+        let dead_reply = dead["rows"][0]["id"].as_i64().context("a dead reply")?;
 
         let topic = json!({"name": "orders", "partitions": 4});
         ensure!(server.post("/api/v1/topics", &topic).await?.0 == 201);
@@ -107,7 +117,7 @@ impl ConsoleFixture {
         let (status, _) =
             server.post("/webhooks/github/code", &json!({"action": "opened"})).await?;
         ensure!(status == 401, "an unsigned webhook must be rejected");
-        Ok(ConsoleData { ticket: id, quarantined, message, letter, session })
+        Ok(ConsoleData { ticket: id, quarantined, dead_reply, message, letter, session })
     }
 }
 

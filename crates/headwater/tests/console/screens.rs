@@ -1,10 +1,12 @@
 //! Every screen with data, empty, with a failing dependency, and without scripts.
 
+use std::time::{SystemTime, UNIX_EPOCH};
+
 use anyhow::{Result, ensure};
 use headwater_testkit::BrowserScripts;
 
 use crate::fixture::{ConsoleData, ConsoleFixture, Reader};
-use crate::support::ServerDir;
+use crate::support::{Server, ServerDir};
 
 /// Each screen, and text that it shows with data.
 fn with_data(data: &ConsoleData) -> Vec<(String, Vec<String>)> {
@@ -18,8 +20,14 @@ fn with_data(data: &ConsoleData) -> Vec<(String, Vec<String>)> {
                 "1 reply was given up",
                 "4 dead letters wait",
                 "Consumer lag",
+                "Events in and runs done, per minute",
+                "95 % within",
+                "Failures, per minute",
+                "Of all processes.",
             ]),
         ),
+        ("/console?range=15m".to_owned(), text(&["The last 15 minutes", "15 minutes"])),
+        ("/console?range=48h".to_owned(), text(&["The last 48 hours"])),
         (
             "/console/tickets".to_owned(),
             text(&["Router blinks red", "ann", "open", "headwater ticket list"]),
@@ -70,7 +78,13 @@ fn with_data(data: &ConsoleData) -> Vec<(String, Vec<String>)> {
         ("/console/topics/orders/messages".to_owned(), text(&["customer-5", "\"order\":5"])),
         (
             format!("/console/topics/orders/messages/{}", data.message),
-            text(&["customer-5", "\"order\": 5"]),
+            text(&[
+                "customer-5",
+                "\"order\": 5",
+                "Why",
+                "in group",
+                "headwater message why orders",
+            ]),
         ),
         (
             "/console/topics/orders/dead-letters".to_owned(),
@@ -93,7 +107,11 @@ fn with_data(data: &ConsoleData) -> Vec<(String, Vec<String>)> {
                 "status #",
             ]),
         ),
-        ("/console/outbox".to_owned(), text(&["status 403", "Retry all…"])),
+        ("/console/outbox".to_owned(), text(&["status 403", "Retry all…", "Dead replies"])),
+        (
+            format!("/console/outbox/{}", data.dead_reply),
+            text(&["was given up after", "status 403", "Retry delivery", "headwater outbox why"]),
+        ),
         ("/console/processes".to_owned(), text(&["alive"])),
         ("/console/doctor".to_owned(), text(&["Check again", "What to do"])),
         (
@@ -137,6 +155,38 @@ async fn every_screen_shows_its_data_and_is_accessible_in_light_dark_and_narrow(
     reader.browser.quit().await
 }
 
+async fn html(server: &Server, path: &str) -> Result<String> {
+    Ok(server.client.get(server.url(path)).send().await?.text().await?)
+}
+
+/// Charts of the overview: marks, gaps, a read-out for each step, and their data as a table, with and without scripts.
+#[tokio::test]
+async fn charts_show_gaps_and_marks_and_have_their_data_as_a_table() -> Result<()> {
+    let fixture = ConsoleFixture::start()?;
+    fixture.fill().await?;
+    for scripts in [BrowserScripts::On, BrowserScripts::Off] {
+        let reader = Reader::start(&fixture.server, scripts).await?;
+        reader.open("/console").await?;
+        let page = html(&fixture.server, "/console").await?;
+        ensure!(page.matches("role=\"img\"").count() == 5, "{page}");
+        // The minute without a row interrupts the line; the first such path is the legend.
+        let path =
+            page.split("class=\"line-a\" d=\"").nth(2).and_then(|rest| rest.split('"').next());
+        ensure!(path.is_some_and(|path| path.matches('M').count() == 2), "{path:?}");
+        ensure!(page.contains("worker-&lt;b&gt;2&lt;/b&gt; started, version 1.2.3"), "{page}");
+        reader.find(".time-chart summary").await?.click().await?;
+        let table = reader.find(".time-chart details table").await?.text().await?;
+        ensure!(table.contains("Time (UTC)") && table.contains("events in"), "{table}");
+        ensure!(table.lines().count() >= 29, "{table}");
+        if scripts == BrowserScripts::On {
+            reader.must_be_accessible("/console").await?;
+        }
+        reader.must_be_clean(&[]).await?;
+        reader.browser.quit().await?;
+    }
+    Ok(())
+}
+
 #[tokio::test]
 async fn every_screen_is_readable_without_scripts() -> Result<()> {
     let fixture = ConsoleFixture::start()?;
@@ -159,6 +209,15 @@ async fn an_empty_server_says_how_to_begin_on_every_screen() -> Result<()> {
     let shown = reader.open("/").await?;
     ensure!(reader.path().await? == "/console", "`/` leads to the console");
     must_show("/console", &shown, &["All is well.".to_owned()])?;
+    // Half an hour that has not ended has no point; the test may run while one ends.
+    let half_hour = || SystemTime::now().duration_since(UNIX_EPOCH).map(|now| now.as_secs() / 1800);
+    let before = half_hour()?;
+    let shown = reader.open("/console?range=48h").await?;
+    ensure!(
+        shown.contains("There is no history of this time yet") || half_hour()? != before,
+        "{shown}"
+    );
+    reader.must_be_accessible("/console?range=48h").await?;
     for (path, wanted) in [
         ("/console/tickets", "headwater ticket new"),
         ("/console/issues", "An issue is created by its first event"),

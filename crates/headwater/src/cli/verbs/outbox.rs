@@ -1,4 +1,4 @@
-//! `headwater outbox`: list and retry dead replies and events.
+//! `headwater outbox`: list and retry dead replies and events, and explain why one is not delivered.
 
 use clap::Subcommand;
 use serde_json::json;
@@ -7,6 +7,7 @@ use crate::cli::api_client::ApiClient;
 use crate::cli::output::{self, OutputRows};
 use crate::cli::progress;
 use crate::cli::units::{limit, number};
+use crate::cli::verbs::issue::show_why;
 use crate::cli::{ConfirmArgs, ConnectionArgs};
 use crate::exit::CliError;
 use crate::text::counted;
@@ -28,6 +29,12 @@ enum OutboxCommand {
         #[arg(long, value_name = "N", default_value = "100", value_parser = limit)]
         limit: usize,
     },
+    /// Explain why a reply or event is not delivered, and name the command that helps.
+    Why {
+        /// Row id; `headwater issue why` names those of an issue.
+        #[arg(value_parser = number)]
+        id: i64,
+    },
     /// Retry one or all dead rows.
     Retry {
         /// Row id; see `headwater outbox list`.
@@ -46,7 +53,7 @@ enum OutboxCommand {
 
 impl OutboxArgs {
     pub(crate) fn is_read_only(&self) -> bool {
-        matches!(self.command, OutboxCommand::List { .. })
+        matches!(self.command, OutboxCommand::List { .. } | OutboxCommand::Why { .. })
     }
 
     pub(in crate::cli) async fn run(&self, client: &ApiClient) -> Result<(), CliError> {
@@ -71,6 +78,9 @@ impl OutboxArgs {
                         *limit,
                     )
                     .await
+            }
+            OutboxCommand::Why { id } => {
+                show_why(style, &client.get(&format!("/outbox/{id}/why"), &[]).await?)
             }
             OutboxCommand::Retry { id: Some(id), .. } => {
                 let answer = client.post(&format!("/outbox/{id}/retry"), json!({})).await?;

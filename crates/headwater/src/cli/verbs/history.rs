@@ -1,0 +1,100 @@
+//! `headwater history`: how metrics changed.
+//!
+//! Upstream: `cli/mod.rs`. Downstream: the route `/history`. Guarantees: read-only.
+
+use std::time::Duration;
+
+use serde_json::Value;
+
+use crate::cli::ConnectionArgs;
+use crate::cli::api_client::ApiClient;
+use crate::cli::output::{self, cell};
+use crate::cli::units::{milliseconds, moment, time};
+use crate::exit::CliError;
+
+/// Show how metrics changed over time.
+#[derive(Debug, clap::Args)]
+pub(crate) struct HistoryArgs {
+    #[command(flatten)]
+    pub(crate) connection: ConnectionArgs,
+    /// Names, separated by commas; an unknown name lists all.
+    #[arg(
+        long,
+        value_name = "NAMES",
+        default_value = "events,runs,runs_failed,run_p50_ms,run_p95_ms,queued,outbox_lag_ms"
+    )]
+    series: String,
+    /// Begin: a time such as 2026-11-15T10:00:00Z, or an age such as 2h.
+    #[arg(long, value_name = "WHEN", default_value = "1h", value_parser = moment)]
+    from: String,
+    /// End: a time, or an age [default: now].
+    #[arg(long, value_name = "WHEN", value_parser = moment)]
+    to: Option<String>,
+    /// Length of a step: a multiple of 10s. Below 1m only with --url, of that process [default: chosen by the range].
+    #[arg(long, value_name = "TIME", value_parser = time)]
+    step: Option<Duration>,
+}
+
+impl HistoryArgs {
+    pub(in crate::cli) async fn run(&self, client: &ApiClient) -> Result<(), CliError> {
+        let style = self.connection.style();
+        let mut query = vec![("series", self.series.clone()), ("from", self.from.clone())];
+        query.extend(self.to.clone().map(|to| ("to", to)));
+        query.extend(self.step.map(|step| ("step", format!("{}ms", milliseconds(step)))));
+        let history = client.get("/history", &query).await?;
+        let list = |name: &str| history[name].as_array().map(Vec::as_slice).unwrap_or_default();
+        if style.json {
+            return list("points").iter().try_for_each(|point| output::json(style, point));
+        }
+        for mark in list("marks") {
+            let [at, process, version] =
+                ["at", "process", "version"].map(|name| cell(name, &mark[name]));
+            output::exact(&format!("{at}  process {process} started, version {version}"))?;
+        }
+        if let Some(problem) = history["problem"].as_str() {
+            output::note(problem);
+        }
+        if list("points").is_empty() {
+            output::note("no history in this range; a running server records a minute at a time");
+            return Ok(());
+        }
+        let names = list("series").iter().filter_map(|one| one["name"].as_str());
+        output::print_table(&table(&names.collect::<Vec<_>>(), list("points")), style.width(), "")
+    }
+}
+
+/// A row for each point.
+fn table(names: &[&str], points: &[Value]) -> Vec<Vec<String>> {
+    let heading = |name: &&str| name.trim_end_matches("_ms").replace('_', " ").to_uppercase();
+    let mut rows =
+        vec![std::iter::once("AT".to_owned()).chain(names.iter().map(heading)).collect()];
+    for point in points {
+        let values = names.iter().map(|name| match &point["values"][*name] {
+            Value::Null => "–".to_owned(),
+            // Latencies have tenths of milliseconds.
+            Value::Number(number) if name.ends_with("_ms") => {
+                format!("{} ms", number.as_f64().unwrap_or_default())
+            }
+            value => cell(name, value),
+        });
+        rows.push(std::iter::once(cell("at", &point["at"])).chain(values).collect());
+    }
+    rows
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn a_row_has_the_values_of_a_step_and_unknown_ones_are_marked() {
+        let points = [
+            json!({"at": "2026-11-15T10:00:00.000Z", "values": {"events": 3, "run_p95_ms": 81.3, "queued": null}}),
+        ];
+        let rows = table(&["events", "run_p95_ms", "queued"], &points);
+        assert_eq!(rows[0], ["AT", "EVENTS", "RUN P95", "QUEUED"]);
+        assert_eq!(rows[1][1..], ["3", "81.3 ms", "–"]);
+    }
+}
