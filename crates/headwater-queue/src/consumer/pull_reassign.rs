@@ -198,6 +198,7 @@ impl JoinedPullDriver {
             let former = &rows[0].consumer;
             info!(%stream, consumer = %former, entries = reclaimed.entries.len(), "pending entries are delivered again");
         }
-        self.hold(topic, partition, &consumer, leased_at, reclaimed.entries).await
+        self.hold(topic, partition, &consumer, leased_at, reclaimed.entries);
+        Ok(())
     }
 }
