@@ -121,6 +121,9 @@ pub enum MessageOrder {
     PerKey,
 }
 
+/// Default of [`ConsumerConfig::reclaim_idle`]. Pulls reassign entries of a subscription that were idle for longer.
+pub(crate) const RECLAIM_IDLE_DEFAULT: Duration = Duration::from_secs(5 * 60);
+
 /// Settings of a subscription.
 #[derive(Clone, Debug)]
 pub struct ConsumerConfig {
@@ -179,7 +182,7 @@ impl Default for ConsumerConfig {
             handler_timeout: None,
             drain: Duration::from_secs(25),
             member: None,
-            reclaim_idle: Duration::from_secs(5 * 60),
+            reclaim_idle: RECLAIM_IDLE_DEFAULT,
             blocked_max: 20_000,
         }
     }

@@ -25,7 +25,7 @@ use super::reclaim_state::{ReclaimPurpose, ReclaimScope, ReclaimState};
 use super::retry_or_dead_letter::{DeliveryResult, Disposition};
 use super::settle_state::SettleState;
 use super::shutdown_state::ShutdownState;
-use crate::config::{ConsumerConfig, Mode};
+use crate::config::{ConsumerConfig, Mode, RECLAIM_IDLE_DEFAULT};
 use crate::limits::BLOCKED_IDS_MAX;
 
 /// A message that completes this soon after it was received was handled fast.
@@ -554,7 +554,9 @@ impl PartitionState {
             self.keep_alive_at = None;
             return;
         }
-        let every = (self.settings.config.reclaim_idle / 3).max(KEEP_ALIVE_MIN);
+        // Pulls of the group do not know `reclaim_idle` and use the default.
+        let idle_max = self.settings.config.reclaim_idle.min(RECLAIM_IDLE_DEFAULT);
+        let every = (idle_max / 3).max(KEEP_ALIVE_MIN);
         let is_due = self.keep_alive_at.is_some_and(|at| at <= self.now);
         if is_due {
             self.actions.push(Action::KeepAlive(self.in_flight_ids().into_iter().collect()));

@@ -16,11 +16,11 @@ use std::time::Duration;
 
 use futures_util::stream::{self, StreamExt};
 use headwater_stream::{
-    Backend, ConsumerName, DeliveredEntry, GroupName, GroupReader, GroupStart,
-    Result as StreamResult, SettleAction, SettleBatch, Settlement, StreamBatch, StreamError,
-    StreamName, StreamReadFailure,
+    Backend, ConsumerName, DeliveredEntry, GroupName, GroupReader, GroupStart, SettleAction,
+    SettleBatch, Settlement, StreamBatch, StreamError, StreamName, StreamReadFailure,
 };
 use tokio::sync::{mpsc, oneshot};
+use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout};
 use tracing::{debug, warn};
 
@@ -60,6 +60,8 @@ pub(super) const READ_MAX: usize = read_max(READ_BYTES_MAX);
 const TOGETHER_MAX: u64 = 2;
 /// Readers at once, one for each length of leases.
 const READERS_MAX: usize = 4;
+/// Refused entries of this many reads are settled at once.
+const SETTLES_MAX: usize = 64;
 /// Consumers without entries that are idle for this long are removed.
 const STALE_AFTER: Duration = Duration::from_secs(60 * 60);
 /// How long closing waits for the backend.
@@ -96,6 +98,8 @@ pub(super) struct JoinedPullDriver {
     pub(super) check: LeaseCheck,
     pub(super) message_size: RecentSize,
     pub(super) streams: PullStreams,
+    /// Entries that are being released, and refused ones that are being settled.
+    settles: JoinSet<()>,
 }
 
 impl PullDriver {
@@ -134,6 +138,7 @@ impl PullDriver {
                 check: LeaseCheck::default(),
                 message_size: RecentSize::default(),
                 streams,
+                settles: JoinSet::new(),
             };
             joined.promote_due(&topic);
             joined.serve().await;
@@ -259,7 +264,7 @@ impl JoinedPullDriver {
             let now = Instant::now();
             self.driver.give();
             self.driver.end_waits(now);
-            self.release_stale(now).await;
+            self.release_stale(now);
             if self.driver.waiting.is_empty() {
                 let end = match self.driver.held.is_empty() {
                     true => last_demand + IDLE_MAX,
@@ -323,7 +328,8 @@ impl JoinedPullDriver {
         let consumer = lease_consumer(lease, 0, &self.name);
         if !self.readers.contains_key(&lease) {
             if self.readers.len() >= READERS_MAX {
-                self.close_reader(topic).await?;
+                let closed = self.close_reader(topic).await;
+                let _ = closed.inspect_err(|error| warn!(%error, "closing a reader failed; what it has read is delivered again when the lease runs out"));
             }
             let mut reader = self.backend.reader(&self.driver.key.1, &consumer).await?;
             // A stream that was deleted must not come back through its readers.
@@ -397,7 +403,7 @@ impl JoinedPullDriver {
             };
             // A blocked read delivers when an entry arrives. Entries that a dropped read got are held no longer than
             // a tick, which the caller loses of its lease.
-            self.hold(topic, partition, &consumer, Instant::now(), entries).await?;
+            self.hold(topic, partition, &consumer, Instant::now(), entries);
         }
         for StreamReadFailure { streams, error } in failures {
             // Entries that were read and not returned are reassigned when the lease runs out.
@@ -433,16 +439,16 @@ impl JoinedPullDriver {
         Ok(())
     }
 
-    /// Keeps entries for callers. Entries that no caller may see are settled: malformed ones, those for another group,
-    /// and those that were delivered too often.
-    pub(super) async fn hold(
+    /// Keeps entries for callers. Entries that no caller may see are settled in the background: malformed ones, those for
+    /// another group, and those that were delivered too often.
+    pub(super) fn hold(
         &mut self,
         topic: &Arc<Topic>,
         partition: Partition,
         consumer: &ConsumerName,
         leased_at: Instant,
         entries: Vec<DeliveredEntry>,
-    ) -> StreamResult<()> {
+    ) {
         if let Some(newest) = entries.iter().map(|entry| entry.id).max() {
             self.streams.record_read(partition, newest);
         }
@@ -474,18 +480,38 @@ impl JoinedPullDriver {
                 }
             }
         }
-        if !refused.is_empty() {
-            let stream = &keys::stream(topic, partition);
-            for entries in refused.chunks(1) {
-                let settle = SettleBatch { stream, group, consumer, fence: None, entries };
-                self.backend.settle(settle).await?;
-            }
+        // Beyond the limit, as while no dead letter can be written, they stay pending until their lease runs out.
+        if !refused.is_empty() && self.settles.len() < SETTLES_MAX {
+            self.settle_later(topic, partition, consumer.clone(), refused, 1);
         }
-        Ok(())
+    }
+
+    /// Settles entries in the background, so many at a time: a server that does not answer must not delay the callers.
+    fn settle_later(
+        &mut self,
+        topic: &Topic,
+        partition: Partition,
+        consumer: ConsumerName,
+        settlements: Vec<Settlement>,
+        batch: usize,
+    ) {
+        while self.settles.try_join_next().is_some() {}
+        let (backend, group) = (Arc::clone(&self.backend), self.driver.key.1.clone());
+        let stream = keys::stream(topic, partition);
+        self.settles.spawn(async move {
+            for entries in settlements.chunks(batch) {
+                let (stream, group, consumer) = (&stream, &group, &consumer);
+                let settle = SettleBatch { stream, group, consumer, fence: None, entries };
+                if let Err(error) = backend.settle(settle).await {
+                    warn!(%stream, %group, %error, "settling entries failed; they are delivered again when their lease runs out");
+                    return;
+                }
+            }
+        });
     }
 
     /// Releases entries that no caller took in time.
-    async fn release_stale(&mut self, now: Instant) {
+    fn release_stale(&mut self, now: Instant) {
         let is_stale = |held: &PulledMessage| {
             let lease = lease_of(&held.lease.consumer).unwrap_or_default();
             let left = held.expires_at.saturating_duration_since(now);
@@ -496,11 +522,11 @@ impl JoinedPullDriver {
         }
         let (stale, kept) = self.driver.held.drain(..).partition(is_stale);
         self.driver.held = kept;
-        self.release(stale).await;
+        self.release(stale);
     }
 
     /// Releases entries without counting an attempt. If that fails, they are reassigned when their lease runs out.
-    async fn release(&mut self, messages: VecDeque<PulledMessage>) {
+    fn release(&mut self, messages: VecDeque<PulledMessage>) {
         let topic = self.member.topic.borrow().clone();
         let mut batches: BTreeMap<(Partition, ConsumerName), Vec<Settlement>> = BTreeMap::new();
         for PulledMessage { lease: MessageLease { partition, id, consumer }, .. } in messages {
@@ -508,12 +534,8 @@ impl JoinedPullDriver {
             batches.entry((partition, consumer)).or_default().push(settlement);
         }
         for ((partition, consumer), entries) in batches {
-            let (stream, group) = (&keys::stream(&topic, partition), &self.driver.key.1);
-            let (consumer, entries) = (&consumer, entries.as_slice());
-            let settle = SettleBatch { stream, group, consumer, fence: None, entries };
-            if let Err(error) = self.backend.settle(settle).await {
-                warn!(%stream, %error, "releasing entries failed; they are delivered again when their lease runs out");
-            }
+            let all = entries.len();
+            self.settle_later(&topic, partition, consumer, entries, all);
         }
     }
 
@@ -524,7 +546,7 @@ impl JoinedPullDriver {
         let consumer = lease_consumer(lease, 0, &self.name);
         for StreamBatch { stream, entries } in reader.close().await? {
             if let Some(partition) = partition_of(topic, stream.as_str()) {
-                self.hold(topic, partition, &consumer, Instant::now(), entries).await?;
+                self.hold(topic, partition, &consumer, Instant::now(), entries);
             }
         }
         Ok(())
@@ -537,12 +559,14 @@ impl JoinedPullDriver {
         }
         let topic = self.member.topic.borrow().clone();
         let closing = async {
+            let mut closed = Ok(());
             while !self.readers.is_empty() {
-                self.close_reader(&topic).await?;
+                closed = closed.and(self.close_reader(&topic).await);
             }
             let held = std::mem::take(&mut self.driver.held);
-            self.release(held).await;
-            Ok::<_, QueueError>(())
+            self.release(held);
+            while self.settles.join_next().await.is_some() {}
+            closed
         };
         match timeout(CLOSE_MAX, closing).await {
             Ok(Ok(())) => {}

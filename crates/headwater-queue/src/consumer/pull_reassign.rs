@@ -19,7 +19,7 @@ use tracing::{info, warn};
 use super::capacity_pool::largest_bytes;
 use super::pull::{lease_consumer, lease_of, metrics};
 use super::pull_driver::{JoinedPullDriver, READ_MAX};
-use crate::config::ConsumerConfig;
+use crate::config::RECLAIM_IDLE_DEFAULT;
 use crate::error::Result;
 use crate::keys;
 use crate::limits::{LEASE_MIN, PULL_BYTES_MAX};
@@ -116,7 +116,7 @@ impl JoinedPullDriver {
             return Duration::ZERO;
         }
         // Subscriptions keep their entries alive more often than that.
-        lease_of(consumer).unwrap_or_else(|| ConsumerConfig::default().reclaim_idle)
+        lease_of(consumer).unwrap_or(RECLAIM_IDLE_DEFAULT)
     }
 
     /// Counts the pending entries of a partition, and returns the next page of them.
@@ -198,6 +198,7 @@ impl JoinedPullDriver {
             let former = &rows[0].consumer;
             info!(%stream, consumer = %former, entries = reclaimed.entries.len(), "pending entries are delivered again");
         }
-        self.hold(topic, partition, &consumer, leased_at, reclaimed.entries).await
+        self.hold(topic, partition, &consumer, leased_at, reclaimed.entries);
+        Ok(())
     }
 }

@@ -17,6 +17,7 @@ use tokio::time::Instant;
 use super::partition_state::{
     Action, PartitionPhase, PartitionReport, PartitionState, ReclaimReply, StateSettings,
 };
+use super::pull::lease_of;
 
 const RETRY_PAUSE: Duration = Duration::from_millis(100);
 /// How often a stream that was deleted or replaced is checked: a producer may create it again.
@@ -37,7 +38,7 @@ pub(super) enum ReclaimScope {
     Others,
     /// The entries of one consumer.
     Consumer(ConsumerName),
-    /// Entries that were idle for at least this long.
+    /// Entries that were idle for at least this long, except pulled ones whose lease has not run out.
     Idle(Duration),
     /// Our own entries (this is our name) that are not in flight.
     Unseen(ConsumerName),
@@ -64,7 +65,14 @@ impl ReclaimScope {
     }
 
     fn includes(&self, row: &PendingDelivery, own_name: &ConsumerName) -> bool {
-        !matches!(self, Self::Others | Self::Idle(_)) || row.consumer != *own_name
+        match self {
+            Self::Others => row.consumer != *own_name,
+            Self::Idle(_) => {
+                let is_leased = lease_of(&row.consumer).is_some_and(|lease| row.idle < lease);
+                row.consumer != *own_name && !is_leased
+            }
+            Self::All | Self::Consumer(_) | Self::Unseen(_) => true,
+        }
     }
 }
 
@@ -246,13 +254,19 @@ impl PartitionState {
         };
         // Entries that are ours already were claimed by a call whose reply was lost: this is not one more delivery.
         let own = self.settings.consumer_name.clone();
-        let is_own = first.consumer == own;
-        let alike = running.rows.iter().take_while(|row| (row.consumer == own) == is_own).count();
+        let kind = |row: &PendingDelivery| (row.consumer == own, lease_of(&row.consumer));
+        let (is_own, lease) = kind(first);
+        let alike = running.rows.iter().take_while(|row| kind(row) == (is_own, lease)).count();
         running.alone_until = None;
         running.step = ReclaimStep::Reclaiming;
         let count = count.min(alike).min(self.reclaims.page_max.unwrap_or(usize::MAX));
         let ids = running.rows.drain(..count).map(|row| row.id).collect();
-        let scope = if is_own { ReclaimScope::Unseen(own) } else { running.scope.clone() };
+        let scope = match &running.scope {
+            _ if is_own => ReclaimScope::Unseen(own),
+            // Not if the lease was extended since it was listed.
+            ReclaimScope::Idle(idle) => ReclaimScope::Idle(lease.unwrap_or_default().max(*idle)),
+            scope => scope.clone(),
+        };
         self.actions.push(Action::Reclaim { scope, ids });
         false
     }

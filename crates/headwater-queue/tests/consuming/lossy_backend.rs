@@ -1,7 +1,7 @@
-//! A backend that executes calls but loses a given number of replies, and whose reads can be failed while they still
-//! block at the server.
+//! A backend that executes calls but loses a given number of replies, whose reads can be failed while they still
+//! block at the server, and whose readers cannot be closed.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -62,6 +62,11 @@ impl LossyBackend {
         self.readers.failures.send_modify(|failures| *failures += 1);
     }
 
+    /// Makes closing a reader fail.
+    pub(crate) fn fail_closes(&self) {
+        self.readers.are_closes_failing.store(true, Ordering::SeqCst);
+    }
+
     /// How many reads were failed.
     pub(crate) fn failed_reads(&self) -> usize {
         self.readers.failed.lock().expect("no code panics while it holds it").len()
@@ -86,6 +91,7 @@ impl LossyBackend {
 #[derive(Default)]
 struct Readers {
     failures: watch::Sender<usize>,
+    are_closes_failing: AtomicBool,
     /// Failed readers, with their connections.
     failed: Mutex<Vec<Box<dyn GroupReader>>>,
 }
@@ -132,6 +138,10 @@ impl GroupReader for FailingReader {
     }
 
     async fn close(mut self: Box<Self>) -> Result<Vec<StreamBatch<DeliveredEntry>>> {
+        if self.readers.are_closes_failing.load(Ordering::SeqCst) {
+            let problem = "the reader cannot be closed".to_owned();
+            return Err(StreamError::Unavailable { problem, source: None });
+        }
         match self.inner.take() {
             Some(inner) => inner.close().await,
             None => Ok(Vec::new()),

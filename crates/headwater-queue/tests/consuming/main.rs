@@ -23,6 +23,7 @@ mod ordered;
 mod owned;
 mod pull;
 mod pull_dead_shard;
+mod pull_lost_replies;
 mod resize;
 mod retry;
 mod sequence;

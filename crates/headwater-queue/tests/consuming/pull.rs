@@ -12,6 +12,7 @@ use headwater_stream::{ConsumerName, GroupName};
 use tokio::time::{Instant, sleep, timeout};
 
 use crate::fixture::{Fixture, GROUP, TIMEOUT, eventually};
+use crate::recording_handler::recording_handler;
 use crate::shared::shared;
 
 const SHORT: Duration = Duration::from_secs(1);
@@ -115,7 +116,7 @@ async fn pulls_of_large_messages_read_no_more_than_they_return(fixture: Fixture)
     Ok(())
 }
 
-async fn a_lease_that_ran_out_is_given_away_and_its_holder_is_fenced(
+async fn a_lease_that_ran_out_is_reassigned_and_its_holder_is_fenced(
     fixture: Fixture,
 ) -> Result<()> {
     fixture.send(0, None, "precious").await?;
@@ -361,6 +362,27 @@ async fn a_pulled_group_is_active_and_has_no_owners(fixture: Fixture) -> Result<
     Ok(())
 }
 
+async fn a_shared_subscription_reclaims_no_message_before_its_lease_runs_out(
+    fixture: Fixture,
+) -> Result<()> {
+    let puller = fixture.queue.puller();
+    fixture.send(0, None, "long work").await?;
+    let held = one(&puller, &fixture, request(1)).await?;
+    fixture.send(0, None, "abandoned").await?;
+    one(&puller, &fixture, short(1)).await?;
+    puller.close().await;
+    let (handler, mut seen) = recording_handler(|_| Outcome::Done);
+    let config = ConsumerConfig { reclaim_idle: SHORT / 2, ..shared() };
+    let subscription = fixture.queue.subscribe(&fixture.topic, GROUP, handler, config).await?;
+    // Both are idle for longer than `reclaim_idle`, and the lease of one has run out.
+    assert_eq!(seen.payloads(1).await?, ["abandoned"]);
+    let settled = settle(&puller, &fixture, &held, Outcome::Release).await?;
+    assert_eq!(settled, LeaseResult::Applied);
+    assert_eq!(seen.payloads(1).await?, ["long work"]);
+    subscription.stop().await;
+    Ok(())
+}
+
 #[tokio::test]
 async fn pulls_out_of_range_are_rejected() -> Result<()> {
     let fixture = Fixture::embedded().await?;
@@ -401,7 +423,7 @@ async fn a_pull_of_large_messages_is_limited_in_bytes() -> Result<()> {
 on_every_backend!(
     a_message_is_settled_by_another_process_than_pulled_it,
     pulls_of_large_messages_read_no_more_than_they_return,
-    a_lease_that_ran_out_is_given_away_and_its_holder_is_fenced,
+    a_lease_that_ran_out_is_reassigned_and_its_holder_is_fenced,
     an_extended_lease_stays_with_its_holder,
     retries_and_dead_letters_follow_the_policies_of_the_topic,
     a_message_that_no_holder_survives_becomes_a_dead_letter,
@@ -410,4 +432,5 @@ on_every_backend!(
     pulls_dropped_at_any_time_lose_nothing,
     a_waiting_pull_gets_delayed_and_new_messages_and_an_impatient_one_what_is_there,
     a_pulled_group_is_active_and_has_no_owners,
+    a_shared_subscription_reclaims_no_message_before_its_lease_runs_out,
 );

@@ -656,3 +656,48 @@ fn a_partition_with_too_many_dead_letters_that_cannot_be_written_is_not_read() {
     world.end_call(at.expect("another attempt"), 15);
     assert!(world.credits > 0);
 }
+
+/// A subscription whose `reclaim_idle` is long competes with pulls, which use the default.
+#[test]
+fn entries_are_kept_alive_before_a_pull_reassigns_them() {
+    let mut world = World::new(Mode::Shared, MessageOrder::Relaxed);
+    let mut settings = settings(Mode::Shared, MessageOrder::Relaxed);
+    settings.config.reclaim_idle = RECLAIM_IDLE_DEFAULT * 12;
+    world.state = PartitionState::new(settings, LIMITS, world.now);
+    world.on(PartitionEvent::Started);
+    world.calls.clear();
+    world.produce(None);
+    world.fetch(1, false);
+    world.start_handler(0);
+    world.pass_time(RECLAIM_IDLE_DEFAULT / 3);
+    let is_kept = |call: &Action| matches!(call, Action::KeepAlive(ids) if ids == &[id(1)]);
+    assert!(world.calls.iter().any(is_kept), "{:?}", world.calls);
+}
+
+#[test]
+fn a_pulled_entry_is_reclaimed_after_its_lease() {
+    let mut world = World::new(Mode::Shared, MessageOrder::Relaxed);
+    world.on(PartitionEvent::Started);
+    while !world.calls.is_empty() {
+        world.end_call(0, 15);
+    }
+    // All are idle for `LONG` when they are listed.
+    for (n, lease) in [(1, LONG * 2), (2, LONG / 2)] {
+        world.leave_pending(None, 1);
+        let consumer = format!("pull:{}:0:a", lease.as_millis());
+        world.pending.insert(n, (consumer, 1));
+    }
+    world.leave_pending(None, 1);
+    let idle = Duration::from_secs(9);
+    world.state.reclaims.request(ReclaimPurpose::Orphans, ReclaimScope::Idle(idle));
+    world.on(PartitionEvent::Tick);
+    world.end_call(0, 15);
+    let reclaim = |world: &World, min_idle, n| {
+        let [Action::Reclaim { scope, ids }] = &world.calls[..] else { return false };
+        *scope == ReclaimScope::Idle(min_idle) && ids == &[id(n)]
+    };
+    // If its lease is extended meanwhile, it is not idle for long enough.
+    assert!(reclaim(&world, LONG / 2, 2), "{:?}", world.calls);
+    world.end_call(0, 15);
+    assert!(reclaim(&world, idle, 3), "{:?}", world.calls);
+}
