@@ -8,7 +8,7 @@ use headwater_queue::{
     ConsumerConfig, LeaseResult, NewMessage, Outcome, Policies, ProducerConfig, PullRequest,
     PulledMessage, Puller, QueueError, Reset, ResetGuard, ResetTo,
 };
-use headwater_stream::{ConsumerName, GroupName};
+use headwater_stream::{ConsumerName, GroupName, MapName};
 use tokio::time::{Instant, sleep, timeout};
 
 use crate::fixture::{Fixture, GROUP, TIMEOUT, eventually};
@@ -383,6 +383,37 @@ async fn a_shared_subscription_reclaims_no_message_before_its_lease_runs_out(
     Ok(())
 }
 
+async fn a_key_of_the_wrong_type_does_not_stop_pulls_of_other_partitions(
+    fixture: Fixture,
+) -> Result<()> {
+    fixture.create(2).await?;
+    let puller = fixture.queue.puller();
+    let pull = async |partition, payload_sent: &str| {
+        fixture.send(partition, None, payload_sent).await?;
+        let pulled = one(&puller, &fixture, request(1)).await?;
+        assert_eq!(payload(&pulled), payload_sent);
+        let settled = settle(&puller, &fixture, &pulled, Outcome::Done).await?;
+        assert_eq!(settled, LeaseResult::Applied);
+        anyhow::Ok(())
+    };
+    pull(1, "first").await?;
+    // The stream of a partition is replaced by a map.
+    let broken = fixture.stream(1).await?;
+    let map = MapName::new(broken.as_str())?;
+    let fields = [("a".to_owned(), "b".into())].into();
+    fixture.backend.delete_stream(&broken).await?;
+    assert!(fixture.backend.map_create(&map, &fields).await?);
+    // For longer than a check of the leases and a probe.
+    let until = Instant::now() + SHORT * 3;
+    while Instant::now() < until {
+        pull(0, "alive").await?;
+        sleep(SHORT / 5).await;
+    }
+    // Once the map is deleted, the partition is pulled again.
+    fixture.backend.map_delete(&map).await?;
+    pull(1, "recovered").await
+}
+
 #[tokio::test]
 async fn pulls_out_of_range_are_rejected() -> Result<()> {
     let fixture = Fixture::embedded().await?;
@@ -433,4 +464,5 @@ on_every_backend!(
     a_waiting_pull_gets_delayed_and_new_messages_and_an_impatient_one_what_is_there,
     a_pulled_group_is_active_and_has_no_owners,
     a_shared_subscription_reclaims_no_message_before_its_lease_runs_out,
+    a_key_of_the_wrong_type_does_not_stop_pulls_of_other_partitions,
 );

@@ -613,6 +613,11 @@ fn handle_all(world: &mut World, entries: usize, outcome: u8) {
     }
 }
 
+fn assert_first_is_kept_alive(world: &World) {
+    let is_kept = |call: &Action| matches!(call, Action::KeepAlive(ids) if ids == &[id(1)]);
+    assert!(world.calls.iter().any(is_kept), "{:?}", world.calls);
+}
+
 #[test]
 fn acknowledgements_go_on_while_a_dead_letter_cannot_be_written() {
     let mut world = World::new(Mode::Shared, MessageOrder::Relaxed);
@@ -629,8 +634,7 @@ fn acknowledgements_go_on_while_a_dead_letter_cannot_be_written() {
     assert!(world.calls.is_empty());
     assert!(world.state.in_flight_ids().contains(&id(1)));
     world.pass_time(LONG);
-    let is_kept = |call: &Action| matches!(call, Action::KeepAlive(ids) if ids == &[id(1)]);
-    assert!(world.calls.iter().any(is_kept), "{:?}", world.calls);
+    assert_first_is_kept_alive(&world);
     let at = world.calls.iter().position(|call| matches!(call, Action::WriteFollowUps(_)));
     world.end_call(at.expect("another attempt"), 15);
     assert_eq!(world.settled, BTreeSet::from([1, 2]));
@@ -657,38 +661,31 @@ fn a_partition_with_too_many_dead_letters_that_cannot_be_written_is_not_read() {
     assert!(world.credits > 0);
 }
 
-/// A subscription whose `reclaim_idle` is long competes with pulls, which use the default.
 #[test]
 fn entries_are_kept_alive_before_a_pull_reassigns_them() {
     let mut world = World::new(Mode::Shared, MessageOrder::Relaxed);
-    let mut settings = settings(Mode::Shared, MessageOrder::Relaxed);
-    settings.config.reclaim_idle = RECLAIM_IDLE_DEFAULT * 12;
-    world.state = PartitionState::new(settings, LIMITS, world.now);
+    world.state.settings.config.reclaim_idle = RECLAIM_IDLE_DEFAULT * 12;
     world.on(PartitionEvent::Started);
     world.calls.clear();
     world.produce(None);
     world.fetch(1, false);
     world.start_handler(0);
     world.pass_time(RECLAIM_IDLE_DEFAULT / 3);
-    let is_kept = |call: &Action| matches!(call, Action::KeepAlive(ids) if ids == &[id(1)]);
-    assert!(world.calls.iter().any(is_kept), "{:?}", world.calls);
+    assert_first_is_kept_alive(&world);
 }
 
 #[test]
 fn a_pulled_entry_is_reclaimed_after_its_lease() {
     let mut world = World::new(Mode::Shared, MessageOrder::Relaxed);
     world.on(PartitionEvent::Started);
-    while !world.calls.is_empty() {
-        world.end_call(0, 15);
-    }
+    world.settle_down();
     // All are idle for `LONG` when they are listed.
     for (n, lease) in [(1, LONG * 2), (2, LONG / 2)] {
         world.leave_pending(None, 1);
-        let consumer = format!("pull:{}:0:a", lease.as_millis());
-        world.pending.insert(n, (consumer, 1));
+        world.pending.insert(n, (format!("pull:{}:0:a", lease.as_millis()), 1));
     }
     world.leave_pending(None, 1);
-    let idle = Duration::from_secs(9);
+    let idle = LONG / 3;
     world.state.reclaims.request(ReclaimPurpose::Orphans, ReclaimScope::Idle(idle));
     world.on(PartitionEvent::Tick);
     world.end_call(0, 15);
