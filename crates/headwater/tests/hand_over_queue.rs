@@ -80,14 +80,14 @@ async fn a_hand_over_has_a_queue_an_assignee_and_a_way_back(database: &str) -> R
     assert_eq!(ticket["hand_over_reason"], "the user asked for a person", "{ticket:#}");
     assert_eq!(ticket["assignee"], Value::Null, "{ticket:#}");
     let since = ticket["handed_over_at"].as_str().context("a time")?.to_owned();
-    assert!(since >= ticket["created_at"].as_str().context("a time")?.to_owned(), "{ticket:#}");
+    assert!(since.as_str() >= ticket["created_at"].as_str().context("a time")?, "{ticket:#}");
     shown(&two, &|ticket| ticket["handed_over"] == true).await?;
     let ticket =
         shown(&answered, &|ticket| ticket["messages"].as_array().map(Vec::len) == Some(2)).await?;
     assert_eq!(ticket["handed_over_at"], Value::Null, "{ticket:#}");
-    assert_eq!(list("handed_over=true").await?, [two.clone(), one.clone()]);
-    assert_eq!(list("handed_over=false").await?, [answered.clone()]);
-    assert_eq!(list("unassigned=true").await?, [two.clone(), one.clone()]);
+    assert_eq!(list("handed_over=true").await?, [two.as_str(), one.as_str()]);
+    assert_eq!(list("handed_over=false").await?, [answered.as_str()]);
+    assert_eq!(list("unassigned=true").await?, [two.as_str(), one.as_str()]);
 
     // Of two people, the first one gets it.
     let (status, taken) = act("ada", &one, "take", json!({})).await?;
@@ -98,8 +98,8 @@ async fn a_hand_over_has_a_queue_an_assignee_and_a_way_back(database: &str) -> R
     assert_eq!((status, &refused["error"]["code"]), (409, &json!("assigned")), "{refused:#}");
     assert!(refused["error"]["message"].to_string().contains("assigned to `ada`"), "{refused:#}");
     assert_eq!(act("eve", &one, "take", json!({})).await?.0, 403);
-    assert_eq!(list("unassigned=true").await?, [two.clone()]);
-    assert_eq!(list("assignee=ada").await?, [one.clone()]);
+    assert_eq!(list("unassigned=true").await?, [two.as_str()]);
+    assert_eq!(list("assignee=ada").await?, [one.as_str()]);
     let why = call(&server, "eve", &format!("/tickets/{one}/why"), None).await?.1;
     assert!(why.to_string().contains("assigned to ada"), "{why:#}");
 
@@ -155,7 +155,7 @@ async fn a_hand_over_has_a_queue_an_assignee_and_a_way_back(database: &str) -> R
 
     // Closing keeps the hand-over; the way back ends it, and the desk answers again.
     act("ada", &two, "close", json!({})).await?;
-    assert_eq!(list("handed_over=true&status=open").await?, [answered.clone(), one.clone()]);
+    assert_eq!(list("handed_over=true&status=open").await?, [answered.as_str(), one.as_str()]);
     let ticket = shown(&two, &|ticket| ticket["status"] == "closed").await?;
     assert_eq!(ticket["assignee"], "Grace", "{ticket:#}");
     gauge(["1", "1"]).await?;

@@ -319,13 +319,13 @@ impl Puller {
         let group = &group_name(group)?;
         let topic = &self.topic_of(topic, leases.iter()).await?;
         let backend = &self.shared.queue.inner.backend;
-        let mut batches: HashMap<(Partition, &ConsumerName), Vec<EntryId>> = HashMap::new();
+        let mut batches: HashMap<(Partition, ConsumerName), Vec<EntryId>> = HashMap::new();
         for lease in leases.iter().filter(|lease| lease.partition < topic.partitions) {
-            batches.entry((lease.partition, &lease.consumer)).or_default().push(lease.id);
+            batches.entry((lease.partition, lease.consumer.clone())).or_default().push(lease.id);
         }
-        let extending = batches.into_iter().map(async |((partition, consumer), mut ids)| {
+        let extending = batches.into_iter().map(|((partition, consumer), mut ids)| async move {
             let stream = keys::stream(topic, partition);
-            match backend.keep_alive(&stream, group, consumer, &ids).await {
+            match backend.keep_alive(&stream, group, &consumer, &ids).await {
                 Ok(gone) => ids.retain(|id| !gone.contains(id)),
                 Err(StreamError::NoGroup { .. }) => ids.clear(),
                 Err(error) => return Err(error.into()),
@@ -336,7 +336,7 @@ impl Puller {
         let extended: Vec<Result<_>> = extending.collect().await;
         let extended: HashMap<_, _> = extended.into_iter().collect::<Result<_>>()?;
         let result = |lease: &MessageLease| {
-            let ids = extended.get(&(lease.partition, &lease.consumer));
+            let ids = extended.get(&(lease.partition, lease.consumer.clone()));
             match ids.is_some_and(|ids| ids.contains(&lease.id)) {
                 true => LeaseResult::Applied,
                 false => LeaseResult::Expired,
