@@ -205,13 +205,22 @@ async fn killing_the_process_while_it_ingests_neither_loses_nor_duplicates_a_row
     let store = env.store();
     let rows =
         ask(&store, "SELECT count(*) AS n, count(DISTINCT message_id) AS m FROM events").await;
-    // A message that was in flight at five kills in a row is a dead letter, and no row.
+    // A message that was in flight at five kills in a row is a dead letter. It is a row, too, if a process was killed between
+    // storing and acknowledging it.
     let letters = env.queue.dead_letters(STREAM).await.unwrap();
     let page = letters.browse(&DeadLetterQuery::default()).await.unwrap();
-    let dead = page.items.len();
-    assert!(dead <= kills / 5, "seed {seed}: {:?}", page.items);
+    assert!(page.items.len() <= kills / 5, "seed {seed}: {:?}", page.items);
+    let mut dead = 0;
+    for letter in &page.items {
+        let data = letter.fields.get("data").expect("it was not replayed");
+        let data: Value = serde_json::from_slice(data).unwrap();
+        let id = data["message_id"].as_str().unwrap();
+        let stored =
+            ask(&store, &format!("SELECT count(*) AS n FROM events WHERE message_id = '{id}'"));
+        dead += usize::from(stored.await == [[json!(0)]]);
+    }
     let stored = json!(count - dead);
-    assert_eq!(rows, [[stored.clone(), stored]], "seed {seed}: {dead} dead letters");
+    assert_eq!(rows, [[stored.clone(), stored]], "seed {seed}: {dead} dead letters without a row");
 }
 
 fn any_seed() -> u64 {

@@ -50,6 +50,7 @@ const CASES: &[(&str, RequiredAccess, Body)] = &[
     ("get /api/v1/status", Read, None),
     ("get /api/v1/me", Read, None),
     ("get /api/v1/overview", Read, None),
+    ("get /api/v1/history", Read, None),
     ("get /api/v1/failures", Read, None),
     ("get /api/v1/failures/{id}", Read, None),
     ("get /api/v1/search", Read, None),
@@ -92,6 +93,7 @@ const CASES: &[(&str, RequiredAccess, Body)] = &[
     ("post /api/v1/issues/{id}/release", Write, None),
     ("post /api/v1/issues/release", Write, Some(|| json!({"integration": "i", "cursor": 1}))),
     ("get /api/v1/outbox/dead", Read, None),
+    ("get /api/v1/outbox/{id}/why", Read, None),
     ("post /api/v1/outbox/{id}/retry", Write, None),
     ("post /api/v1/outbox/retry", Write, Some(|| json!({"integration": "i", "cursor": 1}))),
     ("get /api/v1/sessions", Read, None),
@@ -128,6 +130,7 @@ const CASES: &[(&str, RequiredAccess, Body)] = &[
     ("post /api/v1/topics/{topic}/grow", Admin, Some(|| json!({"partitions": 2}))),
     ("post /api/v1/topics/{topic}/trim", Admin, Some(|| json!({"count": 1}))),
     ("get /api/v1/topics/{topic}/messages", Read, None),
+    ("get /api/v1/topics/{topic}/messages/{id}/why", Read, None),
     ("post /api/v1/topics/{topic}/messages", Write, Some(produce)),
     (
         "post /api/v1/topics/{topic}/messages",

@@ -571,8 +571,10 @@ async fn the_command_counts_webhooks_and_says_why_some_were_rejected() -> Result
     assert!(rejected.contains("shop") && rejected.contains("rejected"), "{rejected}");
 
     // Without a server there is nothing to count.
-    let output = place.run(&["webhook", "list"])?;
-    assert_eq!(output.status.code(), Some(2), "{}", text(&output.stderr));
-    assert!(text(&output.stderr).contains("name it with --url or HEADWATER_URL"));
+    for words in [["webhook", "list"], ["webhook", "rejected"]] {
+        let output = place.run(&words)?;
+        assert_eq!(output.status.code(), Some(2), "{}", text(&output.stderr));
+        assert!(text(&output.stderr).contains("name it with --url or HEADWATER_URL"));
+    }
     Ok(())
 }

@@ -38,7 +38,7 @@ async fn changes_appear_without_a_reload_and_open_details_and_typed_text_stay() 
     // An issue: opened details stay open.
     let issue = ticket["issue_id"].as_i64().unwrap_or_default();
     reader.open(&format!("/console/issues/{issue}")).await?;
-    reader.find("details summary").await?.click().await?;
+    reader.find("details.item summary").await?.click().await?;
     server
         .post(&format!("/api/v1/tickets/{id}/messages"), &json!({"content": "A third one."}))
         .await?;
