@@ -215,9 +215,8 @@ async fn killing_the_process_while_it_ingests_neither_loses_nor_duplicates_a_row
         let data = letter.fields.get("data").expect("it was not replayed");
         let data: Value = serde_json::from_slice(data).unwrap();
         let id = data["message_id"].as_str().unwrap();
-        let stored =
-            ask(&store, &format!("SELECT count(*) AS n FROM events WHERE message_id = '{id}'"));
-        dead += usize::from(stored.await == [[json!(0)]]);
+        let find = format!("SELECT count(*) AS n FROM events WHERE message_id = '{id}'");
+        dead += usize::from(ask(&store, &find).await == [[json!(0)]]);
     }
     let stored = json!(count - dead);
     assert_eq!(rows, [[stored.clone(), stored]], "seed {seed}: {dead} dead letters without a row");
