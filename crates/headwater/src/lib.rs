@@ -17,6 +17,8 @@ pub mod inbound;
 pub mod outbound;
 pub mod tickets;
 
+mod plans;
+
 mod analytics;
 mod api;
 mod http;

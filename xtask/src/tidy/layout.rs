@@ -4,7 +4,7 @@
 const SOURCES: &str = "crates/headwater/src/";
 
 /// What lies directly in [`SOURCES`].
-const ENTRIES: [&str; 18] = [
+const ENTRIES: [&str; 19] = [
     "main.rs",
     "lib.rs",
     "entry.rs",
@@ -19,6 +19,7 @@ const ENTRIES: [&str; 18] = [
     "tickets",
     "desk",
     "outbound",
+    "plans",
     "api",
     "analytics",
     "telemetry",

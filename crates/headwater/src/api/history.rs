@@ -21,12 +21,16 @@ use crate::config;
 use crate::http::ApiError;
 use crate::http::body::JsonResult;
 use crate::http::extract::QueryParams;
+use crate::plans;
 use crate::server::app_state::App;
 use crate::telemetry::history::series::all_series;
 use crate::telemetry::history::{HistoryRange, SAMPLE_EVERY};
 
 /// Maximum points of a response.
 const POINTS_MAX: u64 = 500;
+
+/// Maximum replay plans of a response; the newest.
+const PLAN_MARKS_MAX: usize = 50;
 
 /// Points that the default step aims at.
 const POINTS_DEFAULT: u64 = 120;
@@ -105,10 +109,15 @@ pub(crate) struct HistoryPointDto {
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct HistoryMarkDto {
     at: String,
-    /// `started`: a process started.
+    /// `started`: a process started. `plan`: a replay plan was made.
     kind: &'static str,
-    process: String,
-    version: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    process: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    version: Option<String>,
+    /// Id of the replay plan.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    plan: Option<i64>,
 }
 
 /// Show how metrics changed: counts, sizes and latencies, in steps.
@@ -128,12 +137,27 @@ async fn history(
         processes: point.processes(),
         values: series.iter().map(|one| (one.name, point.sum.value(one.name))).collect(),
     });
-    let marks = read.starts.iter().map(|(process, start)| HistoryMarkDto {
+    let starts = read.starts.iter().map(|(process, start)| HistoryMarkDto {
         at: time(start.at),
         kind: "started",
-        process: process.clone(),
-        version: start.version.clone(),
+        process: Some(process.clone()),
+        version: Some(start.version.clone()),
+        plan: None,
     });
+    // Without the database there are no plans, and `problem` says what is missing.
+    let made = (range.from_ms, range.to_ms);
+    let plans = match read.problem {
+        None => plans::rows::created_between(app.store.as_ref(), made, PLAN_MARKS_MAX).await?,
+        Some(_) => Vec::new(),
+    };
+    let plans = plans.into_iter().map(|(id, created_at)| HistoryMarkDto {
+        at: time(created_at),
+        kind: "plan",
+        process: None,
+        version: None,
+        plan: Some(id),
+    });
+    let marks = starts.chain(plans);
     Ok(Json(HistoryResponse {
         from: at(range.from_ms),
         to: at(range.to_ms),
