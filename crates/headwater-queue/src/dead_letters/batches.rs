@@ -196,11 +196,11 @@ impl DeadLetters {
         if fields.len() > FIELDS_MAX || fields.bytes() > ENTRY_BYTES_MAX {
             return Err(refused("it exceeds the size limit of an entry".to_owned()));
         }
-        let ids = [replay_id(&letter.identity())];
-        let known = self.appended(partition, &ids).await?.pop().flatten();
-        let [once] = ids.map(|id| IdempotentEntry { id, fields });
+        let replay_id = replay_id(&letter.identity());
+        let known = self.appended(partition, std::slice::from_ref(&replay_id)).await?.pop();
+        let once = IdempotentEntry { id: replay_id, fields };
         let sent = self.append_and_delete(partition, &[once], &[id]).await?;
-        Ok((sent[0], known.is_none()))
+        Ok((sent[0], known.flatten().is_none()))
     }
 
     /// Deletes dead letters whose messages were sent before.

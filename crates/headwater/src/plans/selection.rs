@@ -18,7 +18,7 @@ use crate::plans::SCANNED_MAX;
 use crate::plans::cause::cause_of;
 
 /// Time for counting.
-const COUNT_TIME_MAX: Duration = Duration::from_secs(10);
+const COUNT_TIME_MAX: Duration = Duration::from_secs(5);
 
 /// Dead letters of one page while counting.
 const PAGE: usize = 500;
