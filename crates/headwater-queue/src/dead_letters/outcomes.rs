@@ -9,7 +9,7 @@
 //!
 //! Guarantees: exact while groups are neither reset nor deleted, Redis loses no data, and dead letters are not deleted
 //! within a second. Estimates: a message without a group (of another program) is settled when every group has
-//! acknowledged its newest entry; in a partition with more than [`DELAYED_SCANNED_MAX`] delayed messages a retry may be
+//! acknowledged its newest entry; in a partition with more than 10,000 delayed messages a retry may be
 //! taken for settled. Costs: the entries that were appended to the partitions of open messages are read once.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
@@ -30,7 +30,7 @@ use crate::pagination::previous;
 use crate::topic::Partition;
 
 /// Delayed messages of a partition that are searched for retries, earliest first.
-pub const DELAYED_SCANNED_MAX: usize = 10_000;
+const DELAYED_SCANNED_MAX: usize = 10_000;
 
 /// Entries of a partition and dead letters that one call reads; a call that does not reach the end decides nothing.
 const SCANNED_PER_CALL: usize = 20_000;
