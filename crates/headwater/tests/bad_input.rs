@@ -65,6 +65,13 @@ const CASES: &[(&str, RequiredAccess, Body)] = &[
     ("get /api/v1/plans", Read, None),
     ("get /api/v1/plans/{id}", Read, None),
     ("post /api/v1/plans", Write, Some(|| json!({"failure": "f", "dry_run": true}))),
+    (
+        "post /api/v1/plans",
+        Write,
+        Some(
+            || json!({"topics": ["a"], "reason": "r", "key": "k", "from": "2026-01-01T00:00:00Z", "to": "2026-01-02T00:00:00Z"}),
+        ),
+    ),
     ("post /api/v1/plans/{id}/pause", Write, None),
     ("post /api/v1/plans/{id}/resume", Write, None),
     ("post /api/v1/plans/{id}/cancel", Write, None),
@@ -150,6 +157,16 @@ const CASES: &[(&str, RequiredAccess, Body)] = &[
     ("post /api/v1/topics/{topic}/dead-letters/purge", Admin, Some(letters)),
     ("post /api/v1/topics/{topic}/dead-letters/replay", Write, Some(letters_by_id)),
     ("post /api/v1/topics/{topic}/dead-letters/purge", Admin, Some(letters_by_id)),
+    (
+        "post /api/v1/topics/{topic}/dead-letters/{id}/replay",
+        Write,
+        Some(|| json!({"payload": "p"})),
+    ),
+    (
+        "post /api/v1/topics/{topic}/dead-letters/{id}/replay",
+        Write,
+        Some(|| json!({"payload_base64": "cA=="})),
+    ),
     ("get /api/v1/topics/{topic}/groups", Read, None),
     ("delete /api/v1/topics/{topic}/groups/{group}", Admin, None),
     ("get /api/v1/topics/{topic}/groups/{group}", Read, None),

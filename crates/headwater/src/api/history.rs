@@ -5,6 +5,7 @@
 //! says so.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Json;
@@ -12,6 +13,7 @@ use axum::extract::State;
 use headwater_stream::clock::{Clock, SystemClock, Timestamp};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
+use tokio::time::timeout;
 use utoipa::{IntoParams, ToSchema};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
@@ -29,8 +31,9 @@ use crate::telemetry::history::{HistoryRange, SAMPLE_EVERY};
 /// Maximum points of a response.
 const POINTS_MAX: u64 = 500;
 
-/// Maximum replay plans of a response; the newest.
+/// Maximum replay plans of a response, the newest; and the time to read them.
 const PLAN_MARKS_MAX: usize = 50;
+const PLAN_MARKS_TIME_MAX: Duration = Duration::from_millis(500);
 
 /// Points that the default step aims at.
 const POINTS_DEFAULT: u64 = 120;
@@ -144,10 +147,8 @@ async fn history(
         version: Some(start.version.clone()),
         plan: None,
     });
-    // Without the database there are no plans, and `problem` says what is missing.
-    let made = (range.from_ms, range.to_ms);
     let plans = match read.problem {
-        None => plans::rows::created_between(app.store.as_ref(), made, PLAN_MARKS_MAX).await?,
+        None => plans_made(&app, range).await,
         Some(_) => Vec::new(),
     };
     let plans = plans.into_iter().map(|(id, created_at)| HistoryMarkDto {
@@ -168,6 +169,17 @@ async fn history(
         marks: marks.collect(),
         series,
     }))
+}
+
+/// Plans made in this range; none if the database does not answer soon. On a task of its own: a query is not dropped
+/// half-way.
+async fn plans_made(app: &App, range: HistoryRange) -> Vec<(i64, Timestamp)> {
+    let (store, made) = (Arc::clone(&app.store), (range.from_ms, range.to_ms));
+    let reading = tokio::spawn(async move {
+        plans::rows::created_between(store.as_ref(), made, PLAN_MARKS_MAX).await
+    });
+    let read = timeout(PLAN_MARKS_TIME_MAX, reading).await;
+    read.ok().and_then(Result::ok).and_then(Result::ok).unwrap_or_default()
 }
 
 /// The series of these names, in the order of the names.
