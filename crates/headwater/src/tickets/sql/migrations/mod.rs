@@ -59,6 +59,12 @@ const MIGRATIONS: &[Migration] = &[
         postgres: include_str!("postgres/1009_metrics_history.sql"),
         sqlite: include_str!("sqlite/1009_metrics_history.sql"),
     },
+    Migration {
+        version: 1012,
+        description: "overdue drafts",
+        postgres: include_str!("postgres/1012_overdue_drafts.sql"),
+        sqlite: include_str!("sqlite/1012_overdue_drafts.sql"),
+    },
 ];
 
 /// Applies what is missing. Idempotent; several processes may call it at once.
