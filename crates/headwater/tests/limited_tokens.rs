@@ -18,6 +18,9 @@ const SHOP: &str = "shop-shop-shop-shop";
 const WORKS: &str = "works-works-works-works";
 /// In every text of the integration `shop`.
 const MARK: &str = "zebracrossing";
+/// An id that no object has, and such a ticket.
+const NOTHING: &str = "1234567890";
+const NO_TICKET: &str = "/tickets/6f1c1a35-5a0e-4f6f-8f43-3d1f7a1affff";
 
 fn place(url: &str) -> Result<ServerDir> {
     let integration = |id: &str, provider: &str| {
@@ -172,7 +175,9 @@ async fn no_operation_of_the_api_shows_or_changes_another_integration() -> Resul
             }
             // What is refused does not depend on whether the object exists.
             if path.contains('{') {
-                let unknown = address.replace(char::is_numeric, "9");
+                let nothing = ids.keys().map(|kind| (*kind, NOTHING.to_owned())).collect();
+                let unknown =
+                    self::address(path, &nothing).replace("/tickets/1234567890", NO_TICKET);
                 let body = (method == "post").then(|| json!({}));
                 let (again, other) = call(&server, method, &unknown, WORKS, body).await?;
                 assert_eq!(again, status, "{method} {unknown}: {other}");

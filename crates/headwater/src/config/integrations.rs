@@ -298,7 +298,7 @@ impl RawIntegration {
         environment: &[(String, String)],
         secrets: SecretsPolicy,
     ) -> Result<IntegrationSettings, SettingsError> {
-        let id = check_name("[[integration]] id", self.id)?;
+        let id = check_name("[[integration]] id", self.id.clone())?;
         let location = format!("[[integration]] `{id}`");
         let from = (environment, secrets);
         let app = check_app(&location, &self, from)?;

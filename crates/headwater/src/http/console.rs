@@ -139,8 +139,10 @@ fn to_user(principal: Principal, has_session: bool, extensions: &Extensions) -> 
         forwarded.insert(Arc::clone(memory));
     }
     let name = principal.name.clone();
+    // Names of integrations have no comma.
+    let view = principal.integrations.as_ref().map_or(String::new(), |all| all.join(","));
     forwarded.insert(principal);
-    ConsoleUser { name, role, has_session, forwarded }
+    ConsoleUser { name, role, view, has_session, forwarded }
 }
 
 fn refused(refusal: &ApiError) -> Response {
