@@ -170,7 +170,7 @@ pub(crate) fn notification_event_names() -> Vec<&'static str> {
 }
 
 /// An event for a receiver, from either stream.
-enum ReceivedEvent {
+enum NotifiedEvent {
     Ticket(TicketNotification),
     Desk(DeskNotification),
 }
@@ -255,8 +255,8 @@ impl NotificationForwarder {
     /// Sends one event until the receiver accepts or rejects it, the attempts are used up, or the process shuts down.
     async fn forward(&self, topic: &str, message: &Message) -> Outcome {
         let received = match topic {
-            DESK_EVENTS => self.read_desk(message).map(ReceivedEvent::Desk),
-            _ => self.read(message).map(ReceivedEvent::Ticket),
+            DESK_EVENTS => self.read_desk(message).map(NotifiedEvent::Desk),
+            _ => self.read(message).map(NotifiedEvent::Ticket),
         };
         let Some(received) = received else {
             return self.counted("skipped", Outcome::Done);
@@ -266,8 +266,8 @@ impl NotificationForwarder {
         loop {
             let sending = async {
                 match &received {
-                    ReceivedEvent::Ticket(event) => self.sink.notify(event).await,
-                    ReceivedEvent::Desk(event) => self.sink.notify_desk(event).await,
+                    NotifiedEvent::Ticket(event) => self.sink.notify(event).await,
+                    NotifiedEvent::Desk(event) => self.sink.notify_desk(event).await,
                 }
             };
             let sent = timeout(self.config.timeout, sending).await.unwrap_or_else(|_| {

@@ -112,12 +112,12 @@ impl Tickets {
 }
 
 /// What the desk stores with an issue, and whether a run may be about to change it.
-struct IssueState {
+struct HandOverState {
     is_idle: bool,
     fields: Value,
 }
 
-impl IssueState {
+impl HandOverState {
     fn is_handed_over(&self) -> bool {
         self.fields["handed_over"] == true
     }
@@ -126,14 +126,14 @@ impl IssueState {
 async fn issue_state(
     transaction: &mut dyn Transaction,
     draft: &Draft,
-) -> Result<IssueState, TicketError> {
+) -> Result<HandOverState, TicketError> {
     let select = "SELECT processing_status, fields::text FROM issues WHERE id = $1";
     let read = |row: &SqlRow| Ok((row.get::<String>(0)?, row.get::<String>(1)?));
     let parameters = [draft.issue_id.0.into()];
     let found = list(transaction.connection(), "read issue", select, &parameters, read).await?;
     let (status, fields) = found.into_iter().next().unwrap_or_default();
     let fields = serde_json::from_str(&fields).unwrap_or_else(|_| json!({}));
-    Ok(IssueState { is_idle: status == "idle", fields })
+    Ok(HandOverState { is_idle: status == "idle", fields })
 }
 
 /// Sets what the next run of the desk reads: it does not answer any more, until the issue is reopened.
