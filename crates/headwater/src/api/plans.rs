@@ -270,7 +270,7 @@ async fn create(
     principal: Principal,
     JsonBody(request): JsonBody<CreatePlanRequest>,
 ) -> Result<Response, ApiError> {
-    let mut selected = select(&app, operations.queue(), &request).await?;
+    let mut selected = select(&app, &principal, operations.queue(), &request).await?;
     let preview = selection::count(operations.queue(), &mut selected).await?;
     if request.dry_run {
         return Ok(Json(preview_to_dto(preview, &selected)).into_response());
@@ -289,6 +289,7 @@ async fn create(
 
 async fn select(
     app: &App,
+    principal: &Principal,
     queue: &Queue,
     request: &CreatePlanRequest,
 ) -> Result<PlanSelection, ApiError> {
@@ -303,7 +304,8 @@ async fn select(
     let topic = |topic: String| PlanTopic { topic, to: String::new() };
     match (&request.failure, &request.topics) {
         (Some(failure), None) if limits == DeadLetterFilter::default() => {
-            let (place, cause) = failures::dead_letter_cause(app, queue, failure).await?;
+            let (place, cause) =
+                failures::dead_letter_cause(app, principal, queue, failure).await?;
             let topics = vec![topic(place)];
             let (failure, cause) = (Some(failure.clone()), Some(cause));
             Ok(PlanSelection { failure, cause, topics, max_replays, ..PlanSelection::default() })
