@@ -59,6 +59,9 @@ pub const THREAD_ENTRIES_MAX: usize = 400;
 /// Maximum bytes of a conversation stored with an issue; the oldest entries are dropped.
 pub const THREAD_BYTES_MAX: usize = 512 * 1024;
 
+/// Maximum bytes of an answer that listeners see while it is being written; the message that follows is complete.
+pub const PROVISIONAL_BYTES_MAX: usize = 16 * 1024;
+
 /// Maximum bytes of a conversation in a prompt; older entries are left out, and the prompt says how many.
 pub const PROMPT_THREAD_BYTES_MAX: usize = 96 * 1024;
 

@@ -21,6 +21,7 @@ use tracing::warn;
 use crate::config::{
     BusSettings, IntegrationSettings, ModelEndpointSettings, ModelSettings, Provider, Settings,
 };
+use crate::desk::provisional::ProvisionalAnswers;
 use crate::desk::{
     Desk, DeskReply, IntegrationPolicy, LanguageModel, Ledger, ModelEndpoint, OpenAiConfig,
     OpenAiModel, ReplyTarget, ScriptedModel, TicketSearch,
@@ -41,6 +42,8 @@ pub(crate) struct DeskServices {
     pub(crate) ticket_events: TicketEventsConsumer,
     pub(crate) bus: Arc<StreamedBus>,
     pub(crate) sessions: Arc<Sessions>,
+    /// Answers that are being written.
+    pub(crate) provisional: ProvisionalAnswers,
 }
 
 impl DeskServices {
@@ -60,6 +63,7 @@ impl DeskServices {
         let tickets = tickets.with_confirmations(confirmations.clone());
         let (bus, sessions) = sessions(streams, &settings.bus, settings.retention.sessions).await?;
         let models = models(&settings.models)?;
+        let provisional = ProvisionalAnswers::new(streams);
         let first = models.first().context("no model is configured")?;
         let desk = Desk::new(
             Arc::clone(&first.model),
@@ -72,7 +76,8 @@ impl DeskServices {
             .with_models(models)
             .with_policies(settings.integrations.iter().map(policy).collect())
             .with_drafts(Arc::new(tickets.clone()))
-            .with_prompts(Arc::new(tickets.clone()));
+            .with_prompts(Arc::new(tickets.clone()))
+            .with_provisional(provisional.clone());
         let control = bus.control_stream().clone();
         let publisher =
             TicketEventsPublisher::new(Arc::clone(streams), control, Arc::clone(&sessions));
@@ -86,7 +91,8 @@ impl DeskServices {
             Arc::clone(streams),
             settings.desk_reclaim_idle,
         );
-        Ok(Self { tickets, desk: Arc::new(desk), delivery, ticket_events, bus, sessions })
+        let desk = Arc::new(desk);
+        Ok(Self { tickets, desk, delivery, ticket_events, bus, sessions, provisional })
     }
 }
 

@@ -22,6 +22,7 @@ use headwater_issue::{
 use metrics::counter;
 use serde_json::json;
 use tracing::{info, warn};
+use uuid::Uuid;
 
 use crate::desk::breaker::CallPermit;
 use crate::desk::budget::{self, Ledger, ModelRunResult, TokenBudget, TokenReservation};
@@ -40,7 +41,8 @@ use crate::desk::policy::{self, IntegrationPolicy};
 use crate::desk::prompt::{self, SystemPrompt};
 use crate::desk::prompt_template::PromptValues;
 use crate::desk::prompt_versions::{PromptSource, PromptVersions};
-use crate::desk::resolution::{ModelOutcome, record_only, resolve};
+use crate::desk::provisional::{ProvisionalAnswers, ProvisionalWriter};
+use crate::desk::resolution::{ModelOutcome, answer_context, record_only, resolve};
 use crate::desk::session::{RunSession, StepWriter};
 use crate::desk::token_reservations::{OpenReservation, ReservationOutcome, TokenAccounting};
 use crate::desk::tools::{self, SearchScope, TicketSearch};
@@ -132,6 +134,7 @@ pub struct Desk {
     policies: HashMap<String, IntegrationPolicy>,
     drafts: Option<Arc<dyn DraftLookup>>,
     prompts: Option<PromptVersions>,
+    provisional: Option<ProvisionalAnswers>,
 }
 
 impl std::fmt::Debug for Desk {
@@ -147,6 +150,7 @@ struct ModelCall<'a> {
     /// The author of the newest message, whose budget is charged.
     author: Option<&'a ConversationEntry>,
     may_be_empty: bool,
+    provisional: Option<&'a ProvisionalWriter>,
 }
 
 /// Why a run ends without an answer of the model.
@@ -178,8 +182,18 @@ impl Desk {
         let (accounting, step_writer) = (TokenAccounting::new(ledger), StepWriter::new(store));
         let default = ModelEndpoint { id: DEFAULT_MODEL.to_owned(), model, prices: config.prices };
         let models = ModelEndpoints::new(vec![default], config.unreachable_pause);
-        let (policies, drafts, prompts) = (HashMap::new(), None, None);
-        Self { models, search, accounting, step_writer, config, policies, drafts, prompts }
+        let (policies, drafts, prompts, provisional) = (HashMap::new(), None, None, None);
+        Self {
+            models,
+            search,
+            accounting,
+            step_writer,
+            config,
+            policies,
+            drafts,
+            prompts,
+            provisional,
+        }
     }
 
     /// Sets the models, in the order in which runs try them, instead of the one of [`new`](Self::new). A run goes on with the
@@ -214,6 +228,27 @@ impl Desk {
         Self { prompts: Some(PromptVersions::new(prompts)), ..self }
     }
 
+    /// Sets where listeners of tickets see answers while they are being written. Without it, they do not.
+    pub(crate) fn with_provisional(self, provisional: ProvisionalAnswers) -> Self {
+        Self { provisional: Some(provisional), ..self }
+    }
+
+    /// Shows the answer to the listeners of the ticket while the model writes it, if it is certain to be posted.
+    fn provisional_writer(
+        &self,
+        run: &Run,
+        conversation: &Conversation,
+        policy: &IntegrationPolicy,
+        message_id: Uuid,
+    ) -> Option<ProvisionalWriter> {
+        let provisional = self.provisional.as_ref().filter(|_| run.issue().provider == "desk")?;
+        if !policy.is_certainly_auto(&answer_context(conversation, &[])) {
+            return None;
+        }
+        let ticket_id = Uuid::parse_str(&run.issue().external_issue_id).ok()?;
+        Some(provisional.write((ticket_id, message_id, run.epoch().0), str::to_owned))
+    }
+
     /// The prompt of the integration of an issue. If it is unknown, the run is deferred without an attempt.
     async fn system_prompt(&self, issue: &Issue) -> Result<SystemPrompt, HandlerError> {
         let Some(prompts) = &self.prompts else { return Ok(SystemPrompt::built_in()) };
@@ -243,7 +278,16 @@ impl Desk {
     /// Waits a bounded time for pending token settlements, and until the sessions of runs without a result are stored.
     /// Call it after the last run has ended.
     pub async fn close(&self) {
-        tokio::join!(self.accounting.wait_until_settled(), self.step_writer.close());
+        let closing_provisional = async {
+            if let Some(provisional) = &self.provisional {
+                provisional.close().await;
+            }
+        };
+        tokio::join!(
+            self.accounting.wait_until_settled(),
+            self.step_writer.close(),
+            closing_provisional
+        );
     }
 
     /// Calls the model, and the tools it requests, until it answers without a tool call.
@@ -254,6 +298,7 @@ impl Desk {
         conversation: &Conversation,
         session: &RunSession<'_>,
         record: &mut ModelRunRecord<'_>,
+        provisional: Option<&ProvisionalWriter>,
     ) -> Result<ModelOutcome, Stop> {
         let specs = tools::specs(run.issue());
         let tokens_max = self.config.output_tokens_max;
@@ -272,7 +317,7 @@ impl Desk {
                 prompt.tools.clear();
             }
             let may_be_empty = !outcome.effects.is_empty();
-            let call = ModelCall { run, prompt: &prompt, author, may_be_empty };
+            let call = ModelCall { run, prompt: &prompt, author, may_be_empty, provisional };
             let completing = self.complete(&call, &mut endpoints, session, record);
             let answer = match completing.await {
                 Ok(answered) => answered,
@@ -457,7 +502,7 @@ impl Desk {
     /// Calls one endpoint once, within the token budgets.
     async fn call_endpoint(
         &self,
-        &ModelCall { run, prompt, author, may_be_empty }: &ModelCall<'_>,
+        &ModelCall { run, prompt, author, may_be_empty, provisional }: &ModelCall<'_>,
         GuardedModel { endpoint, label, .. }: &GuardedModel,
         permit: CallPermit<'_>,
         record: &mut ModelRunRecord<'_>,
@@ -475,8 +520,13 @@ impl Desk {
         // If newer events cancel the run here, dropping `open` settles it with the prompt tokens, and dropping `record`
         // records them.
         record.begin_call(label, endpoint.prices, prompt_tokens);
+        // What an earlier call wrote is not the answer.
+        provisional.inspect(|writer| writer.clear());
+        let show = |chunk: &str| {
+            provisional.inspect(|writer| writer.append(chunk));
+        };
         let answered = match endpoint.model.complete(prompt).await {
-            Ok(chunks) => chunks.collect().await,
+            Ok(chunks) => chunks.collect_with(show).await,
             Err(error) => Err(error),
         };
         let answer = match answered {
@@ -537,7 +587,17 @@ impl IssueHandler for Desk {
         let time_max = run.time_left() * 9 / 10;
         let mut record = ModelRunRecord::new(&self.accounting, &run, system.version);
         let telling = (&system, endpoints);
-        let answering = self.run_model(&run, telling, &conversation, &session, &mut record);
+        let message_id = Uuid::now_v7();
+        let provisional = self.provisional_writer(&run, &conversation, policy, message_id);
+        let provisional_text = provisional.as_ref();
+        let answering = self.run_model(
+            &run,
+            telling,
+            &conversation,
+            &session,
+            &mut record,
+            provisional_text,
+        );
         let answering = tokio::time::timeout(time_max, answering);
         let outcome = answering.await.unwrap_or_else(|_| {
             let problem = format!("no answer within {time_max:?}");
@@ -546,6 +606,7 @@ impl IssueHandler for Desk {
         let (outcome, result) = match outcome {
             Ok(outcome) => (outcome.or_default_text(), ModelRunResult::Done),
             Err(stop) => {
+                provisional.as_ref().inspect(|writer| writer.clear());
                 let outcome = match self.after_stop(&run, stop) {
                     Ok(outcome) => outcome,
                     Err(error) => {
@@ -558,7 +619,7 @@ impl IssueHandler for Desk {
             }
         };
         let (usage, cost) = (record.usage(), record.cost());
-        let outcome = ModelOutcome { usage, cost, ..outcome };
+        let outcome = ModelOutcome { usage, cost, message_id: Some(message_id), ..outcome };
         let mut resolution =
             resolve(self.config.supersede_max, &run, &conversation, outcome, &session, policy);
         // Query the database instead of relying on notifications. If there are newer events, the worker cancels this
@@ -567,6 +628,7 @@ impl IssueHandler for Desk {
         tokio::task::yield_now().await;
         // After the last await: a run that is superseded before leaves its session and its record, too.
         record.finish(result);
+        provisional.into_iter().for_each(ProvisionalWriter::finish);
         resolution.outbox.extend(session.into_rows());
         Ok(resolution)
     }

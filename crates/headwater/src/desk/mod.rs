@@ -28,6 +28,8 @@ pub mod prompt_versions;
 
 pub(crate) mod session;
 
+pub(crate) mod provisional;
+
 mod resolution;
 
 pub mod handler;

@@ -87,6 +87,21 @@ impl IntegrationPolicy {
         if is_agent { Author::Agent } else { Author::User }
     }
 
+    /// Whether an answer is certain to be posted without approval, whichever tools the model calls and whenever it ends. The
+    /// tools and the hour of `context` are not read.
+    pub(crate) fn is_certainly_auto(&self, context: &AnswerContext<'_>) -> bool {
+        for rule in &self.rules {
+            let always = ModeRule { tools: Vec::new(), hours: None, ..rule.clone() };
+            match (always.matches(context), rule.mode) {
+                (false, _) => {}
+                (true, ReplyMode::Draft | ReplyMode::Note) => return false,
+                (true, ReplyMode::Auto) if always == *rule => return true,
+                (true, ReplyMode::Auto) => {}
+            }
+        }
+        self.mode == ReplyMode::Auto
+    }
+
     /// The mode of an answer, and what chose it.
     pub(crate) fn choose_mode(&self, context: &AnswerContext<'_>) -> (ReplyMode, String) {
         match self.rules.iter().position(|rule| rule.matches(context)) {

@@ -152,8 +152,15 @@ pub(crate) async fn run(
     .context("failed to start the sweeper")?;
 
     // Outbound: the outbox delivers replies and events after the commit.
-    let DeskServices { tickets, delivery: replies, ticket_events: intake, bus, sessions, desk } =
-        desk;
+    let DeskServices {
+        tickets,
+        delivery: replies,
+        ticket_events: intake,
+        bus,
+        sessions,
+        desk,
+        provisional,
+    } = desk;
     let outbox = Outbox::new(Arc::clone(&store), replies, outbox_config(&settings.work))
         .context("failed to start the outbox")?;
 
@@ -188,6 +195,7 @@ pub(crate) async fn run(
         webhook_log: WebhookLog::default(),
         history: Arc::clone(&history),
         listeners: SseListeners::default(),
+        provisional,
         shutdown: shutdown.clone(),
     });
     let server = Arc::new(ServerState {

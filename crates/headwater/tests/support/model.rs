@@ -36,6 +36,8 @@ pub(crate) enum ModelFault {
     StallMidAnswer,
     /// Closes the connection in the middle of the answer.
     HangUpMidAnswer,
+    /// Streams these pieces, each when [`FakeModel::write`] allows it, and then ends the answer.
+    Pieces(&'static [&'static str]),
 }
 
 /// A received request.
@@ -56,6 +58,8 @@ struct Inner {
     plans: Mutex<HashMap<&'static str, VecDeque<ModelFault>>>,
     requests: Mutex<Vec<ModelRequest>>,
     gate: Semaphore,
+    /// Permits for [`ModelFault::Pieces`].
+    pieces: Arc<Semaphore>,
     /// Reported token usage of each answer.
     tokens: (u64, u64),
 }
@@ -66,7 +70,8 @@ impl FakeModel {
     /// Starts a blocked service; returns it and its URL.
     pub(crate) async fn start(tokens: (u64, u64)) -> Result<(Self, String)> {
         let (plans, requests) = (Mutex::default(), Mutex::default());
-        let inner = Arc::new(Inner { plans, requests, gate: Semaphore::new(0), tokens });
+        let (gate, pieces) = (Semaphore::new(0), Arc::new(Semaphore::new(0)));
+        let inner = Arc::new(Inner { plans, requests, gate, pieces, tokens });
         let model = Self { inner };
         let router =
             Router::new().route("/v1/chat/completions", post(complete)).with_state(model.clone());
@@ -87,6 +92,11 @@ impl FakeModel {
     /// Answers all requests from now on.
     pub(crate) fn unblock(&self) {
         self.inner.gate.add_permits(1_000_000);
+    }
+
+    /// Lets `count` more pieces of [`ModelFault::Pieces`] be written, also by later answers. The end of an answer needs one, too.
+    pub(crate) fn write(&self, count: usize) {
+        self.inner.pieces.add_permits(count);
     }
 
     /// Sets the faults of the next requests that contain this word; afterwards they are answered.
@@ -139,6 +149,19 @@ async fn complete(State(model): State<FakeModel>, Json(body): Json<Value>) -> Re
             streamed(stream::iter([partial_answer()]).chain(stream::pending()).boxed())
         }
         Some(ModelFault::HangUpMidAnswer) => streamed(stream::iter([partial_answer()]).boxed()),
+        Some(ModelFault::Pieces(texts)) => {
+            let texts = texts.iter().map(|text| chunk(text, None));
+            let all = texts.chain([chunk("", Some("stop"))]).collect::<Vec<_>>();
+            let pieces = Arc::clone(&model.inner.pieces);
+            let paced = stream::iter(all).then(move |piece| {
+                let pieces = Arc::clone(&pieces);
+                async move {
+                    pieces.acquire().await.expect("never closed").forget();
+                    piece
+                }
+            });
+            streamed(paced.boxed())
+        }
         None => streamed(stream::iter(answer(model.inner.tokens)).boxed()),
     }
 }
