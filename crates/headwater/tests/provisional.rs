@@ -114,7 +114,16 @@ async fn a_listener_sees_the_answer_grow_until_its_message_replaces_it() -> Resu
     // One who joins later gets what is written so far.
     let mut late = Listener::open(&server, &ticket).await?;
     late.text("Your parcel").await?;
-    let follow = place.command(&["ticket", "follow", &ticket, "--json", "--count", "2", "--url", &server.url("")]);
+    let follow = place.command(&[
+        "ticket",
+        "follow",
+        &ticket,
+        "--json",
+        "--count",
+        "2",
+        "--url",
+        &server.url(""),
+    ]);
     let follow = tokio::process::Command::from(follow).stdout(Stdio::piped()).spawn()?;
     model.write(1);
     let second = listener.text("Your parcel arrives").await?;
@@ -174,13 +183,18 @@ async fn listeners_of_every_process_see_the_answer_of_the_process_that_runs_it()
     let path = "/api/v1/topics/streaming:mq:desk:provisional/messages";
     let forged = json!({"messages": [{"payload": "x"}], "create": true});
     let (_, before) = one.post(path, &forged).await?;
-    assert_eq!(redis.command(&["XLEN", "streaming:mq:desk:provisional"])?.int(), length, "{before}");
+    assert_eq!(
+        redis.command(&["XLEN", "streaming:mq:desk:provisional"])?.int(),
+        length,
+        "{before}"
+    );
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn an_answer_that_needs_an_approval_or_may_need_one_is_never_shown() -> Result<()> {
-    let rule = |rule: &str| format!("mode = \"auto\"\n[[integration.rule]]\nmode = \"draft\"\n{rule}");
+    let rule =
+        |rule: &str| format!("mode = \"auto\"\n[[integration.rule]]\nmode = \"draft\"\n{rule}");
     for (policy, is_posted) in [
         ("mode = \"draft\"".to_owned(), false),
         ("mode = \"note\"".to_owned(), false),
@@ -202,7 +216,9 @@ async fn an_answer_that_needs_an_approval_or_may_need_one_is_never_shown() -> Re
         if is_posted {
             seen = listener.answer().await?.1;
         } else {
-            server.until("/api/v1/drafts?status=all", |_, body| body["drafts"] != json!([])).await?;
+            server
+                .until("/api/v1/drafts?status=all", |_, body| body["drafts"] != json!([]))
+                .await?;
             // A message of a person is the last event; whatever was shown came before.
             let message = json!({"content": "I take over", "author": "agent"});
             server.post(&format!("/api/v1/tickets/{ticket}/messages"), &message).await?;
@@ -210,7 +226,10 @@ async fn an_answer_that_needs_an_approval_or_may_need_one_is_never_shown() -> Re
             assert_eq!(last["author"], "agent", "{policy}");
         }
         let names: Vec<&str> = seen.iter().map(|(name, _)| name.as_str()).collect();
-        assert!(!names.contains(&"provisional") && !names.contains(&"withdrawn"), "{policy}: {names:?}");
+        assert!(
+            !names.contains(&"provisional") && !names.contains(&"withdrawn"),
+            "{policy}: {names:?}"
+        );
     }
     Ok(())
 }

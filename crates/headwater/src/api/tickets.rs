@@ -13,6 +13,7 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 use uuid::Uuid;
 
+use crate::api::issues::UsageDto;
 use crate::api::tickets_sse;
 use crate::api::why::{self, WhyResponse};
 use crate::http::ApiError;
@@ -197,6 +198,7 @@ struct TicketMessagesQuery {
 pub(crate) struct TicketResponse {
     #[serde(flatten)]
     ticket: TicketDto,
+    usage: UsageDto,
     messages: Vec<TicketMessageDto>,
     /// Cursor of further messages: pass it to `/messages`.
     next_cursor: Option<i64>,
@@ -211,7 +213,9 @@ async fn show(
 ) -> JsonResult<TicketResponse> {
     let ticket = app.tickets.ticket(id).await?.ok_or(TicketError::NotFound(id))?;
     let TicketMessagePage { messages, next_cursor } = message_page(&app, id, 0, PAGE_MAX).await?;
-    Ok(Json(TicketResponse { ticket: ticket_to_dto(&ticket), messages, next_cursor }))
+    let usage = app.tickets.issue_usage(ticket.issue_id).await?.into();
+    let ticket = ticket_to_dto(&ticket);
+    Ok(Json(TicketResponse { ticket, usage, messages, next_cursor }))
 }
 
 /// A page of messages.

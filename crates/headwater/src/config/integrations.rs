@@ -11,6 +11,7 @@ use serde::Deserialize;
 
 use crate::config::endpoints::{self, CheckedModelEndpoint, RawModelEndpoint};
 use crate::config::error::SettingsError;
+use crate::config::redactions::RedactionSettings;
 use crate::config::value_type::{ValueType, time};
 use crate::desk::{ModeRule, ReplyMode};
 use crate::outbound::notifications::NotificationConfig;
@@ -146,6 +147,7 @@ pub(crate) struct Lists {
     pub(crate) notifications: Vec<NotificationSettings>,
     pub(crate) tokens: Vec<TokenSettings>,
     pub(crate) endpoints: Vec<CheckedModelEndpoint>,
+    pub(crate) redactions: Vec<RedactionSettings>,
 }
 
 /// Whether the command needs the secrets of the settings.
@@ -166,6 +168,8 @@ pub(crate) struct ListSections {
     notifications: Vec<RawNotification>,
     #[serde(default, rename = "token")]
     tokens: Vec<RawToken>,
+    #[serde(default, rename = "redaction")]
+    redactions: Vec<RedactionSettings>,
     /// `endpoint` of the section `model`.
     #[serde(default, rename = "model.endpoint")]
     endpoints: Vec<RawModelEndpoint>,
@@ -329,7 +333,8 @@ impl ListSections {
                     "two [[token]] sections have the same token; each must be unique",
                 )
             })?;
-        Ok(Lists { integrations, notifications, tokens, endpoints })
+        let redactions = self.redactions;
+        Ok(Lists { integrations, notifications, tokens, endpoints, redactions })
     }
 }
 

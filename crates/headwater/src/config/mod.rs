@@ -11,6 +11,7 @@ mod endpoints;
 mod error;
 mod integrations;
 mod redact;
+mod redactions;
 mod sources;
 mod table;
 mod value_type;
@@ -24,6 +25,7 @@ use headwater_bus::{BreakerConfig, Namespace, StreamedBusConfig};
 use headwater_stream::Retention;
 use secrecy::{ExposeSecret, SecretString};
 
+use crate::desk::redaction::RedactionRules;
 use crate::desk::{DeskConfig, Prices, SearchScope, TokenBudget};
 use crate::server::stream_options::PasswordSource;
 
@@ -35,6 +37,7 @@ pub(crate) use crate::config::integrations::{
 };
 use crate::config::integrations::{ListSections, Lists};
 pub(crate) use crate::config::redact::url as shown_url;
+pub(crate) use crate::config::redactions::RedactionSettings;
 pub(crate) use crate::config::sources::{FILE_VARIABLE, RawSettings, SettingSource, SettingValues};
 pub(crate) use crate::config::table::{Setting, TABLE};
 pub(crate) use crate::config::value_type::{ValueType, time};
@@ -91,6 +94,10 @@ pub(crate) struct Settings {
     pub(crate) integrations: Vec<IntegrationSettings>,
     /// Receivers of ticket events.
     pub(crate) notifications: Vec<NotificationSettings>,
+    /// What is replaced by placeholders before a model sees it.
+    pub(crate) redaction: Arc<RedactionRules>,
+    /// The custom patterns of it.
+    pub(crate) redactions: Vec<RedactionSettings>,
     /// Tokens. Empty: every local client is an admin.
     pub(crate) tokens: Vec<TokenSettings>,
     /// Name, value, source and description of each setting, without secrets.
@@ -274,7 +281,7 @@ pub(crate) fn load(
         }
         None => (toml::Table::new(), None),
     };
-    let lists = ["integration", "notification", "token"].into_iter();
+    let lists = ["integration", "notification", "redaction", "token"].into_iter();
     let mut lists: toml::Table =
         lists.filter_map(|list| Some((list.to_owned(), file.remove(list)?))).collect();
     match file.get_mut("model") {
@@ -309,7 +316,7 @@ fn unreadable(path: &std::path::Path, error: &toml::de::Error) -> SettingsError 
 impl Settings {
     fn from_values(
         values: &SettingValues,
-        Lists { integrations, notifications, tokens, endpoints }: Lists,
+        Lists { integrations, notifications, tokens, endpoints, redactions }: Lists,
     ) -> Result<Self, SettingsError> {
         let read = SettingsReader(values);
         let http = HttpSettings {
@@ -412,6 +419,8 @@ impl Settings {
             telemetry,
             integrations,
             notifications,
+            redaction: Arc::new(redactions::rules(&redactions, read.text("desk.redact"))?),
+            redactions,
             tokens,
             shown: Arc::new(docs::shown(values)),
         };

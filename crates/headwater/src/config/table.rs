@@ -8,6 +8,7 @@
 use std::time::Duration;
 
 use crate::config::value_type::ValueType;
+use crate::desk::redaction::BUILT_IN;
 
 /// One setting.
 #[derive(Debug)]
@@ -144,6 +145,8 @@ pub(crate) const TABLE: &[Setting] = &[
         "How many times in a row newer events may supersede a run of the desk before it must finish."),
     setting("desk.search", "own", ValueType::Choice(&["own", "all"]),
         "Which earlier tickets the model may search: `own` (those of the same user) or `all`."),
+    setting("desk.redact", "", ValueType::Words(BUILT_IN),
+        "Personal data that is replaced by placeholders before a model sees it, and restored in its reply. `[[redaction]]` sections add patterns. Empty: only those."),
     setting("desk.reclaim_idle", "5m", ValueType::Time { min: Duration::from_millis(100), max: seconds(86_400) },
         "How long an entry of `ticket_events` stays pending with an inactive consumer before it is reclaimed."),
 

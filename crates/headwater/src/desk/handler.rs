@@ -42,6 +42,7 @@ use crate::desk::prompt::{self, SystemPrompt};
 use crate::desk::prompt_template::PromptValues;
 use crate::desk::prompt_versions::{PromptSource, PromptVersions};
 use crate::desk::provisional::{ProvisionalAnswers, ProvisionalWriter};
+use crate::desk::redaction::{Redaction, RedactionRules};
 use crate::desk::resolution::{ModelOutcome, answer_context, record_only, resolve};
 use crate::desk::session::{RunSession, StepWriter};
 use crate::desk::token_reservations::{OpenReservation, ReservationOutcome, TokenAccounting};
@@ -135,6 +136,8 @@ pub struct Desk {
     drafts: Option<Arc<dyn DraftLookup>>,
     prompts: Option<PromptVersions>,
     provisional: Option<ProvisionalAnswers>,
+    /// Without it, nothing is redacted.
+    redaction: Option<Arc<RedactionRules>>,
 }
 
 impl std::fmt::Debug for Desk {
@@ -182,17 +185,17 @@ impl Desk {
         let (accounting, step_writer) = (TokenAccounting::new(ledger), StepWriter::new(store));
         let default = ModelEndpoint { id: DEFAULT_MODEL.to_owned(), model, prices: config.prices };
         let models = ModelEndpoints::new(vec![default], config.unreachable_pause);
-        let (policies, drafts, prompts, provisional) = (HashMap::new(), None, None, None);
         Self {
             models,
             search,
             accounting,
             step_writer,
             config,
-            policies,
-            drafts,
-            prompts,
-            provisional,
+            policies: HashMap::new(),
+            drafts: None,
+            prompts: None,
+            provisional: None,
+            redaction: None,
         }
     }
 
@@ -233,6 +236,11 @@ impl Desk {
         Self { provisional: Some(provisional), ..self }
     }
 
+    /// Sets what is replaced by placeholders before the model sees it.
+    pub(crate) fn with_redaction(self, rules: Arc<RedactionRules>) -> Self {
+        Self { redaction: Some(rules), ..self }
+    }
+
     /// Shows the answer to the listeners of the ticket while the model writes it, if it is certain to be posted.
     fn provisional_writer(
         &self,
@@ -240,13 +248,16 @@ impl Desk {
         conversation: &Conversation,
         policy: &IntegrationPolicy,
         message_id: Uuid,
+        redaction: &Redaction,
     ) -> Option<ProvisionalWriter> {
         let provisional = self.provisional.as_ref().filter(|_| run.issue().provider == "desk")?;
         if !policy.is_certainly_auto(&answer_context(conversation, &[])) {
             return None;
         }
         let ticket_id = Uuid::parse_str(&run.issue().external_issue_id).ok()?;
-        Some(provisional.write((ticket_id, message_id, run.epoch().0), str::to_owned))
+        let redaction = redaction.clone();
+        let to_shown = move |text: &str| redaction.restore_beginning(text);
+        Some(provisional.write((ticket_id, message_id, run.epoch().0), to_shown))
     }
 
     /// The prompt of the integration of an issue. If it is unknown, the run is deferred without an attempt.
@@ -298,11 +309,13 @@ impl Desk {
         conversation: &Conversation,
         session: &RunSession<'_>,
         record: &mut ModelRunRecord<'_>,
-        provisional: Option<&ProvisionalWriter>,
+        (redaction, provisional): (&Redaction, Option<&ProvisionalWriter>),
     ) -> Result<ModelOutcome, Stop> {
+        // Only the model and the session see placeholders; tools, budgets and replies have the values.
+        let redacted = redaction.conversation(conversation);
         let specs = tools::specs(run.issue());
         let tokens_max = self.config.output_tokens_max;
-        let mut prompt = prompt::render(system, conversation, specs.clone(), tokens_max);
+        let mut prompt = prompt::render(system, &redacted, specs.clone(), tokens_max);
         let inputs = json!({
             "prompt_version": system.version,
             "issue_id": run.issue().id.0, "epoch": run.epoch().0, "attempt": run.attempt(),
@@ -325,7 +338,7 @@ impl Desk {
                     if thread_bytes_max > PROMPT_THREAD_BYTES_MIN =>
                 {
                     thread_bytes_max /= 2;
-                    prompt::trim(&mut prompt, conversation, thread_bytes_max);
+                    prompt::trim(&mut prompt, &redacted, thread_bytes_max);
                     continue;
                 }
                 // The service accepted the lower limit, and does not allow this one.
@@ -351,7 +364,7 @@ impl Desk {
                 }
                 None => {}
             }
-            outcome.text = answer.text.clone();
+            outcome.text = redaction.restore(&answer.text);
             if answer.calls.is_empty() {
                 return Ok(outcome);
             }
@@ -368,7 +381,9 @@ impl Desk {
             for call in &answer.calls {
                 let user = conversation.user_id.as_deref();
                 let (search, scope) = (self.search.as_ref(), self.config.search);
-                let result = tools::call(call, &specs, run.issue(), search, scope, user).await;
+                let real = redaction.restore_call(call);
+                let result = tools::call(&real, &specs, run.issue(), search, scope, user).await;
+                let result = redaction.redact_outcome(result);
                 session.record_tool_call(call, &result);
                 outcome.tools.push(call.name.clone());
                 let content = result.content;
@@ -588,16 +603,11 @@ impl IssueHandler for Desk {
         let mut record = ModelRunRecord::new(&self.accounting, &run, system.version);
         let telling = (&system, endpoints);
         let message_id = Uuid::now_v7();
-        let provisional = self.provisional_writer(&run, &conversation, policy, message_id);
-        let provisional_text = provisional.as_ref();
-        let answering = self.run_model(
-            &run,
-            telling,
-            &conversation,
-            &session,
-            &mut record,
-            provisional_text,
-        );
+        let redaction = self.redaction.as_ref().map(Redaction::new).unwrap_or_default();
+        let provisional =
+            self.provisional_writer(&run, &conversation, policy, message_id, &redaction);
+        let texts = (&redaction, provisional.as_ref());
+        let answering = self.run_model(&run, telling, &conversation, &session, &mut record, texts);
         let answering = tokio::time::timeout(time_max, answering);
         let outcome = answering.await.unwrap_or_else(|_| {
             let problem = format!("no answer within {time_max:?}");

@@ -24,6 +24,8 @@ pub mod prompt;
 pub mod prompt_template;
 pub mod tools;
 
+pub(crate) mod redaction;
+
 pub mod prompt_versions;
 
 pub(crate) mod session;

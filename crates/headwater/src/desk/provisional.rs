@@ -172,10 +172,10 @@ impl ProvisionalAnswers {
     /// Listens to a ticket until the result is dropped.
     pub(crate) fn listen(&self, ticket_id: Uuid) -> ProvisionalListener {
         let mut listened = self.lock();
-        let ticket = listened.by_id.entry(ticket_id).or_insert_with(|| ListenedTicket {
-            listeners: 0,
-            newest: watch::Sender::new(None),
-        });
+        let ticket = listened
+            .by_id
+            .entry(ticket_id)
+            .or_insert_with(|| ListenedTicket { listeners: 0, newest: watch::Sender::new(None) });
         ticket.listeners += 1;
         let mut newest = ticket.newest.subscribe();
         // A listener that joins gets the answer that is being written.
@@ -198,8 +198,7 @@ impl ProvisionalAnswers {
         to_shown: impl Fn(&str) -> String + Send + Sync + 'static,
     ) -> ProvisionalWriter {
         let written = Arc::new(WrittenText::default());
-        let answer =
-            ProvisionalAnswer { ticket_id, message_id, epoch, sequence: 0, content: None };
+        let answer = ProvisionalAnswer { ticket_id, message_id, epoch, sequence: 0, content: None };
         let publishing = self.clone().publish(answer, Arc::clone(&written), to_shown);
         self.channel.tasks.spawn(publishing);
         ProvisionalWriter { written }
@@ -328,7 +327,8 @@ impl ProvisionalAnswers {
             }
         };
         let due: Vec<Uuid> = {
-            let is_due = |id: &&Uuid| announced.get(*id).is_none_or(|at| at.elapsed() >= ANNOUNCE_EVERY);
+            let is_due =
+                |id: &&Uuid| announced.get(*id).is_none_or(|at| at.elapsed() >= ANNOUNCE_EVERY);
             self.lock().by_id.keys().filter(is_due).copied().collect()
         };
         for tickets in due.chunks(ANNOUNCEMENTS_AT_ONCE) {
@@ -349,7 +349,8 @@ impl ProvisionalAnswers {
             let is_own = entry.fields.get("process").map(|name| name.as_ref())
                 == Some(self.channel.process.as_bytes());
             let data = entry.fields.get("data").filter(|_| !is_own);
-            let answer = data.and_then(|data| serde_json::from_slice::<ProvisionalAnswer>(data).ok());
+            let answer =
+                data.and_then(|data| serde_json::from_slice::<ProvisionalAnswer>(data).ok());
             if let Some(answer) = answer {
                 self.deliver(&answer);
             }

@@ -178,7 +178,10 @@ impl ModelOutcome {
 }
 
 /// What the rules of a policy are compared with.
-pub(super) fn answer_context<'a>(conversation: &'a Conversation, tools: &'a [String]) -> AnswerContext<'a> {
+pub(super) fn answer_context<'a>(
+    conversation: &'a Conversation,
+    tools: &'a [String],
+) -> AnswerContext<'a> {
     let author = conversation.newest_user_message();
     let of_users = conversation.pending.iter().filter(|entry| entry.author == Author::User);
     let hour = budget::now().as_millis() / (60 * 60 * 1000) % 24;

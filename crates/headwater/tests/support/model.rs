@@ -26,6 +26,8 @@ pub(crate) enum ModelFault {
     ServerError,
     /// This status with a body of this content type.
     Respond(u16, &'static str, &'static str),
+    /// Redirects to this URL.
+    Redirect(&'static str),
     /// Streams this text, ended by this finish reason.
     Finish(&'static str, &'static str),
     /// Streams a refusal instead of text.
@@ -36,6 +38,8 @@ pub(crate) enum ModelFault {
     StallMidAnswer,
     /// Closes the connection in the middle of the answer.
     HangUpMidAnswer,
+    /// Calls this tool with these arguments.
+    Call(&'static str, &'static str),
     /// Streams these pieces, each when [`FakeModel::write`] allows it, and then ends the answer.
     Pieces(&'static [&'static str]),
 }
@@ -136,6 +140,9 @@ async fn complete(State(model): State<FakeModel>, Json(body): Json<Value>) -> Re
             let headers = [(header::CONTENT_TYPE, kind), (header::LOCATION, "/elsewhere")];
             (status, headers, body).into_response()
         }
+        Some(ModelFault::Redirect(url)) => {
+            (StatusCode::TEMPORARY_REDIRECT, [(header::LOCATION, url)]).into_response()
+        }
         Some(ModelFault::Finish(text, reason)) => {
             streamed(stream::iter([chunk(text, Some(reason))]).boxed())
         }
@@ -149,6 +156,12 @@ async fn complete(State(model): State<FakeModel>, Json(body): Json<Value>) -> Re
             streamed(stream::iter([partial_answer()]).chain(stream::pending()).boxed())
         }
         Some(ModelFault::HangUpMidAnswer) => streamed(stream::iter([partial_answer()]).boxed()),
+        Some(ModelFault::Call(name, arguments)) => {
+            let call = json!({"index": 0, "id": "call-1", "type": "function",
+                "function": {"name": name, "arguments": arguments}});
+            let call = json!({"choices": [{"delta": {"tool_calls": [call]}, "finish_reason": "tool_calls"}]});
+            streamed(stream::iter([Bytes::from(format!("data: {call}\n\n"))]).boxed())
+        }
         Some(ModelFault::Pieces(texts)) => {
             let texts = texts.iter().map(|text| chunk(text, None));
             let all = texts.chain([chunk("", Some("stop"))]).collect::<Vec<_>>();

@@ -347,6 +347,9 @@ fn conversation(style: OutputStyle, ticket: &Value, why: &Value) -> Result<(), C
         moment(ticket["created_at"].as_str()),
     );
     output::print_wrapped(style, "", &about)?;
+    if ticket["usage"]["runs"].as_i64() > Some(0) {
+        output::print_wrapped(style, "", &usage(&ticket["usage"]))?;
+    }
     for one in ticket["messages"].as_array().into_iter().flatten() {
         message(style, one)?;
     }
@@ -372,6 +375,19 @@ fn conversation(style: OutputStyle, ticket: &Value, why: &Value) -> Result<(), C
             output::print_wrapped(style, "", &format!("open; no answer yet: {sentence}"))
         }
     }
+}
+
+/// What the models used for a ticket.
+fn usage(usage: &Value) -> String {
+    let count = |name: &str| usage[name].as_u64().unwrap_or_default();
+    let runs = crate::text::counted(count("runs"), "run", "runs");
+    let unanswered = match count("unanswered") {
+        0 => String::new(),
+        some => format!(" ({some} without an answer)"),
+    };
+    let cost = usage["cost"].as_f64().map_or(String::new(), |cost| format!(", cost {cost}"));
+    let (tokens_in, tokens_out) = (count("tokens_in"), count("tokens_out"));
+    format!("model: {runs}{unanswered}, {tokens_in} tokens in, {tokens_out} out{cost}")
 }
 
 /// Prints a message: who said what, and when.
