@@ -15,18 +15,16 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
-use headwater_issue::{
-    DebounceWindow, HandlerError, Issue, IssueError, IssueHandler, OnNewEvent, Resolution, Run,
-    Store, WorkerConfig,
-};
+use headwater_issue::{HandlerError, Issue, IssueError, IssueHandler, Resolution, Run, Store};
 use metrics::counter;
 use serde_json::json;
 use tracing::{info, warn};
 use uuid::Uuid;
 
 use crate::desk::breaker::CallPermit;
-use crate::desk::budget::{self, Ledger, ModelRunResult, TokenBudget, TokenReservation};
+use crate::desk::budget::{self, Ledger, ModelRunResult, TokenReservation};
 use crate::desk::conversation::{Conversation, ConversationEntry};
+use crate::desk::desk_config::DeskConfig;
 use crate::desk::draft::{DraftLookup, DraftOutcome};
 use crate::desk::model::{
     Fault, IncompleteReason, LanguageModel, ModelAnswer, ModelError, ModelPrompt, TokenUsage, Turn,
@@ -36,7 +34,7 @@ use crate::desk::model_endpoints::{
     DEFAULT_MODEL, GuardedModel, MODEL_FALLBACKS, ModelEndpoint, ModelEndpointState,
     ModelEndpoints, NoEndpoint, UnansweredCall,
 };
-use crate::desk::model_runs::{ModelRunRecord, Prices};
+use crate::desk::model_runs::ModelRunRecord;
 use crate::desk::policy::{self, IntegrationPolicy};
 use crate::desk::prompt::{self, SystemPrompt};
 use crate::desk::prompt_template::PromptValues;
@@ -46,7 +44,7 @@ use crate::desk::redaction::{Redaction, RedactionRules};
 use crate::desk::resolution::{ModelOutcome, answer_context, record_only, resolve};
 use crate::desk::session::{RunSession, StepWriter};
 use crate::desk::token_reservations::{OpenReservation, ReservationOutcome, TokenAccounting};
-use crate::desk::tools::{self, SearchScope, TicketSearch};
+use crate::desk::tools::{self, TicketSearch};
 use crate::limits::{
     OUTPUT_LIMIT_RAISES_MAX, PROMPT_THREAD_BYTES_MAX, PROMPT_THREAD_BYTES_MIN, TOOL_ROUNDS_MAX,
 };
@@ -62,67 +60,6 @@ const FAILING_MODEL_PAUSE_MAX: Duration = Duration::from_secs(300);
 
 /// Pause before a failed heartbeat is repeated.
 const HEARTBEAT_RETRY_PAUSE: Duration = Duration::from_millis(250);
-
-/// Settings of the desk.
-#[derive(Clone, Copy, Debug)]
-pub struct DeskConfig {
-    /// Debounce: a run starts when no event has arrived for this long. Default: 800 ms.
-    pub quiet: Duration,
-    /// Upper bound of the debounce delay. Default: 5 s.
-    pub max_wait: Duration,
-    /// Maximum events per run. Default: 200.
-    pub events_max: usize,
-    /// How many runs in a row newer events may supersede; the next run is finished. Default: 5.
-    pub supersede_max: u32,
-    /// Maximum tokens of one answer. An answer that reaches it is requested again with four times as many, at most
-    /// twice. Default: 1024.
-    pub output_tokens_max: u32,
-    /// Minimum pause before a run calls a failing model again. Such a run counts no attempt.
-    /// Default: 5 s.
-    pub unreachable_pause: Duration,
-    /// Token limits.
-    pub budget: TokenBudget,
-    /// Which tickets the model may search. Default: those of the same user.
-    pub search: SearchScope,
-    /// Price of the tokens of the model of [`Desk::new`].
-    pub prices: Prices,
-}
-
-impl Default for DeskConfig {
-    fn default() -> Self {
-        Self {
-            quiet: Duration::from_millis(800),
-            max_wait: Duration::from_secs(5),
-            events_max: 200,
-            supersede_max: 5,
-            output_tokens_max: 1024,
-            unreachable_pause: Duration::from_secs(5),
-            budget: TokenBudget::default(),
-            search: SearchScope::default(),
-            prices: Prices::default(),
-        }
-    }
-}
-
-impl DeskConfig {
-    /// The debounce window for recorders of desk events.
-    pub fn debounce_window(&self) -> DebounceWindow {
-        DebounceWindow {
-            quiet_for: self.quiet,
-            max_wait: self.max_wait,
-            events_max: self.events_max,
-        }
-    }
-
-    /// Settings of a worker that runs the desk; everything else as in `others`.
-    pub fn worker(&self, others: WorkerConfig) -> WorkerConfig {
-        WorkerConfig {
-            events_max: self.events_max,
-            on_new_event: OnNewEvent::Supersede { times_max: self.supersede_max },
-            ..others
-        }
-    }
-}
 
 /// Answers issues with a language model.
 pub struct Desk {
