@@ -130,8 +130,14 @@ async fn a_listener_sees_the_answer_grow_until_its_message_replaces_it() -> Resu
     assert_eq!(first["message_id"], second["message_id"]);
     assert!(first["epoch"].is_i64() && first["sequence"].as_u64() < second["sequence"].as_u64());
     // Not stored anywhere, before the run has ended.
-    let (_, shown) = server.get(&format!("/api/v1/tickets/{ticket}")).await?;
+    let path = format!("/api/v1/tickets/{ticket}");
+    let (_, shown) = server.get(&path).await?;
     assert_eq!(by(&shown, "assistant"), [""; 0]);
+    assert!(shown["provisional"].is_null(), "{shown:#}");
+    let (_, shown) = server.get(&format!("{path}?provisional=true")).await?;
+    assert_eq!(shown["provisional"], "Your parcel arrives");
+    let page = server.client.get(server.url(&format!("/console/tickets/{ticket}"))).send().await?;
+    assert!(page.text().await?.contains("Your parcel arrives"));
     model.write(2);
     for listener in [&mut listener, &mut late] {
         let (message, seen) = listener.answer().await?;
@@ -141,6 +147,8 @@ async fn a_listener_sees_the_answer_grow_until_its_message_replaces_it() -> Resu
         let expected = json!({"message_id": first["message_id"], "reason": "replaced"});
         assert_eq!(*withdrawn, ("withdrawn".to_owned(), expected), "{seen:#?}");
     }
+    let (_, shown) = server.get(&format!("{path}?provisional=true")).await?;
+    assert!(shown["provisional"].is_null(), "its message replaced it: {shown:#}");
     let followed = timeout(LIMIT, follow.wait_with_output()).await??;
     let lines = text(&followed.stdout);
     let events = lines.lines().map(serde_json::from_str::<Value>).collect::<Result<Vec<_>, _>>()?;
@@ -216,9 +224,7 @@ async fn an_answer_that_needs_an_approval_or_may_need_one_is_never_shown() -> Re
         if is_posted {
             seen = listener.answer().await?.1;
         } else {
-            server
-                .until("/api/v1/drafts?status=all", |_, body| body["drafts"] != json!([]))
-                .await?;
+            server.until("/api/v1/drafts", |_, body| body["drafts"] != json!([])).await?;
             // A message of a person is the last event; whatever was shown came before.
             let message = json!({"content": "I take over", "author": "agent"});
             server.post(&format!("/api/v1/tickets/{ticket}/messages"), &message).await?;

@@ -81,7 +81,7 @@ async fn a_model_sees_placeholders_and_a_user_sees_the_values() -> Result<()> {
     });
     let sessions = tokio::time::timeout(LIMIT, sessions).await??;
     for session in sessions["sessions"].as_array().context("sessions")? {
-        let name = session["session_id"].as_str().context("a session")?;
+        let name = session["session"].as_str().context("a session")?;
         let (_, events) = server.get(&format!("/api/v1/sessions/{name}/events")).await?;
         is_secret_free(name, &events.to_string());
     }

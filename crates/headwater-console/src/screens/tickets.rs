@@ -106,7 +106,8 @@ fn or_untitled(title: &str) -> &str {
 }
 
 pub(crate) async fn show(screen: Screen, Path(ticket_id): Path<String>) -> Response {
-    let ticket = match screen.api.get(&format!("/tickets/{}", encoded(&ticket_id))).await {
+    let path = format!("/tickets/{}?provisional=true", encoded(&ticket_id));
+    let ticket = match screen.api.get(&path).await {
         Ok(ticket) => ticket,
         Err(error) => return screen.failed("Ticket", &error),
     };
@@ -144,6 +145,12 @@ fn conversation(ticket: &Value) -> Markup {
                     }
                     (message_text(field(message, "content")))
                 }
+            }
+        }
+        @if let Some(provisional) = ticket["provisional"].as_str() {
+            section aria-label="Provisional answer" {
+                p.quiet { strong { "Assistant" } " · writes this now, not sent yet" }
+                (message_text(provisional))
             }
         }
         @if !ticket["next_cursor"].is_null() {

@@ -43,6 +43,9 @@ const LOOK_EVERY: Duration = Duration::from_secs(2);
 const ANNOUNCE_EVERY: Duration = Duration::from_secs(20);
 const ANNOUNCED_FOR: Duration = Duration::from_secs(60);
 
+/// How long a page that has asked counts as a listener.
+const PEEKED_FOR: Duration = Duration::from_secs(5);
+
 /// Longest time of one call of the backend, and the pause after a failure.
 const CALL_TIMEOUT: Duration = Duration::from_secs(1);
 
@@ -106,14 +109,21 @@ struct ListenedTickets {
 
 struct ListenedTicket {
     listeners: usize,
-    newest: watch::Sender<Option<ProvisionalAnswer>>,
+    newest: watch::Sender<Option<ReceivedAnswer>>,
+}
+
+/// An update, and when it arrived.
+#[derive(Clone)]
+struct ReceivedAnswer {
+    answer: ProvisionalAnswer,
+    at: Instant,
 }
 
 /// Receives the provisional answers of one ticket.
 pub(crate) struct ProvisionalListener {
     answers: ProvisionalAnswers,
     ticket_id: Uuid,
-    newest: watch::Receiver<Option<ProvisionalAnswer>>,
+    newest: watch::Receiver<Option<ReceivedAnswer>>,
 }
 
 impl ProvisionalListener {
@@ -127,7 +137,13 @@ impl ProvisionalListener {
     /// The newest update, if there is one that was not taken before.
     pub(crate) fn take(&mut self) -> Option<ProvisionalAnswer> {
         let is_new = self.newest.has_changed().unwrap_or_default();
-        if is_new { self.newest.borrow_and_update().clone() } else { None }
+        if is_new { self.newest() } else { None }
+    }
+
+    /// The newest update, unless its writer is gone.
+    fn newest(&mut self) -> Option<ProvisionalAnswer> {
+        let newest = self.newest.borrow_and_update().clone()?;
+        (newest.at.elapsed() < EXPIRES_AFTER).then_some(newest.answer)
     }
 }
 
@@ -191,6 +207,19 @@ impl ProvisionalAnswers {
         ProvisionalListener { answers: self.clone(), ticket_id, newest }
     }
 
+    /// The text that is being written for a ticket, for a page that asks again and again. A question counts as a listener for
+    /// some seconds, so the first one gets no text. Must be called in a runtime.
+    pub(crate) fn peek(&self, ticket_id: Uuid) -> Option<ProvisionalAnswer> {
+        let mut listener = self.listen(ticket_id);
+        let newest = listener.newest().filter(|answer| answer.content.is_some());
+        let closing = self.channel.closing.clone();
+        self.channel.tasks.spawn(async move {
+            let _ = timeout(PEEKED_FOR, closing.cancelled()).await;
+            drop(listener);
+        });
+        newest
+    }
+
     /// Starts an answer. `to_shown` makes of the text of the model what a listener may see. Must be called in a runtime.
     pub(crate) fn write(
         &self,
@@ -252,7 +281,8 @@ impl ProvisionalAnswers {
     /// Gives an update to the listeners of this process.
     fn deliver(&self, answer: &ProvisionalAnswer) {
         if let Some(ticket) = self.lock().by_id.get(&answer.ticket_id) {
-            ticket.newest.send_replace(Some(answer.clone()));
+            let received = ReceivedAnswer { answer: answer.clone(), at: Instant::now() };
+            ticket.newest.send_replace(Some(received));
         }
     }
 
