@@ -291,9 +291,9 @@ impl ProvisionalAnswers {
         let Some(shared) = &self.channel.shared else { return };
         let data = serde_json::to_vec(answer).expect("texts and numbers are JSON");
         let process = self.channel.process.clone().into_bytes();
-        let fields = Fields::new([("process", process), ("data", data)]);
+        let entries = [Fields::new([("process", process), ("data", data)])];
         let stream = stream();
-        let appending = shared.append(&stream, &[fields], &KEPT);
+        let appending = shared.append(&stream, &entries, &KEPT);
         match timeout(CALL_TIMEOUT, appending).await {
             Ok(Ok(_)) => {}
             Ok(Err(error)) => debug!(%error, "provisional answer not sent to other processes"),
