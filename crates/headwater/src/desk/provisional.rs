@@ -127,11 +127,12 @@ pub(crate) struct ProvisionalListener {
 }
 
 impl ProvisionalListener {
-    /// Waits for an update. Cancel-safe.
+    /// Waits for an update that was not taken. Cancel-safe.
     pub(crate) async fn changed(&mut self) {
         if self.newest.changed().await.is_err() {
             std::future::pending::<()>().await;
         }
+        self.newest.mark_changed();
     }
 
     /// The newest update, if there is one that was not taken before.

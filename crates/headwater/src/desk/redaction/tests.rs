@@ -42,7 +42,7 @@ fn other_text_stays_as_it_is() {
         "",
         "Order 12345678 of 2026-01-31, paid 01.02.2026",
         "4111 1111 1111 1112 has a wrong check digit",
-        "DE89 3704 0044 0532 0130 01 has a wrong checksum",
+        "GB82 WEST 1234 5698 7654 33 has a wrong checksum",
         "1234567890123456789012345678901234567890",
         "the id is a1b2c3d4e5f60718293a4b5c6d7e8f90",
         "@name is not an address, nor is a@b",
@@ -72,11 +72,11 @@ fn a_placeholder_written_by_a_user_stands_for_itself() {
 
 #[test]
 fn overlapping_matches_leave_no_part_of_a_value() {
-    let redaction = redaction(&[("customer", "customer-[a-z]+@ex"), ("number", "[0-9]{4}")]);
-    assert_eq!(redaction.redact("customer-ada@example.com"), "[CUSTOMER_1]");
+    let redaction = redaction(&[("customer", "customer [a-z]+@ex"), ("number", "[0-9]{4}")]);
+    assert_eq!(redaction.redact("customer ada@example.com"), "[CUSTOMER_1]");
     assert_eq!(redaction.redact("4111 1111 1111 1111"), "[CARD_1]");
     assert_eq!(redaction.redact("PIN 1234"), "PIN [NUMBER_1]");
-    assert_eq!(redaction.restore("[CUSTOMER_1]"), "customer-ada@example.com");
+    assert_eq!(redaction.restore("[CUSTOMER_1]"), "customer ada@example.com");
 }
 
 #[test]
