@@ -40,7 +40,7 @@ struct Listener {
 impl Listener {
     async fn open(server: &Server, ticket: &str) -> Result<Self> {
         let request = server.client.get(server.url(&format!("/api/v1/tickets/{ticket}/events")));
-        let response = request.send().await?;
+        let response = request.timeout(LIMIT * 5).send().await?;
         ensure!(response.status() == 200, "{}", response.status());
         Ok(Self { chunks: response.bytes_stream().boxed(), buffer: String::new() })
     }
