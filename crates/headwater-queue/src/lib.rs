@@ -47,8 +47,8 @@ pub use consumer::{
 pub use dead_letter::DeadLetter;
 pub use dead_letters::{
     CandidatePage, DeadLetterFilter, DeadLetterQuery, DeadLetterSelection, DeadLetters,
-    PurgeConfig, PurgeReport, ReplayCandidate, ReplayConfig, ReplayOrder, ReplayOutcome,
-    ReplayOutcomes, ReplayReadiness, ReplayRefusal, ReplayReport, ReplayedLetter,
+    PurgeConfig, PurgeReport, ReplayCandidate, ReplayConfig, ReplayOrder, ReplayOutcomes,
+    ReplayReadiness, ReplayRefusal, ReplayReport, ReplayedLetter, ReplayedLetterOutcome,
 };
 pub use error::{Interrupted, QueueError, Result};
 pub use handler::{Handler, Outcome, RetryPolicy};

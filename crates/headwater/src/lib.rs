@@ -17,8 +17,6 @@ pub mod inbound;
 pub mod outbound;
 pub mod tickets;
 
-mod plans;
-
 mod analytics;
 mod api;
 mod http;

@@ -4,7 +4,7 @@
 const SOURCES: &str = "crates/headwater/src/";
 
 /// What lies directly in [`SOURCES`].
-const ENTRIES: [&str; 19] = [
+const ENTRIES: [&str; 18] = [
     "main.rs",
     "lib.rs",
     "entry.rs",
@@ -19,7 +19,6 @@ const ENTRIES: [&str; 19] = [
     "tickets",
     "desk",
     "outbound",
-    "plans",
     "api",
     "analytics",
     "telemetry",

@@ -28,7 +28,7 @@ use crate::queue::Queue;
 use crate::topic::{Partition, Topic};
 
 pub use batches::{CandidatePage, ReplayCandidate, ReplayOrder, ReplayReadiness};
-pub use outcomes::{ReplayOutcome, ReplayOutcomes, ReplayedLetter};
+pub use outcomes::{ReplayOutcomes, ReplayedLetter, ReplayedLetterOutcome};
 pub use purge::{PurgeConfig, PurgeReport};
 pub use replay::{ReplayConfig, ReplayRefusal, ReplayReport};
 

@@ -61,7 +61,7 @@ pub struct ReplayedLetter {
 
 /// What became of a replayed dead letter.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum ReplayOutcome {
+pub enum ReplayedLetterOutcome {
     /// Its group has handled it.
     Settled,
     /// It became a dead letter again.
@@ -83,7 +83,7 @@ pub struct ReplayOutcomes {
     /// The newest entry of each open message.
     newest: HashMap<EntryId, EntryId>,
     /// Those that failed again.
-    failed: HashMap<EntryId, ReplayOutcome>,
+    failed: HashMap<EntryId, ReplayedLetterOutcome>,
 }
 
 impl ReplayOutcomes {
@@ -110,7 +110,7 @@ impl DeadLetters {
         &self,
         seen: &mut ReplayOutcomes,
         open: &[ReplayedLetter],
-    ) -> Result<Vec<(EntryId, ReplayOutcome)>> {
+    ) -> Result<Vec<(EntryId, ReplayedLetterOutcome)>> {
         let known: HashSet<EntryId> = open.iter().map(|one| one.letter).collect();
         seen.newest.retain(|letter, _| known.contains(letter));
         seen.failed.retain(|letter, _| known.contains(letter));
@@ -132,7 +132,7 @@ impl DeadLetters {
             if let Some(failed) = seen.failed.get(&one.letter) {
                 outcomes.push((one.letter, failed.clone()));
             } else if is_complete && gone.contains(&one.letter) {
-                outcomes.push((one.letter, ReplayOutcome::Settled));
+                outcomes.push((one.letter, ReplayedLetterOutcome::Settled));
             }
         }
         Ok(outcomes)
@@ -287,7 +287,7 @@ impl DeadLetters {
             let Some(letter) = found.matching else { continue };
             if let Some(from) = letter.replayed_from.filter(|from| known.contains(from)) {
                 let outcome =
-                    ReplayOutcome::FailedAgain { letter: letter.id, reason: letter.reason };
+                    ReplayedLetterOutcome::FailedAgain { letter: letter.id, reason: letter.reason };
                 seen.failed.insert(from, outcome);
             }
             seen.letters = letter.id;

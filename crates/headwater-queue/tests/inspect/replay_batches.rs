@@ -14,8 +14,8 @@ mod bodies {
 
     use anyhow::{Context, Result};
     use headwater_queue::{
-        DeadLetterFilter, DeadLetters, ReplayOrder, ReplayOutcome, ReplayOutcomes, ReplayReadiness,
-        ReplayedLetter,
+        DeadLetterFilter, DeadLetters, ReplayOrder, ReplayOutcomes, ReplayReadiness,
+        ReplayedLetter, ReplayedLetterOutcome,
     };
     use headwater_stream::{EntryId, Fields, Retention};
 
@@ -143,8 +143,10 @@ mod bodies {
         let ids: Vec<EntryId> = delivered.iter().map(|one| one.id).collect();
         fixture.settle(0, "c", &ids).await?;
         let found: HashMap<_, _> = letters.outcomes(&mut seen, &open).await?.into_iter().collect();
-        let again = ReplayOutcome::FailedAgain { letter: failed[0], reason: "again".to_owned() };
-        let expected = [(open[0].letter, ReplayOutcome::Settled), (open[1].letter, again.clone())];
+        let again =
+            ReplayedLetterOutcome::FailedAgain { letter: failed[0], reason: "again".to_owned() };
+        let expected =
+            [(open[0].letter, ReplayedLetterOutcome::Settled), (open[1].letter, again.clone())];
         assert_eq!(found, HashMap::from(expected.clone()));
 
         // A successor that knows nothing finds the same, and the retry when it is settled.
@@ -155,7 +157,7 @@ mod bodies {
         fixture.deliver(0, "c", 10).await?;
         assert_eq!(letters.outcomes(&mut seen, &open[2..]).await?, [], "its retry is pending");
         fixture.settle(0, "c", &retried).await?;
-        let settled = [(open[2].letter, ReplayOutcome::Settled)];
+        let settled = [(open[2].letter, ReplayedLetterOutcome::Settled)];
         assert_eq!(letters.outcomes(&mut seen, &open[2..]).await?, settled);
         Ok(())
     }

@@ -27,8 +27,8 @@ use crate::http::auth::Principal;
 use crate::http::body::JsonResult;
 use crate::http::extract::{PathParams, QueryParams};
 use crate::http::paging;
-use crate::plans::cause::{cause_id, cause_of};
 use crate::server::app_state::App;
+use crate::server::plans::cause::{cause_id, cause_of};
 use crate::text;
 
 /// Time for each source.

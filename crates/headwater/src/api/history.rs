@@ -23,8 +23,8 @@ use crate::config;
 use crate::http::ApiError;
 use crate::http::body::JsonResult;
 use crate::http::extract::QueryParams;
-use crate::plans;
 use crate::server::app_state::App;
+use crate::server::plans;
 use crate::telemetry::history::series::all_series;
 use crate::telemetry::history::{HistoryRange, SAMPLE_EVERY};
 

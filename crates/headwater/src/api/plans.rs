@@ -28,11 +28,11 @@ use crate::http::body::{JsonBody, JsonResult};
 use crate::http::extract::{PathParams, QueryParams};
 use crate::http::paging;
 use crate::limits::{PAGE_DEFAULT, PAGE_MAX};
-use crate::plans::explain::{AwaitedGroup, explain};
-use crate::plans::rows::{self, PlanCommand, PlanError, PlanState, ReplayPlan};
-use crate::plans::selection::{self, PlanPreview, PlanSelection, PlanTopic};
-use crate::plans::{REPLAYS_MAX_DEFAULT, STAGES, TOPICS_MAX};
 use crate::server::app_state::App;
+use crate::server::plans::explain::{AwaitedGroup, explain};
+use crate::server::plans::rows::{self, PlanCommand, PlanError, PlanState, ReplayPlan};
+use crate::server::plans::selection::{self, PlanPreview, PlanSelection, PlanTopic};
+use crate::server::plans::{REPLAYS_MAX_DEFAULT, STAGES, TOPICS_MAX};
 use crate::text;
 
 /// Time to find out what a plan waits for.

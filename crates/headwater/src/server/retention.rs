@@ -13,7 +13,7 @@ use tokio::time::sleep;
 use tracing::{debug, info, warn};
 
 use crate::config::RetentionSettings;
-use crate::plans;
+use crate::server::plans;
 use crate::telemetry::history::rows;
 use crate::tickets::{TicketError, Tickets};
 

@@ -2,9 +2,9 @@
 //!
 //! Upstream: `api/plans.rs`, for the command line and the console. Not here: reading anything.
 
-use crate::plans::STAGES;
-use crate::plans::progress::PlanAction;
-use crate::plans::rows::{PlanState, ReplayPlan};
+use crate::server::plans::STAGES;
+use crate::server::plans::progress::PlanAction;
+use crate::server::plans::rows::{PlanState, ReplayPlan};
 use crate::text::{counted, shell_word};
 
 /// What a letter without an outcome waits for.
@@ -100,9 +100,9 @@ mod tests {
     use headwater_stream::clock::Timestamp;
 
     use super::*;
-    use crate::plans::PlanProgress;
-    use crate::plans::progress::PlanEvent;
-    use crate::plans::selection::PlanSelection;
+    use crate::server::plans::PlanProgress;
+    use crate::server::plans::progress::PlanEvent;
+    use crate::server::plans::selection::PlanSelection;
 
     fn plan(state: PlanState, sent: u64) -> ReplayPlan {
         let mut progress = PlanProgress::new(20);

@@ -13,8 +13,8 @@ use headwater_stream::EntryId;
 use headwater_stream::clock::Timestamp;
 use serde_json::Value;
 
-use crate::plans::selection::PlanSelection;
-use crate::plans::{ACTIVE_MAX, PlanProgress};
+use crate::server::plans::selection::PlanSelection;
+use crate::server::plans::{ACTIVE_MAX, PlanProgress};
 
 /// Time after which another process may take over a plan.
 pub(crate) const LEASE_TTL: Duration = Duration::from_secs(10);

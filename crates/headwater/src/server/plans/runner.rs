@@ -12,16 +12,16 @@ use std::time::Duration;
 
 use headwater_issue::{IssueError, Store};
 use headwater_queue::{
-    Queue, QueueError, ReplayOrder, ReplayOutcome, ReplayOutcomes, ReplayReadiness,
+    Queue, QueueError, ReplayOrder, ReplayOutcomes, ReplayReadiness, ReplayedLetterOutcome,
 };
 use headwater_stream::EntryId;
 use tokio::time::{Instant, sleep, timeout};
 use tracing::{info, warn};
 
 use crate::http::ApiError;
-use crate::plans::cause::{cause_id, cause_of};
-use crate::plans::progress::{LetterOutcome, PlanAction, PlanEvent};
-use crate::plans::rows::{self, LEASE_TTL, PlanLetter, PlanState, PlanUpdate, ReplayPlan};
+use crate::server::plans::cause::{cause_id, cause_of};
+use crate::server::plans::progress::{LetterOutcome, PlanAction, PlanEvent};
+use crate::server::plans::rows::{self, LEASE_TTL, PlanLetter, PlanState, PlanUpdate, ReplayPlan};
 use crate::server::shutdown_signal::ShutdownSignal;
 
 /// Interval of batches of a plan that runs, and of looking for plans.
@@ -336,10 +336,12 @@ impl PlanRunner {
                     None => LetterOutcome::Unknown,
                     Some(found) => match found.get(&letter.order.letter) {
                         None => continue,
-                        Some(ReplayOutcome::Settled) => LetterOutcome::Settled,
-                        Some(ReplayOutcome::FailedAgain { reason, .. }) => LetterOutcome::Failed {
-                            same_cause: letter.cause == letter_cause(topic, reason),
-                        },
+                        Some(ReplayedLetterOutcome::Settled) => LetterOutcome::Settled,
+                        Some(ReplayedLetterOutcome::FailedAgain { reason, .. }) => {
+                            LetterOutcome::Failed {
+                                same_cause: letter.cause == letter_cause(topic, reason),
+                            }
+                        }
                     },
                 };
                 plan.progress.on(PlanEvent::Outcome { step: letter.step, outcome });

@@ -14,8 +14,8 @@ use headwater_stream::clock::Timestamp;
 use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
 
-use crate::plans::SCANNED_MAX;
-use crate::plans::cause::cause_of;
+use crate::server::plans::SCANNED_MAX;
+use crate::server::plans::cause::cause_of;
 
 /// Time for counting.
 const COUNT_TIME_MAX: Duration = Duration::from_secs(5);
