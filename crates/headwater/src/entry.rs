@@ -19,6 +19,7 @@ use crate::cli::{self, advice, completion, supervise};
 use crate::config::{
     self, FILE, FILE_VARIABLE, RawSettings, ResolvedSettings, SecretsPolicy, SettingsError,
 };
+use crate::desk::Tool;
 use crate::exit::CliError;
 use crate::http_client;
 use crate::outbound::notifications::{NotificationConfig, NotificationSink};
@@ -34,6 +35,7 @@ const LOG_LEVEL: &str = "log.level";
 pub struct Extensions {
     pub(crate) handler: Option<Arc<dyn IssueHandler>>,
     pub(crate) notifications: Vec<(NotificationConfig, Arc<dyn NotificationSink>)>,
+    pub(crate) tools: Vec<Arc<dyn Tool>>,
 }
 
 impl std::fmt::Debug for Extensions {
@@ -44,6 +46,7 @@ impl std::fmt::Debug for Extensions {
                 "notifications",
                 &self.notifications.iter().map(|one| &one.0).collect::<Vec<_>>(),
             )
+            .field("tools", &self.tools)
             .finish()
     }
 }
@@ -61,6 +64,14 @@ impl Extensions {
     #[must_use]
     pub fn notify(mut self, config: NotificationConfig, sink: impl NotificationSink) -> Self {
         self.notifications.push((config, Arc::new(sink)));
+        self
+    }
+
+    /// Lets the model of the desk call `tool`. Its name must differ from those of the built-in tools, the `[[tool]]` sections
+    /// and other tools; otherwise the server does not start.
+    #[must_use]
+    pub fn tool(mut self, tool: impl Tool) -> Self {
+        self.tools.push(Arc::new(tool));
         self
     }
 }

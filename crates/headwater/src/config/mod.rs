@@ -3,7 +3,7 @@
 //! Upstream: `entry.rs`. Downstream: `server/run.rs` and `cli`. Guarantees: [`Settings`] is consistent, so later code
 //! does not check again; secrets have types whose `Debug` hides them.
 //! Flow: `table.rs` (all settings), `value_type.rs` (allowed values) -> `sources.rs` (precedence) ->
-//! `integrations.rs` (`[[integration]]`, `[[notification]]`, `[[token]]`), `endpoints.rs` (`[[model.endpoint]]`) -> this file -> `docs.rs` (output), `redact.rs` (hides
+//! `integrations.rs` (`[[integration]]`, `[[notification]]`, `[[token]]`), `endpoints.rs` (`[[model.endpoint]]`), `tools.rs` (`[[tool]]`) -> this file -> `docs.rs` (output), `redact.rs` (hides
 //! secrets).
 
 mod docs;
@@ -13,6 +13,7 @@ mod integrations;
 mod redact;
 mod sources;
 mod table;
+mod tools;
 mod value_type;
 
 use std::net::SocketAddr;
@@ -24,6 +25,7 @@ use headwater_bus::{BreakerConfig, Namespace, StreamedBusConfig};
 use headwater_stream::Retention;
 use secrecy::{ExposeSecret, SecretString};
 
+use crate::desk::tool::Tool;
 use crate::desk::{DeskConfig, Prices, SearchScope, TokenBudget};
 use crate::server::stream_options::PasswordSource;
 
@@ -93,6 +95,8 @@ pub(crate) struct Settings {
     pub(crate) notifications: Vec<NotificationSettings>,
     /// Tokens. Empty: every local client is an admin.
     pub(crate) tokens: Vec<TokenSettings>,
+    /// HTTP endpoints that the model may call.
+    pub(crate) tools: Vec<Arc<dyn Tool>>,
     /// Name, value, source and description of each setting, without secrets.
     pub(crate) shown: Arc<Vec<serde_json::Value>>,
 }
@@ -274,7 +278,7 @@ pub(crate) fn load(
         }
         None => (toml::Table::new(), None),
     };
-    let lists = ["integration", "notification", "token"].into_iter();
+    let lists = ["integration", "notification", "token", "tool"].into_iter();
     let mut lists: toml::Table =
         lists.filter_map(|list| Some((list.to_owned(), file.remove(list)?))).collect();
     match file.get_mut("model") {
@@ -309,7 +313,7 @@ fn unreadable(path: &std::path::Path, error: &toml::de::Error) -> SettingsError 
 impl Settings {
     fn from_values(
         values: &SettingValues,
-        Lists { integrations, notifications, tokens, endpoints }: Lists,
+        Lists { integrations, notifications, tokens, endpoints, tools }: Lists,
     ) -> Result<Self, SettingsError> {
         let read = SettingsReader(values);
         let http = HttpSettings {
@@ -413,6 +417,7 @@ impl Settings {
             integrations,
             notifications,
             tokens,
+            tools,
             shown: Arc::new(docs::shown(values)),
         };
         Ok(settings)

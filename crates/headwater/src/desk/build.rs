@@ -23,7 +23,7 @@ use crate::config::{
 };
 use crate::desk::{
     Desk, DeskReply, IntegrationPolicy, LanguageModel, Ledger, ModelEndpoint, OpenAiConfig,
-    OpenAiModel, ReplyTarget, ScriptedModel, TicketSearch,
+    OpenAiModel, ReplyTarget, ScriptedModel, TicketSearch, Tool, Toolbox,
 };
 use crate::inbound::ticket_events_consumer::TicketEventsConsumer;
 use crate::outbound::TicketEventsPublisher;
@@ -52,6 +52,7 @@ impl DeskServices {
         streams: &Arc<dyn Backend>,
         nudger: &Nudger,
         confirmations: &CommitVerifier,
+        tools: Vec<Arc<dyn Tool>>,
     ) -> Result<Self> {
         let config = settings.desk;
         let tickets =
@@ -60,6 +61,8 @@ impl DeskServices {
         let tickets = tickets.with_confirmations(confirmations.clone());
         let (bus, sessions) = sessions(streams, &settings.bus, settings.retention.sessions).await?;
         let models = models(&settings.models)?;
+        let tools = settings.tools.iter().cloned().chain(tools).collect();
+        let toolbox = Toolbox::new(tools).map_err(|problem| anyhow!("tools: {problem}"))?;
         let first = models.first().context("no model is configured")?;
         let desk = Desk::new(
             Arc::clone(&first.model),
@@ -72,7 +75,8 @@ impl DeskServices {
             .with_models(models)
             .with_policies(settings.integrations.iter().map(policy).collect())
             .with_drafts(Arc::new(tickets.clone()))
-            .with_prompts(Arc::new(tickets.clone()));
+            .with_prompts(Arc::new(tickets.clone()))
+            .with_tools(toolbox, Arc::new(tickets.clone()));
         let control = bus.control_stream().clone();
         let publisher =
             TicketEventsPublisher::new(Arc::clone(streams), control, Arc::clone(&sessions));

@@ -3,7 +3,8 @@
 //! Upstream: a worker of `headwater-issue`, with `on_new_event = Supersede`. Downstream: the model, its tools, and the
 //! resolution, whose replies `outbound` delivers after the commit.
 //!
-//! Guarantees: model calls are the only external effect of a run, so a run that fails anywhere is simply repeated. A
+//! Guarantees: model calls, and tool calls that go through the effect ledger, are the only external effects of a run, so a run
+//! that fails anywhere is simply repeated. A
 //! model call that fails because of our settings or the service costs the issue no attempt: the run is deferred, however
 //! long the outage lasts. If the text of the conversation is the cause, or the model gives no complete answer, the issue
 //! is handed over to a person. An incomplete answer is never sent.
@@ -27,6 +28,7 @@ use crate::desk::breaker::CallPermit;
 use crate::desk::budget::{self, Ledger, ModelRunResult, TokenBudget, TokenReservation};
 use crate::desk::conversation::{Conversation, ConversationEntry};
 use crate::desk::draft::{DraftLookup, DraftOutcome};
+use crate::desk::effects::EffectLedger;
 use crate::desk::model::{
     Fault, IncompleteReason, LanguageModel, ModelAnswer, ModelError, ModelPrompt, TokenUsage, Turn,
     estimate_tokens,
@@ -40,10 +42,12 @@ use crate::desk::policy::{self, IntegrationPolicy};
 use crate::desk::prompt::{self, SystemPrompt};
 use crate::desk::prompt_template::PromptValues;
 use crate::desk::prompt_versions::{PromptSource, PromptVersions};
-use crate::desk::resolution::{ModelOutcome, record_only, resolve};
+use crate::desk::resolution::{ModelOutcome, record_only, resolve, resolve_planned};
 use crate::desk::session::{RunSession, StepWriter};
 use crate::desk::token_reservations::{OpenReservation, ReservationOutcome, TokenAccounting};
-use crate::desk::tools::{self, SearchScope, TicketSearch};
+use crate::desk::tool_calls::{DeskTools, RunTools, ToolStop};
+use crate::desk::toolbox::Toolbox;
+use crate::desk::tools::{SearchScope, TicketSearch, ToolEffect};
 use crate::limits::{
     OUTPUT_LIMIT_RAISES_MAX, PROMPT_THREAD_BYTES_MAX, PROMPT_THREAD_BYTES_MIN, TOOL_ROUNDS_MAX,
 };
@@ -132,6 +136,7 @@ pub struct Desk {
     policies: HashMap<String, IntegrationPolicy>,
     drafts: Option<Arc<dyn DraftLookup>>,
     prompts: Option<PromptVersions>,
+    tools: DeskTools,
 }
 
 impl std::fmt::Debug for Desk {
@@ -166,6 +171,15 @@ impl From<HandlerError> for Stop {
     }
 }
 
+impl From<ToolStop> for Stop {
+    fn from(stop: ToolStop) -> Self {
+        match stop {
+            ToolStop::Later(error) => Self::Failed(error),
+            ToolStop::Person(reason) => Self::NoAnswer(reason),
+        }
+    }
+}
+
 impl Desk {
     /// Creates a desk. `search` and `ledger` are usually the ticket store. `store` is the store of the issues.
     pub fn new(
@@ -179,7 +193,8 @@ impl Desk {
         let default = ModelEndpoint { id: DEFAULT_MODEL.to_owned(), model, prices: config.prices };
         let models = ModelEndpoints::new(vec![default], config.unreachable_pause);
         let (policies, drafts, prompts) = (HashMap::new(), None, None);
-        Self { models, search, accounting, step_writer, config, policies, drafts, prompts }
+        let tools = DeskTools::default();
+        Self { models, search, accounting, step_writer, config, policies, drafts, prompts, tools }
     }
 
     /// Sets the models, in the order in which runs try them, instead of the one of [`new`](Self::new). A run goes on with the
@@ -214,6 +229,11 @@ impl Desk {
         Self { prompts: Some(PromptVersions::new(prompts)), ..self }
     }
 
+    /// Sets the tools beside the built-in ones, and the ledger of their effects.
+    pub fn with_tools(self, tools: Toolbox, ledger: Arc<dyn EffectLedger>) -> Self {
+        Self { tools: DeskTools::new(tools, ledger), ..self }
+    }
+
     /// The prompt of the integration of an issue. If it is unknown, the run is deferred without an attempt.
     async fn system_prompt(&self, issue: &Issue) -> Result<SystemPrompt, HandlerError> {
         let Some(prompts) = &self.prompts else { return Ok(SystemPrompt::built_in()) };
@@ -221,7 +241,7 @@ impl Desk {
             integration: issue.integration.clone(),
             provider: issue.provider.clone(),
             date: budget::now().to_rfc3339()[..10].to_owned(),
-            tools: tools::specs(issue).iter().map(|tool| tool.name.to_owned()).collect(),
+            tools: self.tools.specs(issue).into_iter().map(|tool| tool.name).collect(),
         };
         prompts.prompt(&values).await.map_err(HandlerError::unavailable)
     }
@@ -240,10 +260,12 @@ impl Desk {
         found.map(Some).map_err(unavailable)
     }
 
-    /// Waits a bounded time for pending token settlements, and until the sessions of runs without a result are stored.
+    /// Waits a bounded time for tool calls and pending token settlements, and until the sessions of runs without a result are
+    /// stored.
     /// Call it after the last run has ended.
     pub async fn close(&self) {
-        tokio::join!(self.accounting.wait_until_settled(), self.step_writer.close());
+        let accounting = self.accounting.wait_until_settled();
+        tokio::join!(accounting, self.step_writer.close(), self.tools.close());
     }
 
     /// Calls the model, and the tools it requests, until it answers without a tool call.
@@ -254,18 +276,26 @@ impl Desk {
         conversation: &Conversation,
         session: &RunSession<'_>,
         record: &mut ModelRunRecord<'_>,
+        tools: &mut RunTools<'_>,
     ) -> Result<ModelOutcome, Stop> {
-        let specs = tools::specs(run.issue());
+        if let Some(reason) = tools.unresolved() {
+            return Err(Stop::NoAnswer(reason.clone()));
+        }
         let tokens_max = self.config.output_tokens_max;
-        let mut prompt = prompt::render(system, conversation, specs.clone(), tokens_max);
+        let mut prompt = prompt::render(system, conversation, tools.specs().to_vec(), tokens_max);
+        prompt.turns.extend(tools.known_turns());
         let inputs = json!({
             "prompt_version": system.version,
             "issue_id": run.issue().id.0, "epoch": run.epoch().0, "attempt": run.attempt(),
             "event_log_ids": run.events().iter().map(|event| event.id.0).collect::<Vec<_>>(),
         });
         session.record_prompt(&prompt, inputs);
+        for (call, result) in tools.settled() {
+            session.record_tool_call(call, result);
+        }
         let author = conversation.newest_user_message();
-        let mut outcome = ModelOutcome::default();
+        let mut outcome =
+            ModelOutcome { tools: tools.known_names().collect(), ..ModelOutcome::default() };
         let (mut round, mut raises, mut thread_bytes_max) = (0, 0, PROMPT_THREAD_BYTES_MAX);
         loop {
             if round == TOOL_ROUNDS_MAX {
@@ -321,15 +351,20 @@ impl Desk {
             }
             prompt.turns.push(Turn::Assistant(answer.clone()));
             for call in &answer.calls {
-                let user = conversation.user_id.as_deref();
                 let (search, scope) = (self.search.as_ref(), self.config.search);
-                let result = tools::call(call, &specs, run.issue(), search, scope, user).await;
+                let result = tools.call(call, search, scope).await?;
                 session.record_tool_call(call, &result);
                 outcome.tools.push(call.name.clone());
                 let content = result.content;
                 prompt.turns.push(Turn::ToolResult { call_id: call.id.clone(), content });
                 // An effect requested twice happens once.
                 outcome.effects.extend(result.effect.filter(|effect| !outcome.has_effect(effect)));
+            }
+            // A person who takes over decides about everything else, too.
+            let planned = tools.planned();
+            let reason = String::new();
+            if !planned.is_empty() && !outcome.has_effect(&ToolEffect::HandOver { reason }) {
+                return Ok(ModelOutcome { planned, ..outcome });
             }
             round += 1;
         }
@@ -526,6 +561,8 @@ impl IssueHandler for Desk {
         let draft = self.draft_outcome(run.issue()).await?;
         let conversation =
             Conversation::load(run.issue(), run.events(), completed, policy, draft.as_ref());
+        // Also without an answer: what a person has approved is called, and what was begun is brought to its end.
+        let mut tools = RunTools::open(&self.tools, &run, &conversation, self.pause(&run)).await?;
         if !conversation.needs_answer {
             return Ok(record_only(&conversation, None));
         }
@@ -537,13 +574,15 @@ impl IssueHandler for Desk {
         let time_max = run.time_left() * 9 / 10;
         let mut record = ModelRunRecord::new(&self.accounting, &run, system.version);
         let telling = (&system, endpoints);
-        let answering = self.run_model(&run, telling, &conversation, &session, &mut record);
+        let answering =
+            self.run_model(&run, telling, &conversation, &session, &mut record, &mut tools);
         let answering = tokio::time::timeout(time_max, answering);
         let outcome = answering.await.unwrap_or_else(|_| {
             let problem = format!("no answer within {time_max:?}");
             Err(Stop::Model(ModelError::Unavailable(problem)))
         });
         let (outcome, result) = match outcome {
+            Ok(outcome) if !outcome.planned.is_empty() => (outcome, ModelRunResult::Done),
             Ok(outcome) => (outcome.or_default_text(), ModelRunResult::Done),
             Err(stop) => {
                 let outcome = match self.after_stop(&run, stop) {
@@ -559,8 +598,12 @@ impl IssueHandler for Desk {
         };
         let (usage, cost) = (record.usage(), record.cost());
         let outcome = ModelOutcome { usage, cost, ..outcome };
-        let mut resolution =
-            resolve(self.config.supersede_max, &run, &conversation, outcome, &session, policy);
+        let mut resolution = match outcome.planned.is_empty() {
+            false => resolve_planned(&run, &conversation, outcome, &session),
+            true => {
+                resolve(self.config.supersede_max, &run, &conversation, outcome, &session, policy)
+            }
+        };
         // Query the database instead of relying on notifications. If there are newer events, the worker cancels this
         // run at the next await, unless the supersede limit is reached.
         check_for_newer_events(&run).await?;

@@ -98,7 +98,7 @@ pub(crate) async fn run(
     shutdown.on_signals().context("failed to install signal handlers")?;
     // Before binding the port, so that an invalid setting is reported even if the port is in use.
     startup::check(&settings)?;
-    let Extensions { handler, notifications } = extensions;
+    let Extensions { handler, notifications, tools } = extensions;
     let notifications = startup::notifications(&settings, notifications, &shutdown)?;
     let listening = match role {
         ProcessRole::Serve => BoundListener::bind("http.listen", settings.http.listen).await?,
@@ -133,7 +133,8 @@ pub(crate) async fn run(
 
     // Work: claim, handle, complete. The desk is the default handler.
     let desk =
-        Box::pin(DeskServices::open(&settings, &store, &streams, &nudger, &confirmations)).await;
+        Box::pin(DeskServices::open(&settings, &store, &streams, &nudger, &confirmations, tools))
+            .await;
     let desk = desk.context("failed to start the desk")?;
     let config = worker_config(&settings.work);
     let desk_at_work = handler.is_none().then(|| Arc::clone(&desk.desk));

@@ -12,6 +12,8 @@ mod sql;
 mod store;
 
 mod day_usage;
+pub mod effects;
+
 pub mod drafts;
 mod export;
 pub mod hand_overs;
