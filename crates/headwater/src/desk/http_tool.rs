@@ -194,11 +194,6 @@ impl HttpTool {
         })
     }
 
-    /// Its URL without variables replaced: scheme, host and port.
-    pub(crate) fn host(&self) -> &str {
-        self.url.host()
-    }
-
     fn client(&self) -> Result<&Client, ToolError> {
         let client = self.client.get_or_init(http_client::build).as_ref();
         client.map_err(|problem| ToolError::NotCarriedOut(problem.clone()))

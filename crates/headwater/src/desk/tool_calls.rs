@@ -34,7 +34,7 @@ use crate::limits::EFFECT_RESOLVE_FOR;
 use crate::text;
 
 /// Counter of tool calls. Labels: `tool`, `result` (`ok`, `failed`, `unknown`, `planned`, `invalid`, `known`).
-pub const TOOL_CALLS: &str = "headwater_tool_calls_total";
+pub(crate) const TOOL_CALLS: &str = "headwater_tool_calls_total";
 
 /// How much longer than its timeout an attempt counts as being in progress: time to commit its intent before, and a
 /// reserve after it, in which the request may still be on its way.
