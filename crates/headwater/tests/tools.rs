@@ -21,7 +21,7 @@ fn settings(service: &str) -> String {
     let refund = |name: &str, more: &str| {
         format!(
             "[[tool]]\nname = \"{name}\"\ndescription = \"Refunds an order.\"\nmethod = \"POST\"\n\
-             url = \"{service}/refunds\"\n{order}\ntimeout = \"2s\"\n{more}\n"
+             url = \"{service}/refunds\"\n{order}\ntimeout = \"1s\"\n{more}\n"
         )
     };
     let bad = |kind: &str| {
@@ -189,8 +189,6 @@ async fn the_model_gets_the_results_of_tools_and_a_clear_error_for_everything_el
     let never = place.model.requests("never").pop().context("a request")?.to_string();
     assert_eq!(never.matches("no response within 500ms").count(), 1, "{never}");
     assert!(never.contains("do not call it again now"), "{never}");
-    let (_, overview) = server.get("/api/v1/overview").await?;
-    assert_eq!(overview["quarantined"].as_u64().unwrap_or(0), 0, "{overview:#}");
     let metrics = server.client.get(server.url("/metrics")).send().await?.text().await?;
     assert!(
         metrics.contains(r#"headwater_tool_calls_total{tool="html",result="failed"} 1"#),

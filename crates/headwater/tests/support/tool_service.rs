@@ -54,19 +54,25 @@ impl ToolModel {
         self.blocked.send_replace(blocked);
     }
 
-    /// The requests so far that contain this word.
+    /// The requests so far whose thread contains this word.
     pub(crate) fn requests(&self, word: &str) -> Vec<Value> {
         let requests = self.requests.lock().expect("no panic");
-        requests.iter().filter(|body| body.to_string().contains(word)).cloned().collect()
+        requests.iter().filter(|body| thread(body).contains(word)).cloned().collect()
     }
+}
+
+/// The thread of the issue in a request.
+fn thread(body: &Value) -> &str {
+    let messages = body["messages"].as_array().map_or(&[][..], Vec::as_slice);
+    let of_user = messages.iter().find(|one| one["role"] == "user");
+    of_user.and_then(|one| one["content"].as_str()).unwrap_or_default()
 }
 
 async fn complete(State(model): State<ToolModel>, Json(body): Json<Value>) -> Response {
     model.requests.lock().expect("no panic").push(body.clone());
     let messages = body["messages"].as_array().cloned().unwrap_or_default();
-    let of = |role: &str| messages.iter().filter(|one| one["role"] == role).cloned().collect();
-    let (asked, told): (Vec<Value>, Vec<Value>) = (of("user"), of("tool"));
-    let asked = asked.first().and_then(|one| one["content"].as_str()).unwrap_or("").to_owned();
+    let told: Vec<Value> = messages.iter().filter(|one| one["role"] == "tool").cloned().collect();
+    let asked = thread(&body).to_owned();
     let plan =
         model.plans.iter().find(|(word, _)| asked.contains(word)).map_or(&[][..], |plan| plan.1);
     if !told.is_empty() {
