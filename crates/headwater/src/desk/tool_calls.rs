@@ -384,10 +384,10 @@ impl<'a> RunTools<'a> {
         };
         match self.desk.apart(effect_call.make()).await? {
             Attempted::Ended(effect) => Ok(effect),
-            Attempted::Unresolved(effect) if recovery == ToolRecovery::Person => {
-                Err(ToolStop::Person(facts(&effect)))
-            }
-            Attempted::Unresolved(effect) if effect.status == EffectStatus::Unknown => {
+            // It is unknown, or will be at the next run.
+            Attempted::Unresolved(effect)
+                if recovery == ToolRecovery::Person || effect.status == EffectStatus::Unknown =>
+            {
                 Err(ToolStop::Person(facts(&effect)))
             }
             Attempted::Unresolved(effect) => {
