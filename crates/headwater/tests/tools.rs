@@ -285,8 +285,9 @@ async fn a_kill_at_any_step_of_a_call_loses_and_repeats_no_effect(
                     (&json!("unknown"), 1),
                     "{point:?}: {effects:#?}"
                 );
-                let (_, shown) = server.get(&format!("/api/v1/tickets/{ticket}")).await?;
-                assert_eq!(shown["handed_over"], true, "{point:?}: {shown:#}");
+                // Delivered after the answer.
+                let path = format!("/api/v1/tickets/{ticket}");
+                let shown = server.until(&path, |_, shown| shown["handed_over"] == true).await?;
                 let reason = shown["hand_over_reason"].as_str().context("a reason")?;
                 assert!(reason.contains(&order) && reason.contains(keys[0]), "{reason}");
                 let (_, why) = server.get(&format!("/api/v1/tickets/{ticket}/why")).await?;
