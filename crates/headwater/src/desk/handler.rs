@@ -564,7 +564,7 @@ impl IssueHandler for Desk {
         // Also without an answer: what a person has approved is called, and what was begun is brought to its end.
         let mut tools = RunTools::open(&self.tools, &run, &conversation, self.pause(&run)).await?;
         if !conversation.needs_answer {
-            return Ok(record_only(&conversation, None));
+            return Ok(record_only(&run, &conversation, None));
         }
         let system = self.system_prompt(run.issue()).await?;
         let endpoints = self.models.in_order(&policy.models);

@@ -15,6 +15,7 @@ mod token_reservations;
 pub mod effects;
 
 pub mod draft;
+pub(crate) mod draft_links;
 
 pub mod conversation;
 
