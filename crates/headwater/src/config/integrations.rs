@@ -13,6 +13,7 @@ use serde::Deserialize;
 use crate::config::endpoints::{self, CheckedModelEndpoint, RawModelEndpoint};
 use crate::config::error::SettingsError;
 use crate::config::notifications::{NotificationSettings, RawNotification};
+use crate::config::redactions::RedactionSettings;
 use crate::config::tokens::{RawToken, TokenSettings};
 use crate::config::tools::{self, RawTool};
 use crate::config::value_type::ValueType;
@@ -120,6 +121,7 @@ pub(crate) struct Lists {
     pub(crate) notifications: Vec<NotificationSettings>,
     pub(crate) tokens: Vec<TokenSettings>,
     pub(crate) endpoints: Vec<CheckedModelEndpoint>,
+    pub(crate) redactions: Vec<RedactionSettings>,
     pub(crate) tools: Vec<Arc<dyn Tool>>,
 }
 
@@ -141,6 +143,8 @@ pub(crate) struct ListSections {
     notifications: Vec<RawNotification>,
     #[serde(default, rename = "token")]
     tokens: Vec<RawToken>,
+    #[serde(default, rename = "redaction")]
+    redactions: Vec<RedactionSettings>,
     /// `endpoint` of the section `model`.
     #[serde(default, rename = "model.endpoint")]
     endpoints: Vec<RawModelEndpoint>,
@@ -296,7 +300,8 @@ impl ListSections {
                     "two [[token]] sections have the same token; each must be unique",
                 )
             })?;
-        Ok(Lists { integrations, notifications, tokens, endpoints, tools })
+        let redactions = self.redactions;
+        Ok(Lists { integrations, notifications, tokens, endpoints, redactions, tools })
     }
 }
 

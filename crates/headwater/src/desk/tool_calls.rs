@@ -27,6 +27,7 @@ use crate::desk::effects::{
 };
 use crate::desk::model::{ModelAnswer, ToolCall, ToolSpec, Turn};
 use crate::desk::prompt::escaped_json;
+use crate::desk::redaction::Redaction;
 use crate::desk::tool::{Tool, ToolError, ToolRecovery, ToolRequest};
 use crate::desk::toolbox::Toolbox;
 use crate::desk::tools::{self, BUILT_IN, SearchScope, TicketSearch, ToolOutcome, rejected};
@@ -191,15 +192,17 @@ impl<'a> RunTools<'a> {
     }
 
     /// The calls of earlier runs for this request, as the model has made them.
-    pub(super) fn known_turns(&self) -> Vec<Turn> {
-        let calls: Vec<ToolCall> = self.known.iter().map(as_call).collect();
+    pub(super) fn known_turns(&self, redaction: &Redaction) -> Vec<Turn> {
+        let calls = self.known.iter().map(as_call);
+        let calls = calls.map(|call| redacted_call(&call, redaction));
+        let calls: Vec<ToolCall> = calls.collect();
         if calls.is_empty() {
             return Vec::new();
         }
         let asked = Turn::Assistant(ModelAnswer { calls, ..ModelAnswer::default() });
         let told = self.known.iter().map(|effect| Turn::ToolResult {
             call_id: as_call(effect).id,
-            content: effect.result.clone().unwrap_or_default(),
+            content: redaction.redact(effect.result.as_deref().unwrap_or_default()),
         });
         std::iter::once(asked).chain(told).collect()
     }
@@ -554,6 +557,11 @@ fn told(effect: &Effect) -> ToolOutcome {
         arguments: effect.call.arguments.clone(),
         effect: None,
     }
+}
+
+/// A call with placeholders, as the model and the session see it.
+pub(super) fn redacted_call(call: &ToolCall, redaction: &Redaction) -> ToolCall {
+    ToolCall { arguments: redaction.redact(&call.arguments), ..call.clone() }
 }
 
 /// A call of an earlier run, as the model makes it.
