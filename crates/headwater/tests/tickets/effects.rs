@@ -36,9 +36,9 @@ pub(crate) async fn a_run_that_has_lost_its_claim_begins_no_effect(fixture: Fixt
         fixture.tickets.begin_effect(issue, epoch, &refund(order), LEASE).await.unwrap()
     };
     assert_eq!(begin(ClaimEpoch(0), 1).await, EffectBegin::Fenced, "nobody has claimed it");
-    let first = claim(&fixture, issue, "one", Duration::from_millis(1)).await;
+    let first = claim(&fixture, issue, "one", Duration::from_millis(50)).await;
     started(begin(first, 1).await);
-    tokio::time::sleep(Duration::from_millis(20)).await;
+    tokio::time::sleep(Duration::from_millis(100)).await;
     let second = claim(&fixture, issue, "two", LEASE).await;
     assert_eq!(begin(first, 2).await, EffectBegin::Fenced, "another worker has claimed it");
     started(begin(second, 2).await);
