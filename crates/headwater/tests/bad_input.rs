@@ -63,6 +63,8 @@ const CASES: &[(&str, RequiredAccess, Body)] = &[
     ("post /api/v1/drafts/{id}/approve", Write, Some(|| json!({"content": "c", "version": 1}))),
     ("post /api/v1/drafts/{id}/edit", Write, Some(|| json!({"content": "c", "version": 1}))),
     ("post /api/v1/drafts/{id}/reject", Write, Some(|| json!({"reason": "r", "version": 1}))),
+    ("get /api/v1/effects", Read, None),
+    ("get /api/v1/effects/{id}", Read, None),
     ("get /api/v1/prompts", Read, None),
     ("get /api/v1/prompts/{integration}", Read, None),
     ("get /api/v1/prompts/{integration}/versions", Read, None),

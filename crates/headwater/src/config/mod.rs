@@ -3,7 +3,7 @@
 //! Upstream: `entry.rs`. Downstream: `server/run.rs` and `cli`. Guarantees: [`Settings`] is consistent, so later code
 //! does not check again; secrets have types whose `Debug` hides them.
 //! Flow: `table.rs` (all settings), `value_type.rs` (allowed values) -> `sources.rs` (precedence) ->
-//! `integrations.rs` (`[[integration]]`), `notifications.rs`, `tokens.rs`, `endpoints.rs` (`[[model.endpoint]]`) -> this file -> `docs.rs` (output), `redact.rs` (hides
+//! `integrations.rs` (`[[integration]]`), `notifications.rs`, `tokens.rs`, `endpoints.rs` (`[[model.endpoint]]`), `tools.rs` (`[[tool]]`) -> this file -> `docs.rs` (output), `redact.rs` (hides
 //! secrets).
 
 mod docs;
@@ -12,9 +12,11 @@ mod error;
 mod integrations;
 mod notifications;
 mod redact;
+mod redactions;
 mod sources;
 mod table;
 mod tokens;
+mod tools;
 mod value_type;
 
 use std::net::SocketAddr;
@@ -27,6 +29,8 @@ use headwater_stream::Retention;
 use secrecy::{ExposeSecret, SecretString};
 
 use crate::desk::draft_links::DraftLinks;
+use crate::desk::redaction::RedactionRules;
+use crate::desk::tool::Tool;
 use crate::desk::{DeskConfig, Prices, SearchScope, TokenBudget};
 use crate::server::stream_options::PasswordSource;
 
@@ -39,6 +43,7 @@ pub(crate) use crate::config::integrations::{
 use crate::config::integrations::{ListSections, Lists};
 pub(crate) use crate::config::notifications::{NotificationFormat, NotificationSettings};
 pub(crate) use crate::config::redact::url as shown_url;
+pub(crate) use crate::config::redactions::RedactionSettings;
 pub(crate) use crate::config::sources::{FILE_VARIABLE, RawSettings, SettingSource, SettingValues};
 pub(crate) use crate::config::table::{Setting, TABLE};
 pub(crate) use crate::config::tokens::{Role, TokenSettings};
@@ -105,8 +110,14 @@ pub(crate) struct Settings {
     pub(crate) integrations: Vec<IntegrationSettings>,
     /// Receivers of ticket events.
     pub(crate) notifications: Vec<NotificationSettings>,
+    /// What is replaced by placeholders before a model sees it.
+    pub(crate) redaction: Arc<RedactionRules>,
+    /// The custom patterns of it.
+    pub(crate) redactions: Vec<RedactionSettings>,
     /// Tokens. Empty: every local client is an admin.
     pub(crate) tokens: Vec<TokenSettings>,
+    /// HTTP endpoints that the model may call.
+    pub(crate) tools: Vec<Arc<dyn Tool>>,
     /// Name, value, source and description of each setting, without secrets.
     pub(crate) shown: Arc<Vec<serde_json::Value>>,
 }
@@ -313,7 +324,7 @@ pub(crate) fn load(
         }
         None => (toml::Table::new(), None),
     };
-    let lists = ["integration", "notification", "token"].into_iter();
+    let lists = ["integration", "notification", "redaction", "token", "tool"].into_iter();
     let mut lists: toml::Table =
         lists.filter_map(|list| Some((list.to_owned(), file.remove(list)?))).collect();
     match file.get_mut("model") {
@@ -348,7 +359,7 @@ fn unreadable(path: &std::path::Path, error: &toml::de::Error) -> SettingsError 
 impl Settings {
     fn from_values(
         values: &SettingValues,
-        Lists { integrations, notifications, tokens, endpoints }: Lists,
+        Lists { integrations, notifications, tokens, endpoints, redactions, tools }: Lists,
     ) -> Result<Self, SettingsError> {
         let read = SettingsReader(values);
         let http = HttpSettings {
@@ -458,7 +469,10 @@ impl Settings {
             telemetry,
             integrations,
             notifications,
+            redaction: Arc::new(redactions::rules(&redactions, read.text("desk.redact"))?),
+            redactions,
             tokens,
+            tools,
             shown: Arc::new(docs::shown(values)),
         };
         Ok(settings)
