@@ -17,20 +17,21 @@ use crate::python_client;
 
 /// A program from a system package.
 #[derive(Clone, Copy)]
-pub(crate) struct Tool {
+pub(crate) struct DevTool {
     binary: &'static str,
     package: &'static str,
 }
 
-pub(crate) const C_COMPILER: Tool = Tool { binary: "cc", package: "build-essential" };
-pub(crate) const REDIS: Tool = Tool { binary: "redis-server", package: "redis-server" };
-pub(crate) const POSTGRES: Tool = Tool { binary: "initdb", package: "postgresql" };
+pub(crate) const C_COMPILER: DevTool = DevTool { binary: "cc", package: "build-essential" };
+pub(crate) const REDIS: DevTool = DevTool { binary: "redis-server", package: "redis-server" };
+pub(crate) const POSTGRES: DevTool = DevTool { binary: "initdb", package: "postgresql" };
 /// Sets the clock of a process under test; the library comes with the program.
-pub(crate) const FAKETIME: Tool = Tool { binary: "faketime", package: "faketime" };
+pub(crate) const FAKETIME: DevTool = DevTool { binary: "faketime", package: "faketime" };
 
 /// The browser of the console's tests, and the program that drives it.
-pub(crate) const BROWSER: Tool = Tool { binary: "chromium", package: "chromium" };
-pub(crate) const BROWSER_DRIVER: Tool = Tool { binary: "chromedriver", package: "chromium-driver" };
+pub(crate) const BROWSER: DevTool = DevTool { binary: "chromium", package: "chromium" };
+pub(crate) const BROWSER_DRIVER: DevTool =
+    DevTool { binary: "chromedriver", package: "chromium-driver" };
 
 /// Pinned, because a later release may need a newer Rust.
 const NEXTEST_VERSION: &str = "0.9.143";
@@ -49,7 +50,7 @@ pub(crate) fn everything() -> Result<(), ExitError> {
 }
 
 /// Installs system programs.
-pub(crate) fn system(tools: &[Tool]) -> Result<(), ExitError> {
+pub(crate) fn system(tools: &[DevTool]) -> Result<(), ExitError> {
     let absent = missing(tools, is_present);
     if absent.is_empty() {
         return Ok(());
@@ -111,11 +112,11 @@ pub(crate) fn nextest() -> Result<(), ExitError> {
     run("cargo install cargo-nextest", &mut cargo(install)?)
 }
 
-fn missing(tools: &[Tool], is_present: impl Fn(&str) -> bool) -> Vec<Tool> {
+fn missing(tools: &[DevTool], is_present: impl Fn(&str) -> bool) -> Vec<DevTool> {
     tools.iter().copied().filter(|tool| !is_present(tool.binary)).collect()
 }
 
-fn list(tools: &[Tool], name: impl Fn(&Tool) -> &'static str) -> String {
+fn list(tools: &[DevTool], name: impl Fn(&DevTool) -> &'static str) -> String {
     tools.iter().map(name).collect::<Vec<_>>().join(" ")
 }
 

@@ -92,7 +92,7 @@ const NOTICES: [(&str, &str); 24] = [
     ("assigned", "The ticket has a new assignee."),
     ("unassigned", "The ticket is assigned to nobody."),
     ("replied", "The reply is stored."),
-    ("approved", "The draft is approved and is posted."),
+    ("approved", "The draft is approved: it is posted, or its tool calls are made."),
     ("rejected", "The draft is rejected and is never posted."),
     ("retried", "The issue can be claimed now."),
     ("released", "The quarantine has ended."),

@@ -19,7 +19,7 @@ use crate::cli::{self, advice, completion, supervise};
 use crate::config::{
     self, FILE, FILE_VARIABLE, RawSettings, ResolvedSettings, SecretsPolicy, SettingsError,
 };
-use crate::desk::LanguageModel;
+use crate::desk::{LanguageModel, Tool};
 use crate::exit::CliError;
 use crate::http_client;
 use crate::outbound::notifications::{NotificationConfig, NotificationSink};
@@ -37,6 +37,7 @@ pub struct Extensions {
     pub(crate) notifications: Vec<(NotificationConfig, Arc<dyn NotificationSink>)>,
     pub(crate) model: Option<Arc<dyn LanguageModel>>,
     pub(crate) routes: Option<axum::Router>,
+    pub(crate) tools: Vec<Arc<dyn Tool>>,
 }
 
 impl std::fmt::Debug for Extensions {
@@ -49,6 +50,7 @@ impl std::fmt::Debug for Extensions {
                 "notifications",
                 &self.notifications.iter().map(|one| &one.0).collect::<Vec<_>>(),
             )
+            .field("tools", &self.tools)
             .finish()
     }
 }
@@ -85,6 +87,14 @@ impl Extensions {
     #[must_use]
     pub fn notify(mut self, config: NotificationConfig, sink: impl NotificationSink) -> Self {
         self.notifications.push((config, Arc::new(sink)));
+        self
+    }
+
+    /// Lets the model of the desk call `tool`. Its name must differ from those of the built-in tools, the `[[tool]]` sections
+    /// and other tools; otherwise the server does not start.
+    #[must_use]
+    pub fn tool(mut self, tool: impl Tool) -> Self {
+        self.tools.push(Arc::new(tool));
         self
     }
 }

@@ -44,6 +44,37 @@ pub const TOOL_ROUNDS_MAX: usize = 4;
 /// Maximum bytes of a reason or query in a tool call; longer text is truncated.
 pub const TOOL_TEXT_BYTES_MAX: usize = 1024;
 
+/// Maximum number of tools beside the built-in ones.
+pub const TOOLS_MAX: usize = 64;
+
+/// Maximum bytes of the description of a tool.
+pub const TOOL_DESCRIPTION_BYTES_MAX: usize = 2000;
+
+/// Maximum bytes of the JSON Schema of a tool.
+pub const TOOL_SCHEMA_BYTES_MAX: usize = 16 * 1024;
+
+/// Limits and default of the time of one tool call.
+pub const TOOL_TIMEOUT_MIN: Duration = Duration::from_millis(100);
+/// See [`TOOL_TIMEOUT_MIN`].
+pub const TOOL_TIMEOUT_DEFAULT: Duration = Duration::from_secs(10);
+/// See [`TOOL_TIMEOUT_MIN`].
+pub const TOOL_TIMEOUT_MAX: Duration = Duration::from_secs(60);
+
+/// Default of the maximum bytes of a response of an HTTP tool.
+pub const TOOL_RESPONSE_BYTES_DEFAULT: usize = 16 * 1024;
+
+/// Largest possible maximum of the bytes of a response of an HTTP tool.
+pub const TOOL_RESPONSE_BYTES_MAX: usize = 64 * 1024;
+
+/// Maximum redirects that a call of an HTTP tool follows.
+pub const TOOL_REDIRECTS_MAX: usize = 3;
+
+/// Effects of one issue that one run reads from the ledger, the newest.
+pub const EFFECTS_PER_ISSUE_MAX: usize = 200;
+
+/// How long a call without a known outcome is repeated or looked up before a person has to.
+pub const EFFECT_RESOLVE_FOR: Duration = Duration::from_secs(60 * 60);
+
 /// Maximum tickets returned by one search.
 pub const SEARCH_RESULTS_MAX: usize = 5;
 

@@ -76,6 +76,8 @@ const CASES: &[(&str, RequiredAccess, Body)] = &[
     ("post /api/v1/plans/{id}/pause", Write, None),
     ("post /api/v1/plans/{id}/resume", Write, None),
     ("post /api/v1/plans/{id}/cancel", Write, None),
+    ("get /api/v1/effects", Read, None),
+    ("get /api/v1/effects/{id}", Read, None),
     ("get /api/v1/prompts", Read, None),
     ("get /api/v1/prompts/{integration}", Read, None),
     ("get /api/v1/prompts/{integration}/versions", Read, None),

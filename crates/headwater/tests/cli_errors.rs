@@ -93,6 +93,8 @@ const VERBS: &[(&str, Requirement, &[&str])] = &[
     ("draft approve", Database, &["1"]),
     ("draft edit", Database, &["1", "--content", "c"]),
     ("draft reject", Database, &["1", "--reason", "r"]),
+    ("effect list", Database, &[]),
+    ("effect show", Database, &["1"]),
     ("prompt list", Database, &[]),
     ("prompt show", Database, &["desk"]),
     ("prompt set", Database, &["desk", "--content", "c"]),

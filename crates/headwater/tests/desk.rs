@@ -677,7 +677,7 @@ async fn a_github_issue_gets_an_answer_and_no_ticket_tools() {
     let issue_id = system.inbox.record(event).await.unwrap().issue_id;
     system.wait_until_idle(issue_id).await;
     let prompts = model.prompts();
-    let tools: Vec<&str> = prompts[0].tools.iter().map(|tool| tool.name).collect();
+    let tools: Vec<&str> = prompts[0].tools.iter().map(|tool| tool.name.as_str()).collect();
     assert_eq!(tools, ["hand_over"]);
     system.stop().await;
 }

@@ -195,7 +195,11 @@ async fn tool_calls_are_assembled_from_fragments() {
     let (server, address) =
         Server::start(vec![Behavior::StreamChunks(script), answers("ok")]).await;
     let model = model(address);
-    let spec = ToolSpec { name: "search", description: "d", parameters: json!({"type": "object"}) };
+    let spec = ToolSpec {
+        name: "search".into(),
+        description: "d".into(),
+        parameters: json!({"type": "object"}),
+    };
     let mut prompt = ModelPrompt { tools: vec![spec], ..prompt() };
     let answer = model.complete(&prompt).await.unwrap().collect().await.unwrap();
     let call = |id: &str, name: &str, arguments: &str| ToolCall {

@@ -70,6 +70,8 @@ pub(super) async fn approve_draft(
 ) -> Response {
     // Browsers send line breaks of forms as CR LF.
     let content = form.get("content").replace("\r\n", "\n");
+    // The form of a draft with tool calls has no text.
+    let content = (form.get("calls") != "true").then_some(content);
     decide_draft(&screen, &id, ("approve", "approved"), &form, json!({"content": content})).await
 }
 

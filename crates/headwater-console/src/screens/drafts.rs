@@ -57,6 +57,15 @@ fn item(screen: &Screen, draft: &Value) -> Markup {
     let current = if draft["edited"].is_null() { "content" } else { "edited" };
     let base = format!("/console/do/drafts/{number}");
     let version = plain(&draft["version"]);
+    let has_calls = !items(draft, "calls").is_empty();
+    let rejection = html! {
+        form.stacked method="post" action={ (base) "/reject" } {
+            input type="hidden" name="version" value=(version);
+            label for={ "reason-" (number) } { "Reason, for the model" }
+            input id={ "reason-" (number) } name="reason" maxlength="500";
+            div { (button(&screen.user, ConsoleRole::Write, ButtonStyle::Plain, "Reject")) }
+        }
+    };
     html! {
         section.item aria-label={ "Draft " (number) } {
             h2 { "Draft " (number) }
@@ -69,19 +78,26 @@ fn item(screen: &Screen, draft: &Value) -> Markup {
                 ("Decided", time(&draft["decided_at"])),
                 ("Decided by", excerpt(&plain(&draft["decided_by"]))),
             ]))
-            @if draft["status"] == "pending" {
+            @for call in items(draft, "calls") {
+                p { "Tool call that waits for the approval: " code { (field(call, "tool")) } }
+                (block(&format!("{:#}", call["arguments"])))
+            }
+            @if draft["status"] == "pending" && has_calls {
+                (block(field(draft, "content")))
+                form.stacked method="post" action={ (base) "/approve" } {
+                    input type="hidden" name="version" value=(version);
+                    input type="hidden" name="calls" value="true";
+                    div { (button(&screen.user, ConsoleRole::Write, ButtonStyle::Primary, "Approve the calls")) }
+                }
+                (rejection)
+            } @else if draft["status"] == "pending" {
                 form.stacked method="post" action={ (base) "/approve" } {
                     input type="hidden" name="version" value=(version);
                     label for={ "content-" (number) } { "Text to post" }
                     textarea id={ "content-" (number) } name="content" rows="6" required { (field(draft, current)) }
                     div { (button(&screen.user, ConsoleRole::Write, ButtonStyle::Primary, "Approve and post")) }
                 }
-                form.stacked method="post" action={ (base) "/reject" } {
-                    input type="hidden" name="version" value=(version);
-                    label for={ "reason-" (number) } { "Reason, for the model" }
-                    input id={ "reason-" (number) } name="reason" maxlength="500";
-                    div { (button(&screen.user, ConsoleRole::Write, ButtonStyle::Plain, "Reject")) }
-                }
+                (rejection)
             } @else {
                 (block(field(draft, if draft["posted"].is_null() { current } else { "posted" })))
             }

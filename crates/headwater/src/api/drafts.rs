@@ -8,6 +8,7 @@ use axum::extract::State;
 use axum::http::StatusCode;
 use headwater_stream::clock::{Clock, SystemClock};
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 use utoipa::{IntoParams, ToSchema};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
@@ -77,6 +78,8 @@ pub(crate) struct DraftDto {
     posted: Option<String>,
     /// What else an approval does, such as `close`.
     effects: Vec<String>,
+    /// Tool calls that an approval makes. Then the text is not posted: the answer follows when the calls are made.
+    calls: Vec<PlannedCallDto>,
     /// Session of the model run.
     session_id: Option<String>,
     /// What chose the mode: a rule, or the mode of the integration.
@@ -93,6 +96,15 @@ pub(crate) struct DraftDto {
     difference: Option<Vec<DiffLine>>,
     /// When it was found to wait longer than `desk.draft_max_wait`.
     overdue_at: Option<String>,
+}
+
+/// A tool call that waits for an approval.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct PlannedCallDto {
+    tool: String,
+    /// Arguments of the call.
+    #[schema(value_type = Object)]
+    arguments: Value,
 }
 
 /// List drafts and notes, newest first.
@@ -285,6 +297,11 @@ pub(super) fn draft_to_dto(draft: Draft) -> DraftDto {
         issue_id: draft.issue_id.0,
         status: draft.status.as_str(),
         effects: draft.effects.into_iter().map(|effect| effect.target).collect(),
+        calls: draft
+            .calls
+            .into_iter()
+            .map(|call| PlannedCallDto { tool: call.tool, arguments: call.arguments })
+            .collect(),
         created_at: draft.created_at.to_rfc3339(),
         decided_at: draft.decided_at.map(|at| at.to_rfc3339()),
         integration: draft.integration,

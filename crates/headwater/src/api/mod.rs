@@ -5,7 +5,7 @@
 //! `headwater-bus`, the store and `tickets`.
 //! Flow: queue routes (`topics.rs`, `messages.rs`, `message_why.rs`, `consume.rs`, `groups.rs`, `dead_letters.rs`) and
 //! `assignment.rs` work on [`Operations`]; the others (`issues.rs`, `event_logs.rs`, `tickets.rs` and `tickets_sse.rs`,
-//! `outbox.rs`, `drafts.rs`, `prompts.rs`, `sessions.rs` and `session_import.rs`, `users.rs`, `analytics.rs`, `doctor/`, `status.rs`) on the state of
+//! `outbox.rs`, `drafts.rs`, `effects.rs`, `prompts.rs`, `sessions.rs` and `session_import.rs`, `users.rs`, `analytics.rs`, `doctor/`, `status.rs`) on the state of
 //! the server; those for the console (`overview.rs`, `history.rs`, `failures.rs`, `plans.rs`, `search.rs`, `processes.rs`, `me.rs`) on both.
 //! `dto.rs`, `line_diff.rs` and `ndjson.rs` define common output, `names.rs` our names for those of other systems.
 //! Guarantees: destructive operations require the role `admin`; lists are paged; payloads that are not UTF-8 are
@@ -18,6 +18,7 @@ mod dead_letters;
 pub(crate) mod doctor;
 mod drafts;
 mod dto;
+mod effects;
 mod event_logs;
 mod failures;
 mod groups;
@@ -136,6 +137,7 @@ pub(crate) fn app_routes() -> OpenApiRouter<App> {
     OpenApiRouter::new()
         .merge(outbox::routes())
         .merge(drafts::routes())
+        .merge(effects::routes())
         .merge(prompts::routes())
         .merge(event_logs::routes())
         .merge(sessions)

@@ -28,6 +28,7 @@ use utoipa_axum::routes;
 use uuid::Uuid;
 
 use crate::api::drafts::draft_to_dto;
+use crate::api::effects::effect_to_dto;
 use crate::api::issues::event_to_dto;
 use crate::api::ndjson::{error_line, lines};
 use crate::api::run_to_completion;
@@ -41,6 +42,7 @@ use crate::limits::PAGE_MAX;
 use crate::server::app_state::App;
 use crate::tickets::desk_events::DESK_EVENTS;
 use crate::tickets::drafts::DraftFilter;
+use crate::tickets::effects::EffectFilter;
 use crate::tickets::{TICKET_EVENTS, Ticket, TicketFilter, checked_user};
 
 /// Tickets of one erase request.
@@ -71,7 +73,7 @@ struct ExportUserQuery {
     user: Option<String>,
 }
 
-/// Export the tickets, messages, drafts, events and sessions of a user as JSON lines. The last line is `end` with the number of tickets.
+/// Export the tickets, messages, drafts, tool calls, events and sessions of a user as JSON lines. The last line is `end` with the number of tickets.
 #[utoipa::path(get, path = "/export", tag = "users", params(ExportUserQuery),
     responses((status = 200, content_type = "application/x-ndjson", body = String), (status = 403)))]
 async fn export(
@@ -136,6 +138,15 @@ async fn export_lines(
                     send(json!({"draft": draft_to_dto(draft), "ticket_id": ticket_id})).await?;
                 }
             }
+            let mut effects = EffectFilter { issue_id, ..EffectFilter::default() };
+            loop {
+                let page = app.tickets.effects(&effects, PAGE_MAX).await?;
+                let Some(last) = page.last() else { break };
+                effects.before = Some(last.number);
+                for effect in page {
+                    send(json!({"effect": effect_to_dto(effect), "ticket_id": ticket_id})).await?;
+                }
+            }
             let mut events = EventLogFilter::default();
             loop {
                 let page = app.store.event_logs(ticket.issue_id, &events, SCAN_PAGE).await?;
@@ -180,7 +191,7 @@ pub(crate) struct EraseUserResponse {
     next_cursor: Option<i64>,
 }
 
-/// Erase tickets of a user, up to 50 in one request, with messages, drafts, events, replies, sessions and published entries.
+/// Erase tickets of a user, up to 50 in one request, with messages, drafts, tool calls, events, replies, sessions and published entries.
 #[utoipa::path(post, path = "/erase", tag = "users", request_body = EraseUserRequest,
     responses((status = 200, body = EraseUserResponse), (status = 403)))]
 async fn erase(

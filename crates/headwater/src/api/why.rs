@@ -12,10 +12,15 @@ use serde_json::Value;
 use utoipa::ToSchema;
 use uuid::Uuid;
 
+use crate::desk::effects::Effect;
 use crate::http::ApiError;
 use crate::server::app_state::App;
 use crate::text::counted;
+use crate::tickets::effects::EffectFilter;
 use crate::tickets::{TicketError, TicketStatus};
+
+/// Newest tool calls that are shown.
+const SHOWN_EFFECTS: usize = 5;
 
 /// Why an issue has no answer yet.
 #[derive(Debug, Serialize, ToSchema)]
@@ -38,7 +43,7 @@ pub(crate) struct WhyResponse {
 /// One step from the event to the reply.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct WhyStep {
-    /// Of an issue `inbox`, `wait`, `claim`, `run`, `model`, `hand_over` or `outbox`; of an outbox row `commit`,
+    /// Of an issue `inbox`, `wait`, `claim`, `run`, `model`, `tools`, `hand_over` or `outbox`; of an outbox row `commit`,
     /// `delivery` or `state`.
     pub(super) step: &'static str,
     /// What happened there.
@@ -78,10 +83,18 @@ pub(crate) async fn of_issue(app: &App, issue_id: IssueId) -> Result<WhyResponse
         (&diagnosis.reason, app.tickets.pending_draft(issue_id).await?)
     {
         let number = draft.number;
+        let calls: Vec<&str> = draft.calls.iter().map(|call| call.tool.as_str()).collect();
+        let what = match calls.is_empty() {
+            true => format!("the answer to issue {issue_id} is draft {number}, which"),
+            false => format!(
+                "to answer issue {issue_id}, the model wants to call `{}`; draft {number}",
+                calls.join("`, `")
+            ),
+        };
         why.reason = "draft";
         why.command = format!("headwater draft show {number}");
         why.sentence = format!(
-            "the answer to issue {issue_id} is draft {number}, which waits for the approval of a person since {}; \
+            "{what} waits for the approval of a person since {}; \
              read it with `{}`, then run `headwater draft approve {number}` or `headwater draft reject {number}`",
             draft.created_at.to_rfc3339(),
             why.command
@@ -224,6 +237,17 @@ async fn steps(
         };
         let found = format!("{}: last run at {at} {}, {calls}, {prompt}", last.model, last.result);
         add("model", found);
+    }
+    let filter = EffectFilter { issue_id: Some(issue.id.0), ..EffectFilter::default() };
+    let effects = app.tickets.effects(&filter, SHOWN_EFFECTS).await?;
+    if !effects.is_empty() {
+        let one = |effect: &Effect| {
+            let (number, tool) = (effect.number, &effect.call.tool);
+            let problem = effect.problem.as_ref();
+            let problem = problem.map_or(String::new(), |problem| format!(" ({problem})"));
+            format!("{tool} {}{problem}, effect {number}", effect.status.as_str())
+        };
+        add("tools", effects.iter().map(one).collect::<Vec<_>>().join("; "));
     }
     if let Some(HandOver { reason }) = hand_over {
         add("hand_over", reason.clone().unwrap_or_else(|| "a person answers".to_owned()));

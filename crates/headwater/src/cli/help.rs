@@ -97,6 +97,8 @@ pub(super) const VERBS: &[VerbHelp] = &[
     verb("draft approve", DATABASE, &["draft approve 3", "draft approve 3 --content 'It arrives today.'"]),
     verb("draft edit", DATABASE, &["draft edit 3 --content 'It arrives today.'"]),
     verb("draft reject", DATABASE, &["draft reject 3 --reason 'The order number is wrong.'"]),
+    verb("effect list", DATABASE, &["effect list", "effect list --status unknown"]),
+    verb("effect show", DATABASE, &["effect show 3"]),
     verb("prompt list", DATABASE, &["prompt list", "prompt list shop"]),
     verb("prompt show", DATABASE, &["prompt show shop", "prompt show shop --version 0"]),
     verb("prompt set", DATABASE, &["prompt set shop --file prompt.txt --comment 'Mention the opening hours'"]),

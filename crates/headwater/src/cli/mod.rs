@@ -80,6 +80,8 @@ pub(crate) enum OperatorCommand {
     Ticket(verbs::ticket::TicketArgs),
     /// List, show, approve, edit or reject answers that wait for a person.
     Draft(verbs::draft::DraftArgs),
+    /// List or show the calls of tools that change something.
+    Effect(verbs::effect::EffectArgs),
     /// List, show, set, compare or roll back the prompts of integrations.
     Prompt(verbs::prompt::PromptArgs),
     /// List, show, replay, fork, export or import sessions.
@@ -145,6 +147,7 @@ impl OperatorCommand {
             Self::Ticket(ticket) => (&ticket.connection, ticket.requirements()),
             Self::Plan(plan) => (&plan.connection, plan.requirements()),
             Self::Draft(draft) => (&draft.connection, draft.requirements()),
+            Self::Effect(effect) => (&effect.connection, effect.requirements()),
             Self::Prompt(prompt) => (&prompt.connection, prompt.requirements()),
             Self::Session(session) => {
                 (&session.connection, Requirements::everything(session.is_read_only()))
@@ -214,6 +217,7 @@ impl OperatorCommand {
             Self::Ticket(ticket) => ticket.run(client).await,
             Self::Plan(plan) => plan.run(client).await,
             Self::Draft(draft) => draft.run(client).await,
+            Self::Effect(effect) => effect.run(client).await,
             Self::Prompt(prompt) => prompt.run(client).await,
             Self::Session(session) => session.run(client).await,
             Self::Export(export) => export.run(client).await,

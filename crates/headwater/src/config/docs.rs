@@ -14,6 +14,7 @@ use crate::config::{
     DEFAULT_ENDPOINT, IntegrationSettings, ModelEndpointSettings, NotificationFormat,
     NotificationSettings, ResolvedSettings, TABLE, ValueType, shown_url,
 };
+use crate::desk::tool::ToolDefinition;
 
 /// One line per setting: name, value, source.
 pub(crate) fn as_text(loaded: &ResolvedSettings) -> String {
@@ -36,6 +37,9 @@ pub(crate) fn as_text(loaded: &ResolvedSettings) -> String {
     }
     for one in &loaded.settings.notifications {
         let _ = writeln!(text, "[[notification]] {}  ({location})", describe_notification(one));
+    }
+    for tool in &loaded.settings.tools {
+        let _ = writeln!(text, "[[tool]] {}  ({location})", describe_tool(tool.definition()));
     }
     for one in &loaded.settings.redactions {
         let (name, pattern) = (&one.name, &one.pattern);
@@ -94,6 +98,13 @@ fn describe_endpoint(one: &ModelEndpointSettings) -> String {
     let url = shown_url(one.model.url.expose_secret());
     let key = one.model.key.as_ref().map_or(String::new(), |_| format!(" key={HIDDEN}"));
     format!("id={} url={url} name={}{key}", one.id, one.model.name)
+}
+
+fn describe_tool(one: &ToolDefinition) -> String {
+    let integrations = some_list(&one.integrations);
+    let integrations = integrations.map_or(String::new(), |list| format!(" integrations={list}"));
+    let ToolDefinition { name, changes, approval, .. } = one;
+    format!("name={name} changes={changes} approval={approval}{integrations}")
 }
 
 fn describe_notification(one: &NotificationSettings) -> String {
@@ -180,6 +191,21 @@ pub(crate) fn as_json(loaded: &ResolvedSettings) -> String {
             })
         })
         .collect();
+    let tools: Vec<_> = loaded
+        .settings
+        .tools
+        .iter()
+        .map(|tool| {
+            let one = tool.definition();
+            json!({
+                "name": one.name,
+                "description": one.description,
+                "integrations": one.integrations,
+                "changes": one.changes,
+                "approval": one.approval,
+            })
+        })
+        .collect();
     let tokens: Vec<_> = loaded
         .settings
         .tokens
@@ -199,7 +225,7 @@ pub(crate) fn as_json(loaded: &ResolvedSettings) -> String {
         .collect();
     let all = json!({
         "settings": values, "integrations": integrations, "endpoints": endpoints,
-        "notifications": notifications, "redactions": redactions, "tokens": tokens,
+        "notifications": notifications, "redactions": redactions, "tools": tools, "tokens": tokens,
     });
     format!("{all:#}")
 }
@@ -277,7 +303,7 @@ Each `[[integration]]` section defines a system that sends webhooks to `/webhook
 | `mode` | `auto`, `draft` or `note` |
 | `author_associations` | the author of the newest message has one of these associations (GitHub) |
 | `first_contact` | `true`: the desk has not answered in this conversation before; `false`: it has |
-| `tools` | the model called one of these tools: `search_tickets`, `close_ticket`, `hand_over` |
+| `tools` | the model called one of these tools: `search_tickets`, `close_ticket`, `hand_over`, or one of a `[[tool]]` section |
 | `words` | a new message of a user contains one of these texts, in any case |
 | `hours` | hours of the day in UTC, such as `22-6` |
 
@@ -296,6 +322,36 @@ fails, the run goes on with the next one: first `default`, then the sections in 
 | `key` | the key itself; restrict access to the file |
 | `timeout`, `idle_timeout` | like `model.timeout` and `model.idle_timeout`, which are the defaults |
 | `price_in`, `price_out` | prices of a million tokens; default: unknown |
+
+## Tools
+
+Each `[[tool]]` section defines an HTTP endpoint that the model may call; see [desk.md](desk.md#tools).
+
+| field | description |
+|---|---|
+| `name` | unique name, as the model sees it: 1 to 64 letters, digits, `-` and `_`; not that of a built-in tool |
+| `description` | what it does, for the model |
+| `parameters` | JSON Schema of the arguments, with `type = \"object\"`: a table, or JSON as text; default: no arguments |
+| `method` | `GET` (default), `POST`, `PUT`, `PATCH` or `DELETE` |
+| `url` | URL; `{name}` in its path or query is replaced by the percent-encoded argument `name`. Also `{idempotency_key}`, `{issue.integration}`, `{issue.project}`, `{issue.id}` and `{issue.user}`, which the model cannot choose |
+| `body` | JSON, as a table or text, with the same variables in its strings; a string that is one variable becomes its value. Default: the arguments as JSON, or nothing with `GET` and `DELETE` |
+| `timeout` | limit of one call, `100ms` to `60s`; default: `10s` |
+| `response_bytes_max` | maximum bytes of a response, at most 65536; default: 16384 |
+| `allowed_hosts` | hosts to which requests may go; default: the host of `url`. A redirect is followed only to these, and only by a call that changes nothing |
+| `integrations` | ids of the integrations whose issues may use it; default: all |
+| `changes` | whether a call changes something; default: `true`, with `GET` `false` |
+| `approval` | `true`: a person has to approve each call; default: `false` |
+| `idempotency_header` | header with the idempotency key of a call, such as `Idempotency-Key`, if the endpoint carries out each key once |
+| `lookup_url` | URL that tells what the call with `{idempotency_key}` has done: 404 if nothing |
+
+`[[tool.header]]` sections below a tool define headers:
+
+| field | description |
+|---|---|
+| `name` | name of the header |
+| `secret_env` | variable with its value |
+| `value` | the value itself; restrict access to the file if it is secret |
+| `prefix` | text before the value, such as `Bearer ` |
 
 ## Notifications
 
@@ -351,6 +407,17 @@ id = \"spare\"
 url = \"https://models.example/v1\"
 name = \"some-model\"
 key_env = \"SPARE_KEY\"
+
+[[tool]]
+name = \"order_status\"
+description = \"Status of an order of the user.\"
+url = \"https://shop.example/orders/{order}?user={issue.user}\"
+parameters = { type = \"object\", required = [\"order\"], properties = { order = { type = \"string\" } } }
+
+[[tool.header]]
+name = \"Authorization\"
+prefix = \"Bearer \"
+secret_env = \"SHOP_TOKEN\"
 
 [[notification]]
 id = \"crm\"

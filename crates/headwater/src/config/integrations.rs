@@ -5,6 +5,7 @@
 //! Guarantees: ids and names are unique, required secrets are present and never shown, unknown fields are rejected.
 
 use std::collections::HashSet;
+use std::sync::Arc;
 
 use secrecy::{ExposeSecret, SecretString};
 use serde::Deserialize;
@@ -14,7 +15,10 @@ use crate::config::error::SettingsError;
 use crate::config::notifications::{NotificationSettings, RawNotification};
 use crate::config::redactions::RedactionSettings;
 use crate::config::tokens::{RawToken, TokenSettings};
+use crate::config::tools::{self, RawTool};
 use crate::config::value_type::ValueType;
+use crate::desk::tool::Tool;
+use crate::desk::tools::BUILT_IN;
 use crate::desk::{ModeRule, ReplyMode};
 
 /// Maximum length of an id; ids are part of URLs.
@@ -31,9 +35,6 @@ pub(crate) const ASSOCIATIONS: [&str; 8] = [
     "MANNEQUIN",
     "NONE",
 ];
-
-/// Tools that a rule can name.
-const TOOLS: [&str; 3] = ["search_tickets", "close_ticket", "hand_over"];
 
 /// Id of the built-in integration for tickets.
 pub(crate) const DESK: &str = "desk";
@@ -121,6 +122,7 @@ pub(crate) struct Lists {
     pub(crate) tokens: Vec<TokenSettings>,
     pub(crate) endpoints: Vec<CheckedModelEndpoint>,
     pub(crate) redactions: Vec<RedactionSettings>,
+    pub(crate) tools: Vec<Arc<dyn Tool>>,
 }
 
 /// Whether the command needs the secrets of the settings.
@@ -146,6 +148,8 @@ pub(crate) struct ListSections {
     /// `endpoint` of the section `model`.
     #[serde(default, rename = "model.endpoint")]
     endpoints: Vec<RawModelEndpoint>,
+    #[serde(default, rename = "tool")]
+    tools: Vec<RawTool>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -213,7 +217,8 @@ impl ListSections {
         let of_tokens = self.tokens.iter().map(|raw| &raw.token_env);
         let of_endpoints = self.endpoints.iter().filter_map(RawModelEndpoint::variable);
         let all = of_integrations.chain(of_notifications).chain(of_tokens).flatten();
-        all.chain(of_endpoints).cloned().collect()
+        let of_tools = self.tools.iter().flat_map(RawTool::variables);
+        all.chain(of_endpoints).chain(of_tools).cloned().collect()
     }
 
     /// Validates the sections and adds the built-in `desk`. Names all unset variables in one error.
@@ -262,6 +267,9 @@ impl ListSections {
             let location = format!("[[integration]] `{}`", integration.id);
             endpoints::check_choice(&location, &integration.models, &endpoints)?;
         }
+        let ids: Vec<&str> = integrations.iter().map(|one| one.id.as_str()).collect();
+        let tools = tools::check_all(self.tools, environment, secrets, &ids)?;
+        check_rule_tools(&integrations, &tools)?;
         let tokens = self
             .tokens
             .into_iter()
@@ -293,7 +301,7 @@ impl ListSections {
                 )
             })?;
         let redactions = self.redactions;
-        Ok(Lists { integrations, notifications, tokens, endpoints, redactions })
+        Ok(Lists { integrations, notifications, tokens, endpoints, redactions, tools })
     }
 }
 
@@ -362,12 +370,6 @@ impl RawRule {
     fn check(self, location: &str, provider: Provider) -> Result<ModeRule, SettingsError> {
         let mode = parse_mode(location, &self.mode)?;
         check_people(location, provider, &[], &self.author_associations)?;
-        if let Some(unknown) = self.tools.iter().find(|tool| !TOOLS.contains(&tool.as_str())) {
-            return Err(SettingsError::new(format!(
-                "{location} has an unknown tool `{unknown}`; allowed: {}",
-                TOOLS.join(", ")
-            )));
-        }
         if self.words.iter().any(|word| word.trim().is_empty()) {
             return Err(SettingsError::new(format!("{location} has an empty text in `words`")));
         }
@@ -404,6 +406,28 @@ fn parse_hours(hours: &str) -> Option<(u8, u8)> {
     let hour = |text: &str, max: u8| text.trim().parse::<u8>().ok().filter(|hour| *hour <= max);
     let (from, until) = (hour(from, 23)?, hour(until, 24)?);
     (from != until).then_some((from, until))
+}
+
+/// Checks the tools that rules name: built-in ones, or those of `[[tool]]` sections.
+fn check_rule_tools(
+    integrations: &[IntegrationSettings],
+    tools: &[Arc<dyn Tool>],
+) -> Result<(), SettingsError> {
+    let names = tools.iter().map(|tool| tool.definition().name.as_str());
+    let names: Vec<&str> = BUILT_IN.into_iter().chain(names).collect();
+    for integration in integrations {
+        for (place, rule) in integration.rules.iter().enumerate() {
+            if let Some(unknown) = rule.tools.iter().find(|tool| !names.contains(&tool.as_str())) {
+                return Err(SettingsError::new(format!(
+                    "[[integration]] `{}`, rule {} has an unknown tool `{unknown}`; allowed: {}",
+                    integration.id,
+                    place + 1,
+                    names.join(", ")
+                )));
+            }
+        }
+    }
+    Ok(())
 }
 
 /// Checks `agents` and `author_associations`.

@@ -3,7 +3,7 @@
 //! Upstream: `entry.rs`. Downstream: `server/run.rs` and `cli`. Guarantees: [`Settings`] is consistent, so later code
 //! does not check again; secrets have types whose `Debug` hides them.
 //! Flow: `table.rs` (all settings), `value_type.rs` (allowed values) -> `sources.rs` (precedence) ->
-//! `integrations.rs` (`[[integration]]`), `notifications.rs`, `tokens.rs`, `endpoints.rs` (`[[model.endpoint]]`) -> this file -> `docs.rs` (output), `redact.rs` (hides
+//! `integrations.rs` (`[[integration]]`), `notifications.rs`, `tokens.rs`, `endpoints.rs` (`[[model.endpoint]]`), `tools.rs` (`[[tool]]`) -> this file -> `docs.rs` (output), `redact.rs` (hides
 //! secrets).
 
 mod docs;
@@ -16,6 +16,7 @@ mod redactions;
 mod sources;
 mod table;
 mod tokens;
+mod tools;
 mod value_type;
 
 use std::net::SocketAddr;
@@ -29,6 +30,7 @@ use secrecy::{ExposeSecret, SecretString};
 
 use crate::desk::draft_links::DraftLinks;
 use crate::desk::redaction::RedactionRules;
+use crate::desk::tool::Tool;
 use crate::desk::{DeskConfig, Prices, SearchScope, TokenBudget};
 use crate::server::stream_options::PasswordSource;
 
@@ -114,6 +116,8 @@ pub(crate) struct Settings {
     pub(crate) redactions: Vec<RedactionSettings>,
     /// Tokens. Empty: every local client is an admin.
     pub(crate) tokens: Vec<TokenSettings>,
+    /// HTTP endpoints that the model may call.
+    pub(crate) tools: Vec<Arc<dyn Tool>>,
     /// Name, value, source and description of each setting, without secrets.
     pub(crate) shown: Arc<Vec<serde_json::Value>>,
 }
@@ -320,7 +324,7 @@ pub(crate) fn load(
         }
         None => (toml::Table::new(), None),
     };
-    let lists = ["integration", "notification", "redaction", "token"].into_iter();
+    let lists = ["integration", "notification", "redaction", "token", "tool"].into_iter();
     let mut lists: toml::Table =
         lists.filter_map(|list| Some((list.to_owned(), file.remove(list)?))).collect();
     match file.get_mut("model") {
@@ -355,7 +359,7 @@ fn unreadable(path: &std::path::Path, error: &toml::de::Error) -> SettingsError 
 impl Settings {
     fn from_values(
         values: &SettingValues,
-        Lists { integrations, notifications, tokens, endpoints, redactions }: Lists,
+        Lists { integrations, notifications, tokens, endpoints, redactions, tools }: Lists,
     ) -> Result<Self, SettingsError> {
         let read = SettingsReader(values);
         let http = HttpSettings {
@@ -468,6 +472,7 @@ impl Settings {
             redaction: Arc::new(redactions::rules(&redactions, read.text("desk.redact"))?),
             redactions,
             tokens,
+            tools,
             shown: Arc::new(docs::shown(values)),
         };
         Ok(settings)

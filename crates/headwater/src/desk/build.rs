@@ -25,7 +25,7 @@ use crate::config::{
 use crate::desk::provisional::ProvisionalAnswers;
 use crate::desk::{
     Desk, DeskReply, IntegrationPolicy, LanguageModel, Ledger, ModelEndpoint, OpenAiConfig,
-    OpenAiModel, ReplyTarget, ScriptedModel, TicketSearch,
+    OpenAiModel, ReplyTarget, ScriptedModel, TicketSearch, Tool, Toolbox,
 };
 use crate::inbound::ticket_events_consumer::TicketEventsConsumer;
 use crate::outbound::TicketEventsPublisher;
@@ -57,7 +57,7 @@ impl DeskServices {
         streams: &Arc<dyn Backend>,
         nudger: &Nudger,
         confirmations: &CommitVerifier,
-        own_model: Option<Arc<dyn LanguageModel>>,
+        (own_model, own_tools): (Option<Arc<dyn LanguageModel>>, Vec<Arc<dyn Tool>>),
     ) -> Result<Self> {
         let config = settings.desk;
         let tickets =
@@ -67,6 +67,8 @@ impl DeskServices {
         let (bus, sessions) = sessions(streams, &settings.bus, settings.retention.sessions).await?;
         let models = models(settings, own_model)?;
         let provisional = ProvisionalAnswers::new(streams);
+        let tools = settings.tools.iter().cloned().chain(own_tools).collect();
+        let toolbox = Toolbox::new(tools).map_err(|problem| anyhow!("tools: {problem}"))?;
         let first = models.first().context("no model is configured")?;
         let desk = Desk::new(
             Arc::clone(&first.model),
@@ -80,6 +82,7 @@ impl DeskServices {
             .with_policies(settings.integrations.iter().map(policy).collect())
             .with_drafts(Arc::new(tickets.clone()))
             .with_prompts(Arc::new(tickets.clone()))
+            .with_tools(toolbox, Arc::new(tickets.clone()))
             .with_provisional(provisional.clone())
             .with_redaction(Arc::clone(&settings.redaction));
         let control = bus.control_stream().clone();

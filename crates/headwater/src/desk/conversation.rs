@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value as Json;
 use uuid::Uuid;
 
-use crate::desk::draft::DraftOutcome;
+use crate::desk::draft::{DECISION_SOURCE, DraftOutcome};
 use crate::desk::policy::IntegrationPolicy;
 use crate::limits::{CONTENT_BYTES_MAX, THREAD_BYTES_MAX, THREAD_ENTRIES_MAX, USER_ID_BYTES_MAX};
 use crate::text;
@@ -59,6 +59,9 @@ pub struct Conversation {
     pub needs_answer: bool,
     /// The user of the ticket, if an event names one.
     pub user_id: Option<String>,
+    /// The oldest event without an answer that was sent. It stays the same while runs for it are repeated or superseded, while
+    /// their answers are stale or outdated, and while their tool calls wait for an approval.
+    pub request: EventLogId,
 }
 
 /// What one event means for the conversation.
@@ -78,6 +81,7 @@ enum EventMeaning {
 struct IssueFields {
     handed_over: bool,
     user_id: Option<String>,
+    request: Option<i64>,
 }
 
 impl Conversation {
@@ -104,14 +108,20 @@ impl Conversation {
             past,
             handed_over: fields.handed_over,
             user_id: fields.user_id,
+            request: events.first().map(|event| event.id).unwrap_or_default(),
             ..Self::default()
         };
+        let answered = conversation.past.len();
         // Same condition as `outbound::staleness`. It compares ids, because the clock may have been set back.
         if conversation.past.last().is_some_and(|last| last.draft.is_some()) {
             conversation.apply_draft_outcome(draft.unwrap_or(&DraftOutcome::Outdated));
         } else if events.first().is_some_and(|event| completed.is_some_and(|last| event.id <= last))
         {
             conversation.retract_stale_answer();
+        }
+        // The last answer was not sent, so its request goes on.
+        if let Some(request) = fields.request.filter(|_| conversation.past.len() < answered) {
+            conversation.request = EventLogId(request);
         }
         let mut events: Vec<&EventLog> = events.iter().collect();
         if issue.provider == "desk" {
@@ -142,7 +152,7 @@ impl Conversation {
                 let name = format!("draft that was not sent, a person rejected it{reason}");
                 last.name = Some(text::one_line(&name, USER_ID_BYTES_MAX));
             }
-            DraftOutcome::Outdated => {
+            DraftOutcome::Outdated | DraftOutcome::CallsDecided => {
                 last.unless_stale = true;
                 self.retract_stale_answer();
             }
@@ -229,6 +239,10 @@ fn interpret(
     user_id: &mut Option<String>,
     policy: &IntegrationPolicy,
 ) -> EventMeaning {
+    // It only starts the run that learns what a person has decided.
+    if event.source == DECISION_SOURCE {
+        return EventMeaning::Irrelevant;
+    }
     let Ok(payload) = serde_json::from_str::<Json>(&event.payload) else {
         return EventMeaning::Irrelevant;
     };

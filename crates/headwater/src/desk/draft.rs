@@ -9,7 +9,11 @@ use headwater_issue::{IssueId, NewOutboxRow};
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
+use crate::desk::effects::PlannedCall;
 use crate::desk::reply::{DeskReply, ReplyTarget};
+
+/// Source of the events that tell an issue what a person has decided about the calls of a draft. No provider has it.
+pub(crate) const DECISION_SOURCE: &str = "headwater.decision";
 
 /// The outbox payload of a draft or a note. `reply.message_id` is the id of the draft, `reply.up_to` the newest event log
 /// that its run has seen.
@@ -24,6 +28,9 @@ pub struct DraftReply {
     /// What chose the mode, such as a rule.
     #[serde(default)]
     pub chosen_by: String,
+    /// The calls that are made when it is approved. Then its text is not posted: the run after them answers.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub calls: Vec<PlannedCall>,
 }
 
 /// An effect of a tool that users see, so it needs the approval, too.
@@ -52,6 +59,8 @@ pub enum DraftOutcome {
     Rejected(Option<String>),
     /// It was not decided about before newer events came, and never will be.
     Outdated,
+    /// It names calls, and a person has approved or rejected them; the effect ledger has them.
+    CallsDecided,
 }
 
 /// Tells runs what became of the drafts of earlier runs.

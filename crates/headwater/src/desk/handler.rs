@@ -3,7 +3,8 @@
 //! Upstream: a worker of `headwater-issue`, with `on_new_event = Supersede`. Downstream: the model, its tools, and the
 //! resolution, whose replies `outbound` delivers after the commit.
 //!
-//! Guarantees: model calls are the only external effect of a run, so a run that fails anywhere is simply repeated. A
+//! Guarantees: model calls, and tool calls that go through the effect ledger, are the only external effects of a run, so a run
+//! that fails anywhere is simply repeated. A
 //! model call that fails because of our settings or the service costs the issue no attempt: the run is deferred, however
 //! long the outage lasts. If the text of the conversation is the cause, or the model gives no complete answer, the issue
 //! is handed over to a person. An incomplete answer is never sent.
@@ -26,6 +27,7 @@ use crate::desk::budget::{self, Ledger, ModelRunResult, TokenReservation};
 use crate::desk::conversation::{Conversation, ConversationEntry};
 use crate::desk::desk_config::DeskConfig;
 use crate::desk::draft::{DraftLookup, DraftOutcome};
+use crate::desk::effects::EffectLedger;
 use crate::desk::model::{
     Fault, IncompleteReason, LanguageModel, ModelAnswer, ModelError, ModelPrompt, TokenUsage, Turn,
     estimate_tokens,
@@ -41,10 +43,14 @@ use crate::desk::prompt_template::PromptValues;
 use crate::desk::prompt_versions::{PromptSource, PromptVersions};
 use crate::desk::provisional::{ProvisionalAnswers, ProvisionalWriter};
 use crate::desk::redaction::{Redaction, RedactionRules};
-use crate::desk::resolution::{ModelOutcome, answer_context, record_only, resolve};
+use crate::desk::resolution::{
+    ModelOutcome, answer_context, record_only, resolve, resolve_planned,
+};
 use crate::desk::session::{RunSession, StepWriter};
 use crate::desk::token_reservations::{OpenReservation, ReservationOutcome, TokenAccounting};
-use crate::desk::tools::{self, TicketSearch};
+use crate::desk::tool_calls::{DeskTools, RunTools, ToolStop, redacted_call};
+use crate::desk::toolbox::Toolbox;
+use crate::desk::tools::{TicketSearch, ToolEffect};
 use crate::limits::{
     OUTPUT_LIMIT_RAISES_MAX, PROMPT_THREAD_BYTES_MAX, PROMPT_THREAD_BYTES_MIN, TOOL_ROUNDS_MAX,
 };
@@ -75,6 +81,7 @@ pub struct Desk {
     provisional: Option<ProvisionalAnswers>,
     /// Without it, nothing is redacted.
     redaction: Option<Arc<RedactionRules>>,
+    tools: DeskTools,
 }
 
 impl std::fmt::Debug for Desk {
@@ -110,6 +117,15 @@ impl From<HandlerError> for Stop {
     }
 }
 
+impl From<ToolStop> for Stop {
+    fn from(stop: ToolStop) -> Self {
+        match stop {
+            ToolStop::Later(error) => Self::Failed(error),
+            ToolStop::Person(reason) => Self::NoAnswer(reason),
+        }
+    }
+}
+
 impl Desk {
     /// Creates a desk. `search` and `ledger` are usually the ticket store. `store` is the store of the issues.
     pub fn new(
@@ -133,6 +149,7 @@ impl Desk {
             prompts: None,
             provisional: None,
             redaction: None,
+            tools: DeskTools::default(),
         }
     }
 
@@ -166,6 +183,11 @@ impl Desk {
     /// Sets where the prompts of integrations are stored. Without it, all have the built-in one.
     pub fn with_prompts(self, prompts: Arc<dyn PromptSource>) -> Self {
         Self { prompts: Some(PromptVersions::new(prompts)), ..self }
+    }
+
+    /// Sets the tools beside the built-in ones, and the ledger of their effects.
+    pub fn with_tools(self, tools: Toolbox, ledger: Arc<dyn EffectLedger>) -> Self {
+        Self { tools: DeskTools::new(tools, ledger), ..self }
     }
 
     /// Sets where listeners of tickets see answers while they are being written. Without it, they do not.
@@ -204,7 +226,7 @@ impl Desk {
             integration: issue.integration.clone(),
             provider: issue.provider.clone(),
             date: budget::now().to_rfc3339()[..10].to_owned(),
-            tools: tools::specs(issue).iter().map(|tool| tool.name.to_owned()).collect(),
+            tools: self.tools.specs(issue).into_iter().map(|tool| tool.name).collect(),
         };
         prompts.prompt(&values).await.map_err(HandlerError::unavailable)
     }
@@ -223,7 +245,8 @@ impl Desk {
         found.map(Some).map_err(unavailable)
     }
 
-    /// Waits a bounded time for pending token settlements, and until the sessions of runs without a result are stored.
+    /// Waits a bounded time for tool calls and pending token settlements, and until the sessions of runs without a result are
+    /// stored.
     /// Call it after the last run has ended.
     pub async fn close(&self) {
         let closing_provisional = async {
@@ -234,7 +257,8 @@ impl Desk {
         tokio::join!(
             self.accounting.wait_until_settled(),
             self.step_writer.close(),
-            closing_provisional
+            closing_provisional,
+            self.tools.close()
         );
     }
 
@@ -242,25 +266,33 @@ impl Desk {
     async fn run_model(
         &self,
         run: &Run,
-        (system, mut endpoints): (&SystemPrompt, Vec<&GuardedModel>),
+        (system, mut endpoints, tools): (&SystemPrompt, Vec<&GuardedModel>, &mut RunTools<'_>),
         conversation: &Conversation,
         session: &RunSession<'_>,
         record: &mut ModelRunRecord<'_>,
         (redaction, provisional): (&Redaction, Option<&ProvisionalWriter>),
     ) -> Result<ModelOutcome, Stop> {
+        if let Some(reason) = tools.unresolved() {
+            return Err(Stop::NoAnswer(reason.clone()));
+        }
         // Only the model and the session see placeholders; tools, budgets and replies have the values.
         let redacted = redaction.conversation(conversation);
-        let specs = tools::specs(run.issue());
         let tokens_max = self.config.output_tokens_max;
-        let mut prompt = prompt::render(system, &redacted, specs.clone(), tokens_max);
+        let mut prompt = prompt::render(system, &redacted, tools.specs().to_vec(), tokens_max);
+        prompt.turns.extend(tools.known_turns(redaction));
         let inputs = json!({
             "prompt_version": system.version,
             "issue_id": run.issue().id.0, "epoch": run.epoch().0, "attempt": run.attempt(),
             "event_log_ids": run.events().iter().map(|event| event.id.0).collect::<Vec<_>>(),
         });
         session.record_prompt(&prompt, inputs);
+        for (call, result) in tools.settled() {
+            let call = redacted_call(call, redaction);
+            session.record_tool_call(&call, &redaction.redact_outcome(result.clone()));
+        }
         let author = conversation.newest_user_message();
-        let mut outcome = ModelOutcome::default();
+        let mut outcome =
+            ModelOutcome { tools: tools.known_names().collect(), ..ModelOutcome::default() };
         let (mut round, mut raises, mut thread_bytes_max) = (0, 0, PROMPT_THREAD_BYTES_MAX);
         loop {
             if round == TOOL_ROUNDS_MAX {
@@ -316,10 +348,9 @@ impl Desk {
             }
             prompt.turns.push(Turn::Assistant(answer.clone()));
             for call in &answer.calls {
-                let user = conversation.user_id.as_deref();
                 let (search, scope) = (self.search.as_ref(), self.config.search);
                 let real = redaction.restore_call(call);
-                let result = tools::call(&real, &specs, run.issue(), search, scope, user).await;
+                let result = tools.call(&real, search, scope).await?;
                 let result = redaction.redact_outcome(result);
                 session.record_tool_call(call, &result);
                 outcome.tools.push(call.name.clone());
@@ -327,6 +358,12 @@ impl Desk {
                 prompt.turns.push(Turn::ToolResult { call_id: call.id.clone(), content });
                 // An effect requested twice happens once.
                 outcome.effects.extend(result.effect.filter(|effect| !outcome.has_effect(effect)));
+            }
+            // A person who takes over decides about everything else, too.
+            let planned = tools.planned();
+            let reason = String::new();
+            if !planned.is_empty() && !outcome.has_effect(&ToolEffect::HandOver { reason }) {
+                return Ok(ModelOutcome { planned, ..outcome });
             }
             round += 1;
         }
@@ -528,6 +565,8 @@ impl IssueHandler for Desk {
         let draft = self.draft_outcome(run.issue()).await?;
         let conversation =
             Conversation::load(run.issue(), run.events(), completed, policy, draft.as_ref());
+        // Also without an answer: what a person has approved is called, and what was begun is brought to its end.
+        let mut tools = RunTools::open(&self.tools, &run, &conversation, self.pause(&run)).await?;
         if !conversation.needs_answer {
             return Ok(record_only(&run, &conversation, None));
         }
@@ -538,7 +577,7 @@ impl IssueHandler for Desk {
         // Ends before the deadline of the run, which would count an attempt.
         let time_max = run.time_left() * 9 / 10;
         let mut record = ModelRunRecord::new(&self.accounting, &run, system.version);
-        let telling = (&system, endpoints);
+        let telling = (&system, endpoints, &mut tools);
         let message_id = Uuid::now_v7();
         let redaction = self.redaction.as_ref().map(Redaction::new).unwrap_or_default();
         let provisional =
@@ -551,6 +590,11 @@ impl IssueHandler for Desk {
             Err(Stop::Model(ModelError::Unavailable(problem)))
         });
         let (outcome, result) = match outcome {
+            Ok(outcome) if !outcome.planned.is_empty() => {
+                // It is a note for the person who decides, and is not posted.
+                provisional.as_ref().inspect(|writer| writer.clear());
+                (outcome, ModelRunResult::Done)
+            }
             Ok(outcome) => (outcome.or_default_text(), ModelRunResult::Done),
             Err(stop) => {
                 provisional.as_ref().inspect(|writer| writer.clear());
@@ -567,8 +611,12 @@ impl IssueHandler for Desk {
         };
         let (usage, cost) = (record.usage(), record.cost());
         let outcome = ModelOutcome { usage, cost, message_id: Some(message_id), ..outcome };
-        let mut resolution =
-            resolve(self.config.supersede_max, &run, &conversation, outcome, &session, policy);
+        let mut resolution = match outcome.planned.is_empty() {
+            false => resolve_planned(&run, &conversation, outcome, &session),
+            true => {
+                resolve(self.config.supersede_max, &run, &conversation, outcome, &session, policy)
+            }
+        };
         // Query the database instead of relying on notifications. If there are newer events, the worker cancels this
         // run at the next await, unless the supersede limit is reached.
         check_for_newer_events(&run).await?;

@@ -12,6 +12,8 @@ pub mod policy;
 pub mod reply;
 mod token_reservations;
 
+pub mod effects;
+
 pub mod draft;
 pub(crate) mod draft_links;
 
@@ -23,9 +25,18 @@ pub mod model_endpoints;
 
 pub mod prompt;
 pub mod prompt_template;
+pub mod tool;
 pub mod tools;
 
+pub mod toolbox;
+
+mod tool_template;
+
+pub mod http_tool;
+
 pub(crate) mod redaction;
+
+pub(crate) mod tool_calls;
 
 pub mod prompt_versions;
 
@@ -43,7 +54,9 @@ pub(crate) mod build;
 
 pub use crate::desk::budget::{Ledger, MemoryLedger, TokenBudget};
 pub use crate::desk::desk_config::DeskConfig;
+pub use crate::desk::effects::EffectLedger;
 pub use crate::desk::handler::Desk;
+pub use crate::desk::http_tool::{HttpTool, HttpToolConfig};
 pub use crate::desk::model::openai::{OpenAiConfig, OpenAiModel};
 pub use crate::desk::model::scripted::ScriptedModel;
 pub use crate::desk::model::{LanguageModel, ModelError};
@@ -51,4 +64,6 @@ pub use crate::desk::model_endpoints::{ModelEndpoint, ModelEndpointState};
 pub use crate::desk::model_runs::Prices;
 pub use crate::desk::policy::{IntegrationPolicy, ModeRule, ReplyMode};
 pub use crate::desk::reply::{DeskReply, ReplyTarget};
+pub use crate::desk::tool::{Tool, ToolDefinition, ToolError, ToolRecovery, ToolRequest};
+pub use crate::desk::toolbox::{InvalidTool, Toolbox};
 pub use crate::desk::tools::{NoTickets, SearchScope, TicketSearch};

@@ -11,6 +11,7 @@ use uuid::Uuid;
 use crate::desk::budget;
 use crate::desk::conversation::{Conversation, ConversationEntry};
 use crate::desk::draft::{DraftEffect, DraftReply};
+use crate::desk::effects::PlannedCall;
 use crate::desk::model::TokenUsage;
 use crate::desk::policy::{AnswerContext, IntegrationPolicy, ReplyMode};
 use crate::desk::reply::{DeskReply, ReplyTarget};
@@ -28,6 +29,8 @@ pub(super) struct ModelOutcome {
     pub(super) effects: Vec<ToolEffect>,
     /// Names of the tools that the model called.
     pub(super) tools: Vec<String>,
+    /// Calls that wait for the approval of a person. Then nothing else of the outcome is used but its text.
+    pub(super) planned: Vec<PlannedCall>,
     /// Id of the message that the text becomes; `None`: a new one.
     pub(super) message_id: Option<Uuid>,
     /// Sum over all model calls of the run, also those that failed.
@@ -98,7 +101,7 @@ pub(super) fn resolve(
         ToolEffect::Close { .. } => None,
     });
     let fields = json!({
-        "session_id": session_id, "user_id": conversation.user_id,
+        "session_id": session_id, "user_id": conversation.user_id, "request": conversation.request.0,
         "handed_over": (hands_over && !hands_over_later || conversation.handed_over).then_some(true),
         "hand_over_reason": hand_over_reason.as_ref().filter(|_| !hands_over_later),
     });
@@ -131,12 +134,54 @@ pub(super) fn resolve(
             };
             let effects = later.into_iter().map(effect).collect();
             let reply = DeskReply { message_id, up_to: newest, ..answer };
-            DraftReply { reply, effects, chosen_by }.into_row(target)
+            DraftReply { reply, effects, chosen_by, calls: Vec::new() }.into_row(target)
         }
     });
     let effects =
         now.into_iter().map(|(target, reason)| row(reason, target, nothing).into_row(target));
     resolution.outbox.extend(effects);
+    resolution
+}
+
+/// Builds the resolution of a run that ends with planned calls: a draft that names them.
+pub(super) fn resolve_planned(
+    run: &Run,
+    conversation: &Conversation,
+    outcome: ModelOutcome,
+    session: &RunSession<'_>,
+) -> Resolution {
+    let run_metrics = run_metrics(run, &outcome);
+    let mut names: Vec<&str> = outcome.planned.iter().map(|call| call.tool.as_str()).collect();
+    names.dedup();
+    let names = names.join("`, `");
+    let text = text::cut(text::cleaned(&outcome.text).trim(), REPLY_BYTES_MAX).to_owned();
+    let content = match text.is_empty() {
+        true => format!("The model wants to call `{names}`."),
+        false => text,
+    };
+    let draft_id = Uuid::now_v7();
+    let entry = ConversationEntry {
+        author: Author::Assistant,
+        name: None,
+        text: content.clone(),
+        at: budget::now().to_rfc3339(),
+        unless_stale: true,
+        association: None,
+        draft: Some(draft_id),
+        hands_over: false,
+        was_not_sent: true,
+    };
+    let mut resolution = record_only(run, conversation, Some(&entry));
+    let reply = DeskReply {
+        content,
+        message_id: Some(draft_id),
+        session_id: Some(session.id().to_owned()),
+        up_to: run.events().last().map(|event| event.id).map(|EventLogId(id)| id),
+        run: run_metrics,
+    };
+    let chosen_by = format!("approval of `{names}`");
+    let draft = DraftReply { reply, effects: Vec::new(), chosen_by, calls: outcome.planned };
+    resolution.outbox.push(draft.into_row(ReplyTarget::Draft));
     resolution
 }
 
@@ -219,6 +264,7 @@ pub(super) fn record_only(
 ) -> Resolution {
     let fields = json!({
         "user_id": conversation.user_id, "handed_over": conversation.handed_over.then_some(true),
+        "request": conversation.request.0,
     });
     let mut resolution = Resolution::new()
         .discussions(conversation.to_discussions(answer))

@@ -22,6 +22,9 @@ pub const CLOSE_TICKET: &str = "close_ticket";
 /// Hands the issue over to a person.
 pub const HAND_OVER: &str = "hand_over";
 
+/// Names of the built-in tools.
+pub const BUILT_IN: [&str; 3] = [SEARCH_TICKETS, CLOSE_TICKET, HAND_OVER];
+
 /// Which tickets a search may return.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum SearchScope {
@@ -111,19 +114,20 @@ pub fn specs(issue: &Issue) -> Vec<ToolSpec> {
     let mut specs = Vec::new();
     if issue.provider == "desk" {
         specs.push(ToolSpec {
-            name: SEARCH_TICKETS,
-            description: "Finds earlier tickets by words, with the last answer in each.",
+            name: SEARCH_TICKETS.to_owned(),
+            description: "Finds earlier tickets by words, with the last answer in each.".to_owned(),
             parameters: text("query", "a few words to look for"),
         });
         specs.push(ToolSpec {
-            name: CLOSE_TICKET,
-            description: "Closes this ticket after your reply. Only if the user says that the matter is settled.",
+            name: CLOSE_TICKET.to_owned(),
+            description: "Closes this ticket after your reply. Only if the user says that the matter is settled."
+                .to_owned(),
             parameters: text("reason", "why it can be closed"),
         });
     }
     specs.push(ToolSpec {
-        name: HAND_OVER,
-        description: "Hands this issue over to a person, who answers from now on.",
+        name: HAND_OVER.to_owned(),
+        description: "Hands this issue over to a person, who answers from now on.".to_owned(),
         parameters: text("reason", "what the person should know"),
     });
     specs
@@ -217,7 +221,7 @@ fn accepted(call: &ToolCall, note: &str, effect: ToolEffect) -> ToolOutcome {
     outcome(call, &json!({"ok": true, "note": note}), true, Some(effect))
 }
 
-fn rejected(call: &ToolCall, problem: &str) -> ToolOutcome {
+pub(super) fn rejected(call: &ToolCall, problem: &str) -> ToolOutcome {
     outcome(call, &json!({"ok": false, "error": text::cut(problem, 300)}), false, None)
 }
 

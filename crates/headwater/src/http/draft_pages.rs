@@ -53,7 +53,7 @@ async fn show(State(server): State<HttpServer>, request: Request) -> Response {
             integration: &draft.integration,
             project: &draft.external_project_id,
             issue: &draft.external_issue_id,
-            content: draft.edited.as_ref().unwrap_or(&draft.content),
+            content: &shown_content(&draft),
             approves: verified.action == LinkAction::Approve,
             address: request.uri().path(),
             link,
@@ -68,8 +68,8 @@ async fn decide(State(server): State<HttpServer>, request: Request) -> Response 
         <Form<DecisionForm> as axum::extract::FromRequest<()>>::from_request(request, &()).await;
     let Ok(Form(form)) = form else { return refused(&invalid_link()) };
     let found = find(&server, &path, &form.link).await;
-    let (VerifiedLink { draft, action }, _) = match found {
-        Ok(found) => found,
+    let (VerifiedLink { draft, action }, has_calls) = match found {
+        Ok((verified, draft)) => (verified, !draft.calls.is_empty()),
         Err(refusal) => return refused(&refusal),
     };
     let decision = match action {
@@ -96,12 +96,23 @@ async fn decide(State(server): State<HttpServer>, request: Request) -> Response 
         Err(refusal) => refused(&refusal),
         Ok(()) => {
             let (title, message) = match action {
+                LinkAction::Approve if has_calls => {
+                    ("Approved", "The draft is approved, and its tool calls are made.")
+                }
                 LinkAction::Approve => ("Approved", "The draft is approved and is posted."),
                 LinkAction::Reject => ("Rejected", "The draft is rejected and is never posted."),
             };
             draft_link_result_page(StatusCode::OK, title, message)
         }
     }
+}
+
+/// The text of a draft, and the tool calls that its approval makes.
+fn shown_content(draft: &Draft) -> String {
+    let text = draft.edited.as_ref().unwrap_or(&draft.content);
+    let calls = draft.calls.iter();
+    let calls = calls.map(|call| format!("\n\nTool call: {} {:#}", call.tool, call.arguments));
+    std::iter::once(text.clone()).chain(calls).collect()
 }
 
 /// The decision of a link and the draft, if the draft waits in the version of the link.

@@ -100,7 +100,7 @@ pub(crate) async fn run(
     shutdown.on_signals().context("failed to install signal handlers")?;
     // Before binding the port, so that an invalid setting is reported even if the port is in use.
     startup::check(&settings)?;
-    let Extensions { handler, notifications, model, routes: extension_routes } = extensions;
+    let Extensions { handler, notifications, model, routes: extension_routes, tools } = extensions;
     let listening = match role {
         ProcessRole::Serve => BoundListener::bind("http.listen", settings.http.listen).await?,
         ProcessRole::Worker => {
@@ -143,8 +143,9 @@ pub(crate) async fn run(
         .context("failed to start the inbox")?;
 
     // Work: claim, handle, complete. The desk is the default handler.
+    let own = (model, tools);
     let desk =
-        Box::pin(DeskServices::open(&settings, &store, &streams, &nudger, &confirmations, model))
+        Box::pin(DeskServices::open(&settings, &store, &streams, &nudger, &confirmations, own))
             .await;
     let desk = desk.context("failed to start the desk")?;
     let config = worker_config(&settings.work);

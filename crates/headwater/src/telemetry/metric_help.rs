@@ -85,6 +85,10 @@ const METRICS: &[(&str, &str)] = &[
         "cost of the model since the process started, in the currency of `model.price_in`, by `integration` and `model`; only with prices",
     ),
     (
+        "headwater_tool_calls_total",
+        "tool calls, by `tool` and `result`: `ok`, `failed` (not carried out), `unknown` (no outcome), `planned` (waits for an approval), `invalid` (arguments), `known` (made before)",
+    ),
+    (
         "headwater_prompt_read_failures_total",
         "failed reads of the active prompts; runs use the last known ones",
     ),

@@ -6,19 +6,24 @@
 //! Guarantees: a text leaves only through the outbox row that the transaction of its approval writes, so a crash leaves
 //! either both or none. Each draft is decided about once. With an event that its run has not seen it is outdated and can
 //! not be approved; both take the lock of the issue, so there is no moment in between. Storing a draft twice changes
-//! nothing; storing it the first time reports it (`desk_events`). Decisions are kept with their time, their author and both texts.
+//! nothing; storing it the first time reports it (`desk_events`). The calls that a draft names are written to the effect
+//! ledger with its approval, and made by the next run. Decisions are kept with their time, their author and both texts.
 
 use async_trait::async_trait;
 use headwater_issue::{
-    DeliverError, IssueId, KeyedOutboxRow, OutboxRow, SqlRow, StoreConnection, Transaction,
+    DeliverError, IssueId, KeyedOutboxRow, NewEvent, OutboxRow, Recorded, SqlRow, StoreConnection,
+    Transaction,
 };
 use headwater_stream::clock::Timestamp;
 use sqlx::Error;
 use uuid::Uuid;
 
-use crate::desk::draft::{DraftEffect, DraftLookup, DraftOutcome, DraftReply};
+use crate::desk::draft::{DECISION_SOURCE, DraftEffect, DraftLookup, DraftOutcome, DraftReply};
+use crate::desk::effects::{EffectStatus, PlannedCall};
+use crate::desk::tool_calls;
 use crate::desk::{DeskReply, ReplyTarget};
 use crate::tickets::desk_events::{DeskEvent, DeskEventType, EventIssue, NamedDraft};
+use crate::tickets::effects::{self, CallDecision};
 use crate::tickets::sql::statements::{execute, from_ms, list, run_json};
 use crate::tickets::store::{Tickets, now, retry_on_conflict};
 use crate::tickets::ticket::{TicketError, checked_content};
@@ -48,6 +53,8 @@ pub struct Draft {
     pub posted: Option<String>,
     /// What else an approval does.
     pub effects: Vec<DraftEffect>,
+    /// Tool calls that an approval makes. Then the text is not posted.
+    pub calls: Vec<PlannedCall>,
     /// Session of the run.
     pub session_id: Option<String>,
     /// What chose the mode.
@@ -195,7 +202,7 @@ const SELECT: &str = "SELECT d.number, d.draft_id, d.issue_id, d.integration, i.
          CASE WHEN d.status = 'pending' AND EXISTS (
              SELECT 1 FROM event_logs e WHERE e.issue_id = d.issue_id AND e.id > d.up_to) THEN 'outdated' ELSE d.status END,
          d.content, d.edited, d.posted, d.effects, d.session_id, d.chosen_by, d.version, d.created_at, d.decided_at,
-         d.decided_by, d.decision_reason, d.run, d.up_to, d.overdue_at
+         d.decided_by, d.decision_reason, d.run, d.up_to, d.overdue_at, d.calls
      FROM drafts d JOIN issues i ON i.id = d.issue_id
      WHERE ($1::bigint IS NULL OR d.number = $1) AND d.number < $2 AND ($3::text IS NULL OR d.integration = $3)
          AND ($4::bigint IS NULL OR d.issue_id = $4)
@@ -209,6 +216,8 @@ fn read_draft(row: &SqlRow) -> Result<Draft, Error> {
         (row.get::<String>(1)?, row.get::<String>(6)?, row.get::<String>(10)?);
     let invalid =
         |what: &str| Error::Decode(format!("invalid {what} in the table `drafts`").into());
+    let calls = row.get::<Option<String>>(21)?;
+    let calls = calls.map(|calls| serde_json::from_str(&calls)).transpose();
     Ok(Draft {
         number: row.get(0)?,
         draft_id: Uuid::parse_str(&draft_id).map_err(|_| invalid("draft_id"))?,
@@ -221,6 +230,7 @@ fn read_draft(row: &SqlRow) -> Result<Draft, Error> {
         edited: row.get(8)?,
         posted: row.get(9)?,
         effects: serde_json::from_str(&effects).map_err(|_| invalid("effects"))?,
+        calls: calls.map_err(|_| invalid("calls"))?.unwrap_or_default(),
         session_id: row.get(11)?,
         chosen_by: row.get(12)?,
         version: row.get(13)?,
@@ -314,8 +324,8 @@ impl Tickets {
         payload: &DraftReply,
     ) -> Result<(), TicketError> {
         let insert = "INSERT INTO drafts
-                 (draft_id, issue_id, integration, status, content, effects, session_id, chosen_by, run, up_to, created_at)
-             VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, headwater_ms(headwater_now()))
+                 (draft_id, issue_id, integration, status, content, effects, session_id, chosen_by, run, up_to, calls, created_at)
+             VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, headwater_ms(headwater_now()))
              ON CONFLICT (draft_id) DO NOTHING RETURNING number";
         let status = match target {
             ReplyTarget::Note => DraftStatus::Note,
@@ -323,6 +333,8 @@ impl Tickets {
         };
         let (id, reply) = (draft_id.to_string(), &payload.reply);
         let effects = serde_json::to_string(&payload.effects).expect("texts are JSON");
+        let calls = (!payload.calls.is_empty()).then_some(&payload.calls);
+        let calls = calls.map(|calls| serde_json::to_string(calls).expect("calls are JSON"));
         let run = run_json(&reply.run);
         let up_to = reply.up_to.unwrap_or_default();
         let parameters = [
@@ -336,6 +348,7 @@ impl Tickets {
             (&payload.chosen_by).into(),
             run.as_deref().into(),
             up_to.into(),
+            calls.as_deref().into(),
         ];
         let mut transaction = self.store.begin().await?;
         lock_issue(transaction.as_mut(), row.issue_id).await?;
@@ -410,6 +423,22 @@ impl Tickets {
         if version.is_some_and(|seen| seen != draft.version) {
             return conflict("was edited since; read it again");
         }
+        if !draft.calls.is_empty() {
+            if matches!(
+                decision,
+                DraftDecision::Edit { .. } | DraftDecision::Approve { content: Some(_) }
+            ) {
+                return conflict(
+                    "names tool calls, and its text is not posted; approve or reject it",
+                );
+            }
+            let recorded = self.decide_calls(transaction.as_mut(), &draft, decision, by).await?;
+            let draft = select(transaction.connection(), Some(number), &filter, 1).await?.pop();
+            self.commit_event(transaction, &recorded).await?;
+            return Ok(draft
+                .map(|draft| DecidedDraft { draft, changed: true })
+                .ok_or(DraftError::NotFound(number)));
+        }
         match decision {
             DraftDecision::Approve { content } => {
                 let text = content.as_ref().or(draft.edited.as_ref()).unwrap_or(&draft.content);
@@ -440,6 +469,46 @@ impl Tickets {
             .ok_or(DraftError::NotFound(number)))
     }
 
+    /// Writes the calls of a draft to the effect ledger, and an event that starts the run which makes them, or learns why
+    /// they were rejected.
+    async fn decide_calls(
+        &self,
+        transaction: &mut dyn Transaction,
+        draft: &Draft,
+        decision: &DraftDecision,
+        by: &str,
+    ) -> Result<Recorded, TicketError> {
+        let reason = match decision {
+            DraftDecision::Reject { reason } => Some(reason.as_ref()),
+            _ => None,
+        };
+        let told = reason.map(|reason| tool_calls::rejection(reason.map(String::as_str)));
+        let (status, of_draft, event_type) = match reason {
+            Some(_) => (EffectStatus::Rejected, DraftStatus::Rejected, "tool_calls_rejected"),
+            None => (EffectStatus::Approved, DraftStatus::Approved, "tool_calls_approved"),
+        };
+        for call in &draft.calls {
+            let (result, draft_number) = (told.as_deref(), draft.number);
+            let decision = CallDecision { status, result, draft: draft_number, by };
+            let of = (draft.issue_id, draft.integration.as_str());
+            effects::insert(transaction.connection(), of, call, Some(decision)).await?;
+        }
+        let decided = (of_draft, None, reason.flatten());
+        set_decision(transaction, draft.number, decided, by).await?;
+        let event = NewEvent {
+            external_project_id: draft.external_project_id.clone(),
+            source: DECISION_SOURCE.to_owned(),
+            dedup_key: Some(format!("draft:{}", draft.draft_id)),
+            ..NewEvent::new(
+                &draft.integration,
+                &draft.external_issue_id,
+                event_type,
+                serde_json::json!({"draft": draft.number, "by": by}).to_string(),
+            )
+        };
+        self.record_event(transaction, event).await
+    }
+
     /// The draft of an issue that waits for a decision.
     pub(crate) async fn pending_draft(
         &self,
@@ -459,7 +528,7 @@ impl Tickets {
         let outdate =
             "UPDATE drafts SET status = 'outdated', decided_at = headwater_ms(headwater_now())
              WHERE draft_id = $1 AND status = 'pending'";
-        let read = "SELECT status, posted, decision_reason FROM drafts WHERE draft_id = $1";
+        let read = "SELECT status, posted, decision_reason, calls FROM drafts WHERE draft_id = $1";
         let id = draft.to_string();
         let mut transaction = self.store.begin().await?;
         lock_issue(transaction.as_mut(), issue_id).await?;
@@ -470,13 +539,17 @@ impl Tickets {
                 row.get::<String>(0)?,
                 row.get::<Option<String>>(1)?,
                 row.get::<Option<String>>(2)?,
+                row.get::<Option<String>>(3)?,
             ))
         });
         let found = found.await?.pop();
         transaction.commit().await?;
         Ok(match found {
-            Some((status, Some(posted), _)) if status == "approved" => DraftOutcome::Sent(posted),
-            Some((status, _, reason)) if status == "rejected" => DraftOutcome::Rejected(reason),
+            Some((status, .., Some(_))) if status == "approved" || status == "rejected" => {
+                DraftOutcome::CallsDecided
+            }
+            Some((status, Some(posted), ..)) if status == "approved" => DraftOutcome::Sent(posted),
+            Some((status, _, reason, _)) if status == "rejected" => DraftOutcome::Rejected(reason),
             // Without a row, the draft is still in the outbox, and is outdated when it is stored.
             _ => DraftOutcome::Outdated,
         })

@@ -15,6 +15,8 @@ mod store;
 
 mod day_usage;
 mod draft_deadlines;
+pub mod effects;
+
 pub mod drafts;
 mod export;
 pub mod hand_overs;

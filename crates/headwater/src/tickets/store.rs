@@ -420,12 +420,32 @@ impl Tickets {
         ticket_id: Uuid,
         recorded: &Recorded,
     ) -> Result<(), TicketError> {
+        self.commit_event(transaction, recorded).await?;
+        self.notify_changed(ticket_id);
+        Ok(())
+    }
+
+    /// Records an event of any integration.
+    pub(super) async fn record_event(
+        &self,
+        transaction: &mut dyn Transaction,
+        event: NewEvent,
+    ) -> Result<Recorded, TicketError> {
+        let event = NewEvent { trace: telemetry::current_trace(), ..event };
+        Ok(transaction.record(&[event], &self.quiet).await.remove(0)?)
+    }
+
+    /// Commits, then nudges workers.
+    pub(super) async fn commit_event(
+        &self,
+        transaction: Box<dyn Transaction>,
+        recorded: &Recorded,
+    ) -> Result<(), TicketError> {
         transaction.commit().await?;
         let result = if recorded.duplicate { "duplicate" } else { "recorded" };
         counter!(EVENTS_RECORDED, "result" => result).increment(1);
         self.confirmations.add(recorded.event_log_id);
         self.nudger.nudge_recorded(recorded);
-        self.notify_changed(ticket_id);
         Ok(())
     }
 

@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that meets an error has failed")]
 
+mod effects;
 mod ledger;
 
 use std::any::Any;
@@ -26,6 +27,9 @@ use headwater_stream::clock::{Clock, SystemClock, Timestamp};
 use headwater_testkit::Postgres;
 use uuid::Uuid;
 
+use crate::effects::{
+    a_call_has_one_row_one_key_and_one_outcome, a_run_that_has_lost_its_claim_begins_no_effect,
+};
 use crate::ledger::{
     a_reservation_is_settled_once_despite_repeated_or_late_calls,
     a_spent_budget_of_an_integration_or_an_author_stops_no_other,
@@ -116,6 +120,8 @@ suite!(
     a_reservation_is_settled_once_despite_repeated_or_late_calls,
     an_unsettled_reservation_expires_and_counts_as_its_prompt,
     a_search_finds_words_only_in_tickets_of_the_same_user,
+    a_run_that_has_lost_its_claim_begins_no_effect,
+    a_call_has_one_row_one_key_and_one_outcome,
 );
 
 fn ticket(title: &str, content: &str, user: &str) -> NewTicket {

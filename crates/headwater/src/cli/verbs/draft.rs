@@ -50,7 +50,7 @@ enum DraftCommand {
         #[arg(value_parser = number)]
         id: i64,
     },
-    /// Post a draft, or another text instead of it.
+    /// Post a draft, or another text instead of it, or make the tool calls that it names.
     Approve {
         /// Draft id; see `headwater draft list`.
         #[arg(value_parser = number)]
@@ -142,7 +142,12 @@ impl DraftArgs {
                 let content = content.as_deref().map(content_or_stdin).transpose()?;
                 let request = json!({"content": content, "version": version});
                 let answer = client.post(&format!("/drafts/{id}/approve"), request).await?;
-                let sentence = sentence(&answer, id, "approved", "it is posted");
+                let has_calls = answer["calls"].as_array().is_some_and(|calls| !calls.is_empty());
+                let next = match has_calls {
+                    true => "its tool calls are made, then the model answers",
+                    false => "it is posted",
+                };
+                let sentence = sentence(&answer, id, "approved", next);
                 output::changed(style, &answer, sentence)
             }
             DraftCommand::Edit { id, content, version } => {

@@ -9,6 +9,7 @@ pub(crate) mod consume;
 pub(crate) mod dlq;
 pub(crate) mod doctor;
 pub(crate) mod draft;
+pub(crate) mod effect;
 pub(crate) mod group;
 pub(crate) mod history;
 pub(crate) mod issue;

@@ -94,9 +94,9 @@ impl Turn {
 #[derive(Clone, Debug, PartialEq)]
 pub struct ToolSpec {
     /// Its name.
-    pub name: &'static str,
+    pub name: String,
     /// What it does.
-    pub description: &'static str,
+    pub description: String,
     /// JSON Schema of its arguments.
     pub parameters: Json,
 }

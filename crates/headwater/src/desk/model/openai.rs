@@ -328,7 +328,7 @@ fn request(model: &str, prompt: &ModelPrompt, format: RequestFormat) -> Json {
     }
     if !prompt.tools.is_empty() {
         let tools = prompt.tools.iter().map(|tool| {
-            let (name, description, parameters) = (tool.name, tool.description, &tool.parameters);
+            let (name, description, parameters) = (&tool.name, &tool.description, &tool.parameters);
             json!({"type": "function",
                 "function": {"name": name, "description": description, "parameters": parameters}})
         });

@@ -183,7 +183,7 @@ pub(crate) async fn has_pending_draft(
     Ok(!found.is_empty())
 }
 
-/// Deletes the ticket of an issue with its messages, drafts and token counts.
+/// Deletes the ticket of an issue with its messages, drafts, effects and token counts.
 pub(crate) async fn delete_ticket_of(
     transaction: &mut dyn Transaction,
     issue_id: IssueId,
@@ -193,6 +193,7 @@ pub(crate) async fn delete_ticket_of(
         "DELETE FROM tickets WHERE issue_id = $1",
         "DELETE FROM desk_reservations WHERE issue_id = $1",
         "DELETE FROM drafts WHERE issue_id = $1",
+        "DELETE FROM tool_effects WHERE issue_id = $1",
     ] {
         execute(transaction.connection(), "delete ticket", delete, &[issue_id.0.into()]).await?;
     }

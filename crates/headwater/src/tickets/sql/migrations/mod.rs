@@ -1,5 +1,5 @@
 //! Schema of the tables that the server adds to those of `headwater-issue`: tickets, token budgets, audit log,
-//! model runs, drafts, prompts, history of metrics, replay plans.
+//! model runs, drafts, prompts, history of metrics, effects of tools, replay plans.
 
 use headwater_issue::{IssueError, Migration, Store};
 
@@ -60,6 +60,12 @@ const MIGRATIONS: &[Migration] = &[
         sqlite: include_str!("sqlite/1009_metrics_history.sql"),
     },
     Migration {
+        version: 1010,
+        description: "effects of tools",
+        postgres: include_str!("postgres/1010_tool_effects.sql"),
+        sqlite: include_str!("sqlite/1010_tool_effects.sql"),
+    },
+    Migration {
         version: 1012,
         description: "overdue drafts",
         postgres: include_str!("postgres/1012_overdue_drafts.sql"),
@@ -101,6 +107,7 @@ mod tests {
             "e0c901a1974559435bd4449830b334f68213e5de073db3a296a35390210e137c3dcde4fccd6a971eedfd62c3b7f8531a98276b3275d1090b2a47f38a2248fcab",
             "a59b3bb26cbb93bdf0fab37ceb77bbfa419b30d371f8a58ca14b0621e43d911d16549fd5c554d1edde33f7ad8f9240c2eb08ef3cea36f622f7401f9fcaadad21",
             "97d3feb9b891225a2e5e2151d5f46b7d8f9b83c7e08fc65f5f37bd0c27ed51dbf61875b0321d2dedaeffca1dcf702ecbb617ac1fa1411a50c5afff60f08bb3b1",
+            "c2a8b6d00398da53450213dcd7d861efaa37e933323e73904cce4c353dd40c2e614d11270b9d58b9d0c3ad5ec5919af2c101328310e8a46802f43c4df1c57d87",
             "a59dca791529f320f3764cbe642534f0289ad82e7307883465e60e099b6b90769b1c437fccfb4bd5c486c4cedaa9e420f52860272cfba59d74c316279f24e062",
             "b846e6fb3954e761ae91a9c023643298dc071007a7f0f9619f69093f5e429433bb1d15aa353f8e13ab272edc36cd92f469edff2a23283a0ce910e4c52bb1cf59",
         ];
