@@ -84,11 +84,11 @@ impl ChartTimes {
         let points = history["points"].as_array()?.iter();
         let marks = history["marks"].as_array()?.iter();
         let mark = |mark: &Value| {
-            let sentence = format!(
-                "process {} started, version {}",
-                plain(&mark["process"]),
-                plain(&mark["version"])
-            );
+            let named = |name: &str| plain(&mark[name]);
+            let sentence = match mark["kind"].as_str() {
+                Some("plan") => format!("replay plan {} was made", named("plan")),
+                _ => format!("process {} started, version {}", named("process"), named("version")),
+            };
             Some((milliseconds(&mark["at"])?, sentence))
         };
         Some(Self {

@@ -56,7 +56,14 @@ const NAVIGATION: [(&str, &[NavigationItem]); 6] = [
             ("Tail", "/console/tail", "l"),
         ],
     ),
-    ("Trouble", &[("Failures", "/console/failures", "f"), ("Outbox", "/console/outbox", "b")]),
+    (
+        "Trouble",
+        &[
+            ("Failures", "/console/failures", "f"),
+            ("Replay plans", "/console/plans", "y"),
+            ("Outbox", "/console/outbox", "b"),
+        ],
+    ),
     (
         "Insight",
         &[
@@ -78,7 +85,7 @@ const NAVIGATION: [(&str, &[NavigationItem]); 6] = [
 ];
 
 /// What was done, by the code in `?done=`. Codes, not texts: an address must not put words into the page.
-const NOTICES: [(&str, &str); 19] = [
+const NOTICES: [(&str, &str); 24] = [
     ("closed", "The ticket is closed."),
     ("reopened", "The ticket is open again."),
     ("taken", "You have taken the ticket."),
@@ -98,6 +105,11 @@ const NOTICES: [(&str, &str); 19] = [
     ("reset", "The group was moved."),
     ("deleted", "Deleted."),
     ("forked", "The session was forked."),
+    ("planned", "The replay plan is made and runs."),
+    ("paused", "The replay plan is paused."),
+    ("resumed", "The replay plan runs again."),
+    ("cancelled", "The replay plan is cancelled."),
+    ("edited", "The edited copy was sent."),
 ];
 
 /// A request for a page.

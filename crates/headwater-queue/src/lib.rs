@@ -46,8 +46,9 @@ pub use consumer::{
 };
 pub use dead_letter::DeadLetter;
 pub use dead_letters::{
-    DeadLetterFilter, DeadLetterQuery, DeadLetterSelection, DeadLetters, PurgeConfig, PurgeReport,
-    ReplayConfig, ReplayRefusal, ReplayReport,
+    CandidatePage, DeadLetterFilter, DeadLetterQuery, DeadLetterSelection, DeadLetters,
+    PurgeConfig, PurgeReport, ReplayCandidate, ReplayConfig, ReplayOrder, ReplayOutcomes,
+    ReplayReadiness, ReplayRefusal, ReplayReport, ReplayedLetter, ReplayedLetterOutcome,
 };
 pub use error::{Interrupted, QueueError, Result};
 pub use handler::{Handler, Outcome, RetryPolicy};

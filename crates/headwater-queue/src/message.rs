@@ -352,6 +352,12 @@ pub(crate) fn replace_fields(
     Fields::new(kept.chain(new))
 }
 
+/// The fields with the value of one replaced or added. All other bytes are unchanged.
+pub(crate) fn replace_bytes(fields: &Fields, name: &'static str, value: Bytes) -> Fields {
+    let kept = fields.iter().filter(|(field, _)| field != name.as_bytes()).cloned();
+    Fields::new(kept.chain([(Bytes::from_static(name.as_bytes()), value)]))
+}
+
 pub(crate) fn read_id(value: impl AsRef<[u8]>) -> Option<EntryId> {
     std::str::from_utf8(value.as_ref()).ok()?.parse().ok()
 }

@@ -50,6 +50,7 @@ async fn after_the_demo_it_serves_until_it_is_stopped() -> Result<()> {
         ("/api/v1/failures", "clusters", 3),
         ("/api/v1/outbox/dead", "rows", 1),
         ("/api/v1/drafts", "drafts", 1),
+        ("/api/v1/plans", "plans", 1),
         ("/api/v1/assignments/cameras/streams", "streams", 1),
         ("/api/v1/webhooks", "recent", 1),
         ("/api/v1/processes", "processes", 1),
@@ -65,6 +66,9 @@ async fn after_the_demo_it_serves_until_it_is_stopped() -> Result<()> {
     assert_eq!(group["lag"], 4, "{group}");
     let (_, topic) = server.get("/api/v1/topics/orders").await?;
     assert_eq!(topic["delayed"], 1, "{topic}");
+    let plan = |_: u16, plan: &serde_json::Value| plan["state"] == "done";
+    let plan = server.until("/api/v1/plans/1", plan).await?;
+    assert_eq!((&plan["settled"], &plan["failed"]), (&7.into(), &0.into()), "{plan}");
     assert_eq!(server.get("/health/live").await?.0, 200);
     assert!(server.stop()?.success(), "{}", server.log());
     Ok(())

@@ -7,6 +7,7 @@
 mod confirmation;
 mod desk;
 mod failures;
+mod plans;
 mod sessions;
 mod streams;
 
@@ -41,10 +42,15 @@ pub(crate) fn routes() -> Router<Arc<ConsoleState>> {
         .route("/console/do/topics/{topic}/delete", post(streams::delete_topic))
         .route("/console/do/topics/{topic}/dead-letters/replay", post(streams::replay))
         .route("/console/do/topics/{topic}/dead-letters/purge", post(streams::purge))
+        .route("/console/do/topics/{topic}/dead-letters/{id}/edit", post(streams::replay_edited))
         .route("/console/do/topics/{topic}/groups/{group}/reset", post(streams::reset_group))
         .route("/console/do/topics/{topic}/groups/{group}/delete", post(streams::delete_group))
         .route("/console/do/sessions/{session}/fork", post(sessions::fork))
         .route("/console/do/failures/{id}/retry", post(failures::retry))
+        .route("/console/do/failures/{id}/plan", post(plans::create))
+        .route("/console/do/plans/{id}/pause", post(plans::pause))
+        .route("/console/do/plans/{id}/resume", post(plans::resume))
+        .route("/console/do/plans/{id}/cancel", post(plans::cancel))
 }
 
 /// Back to a page, which says what was done.

@@ -115,6 +115,23 @@ pub(super) async fn replay(
     on_letters(screen, topic, form, LetterAction::Replay).await
 }
 
+pub(super) async fn replay_edited(
+    screen: Screen,
+    Path((topic, entry)): Path<(String, String)>,
+    form: FormFields,
+) -> Response {
+    // Browsers send line breaks of forms as CR LF.
+    let payload = form.get("payload").replace("\r\n", "\n");
+    let path = format!("/topics/{}/dead-letters/{}/replay", encoded(&topic), encoded(&entry));
+    match screen.api.post(&path, json!({"payload": payload})).await {
+        Ok(answer) if answer["replayed"] == false => {
+            done_with(&format!("/console/topics/{}/dead-letters", encoded(&topic)), "replayed", 0)
+        }
+        Ok(_) => done(&format!("/console/topics/{}/dead-letters", encoded(&topic)), "edited"),
+        Err(error) => screen.failed("Dead letter", &error),
+    }
+}
+
 pub(super) async fn purge(screen: Screen, Path(topic): Path<String>, form: FormFields) -> Response {
     on_letters(screen, topic, form, LetterAction::Purge).await
 }

@@ -89,6 +89,9 @@ pub(crate) async fn show(screen: Screen, Path(key): Path<String>) -> Response {
     };
     let label = format!("{verb} {}…", counted(total, one, many));
     let act = format!("/console/do/failures/{}/retry", encoded(&key));
+    let plan = format!("/console/do/failures/{}/plan", encoded(&key));
+    let is_of_letters = field(&cluster, "kind") == "dead_letter";
+    let style = if is_of_letters { ButtonStyle::Plain } else { ButtonStyle::Primary };
     let content = html! {
         h2 { "Cause" }
         (block(field(&cluster, "cause")))
@@ -101,7 +104,10 @@ pub(crate) async fn show(screen: Screen, Path(key): Path<String>) -> Response {
             ("Last", time(&cluster["last"])),
         ]))
         div.buttons {
-            (action(&screen.user, ConsoleRole::Write, (&act, &label, ButtonStyle::Primary), &[]))
+            @if is_of_letters {
+                (action(&screen.user, ConsoleRole::Write, (&plan, "Replay plan…", ButtonStyle::Primary), &[]))
+            }
+            (action(&screen.user, ConsoleRole::Write, (&act, &label, style), &[]))
         }
         h2 { "Samples" }
         (table("Samples", &["Failure", "Key", "Failed", "Message"], &html! {

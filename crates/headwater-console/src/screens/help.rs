@@ -10,7 +10,7 @@ const KEYS: [(&str, &str); 9] = [
     ("/", "Search"),
     (
         "g o",
-        "Go to the overview; g t tickets, g i issues, g v drafts, g n sessions, g s topics, g m assignment, g l tail, g f failures, g b outbox, \
+        "Go to the overview; g t tickets, g i issues, g v drafts, g n sessions, g s topics, g m assignment, g l tail, g f failures, g y replay plans, g b outbox, \
          g r reports, g q SQL, g c consistency, g p processes, g w webhooks, g d doctor, g e settings, g a audit",
     ),
     ("j, k", "Next or previous row"),
@@ -46,6 +46,7 @@ pub(crate) async fn show(screen: Screen) -> Response {
             ("Quarantined", html! { "failed too often; waits until a person releases it" }),
             ("Outbox", html! { "replies and events that were committed and are delivered afterwards" }),
             ("Dead letter", html! { "a message whose last attempt has failed" }),
+            ("Replay plan", html! { "replays the dead letters of a cause, a few first, and stops when they fail again" }),
             ("Lag", html! { "messages that a group has not been given yet" }),
             ("Pending", html! { "messages given to a consumer and not yet settled" }),
         ]))

@@ -144,6 +144,24 @@ pub(crate) async fn show(screen: Screen, Path((topic, entry)): Path<(String, Str
         title: entry.clone(),
         path: above,
         command: format!("headwater dlq show {} {}", shell_word(&topic), shell_word(&entry)),
-        content: live("letter", &content),
+        content: html! { (live("letter", &content)) (edit_form(&screen, &act, &entry, &letter)) },
     })
+}
+
+/// A form to replay an edited copy. Not live: a page that changes would lose the text.
+fn edit_form(screen: &Screen, act: &str, entry: &str, letter: &Value) -> Markup {
+    let Some(text) = letter["payload"].as_str() else {
+        return html! { p.quiet { "The payload is not text, so it cannot be edited here." } };
+    };
+    html! {
+        details.item {
+            summary { "Edit and replay" }
+            form.stacked method="post" action={ (act) "/" (encoded(entry)) "/edit" } {
+                label for="payload" { "Payload of the copy" }
+                textarea #payload name="payload" rows="8" { "\n" (text) }
+                p.quiet { "Key, headers and partition stay as they were. The dead letter is deleted when the copy is sent." }
+                div { (button(&screen.user, ConsoleRole::Write, ButtonStyle::Primary, "Replay edited copy")) }
+            }
+        }
+    }
 }

@@ -15,6 +15,7 @@ mod letters;
 mod messages;
 mod outbox;
 mod overview;
+mod plans;
 mod search;
 mod sessions;
 mod system;
@@ -61,6 +62,8 @@ pub(crate) fn routes() -> Router<Arc<ConsoleState>> {
         .route("/console/tail", get(tail::show))
         .route("/console/failures", get(failures::list))
         .route("/console/failures/{id}", get(failures::show))
+        .route("/console/plans", get(plans::list))
+        .route("/console/plans/{id}", get(plans::show))
         .route("/console/outbox", get(outbox::list))
         .route("/console/outbox/{id}", get(outbox::show))
         .route("/console/reports", get(insight::reports))

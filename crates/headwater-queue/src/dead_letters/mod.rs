@@ -1,9 +1,11 @@
-//! Dead-letter administration: browse, show, replay, purge.
+//! Dead-letter administration: browse, show, replay, purge; replay in batches (`batches`) and its outcomes (`outcomes`).
 //!
 //! Upstream: command line and HTTP interface. Downstream: the dead letters of a topic, one stream for all partitions.
 //! Guarantees: copies of one dead letter are shown once and replayed once; every entry of the stream is shown, also
 //! malformed ones; memory is bounded by a page. Not here: writing dead letters (see `consumer`).
 
+mod batches;
+mod outcomes;
 mod purge;
 mod replay;
 mod scan;
@@ -25,6 +27,8 @@ use crate::pagination::{CursorScope, PAGE_DEFAULT, Page, check_limit};
 use crate::queue::Queue;
 use crate::topic::{Partition, Topic};
 
+pub use batches::{CandidatePage, ReplayCandidate, ReplayOrder, ReplayReadiness};
+pub use outcomes::{ReplayOutcomes, ReplayedLetter, ReplayedLetterOutcome};
 pub use purge::{PurgeConfig, PurgeReport};
 pub use replay::{ReplayConfig, ReplayRefusal, ReplayReport};
 

@@ -23,6 +23,11 @@ use crate::topic::Partition;
 /// How long a replay is remembered for deduplication.
 pub(crate) const REMEMBERED: Duration = Duration::from_secs(7 * 24 * 60 * 60);
 
+/// The deduplication id of the replay of a dead letter. The prefix separates it from those of producers.
+pub(super) fn replay_id(identity: &str) -> String {
+    format!("~replay:{identity}")
+}
+
 /// Refusals listed in a report.
 const REFUSALS_MAX: usize = 100;
 
@@ -128,7 +133,7 @@ impl DeadLetters {
     }
 
     /// The partition and fields to replay it with, or the reason for refusing it.
-    fn prepare(
+    pub(super) fn prepare(
         &self,
         letter: &DeadLetter,
         max_replays: u32,
@@ -206,9 +211,7 @@ impl Replay<'_> {
         for (letter, is_copy) in letters {
             match self.letters.prepare(&letter, self.config.max_replays) {
                 Ok((partition, fields)) => {
-                    // The prefix separates it from deduplication ids of producers.
-                    let once =
-                        IdempotentEntry { id: format!("~replay:{}", letter.identity()), fields };
+                    let once = IdempotentEntry { id: replay_id(&letter.identity()), fields };
                     by_partition.entry(partition).or_default().push(PreparedReplay {
                         id: letter.id,
                         once,

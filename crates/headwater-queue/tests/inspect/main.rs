@@ -12,6 +12,7 @@ mod pending;
 mod races;
 mod remove_group;
 mod replay;
+mod replay_batches;
 mod reset;
 mod sampler;
 mod tail;

@@ -1,4 +1,4 @@
-//! Dead letters: list, show, replay, purge.
+//! Dead letters: list, show, replay, replay with another payload, purge.
 //!
 //! Upstream: `http/router.rs` and `cli/verbs/dlq.rs`. Guarantees: with `progress`, a replay or purge streams its
 //! progress as JSON lines and has no timeout; it ends when the client disconnects. Both are idempotent.
@@ -30,6 +30,7 @@ use crate::api::Operations;
 use crate::api::dto::{PayloadDto, all_fields, id, parse_entry_id, time};
 use crate::api::names::wire_topic;
 use crate::api::ndjson::{error_line, lines};
+use crate::api::run_to_completion;
 use crate::config::Role;
 use crate::http::ApiError;
 use crate::http::auth::Principal;
@@ -44,6 +45,7 @@ pub(super) fn routes() -> OpenApiRouter<Operations> {
         .routes(routes!(browse))
         .routes(routes!(show))
         .routes(routes!(replay))
+        .routes(routes!(replay_edited))
         .routes(routes!(purge))
 }
 
@@ -180,7 +182,8 @@ impl DeadLettersRequest {
     }
 }
 
-fn filter(
+/// The filter of a request.
+pub(super) fn filter(
     reason: Option<String>,
     key: Option<String>,
     partition: Option<u16>,
@@ -301,6 +304,46 @@ impl From<ReplayReport> for ReplayResponse {
             is_done: report.is_done,
         }
     }
+}
+
+/// Another payload for a dead letter.
+#[derive(Debug, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct EditedReplayRequest {
+    /// The new payload as text.
+    payload: Option<String>,
+    /// The new payload as base64.
+    payload_base64: Option<String>,
+}
+
+/// Where the edited message is.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct EditedReplayResponse {
+    /// Entry id of the message.
+    id: String,
+    /// False if the dead letter had been replayed before: then nothing was sent.
+    replayed: bool,
+}
+
+/// Send one dead letter to its partition again, with another payload. Everything else stays as it was.
+#[utoipa::path(post, path = "/topics/{topic}/dead-letters/{id}/replay", tag = "dead letters",
+    params(("topic" = String, Path), ("id" = String, Path)), request_body = EditedReplayRequest,
+    responses((status = 200, body = EditedReplayResponse), (status = 404)))]
+async fn replay_edited(
+    State(operations): State<Operations>,
+    PathParams((topic, id)): PathParams<(String, String)>,
+    JsonBody(request): JsonBody<EditedReplayRequest>,
+) -> JsonResult<EditedReplayResponse> {
+    let id = parse_entry_id("id", &id)?;
+    let EditedReplayRequest { payload, payload_base64 } = request;
+    if payload.is_none() && payload_base64.is_none() {
+        return Err(ApiError::invalid("set `payload` or `payload_base64`"));
+    }
+    let payload = PayloadDto { payload, payload_base64 }.into_bytes()?;
+    let letters = operations.queue.dead_letters(&wire_topic(topic)).await?;
+    let sent = async move { Ok(letters.replay_edited(id, payload.into()).await?) };
+    let (entry, replayed) = run_to_completion(sent).await?;
+    Ok(Json(EditedReplayResponse { id: entry.to_string(), replayed }))
 }
 
 /// Result of a purge or its dry run.

@@ -14,7 +14,6 @@ use headwater_issue::{DeadOutboxRow, Issue, IssueFilter};
 use headwater_queue::{DeadLetterQuery, Queue, QueueError};
 use headwater_stream::Direction;
 use serde::{Deserialize, Serialize};
-use sha2::{Digest, Sha256};
 use tokio::time::timeout;
 use utoipa::{IntoParams, ToSchema};
 use utoipa_axum::router::OpenApiRouter;
@@ -29,6 +28,7 @@ use crate::http::body::JsonResult;
 use crate::http::extract::{PathParams, QueryParams};
 use crate::http::paging;
 use crate::server::app_state::App;
+use crate::server::plans::cause::{cause_id, cause_of};
 use crate::text;
 
 /// Time for each source.
@@ -42,16 +42,12 @@ const PAGES_MAX: usize = 10;
 /// Maximum quarantined issues and dead replies read.
 const ROWS_MAX: usize = 500;
 
-/// Maximum causes of an answer, samples of a cause, and bytes of a cause.
+/// Maximum causes of an answer, and samples of a cause.
 const CLUSTERS_MAX: usize = 200;
 const SAMPLES_MAX: usize = 20;
-const CAUSE_BYTES_MAX: usize = 300;
 
 /// Bytes of a message in a sample.
 const MESSAGE_BYTES_MAX: usize = 1000;
-
-/// Hexadecimal digits of the id of a cause.
-const ID_DIGITS: usize = 16;
 
 pub(super) fn routes() -> OpenApiRouter<App> {
     OpenApiRouter::new().routes(routes!(list)).routes(routes!(show))
@@ -155,21 +151,45 @@ async fn show(
     PathParams(id): PathParams<String>,
     QueryParams(query): QueryParams<FailureQuery>,
 ) -> JsonResult<FailureCluster> {
-    let (failures, sources) = read_all(&app, &principal, operations.queue()).await;
-    let found = clusters(failures).into_iter().find(|cluster| cluster.id == id);
-    let Some(mut cluster) = found else {
-        // It may be in the source that could not be read.
-        if let Some(source) = sources.iter().find(|source| source.problem.is_some()) {
-            let message = format!("{} cannot be read; try again later", source.name.to_lowercase());
-            return Err(ApiError::unavailable(message));
-        }
-        let message = format!("no failure has the cause `{}` any more", text::cut(&id, 100));
-        return Err(ApiError::not_found(message));
-    };
+    let mut cluster = find(&app, &principal, operations.queue(), &id).await?;
     if !query.ids {
         cluster.ids = None;
     }
     Ok(Json(cluster))
+}
+
+/// Topic and cause of the dead letters with this cause.
+pub(super) async fn dead_letter_cause(
+    app: &App,
+    principal: &Principal,
+    queue: &Queue,
+    id: &str,
+) -> Result<(String, String), ApiError> {
+    let FailureCluster { kind, place, cause, .. } = find(app, principal, queue, id).await?;
+    if kind != "dead_letter" {
+        let message = "this cause has no dead letters; `headwater issue release` and `headwater outbox retry` are for \
+                       quarantined issues and dead replies";
+        return Err(ApiError::invalid(message));
+    }
+    Ok((place, cause))
+}
+
+async fn find(
+    app: &App,
+    principal: &Principal,
+    queue: &Queue,
+    id: &str,
+) -> Result<FailureCluster, ApiError> {
+    let (failures, sources) = read_all(app, principal, queue).await;
+    let found = clusters(failures).into_iter().find(|cluster| cluster.id == id);
+    found.ok_or_else(|| {
+        // It may be in the source that could not be read.
+        if let Some(source) = sources.iter().find(|source| source.problem.is_some()) {
+            let message = format!("{} cannot be read; try again later", source.name.to_lowercase());
+            return ApiError::unavailable(message);
+        }
+        ApiError::not_found(format!("no failure has the cause `{}` any more", text::cut(id, 100)))
+    })
 }
 
 async fn read_all(
@@ -314,13 +334,12 @@ fn clusters(failures: Vec<Failure>) -> Vec<FailureCluster> {
             let keys: HashSet<_> = all.iter().filter_map(|sample| sample.key.as_ref()).collect();
             let keys = keys.len() as u64;
             let times = || all.iter().filter_map(|sample| sample.at.clone());
-            let digest = Sha256::digest(format!("{kind}\0{place}\0{cause}"));
             let mut samples: Vec<_> = all.iter().take(SAMPLES_MAX).cloned().collect();
             for sample in &mut samples {
                 sample.message = text::cut(&sample.message, MESSAGE_BYTES_MAX).to_owned();
             }
             FailureCluster {
-                id: hex::encode(digest)[..ID_DIGITS].to_owned(),
+                id: cause_id(kind, &place, &cause),
                 count: all.len() as u64,
                 keys,
                 first: times().min(),
@@ -337,89 +356,9 @@ fn clusters(failures: Vec<Failure>) -> Vec<FailureCluster> {
     clusters
 }
 
-/// The message without what differs from case to case: quoted text becomes `"…"`, words with digits become `#`. Only the
-/// first line counts.
-fn cause_of(message: &str) -> String {
-    let line = message.lines().find(|line| !line.trim().is_empty()).unwrap_or("(no message)");
-    let mut cause = String::new();
-    let mut word = String::new();
-    let mut letters = line.chars().peekable();
-    let flush = |cause: &mut String, word: &mut String| {
-        if word.contains(|c: char| c.is_ascii_digit()) {
-            // A row of ids is one.
-            if !cause.ends_with('#') {
-                cause.push('#');
-            }
-        } else {
-            cause.push_str(word);
-        }
-        word.clear();
-    };
-    while let Some(letter) = letters.next() {
-        match letter {
-            quote @ ('"' | '\'' | '`') => {
-                let is_apostrophe = quote == '\'' && !word.is_empty();
-                let has_end = letters.clone().any(|c| c == quote);
-                if is_apostrophe || !has_end {
-                    word.push(letter);
-                    continue;
-                }
-                flush(&mut cause, &mut word);
-                for inner in letters.by_ref() {
-                    if inner == quote {
-                        break;
-                    }
-                }
-                cause.push_str("\"…\"");
-            }
-            // These connect the parts of numbers, times and ids.
-            '-' | '.' | ':' | '_'
-                if letters.peek().is_some_and(|next| next.is_alphanumeric())
-                    && !word.is_empty() =>
-            {
-                word.push(letter);
-            }
-            letter if letter.is_alphanumeric() => word.push(letter),
-            letter => {
-                flush(&mut cause, &mut word);
-                cause.push(if letter.is_control() { ' ' } else { letter });
-            }
-        }
-    }
-    flush(&mut cause, &mut word);
-    text::cut(cause.trim(), CAUSE_BYTES_MAX).to_owned()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn what_differs_from_case_to_case_is_not_part_of_the_cause() {
-        let same = [
-            "order 1234 refused: card `4111` of \"Ann\" expired at 2026-11-17T20:00:00Z",
-            "order 99 refused: card `4242` of \"Bob's\" expired at 2025-01-01T00:00:00.123Z",
-        ];
-        assert_eq!(cause_of(same[0]), "order # refused: card \"…\" of \"…\" expired at #");
-        assert_eq!(cause_of(same[0]), cause_of(same[1]));
-        assert_eq!(cause_of("10.0.0.7:6379 timed out"), "# timed out");
-        let uuids =
-            ["0192f0c1-aaaa-7bbb-8ccc-1234567890ab", "ffffffff-1111-4222-8333-444444444444"];
-        assert_eq!(
-            cause_of(&format!("no user {}", uuids[0])),
-            cause_of(&format!("no user {}", uuids[1]))
-        );
-    }
-
-    #[test]
-    fn words_and_apostrophes_stay_and_different_causes_differ() {
-        assert_eq!(cause_of("can't connect to host"), "can't connect to host");
-        assert_eq!(cause_of("an unpaired ` quote"), "an unpaired ` quote");
-        assert_ne!(cause_of("timeout"), cause_of("refused"));
-        assert_eq!(cause_of("\n\n  first line\nat frame 12"), "first line");
-        assert_eq!((cause_of(""), cause_of("a\0b")), ("(no message)".to_owned(), "a b".to_owned()));
-        assert!(cause_of(&"long ".repeat(10_000)).len() <= CAUSE_BYTES_MAX);
-    }
 
     #[test]
     fn failures_are_grouped_by_place_and_cause_most_frequent_first() {

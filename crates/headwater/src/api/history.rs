@@ -5,6 +5,7 @@
 //! says so.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Json;
@@ -12,6 +13,7 @@ use axum::extract::State;
 use headwater_stream::clock::{Clock, SystemClock, Timestamp};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
+use tokio::time::timeout;
 use utoipa::{IntoParams, ToSchema};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
@@ -22,11 +24,16 @@ use crate::http::ApiError;
 use crate::http::body::JsonResult;
 use crate::http::extract::QueryParams;
 use crate::server::app_state::App;
+use crate::server::plans;
 use crate::telemetry::history::series::all_series;
 use crate::telemetry::history::{HistoryRange, SAMPLE_EVERY};
 
 /// Maximum points of a response.
 const POINTS_MAX: u64 = 500;
+
+/// Maximum replay plans of a response, the newest; and the time to read them.
+const PLAN_MARKS_MAX: usize = 50;
+const PLAN_MARKS_TIME_MAX: Duration = Duration::from_millis(500);
 
 /// Points that the default step aims at.
 const POINTS_DEFAULT: u64 = 120;
@@ -105,10 +112,15 @@ pub(crate) struct HistoryPointDto {
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct HistoryMarkDto {
     at: String,
-    /// `started`: a process started.
+    /// `started`: a process started. `plan`: a replay plan was made.
     kind: &'static str,
-    process: String,
-    version: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    process: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    version: Option<String>,
+    /// Id of the replay plan.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    plan: Option<i64>,
 }
 
 /// Show how metrics changed: counts, sizes and latencies, in steps.
@@ -128,12 +140,25 @@ async fn history(
         processes: point.processes(),
         values: series.iter().map(|one| (one.name, point.sum.value(one.name))).collect(),
     });
-    let marks = read.starts.iter().map(|(process, start)| HistoryMarkDto {
+    let starts = read.starts.iter().map(|(process, start)| HistoryMarkDto {
         at: time(start.at),
         kind: "started",
-        process: process.clone(),
-        version: start.version.clone(),
+        process: Some(process.clone()),
+        version: Some(start.version.clone()),
+        plan: None,
     });
+    let plans = match read.problem {
+        None => plans_made(&app, range).await,
+        Some(_) => Vec::new(),
+    };
+    let plans = plans.into_iter().map(|(id, created_at)| HistoryMarkDto {
+        at: time(created_at),
+        kind: "plan",
+        process: None,
+        version: None,
+        plan: Some(id),
+    });
+    let marks = starts.chain(plans);
     Ok(Json(HistoryResponse {
         from: at(range.from_ms),
         to: at(range.to_ms),
@@ -144,6 +169,17 @@ async fn history(
         marks: marks.collect(),
         series,
     }))
+}
+
+/// Plans made in this range; none if the database does not answer soon. On a task of its own: a query is not dropped
+/// half-way.
+async fn plans_made(app: &App, range: HistoryRange) -> Vec<(i64, Timestamp)> {
+    let (store, made) = (Arc::clone(&app.store), (range.from_ms, range.to_ms));
+    let reading = tokio::spawn(async move {
+        plans::rows::created_between(store.as_ref(), made, PLAN_MARKS_MAX).await
+    });
+    let read = timeout(PLAN_MARKS_TIME_MAX, reading).await;
+    read.ok().and_then(Result::ok).and_then(Result::ok).unwrap_or_default()
 }
 
 /// The series of these names, in the order of the names.

@@ -6,7 +6,7 @@
 //! Flow: queue routes (`topics.rs`, `messages.rs`, `message_why.rs`, `consume.rs`, `groups.rs`, `dead_letters.rs`) and
 //! `assignment.rs` work on [`Operations`]; the others (`issues.rs`, `event_logs.rs`, `tickets.rs` and `tickets_sse.rs`,
 //! `outbox.rs`, `drafts.rs`, `effects.rs`, `prompts.rs`, `sessions.rs` and `session_import.rs`, `users.rs`, `analytics.rs`, `doctor/`, `status.rs`) on the state of
-//! the server; those for the console (`overview.rs`, `history.rs`, `failures.rs`, `search.rs`, `processes.rs`, `me.rs`) on both.
+//! the server; those for the console (`overview.rs`, `history.rs`, `failures.rs`, `plans.rs`, `search.rs`, `processes.rs`, `me.rs`) on both.
 //! `dto.rs`, `line_diff.rs` and `ndjson.rs` define common output, `names.rs` our names for those of other systems.
 //! Guarantees: destructive operations require the role `admin`; lists are paged; payloads that are not UTF-8 are
 //! base64.
@@ -33,6 +33,7 @@ mod ndjson;
 mod outbox;
 mod overview;
 mod partitioners;
+mod plans;
 mod processes;
 mod prompts;
 mod search;
@@ -152,6 +153,7 @@ pub(crate) fn console_routes(operations: Operations) -> OpenApiRouter<App> {
         .merge(overview::routes())
         .merge(history::routes())
         .merge(failures::routes())
+        .merge(plans::routes())
         .merge(search::routes())
         .merge(processes::routes())
         .merge(webhooks::routes())

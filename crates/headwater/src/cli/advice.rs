@@ -149,7 +149,8 @@ fn list_command(message: &str, named: &NamedObjects) -> String {
             format!("headwater group list {}", named.topic())
         }
         "dlq" if message.contains("dead letter") => format!("headwater dlq list {}", named.topic()),
-        verb @ ("issue" | "ticket" | "draft" | "effect" | "prompt" | "session" | "outbox") => {
+        verb @ ("issue" | "ticket" | "draft" | "effect" | "prompt" | "session" | "outbox"
+        | "plan") => {
             format!("headwater {verb} list")
         }
         "audit" | "migrate" => "headwater migrate".to_owned(),

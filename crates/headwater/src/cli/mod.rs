@@ -68,6 +68,8 @@ pub(crate) enum OperatorCommand {
     Pending(verbs::group::PendingArgs),
     /// List, show, replay or purge the dead letters of a topic.
     Dlq(verbs::dlq::DlqArgs),
+    /// Replay many dead letters a few at a time; list, show, pause, resume or cancel such plans.
+    Plan(verbs::plan::PlanArgs),
     /// Add streams to a service, own them and run a command for each, list or release them.
     Assign(verbs::assign::AssignArgs),
     /// Send requests to workers and wait for their replies, or execute requests with a command.
@@ -143,6 +145,7 @@ impl OperatorCommand {
             Self::Status(status) => (&status.connection, Requirements::everything(true)),
             Self::Issue(issue) => (&issue.connection, issue.requirements()),
             Self::Ticket(ticket) => (&ticket.connection, ticket.requirements()),
+            Self::Plan(plan) => (&plan.connection, plan.requirements()),
             Self::Draft(draft) => (&draft.connection, draft.requirements()),
             Self::Effect(effect) => (&effect.connection, effect.requirements()),
             Self::Prompt(prompt) => (&prompt.connection, prompt.requirements()),
@@ -212,6 +215,7 @@ impl OperatorCommand {
             Self::Status(status) => status.run(client).await,
             Self::Issue(issue) => issue.run(client).await,
             Self::Ticket(ticket) => ticket.run(client).await,
+            Self::Plan(plan) => plan.run(client).await,
             Self::Draft(draft) => draft.run(client).await,
             Self::Effect(effect) => effect.run(client).await,
             Self::Prompt(prompt) => prompt.run(client).await,

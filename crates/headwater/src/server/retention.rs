@@ -1,6 +1,6 @@
-//! Deletes old events, issues and metrics, in small batches.
+//! Deletes old events, issues, metrics and replay plans, in small batches.
 //!
-//! Upstream: `run.rs`. Downstream: `headwater_issue::history`, `tickets` and `telemetry::history`. Guarantees: what is pending is never
+//! Upstream: `run.rs`. Downstream: `headwater_issue::history`, `tickets`, `telemetry::history` and `plans`. Guarantees: what is pending is never
 //! deleted; each batch is one short transaction; a failed pass is repeated after `retention.every`. Several processes may run it at
 //! once. Not here: outbox rows and dead letters (the sweep), sessions (their own maintenance), the audit log (its writer).
 
@@ -13,6 +13,7 @@ use tokio::time::sleep;
 use tracing::{debug, info, warn};
 
 use crate::config::RetentionSettings;
+use crate::server::plans;
 use crate::telemetry::history::rows;
 use crate::tickets::{TicketError, Tickets};
 
@@ -83,6 +84,7 @@ impl HistoryRetention {
         while rows::delete_batch(store, SystemClock.now().before(keep)).await? > 0 {
             sleep(PAUSE).await;
         }
+        plans::rows::delete_old(store).await?;
         Ok((events, issues))
     }
 }

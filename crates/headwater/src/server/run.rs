@@ -43,6 +43,7 @@ use crate::server::app_state::{App, AppState, ServerState};
 use crate::server::db_availability::DatabaseMonitor;
 use crate::server::demo::Demo;
 use crate::server::health::ProcessHealth;
+use crate::server::plans::runner::PlanRunner;
 use crate::server::retention::HistoryRetention;
 use crate::server::services::Services;
 use crate::server::shutdown::Running;
@@ -222,6 +223,12 @@ pub(crate) async fn run(
         body_budget: BodyBudget::new(settings.http.body_memory_bytes_max),
         metrics: telemetry.metrics.clone(),
     });
+    let plans = PlanRunner::new(
+        Arc::clone(&store),
+        Queue::new(Arc::clone(&streams)),
+        worker.name(),
+        shutdown.clone(),
+    );
     let operations = Operations::new(Arc::clone(&streams), settings.http.clone(), shutdown.clone());
     let operations = operations.context("failed to create the queue API")?;
     let routes = match role {
@@ -269,6 +276,7 @@ pub(crate) async fn run(
     let (stopped, confirming) = (stop_requested(), Arc::clone(&store));
     services
         .start("confirmation check", async move { confirmations.run(confirming, stopped).await });
+    services.start("replay plans", plans.run());
     // Ticket events from other programs.
     let stopped = stop_requested();
     services.start("ticket events", async move { intake.run(&intake_queue, stopped).await });

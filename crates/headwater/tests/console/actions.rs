@@ -67,7 +67,61 @@ async fn every_action_works_without_scripts_and_is_audited_once() -> Result<()> 
     reader.click("Retry 1 reply").await?;
     reader.until_shown("queued for delivery").await?;
 
-    // One cause: three dead letters are replayed.
+    // One cause: three dead letters are replayed, the first of them with another payload, after a plan for them was
+    // made, paused and cancelled.
+    let (_, page) = server.get("/api/v1/topics/orders/dead-letters?reason=connection").await?;
+    let letter = page["dead_letters"][0]["id"].as_str().context("a letter")?;
+    let cause = "/console/failures";
+    reader.open(&format!("/console/topics/orders/dead-letters/{letter}")).await?;
+    reader.find("details.item summary").await?.click().await?;
+    reader.fill("payload", "{\"order\": 0, \"host\": \"other\"}").await?;
+    reader.click("Replay edited copy").await?;
+    reader.until_shown("The edited copy was sent.").await?;
+    reader.open(cause).await?;
+    reader.click("order # has no address").await?;
+    reader.click("Replay plan…").await?;
+    reader.until_shown("Plan the replay of 3 dead letters?").await?;
+    reader.until_shown("headwater plan create --failure").await?;
+    reader.until_shown("The plan stops by itself when more than 5 % of a step fail again.").await?;
+    ensure!(count(server, "/api/v1/plans", "plans").await? == 1, "a dry run makes no plan");
+    reader.click("Plan the replay of 3 dead letters").await?;
+    reader.until_shown("The replay plan is made and runs.").await?;
+    let plan = "/api/v1/plans/2";
+    server.until(plan, |_, plan| plan["sent"] == 3).await?;
+    // What the console has read is shown for a second.
+    let waits = "waits for the outcome of 3 letters";
+    let deadline = std::time::Instant::now() + crate::support::LIMIT;
+    while !reader.open("/console/plans/2").await?.contains(waits) {
+        ensure!(std::time::Instant::now() < deadline, "{}", reader.text().await?);
+    }
+    reader.click("Pause").await?;
+    reader.until_shown("The replay plan is paused.").await?;
+    reader.click("Resume").await?;
+    reader.until_shown("The replay plan runs again.").await?;
+    reader.click("Cancel plan…").await?;
+    reader.until_shown("Cancel 1 replay plan?").await?;
+    reader.click("Cancel 1 replay plan").await?;
+    reader.until_shown("The replay plan is cancelled.").await?;
+    ensure!(server.get(plan).await?.1["state"] == "cancelled");
+    // The three messages fail again, for the same cause.
+    let mut dead = 0;
+    while dead < 3 {
+        let wanted = json!({"max": 1, "wait_ms": 5000, "lease_ms": 60000});
+        let (_, pulled) = server.post("/api/v1/topics/orders/groups/billing/pull", &wanted).await?;
+        let settlement = |message: &Value| match message["payload"].as_str() {
+            Some(payload) if payload.contains("other") => {
+                json!({"lease": message["lease"], "outcome": "done"})
+            }
+            _ => {
+                json!({"lease": message["lease"], "outcome": "dead_letter", "reason": "order 7 has no address"})
+            }
+        };
+        let messages = pulled["messages"].as_array().context("messages")?;
+        let settlements: Vec<Value> = messages.iter().map(settlement).collect();
+        dead += settlements.iter().filter(|one| one["outcome"] == "dead_letter").count();
+        let body = json!({"settlements": settlements});
+        ensure!(server.post("/api/v1/topics/orders/groups/billing/settle", &body).await?.0 == 200);
+    }
     reader.open("/console/failures").await?;
     reader.click("order # has no address").await?;
     reader.click("Replay 3 dead letters…").await?;
@@ -75,9 +129,15 @@ async fn every_action_works_without_scripts_and_is_audited_once() -> Result<()> 
     reader.click("Replay 3 dead letters").await?;
     reader.until_shown("3 sent again.").await?;
     let letters = "/api/v1/topics/orders/dead-letters";
-    ensure!(count(server, letters, "dead_letters").await? == 1);
+    ensure!(count(server, letters, "dead_letters").await? == 0);
 
-    // Purge the selected one.
+    // Purge a selected one.
+    let wanted = json!({"max": 1, "wait_ms": 5000, "lease_ms": 60000});
+    let (_, pulled) = server.post("/api/v1/topics/orders/groups/billing/pull", &wanted).await?;
+    let settlement =
+        json!({"lease": pulled["messages"][0]["lease"], "outcome": "dead_letter", "reason": "r"});
+    let body = json!({"settlements": [settlement]});
+    ensure!(server.post("/api/v1/topics/orders/groups/billing/settle", &body).await?.0 == 200);
     reader.open("/console/topics/orders/dead-letters").await?;
     reader.find("input[name=id]").await?.click().await?;
     reader.click("Purge selected…").await?;
@@ -130,6 +190,10 @@ async fn every_action_works_without_scripts_and_is_audited_once() -> Result<()> 
         ("/close", 1),
         ("/reopen", 1),
         ("/fork", 1),
+        ("/plans/2/pause", 1),
+        ("/plans/2/resume", 1),
+        ("/plans/2/cancel", 1),
+        (&format!("/dead-letters/{letter}/replay"), 1),
         ("/api/v1/issues/release", 1),
         ("/api/v1/outbox/retry", 1),
         ("/topics/orders", 1),

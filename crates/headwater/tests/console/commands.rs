@@ -87,6 +87,8 @@ async fn commands_can_be_pasted_into_a_shell_whatever_the_names_are() -> Result<
         format!("/console/issues?integration={ENCODED}"),
         "/console/topics".to_owned(),
         "/console/failures".to_owned(),
+        "/console/plans".to_owned(),
+        "/console/plans?state=running".to_owned(),
         "/console/outbox".to_owned(),
         "/console/processes".to_owned(),
         "/console/doctor".to_owned(),

@@ -108,6 +108,8 @@ impl ConsoleFixture {
         let page = server.until("/api/v1/topics/orders/dead-letters", letters).await?;
         let letter = page["dead_letters"][0]["id"].as_str().context("a dead letter")?.to_owned();
 
+        // A plan over dead letters that none of the tests touches: it is paused and sends nothing.
+        self.paused_plan().await?;
         let (_, page) = server.get("/api/v1/sessions").await?;
         let session =
             page["sessions"][0]["session"].as_str().context("a session of the run")?.to_owned();
@@ -118,6 +120,15 @@ impl ConsoleFixture {
             server.post("/webhooks/github/code", &json!({"action": "opened"})).await?;
         ensure!(status == 401, "an unsigned webhook must be rejected");
         Ok(ConsoleData { ticket: id, quarantined, dead_reply, message, letter, session })
+    }
+
+    /// A plan for the dead letters of `orders`, which is stored as paused so that it sends nothing.
+    async fn paused_plan(&self) -> Result<()> {
+        let plan = "INSERT INTO replay_plans (state, active, selection, progress, created_by, created_at, changed_at)
+            VALUES ('paused', 1, '{\"topics\": [{\"topic\": \"orders\", \"to\": \"9-0\"}], \"max_replays\": 3}',
+                '{\"total\": 4, \"step\": 1, \"step_size\": 4}', 'ann',
+                extract(epoch FROM now())::bigint * 1000, extract(epoch FROM now())::bigint * 1000)";
+        self.database.query(plan).map(drop)
     }
 }
 

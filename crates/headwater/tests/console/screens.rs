@@ -92,7 +92,7 @@ fn with_data(data: &ConsoleData) -> Vec<(String, Vec<String>)> {
         ),
         (
             format!("/console/topics/orders/dead-letters/{}", data.letter),
-            text(&["Reason", "Payload", "Replay…"]),
+            text(&["Reason", "Payload", "Replay…", "Edit and replay"]),
         ),
         (
             "/console/topics/orders/groups/billing".to_owned(),
@@ -105,6 +105,17 @@ fn with_data(data: &ConsoleData) -> Vec<(String, Vec<String>)> {
                 "connection refused by #",
                 "payment # refused by the bank",
                 "status #",
+            ]),
+        ),
+        ("/console/plans".to_owned(), text(&["paused", "dead letters of orders", "Settled"])),
+        (
+            "/console/plans/1".to_owned(),
+            text(&[
+                "is paused",
+                "Settled by their group",
+                "Failed again",
+                "Resume",
+                "Cancel plan…",
             ]),
         ),
         ("/console/outbox".to_owned(), text(&["status 403", "Retry all…", "Dead replies"])),
@@ -223,6 +234,7 @@ async fn an_empty_server_says_how_to_begin_on_every_screen() -> Result<()> {
         ("/console/issues", "An issue is created by its first event"),
         ("/console/topics", "headwater topic create"),
         ("/console/failures", "Nothing has failed"),
+        ("/console/plans", "headwater plan create TOPIC --dry-run"),
         ("/console/outbox", "No delivery has failed"),
         ("/console/sessions", "headwater ticket new"),
         ("/console/assignment/none", "headwater assign add none"),
@@ -289,6 +301,8 @@ async fn without_redis_or_postgres_the_screens_say_what_is_wrong_and_show_the_re
     must_show("failures", &reader.open("/console/failures").await?, &failures)?;
     let found = ["not searched".to_owned(), "Router blinks red".to_owned()];
     must_show("search", &reader.open("/console/search?q=router").await?, &found)?;
+    let plans = ["paused".to_owned(), "dead letters of orders".to_owned()];
+    must_show("plans", &reader.open("/console/plans").await?, &plans)?;
     fixture.redis.restart()?;
     reader.open("/console/topics").await?;
     reader.until_shown("orders").await?;
@@ -299,6 +313,8 @@ async fn without_redis_or_postgres_the_screens_say_what_is_wrong_and_show_the_re
     for path in [
         "/console/tickets",
         "/console/issues",
+        "/console/plans",
+        "/console/plans/1",
         "/console/outbox",
         "/console/processes",
         "/console/audit",

@@ -60,6 +60,9 @@ enum DlqCommand {
         /// Skip dead letters that were already replayed this often.
         #[arg(long, value_name = "N")]
         max_replays: Option<u32>,
+        /// Replay one dead letter with this payload instead of its own.
+        #[arg(long, allow_hyphen_values = true, conflicts_with_all = ["rate", "limit", "max_replays", "dry_run"])]
+        payload: Option<String>,
         /// Only print what would happen.
         #[arg(long)]
         dry_run: bool,
@@ -170,7 +173,25 @@ impl DlqArgs {
                 let letter = client.get(&format!("{}/{}", path(topic), escape(id)), &[]).await?;
                 output::object(style, &letter)
             }
-            DlqCommand::Replay { topic, selection, rate, limit, max_replays, dry_run } => {
+            DlqCommand::Replay { topic, selection, payload: Some(payload), .. } => {
+                selection.request_body()?;
+                let [id] = selection.ids.as_slice() else {
+                    return Err(CliError::usage("--payload is for one dead letter; give its id"));
+                };
+                let to = format!("{}/{}/replay", path(topic), escape(id));
+                let answer = client.post(&to, json!({"payload": payload})).await?;
+                let entry = answer["id"].as_str().unwrap_or_default();
+                let sentence = match answer["replayed"].as_bool() {
+                    Some(false) => format!(
+                        "dead letter {id} had been replayed before, as message {entry}; nothing was sent"
+                    ),
+                    _ => format!(
+                        "replayed dead letter {id} of topic `{topic}` with another payload, as message {entry}"
+                    ),
+                };
+                output::changed(style, &answer, sentence)
+            }
+            DlqCommand::Replay { topic, selection, rate, limit, max_replays, dry_run, .. } => {
                 let mut request = selection.request_body()?;
                 request["per_second"] = json!(rate);
                 request["limit"] = json!(limit);

@@ -47,9 +47,13 @@ impl HistoryArgs {
             return list("points").iter().try_for_each(|point| output::json(style, point));
         }
         for mark in list("marks") {
-            let [at, process, version] =
-                ["at", "process", "version"].map(|name| cell(name, &mark[name]));
-            output::exact(&format!("{at}  process {process} started, version {version}"))?;
+            let [at, process, version, plan] =
+                ["at", "process", "version", "plan"].map(|name| cell(name, &mark[name]));
+            let what = match mark["kind"].as_str() {
+                Some("plan") => format!("replay plan {plan} was made"),
+                _ => format!("process {process} started, version {version}"),
+            };
+            output::exact(&format!("{at}  {what}"))?;
         }
         if let Some(problem) = history["problem"].as_str() {
             output::note(problem);

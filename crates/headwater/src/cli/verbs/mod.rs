@@ -17,6 +17,7 @@ pub(crate) mod main_loop;
 pub(crate) mod message;
 pub(crate) mod migrate;
 pub(crate) mod outbox;
+pub(crate) mod plan;
 pub(crate) mod produce;
 pub(crate) mod prompt;
 pub(crate) mod report;

@@ -1,5 +1,5 @@
 //! Data of the demo for the screens of the console: a topic with a group, dead letters of two causes and a delayed message, a
-//! refused reply, a draft, and a stream to assign. Tickets and sessions come from the demo itself.
+//! refused reply, a draft, a replay plan, and a stream to assign. Tickets and sessions come from the demo itself.
 //!
 //! Upstream: `demo.rs`. Downstream: only the server's HTTP API. Guarantees: a second demo on the same data adds to it and does not
 //! fail.
@@ -24,6 +24,10 @@ const GROUP: &str = "billing";
 const MESSAGES: usize = 24;
 const PROCESSED: usize = 20;
 
+/// The topic of the replay plan, and its messages: more than a canary.
+const PLANNED_TOPIC: &str = "refunds";
+const PLANNED: usize = 7;
+
 /// Messages that fail, by their position, with the reason.
 const FAILURES: [(usize, &str); 3] = [
     (3, "order has no address"),
@@ -41,6 +45,7 @@ impl DemoClient {
         self.webhook(secret, INTEGRATION, REFUSED_ISSUE, "Please cancel order 78.").await?;
         self.webhook(secret, REVIEWED, "79", "The invoice of order 79 is wrong.").await?;
         self.fill_topic().await?;
+        self.fill_plan().await?;
         let path = "/api/v1/assignments/cameras/streams";
         let request = self.client.post(format!("{}{path}", self.root));
         let (status, answer) = self.send(request.json(&json!({"stream": "camera-1"}))).await?;
@@ -52,7 +57,7 @@ impl DemoClient {
         print_step(
             "filled",
             &format!(
-                "topic `{TOPIC}` with {MESSAGES} messages, {failed} dead letters and a delayed message; a refused reply; a draft"
+                "topic `{TOPIC}` with {MESSAGES} messages, {failed} dead letters and a delayed message; a refused reply; a draft; a replay plan"
             ),
         );
         Ok(())
@@ -131,6 +136,51 @@ impl DemoClient {
             );
         }
         Ok(())
+    }
+
+    /// Messages that all fail, and a plan that replays them after the cause is fixed.
+    async fn fill_plan(&self) -> Result<()> {
+        let new = json!({"name": PLANNED_TOPIC, "partitions": 2});
+        let request = self.client.post(format!("{}/api/v1/topics", self.root)).json(&new);
+        let (status, answer) = self.send(request).await?;
+        ensure!([201, 409].contains(&status), "POST /topics returned {status}: {answer}");
+        let message = |number: usize| json!({"payload": json!({"refund": number}).to_string()});
+        let messages: Vec<Value> = (0..PLANNED).map(message).collect();
+        let path = format!("/api/v1/topics/{PLANNED_TOPIC}/messages");
+        self.post(&path, &json!({"messages": messages})).await?;
+        let (mut failed, deadline) = (0, Instant::now() + STEP_MAX);
+        while failed < PLANNED {
+            let failure = json!({"outcome": "dead_letter", "reason": "the bank does not answer"});
+            failed += self.settle_planned(&failure).await?;
+            ensure!(Instant::now() < deadline, "{failed} messages failed within {STEP_MAX:?}");
+        }
+        let plan = self.post("/api/v1/plans", &json!({"topics": [PLANNED_TOPIC]})).await?;
+        let path = format!("/api/v1/plans/{}", plan["id"]);
+        let deadline = Instant::now() + STEP_MAX;
+        while self.get(&path).await?["state"] == "running" {
+            self.settle_planned(&json!({"outcome": "done"})).await?;
+            ensure!(Instant::now() < deadline, "{path} still runs after {STEP_MAX:?}");
+        }
+        Ok(())
+    }
+
+    /// Settles the messages of the plan that wait. Returns how many.
+    async fn settle_planned(&self, outcome: &Value) -> Result<usize> {
+        let group = format!("/api/v1/topics/{PLANNED_TOPIC}/groups/{GROUP}");
+        let wanted = json!({"max": PLANNED, "wait_ms": 200, "lease_ms": 30_000});
+        let pulled = self.post(&format!("{group}/pull"), &wanted).await?;
+        let pulled = pulled["messages"].as_array().context("no messages in the response")?;
+        let settlement = |message: &Value| {
+            let mut settlement = outcome.clone();
+            settlement["lease"] = message["lease"].clone();
+            settlement
+        };
+        let settlements: Vec<Value> = pulled.iter().map(settlement).collect();
+        let count = settlements.len();
+        if count > 0 {
+            self.post(&format!("{group}/settle"), &json!({"settlements": settlements})).await?;
+        }
+        Ok(count)
     }
 
     /// Waits until a list has an item.

@@ -1,5 +1,5 @@
 //! Schema of the tables that the server adds to those of `headwater-issue`: tickets, token budgets, audit log,
-//! model runs, drafts, prompts, history of metrics, effects of tools.
+//! model runs, drafts, prompts, history of metrics, effects of tools, replay plans.
 
 use headwater_issue::{IssueError, Migration, Store};
 
@@ -71,6 +71,12 @@ const MIGRATIONS: &[Migration] = &[
         postgres: include_str!("postgres/1012_overdue_drafts.sql"),
         sqlite: include_str!("sqlite/1012_overdue_drafts.sql"),
     },
+    Migration {
+        version: 1015,
+        description: "replay plans",
+        postgres: include_str!("postgres/1015_replay_plans.sql"),
+        sqlite: include_str!("sqlite/1015_replay_plans.sql"),
+    },
 ];
 
 /// Applies what is missing. Idempotent; several processes may call it at once.
@@ -103,6 +109,7 @@ mod tests {
             "97d3feb9b891225a2e5e2151d5f46b7d8f9b83c7e08fc65f5f37bd0c27ed51dbf61875b0321d2dedaeffca1dcf702ecbb617ac1fa1411a50c5afff60f08bb3b1",
             "c2a8b6d00398da53450213dcd7d861efaa37e933323e73904cce4c353dd40c2e614d11270b9d58b9d0c3ad5ec5919af2c101328310e8a46802f43c4df1c57d87",
             "a59dca791529f320f3764cbe642534f0289ad82e7307883465e60e099b6b90769b1c437fccfb4bd5c486c4cedaa9e420f52860272cfba59d74c316279f24e062",
+            "b846e6fb3954e761ae91a9c023643298dc071007a7f0f9619f69093f5e429433bb1d15aa353f8e13ab272edc36cd92f469edff2a23283a0ce910e4c52bb1cf59",
         ];
         assert_eq!(checksums, pinned, "do not change a migration: add one, and its checksum here");
     }
