@@ -40,6 +40,7 @@ mod sessions;
 mod status;
 pub(crate) mod tickets;
 pub(crate) mod tickets_sse;
+mod timeline;
 mod topics;
 mod users;
 pub(crate) mod webhooks;
@@ -135,6 +136,7 @@ pub(crate) fn app_routes() -> OpenApiRouter<App> {
         .merge(drafts::routes())
         .merge(prompts::routes())
         .merge(event_logs::routes())
+        .merge(timeline::routes())
         .merge(sessions)
         .merge(doctor::routes())
         .merge(users::routes())

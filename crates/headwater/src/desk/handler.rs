@@ -535,7 +535,7 @@ impl IssueHandler for Desk {
         let session = RunSession::new(&self.step_writer, &run, first);
         // Ends before the deadline of the run, which would count an attempt.
         let time_max = run.time_left() * 9 / 10;
-        let mut record = ModelRunRecord::new(&self.accounting, &run, system.version);
+        let mut record = ModelRunRecord::new(&self.accounting, &run, system.version, session.id());
         let telling = (&system, endpoints);
         let answering = self.run_model(&run, telling, &conversation, &session, &mut record);
         let answering = tokio::time::timeout(time_max, answering);
