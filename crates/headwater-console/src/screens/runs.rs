@@ -2,12 +2,11 @@
 //!
 //! Upstream: the screens of an issue and of a ticket. Downstream: the route `/issues/ID/timeline`, and the sessions of the runs.
 
-use futures_util::future::join_all;
 use maud::{Markup, html};
 use serde_json::Value;
 
 use crate::api_client::Part;
-use crate::components::{Tone, badge, block, empty, excerpt, facts, id, json_block, problem, time};
+use crate::components::{Tone, badge, block, empty, excerpt, id, json_block, problem, time};
 use crate::screen::Screen;
 use crate::text::{counted, duration, encoded, field, items, number, plain};
 
@@ -29,13 +28,19 @@ impl RunsPart {
     pub(crate) async fn read(screen: &Screen, issue: &str, cursor: &str) -> Self {
         let path = format!("/issues/{}/timeline?limit={RUNS}&{cursor}", encoded(issue));
         let timeline = screen.api.get(&path).await;
-        let runs = timeline.as_ref().map(|timeline| items(timeline, "runs")).unwrap_or_default();
-        let steps = runs.iter().map(|run| async {
-            let session = session_of(run)?;
-            let path = format!("/sessions/{}/events?limit={STEPS}", encoded(session));
-            Some(screen.api.get(&path).await)
-        });
-        let steps = join_all(steps).await;
+        let mut steps = Vec::new();
+        if let Ok(timeline) = &timeline {
+            for run in items(timeline, "runs") {
+                steps.push(session_steps_of(screen, run).await);
+                // The streams do not answer: the page does not wait for each of them.
+                if let Some(Some(Err(error))) = steps.last()
+                    && error.is_unavailable()
+                {
+                    break;
+                }
+            }
+            steps.resize_with(items(timeline, "runs").len(), || None);
+        }
         Self { timeline, steps }
     }
 
@@ -71,8 +76,11 @@ impl RunsPart {
     }
 }
 
-fn session_of(run: &Value) -> Option<&str> {
-    items(run, "models").iter().rev().find_map(|model| model["session"].as_str())
+/// The steps of the session of a run; `None` if it called no model.
+async fn session_steps_of(screen: &Screen, run: &Value) -> Option<Part> {
+    let session = items(run, "models").iter().rev().find_map(|model| model["session"].as_str())?;
+    let path = format!("/sessions/{}/events?limit={STEPS}", encoded(session));
+    Some(screen.api.get(&path).await)
 }
 
 fn result_badge(result: &str) -> Markup {
