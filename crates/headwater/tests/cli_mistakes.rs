@@ -93,7 +93,6 @@ const MISTAKES: &[Mistake] = &[
     ("unknown dead letter", Data, "dlq show orders 1-1", Usual, 1),
     ("unknown ticket", Data, "ticket show 0000", Usual, 1),
     ("unknown issue", Data, "issue why 987654", Usual, 1),
-    ("timeline of an unknown issue", Data, "issue timeline 987654", Usual, 1),
     ("unknown session", Data, "session show nothing", Usual, 1),
     ("unknown outbox row", Data, "outbox retry 987654", Usual, 1),
     ("name of the server", Data, "topic create ticket_events", Usual, 1),
