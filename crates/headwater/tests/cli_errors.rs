@@ -83,6 +83,7 @@ const VERBS: &[(&str, Requirement, &[&str])] = &[
     ("ticket reopen", Both, &["6f1c1a35-5a0e-4f6f-8f43-3d1f7a1affff"]),
     ("draft list", Database, &[]),
     ("draft show", Database, &["1"]),
+    ("draft link", Database, &["1"]),
     ("draft approve", Database, &["1"]),
     ("draft edit", Database, &["1", "--content", "c"]),
     ("draft reject", Database, &["1", "--reason", "r"]),

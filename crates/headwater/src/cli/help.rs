@@ -87,6 +87,7 @@ pub(super) const VERBS: &[VerbHelp] = &[
     verb("ticket reopen", BOTH, &["ticket reopen 6f1c1a35"]),
     verb("draft list", DATABASE, &["draft list", "draft list --status all --issue 7"]),
     verb("draft show", DATABASE, &["draft show 3"]),
+    verb("draft link", DATABASE, &["draft link 3"]),
     verb("draft approve", DATABASE, &["draft approve 3", "draft approve 3 --content 'It arrives today.'"]),
     verb("draft edit", DATABASE, &["draft edit 3 --content 'It arrives today.'"]),
     verb("draft reject", DATABASE, &["draft reject 3 --reason 'The order number is wrong.'"]),

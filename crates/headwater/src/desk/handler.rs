@@ -527,7 +527,7 @@ impl IssueHandler for Desk {
         let conversation =
             Conversation::load(run.issue(), run.events(), completed, policy, draft.as_ref());
         if !conversation.needs_answer {
-            return Ok(record_only(&conversation, None));
+            return Ok(record_only(&run, &conversation, None));
         }
         let system = self.system_prompt(run.issue()).await?;
         let endpoints = self.models.in_order(&policy.models);
