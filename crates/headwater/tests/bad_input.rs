@@ -100,6 +100,7 @@ const CASES: &[(&str, RequiredAccess, Body)] = &[
     ("get /api/v1/issues/{id}/events", Read, None),
     ("get /api/v1/issues/{id}/events/{event}/original", Read, None),
     ("get /api/v1/issues/{id}/why", Read, None),
+    ("get /api/v1/issues/{id}/timeline", Read, None),
     ("post /api/v1/issues/{id}/retry", Write, None),
     (
         "post /api/v1/issues/retry",

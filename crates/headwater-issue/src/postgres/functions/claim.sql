@@ -23,7 +23,8 @@ BEGIN
     v_now := headwater_now();
 
     WITH decided AS (
-        SELECT i.id, i.expired, i.expired AND i.crashes + 1 >= p_crashes_max AS quarantines,
+        SELECT i.id, i.claim_epoch, i.claim_owner, i.processing_started_at, i.expired,
+            i.expired AND i.crashes + 1 >= p_crashes_max AS quarantines,
             (i.processing_status = 'queued'
                 OR (i.expired AND i.crashes + 1 < p_crashes_max AND i.pending_events > 0))
                 AND coalesce(i.not_before <= v_now, true) AS wins
@@ -32,6 +33,12 @@ BEGIN
             SELECT *, processing_status = 'processing' AND coalesce(claim_expires_at <= v_now, true) AS expired
             FROM issues WHERE id = ANY (p_issue)
         ) i
+    ), ended AS (
+        INSERT INTO issue_runs (issue_id, epoch, worker, claimed_at, ended_at, result, events)
+        SELECT id, claim_epoch, coalesce(claim_owner, ''), coalesce(processing_started_at, v_now), v_now,
+            CASE WHEN quarantines THEN 'quarantined' ELSE 'expired' END, 0
+        FROM decided WHERE expired
+        ON CONFLICT DO NOTHING
     ), updated AS (
         UPDATE issues i SET
             processing_status = CASE WHEN d.wins THEN 'processing'

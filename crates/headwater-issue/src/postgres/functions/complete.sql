@@ -1,5 +1,6 @@
 -- Completes runs: marks their event logs processed and writes their outbox rows. Each pair of issue and epoch is named at
--- most once per call; event logs and outbox rows refer to their run by its position.
+-- most once per call; event logs and outbox rows refer to their run by its position. A row of issue_runs that exists, because
+-- tables were changed by hand, stays: history never prevents a completion.
 CREATE OR REPLACE FUNCTION headwater_complete(
     p_issue bigint[], p_epoch bigint[], p_fields text[], p_discussions text[], p_log_run bigint[], p_log_id bigint[],
     p_outbox_run bigint[], p_kind text[], p_target text[], p_idempotency_key text[], p_payload text[],
@@ -57,6 +58,18 @@ BEGIN
     FROM (SELECT place, sum(events) AS events FROM counted GROUP BY place) AS run;
 
     RETURN QUERY
+    WITH d AS (
+        SELECT n.place, i.id, i.claim_epoch, i.claim_owner, i.processing_started_at, n.events,
+            i.pending_events - n.events AS left_over, n.fields::jsonb AS fields, n.discussions::jsonb AS discussions
+        FROM unnest(v_held, p_issue, v_events, p_fields, p_discussions) AS n (place, issue, events, fields, discussions)
+        JOIN issues i ON i.id = n.issue
+        WHERE n.place IS NOT NULL
+    ), ended AS (
+        INSERT INTO issue_runs (issue_id, epoch, worker, claimed_at, ended_at, result, events)
+        SELECT id, claim_epoch, coalesce(claim_owner, ''), coalesce(processing_started_at, v_now), v_now, 'done', events
+        FROM d
+        ON CONFLICT DO NOTHING
+    )
     UPDATE issues i SET
         pending_events = greatest(d.left_over, 0),
         processing_status = CASE WHEN d.left_over > 0 THEN 'queued' ELSE 'idle' END,
@@ -70,13 +83,7 @@ BEGIN
             SELECT change.key FROM jsonb_each(d.fields) change WHERE change.value = 'null') END,
         discussions = coalesce(d.discussions, i.discussions),
         last_processed_at = v_now, updated_at = v_now
-    FROM (
-        SELECT n.place, i.id, i.pending_events - n.events AS left_over, n.fields::jsonb AS fields,
-            n.discussions::jsonb AS discussions
-        FROM unnest(v_held, p_issue, v_events, p_fields, p_discussions) AS n (place, issue, events, fields, discussions)
-        JOIN issues i ON i.id = n.issue
-        WHERE n.place IS NOT NULL
-    ) d WHERE i.id = d.id
+    FROM d WHERE i.id = d.id
     RETURNING d.place, false, i.processing_status, headwater_ms(i.not_before);
 
     SELECT i.id, octet_length(i.fields::text) AS bytes INTO v_large
@@ -85,5 +92,11 @@ BEGIN
     IF FOUND THEN
         RAISE EXCEPTION 'fields of issue % would have % bytes; the limit is %',
             v_large.id, v_large.bytes, p_fields_bytes_max USING ERRCODE = 'string_data_right_truncation';
+    END IF;
+
+    IF array_position(v_held, NULL) IS NOT NULL THEN
+        UPDATE issue_runs r SET result = 'fenced'
+        FROM unnest(v_held, p_issue, p_epoch) AS n (place, issue, epoch)
+        WHERE n.place IS NULL AND r.issue_id = n.issue AND r.epoch = n.epoch AND r.result = 'expired';
     END IF;
 END $$;
