@@ -89,7 +89,7 @@ mod tests {
 
     #[test]
     fn the_revision_was_raised_if_a_function_changed() {
-        let pinned = (1, "5ece00dce14226872d35b05224d64671a7024c31399cc401d891d8cc509a1e16");
+        let pinned = (3, "e6463a7f8903c95d40fad072d4ab5ce6402ed5eca44f6e62dcb4e0e3f4d8f3cc");
         assert_eq!(
             (REVISION, checksum().as_str()),
             pinned,
