@@ -322,13 +322,12 @@ impl BenchArgs {
         let producer = queue.producer(ProducerConfig::default())?;
         let stopwatch = Stopwatch::start();
         let mut each = Vec::new();
-        self.send_in_batches(BULK_BATCH, async |messages| {
+        for messages in self.batches(BULK_BATCH) {
             let started = Instant::now();
             let sent = producer.send_batch(topic, messages).await?;
             each.push(started.elapsed());
-            sent.into_iter().try_for_each(|sent| sent.map(drop))
-        })
-        .await?;
+            sent.into_iter().try_for_each(|sent| sent.map(drop))?;
+        }
         let spent = stopwatch.stop();
         let arrived = self.stored(queue, topic).await?;
         Ok(BenchResult { spent, each, arrived })
@@ -343,27 +342,20 @@ impl BenchArgs {
         })
     }
 
-    async fn send_in_batches(
-        &self,
-        batch: usize,
-        mut send: impl AsyncFnMut(Vec<NewMessage>) -> Result<(), QueueError>,
-    ) -> Result<(), QueueError> {
-        let mut number = 0;
-        while number < self.count {
-            let end = (number + batch as u64).min(self.count);
-            send((number..end).map(|number| self.message(number)).collect()).await?;
-            number = end;
-        }
-        Ok(())
+    /// The messages, in batches.
+    fn batches(&self, size: usize) -> impl Iterator<Item = Vec<NewMessage>> + '_ {
+        (0..self.count).step_by(size).map(move |first| {
+            let end = first.saturating_add(size as u64).min(self.count);
+            (first..end).map(|number| self.message(number)).collect()
+        })
     }
 
     async fn consume(&self, queue: &Queue, topic: &str) -> Result<BenchResult, QueueError> {
         let producer = queue.producer(ProducerConfig::default())?;
-        self.send_in_batches(FILL_BATCH, async |messages| {
+        for messages in self.batches(FILL_BATCH) {
             let sent = producer.send_batch(topic, messages).await?;
-            sent.into_iter().try_for_each(|sent| sent.map(drop))
-        })
-        .await?;
+            sent.into_iter().try_for_each(|sent| sent.map(drop))?;
+        }
         let arrivals = Arrivals::new(self.count);
         let arriving = Arc::clone(&arrivals);
         let handler = move |message: Message| {
