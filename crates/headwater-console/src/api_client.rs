@@ -57,7 +57,10 @@ impl Problem {
     }
 }
 
-type KeptAnswers = HashMap<(ConsoleRole, String), (Instant, Arc<OnceCell<Part>>)>;
+/// Role, view and path of a read.
+type AnswerKey = (ConsoleRole, String, String);
+
+type KeptAnswers = HashMap<AnswerKey, (Instant, Arc<OnceCell<Part>>)>;
 
 /// State of all routes of the console.
 pub(crate) struct ConsoleState {
@@ -71,7 +74,7 @@ impl ConsoleState {
     }
 
     /// The cell for an answer to this read.
-    fn cell(&self, key: (ConsoleRole, String)) -> Arc<OnceCell<Part>> {
+    fn cell(&self, key: AnswerKey) -> Arc<OnceCell<Part>> {
         let now = Instant::now();
         let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
         if kept.len() >= KEPT_MAX {
@@ -107,7 +110,7 @@ impl ConsoleApi {
 
     /// Reads a path below `/api/v1`.
     pub(crate) async fn get(&self, path: &str) -> Part {
-        let cell = self.state.cell((self.user.role, path.to_owned()));
+        let cell = self.state.cell((self.user.role, self.user.view.clone(), path.to_owned()));
         let read = || async { self.call(Method::GET, path, None).await.map(Arc::new) };
         cell.get_or_init(read).await.clone()
     }
@@ -206,7 +209,9 @@ mod tests {
     fn client(role: ConsoleRole, state: &Arc<ConsoleState>) -> ConsoleApi {
         let mut forwarded = Extensions::new();
         forwarded.insert(Identity(role.as_str()));
-        let user = ConsoleUser { name: "ann".to_owned(), role, has_session: false, forwarded };
+        let view = String::new();
+        let user =
+            ConsoleUser { name: "ann".to_owned(), role, view, has_session: false, forwarded };
         ConsoleApi::new(Arc::clone(state), user)
     }
 

@@ -5,6 +5,7 @@ mod api_client;
 mod assets;
 mod chart;
 mod components;
+mod draft_link;
 mod form;
 mod live;
 mod screen;
@@ -21,6 +22,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::api_client::ConsoleState;
 
+pub use crate::draft_link::{DraftLinkView, draft_link_page, draft_link_result_page};
 pub use crate::screen::{error_page, login_page};
 pub use crate::text::shell_word;
 pub use crate::user::{ConsoleRole, ConsoleUser};

@@ -206,12 +206,12 @@ impl Screen {
     }
 }
 
-fn respond(status: StatusCode, markup: &Markup, request_id: &str) -> Response {
+pub(crate) fn respond(status: StatusCode, markup: &Markup, request_id: &str) -> Response {
     let request_id = [(HeaderName::from_static("x-request-id"), request_id.to_owned())];
     (status, HEADERS, request_id, Html(markup.0.clone())).into_response()
 }
 
-fn document(title: &str, screen: Option<&Screen>, main: &Markup) -> Markup {
+pub(crate) fn document(title: &str, screen: Option<&Screen>, main: &Markup) -> Markup {
     let title = text::visible(text::cut(title, 100).0);
     html! {
         (DOCTYPE)

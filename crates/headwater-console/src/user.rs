@@ -31,6 +31,8 @@ pub struct ConsoleUser {
     pub name: String,
     /// Its role.
     pub role: ConsoleRole,
+    /// What the caller can see, beside the role: answers of the API are shared by callers for whom both are equal.
+    pub view: String,
     /// Whether the caller logged in with a cookie and can log out.
     pub has_session: bool,
     /// Added to every call of the API: what its middleware needs to know about the caller.

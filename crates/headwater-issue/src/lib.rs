@@ -82,8 +82,8 @@ pub use admin::{
 };
 pub use claim::{
     AfterFailure, Claim, ClaimOptions, ClaimRelease, ClaimReleased, ClaimRenewal, ClaimedIssue,
-    CompletionOutcome, FailureOutcome, Nudge, ReleaseReason, RunCompletion, RunFailure,
-    SweepOptions, SweepReport,
+    CompletionOutcome, FailureOutcome, IssueRun, Nudge, ReleaseReason, RunCompletion, RunFailure,
+    RunResult, SweepOptions, SweepReport,
 };
 pub use commit_verifier::CommitVerifier;
 pub use config::{OnNewEvent, OutboxConfig, WorkerConfig};

@@ -160,12 +160,14 @@ impl Leases for MajorityLease {
         };
         let mut others = leases.to_vec();
         others.remove(at);
-        let (mine, others) =
-            tokio::join!(self.renew_copies(holder, ttl), self.leases.renew(holder, &others, ttl));
+        // Well within the time that a renewal may take: if all others are on a server that does not answer, the lease with
+        // copies on further servers must not be lost with them.
+        let others = timeout(ttl / 4, self.leases.renew(holder, &others, ttl));
+        let (mine, others) = tokio::join!(self.renew_copies(holder, ttl), others);
         let mut renewals = match (&mine, others) {
-            (_, Ok(others)) => others,
-            (Ok(_), Err(_)) => vec![Renewal::Unknown; leases.len() - 1],
-            (Err(_), Err(error)) => return Err(error),
+            (_, Ok(Ok(others))) => others,
+            (Err(_), Ok(Err(error))) => return Err(error),
+            (Ok(_), Ok(Err(_))) | (_, Err(_)) => vec![Renewal::Unknown; leases.len() - 1],
         };
         renewals.insert(at, mine.unwrap_or(Renewal::Unknown));
         Ok(renewals)

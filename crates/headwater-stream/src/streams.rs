@@ -168,6 +168,11 @@ pub trait Streams: Send + Sync {
     /// Statistics of a stream; `None` if it does not exist.
     async fn stats(&self, stream: &StreamName) -> Result<Option<StreamStats>>;
 
+    /// The same, and every `lag` is `None`: a server that cannot tell it would have to read entries.
+    async fn stats_without_lag(&self, stream: &StreamName) -> Result<Option<StreamStats>> {
+        Ok(self.stats(stream).await?.map(StreamStats::without_lag))
+    }
+
     /// Removes a consumer, unless entries are pending for it. Returns whether it was removed.
     async fn remove_consumer(
         &self,
@@ -627,6 +632,14 @@ pub struct StreamStats {
     pub bytes: Option<u64>,
     /// Its groups, sorted by name.
     pub groups: Vec<GroupStats>,
+}
+
+impl StreamStats {
+    /// For backends: as [`Streams::stats_without_lag`] returns them.
+    pub(crate) fn without_lag(mut self) -> Self {
+        self.groups.iter_mut().for_each(|group| group.lag = None);
+        self
+    }
 }
 
 /// Statistics of a group on one stream.

@@ -120,6 +120,53 @@ async fn a_primary_that_sentinel_replaced_gets_no_writes_even_if_it_accepts_them
     Ok(())
 }
 
+/// The old primary accepts the connection before the switch and answers after it, as a primary.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_connect_that_began_before_a_switch_of_sentinel_does_not_lead_to_the_old_primary()
+-> Result<()> {
+    let sentinel = Sentinel::start()?;
+    let hour = Duration::from_secs(3600);
+    let options = Options { silence_max: hour, call_deadline: TIMEOUT, ..Options::default() };
+    let backend = connect(&sentinel.url(), &options).await?;
+    append(&backend, "orders", 1).await?;
+    let length = |redis: &Redis| redis.command(&["XLEN", "orders"]).ok().and_then(|l| l.int());
+    wait_until("the replica to have the entry", TIMEOUT, || length(sentinel.replica()) == Some(1))?;
+    // The Sentinel that tells this client about the switch.
+    let clients = |redis: &Redis| redis.command(&["CLIENT", "LIST"]).map(|list| list.text());
+    let mut told = None;
+    wait_until("the client to listen at a Sentinel", TIMEOUT, || {
+        told = sentinel.sentinels().iter().find(|one| {
+            clients(one).is_ok_and(|list| list.lines().any(|line| line.contains(" sub=1 ")))
+        });
+        told.is_some()
+    })?;
+    let told = told.context("it was found")?;
+
+    let (old, new) = (sentinel.primary(), sentinel.replica());
+    let list = clients(old)?;
+    for line in list.lines().filter(|line| line.contains("name=headwater")) {
+        let id = line.split(' ').next().and_then(|id| id.strip_prefix("id=")).context("an id")?;
+        old.command(&["CLIENT", "KILL", "ID", id])?.ok()?;
+    }
+    old.pause()?;
+    told.command(&["SENTINEL", "FAILOVER", "mymaster"])?.ok()?;
+    let appending = {
+        let backend = Arc::clone(&backend);
+        tokio::spawn(async move { append(&backend, "orders", 2).await })
+    };
+    wait_until("the switch", TIMEOUT, || {
+        let address = told.command(&["SENTINEL", "GET-MASTER-ADDR-BY-NAME", "mymaster"]);
+        let port = address.ok().and_then(|address| Some(address.items().get(1)?.text()));
+        port == Some(new.port().to_string())
+    })?;
+    // Until the client has got the message.
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    old.resume()?;
+    appending.await??;
+    assert_eq!(length(new), Some(2), "written to the new primary");
+    Ok(())
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_sentinel_that_missed_the_failover_is_overruled_by_the_others() -> Result<()> {
     // Given a failover, and a Sentinel that names another server, which is a primary as well.

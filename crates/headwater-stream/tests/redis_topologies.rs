@@ -7,13 +7,13 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 use headwater_stream::{
     AcquireResult, Backend, DueTime, EntryId, Epoch, Fence, Fields, GroupStart, LeaseEventKind,
-    Range, Retention, ScheduleRequest, SettleAction, SettleBatch, Settlement, StreamError,
-    StreamName,
+    Options, Range, Retention, ScheduleRequest, SettleAction, SettleBatch, Settlement, StreamError,
+    StreamName, connect,
 };
-use headwater_testkit::{Cluster, Sentinel, wait_until};
+use headwater_testkit::{Cluster, Redis, Sentinel, wait_until};
 
 use crate::redis_support::*;
 
@@ -233,6 +233,56 @@ async fn expired_leases_are_reported_by_every_primary() -> Result<()> {
     assert_eq!((event.kind, event.lease), (LeaseEventKind::Released, Some(lease("lease:x"))));
     let quiet = tokio::time::timeout(Duration::from_millis(300), watch.next()).await;
     assert!(quiet.is_err(), "{quiet:?}");
+    Ok(())
+}
+
+/// The first of the servers does not answer: an older watch and a new one report the leases of the others.
+#[tokio::test(flavor = "multi_thread")]
+async fn leases_are_watched_while_a_server_of_the_cluster_does_not_answer() -> Result<()> {
+    let cluster = Cluster::builder().setting("cluster-require-full-coverage", "no").start()?;
+    let options = Options { call_deadline: Duration::from_secs(1), ..Options::default() };
+    let backend = connect(&cluster.url(), &options).await?;
+    let mut older = backend.watch("lease:").await?;
+    let nodes = cluster.nodes();
+    // Releases are reported by the first server.
+    let is_first = |node: &Redis| {
+        let clients = node.command(&["CLIENT", "LIST"]);
+        clients.is_ok_and(|list| list.text().contains(" sub=2 "))
+    };
+    let first = nodes[..3].iter().position(is_first).context("one reports releases")?;
+    let mut name = None;
+    for number in 0.. {
+        let candidate = format!("lease:{number}");
+        let slot = cluster.slot_of(&candidate)?;
+        if cluster.primary_of_slot(slot)?.port() != nodes[first].port() {
+            name = Some(candidate);
+            break;
+        }
+    }
+    let name = name.context("some slots are on other servers")?;
+
+    // With its replica: no other server takes over.
+    nodes[first + 3].pause()?;
+    nodes[first].pause()?;
+    let mut newer = backend.watch("lease:").await.context("a new watch")?;
+    for (watch, which) in [(&mut newer, "newer"), (&mut older, "older")] {
+        let reported = async {
+            loop {
+                let fence = won(&backend, &name).await?;
+                backend.release(&holder("ann"), &[fence]).await?;
+                // A release while the watch subscribes again is not reported.
+                let until = tokio::time::Instant::now() + Duration::from_millis(500);
+                while let Ok(event) = tokio::time::timeout_at(until, watch.next()).await {
+                    if event.kind == LeaseEventKind::Released && event.lease == Some(lease(&name)) {
+                        return anyhow::Ok(());
+                    }
+                }
+            }
+        };
+        tokio::time::timeout(TIMEOUT, reported).await.context(which)??;
+    }
+    nodes[first].resume()?;
+    nodes[first + 3].resume()?;
     Ok(())
 }
 

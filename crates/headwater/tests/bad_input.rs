@@ -59,6 +59,7 @@ const CASES: &[(&str, RequiredAccess, Body)] = &[
     ("get /api/v1/webhooks", Read, None),
     ("get /api/v1/drafts", Read, None),
     ("get /api/v1/drafts/{id}", Read, None),
+    ("get /api/v1/drafts/{id}/link", Write, None),
     ("post /api/v1/drafts/{id}/approve", Write, Some(|| json!({"content": "c", "version": 1}))),
     ("post /api/v1/drafts/{id}/edit", Write, Some(|| json!({"content": "c", "version": 1}))),
     ("post /api/v1/drafts/{id}/reject", Write, Some(|| json!({"reason": "r", "version": 1}))),
@@ -84,6 +85,7 @@ const CASES: &[(&str, RequiredAccess, Body)] = &[
     ("get /api/v1/issues/{id}/events", Read, None),
     ("get /api/v1/issues/{id}/events/{event}/original", Read, None),
     ("get /api/v1/issues/{id}/why", Read, None),
+    ("get /api/v1/issues/{id}/timeline", Read, None),
     ("post /api/v1/issues/{id}/retry", Write, None),
     (
         "post /api/v1/issues/retry",

@@ -117,6 +117,12 @@ macro_rules! store_suite {
                 a_row_written_while_the_previous_one_is_settled_is_delivered,
                 a_committed_transaction_wakes_a_waiting_deliverer,
             }
+            runs {
+                every_end_of_a_run_leaves_a_row,
+                runs_are_paged_newest_first_with_their_events,
+                runs_are_deleted_after_their_retention_and_with_their_issue,
+                a_run_that_was_already_stored_does_not_prevent_a_completion,
+            }
             admin {
                 an_integration_is_created_once_and_keeps_its_provider,
                 pages_of_issues_contain_each_issue_once,

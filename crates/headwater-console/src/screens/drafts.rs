@@ -65,6 +65,8 @@ fn item(screen: &Screen, draft: &Value) -> Markup {
                 ("Integration", excerpt(field(draft, "integration"))),
                 ("Created", time(&draft["created_at"])),
                 ("Chosen by", excerpt(field(draft, "chosen_by"))),
+                ("Overdue", time(&draft["overdue_at"])),
+                ("Decided", time(&draft["decided_at"])),
                 ("Decided by", excerpt(&plain(&draft["decided_by"]))),
             ]))
             @if draft["status"] == "pending" {
@@ -83,6 +85,25 @@ fn item(screen: &Screen, draft: &Value) -> Markup {
             } @else {
                 (block(field(draft, if draft["posted"].is_null() { current } else { "posted" })))
             }
+            @if !draft["difference"].is_null() {
+                details {
+                    summary { "Difference from the text of the model" }
+                    (block(&difference(draft)))
+                }
+            }
         }
     }
+}
+
+/// Lines that only one of the two texts has begin with a sign.
+fn difference(draft: &Value) -> String {
+    let line = |line: &Value| {
+        let sign = match field(line, "change") {
+            "removed" => "- ",
+            "added" => "+ ",
+            _ => "  ",
+        };
+        format!("{sign}{}", field(line, "text"))
+    };
+    items(draft, "difference").iter().map(line).collect::<Vec<_>>().join("\n")
 }

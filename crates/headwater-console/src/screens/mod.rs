@@ -15,6 +15,7 @@ mod letters;
 mod messages;
 mod outbox;
 mod overview;
+mod runs;
 mod search;
 mod sessions;
 mod system;

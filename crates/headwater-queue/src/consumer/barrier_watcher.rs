@@ -139,7 +139,7 @@ async fn is_old_partition_finished(
     }
     let (backend, group) = (&partition_set.context.backend, &partition_set.context.group);
     let stream = keys::stream(topic, old);
-    let Some(stats) = backend.stats(&stream).await? else { return Ok(true) };
+    let Some(stats) = backend.stats_without_lag(&stream).await? else { return Ok(true) };
     let delivered = stats.groups.iter().find(|known| known.name == *group);
     let Some(delivered) = delivered.map(|known| known.last_delivered) else { return Ok(false) };
     if delivered < last {

@@ -238,7 +238,7 @@ impl LossRecovery {
             return Ok(false);
         }
         // It may be trimmed, after we acknowledged it and the reply was lost. Then the group has passed this id.
-        let stats = self.backend.stats(&self.stream).await?;
+        let stats = self.backend.stats_without_lag(&self.stream).await?;
         let groups = stats.map(|stats| stats.groups).unwrap_or_default();
         Ok(groups.iter().any(|known| known.name == self.group && known.last_delivered >= id))
     }

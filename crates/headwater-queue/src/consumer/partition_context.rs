@@ -323,7 +323,7 @@ impl PartitionContext {
 
     /// Records the position of the group when this consumer starts.
     async fn observe_group(&self) -> Result<(), StreamError> {
-        let stats = self.subscription.backend.stats(&self.policy.stream).await?;
+        let stats = self.subscription.backend.stats_without_lag(&self.policy.stream).await?;
         let groups = stats.map(|stats| stats.groups).unwrap_or_default();
         let known = groups.iter().find(|known| known.name == self.subscription.group);
         if let Some(known) = known {
@@ -339,7 +339,7 @@ impl PartitionContext {
     /// was deleted: a producer may create it again, a reader must not.
     async fn restore_group(&self, missing: StreamError) -> Result<(), StreamError> {
         let (stream, group) = (&self.policy.stream, &self.subscription.group);
-        let exists = self.subscription.backend.stats(stream).await?.is_some();
+        let exists = self.subscription.backend.stats_without_lag(stream).await?.is_some();
         let is_lost = exists && self.loss_recovery().loss().await? == DataLoss::All;
         let start = {
             let mut position = self.group_position();

@@ -9,9 +9,10 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures_util::future::join_all;
 use headwater_stream::{
-    ConsumerName, EntryId, PendingDelivery, PendingDeliveryQuery, ReclaimFrom, ReclaimRequest,
-    Result as StreamResult, SettleAction, StreamError,
+    Backend, ConsumerName, EntryId, GroupName, PendingDelivery, PendingDeliveryQuery, ReclaimFrom,
+    ReclaimRequest, Result as StreamResult, SettleAction, StreamError, StreamName, StreamStats,
 };
 use tokio::time::{Instant, timeout};
 use tracing::{info, warn};
@@ -28,7 +29,7 @@ use crate::topic::{Partition, Topic};
 /// Partitions whose leases are checked per tick, and the pending entries examined of each.
 const PARTITIONS_PER_TICK: usize = 16;
 const PENDING_PAGE: usize = 500;
-/// How long the check of one partition of a cluster takes at most: a server that does not answer must not delay the others.
+/// How long listing the pending entries of a partition of a cluster takes at most: a server that does not answer must not delay the others.
 const CHECK_MAX: Duration = Duration::from_secs(1);
 /// Consumer names for entries that are reassigned. A former holder of an entry is fenced until as many others
 /// were used, at least as many ticks.
@@ -51,19 +52,40 @@ impl JoinedPullDriver {
     pub(super) async fn reassign_expired(&mut self, topic: &Arc<Topic>) -> Result<()> {
         self.check.last = Some(Instant::now());
         let partitions = usize::from(topic.partitions);
-        for _ in 0..partitions.min(PARTITIONS_PER_TICK) {
+        let last = self.check.next_partition + partitions.min(PARTITIONS_PER_TICK);
+        let due: Vec<Partition> = (self.check.next_partition..last)
+            .map(|at| (at % partitions) as Partition)
+            .filter(|partition| self.streams.is_readable(*partition))
+            .collect();
+        // All at once: one that does not answer delays the callers no more than all of them.
+        let listing = due.iter().map(|partition| {
+            let stream = keys::stream(topic, *partition);
+            let after = self.check.cursors.get(partition).copied();
+            list_pending(Arc::clone(&self.backend), stream, self.driver.key.1.clone(), after)
+        });
+        let listed = join_all(listing.collect::<Vec<_>>()).await;
+        for (partition, listed) in due.into_iter().zip(listed) {
+            self.check.next_partition = usize::from(partition);
             let Some(demand) = self.driver.waiting.front() else { return Ok(()) };
             let (lease, wanted) = (demand.lease, demand.max);
-            self.check.next_partition = (self.check.next_partition + 1) % partitions;
-            let partition = self.check.next_partition as Partition;
-            if !self.streams.is_readable(partition) {
-                continue;
+            let is_listed = listed.is_ok();
+            let reassigned = async {
+                let rows = self.apply_listed(topic, partition, listed).await?;
+                self.reassign_partition(topic, partition, lease, wanted, rows).await
+            };
+            match reassigned.await {
+                Ok(()) => self.driver.give(),
+                Err(error) => {
+                    self.streams.exclude(topic, partition, error)?;
+                    if is_listed {
+                        // The call has taken time: the others are checked at the next tick.
+                        self.check.next_partition += 1;
+                        return Ok(());
+                    }
+                }
             }
-            if let Err(error) = self.reassign_partition(topic, partition, lease, wanted).await {
-                return self.streams.exclude(topic, partition, error);
-            }
-            self.driver.give();
         }
+        self.check.next_partition = last % partitions;
         Ok(())
     }
 
@@ -73,9 +95,10 @@ impl JoinedPullDriver {
         partition: Partition,
         lease: Duration,
         mut wanted: usize,
+        rows: Vec<PendingDelivery>,
     ) -> StreamResult<()> {
         let mut by_consumer: BTreeMap<ConsumerName, Vec<PendingDelivery>> = BTreeMap::new();
-        for row in self.list_pending(topic, partition).await? {
+        for row in rows {
             if row.idle < self.idle_max(&row.consumer) {
                 continue;
             }
@@ -119,29 +142,14 @@ impl JoinedPullDriver {
         lease_of(consumer).unwrap_or(RECLAIM_IDLE_DEFAULT)
     }
 
-    /// Counts the pending entries of a partition, and returns the next page of them.
-    async fn list_pending(
+    /// Records the number of pending entries of a partition, and returns the page of them.
+    async fn apply_listed(
         &mut self,
         topic: &Arc<Topic>,
         partition: Partition,
+        listed: StreamResult<ListedPending>,
     ) -> StreamResult<Vec<PendingDelivery>> {
-        let stream = &keys::stream(topic, partition);
-        let group = &self.driver.key.1;
-        let (count, after) = (PENDING_PAGE, self.check.cursors.remove(&partition));
-        let (consumer, min_idle) = (None, LEASE_MIN);
-        let query = PendingDeliveryQuery { stream, group, consumer, min_idle, after, count };
-        let listing = async {
-            let stats = self.backend.stats(stream).await?;
-            Ok((stats, self.backend.pending(query).await?))
-        };
-        let listed = match self.backend.cluster_slot("") {
-            // There is one server: no other partition waits for it.
-            None => listing.await,
-            Some(_) => timeout(CHECK_MAX, listing).await.unwrap_or_else(|_| {
-                let problem = format!("its server did not answer within {CHECK_MAX:?}");
-                Err(StreamError::Unavailable { problem, source: None })
-            }),
-        };
+        self.check.cursors.remove(&partition);
         let (stats, rows) = match listed {
             Err(StreamError::NoGroup { .. }) => {
                 self.check.pending.insert(partition, 0);
@@ -151,7 +159,7 @@ impl JoinedPullDriver {
             listed => listed?,
         };
         let groups = stats.map(|stats| stats.groups).unwrap_or_default();
-        let group = groups.iter().find(|stats| stats.name == *group);
+        let group = groups.iter().find(|stats| stats.name == self.driver.key.1);
         self.check.pending.insert(partition, group.map_or(0, |stats| stats.pending));
         if let Some(stats) = group {
             self.streams.record_read(partition, stats.last_delivered);
@@ -200,5 +208,34 @@ impl JoinedPullDriver {
         }
         self.hold(topic, partition, &consumer, leased_at, reclaimed.entries);
         Ok(())
+    }
+}
+
+/// Statistics of a partition, and a page of its pending entries.
+type ListedPending = (Option<StreamStats>, Vec<PendingDelivery>);
+
+async fn list_pending(
+    backend: Arc<dyn Backend>,
+    stream: StreamName,
+    group: GroupName,
+    after: Option<EntryId>,
+) -> StreamResult<ListedPending> {
+    let query = PendingDeliveryQuery {
+        stream: &stream,
+        group: &group,
+        consumer: None,
+        min_idle: LEASE_MIN,
+        after,
+        count: PENDING_PAGE,
+    };
+    let listing =
+        async { tokio::try_join!(backend.stats_without_lag(&stream), backend.pending(query)) };
+    match backend.cluster_slot("") {
+        // There is one server: no other partition waits for it.
+        None => listing.await,
+        Some(_) => timeout(CHECK_MAX, listing).await.unwrap_or_else(|_| {
+            let problem = format!("its server did not answer within {CHECK_MAX:?}");
+            Err(StreamError::Unavailable { problem, source: None })
+        }),
     }
 }

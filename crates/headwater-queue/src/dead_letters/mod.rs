@@ -188,7 +188,7 @@ impl DeadLetters {
     /// The id range of a filter, limited to the entries that exist now.
     async fn range_until_now(&self, filter: &DeadLetterFilter) -> Result<IdRange> {
         let range = self.range(filter)?;
-        let stats = self.queue.inner.backend.stats(&self.stream).await?;
+        let stats = self.queue.inner.backend.stats_without_lag(&self.stream).await?;
         let newest = stats.and_then(|stats| stats.last_id).unwrap_or(EntryId::MIN);
         Ok(IdRange { to: range.to.min(newest), ..range })
     }

@@ -137,7 +137,8 @@ async fn fence_dead_readers(
     KnownConsumers { alive, gone }: &KnownConsumers,
     me: &ConsumerName,
 ) -> Result<()> {
-    let groups = backend.stats(stream).await?.map(|stats| stats.groups).unwrap_or_default();
+    let groups =
+        backend.stats_without_lag(stream).await?.map(|stats| stats.groups).unwrap_or_default();
     let group_stats = groups.into_iter().filter(|stats| stats.name == *group);
     let (past, recent): (Vec<ConsumerStats>, Vec<ConsumerStats>) = group_stats
         .flat_map(|stats| stats.consumers)

@@ -46,8 +46,8 @@ impl Queue {
             return Ok(topic);
         }
         let backend = &self.inner.backend;
-        let exists = backend.stats(&keys::stream(&topic, 0)).await?.is_some()
-            || backend.stats(&keys::dead_letters(&topic)).await?.is_some()
+        let exists = backend.stats_without_lag(&keys::stream(&topic, 0)).await?.is_some()
+            || backend.stats_without_lag(&keys::dead_letters(&topic)).await?.is_some()
             || backend.delay_stats(&keys::delays(&topic, 0)).await?.waiting > 0;
         if exists { Ok(topic) } else { Err(QueueError::NoTopic { topic: name.to_owned() }) }
     }

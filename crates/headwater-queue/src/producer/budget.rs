@@ -145,7 +145,7 @@ async fn sizes(queue: &Queue, topic: &Topic) -> Result<Vec<PartitionSize>> {
     let sizes = (0..topic.partitions).map(|partition| {
         let stream = keys::stream(topic, partition);
         async move {
-            let stats = queue.backend().stats(&stream).await?;
+            let stats = queue.backend().stats_without_lag(&stream).await?;
             Ok(stats.map_or(PartitionSize { partition, bytes: 0, has_group: false }, |stats| {
                 size(topic, partition, &stats)
             }))

@@ -12,7 +12,7 @@ use headwater_queue::{
 use headwater_stream::{
     Fields, GroupName, PendingDelivery, PendingDeliveryQuery, Retention, StreamName,
 };
-use headwater_testkit::{ChaosCounts, Cluster, Redis};
+use headwater_testkit::{ChaosCounts, Cluster, Redis, unique};
 use tokio::time::Instant;
 
 use crate::fixture::{Fixture, GROUP, eventually, text};
@@ -335,6 +335,66 @@ async fn healthy_partitions_go_on_during_a_fail_over() -> Result<()> {
         .await?;
     subscription.stop().await;
     shards.report("a fail-over of a cluster")
+}
+
+/// All partitions of a member are on the server that dies: it loses them, and stays a member under its name.
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn a_member_stays_if_all_its_partitions_are_on_the_dead_server() -> Result<()> {
+    let cluster = Cluster::builder().setting("cluster-require-full-coverage", "no").start()?;
+    let cluster = Arc::new(cluster);
+    let fixture = Fixture::open(&cluster.url(), Arc::clone(&cluster)).await?;
+    let primary_of =
+        |key: &str| -> Result<u16> { Ok(cluster.primary_of_slot(cluster.slot_of(key)?)?.port()) };
+    fixture.create(1).await?;
+    let victim = primary_of(fixture.stream(0).await?.as_str())?;
+    // A topic of the same group that has nothing on that server, and no leases of partitions.
+    let topics = fixture.queue.topics();
+    let other = loop {
+        let name = unique("other");
+        topics.create(&name, 1, Policies::default()).await?;
+        let described = topics.describe(&name).await?;
+        let meta = format!("streaming:mq:topic:{name}:meta");
+        let keys = [&meta, &described.dead_letters_key, &described.partitions[0].stream_key];
+        let ports: Result<Vec<u16>> = keys.into_iter().map(|key| primary_of(key)).collect();
+        if !ports?.contains(&victim) {
+            break name;
+        }
+    };
+    let handled = HandledMessages::default();
+    let handler = || ShardHandler { by: 1, handled: Arc::clone(&handled) };
+    let owned = ConsumerConfig::default();
+    let owned = fixture.queue.subscribe(&fixture.topic, GROUP, handler(), owned).await?;
+    let shared = ConsumerConfig { mode: Mode::Shared, ..Default::default() };
+    let shared = fixture.queue.subscribe(&other, GROUP, handler(), shared).await?;
+    eventually("it has its partition", async || Ok(owned.stats().partitions == 1)).await?;
+    let second = fixture.second_queue().await?;
+    let members = async || {
+        let view = second.inspect().group(&other, GROUP).await?;
+        let alive = view.members.into_iter().filter(|member| member.heartbeat_age.is_some());
+        anyhow::Ok(alive.filter_map(|member| member.consumer).collect::<Vec<_>>())
+    };
+    let before = members().await?;
+    assert_eq!(before.len(), 1);
+
+    let nodes = cluster.nodes();
+    let at = nodes.iter().position(|node| node.port() == victim).context("it is a node")?;
+    let (primary, replica) = (&nodes[at], &nodes[at + nodes.len() / 2]);
+    replica.kill9()?;
+    primary.kill9()?;
+    eventually("the partition is lost", async || Ok(owned.stats().partitions == 0)).await?;
+    // Longer than the lifetime of a lease.
+    let until = Instant::now() + Duration::from_secs(5);
+    while Instant::now() < until {
+        assert_eq!(members().await?, before);
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+
+    replica.restart()?;
+    primary.restart()?;
+    eventually("it has its partition again", async || Ok(owned.stats().partitions == 1)).await?;
+    assert_eq!(members().await?, before);
+    tokio::join!(owned.stop(), shared.stop());
+    Ok(())
 }
 
 /// The server of the dead letters is dead: a message that becomes one stays pending and delays no other.

@@ -1,6 +1,7 @@
 //! Pull and settle: messages under leases, without a handler.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
@@ -9,6 +10,7 @@ use headwater_queue::{
     PulledMessage, Puller, QueueError, Reset, ResetGuard, ResetTo,
 };
 use headwater_stream::{ConsumerName, GroupName, MapName};
+use headwater_testkit::Redis;
 use tokio::time::{Instant, sleep, timeout};
 
 use crate::fixture::{Fixture, GROUP, TIMEOUT, eventually};
@@ -412,6 +414,35 @@ async fn a_key_of_the_wrong_type_does_not_stop_pulls_of_other_partitions(
     // Once the map is deleted, the partition is pulled again.
     fixture.backend.map_delete(&map).await?;
     pull(1, "recovered").await
+}
+
+/// The lag of another group is unknown to the server: counting it would read all entries, at each tick.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_waiting_pull_reads_no_entries_on_redis() -> Result<()> {
+    let redis = Arc::new(Redis::start()?);
+    let fixture = Fixture::open(&redis.url(), Arc::clone(&redis)).await?;
+    fixture.create(1).await?;
+    let mut ids = Vec::new();
+    for number in 0..600 {
+        ids.push(fixture.send(0, None, &number.to_string()).await?.to_string());
+    }
+    let stream = fixture.stream(0).await?.to_string();
+    redis.command(&["XGROUP", "CREATE", &stream, GROUP, "$"])?.ok()?;
+    redis.command(&["XGROUP", "CREATE", &stream, "slow", &ids[50]])?.ok()?;
+    redis.command(&["XDEL", &stream, &ids[100]])?.ok()?;
+    let slow = fixture.queue.inspect().group(&fixture.topic, "slow").await?;
+    assert_eq!(slow.lag, Some(548), "the client counts it");
+    redis.command(&["CONFIG", "RESETSTAT"])?.ok()?;
+    let puller = fixture.queue.puller();
+    // Several ticks.
+    let wait = Duration::from_secs(4);
+    let pulled = puller.pull(&fixture.topic, GROUP, PullRequest { wait, ..request(1) }).await?;
+    assert!(pulled.is_empty(), "{pulled:?}");
+    let calls = redis.command(&["INFO", "commandstats"])?.text();
+    assert!(calls.contains("cmdstat_xpending:"), "leases were checked: {calls}");
+    assert!(!calls.contains("cmdstat_xrange:"), "{calls}");
+    puller.close().await;
+    Ok(())
 }
 
 #[tokio::test]

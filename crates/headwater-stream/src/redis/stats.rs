@@ -19,11 +19,14 @@ const COUNTED_MAX: u64 = 10_000;
 const COUNT_BATCH: usize = 500;
 
 impl RedisBackend {
-    pub(super) async fn stream_stats(&self, stream: &StreamName) -> Result<Option<StreamStats>> {
+    /// Statistics with what the server itself says about the lag.
+    pub(super) async fn reported_stats(&self, stream: &StreamName) -> Result<Option<StreamStats>> {
         let commands = Commands::run(&scripts::STATS, &[stream], &[""; 0]);
-        let Some(mut stats) = self.call_idempotent(stream, commands, read).await? else {
-            return Ok(None);
-        };
+        self.call_idempotent(stream, commands, read).await
+    }
+
+    pub(super) async fn stream_stats(&self, stream: &StreamName) -> Result<Option<StreamStats>> {
+        let Some(mut stats) = self.reported_stats(stream).await? else { return Ok(None) };
         for index in 0..stats.groups.len() {
             let GroupStats { lag, last_delivered, .. } = stats.groups[index];
             // The server's lag can be wrong after deletes, so the ends of the stream are checked first.

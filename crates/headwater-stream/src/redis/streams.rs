@@ -301,6 +301,10 @@ impl Streams for RedisBackend {
         self.client.with_deadline(Duration::ZERO, self.stream_stats(stream)).await
     }
 
+    async fn stats_without_lag(&self, stream: &StreamName) -> Result<Option<StreamStats>> {
+        Ok(self.reported_stats(stream).await?.map(StreamStats::without_lag))
+    }
+
     async fn remove_idle_consumers(
         &self,
         stream: &StreamName,

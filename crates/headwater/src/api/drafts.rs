@@ -1,4 +1,4 @@
-//! Drafts: list, show, approve, edit and reject answers that wait for a person.
+//! Drafts: list, show, link, approve, edit and reject answers that wait for a person.
 //!
 //! Upstream: `http/router.rs`. Downstream: `tickets::drafts`. Guarantees: a draft is decided about once; repeating a
 //! decision changes nothing; a draft whose issue has newer events cannot be approved.
@@ -6,11 +6,15 @@
 use axum::Json;
 use axum::extract::State;
 use axum::http::StatusCode;
+use headwater_stream::clock::{Clock, SystemClock};
 use serde::{Deserialize, Serialize};
 use utoipa::{IntoParams, ToSchema};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
+use crate::api::line_diff::{DiffLine, difference};
+use crate::config::Role;
+use crate::desk::draft_links::{DraftVersion, LinkAction};
 use crate::http::ApiError;
 use crate::http::auth::Principal;
 use crate::http::body::{JsonBody, JsonResult};
@@ -26,6 +30,7 @@ pub(super) fn routes() -> OpenApiRouter<App> {
     OpenApiRouter::new()
         .routes(routes!(list))
         .routes(routes!(show))
+        .routes(routes!(link))
         .routes(routes!(approve))
         .routes(routes!(edit))
         .routes(routes!(reject))
@@ -84,12 +89,17 @@ pub(crate) struct DraftDto {
     decided_by: Option<String>,
     /// Why it was rejected.
     decision_reason: Option<String>,
+    /// Lines that differ between the text of the model and the one of a person; `null` without a text of a person.
+    difference: Option<Vec<DiffLine>>,
+    /// When it was found to wait longer than `desk.draft_max_wait`.
+    overdue_at: Option<String>,
 }
 
 /// List drafts and notes, newest first.
 #[utoipa::path(get, path = "/drafts", tag = "drafts", params(DraftListQuery), responses((status = 200, body = DraftPage)))]
 async fn list(
     State(app): State<App>,
+    principal: Principal,
     QueryParams(query): QueryParams<DraftListQuery>,
 ) -> JsonResult<DraftPage> {
     let status = query.status.as_deref().map(|name| {
@@ -105,6 +115,7 @@ async fn list(
     let filter = DraftFilter {
         status: status.transpose()?,
         integration: query.integration,
+        integrations: principal.integrations.as_ref().map(|all| all.to_vec()),
         issue_id: query.issue_id,
         before: query.cursor,
     };
@@ -123,6 +134,55 @@ async fn list(
 async fn show(State(app): State<App>, PathParams(id): PathParams<i64>) -> JsonResult<DraftDto> {
     let draft = app.tickets.draft(id).await?.ok_or(DraftError::NotFound(id))?;
     Ok(Json(draft_to_dto(draft)))
+}
+
+/// Links that decide about one version of a draft without a token.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct DraftLinkResponse {
+    id: i64,
+    /// The version that the links are about.
+    version: i64,
+    /// Opens a page whose form posts the draft.
+    approve: String,
+    /// Opens a page whose form rejects the draft.
+    reject: String,
+    expires_at: String,
+}
+
+/// Make links that approve or reject a draft without a token. Requires the role `write`.
+#[utoipa::path(get, path = "/drafts/{id}/link", tag = "drafts", params(("id" = i64, Path)),
+    responses((status = 200, body = DraftLinkResponse), (status = 403), (status = 404),
+        (status = 409, description = "`conflict`, `outdated`: it does not wait for a decision. `links_disabled`: `desk.link_secret` is not set.")))]
+async fn link(
+    State(app): State<App>,
+    principal: Principal,
+    PathParams(id): PathParams<i64>,
+) -> JsonResult<DraftLinkResponse> {
+    principal.require_role(Role::Write)?;
+    let draft = app.tickets.draft(id).await?.ok_or(DraftError::NotFound(id))?;
+    let Some(links) = &app.draft_links else {
+        let message = "links to drafts are disabled; set `desk.link_secret` and restart the server";
+        return Err(ApiError::new(StatusCode::CONFLICT, "links_disabled", message));
+    };
+    match draft.status {
+        DraftStatus::Pending => {}
+        DraftStatus::Outdated => return Err(DraftError::Outdated(id).into()),
+        status => {
+            let problem =
+                format!("does not wait for a decision: its status is `{}`", status.as_str());
+            return Err(DraftError::Conflict { number: id, problem }.into());
+        }
+    }
+    let now = SystemClock.now();
+    let version = draft.version;
+    let linked = DraftVersion { number: id, draft_id: draft.draft_id, version };
+    Ok(Json(DraftLinkResponse {
+        id,
+        version,
+        approve: links.url(linked, LinkAction::Approve, now),
+        reject: links.url(linked, LinkAction::Reject, now),
+        expires_at: links.expires_at(now).to_rfc3339(),
+    }))
 }
 
 /// Approval of a draft.
@@ -217,6 +277,9 @@ async fn decide(
 
 /// Converts a draft to JSON.
 pub(super) fn draft_to_dto(draft: Draft) -> DraftDto {
+    let of_person = draft.posted.as_ref().or(draft.edited.as_ref());
+    let of_person = of_person.filter(|text| **text != draft.content);
+    let difference = of_person.map(|text| difference(&draft.content, text));
     DraftDto {
         id: draft.number,
         issue_id: draft.issue_id.0,
@@ -235,6 +298,8 @@ pub(super) fn draft_to_dto(draft: Draft) -> DraftDto {
         version: draft.version,
         decided_by: draft.decided_by,
         decision_reason: draft.decision_reason,
+        difference,
+        overdue_at: draft.overdue_at.map(|at| at.to_rfc3339()),
     }
 }
 

@@ -21,7 +21,10 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use crate::api::Operations;
+use crate::api::issues::visible_issues;
+use crate::api::outbox::visible_dead_rows;
 use crate::http::ApiError;
+use crate::http::auth::Principal;
 use crate::http::body::JsonResult;
 use crate::http::extract::{PathParams, QueryParams};
 use crate::http::paging;
@@ -119,9 +122,10 @@ struct Failure {
 #[utoipa::path(get, path = "/failures", tag = "console", responses((status = 200, body = FailuresResponse)))]
 async fn list(
     State(app): State<App>,
+    principal: Principal,
     Extension(operations): Extension<Operations>,
 ) -> JsonResult<FailuresResponse> {
-    let (failures, sources) = read_all(&app, operations.queue()).await;
+    let (failures, sources) = read_all(&app, &principal, operations.queue()).await;
     let mut clusters = clusters(failures);
     clusters.truncate(CLUSTERS_MAX);
     for cluster in &mut clusters {
@@ -146,11 +150,12 @@ struct FailureQuery {
     responses((status = 200, body = FailureCluster), (status = 404)))]
 async fn show(
     State(app): State<App>,
+    principal: Principal,
     Extension(operations): Extension<Operations>,
     PathParams(id): PathParams<String>,
     QueryParams(query): QueryParams<FailureQuery>,
 ) -> JsonResult<FailureCluster> {
-    let (failures, sources) = read_all(&app, operations.queue()).await;
+    let (failures, sources) = read_all(&app, &principal, operations.queue()).await;
     let found = clusters(failures).into_iter().find(|cluster| cluster.id == id);
     let Some(mut cluster) = found else {
         // It may be in the source that could not be read.
@@ -167,13 +172,21 @@ async fn show(
     Ok(Json(cluster))
 }
 
-async fn read_all(app: &App, queue: &Queue) -> (Vec<Failure>, Vec<FailureSource>) {
+async fn read_all(
+    app: &App,
+    principal: &Principal,
+    queue: &Queue,
+) -> (Vec<Failure>, Vec<FailureSource>) {
     let (for_issues, for_replies) = (Arc::clone(app), Arc::clone(app));
+    let (of_issues, of_replies) = (principal.clone(), principal.clone());
+    let sees_topics = principal.integrations.is_none();
     // On tasks of their own: a query is not dropped half-way.
-    let issues = tokio::spawn(async move { quarantined_issues(&for_issues).await });
-    let replies = tokio::spawn(async move { dead_replies(&for_replies).await });
+    let issues = tokio::spawn(async move { quarantined_issues(&for_issues, &of_issues).await });
+    let replies = tokio::spawn(async move { dead_replies(&for_replies, &of_replies).await });
     let (letters, issues, replies) = tokio::join!(
-        timeout(SOURCE_TIMEOUT, dead_letters(queue)),
+        timeout(SOURCE_TIMEOUT, async {
+            if sees_topics { dead_letters(queue).await } else { Ok((Vec::new(), true)) }
+        }),
         timeout(SOURCE_TIMEOUT, issues),
         timeout(SOURCE_TIMEOUT, replies)
     );
@@ -250,12 +263,11 @@ async fn dead_letters(queue: &Queue) -> Result<SourceRead, QueueError> {
     Ok((failures, complete))
 }
 
-async fn quarantined_issues(app: &App) -> Result<SourceRead, ApiError> {
+async fn quarantined_issues(app: &App, principal: &Principal) -> Result<SourceRead, ApiError> {
     let filter = IssueFilter { quarantined: Some(true), ..IssueFilter::default() };
     let read = |last, count| {
         let filter = IssueFilter { after: last, ..filter.clone() };
-        let store = Arc::clone(&app.store);
-        async move { store.issues(&filter, count).await }
+        async move { visible_issues(app, principal, &filter, count).await }
     };
     let measure = |issue: &Issue| (issue.id, issue.fields.len() + issue.discussions.len());
     let (issues, last) = paging::read_page(ROWS_MAX, measure, read).await?;
@@ -272,11 +284,8 @@ async fn quarantined_issues(app: &App) -> Result<SourceRead, ApiError> {
     Ok((failures.collect(), last.is_none()))
 }
 
-async fn dead_replies(app: &App) -> Result<SourceRead, ApiError> {
-    let read = |last, count| {
-        let store = Arc::clone(&app.store);
-        async move { store.dead_outbox(last, count).await }
-    };
+async fn dead_replies(app: &App, principal: &Principal) -> Result<SourceRead, ApiError> {
+    let read = |last, count| visible_dead_rows(app, principal, last, count);
     let measure = |dead: &DeadOutboxRow| (dead.row.id, dead.row.payload.len());
     let (rows, last) = paging::read_page(ROWS_MAX, measure, read).await?;
     let failures = rows.into_iter().map(|dead| Failure {

@@ -22,6 +22,7 @@ use utoipa_axum::routes;
 
 use crate::api::why::{self, WhyResponse};
 use crate::http::ApiError;
+use crate::http::auth::Principal;
 use crate::http::body::{JsonBody, JsonResult};
 use crate::http::extract::{PathParams, QueryParams};
 use crate::http::paging;
@@ -80,6 +81,7 @@ pub(crate) struct IssuePage {
 #[utoipa::path(get, path = "/issues", tag = "issues", params(IssueListQuery), responses((status = 200, body = IssuePage)))]
 async fn list(
     State(app): State<App>,
+    principal: Principal,
     QueryParams(query): QueryParams<IssueListQuery>,
 ) -> JsonResult<IssuePage> {
     let status = query.status.as_deref().map(|name| {
@@ -95,13 +97,29 @@ async fn list(
     let limit = paging::limit(query.limit, PAGE_DEFAULT, PAGE_MAX)?;
     let read = |last: Option<IssueId>, count| {
         let filter = IssueFilter { after: last.or(filter.after), ..filter.clone() };
-        let store = Arc::clone(&app.store);
-        async move { store.issues(&filter, count).await }
+        let (app, principal) = (Arc::clone(&app), principal.clone());
+        async move { visible_issues(&app, &principal, &filter, count).await }
     };
     let (issues, last) =
         paging::read_page(limit, |issue| (issue.id, bytes_of(issue)), read).await?;
     let next = last.map(|id| id.0);
     Ok(Json(IssuePage { issues: issues.iter().map(to_dto).collect(), next_cursor: next }))
+}
+
+/// The issues that the caller can see, by id.
+pub(super) async fn visible_issues(
+    app: &App,
+    principal: &Principal,
+    filter: &IssueFilter,
+    count: usize,
+) -> Result<Vec<Issue>, IssueError> {
+    let mut found = Vec::new();
+    for filter in principal.issue_filters(filter) {
+        found.extend(app.store.issues(&filter, count).await?);
+    }
+    found.sort_by_key(|issue| issue.id);
+    found.truncate(count);
+    Ok(found)
 }
 
 /// Approximate size of an issue in bytes.
@@ -240,6 +258,7 @@ pub(crate) struct IssueRetryAllResponse {
     responses((status = 200, body = IssueRetryAllResponse)))]
 async fn retry_all(
     State(app): State<App>,
+    principal: Principal,
     JsonBody(request): JsonBody<IssueRetryRequest>,
 ) -> JsonResult<IssueRetryAllResponse> {
     let filter = IssueFilter {
@@ -247,7 +266,7 @@ async fn retry_all(
         after: request.cursor.map(IssueId),
         ..IssueFilter::default()
     };
-    let issues = app.store.issues(&filter, RETRY_SCAN).await?;
+    let issues = visible_issues(&app, &principal, &filter, RETRY_SCAN).await?;
     let next = issues.last().filter(|_| issues.len() == RETRY_SCAN).map(|issue| issue.id.0);
     let is_selected = |issue: &&Issue| match issue.quarantined_at {
         Some(_) => !request.waiting,
@@ -305,6 +324,7 @@ pub(crate) struct IssueReleaseResponse {
     responses((status = 200, body = IssueReleaseResponse)))]
 async fn release_all(
     State(app): State<App>,
+    principal: Principal,
     JsonBody(request): JsonBody<IssueReleaseRequest>,
 ) -> JsonResult<IssueReleaseResponse> {
     let filter = IssueFilter {
@@ -313,7 +333,7 @@ async fn release_all(
         after: request.cursor.map(IssueId),
         ..IssueFilter::default()
     };
-    let issues = app.store.issues(&filter, RELEASE_BATCH).await?;
+    let issues = visible_issues(&app, &principal, &filter, RELEASE_BATCH).await?;
     let next = issues.last().filter(|_| issues.len() == RELEASE_BATCH).map(|issue| issue.id.0);
     let ids: Vec<_> = issues.iter().map(|issue| issue.id).collect();
     let released = headwater_issue::release_all(app.store.as_ref(), &app.nudger, &ids).await?;

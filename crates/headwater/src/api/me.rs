@@ -1,4 +1,4 @@
-//! The caller: name and role.
+//! The caller: name, role and integrations.
 
 use axum::Json;
 use serde::Serialize;
@@ -21,6 +21,8 @@ pub(crate) struct MeResponse {
     name: String,
     /// `read`, `write` or `admin`.
     role: &'static str,
+    /// The integrations whose objects it can see; `null`: all.
+    integrations: Option<Vec<String>>,
     /// Version of the server.
     version: &'static str,
 }
@@ -28,6 +30,8 @@ pub(crate) struct MeResponse {
 /// Show who the caller is.
 #[utoipa::path(get, path = "/me", tag = "console", responses((status = 200, body = MeResponse)))]
 async fn me(principal: Principal) -> JsonResult<MeResponse> {
-    let Principal { name, role } = principal;
-    Ok(Json(MeResponse { name, role: role.as_str(), version: env!("CARGO_PKG_VERSION") }))
+    let Principal { name, role, integrations } = principal;
+    let integrations = integrations.map(|all| all.to_vec());
+    let version = env!("CARGO_PKG_VERSION");
+    Ok(Json(MeResponse { name, role: role.as_str(), integrations, version }))
 }

@@ -7,7 +7,7 @@
 //! `assignment.rs` work on [`Operations`]; the others (`issues.rs`, `event_logs.rs`, `tickets.rs` and `tickets_sse.rs`,
 //! `outbox.rs`, `drafts.rs`, `prompts.rs`, `sessions.rs` and `session_import.rs`, `users.rs`, `analytics.rs`, `doctor/`, `status.rs`) on the state of
 //! the server; those for the console (`overview.rs`, `history.rs`, `failures.rs`, `search.rs`, `processes.rs`, `me.rs`) on both.
-//! `dto.rs` and `ndjson.rs` define common output, `names.rs` our names for those of other systems.
+//! `dto.rs`, `line_diff.rs` and `ndjson.rs` define common output, `names.rs` our names for those of other systems.
 //! Guarantees: destructive operations require the role `admin`; lists are paged; payloads that are not UTF-8 are
 //! base64.
 
@@ -23,6 +23,7 @@ mod failures;
 mod groups;
 mod history;
 pub(crate) mod issues;
+mod line_diff;
 mod me;
 mod message_why;
 mod messages;
@@ -40,6 +41,7 @@ mod sessions;
 mod status;
 pub(crate) mod tickets;
 pub(crate) mod tickets_sse;
+mod timeline;
 mod topics;
 mod users;
 pub(crate) mod webhooks;
@@ -61,6 +63,7 @@ use crate::http::ApiError;
 use crate::http::body::ReadLimits;
 use crate::server::app_state::App;
 use crate::server::shutdown_signal::ShutdownSignal;
+use crate::tickets::desk_events::DESK_EVENTS;
 
 use crate::api::consume::OpenPulls;
 pub(crate) use crate::api::consume::{LEASE_DEFAULT, ReceivedMessage};
@@ -135,6 +138,7 @@ pub(crate) fn app_routes() -> OpenApiRouter<App> {
         .merge(drafts::routes())
         .merge(prompts::routes())
         .merge(event_logs::routes())
+        .merge(timeline::routes())
         .merge(sessions)
         .merge(doctor::routes())
         .merge(users::routes())
@@ -157,9 +161,10 @@ pub(crate) fn console_routes(operations: Operations) -> OpenApiRouter<App> {
 /// Prefixes of stream names that belong to the bus or to topics with partitions.
 const RESERVED_PREFIXES: [&str; 3] = ["stream:topic:", "streaming:mq:", "wink:"];
 
-/// Whether a stream is internal to the server: nudges, the bus, partitions of topics.
+/// Whether a stream is internal to the server: nudges, events of the desk, the bus, partitions of topics.
 pub(crate) fn is_internal_stream(topic: &str) -> bool {
-    topic == STREAM || RESERVED_PREFIXES.iter().any(|prefix| topic.starts_with(prefix))
+    [STREAM, DESK_EVENTS].contains(&topic)
+        || RESERVED_PREFIXES.iter().any(|prefix| topic.starts_with(prefix))
 }
 
 /// Completes a change of several steps even if the client disconnects.

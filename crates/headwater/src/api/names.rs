@@ -9,6 +9,7 @@ use headwater_issue::STREAM;
 
 use crate::inbound::ticket_events_consumer::AI_PROCESSOR_GROUP;
 use crate::tickets::TICKET_EVENTS;
+use crate::tickets::desk_events::DESK_EVENTS;
 
 /// Prefixes of stream and group names of the bus: on the wire, and as shown.
 const STREAMS: [(&str, &str); 4] = [
@@ -28,8 +29,8 @@ const EVENT_TYPES: [(&str, &str); 2] = [
 const DESK_GROUP: &str = "desk";
 
 /// Streams of the server that are not created topics; `topic list --all` shows those that exist.
-pub(super) const SYSTEM_TOPICS: [&str; 4] =
-    [STREAM, TICKET_EVENTS, "wink:control:default", "wink:events:unknown"];
+pub(super) const SYSTEM_TOPICS: [&str; 5] =
+    [STREAM, TICKET_EVENTS, DESK_EVENTS, "wink:control:default", "wink:events:unknown"];
 
 fn with_prefix(
     name: &str,

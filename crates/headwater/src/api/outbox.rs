@@ -15,6 +15,7 @@ use utoipa_axum::routes;
 
 use crate::api::dto::time;
 use crate::api::why::WhyStep;
+use crate::http::auth::Principal;
 use crate::http::body::{JsonBody, JsonResult};
 use crate::http::extract::{PathParams, QueryParams};
 use crate::http::paging;
@@ -78,18 +79,39 @@ struct OutboxListQuery {
 #[utoipa::path(get, path = "/outbox/dead", tag = "outbox", params(OutboxListQuery), responses((status = 200, body = OutboxPage)))]
 async fn list(
     State(app): State<App>,
+    principal: Principal,
     QueryParams(query): QueryParams<OutboxListQuery>,
 ) -> JsonResult<OutboxPage> {
     let limit = paging::limit(query.limit, PAGE_DEFAULT, PAGE_MAX)?;
     let from = query.cursor.map(OutboxId);
     let read = |last: Option<OutboxId>, count| {
-        let store = Arc::clone(&app.store);
-        async move { store.dead_outbox(last.or(from), count).await }
+        let (app, principal) = (Arc::clone(&app), principal.clone());
+        async move { visible_dead_rows(&app, &principal, last.or(from), count).await }
     };
     let measure = |dead: &DeadOutboxRow| (dead.row.id, dead.row.payload.len() + dead.error.len());
     let (rows, last) = paging::read_page(limit, measure, read).await?;
     let next = last.map(|id| id.0);
     Ok(Json(OutboxPage { rows: rows.into_iter().map(to_dto).collect(), next_cursor: next }))
+}
+
+/// The dead rows that the caller can see, oldest first. Reads on until it has found enough of them.
+pub(super) async fn visible_dead_rows(
+    app: &App,
+    principal: &Principal,
+    mut after: Option<OutboxId>,
+    count: usize,
+) -> Result<Vec<DeadOutboxRow>, IssueError> {
+    let mut found = Vec::new();
+    loop {
+        let page = app.store.dead_outbox(after, count).await?;
+        let is_last = page.len() < count;
+        after = page.last().map(|dead| dead.row.id);
+        found.extend(page.into_iter().filter(|dead| principal.allows(&dead.row.integration)));
+        if is_last || found.len() >= count {
+            found.truncate(count);
+            return Ok(found);
+        }
+    }
 }
 
 fn to_dto(dead: DeadOutboxRow) -> OutboxRowDto {
@@ -228,9 +250,11 @@ pub(crate) struct OutboxRetryAllResponse {
     responses((status = 200, body = OutboxRetryAllResponse)))]
 async fn retry_all(
     State(app): State<App>,
+    principal: Principal,
     JsonBody(request): JsonBody<OutboxRetryRequest>,
 ) -> JsonResult<OutboxRetryAllResponse> {
-    let rows = app.store.dead_outbox(request.cursor.map(OutboxId), RETRY_BATCH).await?;
+    let from = request.cursor.map(OutboxId);
+    let rows = visible_dead_rows(&app, &principal, from, RETRY_BATCH).await?;
     let next = rows.last().filter(|_| rows.len() == RETRY_BATCH).map(|dead| dead.row.id.0);
     let is_selected = |dead: &&DeadOutboxRow| {
         request.integration.as_ref().is_none_or(|integration| dead.row.integration == *integration)

@@ -11,6 +11,7 @@ use utoipa::{IntoParams, ToSchema};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
+use crate::api::line_diff::{DiffLine, difference};
 use crate::config::Role;
 use crate::http::ApiError;
 use crate::http::auth::Principal;
@@ -54,9 +55,10 @@ pub(crate) struct PromptStateDto {
 
 /// List the active prompt of each integration of the settings.
 #[utoipa::path(get, path = "/prompts", tag = "prompts", responses((status = 200, body = PromptListResponse)))]
-async fn list(State(app): State<App>) -> JsonResult<PromptListResponse> {
+async fn list(State(app): State<App>, principal: Principal) -> JsonResult<PromptListResponse> {
     let mut prompts = Vec::new();
-    for integration in &app.settings.integrations {
+    let all = app.settings.integrations.iter();
+    for integration in all.filter(|one| principal.allows(&one.id)) {
         prompts.push(state_to_dto(app.tickets.prompt_state(&integration.id).await?));
     }
     Ok(Json(PromptListResponse { prompts }))
@@ -154,15 +156,7 @@ pub(crate) struct PromptDiffResponse {
     integration: String,
     from: i64,
     to: i64,
-    lines: Vec<PromptDiffLine>,
-}
-
-/// A line of one or both versions.
-#[derive(Debug, PartialEq, Eq, Serialize, ToSchema)]
-pub(crate) struct PromptDiffLine {
-    /// `same`, `removed` or `added`.
-    change: &'static str,
-    text: String,
+    lines: Vec<DiffLine>,
 }
 
 /// Compare two versions of the prompt of an integration, line by line.
@@ -300,37 +294,6 @@ fn version_to_dto(version: PromptVersion, active: &PromptState) -> PromptVersion
     }
 }
 
-/// The lines of both texts in order: the longest common subsequence is `same`. Prompts have few lines, so a table of all
-/// pairs is small.
-fn difference(older: &str, newer: &str) -> Vec<PromptDiffLine> {
-    let (old, new): (Vec<&str>, Vec<&str>) = (older.lines().collect(), newer.lines().collect());
-    // The length of the longest common subsequence of `old[i..]` and `new[j..]`.
-    let mut common = vec![vec![0_u32; new.len() + 1]; old.len() + 1];
-    for i in (0..old.len()).rev() {
-        for j in (0..new.len()).rev() {
-            common[i][j] = match old[i] == new[j] {
-                true => common[i + 1][j + 1] + 1,
-                false => common[i + 1][j].max(common[i][j + 1]),
-            };
-        }
-    }
-    let (mut i, mut j, mut lines) = (0, 0, Vec::with_capacity(old.len().max(new.len())));
-    let mut add = |change, text: &str| lines.push(PromptDiffLine { change, text: text.to_owned() });
-    while i < old.len() || j < new.len() {
-        if i < old.len() && j < new.len() && old[i] == new[j] {
-            add("same", old[i]);
-            (i, j) = (i + 1, j + 1);
-        } else if j == new.len() || i < old.len() && common[i + 1][j] >= common[i][j + 1] {
-            add("removed", old[i]);
-            i += 1;
-        } else {
-            add("added", new[j]);
-            j += 1;
-        }
-    }
-    lines
-}
-
 impl From<PromptError> for ApiError {
     fn from(problem: PromptError) -> Self {
         let message = problem.to_string();
@@ -340,24 +303,5 @@ impl From<PromptError> for ApiError {
             PromptError::Conflict { .. } => Self::new(StatusCode::CONFLICT, "conflict", message),
             PromptError::Ticket(problem) => problem.into(),
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_difference_has_every_line_of_both_texts_in_order() {
-        let shown = |older: &str, newer: &str| {
-            let lines = difference(older, newer);
-            lines.iter().map(|line| format!("{} {}", &line.change[..1], line.text)).collect()
-        };
-        let found: Vec<String> = shown("a\nb\nc\nd", "a\nc\nx\nd\ny");
-        assert_eq!(found, ["s a", "r b", "s c", "a x", "s d", "a y"]);
-        let found: Vec<String> = shown("a", "b");
-        assert_eq!(found, ["r a", "a b"]);
-        let found: Vec<String> = shown("a\n\nb", "a\n\nb");
-        assert_eq!(found, ["s a", "s ", "s b"]);
     }
 }

@@ -21,10 +21,12 @@ use uuid::Uuid;
 use crate::api::Operations;
 use crate::desk::tools::{SearchQuery, TicketSearch};
 use crate::http::ApiError;
+use crate::http::auth::Principal;
 use crate::http::body::JsonResult;
 use crate::http::extract::QueryParams;
 use crate::server::app_state::App;
 use crate::text;
+use crate::tickets::INTEGRATION;
 
 /// Time for each source.
 const SOURCE_TIMEOUT: Duration = Duration::from_secs(2);
@@ -89,6 +91,7 @@ type SourceResults = Result<(Vec<SearchResult>, String), String>;
 #[utoipa::path(get, path = "/search", tag = "console", params(SearchListQuery), responses((status = 200, body = SearchResponse)))]
 async fn search(
     State(app): State<App>,
+    principal: Principal,
     Extension(operations): Extension<Operations>,
     QueryParams(query): QueryParams<SearchListQuery>,
 ) -> JsonResult<SearchResponse> {
@@ -101,12 +104,24 @@ async fn search(
     let (for_issues, for_tickets) = (Arc::clone(&app), Arc::clone(&app));
     let (number, sought) = (words.parse::<i64>().ok(), words.clone());
     // On tasks of their own: a query is not dropped half-way.
-    let issues = tokio::spawn(async move { find_issue(&for_issues, number).await });
-    let tickets = tokio::spawn(async move { find_tickets(&for_tickets, &sought).await });
+    let caller = principal.clone();
+    let issues = tokio::spawn(async move { find_issue(&for_issues, &caller, number).await });
+    let (sees_tickets, sees_topics) =
+        (principal.allows(INTEGRATION), principal.integrations.is_none());
+    let not_searched = || Ok((Vec::new(), "not visible for this token".to_owned()));
+    let tickets = tokio::spawn(async move {
+        if sees_tickets { find_tickets(&for_tickets, &sought).await } else { not_searched() }
+    });
+    let topics = async {
+        match sees_topics {
+            true => find_in_topics(operations.queue(), &words).await,
+            false => Ok((Vec::new(), "not visible for this token".to_owned())),
+        }
+    };
     let (issues, tickets, topics) = tokio::join!(
         timeout(SOURCE_TIMEOUT, issues),
         timeout(SOURCE_TIMEOUT, tickets),
-        timeout(SOURCE_TIMEOUT, find_in_topics(operations.queue(), &words))
+        timeout(SOURCE_TIMEOUT, topics)
     );
     let failed = |_| Err(ApiError::internal().message().to_owned());
     let topics =
@@ -132,12 +147,13 @@ async fn search(
     Ok(Json(SearchResponse { results, sources }))
 }
 
-async fn find_issue(app: &App, number: Option<i64>) -> SourceResults {
+async fn find_issue(app: &App, caller: &Principal, number: Option<i64>) -> SourceResults {
     let Some(number) = number else {
         return Ok((Vec::new(), "searched by number only".to_owned()));
     };
     let issue = app.store.issue(IssueId(number)).await;
     let issue = issue.map_err(|error| ApiError::from(error).message().to_owned())?;
+    let issue = issue.filter(|issue| caller.allows(&issue.integration));
     let results = issue.into_iter().map(|issue| SearchResult {
         kind: "issue",
         id: issue.id.0.to_string(),

@@ -14,6 +14,7 @@ use futures_util::stream;
 use headwater_bus::{
     BusError, Export, ReplayUntil, SessionError, SessionId, SessionInfo, SessionStage, Sessions,
 };
+use headwater_issue::IssueId;
 use headwater_stream::EntryId;
 use headwater_stream::clock::Timestamp;
 use serde::{Deserialize, Serialize};
@@ -26,9 +27,11 @@ use crate::api::dto::{EntryPosition, milliseconds, parse_entry_id, parse_positio
 use crate::api::names;
 use crate::api::ndjson::{error_line, lines};
 use crate::http::ApiError;
+use crate::http::auth::Principal;
 use crate::http::body::{JsonBody, JsonResult};
 use crate::http::extract::{PathParams, QueryParams};
 use crate::http::paging::{self, PageQuery};
+use crate::http::token_scope::issue_of_session;
 use crate::server::app_state::App;
 
 /// Default and maximum sessions of a page.
@@ -100,6 +103,7 @@ fn to_dto(info: SessionInfo) -> SessionDto {
 #[utoipa::path(get, path = "/sessions", tag = "sessions", params(PageQuery), responses((status = 200, body = SessionPage)))]
 async fn list(
     State(app): State<App>,
+    principal: Principal,
     QueryParams(query): QueryParams<PageQuery>,
 ) -> JsonResult<SessionPage> {
     let limit = paging::limit(query.limit, PAGE_DEFAULT, PAGE_MAX)?;
@@ -107,7 +111,24 @@ async fn list(
         query.cursor.as_deref().map(|cursor| parse_entry_id("cursor", cursor)).transpose()?;
     let found = app.sessions.list(after.unwrap_or(EntryId::MIN), limit).await?;
     let next = found.last().filter(|_| found.len() == limit).map(|info| info.index.to_string());
-    Ok(Json(SessionPage { sessions: found.into_iter().map(to_dto).collect(), next_cursor: next }))
+    let mut sessions = Vec::new();
+    for info in found {
+        if is_visible(&app, &principal, info.session.as_str()).await? {
+            sessions.push(to_dto(info));
+        }
+    }
+    Ok(Json(SessionPage { sessions, next_cursor: next }))
+}
+
+/// Whether the caller can see the session: with a limited token, only those of runs of its integrations. A page may then have
+/// fewer rows than its limit.
+async fn is_visible(app: &App, principal: &Principal, session: &str) -> Result<bool, ApiError> {
+    if principal.integrations.is_none() {
+        return Ok(true);
+    }
+    let Some(issue) = issue_of_session(session) else { return Ok(false) };
+    let issue = app.store.issue(IssueId(issue)).await?;
+    Ok(issue.is_some_and(|issue| principal.allows(&issue.integration)))
 }
 
 /// A session with a summary of its events.

@@ -22,6 +22,7 @@ use crate::http::auth::Principal;
 use crate::http::body::{JsonBody, JsonResult};
 use crate::http::extract::{PathParams, QueryParams};
 use crate::tickets::TICKET_EVENTS;
+use crate::tickets::desk_events::DESK_EVENTS;
 
 /// Default and maximum topics of a page; each costs a query.
 const PAGE_DEFAULT: usize = 100;
@@ -428,7 +429,7 @@ async fn trim(
 fn reject_reserved(topic: &str) -> Result<(), ApiError> {
     // A name that stands for another stream could not be addressed.
     let is_alias = wire_topic(topic.to_owned()) != topic;
-    if ![TICKET_EVENTS, STREAM].contains(&topic) && !is_alias {
+    if ![TICKET_EVENTS, DESK_EVENTS, STREAM].contains(&topic) && !is_alias {
         return Ok(());
     }
     Err(ApiError::new(

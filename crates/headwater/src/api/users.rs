@@ -39,6 +39,7 @@ use crate::http::body::{JsonBody, JsonResult};
 use crate::http::extract::QueryParams;
 use crate::limits::PAGE_MAX;
 use crate::server::app_state::App;
+use crate::tickets::desk_events::DESK_EVENTS;
 use crate::tickets::drafts::DraftFilter;
 use crate::tickets::{TICKET_EVENTS, Ticket, TicketFilter, checked_user};
 
@@ -52,8 +53,9 @@ const BUSY_TRIES: u32 = 10;
 /// Sessions and stream entries read at once.
 const SCAN_PAGE: usize = 500;
 
-/// Streams with published ticket events.
-const EVENT_STREAMS: [&str; 2] = [TICKET_EVENTS, "ticket_events:dlq"];
+/// Streams with published events of tickets.
+const EVENT_STREAMS: [&str; 4] =
+    [TICKET_EVENTS, "ticket_events:dlq", DESK_EVENTS, "desk_events:dlq"];
 
 /// Routes below `/api/v1`.
 pub(super) fn routes() -> OpenApiRouter<App> {

@@ -8,6 +8,7 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use crate::config::Provider;
+use crate::http::auth::Principal;
 use crate::http::body::JsonResult;
 use crate::server::app_state::App;
 
@@ -49,8 +50,9 @@ pub(crate) struct UnrecordedWebhookDto {
 
 /// Count the webhooks of each integration, and list the latest that were rejected or ignored with the reason.
 #[utoipa::path(get, path = "/webhooks", tag = "console", responses((status = 200, body = WebhookSummary)))]
-async fn webhooks(State(app): State<App>) -> JsonResult<WebhookSummary> {
+async fn webhooks(State(app): State<App>, principal: Principal) -> JsonResult<WebhookSummary> {
     let external = app.settings.integrations.iter().filter(|one| one.provider != Provider::Desk);
+    let external = external.filter(|one| principal.allows(&one.id));
     let integrations = external.map(|one| {
         let counts = app.webhook_log.counts(&one.id);
         let provider = one.provider.as_str();
@@ -66,11 +68,13 @@ async fn webhooks(State(app): State<App>) -> JsonResult<WebhookSummary> {
         }
     });
     let integrations = integrations.collect();
-    let recent = app.webhook_log.recent().into_iter().map(|one| UnrecordedWebhookDto {
-        at: one.at.to_rfc3339(),
-        integration: one.integration,
-        result: one.result.as_str(),
-        reason: one.reason,
-    });
+    let recent = app.webhook_log.recent().into_iter();
+    let recent =
+        recent.filter(|one| principal.allows(&one.integration)).map(|one| UnrecordedWebhookDto {
+            at: one.at.to_rfc3339(),
+            integration: one.integration,
+            result: one.result.as_str(),
+            reason: one.reason,
+        });
     Ok(Json(WebhookSummary { integrations, recent: recent.collect() }))
 }

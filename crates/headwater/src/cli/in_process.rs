@@ -189,6 +189,7 @@ async fn app(
         nudger,
         audit: Arc::new(audit.context("failed to open the audit log")?),
         tickets: tickets.context("failed to open the ticket tables")?,
+        draft_links: settings.links.draft_links(settings.http.listen),
         sessions,
         background_jobs: BackgroundJobs::default(),
         webhook_log: WebhookLog::default(),

@@ -86,7 +86,7 @@ pub(super) fn principal() -> Principal {
         // A user id without an entry, as in some containers, is its own name.
         let id = || rustix::process::geteuid().as_raw().to_string();
         let name = whoami::username().unwrap_or_else(|_| id());
-        Principal { name: format!("cli:{name}"), role: Role::Admin }
+        Principal::unlimited(format!("cli:{name}"), Role::Admin)
     };
     PRINCIPAL.get_or_init(look).clone()
 }

@@ -308,6 +308,19 @@ pub(super) fn line(text: &str) -> Result<(), CliError> {
     exact(&printable(text))
 }
 
+/// Prints the lines of a difference, those of one text with a sign.
+pub(super) fn difference(lines: &Value) -> Result<(), CliError> {
+    for one in lines.as_array().into_iter().flatten() {
+        let sign = match one["change"].as_str() {
+            Some("removed") => "-",
+            Some("added") => "+",
+            _ => " ",
+        };
+        line(&format!("{sign}{}", one["text"].as_str().unwrap_or_default()))?;
+    }
+    Ok(())
+}
+
 /// Prints an escaped note for people on standard error.
 pub(super) fn note(text: &str) {
     eprintln!("headwater: {}", printable(text));

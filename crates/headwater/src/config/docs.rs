@@ -11,8 +11,8 @@ use serde_json::json;
 use crate::config::redact::HIDDEN;
 use crate::config::sources::{SettingValue, SettingValues};
 use crate::config::{
-    DEFAULT_ENDPOINT, IntegrationSettings, ModelEndpointSettings, NotificationSettings,
-    ResolvedSettings, TABLE, ValueType, shown_url,
+    DEFAULT_ENDPOINT, IntegrationSettings, ModelEndpointSettings, NotificationFormat,
+    NotificationSettings, ResolvedSettings, TABLE, ValueType, shown_url,
 };
 
 /// One line per setting: name, value, source.
@@ -39,7 +39,10 @@ pub(crate) fn as_text(loaded: &ResolvedSettings) -> String {
     }
     for token in &loaded.settings.tokens {
         let (name, role) = (&token.name, token.role.as_str());
-        let _ = writeln!(text, "[[token]] name={name} role={role} token={HIDDEN}  ({location})");
+        let of = token.integrations.as_ref().map(|all| format!(" integrations={}", all.join(",")));
+        let of = of.unwrap_or_default();
+        let _ =
+            writeln!(text, "[[token]] name={name} role={role} token={HIDDEN}{of}  ({location})");
     }
     text
 }
@@ -61,6 +64,7 @@ fn describe_integration(one: &IntegrationSettings) -> String {
     let parts = [
         ("secret", one.secret.as_ref().map(|_| HIDDEN.to_owned())),
         ("reply_token", one.reply_token.as_ref().map(|_| HIDDEN.to_owned())),
+        ("app_id", one.app.as_ref().map(|app| app.id.clone())),
         ("base_url", one.base_url.as_deref().map(shown_url)),
         ("bot_login", one.bot_login.clone()),
         ("agents", some_list(&one.agents)),
@@ -91,11 +95,16 @@ fn describe_endpoint(one: &ModelEndpointSettings) -> String {
 fn describe_notification(one: &NotificationSettings) -> String {
     let url = shown_url(one.url.expose_secret());
     let events = event_names(one).join(",");
-    format!("id={} url={url} secret={HIDDEN} events={events}", one.config.id)
+    let how = match one.format {
+        NotificationFormat::Webhook => format!("secret={HIDDEN}"),
+        NotificationFormat::Slack => "format=slack".to_owned(),
+    };
+    format!("id={} url={url} {how} events={events}", one.config.id)
 }
 
 fn event_names(one: &NotificationSettings) -> Vec<&'static str> {
-    one.config.events.iter().map(|event| event.as_str()).collect()
+    let of_tickets = one.config.events.iter().map(|event| event.as_str());
+    of_tickets.chain(one.config.desk_events.iter().map(|event| event.as_str())).collect()
 }
 
 /// Name, value, source and description of each setting.
@@ -134,6 +143,7 @@ pub(crate) fn as_json(loaded: &ResolvedSettings) -> String {
                 "provider": one.provider.as_str(),
                 "secret": one.secret.as_ref().map(|_| HIDDEN),
                 "reply_token": one.reply_token.as_ref().map(|_| HIDDEN),
+                "app_id": one.app.as_ref().map(|app| &app.id),
                 "base_url": one.base_url.as_deref().map(shown_url),
                 "bot_login": one.bot_login,
                 "models": one.models,
@@ -150,6 +160,7 @@ pub(crate) fn as_json(loaded: &ResolvedSettings) -> String {
                 "id": one.config.id,
                 "url": shown_url(one.url.expose_secret()),
                 "secret": one.secret.as_ref().map(|_| HIDDEN),
+                "format": one.format.as_str(),
                 "events": event_names(one),
                 "attempts": one.config.attempts,
             })
@@ -169,7 +180,12 @@ pub(crate) fn as_json(loaded: &ResolvedSettings) -> String {
         .settings
         .tokens
         .iter()
-        .map(|token| json!({"name": token.name, "role": token.role.as_str(), "token": HIDDEN}))
+        .map(|token| {
+            json!({
+                "name": token.name, "role": token.role.as_str(), "token": HIDDEN,
+                "integrations": token.integrations.as_deref(),
+            })
+        })
         .collect();
     let all = json!({
         "settings": values, "integrations": integrations, "endpoints": endpoints,
@@ -235,6 +251,8 @@ Each `[[integration]]` section defines a system that sends webhooks to `/webhook
 | `secret_env` | variable with the webhook signing secret |
 | `secret` | the secret itself; restrict access to the file |
 | `reply_token_env` | variable with the token for sending replies |
+| `app_id`, `app_key_env` | only for `github`, instead of `reply_token_env`: a GitHub App posts the replies, with its id and the variable with its private key (PEM); see [webhooks.md](webhooks.md#a-github-app) |
+| `installation_id` | installation of that App; default: the one that sent the webhook |
 | `base_url` | base URL of the API; for `standard`, the callback URL of replies |
 | `bot_login` | login under which replies are posted; its own comments are ignored |
 | `agents` | logins of people of your team; who of them answers takes the issue over. On GitHub, owners, members and collaborators are agents without this |
@@ -271,16 +289,17 @@ fails, the run goes on with the next one: first `default`, then the sections in 
 
 ## Notifications
 
-Each `[[notification]]` section forwards ticket events to a receiver, as signed webhooks (Standard Webhooks); see
+Each `[[notification]]` section forwards events to a receiver, as signed webhooks (Standard Webhooks) or as messages of Slack; see
 [desk.md](desk.md#notifications).
 
 | field | description |
 |---|---|
 | `id` | unique id; 1 to 64 letters, digits, `-`, `_` and `.`; the consumer group is `notification:ID` |
 | `url` | where to send the events |
+| `format` | `webhook` (default) or `slack`: `{\"text\": ...}` for an incoming webhook of Slack, without a secret |
 | `secret_env` | variable with the signing secret |
 | `secret` | the secret itself; restrict access to the file |
-| `events` | which of `TICKET_CREATED`, `MESSAGE_RECEIVED`, `AI_RESPONSE_GENERATED`, `TICKET_CLOSED`; default: all |
+| `events` | which of `TICKET_CREATED`, `MESSAGE_RECEIVED`, `AI_RESPONSE_GENERATED`, `TICKET_CLOSED` (default: these four), `DRAFT_WAITING`, `DRAFT_OVERDUE`, `ISSUE_HANDED_OVER` |
 | `attempts` | failed attempts until an event becomes a dead letter, 1 to 1000; default: 50, which take several hours |
 | `timeout` | timeout of one attempt, at most `10s`, which is the default |
 | `from` | `now` (default): events after the first start with this id; `beginning`: also those that the stream still has |
@@ -297,6 +316,7 @@ are rejected. Not every proxy adds one: configure a token before you put any pro
 | `role` | `read`, `write` or `admin`; each includes those before it |
 | `token_env` | variable with the token, at least 16 characters |
 | `token` | the token itself; restrict access to the file |
+| `integrations` | ids of the integrations whose issues, drafts, replies, sessions and prompts the token can see and change, such as `[\"shop\"]`; tickets belong to `desk`. Everything else, such as topics, reports and metrics, is refused. Default: no limit |
 
 ```toml
 [[integration]]

@@ -1,26 +1,23 @@
-//! The `[[integration]]`, `[[notification]]` and `[[token]]` sections of the settings file.
+//! The `[[integration]]` sections of the settings file, and the checks of all array sections together.
 //!
-//! Upstream: `headwater.toml` and the variables it names. Downstream: `inbound`, `outbound` and `http/auth.rs`.
+//! Upstream: `headwater.toml` and the variables it names; `notifications.rs`, `tokens.rs` and `endpoints.rs` for the other sections.
+//! Downstream: `inbound` and `outbound`.
 //! Guarantees: ids and names are unique, required secrets are present and never shown, unknown fields are rejected.
 
 use std::collections::HashSet;
 
-use headwater_stream::GroupStart;
 use secrecy::{ExposeSecret, SecretString};
 use serde::Deserialize;
 
 use crate::config::endpoints::{self, CheckedModelEndpoint, RawModelEndpoint};
 use crate::config::error::SettingsError;
-use crate::config::value_type::{ValueType, time};
+use crate::config::notifications::{NotificationSettings, RawNotification};
+use crate::config::tokens::{RawToken, TokenSettings};
+use crate::config::value_type::ValueType;
 use crate::desk::{ModeRule, ReplyMode};
-use crate::outbound::notifications::NotificationConfig;
-use crate::tickets::TicketEventType;
 
 /// Maximum length of an id; ids are part of URLs.
 const ID_CHARS_MAX: usize = 64;
-
-/// Minimum length of a token; shorter ones can be guessed.
-const TOKEN_CHARS_MIN: usize = 16;
 
 /// How GitHub names the association of an author with a repository.
 pub(crate) const ASSOCIATIONS: [&str; 8] = [
@@ -66,29 +63,6 @@ impl Provider {
     }
 }
 
-/// What a principal may do; each role includes those before it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub(crate) enum Role {
-    /// Read.
-    Read,
-    /// Change tickets and issues.
-    Write,
-    /// All operations.
-    Admin,
-}
-
-impl Role {
-    /// Its name in the settings file.
-    pub(crate) fn as_str(self) -> &'static str {
-        match self {
-            Self::Read => "read",
-            Self::Write => "write",
-            Self::Admin => "admin",
-        }
-    }
-}
-
 /// One `[[integration]]`.
 #[derive(Clone, Debug)]
 pub(crate) struct IntegrationSettings {
@@ -100,6 +74,8 @@ pub(crate) struct IntegrationSettings {
     pub(crate) secret: Option<SecretString>,
     /// Token for sending replies.
     pub(crate) reply_token: Option<SecretString>,
+    /// GitHub App that sends replies instead of a token.
+    pub(crate) app: Option<GithubAppSettings>,
     /// Base URL of its API; for a `standard` integration, the callback URL of replies.
     pub(crate) base_url: Option<String>,
     /// Login under which replies are posted. Events from this author are ignored.
@@ -118,26 +94,23 @@ pub(crate) struct IntegrationSettings {
     pub(crate) is_built_in: bool,
 }
 
-/// One `[[token]]`.
+/// The GitHub App of an integration.
 #[derive(Clone, Debug)]
-pub(crate) struct TokenSettings {
-    /// Name of the principal, as in the audit log.
-    pub(crate) name: String,
-    /// Its role.
-    pub(crate) role: Role,
-    /// The token.
-    pub(crate) token: SecretString,
+pub(crate) struct GithubAppSettings {
+    /// Its id, or its client id.
+    pub(crate) id: String,
+    /// Its private key in PEM format.
+    pub(crate) key: SecretString,
+    /// The installation of all replies; `None`: the one that sent the webhook.
+    pub(crate) installation: Option<u64>,
 }
 
-/// One `[[notification]]`.
-#[derive(Clone, Debug)]
-pub(crate) struct NotificationSettings {
-    /// What is forwarded, and how often it is tried.
-    pub(crate) config: NotificationConfig,
-    /// URL of the receiver; may contain a password.
-    pub(crate) url: SecretString,
-    /// Signing secret; `None` only for commands that send nothing.
-    pub(crate) secret: Option<SecretString>,
+/// The id of an app: GitHub has a number and a text for each.
+#[derive(Debug, Deserialize)]
+#[serde(untagged)]
+enum AppId {
+    Number(u64),
+    Text(String),
 }
 
 /// The validated array sections.
@@ -179,6 +152,9 @@ struct RawIntegration {
     secret: Option<SecretText>,
     secret_env: Option<String>,
     reply_token_env: Option<String>,
+    app_id: Option<AppId>,
+    app_key_env: Option<String>,
+    installation_id: Option<u64>,
     base_url: Option<String>,
     bot_login: Option<String>,
     #[serde(default)]
@@ -206,36 +182,6 @@ struct RawRule {
     hours: Option<String>,
 }
 
-#[derive(Debug, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct RawNotification {
-    id: String,
-    url: SecretText,
-    secret: Option<SecretText>,
-    secret_env: Option<String>,
-    events: Option<Vec<String>>,
-    attempts: Option<u32>,
-    timeout: Option<String>,
-    from: Option<NotificationStart>,
-}
-
-/// Which events a new receiver begins with.
-#[derive(Clone, Copy, Debug, Deserialize)]
-#[serde(rename_all = "lowercase")]
-enum NotificationStart {
-    Now,
-    Beginning,
-}
-
-#[derive(Debug, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct RawToken {
-    name: String,
-    role: Role,
-    token: Option<SecretText>,
-    token_env: Option<String>,
-}
-
 /// A secret in the settings file; `Debug` hides it.
 #[derive(Deserialize)]
 #[serde(transparent)]
@@ -255,8 +201,10 @@ impl ListSections {
 
     /// The variables that the sections refer to.
     pub(crate) fn variables(&self) -> Vec<String> {
-        let of_integrations =
-            self.integrations.iter().flat_map(|raw| [&raw.secret_env, &raw.reply_token_env]);
+        let of_integrations = self
+            .integrations
+            .iter()
+            .flat_map(|raw| [&raw.secret_env, &raw.reply_token_env, &raw.app_key_env]);
         let of_notifications = self.notifications.iter().map(|raw| &raw.secret_env);
         let of_tokens = self.tokens.iter().map(|raw| &raw.token_env);
         let of_endpoints = self.endpoints.iter().filter_map(RawModelEndpoint::variable);
@@ -295,6 +243,7 @@ impl ListSections {
                 provider: Provider::Desk,
                 secret: None,
                 reply_token: None,
+                app: None,
                 base_url: None,
                 bot_login: None,
                 agents: Vec::new(),
@@ -314,6 +263,16 @@ impl ListSections {
             .into_iter()
             .map(|raw| raw.check(environment))
             .collect::<Result<Vec<_>, _>>()?;
+        for token in &tokens {
+            let of_token = token.integrations.iter().flat_map(|all| all.iter());
+            let is_unknown = |id: &&String| !integrations.iter().any(|one| one.id == **id);
+            if let Some(unknown) = of_token.into_iter().find(is_unknown) {
+                return Err(SettingsError::new(format!(
+                    "[[token]] `{}` names the unknown integration `{unknown}`; allowed: the ids of [[integration]] sections, and `{DESK}`",
+                    token.name
+                )));
+            }
+        }
         let notifications = self
             .notifications
             .into_iter()
@@ -339,9 +298,10 @@ impl RawIntegration {
         environment: &[(String, String)],
         secrets: SecretsPolicy,
     ) -> Result<IntegrationSettings, SettingsError> {
-        let id = check_name("[[integration]] id", self.id)?;
+        let id = check_name("[[integration]] id", self.id.clone())?;
         let location = format!("[[integration]] `{id}`");
         let from = (environment, secrets);
+        let app = check_app(&location, &self, from)?;
         let secret =
             resolve_secret(&location, "secret", self.secret, self.secret_env.as_deref(), from)?;
         let has_secret = secret.is_some() || self.secret_env.is_some();
@@ -380,6 +340,7 @@ impl RawIntegration {
             provider,
             secret,
             reply_token,
+            app,
             base_url,
             bot_login,
             agents,
@@ -389,89 +350,6 @@ impl RawIntegration {
             models,
             is_built_in,
         })
-    }
-}
-
-impl RawNotification {
-    fn check(
-        self,
-        environment: &[(String, String)],
-        secrets: SecretsPolicy,
-    ) -> Result<NotificationSettings, SettingsError> {
-        let id = check_name("[[notification]] id", self.id)?;
-        let location = format!("[[notification]] `{id}`");
-        let secret = resolve_secret(
-            &location,
-            "secret",
-            self.secret,
-            self.secret_env.as_deref(),
-            (environment, secrets),
-        )?;
-        if secret.is_none() && self.secret_env.is_none() {
-            return Err(SettingsError::new(format!(
-                "{location} has no secret; set `secret_env` to the name of a variable, or `secret`"
-            )));
-        }
-        let SecretText(url) = self.url;
-        if ValueType::WebUrl.check(&url).is_err() {
-            let (shown, allowed) = (crate::config::redact::url(&url), ValueType::WebUrl.allowed());
-            return Err(SettingsError::new(format!(
-                "{location} has an invalid url `{shown}`; allowed: {allowed}"
-            )));
-        }
-        let mut config = NotificationConfig::new(id);
-        if let Some(events) = self.events {
-            let parse = |name: &String| {
-                TicketEventType::parse_public(name).ok_or_else(|| {
-                    let known = TicketEventType::PUBLIC.map(TicketEventType::as_str).join("`, `");
-                    let shown = crate::text::one_line(name, 60);
-                    SettingsError::new(format!(
-                        "{location} has the unknown event `{shown}`; allowed: `{known}`"
-                    ))
-                })
-            };
-            config.events = events.iter().map(parse).collect::<Result<_, _>>()?;
-        }
-        if let Some(attempts) = self.attempts {
-            config.attempts = attempts;
-        }
-        if let Some(text) = &self.timeout {
-            config.timeout = time(text).ok_or_else(|| {
-                let shown = crate::text::one_line(text, 60);
-                SettingsError::new(format!(
-                    "{location} has an invalid timeout `{shown}`; write `5s`"
-                ))
-            })?;
-        }
-        if let Some(NotificationStart::Beginning) = self.from {
-            config.start = GroupStart::Beginning;
-        }
-        config
-            .validate()
-            .map_err(|problem| SettingsError::new(format!("[[notification]]: {problem}")))?;
-        Ok(NotificationSettings { config, url: url.into(), secret })
-    }
-}
-
-impl RawToken {
-    fn check(self, environment: &[(String, String)]) -> Result<TokenSettings, SettingsError> {
-        let name = check_name("[[token]] name", self.name)?;
-        let location = format!("[[token]] `{name}`");
-        let from = (environment, SecretsPolicy::Required);
-        let token =
-            resolve_secret(&location, "token", self.token, self.token_env.as_deref(), from)?;
-        let token = token.ok_or_else(|| {
-            SettingsError::new(format!(
-                "{location} has no token; set `token_env` to the name of a variable, or `token`"
-            ))
-        })?;
-        let letters = token.expose_secret().len();
-        if letters < TOKEN_CHARS_MIN {
-            return Err(SettingsError::new(format!(
-                "{location} has {letters} characters; at least {TOKEN_CHARS_MIN} are required"
-            )));
-        }
-        Ok(TokenSettings { name, role: self.role, token })
     }
 }
 
@@ -554,6 +432,32 @@ fn check_associations(location: &str, associations: &[String]) -> Result<(), Set
             ASSOCIATIONS.join(", ")
         ))),
     }
+}
+
+/// The GitHub App of an integration, if it has one.
+fn check_app(
+    location: &str,
+    raw: &RawIntegration,
+    from: (&[(String, String)], SecretsPolicy),
+) -> Result<Option<GithubAppSettings>, SettingsError> {
+    let refuse = |problem: &str| Err(SettingsError::new(format!("{location} {problem}")));
+    let (id, variable) = match (&raw.app_id, raw.app_key_env.as_deref()) {
+        (None, None) if raw.installation_id.is_none() => return Ok(None),
+        (Some(id), Some(variable)) => (id, variable),
+        _ => return refuse("has only a part of a GitHub App; set `app_id` and `app_key_env`"),
+    };
+    if raw.provider != Provider::Github {
+        return refuse("has `app_id`, but only the provider `github` has Apps; remove it");
+    }
+    if raw.reply_token_env.is_some() {
+        return refuse("has both `reply_token_env` and `app_id`; remove one of them");
+    }
+    let key = resolve_secret(location, "app_key", None, Some(variable), from)?;
+    let id = match id {
+        AppId::Number(id) => id.to_string(),
+        AppId::Text(id) => id.clone(),
+    };
+    Ok(key.map(|key| GithubAppSettings { id, key, installation: raw.installation_id }))
 }
 
 /// Reads a secret from the file, or from the variable that the file names.

@@ -3,16 +3,18 @@
 //! Upstream: `entry.rs`. Downstream: `server/run.rs` and `cli`. Guarantees: [`Settings`] is consistent, so later code
 //! does not check again; secrets have types whose `Debug` hides them.
 //! Flow: `table.rs` (all settings), `value_type.rs` (allowed values) -> `sources.rs` (precedence) ->
-//! `integrations.rs` (`[[integration]]`, `[[notification]]`, `[[token]]`), `endpoints.rs` (`[[model.endpoint]]`) -> this file -> `docs.rs` (output), `redact.rs` (hides
+//! `integrations.rs` (`[[integration]]`), `notifications.rs`, `tokens.rs`, `endpoints.rs` (`[[model.endpoint]]`) -> this file -> `docs.rs` (output), `redact.rs` (hides
 //! secrets).
 
 mod docs;
 mod endpoints;
 mod error;
 mod integrations;
+mod notifications;
 mod redact;
 mod sources;
 mod table;
+mod tokens;
 mod value_type;
 
 use std::net::SocketAddr;
@@ -24,6 +26,7 @@ use headwater_bus::{BreakerConfig, Namespace, StreamedBusConfig};
 use headwater_stream::Retention;
 use secrecy::{ExposeSecret, SecretString};
 
+use crate::desk::draft_links::DraftLinks;
 use crate::desk::{DeskConfig, Prices, SearchScope, TokenBudget};
 use crate::server::stream_options::PasswordSource;
 
@@ -31,16 +34,21 @@ pub(crate) use crate::config::docs::{as_json, as_markdown, as_text};
 pub(crate) use crate::config::endpoints::{DEFAULT_ENDPOINT, ModelEndpointSettings};
 pub(crate) use crate::config::error::SettingsError;
 pub(crate) use crate::config::integrations::{
-    IntegrationSettings, NotificationSettings, Provider, Role, SecretsPolicy, TokenSettings,
+    GithubAppSettings, IntegrationSettings, Provider, SecretsPolicy,
 };
 use crate::config::integrations::{ListSections, Lists};
+pub(crate) use crate::config::notifications::{NotificationFormat, NotificationSettings};
 pub(crate) use crate::config::redact::url as shown_url;
 pub(crate) use crate::config::sources::{FILE_VARIABLE, RawSettings, SettingSource, SettingValues};
 pub(crate) use crate::config::table::{Setting, TABLE};
+pub(crate) use crate::config::tokens::{Role, TokenSettings};
 pub(crate) use crate::config::value_type::{ValueType, time};
 
 /// Default settings file; it may be missing.
 pub(crate) const FILE: &str = "headwater.toml";
+
+/// Minimum length of `desk.link_secret`; a shorter one can be guessed.
+const LINK_SECRET_CHARS_MIN: usize = 16;
 
 /// All settings, validated.
 #[derive(Clone, Debug)]
@@ -75,6 +83,12 @@ pub(crate) struct Settings {
     pub(crate) models: Vec<ModelEndpointSettings>,
     /// The desk.
     pub(crate) desk: DeskConfig,
+    /// Links to drafts and to the console.
+    pub(crate) links: LinkSettings,
+    /// When a draft is overdue; `None`: never.
+    pub(crate) draft_max_wait: Option<Duration>,
+    /// Whether an overdue draft hands its issue over.
+    pub(crate) draft_overdue_hands_over: bool,
     /// When pending entries of inactive consumers are reclaimed.
     pub(crate) desk_reclaim_idle: Duration,
     /// Maximum age of a signed webhook.
@@ -126,6 +140,31 @@ pub(crate) struct HttpSettings {
     pub(crate) rate_burst: u32,
     /// Whether the client address comes from `X-Forwarded-For`.
     pub(crate) forwarded: bool,
+}
+
+/// Settings of links to this server.
+#[derive(Clone, Debug)]
+pub(crate) struct LinkSettings {
+    /// URL under which people reach `serve`; `None`: that of its listen address, if it is a loopback address.
+    public_url: Option<String>,
+    /// Signs links to drafts; `None`: there are none.
+    secret: Option<SecretString>,
+    /// How long links to drafts are valid.
+    draft_ttl: Duration,
+}
+
+impl LinkSettings {
+    /// The URL of a server that listens on this address; `None` if it is unknown.
+    pub(crate) fn base_url(&self, listen: SocketAddr) -> Option<String> {
+        let local = || listen.ip().is_loopback().then(|| format!("http://{listen}"));
+        self.public_url.clone().or_else(local)
+    }
+
+    /// Links to drafts of a server that listens on this address.
+    pub(crate) fn draft_links(&self, listen: SocketAddr) -> Option<DraftLinks> {
+        let (secret, base_url) = (self.secret.clone()?, self.base_url(listen)?);
+        Some(DraftLinks::new(secret, &base_url, self.draft_ttl))
+    }
 }
 
 /// Settings of the worker, sweeper and outbox.
@@ -397,6 +436,13 @@ impl Settings {
             model,
             models,
             desk,
+            links: LinkSettings {
+                public_url: read.optional("http.public_url"),
+                secret: read.optional("desk.link_secret").map(SecretString::from),
+                draft_ttl: read.time("desk.draft_link_ttl"),
+            },
+            draft_max_wait: non_zero(read.time("desk.draft_max_wait")),
+            draft_overdue_hands_over: read.text("desk.draft_overdue") == "hand_over",
             desk_reclaim_idle: read.time("desk.reclaim_idle"),
             webhook_tolerance: read.time("webhook.tolerance"),
             audit_rows_max: read.count("audit.rows_max"),
@@ -433,6 +479,21 @@ impl Settings {
                     "setting `{name}` = `{listen}` is not a loopback address, but no [[token]] is configured; \
                      add a [[token]], or use a loopback address such as `127.0.0.1:{}`",
                     listen.port()
+                )));
+            }
+        }
+        if let Some(secret) = &self.links.secret {
+            let letters = secret.expose_secret().len();
+            if letters < LINK_SECRET_CHARS_MIN {
+                return Err(SettingsError::new(format!(
+                    "setting `desk.link_secret` has {letters} characters; at least {LINK_SECRET_CHARS_MIN} are required"
+                )));
+            }
+            if self.links.base_url(self.http.listen).is_none() {
+                return Err(SettingsError::new(format!(
+                    "setting `desk.link_secret` is set, but links need an address: set `http.public_url`, because \
+                     `http.listen` = `{}` is not a loopback address",
+                    self.http.listen
                 )));
             }
         }

@@ -83,6 +83,8 @@ pub(crate) const TABLE: &[Setting] = &[
         "Average number of requests per second that one client may send."),
     setting("http.rate_burst", "1000", ValueType::Count { min: 1, max: 1_000_000 },
         "Maximum burst of requests of one client."),
+    setting("http.public_url", "", ValueType::WebUrl,
+        "URL under which people reach `serve`, such as `https://desk.example`, for links in notifications and links to drafts. Empty: `http.listen`, if it is a loopback address."),
     setting("http.forwarded", "false", ValueType::Switch,
         "Take the client address from the last entry of `X-Forwarded-For`. Enable only behind a trusted proxy that sets this header."),
 
@@ -144,6 +146,14 @@ pub(crate) const TABLE: &[Setting] = &[
         "How many times in a row newer events may supersede a run of the desk before it must finish."),
     setting("desk.search", "own", ValueType::Choice(&["own", "all"]),
         "Which earlier tickets the model may search: `own` (those of the same user) or `all`."),
+    setting("desk.link_secret", "", ValueType::Secret,
+        "Secret that signs links which approve or reject a draft without a token, at least 16 characters. Empty: there are no such links. A new secret ends all links."),
+    setting("desk.draft_link_ttl", "1d", ValueType::Time { min: seconds(1), max: seconds(90 * 86_400) },
+        "How long a link to a draft is valid."),
+    setting("desk.draft_max_wait", "0ms", ValueType::Time { min: Duration::ZERO, max: seconds(365 * 86_400) },
+        "How long a draft may wait for a decision; afterwards it is overdue, see `desk.draft_overdue`. 0ms: without a limit."),
+    setting("desk.draft_overdue", "notify", ValueType::Choice(&["notify", "hand_over"]),
+        "What happens to an overdue draft: `notify` sends `DRAFT_OVERDUE` to the receivers that chose it; `hand_over` also hands its issue over to a person. The draft still waits."),
     setting("desk.reclaim_idle", "5m", ValueType::Time { min: Duration::from_millis(100), max: seconds(86_400) },
         "How long an entry of `ticket_events` stays pending with an inactive consumer before it is reclaimed."),
 
@@ -166,7 +176,7 @@ pub(crate) const TABLE: &[Setting] = &[
     // Audit log, logs and traces.
     // Retention.
     setting("retention.events", "90d", ValueType::Time { min: Duration::ZERO, max: seconds(100 * 365 * 86_400) },
-        "How long processed events are kept; afterwards the same event, sent again, is a new one. 0ms keeps them forever. Events that are not processed are always kept."),
+        "How long processed events, and runs of issues, are kept; afterwards the same event, sent again, is a new one. 0ms keeps them forever. Events that are not processed are always kept."),
     setting("retention.issues", "365d", ValueType::Time { min: Duration::ZERO, max: seconds(100 * 365 * 86_400) },
         "How long an issue is kept after its last change, with its ticket, messages, events and replies. 0ms keeps them forever. Issues with pending events or undelivered replies, quarantined issues and open tickets are always kept."),
     setting("retention.outbox", "7d", ValueType::Time { min: seconds(3600), max: seconds(100 * 365 * 86_400) },

@@ -19,7 +19,8 @@ use secrecy::{ExposeSecret, SecretString};
 use tracing::warn;
 
 use crate::config::{
-    BusSettings, IntegrationSettings, ModelEndpointSettings, ModelSettings, Provider, Settings,
+    BusSettings, GithubAppSettings, IntegrationSettings, ModelEndpointSettings, ModelSettings,
+    Provider, Settings,
 };
 use crate::desk::{
     Desk, DeskReply, IntegrationPolicy, LanguageModel, Ledger, ModelEndpoint, OpenAiConfig,
@@ -27,6 +28,7 @@ use crate::desk::{
 };
 use crate::inbound::ticket_events_consumer::TicketEventsConsumer;
 use crate::outbound::TicketEventsPublisher;
+use crate::outbound::github_app::GithubApp;
 use crate::outbound::{Destination, LocalDelivery, OutboxDeliverer};
 use crate::tickets::Tickets;
 
@@ -77,7 +79,8 @@ impl DeskServices {
         let publisher =
             TicketEventsPublisher::new(Arc::clone(streams), control, Arc::clone(&sessions));
         let local = DeskDelivery { tickets: tickets.clone(), publisher };
-        let destinations = settings.integrations.iter().map(destination).collect::<HashMap<_, _>>();
+        let destinations = settings.integrations.iter().map(destination);
+        let destinations = destinations.collect::<Result<HashMap<_, _>>>()?;
         let delivery = OutboxDeliverer::new(Arc::clone(store), destinations, Arc::new(local));
         let delivery = delivery
             .map_err(|problem| anyhow!("building the HTTP client for replies: {problem}"))?;
@@ -151,7 +154,7 @@ fn policy(one: &IntegrationSettings) -> (String, IntegrationPolicy) {
 }
 
 /// The destination of replies of an integration.
-fn destination(one: &IntegrationSettings) -> (String, Destination) {
+fn destination(one: &IntegrationSettings) -> Result<(String, Destination)> {
     let unconfigured = |what: &str| Destination::Unconfigured {
         problem: format!(
             "[[integration]] `{}` has no {what}, so its replies cannot be delivered",
@@ -160,6 +163,16 @@ fn destination(one: &IntegrationSettings) -> (String, Destination) {
     };
     let or = |default: &str| one.base_url.clone().unwrap_or_else(|| default.to_owned());
     let secret = |token: &SecretString| one.secret.clone().unwrap_or_else(|| token.clone());
+    if let Some(GithubAppSettings { id, key, installation }) = &one.app {
+        let app = GithubApp::new(id, key, *installation)
+            .map_err(|problem| anyhow!("[[integration]] `{}`: {problem}", one.id))?;
+        let destination = Destination::GithubApp {
+            base_url: or("https://api.github.com"),
+            app: Arc::new(app),
+            secret: secret(key),
+        };
+        return Ok((one.id.clone(), destination));
+    }
     let destination = match (one.provider, &one.reply_token) {
         (Provider::Desk, _) => Destination::Tickets,
         (Provider::Github, Some(token)) => Destination::Github {
@@ -172,7 +185,8 @@ fn destination(one: &IntegrationSettings) -> (String, Destination) {
             token: token.clone(),
             secret: secret(token),
         },
-        (Provider::Github | Provider::Gitlab, None) => unconfigured("reply_token_env"),
+        (Provider::Github, None) => unconfigured("reply_token_env or app_id"),
+        (Provider::Gitlab, None) => unconfigured("reply_token_env"),
         (Provider::Standard, _) => match (&one.base_url, &one.secret) {
             (Some(url), Some(secret)) => {
                 Destination::Callback { url: url.clone(), secret: secret.clone() }
@@ -180,7 +194,7 @@ fn destination(one: &IntegrationSettings) -> (String, Destination) {
             _ => unconfigured("base_url"),
         },
     };
-    (one.id.clone(), destination)
+    Ok((one.id.clone(), destination))
 }
 
 /// Delivers replies to tickets and events to streams.

@@ -53,6 +53,8 @@ pub struct Conversation {
     pub pending: Vec<ConversationEntry>,
     /// Whether the issue was handed over to a person.
     pub handed_over: bool,
+    /// Whether a person took the issue over with one of the pending messages.
+    pub taken_over: bool,
     /// Whether a user message is unanswered.
     pub needs_answer: bool,
     /// The user of the ticket, if an event names one.
@@ -166,14 +168,16 @@ impl Conversation {
             }
             EventMeaning::LateMessage(entry) => self.add_pending(entry),
             EventMeaning::Closed => self.needs_answer = false,
-            EventMeaning::Reopened => self.handed_over = false,
+            EventMeaning::Reopened => (self.handed_over, self.taken_over) = (false, false),
             EventMeaning::Irrelevant => {}
         }
     }
 
     /// A person who answers takes the issue over.
     fn add_pending(&mut self, entry: ConversationEntry) {
-        self.handed_over |= entry.author == Author::Agent;
+        let is_agent = entry.author == Author::Agent;
+        self.taken_over |= is_agent && !self.handed_over;
+        self.handed_over |= is_agent;
         self.pending.push(entry);
     }
 

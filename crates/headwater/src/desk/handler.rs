@@ -527,7 +527,7 @@ impl IssueHandler for Desk {
         let conversation =
             Conversation::load(run.issue(), run.events(), completed, policy, draft.as_ref());
         if !conversation.needs_answer {
-            return Ok(record_only(&conversation, None));
+            return Ok(record_only(&run, &conversation, None));
         }
         let system = self.system_prompt(run.issue()).await?;
         let endpoints = self.models.in_order(&policy.models);
@@ -535,7 +535,7 @@ impl IssueHandler for Desk {
         let session = RunSession::new(&self.step_writer, &run, first);
         // Ends before the deadline of the run, which would count an attempt.
         let time_max = run.time_left() * 9 / 10;
-        let mut record = ModelRunRecord::new(&self.accounting, &run, system.version);
+        let mut record = ModelRunRecord::new(&self.accounting, &run, system.version, session.id());
         let telling = (&system, endpoints);
         let answering = self.run_model(&run, telling, &conversation, &session, &mut record);
         let answering = tokio::time::timeout(time_max, answering);

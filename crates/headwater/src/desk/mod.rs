@@ -13,6 +13,7 @@ pub mod reply;
 mod token_reservations;
 
 pub mod draft;
+pub(crate) mod draft_links;
 
 pub mod conversation;
 

@@ -4,7 +4,7 @@
 //! delivers its rows. No I/O. Guarantees: a hand-over is never stale; every other reply is, once there are newer events.
 
 use headwater_analytics::RunMetrics;
-use headwater_issue::{EventLogId, Resolution, Run};
+use headwater_issue::{EventLogId, NewOutboxRow, Resolution, Run};
 use serde_json::json;
 use uuid::Uuid;
 
@@ -19,6 +19,7 @@ use crate::desk::tools::ToolEffect;
 use crate::limits::REPLY_BYTES_MAX;
 use crate::text;
 use crate::tickets::Author;
+use crate::tickets::desk_events::{DeskEvent, EventIssue};
 
 /// The result of all model calls of a run.
 #[derive(Debug, Default)]
@@ -86,7 +87,7 @@ pub(super) fn resolve(
         hands_over: hands_over_later,
         was_not_sent: mode == ReplyMode::Note,
     };
-    let mut resolution = record_only(conversation, Some(&answer));
+    let mut resolution = record_only(run, conversation, Some(&answer));
     let hand_over_reason = outcome.effects.iter().find_map(|effect| match effect {
         ToolEffect::HandOver { reason } => Some(reason.clone()),
         ToolEffect::Close { .. } => None,
@@ -94,9 +95,13 @@ pub(super) fn resolve(
     let fields = json!({
         "session_id": session_id, "user_id": conversation.user_id,
         "handed_over": (hands_over && !hands_over_later || conversation.handed_over).then_some(true),
-        "hand_over_reason": hand_over_reason.filter(|_| !hands_over_later),
+        "hand_over_reason": hand_over_reason.as_ref().filter(|_| !hands_over_later),
     });
     resolution.fields = Some(fields.to_string());
+    // Not with the reply: events do not wait for a provider that rejects replies. A ticket reports it itself.
+    if let Some(reason) = hand_over_reason.filter(|_| !hands_over_later && !is_ticket) {
+        resolution.outbox.push(hand_over_event(run, &reason));
+    }
     let nothing = RunMetrics::default();
     let effects = outcome.effects.into_iter().map(|effect| match effect {
         ToolEffect::HandOver { reason } => (ReplyTarget::HandOver, reason),
@@ -186,13 +191,33 @@ fn answer_context<'a>(conversation: &'a Conversation, tools: &'a [String]) -> An
     }
 }
 
+/// The event that reports the hand-over of the issue of a run.
+fn hand_over_event(run: &Run, reason: &str) -> NewOutboxRow {
+    let issue = run.issue();
+    let issue = EventIssue {
+        id: issue.id,
+        integration: &issue.integration,
+        external_project_id: &issue.external_project_id,
+        external_issue_id: &issue.external_issue_id,
+    };
+    DeskEvent::handed_over(issue, reason, budget::now()).row()
+}
+
 /// A resolution that only records the conversation.
 pub(super) fn record_only(
+    run: &Run,
     conversation: &Conversation,
     answer: Option<&ConversationEntry>,
 ) -> Resolution {
     let fields = json!({
         "user_id": conversation.user_id, "handed_over": conversation.handed_over.then_some(true),
     });
-    Resolution::new().discussions(conversation.to_discussions(answer)).fields(fields.to_string())
+    let mut resolution = Resolution::new()
+        .discussions(conversation.to_discussions(answer))
+        .fields(fields.to_string());
+    // A ticket reports it itself.
+    if conversation.taken_over && run.issue().provider != "desk" {
+        resolution.outbox.push(hand_over_event(run, "a person answered"));
+    }
+    resolution
 }

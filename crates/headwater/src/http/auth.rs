@@ -7,6 +7,7 @@
 //! through a proxy.
 
 use std::net::{Ipv4Addr, Ipv6Addr};
+use std::sync::Arc;
 
 use axum::extract::{FromRequestParts, Request, State};
 use axum::http::request::Parts;
@@ -21,6 +22,7 @@ use subtle::{Choice, ConditionallySelectable, ConstantTimeEq};
 use crate::config::{Role, TokenSettings};
 use crate::http::ApiError;
 use crate::http::rate_limit::RateLimiter;
+use crate::http::token_scope::ScopedRequest;
 use crate::server::app_state::HttpServer;
 
 /// Attempts of one client to log in to the console.
@@ -36,6 +38,8 @@ pub(crate) struct Principal {
     pub(crate) name: String,
     /// Its role.
     pub(crate) role: Role,
+    /// The integrations whose objects it can see and change; `None`: all.
+    pub(crate) integrations: Option<Arc<[String]>>,
 }
 
 /// All tokens, stored as hashes.
@@ -50,7 +54,8 @@ impl Authenticator {
     pub(crate) fn new(tokens: &[TokenSettings]) -> Self {
         let known = tokens.iter().map(|token| {
             let hash = Sha256::digest(token.token.expose_secret().as_bytes()).into();
-            (hash, Principal { name: token.name.clone(), role: token.role })
+            let integrations = token.integrations.clone();
+            (hash, Principal { name: token.name.clone(), role: token.role, integrations })
         });
         Self { tokens: known.collect(), login_limiter: RateLimiter::per_minute(LOGINS_PER_MINUTE) }
     }
@@ -71,7 +76,7 @@ impl Authenticator {
         if self.tokens.is_empty() {
             reject_non_loopback_host(headers)?;
             reject_proxied(headers)?;
-            return Ok(Principal { name: "local".to_owned(), role: Role::Admin });
+            return Ok(Principal::unlimited("local", Role::Admin));
         }
         let presented_token = presented_token(method, headers).ok_or_else(|| {
             unauthorized("authentication required: send `Authorization: Bearer TOKEN`")
@@ -103,16 +108,22 @@ pub(crate) async fn require_authentication(
     let principal = server.authenticator.authenticate(method, path, request.headers())?;
     let needed = if is_read_only(request.method()) { Role::Read } else { Role::Write };
     principal.require_role(needed)?;
+    ScopedRequest::of(&request).check(&principal, &server.app).await?;
     request.extensions_mut().insert(principal);
     Ok(next.run(request).await)
 }
 
 /// Middleware for calls of the console, whose caller is known: requires `read` to read and `write` to change.
-pub(super) async fn require_role(request: Request, next: Next) -> Result<Response, ApiError> {
-    let principal = request.extensions().get::<Principal>();
+pub(super) async fn require_role(
+    State(server): State<HttpServer>,
+    request: Request,
+    next: Next,
+) -> Result<Response, ApiError> {
+    let principal = request.extensions().get::<Principal>().cloned();
     let principal = principal.ok_or_else(|| unauthorized("authentication required"))?;
     let needed = if is_read_only(request.method()) { Role::Read } else { Role::Write };
     principal.require_role(needed)?;
+    ScopedRequest::of(&request).check(&principal, &server.app).await?;
     Ok(next.run(request).await)
 }
 
@@ -122,6 +133,11 @@ pub(crate) fn is_read_only(method: &Method) -> bool {
 }
 
 impl Principal {
+    /// A caller who can see all integrations.
+    pub(crate) fn unlimited(name: impl Into<String>, role: Role) -> Self {
+        Self { name: name.into(), role, integrations: None }
+    }
+
     /// Fails with 403 if the role is lower than `needed`.
     pub(crate) fn require_role(&self, needed: Role) -> Result<(), ApiError> {
         if self.role >= needed {
@@ -257,6 +273,7 @@ mod tests {
             name: name.to_owned(),
             role,
             token: token.to_owned().into(),
+            integrations: None,
         };
         Authenticator::new(&[
             token("ann", Role::Read, "aaaaaaaaaaaaaaaa"),
@@ -375,7 +392,7 @@ mod tests {
 
     #[test]
     fn a_role_includes_lower_roles() {
-        let principal = Principal { name: "ann".to_owned(), role: Role::Write };
+        let principal = Principal::unlimited("ann", Role::Write);
         assert!(
             principal.require_role(Role::Read).is_ok()
                 && principal.require_role(Role::Write).is_ok()

@@ -8,7 +8,7 @@
 
 use axum::extract::{Request, State};
 use axum::http::{Extensions, HeaderMap, Method, StatusCode, header};
-use axum::middleware::{Next, from_fn, from_fn_with_state};
+use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Redirect, Response};
 use axum::routing::{get, post};
 use axum::{Form, Router};
@@ -38,7 +38,7 @@ pub(super) fn routes(server: &HttpServer, api: Router<HttpServer>) -> Router<Htt
     // The last layer is the outermost: check the role, write the audit entry, then run the route.
     let api = api
         .layer(from_fn_with_state(Arc::clone(&server.app.audit), audit::record))
-        .layer(from_fn(auth::require_role))
+        .layer(from_fn_with_state(server.clone(), auth::require_role))
         .layer(from_fn_with_state(server.clone(), fail_fast))
         .with_state(server.clone());
     let pages = headwater_console::routes(api, server.app.shutdown.token())
@@ -139,8 +139,10 @@ fn to_user(principal: Principal, has_session: bool, extensions: &Extensions) -> 
         forwarded.insert(Arc::clone(memory));
     }
     let name = principal.name.clone();
+    // Names of integrations have no comma.
+    let view = principal.integrations.as_ref().map_or(String::new(), |all| all.join(","));
     forwarded.insert(principal);
-    ConsoleUser { name, role, has_session, forwarded }
+    ConsoleUser { name, role, view, has_session, forwarded }
 }
 
 fn refused(refusal: &ApiError) -> Response {

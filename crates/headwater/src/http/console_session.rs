@@ -108,6 +108,7 @@ mod tests {
             name: (*name).to_owned(),
             role: Role::Write,
             token: (*token).to_owned().into(),
+            integrations: None,
         });
         Authenticator::new(&tokens.collect::<Vec<_>>())
     }

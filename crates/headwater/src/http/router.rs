@@ -1,8 +1,8 @@
 //! Composes all routes and their middleware.
 //!
 //! Upstream: `server/run.rs`. Downstream: the route modules. Guarantees: all routes have timeouts and rate limits; all
-//! except health and webhooks (which are signed) require authentication. Unknown paths give 404 as an [`ApiError`].
-//! Every route is described in `/openapi.json`, except the pages of the console.
+//! except health, webhooks and links to drafts (which are signed) require authentication. Unknown paths give 404 as an [`ApiError`].
+//! Every route is described in `/openapi.json`, except pages for people: the console, and those of links to drafts.
 
 use std::sync::Arc;
 
@@ -23,6 +23,7 @@ use crate::api::{self, Operations};
 use crate::http::audit;
 use crate::http::auth;
 use crate::http::console;
+use crate::http::draft_pages;
 use crate::http::openapi;
 use crate::http::rate_limit;
 use crate::http::timeouts;
@@ -57,7 +58,8 @@ pub(crate) fn serve(server: &HttpServer, operations: Operations, analytics: Anal
         .layer(Extension(described))
         .layer(from_fn_with_state(Arc::clone(&server.app.audit), audit::record))
         .layer(from_fn_with_state(server.clone(), auth::require_authentication));
-    finish(open.merge(guarded).merge(console), server)
+    // Links to drafts authenticate by signature, too.
+    finish(open.merge(guarded).merge(console).merge(draft_pages::routes()), server)
 }
 
 /// Routes of `worker`: health and metrics.

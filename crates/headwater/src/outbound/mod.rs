@@ -9,10 +9,12 @@
 mod callback;
 mod comment;
 mod github;
+pub mod github_app;
 mod gitlab;
 mod http;
 mod markdown;
 pub mod marker;
+pub(crate) mod notification_sinks;
 pub mod notifications;
 mod staleness;
 mod target;
@@ -24,6 +26,7 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use headwater_issue::{Deliver, DeliverError, OutboxKind, OutboxRow, Store};
 use reqwest::Client;
+use secrecy::SecretString;
 use tracing::info;
 
 use crate::desk::{DeskReply, ReplyTarget};
@@ -106,8 +109,31 @@ impl OutboxDeliverer {
                     .post(client, row, &reply.content)
                     .await
             }
+            (Some(Destination::GithubApp { base_url, app, secret }), ReplyTarget::Answer) => {
+                let installation = app.installation(&*self.store, row).await?;
+                let token = app.token(client, base_url, installation, None).await?;
+                let post = async |token: &SecretString| {
+                    github::comments(base_url, token, secret, row)?
+                        .post(client, row, &reply.content)
+                        .await
+                };
+                match post(&token).await {
+                    // Revoked before its time, for example with a new set of permissions.
+                    Err(DeliverError::Held(_)) => {
+                        post(&app.token(client, base_url, installation, Some(&token)).await?).await
+                    }
+                    posted => posted,
+                }
+            }
             // Nothing to send: the answer already says so, and the desk does not answer any more.
-            (Some(Destination::Github { .. } | Destination::Gitlab { .. }), _) => Ok(()),
+            (
+                Some(
+                    Destination::Github { .. }
+                    | Destination::GithubApp { .. }
+                    | Destination::Gitlab { .. },
+                ),
+                _,
+            ) => Ok(()),
             (Some(Destination::Unconfigured { problem }), _) => {
                 Err(DeliverError::Dead(problem.clone()))
             }

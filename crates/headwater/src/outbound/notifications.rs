@@ -1,11 +1,11 @@
-//! Forwards ticket events to receivers: signed webhooks of `[[notification]]` sections, or a [`NotificationSink`] of an
-//! embedding program.
+//! Forwards ticket events and events of the desk to receivers: those of `[[notification]]` sections (`notification_sinks`), or a
+//! [`NotificationSink`] of an embedding program.
 //!
-//! Upstream: the stream `ticket_events`, read in one consumer group per receiver, beside the groups of the desk and of
-//! analytics. Downstream: the receiver.
+//! Upstream: the streams `ticket_events` and `desk_events`, each read in one consumer group per receiver that chose events of it,
+//! beside the groups of the desk and of analytics. Downstream: the receiver.
 //! Guarantees: an event is acknowledged after its receiver has accepted it, so that a crash repeats it under the same id (at
 //! least once). A failed attempt is repeated in place, with backoff, and adds no entry to the shared stream; at the attempt
-//! limit, or if the receiver rejects the event, it goes to `ticket_events:dlq`; so does an event that fails while the receiver
+//! limit, or if the receiver rejects the event, it goes to the dead letters of its stream; so does an event that fails while the receiver
 //! accepts others, so that it does not keep them waiting. A slow or failing receiver delays only its own group. Entries that are not ticket events are skipped: the group of the desk keeps them as dead letters.
 //! Not here: replies of the desk, which the outbox delivers (`callback.rs`); order: the receiver may see events of a ticket
 //! in another order.
@@ -15,21 +15,19 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use async_trait::async_trait;
+use futures_util::future::join_all;
 use headwater_issue::DeliverError;
 use headwater_queue::{ConsumerConfig, Message, Mode, Outcome, Queue, RetryPolicy, Subscription};
 use headwater_stream::{Backoff, GroupStart};
 use metrics::counter;
-use reqwest::Client;
-use secrecy::SecretString;
-use serde_json::json;
 use sha2::{Digest, Sha256};
 use tokio::time::{sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, warn};
 
-use crate::http_client;
 use crate::inbound::ticket_events_consumer;
-use crate::outbound::{callback, http};
+use crate::limits::ENTRY_BYTES_MAX;
+use crate::tickets::desk_events::{DESK_EVENTS, DeskEvent, DeskEventType};
 use crate::tickets::{TICKET_EVENTS, TicketEvent, TicketEventType};
 
 /// The consumer group of a receiver is this, followed by its id.
@@ -72,6 +70,15 @@ pub struct TicketNotification {
     pub event: TicketEvent,
 }
 
+/// One event of the desk for a receiver.
+#[derive(Clone, Debug, PartialEq)]
+pub struct DeskNotification {
+    /// Id of the event: the same for every attempt, redelivery and replay, so that the receiver can detect duplicates.
+    pub id: String,
+    /// The event.
+    pub event: DeskEvent,
+}
+
 /// Receives ticket events in the process.
 #[async_trait]
 pub trait NotificationSink: Send + Sync + 'static {
@@ -79,6 +86,13 @@ pub trait NotificationSink: Send + Sync + 'static {
     /// errors, `Retry` and `Denied` count an attempt and `Dead` makes a dead letter at once; the others are repeated without a
     /// limit. A call over [`NotificationConfig::timeout`] is dropped and counts an attempt.
     async fn notify(&self, notification: &TicketNotification) -> Result<(), DeliverError>;
+
+    /// Handles one event of the desk, like [`notify`](Self::notify). Only called for the types in
+    /// [`NotificationConfig::desk_events`]. The default makes a dead letter.
+    async fn notify_desk(&self, notification: &DeskNotification) -> Result<(), DeliverError> {
+        let event_type = notification.event.event_type.as_str();
+        Err(DeliverError::Dead(format!("this receiver does not handle `{event_type}`")))
+    }
 }
 
 /// Settings of one receiver.
@@ -86,8 +100,10 @@ pub trait NotificationSink: Send + Sync + 'static {
 pub struct NotificationConfig {
     /// Id of the receiver: 1 to 64 letters, digits, `-`, `_` and `.`. Part of the name of its group.
     pub id: String,
-    /// Types of the events that it gets. Default: all four.
+    /// Types of the ticket events that it gets. Default: all four.
     pub events: Vec<TicketEventType>,
+    /// Types of the events of the desk that it gets. Default: none.
+    pub desk_events: Vec<DeskEventType>,
     /// Attempts until an event becomes a dead letter, 1 to [`ATTEMPTS_MAX`]. Counted anew after a restart. Default:
     /// [`ATTEMPTS_DEFAULT`].
     pub attempts: u32,
@@ -103,6 +119,7 @@ impl NotificationConfig {
         Self {
             id: id.into(),
             events: TicketEventType::PUBLIC.to_vec(),
+            desk_events: Vec::new(),
             attempts: ATTEMPTS_DEFAULT,
             timeout: TIMEOUT_MAX,
             start: GroupStart::End,
@@ -119,10 +136,11 @@ impl NotificationConfig {
                 crate::text::one_line(id, 64)
             ));
         }
-        if self.events.is_empty() || self.events.contains(&TicketEventType::TicketReopened) {
+        let has_none = self.events.is_empty() && self.desk_events.is_empty();
+        if has_none || self.events.contains(&TicketEventType::TicketReopened) {
             return Err(format!(
-                "`events` of `{id}` must name at least one of {}",
-                TicketEventType::PUBLIC.map(|one| format!("`{}`", one.as_str())).join(", ")
+                "`events` of `{id}` must name at least one of `{}`",
+                notification_event_names().join("`, `")
             ));
         }
         if !(1..=ATTEMPTS_MAX).contains(&attempts) {
@@ -143,6 +161,18 @@ impl NotificationConfig {
     pub fn group(&self) -> String {
         format!("{NOTIFICATION_GROUP_PREFIX}{}", self.id)
     }
+}
+
+/// The names of all events that a receiver can choose.
+pub(crate) fn notification_event_names() -> Vec<&'static str> {
+    let of_tickets = TicketEventType::PUBLIC.into_iter().map(TicketEventType::as_str);
+    of_tickets.chain(DeskEventType::ALL.into_iter().map(DeskEventType::as_str)).collect()
+}
+
+/// An event for a receiver, from either stream.
+enum NotifiedEvent {
+    Ticket(TicketNotification),
+    Desk(DeskNotification),
 }
 
 /// Forwards events to one receiver.
@@ -177,12 +207,19 @@ impl NotificationForwarder {
     /// Runs until shutdown, then waits for requests in flight. Events that wait for their next attempt are released for other
     /// processes. Retries while streams are unavailable.
     pub async fn run(&self, queue: &Queue) {
+        let of_tickets = (!self.config.events.is_empty()).then_some(TICKET_EVENTS);
+        let of_the_desk = (!self.config.desk_events.is_empty()).then_some(DESK_EVENTS);
+        let topics = of_tickets.into_iter().chain(of_the_desk);
+        join_all(topics.map(|topic| self.run_topic(queue, topic))).await;
+    }
+
+    async fn run_topic(&self, queue: &Queue, topic: &'static str) {
         let subscription = loop {
-            let error = match self.subscribe(queue).await {
+            let error = match self.subscribe(queue, topic).await {
                 Ok(subscription) => break subscription,
                 Err(error) => error,
             };
-            warn!(notification = self.config.id, %error, "subscribing to `ticket_events` failed; retrying");
+            warn!(notification = self.config.id, topic, %error, "subscribing to events failed; retrying");
             tokio::select! {
                 () = self.shutdown.cancelled() => return,
                 () = sleep(SUBSCRIBE_PAUSE) => {}
@@ -192,7 +229,11 @@ impl NotificationForwarder {
         subscription.stop().await;
     }
 
-    async fn subscribe(&self, queue: &Queue) -> headwater_queue::Result<Subscription> {
+    async fn subscribe(
+        &self,
+        queue: &Queue,
+        topic: &'static str,
+    ) -> headwater_queue::Result<Subscription> {
         let config = ConsumerConfig {
             // Every process forwards; a dead one is replaced by all others.
             mode: Mode::Shared,
@@ -206,20 +247,29 @@ impl NotificationForwarder {
         let forwarder = self.clone();
         let handler = move |message: Message| {
             let forwarder = forwarder.clone();
-            async move { forwarder.forward(&message).await }
+            async move { forwarder.forward(topic, &message).await }
         };
-        queue.subscribe(TICKET_EVENTS, &self.config.group(), handler, config).await
+        queue.subscribe(topic, &self.config.group(), handler, config).await
     }
 
     /// Sends one event until the receiver accepts or rejects it, the attempts are used up, or the process shuts down.
-    async fn forward(&self, message: &Message) -> Outcome {
-        let Some(notification) = self.read(message) else {
+    async fn forward(&self, topic: &str, message: &Message) -> Outcome {
+        let received = match topic {
+            DESK_EVENTS => self.read_desk(message).map(NotifiedEvent::Desk),
+            _ => self.read(message).map(NotifiedEvent::Ticket),
+        };
+        let Some(received) = received else {
             return self.counted("skipped", Outcome::Done);
         };
         let (mut attempts, mut delays) = (0, BACKOFF.timer());
         let accepted_before = self.accepted.load(Ordering::Relaxed);
         loop {
-            let sending = self.sink.notify(&notification);
+            let sending = async {
+                match &received {
+                    NotifiedEvent::Ticket(event) => self.sink.notify(event).await,
+                    NotifiedEvent::Desk(event) => self.sink.notify_desk(event).await,
+                }
+            };
             let sent = timeout(self.config.timeout, sending).await.unwrap_or_else(|_| {
                 Err(DeliverError::Retry(format!("no answer within {:?}", self.config.timeout)))
             });
@@ -228,14 +278,16 @@ impl NotificationForwarder {
                     self.accepted.fetch_add(1, Ordering::Relaxed);
                     return self.counted("delivered", Outcome::Done);
                 }
-                Err(DeliverError::Dead(problem)) => return self.dead_letter(message, &problem),
+                Err(DeliverError::Dead(problem)) => {
+                    return self.dead_letter(topic, message, &problem);
+                }
                 Err(DeliverError::Retry(problem) | DeliverError::Denied(problem)) => {
                     attempts += 1;
                     let accepts_others = self.accepted.load(Ordering::Relaxed) > accepted_before;
                     let is_event_at_fault = accepts_others && attempts >= EVENT_ATTEMPTS_MAX;
                     if attempts >= self.config.attempts || is_event_at_fault {
                         let problem = format!("{problem} (attempt {attempts})");
-                        return self.dead_letter(message, &problem);
+                        return self.dead_letter(topic, message, &problem);
                     }
                     (problem, delays.next_delay())
                 }
@@ -276,10 +328,25 @@ impl NotificationForwarder {
         Some(TicketNotification { id: notification_id(&event), event })
     }
 
-    fn dead_letter(&self, message: &Message, problem: &str) -> Outcome {
+    /// The notification of an entry of `desk_events`; `None` if it is not for this receiver.
+    fn read_desk(&self, message: &Message) -> Option<DeskNotification> {
+        let data = message.fields.get("data").filter(|data| data.len() <= ENTRY_BYTES_MAX)?;
+        let event: DeskEvent = match serde_json::from_slice(data) {
+            Ok(event) => event,
+            Err(error) => {
+                debug!(entry_id = %message.id, %error, "entry is not an event of the desk; not forwarded");
+                return None;
+            }
+        };
+        let is_chosen = self.config.desk_events.contains(&event.event_type);
+        let id = format!("evt_{}", event.event_id.simple());
+        is_chosen.then_some(DeskNotification { id, event })
+    }
+
+    fn dead_letter(&self, topic: &str, message: &Message, problem: &str) -> Outcome {
         warn!(
-            notification = self.config.id, entry_id = %message.id, error = problem,
-            "notification moved to dead letters; fix the receiver, then run `headwater dlq replay ticket_events`"
+            notification = self.config.id, topic, entry_id = %message.id, error = problem,
+            "notification moved to dead letters; fix the receiver, then run `headwater dlq replay TOPIC`"
         );
         let reason = format!("notification `{}`: {problem}", self.config.id);
         self.counted("dead", Outcome::dead_letter(reason))
@@ -301,32 +368,4 @@ fn notification_id(event: &TicketEvent) -> String {
     let TicketEvent { event_type, ticket_id, message_id, .. } = event;
     let hash = Sha256::digest(format!("{}/{ticket_id}/{message_id}", event_type.as_str()));
     format!("evt_{}", hex::encode(&hash[..16]))
-}
-
-/// Sends events as signed requests (Standard Webhooks).
-pub(crate) struct WebhookSink {
-    client: Client,
-    url: String,
-    secret: SecretString,
-}
-
-impl WebhookSink {
-    /// Sends to this URL, signed with this secret.
-    pub(crate) fn new(url: &str, secret: &SecretString) -> Result<Self, String> {
-        Ok(Self { client: http_client::build()?, url: url.to_owned(), secret: secret.clone() })
-    }
-}
-
-#[async_trait]
-impl NotificationSink for WebhookSink {
-    async fn notify(&self, notification: &TicketNotification) -> Result<(), DeliverError> {
-        let TicketNotification { id, event } = notification;
-        let body = json!({
-            "type": event.event_type.as_str(),
-            "timestamp": event.payload.timestamp,
-            "data": event,
-        });
-        let request = callback::signed(&self.client, &self.url, &self.secret, id, body.to_string());
-        http::send(&self.client, request).await.map(drop)
-    }
 }

@@ -2,7 +2,11 @@
 //!
 //! Upstream: `config`. Downstream: the deliverers. Guarantees: tokens and secrets are never printed.
 
+use std::sync::Arc;
+
 use secrecy::SecretString;
+
+use crate::outbound::github_app::GithubApp;
 
 /// The destination of the replies of an integration.
 #[derive(Clone, Debug)]
@@ -13,6 +17,15 @@ pub enum Destination {
         base_url: String,
         /// Presented as a bearer token.
         token: SecretString,
+        /// Signs the markers in comments.
+        secret: SecretString,
+    },
+    /// Comments on issues of GitHub, by a GitHub App.
+    GithubApp {
+        /// Base URL of the API, such as `https://api.github.com`.
+        base_url: String,
+        /// Gets the tokens.
+        app: Arc<GithubApp>,
         /// Signs the markers in comments.
         secret: SecretString,
     },

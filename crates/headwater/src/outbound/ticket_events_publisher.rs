@@ -1,4 +1,5 @@
-//! Publishes events from the outbox to streams: ticket events, events of handlers, and the steps of model runs.
+//! Publishes events from the outbox to streams: ticket events, events of the desk, events of handlers, and the steps of
+//! model runs.
 //!
 //! Upstream: `outbound` passes rows of kind `event`. Downstream: the stream backend.
 //! Guarantees: an event is appended once, even if its row is repeated within a day; a step that is repeated later counts
@@ -17,6 +18,7 @@ use headwater_stream::{Backend, Fields, IdempotentEntry, Retention, StreamError,
 
 use crate::desk::session::{SESSION_STEPS, SessionStep, SessionSteps};
 use crate::limits::{APPENDED_KEPT, TICKET_EVENTS_KEPT};
+use crate::tickets::desk_events::DESK_EVENTS;
 use crate::tickets::{TICKET_EVENTS, TicketEvent};
 
 /// Pause after a failed append.
@@ -43,7 +45,7 @@ impl std::fmt::Debug for TicketEventsPublisher {
 }
 
 impl TicketEventsPublisher {
-    /// Publishes to this backend: ticket events to `ticket_events`, steps of model runs to their sessions, all others to
+    /// Publishes to this backend: ticket events to `ticket_events`, events of the desk to `desk_events`, steps of model runs to their sessions, all others to
     /// `control`.
     pub fn new(streams: Arc<dyn Backend>, control: StreamName, sessions: Arc<Sessions>) -> Self {
         Self { streams, control, sessions, backoff_until: Arc::default() }
@@ -68,6 +70,10 @@ impl TicketEventsPublisher {
             TICKET_EVENTS => (
                 StreamName::new(TICKET_EVENTS).expect("a short and plain name"),
                 ticket_event(row)?,
+            ),
+            DESK_EVENTS => (
+                StreamName::new(DESK_EVENTS).expect("a short and plain name"),
+                Fields::new([("data", row.payload.clone())]),
             ),
             _ => (self.control.clone(), bus_event(row)),
         };

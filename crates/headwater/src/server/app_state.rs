@@ -12,6 +12,7 @@ use metrics_exporter_prometheus::PrometheusHandle;
 
 use crate::api::tickets_sse::SseListeners;
 use crate::config::Settings;
+use crate::desk::draft_links::DraftLinks;
 use crate::http::audit::AuditLog;
 use crate::http::{Authenticator, BackgroundJobs, BodyBudget, RateLimiter};
 use crate::inbound::webhook_log::WebhookLog;
@@ -35,6 +36,8 @@ pub(crate) struct AppState {
     pub(crate) audit: Arc<AuditLog>,
     /// Tickets.
     pub(crate) tickets: Tickets,
+    /// Links that decide about drafts; `None` without `desk.link_secret`.
+    pub(crate) draft_links: Option<DraftLinks>,
     /// Sessions of model runs.
     pub(crate) sessions: Arc<Sessions>,
     /// Imports and forks in progress.

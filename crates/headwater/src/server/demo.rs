@@ -115,6 +115,7 @@ impl Demo {
             provider: Provider::Standard,
             secret: Some(secret.clone()),
             reply_token: None,
+            app: None,
             base_url: Some(format!("http://{address}/")),
             bot_login: None,
             agents: Vec::new(),
@@ -132,6 +133,7 @@ impl Demo {
             name: INTEGRATION.to_owned(),
             role: Role::Admin,
             token,
+            integrations: None,
         }));
         Ok((Self { callback, secret, token, location, after }, directory))
     }

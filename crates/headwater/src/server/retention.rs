@@ -1,4 +1,4 @@
-//! Deletes old events, issues and metrics, in small batches.
+//! Deletes old events, runs, issues and metrics, in small batches.
 //!
 //! Upstream: `run.rs`. Downstream: `headwater_issue::history`, `tickets` and `telemetry::history`. Guarantees: what is pending is never
 //! deleted; each batch is one short transaction; a failed pass is repeated after `retention.every`. Several processes may run it at
@@ -55,6 +55,11 @@ impl HistoryRetention {
             while let Some(after) = next {
                 let page = history::delete_event_logs(store, after, keep, BATCH).await?;
                 (events, next) = (events + page.found.len(), page.next);
+                sleep(PAUSE).await;
+            }
+            let mut next = Some(Default::default());
+            while let Some(after) = next {
+                next = history::delete_runs(store, after, keep, BATCH).await?.next;
                 sleep(PAUSE).await;
             }
         }

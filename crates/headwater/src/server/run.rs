@@ -25,7 +25,7 @@ use headwater_stream::{Backend, Backoff};
 use metrics::gauge;
 use tokio::sync::oneshot;
 use tokio::time::{Instant, MissedTickBehavior, interval};
-use tracing::{Instrument, debug, info, info_span, warn};
+use tracing::{Instrument, debug, error, info, info_span, warn};
 
 use crate::analytics::Analytics;
 use crate::api::Operations;
@@ -38,6 +38,7 @@ use crate::http::audit::AuditLog;
 use crate::http::router;
 use crate::http::{Authenticator, BackgroundJobs, BodyBudget, BoundListener, RateLimiter};
 use crate::inbound::webhook_log::WebhookLog;
+use crate::outbound::notification_sinks::NotificationLinks;
 use crate::server::app_state::{App, AppState, ServerState};
 use crate::server::db_availability::DatabaseMonitor;
 use crate::server::demo::Demo;
@@ -49,7 +50,7 @@ use crate::server::shutdown_signal::ShutdownSignal;
 use crate::server::startup;
 use crate::telemetry::history::MetricsHistory;
 use crate::telemetry::{self, Telemetry};
-use crate::tickets::Tickets;
+use crate::tickets::{OverdueAction, Tickets};
 
 /// Maximum backoff between two deliveries of an outbox row.
 const OUTBOX_BACKOFF: Backoff = Backoff::Exponential {
@@ -99,13 +100,22 @@ pub(crate) async fn run(
     // Before binding the port, so that an invalid setting is reported even if the port is in use.
     startup::check(&settings)?;
     let Extensions { handler, notifications } = extensions;
-    let notifications = startup::notifications(&settings, notifications, &shutdown)?;
     let listening = match role {
         ProcessRole::Serve => BoundListener::bind("http.listen", settings.http.listen).await?,
         ProcessRole::Worker => {
             BoundListener::bind("worker.listen", settings.http.worker_listen).await?
         }
     };
+
+    // A worker does not serve the pages that links lead to.
+    let served_at = match role {
+        ProcessRole::Serve => listening.address,
+        ProcessRole::Worker => settings.http.listen,
+    };
+    let base_url = settings.links.base_url(served_at);
+    let draft_links = settings.links.draft_links(served_at);
+    let links = NotificationLinks { base_url, draft_links: draft_links.clone() };
+    let notifications = startup::notifications(&settings, notifications, &links, &shutdown)?;
 
     // Database and stream backend.
     let (streams, stream_monitor) = startup::streams_for_server(&settings, &shutdown).await?;
@@ -183,6 +193,7 @@ pub(crate) async fn run(
         nudger,
         audit: Arc::new(audit.context("failed to open the audit log")?),
         tickets: tickets.on_store(Arc::clone(&http_store)),
+        draft_links,
         sessions,
         background_jobs: BackgroundJobs::default(),
         webhook_log: WebhookLog::default(),
@@ -249,6 +260,17 @@ pub(crate) async fn run(
     // Ticket events from other programs.
     let stopped = stop_requested();
     services.start("ticket events", async move { intake.run(&intake_queue, stopped).await });
+    if let Some(max_wait) = settings.draft_max_wait {
+        let action = match settings.draft_overdue_hands_over {
+            true => OverdueAction::HandOver,
+            false => OverdueAction::Notify,
+        };
+        let (stopped, every) = (stop_requested(), settings.work.sweep_every);
+        let reporting = report_overdue_drafts(tickets.clone(), max_wait, action, every);
+        services.start("overdue drafts", async move {
+            tokio::select! { () = stopped => {}, () = reporting => {} }
+        });
+    }
     if !notifications.is_empty() {
         let queue = notification_queue;
         services.start("notifications", async move {
@@ -351,6 +373,30 @@ async fn sample(
         }
         if let Err(error) = sampler.run_once().await {
             debug!(%error, "failed to sample topics, gauges keep their values");
+        }
+    }
+}
+
+/// Reports drafts that wait too long, until it is dropped.
+async fn report_overdue_drafts(
+    tickets: Tickets,
+    max_wait: Duration,
+    action: OverdueAction,
+    every: Duration,
+) {
+    let mut ticks = interval(every);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    loop {
+        ticks.tick().await;
+        // On its own task: a transaction that is dropped in the middle would cost a connection.
+        let tickets = tickets.clone();
+        let pass =
+            tokio::spawn(async move { tickets.report_overdue_drafts(max_wait, action).await });
+        match pass.await {
+            Ok(Ok(0)) => {}
+            Ok(Ok(count)) => warn!(count, ?action, "drafts wait longer than `desk.draft_max_wait`"),
+            Ok(Err(error)) => debug!(%error, "failed to look for overdue drafts; retrying"),
+            Err(panic) => error!(%panic, "looking for overdue drafts panicked; retrying"),
         }
     }
 }

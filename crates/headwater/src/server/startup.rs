@@ -23,11 +23,10 @@ use sqlx::sqlite::SqliteConnectOptions;
 use tokio::time::{Instant, sleep};
 use tracing::{info, warn};
 
-use crate::config::{Settings, SettingsError};
+use crate::config::{NotificationFormat, Settings, SettingsError};
 use crate::exit::CliError;
-use crate::outbound::notifications::{
-    NotificationConfig, NotificationForwarder, NotificationSink, WebhookSink,
-};
+use crate::outbound::notification_sinks::{NotificationLinks, SlackSink, WebhookSink};
+use crate::outbound::notifications::{NotificationConfig, NotificationForwarder, NotificationSink};
 use crate::server::shutdown_signal::ShutdownSignal;
 use crate::server::stream_monitor::StreamMonitor;
 use crate::server::stream_options::stream_options;
@@ -63,16 +62,24 @@ pub(crate) fn check(settings: &Settings) -> Result<(), CliError> {
 pub(crate) fn notifications(
     settings: &Settings,
     sinks: Vec<(NotificationConfig, Arc<dyn NotificationSink>)>,
+    links: &NotificationLinks,
     shutdown: &ShutdownSignal,
 ) -> Result<Vec<NotificationForwarder>, CliError> {
     let failed = |id: &str, problem: &str| CliError::new(format!("notification `{id}`: {problem}"));
     let mut all = sinks;
     for one in &settings.notifications {
         let id = &one.config.id;
-        let secret = one.secret.as_ref().ok_or_else(|| failed(id, "its secret is not set"))?;
-        let sink = WebhookSink::new(one.url.expose_secret(), secret);
-        let sink = sink.map_err(|problem| failed(id, &problem))?;
-        all.push((one.config.clone(), Arc::new(sink)));
+        let (url, links) = (one.url.expose_secret(), links.clone());
+        let sink: Result<Arc<dyn NotificationSink>, String> = match (one.format, &one.secret) {
+            (NotificationFormat::Slack, _) => {
+                SlackSink::new(url, links).map(|sink| Arc::new(sink) as _)
+            }
+            (NotificationFormat::Webhook, Some(secret)) => {
+                WebhookSink::new(url, secret, links).map(|sink| Arc::new(sink) as _)
+            }
+            (NotificationFormat::Webhook, None) => Err("its secret is not set".to_owned()),
+        };
+        all.push((one.config.clone(), sink.map_err(|problem| failed(id, &problem))?));
     }
     let mut forwarders = Vec::new();
     let mut ids = HashSet::new();

@@ -6,7 +6,7 @@
 //! Guarantees: a text leaves only through the outbox row that the transaction of its approval writes, so a crash leaves
 //! either both or none. Each draft is decided about once. With an event that its run has not seen it is outdated and can
 //! not be approved; both take the lock of the issue, so there is no moment in between. Storing a draft twice changes
-//! nothing. Decisions are kept with their time, their author and both texts.
+//! nothing; storing it the first time reports it (`desk_events`). Decisions are kept with their time, their author and both texts.
 
 use async_trait::async_trait;
 use headwater_issue::{
@@ -18,8 +18,9 @@ use uuid::Uuid;
 
 use crate::desk::draft::{DraftEffect, DraftLookup, DraftOutcome, DraftReply};
 use crate::desk::{DeskReply, ReplyTarget};
+use crate::tickets::desk_events::{DeskEvent, DeskEventType, EventIssue, NamedDraft};
 use crate::tickets::sql::statements::{execute, from_ms, list, run_json};
-use crate::tickets::store::{Tickets, retry_on_conflict};
+use crate::tickets::store::{Tickets, now, retry_on_conflict};
 use crate::tickets::ticket::{TicketError, checked_content};
 
 /// A draft or a note, a row of `drafts`.
@@ -61,6 +62,8 @@ pub struct Draft {
     pub decided_by: Option<String>,
     /// Why it was rejected.
     pub decision_reason: Option<String>,
+    /// When it was found to wait longer than `desk.draft_max_wait`.
+    pub overdue_at: Option<Timestamp>,
     run: Option<String>,
     up_to: i64,
 }
@@ -107,6 +110,8 @@ pub struct DraftFilter {
     pub status: Option<DraftStatus>,
     /// Only those of this integration.
     pub integration: Option<String>,
+    /// Only those of one of these integrations.
+    pub integrations: Option<Vec<String>>,
     /// Only those of this issue.
     pub issue_id: Option<i64>,
     /// Only those with a smaller number: the last one of the previous page.
@@ -167,14 +172,34 @@ pub enum DraftError {
     Ticket(#[from] TicketError),
 }
 
+impl Draft {
+    /// An event about this draft.
+    pub(super) fn event(&self, event_type: DeskEventType) -> DeskEvent {
+        let Self { number: id, draft_id, version, .. } = *self;
+        let draft = Some(NamedDraft { id, draft_id, version });
+        DeskEvent { draft, ..DeskEvent::new(event_type, self.event_issue(), now()) }
+    }
+
+    /// Its issue.
+    pub(super) fn event_issue(&self) -> EventIssue<'_> {
+        EventIssue {
+            id: self.issue_id,
+            integration: &self.integration,
+            external_project_id: &self.external_project_id,
+            external_issue_id: &self.external_issue_id,
+        }
+    }
+}
+
 const SELECT: &str = "SELECT d.number, d.draft_id, d.issue_id, d.integration, i.external_project_id, i.external_issue_id,
          CASE WHEN d.status = 'pending' AND EXISTS (
              SELECT 1 FROM event_logs e WHERE e.issue_id = d.issue_id AND e.id > d.up_to) THEN 'outdated' ELSE d.status END,
          d.content, d.edited, d.posted, d.effects, d.session_id, d.chosen_by, d.version, d.created_at, d.decided_at,
-         d.decided_by, d.decision_reason, d.run, d.up_to
+         d.decided_by, d.decision_reason, d.run, d.up_to, d.overdue_at
      FROM drafts d JOIN issues i ON i.id = d.issue_id
      WHERE ($1::bigint IS NULL OR d.number = $1) AND d.number < $2 AND ($3::text IS NULL OR d.integration = $3)
          AND ($4::bigint IS NULL OR d.issue_id = $4)
+         AND ($7::text IS NULL OR d.integration IN (SELECT value FROM headwater_each($7)))
          AND ($5::text IS NULL OR $5 = CASE WHEN d.status = 'pending' AND EXISTS (
              SELECT 1 FROM event_logs e WHERE e.issue_id = d.issue_id AND e.id > d.up_to) THEN 'outdated' ELSE d.status END)
      ORDER BY d.number DESC LIMIT $6";
@@ -205,15 +230,18 @@ fn read_draft(row: &SqlRow) -> Result<Draft, Error> {
         decision_reason: row.get(17)?,
         run: row.get(18)?,
         up_to: row.get(19)?,
+        overdue_at: row.get::<Option<i64>>(20)?.map(from_ms),
     })
 }
 
-async fn select(
+pub(super) async fn select(
     connection: StoreConnection<'_>,
     number: Option<i64>,
     filter: &DraftFilter,
     limit: i64,
 ) -> Result<Vec<Draft>, TicketError> {
+    let integrations = filter.integrations.as_ref();
+    let integrations = integrations.map(|all| serde_json::to_string(all).expect("texts are JSON"));
     let parameters = [
         number.into(),
         filter.before.unwrap_or(i64::MAX).into(),
@@ -221,6 +249,7 @@ async fn select(
         filter.issue_id.into(),
         filter.status.map(DraftStatus::as_str).into(),
         limit.into(),
+        integrations.as_deref().into(),
     ];
     list(connection, "drafts", SELECT, &parameters, read_draft).await
 }
@@ -287,7 +316,7 @@ impl Tickets {
         let insert = "INSERT INTO drafts
                  (draft_id, issue_id, integration, status, content, effects, session_id, chosen_by, run, up_to, created_at)
              VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, headwater_ms(headwater_now()))
-             ON CONFLICT (draft_id) DO NOTHING";
+             ON CONFLICT (draft_id) DO NOTHING RETURNING number";
         let status = match target {
             ReplyTarget::Note => DraftStatus::Note,
             _ => DraftStatus::Pending,
@@ -310,10 +339,21 @@ impl Tickets {
         ];
         let mut transaction = self.store.begin().await?;
         lock_issue(transaction.as_mut(), row.issue_id).await?;
-        execute(transaction.connection(), "store_draft", insert, &parameters).await?;
+        let read = |row: &SqlRow| row.get::<i64>(0);
+        let stored =
+            list(transaction.connection(), "store_draft", insert, &parameters, read).await?;
         let others = [row.issue_id.0.into(), (&id).into(), up_to.into()];
         execute(transaction.connection(), "store_draft", OUTDATE_OTHERS, &others).await?;
         execute(transaction.connection(), "store_draft", OUTDATE, &[(&id).into()]).await?;
+        // A row that is delivered again stores nothing, and reports nothing.
+        if let Some(number) = stored.first() {
+            let filter = DraftFilter::default();
+            let draft = select(transaction.connection(), Some(*number), &filter, 1).await?.pop();
+            if let Some(draft) = draft.filter(|draft| draft.status == DraftStatus::Pending) {
+                let event = draft.event(DeskEventType::DraftWaiting);
+                event.write(transaction.as_mut()).await?;
+            }
+        }
         Ok(transaction.commit().await?)
     }
 
@@ -452,7 +492,7 @@ impl DraftLookup for Tickets {
 }
 
 /// Locks an issue until the end of the transaction, as recording an event does.
-async fn lock_issue(
+pub(super) async fn lock_issue(
     transaction: &mut dyn Transaction,
     issue_id: IssueId,
 ) -> Result<(), TicketError> {
@@ -505,7 +545,12 @@ fn approved_rows(draft: &Draft, text: &str) -> Vec<KeyedOutboxRow> {
         let row = reply.into_row(ReplyTarget::parse(&effect.target)?);
         Some(KeyedOutboxRow { key: format!("{key}:{}", effect.target), row })
     });
-    let effects: Vec<_> = effects.collect();
+    let mut effects: Vec<_> = effects.collect();
+    let handed_over = ReplyTarget::HandOver.as_str();
+    let hands_over = draft.effects.iter().find(|effect| effect.target == handed_over);
+    effects.extend(hands_over.map(|effect| {
+        DeskEvent::handed_over(draft.event_issue(), &effect.reason, now()).keyed_row()
+    }));
     let answer = KeyedOutboxRow { key, row: answer.into_row(ReplyTarget::Answer) };
     std::iter::once(answer).chain(effects).collect()
 }

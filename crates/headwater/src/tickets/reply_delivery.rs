@@ -15,7 +15,8 @@ use uuid::Uuid;
 use crate::desk::{DeskReply, ReplyTarget};
 use crate::tickets::sql::statements::{self, NewMessageRow};
 use crate::tickets::store::{
-    INTEGRATION, TicketChange, Tickets, now, retry_on_conflict, status_event, write_event_row,
+    INTEGRATION, TicketChange, Tickets, now, report_hand_over, retry_on_conflict, status_event,
+    write_event_row,
 };
 use crate::tickets::ticket::{Ticket, TicketError, TicketStatus};
 use crate::tickets::{Author, TicketEvent, TicketEventType, TicketPayload};
@@ -132,6 +133,9 @@ impl Tickets {
         }
         statements::change_ticket(transaction.connection(), ticket_id, ticket.status, true).await?;
         let reason = &reply.content;
+        if !ticket.handed_over {
+            report_hand_over(transaction.as_mut(), &ticket, reason).await?;
+        }
         statements::describe_hand_over(transaction.connection(), ticket_id, reason, None).await?;
         transaction.commit().await?;
         self.notify_changed(ticket_id);

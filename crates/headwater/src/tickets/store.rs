@@ -25,6 +25,7 @@ use uuid::Uuid;
 use crate::desk::budget;
 use crate::limits::PAGE_MAX;
 use crate::telemetry;
+use crate::tickets::desk_events::{DeskEvent, EventIssue};
 use crate::tickets::sql::migrations;
 use crate::tickets::sql::statements::{self, NewMessageRow, NewTicketRow, TicketVersion};
 use crate::tickets::ticket::{
@@ -273,7 +274,7 @@ impl Tickets {
                 return Ok(false);
             }
             let deleting = transaction.as_mut();
-            if !history::delete_processed_event_logs(deleting, issue_id, DELETE_BATCH).await? {
+            if !history::delete_history_of(deleting, issue_id, DELETE_BATCH).await? {
                 statements::delete_ticket_of(transaction.as_mut(), issue_id).await?;
                 history::delete_issue(transaction.as_mut(), issue_id).await?;
                 transaction.commit().await?;
@@ -363,6 +364,9 @@ impl Tickets {
         if is_agent {
             let agent = event.payload.agent.as_deref();
             let reason = "a person answered";
+            if !ticket.handed_over {
+                report_hand_over(transaction, ticket, reason).await?;
+            }
             statements::describe_hand_over(transaction.connection(), id, reason, agent).await?;
         }
         Ok(recorded)
@@ -437,6 +441,22 @@ pub(crate) async fn ensure_schema(store: &Arc<dyn Store>) -> Result<(), TicketEr
     migrations::apply(store.as_ref()).await?;
     store.ensure_integration(INTEGRATION, INTEGRATION).await?;
     Ok(())
+}
+
+/// Reports that a ticket was handed over, with the transaction that does it.
+pub(super) async fn report_hand_over(
+    transaction: &mut dyn Transaction,
+    ticket: &Ticket,
+    reason: &str,
+) -> Result<(), TicketError> {
+    let external_issue_id = ticket.ticket_id.to_string();
+    let issue = EventIssue {
+        id: ticket.issue_id,
+        integration: INTEGRATION,
+        external_project_id: "",
+        external_issue_id: &external_issue_id,
+    };
+    DeskEvent::handed_over(issue, reason, now()).write(transaction).await
 }
 
 /// Writes the outbox row that publishes an event.

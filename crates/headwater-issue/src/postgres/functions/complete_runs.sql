@@ -1,6 +1,7 @@
 -- Completes runs: marks their event logs processed and writes their outbox rows. Each pair of issue and epoch is named at
 -- most once per call, in the order of issues; event logs and outbox rows name their run by its position. p_changes says
--- whether p_fields or p_discussions has a value. Returns a row per run that is completed, now or earlier.
+-- whether p_fields or p_discussions has a value. Returns a row per run that is completed, now or earlier. A row
+-- of issue_runs that exists, because tables were changed by hand, stays: history never prevents a completion.
 CREATE OR REPLACE FUNCTION headwater_complete_runs(
     p_issue bigint[], p_epoch bigint[], p_changes boolean, p_fields text[], p_discussions text[],
     p_log_run bigint[], p_log_issue bigint[], p_log_id bigint[],
@@ -62,6 +63,14 @@ BEGIN
     FROM (SELECT place, sum(events) AS events FROM counted GROUP BY place) AS run;
 
     RETURN QUERY
+    WITH ended AS (
+        INSERT INTO issue_runs (issue_id, epoch, worker, claimed_at, ended_at, result, events)
+        SELECT i.id, i.claim_epoch, coalesce(i.claim_owner, ''), coalesce(i.processing_started_at, v_now), v_now, 'done',
+            n.events
+        FROM unnest(p_issue, v_events) WITH ORDINALITY AS n (issue, events, place) JOIN issues i ON i.id = n.issue
+        WHERE NOT n.place = ANY (v_fenced)
+        ON CONFLICT DO NOTHING
+    )
     UPDATE issues i SET
         pending_events = greatest(i.pending_events - n.events, 0),
         processing_status = CASE WHEN i.pending_events > n.events THEN 'queued' ELSE 'idle' END,
@@ -80,6 +89,12 @@ BEGIN
         AS n (issue, events, fields, discussions, place)
     WHERE i.id = n.issue AND NOT n.place = ANY (v_fenced)
     RETURNING n.place, false, i.processing_status = 'queued', i.not_before;
+
+    IF cardinality(v_fenced) > 0 THEN
+        UPDATE issue_runs r SET result = 'fenced'
+        FROM unnest(p_issue, p_epoch) WITH ORDINALITY AS n (issue, epoch, place)
+        WHERE n.place = ANY (v_fenced) AND r.issue_id = n.issue AND r.epoch = n.epoch AND r.result = 'expired';
+    END IF;
 
     IF p_changes THEN
         SELECT i.id, octet_length(i.fields::text) AS bytes INTO v_large

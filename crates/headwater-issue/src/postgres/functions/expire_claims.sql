@@ -9,7 +9,13 @@ AS $$
 DECLARE
     v_quarantined bigint[];
 BEGIN
-    WITH expired AS (
+    WITH ended AS (
+        INSERT INTO issue_runs (issue_id, epoch, worker, claimed_at, ended_at, result, events)
+        SELECT id, claim_epoch, coalesce(claim_owner, ''), coalesce(processing_started_at, p_now), p_now,
+            CASE WHEN crashes + 1 >= p_crashes_max THEN 'quarantined' ELSE 'expired' END, 0
+        FROM issues WHERE id = ANY (p_issue)
+        ON CONFLICT DO NOTHING
+    ), expired AS (
         UPDATE issues i SET
             crashes = i.crashes + 1, claim_owner = NULL, claim_expires_at = NULL,
             last_error = 'claim of worker `' || coalesce(i.claim_owner, '') || '` expired',

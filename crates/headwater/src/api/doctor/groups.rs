@@ -15,13 +15,18 @@ use crate::limits::TICKET_EVENTS_KEPT;
 use crate::outbound::notifications::NOTIFICATION_GROUP_PREFIX;
 use crate::text::shell_word;
 use crate::tickets::TICKET_EVENTS;
+use crate::tickets::desk_events::DESK_EVENTS;
 
 /// Maximum number of checked topics.
 const TOPICS_MAX: usize = 200;
 /// Maximum number of groups named individually.
 const NAMED_MAX: usize = 20;
 /// Retention of the plain streams of the server, which have no policies.
-const PLAIN: [(&str, u64); 2] = [(STREAM, TICKET_EVENTS_KEPT), (TICKET_EVENTS, TICKET_EVENTS_KEPT)];
+const PLAIN: [(&str, u64); 3] = [
+    (STREAM, TICKET_EVENTS_KEPT),
+    (TICKET_EVENTS, TICKET_EVENTS_KEPT),
+    (DESK_EVENTS, TICKET_EVENTS_KEPT),
+];
 
 /// Checks all groups of all topics.
 pub(super) async fn check(queue: &Queue) -> Vec<Finding> {
@@ -76,10 +81,11 @@ fn warning(view: &GroupView) -> Finding {
         shown_group(topic, group),
         shown_topic(topic)
     );
+    let is_of_the_desk = [TICKET_EVENTS, DESK_EVENTS].contains(&topic.as_str());
     let advice = if topic == STREAM || group == AI_PROCESSOR_GROUP {
         "start `headwater serve` or `headwater worker`, which consume it".to_owned()
     } else if let Some(id) =
-        group.strip_prefix(NOTIFICATION_GROUP_PREFIX).filter(|_| topic == TICKET_EVENTS)
+        group.strip_prefix(NOTIFICATION_GROUP_PREFIX).filter(|_| is_of_the_desk)
     {
         format!(
             "start a server whose settings have the [[notification]] `{id}`, or delete the group: `headwater group delete {topic} {group}`"

@@ -1,4 +1,4 @@
-//! `headwater draft`: list, show, approve, edit and reject answers that wait for a person.
+//! `headwater draft`: list, show, link, approve, edit and reject answers that wait for a person.
 
 use clap::Subcommand;
 use serde_json::{Value, json};
@@ -44,6 +44,12 @@ enum DraftCommand {
         #[arg(value_parser = number)]
         id: i64,
     },
+    /// Make links that approve or reject a draft without a token.
+    Link {
+        /// Draft id; see `headwater draft list`.
+        #[arg(value_parser = number)]
+        id: i64,
+    },
     /// Post a draft, or another text instead of it.
     Approve {
         /// Draft id; see `headwater draft list`.
@@ -81,8 +87,10 @@ enum DraftCommand {
 
 impl DraftArgs {
     pub(in crate::cli) fn requirements(&self) -> Requirements {
-        let is_read_only =
-            matches!(self.command, DraftCommand::List { .. } | DraftCommand::Show { .. });
+        let is_read_only = !matches!(
+            self.command,
+            DraftCommand::Approve { .. } | DraftCommand::Edit { .. } | DraftCommand::Reject { .. }
+        );
         Requirements::database(is_read_only)
     }
 
@@ -106,8 +114,29 @@ impl DraftArgs {
                 client.show_pages(rows, "/drafts", &query, "drafts", *limit).await
             }
             DraftCommand::Show { id } => {
-                let draft = client.get(&format!("/drafts/{id}"), &[]).await?;
-                output::object(style, &draft)
+                let mut draft = client.get(&format!("/drafts/{id}"), &[]).await?;
+                if style.json {
+                    return output::object(style, &draft);
+                }
+                let difference = draft["difference"].take();
+                output::object(style, &draft)?;
+                if difference.is_null() {
+                    return Ok(());
+                }
+                output::line("\n--- text of the model\n+++ text of a person")?;
+                output::difference(&difference)
+            }
+            DraftCommand::Link { id } => {
+                let links = client.get(&format!("/drafts/{id}/link"), &[]).await?;
+                if style.json {
+                    return output::object(style, &links);
+                }
+                // Not as a table, which would break them.
+                for name in ["approve", "reject", "expires_at"] {
+                    let text = links[name].as_str().unwrap_or_default();
+                    output::line(&format!("{}: {text}", name.replace('_', " ")))?;
+                }
+                Ok(())
             }
             DraftCommand::Approve { id, content, version } => {
                 let content = content.as_deref().map(content_or_stdin).transpose()?;

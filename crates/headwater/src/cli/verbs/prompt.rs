@@ -147,16 +147,7 @@ impl PromptArgs {
                 }
                 output::line(&format!("--- version {}", found["from"]))?;
                 output::line(&format!("+++ version {}", found["to"]))?;
-                for line in found["lines"].as_array().into_iter().flatten() {
-                    let sign = match line["change"].as_str() {
-                        Some("removed") => "-",
-                        Some("added") => "+",
-                        _ => " ",
-                    };
-                    let text = line["text"].as_str().unwrap_or_default();
-                    output::line(&format!("{sign}{text}"))?;
-                }
-                Ok(())
+                output::difference(&found["lines"])
             }
             PromptCommand::Rollback { integration, to, expect } => {
                 let request = json!({"version": to, "expected_version": expect});

@@ -142,6 +142,23 @@ impl AuditLog {
         Ok(())
     }
 
+    /// Records the start of a change that no middleware sees; [`end_change`](Self::end_change) adds its status.
+    pub(super) async fn begin_change(
+        &self,
+        caller: &Principal,
+        client: Option<ClientAddress>,
+        method: &str,
+        path: &str,
+    ) -> Result<String, ApiError> {
+        let client = client.map(|client| client.ip().to_string()).unwrap_or_default();
+        self.begin(AuditRow::new(Some(caller), client, method, path)).await
+    }
+
+    /// Records the status of a change that [`begin_change`](Self::begin_change) has started.
+    pub(super) async fn end_change(&self, id: String, status: u16) {
+        self.end(id, status).await;
+    }
+
     /// Records the start of a change and returns the id of its entry.
     async fn begin(&self, entry: AuditRow) -> Result<String, ApiError> {
         let id = entry.id.clone();

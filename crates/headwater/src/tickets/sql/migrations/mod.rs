@@ -59,6 +59,18 @@ const MIGRATIONS: &[Migration] = &[
         postgres: include_str!("postgres/1009_metrics_history.sql"),
         sqlite: include_str!("sqlite/1009_metrics_history.sql"),
     },
+    Migration {
+        version: 1012,
+        description: "overdue drafts",
+        postgres: include_str!("postgres/1012_overdue_drafts.sql"),
+        sqlite: include_str!("sqlite/1012_overdue_drafts.sql"),
+    },
+    Migration {
+        version: 1017,
+        description: "runs of model runs",
+        postgres: include_str!("postgres/1017_runs_of_model_runs.sql"),
+        sqlite: include_str!("sqlite/1017_runs_of_model_runs.sql"),
+    },
 ];
 
 /// Applies what is missing. Idempotent; several processes may call it at once.
@@ -89,6 +101,8 @@ mod tests {
             "e0c901a1974559435bd4449830b334f68213e5de073db3a296a35390210e137c3dcde4fccd6a971eedfd62c3b7f8531a98276b3275d1090b2a47f38a2248fcab",
             "a59b3bb26cbb93bdf0fab37ceb77bbfa419b30d371f8a58ca14b0621e43d911d16549fd5c554d1edde33f7ad8f9240c2eb08ef3cea36f622f7401f9fcaadad21",
             "97d3feb9b891225a2e5e2151d5f46b7d8f9b83c7e08fc65f5f37bd0c27ed51dbf61875b0321d2dedaeffca1dcf702ecbb617ac1fa1411a50c5afff60f08bb3b1",
+            "a59dca791529f320f3764cbe642534f0289ad82e7307883465e60e099b6b90769b1c437fccfb4bd5c486c4cedaa9e420f52860272cfba59d74c316279f24e062",
+            "7f7c144dcefa38337bc9b21bf50c3acafbc0bd3dd46dc6880aed315189f5e58499e6dd17ebfd5ff824596d44ac90014885cc1dcafba8ef6dacfe342e61cb4e4b",
         ];
         assert_eq!(checksums, pinned, "do not change a migration: add one, and its checksum here");
     }
