@@ -19,6 +19,7 @@ use crate::cli::{self, advice, completion, supervise};
 use crate::config::{
     self, FILE, FILE_VARIABLE, RawSettings, ResolvedSettings, SecretsPolicy, SettingsError,
 };
+use crate::desk::LanguageModel;
 use crate::exit::CliError;
 use crate::http_client;
 use crate::outbound::notifications::{NotificationConfig, NotificationSink};
@@ -34,12 +35,16 @@ const LOG_LEVEL: &str = "log.level";
 pub struct Extensions {
     pub(crate) handler: Option<Arc<dyn IssueHandler>>,
     pub(crate) notifications: Vec<(NotificationConfig, Arc<dyn NotificationSink>)>,
+    pub(crate) model: Option<Arc<dyn LanguageModel>>,
+    pub(crate) routes: Option<axum::Router>,
 }
 
 impl std::fmt::Debug for Extensions {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Extensions")
             .field("has_handler", &self.handler.is_some())
+            .field("model", &self.model)
+            .field("has_routes", &self.routes.is_some())
             .field(
                 "notifications",
                 &self.notifications.iter().map(|one| &one.0).collect::<Vec<_>>(),
@@ -53,6 +58,25 @@ impl Extensions {
     #[must_use]
     pub fn handler(mut self, handler: impl IssueHandler) -> Self {
         self.handler = Some(Arc::new(handler));
+        self
+    }
+
+    /// Answers with `model` instead of the model of `model.url`: it is the endpoint `default`, with the prices of
+    /// `model.price_in` and `model.price_out`. `[[model.endpoint]]` sections are tried after it.
+    #[must_use]
+    pub fn model(mut self, model: impl LanguageModel + 'static) -> Self {
+        self.model = Some(Arc::new(model));
+        self
+    }
+
+    /// Serves these routes below `/x`, in `serve` only. Requests are authenticated, limited and audited like those of the API:
+    /// reading requires the role `read`, every other method `write`. They are not in `/openapi.json`.
+    #[must_use]
+    pub fn routes(mut self, routes: axum::Router) -> Self {
+        self.routes = Some(match self.routes.take() {
+            Some(others) => others.merge(routes),
+            None => routes,
+        });
         self
     }
 

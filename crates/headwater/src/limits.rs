@@ -59,6 +59,18 @@ pub const THREAD_ENTRIES_MAX: usize = 400;
 /// Maximum bytes of a conversation stored with an issue; the oldest entries are dropped.
 pub const THREAD_BYTES_MAX: usize = 512 * 1024;
 
+/// Maximum number of values that one run replaces by placeholders and restores.
+pub const REDACTED_VALUES_MAX: usize = 10_000;
+
+/// Maximum number of `[[redaction]]` sections.
+pub const REDACTION_PATTERNS_MAX: usize = 32;
+
+/// Maximum bytes of the pattern of a `[[redaction]]`.
+pub const REDACTION_PATTERN_BYTES_MAX: usize = 1000;
+
+/// Maximum bytes of an answer that listeners see while it is being written; the message that follows is complete.
+pub const PROVISIONAL_BYTES_MAX: usize = 16 * 1024;
+
 /// Maximum bytes of a conversation in a prompt; older entries are left out, and the prompt says how many.
 pub const PROMPT_THREAD_BYTES_MAX: usize = 96 * 1024;
 

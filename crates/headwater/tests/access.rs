@@ -308,6 +308,7 @@ async fn sending_to_system_streams_and_to_streams_of_other_programs_requires_the
         "wink:control:default",
         "wink:events:issue-1-run-1",
         "streaming:mq:retry:orders",
+        "streaming:mq:desk:provisional",
         "stream:topic:orders:p:0",
         "jobs",
     ] {

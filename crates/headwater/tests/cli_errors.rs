@@ -75,6 +75,7 @@ const VERBS: &[(&str, Requirement, &[&str])] = &[
     ("ticket new", Both, &["--title", "t", "--content", "c"]),
     ("ticket list", Database, &[]),
     ("ticket show", Database, &["6f1c1a35-5a0e-4f6f-8f43-3d1f7a1affff"]),
+    ("ticket follow", Both, &["6f1c1a35-5a0e-4f6f-8f43-3d1f7a1affff"]),
     ("ticket why", Database, &["6f1c1a35-5a0e-4f6f-8f43-3d1f7a1affff"]),
     ("ticket reply", Both, &["6f1c1a35-5a0e-4f6f-8f43-3d1f7a1affff", "--content", "c"]),
     ("ticket close", Both, &["6f1c1a35-5a0e-4f6f-8f43-3d1f7a1affff"]),

@@ -4,7 +4,8 @@ mod support;
 
 use std::time::Duration;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
+use futures_util::future::try_join_all;
 use serde_json::{Value, json};
 
 use crate::support::desk::{all_idle, answered, by, open};
@@ -165,5 +166,137 @@ async fn when_the_daily_token_budget_is_used_up_tickets_wait_and_none_is_lost() 
         let shown = answered(&server, &id(created)?, 1).await?;
         assert_eq!(by(&shown, "assistant"), [FakeModel::ANSWER]);
     }
+    Ok(())
+}
+
+/// What becomes of a ticket after the faults.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Expected {
+    /// The model answers.
+    Answer,
+    /// A person takes over.
+    Person,
+}
+
+/// Where a case sends its requests at first; afterwards the process is restarted with the address of the model.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum FirstAddress {
+    /// The model.
+    Right,
+    /// A host that does not exist.
+    NoSuchHost,
+    /// TLS at a port that does not speak it.
+    NoTls,
+}
+
+const JSON: &str = "application/json";
+const EVENTS: &str = "text/event-stream";
+
+/// A model that fails in one way, and then works.
+struct FaultCase {
+    word: &'static str,
+    faults: Vec<ModelFault>,
+    address: FirstAddress,
+    expected: Expected,
+}
+
+/// Runs one case on its own server: the ticket is answered once, nothing is quarantined, and nothing that was cut off is posted.
+async fn survives(case: &FaultCase) -> Result<()> {
+    let word = case.word;
+    let (model, url) = FakeModel::open((5, 5)).await?;
+    model.plan(word, &case.faults);
+    let place = ServerDir::new()?.variable("HEADWATER_MODEL_KEY", "a-secret-model-key");
+    // The first counted attempt would quarantine the issue.
+    let more = ["--worker-attempts", "1", "--model-idle-timeout", "1s", "--analytics-path", ""];
+    let first = match case.address {
+        FirstAddress::Right => url.clone(),
+        FirstAddress::NoSuchHost => "http://model.invalid/v1".to_owned(),
+        FirstAddress::NoTls => url.replace("http://", "https://"),
+    };
+    let mut server = desk(&place, &first, &more)?;
+    let created = open(&server, &format!("This is {word}.")).await?;
+    let (ticket, issue) = (id(&created)?, format!("/api/v1/issues/{}", created["issue_id"]));
+    if first != url {
+        let has_failed = |_: u16, issue: &Value| issue["last_error"].is_string();
+        let shown = server.until(&issue, has_failed).await?;
+        ensure!(shown["quarantined_at"].is_null(), "{word}: {shown:#}");
+        ensure!(server.stop()?.success(), "{word}: {}", server.log());
+        server = desk(&place, &url, &more)?;
+    }
+    let shown = answered(&server, &ticket, 1).await.context(word)?;
+    all_idle(&server).await?;
+    let path = format!("/api/v1/tickets/{ticket}");
+    let shown = match case.expected {
+        Expected::Answer => shown,
+        Expected::Person => server.until(&path, |_, body| body["handed_over"] == true).await?,
+    };
+    let answers = by(&shown, "assistant");
+    ensure!(answers.len() == 1, "{word}: {shown:#}");
+    match case.expected {
+        Expected::Answer => ensure!(answers == [FakeModel::ANSWER], "{word}: {shown:#}"),
+        Expected::Person => {
+            ensure!(answers[0].contains("A person will take over"), "{word}: {shown:#}")
+        }
+    }
+    let (_, issue) = server.get(&issue).await?;
+    ensure!(issue["attempts"] == 0 && issue["crashes"] == 0, "{word}: {issue:#}");
+    let (_, quarantined) = server.get("/api/v1/issues?quarantined=true").await?;
+    ensure!(quarantined["issues"] == json!([]), "{word}: {quarantined:#}");
+    let requests = model.requests(word).len();
+    let failures = case.faults.len();
+    ensure!(requests >= failures && requests <= failures + 4, "{word}: {requests} requests");
+    ensure!(!server.log().contains("a-secret-model-key"), "{word}: the key is in the log");
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn twenty_faults_of_a_model_quarantine_nothing_and_every_ticket_is_answered_once()
+-> Result<()> {
+    // Whoever follows a redirect to another host gives it the key.
+    let (elsewhere, elsewhere_url) = FakeModel::open((5, 5)).await?;
+    let elsewhere_url: &'static str =
+        Box::leak(format!("{elsewhere_url}/chat/completions").into_boxed_str());
+    let status = |status, body| ModelFault::Respond(status, JSON, body);
+    let message = r#"{"error":{"message":"failed"}}"#;
+    let parameter = r#"{"error":{"message":"Unknown parameter: 'x'.","code":"unknown_parameter"}}"#;
+    let denied = r#"{"error":{"message":"Incorrect API key provided","code":"invalid_api_key"}}"#;
+    let missing = r#"{"error":{"message":"The model `test-model` does not exist"}}"#;
+    let length = ModelFault::Finish("Half an ans", "length");
+    let of = |word, faults: Vec<ModelFault>| FaultCase {
+        word,
+        faults,
+        address: FirstAddress::Right,
+        expected: Expected::Answer,
+    };
+    // Four attempts are one run; the fifth failure meets the next run.
+    let lasting = |word, fault| of(word, vec![fault; 5]);
+    let cases = vec![
+        of("fault-400", vec![status(400, parameter)]),
+        of("fault-401", vec![status(401, denied)]),
+        of("fault-404", vec![status(404, missing)]),
+        lasting("fault-408", status(408, message)),
+        lasting("fault-429", ModelFault::RateLimit(0)),
+        lasting("fault-500", ModelFault::ServerError),
+        lasting("fault-502", ModelFault::Respond(502, "text/html", "<h1>Bad Gateway</h1>")),
+        lasting("fault-503", status(503, message)),
+        lasting("fault-529", status(529, message)),
+        lasting("fault-timeout", ModelFault::Stall),
+        lasting("fault-cut", ModelFault::HangUpMidAnswer),
+        lasting("fault-stalls", ModelFault::StallMidAnswer),
+        of("fault-garbage", vec![ModelFault::Respond(200, EVENTS, "data: {\"choices\": [\n\n")]),
+        of("fault-empty", vec![ModelFault::Respond(200, EVENTS, "data: [DONE]\n\n")]),
+        of("fault-length", vec![length; 2]),
+        FaultCase { expected: Expected::Person, ..of("fault-too-long", vec![length; 3]) },
+        FaultCase { expected: Expected::Person, ..of("fault-refusal", vec![ModelFault::Refusal]) },
+        of("fault-html", vec![ModelFault::Respond(200, "text/html", "<html>Log in</html>")]),
+        of("fault-redirect", vec![ModelFault::Redirect(elsewhere_url)]),
+        FaultCase { address: FirstAddress::NoSuchHost, ..of("fault-dns", vec![]) },
+        FaultCase { address: FirstAddress::NoTls, ..of("fault-tls", vec![]) },
+    ];
+    // Each has its own server, so that no circuit breaker is shared; a few at a time.
+    for some in cases.chunks(7) {
+        try_join_all(some.iter().map(survives)).await?;
+    }
+    assert!(elsewhere.requests("").is_empty(), "a redirect to another host was followed");
     Ok(())
 }

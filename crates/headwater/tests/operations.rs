@@ -221,10 +221,16 @@ fn every_command_from_a_webhook_to_a_comment_runs() {
 #[test]
 fn every_command_about_the_desk_runs() {
     let blocks = blocks(&document("docs/desk.md"));
-    assert!(blocks.len() >= 3, "{}", blocks.len());
-    let (script, free) = with_free_ports(&script(&blocks), &["8080"]);
+    assert!(blocks.len() >= 9, "{}", blocks.len());
+    let (script, free) = with_free_ports(&script(&blocks), &["8080", "8081", "9000"]);
     let out = run(&script, &[("HEADWATER_HTTP_LISTEN", &free[0])]);
-    for expected in ["Where is my parcel?", "open; answered", "is idle", "event: message"] {
+    for expected in [
+        "Where is my parcel?",
+        "open; answered",
+        "is idle",
+        "event: message",
+        "POST /repos/acme/shop/issues/42/comments It arrives today.",
+    ] {
         assert!(out.contains(expected), "no {expected:?} in {out}");
     }
 }

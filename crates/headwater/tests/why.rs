@@ -323,9 +323,38 @@ async fn every_run_is_counted(backends: &[&str]) {
     let number = |value: Value| value.as_u64().unwrap();
     // Three answers, and at least one failed run: four attempts of one call.
     assert!(number(runs) == 3 + number(unanswered.clone()), "{rows:?}");
-    assert!(number(unanswered) >= 1 && number(tokens_in) > 300, "{rows:?}");
+    assert!(number(unanswered) >= 1 && number(tokens_in.clone()) > 300, "{rows:?}");
     // A refusal reports no usage.
-    assert!(number(tokens_out) >= 20, "{rows:?}");
+    assert!(number(tokens_out.clone()) >= 20, "{rows:?}");
+
+    // The same for each issue; together they are what the report has.
+    let usage = |created: &Value| -> Value {
+        let id = created["issue_id"].to_string();
+        let shown = stdout(&dir, &[&["issue", "show", &id, "--json"][..], backends].concat());
+        let issue: Value = serde_json::from_str(&shown).unwrap();
+        let id = created["ticket_id"].as_str().unwrap();
+        let shown = stdout(&dir, &[&["ticket", "show", id, "--json"][..], backends].concat());
+        let ticket: Value = serde_json::from_str(&shown).unwrap();
+        assert_eq!(issue["usage"], ticket["usage"]);
+        let people = stdout(&dir, &[&["ticket", "show", id][..], backends].concat());
+        assert!(people.contains("tokens in"), "{people}");
+        issue["usage"].clone()
+    };
+    let plain = usage(&plain);
+    let expected = json!({"runs": 1, "unanswered": 0, "calls": 1, "tokens_in": 100, "tokens_out": 10, "cost": 110.0});
+    assert_eq!(plain, expected);
+    let failing = usage(&failing);
+    assert!(
+        failing["unanswered"].as_u64() >= Some(1) && failing["calls"].as_u64() >= Some(2),
+        "{failing}"
+    );
+    let all = [plain, usage(&refused), failing];
+    let sum = |name: &str| all.iter().map(|usage| usage[name].as_u64().unwrap()).sum::<u64>();
+    assert_eq!(
+        (sum("tokens_in"), sum("tokens_out")),
+        (number(tokens_in), number(tokens_out)),
+        "{all:?}"
+    );
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -107,7 +107,8 @@ fn or_untitled(title: &str) -> &str {
 }
 
 pub(crate) async fn show(screen: Screen, Path(ticket_id): Path<String>) -> Response {
-    let ticket = match screen.api.get(&format!("/tickets/{}", encoded(&ticket_id))).await {
+    let path = format!("/tickets/{}?provisional=true", encoded(&ticket_id));
+    let ticket = match screen.api.get(&path).await {
         Ok(ticket) => ticket,
         Err(error) => return screen.failed("Ticket", &error),
     };
@@ -153,6 +154,12 @@ fn conversation(ticket: &Value) -> Markup {
                 }
             }
         }
+        @if let Some(provisional) = ticket["provisional"].as_str() {
+            section aria-label="Provisional answer" {
+                p.quiet { strong { "Assistant" } " · writes this now, not sent yet" }
+                (message_text(provisional))
+            }
+        }
         @if !ticket["next_cursor"].is_null() {
             p.quiet { "Only the first messages are shown. " code { "headwater ticket show" } " prints all of them." }
         }
@@ -196,6 +203,7 @@ fn state(screen: &Screen, ticket: &Value, why: &Part) -> Markup {
             ("Updated", time(&ticket["updated_at"])),
             ("Issue", html! { a href={ "/console/issues/" (issue) } { (id(&issue)) } }),
             ("Ticket", id(field(ticket, "ticket_id"))),
+            ("Model", excerpt(&usage(&ticket["usage"]))),
         ]))
         div.buttons {
             @if is_open { (action(&screen.user, write, (&format!("{base}/close"), "Close ticket", ButtonStyle::Plain), &[])) }
@@ -214,6 +222,18 @@ fn state(screen: &Screen, ticket: &Value, why: &Part) -> Markup {
         @if ticket["handed_over"] == true { (hand_over(screen, ticket, &base)) }
         (why_panel(screen, why))
     }
+}
+
+/// What the models used for a ticket, in all of its runs.
+fn usage(usage: &Value) -> String {
+    let count = |name: &str| text::number(usage[name].as_u64().unwrap_or_default());
+    let cost = usage["cost"].as_f64().map_or(String::new(), |cost| format!(", cost {cost}"));
+    format!(
+        "{} runs, {} tokens in, {} out{cost}",
+        count("runs"),
+        count("tokens_in"),
+        count("tokens_out")
+    )
 }
 
 /// Since when, why and to whom a ticket is handed over.

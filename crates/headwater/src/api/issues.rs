@@ -27,6 +27,7 @@ use crate::http::body::{JsonBody, JsonResult};
 use crate::http::extract::{PathParams, QueryParams};
 use crate::http::paging;
 use crate::server::app_state::App;
+use crate::tickets::IssueUsage;
 
 /// Default and maximum issues of a page.
 const PAGE_DEFAULT: usize = 50;
@@ -129,10 +130,46 @@ fn bytes_of(issue: &Issue) -> usize {
 
 /// Show an issue.
 #[utoipa::path(get, path = "/issues/{id}", tag = "issues", params(("id" = i64, Path)),
-    responses((status = 200, body = IssueDto), (status = 404)))]
-async fn show(State(app): State<App>, PathParams(id): PathParams<i64>) -> JsonResult<IssueDto> {
+    responses((status = 200, body = IssueResponse), (status = 404)))]
+async fn show(
+    State(app): State<App>,
+    PathParams(id): PathParams<i64>,
+) -> JsonResult<IssueResponse> {
     let issue = app.store.issue(IssueId(id)).await?;
-    Ok(Json(to_dto(&issue.ok_or_else(|| not_found(id))?)))
+    let issue = to_dto(&issue.ok_or_else(|| not_found(id))?);
+    let usage = app.tickets.issue_usage(IssueId(id)).await?.into();
+    Ok(Json(IssueResponse { issue, usage }))
+}
+
+/// An issue, and what the models used for it.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct IssueResponse {
+    #[serde(flatten)]
+    issue: IssueDto,
+    usage: UsageDto,
+}
+
+/// What the models used for an issue: all runs, also those that failed or were superseded.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct UsageDto {
+    /// Runs, counted for each model that they called.
+    runs: i64,
+    /// Those of them that failed or were superseded.
+    unanswered: i64,
+    /// Calls of models.
+    calls: i64,
+    tokens_in: i64,
+    tokens_out: i64,
+    /// In the currency of the prices; `null` if no price is set.
+    cost: Option<f64>,
+}
+
+impl From<IssueUsage> for UsageDto {
+    fn from(usage: IssueUsage) -> Self {
+        let IssueUsage { runs, unanswered, calls, tokens_in, tokens_out, cost_micros } = usage;
+        let cost = cost_micros.map(|micros| micros as f64 / 1e6);
+        Self { runs, unanswered, calls, tokens_in, tokens_out, cost }
+    }
 }
 
 /// Filter of events.

@@ -13,8 +13,10 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 use uuid::Uuid;
 
+use crate::api::issues::UsageDto;
 use crate::api::tickets_sse;
 use crate::api::why::{self, WhyResponse};
+use crate::desk::provisional::ProvisionalAnswer;
 use crate::http::ApiError;
 use crate::http::auth::Principal;
 use crate::http::body::{JsonBody, JsonResult};
@@ -192,26 +194,50 @@ struct TicketMessagesQuery {
     limit: Option<usize>,
 }
 
+/// What to show of a ticket.
+#[derive(Debug, Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+struct TicketShowQuery {
+    /// Also the text so far of the answer that the model is writing, for callers that ask every second. Others use
+    /// `/tickets/{id}/events`.
+    provisional: Option<bool>,
+}
+
 /// A ticket with its first messages.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct TicketResponse {
     #[serde(flatten)]
     ticket: TicketDto,
+    usage: UsageDto,
+    /// With `provisional=true`: the text so far of the answer that the model is writing.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    provisional: Option<String>,
     messages: Vec<TicketMessageDto>,
     /// Cursor of further messages: pass it to `/messages`.
     next_cursor: Option<i64>,
 }
 
 /// Show a ticket with its first messages.
-#[utoipa::path(get, path = "/tickets/{id}", tag = "tickets", params(("id" = Uuid, Path)),
+#[utoipa::path(get, path = "/tickets/{id}", tag = "tickets", params(("id" = Uuid, Path), TicketShowQuery),
     responses((status = 200, body = TicketResponse), (status = 404)))]
 async fn show(
     State(app): State<App>,
     PathParams(id): PathParams<Uuid>,
+    QueryParams(query): QueryParams<TicketShowQuery>,
 ) -> JsonResult<TicketResponse> {
     let ticket = app.tickets.ticket(id).await?.ok_or(TicketError::NotFound(id))?;
     let TicketMessagePage { messages, next_cursor } = message_page(&app, id, 0, PAGE_MAX).await?;
-    Ok(Json(TicketResponse { ticket: ticket_to_dto(&ticket), messages, next_cursor }))
+    let usage = app.tickets.issue_usage(ticket.issue_id).await?.into();
+    let ticket = ticket_to_dto(&ticket);
+    let is_shown = query.provisional.unwrap_or_default();
+    let provisional = is_shown.then(|| app.provisional.peek(id)).flatten();
+    // Its message has replaced it.
+    let is_posted = |found: &ProvisionalAnswer| {
+        messages.iter().any(|message| message.message_id == found.message_id)
+    };
+    let provisional = provisional.filter(|found| !is_posted(found)).and_then(|found| found.content);
+    Ok(Json(TicketResponse { ticket, usage, provisional, messages, next_cursor }))
 }
 
 /// A page of messages.

@@ -1,9 +1,10 @@
-//! Server-sent events of one ticket: its messages and its status.
+//! Server-sent events of one ticket: its messages, its status, and the answer that is being written.
 //!
-//! Upstream: `tickets.rs`. Downstream: `tickets`. Guarantees: a client receives every message once and in order,
+//! Upstream: `tickets.rs`. Downstream: `tickets`, `desk/provisional.rs`. Guarantees: a client receives every message once and in order,
 //! starting with the first or after `Last-Event-ID`; messages of other processes arrive within a second. The stream
 //! ends at shutdown. In-process change notifications reduce latency; polling guarantees delivery: one query per second for all
-//! open streams of the process, and two more for a ticket that changed.
+//! open streams of the process, and two more for a ticket that changed. A provisional text is withdrawn before the message that
+//! replaces it, and at the latest when its writer was silent for some seconds.
 
 use std::collections::hash_map::Entry;
 use std::collections::{HashMap, VecDeque};
@@ -18,17 +19,18 @@ use futures_util::Stream;
 use futures_util::stream;
 use serde_json::json;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, broadcast};
-use tokio::time::sleep;
+use tokio::time::{Instant, sleep, sleep_until};
 use tracing::warn;
 use uuid::Uuid;
 
 use crate::api::tickets::message_to_dto;
+use crate::desk::provisional::{EXPIRES_AFTER, ProvisionalAnswer, ProvisionalListener};
 use crate::http::ApiError;
 use crate::http::extract::PathParams;
 use crate::limits::{LISTENERS_MAX, PAGE_MAX};
 use crate::server::app_state::App;
 use crate::server::shutdown_signal::ShutdownSignal;
-use crate::tickets::{Ticket, TicketError, TicketStatus, Tickets};
+use crate::tickets::{Author, Ticket, TicketError, TicketStatus, Tickets};
 
 /// Poll interval for changes made by other processes.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
@@ -133,11 +135,21 @@ struct TicketEventStream {
     after: i64,
     last_status: Option<(TicketStatus, bool)>,
     ready: VecDeque<Event>,
+    /// Whether the ticket may have changed since it was read.
+    has_changed: bool,
+    provisional: ProvisionalListener,
+    /// The message whose provisional text the client shows, and when it expires.
+    shown: Option<(Uuid, Instant)>,
+    /// The newest message of the model that was sent: updates of its text that arrive later are not.
+    answered: Option<Uuid>,
     shutdown: ShutdownSignal,
     _watched: WatchedTicket,
 }
 
 /// Stream messages and status changes as server-sent events; `Last-Event-ID` resumes an earlier stream.
+///
+/// `provisional` has the text so far of an answer that the model is writing, only if it will be posted without approval;
+/// `withdrawn` says that it is void: `discarded`, `replaced` by the `message` that follows, or `expired`.
 #[utoipa::path(get, path = "/tickets/{id}/events", tag = "tickets", params(("id" = Uuid, Path)),
     responses((status = 200, content_type = "text/event-stream", body = String), (status = 404),
         (status = 503, description = "Too many open event streams.")))]
@@ -168,6 +180,10 @@ pub(crate) async fn listen(
         after,
         last_status: None,
         ready: VecDeque::new(),
+        has_changed: true,
+        provisional: app.provisional.listen(ticket_id),
+        shown: None,
+        answered: None,
         shutdown: app.shutdown.clone(),
         _watched: watched,
     };
@@ -186,13 +202,46 @@ impl TicketEventStream {
             if self.shutdown.is_triggered() {
                 return None;
             }
-            if let Err(error) = self.poll().await {
-                warn!(ticket_id = %self.ticket_id, %error, "database unavailable, ticket event stream waits");
-                self.ready.clear();
-                sleep(POLL_INTERVAL).await;
-            } else if self.ready.is_empty() {
+            if self.has_changed {
+                if let Err(error) = self.poll().await {
+                    warn!(ticket_id = %self.ticket_id, %error, "database unavailable, ticket event stream waits");
+                    self.ready.clear();
+                    sleep(POLL_INTERVAL).await;
+                    continue;
+                }
+            }
+            if let Some(answer) = self.provisional.take() {
+                self.update(answer);
+            }
+            if self.ready.is_empty() {
                 self.wait().await;
             }
+        }
+    }
+
+    /// Shows or withdraws a provisional text.
+    fn update(&mut self, answer: ProvisionalAnswer) {
+        let ProvisionalAnswer { message_id, epoch, sequence, content, .. } = answer;
+        if self.answered == Some(message_id) {
+            return;
+        }
+        let is_shown = self.shown.is_some_and(|(shown, _)| shown == message_id);
+        if !is_shown || content.is_none() {
+            self.withdraw("discarded");
+        }
+        let Some(content) = content else { return };
+        self.shown = Some((message_id, Instant::now() + EXPIRES_AFTER));
+        let data = json!({
+            "message_id": message_id, "epoch": epoch, "sequence": sequence, "content": content,
+        });
+        self.ready.push_back(Event::default().event("provisional").data(data.to_string()));
+    }
+
+    /// Says that the provisional text is void, if the client shows one.
+    fn withdraw(&mut self, reason: &str) {
+        if let Some((message_id, _)) = self.shown.take() {
+            let data = json!({"message_id": message_id, "reason": reason}).to_string();
+            self.ready.push_back(Event::default().event("withdrawn").data(data));
         }
     }
 
@@ -200,7 +249,13 @@ impl TicketEventStream {
     async fn poll(&mut self) -> Result<(), TicketError> {
         let ticket = self.tickets.ticket(self.ticket_id).await?;
         let messages = self.tickets.messages(self.ticket_id, self.after, PAGE_MAX).await?;
+        // A full page may not be the last one.
+        self.has_changed = messages.len() >= PAGE_MAX;
         for message in &messages {
+            if message.author == Author::Assistant {
+                self.withdraw("replaced");
+                self.answered = Some(message.message_id);
+            }
             let data = json!(message_to_dto(message)).to_string();
             self.ready.push_back(
                 Event::default().event("message").id(message.seq.to_string()).data(data),
@@ -219,9 +274,18 @@ impl TicketEventStream {
 
     async fn wait(&mut self) {
         let shutdown = self.shutdown.clone();
+        let expires_at = self.shown.map(|(_, at)| at);
+        let expired = async {
+            match expires_at {
+                Some(at) => sleep_until(at).await,
+                None => std::future::pending().await,
+            }
+        };
         tokio::select! {
             () = shutdown.wait() => {}
-            () = changed(&mut self.changes, self.ticket_id) => {}
+            () = changed(&mut self.changes, self.ticket_id) => self.has_changed = true,
+            () = self.provisional.changed() => {}
+            () = expired => self.withdraw("expired"),
         }
     }
 }

@@ -178,7 +178,16 @@ impl ApiClient {
         path: &str,
         query: &[(&str, String)],
     ) -> Result<BoxStream<'static, Result<Value, CliError>>, CliError> {
-        Ok(data_of_events(self.stream(Method::GET, path, query, None).await?).boxed())
+        Ok(self.named_events(path, query).await?.map_ok(|(_, data)| data).boxed())
+    }
+
+    /// GET: the names and data of server-sent events.
+    pub(super) async fn named_events(
+        &self,
+        path: &str,
+        query: &[(&str, String)],
+    ) -> Result<BoxStream<'static, Result<(String, Value), CliError>>, CliError> {
+        Ok(parse_events(self.stream(Method::GET, path, query, None).await?).boxed())
     }
 
     /// GET: the lines of the response.
@@ -466,10 +475,10 @@ pub(super) fn error_in_line(line: &Value) -> Option<CliError> {
     })
 }
 
-/// The JSON data of each server-sent event.
-fn data_of_events(
+/// The name and the JSON data of each server-sent event.
+fn parse_events(
     chunks: BoxStream<'static, Result<Bytes, CliError>>,
-) -> impl futures_util::Stream<Item = Result<Value, CliError>> {
+) -> impl futures_util::Stream<Item = Result<(String, Value), CliError>> {
     split_on(chunks, b"\n\n").filter_map(|event| async {
         let text = match event {
             Ok(text) => text,
@@ -480,7 +489,9 @@ fn data_of_events(
         if data.is_empty() {
             return None;
         }
-        let value = serde_json::from_str(&data.join("\n"));
+        let name = text.lines().find_map(|line| line.strip_prefix("event:"));
+        let name = name.unwrap_or("message").trim().to_owned();
+        let value = serde_json::from_str(&data.join("\n")).map(|value| (name, value));
         Some(value.map_err(|error| CliError::new(format!("invalid JSON in event: {error}"))))
     })
 }
@@ -542,15 +553,18 @@ mod tests {
 
     #[tokio::test]
     async fn events_are_parsed_across_any_chunk_boundary() {
-        let whole = ": hello\n\nevent: message\ndata: {\"n\":1}\n\ndata: {\"n\":\ndata: 2}\n\n";
+        let whole = ": hello\n\nevent: status\ndata: {\"n\":1}\n\ndata: {\"n\":\ndata: 2}\n\n";
         for size in 1..whole.len() {
             let chunks: Vec<_> = whole
                 .as_bytes()
                 .chunks(size)
                 .map(|chunk| Ok(Bytes::copy_from_slice(chunk)))
                 .collect();
-            let events = data_of_events(futures_util::stream::iter(chunks).boxed());
-            let numbers: Vec<_> = events.map(|event| event.unwrap()["n"].clone()).collect().await;
+            let events = parse_events(futures_util::stream::iter(chunks).boxed());
+            let events: Vec<_> = events.map(Result::unwrap).collect().await;
+            let (names, numbers): (Vec<_>, Vec<_>) =
+                events.into_iter().map(|(name, data)| (name, data["n"].clone())).unzip();
+            assert_eq!(names, ["status", "message"], "cut into {size}");
             assert_eq!(numbers, [1, 2], "cut into {size}");
         }
     }

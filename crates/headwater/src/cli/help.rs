@@ -79,6 +79,7 @@ pub(super) const VERBS: &[VerbHelp] = &[
     verb("ticket new", BOTH, &["ticket new --title 'Wi-Fi' --content 'It is slow.' --user ada"]),
     verb("ticket list", DATABASE, &["ticket list --status open --user ada", "ticket list --handed-over --unassigned"]),
     verb("ticket show", DATABASE, &["ticket show 6f1c1a35"]),
+    verb("ticket follow", BOTH, &["ticket follow 6f1c1a35", "ticket follow 6f1c1a35 --json --count 2"]),
     verb("ticket why", DATABASE, &["ticket why 6f1c1a35"]),
     verb("ticket reply", BOTH, &["ticket reply 6f1c1a35 --content 'We look into it.'"]),
     verb("ticket take", DATABASE, &["ticket take 6f1c1a35"]),

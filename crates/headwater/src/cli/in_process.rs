@@ -24,6 +24,7 @@ use crate::api::{self, Operations};
 use crate::cli::local_audit::{self, LocalAuditLog};
 use crate::config::{BusSettings, Settings};
 use crate::desk::build;
+use crate::desk::provisional::ProvisionalAnswers;
 use crate::exit::CliError;
 use crate::http::BackgroundJobs;
 use crate::http::audit::{self, AuditLog};
@@ -151,6 +152,7 @@ impl InProcessApi {
         if let Some(app) = app {
             app.shutdown.trigger();
             app.background_jobs.close().await;
+            app.provisional.close().await;
         }
         drop((routes, operations));
         if let Some(log) = log {
@@ -195,6 +197,7 @@ async fn app(
         webhook_log: WebhookLog::default(),
         history: Arc::new(MetricsHistory::of_command()),
         listeners: SseListeners::default(),
+        provisional: ProvisionalAnswers::new(streams),
         shutdown: ShutdownSignal::default(),
     };
     Ok((bus, Arc::new(app)))

@@ -37,6 +37,10 @@ pub(crate) fn as_text(loaded: &ResolvedSettings) -> String {
     for one in &loaded.settings.notifications {
         let _ = writeln!(text, "[[notification]] {}  ({location})", describe_notification(one));
     }
+    for one in &loaded.settings.redactions {
+        let (name, pattern) = (&one.name, &one.pattern);
+        let _ = writeln!(text, "[[redaction]] name={name} pattern={pattern}  ({location})");
+    }
     for token in &loaded.settings.tokens {
         let (name, role) = (&token.name, token.role.as_str());
         let of = token.integrations.as_ref().map(|all| format!(" integrations={}", all.join(",")));
@@ -187,9 +191,15 @@ pub(crate) fn as_json(loaded: &ResolvedSettings) -> String {
             })
         })
         .collect();
+    let redactions: Vec<_> = loaded
+        .settings
+        .redactions
+        .iter()
+        .map(|one| json!({"name": one.name, "pattern": one.pattern}))
+        .collect();
     let all = json!({
         "settings": values, "integrations": integrations, "endpoints": endpoints,
-        "notifications": notifications, "tokens": tokens,
+        "notifications": notifications, "redactions": redactions, "tokens": tokens,
     });
     format!("{all:#}")
 }
@@ -304,6 +314,15 @@ Each `[[notification]]` section forwards events to a receiver, as signed webhook
 | `timeout` | timeout of one attempt, at most `10s`, which is the default |
 | `from` | `now` (default): events after the first start with this id; `beginning`: also those that the stream still has |
 
+## Redactions
+
+Each `[[redaction]]` section is a pattern of text that no model sees, beside those of `desk.redact`; see [desk.md](desk.md#redaction).
+
+| field | description |
+|---|---|
+| `name` | unique name, in placeholders: `order` gives `[ORDER_1]`; 1 to 32 of `a-z`, `0-9` and `_` |
+| `pattern` | a regular expression of the [regex](https://docs.rs/regex) crate, at most 1000 bytes; there may be 32 sections |
+
 ## Tokens
 
 Each `[[token]]` section defines a bearer token for the HTTP API (`Authorization: Bearer TOKEN`). Without tokens, every
@@ -338,6 +357,10 @@ id = \"crm\"
 url = \"https://crm.example/hooks/tickets\"
 secret_env = \"CRM_SECRET\"
 events = [\"TICKET_CREATED\", \"TICKET_CLOSED\"]
+
+[[redaction]]
+name = \"order\"
+pattern = 'ORD-[0-9]{6}'
 
 [[token]]
 name = \"operations\"

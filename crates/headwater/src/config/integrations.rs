@@ -12,6 +12,7 @@ use serde::Deserialize;
 use crate::config::endpoints::{self, CheckedModelEndpoint, RawModelEndpoint};
 use crate::config::error::SettingsError;
 use crate::config::notifications::{NotificationSettings, RawNotification};
+use crate::config::redactions::RedactionSettings;
 use crate::config::tokens::{RawToken, TokenSettings};
 use crate::config::value_type::ValueType;
 use crate::desk::{ModeRule, ReplyMode};
@@ -119,6 +120,7 @@ pub(crate) struct Lists {
     pub(crate) notifications: Vec<NotificationSettings>,
     pub(crate) tokens: Vec<TokenSettings>,
     pub(crate) endpoints: Vec<CheckedModelEndpoint>,
+    pub(crate) redactions: Vec<RedactionSettings>,
 }
 
 /// Whether the command needs the secrets of the settings.
@@ -139,6 +141,8 @@ pub(crate) struct ListSections {
     notifications: Vec<RawNotification>,
     #[serde(default, rename = "token")]
     tokens: Vec<RawToken>,
+    #[serde(default, rename = "redaction")]
+    redactions: Vec<RedactionSettings>,
     /// `endpoint` of the section `model`.
     #[serde(default, rename = "model.endpoint")]
     endpoints: Vec<RawModelEndpoint>,
@@ -288,7 +292,8 @@ impl ListSections {
                     "two [[token]] sections have the same token; each must be unique",
                 )
             })?;
-        Ok(Lists { integrations, notifications, tokens, endpoints })
+        let redactions = self.redactions;
+        Ok(Lists { integrations, notifications, tokens, endpoints, redactions })
     }
 }
 

@@ -12,6 +12,7 @@ mod error;
 mod integrations;
 mod notifications;
 mod redact;
+mod redactions;
 mod sources;
 mod table;
 mod tokens;
@@ -27,6 +28,7 @@ use headwater_stream::Retention;
 use secrecy::{ExposeSecret, SecretString};
 
 use crate::desk::draft_links::DraftLinks;
+use crate::desk::redaction::RedactionRules;
 use crate::desk::{DeskConfig, Prices, SearchScope, TokenBudget};
 use crate::server::stream_options::PasswordSource;
 
@@ -39,6 +41,7 @@ pub(crate) use crate::config::integrations::{
 use crate::config::integrations::{ListSections, Lists};
 pub(crate) use crate::config::notifications::{NotificationFormat, NotificationSettings};
 pub(crate) use crate::config::redact::url as shown_url;
+pub(crate) use crate::config::redactions::RedactionSettings;
 pub(crate) use crate::config::sources::{FILE_VARIABLE, RawSettings, SettingSource, SettingValues};
 pub(crate) use crate::config::table::{Setting, TABLE};
 pub(crate) use crate::config::tokens::{Role, TokenSettings};
@@ -105,6 +108,10 @@ pub(crate) struct Settings {
     pub(crate) integrations: Vec<IntegrationSettings>,
     /// Receivers of ticket events.
     pub(crate) notifications: Vec<NotificationSettings>,
+    /// What is replaced by placeholders before a model sees it.
+    pub(crate) redaction: Arc<RedactionRules>,
+    /// The custom patterns of it.
+    pub(crate) redactions: Vec<RedactionSettings>,
     /// Tokens. Empty: every local client is an admin.
     pub(crate) tokens: Vec<TokenSettings>,
     /// Name, value, source and description of each setting, without secrets.
@@ -313,7 +320,7 @@ pub(crate) fn load(
         }
         None => (toml::Table::new(), None),
     };
-    let lists = ["integration", "notification", "token"].into_iter();
+    let lists = ["integration", "notification", "redaction", "token"].into_iter();
     let mut lists: toml::Table =
         lists.filter_map(|list| Some((list.to_owned(), file.remove(list)?))).collect();
     match file.get_mut("model") {
@@ -348,7 +355,7 @@ fn unreadable(path: &std::path::Path, error: &toml::de::Error) -> SettingsError 
 impl Settings {
     fn from_values(
         values: &SettingValues,
-        Lists { integrations, notifications, tokens, endpoints }: Lists,
+        Lists { integrations, notifications, tokens, endpoints, redactions }: Lists,
     ) -> Result<Self, SettingsError> {
         let read = SettingsReader(values);
         let http = HttpSettings {
@@ -458,6 +465,8 @@ impl Settings {
             telemetry,
             integrations,
             notifications,
+            redaction: Arc::new(redactions::rules(&redactions, read.text("desk.redact"))?),
+            redactions,
             tokens,
             shown: Arc::new(docs::shown(values)),
         };

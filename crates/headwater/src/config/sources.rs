@@ -204,6 +204,12 @@ fn flatten(
                 toml::Value::Integer(number) => number.to_string(),
                 toml::Value::Float(number) => number.to_string(),
                 toml::Value::Boolean(switch) => switch.to_string(),
+                toml::Value::Array(words)
+                    if matches!(setting.value_type, ValueType::Words(_))
+                        && words.iter().all(toml::Value::is_str) =>
+                {
+                    words.iter().filter_map(toml::Value::as_str).collect::<Vec<_>>().join(",")
+                }
                 other => {
                     let kind = format!("{} in {location}", other.type_str());
                     return Err(SettingsError::wrong_type(setting, &kind));

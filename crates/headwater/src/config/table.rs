@@ -8,6 +8,7 @@
 use std::time::Duration;
 
 use crate::config::value_type::ValueType;
+use crate::desk::redaction::BUILT_IN;
 
 /// One setting.
 #[derive(Debug)]
@@ -146,6 +147,8 @@ pub(crate) const TABLE: &[Setting] = &[
         "How many times in a row newer events may supersede a run of the desk before it must finish."),
     setting("desk.search", "own", ValueType::Choice(&["own", "all"]),
         "Which earlier tickets the model may search: `own` (those of the same user) or `all`."),
+    setting("desk.redact", "", ValueType::Words(BUILT_IN),
+        "Personal data that is replaced by placeholders before a model sees it, and restored in its reply. `[[redaction]]` sections add patterns. Empty: only those."),
     setting("desk.link_secret", "", ValueType::Secret,
         "Secret that signs links which approve or reject a draft without a token, at least 16 characters. Empty: there are no such links. A new secret ends all links."),
     setting("desk.draft_link_ttl", "1d", ValueType::Time { min: seconds(1), max: seconds(90 * 86_400) },

@@ -42,6 +42,8 @@ pub(crate) enum ValueType {
     Switch,
     /// One of these words.
     Choice(&'static [&'static str]),
+    /// Some of these words, separated by commas.
+    Words(&'static [&'static str]),
     /// A log filter.
     Filter,
     /// Any text.
@@ -80,6 +82,10 @@ impl ValueType {
             Self::Time { min, max } => format!("a duration from {} to {}, such as `800ms`, `5s`, `2m` or `1h`", show_time(*min), show_time(*max)),
             Self::Switch => "`true` or `false`".to_owned(),
             Self::Choice(words) => words.iter().map(|word| format!("`{word}`")).collect::<Vec<_>>().join(", "),
+            Self::Words(words) => {
+                let words = words.iter().map(|word| format!("`{word}`")).collect::<Vec<_>>().join(", ");
+                format!("some of {words}, separated by commas")
+            }
             Self::Filter => "a level (`error`, `warn`, `info`, `debug`, `trace`), or directives such as `info,headwater_issue=debug`".to_owned(),
             Self::Text | Self::Secret => "any text".to_owned(),
         }
@@ -105,6 +111,7 @@ impl ValueType {
             }
             Self::Switch => ["true", "false"].contains(&value),
             Self::Choice(words) => words.contains(&value),
+            Self::Words(words) => value.split(',').all(|word| words.contains(&word.trim())),
             Self::Filter => !value.is_empty() && EnvFilter::try_new(value).is_ok(),
             Self::Text | Self::Secret => !value.contains('\0'),
         };

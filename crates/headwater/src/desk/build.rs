@@ -19,9 +19,10 @@ use secrecy::{ExposeSecret, SecretString};
 use tracing::warn;
 
 use crate::config::{
-    BusSettings, GithubAppSettings, IntegrationSettings, ModelEndpointSettings, ModelSettings,
-    Provider, Settings,
+    BusSettings, DEFAULT_ENDPOINT, GithubAppSettings, IntegrationSettings, ModelEndpointSettings,
+    ModelSettings, Provider, Settings,
 };
+use crate::desk::provisional::ProvisionalAnswers;
 use crate::desk::{
     Desk, DeskReply, IntegrationPolicy, LanguageModel, Ledger, ModelEndpoint, OpenAiConfig,
     OpenAiModel, ReplyTarget, ScriptedModel, TicketSearch,
@@ -43,6 +44,8 @@ pub(crate) struct DeskServices {
     pub(crate) ticket_events: TicketEventsConsumer,
     pub(crate) bus: Arc<StreamedBus>,
     pub(crate) sessions: Arc<Sessions>,
+    /// Answers that are being written.
+    pub(crate) provisional: ProvisionalAnswers,
 }
 
 impl DeskServices {
@@ -54,6 +57,7 @@ impl DeskServices {
         streams: &Arc<dyn Backend>,
         nudger: &Nudger,
         confirmations: &CommitVerifier,
+        own_model: Option<Arc<dyn LanguageModel>>,
     ) -> Result<Self> {
         let config = settings.desk;
         let tickets =
@@ -61,7 +65,8 @@ impl DeskServices {
         let tickets = tickets.context("opening the ticket tables")?;
         let tickets = tickets.with_confirmations(confirmations.clone());
         let (bus, sessions) = sessions(streams, &settings.bus, settings.retention.sessions).await?;
-        let models = models(&settings.models)?;
+        let models = models(settings, own_model)?;
+        let provisional = ProvisionalAnswers::new(streams);
         let first = models.first().context("no model is configured")?;
         let desk = Desk::new(
             Arc::clone(&first.model),
@@ -74,7 +79,9 @@ impl DeskServices {
             .with_models(models)
             .with_policies(settings.integrations.iter().map(policy).collect())
             .with_drafts(Arc::new(tickets.clone()))
-            .with_prompts(Arc::new(tickets.clone()));
+            .with_prompts(Arc::new(tickets.clone()))
+            .with_provisional(provisional.clone())
+            .with_redaction(Arc::clone(&settings.redaction));
         let control = bus.control_stream().clone();
         let publisher =
             TicketEventsPublisher::new(Arc::clone(streams), control, Arc::clone(&sessions));
@@ -89,7 +96,8 @@ impl DeskServices {
             Arc::clone(streams),
             settings.desk_reclaim_idle,
         );
-        Ok(Self { tickets, desk: Arc::new(desk), delivery, ticket_events, bus, sessions })
+        let desk = Arc::new(desk);
+        Ok(Self { tickets, desk, delivery, ticket_events, bus, sessions, provisional })
     }
 }
 
@@ -118,15 +126,20 @@ pub(crate) async fn close(bus: Arc<StreamedBus>) {
     }
 }
 
-/// The configured models, in the order in which they are tried.
-fn models(settings: &[ModelEndpointSettings]) -> Result<Vec<ModelEndpoint>> {
-    let has_fallback = settings.len() > 1;
+/// The models, in the order in which they are tried: the configured ones, with `own` instead of the default one.
+fn models(settings: &Settings, own: Option<Arc<dyn LanguageModel>>) -> Result<Vec<ModelEndpoint>> {
+    let has_own = own.is_some();
+    let is_replaced = |one: &&ModelEndpointSettings| has_own && one.id == DEFAULT_ENDPOINT;
+    let configured: Vec<_> = settings.models.iter().filter(|one| !is_replaced(one)).collect();
+    let has_fallback = configured.len() > 1 || has_own;
     let build = |one: &ModelEndpointSettings| {
         let model = model(&one.model, has_fallback);
         let model = model.with_context(|| format!("model endpoint `{}`", one.id))?;
         Ok(ModelEndpoint { id: one.id.clone(), model, prices: one.prices })
     };
-    settings.iter().map(build).collect()
+    let prices = settings.desk.prices;
+    let own = own.map(|model| Ok(ModelEndpoint { id: DEFAULT_ENDPOINT.to_owned(), model, prices }));
+    own.into_iter().chain(configured.into_iter().map(build)).collect()
 }
 
 /// A configured model. With a fallback, a failed call is not repeated: the next endpoint is called instead.

@@ -15,17 +15,16 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
-use headwater_issue::{
-    DebounceWindow, HandlerError, Issue, IssueError, IssueHandler, OnNewEvent, Resolution, Run,
-    Store, WorkerConfig,
-};
+use headwater_issue::{HandlerError, Issue, IssueError, IssueHandler, Resolution, Run, Store};
 use metrics::counter;
 use serde_json::json;
 use tracing::{info, warn};
+use uuid::Uuid;
 
 use crate::desk::breaker::CallPermit;
-use crate::desk::budget::{self, Ledger, ModelRunResult, TokenBudget, TokenReservation};
+use crate::desk::budget::{self, Ledger, ModelRunResult, TokenReservation};
 use crate::desk::conversation::{Conversation, ConversationEntry};
+use crate::desk::desk_config::DeskConfig;
 use crate::desk::draft::{DraftLookup, DraftOutcome};
 use crate::desk::model::{
     Fault, IncompleteReason, LanguageModel, ModelAnswer, ModelError, ModelPrompt, TokenUsage, Turn,
@@ -35,15 +34,17 @@ use crate::desk::model_endpoints::{
     DEFAULT_MODEL, GuardedModel, MODEL_FALLBACKS, ModelEndpoint, ModelEndpointState,
     ModelEndpoints, NoEndpoint, UnansweredCall,
 };
-use crate::desk::model_runs::{ModelRunRecord, Prices};
+use crate::desk::model_runs::ModelRunRecord;
 use crate::desk::policy::{self, IntegrationPolicy};
 use crate::desk::prompt::{self, SystemPrompt};
 use crate::desk::prompt_template::PromptValues;
 use crate::desk::prompt_versions::{PromptSource, PromptVersions};
-use crate::desk::resolution::{ModelOutcome, record_only, resolve};
+use crate::desk::provisional::{ProvisionalAnswers, ProvisionalWriter};
+use crate::desk::redaction::{Redaction, RedactionRules};
+use crate::desk::resolution::{ModelOutcome, answer_context, record_only, resolve};
 use crate::desk::session::{RunSession, StepWriter};
 use crate::desk::token_reservations::{OpenReservation, ReservationOutcome, TokenAccounting};
-use crate::desk::tools::{self, SearchScope, TicketSearch};
+use crate::desk::tools::{self, TicketSearch};
 use crate::limits::{
     OUTPUT_LIMIT_RAISES_MAX, PROMPT_THREAD_BYTES_MAX, PROMPT_THREAD_BYTES_MIN, TOOL_ROUNDS_MAX,
 };
@@ -60,67 +61,6 @@ const FAILING_MODEL_PAUSE_MAX: Duration = Duration::from_secs(300);
 /// Pause before a failed heartbeat is repeated.
 const HEARTBEAT_RETRY_PAUSE: Duration = Duration::from_millis(250);
 
-/// Settings of the desk.
-#[derive(Clone, Copy, Debug)]
-pub struct DeskConfig {
-    /// Debounce: a run starts when no event has arrived for this long. Default: 800 ms.
-    pub quiet: Duration,
-    /// Upper bound of the debounce delay. Default: 5 s.
-    pub max_wait: Duration,
-    /// Maximum events per run. Default: 200.
-    pub events_max: usize,
-    /// How many runs in a row newer events may supersede; the next run is finished. Default: 5.
-    pub supersede_max: u32,
-    /// Maximum tokens of one answer. An answer that reaches it is requested again with four times as many, at most
-    /// twice. Default: 1024.
-    pub output_tokens_max: u32,
-    /// Minimum pause before a run calls a failing model again. Such a run counts no attempt.
-    /// Default: 5 s.
-    pub unreachable_pause: Duration,
-    /// Token limits.
-    pub budget: TokenBudget,
-    /// Which tickets the model may search. Default: those of the same user.
-    pub search: SearchScope,
-    /// Price of the tokens of the model of [`Desk::new`].
-    pub prices: Prices,
-}
-
-impl Default for DeskConfig {
-    fn default() -> Self {
-        Self {
-            quiet: Duration::from_millis(800),
-            max_wait: Duration::from_secs(5),
-            events_max: 200,
-            supersede_max: 5,
-            output_tokens_max: 1024,
-            unreachable_pause: Duration::from_secs(5),
-            budget: TokenBudget::default(),
-            search: SearchScope::default(),
-            prices: Prices::default(),
-        }
-    }
-}
-
-impl DeskConfig {
-    /// The debounce window for recorders of desk events.
-    pub fn debounce_window(&self) -> DebounceWindow {
-        DebounceWindow {
-            quiet_for: self.quiet,
-            max_wait: self.max_wait,
-            events_max: self.events_max,
-        }
-    }
-
-    /// Settings of a worker that runs the desk; everything else as in `others`.
-    pub fn worker(&self, others: WorkerConfig) -> WorkerConfig {
-        WorkerConfig {
-            events_max: self.events_max,
-            on_new_event: OnNewEvent::Supersede { times_max: self.supersede_max },
-            ..others
-        }
-    }
-}
-
 /// Answers issues with a language model.
 pub struct Desk {
     models: ModelEndpoints,
@@ -132,6 +72,9 @@ pub struct Desk {
     policies: HashMap<String, IntegrationPolicy>,
     drafts: Option<Arc<dyn DraftLookup>>,
     prompts: Option<PromptVersions>,
+    provisional: Option<ProvisionalAnswers>,
+    /// Without it, nothing is redacted.
+    redaction: Option<Arc<RedactionRules>>,
 }
 
 impl std::fmt::Debug for Desk {
@@ -147,6 +90,7 @@ struct ModelCall<'a> {
     /// The author of the newest message, whose budget is charged.
     author: Option<&'a ConversationEntry>,
     may_be_empty: bool,
+    provisional: Option<&'a ProvisionalWriter>,
 }
 
 /// Why a run ends without an answer of the model.
@@ -178,8 +122,18 @@ impl Desk {
         let (accounting, step_writer) = (TokenAccounting::new(ledger), StepWriter::new(store));
         let default = ModelEndpoint { id: DEFAULT_MODEL.to_owned(), model, prices: config.prices };
         let models = ModelEndpoints::new(vec![default], config.unreachable_pause);
-        let (policies, drafts, prompts) = (HashMap::new(), None, None);
-        Self { models, search, accounting, step_writer, config, policies, drafts, prompts }
+        Self {
+            models,
+            search,
+            accounting,
+            step_writer,
+            config,
+            policies: HashMap::new(),
+            drafts: None,
+            prompts: None,
+            provisional: None,
+            redaction: None,
+        }
     }
 
     /// Sets the models, in the order in which runs try them, instead of the one of [`new`](Self::new). A run goes on with the
@@ -214,6 +168,35 @@ impl Desk {
         Self { prompts: Some(PromptVersions::new(prompts)), ..self }
     }
 
+    /// Sets where listeners of tickets see answers while they are being written. Without it, they do not.
+    pub(crate) fn with_provisional(self, provisional: ProvisionalAnswers) -> Self {
+        Self { provisional: Some(provisional), ..self }
+    }
+
+    /// Sets what is replaced by placeholders before the model sees it.
+    pub(crate) fn with_redaction(self, rules: Arc<RedactionRules>) -> Self {
+        Self { redaction: Some(rules), ..self }
+    }
+
+    /// Shows the answer to the listeners of the ticket while the model writes it, if it is certain to be posted.
+    fn provisional_writer(
+        &self,
+        run: &Run,
+        conversation: &Conversation,
+        policy: &IntegrationPolicy,
+        message_id: Uuid,
+        redaction: &Redaction,
+    ) -> Option<ProvisionalWriter> {
+        let provisional = self.provisional.as_ref().filter(|_| run.issue().provider == "desk")?;
+        if !policy.is_certainly_auto(&answer_context(conversation, &[])) {
+            return None;
+        }
+        let ticket_id = Uuid::parse_str(&run.issue().external_issue_id).ok()?;
+        let redaction = redaction.clone();
+        let to_shown = move |text: &str| redaction.restore_beginning(text);
+        Some(provisional.write((ticket_id, message_id, run.epoch().0), to_shown))
+    }
+
     /// The prompt of the integration of an issue. If it is unknown, the run is deferred without an attempt.
     async fn system_prompt(&self, issue: &Issue) -> Result<SystemPrompt, HandlerError> {
         let Some(prompts) = &self.prompts else { return Ok(SystemPrompt::built_in()) };
@@ -243,7 +226,16 @@ impl Desk {
     /// Waits a bounded time for pending token settlements, and until the sessions of runs without a result are stored.
     /// Call it after the last run has ended.
     pub async fn close(&self) {
-        tokio::join!(self.accounting.wait_until_settled(), self.step_writer.close());
+        let closing_provisional = async {
+            if let Some(provisional) = &self.provisional {
+                provisional.close().await;
+            }
+        };
+        tokio::join!(
+            self.accounting.wait_until_settled(),
+            self.step_writer.close(),
+            closing_provisional
+        );
     }
 
     /// Calls the model, and the tools it requests, until it answers without a tool call.
@@ -254,10 +246,13 @@ impl Desk {
         conversation: &Conversation,
         session: &RunSession<'_>,
         record: &mut ModelRunRecord<'_>,
+        (redaction, provisional): (&Redaction, Option<&ProvisionalWriter>),
     ) -> Result<ModelOutcome, Stop> {
+        // Only the model and the session see placeholders; tools, budgets and replies have the values.
+        let redacted = redaction.conversation(conversation);
         let specs = tools::specs(run.issue());
         let tokens_max = self.config.output_tokens_max;
-        let mut prompt = prompt::render(system, conversation, specs.clone(), tokens_max);
+        let mut prompt = prompt::render(system, &redacted, specs.clone(), tokens_max);
         let inputs = json!({
             "prompt_version": system.version,
             "issue_id": run.issue().id.0, "epoch": run.epoch().0, "attempt": run.attempt(),
@@ -272,7 +267,7 @@ impl Desk {
                 prompt.tools.clear();
             }
             let may_be_empty = !outcome.effects.is_empty();
-            let call = ModelCall { run, prompt: &prompt, author, may_be_empty };
+            let call = ModelCall { run, prompt: &prompt, author, may_be_empty, provisional };
             let completing = self.complete(&call, &mut endpoints, session, record);
             let answer = match completing.await {
                 Ok(answered) => answered,
@@ -280,7 +275,7 @@ impl Desk {
                     if thread_bytes_max > PROMPT_THREAD_BYTES_MIN =>
                 {
                     thread_bytes_max /= 2;
-                    prompt::trim(&mut prompt, conversation, thread_bytes_max);
+                    prompt::trim(&mut prompt, &redacted, thread_bytes_max);
                     continue;
                 }
                 // The service accepted the lower limit, and does not allow this one.
@@ -306,7 +301,7 @@ impl Desk {
                 }
                 None => {}
             }
-            outcome.text = answer.text.clone();
+            outcome.text = redaction.restore(&answer.text);
             if answer.calls.is_empty() {
                 return Ok(outcome);
             }
@@ -323,7 +318,9 @@ impl Desk {
             for call in &answer.calls {
                 let user = conversation.user_id.as_deref();
                 let (search, scope) = (self.search.as_ref(), self.config.search);
-                let result = tools::call(call, &specs, run.issue(), search, scope, user).await;
+                let real = redaction.restore_call(call);
+                let result = tools::call(&real, &specs, run.issue(), search, scope, user).await;
+                let result = redaction.redact_outcome(result);
                 session.record_tool_call(call, &result);
                 outcome.tools.push(call.name.clone());
                 let content = result.content;
@@ -457,7 +454,7 @@ impl Desk {
     /// Calls one endpoint once, within the token budgets.
     async fn call_endpoint(
         &self,
-        &ModelCall { run, prompt, author, may_be_empty }: &ModelCall<'_>,
+        &ModelCall { run, prompt, author, may_be_empty, provisional }: &ModelCall<'_>,
         GuardedModel { endpoint, label, .. }: &GuardedModel,
         permit: CallPermit<'_>,
         record: &mut ModelRunRecord<'_>,
@@ -475,8 +472,13 @@ impl Desk {
         // If newer events cancel the run here, dropping `open` settles it with the prompt tokens, and dropping `record`
         // records them.
         record.begin_call(label, endpoint.prices, prompt_tokens);
+        // What an earlier call wrote is not the answer.
+        provisional.inspect(|writer| writer.clear());
+        let show = |chunk: &str| {
+            provisional.inspect(|writer| writer.append(chunk));
+        };
         let answered = match endpoint.model.complete(prompt).await {
-            Ok(chunks) => chunks.collect().await,
+            Ok(chunks) => chunks.collect_with(show).await,
             Err(error) => Err(error),
         };
         let answer = match answered {
@@ -537,7 +539,12 @@ impl IssueHandler for Desk {
         let time_max = run.time_left() * 9 / 10;
         let mut record = ModelRunRecord::new(&self.accounting, &run, system.version, session.id());
         let telling = (&system, endpoints);
-        let answering = self.run_model(&run, telling, &conversation, &session, &mut record);
+        let message_id = Uuid::now_v7();
+        let redaction = self.redaction.as_ref().map(Redaction::new).unwrap_or_default();
+        let provisional =
+            self.provisional_writer(&run, &conversation, policy, message_id, &redaction);
+        let texts = (&redaction, provisional.as_ref());
+        let answering = self.run_model(&run, telling, &conversation, &session, &mut record, texts);
         let answering = tokio::time::timeout(time_max, answering);
         let outcome = answering.await.unwrap_or_else(|_| {
             let problem = format!("no answer within {time_max:?}");
@@ -546,6 +553,7 @@ impl IssueHandler for Desk {
         let (outcome, result) = match outcome {
             Ok(outcome) => (outcome.or_default_text(), ModelRunResult::Done),
             Err(stop) => {
+                provisional.as_ref().inspect(|writer| writer.clear());
                 let outcome = match self.after_stop(&run, stop) {
                     Ok(outcome) => outcome,
                     Err(error) => {
@@ -558,7 +566,7 @@ impl IssueHandler for Desk {
             }
         };
         let (usage, cost) = (record.usage(), record.cost());
-        let outcome = ModelOutcome { usage, cost, ..outcome };
+        let outcome = ModelOutcome { usage, cost, message_id: Some(message_id), ..outcome };
         let mut resolution =
             resolve(self.config.supersede_max, &run, &conversation, outcome, &session, policy);
         // Query the database instead of relying on notifications. If there are newer events, the worker cancels this
@@ -567,6 +575,7 @@ impl IssueHandler for Desk {
         tokio::task::yield_now().await;
         // After the last await: a run that is superseded before leaves its session and its record, too.
         record.finish(result);
+        provisional.into_iter().for_each(ProvisionalWriter::finish);
         resolution.outbox.extend(session.into_rows());
         Ok(resolution)
     }

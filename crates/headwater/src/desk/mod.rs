@@ -25,18 +25,25 @@ pub mod prompt;
 pub mod prompt_template;
 pub mod tools;
 
+pub(crate) mod redaction;
+
 pub mod prompt_versions;
 
 pub(crate) mod session;
 
+pub(crate) mod provisional;
+
 mod resolution;
+
+pub mod desk_config;
 
 pub mod handler;
 
 pub(crate) mod build;
 
 pub use crate::desk::budget::{Ledger, MemoryLedger, TokenBudget};
-pub use crate::desk::handler::{Desk, DeskConfig};
+pub use crate::desk::desk_config::DeskConfig;
+pub use crate::desk::handler::Desk;
 pub use crate::desk::model::openai::{OpenAiConfig, OpenAiModel};
 pub use crate::desk::model::scripted::ScriptedModel;
 pub use crate::desk::model::{LanguageModel, ModelError};

@@ -87,6 +87,21 @@ impl IntegrationPolicy {
         if is_agent { Author::Agent } else { Author::User }
     }
 
+    /// Whether an answer is certain to be posted without approval, whichever tools the model calls and whenever it ends. The
+    /// tools and the hour of `context` are not read.
+    pub(crate) fn is_certainly_auto(&self, context: &AnswerContext<'_>) -> bool {
+        for rule in &self.rules {
+            let always = ModeRule { tools: Vec::new(), hours: None, ..rule.clone() };
+            match (always.matches(context), rule.mode) {
+                (false, _) => {}
+                (true, ReplyMode::Draft | ReplyMode::Note) => return false,
+                (true, ReplyMode::Auto) if always == *rule => return true,
+                (true, ReplyMode::Auto) => {}
+            }
+        }
+        self.mode == ReplyMode::Auto
+    }
+
     /// The mode of an answer, and what chose it.
     pub(crate) fn choose_mode(&self, context: &AnswerContext<'_>) -> (ReplyMode, String) {
         match self.rules.iter().position(|rule| rule.matches(context)) {
@@ -181,5 +196,55 @@ mod tests {
             let (mode, reason) = policy.choose_mode(&context);
             assert_eq!((mode, reason.as_str()), expected, "{context:?}");
         }
+    }
+
+    fn asked<'a>(
+        text: &'a str,
+        is_first_contact: bool,
+        tools: &'a [String],
+        hour: u8,
+    ) -> AnswerContext<'a> {
+        AnswerContext { texts: vec![text], is_first_contact, tools, hour, association: None }
+    }
+
+    #[test]
+    fn an_answer_is_certainly_posted_only_if_no_tool_and_no_hour_makes_it_a_draft() {
+        let names = |names: &[&str]| names.iter().map(|&name| name.to_owned()).collect::<Vec<_>>();
+        let modes = [ReplyMode::Auto, ReplyMode::Draft, ReplyMode::Note];
+        let rules: Vec<ModeRule> = modes
+            .into_iter()
+            .flat_map(|mode| {
+                let rule = ModeRule { mode, ..ModeRule::default() };
+                [
+                    ModeRule { tools: names(&["close_ticket"]), ..rule.clone() },
+                    ModeRule { hours: Some((22, 6)), ..rule.clone() },
+                    ModeRule { words: names(&["refund"]), ..rule.clone() },
+                    ModeRule { words: names(&["refund"]), hours: Some((8, 9)), ..rule.clone() },
+                    ModeRule { first_contact: Some(true), ..rule },
+                ]
+            })
+            .collect();
+        let tools = [Vec::new(), names(&["close_ticket"]), names(&["search_tickets"])];
+        let (mut certain, mut all) = (0, 0);
+        for (mode, first, second) in modes.into_iter().flat_map(|mode| {
+            let pairs = rules.iter().flat_map(|one| rules.iter().map(move |other| (one, other)));
+            pairs.map(move |(one, other)| (mode, one, other))
+        }) {
+            let rules = vec![first.clone(), second.clone()];
+            let policy = IntegrationPolicy { mode, rules, ..Default::default() };
+            for (text, is_first_contact) in [("a refund", true), ("hello", true), ("hello", false)]
+            {
+                let is_certain = policy.is_certainly_auto(&asked(text, is_first_contact, &[], 0));
+                let is_auto = |tools: &[String], hour| {
+                    let context = asked(text, is_first_contact, tools, hour);
+                    policy.choose_mode(&context).0 == ReplyMode::Auto
+                };
+                let always = tools.iter().all(|tools| (0..24).all(|hour| is_auto(tools, hour)));
+                assert!(!is_certain || always, "{policy:?} {text} {is_first_contact}");
+                (certain, all) = (certain + usize::from(is_certain), all + usize::from(always));
+            }
+        }
+        // It may be too careful, but not always.
+        assert!(certain > 100 && certain <= all, "{certain} of {all}");
     }
 }

@@ -28,6 +28,8 @@ pub(super) struct ModelOutcome {
     pub(super) effects: Vec<ToolEffect>,
     /// Names of the tools that the model called.
     pub(super) tools: Vec<String>,
+    /// Id of the message that the text becomes; `None`: a new one.
+    pub(super) message_id: Option<Uuid>,
     /// Sum over all model calls of the run, also those that failed.
     pub(super) usage: TokenUsage,
     /// What they cost, if prices are known.
@@ -66,8 +68,11 @@ pub(super) fn resolve(
         mode != ReplyMode::Auto || run.issue().superseded < supersede_max && !hands_over;
     let newest = run.events().last().map(|event| event.id).map(|EventLogId(id)| id);
     let session_id = Some(session.id().to_owned());
+    let message_id = outcome.message_id;
     let row = |content: String, target, run| {
-        let (message_id, session_id) = (Some(Uuid::now_v7()), session_id.clone());
+        let is_answer = target == ReplyTarget::Answer;
+        let message_id = message_id.filter(|_| is_answer).or_else(|| Some(Uuid::now_v7()));
+        let session_id = session_id.clone();
         let up_to = newest.filter(|_| unless_stale || target == ReplyTarget::HandOver);
         DeskReply { content, message_id, session_id, up_to, run }
     };
@@ -178,7 +183,10 @@ impl ModelOutcome {
 }
 
 /// What the rules of a policy are compared with.
-fn answer_context<'a>(conversation: &'a Conversation, tools: &'a [String]) -> AnswerContext<'a> {
+pub(super) fn answer_context<'a>(
+    conversation: &'a Conversation,
+    tools: &'a [String],
+) -> AnswerContext<'a> {
     let author = conversation.newest_user_message();
     let of_users = conversation.pending.iter().filter(|entry| entry.author == Author::User);
     let hour = budget::now().as_millis() / (60 * 60 * 1000) % 24;

@@ -6,7 +6,7 @@
 
 use std::sync::Arc;
 
-use axum::extract::State;
+use axum::extract::{DefaultBodyLimit, State};
 use axum::http::{StatusCode, header};
 use axum::middleware::from_fn_with_state;
 use axum::response::IntoResponse;
@@ -32,6 +32,9 @@ use crate::inbound::webhooks;
 use crate::server::app_state::{App, HttpServer};
 use crate::server::health;
 
+/// Where the routes of an embedding program are.
+pub(crate) const EXTENSION_PREFIX: &str = "/x";
+
 /// Routes below `/api/v1`.
 pub(crate) fn api(operations: Operations) -> OpenApiRouter<App> {
     let routes = issues::routes().merge(tickets::routes()).merge(audit::routes());
@@ -40,7 +43,12 @@ pub(crate) fn api(operations: Operations) -> OpenApiRouter<App> {
 }
 
 /// Routes of `serve`.
-pub(crate) fn serve(server: &HttpServer, operations: Operations, analytics: Analytics) -> Router {
+pub(crate) fn serve(
+    server: &HttpServer,
+    operations: Operations,
+    analytics: Analytics,
+    extension: Option<Router>,
+) -> Router {
     let api = api(operations).with_state(Arc::clone(&server.app));
     let api = api.merge(analytics::routes().with_state(analytics));
     let (api, api_described) = OpenApiRouter::new().nest("/api/v1", api).split_for_parts();
@@ -53,6 +61,13 @@ pub(crate) fn serve(server: &HttpServer, operations: Operations, analytics: Anal
     let (open, open_described) = open.split_for_parts();
     described.merge(open_described);
     let described = OpenApiDocument(Bytes::from(openapi::build_document(described)).into());
+    let guarded = match extension {
+        Some(routes) => {
+            let limit = DefaultBodyLimit::max(server.app.settings.http.body_bytes_max);
+            guarded.nest(EXTENSION_PREFIX, routes.layer(limit).with_state(()))
+        }
+        None => guarded,
+    };
     // The last layer is the outermost: authenticate, write the audit entry, then run the route.
     let guarded = guarded
         .layer(Extension(described))

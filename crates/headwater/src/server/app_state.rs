@@ -13,6 +13,7 @@ use metrics_exporter_prometheus::PrometheusHandle;
 use crate::api::tickets_sse::SseListeners;
 use crate::config::Settings;
 use crate::desk::draft_links::DraftLinks;
+use crate::desk::provisional::ProvisionalAnswers;
 use crate::http::audit::AuditLog;
 use crate::http::{Authenticator, BackgroundJobs, BodyBudget, RateLimiter};
 use crate::inbound::webhook_log::WebhookLog;
@@ -48,6 +49,8 @@ pub(crate) struct AppState {
     pub(crate) history: Arc<MetricsHistory>,
     /// Open event streams of tickets.
     pub(crate) listeners: SseListeners,
+    /// Answers that are being written.
+    pub(crate) provisional: ProvisionalAnswers,
     /// Ends event streams on shutdown.
     pub(crate) shutdown: ShutdownSignal,
 }

@@ -99,7 +99,7 @@ pub(crate) async fn run(
     shutdown.on_signals().context("failed to install signal handlers")?;
     // Before binding the port, so that an invalid setting is reported even if the port is in use.
     startup::check(&settings)?;
-    let Extensions { handler, notifications } = extensions;
+    let Extensions { handler, notifications, model, routes: extension_routes } = extensions;
     let listening = match role {
         ProcessRole::Serve => BoundListener::bind("http.listen", settings.http.listen).await?,
         ProcessRole::Worker => {
@@ -143,7 +143,8 @@ pub(crate) async fn run(
 
     // Work: claim, handle, complete. The desk is the default handler.
     let desk =
-        Box::pin(DeskServices::open(&settings, &store, &streams, &nudger, &confirmations)).await;
+        Box::pin(DeskServices::open(&settings, &store, &streams, &nudger, &confirmations, model))
+            .await;
     let desk = desk.context("failed to start the desk")?;
     let config = worker_config(&settings.work);
     let desk_at_work = handler.is_none().then(|| Arc::clone(&desk.desk));
@@ -162,8 +163,15 @@ pub(crate) async fn run(
     .context("failed to start the sweeper")?;
 
     // Outbound: the outbox delivers replies and events after the commit.
-    let DeskServices { tickets, delivery: replies, ticket_events: intake, bus, sessions, desk } =
-        desk;
+    let DeskServices {
+        tickets,
+        delivery: replies,
+        ticket_events: intake,
+        bus,
+        sessions,
+        desk,
+        provisional,
+    } = desk;
     let outbox = Outbox::new(Arc::clone(&store), replies, outbox_config(&settings.work))
         .context("failed to start the outbox")?;
 
@@ -199,6 +207,7 @@ pub(crate) async fn run(
         webhook_log: WebhookLog::default(),
         history: Arc::clone(&history),
         listeners: SseListeners::default(),
+        provisional,
         shutdown: shutdown.clone(),
     });
     let server = Arc::new(ServerState {
@@ -215,7 +224,9 @@ pub(crate) async fn run(
     let operations = Operations::new(Arc::clone(&streams), settings.http.clone(), shutdown.clone());
     let operations = operations.context("failed to create the queue API")?;
     let routes = match role {
-        ProcessRole::Serve => router::serve(&server, operations.clone(), analytics.clone()),
+        ProcessRole::Serve => {
+            router::serve(&server, operations.clone(), analytics.clone(), extension_routes)
+        }
         ProcessRole::Worker => router::worker(&server),
     };
 

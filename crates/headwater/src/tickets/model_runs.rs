@@ -52,6 +52,20 @@ pub(crate) struct StoredModelRun {
     pub(crate) session: Option<String>,
 }
 
+/// What the models used for one issue.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct IssueUsage {
+    /// Runs, counted for each model that they called.
+    pub(crate) runs: i64,
+    /// Those of them that failed or were superseded.
+    pub(crate) unanswered: i64,
+    pub(crate) calls: i64,
+    pub(crate) tokens_in: i64,
+    pub(crate) tokens_out: i64,
+    /// In millionths of the currency of the prices; `None` if no price is known.
+    pub(crate) cost_micros: Option<i64>,
+}
+
 fn column(count: u64) -> i64 {
     i64::try_from(count).unwrap_or(i64::MAX)
 }
@@ -218,6 +232,32 @@ impl Tickets {
             list(connection, "model_runs", select, &parameters, read).await
         })
         .await
+    }
+
+    /// What the models used for an issue, in all of its runs that are kept (`retention.events`).
+    pub(crate) async fn issue_usage(&self, issue_id: IssueId) -> Result<IssueUsage, TicketError> {
+        let select = "SELECT count(*)::bigint,
+                 coalesce(sum(CASE WHEN result IN ('failed', 'superseded') THEN 1 ELSE 0 END), 0)::bigint,
+                 coalesce(sum(calls), 0)::bigint, coalesce(sum(tokens_in), 0)::bigint,
+                 coalesce(sum(tokens_out), 0)::bigint, sum(cost_micros)::bigint
+             FROM model_runs WHERE issue_id = $1";
+        let read = |row: &SqlRow| {
+            Ok(IssueUsage {
+                runs: row.get(0)?,
+                unanswered: row.get(1)?,
+                calls: row.get(2)?,
+                tokens_in: row.get(3)?,
+                tokens_out: row.get(4)?,
+                cost_micros: row.get(5)?,
+            })
+        };
+        let parameters = [issue_id.0.into()];
+        let found = self
+            .read(async |connection| {
+                list(connection, "issue_usage", select, &parameters, read).await
+            })
+            .await?;
+        Ok(found.into_iter().next().unwrap_or_default())
     }
 
     /// The last run of a model for an issue.

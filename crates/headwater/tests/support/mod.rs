@@ -32,15 +32,22 @@ pub(crate) const LIMIT: Duration = Duration::from_secs(60);
 pub(crate) struct ServerDir {
     directory: tempfile::TempDir,
     environment: Vec<(String, String)>,
+    program: PathBuf,
 }
 
 impl ServerDir {
     pub(crate) fn new() -> Result<Self> {
-        Ok(Self { directory: tempfile::tempdir()?, environment: Vec::new() })
+        let program = PathBuf::from(env!("CARGO_BIN_EXE_headwater"));
+        Ok(Self { directory: tempfile::tempdir()?, environment: Vec::new(), program })
     }
 
     pub(crate) fn path(&self) -> &Path {
         self.directory.path()
+    }
+
+    /// Runs this program instead of the binary.
+    pub(crate) fn program(self, program: PathBuf) -> Self {
+        Self { program, ..self }
     }
 
     /// Writes `headwater.toml`.
@@ -57,7 +64,7 @@ impl ServerDir {
 
     /// A command of the binary here, without HEADWATER_ variables of the environment, and on any free port.
     pub(crate) fn command(&self, arguments: &[&str]) -> Command {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_headwater"));
+        let mut command = Command::new(&self.program);
         for (name, _) in std::env::vars_os() {
             if name.to_string_lossy().starts_with("HEADWATER_") {
                 command.env_remove(name);

@@ -26,6 +26,8 @@ pub(crate) enum ModelFault {
     ServerError,
     /// This status with a body of this content type.
     Respond(u16, &'static str, &'static str),
+    /// Redirects to this URL.
+    Redirect(&'static str),
     /// Streams this text, ended by this finish reason.
     Finish(&'static str, &'static str),
     /// Streams a refusal instead of text.
@@ -36,6 +38,10 @@ pub(crate) enum ModelFault {
     StallMidAnswer,
     /// Closes the connection in the middle of the answer.
     HangUpMidAnswer,
+    /// Calls this tool with these arguments.
+    Call(&'static str, &'static str),
+    /// Streams these pieces, each when [`FakeModel::write`] allows it, and then ends the answer.
+    Pieces(&'static [&'static str]),
 }
 
 /// A received request.
@@ -56,6 +62,8 @@ struct Inner {
     plans: Mutex<HashMap<&'static str, VecDeque<ModelFault>>>,
     requests: Mutex<Vec<ModelRequest>>,
     gate: Semaphore,
+    /// Permits for [`ModelFault::Pieces`].
+    pieces: Arc<Semaphore>,
     /// Reported token usage of each answer.
     tokens: (u64, u64),
 }
@@ -66,7 +74,8 @@ impl FakeModel {
     /// Starts a blocked service; returns it and its URL.
     pub(crate) async fn start(tokens: (u64, u64)) -> Result<(Self, String)> {
         let (plans, requests) = (Mutex::default(), Mutex::default());
-        let inner = Arc::new(Inner { plans, requests, gate: Semaphore::new(0), tokens });
+        let (gate, pieces) = (Semaphore::new(0), Arc::new(Semaphore::new(0)));
+        let inner = Arc::new(Inner { plans, requests, gate, pieces, tokens });
         let model = Self { inner };
         let router =
             Router::new().route("/v1/chat/completions", post(complete)).with_state(model.clone());
@@ -87,6 +96,11 @@ impl FakeModel {
     /// Answers all requests from now on.
     pub(crate) fn unblock(&self) {
         self.inner.gate.add_permits(1_000_000);
+    }
+
+    /// Lets `count` more pieces of [`ModelFault::Pieces`] be written, also by later answers. The end of an answer needs one, too.
+    pub(crate) fn write(&self, count: usize) {
+        self.inner.pieces.add_permits(count);
     }
 
     /// Sets the faults of the next requests that contain this word; afterwards they are answered.
@@ -126,6 +140,9 @@ async fn complete(State(model): State<FakeModel>, Json(body): Json<Value>) -> Re
             let headers = [(header::CONTENT_TYPE, kind), (header::LOCATION, "/elsewhere")];
             (status, headers, body).into_response()
         }
+        Some(ModelFault::Redirect(url)) => {
+            (StatusCode::TEMPORARY_REDIRECT, [(header::LOCATION, url)]).into_response()
+        }
         Some(ModelFault::Finish(text, reason)) => {
             streamed(stream::iter([chunk(text, Some(reason))]).boxed())
         }
@@ -139,6 +156,25 @@ async fn complete(State(model): State<FakeModel>, Json(body): Json<Value>) -> Re
             streamed(stream::iter([partial_answer()]).chain(stream::pending()).boxed())
         }
         Some(ModelFault::HangUpMidAnswer) => streamed(stream::iter([partial_answer()]).boxed()),
+        Some(ModelFault::Call(name, arguments)) => {
+            let call = json!({"index": 0, "id": "call-1", "type": "function",
+                "function": {"name": name, "arguments": arguments}});
+            let call = json!({"choices": [{"delta": {"tool_calls": [call]}, "finish_reason": "tool_calls"}]});
+            streamed(stream::iter([Bytes::from(format!("data: {call}\n\n"))]).boxed())
+        }
+        Some(ModelFault::Pieces(texts)) => {
+            let texts = texts.iter().map(|text| chunk(text, None));
+            let all = texts.chain([chunk("", Some("stop"))]).collect::<Vec<_>>();
+            let pieces = Arc::clone(&model.inner.pieces);
+            let paced = stream::iter(all).then(move |piece| {
+                let pieces = Arc::clone(&pieces);
+                async move {
+                    pieces.acquire().await.expect("never closed").forget();
+                    piece
+                }
+            });
+            streamed(paced.boxed())
+        }
         None => streamed(stream::iter(answer(model.inner.tokens)).boxed()),
     }
 }

@@ -1,6 +1,7 @@
-//! `headwater ticket`: open, list, show, reply to, close and reopen tickets, and decide who answers those that are handed over.
+//! `headwater ticket`: open, list, show, follow, reply to, close and reopen tickets, and decide who answers those that are handed over.
 
 use clap::Subcommand;
+use futures_util::StreamExt;
 use serde_json::{Value, json};
 use uuid::Uuid;
 
@@ -8,7 +9,7 @@ use crate::cli::ConnectionArgs;
 use crate::cli::api_client::ApiClient;
 use crate::cli::in_process::Requirements;
 use crate::cli::output::{self, OutputRows, OutputStyle};
-use crate::cli::units::{limit, uuid};
+use crate::cli::units::{at_least_one, limit, uuid};
 use crate::cli::verbs::issue::show_why;
 use crate::exit::CliError;
 use crate::text::printable;
@@ -92,6 +93,15 @@ enum TicketCommand {
         #[arg(long, value_name = "N", default_value = "1000", value_parser = limit)]
         messages: usize,
     },
+    /// Follow a ticket: its messages, its status, and the answer while the model writes it.
+    Follow {
+        /// Ticket id, or its beginning if no other ticket has the same; see `headwater ticket list`.
+        #[arg(value_parser = ticket_id)]
+        id: String,
+        /// Exit after this many messages.
+        #[arg(long, value_name = "N", value_parser = at_least_one)]
+        count: Option<u64>,
+    },
     /// Explain why a ticket has no answer, step by step, and name the command that helps.
     Why {
         /// Ticket id, or its beginning if no other ticket has the same; see `headwater ticket list`.
@@ -154,6 +164,7 @@ impl TicketArgs {
             TicketCommand::List { .. } | TicketCommand::Show { .. } | TicketCommand::Why { .. } => {
                 Requirements::database(true)
             }
+            TicketCommand::Follow { .. } => Requirements::everything(true),
             TicketCommand::Take { .. } | TicketCommand::Assign { .. } => {
                 Requirements::database(false)
             }
@@ -215,6 +226,7 @@ impl TicketArgs {
                 };
                 conversation(style, &ticket, &why)
             }
+            TicketCommand::Follow { id, count } => follow(client, style, id, *count).await,
             TicketCommand::Why { id } => {
                 let path = path(client, id).await?;
                 show_why(style, &client.get(&format!("{path}/why"), &[]).await?)
@@ -264,6 +276,60 @@ impl TicketArgs {
     }
 }
 
+/// Prints the events of a ticket. A provisional text is printed when it has grown by a line; the message follows as a whole.
+async fn follow(
+    client: &ApiClient,
+    style: OutputStyle,
+    id: &str,
+    count: Option<u64>,
+) -> Result<(), CliError> {
+    let path = path(client, id).await?;
+    let mut events = client.named_events(&format!("{path}/events"), &[]).await?;
+    let (mut left, mut lines_shown) = (count.unwrap_or(u64::MAX), 0);
+    while left > 0
+        && let Some(event) = events.next().await
+    {
+        let (name, mut data) = event?;
+        left -= u64::from(name == "message");
+        if style.json {
+            data["event"] = json!(name);
+            output::json(style, &data)?;
+            continue;
+        }
+        match name.as_str() {
+            "message" => message(style, &data)?,
+            "provisional" => {
+                let content = data["content"].as_str().unwrap_or_default();
+                let lines: Vec<&str> = content.lines().collect();
+                if lines_shown == 0 {
+                    output::exact("\nassistant writes:")?;
+                }
+                // The last line may not be complete; the first one shows that there is an answer.
+                let until = lines.len().saturating_sub(1).max(1);
+                for line in lines.iter().take(until).skip(lines_shown) {
+                    output::print_wrapped(style, "  ~ ", line)?;
+                }
+                lines_shown = until.max(lines_shown);
+            }
+            "withdrawn" => {
+                lines_shown = 0;
+                if data["reason"] != "replaced" {
+                    output::exact("(withdrawn)")?;
+                }
+            }
+            _ => {
+                let status = output::plain(data["status"].as_str().unwrap_or_default());
+                let person = if data["handed_over"] == true { ", handed over" } else { "" };
+                output::exact(&format!("\nstatus: {status}{person}"))?;
+            }
+        }
+    }
+    if count.is_none() || left == 0 {
+        return Ok(());
+    }
+    Err(CliError::Unreachable("the server closed the stream".to_owned()))
+}
+
 fn last_author(ticket: &Value) -> Option<&str> {
     ticket["messages"].as_array()?.last()?["author"].as_str()
 }
@@ -281,15 +347,11 @@ fn conversation(style: OutputStyle, ticket: &Value, why: &Value) -> Result<(), C
         moment(ticket["created_at"].as_str()),
     );
     output::print_wrapped(style, "", &about)?;
-    for message in ticket["messages"].as_array().into_iter().flatten() {
-        let mut author = output::plain(message["author"].as_str().unwrap_or_default());
-        if let Some(agent) = message["agent"].as_str() {
-            author = format!("{author} {}", output::plain(agent));
-        }
-        let at = moment(message["created_at"].as_str());
-        output::exact(&format!("\n{}  {at}", output::heading(&author)))?;
-        let content = message["content"].as_str().unwrap_or_default();
-        output::print_wrapped(style, "  ", content)?;
+    if ticket["usage"]["runs"].as_i64() > Some(0) {
+        output::print_wrapped(style, "", &usage(&ticket["usage"]))?;
+    }
+    for one in ticket["messages"].as_array().into_iter().flatten() {
+        message(style, one)?;
     }
     output::exact("")?;
     match (word("status").as_str(), &ticket["handed_over"]) {
@@ -313,6 +375,31 @@ fn conversation(style: OutputStyle, ticket: &Value, why: &Value) -> Result<(), C
             output::print_wrapped(style, "", &format!("open; no answer yet: {sentence}"))
         }
     }
+}
+
+/// What the models used for a ticket.
+fn usage(usage: &Value) -> String {
+    let count = |name: &str| usage[name].as_u64().unwrap_or_default();
+    let runs = crate::text::counted(count("runs"), "run", "runs");
+    let unanswered = match count("unanswered") {
+        0 => String::new(),
+        some => format!(" ({some} without an answer)"),
+    };
+    let cost = usage["cost"].as_f64().map_or(String::new(), |cost| format!(", cost {cost}"));
+    let (tokens_in, tokens_out) = (count("tokens_in"), count("tokens_out"));
+    format!("model: {runs}{unanswered}, {tokens_in} tokens in, {tokens_out} out{cost}")
+}
+
+/// Prints a message: who said what, and when.
+fn message(style: OutputStyle, message: &Value) -> Result<(), CliError> {
+    let mut author = output::plain(message["author"].as_str().unwrap_or_default());
+    if let Some(agent) = message["agent"].as_str() {
+        author = format!("{author} {}", output::plain(agent));
+    }
+    let at = moment(message["created_at"].as_str());
+    output::exact(&format!("\n{}  {at}", output::heading(&author)))?;
+    let content = message["content"].as_str().unwrap_or_default();
+    output::print_wrapped(style, "  ", content)
 }
 
 /// What an assignment did.

@@ -193,11 +193,22 @@ impl ResponseStream {
     }
 
     /// Collects the complete answer. Fails with [`ModelError::InvalidResponse`] if it exceeds a limit.
-    pub async fn collect(mut self) -> Result<ModelAnswer, ModelError> {
+    pub async fn collect(self) -> Result<ModelAnswer, ModelError> {
+        self.collect_with(|_| {}).await
+    }
+
+    /// The same, and calls `on_text` with each chunk of text.
+    pub(crate) async fn collect_with(
+        mut self,
+        on_text: impl Fn(&str),
+    ) -> Result<ModelAnswer, ModelError> {
         let mut answer = ModelAnswer::default();
         while let Some(chunk) = self.next().await {
             match chunk? {
-                ResponseChunk::Text(text) => answer.text.push_str(&text),
+                ResponseChunk::Text(text) => {
+                    on_text(&text);
+                    answer.text.push_str(&text);
+                }
                 ResponseChunk::Call(call) => answer.calls.push(call),
                 ResponseChunk::Usage(usage) => answer.usage = Some(usage),
                 ResponseChunk::Incomplete(reason) => answer.incomplete = Some(reason),

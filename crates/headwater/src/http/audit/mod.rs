@@ -40,6 +40,7 @@ use crate::http::body::{JsonResult, NDJSON};
 use crate::http::client_address::ClientAddress;
 use crate::http::extract::QueryParams;
 use crate::http::paging::{self, PageQuery};
+use crate::http::router::EXTENSION_PREFIX;
 use crate::server::app_state::App;
 use crate::tickets::{self, TICKET_EVENTS};
 
@@ -208,7 +209,9 @@ pub(crate) async fn record(
 /// Whether a request belongs into the audit log.
 pub(crate) fn is_recorded(request: &Request) -> bool {
     let route = request.extensions().get::<MatchedPath>().map_or("", MatchedPath::as_str);
-    let moves_messages = NOT_RECORDED.iter().any(|end| route.ends_with(end));
+    // Routes of an embedding program may have any name.
+    let is_ours = !route.starts_with(EXTENSION_PREFIX);
+    let moves_messages = is_ours && NOT_RECORDED.iter().any(|end| route.ends_with(end));
     let topic = request.uri().path().split("/topics/").nth(1).unwrap_or_default();
     let topic = topic.split('/').next().unwrap_or_default();
     // Decoded as the routes do; they reject what is not UTF-8.
