@@ -63,6 +63,7 @@ mod local_queue;
 mod config;
 mod handler;
 mod worker;
+mod worker_heartbeat;
 
 mod outbox;
 mod sweeper;
