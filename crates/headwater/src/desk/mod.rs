@@ -34,9 +34,9 @@ mod tool_template;
 
 pub mod http_tool;
 
-pub(crate) mod tool_calls;
-
 pub(crate) mod redaction;
+
+pub(crate) mod tool_calls;
 
 pub mod prompt_versions;
 

@@ -171,7 +171,7 @@ pub(super) fn resolve_planned(
         hands_over: false,
         was_not_sent: true,
     };
-    let mut resolution = record_only(conversation, Some(&entry));
+    let mut resolution = record_only(run, conversation, Some(&entry));
     let reply = DeskReply {
         content,
         message_id: Some(draft_id),
