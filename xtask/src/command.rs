@@ -13,6 +13,8 @@ Usage: cargo xtask <command>
   bench [-- ARGS]      run the benchmarks; ARGS go to the benchmark
   chaos [--minutes N]  run the crash and differential tests with N times the work,
                        stopped after N minutes (default 10)
+  screenshots          write the pictures of the documentation (docs/images): the demo in a
+                       browser
   tidy                 check what the compiler cannot: paths, sizes, type names, crate order, layout
   lines                count the lines of product code, per crate
   setup                install the tools that the tests need
@@ -36,6 +38,7 @@ pub(crate) enum XtaskCommand {
     Demo { analytics: bool, arguments: Vec<String> },
     Bench { arguments: Vec<String> },
     Chaos { minutes: u32 },
+    Screenshots,
 }
 
 impl XtaskCommand {
@@ -52,6 +55,7 @@ impl XtaskCommand {
             "setup" => without_arguments(Self::Setup, &rest),
             "tidy" => without_arguments(Self::Tidy, &rest),
             "lines" => without_arguments(Self::Lines, &rest),
+            "screenshots" => without_arguments(Self::Screenshots, &rest),
             "test" => Ok(Self::Test { nextest_arguments: passed_on(rest)? }),
             "demo" => {
                 let (analytics, rest) = demo_flag(rest);

@@ -17,6 +17,7 @@ mod lines;
 mod npm_files;
 mod python_client;
 mod redis_versions;
+mod screenshots;
 mod setup;
 mod test;
 mod tidy;
@@ -49,5 +50,6 @@ fn run() -> Result<(), ExitError> {
         XtaskCommand::Demo { analytics, arguments } => demo::run(analytics, &arguments),
         XtaskCommand::Bench { arguments } => bench::run(&arguments),
         XtaskCommand::Chaos { minutes } => chaos::run(minutes),
+        XtaskCommand::Screenshots => screenshots::run(),
     }
 }

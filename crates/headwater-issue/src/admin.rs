@@ -9,9 +9,11 @@ use std::time::Duration;
 use async_trait::async_trait;
 use headwater_stream::clock::Timestamp;
 
+use crate::claim::IssueRun;
 use crate::error::Result;
 use crate::issue::{
-    DeadLetterId, EventLog, EventLogId, IntegrationId, Issue, IssueId, OutboxId, ProcessingStatus,
+    ClaimEpoch, DeadLetterId, EventLog, EventLogId, IntegrationId, Issue, IssueId, OutboxId,
+    ProcessingStatus,
 };
 use crate::limits::CONSISTENCY_PAGE;
 use crate::outbox::types::{OutboxKind, OutboxRow};
@@ -329,6 +331,24 @@ pub trait AdminStore: Send + Sync {
         limit: usize,
     ) -> Result<Vec<EventLog>>;
 
+    /// One page of the ended runs of an issue, newest first, at most `limit`. `before` is the last epoch of the previous page.
+    async fn runs(
+        &self,
+        issue_id: IssueId,
+        before: Option<ClaimEpoch>,
+        limit: usize,
+    ) -> Result<Vec<IssueRun>>;
+
+    /// The event logs that runs ended from `from` to `to` have processed, in id order, without their payloads; at most `limit`,
+    /// among the newest [`RUN_EVENTS_SCANNED_MAX`](crate::limits::RUN_EVENTS_SCANNED_MAX) of the issue.
+    async fn processed_event_logs(
+        &self,
+        issue_id: IssueId,
+        from: Timestamp,
+        to: Timestamp,
+        limit: usize,
+    ) -> Result<Vec<EventLog>>;
+
     /// The event log with this id, if it exists.
     async fn event_log(&self, id: EventLogId) -> Result<Option<EventLog>>;
 
@@ -394,6 +414,16 @@ pub trait AdminStore: Send + Sync {
 
     /// Facts about an outbox row; `None` if it does not exist, or no longer: delivered rows are removed after their retention.
     async fn outbox_facts(&self, id: OutboxId) -> Result<Option<OutboxFacts>>;
+
+    /// Facts about the retained outbox rows of an issue that were committed from `from` to `to`, in id order; at most `limit`. Rows
+    /// of a run have the time of its end.
+    async fn committed_outbox(
+        &self,
+        issue_id: IssueId,
+        from: Timestamp,
+        to: Timestamp,
+        limit: usize,
+    ) -> Result<Vec<OutboxFacts>>;
 
     /// Makes a dead outbox row deliverable again, with its attempts reset. `NotFound` if there is no such dead row.
     async fn retry_outbox(&self, id: OutboxId) -> Result<()>;

@@ -6,22 +6,25 @@
 use std::time::Duration;
 
 use async_trait::async_trait;
+use headwater_stream::clock::Timestamp;
 
 use crate::admin::{
     AdminStore, Backlog, ConsistencyReport, DeadOutboxRow, Discrepancy, EventLogFilter,
     IntegrationInfo, IssueDeadLetter, IssueFacts, IssueFilter, IssueRetried, OutboxFacts,
     OutboxStatus, QuarantineCleared, UndeliveredRow, WorkerInfo,
 };
+use crate::claim::IssueRun;
 use crate::error::{IssueError, Result};
 use crate::issue::{
-    DeadLetterId, EventLog, EventLogId, IntegrationId, Issue, IssueId, OutboxId, ProcessingStatus,
+    ClaimEpoch, DeadLetterId, EventLog, EventLogId, IntegrationId, Issue, IssueId, OutboxId,
+    ProcessingStatus,
 };
-use crate::limits::{PAGE_MAX, UNDELIVERED_MAX};
+use crate::limits::{PAGE_MAX, RUN_EVENTS_SCANNED_MAX, UNDELIVERED_MAX};
 use crate::outbox::types::OutboxKind;
 use crate::row_decoding::{
     count, database_error, dead_letter_columns, event_log_columns, inconsistency, issue_columns,
     known_value, optional_timestamp, outbox_columns, read_dead_letter, read_event_log, read_issue,
-    read_outbox, timestamp, to_i64,
+    read_outbox, read_run, timestamp, to_i64,
 };
 use crate::sql::{SqlRow, SqlValue};
 use crate::validate;
@@ -95,6 +98,19 @@ async fn end_wait(
 ) -> Result<WaitEnded> {
     let ended = store.end_wait(what, id, retry).await?;
     ended.ok_or_else(|| IssueError::NotFound { what: format!("issue {id}") })
+}
+
+/// The rows of [`read_outbox_facts`]; `o` is the row.
+macro_rules! outbox_facts_select {
+    () => {
+        "SELECT o.id, o.issue_id, g.name, o.kind, o.target, o.status, o.attempts, o.crashes,
+             headwater_ms(o.due_at), o.taken_by, o.last_error, headwater_ms(o.created_at),
+             headwater_ms(o.delivered_at),
+             (SELECT min(f.id) FROM outbox f WHERE f.issue_id = o.issue_id AND f.kind = o.kind
+                  AND f.status IN ('waiting', 'pending', 'taken') AND f.id < o.id),
+             headwater_ms(headwater_now())
+         FROM outbox o JOIN integrations g ON g.id = o.integration_id"
+    };
 }
 
 fn read_integration(row: &SqlRow) -> Result<IntegrationInfo, sqlx::Error> {
@@ -206,6 +222,41 @@ impl<S: SqlStore> AdminStore for S {
         let after = filter.after.map_or(i64::MIN, |after| after.0);
         let parameters =
             [issue_id.0.into(), after.into(), filter.processed.into(), to_i64(limit).into()];
+        list(self, "listing event logs", select, &parameters, read_event_log).await
+    }
+
+    async fn runs(
+        &self,
+        issue_id: IssueId,
+        before: Option<ClaimEpoch>,
+        limit: usize,
+    ) -> Result<Vec<IssueRun>> {
+        validate::page(limit)?;
+        let select = "SELECT issue_id, epoch, worker, headwater_ms(claimed_at), headwater_ms(ended_at), result, error, events
+             FROM issue_runs WHERE issue_id = $1 AND epoch < $2 ORDER BY epoch DESC LIMIT $3";
+        let before = before.map_or(i64::MAX, |before| before.0);
+        let parameters = [issue_id.0.into(), before.into(), to_i64(limit).into()];
+        list(self, "listing runs", select, &parameters, read_run).await
+    }
+
+    async fn processed_event_logs(
+        &self,
+        issue_id: IssueId,
+        from: Timestamp,
+        to: Timestamp,
+        limit: usize,
+    ) -> Result<Vec<EventLog>> {
+        validate::page(limit)?;
+        let select = "SELECT e.id, e.issue_id, e.source, e.event_type, e.dedup_key, '', headwater_ms(e.created_at),
+                 headwater_ms(e.processed_at), e.processing_error, e.trace
+             FROM (SELECT id, issue_id, source, event_type, dedup_key, created_at, processed_at, processing_error, trace
+                 FROM event_logs WHERE issue_id = $1 ORDER BY id DESC LIMIT $4) AS e
+             WHERE e.processed_at >= headwater_time($2) AND e.processed_at <= headwater_time($3)
+             ORDER BY e.id LIMIT $5";
+        let scanned = to_i64(RUN_EVENTS_SCANNED_MAX);
+        let (from, to) = (column(from), column(to));
+        let parameters =
+            [issue_id.0.into(), from.into(), to.into(), scanned.into(), to_i64(limit).into()];
         list(self, "listing event logs", select, &parameters, read_event_log).await
     }
 
@@ -401,37 +452,27 @@ impl<S: SqlStore> AdminStore for S {
     }
 
     async fn outbox_facts(&self, id: OutboxId) -> Result<Option<OutboxFacts>> {
-        let select =
-            "SELECT o.id, o.issue_id, g.name, o.kind, o.target, o.status, o.attempts, o.crashes,
-                 headwater_ms(o.due_at), o.taken_by, o.last_error, headwater_ms(o.created_at),
-                 headwater_ms(o.delivered_at),
-                 (SELECT min(f.id) FROM outbox f WHERE f.issue_id = o.issue_id AND f.kind = o.kind
-                      AND f.status IN ('waiting', 'pending', 'taken') AND f.id < o.id),
-                 headwater_ms(headwater_now())
-             FROM outbox o JOIN integrations g ON g.id = o.integration_id WHERE o.id = $1";
-        let read = |row: &SqlRow| {
-            let (kind, status): (String, String) = (row.get(3)?, row.get(5)?);
-            let number =
-                |index: usize| row.get::<i64>(index).map(|n| u32::try_from(n).unwrap_or(u32::MAX));
-            Ok(OutboxFacts {
-                id: OutboxId(row.get(0)?),
-                issue_id: IssueId(row.get(1)?),
-                integration: row.get(2)?,
-                kind: known_value(&kind, OutboxKind::parse(&kind))?,
-                target: row.get(4)?,
-                status: known_value(&status, OutboxStatus::parse(&status))?,
-                attempts: number(6)?,
-                crashes: number(7)?,
-                due_at: timestamp(row.get(8)?),
-                taken_by: row.get(9)?,
-                error: row.get(10)?,
-                created_at: timestamp(row.get(11)?),
-                delivered_at: optional_timestamp(row.get(12)?),
-                behind: row.get::<Option<i64>>(13)?.map(OutboxId),
-                now: timestamp(row.get(14)?),
-            })
-        };
-        first(self, "reading the facts about an outbox row", select, &[id.0.into()], read).await
+        let select = concat!(outbox_facts_select!(), " WHERE o.id = $1");
+        let what = "reading the facts about an outbox row";
+        first(self, what, select, &[id.0.into()], read_outbox_facts).await
+    }
+
+    async fn committed_outbox(
+        &self,
+        issue_id: IssueId,
+        from: Timestamp,
+        to: Timestamp,
+        limit: usize,
+    ) -> Result<Vec<OutboxFacts>> {
+        validate::page(limit)?;
+        let select = concat!(
+            outbox_facts_select!(),
+            " WHERE o.issue_id = $1 AND o.created_at >= headwater_time($2)
+                  AND o.created_at <= headwater_time($3) ORDER BY o.id LIMIT $4"
+        );
+        let parameters =
+            [issue_id.0.into(), column(from).into(), column(to).into(), to_i64(limit).into()];
+        list(self, "listing outbox rows", select, &parameters, read_outbox_facts).await
     }
 
     async fn retry_outbox(&self, id: OutboxId) -> Result<()> {
@@ -440,6 +481,33 @@ impl<S: SqlStore> AdminStore for S {
         }
         Ok(())
     }
+}
+
+/// A time as a parameter.
+fn column(time: Timestamp) -> i64 {
+    i64::try_from(time.as_millis()).unwrap_or(i64::MAX)
+}
+
+fn read_outbox_facts(row: &SqlRow) -> Result<OutboxFacts, sqlx::Error> {
+    let (kind, status): (String, String) = (row.get(3)?, row.get(5)?);
+    let number = |index: usize| row.get::<i64>(index).map(|n| u32::try_from(n).unwrap_or(u32::MAX));
+    Ok(OutboxFacts {
+        id: OutboxId(row.get(0)?),
+        issue_id: IssueId(row.get(1)?),
+        integration: row.get(2)?,
+        kind: known_value(&kind, OutboxKind::parse(&kind))?,
+        target: row.get(4)?,
+        status: known_value(&status, OutboxStatus::parse(&status))?,
+        attempts: number(6)?,
+        crashes: number(7)?,
+        due_at: timestamp(row.get(8)?),
+        taken_by: row.get(9)?,
+        error: row.get(10)?,
+        created_at: timestamp(row.get(11)?),
+        delivered_at: optional_timestamp(row.get(12)?),
+        behind: row.get::<Option<i64>>(13)?.map(OutboxId),
+        now: timestamp(row.get(14)?),
+    })
 }
 
 /// Adds one issue to a report, as its last one.

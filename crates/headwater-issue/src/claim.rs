@@ -220,6 +220,112 @@ pub enum ClaimReleased {
     Fenced,
 }
 
+/// How a run ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RunResult {
+    /// Its result was committed.
+    Done,
+    /// It failed and is retried.
+    Failed,
+    /// It failed because a resource that every run needs was unavailable; no attempt was counted.
+    Deferred,
+    /// It failed or its claim expired, and the issue was quarantined.
+    Quarantined,
+    /// Newer events arrived.
+    Superseded,
+    /// The worker released its claim without a result: it was shutting down, or the database was unavailable.
+    Released,
+    /// Its claim expired: the worker died, hung or was cut off.
+    Expired,
+    /// Its claim expired, and the worker presented a result later, which was discarded.
+    Fenced,
+}
+
+impl RunResult {
+    const ALL: [Self; 8] = [
+        Self::Done,
+        Self::Failed,
+        Self::Deferred,
+        Self::Quarantined,
+        Self::Superseded,
+        Self::Released,
+        Self::Expired,
+        Self::Fenced,
+    ];
+
+    /// The name in SQL.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Done => "done",
+            Self::Failed => "failed",
+            Self::Deferred => "deferred",
+            Self::Quarantined => "quarantined",
+            Self::Superseded => "superseded",
+            Self::Released => "released",
+            Self::Expired => "expired",
+            Self::Fenced => "fenced",
+        }
+    }
+
+    /// Parses the name in SQL.
+    pub fn parse(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|result| result.as_str() == name)
+    }
+}
+
+/// A run that has ended, a row of `issue_runs`. The run in progress is the claim of its [`Issue`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct IssueRun {
+    /// The issue.
+    pub issue_id: IssueId,
+    /// Epoch of its claim: the number of the run.
+    pub epoch: ClaimEpoch,
+    /// Worker that held the claim.
+    pub worker: String,
+    /// When the issue was claimed.
+    pub claimed_at: Timestamp,
+    /// When the run ended. Event logs that it processed have this time.
+    pub ended_at: Timestamp,
+    /// How it ended.
+    pub result: RunResult,
+    /// Error of a failure. A quarantined run without one had expired.
+    pub error: Option<String>,
+    /// Event logs marked as processed.
+    pub events: u64,
+}
+
+impl IssueRun {
+    /// What the result means, with the error.
+    pub fn explain(&self) -> String {
+        let Self { worker, events, .. } = self;
+        let error = self.error.as_deref().unwrap_or("no error is stored");
+        match self.result {
+            RunResult::Done => format!("its result was committed; events processed: {events}"),
+            RunResult::Failed => format!("it failed and was retried: {error}"),
+            RunResult::Deferred => format!("it was deferred without counting an attempt: {error}"),
+            RunResult::Quarantined => match &self.error {
+                Some(error) => format!("it failed and the issue was quarantined: {error}"),
+                None => format!("claim of worker `{worker}` expired and the issue was quarantined"),
+            },
+            RunResult::Superseded => {
+                "newer events arrived; the next run answers all of them".into()
+            }
+            RunResult::Released => {
+                let why = "it was stopping, or the database was unavailable";
+                format!("worker `{worker}` released its claim without a result: {why}")
+            }
+            RunResult::Expired => {
+                format!("claim of worker `{worker}` expired: it died, hung or was cut off")
+            }
+            RunResult::Fenced => {
+                format!(
+                    "claim of worker `{worker}` expired; its result came later and was discarded"
+                )
+            }
+        }
+    }
+}
+
 /// Options of a sweep.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SweepOptions {

@@ -33,6 +33,11 @@ pub struct WorkerConfig {
     pub name: String,
     /// Maximum number of concurrent runs. Default: 64; at most [`CONCURRENT_RUNS_MAX`].
     pub concurrency: usize,
+    /// Runs in flight beyond `concurrency`: claimed before a handler is free, or handled and not yet committed. Larger batches
+    /// make fast handlers faster, up to about 4 times [`BATCH_MAX`](crate::limits::BATCH_MAX). With slow handlers an issue
+    /// would wait here although another worker is free, and the wait counts for `deadline`. Default: 0; with `concurrency`
+    /// at most [`CONCURRENT_RUNS_MAX`].
+    pub claim_ahead: usize,
     /// TTL of a claim without a heartbeat. Default: 60 s.
     pub claim_ttl: Duration,
     /// Interval of claim renewals. Default: 15 s; at most a third of `claim_ttl`.
@@ -61,6 +66,7 @@ impl Default for WorkerConfig {
         Self {
             name: unique_name(),
             concurrency: 64,
+            claim_ahead: 0,
             claim_ttl: CLAIM_TTL_DEFAULT,
             heartbeat_every: Duration::from_secs(15),
             events_max: RUN_EVENTS_DEFAULT,
@@ -80,6 +86,10 @@ impl WorkerConfig {
         self.retry.validate()?;
         self.claim_options().validate()?;
         concurrency(self.concurrency, CONCURRENT_RUNS_MAX)?;
+        if self.in_flight_max() > CONCURRENT_RUNS_MAX {
+            let problem = format!("with `concurrency` must be at most {CONCURRENT_RUNS_MAX}");
+            return Err(IssueError::invalid("claim_ahead", problem));
+        }
         // Two renewals may fail before the claim is lost.
         if self.heartbeat_every.is_zero() || self.heartbeat_every * 3 > self.claim_ttl {
             let problem =
@@ -93,6 +103,11 @@ impl WorkerConfig {
             ));
         }
         Ok(())
+    }
+
+    /// Runs in flight, claimed or handled.
+    pub(crate) fn in_flight_max(&self) -> usize {
+        self.concurrency.saturating_add(self.claim_ahead)
     }
 
     pub(crate) fn claim_options(&self) -> ClaimOptions {
@@ -196,6 +211,7 @@ mod tests {
         let minute = Duration::from_secs(60);
         for (name, config) in [
             ("concurrency", WorkerConfig { concurrency: 0, ..default() }),
+            ("claim_ahead", WorkerConfig { claim_ahead: CONCURRENT_RUNS_MAX, ..default() }),
             ("worker", WorkerConfig { name: String::new(), ..default() }),
             ("heartbeat_every", WorkerConfig { heartbeat_every: minute, ..default() }),
             ("events_max", WorkerConfig { events_max: 0, ..default() }),

@@ -1,4 +1,4 @@
-//! Deletes history: processed event logs after their retention, and whole issues.
+//! Deletes history: processed event logs and runs after their retention, and whole issues.
 //!
 //! Upstream: the retention task and the erasure of a user, in the binary. Downstream: transactions of the caller, so that its own rows
 //! of an issue are deleted with it. Guarantees: an old issue is deleted only if nothing of it is pending: no event, no
@@ -12,7 +12,7 @@ use headwater_stream::clock::{Clock, SystemClock};
 use serde_json::json;
 
 use crate::error::{IssueError, Result};
-use crate::issue::{EventLogId, IssueId};
+use crate::issue::{ClaimEpoch, EventLogId, IssueId};
 use crate::row_decoding::{ms, to_i64};
 use crate::sql::SqlRow;
 use crate::store::Store;
@@ -59,6 +59,49 @@ pub async fn delete_event_logs(
         found: page.found.into_iter().map(EventLogId).collect(),
         next: page.next.map(EventLogId),
     })
+}
+
+/// Deletes runs that ended longer than `keep` ago, in one page of `limit` rows after `after`.
+pub async fn delete_runs(
+    store: &dyn Store,
+    after: (IssueId, ClaimEpoch),
+    keep: Duration,
+    limit: usize,
+) -> Result<HistoryPage<(IssueId, ClaimEpoch)>> {
+    let select = "SELECT issue_id, epoch, ended_at <= headwater_time($3) FROM issue_runs
+         WHERE (issue_id, epoch) > ($1::bigint, $2::bigint) ORDER BY issue_id, epoch LIMIT $4";
+    let (IssueId(issue_id), ClaimEpoch(epoch)) = after;
+    let mut reading = store.read_connection().await?;
+    let before = time_before(reading.connection(), keep).await;
+    let rows = match before {
+        Ok(before) => {
+            let parameters = [issue_id.into(), epoch.into(), before.into(), to_i64(limit).into()];
+            let rows = reading.connection().fetch_all(select, &parameters).await;
+            rows.map(|rows| (before, rows))
+        }
+        Err(error) => Err(error),
+    };
+    reading.release().await;
+    let read =
+        |row: &SqlRow| Ok(((IssueId(row.get(0)?), ClaimEpoch(row.get(1)?)), row.get::<bool>(2)?));
+    let read = rows.and_then(|(before, rows)| {
+        let rows: std::result::Result<Vec<_>, sqlx::Error> = rows.iter().map(read).collect();
+        Ok((before, rows?))
+    });
+    let (before, rows) = read.map_err(|error| failed("reading runs", error))?;
+    let last = rows.last().map(|(id, _)| *id);
+    let next = last.filter(|_| rows.len() >= limit);
+    let found: Vec<_> = rows.into_iter().filter_map(|(id, is_old)| is_old.then_some(id)).collect();
+    if let (Some((IssueId(last_issue), ClaimEpoch(last_epoch))), false) = (last, found.is_empty()) {
+        let delete = "DELETE FROM issue_runs WHERE ended_at <= headwater_time($3)
+             AND (issue_id, epoch) > ($1::bigint, $2::bigint) AND (issue_id, epoch) <= ($4::bigint, $5::bigint)";
+        let parameters = [issue_id, epoch, before, last_issue, last_epoch].map(Into::into);
+        let mut transaction = store.begin().await?;
+        let deleted = transaction.connection().execute(delete, &parameters).await;
+        deleted.map_err(|error| failed("deleting runs", error))?;
+        transaction.commit().await?;
+    }
+    Ok(HistoryPage { found, next })
 }
 
 /// Finds issues that nothing is pending for and that did not change for `idle_for`, in one page of `limit` rows.
@@ -139,25 +182,33 @@ pub async fn lock_deletable(
     is_deletable.map_err(|error| failed("checking an issue", error))
 }
 
-/// Deletes the oldest processed event logs of an issue that [`lock_deletable`] has locked, at most `limit`. Returns whether there
-/// may be more: then commit, so that the transaction stays short, and begin again.
-pub async fn delete_processed_event_logs(
+/// Deletes the oldest processed event logs and runs of an issue that [`lock_deletable`] has locked, at most `limit` of each. Returns
+/// whether there may be more: then commit, so that the transaction stays short, and begin again.
+pub async fn delete_history_of(
     transaction: &mut dyn Transaction,
     issue_id: IssueId,
     limit: usize,
 ) -> Result<bool> {
-    let delete = "DELETE FROM event_logs WHERE id IN (SELECT id FROM event_logs
-         WHERE issue_id = $1 AND processed_at IS NOT NULL ORDER BY id LIMIT $2)";
-    let parameters = [issue_id.0.into(), to_i64(limit).into()];
-    let deleted = transaction.connection().execute(delete, &parameters).await;
-    let deleted = deleted.map_err(|error| failed("deleting event logs of an issue", error))?;
-    Ok(deleted >= limit as u64)
+    let mut has_more = false;
+    for delete in [
+        "DELETE FROM event_logs WHERE id IN (SELECT id FROM event_logs
+             WHERE issue_id = $1 AND processed_at IS NOT NULL ORDER BY id LIMIT $2)",
+        "DELETE FROM issue_runs WHERE issue_id = $1 AND epoch IN (SELECT epoch FROM issue_runs
+             WHERE issue_id = $1 ORDER BY epoch LIMIT $2)",
+    ] {
+        let parameters = [issue_id.0.into(), to_i64(limit).into()];
+        let deleted = transaction.connection().execute(delete, &parameters).await;
+        let deleted = deleted.map_err(|error| failed("deleting the history of an issue", error))?;
+        has_more |= deleted >= limit as u64;
+    }
+    Ok(has_more)
 }
 
-/// Deletes an issue that [`lock_deletable`] has locked, with its event logs, outbox rows and dead letters.
+/// Deletes an issue that [`lock_deletable`] has locked, with its event logs, runs, outbox rows and dead letters.
 pub async fn delete_issue(transaction: &mut dyn Transaction, issue_id: IssueId) -> Result<()> {
     for delete in [
         "DELETE FROM event_logs WHERE issue_id = $1",
+        "DELETE FROM issue_runs WHERE issue_id = $1",
         "DELETE FROM outbox WHERE issue_id = $1",
         "DELETE FROM dead_letters WHERE issue_id = $1",
         "DELETE FROM issues WHERE id = $1",

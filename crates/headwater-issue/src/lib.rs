@@ -63,6 +63,7 @@ mod local_queue;
 mod config;
 mod handler;
 mod worker;
+mod worker_heartbeat;
 
 mod outbox;
 mod sweeper;
@@ -81,8 +82,8 @@ pub use admin::{
 };
 pub use claim::{
     AfterFailure, Claim, ClaimOptions, ClaimRelease, ClaimReleased, ClaimRenewal, ClaimedIssue,
-    CompletionOutcome, FailureOutcome, Nudge, ReleaseReason, RunCompletion, RunFailure,
-    SweepOptions, SweepReport,
+    CompletionOutcome, FailureOutcome, IssueRun, Nudge, ReleaseReason, RunCompletion, RunFailure,
+    RunResult, SweepOptions, SweepReport,
 };
 pub use commit_verifier::CommitVerifier;
 pub use config::{OnNewEvent, OutboxConfig, WorkerConfig};

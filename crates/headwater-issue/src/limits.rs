@@ -71,6 +71,9 @@ pub(crate) const CONSISTENCY_PAGE: usize = 200;
 /// Undelivered outbox rows that a diagnosis of an issue reads.
 pub const UNDELIVERED_MAX: usize = 100;
 
+/// Event logs of an issue, counted from the newest one, among which those of its runs are looked for.
+pub const RUN_EVENTS_SCANNED_MAX: usize = 10_000;
+
 /// Rows in one page of a listing.
 pub const PAGE_MAX: usize = 1000;
 

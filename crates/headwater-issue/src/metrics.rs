@@ -54,6 +54,10 @@ pub const CONFIRMED_EVENTS_CHECKED: &str = "headwater_confirmed_events_checked_t
 /// Confirmed event logs that were missing when read back. Alert on any: confirmed events are lost.
 pub const CONFIRMED_EVENTS_MISSING: &str = "headwater_confirmed_events_missing_total";
 
+pub(crate) fn count_nudge_without_run(reason: &'static str) {
+    metrics::counter!(NUDGES_WITHOUT_RUN, "result" => reason).increment(1);
+}
+
 /// Reads the backlog once and sets the gauges. `redis_pending_messages` keeps its value while the streams are
 /// unavailable.
 pub async fn sample(store: &dyn Store, streams: Option<&Arc<dyn Backend>>) -> Result<()> {

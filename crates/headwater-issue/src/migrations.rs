@@ -22,12 +22,20 @@ pub struct Migration {
 
 /// The tables of this crate.
 #[cfg(any(feature = "sqlite", feature = "postgres"))]
-pub(crate) const ISSUES: &[Migration] = &[Migration {
-    version: 1,
-    description: "issues",
-    postgres: include_str!("postgres/migrations/0001_issues.sql"),
-    sqlite: include_str!("sqlite/migrations/0001_issues.sql"),
-}];
+pub(crate) const ISSUES: &[Migration] = &[
+    Migration {
+        version: 1,
+        description: "issues",
+        postgres: include_str!("postgres/migrations/0001_issues.sql"),
+        sqlite: include_str!("sqlite/migrations/0001_issues.sql"),
+    },
+    Migration {
+        version: 2,
+        description: "issue runs",
+        postgres: include_str!("postgres/migrations/0002_issue_runs.sql"),
+        sqlite: include_str!("sqlite/migrations/0002_issue_runs.sql"),
+    },
+];
 
 #[cfg(any(feature = "sqlite", feature = "postgres"))]
 pub(crate) use self::migrator::{OwnedMigrations, earlier_build, schema_error, validate};
@@ -205,10 +213,16 @@ mod tests {
         let checksum = |sql: &str| hex::encode(Sha256::digest(sql));
         let checksums: Vec<_> =
             ISSUES.iter().map(|one| (checksum(one.postgres), checksum(one.sqlite))).collect();
-        let pinned = [(
-            "ae5f43a5f69c05211464383fc54b1cccf20c9ed26b7c4b4e872881d38931e309",
-            "5948e476a35cde970e84636503c1209715dc16822eb29f5320b962fadc2a6807",
-        )];
+        let pinned = [
+            (
+                "ae5f43a5f69c05211464383fc54b1cccf20c9ed26b7c4b4e872881d38931e309",
+                "5948e476a35cde970e84636503c1209715dc16822eb29f5320b962fadc2a6807",
+            ),
+            (
+                "fd599f6386225813c5549c2d2a64b5894422f484669a4e9677555a3ca39949ca",
+                "0652a248518d82ce2d10aa5252b4d4aea996a280925e55b35e23c22810b3d2df",
+            ),
+        ];
         let pinned = pinned.map(|(postgres, sqlite)| (postgres.to_owned(), sqlite.to_owned()));
         assert_eq!(checksums, pinned, "do not change a migration: add one, and its checksum here");
     }

@@ -9,6 +9,7 @@ use headwater_queue::TraceContext;
 use headwater_stream::clock::Timestamp;
 
 use crate::admin::IssueDeadLetter;
+use crate::claim::{IssueRun, RunResult};
 use crate::error::{IssueError, SharedError};
 use crate::issue::{
     ClaimEpoch, DeadLetterId, EventLog, EventLogId, Issue, IssueId, OutboxId, ProcessingStatus,
@@ -249,6 +250,21 @@ pub(crate) fn read_dead_letter(row: &SqlRow) -> Result<IssueDeadLetter, sqlx::Er
         event_log_id: EventLogId(row.get(10)?),
         quarantined_at: timestamp(row.get(11)?),
         released_at: optional_timestamp(row.get(12)?),
+    })
+}
+
+/// Reads a run from the columns that `admin_queries` lists.
+pub(crate) fn read_run(row: &SqlRow) -> Result<IssueRun, sqlx::Error> {
+    let result: String = row.get(5)?;
+    Ok(IssueRun {
+        issue_id: IssueId(row.get(0)?),
+        epoch: ClaimEpoch(row.get(1)?),
+        worker: row.get(2)?,
+        claimed_at: timestamp(row.get(3)?),
+        ended_at: timestamp(row.get(4)?),
+        result: known_value(&result, RunResult::parse(&result))?,
+        error: row.get(6)?,
+        events: count(row.get(7)?)?,
     })
 }
 

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use headwater_stream::clock::Timestamp;
 
-use crate::claim::{AfterFailure, ReleaseReason};
+use crate::claim::{AfterFailure, ReleaseReason, RunResult};
 use crate::issue::{ClaimEpoch, DebounceWindow, ProcessingStatus};
 
 /// The part of an issue on which its transitions depend.
@@ -135,6 +135,49 @@ pub enum TransitionEffect {
     Fenced,
     /// No effect, except that recorded events were counted.
     Nothing,
+}
+
+/// A run that a transition ended: a row of `issue_runs`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct EndedRun {
+    /// Epoch of its claim.
+    pub epoch: ClaimEpoch,
+    /// Worker that held the claim.
+    pub worker: String,
+    /// How it ended.
+    pub result: RunResult,
+    /// Error of a failure.
+    pub error: Option<String>,
+    /// Event logs marked as processed.
+    pub events: u64,
+}
+
+impl EndedRun {
+    /// The run that this transition ended, if it ended one.
+    pub fn of(before: &IssueState, after: &IssueState, transition: &Transition) -> Option<Self> {
+        let is_claimed = before.status == ProcessingStatus::Processing;
+        let is_same = before.status == after.status && before.claim_epoch == after.claim_epoch;
+        if !is_claimed || is_same {
+            return None;
+        }
+        let is_quarantined = after.quarantined_at.is_some();
+        let (result, error, events) = match transition {
+            Transition::Complete { processed, .. } => (RunResult::Done, None, *processed),
+            Transition::Fail { error, then, .. } => {
+                let is_deferred = matches!(then, AfterFailure::Defer { .. });
+                let result = if is_deferred { RunResult::Deferred } else { RunResult::Failed };
+                (result, Some(error.clone()), 0)
+            }
+            Transition::ReleaseClaim { reason: ReleaseReason::Superseded, .. } => {
+                (RunResult::Superseded, None, 0)
+            }
+            Transition::ReleaseClaim { .. } => (RunResult::Released, None, 0),
+            _ => (RunResult::Expired, None, 0),
+        };
+        let result = if is_quarantined { RunResult::Quarantined } else { result };
+        let worker = before.claim_owner.clone().unwrap_or_default();
+        Some(Self { epoch: before.claim_epoch, worker, result, error, events })
+    }
 }
 
 /// Returns the next state of an issue and the effect of the transition.

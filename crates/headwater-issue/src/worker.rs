@@ -20,8 +20,10 @@
 
 use std::fmt;
 use std::panic::AssertUnwindSafe;
+use std::pin::pin;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
+use std::task::Poll;
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -51,19 +53,15 @@ use crate::issue::{EventLogId, IssueId};
 use crate::limits::BATCH_MAX;
 use crate::local_queue::DueQueue;
 use crate::metrics::{
-    EVENTS_PER_ISSUE_BATCH, ISSUES_PROCESSED, ISSUES_PROCESSING_DURATION, NUDGES_WITHOUT_RUN,
+    EVENTS_PER_ISSUE_BATCH, ISSUES_PROCESSED, ISSUES_PROCESSING_DURATION, count_nudge_without_run,
 };
 use crate::nudge::{self, GROUP, Nudger, STREAM};
 use crate::step_observer::ProcessingStep;
 use crate::store::Store;
+use crate::worker_heartbeat;
 
 /// Delay before a database call that failed is retried.
 const RETRY_DELAY: Duration = Duration::from_millis(200);
-
-/// How long a worker counts as alive after its last heartbeat.
-const HEARTBEAT_TTL: Duration = Duration::from_secs(15);
-/// Interval of worker heartbeats.
-const HEARTBEAT_EVERY: Duration = Duration::from_secs(5);
 
 /// How long cancelled runs may take to release their claims.
 const RELEASE_TIMEOUT: Duration = Duration::from_secs(5);
@@ -90,7 +88,9 @@ struct Inner {
     local_queue: DueQueue,
     /// Claims to release when the database is available again; at most one per run that was in flight.
     lapsed: Mutex<Vec<ClaimRelease>>,
+    /// Permits to claim and finish runs; `handlers` are those of them to execute one.
     slots: Semaphore,
+    handlers: Semaphore,
     /// Whether `run` was called.
     has_run: AtomicBool,
     /// Cancelled when the handlers still running are to be cancelled.
@@ -142,7 +142,8 @@ impl Worker {
             claims: ClaimRegistry::new(Arc::clone(&store), config.claim_ttl),
             local_queue: DueQueue::default(),
             lapsed: Mutex::default(),
-            slots: Semaphore::new(config.concurrency),
+            slots: Semaphore::new(config.in_flight_max()),
+            handlers: Semaphore::new(config.concurrency),
             has_run: AtomicBool::new(false),
             stop: CancellationToken::new(),
             handler: Arc::new(handler),
@@ -171,7 +172,7 @@ impl Worker {
 
     /// Number of runs that could be started now.
     pub(crate) fn free_slots(&self) -> usize {
-        self.inner.slots.available_permits()
+        self.inner.slots.available_permits().min(self.inner.handlers.available_permits())
     }
 
     pub(crate) fn local_queue(&self) -> &DueQueue {
@@ -202,7 +203,7 @@ impl Worker {
         // On tasks of their own: a handler that blocks its thread must not delay the renewal of other claims.
         let mut maintenance = JoinSet::new();
         maintenance.spawn(renew_claims(Arc::clone(&self.inner)));
-        maintenance.spawn(heartbeat_worker(Arc::clone(&self.inner)));
+        maintenance.spawn(worker_heartbeat::run(Arc::clone(&self.inner.store), name.to_owned()));
 
         let drain = CancellationToken::new();
         let working = async {
@@ -236,7 +237,7 @@ impl Worker {
     async fn run_local_queue(&self, drain: &CancellationToken) {
         let mut runs = JoinSet::new();
         loop {
-            let has_capacity = runs.len() < self.inner.config.concurrency;
+            let has_capacity = runs.len() < self.inner.config.in_flight_max();
             tokio::select! {
                 () = drain.cancelled() => break,
                 Some(_) = runs.join_next() => {}
@@ -268,13 +269,13 @@ impl Worker {
     }
 
     fn consumer_config(&self) -> ConsumerConfig {
-        let concurrency = self.inner.config.concurrency;
+        let in_flight_max = self.inner.config.in_flight_max();
         ConsumerConfig {
             mode: Mode::Shared,
-            concurrency,
-            // No prefetch: a nudge that waits here could be handled by another process.
-            in_flight_max: concurrency,
-            batch: concurrency.min(256),
+            concurrency: in_flight_max,
+            // No further prefetch: a nudge that waits here could be handled by another process.
+            in_flight_max,
+            batch: in_flight_max.min(256),
             // Longer than the worker's own drain, so that cancelled runs can release their claims.
             drain: self.inner.config.drain + ACKNOWLEDGE_TIMEOUT,
             ..ConsumerConfig::default()
@@ -298,18 +299,6 @@ async fn renew_claims(inner: Arc<Inner>) {
         }
         if let Err(error) = inner.release_lapsed().await {
             warn!(%error, "lapsed claims were not released, retrying");
-        }
-    }
-}
-
-/// Sends worker heartbeats until it is aborted.
-async fn heartbeat_worker(inner: Arc<Inner>) {
-    let mut ticks = interval(HEARTBEAT_EVERY);
-    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    loop {
-        ticks.tick().await;
-        if let Err(error) = inner.store.heartbeat_worker(&inner.config.name, HEARTBEAT_TTL).await {
-            warn!(%error, "worker heartbeat failed, retrying");
         }
     }
 }
@@ -486,6 +475,12 @@ impl Inner {
     /// Executes the handler while its result can take effect. The handler is dropped when this returns. A panic and an
     /// exceeded deadline are failures.
     async fn execute(&self, run: &Run) -> RunOutcome {
+        // Unwind safety: the worker shares no state with the handler that a panic could leave inconsistent.
+        let mut handling = pin!(AssertUnwindSafe(self.handle(run)).catch_unwind());
+        // A handler that does not wait needs none of the timers below.
+        if let Poll::Ready(result) = futures_util::poll!(handling.as_mut()) {
+            return handled(result);
+        }
         tokio::select! {
             biased;
             () = run.cancelled() => RunOutcome::Lost,
@@ -495,16 +490,14 @@ impl Inner {
                 let limit = self.config.deadline;
                 RunOutcome::Failed(HandlerError::retry(format!("the handler took longer than {limit:?}")))
             }
-            // Unwind safety: the worker shares no state with the handler that a panic could leave inconsistent.
-            result = AssertUnwindSafe(self.handler.handle(run.clone())).catch_unwind() => match result {
-                Ok(Ok(resolution)) => RunOutcome::Resolved(resolution),
-                Ok(Err(error)) => RunOutcome::Failed(error),
-                Err(panic) => {
-                    let text = panic_text(panic.as_ref());
-                    RunOutcome::Failed(HandlerError::retry(format!("the handler panicked: {text}")))
-                }
-            },
+            result = handling => handled(result),
         }
+    }
+
+    /// Calls the handler as soon as fewer than `concurrency` others run.
+    async fn handle(&self, run: &Run) -> Result<Resolution, HandlerError> {
+        let _permit = self.handlers.acquire().await;
+        self.handler.handle(run.clone()).await
     }
 
     /// Completes when a newer event supersedes this run; never, if the configuration lets the run continue.
@@ -689,10 +682,18 @@ impl Inner {
     }
 }
 
-fn first<T>(results: Result<Vec<T>>) -> Result<Option<T>> {
-    results.map(|results| results.into_iter().next())
+/// The result of a handler; `Err` is a panic.
+fn handled(result: std::thread::Result<Result<Resolution, HandlerError>>) -> RunOutcome {
+    match result {
+        Ok(Ok(resolution)) => RunOutcome::Resolved(resolution),
+        Ok(Err(error)) => RunOutcome::Failed(error),
+        Err(panic) => {
+            let text = panic_text(panic.as_ref());
+            RunOutcome::Failed(HandlerError::retry(format!("the handler panicked: {text}")))
+        }
+    }
 }
 
-fn count_nudge_without_run(reason: &'static str) {
-    counter!(NUDGES_WITHOUT_RUN, "result" => reason).increment(1);
+fn first<T>(results: Result<Vec<T>>) -> Result<Option<T>> {
+    results.map(|results| results.into_iter().next())
 }

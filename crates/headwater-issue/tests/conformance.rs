@@ -72,6 +72,7 @@ mod postgres {
         let statements = [
             "UPDATE issues SET claim_expires_at = claim_expires_at - headwater_interval($1),
                  not_before = not_before - headwater_interval($1),
+                 processing_started_at = processing_started_at - headwater_interval($1),
                  first_pending_at = first_pending_at - headwater_interval($1),
                  quarantined_at = quarantined_at - headwater_interval($1),
                  nudged_at = nudged_at - headwater_interval($1)
@@ -80,6 +81,10 @@ mod postgres {
                  created_at = created_at - headwater_interval($1),
                  delivered_at = delivered_at - headwater_interval($1)",
             "UPDATE dead_letters SET released_at = released_at - headwater_interval($1)",
+            "UPDATE issue_runs SET claimed_at = claimed_at - headwater_interval($1),
+                 ended_at = ended_at - headwater_interval($1)",
+            "UPDATE event_logs SET processed_at = processed_at - headwater_interval($1)
+             WHERE processed_at IS NOT NULL",
             "UPDATE workers SET expires_at = expires_at - headwater_interval($1)",
         ];
         for statement in statements {

@@ -54,6 +54,7 @@ async fn each_role_grants_its_operations_and_no_more() -> Result<()> {
         "/api/v1/issues".to_owned(),
         format!("/api/v1/issues/{id}"),
         format!("/api/v1/issues/{id}/why"),
+        format!("/api/v1/issues/{id}/timeline"),
         format!("/api/v1/issues/{id}/events"),
         "/metrics".to_owned(),
     ];

@@ -383,7 +383,7 @@ fn invalid_arguments_are_exit_code_2_with_usage_and_hint() {
 #[test]
 fn every_bench_workload_counts_arrivals() {
     for cli in [CliFixture::embedded(), CliFixture::redis()] {
-        for workload in ["produce", "consume", "latency", "record", "claim"] {
+        for workload in ["produce", "produce-bulk", "consume", "latency", "record", "claim"] {
             let line = &cli.json(&["bench", workload, "--count", "200", "--partitions", "3"])[0];
             assert_eq!(
                 (&line["workload"], &line["count"]),
@@ -392,6 +392,7 @@ fn every_bench_workload_counts_arrivals() {
             );
             assert_eq!((&line["lost"], &line["duplicated"]), (&json!(0), &json!(0)), "{line}");
             assert!(line["per_second"].as_f64().unwrap() > 0.0, "{line}");
+            assert!(line["cpu_us"].as_f64().unwrap() > 0.0, "{line}");
         }
         // The topics of the runs are deleted.
         assert!(cli.json(&["topic", "list"]).is_empty());

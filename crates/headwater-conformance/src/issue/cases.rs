@@ -31,6 +31,9 @@ macro_rules! store_suite {
                 a_payload_that_jsonb_cannot_store_is_sanitized_and_the_original_is_kept,
                 originals_are_stored_once_and_only_with_their_event,
                 empty_batches_have_no_effect,
+                new_and_known_issues_of_a_batch_count_their_own_events,
+                a_new_issue_starts_with_the_debounce_window_of_its_batch,
+                two_batches_that_create_the_same_issues_at_once_lose_no_event,
             }
             claims {
                 a_claim_returns_all_pending_events_in_order,
@@ -40,6 +43,7 @@ macro_rules! store_suite {
                 a_claim_of_an_idle_or_missing_issue_reports_so,
                 an_issue_named_twice_is_claimed_once,
                 results_of_a_batch_of_claims_are_in_order,
+                each_issue_of_a_batch_is_claimed_with_its_own_events,
                 an_expired_claim_goes_to_the_next_worker_with_a_new_epoch,
                 too_many_expired_claims_quarantine_the_issue,
                 a_heartbeat_renews_a_claim_and_reports_newer_events,
@@ -54,6 +58,7 @@ macro_rules! store_suite {
                 fields_are_merged_and_discussions_replaced,
                 a_completion_counts_only_its_own_unprocessed_events,
                 a_fenced_completion_does_not_fail_the_batch,
+                valid_fenced_repeated_and_unknown_runs_of_a_batch_have_their_own_results,
                 a_run_may_complete_without_processing_any_event,
                 a_completion_after_its_claim_was_swept_is_fenced,
                 fields_over_the_size_limit_are_rejected,
@@ -111,6 +116,12 @@ macro_rules! store_suite {
                 rows_of_transactions_and_runs_are_delivered_in_commit_order,
                 a_row_written_while_the_previous_one_is_settled_is_delivered,
                 a_committed_transaction_wakes_a_waiting_deliverer,
+            }
+            runs {
+                every_end_of_a_run_leaves_a_row,
+                runs_are_paged_newest_first_with_their_events,
+                runs_are_deleted_after_their_retention_and_with_their_issue,
+                a_run_that_was_already_stored_does_not_prevent_a_completion,
             }
             admin {
                 an_integration_is_created_once_and_keeps_its_provider,

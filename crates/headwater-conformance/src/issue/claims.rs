@@ -165,3 +165,39 @@ pub async fn a_heartbeat_of_a_lost_claim_reports_the_loss_and_changes_nothing(
     assert_eq!(env.issue(issue).await?, before);
     Ok(())
 }
+
+pub async fn each_issue_of_a_batch_is_claimed_with_its_own_events(env: StoreTestEnv) -> TestResult {
+    let taken = env.record("taken", "t").await?.issue_id;
+    won(env.second.claim(&[taken], &options("b")).await?.remove(0));
+    let mut expected = Vec::new();
+    // From the newest issue to the oldest, which is not the order of ids.
+    for issue in (0..5).rev() {
+        let mut recorded = Vec::new();
+        for event in 0..=issue {
+            recorded.push(env.record(&issue.to_string(), &format!("{issue}-{event}")).await?);
+        }
+        let ids: Vec<_> = recorded.iter().map(|one| one.event_log_id).collect();
+        expected.push((recorded[0].issue_id, ids));
+    }
+    expected.reverse();
+    let mut asked: Vec<IssueId> = expected.iter().map(|(issue, _)| *issue).collect();
+    asked.insert(2, taken);
+    asked.insert(4, IssueId(i64::MAX));
+    asked.push(asked[0]);
+    let options = ClaimOptions { events_max: 3, ..options("a") };
+    let mut claims = env.store.claim(&asked, &options).await?;
+    assert!(matches!(&claims[7], Claim::Taken { owner, .. } if owner == "a"), "{:?}", claims[7]);
+    claims.truncate(7);
+    assert_eq!(claims.remove(4), Claim::Missing);
+    let second = claims.remove(2);
+    assert!(matches!(&second, Claim::Taken { owner, .. } if owner == "b"), "{second:?}");
+    for ((issue, events), claim) in expected.iter().zip(claims) {
+        let claimed = won(claim);
+        assert_eq!(claimed.issue.id, *issue);
+        assert_eq!(ids(&claimed), events[..events.len().min(3)]);
+        assert_eq!(claimed.issue.pending_events, events.len() as u64);
+        let read = env.issue(*issue).await?;
+        assert_eq!(claimed.issue, read, "the claim returns the issue as it is read");
+    }
+    env.assert_consistent().await
+}

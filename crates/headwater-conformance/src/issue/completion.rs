@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
-use super::env::{StoreTestEnv, TTL, completion, ids, options, reply, won};
+use super::env::{StoreTestEnv, TTL, completion, ids, options, reply, text_of, won};
 use crate::TestResult;
 use headwater_issue::limits::FIELDS_BYTES_MAX;
 use headwater_issue::{
@@ -206,4 +206,50 @@ pub async fn fields_over_the_size_limit_are_rejected(env: StoreTestEnv) -> TestR
         "{completed:?}"
     );
     Ok(())
+}
+
+pub async fn valid_fenced_repeated_and_unknown_runs_of_a_batch_have_their_own_results(
+    env: StoreTestEnv,
+) -> TestResult {
+    let mut runs = Vec::new();
+    for issue in 0..4 {
+        let issue = env.record(&issue.to_string(), &format!("a{issue}")).await?.issue_id;
+        runs.push(completion(&env.claim(issue).await?));
+    }
+    let [valid, repeated, requeued, stale] = runs.try_into().expect("four runs");
+    let replied =
+        |run: &RunCompletion, text| RunCompletion { outbox: vec![reply(text)], ..run.clone() };
+    assert_eq!(env.complete(replied(&repeated, "earlier")).await?, DONE);
+    env.record("2", "late").await?;
+    // An event log of another issue counts for neither.
+    let foreign = RunCompletion { event_log_ids: valid.event_log_ids.clone(), ..stale.clone() };
+    let batch = [
+        replied(&RunCompletion { epoch: ClaimEpoch(9), ..foreign }, "stale"),
+        replied(&requeued, "third"),
+        RunCompletion { issue_id: IssueId(i64::MAX), ..replied(&valid, "nowhere") },
+        RunCompletion { fields: Some(json!({ "a": 1 }).to_string()), ..replied(&valid, "first") },
+        replied(&repeated, "again"),
+        replied(&valid, "twice"),
+    ];
+    let results = env.store.complete(&batch).await?;
+    let committed =
+        |requeued, repeated| CompletionOutcome::Committed { requeued, not_before: None, repeated };
+    let expected = [
+        CompletionOutcome::Fenced,
+        committed(true, false),
+        CompletionOutcome::Fenced,
+        committed(false, false),
+        committed(false, true),
+        committed(false, true),
+    ];
+    assert_eq!(results, expected);
+    let rows = env.store.take_outbox("d", 10, TTL).await?;
+    let mut replies: Vec<String> = rows.iter().map(|row| text_of(&row.payload)).collect();
+    replies.sort();
+    assert_eq!(replies, ["earlier", "first", "third"]);
+    let issue = env.issue(valid.issue_id).await?;
+    assert_eq!(serde_json::from_str::<Value>(&issue.fields)?, json!({ "a": 1 }));
+    assert_eq!(env.issue(stale.issue_id).await?.status, ProcessingStatus::Processing);
+    assert_eq!(env.complete(stale).await?, DONE, "the fenced completion changed nothing");
+    env.assert_consistent().await
 }

@@ -11,11 +11,12 @@ use headwater_stream::clock::Timestamp;
 use super::env::{StoreTestEnv, TTL, event};
 use super::random::{SeededRandom, from_environment, seed};
 use crate::{TestFailure, TestResult};
-use headwater_issue::state::{IssueState, Transition, TransitionEffect, apply};
+use headwater_issue::state::{EndedRun, IssueState, Transition, TransitionEffect, apply};
 use headwater_issue::{
     AfterFailure, Claim, ClaimEpoch, ClaimOptions, ClaimRelease, ClaimReleased, ClaimRenewal,
     CompletionOutcome, DebounceWindow, EventLogId, FailureOutcome, IssueId, IssueRetried,
-    ProcessingStatus, QuarantineCleared, ReleaseReason, RunCompletion, RunFailure, SweepOptions,
+    ProcessingStatus, QuarantineCleared, ReleaseReason, RunCompletion, RunFailure, RunResult,
+    SweepOptions,
 };
 
 const SEQUENCES_DEFAULT: u64 = 1000;
@@ -37,12 +38,22 @@ struct IssueModel {
     events: Vec<(String, EventLogId, bool)>,
     /// All acquired claims.
     claims: Vec<(ClaimEpoch, Vec<EventLogId>)>,
+    /// All ended runs, oldest first.
+    runs: Vec<EndedRun>,
 }
 
 impl IssueModel {
     fn apply(&mut self, transition: &Transition, now: Timestamp) -> TransitionEffect {
         let (state, effect) = apply(&self.state, transition, now);
         state.check_invariants().unwrap_or_else(|problem| panic!("{problem}: {state:?}"));
+        self.runs.extend(EndedRun::of(&self.state, &state, transition));
+        if let (Transition::Complete { epoch, .. }, TransitionEffect::Fenced) =
+            (transition, &effect)
+        {
+            let expired =
+                |run: &&mut EndedRun| run.epoch == *epoch && run.result == RunResult::Expired;
+            self.runs.iter_mut().filter(expired).for_each(|run| run.result = RunResult::Fenced);
+        }
         self.state = state;
         effect
     }
@@ -384,6 +395,16 @@ impl<'a> Sequence<'a> {
                 ..state.clone()
             };
             assert_eq!(found, expected, "{:?}", self.calls);
+            let runs = self.env.store.runs(model.id, None, CALLS + 1).await?;
+            let run = |run: headwater_issue::IssueRun| EndedRun {
+                epoch: run.epoch,
+                worker: run.worker,
+                result: run.result,
+                error: run.error,
+                events: run.events,
+            };
+            let runs: Vec<_> = runs.into_iter().rev().map(run).collect();
+            assert_eq!(runs, model.runs, "{:?}", self.calls);
             let queued = state.status == ProcessingStatus::Queued;
             let times = [
                 ("claim_expires_at", issue.claim_expires_at, state.claim_expires_at),

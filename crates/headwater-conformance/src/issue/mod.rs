@@ -31,6 +31,7 @@ pub mod differential;
 pub mod failure;
 pub mod outbox;
 pub mod record;
+pub mod runs;
 pub mod sweep;
 pub mod transaction;
 

@@ -427,3 +427,106 @@ pub async fn empty_batches_have_no_effect(env: StoreTestEnv) -> TestResult {
     assert!(env.store.settle_outbox(&[]).await?.is_empty());
     Ok(())
 }
+
+pub async fn new_and_known_issues_of_a_batch_count_their_own_events(
+    env: StoreTestEnv,
+) -> TestResult {
+    let known = env.record("known", "a").await?;
+    let batch = [
+        event("new", "b"),
+        event("known", "c"),
+        // Its key belongs to an event of another issue, so it must not create this one.
+        event("never", "a"),
+        event("new", "d"),
+        NewEvent { integration: "unknown".into(), ..event("new", "e") },
+        event("late", "f"),
+        event("new", "b"),
+    ];
+    // Once with a used key in the batch and once without: new issues are created in two ways.
+    for round in 0..2 {
+        let named = |one: &NewEvent| NewEvent {
+            external_issue_id: format!("{}{round}", one.external_issue_id),
+            dedup_key: one.dedup_key.as_ref().map(|key| format!("{key}{round}")),
+            ..one.clone()
+        };
+        let mut events: Vec<NewEvent> = batch.iter().map(named).collect();
+        events[1].external_issue_id = "known".into();
+        if round == 0 {
+            events[2].dedup_key = Some("a".into());
+        }
+        let results = env.store.record(&events, &DebounceWindow::default()).await;
+        let stored = |index: usize| results[index].as_ref().expect("it is stored");
+        assert_eq!(stored(0).issue_id, stored(3).issue_id);
+        assert!(
+            stored(0).event_log_id < stored(3).event_log_id,
+            "ids are in the order of the call"
+        );
+        assert_eq!(stored(1).issue_id, known.issue_id);
+        assert_eq!([0, 1, 3, 5].map(|index| stored(index).nudge), [true, false, false, true]);
+        assert!(matches!(results[4], Err(IssueError::UnknownIntegration { .. })), "{results:?}");
+        assert_eq!((stored(6).event_log_id, stored(6).duplicate), (stored(0).event_log_id, true));
+        let found = env.store.find_issue(INTEGRATION, "project", &format!("never{round}")).await?;
+        assert_eq!((results[2].is_ok(), found.is_some()), (round == 1, round == 1), "{results:?}");
+        let expected =
+            [(stored(0).issue_id, 2), (stored(5).issue_id, 1), (known.issue_id, 2 + round)];
+        for (issue, pending) in expected {
+            assert_eq!(env.issue(issue).await?.pending_events, pending);
+        }
+    }
+    env.assert_consistent().await
+}
+
+pub async fn a_new_issue_starts_with_the_debounce_window_of_its_batch(
+    env: StoreTestEnv,
+) -> TestResult {
+    let debounce = DebounceWindow {
+        quiet_for: Duration::from_secs(60),
+        max_wait: Duration::from_secs(90),
+        events_max: 2,
+    };
+    let events = [event("one", "a"), event("two", "b"), event("two", "c")];
+    let results = env.store.record(&events, &debounce).await;
+    let results = results.into_iter().collect::<Result<Vec<_>, _>>()?;
+    let issue = env.issue(results[0].issue_id).await?;
+    assert_eq!(issue.not_before, Some(issue.created_at.after(debounce.quiet_for)));
+    assert_eq!(results[0].not_before, issue.not_before);
+    assert!(matches!(env.try_claim(results[0].issue_id).await?, Claim::NotYet { .. }));
+    assert_eq!(results[1].not_before, None, "two events end the window");
+    assert_eq!(env.claim(results[1].issue_id).await?.events.len(), 2);
+    env.advance(Duration::from_secs(61)).await?;
+    assert_eq!(env.claim(results[0].issue_id).await?.events.len(), 1);
+    env.assert_consistent().await
+}
+
+pub async fn two_batches_that_create_the_same_issues_at_once_lose_no_event(
+    env: StoreTestEnv,
+) -> TestResult {
+    for round in 0..20 {
+        let batch = |from: &str| -> Vec<NewEvent> {
+            // Some keys are in both batches, for different issues: only one of them is stored.
+            let shared = event(&format!("{from}-only-{round}"), &format!("shared-{round}"));
+            let own =
+                (0..8).map(|n| event(&format!("{round}-{n}"), &format!("{from}-{round}-{n}")));
+            own.chain([shared]).collect()
+        };
+        let (first, second) = (batch("x"), batch("y"));
+        let debounce = DebounceWindow::default();
+        let (first, second) = tokio::join!(
+            env.store.record(&first, &debounce),
+            env.second.record(&second, &debounce)
+        );
+        for (one, other) in first.iter().zip(&second).take(8) {
+            let (one, other) = (one.as_ref().expect("stored"), other.as_ref().expect("stored"));
+            assert_eq!(one.issue_id, other.issue_id);
+            assert!(one.nudge || other.nudge, "one of them queued the issue");
+            assert_eq!(env.issue(one.issue_id).await?.pending_events, 2);
+        }
+        let stored = [&first[8], &second[8]].map(Result::is_ok);
+        assert!(
+            stored == [true, false] || stored == [false, true],
+            "{:?}",
+            (&first[8], &second[8])
+        );
+    }
+    env.assert_consistent().await
+}

@@ -1,4 +1,4 @@
-//! Issues: the list, and one issue with its state, its events and why it waits.
+//! Issues: the list, and one issue with its state, its timeline, its events and why it waits.
 
 use axum::extract::Path;
 use axum::response::Response;
@@ -12,6 +12,7 @@ use crate::components::{
 };
 use crate::screen::{Screen, ScreenContent};
 use crate::screens::ROWS;
+use crate::screens::runs::RunsPart;
 use crate::text::{counted, encoded, field, items, plain, shell_word};
 use crate::user::ConsoleRole;
 
@@ -103,12 +104,17 @@ fn row(issue: &Value) -> Markup {
 pub(crate) async fn show(screen: Screen, Path(number): Path<String>) -> Response {
     let path = format!("/issues/{}", encoded(&number));
     let cursor = screen.query.query_of(&["cursor"]);
+    let before = match screen.query.get("before") {
+        "" => String::new(),
+        before => format!("cursor={}", encoded(before)),
+    };
     let (why_path, events_path) =
         (format!("{path}/why"), format!("{path}/events?limit={EVENTS}&{cursor}"));
-    let (issue, why, events) = tokio::join!(
+    let (issue, why, events, runs) = tokio::join!(
         screen.api.get(&path),
         screen.api.get(&why_path),
-        screen.api.get(&events_path)
+        screen.api.get(&events_path),
+        RunsPart::read(&screen, &number, &before)
     );
     let issue = match issue {
         Ok(issue) => issue,
@@ -126,6 +132,9 @@ pub(crate) async fn show(screen: Screen, Path(number): Path<String>) -> Response
         div.columns {
             section.wide {
                 (live("why", &why_panel(&screen, &why)))
+                h2 { "Timeline" }
+                (live("runs", &runs.list(&screen)))
+                (older_runs(&screen, &before, runs.next()))
                 h2 { "Events" }
                 (live("events", &events))
                 h2 { "Fields" }
@@ -140,6 +149,19 @@ pub(crate) async fn show(screen: Screen, Path(number): Path<String>) -> Response
         command: format!("headwater issue show {}", plain(&issue["id"])),
         content,
     })
+}
+
+/// Links between the pages of runs; the events below have their own.
+fn older_runs(screen: &Screen, before: &str, next: &Value) -> Markup {
+    let path = screen.uri.path();
+    html! {
+        @if !before.is_empty() || !next.is_null() {
+            nav.pager aria-label="Runs" {
+                @if !before.is_empty() { a href=(path) { "Newest runs" } }
+                @if !next.is_null() { a href={ (path) "?before=" (encoded(&plain(next))) } { "Older runs" } }
+            }
+        }
+    }
 }
 
 fn event_item(event: &Value) -> Markup {

@@ -16,6 +16,7 @@ mod messages;
 mod outbox;
 mod overview;
 mod plans;
+mod runs;
 mod search;
 mod sessions;
 mod system;

@@ -1,4 +1,4 @@
-//! Tickets: the list, and one ticket with its conversation and the state of its issue.
+//! Tickets: the list, and one ticket with its conversation, how each answer came about, and the state of its issue.
 
 use axum::extract::Path;
 use axum::response::Response;
@@ -14,6 +14,7 @@ use crate::components::{
 use crate::screen::{Screen, ScreenContent};
 use crate::screens::ROWS;
 use crate::screens::issues::why_panel;
+use crate::screens::runs::RunsPart;
 use crate::text::{self, cut, encoded, field, items, plain, shell_word, visible};
 use crate::user::ConsoleRole;
 
@@ -112,12 +113,18 @@ pub(crate) async fn show(screen: Screen, Path(ticket_id): Path<String>) -> Respo
         Err(error) => return screen.failed("Ticket", &error),
     };
     let issue = plain(&ticket["issue_id"]);
-    let why = screen.api.get(&format!("/issues/{issue}/why")).await;
+    let why_path = format!("/issues/{issue}/why");
+    let (why, runs) = tokio::join!(screen.api.get(&why_path), RunsPart::read(&screen, &issue, ""));
     let content = html! {
         div.columns {
             section.wide aria-label="Conversation" {
                 (live("conversation", &conversation(&ticket)))
                 (reply_form(&screen, &ticket))
+                h2 { "How each answer came about" }
+                (live("runs", &runs.list(&screen)))
+                @if !runs.next().is_null() {
+                    p { "Older runs are shown with " a href={ "/console/issues/" (issue) } { "issue " (issue) } "." }
+                }
             }
             aside aria-label="State" {
                 (live("state", &state(&screen, &ticket, &why)))

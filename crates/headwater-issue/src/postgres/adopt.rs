@@ -25,10 +25,11 @@ pub const OLD_SCHEMA: &str = "before_headwater";
 const MOVED: [&str; 3] = ["issues", "event_logs", "integrations"];
 
 /// Further names that this program needs.
-const NEEDED: [&str; 10] = [
+const NEEDED: [&str; 11] = [
     "event_log_originals",
     "outbox",
     "dead_letters",
+    "issue_runs",
     "workers",
     "headwater_identity",
     "headwater_clock",

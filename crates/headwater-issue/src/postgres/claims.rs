@@ -6,16 +6,16 @@ use std::time::Duration;
 use sqlx::postgres::{PgConnection, PgRow};
 use sqlx::{Error, Row};
 
+use super::timestamps::time;
 use crate::claim::{
     AfterFailure, Claim, ClaimOptions, ClaimRelease, ClaimReleased, ClaimRenewal, ClaimedIssue,
     CompletionOutcome, FailureOutcome, ReleaseReason, RunCompletion, RunFailure,
 };
 use crate::error::Result;
-use crate::issue::{ClaimEpoch, EventLog, EventLogId, IssueId};
+use crate::issue::{ClaimEpoch, EventLog, EventLogId, Issue, IssueId, ProcessingStatus};
 use crate::limits::{FIELDS_BYTES_MAX, RUN_EVENTS_MAX, claim_bytes_max};
 use crate::outbox::types::{NewOutboxRow, idempotency_key};
-use crate::row_decoding::{count, ms, optional_timestamp, read_issue, timestamp, to_i64, trace};
-use crate::sql::SqlRow;
+use crate::row_decoding::{count, ms, optional_timestamp, timestamp, to_i64, trace};
 use crate::validate::error_text;
 
 pub(super) async fn claim(
@@ -23,7 +23,7 @@ pub(super) async fn claim(
     issues: &[IssueId],
     options: &ClaimOptions,
 ) -> Result<Vec<Claim>, Error> {
-    let rows = sqlx::query("SELECT * FROM headwater_claim($1, $2, $3, $4, $5, $6)")
+    let rows = sqlx::query("SELECT * FROM headwater_claim_issues($1, $2, $3, $4, $5, $6)")
         .bind(
             distinct(issues, |issue| (*issue, ClaimEpoch::default()))
                 .iter()
@@ -37,10 +37,19 @@ pub(super) async fn claim(
         .bind(i64::from(options.crashes_max))
         .fetch_all(connection)
         .await?;
-    let mut found = HashMap::new();
-    for row in rows {
-        let (id, claim) = read_claim(row)?;
-        found.insert(id, claim);
+    let mut found: HashMap<IssueId, Claim> = HashMap::with_capacity(rows.len());
+    for row in &rows {
+        let id = IssueId(row.try_get(0)?);
+        match row.try_get(1)? {
+            Some(true) => _ = found.insert(id, Claim::Won(Box::new(read_won(id, row)?))),
+            Some(false) => _ = found.insert(id, read_not_won(row)?),
+            // A further event log of a claimed issue, in the order of ids.
+            None => {
+                if let Some(Claim::Won(claimed)) = found.get_mut(&id) {
+                    claimed.events.extend(read_event(id, row)?);
+                }
+            }
+        }
     }
     // If an issue is named twice, the second result is that of an attempt after the first.
     let result = |issue: &IssueId| match found.get_mut(issue) {
@@ -65,58 +74,72 @@ fn second_attempt(first: &Claim) -> Claim {
     }
 }
 
-fn read_claim(row: PgRow) -> Result<(IssueId, Claim), Error> {
-    let (is_won, just_now): (bool, bool) = (row.try_get(23)?, row.try_get(24)?);
-    let now = timestamp(row.try_get(25)?);
-    let events = if is_won { read_events(&row)? } else { vec![] };
-    let completed = row.try_get::<Option<i64>, _>(34)?.map(EventLogId);
-    let issue = read_issue(&SqlRow::Postgres(row))?;
-    let id = issue.id;
-    if is_won {
-        let claimed = ClaimedIssue {
-            epoch: issue.claim_epoch,
-            completed_event_log_id: completed,
-            expires_at: issue.claim_expires_at.unwrap_or_default(),
-            events,
-            issue,
-        };
-        return Ok((id, Claim::Won(Box::new(claimed))));
-    }
-    let claim = match (issue.quarantined_at, issue.claim_owner, issue.not_before) {
-        (Some(since), ..) => Claim::Quarantined { since, just_now },
-        (None, Some(owner), _) => {
-            Claim::Taken { owner, expires_at: issue.claim_expires_at.unwrap_or_default() }
-        }
-        (None, None, Some(not_before)) => Claim::NotYet { not_before, wait: not_before.since(now) },
-        (None, None, None) => Claim::Idle,
+/// A claimed issue with its oldest event log.
+fn read_won(id: IssueId, row: &PgRow) -> Result<ClaimedIssue, Error> {
+    let issue = Issue {
+        id,
+        integration: row.try_get(4)?,
+        provider: row.try_get(5)?,
+        external_project_id: row.try_get(6)?,
+        external_issue_id: row.try_get(7)?,
+        status: ProcessingStatus::Processing,
+        pending_events: count(row.try_get(8)?)?,
+        claim_epoch: ClaimEpoch(row.try_get(9)?),
+        claim_owner: row.try_get(10)?,
+        claim_expires_at: time(row, 11)?,
+        not_before: time(row, 12)?,
+        attempts: count(row.try_get(13)?)?,
+        crashes: count(row.try_get(14)?)?,
+        superseded: count(row.try_get(15)?)?,
+        quarantined_at: time(row, 16)?,
+        last_error: row.try_get(17)?,
+        fields: row.try_get(18)?,
+        discussions: row.try_get(19)?,
+        processing_started_at: time(row, 20)?,
+        last_processed_at: time(row, 21)?,
+        nudged_at: time(row, 22)?,
+        created_at: time(row, 23)?.unwrap_or_default(),
+        updated_at: time(row, 24)?.unwrap_or_default(),
     };
-    Ok((id, claim))
+    Ok(ClaimedIssue {
+        epoch: issue.claim_epoch,
+        completed_event_log_id: row.try_get::<Option<i64>, _>(25)?.map(EventLogId),
+        expires_at: issue.claim_expires_at.unwrap_or_default(),
+        events: read_event(id, row)?.into_iter().collect(),
+        issue,
+    })
 }
 
-/// The event logs of an issue, returned as one array per column.
-fn read_events(row: &PgRow) -> Result<Vec<EventLog>, Error> {
-    let issue_id = IssueId(row.try_get(0)?);
-    let Some(ids) = row.try_get::<Option<Vec<i64>>, _>(26)? else { return Ok(vec![]) };
-    let mut sources = row.try_get::<Vec<String>, _>(27)?.into_iter();
-    let mut event_types = row.try_get::<Vec<String>, _>(28)?.into_iter();
-    let mut keys = row.try_get::<Vec<String>, _>(29)?.into_iter();
-    let mut payloads = row.try_get::<Vec<String>, _>(30)?.into_iter();
-    let mut created = row.try_get::<Vec<i64>, _>(31)?.into_iter();
-    let mut errors = row.try_get::<Vec<Option<String>>, _>(32)?.into_iter();
-    let mut traces = row.try_get::<Vec<Option<String>>, _>(33)?.into_iter();
-    let event = |id| EventLog {
+fn read_not_won(row: &PgRow) -> Result<Claim, Error> {
+    let (quarantined_at, owner) = (time(row, 16)?, row.try_get::<Option<String>, _>(10)?);
+    Ok(match (quarantined_at, owner, time(row, 12)?) {
+        (Some(since), ..) => Claim::Quarantined { since, just_now: row.try_get(2)? },
+        (None, Some(owner), _) => {
+            Claim::Taken { owner, expires_at: time(row, 11)?.unwrap_or_default() }
+        }
+        (None, None, Some(not_before)) => {
+            let now = time(row, 3)?.unwrap_or_default();
+            Claim::NotYet { not_before, wait: not_before.since(now) }
+        }
+        (None, None, None) => Claim::Idle,
+    })
+}
+
+/// The event log of a row; `None` if an issue was claimed without one.
+fn read_event(issue_id: IssueId, row: &PgRow) -> Result<Option<EventLog>, Error> {
+    let Some(id) = row.try_get::<Option<i64>, _>(26)? else { return Ok(None) };
+    Ok(Some(EventLog {
         id: EventLogId(id),
         issue_id,
-        source: sources.next().unwrap_or_default(),
-        event_type: event_types.next().unwrap_or_default(),
-        dedup_key: keys.next().unwrap_or_default(),
-        payload: payloads.next().unwrap_or_default(),
-        created_at: timestamp(created.next().unwrap_or_default()),
+        source: row.try_get(27)?,
+        event_type: row.try_get(28)?,
+        dedup_key: row.try_get(29)?,
+        payload: row.try_get(30)?,
+        created_at: time(row, 31)?.unwrap_or_default(),
         processed_at: None,
-        processing_error: errors.next().unwrap_or_default(),
-        trace: trace(traces.next().unwrap_or_default()),
-    };
-    Ok(ids.into_iter().map(event).collect())
+        processing_error: row.try_get(32)?,
+        trace: trace(row.try_get(33)?),
+    }))
 }
 
 pub(super) async fn heartbeat(
@@ -166,51 +189,52 @@ pub(super) async fn complete(
     identity: &str,
     completions: &[RunCompletion],
 ) -> Result<Vec<CompletionOutcome>, Error> {
-    // A run that is named twice is passed once; the second result is `repeated`.
-    let mut indices = HashMap::new();
-    let mut runs: Vec<&RunCompletion> = Vec::with_capacity(completions.len());
-    for completion in completions {
-        indices.entry((completion.issue_id, completion.epoch)).or_insert_with(|| {
-            runs.push(completion);
-            runs.len()
-        });
-    }
-    let mut logs: Vec<(i64, i64)> = Vec::new();
-    let mut outbox: Vec<(i64, String, &NewOutboxRow)> = Vec::new();
+    // A run that is named twice is passed once; the second result is `repeated`. Issues in the order of ids, in which all
+    // functions lock them.
+    let mut runs = distinct(completions, |completion| (completion.issue_id, completion.epoch));
+    runs.sort_by_key(|run| run.issue_id);
+    let mut logs: Vec<(i64, i64, i64)> = Vec::with_capacity(runs.len());
+    let mut outbox: Vec<(i64, i64, String, &NewOutboxRow)> = Vec::new();
     for (index, run) in runs.iter().enumerate() {
-        let run_number = to_i64(index + 1);
-        logs.extend(run.event_log_ids.iter().map(|log| (run_number, log.0)));
+        let (place, issue) = (to_i64(index + 1), run.issue_id.0);
+        logs.extend(run.event_log_ids.iter().map(|log| (place, issue, log.0)));
         let key = |number| idempotency_key(identity, run.issue_id, run.epoch, number);
-        outbox.extend(run.outbox.iter().enumerate().map(|(n, row)| (run_number, key(n), row)));
+        outbox.extend(run.outbox.iter().enumerate().map(|(n, row)| (place, issue, key(n), row)));
     }
-    let results = sqlx::query(
-        "SELECT * FROM headwater_complete($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12)",
+    let changes = runs.iter().any(|run| run.fields.is_some() || run.discussions.is_some());
+    let rows = sqlx::query(
+        "SELECT * FROM headwater_complete_runs($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15)",
     )
     .bind(runs.iter().map(|run| run.issue_id.0).collect::<Vec<_>>())
     .bind(runs.iter().map(|run| run.epoch.0).collect::<Vec<_>>())
-    .bind(runs.iter().map(|run| run.fields.clone()).collect::<Vec<_>>())
-    .bind(runs.iter().map(|run| run.discussions.clone()).collect::<Vec<_>>())
-    .bind(logs.iter().map(|(run, _)| *run).collect::<Vec<_>>())
-    .bind(logs.iter().map(|(_, log)| *log).collect::<Vec<_>>())
-    .bind(outbox.iter().map(|(run, ..)| *run).collect::<Vec<_>>())
+    .bind(changes)
+    .bind(runs.iter().map(|run| run.fields.as_deref()).collect::<Vec<_>>())
+    .bind(runs.iter().map(|run| run.discussions.as_deref()).collect::<Vec<_>>())
+    .bind(logs.iter().map(|(place, ..)| *place).collect::<Vec<_>>())
+    .bind(logs.iter().map(|(_, issue, _)| *issue).collect::<Vec<_>>())
+    .bind(logs.iter().map(|(.., log)| *log).collect::<Vec<_>>())
+    .bind(outbox.iter().map(|(place, ..)| *place).collect::<Vec<_>>())
+    .bind(outbox.iter().map(|(_, issue, ..)| *issue).collect::<Vec<_>>())
     .bind(outbox.iter().map(|(.., row)| row.kind.as_str()).collect::<Vec<_>>())
     .bind(outbox.iter().map(|(.., row)| row.target.as_str()).collect::<Vec<_>>())
-    .bind(outbox.iter().map(|(_, key, _)| key.as_str()).collect::<Vec<_>>())
+    .bind(outbox.iter().map(|(.., key, _)| key.as_str()).collect::<Vec<_>>())
     .bind(outbox.iter().map(|(.., row)| row.payload.as_str()).collect::<Vec<_>>())
     .bind(to_i64(FIELDS_BYTES_MAX))
     .fetch_all(connection)
     .await?;
-    let mut found = HashMap::new();
-    for result in &results {
-        let requeued = result.try_get::<&str, _>(2)? == "queued";
-        let not_before = optional_timestamp(result.try_get(3)?).filter(|_| requeued);
+    let mut found = HashMap::with_capacity(rows.len());
+    for row in &rows {
+        let place: usize = count(row.try_get(0)?)?;
+        let requeued = row.try_get(2)?;
+        let not_before = time(row, 3)?.filter(|_| requeued);
         let completed =
-            CompletionOutcome::Committed { requeued, not_before, repeated: result.try_get(1)? };
-        found.insert(count::<usize>(result.try_get(0)?)?, completed);
+            CompletionOutcome::Committed { requeued, not_before, repeated: row.try_get(1)? };
+        if let Some(run) = place.checked_sub(1).and_then(|index| runs.get(index)) {
+            found.insert((run.issue_id, run.epoch), completed);
+        }
     }
     let result = |completion: &RunCompletion| {
-        let index = indices.get(&(completion.issue_id, completion.epoch));
-        let Some(completed) = index.and_then(|index| found.get_mut(index)) else {
+        let Some(completed) = found.get_mut(&(completion.issue_id, completion.epoch)) else {
             return CompletionOutcome::Fenced;
         };
         let reported = *completed;

@@ -17,6 +17,7 @@ mod outbox;
 mod outbox_listener;
 mod record;
 mod sweep;
+mod timestamps;
 mod transaction;
 
 use std::sync::Arc;

@@ -1,14 +1,15 @@
 //! Records events on PostgreSQL with one function call per batch.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 
 use sqlx::postgres::{PgConnection, PgRow};
 use sqlx::{Error, Row};
 
+use super::timestamps::time;
 use crate::error::{IssueError, Result};
 use crate::event_batch::{ValidatedEvent, conflict, unknown_integration};
-use crate::issue::{DebounceWindow, EventLogId, IssueId, Recorded};
-use crate::row_decoding::{ms, optional_timestamp, to_i64};
+use crate::issue::{DebounceWindow, EventLogId, IssueId, NewEvent, Recorded};
+use crate::row_decoding::{ms, to_i64};
 
 /// Stores events with distinct keys, in the transaction of `connection` or in its own.
 pub(super) async fn record(
@@ -16,35 +17,53 @@ pub(super) async fn record(
     events: &[ValidatedEvent<'_>],
     debounce: &DebounceWindow,
 ) -> Result<Vec<Result<Recorded>>, Error> {
-    let texts =
-        |text: fn(&ValidatedEvent<'_>) -> String| events.iter().map(text).collect::<Vec<_>>();
-    let originals: Vec<Option<&[u8]>> =
+    let (first, counts) = issues_of(events);
+    let text = |text: fn(&NewEvent) -> &str| -> Vec<&str> {
+        events.iter().map(|one| text(one.event)).collect()
+    };
+    let mut originals: Vec<Option<&[u8]>> =
         events.iter().map(|one| one.original.map(str::as_bytes)).collect();
-    let statement =
-        "SELECT * FROM headwater_record($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13)";
-    let rows = sqlx::query(statement)
-        .bind(texts(|one| one.event.integration.clone()))
-        .bind(texts(|one| one.event.external_project_id.clone()))
-        .bind(texts(|one| one.event.external_issue_id.clone()))
-        .bind(texts(|one| one.event.source.clone()))
-        .bind(texts(|one| one.event.event_type.clone()))
-        .bind(texts(|one| one.key.clone()))
-        .bind(events.iter().map(|one| one.digest.clone()).collect::<Vec<_>>())
-        .bind(texts(|one| one.payload.clone().into_owned()))
-        .bind(ms(debounce.quiet_for))
-        .bind(ms(debounce.max_wait))
-        .bind(to_i64(debounce.events_max))
-        .bind(originals)
-        .bind(
-            events
-                .iter()
-                .map(|one| one.event.trace.map(|trace| trace.to_string()))
-                .collect::<Vec<_>>(),
-        )
-        .fetch_all(connection)
-        .await?;
+    if originals.iter().all(Option::is_none) {
+        originals.clear();
+    }
+    let traces = events.iter().map(|one| one.event.trace.map(|trace| trace.to_string()));
+    let rows = sqlx::query(
+        "SELECT * FROM headwater_record_events($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15)",
+    )
+    .bind(text(|event| &event.integration))
+    .bind(text(|event| &event.external_project_id))
+    .bind(text(|event| &event.external_issue_id))
+    .bind(first)
+    .bind(counts)
+    .bind(text(|event| &event.source))
+    .bind(text(|event| &event.event_type))
+    .bind(events.iter().map(|one| one.key.as_str()).collect::<Vec<_>>())
+    .bind(events.iter().map(|one| one.digest.as_slice()).collect::<Vec<_>>())
+    .bind(events.iter().map(|one| one.payload.as_ref()).collect::<Vec<&str>>())
+    .bind(ms(debounce.quiet_for))
+    .bind(ms(debounce.max_wait))
+    .bind(to_i64(debounce.events_max))
+    .bind(originals)
+    .bind(traces.collect::<Vec<Option<String>>>())
+    .fetch_all(connection)
+    .await?;
     let mut nudged = HashSet::new();
     events.iter().zip(&rows).map(|(event, row)| read(event, row, &mut nudged)).collect()
+}
+
+/// For each event: the position, from 1, of the first event of its issue, and the number of events of its issue.
+fn issues_of(events: &[ValidatedEvent<'_>]) -> (Vec<i64>, Vec<i64>) {
+    let mut issues: HashMap<(&str, &str, &str), (i64, i64)> = HashMap::with_capacity(events.len());
+    for (index, one) in events.iter().enumerate() {
+        issues.entry(names(one)).or_insert((to_i64(index + 1), 0)).1 += 1;
+    }
+    events.iter().map(|one| issues[&names(one)]).unzip()
+}
+
+/// Integration, project and issue of an event.
+fn names<'a>(one: &ValidatedEvent<'a>) -> (&'a str, &'a str, &'a str) {
+    let NewEvent { integration, external_project_id, external_issue_id, .. } = one.event;
+    (integration, external_project_id, external_issue_id)
 }
 
 /// Result of one event. The inner error concerns only this event.
@@ -72,13 +91,13 @@ fn read(
     let wanted = if new {
         row.try_get(7)?
     } else {
-        !row.try_get::<bool, _>(6)? && row.try_get::<&str, _>(8)? == "queued"
+        !row.try_get::<bool, _>(6)? && row.try_get::<bool, _>(8)?
     };
     Ok(Ok(Recorded {
         issue_id,
         event_log_id: EventLogId(event_log_id),
         duplicate: !new,
         nudge: wanted && nudged.insert(issue_id),
-        not_before: optional_timestamp(row.try_get(9)?),
+        not_before: time(row, 9)?,
     }))
 }

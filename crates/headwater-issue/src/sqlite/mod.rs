@@ -14,6 +14,7 @@ mod file_identity;
 mod migrate;
 mod outbox;
 mod record;
+mod runs;
 mod state_batch;
 mod statements;
 mod sweep;

@@ -1,6 +1,6 @@
 //! Records events on SQLite: looks up their keys, stores new events and counts them on their issues.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
 use headwater_stream::clock::Timestamp;
 use serde_json::{Value, json};
@@ -14,7 +14,6 @@ use crate::event_batch::{ValidatedEvent, conflict, unknown_integration};
 use crate::issue::{
     DebounceWindow, EventLogId, IntegrationId, IssueId, ProcessingStatus, Recorded,
 };
-use crate::row_decoding::to_i64;
 use crate::state::{Transition, TransitionEffect};
 
 /// An existing event log with the key of an event.
@@ -46,26 +45,44 @@ pub(super) async fn record(
     let mut known = known_keys(connection, events, &integration).await?;
     let mut issues = known_issues(connection, events, &integration).await?;
 
-    let mut found = Vec::with_capacity(events.len());
+    let is_new = |index: usize, event: &ValidatedEvent<'_>| {
+        integration(event).filter(|_| !known.contains_key(&index))
+    };
+    let mut missing = BTreeSet::new();
+    for (index, event) in events.iter().enumerate() {
+        if let Some(integration) = is_new(index, event) {
+            let (project, issue) = provider_ids(event);
+            missing.insert((integration.0, project, issue));
+        }
+    }
+    missing.retain(|(integration, project, issue)| {
+        !issues.contains_key(&(IntegrationId(*integration), *project, *issue))
+    });
+    if !missing.is_empty() {
+        create_issues(connection, &missing, now).await?;
+        issues = known_issues(connection, events, &integration).await?;
+    }
+
+    let mut new = Vec::with_capacity(events.len());
+    for (index, event) in events.iter().enumerate() {
+        if let Some(integration) = is_new(index, event) {
+            let (project, issue) = provider_ids(event);
+            let issue_id = issues.get(&(integration, project, issue)).copied();
+            new.push((issue_id.ok_or(Error::RowNotFound)?, integration, event));
+        }
+    }
+    let ids = insert(connection, &new, now).await?;
     let mut counts: BTreeMap<IssueId, u64> = BTreeMap::new();
+    new.iter().for_each(|(issue_id, ..)| *counts.entry(*issue_id).or_default() += 1);
+    let mut stored = new.iter().zip(ids).map(|((issue_id, ..), id)| (*issue_id, id));
+    let mut found = Vec::with_capacity(events.len());
     for (index, event) in events.iter().enumerate() {
         found.push(match (integration(event), known.remove(&index)) {
             (None, _) => EventLookup::UnknownIntegration,
             (_, Some(known)) if known.digest != event.digest => EventLookup::Conflict,
             (_, Some(known)) => EventLookup::Duplicate(known),
-            (Some(integration), None) => {
-                let (project, issue) = provider_ids(event);
-                let names = (integration, project, issue);
-                let issue_id = match issues.get(&names) {
-                    Some(issue_id) => *issue_id,
-                    None => {
-                        let created = create_issue(connection, names, now).await?;
-                        issues.insert(names, created);
-                        created
-                    }
-                };
-                *counts.entry(issue_id).or_default() += 1;
-                let id = insert(connection, event, integration, issue_id, now).await?;
+            (Some(_), None) => {
+                let (issue_id, id) = stored.next().ok_or(Error::RowNotFound)?;
                 EventLookup::Stored(issue_id, id)
             }
         });
@@ -203,56 +220,67 @@ fn provider_ids<'a>(event: &ValidatedEvent<'a>) -> (&'a str, &'a str) {
     (&event.event.external_project_id, &event.event.external_issue_id)
 }
 
-async fn create_issue(
+async fn create_issues(
     connection: &mut SqliteConnection,
-    (integration, project, issue): (IntegrationId, &str, &str),
+    names: &BTreeSet<(i64, &str, &str)>,
     now: Timestamp,
-) -> Result<IssueId, Error> {
-    let row = sqlx::query(
+) -> Result<(), Error> {
+    sqlx::query(
         "INSERT INTO issues
              (integration_id, external_project_id, external_issue_id, created_at, updated_at)
-         VALUES (?1, ?2, ?3, ?4, ?4) RETURNING id",
+         SELECT value ->> 0, value ->> 1, value ->> 2, ?2, ?2 FROM json_each(?1)",
     )
-    .bind(integration.0)
-    .bind(project)
-    .bind(issue)
+    .bind(json_rows(names.iter().map(|names| json!(names)).collect()))
     .bind(to_column(now))
-    .fetch_one(connection)
+    .execute(connection)
     .await?;
-    Ok(IssueId(row.try_get(0)?))
+    Ok(())
 }
 
+/// Stores new events, each with its issue, and returns their ids in the order of the events.
 async fn insert(
     connection: &mut SqliteConnection,
-    event: &ValidatedEvent<'_>,
-    integration: IntegrationId,
-    issue_id: IssueId,
+    events: &[(IssueId, IntegrationId, &ValidatedEvent<'_>)],
     now: Timestamp,
-) -> Result<EventLogId, Error> {
-    let row = sqlx::query(
-        "INSERT INTO event_logs (issue_id, integration_id, source, event_type, dedup_key, digest,
-             payload, payload_bytes, created_at, trace)
-         VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10) RETURNING id",
-    )
-    .bind(issue_id.0)
-    .bind(integration.0)
-    .bind(event.event.source.as_str())
-    .bind(event.event.event_type.as_str())
-    .bind(event.key.as_str())
-    .bind(event.digest.as_slice())
-    .bind(event.payload.as_ref())
-    .bind(to_i64(event.payload.len()))
-    .bind(to_column(now))
-    .bind(event.event.trace.map(|trace| trace.to_string()))
-    .fetch_one(&mut *connection)
-    .await?;
-    let id = row.try_get(0)?;
-    if let Some(original) = event.original {
-        sqlx::query("INSERT INTO event_log_originals (event_log_id, body) VALUES (?1, ?2)")
-            .bind(id)
-            .bind(original.as_bytes())
-            .execute(connection)
-            .await?;
+) -> Result<Vec<EventLogId>, Error> {
+    if events.is_empty() {
+        return Ok(vec![]);
     }
-    Ok(EventLogId(id))
+    let row = |(issue_id, integration, event): &(IssueId, IntegrationId, &ValidatedEvent<'_>)| {
+        json!([
+            issue_id.0,
+            integration.0,
+            event.event.source,
+            event.event.event_type,
+            event.key,
+            hex::encode(&event.digest),
+            event.payload,
+            event.payload.len(),
+            event.event.trace.map(|trace| trace.to_string()),
+        ])
+    };
+    // Rows get their ids in the order of the array, but may be returned in another one.
+    let rows = sqlx::query(
+        "INSERT INTO event_logs (issue_id, integration_id, source, event_type, dedup_key, digest,
+             payload, payload_bytes, trace, created_at)
+         SELECT value ->> 0, value ->> 1, value ->> 2, value ->> 3, value ->> 4, unhex(value ->> 5),
+             value ->> 6, value ->> 7, value ->> 8, ?2 FROM json_each(?1)
+         RETURNING id",
+    )
+    .bind(json_rows(events.iter().map(row).collect()))
+    .bind(to_column(now))
+    .fetch_all(&mut *connection)
+    .await?;
+    let mut ids = rows.iter().map(|row| row.try_get(0)).collect::<Result<Vec<i64>, _>>()?;
+    ids.sort_unstable();
+    for (id, (.., event)) in ids.iter().zip(events) {
+        if let Some(original) = event.original {
+            sqlx::query("INSERT INTO event_log_originals (event_log_id, body) VALUES (?1, ?2)")
+                .bind(*id)
+                .bind(original.as_bytes())
+                .execute(&mut *connection)
+                .await?;
+        }
+    }
+    Ok(ids.into_iter().map(EventLogId).collect())
 }

@@ -10,11 +10,11 @@ use serde_json::{Value, json};
 use sqlx::sqlite::{SqliteConnection, SqliteRow};
 use sqlx::{Error, Row};
 
-use super::dead_letters;
 use super::statements::{json_rows, optional_column, to_column};
+use super::{dead_letters, runs};
 use crate::issue::{ClaimEpoch, IssueId, ProcessingStatus};
 use crate::row_decoding::{count, known_value, optional_timestamp};
-use crate::state::{IssueState, Transition, TransitionEffect, apply};
+use crate::state::{EndedRun, IssueState, Transition, TransitionEffect, apply};
 
 /// The states of some issues within one transaction.
 #[derive(Debug)]
@@ -25,6 +25,9 @@ pub(super) struct StateBatch {
     /// Issues quarantined, and issues released, by a transition.
     quarantined: BTreeSet<IssueId>,
     released: BTreeSet<IssueId>,
+    /// Runs that a transition ended, and runs that had expired before their result came.
+    ended: Vec<(IssueId, EndedRun)>,
+    fenced: Vec<(IssueId, ClaimEpoch)>,
 }
 
 impl StateBatch {
@@ -45,8 +48,9 @@ impl StateBatch {
         .fetch_all(connection)
         .await?;
         let states = rows.iter().map(read).collect::<Result<_, Error>>()?;
-        let (changed, quarantined) = (BTreeSet::new(), BTreeSet::new());
-        Ok(Self { now, states, changed, quarantined, released: BTreeSet::new() })
+        let (changed, quarantined, released) = Default::default();
+        let (ended, fenced) = Default::default();
+        Ok(Self { now, states, changed, quarantined, released, ended, fenced })
     }
 
     /// The current state; `None` if the issue does not exist.
@@ -62,6 +66,12 @@ impl StateBatch {
     ) -> Option<TransitionEffect> {
         let before = self.states.get_mut(&issue)?;
         let (after, effect) = apply(before, transition, self.now);
+        self.ended.extend(EndedRun::of(before, &after, transition).map(|run| (issue, run)));
+        if let (Transition::Complete { epoch, .. }, TransitionEffect::Fenced) =
+            (transition, &effect)
+        {
+            self.fenced.push((issue, *epoch));
+        }
         if effect == TransitionEffect::Quarantined {
             self.quarantined.insert(issue);
         }
@@ -83,8 +93,11 @@ impl StateBatch {
         self.get(issue).is_some_and(held)
     }
 
-    /// Saves changed issues, and their dead letters.
+    /// Saves changed issues, their ended runs and their dead letters.
     pub(super) async fn save(self, connection: &mut SqliteConnection) -> Result<(), Error> {
+        // Before the issues, which have the time of the claim until the next one.
+        runs::write(connection, &self.ended, self.now).await?;
+        runs::mark_fenced(connection, &self.fenced).await?;
         self.save_issues(connection).await?;
         dead_letters::write(connection, &self.quarantined).await?;
         dead_letters::release(connection, &self.released, self.now).await

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use headwater_issue::*;
+use headwater_stream::clock::Timestamp;
 
 /// Wraps another store.
 #[derive(Debug)]
@@ -231,6 +232,8 @@ delegate! {
         find_issue(integration: &str, project: &str, issue: &str) -> Option<Issue>;
         issues(filter: &IssueFilter, limit: usize) -> Vec<Issue>;
         event_logs(id: IssueId, filter: &EventLogFilter, limit: usize) -> Vec<EventLog>;
+        runs(id: IssueId, before: Option<ClaimEpoch>, limit: usize) -> Vec<IssueRun>;
+        processed_event_logs(id: IssueId, from: Timestamp, to: Timestamp, limit: usize) -> Vec<EventLog>;
         event_log(id: EventLogId) -> Option<EventLog>;
         original_payload(id: EventLogId) -> Option<String>;
         newest_event_log_at_commit(id: OutboxId) -> Option<EventLogId>;
@@ -243,6 +246,7 @@ delegate! {
         dead_letters(after: Option<DeadLetterId>, limit: usize) -> Vec<IssueDeadLetter>;
         dead_outbox(after: Option<OutboxId>, limit: usize) -> Vec<DeadOutboxRow>;
         outbox_facts(id: OutboxId) -> Option<OutboxFacts>;
+        committed_outbox(id: IssueId, from: Timestamp, to: Timestamp, limit: usize) -> Vec<OutboxFacts>;
         retry_outbox(id: OutboxId) -> ();
     }
 }

@@ -43,6 +43,7 @@ mod sessions;
 mod status;
 pub(crate) mod tickets;
 pub(crate) mod tickets_sse;
+mod timeline;
 mod topics;
 mod users;
 pub(crate) mod webhooks;
@@ -140,6 +141,7 @@ pub(crate) fn app_routes() -> OpenApiRouter<App> {
         .merge(effects::routes())
         .merge(prompts::routes())
         .merge(event_logs::routes())
+        .merge(timeline::routes())
         .merge(sessions)
         .merge(doctor::routes())
         .merge(users::routes())

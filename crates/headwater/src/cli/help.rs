@@ -79,6 +79,7 @@ pub(super) const VERBS: &[VerbHelp] = &[
     verb("issue show", DATABASE, &["issue show 7"]),
     verb("issue event", DATABASE, &["issue event 12", "issue event 12 --original"]),
     verb("issue why", DATABASE, &["issue why 7"]),
+    verb("issue timeline", DATABASE, &["issue timeline 7", "issue timeline 7 --json"]),
     verb("issue retry", BOTH, &["issue retry 7", "issue retry --all --waiting"]),
     verb("issue release", BOTH, &["issue release 7", "issue release --all"]),
     verb("ticket new", BOTH, &["ticket new --title 'Wi-Fi' --content 'It is slow.' --user ada"]),

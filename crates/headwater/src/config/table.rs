@@ -179,7 +179,7 @@ pub(crate) const TABLE: &[Setting] = &[
     // Audit log, logs and traces.
     // Retention.
     setting("retention.events", "90d", ValueType::Time { min: Duration::ZERO, max: seconds(100 * 365 * 86_400) },
-        "How long processed events are kept; afterwards the same event, sent again, is a new one. 0ms keeps them forever. Events that are not processed are always kept."),
+        "How long processed events, and runs of issues, are kept; afterwards the same event, sent again, is a new one. 0ms keeps them forever. Events that are not processed are always kept."),
     setting("retention.issues", "365d", ValueType::Time { min: Duration::ZERO, max: seconds(100 * 365 * 86_400) },
         "How long an issue is kept after its last change, with its ticket, messages, events and replies. 0ms keeps them forever. Issues with pending events or undelivered replies, quarantined issues and open tickets are always kept."),
     setting("retention.outbox", "7d", ValueType::Time { min: seconds(3600), max: seconds(100 * 365 * 86_400) },

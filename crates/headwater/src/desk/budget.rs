@@ -11,7 +11,7 @@ use std::sync::Mutex;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use headwater_issue::{Issue, IssueId};
+use headwater_issue::{ClaimEpoch, Issue, IssueId};
 use headwater_stream::clock::{Clock, SystemClock, Timestamp};
 use uuid::Uuid;
 
@@ -224,6 +224,10 @@ pub struct ModelRun {
     pub model: String,
     /// Version of the prompt; 0 is the built-in one.
     pub prompt_version: i64,
+    /// The run of the issue: the epoch of its claim.
+    pub epoch: ClaimEpoch,
+    /// The session with its steps.
+    pub session: String,
     /// How it ended.
     pub result: ModelRunResult,
     /// Calls of the model.

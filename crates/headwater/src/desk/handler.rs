@@ -576,7 +576,7 @@ impl IssueHandler for Desk {
         let session = RunSession::new(&self.step_writer, &run, first);
         // Ends before the deadline of the run, which would count an attempt.
         let time_max = run.time_left() * 9 / 10;
-        let mut record = ModelRunRecord::new(&self.accounting, &run, system.version);
+        let mut record = ModelRunRecord::new(&self.accounting, &run, system.version, session.id());
         let telling = (&system, endpoints, &mut tools);
         let message_id = Uuid::now_v7();
         let redaction = self.redaction.as_ref().map(Redaction::new).unwrap_or_default();

@@ -61,7 +61,13 @@ struct ModelUse {
 }
 
 impl<'a> ModelRunRecord<'a> {
-    pub(crate) fn new(accounting: &'a TokenAccounting, run: &Run, prompt_version: i64) -> Self {
+    pub(crate) fn new(
+        accounting: &'a TokenAccounting,
+        run: &Run,
+        prompt_version: i64,
+        session: &str,
+    ) -> Self {
+        let epoch = run.epoch();
         let IssueId(issue_id) = run.issue().id;
         let run = ModelRun {
             id: Uuid::nil(),
@@ -70,6 +76,8 @@ impl<'a> ModelRunRecord<'a> {
             integration: run.issue().integration.clone(),
             model: String::new(),
             prompt_version,
+            epoch,
+            session: session.to_owned(),
             result: ModelRunResult::Superseded,
             calls: 0,
             tokens_in: 0,

@@ -1,4 +1,4 @@
-//! Deletes old events, issues, metrics and replay plans, in small batches.
+//! Deletes old events, runs, issues, metrics and replay plans, in small batches.
 //!
 //! Upstream: `run.rs`. Downstream: `headwater_issue::history`, `tickets`, `telemetry::history` and `plans`. Guarantees: what is pending is never
 //! deleted; each batch is one short transaction; a failed pass is repeated after `retention.every`. Several processes may run it at
@@ -56,6 +56,11 @@ impl HistoryRetention {
             while let Some(after) = next {
                 let page = history::delete_event_logs(store, after, keep, BATCH).await?;
                 (events, next) = (events + page.found.len(), page.next);
+                sleep(PAUSE).await;
+            }
+            let mut next = Some(Default::default());
+            while let Some(after) = next {
+                next = history::delete_runs(store, after, keep, BATCH).await?.next;
                 sleep(PAUSE).await;
             }
         }

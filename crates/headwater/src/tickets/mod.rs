@@ -32,7 +32,7 @@ pub use self::event::{Author, TICKET_EVENTS, TicketEvent, TicketEventType, Ticke
 pub(crate) use crate::tickets::draft_deadlines::OverdueAction;
 pub(crate) use crate::tickets::export::TicketExport;
 pub use crate::tickets::import::ImportOutcome;
-pub(crate) use crate::tickets::model_runs::{IssueUsage, tokens_and_cost};
+pub(crate) use crate::tickets::model_runs::{IssueUsage, StoredModelRun, tokens_and_cost};
 pub(crate) use crate::tickets::sql::migrations::apply as migrate;
 pub(crate) use crate::tickets::store::ensure_schema;
 pub use crate::tickets::store::{INTEGRATION, Tickets};

@@ -7,7 +7,7 @@
 use std::time::Duration;
 
 use headwater_analytics::Table;
-use headwater_issue::{IssueError, IssueId, SqlRow, Store};
+use headwater_issue::{ClaimEpoch, IssueError, IssueId, SqlRow, Store};
 use headwater_stream::clock::Timestamp;
 use serde_json::{Value, json};
 use tracing::info;
@@ -22,6 +22,9 @@ const DAY_MS: i64 = 24 * 60 * 60 * 1000;
 /// Maximum rows of the report; older days are left out.
 const REPORT_ROWS_MAX: i64 = 10_000;
 
+/// Maximum rows of one call of `model_runs`.
+const MODEL_RUNS_MAX: i64 = 1000;
+
 /// Rows deleted, and waits released, in one transaction.
 const BATCH: i64 = 1000;
 
@@ -33,6 +36,20 @@ pub(crate) struct LastModelRun {
     pub(crate) result: String,
     pub(crate) calls: i64,
     pub(crate) prompt_version: i64,
+}
+
+/// What one model used in one run of an issue.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct StoredModelRun {
+    pub(crate) epoch: ClaimEpoch,
+    pub(crate) model: String,
+    pub(crate) result: String,
+    pub(crate) calls: i64,
+    pub(crate) tokens_in: i64,
+    pub(crate) tokens_out: i64,
+    pub(crate) cost_micros: Option<i64>,
+    pub(crate) prompt_version: i64,
+    pub(crate) session: Option<String>,
 }
 
 /// What the models used for one issue.
@@ -56,8 +73,9 @@ fn column(count: u64) -> i64 {
 impl Tickets {
     pub(super) async fn store_model_run(&self, run: &ModelRun) -> Result<(), TicketError> {
         let insert = "INSERT INTO model_runs
-                 (id, at, issue_id, integration, model, result, calls, tokens_in, tokens_out, cost_micros, prompt_version)
-             VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11) ON CONFLICT (id) DO NOTHING";
+                 (id, at, issue_id, integration, model, result, calls, tokens_in, tokens_out, cost_micros, prompt_version,
+                  epoch, session)
+             VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13) ON CONFLICT (id) DO NOTHING";
         let id = run.id.to_string();
         let parameters = [
             (&id).into(),
@@ -71,6 +89,8 @@ impl Tickets {
             column(run.tokens_out).into(),
             run.cost_micros.map(column).into(),
             run.prompt_version.into(),
+            run.epoch.0.into(),
+            (&run.session).into(),
         ];
         let mut transaction = self.store.begin().await?;
         execute(transaction.connection(), "store_model_run", insert, &parameters).await?;
@@ -183,6 +203,35 @@ impl Tickets {
                 return Ok(());
             }
         }
+    }
+
+    /// What the models used in runs of an issue, from one epoch to another, in the order of their beginning; at most
+    /// [`MODEL_RUNS_MAX`].
+    pub(crate) async fn model_runs(
+        &self,
+        issue_id: IssueId,
+        (from, to): (ClaimEpoch, ClaimEpoch),
+    ) -> Result<Vec<StoredModelRun>, TicketError> {
+        let select = "SELECT epoch, model, result, calls, tokens_in, tokens_out, cost_micros, prompt_version, session
+             FROM model_runs WHERE issue_id = $1 AND epoch >= $2 AND epoch <= $3 ORDER BY at, id LIMIT $4";
+        let read = |row: &SqlRow| {
+            Ok(StoredModelRun {
+                epoch: ClaimEpoch(row.get(0)?),
+                model: row.get(1)?,
+                result: row.get(2)?,
+                calls: row.get(3)?,
+                tokens_in: row.get(4)?,
+                tokens_out: row.get(5)?,
+                cost_micros: row.get(6)?,
+                prompt_version: row.get(7)?,
+                session: row.get(8)?,
+            })
+        };
+        let parameters = [issue_id.0.into(), from.0.into(), to.0.into(), MODEL_RUNS_MAX.into()];
+        self.read(async |connection| {
+            list(connection, "model_runs", select, &parameters, read).await
+        })
+        .await
     }
 
     /// What the models used for an issue, in all of its runs that are kept (`retention.events`).

@@ -274,7 +274,7 @@ impl Tickets {
                 return Ok(false);
             }
             let deleting = transaction.as_mut();
-            if !history::delete_processed_event_logs(deleting, issue_id, DELETE_BATCH).await? {
+            if !history::delete_history_of(deleting, issue_id, DELETE_BATCH).await? {
                 statements::delete_ticket_of(transaction.as_mut(), issue_id).await?;
                 history::delete_issue(transaction.as_mut(), issue_id).await?;
                 transaction.commit().await?;

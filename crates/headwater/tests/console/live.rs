@@ -38,17 +38,17 @@ async fn changes_appear_without_a_reload_and_open_details_and_typed_text_stay() 
     // An issue: opened details stay open.
     let issue = ticket["issue_id"].as_i64().unwrap_or_default();
     reader.open(&format!("/console/issues/{issue}")).await?;
-    reader.find("details.item summary").await?.click().await?;
+    reader.find("[data-live=events] details.item summary").await?.click().await?;
     server
         .post(&format!("/api/v1/tickets/{id}/messages"), &json!({"content": "A third one."}))
         .await?;
     let deadline = std::time::Instant::now() + crate::support::LIMIT;
-    while reader.driver().count("details.item").await? < 3 {
+    while reader.driver().count("[data-live=events] details.item").await? < 3 {
         ensure!(std::time::Instant::now() < deadline, "the third event is not shown");
         tokio::time::sleep(std::time::Duration::from_millis(50)).await;
     }
     ensure!(
-        reader.find("details.item").await?.attribute("open").await?.is_some(),
+        reader.find("[data-live=events] details.item").await?.attribute("open").await?.is_some(),
         "the details were closed"
     );
 

@@ -13,4 +13,7 @@ mod fixture;
 mod hostile;
 mod live;
 mod login;
+mod pictures;
 mod screens;
+mod tasks;
+mod timeline;

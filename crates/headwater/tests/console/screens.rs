@@ -34,7 +34,16 @@ fn with_data(data: &ConsoleData) -> Vec<(String, Vec<String>)> {
         ),
         (
             format!("/console/tickets/{}", data.ticket),
-            text(&["Since yesterday.", "Assistant", "Send reply", "Why"]),
+            text(&[
+                "Since yesterday.",
+                "Assistant",
+                "Send reply",
+                "Why",
+                "How each answer came about",
+                "Run 1 done",
+                "1 event",
+                "tokens",
+            ]),
         ),
         (
             "/console/issues".to_owned(),
@@ -42,7 +51,14 @@ fn with_data(data: &ConsoleData) -> Vec<(String, Vec<String>)> {
         ),
         (
             format!("/console/issues/{issue}"),
-            text(&["Release", "Why", "quarantined", "refused by the bank"]),
+            text(&[
+                "Release",
+                "Why",
+                "quarantined",
+                "refused by the bank",
+                "Timeline",
+                "No run has ended yet.",
+            ]),
         ),
         ("/console/sessions".to_owned(), text(&[&data.session, "open"])),
         (

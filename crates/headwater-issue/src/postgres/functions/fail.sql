@@ -20,7 +20,8 @@ BEGIN
     WHERE n.after_ms IS NULL OR (n.blamed AND i.attempts + 1 >= p_attempts_max);
     RETURN QUERY
     WITH held AS (
-        SELECT i.id, n.error, n.after_ms, n.blamed, i.id = ANY (v_quarantined) AS quarantines
+        SELECT i.id, i.claim_epoch, i.claim_owner, i.processing_started_at, n.error, n.after_ms, n.blamed,
+            i.id = ANY (v_quarantined) AS quarantines
         FROM unnest(p_issue, p_epoch, p_error, p_after_ms, p_blamed) AS n (issue, epoch, error, after_ms, blamed)
         JOIN issues i ON i.id = n.issue AND i.claim_epoch = n.epoch AND i.processing_status = 'processing'
     ), kept AS (
@@ -29,6 +30,12 @@ BEGIN
             SELECT id FROM event_logs WHERE issue_id = h.id AND processed_at IS NULL ORDER BY id LIMIT p_events_max
         ) l) oldest
         WHERE e.id = oldest.id
+    ), ended AS (
+        INSERT INTO issue_runs (issue_id, epoch, worker, claimed_at, ended_at, result, error, events)
+        SELECT id, claim_epoch, coalesce(claim_owner, ''), coalesce(processing_started_at, v_now), v_now,
+            CASE WHEN quarantines THEN 'quarantined' WHEN blamed THEN 'failed' ELSE 'deferred' END, error, 0
+        FROM held
+        ON CONFLICT DO NOTHING
     )
     UPDATE issues i SET
         attempts = i.attempts + h.blamed::int, last_error = h.error, claim_owner = NULL, claim_expires_at = NULL,

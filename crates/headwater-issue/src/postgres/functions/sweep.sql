@@ -26,6 +26,13 @@ BEGIN
     FROM issues WHERE id = ANY (v_expired) AND crashes + 1 >= p_crashes_max;
 
     RETURN QUERY
+    WITH ended AS (
+        INSERT INTO issue_runs (issue_id, epoch, worker, claimed_at, ended_at, result, events)
+        SELECT id, claim_epoch, coalesce(claim_owner, ''), coalesce(processing_started_at, v_now), v_now,
+            CASE WHEN id = ANY (v_quarantined) THEN 'quarantined' ELSE 'expired' END, 0
+        FROM issues WHERE id = ANY (v_expired)
+        ON CONFLICT DO NOTHING
+    )
     UPDATE issues i SET
         crashes = i.crashes + 1, claim_owner = NULL, claim_expires_at = NULL,
         last_error = 'claim of worker `' || coalesce(i.claim_owner, '') || '` expired',

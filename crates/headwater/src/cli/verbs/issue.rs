@@ -62,6 +62,15 @@ enum IssueCommand {
         #[arg(value_parser = number)]
         id: i64,
     },
+    /// Show the runs of an issue, newest first: worker, result, events, tokens and session.
+    Timeline {
+        /// Issue id; see `headwater issue list`.
+        #[arg(value_parser = number)]
+        id: i64,
+        /// Maximum number of runs.
+        #[arg(long, value_name = "N", default_value = "100", value_parser = limit)]
+        limit: usize,
+    },
     /// Process one or all issues now: ends a backoff, a wait for a budget, or a quarantine.
     Retry {
         /// Issue id; see `headwater issue list`.
@@ -101,7 +110,8 @@ impl IssueArgs {
             IssueCommand::List { .. }
             | IssueCommand::Show { .. }
             | IssueCommand::Event { .. }
-            | IssueCommand::Why { .. } => Requirements::database(true),
+            | IssueCommand::Why { .. }
+            | IssueCommand::Timeline { .. } => Requirements::database(true),
             IssueCommand::Retry { .. } | IssueCommand::Release { .. } => {
                 Requirements::everything(false)
             }
@@ -154,6 +164,23 @@ impl IssueArgs {
             }
             IssueCommand::Why { id } => {
                 show_why(style, &client.get(&format!("{}/why", path(*id)), &[]).await?)
+            }
+            IssueCommand::Timeline { id, limit } => {
+                let columns = &[
+                    ("RUN", "/epoch"),
+                    ("RESULT", "/result"),
+                    ("WORKER", "/worker"),
+                    ("CLAIMED", "/claimed_at"),
+                    ("ENDED", "/ended_at"),
+                    ("EVENTS", "/processed_events"),
+                    ("TOKENS IN", "/models/0/tokens_in"),
+                    ("TOKENS OUT", "/models/0/tokens_out"),
+                    ("SESSION", "/models/0/session"),
+                    ("REASON", "/reason"),
+                ];
+                let rows = OutputRows::new(style, columns);
+                let of = format!("{}/timeline", path(*id));
+                client.show_pages(rows, &of, &[], "runs", *limit).await
             }
             IssueCommand::Retry { id: Some(id), .. } => self.change(client, *id, "retry").await,
             IssueCommand::Retry { waiting, integration, confirm, .. } => {

@@ -77,6 +77,12 @@ const MIGRATIONS: &[Migration] = &[
         postgres: include_str!("postgres/1015_replay_plans.sql"),
         sqlite: include_str!("sqlite/1015_replay_plans.sql"),
     },
+    Migration {
+        version: 1017,
+        description: "runs of model runs",
+        postgres: include_str!("postgres/1017_runs_of_model_runs.sql"),
+        sqlite: include_str!("sqlite/1017_runs_of_model_runs.sql"),
+    },
 ];
 
 /// Applies what is missing. Idempotent; several processes may call it at once.
@@ -110,6 +116,7 @@ mod tests {
             "c2a8b6d00398da53450213dcd7d861efaa37e933323e73904cce4c353dd40c2e614d11270b9d58b9d0c3ad5ec5919af2c101328310e8a46802f43c4df1c57d87",
             "a59dca791529f320f3764cbe642534f0289ad82e7307883465e60e099b6b90769b1c437fccfb4bd5c486c4cedaa9e420f52860272cfba59d74c316279f24e062",
             "b846e6fb3954e761ae91a9c023643298dc071007a7f0f9619f69093f5e429433bb1d15aa353f8e13ab272edc36cd92f469edff2a23283a0ce910e4c52bb1cf59",
+            "7f7c144dcefa38337bc9b21bf50c3acafbc0bd3dd46dc6880aed315189f5e58499e6dd17ebfd5ff824596d44ac90014885cc1dcafba8ef6dacfe342e61cb4e4b",
         ];
         assert_eq!(checksums, pinned, "do not change a migration: add one, and its checksum here");
     }
