@@ -15,5 +15,4 @@ mod live;
 mod login;
 mod pictures;
 mod screens;
-mod tasks;
 mod timeline;
