@@ -11,7 +11,7 @@ use crate::components::{
 };
 use crate::screen::{Screen, ScreenContent};
 use crate::screens::ROWS;
-use crate::text::{counted, encoded, field, items, number, plain};
+use crate::text::{counted, encoded, field, items, number, plain, visible};
 use crate::user::ConsoleRole;
 
 const STATES: [(&str, &str); 6] = [
@@ -128,7 +128,7 @@ fn why(plan: &Value) -> Markup {
     banner(
         tone,
         &html! {
-            p { (state_badge(plan)) " " (excerpt(field(&plan["why"], "sentence"))) "." }
+            p { (state_badge(plan)) " " bdi { (visible(field(&plan["why"], "sentence"))) } "." }
         },
     )
 }

@@ -243,3 +243,56 @@ async fn a_confirmation_is_asked_again_if_the_number_has_changed() -> Result<()>
     reader.must_be_clean(&[]).await?;
     reader.browser.quit().await
 }
+
+#[tokio::test]
+async fn a_letter_is_edited_and_a_replay_plan_made_paused_resumed_and_cancelled() -> Result<()> {
+    let fixture = ConsoleFixture::start()?;
+    fixture.fill().await?;
+    let server = &fixture.server;
+    let reader = Reader::start(server, BrowserScripts::Off).await?;
+    let (_, page) = server.get("/api/v1/topics/orders/dead-letters?reason=connection").await?;
+    let letter = page["dead_letters"][0]["id"].as_str().context("a letter")?.to_owned();
+    reader.open(&format!("/console/topics/orders/dead-letters/{letter}")).await?;
+    reader.find("details.item summary").await?.click().await?;
+    reader.fill("payload", "{\"order\": 0, \"host\": \"other\"}").await?;
+    reader.click("Replay edited copy").await?;
+    reader.until_shown("The edited copy was sent.").await?;
+    ensure!(count(server, "/api/v1/topics/orders/dead-letters", "dead_letters").await? == 3);
+
+    reader.open("/console/failures").await?;
+    reader.click("order # has no address").await?;
+    reader.click("Replay plan…").await?;
+    reader.until_shown("Plan the replay of 3 dead letters?").await?;
+    reader.until_shown("headwater plan create --failure").await?;
+    reader.until_shown("stops by itself when more than 5 % of a step fail again").await?;
+    ensure!(count(server, "/api/v1/plans", "plans").await? == 1, "a dry run makes no plan");
+    reader.click("Plan the replay of 3 dead letters").await?;
+    reader.until_shown("The replay plan is made and runs.").await?;
+    server.until("/api/v1/plans/2", |_, plan| plan["sent"] == 3).await?;
+    // What the console has read is shown for a second.
+    let deadline = std::time::Instant::now() + crate::support::LIMIT;
+    while !reader.open("/console/plans/2").await?.contains("waits for the outcome of 3 letters") {
+        ensure!(std::time::Instant::now() < deadline, "{}", reader.text().await?);
+    }
+    reader.click("Pause").await?;
+    reader.until_shown("The replay plan is paused.").await?;
+    reader.click("Resume").await?;
+    reader.until_shown("The replay plan runs again.").await?;
+    reader.click("Cancel plan…").await?;
+    reader.until_shown("Cancel 1 replay plan?").await?;
+    reader.click("Cancel 1 replay plan").await?;
+    reader.until_shown("The replay plan is cancelled.").await?;
+    ensure!(server.get("/api/v1/plans/2").await?.1["state"] == "cancelled");
+
+    let (_, audit) = server.get("/api/v1/audit?limit=500").await?;
+    let entries = audit["entries"].as_array().context("entries")?;
+    let replay = format!("/api/v1/topics/orders/dead-letters/{letter}/replay");
+    for path in
+        ["/api/v1/plans/2/pause", "/api/v1/plans/2/resume", "/api/v1/plans/2/cancel", &*replay]
+    {
+        let found = entries.iter().filter(|entry| entry["path"] == path).count();
+        ensure!(found == 1, "{path}: {found}");
+    }
+    reader.must_be_clean(&[]).await?;
+    reader.browser.quit().await
+}
