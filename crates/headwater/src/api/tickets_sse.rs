@@ -202,13 +202,13 @@ impl TicketEventStream {
             if self.shutdown.is_triggered() {
                 return None;
             }
-            if self.has_changed {
-                if let Err(error) = self.poll().await {
-                    warn!(ticket_id = %self.ticket_id, %error, "database unavailable, ticket event stream waits");
-                    self.ready.clear();
-                    sleep(POLL_INTERVAL).await;
-                    continue;
-                }
+            if self.has_changed
+                && let Err(error) = self.poll().await
+            {
+                warn!(ticket_id = %self.ticket_id, %error, "database unavailable, ticket event stream waits");
+                self.ready.clear();
+                sleep(POLL_INTERVAL).await;
+                continue;
             }
             if let Some(answer) = self.provisional.take() {
                 self.update(answer);

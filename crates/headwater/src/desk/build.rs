@@ -48,6 +48,9 @@ pub(crate) struct DeskServices {
     pub(crate) provisional: ProvisionalAnswers,
 }
 
+/// Model and tools of an embedding program.
+pub(crate) type OwnParts = (Option<Arc<dyn LanguageModel>>, Vec<Arc<dyn Tool>>);
+
 impl DeskServices {
     /// Opens the ticket tables, the bus and the sessions. Fails if one of them cannot be opened or a setting is
     /// invalid.
@@ -57,7 +60,7 @@ impl DeskServices {
         streams: &Arc<dyn Backend>,
         nudger: &Nudger,
         confirmations: &CommitVerifier,
-        (own_model, own_tools): (Option<Arc<dyn LanguageModel>>, Vec<Arc<dyn Tool>>),
+        (own_model, own_tools): OwnParts,
     ) -> Result<Self> {
         let config = settings.desk;
         let tickets =

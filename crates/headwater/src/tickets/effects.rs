@@ -145,7 +145,6 @@ impl Tickets {
         call: &PlannedCall,
         lease: Duration,
     ) -> Result<EffectBegin, TicketError> {
-        let epoch = i64::try_from(epoch).unwrap_or(i64::MAX);
         let mut transaction = self.store.begin().await?;
         let Some(integration) = claimed(transaction.as_mut(), issue_id, epoch).await? else {
             return Ok(EffectBegin::Fenced);

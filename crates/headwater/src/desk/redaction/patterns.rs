@@ -22,14 +22,16 @@ const IBAN: &str = r"[A-Za-z]{2}[0-9]{2}(?:[ -]?[A-Za-z0-9]){11,30}";
 /// Digits of a phone number, with the code of its country.
 const PHONE_DIGITS: Range<usize> = 7..16;
 
+/// Where a candidate that begins at `start` and ends at most at `end` ends; `None` if it is another text.
+type CandidateCheck = fn(text: &str, start: usize, end: usize) -> Option<usize>;
+
 /// Finds one kind of data.
 pub(super) struct Detector {
     /// In placeholders.
     pub(super) kind: String,
     regex: Regex,
-    /// Where a candidate that begins at `start` and ends at most at `end` ends; `None` if it is another text. Without it, every
-    /// match is found.
-    check: Option<fn(text: &str, start: usize, end: usize) -> Option<usize>>,
+    /// Without it, every match is found.
+    check: Option<CandidateCheck>,
 }
 
 impl Detector {
@@ -39,7 +41,7 @@ impl Detector {
 
     /// A pattern of [`BUILT_IN`].
     pub(super) fn built_in(name: &str) -> Option<Self> {
-        let (pattern, check): (&str, Option<fn(&str, usize, usize) -> Option<usize>>) = match name {
+        let (pattern, check): (&str, Option<CandidateCheck>) = match name {
             "email" => (EMAIL, None),
             "phone" => (PHONE, Some(phone)),
             "card" => (CARD, Some(card)),
