@@ -210,7 +210,10 @@ impl Desk {
         redaction: &Redaction,
     ) -> Option<ProvisionalWriter> {
         let provisional = self.provisional.as_ref().filter(|_| run.issue().provider == "desk")?;
-        if !policy.is_certainly_auto(&answer_context(conversation, &[])) {
+        // What the model writes beside a call that needs an approval is not posted.
+        let is_certain = policy.is_certainly_auto(&answer_context(conversation, &[]))
+            && !self.tools.may_need_approval(run.issue());
+        if !is_certain {
             return None;
         }
         let ticket_id = Uuid::parse_str(&run.issue().external_issue_id).ok()?;

@@ -254,8 +254,9 @@ impl ProvisionalAnswers {
                 self.look_for_others(&mut others, answer.ticket_id).await;
             }
             let content = match end {
-                Some(WritingEnd::Finished) => return,
-                Some(WritingEnd::Discarded) => None,
+                // Its message replaces the text, unless there is none.
+                Some(WritingEnd::Finished) if !written.lock().text.is_empty() => return,
+                Some(_) => None,
                 // Only if it is needed: the text may be long.
                 None if is_here || others.exist => {
                     let shown = text::cleaned(&to_shown(&written.lock().text));

@@ -69,6 +69,10 @@ impl DeskTools {
         self.toolbox.specs(issue)
     }
 
+    pub(super) fn may_need_approval(&self, issue: &Issue) -> bool {
+        self.toolbox.may_need_approval(issue)
+    }
+
     /// Waits a bounded time for calls that outlived their runs.
     pub(super) async fn close(&self) {
         self.calling.close();

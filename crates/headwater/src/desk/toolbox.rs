@@ -144,6 +144,12 @@ impl Toolbox {
         tools::specs(issue).into_iter().chain(of_issue).collect()
     }
 
+    /// Whether a run of this issue may end with a call that needs an approval.
+    pub(super) fn may_need_approval(&self, issue: &Issue) -> bool {
+        let mut definitions = self.0.iter().map(|one| one.tool.definition());
+        definitions.any(|one| one.approval && one.is_for(&issue.integration))
+    }
+
     /// The tool with this name, if issues of this integration may use it.
     pub(super) fn find(&self, name: &str, integration: &str) -> Option<&Arc<dyn Tool>> {
         self.find_checked(name, integration).map(|one| &one.tool)
