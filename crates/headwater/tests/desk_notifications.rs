@@ -14,7 +14,6 @@ use crate::support::receivers::{Accepted, Fault, Receiver};
 use crate::support::sender::{SECRET, github, github_comment, github_issues, send};
 use crate::support::{Server, ServerDir, eventually, text};
 
-const SQLITE: &str = "sqlite:headwater-data/headwater.db";
 const HUMAN: &str = "I want to speak to a human";
 const ALL: &str = r#"events = ["DRAFT_WAITING", "DRAFT_OVERDUE", "ISSUE_HANDED_OVER"]"#;
 

@@ -235,7 +235,7 @@ async fn survives(case: &FaultCase) -> Result<()> {
     match case.expected {
         Expected::Answer => ensure!(answers == [FakeModel::ANSWER], "{word}: {shown:#}"),
         Expected::Person => {
-            ensure!(answers[0].contains("A person will take over"), "{word}: {shown:#}")
+            ensure!(answers[0].contains("A person will take over"), "{word}: {shown:#}");
         }
     }
     let (_, issue) = server.get(&issue).await?;

@@ -2,11 +2,14 @@
 
 mod support;
 
-use anyhow::Result;
+use std::sync::Arc;
+use std::thread;
+
+use anyhow::{Result, anyhow};
 use headwater_testkit::{Postgres, Redis};
 use serde_json::Value;
 
-use crate::support::{ServerDir, text};
+use crate::support::{ServerDir, eventually, text};
 
 #[tokio::test]
 async fn without_other_services_it_becomes_ready_and_shuts_down_gracefully() -> Result<()> {
@@ -184,6 +187,36 @@ async fn readiness_names_an_unavailable_dependency_and_recovers() -> Result<()> 
 
     redis.resume()?;
     server.until("/health/ready", |_, body| body["status"] == "ready").await?;
+    Ok(())
+}
+
+/// Another session holds a lock on the table.
+#[tokio::test]
+async fn a_slow_release_of_budget_waits_does_not_delay_the_start() -> Result<()> {
+    let database = Arc::new(Postgres::shared()?.database()?);
+    let dir = ServerDir::new()?;
+    let url = database.url();
+    let arguments = ["--database-url", url.as_str()];
+    assert!(dir.serve(&arguments)?.stop()?.success());
+    let locked = Arc::clone(&database);
+    let locking = thread::spawn(move || {
+        // It ends with an error when the session is terminated.
+        let _ = locked.query("BEGIN; LOCK TABLE budget_waits; SELECT pg_sleep(60); COMMIT");
+    });
+    let holders = "SELECT count(*) FROM pg_locks JOIN pg_class ON relation = pg_class.oid
+        WHERE relname = 'budget_waits' AND mode = 'AccessExclusiveLock' AND granted
+        AND database = (SELECT oid FROM pg_database WHERE datname = current_database())";
+    eventually("the table is locked", || database.query(holders).is_ok_and(|count| count == "1"))
+        .await?;
+    let server = dir.serve(&arguments)?;
+    assert!(!server.log().contains("not released"), "{}", server.log());
+    server.until("/health/ready", |_, body| body["status"] == "ready").await?;
+    assert_eq!(database.query(holders)?, "1");
+    database.query(
+        "SELECT pg_terminate_backend(pid) FROM pg_stat_activity
+         WHERE datname = current_database() AND query LIKE '%pg_sleep%' AND pid <> pg_backend_pid()",
+    )?;
+    locking.join().map_err(|_| anyhow!("the session panicked"))?;
     Ok(())
 }
 

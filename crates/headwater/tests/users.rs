@@ -5,6 +5,7 @@ mod support;
 
 use anyhow::{Context, Result, ensure};
 use headwater_testkit::{Postgres, Redis, RedisReply};
+use rustix::process::Signal;
 use serde_json::{Value, json};
 
 use crate::support::desk::{all_idle, answered};
@@ -96,6 +97,51 @@ async fn the_data_of_a_user_is_exported_and_erased_and_that_of_others_stays() ->
     assert_eq!((status, shown["messages"].as_array().map(Vec::len)), (200, Some(2)), "{shown}");
     assert!(sessions(bob.1) > 0 && entries()?.contains("nothing special"));
     ticket(&server, "ada", "a new beginning").await?;
+    Ok(())
+}
+
+/// A server has an entry of the ticket in hand while another process erases the user.
+#[tokio::test]
+async fn an_entry_in_hand_does_not_bring_an_erased_ticket_back() -> Result<()> {
+    let redis = Redis::start()?;
+    let database = Postgres::shared()?.database()?;
+    let dir = ServerDir::new()?;
+    let servers = ["--stream-url", &redis.url(), "--database-url", &database.url()];
+    let server = dir.serve(&[&servers[..], &["--issue-quiet", "10ms"]].concat())?;
+    let (ticket, _) = ticket(&server, "ada", SECRET).await?;
+    all_idle(&server).await?;
+    let pending = || -> Option<i64> {
+        let found = redis.command(&["XPENDING", "ticket_events", "ai_processor_group"]).ok()?;
+        found.items().first().and_then(RedisReply::int)
+    };
+    let outbox = || {
+        database
+            .query("SELECT count(*) FROM outbox WHERE status IN ('waiting', 'pending', 'taken')")
+    };
+    eventually("everything is published and read back", || {
+        outbox().is_ok_and(|count| count == "0") && pending() == Some(0)
+    })
+    .await?;
+
+    // The read of the server waits at Redis, which delivers the entry to it.
+    server.signal(Signal::STOP)?;
+    let event = json!({
+        "event_type": "MESSAGE_RECEIVED", "ticket_id": ticket, "user_id": "ada", "content": SECRET,
+        "message_id": uuid::Uuid::new_v4(),
+    });
+    redis.command(&["XADD", "ticket_events", "*", "data", &event.to_string()])?.ok()?;
+    eventually("the entry is delivered", || pending() == Some(1)).await?;
+    let output =
+        dir.run(&[&["erase", "--user", "ada", "--yes", "--json"], &servers[..]].concat())?;
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    let erased: Value = serde_json::from_slice(&output.stdout)?;
+    assert_eq!((&erased["tickets"], &erased["busy"]), (&json!(1), &json!(0)), "{erased}");
+    server.signal(Signal::CONT)?;
+    eventually("the entry is handled", || pending() == Some(0)).await?;
+    let tickets = database.query("SELECT count(*) FROM tickets")?;
+    let events = database.query("SELECT count(*) FROM event_logs")?;
+    assert_eq!((tickets.as_str(), events.as_str()), ("0", "0"), "{}", server.log());
+    assert_eq!(redis.command(&["XLEN", "ticket_events:dlq"])?.int(), Some(0));
     Ok(())
 }
 

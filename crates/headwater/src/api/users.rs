@@ -3,7 +3,7 @@
 //! Upstream: `headwater export` and `headwater erase`. Downstream: `tickets`, sessions, the stream `ticket_events`. The user
 //! is the `user_id` of tickets. Guarantees: both require the role `admin`; the user id is in no path, so it is not in the audit
 //! log. An erased ticket is gone with its messages, events, replies, sessions and published entries, whatever is pending; a
-//! ticket whose run or delivery is in progress is reported as busy. Interrupted, or busy: repeat it. Not here: the
+//! ticket whose run or delivery is in progress is reported as busy. Entries that a consumer has in hand do not open it again. Interrupted, or busy: repeat it. Not here: the
 //! DuckDB file, backups, and streams of other programs.
 
 use std::collections::HashSet;
@@ -38,6 +38,7 @@ use crate::http::ApiError;
 use crate::http::auth::Principal;
 use crate::http::body::{JsonBody, JsonResult};
 use crate::http::extract::QueryParams;
+use crate::inbound::ticket_events_consumer::mark_erased;
 use crate::limits::PAGE_MAX;
 use crate::server::app_state::App;
 use crate::tickets::desk_events::DESK_EVENTS;
@@ -209,6 +210,9 @@ async fn erase_page(app: &App, filter: &TicketFilter) -> Result<EraseUserRespons
     let tickets = app.tickets.list(filter, ERASE_BATCH).await?;
     let next_cursor = tickets.last().filter(|_| tickets.len() == ERASE_BATCH);
     let next_cursor = next_cursor.map(|ticket| ticket.number);
+    for ticket in &tickets {
+        mark_erased(&*app.streams, ticket.ticket_id).await.map_err(QueueError::from)?;
+    }
     // Before SQL, which knows what is left if this is interrupted; and after it, because a reply may have been published meanwhile.
     let mut sessions = erase_streams(app, &tickets).await?;
     let (mut erased, mut busy) = (0, 0);

@@ -5,7 +5,7 @@
 //!
 //! Guarantees: an entry is acknowledged after the SQL commit, so a crash redelivers it, and its message id makes the
 //! import idempotent. The set `processed_messages:TICKET` is written after the commit and only saves work: a hit is
-//! verified in SQL, so a lost or wrong set loses no message. Invalid entries go to `ticket_events:dlq` unchanged, and so do
+//! verified in SQL, so a lost or wrong set loses no message. It also marks an erased ticket, for entries in hand. Invalid entries go to `ticket_events:dlq` unchanged, and so do
 //! those whose ticket does not exist after some retries; an unavailable database counts no attempt. Several processes
 //! import the entries of one ticket in any order, with the same result. Entries of this program are read as well; their messages are duplicates.
 
@@ -28,7 +28,7 @@ use crate::tickets::{TICKET_EVENTS, TicketEvent, TicketEventType};
 /// Consumer group of the desk.
 pub const AI_PROCESSOR_GROUP: &str = "ai_processor_group";
 
-/// Counter of consumed `ticket_events` entries. Label: result (`new`, `known`, `refused`, `later`).
+/// Counter of consumed `ticket_events` entries. Label: result (`new`; `known`, also if the ticket was erased; `refused`; `later`).
 pub const TICKET_ENTRIES: &str = "headwater_ticket_entries_total";
 
 /// Timeout of a cache call; the cache is skipped after it.
@@ -103,8 +103,23 @@ impl TicketEventsConsumer {
             if was_seen { self.tickets.has_message(event.message_id).await } else { Ok(false) };
         let imported = match known {
             Ok(true) => return counted("known", Outcome::Done),
-            Ok(false) => self.tickets.import_event(&event, entry_id(message)).await,
+            Ok(false) => self.tickets.import_into_existing(&event, entry_id(message)).await,
             Err(error) => Err(error),
+        };
+        let imported = match imported {
+            Ok(ImportOutcome::NoTicket) => match is_erased(&*self.streams, event.ticket_id).await {
+                Ok(false) => self.tickets.import_event(&event, entry_id(message)).await,
+                Ok(true) => {
+                    debug!(entry_id = %message.id, "the ticket was erased; its event is dropped");
+                    return counted("known", Outcome::Done);
+                }
+                Err(error) => {
+                    warn!(entry_id = %message.id, %error, "it is unknown whether the ticket was erased; retrying");
+                    sleep(RETRY_PAUSE).await;
+                    return counted("later", Outcome::Release);
+                }
+            },
+            imported => imported,
         };
         match imported {
             Ok(ImportOutcome::Rejected(reason)) => dead_letter(message, reason),
@@ -148,8 +163,28 @@ impl TicketEventsConsumer {
 
 /// The cache set and its member.
 fn cache_key(event: &TicketEvent) -> Option<(SetName, String)> {
-    let set = SetName::new(format!("processed_messages:{}", event.ticket_id)).ok()?;
-    Some((set, event.message_id.to_string()))
+    Some((processed_messages(event.ticket_id).ok()?, event.message_id.to_string()))
+}
+
+fn processed_messages(ticket_id: Uuid) -> headwater_stream::Result<SetName> {
+    SetName::new(format!("processed_messages:{ticket_id}"))
+}
+
+/// Member of the set of a ticket that was erased.
+const ERASED: &str = "erased";
+
+/// Marks a ticket as erased, before it is: entries of it that a consumer has in hand then do not open it again.
+pub(crate) async fn mark_erased(
+    streams: &dyn Backend,
+    ticket_id: Uuid,
+) -> headwater_stream::Result<()> {
+    streams.set_add(&processed_messages(ticket_id)?, &[ERASED], Some(PROCESSED_KEPT)).await?;
+    Ok(())
+}
+
+async fn is_erased(streams: &dyn Backend, ticket_id: Uuid) -> headwater_stream::Result<bool> {
+    let found = streams.set_contains(&processed_messages(ticket_id)?, &[ERASED]).await?;
+    Ok(found.first() == Some(&true))
 }
 
 /// The ticket event of an entry, cleaned, or why it is none.

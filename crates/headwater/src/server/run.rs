@@ -191,9 +191,6 @@ pub(crate) async fn run(
         .with_desk(desk_at_work);
     let audit = AuditLog::open(Arc::clone(&http_store), settings.audit_rows_max).await;
     let model_runs = Arc::clone(&sessions);
-    if let Err(error) = tickets.release_budget_waits(&settings.desk.budget).await {
-        warn!(%error, "issues that wait for a raised token budget not released; they continue on the next UTC day");
-    }
     let history = Arc::new(MetricsHistory::new(worker.name(), settings.retention.metrics));
     let retention = HistoryRetention::new(tickets.clone(), settings.retention);
     let app: App = Arc::new(AppState {
@@ -251,6 +248,17 @@ pub(crate) async fn run(
     services.start("worker", async move { worker.run(&work_queue, stopped).await });
     let stopped = stop_requested();
     services.start("sweeper", async move { sweeper.run(stopped).await });
+    // Once, beside the other services: a slow database must not delay the start.
+    let (stopped, waiting, budget) = (stop_requested(), tickets.clone(), settings.desk.budget);
+    services.start("budget waits", async move {
+        let releasing = async {
+            if let Err(error) = waiting.release_budget_waits(&budget).await {
+                warn!(%error, "issues that wait for a raised token budget not released; they continue on the next UTC day");
+            }
+            std::future::pending().await
+        };
+        tokio::select! { () = stopped => {}, () = releasing => {} }
+    });
     let sampled = (Arc::clone(&store), Arc::clone(&streams), tickets.clone());
     let sampling = sample(sampled, queue, telemetry.metrics.clone(), Arc::clone(&history));
     let stopped = stop_requested();

@@ -31,6 +31,13 @@ pub enum ImportOutcome {
     Rejected(String),
 }
 
+/// What a message does whose ticket does not exist.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum MissingTicket {
+    Open,
+    Report,
+}
+
 impl Tickets {
     /// Whether a message is stored.
     pub async fn has_message(&self, message_id: Uuid) -> Result<bool, TicketError> {
@@ -40,19 +47,30 @@ impl Tickets {
             .is_some())
     }
 
-    /// Stores an event of another program, from the entry `entry_id`. Idempotent by message id.
+    /// Stores an event of another program, from the entry `entry_id`. Idempotent by message id. A message opens the ticket if
+    /// it does not exist.
     pub async fn import_event(
         &self,
         event: &TicketEvent,
         entry_id: EntryId,
     ) -> Result<ImportOutcome, TicketError> {
-        retry_on_conflict(|| self.import_event_once(event, entry_id)).await
+        retry_on_conflict(|| self.import_event_once(event, entry_id, MissingTicket::Open)).await
+    }
+
+    /// The same, and opens no ticket.
+    pub(crate) async fn import_into_existing(
+        &self,
+        event: &TicketEvent,
+        entry_id: EntryId,
+    ) -> Result<ImportOutcome, TicketError> {
+        retry_on_conflict(|| self.import_event_once(event, entry_id, MissingTicket::Report)).await
     }
 
     async fn import_event_once(
         &self,
         event: &TicketEvent,
         entry_id: EntryId,
+        missing: MissingTicket,
     ) -> Result<ImportOutcome, TicketError> {
         let mut transaction = self.store.begin().await?;
         let creates = event.event_type == TicketEventType::TicketCreated;
@@ -110,6 +128,7 @@ impl Tickets {
                 }
                 recorded
             }
+            None if missing == MissingTicket::Report => return Ok(ImportOutcome::NoTicket),
             None if creates || event.event_type == TicketEventType::MessageReceived => {
                 event.payload.title = Some(title(&event));
                 let change = TicketChange { event: &event, source: SOURCE, publish: false };

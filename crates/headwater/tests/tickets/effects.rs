@@ -53,7 +53,7 @@ pub(crate) async fn a_call_has_one_row_one_key_and_one_outcome(fixture: Fixture)
         fixture.tickets.begin_effect(issue, epoch, call, lease).await.unwrap()
     };
     let end = async |effect: &Effect, attempt, outcome: EffectOutcome| {
-        fixture.tickets.end_effect(effect.key, attempt, &outcome).await.unwrap()
+        fixture.tickets.end_effect(effect.key, attempt, &outcome).await.unwrap();
     };
     let all = async || fixture.tickets.effects_of(issue, EventLogId(1)).await.unwrap();
     // While an attempt may be in progress there is no other one.
