@@ -255,7 +255,7 @@ pub(crate) async fn run(
             if let Err(error) = waiting.release_budget_waits(&budget).await {
                 warn!(%error, "issues that wait for a raised token budget not released; they continue on the next UTC day");
             }
-            std::future::pending().await
+            std::future::pending::<()>().await;
         };
         tokio::select! { () = stopped => {}, () = releasing => {} }
     });
