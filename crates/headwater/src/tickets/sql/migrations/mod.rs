@@ -66,22 +66,22 @@ const MIGRATIONS: &[Migration] = &[
         sqlite: include_str!("sqlite/1010_tool_effects.sql"),
     },
     Migration {
-        version: 1012,
+        version: 1011,
         description: "overdue drafts",
-        postgres: include_str!("postgres/1012_overdue_drafts.sql"),
-        sqlite: include_str!("sqlite/1012_overdue_drafts.sql"),
+        postgres: include_str!("postgres/1011_overdue_drafts.sql"),
+        sqlite: include_str!("sqlite/1011_overdue_drafts.sql"),
     },
     Migration {
-        version: 1015,
+        version: 1012,
         description: "replay plans",
-        postgres: include_str!("postgres/1015_replay_plans.sql"),
-        sqlite: include_str!("sqlite/1015_replay_plans.sql"),
+        postgres: include_str!("postgres/1012_replay_plans.sql"),
+        sqlite: include_str!("sqlite/1012_replay_plans.sql"),
     },
     Migration {
-        version: 1017,
+        version: 1013,
         description: "runs of model runs",
-        postgres: include_str!("postgres/1017_runs_of_model_runs.sql"),
-        sqlite: include_str!("sqlite/1017_runs_of_model_runs.sql"),
+        postgres: include_str!("postgres/1013_runs_of_model_runs.sql"),
+        sqlite: include_str!("sqlite/1013_runs_of_model_runs.sql"),
     },
 ];
 
