@@ -63,8 +63,9 @@ impl Leases for RedisBackend {
         let read = |cursor: &mut Cursor<'_>| {
             Ok(if cursor.number()? == 1 { Renewal::Kept } else { Renewal::Lost })
         };
-        // Well within the time that a renewal may take.
-        let others = OTHERS_MAX.min(ttl / 4);
+        // Well within the time that a renewal may take, and within that of `MajorityLease`, which would otherwise discard the
+        // renewals of the servers that answered.
+        let others = OTHERS_MAX.min(ttl / 6);
         let renewals = self
             .for_leases(leases, |fence| &fence.lease, Idempotency::Idempotent, others, add, read)
             .await?;
