@@ -4,7 +4,7 @@
 //! Guarantees: a token is used until shortly before it expires; of several deliveries that need a new one, one asks for it and the
 //! others wait for its result. The private key and tokens are never printed. A key that GitHub rejects concerns the integration: its
 //! replies are held (decision 47). An installation that is gone concerns the replies to its repositories only.
-//! Limit: [`INSTALLATIONS_MAX`] cached tokens.
+//! Limit: `INSTALLATIONS_MAX` cached tokens.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
