@@ -50,7 +50,7 @@ pub fn draft_link_page(view: &DraftLinkView<'_>) -> Response {
                 ("Project", excerpt(view.project)),
                 ("Issue", excerpt(view.issue)),
             ]))
-            // Whole: nobody should approve what they cannot read.
+            // Not cut: an agent must be able to read all of what they approve.
             pre tabindex="0" { bdi { (visible(view.content)) } }
             form.stacked method="post" action=(view.address) {
                 input type="hidden" name="link" value=(view.link);

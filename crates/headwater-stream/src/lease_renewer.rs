@@ -17,7 +17,7 @@ use tracing::{debug, warn};
 
 use crate::clock::{Clock, SystemClock};
 use crate::error::{Result, StreamError};
-use crate::leases::{AcquireResult, Fence, Leases, Renewal};
+use crate::leases::{AcquireResult, Fence, Leases, RENEWAL_PART, Renewal};
 use crate::limits::LEASES_MAX;
 use crate::name::{HolderName, LeaseName};
 use crate::validate;
@@ -431,7 +431,7 @@ impl LeaseRenewer {
 
     /// Renews at an interval. A renewal that fails, or takes longer than a third of the TTL, is soon repeated.
     async fn keep_renewing(&self, shutdown: impl Future<Output = ()>) {
-        let (every, limit) = (self.config.renew_every, self.config.ttl / 3);
+        let (every, limit) = (self.config.renew_every, self.config.ttl / RENEWAL_PART);
         let late = |_| StreamError::Unavailable {
             problem: format!("lease renewal timed out after {limit:?}"),
             source: None,

@@ -123,6 +123,15 @@ pub enum AcquireResult {
     },
 }
 
+/// A renewal of all leases of a holder may take this part of their time to live.
+pub(crate) const RENEWAL_PART: u32 = 3;
+/// Of that, the leases beside one with copies (`MajorityLease`) have this part.
+pub(crate) const OTHER_LEASES_PART: u32 = 4;
+/// Of that, the other servers have this part after the first one has answered.
+pub(crate) const OTHER_SERVERS_PART: u32 = 6;
+// Otherwise one server that does not answer would discard the renewals of those that did.
+const _: () = assert!(OTHER_SERVERS_PART > OTHER_LEASES_PART && OTHER_LEASES_PART > RENEWAL_PART);
+
 /// Result of renewing one lease.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Renewal {

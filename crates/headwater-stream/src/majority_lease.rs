@@ -15,7 +15,9 @@ use futures_util::stream::{FuturesUnordered, StreamExt};
 use tokio::time::{Instant, timeout, timeout_at};
 
 use crate::error::Result;
-use crate::leases::{AcquireResult, Epoch, Fence, LeaseInfo, LeaseWatch, Leases, Renewal};
+use crate::leases::{
+    AcquireResult, Epoch, Fence, LeaseInfo, LeaseWatch, Leases, OTHER_LEASES_PART, Renewal,
+};
 use crate::membership::{MINORITY_WAIT, majority};
 use crate::name::{HolderName, LeaseName};
 
@@ -161,9 +163,8 @@ impl Leases for MajorityLease {
         let mut others = leases.to_vec();
         others.remove(at);
         // Well within the time that a renewal may take: if all others are on a server that does not answer, the lease with
-        // copies on further servers must not be lost with them. Longer than a backend waits for further servers after the first
-        // has answered, so that the renewals of those that answered count.
-        let others = timeout(ttl / 4, self.leases.renew(holder, &others, ttl));
+        // copies on further servers must not be lost with them.
+        let others = timeout(ttl / OTHER_LEASES_PART, self.leases.renew(holder, &others, ttl));
         let (mine, others) = tokio::join!(self.renew_copies(holder, ttl), others);
         let mut renewals = match (&mine, others) {
             (_, Ok(Ok(others))) => others,

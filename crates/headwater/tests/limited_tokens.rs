@@ -184,7 +184,7 @@ async fn no_operation_of_the_api_shows_or_changes_another_integration() -> Resul
             }
         }
     }
-    // A route is refused until somebody has decided that limited tokens can use it.
+    // A route is refused until it is listed as allowed for limited tokens.
     assert!(refused.len() > 40 && hidden.len() > 20, "{refused:?} {hidden:?}");
     assert_eq!(
         filtered,

@@ -2,7 +2,7 @@
 //!
 //! Upstream: the replay plans of the server. Downstream: the partitions of the topic.
 //! Guarantees: a batch that was recorded can be sent any number of times, by any process, within the week for which a
-//! replay is remembered: each message is appended once, and the answer is the same. Not here: what became of a message
+//! replay is remembered: each message is appended once, and the answer is the same. Not here: the outcome of a message
 //! afterwards (see `outcomes`).
 
 use std::collections::BTreeMap;

@@ -1,4 +1,4 @@
-//! What became of replayed dead letters: settled by their group, failed again, or not decided yet.
+//! Outcomes of replayed dead letters: settled by their group, failed again, or still open.
 //!
 //! Upstream: the replay plans of the server, about once a second. Downstream: the backend, which is only read.
 //!
@@ -59,7 +59,7 @@ pub struct ReplayedLetter {
     pub group: Option<String>,
 }
 
-/// What became of a replayed dead letter.
+/// Outcome of a replayed dead letter.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ReplayedLetterOutcome {
     /// Its group has handled it.

@@ -1,4 +1,4 @@
-//! Replay in recorded batches, and what became of the messages.
+//! Replay in recorded batches, and the outcomes of the messages.
 
 use crate::fixture::on_every_backend;
 

@@ -19,7 +19,9 @@ use super::reply::{Cursor, parse_digits};
 use super::streams::millis;
 use super::{keys, sanitized_name, scripts};
 use crate::error::{Result, StreamError};
-use crate::leases::{AcquireResult, Epoch, Fence, LeaseInfo, LeaseWatch, Leases, Renewal};
+use crate::leases::{
+    AcquireResult, Epoch, Fence, LeaseInfo, LeaseWatch, Leases, OTHER_SERVERS_PART, Renewal,
+};
 use crate::limits::LEASE_TTL_MAX;
 use crate::name::{HolderName, LeaseName};
 use crate::validate;
@@ -63,9 +65,8 @@ impl Leases for RedisBackend {
         let read = |cursor: &mut Cursor<'_>| {
             Ok(if cursor.number()? == 1 { Renewal::Kept } else { Renewal::Lost })
         };
-        // Well within the time that a renewal may take, and within that of `MajorityLease`, which would otherwise discard the
-        // renewals of the servers that answered.
-        let others = OTHERS_MAX.min(ttl / 6);
+        // Well within the time that a renewal may take.
+        let others = OTHERS_MAX.min(ttl / OTHER_SERVERS_PART);
         let renewals = self
             .for_leases(leases, |fence| &fence.lease, Idempotency::Idempotent, others, add, read)
             .await?;

@@ -16,7 +16,7 @@ use serde_json::Value as Json;
 use sha2::{Digest, Sha256};
 use uuid::Uuid;
 
-/// What became of a call.
+/// Outcome of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EffectStatus {
     /// A person has approved it; the next run makes it.
@@ -108,7 +108,7 @@ pub struct Effect {
     pub integration: String,
     /// What is called.
     pub call: PlannedCall,
-    /// What became of it.
+    /// Its outcome.
     pub status: EffectStatus,
     /// Attempts so far.
     pub attempts: i64,

@@ -1,7 +1,7 @@
 //! Tokens that are limited to integrations: which routes they can use, and which objects they can see.
 //!
 //! Upstream: `auth.rs`, after the role was checked. Downstream: the store, to find out to which integration an object belongs.
-//! Guarantees: a route that is not in [`ROUTES`] is refused with 403, so that a new route is closed until somebody has decided about
+//! Guarantees: a route that is not in [`ROUTES`] is refused with 403, so that a new route is closed until a developer has decided about
 //! it. An object of another integration is 404, like one that does not exist. Lists are filtered by their routes, which get the
 //! [`Principal`]. A token without a limit passes without a look.
 

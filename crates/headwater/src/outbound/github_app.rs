@@ -166,7 +166,7 @@ impl GithubApp {
             )
         };
         let response = http::send(client, request).await.map_err(|error| match error {
-            // Nobody retries a request for a token by hand: the reply waits until the installation is there again.
+            // Not permanent: the reply waits until the installation exists again.
             DeliverError::Dead(problem) | DeliverError::Denied(problem) => {
                 DeliverError::Denied(about(problem))
             }

@@ -78,7 +78,7 @@ pub(crate) enum PlanEvent {
     Resumed(i64),
 }
 
-/// What became of a letter.
+/// Outcome of a letter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum LetterOutcome {
     Settled,
