@@ -152,18 +152,22 @@ impl DeadLetter {
         let text = |name: &str| {
             fields.get(name).and_then(|value| std::str::from_utf8(value).ok()).map(str::to_owned)
         };
+        let original_id = fields.get(ORIGINAL_MESSAGE_ID).and_then(message::read_id);
         Self {
             id,
             original_topic: text(ORIGINAL_TOPIC).or_else(|| text(TOPIC)),
             partition: text(PARTITION_ID).and_then(|number| number.parse().ok()),
-            original_id: fields.get(ORIGINAL_MESSAGE_ID).and_then(message::read_id),
+            original_id,
             key: text(KEY),
             payload: fields.get(PAYLOAD).cloned().unwrap_or_default(),
             headers: text(HEADERS)
                 .and_then(|json| message::headers_from_json(&json).ok())
                 .unwrap_or_default(),
             failures: text(RETRY_COUNT).and_then(|count| count.parse().ok()).unwrap_or(0),
-            sent_at: fields.get(TIMESTAMP).and_then(message::read_timestamp),
+            sent_at: fields
+                .get(TIMESTAMP)
+                .and_then(message::read_timestamp)
+                .or_else(|| original_id.map(message::sent_with_id)),
             failed_at: fields.get(FAILED_AT).and_then(message::read_timestamp),
             reason: text(REASON).unwrap_or_default(),
             group: text(RETRY_GROUP),

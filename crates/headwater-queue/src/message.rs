@@ -13,7 +13,7 @@ use headwater_stream::{DeliveredEntry, EntryId, EntrySize, Epoch, FieldRef, Fiel
 
 use crate::error::{QueueError, Result};
 use crate::limits::{ATTEMPTS_MAX, HEADERS_BYTES_MAX, KEY_BYTES_MAX, MESSAGE_ID_BYTES_MAX};
-use crate::topic::{GroupName, Partition, Topic, TopicName};
+use crate::topic::{EntryFormat, GroupName, Partition, Topic, TopicName};
 use crate::trace::{TRACEPARENT, TraceContext};
 
 /// Headers of a message: names and values.
@@ -31,6 +31,9 @@ pub(crate) const ORIGINAL_MESSAGE_ID: &str = "originalMessageId";
 pub(crate) const REPLAYED_FROM: &str = "replayedFrom";
 /// The group that a retried or replayed message is for; other groups skip it.
 pub(crate) const RETRY_GROUP: &str = "retryGroup";
+
+/// No headers, as JSON.
+const NO_HEADERS: Bytes = Bytes::from_static(b"{}");
 
 /// A message to send.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -115,7 +118,7 @@ impl NewMessage {
     pub(crate) fn into_outgoing(self, trace: Option<TraceContext>) -> Result<OutgoingMessage> {
         let trace = trace.filter(|_| !self.headers.contains_key(TRACEPARENT));
         let headers = match (self.headers.is_empty(), trace) {
-            (true, None) => Bytes::from_static(b"{}"),
+            (true, None) => NO_HEADERS,
             (true, Some(trace)) => format!(r#"{{"{TRACEPARENT}":"{trace}"}}"#).into(),
             (false, trace) => headers_within_limit(&self.headers, trace)?,
         };
@@ -167,40 +170,68 @@ impl OutgoingMessage {
         take: impl FnOnce(&[FieldRef<'_>], &Fields, &[FieldRef<'_>]) -> T,
     ) -> T {
         static NO_RETRY: Bytes = Bytes::from_static(b"0");
+        let (with_counts, without_counts) = match partition_fields {
+            PartitionFields::Full { with_counts, without_counts } => (with_counts, without_counts),
+            PartitionFields::Compact => return self.with_compact_parts(take),
+        };
         let (payload, timestamp) = ((PAYLOAD, &self.payload), (TIMESTAMP, timestamp));
         let headers = (HEADERS, &self.headers);
         let keyed = self.key.as_ref().map(|key| [(KEY, key), headers]);
         let after = keyed.as_ref().map_or(std::slice::from_ref(&headers), |keyed| &keyed[..]);
         match &self.max_retries {
-            None => take(&[payload, timestamp], &partition_fields.with_counts, after),
+            None => take(&[payload, timestamp], with_counts, after),
             Some(max_retries) => {
                 let counts = [(RETRY_COUNT, &NO_RETRY), (MAX_RETRIES, max_retries)];
-                take(
-                    &[payload, timestamp, counts[0], counts[1]],
-                    &partition_fields.without_counts,
-                    after,
-                )
+                take(&[payload, timestamp, counts[0], counts[1]], without_counts, after)
             }
         }
+    }
+
+    fn with_compact_parts<T>(
+        &self,
+        take: impl FnOnce(&[FieldRef<'_>], &Fields, &[FieldRef<'_>]) -> T,
+    ) -> T {
+        let optional = [
+            (KEY, self.key.as_ref()),
+            (HEADERS, Some(&self.headers).filter(|headers| **headers != NO_HEADERS)),
+            (MAX_RETRIES, self.max_retries.as_ref()),
+        ];
+        let mut fields = [(PAYLOAD, &self.payload); 4];
+        let mut count = 1;
+        for (name, value) in optional {
+            if let Some(value) = value {
+                fields[count] = (name, value);
+                count += 1;
+            }
+        }
+        take(&fields[..count], &Fields::default(), &[])
     }
 }
 
 /// The fields that all messages of a partition share, encoded once.
 #[derive(Clone, Debug)]
-pub(crate) struct PartitionFields {
-    with_counts: Fields,
-    /// Without the retry counts, for messages that have their own.
-    without_counts: Fields,
+pub(crate) enum PartitionFields {
+    /// None of them is written.
+    Compact,
+    Full {
+        with_counts: Fields,
+        /// Without the retry counts, for messages that have their own.
+        without_counts: Fields,
+    },
 }
 
 impl PartitionFields {
     pub(crate) fn new(topic: &Topic, partition: Partition) -> Self {
+        if topic.policies.entry_format == EntryFormat::Compact {
+            return Self::Compact;
+        }
         let name = Bytes::copy_from_slice(topic.name.as_str().as_bytes());
         let location = [(TOPIC, &name), (PARTITION_ID, &partition.to_string().into())];
         let without_counts = Fields::with_shared(&location, &Fields::default(), &[]);
         let max_retries = topic.policies.max_retries.to_string().into();
         let counts = [(RETRY_COUNT, &Bytes::from_static(b"0")), (MAX_RETRIES, &max_retries)];
-        Self { with_counts: Fields::with_shared(&counts, &without_counts, &[]), without_counts }
+        let with_counts = Fields::with_shared(&counts, &without_counts, &[]);
+        Self::Full { with_counts, without_counts }
     }
 }
 
@@ -228,8 +259,9 @@ pub struct Message {
     pub epoch: Option<Epoch>,
     /// Retries after a failure; `None` uses the setting of subscription and topic.
     pub max_retries: Option<u32>,
-    /// When it was sent, if the entry has a valid timestamp.
-    pub sent_at: Option<Timestamp>,
+    /// When it was sent: the timestamp of its entry; if it has none or a malformed one, the time in the id of its first entry,
+    /// which the server assigned.
+    pub sent_at: Timestamp,
     /// The id of its first entry, if it was retried or replayed.
     pub original_id: Option<EntryId>,
     /// The id of the dead letter it was replayed from.
@@ -280,12 +312,13 @@ impl Message {
             deliveries: *deliveries,
             epoch: None,
             max_retries: None,
-            sent_at: None,
+            sent_at: sent_with_id(*id),
             original_id: None,
             replayed_from: None,
             retry_group: None,
             fields: fields.clone(),
         };
+        let mut timestamp = None;
         for (name, value) in fields.slices() {
             match name {
                 b"payload" => message.payload = fields.share(value),
@@ -297,7 +330,7 @@ impl Message {
                 }
                 b"maxRetries" => message.max_retries = Some(number(MAX_RETRIES, value)?),
                 // Optional: an invalid value is ignored and stays in `fields`.
-                b"timestamp" => message.sent_at = read_timestamp(value),
+                b"timestamp" => timestamp = read_timestamp(value),
                 b"originalMessageId" => message.original_id = read_id(value),
                 b"replayedFrom" => message.replayed_from = read_id(value),
                 b"retryGroup" => {
@@ -306,6 +339,7 @@ impl Message {
                 _ => {}
             }
         }
+        message.sent_at = timestamp.unwrap_or_else(|| sent_with_id(message.first_id()));
         if message.original_id.is_none() {
             // It was never retried or replayed, so the field belongs to another program.
             message.retry_group = None;
@@ -360,6 +394,11 @@ pub(crate) fn replace_bytes(fields: &Fields, name: &'static str, value: Bytes) -
 
 pub(crate) fn read_id(value: impl AsRef<[u8]>) -> Option<EntryId> {
     std::str::from_utf8(value.as_ref()).ok()?.parse().ok()
+}
+
+/// When the entry with this id was appended, by the clock of the server.
+pub(crate) fn sent_with_id(id: EntryId) -> Timestamp {
+    Timestamp::from_millis(id.ms)
 }
 
 pub(crate) fn read_timestamp(value: impl AsRef<[u8]>) -> Option<Timestamp> {
@@ -460,7 +499,7 @@ mod tests {
         let message = Message::read(&topic().name, 3, delivery(fields)).unwrap();
         assert_eq!((message.key.as_deref(), &message.payload), (Some("键"), &bytes));
         assert_eq!((message.headers, message.attempt), (new.headers, 1));
-        assert_eq!((message.max_retries, message.sent_at), (Some(4), Some(now)));
+        assert_eq!((message.max_retries, message.sent_at), (Some(4), now));
     }
 
     #[test]

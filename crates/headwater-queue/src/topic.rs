@@ -88,6 +88,32 @@ pub(crate) fn group_name(name: &str) -> Result<GroupName> {
     Ok(GroupName::new(name)?)
 }
 
+/// The fields that a producer writes into the entries of a topic. Consumers read both formats, also in one topic.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum EntryFormat {
+    /// `payload`, and `key`, `headers` and `maxRetries` if the message has them. What a message does not carry follows from
+    /// its stream and from the id of its entry. Cheaper to write, store and read.
+    Compact,
+    /// Also `timestamp`, `retryCount`, `maxRetries`, `topic`, `partitionId` and `headers` in every entry, for other programs
+    /// that read the topic. The format of topics that were not created by Headwater.
+    Full,
+}
+
+impl EntryFormat {
+    /// Its name in the registry, in settings and in the API.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Compact => "compact",
+            Self::Full => "full",
+        }
+    }
+
+    /// The format with this name.
+    pub fn parse(name: &str) -> Option<Self> {
+        [Self::Compact, Self::Full].into_iter().find(|format| format.as_str() == name)
+    }
+}
+
 /// Retention and limits of a topic. Stored with the topic; the same for every process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Policies {
@@ -103,6 +129,8 @@ pub struct Policies {
     pub max_retries: u32,
     /// How long a process may use cached metadata of the topic; growing takes twice as long. Default: 5 s.
     pub refresh: Duration,
+    /// The fields of new entries. Default: compact.
+    pub entry_format: EntryFormat,
 }
 
 impl Default for Policies {
@@ -113,6 +141,7 @@ impl Default for Policies {
             payload_bytes_max: PAYLOAD_BYTES_MAX,
             max_retries: 4,
             refresh: Duration::from_secs(5),
+            entry_format: EntryFormat::Compact,
         }
     }
 }
@@ -130,6 +159,8 @@ pub struct PolicyChanges {
     pub byte_budget: Option<Option<u64>>,
     /// Retries of a failed message.
     pub max_retries: Option<u32>,
+    /// The fields of new entries; stored entries keep theirs.
+    pub entry_format: Option<EntryFormat>,
 }
 
 impl Policies {
@@ -144,6 +175,7 @@ impl Policies {
             },
             byte_budget: changes.byte_budget.unwrap_or(self.byte_budget),
             max_retries: changes.max_retries.unwrap_or(self.max_retries),
+            entry_format: changes.entry_format.unwrap_or(self.entry_format),
             ..self.clone()
         }
     }
@@ -235,6 +267,7 @@ const BYTE_BUDGET: &str = "byteBudget";
 const PAYLOAD_BYTES: &str = "payloadBytesMax";
 const MAX_RETRIES: &str = "maxRetries";
 const REFRESH_MS: &str = "refreshMs";
+const ENTRY_FORMAT: &str = "entryFormat";
 /// The meta field that changes with each resize; updates compare it.
 pub(crate) const RESIZES: &str = "growths";
 
@@ -246,7 +279,7 @@ impl Topic {
             partitions: 1,
             layout,
             created_at: None,
-            policies: Policies::default(),
+            policies: Policies { entry_format: EntryFormat::Full, ..Policies::default() },
             resizes: Vec::new(),
             deleting_since: None,
         }
@@ -313,6 +346,7 @@ impl Topic {
             (RETENTION_BYTES, limit(retention.max_bytes)),
             (BYTE_BUDGET, limit(policies.byte_budget)),
             (MAX_RETRIES, number(u64::from(policies.max_retries))),
+            (ENTRY_FORMAT, policies.entry_format.as_str().to_owned()),
         ];
         fields.into_iter().map(|(name, value)| (name.to_owned(), value.into())).collect()
     }
@@ -327,6 +361,7 @@ impl Topic {
         put(PAYLOAD_BYTES, self.policies.payload_bytes_max.to_string());
         put(MAX_RETRIES, self.policies.max_retries.to_string());
         put(REFRESH_MS, self.policies.refresh.as_millis().to_string());
+        put(ENTRY_FORMAT, self.policies.entry_format.as_str().to_owned());
         let retention = self.policies.retention;
         let age_ms = retention.max_age.map(|age| age.as_millis() as u64);
         for (name, value) in [
@@ -358,6 +393,12 @@ impl Topic {
             Some(text) => Layout::parse(text)
                 .ok_or_else(|| read.wrong(LAYOUT, "`partitioned` or `clustered`"))?,
         };
+        let entry_format = match read.text(ENTRY_FORMAT)? {
+            // Created by another program, or by a version that knew no other format.
+            None => EntryFormat::Full,
+            Some(text) => EntryFormat::parse(text)
+                .ok_or_else(|| read.wrong(ENTRY_FORMAT, "`compact` or `full`"))?,
+        };
         let defaults = Policies::default();
         let policies = Policies {
             retention: Retention {
@@ -373,6 +414,7 @@ impl Topic {
                 .number(MAX_RETRIES)?
                 .map_or(defaults.max_retries, |count| u32::try_from(count).unwrap_or(u32::MAX)),
             refresh: read.number(REFRESH_MS)?.map_or(defaults.refresh, Duration::from_millis),
+            entry_format,
         };
         policies.validate()?;
         let created_at = read.time(CREATED_AT)?;
@@ -510,7 +552,8 @@ mod tests {
         let topic = Topic::from_meta(TopicName::new("t").unwrap(), &meta.into()).unwrap();
         assert_eq!((topic.partitions, topic.layout), (3, Layout::Partitioned));
         assert_eq!(topic.created_at, Some(Timestamp::from_millis(1_767_225_600_250)));
-        assert_eq!(topic.policies, Policies::default());
+        let full = Policies { entry_format: EntryFormat::Full, ..Policies::default() };
+        assert_eq!(topic.policies, full);
     }
 
     #[test]
@@ -520,6 +563,7 @@ mod tests {
             (PARTITION_COUNT, "many"),
             (PARTITION_COUNT, "70000"),
             (LAYOUT, "round"),
+            (ENTRY_FORMAT, "small"),
             (CREATED_AT, "yesterday"),
             (RETENTION_COUNT, "-1"),
             (RESIZES, "{}"),

@@ -17,7 +17,9 @@ use crate::interrupted::PartitionProgress;
 use crate::keys::{self, Layout};
 use crate::limits::{PARTITIONS_MAX, RESIZES_MAX};
 use crate::queue::Queue;
-use crate::topic::{self, Partition, Policies, PolicyChanges, Resize, Topic, TopicName};
+use crate::topic::{
+    self, EntryFormat, Partition, Policies, PolicyChanges, Resize, Topic, TopicName,
+};
 use crate::topic_lock::TopicLock;
 
 /// Creates, lists, describes, alters, grows and deletes topics.
@@ -65,8 +67,8 @@ const ATTEMPTS_MAX: usize = 100;
 const DELETE_BATCH: usize = 64;
 
 impl Topics {
-    /// Creates a topic. Returns `false` if it already exists with the same settings. Fails with
-    /// [`TopicExists`](QueueError::TopicExists) if it exists with other settings.
+    /// Creates a topic. Returns `false` if it already exists with the same settings, or with full entries instead of compact
+    /// ones. Fails with [`TopicExists`](QueueError::TopicExists) if it exists with other settings.
     ///
     /// It hides a plain topic of the same name; the messages of the plain topic are not moved.
     pub async fn create(&self, name: &str, partitions: u16, policies: Policies) -> Result<bool> {
@@ -455,10 +457,15 @@ fn check_partitions(partitions: u16) -> Result<()> {
 }
 
 fn check_same(found: &Topic, wanted: &Topic) -> Result<()> {
+    // Full entries have all that compact ones have. So a program keeps working with topics that older versions created.
+    let accepts_format = wanted.policies.entry_format == EntryFormat::Compact;
+    let entry_format =
+        if accepts_format { EntryFormat::Compact } else { found.policies.entry_format };
+    let found_policies = Policies { entry_format, ..found.policies.clone() };
     let difference = if found.partitions != wanted.partitions {
         format!("it has {} partitions, not {}", found.partitions, wanted.partitions)
-    } else if found.policies != wanted.policies {
-        differences(&found.policies, &wanted.policies)
+    } else if found_policies != wanted.policies {
+        differences(&found_policies, &wanted.policies)
     } else {
         return Ok(());
     };
@@ -479,6 +486,7 @@ fn differences(found: &Policies, wanted: &Policies) -> String {
             ("payload_bytes_max", policies.payload_bytes_max.to_string()),
             ("max_retries", policies.max_retries.to_string()),
             ("refresh", format!("{:?}", policies.refresh)),
+            ("entry_format", policies.entry_format.as_str().to_owned()),
         ]
     };
     let pairs = values(found).into_iter().zip(values(wanted));

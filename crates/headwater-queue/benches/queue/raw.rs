@@ -1,4 +1,4 @@
-//! The commands of the raw loop: entries with the same fields as the queue's.
+//! The commands of the raw loop: entries with one field, as the queue writes them for messages without a key.
 
 use headwater_testkit::bench::{Pipelines, command};
 
@@ -11,29 +11,6 @@ pub(crate) fn pipelines(topic: &BenchTopic, pipeline: usize) -> Pipelines {
 
 /// One append per partition.
 pub(crate) fn append_commands(topic: &BenchTopic) -> Vec<Vec<u8>> {
-    let each = topic.keys.iter().enumerate();
-    each.map(|(partition, key)| append_command(&topic.name, partition, key)).collect()
-}
-
-fn append_command(topic: &str, partition: usize, key: &str) -> Vec<u8> {
-    let (payload, partition) = ("x".repeat(PAYLOAD_BYTES), partition.to_string());
-    command(&[
-        "XADD",
-        key,
-        "*",
-        "payload",
-        &payload,
-        "timestamp",
-        "2026-01-01T00:00:00.000Z",
-        "retryCount",
-        "0",
-        "maxRetries",
-        "4",
-        "topic",
-        topic,
-        "partitionId",
-        &partition,
-        "headers",
-        "{}",
-    ])
+    let payload = "x".repeat(PAYLOAD_BYTES);
+    topic.keys.iter().map(|key| command(&["XADD", key, "*", "payload", &payload])).collect()
 }

@@ -247,9 +247,7 @@ impl HandlerPool {
         let started = Instant::now();
         let outcome = self.call_handler(message, started).await;
         let took = started.elapsed();
-        if let Some(sent_at) = sent_at {
-            context.metrics.record_end_to_end(SystemClock.now().since(sent_at));
-        }
+        context.metrics.record_end_to_end(SystemClock.now().since(sent_at));
         let disposition = match outcome {
             // The common case does not parse the message again.
             Outcome::Done => context.policy.decide(item, Outcome::Done),

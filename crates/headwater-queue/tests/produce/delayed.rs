@@ -17,7 +17,7 @@ mod bodies {
     use headwater_stream::clock::Timestamp;
     use headwater_stream::{DelayId, DelayName};
 
-    use crate::setup::{Setup, text};
+    use crate::setup::{Setup, full, text};
 
     const HOUR: Duration = Duration::from_secs(3600);
 
@@ -42,7 +42,7 @@ mod bodies {
     pub(super) async fn a_delayed_message_is_appended_to_its_partition_when_it_is_due(
         setup: Setup,
     ) -> Result<()> {
-        setup.queue.topics().create(&setup.topic, 3, Policies::default()).await?;
+        setup.queue.topics().create(&setup.topic, 3, full()).await?;
         let producer = &setup.producer;
         let soon = NewMessage::keyed("k29", "soon").header("h", "1");
         let delayed = producer.send_after(&setup.topic, soon, Duration::from_millis(200)).await?;

@@ -5,6 +5,8 @@ use crate::setup::on_every_backend;
 on_every_backend! {
     produce_with_hash_partitioning
     a_message_is_stored_in_its_partition_with_the_documented_fields
+    a_compact_entry_has_only_the_fields_that_its_message_needs
+    the_entry_format_of_a_topic_can_be_changed
     a_topic_that_was_not_created_is_plain
     messages_without_a_key_are_distributed_round_robin
     an_explicit_partition_is_used
@@ -25,11 +27,12 @@ mod bodies {
     use anyhow::{Context, Result};
     use headwater_queue::limits::{HEADERS_BYTES_MAX, KEY_BYTES_MAX, PAYLOAD_BYTES_MAX};
     use headwater_queue::{
-        NewMessage, Partitioner, Policies, ProducerConfig, Queue, QueueError, hash_code,
+        EntryFormat, NewMessage, Partitioner, Policies, PolicyChanges, ProducerConfig, Queue,
+        QueueError, hash_code,
     };
-    use headwater_stream::{MapName, RegistryMap, Retention};
+    use headwater_stream::{Entry, MapName, RegistryMap, Retention};
 
-    use crate::setup::{Setup, text};
+    use crate::setup::{Setup, full, text};
 
     /// The sequence diagram of the same name.
     pub(super) async fn produce_with_hash_partitioning(setup: Setup) -> Result<()> {
@@ -37,7 +40,7 @@ mod bodies {
 
         // Producer -> Meta: ensure topic meta (P)
         let partitions = 2;
-        setup.queue.topics().create(topic, partitions, Policies::default()).await?;
+        setup.queue.topics().create(topic, partitions, full()).await?;
 
         for key in ["user-123", "k0", "k29"] {
             // Producer -> Producer: p = hash(key) % P
@@ -61,7 +64,7 @@ mod bodies {
     pub(super) async fn a_message_is_stored_in_its_partition_with_the_documented_fields(
         setup: Setup,
     ) -> Result<()> {
-        setup.queue.topics().create(&setup.topic, 3, Policies::default()).await?;
+        setup.queue.topics().create(&setup.topic, 3, full()).await?;
         let payload: &[u8] = b"\x00\xff\r\n{}";
         let mut message = NewMessage::keyed("k29", payload).header("kind", "refund");
         let sent = setup.producer.send(&setup.topic, message.clone()).await?;
@@ -87,6 +90,50 @@ mod bodies {
         setup.producer.send(&setup.topic, message).await?;
         let entry = setup.entries(0).await?.remove(0);
         assert_eq!((text(&entry, "key"), text(&entry, "maxRetries")), (None, Some("7")));
+        Ok(())
+    }
+
+    pub(super) async fn a_compact_entry_has_only_the_fields_that_its_message_needs(
+        setup: Setup,
+    ) -> Result<()> {
+        setup.queue.topics().create(&setup.topic, 1, Policies::default()).await?;
+        let bare = NewMessage::new("p");
+        let mut whole = NewMessage::keyed("k", "p").header("kind", "refund");
+        whole.max_retries = Some(7);
+        let batch = vec![bare.clone(), whole.clone()];
+        setup.producer.send(&setup.topic, bare).await?;
+        let last = setup.producer.send(&setup.topic, whole).await?;
+        for sent in setup.producer.send_batch(&setup.topic, batch).await? {
+            sent?;
+        }
+
+        let entries = setup.entries(0).await?;
+        let names = |entry: &Entry| -> Vec<String> {
+            let name = |name: &[u8]| String::from_utf8_lossy(name).into_owned();
+            entry.fields.iter().map(|(field, _)| name(field)).collect()
+        };
+        let named: Vec<_> = entries.iter().map(names).collect();
+        let (bare, whole) = (vec!["payload"], vec!["payload", "key", "headers", "maxRetries"]);
+        assert_eq!(named, [bare.clone(), whole.clone(), bare, whole]);
+
+        // What the entry does not say is derived.
+        let found = setup.queue.inspect().message(&setup.topic, 0, last.id).await?;
+        let message = found.context("it is there")?.message?;
+        assert_eq!((message.attempt, message.max_retries), (1, Some(7)));
+        assert_eq!(message.sent_at.as_millis(), last.id.ms);
+        assert_eq!(message.headers["kind"], "refund");
+        Ok(())
+    }
+
+    pub(super) async fn the_entry_format_of_a_topic_can_be_changed(setup: Setup) -> Result<()> {
+        let policies = Policies { refresh: Duration::from_millis(20), ..Policies::default() };
+        setup.queue.topics().create(&setup.topic, 1, policies).await?;
+        setup.producer.send(&setup.topic, NewMessage::new("p")).await?;
+        let changes = PolicyChanges { entry_format: Some(EntryFormat::Full), ..Default::default() };
+        setup.queue.topics().alter(&setup.topic, &changes).await?;
+        setup.producer.send(&setup.topic, NewMessage::new("p")).await?;
+        let entries = setup.entries(0).await?;
+        assert_eq!(entries.iter().map(|entry| entry.fields.len()).collect::<Vec<_>>(), [1, 7]);
         Ok(())
     }
 

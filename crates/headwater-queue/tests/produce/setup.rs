@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use anyhow::{Context, Result};
-use headwater_queue::{Producer, ProducerConfig, Queue};
+use headwater_queue::{EntryFormat, Policies, Producer, ProducerConfig, Queue};
 use headwater_stream::{Backend, Entry, Options, Range, StreamName, connect};
 use headwater_testkit::{Cluster, Redis, unique};
 
@@ -64,6 +64,11 @@ impl Setup {
         }
         Ok(count)
     }
+}
+
+/// Policies for other programs: all documented fields are in every entry.
+pub(crate) fn full() -> Policies {
+    Policies { entry_format: EntryFormat::Full, ..Policies::default() }
 }
 
 /// The text of a field.
