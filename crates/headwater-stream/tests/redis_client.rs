@@ -15,7 +15,7 @@ use headwater_stream::{
     GroupStart, Options, Range, ReclaimFrom, ReclaimRequest, Renewal, Retention, SettleBatch,
     Settlement, StreamError, StreamName, WatchMode, connect,
 };
-use headwater_testkit::{Proxy, Redis};
+use headwater_testkit::{Cluster, Proxy, Redis};
 use metrics::{
     Counter, CounterFn, Gauge, GaugeFn, Histogram, Key, KeyName, Metadata, Recorder, SharedString,
     Unit,
@@ -149,6 +149,30 @@ async fn an_idle_connection_is_kept_alive_by_pings() -> Result<()> {
     append(&backend, 1).await?;
     assert_eq!(proxy.connections(), connections, "the connection is the same");
     Ok(())
+}
+
+/// The kernel has a keep-alive timer (2) for every connection to this server.
+#[cfg(target_os = "linux")]
+#[tokio::test(flavor = "multi_thread")]
+async fn connections_have_tcp_keep_alive() -> Result<()> {
+    let redis = Redis::start()?;
+    let backend = open(&redis.url()).await?;
+    append(&backend, 0).await?;
+    let _reader = backend.reader(&group("workers"), &consumer("ann")).await?;
+    let to_server = format!(":{:04X}", redis.port());
+    let timers = || -> Result<Vec<String>> {
+        let sockets = std::fs::read_to_string("/proc/net/tcp")?;
+        let established = sockets.lines().map(|line| line.split_whitespace().collect::<Vec<_>>());
+        let ours =
+            established.filter(|it| it.len() > 5 && it[2].ends_with(&to_server) && it[3] == "01");
+        Ok(ours.map(|it| it[5].split(':').next().unwrap_or_default().to_owned()).collect())
+    };
+    // For a moment it can be the timer of a retransmission.
+    until("keep-alive timers", || {
+        let timers = timers()?;
+        Ok(!timers.is_empty() && timers.iter().all(|timer| timer == "02"))
+    })
+    .await
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -388,6 +412,48 @@ async fn connects_disconnects_retries_and_requests_in_flight_are_counted() -> Re
     assert_eq!(values.of("headwater_redis_disconnects_total"), 1);
     assert_eq!(values.of("headwater_redis_retries_total{result=unreachable}"), 1);
     assert_eq!(values.of("headwater_redis_requests_in_flight"), 0);
+    Ok(())
+}
+
+/// On one thread, so that the recorder only sees this test.
+#[tokio::test]
+async fn redirections_of_a_cluster_and_refused_calls_are_counted() -> Result<()> {
+    let values = MetricTotals::default();
+    let _guard = metrics::set_default_local_recorder(&values);
+    let cluster = Cluster::start()?;
+    let backend = open(&cluster.url()).await?;
+    append(&backend, 0).await?;
+    let slot = cluster.slot_of("orders")?;
+    let from = cluster.primary_of_slot(slot)?;
+    let to = cluster.nodes()[..3].iter().find(|node| node.port() != from.port()).context("two")?;
+    let id_of = |node: &Redis| anyhow::Ok(node.command(&["CLUSTER", "MYID"])?.text());
+    let (from_id, to_id, number) = (id_of(from)?, id_of(to)?, slot.to_string());
+    to.command(&["CLUSTER", "SETSLOT", &number, "IMPORTING", &from_id])?.ok()?;
+    from.command(&["CLUSTER", "SETSLOT", &number, "MIGRATING", &to_id])?.ok()?;
+    from.command(&["MIGRATE", "127.0.0.1", &to.port().to_string(), "orders", "0", "5000"])?.ok()?;
+
+    append(&backend, 1).await?;
+    let redirects = || {
+        ["ask", "moved"]
+            .map(|it| values.of(&format!("headwater_redis_redirects_total{{result={it}}}")))
+    };
+    assert_eq!(redirects(), [1, 0]);
+    for node in [to, from] {
+        node.command(&["CLUSTER", "SETSLOT", &number, "NODE", &to_id])?.ok()?;
+    }
+    append(&backend, 2).await?;
+    assert_eq!(redirects(), [1, 1]);
+    let refused = || values.of("headwater_redis_retries_total{result=refused}");
+    assert_eq!(refused(), 0, "a redirection is not refused");
+
+    // A primary that is demoted for a moment.
+    let redis = Redis::start()?;
+    let backend = open(&redis.url()).await?;
+    redis.command(&["REPLICAOF", "127.0.0.1", "1"])?.ok()?;
+    let call = tokio::spawn(async move { append(&backend, 1).await });
+    until("a refused call", || Ok(refused() > 0)).await?;
+    redis.command(&["REPLICAOF", "NO", "ONE"])?.ok()?;
+    call.await??;
     Ok(())
 }
 

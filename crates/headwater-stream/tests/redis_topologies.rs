@@ -5,13 +5,13 @@ mod redis_support;
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use headwater_stream::{
     AcquireResult, Backend, DueTime, EntryId, Epoch, Fence, Fields, GroupStart, LeaseEventKind,
-    Options, Range, Retention, ScheduleRequest, SettleAction, SettleBatch, Settlement, StreamError,
-    StreamName, connect,
+    Leases, MajorityLease, Options, Range, Renewal, Retention, ScheduleRequest, SettleAction,
+    SettleBatch, Settlement, StreamError, StreamName, connect,
 };
 use headwater_testkit::{Cluster, Redis, Sentinel, wait_until};
 
@@ -283,6 +283,49 @@ async fn leases_are_watched_while_a_server_of_the_cluster_does_not_answer() -> R
     }
     nodes[first].resume()?;
     nodes[first + 3].resume()?;
+    Ok(())
+}
+
+/// One server hangs, with its replica: the leases of the others are renewed well before they lapse, and so is the one with a
+/// copy on each server. Only those of the server that hangs are unknown.
+#[tokio::test(flavor = "multi_thread")]
+async fn leases_of_a_cluster_are_renewed_while_one_server_does_not_answer() -> Result<()> {
+    let ttl = Duration::from_secs(3);
+    let cluster = Cluster::builder().setting("cluster-require-full-coverage", "no").start()?;
+    let backend = open(&cluster.url()).await?;
+    let servers = one_stream_per_primary(&cluster)?;
+    let named = |kind: &str| -> Vec<_> {
+        servers.iter().map(|server| lease(&format!("{kind}:{{{server}}}"))).collect()
+    };
+    let copies = named("member");
+    let leases = MajorityLease::new(Arc::clone(&backend) as _, copies.clone());
+    let mut fences = Vec::new();
+    for name in named("partition").into_iter().chain([copies[0].clone()]) {
+        match leases.acquire(&name, &holder("ann"), ttl).await? {
+            AcquireResult::Won(epoch) => fences.push(Fence { lease: name, epoch }),
+            held => bail!("{held:?}"),
+        }
+    }
+    let kept = [Renewal::Kept; 4];
+    assert_eq!(leases.renew(&holder("ann"), &fences, ttl).await?, kept);
+
+    let hanging = cluster.primary_of_slot(cluster.slot_of(servers[0].as_str())?)?;
+    let replica = cluster.replica_of_slot(cluster.slot_of(servers[0].as_str())?)?;
+    replica.pause()?;
+    hanging.pause()?;
+    let expected = [Renewal::Unknown, Renewal::Kept, Renewal::Kept, Renewal::Kept];
+    // Longer than the leases live.
+    let until = Instant::now() + ttl * 2;
+    while Instant::now() < until {
+        let began = Instant::now();
+        assert_eq!(leases.renew(&holder("ann"), &fences, ttl).await?, expected);
+        let took = began.elapsed();
+        assert!(took < ttl / 3, "a renewal took {took:?}");
+        tokio::time::sleep(Duration::from_millis(200)).await;
+    }
+
+    hanging.resume()?;
+    replica.resume()?;
     Ok(())
 }
 
