@@ -5,7 +5,7 @@
 //! than callers get, as far as recent messages tell. It reassigns
 //! entries whose lease ran out, that were released, or whose consumer died. A message that was delivered several
 //! times without an outcome comes alone, so that others do not reach the crash limit with it. Entries that it read
-//! and cannot give to a caller within [`HOLD_MAX`] are released. While it runs, this process is a member of the
+//! and cannot deliver to a caller within [`HOLD_MAX`] are released. While it runs, this process is a member of the
 //! group, and due messages of the topic are promoted; it ends when no caller came for [`IDLE_MAX`]. A partition that fails
 //! does not stop the others (`pull_streams`).
 
@@ -211,8 +211,8 @@ impl PullDriver {
         }
     }
 
-    /// Gives held entries to callers that want leases of their length.
-    pub(super) fn give(&mut self) {
+    /// Delivers held entries to callers that asked for leases of their length.
+    pub(super) fn deliver_held(&mut self) {
         for _ in 0..self.waiting.len() {
             let Some(demand) = self.waiting.pop_front() else { return };
             let messages = self.take_held(demand.max, demand.lease);
@@ -262,7 +262,7 @@ impl JoinedPullDriver {
         let mut last_demand = Instant::now();
         loop {
             let now = Instant::now();
-            self.driver.give();
+            self.driver.deliver_held();
             self.driver.end_waits(now);
             self.release_stale(now);
             if self.driver.waiting.is_empty() {
@@ -301,7 +301,7 @@ impl JoinedPullDriver {
         if is_due {
             self.reassign_expired(&topic).await?;
         }
-        self.driver.give();
+        self.driver.deliver_held();
         let leased: u64 = self.check.pending.values().sum();
         if leased >= LEASED_MAX {
             let (topic, group) = (topic.name.to_string(), self.driver.key.1.to_string());

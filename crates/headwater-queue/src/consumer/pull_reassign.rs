@@ -74,7 +74,7 @@ impl JoinedPullDriver {
                 self.reassign_partition(topic, partition, lease, wanted, rows).await
             };
             match reassigned.await {
-                Ok(()) => self.driver.give(),
+                Ok(()) => self.driver.deliver_held(),
                 Err(error) => {
                     self.streams.exclude(topic, partition, error)?;
                     if is_listed {

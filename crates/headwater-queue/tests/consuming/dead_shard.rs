@@ -1,4 +1,4 @@
-//! One server of a cluster fails: the partitions of the others go on, and another process can join.
+//! One server of a cluster dies, or hangs: the partitions of the others go on, and another process can join.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -34,6 +34,37 @@ pub(crate) enum Victim {
     DeadLetters,
     /// The one that holds the metadata of the topic.
     Metadata,
+}
+
+/// How a server and its replica fail.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum ServerFault {
+    /// Its connections end, and new ones are refused.
+    Dead,
+    /// It accepts connections and never answers.
+    Hangs,
+}
+
+impl ServerFault {
+    fn begin(self, (primary, replica): (&Redis, &Redis)) -> Result<()> {
+        for server in [replica, primary] {
+            match self {
+                Self::Dead => server.kill9()?,
+                Self::Hangs => server.pause()?,
+            }
+        }
+        Ok(())
+    }
+
+    fn end(self, (primary, replica): (&Redis, &Redis)) -> Result<()> {
+        for server in [replica, primary] {
+            match self {
+                Self::Dead => server.restart()?,
+                Self::Hangs => server.resume()?,
+            }
+        }
+        Ok(())
+    }
 }
 
 /// A cluster that goes on without one of its servers, and a topic on all of them.
@@ -249,8 +280,8 @@ impl ShardFixture {
     }
 }
 
-/// The server has no replica. The others go on, a second process joins, and the rest follows when the server is back.
-async fn healthy_partitions_go_on_without_a_dead_server(mode: Mode) -> Result<()> {
+/// No replica takes over. The others go on, a second process joins, and the rest follows when the server is back.
+async fn healthy_partitions_go_on_without_a_server(mode: Mode, fault: ServerFault) -> Result<()> {
     let shards = ShardFixture::start(Victim::PartitionsOnly).await?;
     let healthy = shards.healthy();
     let all: Vec<usize> = (0..usize::from(PARTITIONS)).collect();
@@ -260,11 +291,9 @@ async fn healthy_partitions_go_on_without_a_dead_server(mode: Mode) -> Result<()
     shards.wait_for(&all, "before").await?;
     let baseline = shards.baseline().await?;
 
-    let (primary, replica) = shards.victims()?;
-    replica.kill9()?;
-    primary.kill9()?;
+    fault.begin(shards.victims()?)?;
     // Longer than the lease of its partitions.
-    shards.keep_sending("dead", Duration::from_secs(8), baseline).await?;
+    shards.keep_sending("without it", Duration::from_secs(8), baseline).await?;
 
     let second_queue = shards.fixture.second_queue().await?;
     let second = shards.subscribe(&second_queue, 2, mode).await?;
@@ -282,8 +311,7 @@ async fn healthy_partitions_go_on_without_a_dead_server(mode: Mode) -> Result<()
     };
     assert!(by(2) > 0, "the second process handled messages");
 
-    replica.restart()?;
-    primary.restart()?;
+    fault.end(shards.victims()?)?;
     shards.cluster.wait_until_ok(Duration::from_secs(60))?;
     shards.send(&all, "after").await?;
     shards.wait_for(&all, "after").await?;
@@ -300,17 +328,28 @@ async fn healthy_partitions_go_on_without_a_dead_server(mode: Mode) -> Result<()
         .await?;
     }
     tokio::join!(first.stop(), second.stop());
-    shards.report("a dead server of a cluster")
+    shards.report("a cluster without one server")
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
 async fn owned_partitions_of_healthy_servers_go_on_without_a_dead_server() -> Result<()> {
-    healthy_partitions_go_on_without_a_dead_server(Mode::Owned).await
+    healthy_partitions_go_on_without_a_server(Mode::Owned, ServerFault::Dead).await
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
 async fn shared_partitions_of_healthy_servers_go_on_without_a_dead_server() -> Result<()> {
-    healthy_partitions_go_on_without_a_dead_server(Mode::Shared).await
+    healthy_partitions_go_on_without_a_server(Mode::Shared, ServerFault::Dead).await
+}
+
+/// A call to a server that hangs ends at its deadline, not at once: renewals of the other leases must not wait for it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn owned_partitions_of_healthy_servers_go_on_while_a_server_hangs() -> Result<()> {
+    healthy_partitions_go_on_without_a_server(Mode::Owned, ServerFault::Hangs).await
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn shared_partitions_of_healthy_servers_go_on_while_a_server_hangs() -> Result<()> {
+    healthy_partitions_go_on_without_a_server(Mode::Shared, ServerFault::Hangs).await
 }
 
 /// The replica is promoted after longer than the lifetime of a lease.
