@@ -27,7 +27,7 @@ mod bodies {
     use std::time::Duration;
 
     use anyhow::Result;
-    use headwater_queue::{Layout, Policies, PolicyChanges, QueueError};
+    use headwater_queue::{EntryFormat, Layout, Policies, PolicyChanges, QueueError};
     use headwater_stream::clock::Timestamp;
     use headwater_stream::{
         DelayName, DueTime, Fields, MapName, RegistryMap, Retention, ScheduleRequest, SetName,
@@ -85,7 +85,8 @@ mod bodies {
         fixture.create(3).await?;
         let before = fixture.backend().map_get(&meta(&fixture)).await?;
         let budget = Policies { byte_budget: Some(1), ..quick() };
-        for (partitions, policies) in [(4, quick()), (2, quick()), (3, budget)] {
+        let full = Policies { entry_format: EntryFormat::Full, ..quick() };
+        for (partitions, policies) in [(4, quick()), (2, quick()), (3, budget), (3, full)] {
             let answer = topics.create(&fixture.topic, partitions, policies).await;
             assert!(matches!(answer, Err(QueueError::TopicExists { .. })), "{answer:?}");
         }
@@ -107,10 +108,14 @@ mod bodies {
             payload_bytes_max: 1000,
             max_retries: 2,
             refresh: Duration::from_millis(70),
+            entry_format: EntryFormat::Full,
         };
         let topics = fixture.queue.topics();
         topics.create(&fixture.topic, 2, policies.clone()).await?;
         assert!(!topics.create(&fixture.topic, 2, policies.clone()).await?, "it is the same");
+        // A program that knows only full entries created the topic; they have all that compact ones have.
+        let compact = Policies { entry_format: EntryFormat::Compact, ..policies.clone() };
+        assert!(!topics.create(&fixture.topic, 2, compact).await?, "it is good enough");
         let found = topics.describe(&fixture.topic).await?.topic.policies;
         let age = Some(Duration::from_millis(1));
         let retention = Retention { max_age: age, ..policies.retention };
