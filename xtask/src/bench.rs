@@ -17,6 +17,8 @@ const BENCHES: [(&str, &[&str]); 5] = [
 
 const ANALYTICS: &str = "headwater-analytics";
 
+const CONSOLE_MEASURES: &str = "test(measures_of_the_console)";
+
 pub(crate) fn run(arguments: &[String]) -> Result<(), ExitError> {
     setup::system(&[setup::C_COMPILER, setup::REDIS, setup::POSTGRES])?;
     duckdb::provide();
@@ -31,4 +33,18 @@ pub(crate) fn run(arguments: &[String]) -> Result<(), ExitError> {
         cargo::run("benchmark", bench.arg("--").args(arguments))?;
     }
     Ok(())
+}
+
+/// Measures the console in a browser: a test that ordinary runs leave out.
+pub(crate) fn console(quick: bool) -> Result<(), ExitError> {
+    setup::everything()?;
+    duckdb::provide();
+    let mut measures =
+        cargo(["nextest", "run", "--workspace", "--all-features", "--test", "console"])?;
+    measures.args(["--run-ignored", "only", "--no-capture", "-E", CONSOLE_MEASURES]);
+    if !quick {
+        // Filling a million messages takes longer than the limit of ordinary tests.
+        measures.args(["--release", "--profile", "chaos"]).env("HEADWATER_MEASURES", "full");
+    }
+    cargo::run("measures of the console", &mut measures)
 }

@@ -11,6 +11,9 @@ Usage: cargo xtask <command>
                        build and run the demo, which needs no server; with reports
                        on request, which take as long to build as all the rest
   bench [-- ARGS]      run the benchmarks; ARGS go to the benchmark
+  bench console [--quick]
+                       measure the web console in a browser; with --quick on little data and
+                       a debug build, to see that it works
   chaos [--minutes N]  run the crash and differential tests with N times the work,
                        stopped after N minutes (default 10)
   screenshots          write the pictures of the documentation (docs/images): the demo in a
@@ -37,6 +40,7 @@ pub(crate) enum XtaskCommand {
     Lines,
     Demo { analytics: bool, arguments: Vec<String> },
     Bench { arguments: Vec<String> },
+    BenchConsole { quick: bool },
     Chaos { minutes: u32 },
     Screenshots,
 }
@@ -61,7 +65,14 @@ impl XtaskCommand {
                 let (analytics, rest) = demo_flag(rest);
                 Ok(Self::Demo { analytics, arguments: passed_on(rest)? })
             }
-            "bench" => Ok(Self::Bench { arguments: passed_on(rest)? }),
+            "bench" => match rest.iter().map(String::as_str).collect::<Vec<_>>()[..] {
+                ["console"] => Ok(Self::BenchConsole { quick: false }),
+                ["console", "--quick"] => Ok(Self::BenchConsole { quick: true }),
+                ["console", other, ..] => {
+                    Err(usage(&format!("unexpected argument `{other}`: only `--quick`")))
+                }
+                _ => Ok(Self::Bench { arguments: passed_on(rest)? }),
+            },
             "chaos" => Ok(Self::Chaos { minutes: minutes(&rest)? }),
             unknown => Err(usage(&format!("unknown command `{unknown}`"))),
         }
@@ -154,6 +165,13 @@ mod tests {
             parse("bench -- --help"),
             Ok(XtaskCommand::Bench { arguments: vec!["--help".to_owned()] })
         );
+    }
+
+    #[test]
+    fn the_console_is_measured_on_little_or_much_data() {
+        assert_eq!(parse("bench console"), Ok(XtaskCommand::BenchConsole { quick: false }));
+        assert_eq!(parse("bench console --quick"), Ok(XtaskCommand::BenchConsole { quick: true }));
+        assert!(parse("bench console --slow").is_err());
     }
 
     #[test]

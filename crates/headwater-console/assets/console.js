@@ -1,9 +1,11 @@
 // Makes a page live and adds keys. Every page works without this.
-import { patch } from "./patch.js";
+import { patch, patchRows } from "./patch.js";
+import { growRows } from "./rows.js";
 
 const POLL_MS = 10000;
 const HIDDEN_MS = 5000;
 const RETRY_MS = 2000;
+const READING_PX = 200;
 
 const state = document.getElementById("live-state");
 const say = (text) => {
@@ -30,15 +32,43 @@ const isSelecting = () => {
   return selection && !selection.isCollapsed;
 };
 
+// New rows of a list wait while the reader is further down, or has fetched further rows.
+const waiting = new Map();
+const isHeld = (part) => part.querySelector("tr[data-key]") && ("extended" in part.dataset || scrollY > READING_PX);
+
+const showWaiting = () => {
+  const isExtended = parts().some((part) => "extended" in part.dataset);
+  scrollTo(0, 0);
+  if (isExtended) return location.reload();
+  const held = [...waiting].map(([name, { html }]) => ({ name, html }));
+  waiting.clear();
+  apply(held);
+};
+
+const sayNew = (count) => {
+  if (state.querySelector("button")?.dataset.count === String(count)) return;
+  const button = Object.assign(document.createElement("button"), { type: "button", className: "button", textContent: `${count} new` });
+  button.dataset.count = count;
+  button.addEventListener("click", showWaiting);
+  state.replaceChildren(button);
+};
+
 const apply = (changes) => {
   // Text that is being selected would be lost.
   if (paused || isSelecting()) return;
   let added = 0;
   for (const { name, html } of changes) {
     const target = parts().find((part) => part.dataset.live === name);
-    if (target) added += patch(target, html);
+    if (!target) continue;
+    waiting.delete(name);
+    if (isHeld(target)) {
+      const count = patchRows(target, html);
+      if (count > 0) waiting.set(name, { html, count });
+    } else added += patch(target, html);
   }
-  say(added > 0 ? `Live · ${added} new` : "Live");
+  const held = [...waiting.values()].reduce((sum, { count }) => sum + count, 0);
+  if (held > 0) sayNew(held);
+  else say(added > 0 ? `Live · ${added} new` : "Live");
 };
 
 const poll = async () => {
@@ -84,7 +114,9 @@ document.addEventListener("visibilitychange", () => {
 });
 addEventListener("pagehide", disconnect);
 addEventListener("pageshow", (event) => event.persisted && connect());
+addEventListener("scroll", () => { if (waiting.size > 0 && scrollY === 0 && !document.querySelector("[data-extended]")) showWaiting(); }, { passive: true });
 if (state) connect();
+growRows();
 
 // Keys.
 
@@ -155,6 +187,13 @@ if (noKeys) {
   noKeys.checked = stored("no-keys") !== "";
   noKeys.addEventListener("change", () => store("no-keys", noKeys.checked ? "yes" : ""));
 }
+
+// A box in the head of a table selects all rows that are shown.
+for (const box of document.querySelectorAll("thead input[type=checkbox]")) box.hidden = false;
+document.addEventListener("change", (event) => {
+  if (!event.target.matches("thead input[type=checkbox]")) return;
+  for (const box of event.target.closest("table").querySelectorAll("tbody input[type=checkbox]")) box.checked = event.target.checked;
+});
 
 // A form that was sent cannot be sent again by a second click.
 document.addEventListener("submit", (event) => {

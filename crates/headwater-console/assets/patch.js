@@ -64,8 +64,22 @@ const patchNode = (target, source) => {
   return patchChildren(target, source);
 };
 
+const parse = (html) => new DOMParser().parseFromString(html, "text/html").body.firstElementChild;
+
 /** Makes `target` equal to the first element of `html`. Returns how many keyed children are new. */
 export const patch = (target, html) => {
-  const parsed = new DOMParser().parseFromString(html, "text/html").body.firstElementChild;
+  const parsed = parse(html);
   return parsed ? patchNode(target, parsed) : 0;
+};
+
+/** Changes only the rows that `target` already has, so that nothing moves. Returns how many others `html` has. */
+export const patchRows = (target, html) => {
+  const rows = new Map([...target.querySelectorAll("tr[data-key]")].map((row) => [row.dataset.key, row]));
+  let others = 0;
+  for (const wanted of parse(html)?.querySelectorAll("tr[data-key]") ?? []) {
+    const row = rows.get(wanted.dataset.key);
+    if (row) patchNode(row, wanted);
+    else others += 1;
+  }
+  return others;
 };

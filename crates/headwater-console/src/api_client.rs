@@ -5,7 +5,7 @@
 //! here forgets all of them. A part that does not answer within [`PART_TIMEOUT`] is reported as unavailable.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
 use axum::Router;
@@ -40,11 +40,13 @@ pub(crate) struct Problem {
     pub(crate) status: StatusCode,
     pub(crate) code: String,
     pub(crate) message: String,
+    /// Since when the same read has failed, if it failed before.
+    pub(crate) lasting: Option<Duration>,
 }
 
 impl Problem {
     pub(crate) fn new(status: StatusCode, code: &str, message: impl Into<String>) -> Self {
-        Self { status, code: code.to_owned(), message: message.into() }
+        Self { status, code: code.to_owned(), message: message.into(), lasting: None }
     }
 
     /// A dependency did not answer; the same call may succeed later.
@@ -66,11 +68,33 @@ type KeptAnswers = HashMap<AnswerKey, (Instant, Arc<OnceCell<Part>>)>;
 pub(crate) struct ConsoleState {
     api: Router,
     kept: Mutex<KeptAnswers>,
+    /// Since when reads of these paths have failed because a dependency did not answer.
+    failing: Mutex<HashMap<String, Instant>>,
 }
 
 impl ConsoleState {
     pub(crate) fn new(api: Router) -> Self {
-        Self { api, kept: Mutex::default() }
+        Self { api, kept: Mutex::default(), failing: Mutex::default() }
+    }
+
+    /// Adds to a failure how long the same read has been failing.
+    fn noted(&self, path: &str, part: Part) -> Part {
+        let mut failing = self.failing.lock().unwrap_or_else(PoisonError::into_inner);
+        match part {
+            Err(problem) if problem.is_unavailable() => {
+                if failing.len() >= KEPT_MAX && !failing.contains_key(path) {
+                    failing.clear();
+                }
+                let now = Instant::now();
+                let since = failing.entry(path.to_owned()).or_insert(now);
+                let lasting = Some(now.duration_since(*since)).filter(|time| !time.is_zero());
+                Err(Problem { lasting, ..problem })
+            }
+            other => {
+                failing.remove(path);
+                other
+            }
+        }
     }
 
     /// The cell for an answer to this read.
@@ -101,18 +125,27 @@ impl ConsoleState {
 pub(crate) struct ConsoleApi {
     state: Arc<ConsoleState>,
     user: ConsoleUser,
+    /// The first path that was read: what the page is about.
+    first: Arc<OnceLock<String>>,
 }
 
 impl ConsoleApi {
     pub(crate) fn new(state: Arc<ConsoleState>, user: ConsoleUser) -> Self {
-        Self { state, user }
+        Self { state, user, first: Arc::default() }
+    }
+
+    /// The path below `/api/v1` that was read first, if any.
+    pub(crate) fn first_path(&self) -> Option<&str> {
+        self.first.get().map(String::as_str)
     }
 
     /// Reads a path below `/api/v1`.
     pub(crate) async fn get(&self, path: &str) -> Part {
+        let _ = self.first.set(path.to_owned());
         let cell = self.state.cell((self.user.role, self.user.view.clone(), path.to_owned()));
         let read = || async { self.call(Method::GET, path, None).await.map(Arc::new) };
-        cell.get_or_init(read).await.clone()
+        let part = cell.get_or_init(read).await.clone();
+        self.state.noted(path, part)
     }
 
     /// Reads a path below `/api/v1` that answers with text.
@@ -239,9 +272,11 @@ mod tests {
     async fn equal_reads_within_a_second_are_one_for_each_role_until_something_changes() {
         let (state, reads) = state();
         let (ann, admin) = (client(ConsoleRole::Read, &state), client(ConsoleRole::Admin, &state));
+        assert_eq!(ann.first_path(), None);
         let both = tokio::join!(ann.get("/read"), ann.get("/read"));
         assert_eq!((both.0.unwrap(), reads.load(Ordering::SeqCst)), (both.1.unwrap(), 1));
         assert_eq!(admin.get("/read").await.unwrap()["who"], "admin", "not the answer for `read`");
+        assert_eq!(ann.first_path(), Some("/read"));
         assert_eq!(reads.load(Ordering::SeqCst), 2);
 
         admin.post("/change", json!({})).await.unwrap();
@@ -257,7 +292,10 @@ mod tests {
         let missing = ann.get("/missing").await.unwrap_err();
         assert!(missing.is_not_found());
         assert_eq!((&*missing.code, &*missing.message), ("not_found", "no such thing"));
-        assert!(ann.get("/never").await.unwrap_err().is_unavailable());
+        let first = ann.get("/never").await.unwrap_err();
+        assert!(first.is_unavailable() && first.lasting.is_none());
+        let second = ann.get("/never").await.unwrap_err();
+        assert_eq!(second.lasting, Some(PART_TIMEOUT), "how long it has been failing");
     }
 
     #[tokio::test(start_paused = true)]

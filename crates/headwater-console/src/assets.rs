@@ -35,15 +35,18 @@ struct Asset {
     compressed: Bytes,
 }
 
-static ASSETS: LazyLock<[Asset; 4]> = LazyLock::new(|| {
-    // The main script imports the other one by its address, so that one has its hash first.
+static ASSETS: LazyLock<[Asset; 5]> = LazyLock::new(|| {
+    // The main script imports the others by their addresses, so those have their hashes first.
     let patch = asset("patch.js", JAVASCRIPT, include_str!("../assets/patch.js").to_owned());
+    let rows = asset("rows.js", JAVASCRIPT, include_str!("../assets/rows.js").to_owned());
     let main = include_str!("../assets/console.js").replace("./patch.js", &patch.address);
+    let main = main.replace("./rows.js", &rows.address);
     [
         asset("console.css", CSS, include_str!("../assets/console.css").to_owned()),
         asset("console.js", JAVASCRIPT, main),
         asset("icon.svg", SVG, include_str!("../assets/icon.svg").to_owned()),
         patch,
+        rows,
     ]
 });
 
@@ -106,6 +109,8 @@ mod tests {
     fn the_main_script_imports_the_other_by_its_hashed_address() {
         let main = ASSETS.iter().find(|asset| asset.name == "console.js").unwrap();
         let text = std::str::from_utf8(&main.content).unwrap();
-        assert!(text.contains(address("patch.js")) && !text.contains("./patch.js"));
+        for name in ["patch.js", "rows.js"] {
+            assert!(text.contains(address(name)) && !text.contains(&format!("./{name}")), "{name}");
+        }
     }
 }

@@ -1,4 +1,4 @@
-//! Line charts over time, as SVG without scripts, each with its data as a table.
+//! Line charts over time and bars in a line, as SVG without scripts; a chart has its data as a table.
 //!
 //! Upstream: screens. Guarantees: a time without a value is a gap in its line; lines differ in colour and dashes; a chart is drawn with
 //! the colours of the page, light or dark; no inline style.
@@ -111,6 +111,23 @@ pub(crate) fn chart_lines(history: &Value, series: &[(&str, &'static str)]) -> V
     let points = history["points"].as_array().map_or(&[][..], Vec::as_slice);
     let values = |name: &str| points.iter().map(|point| point["values"][name].as_f64()).collect();
     series.iter().map(|(series, name)| ChartLine { name, values: values(series) }).collect()
+}
+
+/// Bars in a line of text, for a glance; `label` says in words what they show.
+pub(crate) fn sparkline(label: &str, counts: &[u64]) -> Markup {
+    let most = counts.iter().max().copied().unwrap_or(0).max(1) as f64;
+    let width = counts.len().max(1) * 4;
+    html! {
+        @if counts.is_empty() { span.quiet { "–" } }
+        @else {
+            svg.sparkline role="img" aria-label=(label) viewBox={ "0 0 " (width) " 24" } preserveAspectRatio="none" {
+                @for (index, count) in counts.iter().enumerate().filter(|(_, count)| **count > 0) {
+                    @let height = (*count as f64 / most * 22.0).max(2.0);
+                    rect x=(index * 4) y=(format!("{:.1}", 24.0 - height)) width="3" height=(format!("{height:.1}")) {}
+                }
+            }
+        }
+    }
 }
 
 /// A chart with its legend and its data.

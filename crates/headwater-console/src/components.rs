@@ -139,6 +139,9 @@ pub(crate) fn problem(what: &str, problem: &Problem, screen: &Screen) -> Markup 
     let content = html! {
         p {
             strong { (what) " cannot be shown." } " " (problem.message) ". "
+            @if let Some(lasting) = problem.lasting.filter(|lasting| lasting.as_secs() > 0) {
+                "This has lasted for " (text::duration(lasting.as_secs() * 1000)) ". "
+            }
             @if problem.is_unavailable() { "The rest of this page is up to date. " }
         }
         p.quiet {
@@ -165,7 +168,13 @@ pub(crate) fn table(label: &str, head: &[&str], body: &Markup) -> Markup {
         div.scroll role="region" aria-label=(label) tabindex="0" {
             table {
                 caption.visually-hidden { (label) }
-                thead { tr { @for name in head { th scope="col" class=[is_count(name).then_some("count")] { (name) } } } }
+                thead { tr { @for name in head {
+                    th scope="col" class=[is_count(name).then_some("count")] {
+                        (name)
+                        // Shown by the script that makes it work.
+                        @if *name == "Selected" { " " input type="checkbox" hidden aria-label="Select all rows shown"; }
+                    }
+                } } }
                 tbody { (body) }
             }
         }
@@ -174,7 +183,7 @@ pub(crate) fn table(label: &str, head: &[&str], body: &Markup) -> Markup {
 
 /// Columns of numbers are aligned to the right.
 fn is_count(name: &str) -> bool {
-    const COUNTS: [&str; 19] = [
+    const COUNTS: [&str; 20] = [
         "Events",
         "Recorded",
         "Duplicate",
@@ -194,6 +203,7 @@ fn is_count(name: &str) -> bool {
         "Claims",
         "Replays",
         "Keys",
+        "Worst lag",
     ];
     COUNTS.contains(&name)
 }

@@ -85,7 +85,7 @@ const NAVIGATION: [(&str, &[NavigationItem]); 6] = [
 ];
 
 /// What was done, by the code in `?done=`. Codes, not texts: an address must not put words into the page.
-const NOTICES: [(&str, &str); 24] = [
+const NOTICES: [(&str, &str); 27] = [
     ("closed", "The ticket is closed."),
     ("reopened", "The ticket is open again."),
     ("taken", "You have taken the ticket."),
@@ -95,6 +95,7 @@ const NOTICES: [(&str, &str); 24] = [
     ("approved", "The draft is approved: it is posted, or its tool calls are made."),
     ("rejected", "The draft is rejected and is never posted."),
     ("retried", "The issue can be claimed now."),
+    ("retried_all", "do not wait any longer."),
     ("released", "The quarantine has ended."),
     ("processing", "A worker has already claimed the issue."),
     ("idle", "The issue has no pending events."),
@@ -102,6 +103,8 @@ const NOTICES: [(&str, &str); 24] = [
     ("replayed", "sent again."),
     ("purged", "deleted permanently."),
     ("queued", "queued for delivery."),
+    ("grown", "partitions were added."),
+    ("trimmed", "messages were removed."),
     ("reset", "The group was moved."),
     ("deleted", "Deleted."),
     ("forked", "The session was forked."),
@@ -175,6 +178,12 @@ impl Screen {
             (page.content)
             @if !page.command.is_empty() {
                 p.command { span { "Command line: " } code #command { (page.command) } }
+            }
+            @if let Some(path) = self.api.first_path().filter(|_| !self.uri.path().starts_with("/console/do/")) {
+                p.quiet.curl {
+                    span { "HTTP: " }
+                    code { "curl -s -H \"Authorization: Bearer $HEADWATER_TOKEN\" \"$HEADWATER_URL/api/v1" (path.trim_end_matches(['&', '?'])) "\"" }
+                }
             }
         };
         let markup = document(&page.title, Some(self), &html! { (heading) (content) });

@@ -38,8 +38,21 @@ pub struct IssueFilter {
     pub quarantined: Option<bool>,
     /// Only issues of the integration with this name.
     pub integration: Option<String>,
+    /// Only issues whose last error contains this text, in upper or lower case.
+    pub error: Option<String>,
     /// Only issues with a larger id: the last id of the previous page.
     pub after: Option<IssueId>,
+}
+
+/// Filter of outbox rows, listed in id order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub struct OutboxFilter {
+    /// Only rows with this status.
+    pub status: Option<OutboxStatus>,
+    /// Only rows of this issue.
+    pub issue: Option<IssueId>,
+    /// Only rows with a larger id: the last id of the previous page.
+    pub after: Option<OutboxId>,
 }
 
 /// Filter of the event logs of an issue, listed in id order.
@@ -411,6 +424,9 @@ pub trait AdminStore: Send + Sync {
         after: Option<OutboxId>,
         limit: usize,
     ) -> Result<Vec<DeadOutboxRow>>;
+
+    /// One page of facts about outbox rows in id order, at most `limit`.
+    async fn outbox_rows(&self, filter: &OutboxFilter, limit: usize) -> Result<Vec<OutboxFacts>>;
 
     /// Facts about an outbox row; `None` if it does not exist, or no longer: delivered rows are removed after their retention.
     async fn outbox_facts(&self, id: OutboxId) -> Result<Option<OutboxFacts>>;

@@ -11,7 +11,7 @@ use headwater_stream::clock::Timestamp;
 use crate::admin::{
     AdminStore, Backlog, ConsistencyReport, DeadOutboxRow, Discrepancy, EventLogFilter,
     IntegrationInfo, IssueDeadLetter, IssueFacts, IssueFilter, IssueRetried, OutboxFacts,
-    OutboxStatus, QuarantineCleared, UndeliveredRow, WorkerInfo,
+    OutboxFilter, OutboxStatus, QuarantineCleared, UndeliveredRow, WorkerInfo,
 };
 use crate::claim::IssueRun;
 use crate::error::{IssueError, Result};
@@ -193,13 +193,16 @@ impl<S: SqlStore> AdminStore for S {
               WHERE i.id > $1 AND ($2::text IS NULL OR i.processing_status = $2)
                   AND ($3::boolean IS NULL OR (i.quarantined_at IS NOT NULL) = $3)
                   AND ($4::text IS NULL OR g.name = $4)
-              ORDER BY i.id LIMIT $5"
+                  AND ($5::text IS NULL OR lower(i.last_error) LIKE $5 ESCAPE '!')
+              ORDER BY i.id LIMIT $6"
         );
+        let error = filter.error.as_deref().map(containing);
         let parameters = [
             filter.after.map_or(i64::MIN, |after| after.0).into(),
             filter.status.map(ProcessingStatus::as_str).into(),
             filter.quarantined.into(),
             filter.integration.as_deref().into(),
+            error.as_deref().into(),
             to_i64(limit).into(),
         ];
         list(self, "listing issues", select, &parameters, read_issue).await
@@ -451,6 +454,22 @@ impl<S: SqlStore> AdminStore for S {
         list(self, "listing dead outbox rows", select, &parameters, read).await
     }
 
+    async fn outbox_rows(&self, filter: &OutboxFilter, limit: usize) -> Result<Vec<OutboxFacts>> {
+        validate::page(limit)?;
+        let select = concat!(
+            outbox_facts_select!(),
+            " WHERE o.id > $1 AND ($2::text IS NULL OR o.status = $2)
+                  AND ($3::bigint IS NULL OR o.issue_id = $3) ORDER BY o.id LIMIT $4"
+        );
+        let parameters = [
+            filter.after.map_or(i64::MIN, |after| after.0).into(),
+            filter.status.map(OutboxStatus::as_str).into(),
+            filter.issue.map(|issue| issue.0).into(),
+            to_i64(limit).into(),
+        ];
+        list(self, "listing outbox rows", select, &parameters, read_outbox_facts).await
+    }
+
     async fn outbox_facts(&self, id: OutboxId) -> Result<Option<OutboxFacts>> {
         let select = concat!(outbox_facts_select!(), " WHERE o.id = $1");
         let what = "reading the facts about an outbox row";
@@ -481,6 +500,12 @@ impl<S: SqlStore> AdminStore for S {
         }
         Ok(())
     }
+}
+
+/// A pattern of `LIKE ... ESCAPE '!'` for texts in lower case that contain this one.
+fn containing(text: &str) -> String {
+    let escaped = text.to_lowercase().replace('!', "!!").replace('%', "!%").replace('_', "!_");
+    format!("%{escaped}%")
 }
 
 /// A time as a parameter.

@@ -78,7 +78,7 @@ pub mod history;
 pub use admin::{
     AdminStore, Backlog, ConsistencyReport, DeadOutboxRow, Discrepancy, EventLogFilter,
     IntegrationInfo, IssueDeadLetter, IssueFacts, IssueFilter, IssueRetried, OutboxFacts,
-    OutboxStatus, QuarantineCleared, UndeliveredRow, WorkerInfo,
+    OutboxFilter, OutboxStatus, QuarantineCleared, UndeliveredRow, WorkerInfo,
 };
 pub use claim::{
     AfterFailure, Claim, ClaimOptions, ClaimRelease, ClaimReleased, ClaimRenewal, ClaimedIssue,

@@ -54,8 +54,8 @@ pub use error::{Interrupted, QueueError, Result};
 pub use handler::{Handler, Outcome, RetryPolicy};
 pub use headwater_stream::Backoff;
 pub use inspect::{
-    Bound, ConsumerView, GroupPartitionView, GroupView, Inspector, MemberView, MessageQuery,
-    OwnerView, PartitionView, PendingFilter, PendingView, StoredMessage, TopicView,
+    Bound, ConsumerView, DelayedView, GroupPartitionView, GroupView, Inspector, MemberView,
+    MessageQuery, OwnerView, PartitionView, PendingFilter, PendingView, StoredMessage, TopicView,
 };
 pub use keys::Layout;
 pub use message::{MalformedMessage, Message, MessageHeaders, NewMessage};
@@ -69,7 +69,9 @@ pub use remove_group::RemovedGroup;
 pub use reset::{BoundedCount, Reset, ResetGuard, ResetPartition, ResetReport, ResetTo};
 pub use sampler::Sampler;
 pub use tail::{Tail, TailConfig, TailStart};
-pub use topic::{GroupName, Partition, Policies, PolicyChanges, Resize, Topic, TopicName};
+pub use topic::{
+    EntryFormat, GroupName, Partition, Policies, PolicyChanges, Resize, Topic, TopicName,
+};
 pub use topics::{PartitionDescription, TopicDescription, Topics};
 pub use trace::{TRACEPARENT, TraceBridge, TraceContext};
 pub use trim::{Trim, TrimReport, TrimmedPartition};

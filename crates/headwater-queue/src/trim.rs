@@ -55,7 +55,7 @@ impl Queue {
     /// Removes the oldest messages of a topic that exceed `keep`, exactly. After an error some partitions may already
     /// be trimmed; repeat the call.
     pub async fn trim(&self, topic: &str, trim: &Trim) -> Result<TrimReport> {
-        check(&trim.keep)?;
+        trim.check()?;
         let topic = self.existing_topic(topic).await?;
         let mut partitions = Vec::new();
         for partition in select_partitions(&topic, trim.partition)? {
@@ -72,15 +72,18 @@ impl Queue {
     }
 }
 
-fn check(keep: &Retention) -> Result<()> {
-    let problem = if *keep == Retention::KEEP_ALL {
-        "it keeps everything; set a count, an age or a size"
-    } else if keep.max_age.is_some_and(|age| age.as_millis() == 0) {
-        "the age is below 1 ms; omit it for no age limit"
-    } else if keep.max_bytes == Some(0) {
-        "the size is 0 bytes; omit it for no size limit"
-    } else {
-        return Ok(());
-    };
-    Err(QueueError::invalid("what a trim keeps", problem))
+impl Trim {
+    /// Fails if it keeps everything, or has a limit of nothing.
+    pub fn check(&self) -> Result<()> {
+        let problem = if self.keep == Retention::KEEP_ALL {
+            "it keeps everything; set a count, an age or a size"
+        } else if self.keep.max_age.is_some_and(|age| age.as_millis() == 0) {
+            "the age is below 1 ms; omit it for no age limit"
+        } else if self.keep.max_bytes == Some(0) {
+            "the size is 0 bytes; omit it for no size limit"
+        } else {
+            return Ok(());
+        };
+        Err(QueueError::invalid("what a trim keeps", problem))
+    }
 }

@@ -38,15 +38,6 @@ pub enum BrowserScripts {
     Off,
 }
 
-/// Which rules of accessibility are checked.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum AxeRules {
-    /// All of WCAG 2.2 AA, and what axe-core calls best practice.
-    All,
-    /// Contrast of text only.
-    Contrast,
-}
-
 /// A running browser with one window.
 pub struct Browser {
     driver: WebDriver,
@@ -144,18 +135,15 @@ impl Browser {
         Ok(entries.map(|entry| (text(&entry["level"]), text(&entry["message"]))).collect())
     }
 
-    /// Violations of these rules on this page, found by axe-core. Needs scripts.
-    pub async fn accessibility_violations(&self, rules: AxeRules) -> Result<Vec<String>> {
+    /// Violations of WCAG 2.2 AA, and of what axe-core calls best practice, on this page. Needs scripts.
+    pub async fn accessibility_violations(&self) -> Result<Vec<String>> {
         if self.driver.execute("return typeof axe === 'object'").await? == false {
             let source = NpmFile::AxeCore.read()?;
             // As a global name: the code of `execute` is a function of its own.
             let source = format!("{source}; window.axe = axe;");
             self.driver.execute(&source).await?;
         }
-        let run_only = match rules {
-            AxeRules::All => json!({"type": "tag", "values": AXE_TAGS}),
-            AxeRules::Contrast => json!({"type": "rule", "values": ["color-contrast"]}),
-        };
+        let run_only = json!({"type": "tag", "values": AXE_TAGS});
         let script = "const done = arguments[1]; axe.run(document, {runOnly: arguments[0], resultTypes: ['violations']})
             .then(found => done(found.violations.flatMap(rule => rule.nodes.map(node =>
                 `${rule.id}: ${node.target.join(' ')}: ${node.failureSummary}`))), error => done([String(error)]));";
@@ -168,6 +156,13 @@ impl Browser {
         let metrics =
             json!({"width": width, "height": height, "deviceScaleFactor": 1, "mobile": false});
         self.driver.send_to_chromium("Emulation.setDeviceMetricsOverride", metrics).await
+    }
+
+    /// Makes the processor of pages slower by this factor; 1 is its own speed.
+    pub async fn throttle_processor(&self, factor: u32) -> Result<()> {
+        self.driver
+            .send_to_chromium("Emulation.setCPUThrottlingRate", json!({"rate": factor}))
+            .await
     }
 
     /// Makes pages light or dark.

@@ -47,7 +47,7 @@ mod web_driver;
 mod browser;
 
 #[cfg(feature = "browser")]
-pub use browser::{AxeRules, Browser, BrowserScripts};
+pub use browser::{Browser, BrowserScripts};
 pub use chaos_report::ChaosCounts;
 pub use child::Child;
 pub use cluster::{Cluster, ClusterBuilder};

@@ -104,6 +104,28 @@ impl WebDriver {
         self.get_text("screenshot").await
     }
 
+    /// Presses keys one after the other, wherever the focus is. Special keys have characters of their own, such as `\u{e004}` for Tab.
+    pub async fn press(&self, keys: &str) -> Result<()> {
+        let press = |key: char| {
+            let key = key.to_string();
+            [json!({"type": "keyDown", "value": key}), json!({"type": "keyUp", "value": key})]
+        };
+        let presses: Vec<Value> = keys.chars().flat_map(press).collect();
+        let keyboard = json!({"type": "key", "id": "keyboard", "actions": presses});
+        self.post("actions", json!({"actions": [keyboard]})).await.map(drop)
+    }
+
+    /// Opens another tab and returns its handle; the window stays on its own.
+    pub async fn new_tab(&self) -> Result<String> {
+        let opened = self.post("window/new", json!({"type": "tab"})).await?;
+        Ok(opened["handle"].as_str().context("a handle")?.to_owned())
+    }
+
+    /// Goes on in this tab.
+    pub async fn switch_to(&self, handle: &str) -> Result<()> {
+        self.post("window", json!({"handle": handle})).await.map(drop)
+    }
+
     /// Sends a command of the Chrome DevTools protocol.
     pub(crate) async fn send_to_chromium(&self, command: &str, parameters: Value) -> Result<()> {
         self.post("goog/cdp/execute", json!({"cmd": command, "params": parameters})).await.map(drop)

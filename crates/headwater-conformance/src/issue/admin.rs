@@ -69,6 +69,10 @@ pub async fn issues_are_listed_by_status_and_quarantine(env: StoreTestEnv) -> Te
     assert_eq!(list(filter).await?, [quarantined]);
     let filter = IssueFilter { quarantined: Some(false), ..IssueFilter::default() };
     assert_eq!(list(filter).await?, [queued, processing]);
+    for (text, expected) in [("ROKE", vec![quarantined]), ("b%n", vec![]), ("r_ken", vec![])] {
+        let filter = IssueFilter { error: Some(text.into()), ..IssueFilter::default() };
+        assert_eq!(list(filter).await?, expected, "{text}");
+    }
     let filter = IssueFilter { integration: Some("other".into()), ..IssueFilter::default() };
     assert_eq!(list(filter).await?, []);
     let filter = IssueFilter { integration: Some(INTEGRATION.into()), ..IssueFilter::default() };

@@ -5,11 +5,12 @@
 
 use axum::response::Response;
 use maud::html;
+use serde_json::Value;
 
 use crate::components::{ButtonStyle, Tone, banner, button, excerpt};
 use crate::form::FormFields;
 use crate::screen::{Screen, ScreenContent};
-use crate::text::{counted, visible};
+use crate::text::{counted, field, number, visible};
 use crate::user::ConsoleRole;
 
 /// Maximum examples on the page.
@@ -43,6 +44,28 @@ pub(super) struct Confirmation {
 }
 
 impl Confirmation {
+    /// Of one thing, which is destroyed: its name must be typed.
+    pub(super) fn of_deletion(
+        (one, name): (&'static str, &str),
+        consequences: Vec<String>,
+        command: String,
+        back: String,
+    ) -> Self {
+        Self {
+            verb: "Delete",
+            count: 1,
+            unit: (one, one),
+            or_more: false,
+            needed: ConsoleRole::Admin,
+            examples: Vec::new(),
+            consequences,
+            is_destructive: true,
+            typed: Some(name.to_owned()),
+            command,
+            back,
+        }
+    }
+
     /// Whether the form confirms exactly this.
     pub(super) fn is_given(&self, form: &FormFields) -> bool {
         let is_same = form.get("confirm").parse() == Ok(self.count);
@@ -97,6 +120,20 @@ impl Confirmation {
             content,
         })
     }
+}
+
+/// An example of a dead letter.
+pub(super) fn letter_example(letter: &Value) -> String {
+    format!("{} · {}", field(letter, "id"), field(letter, "reason"))
+}
+
+/// What a dry run of a replay leaves out, in sentences.
+pub(super) fn left_out(tried: &Value) -> impl Iterator<Item = String> {
+    let reasons = [("already_replayed", "already replayed"), ("refused", "refused")];
+    reasons.into_iter().filter_map(|(name, text)| {
+        let count = tried[name].as_u64().filter(|count| *count > 0)?;
+        Some(format!("{} {text}; these are left out.", number(count)))
+    })
 }
 
 #[cfg(test)]

@@ -119,15 +119,33 @@ async fn change_issue(screen: &Screen, id: &str, verb: &str, code: &str) -> Resp
     }
 }
 
+/// What is done with all issues that match.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum IssueAction {
+    /// Ends quarantines.
+    Release,
+    /// Ends the waits of issues that are not quarantined.
+    Retry,
+}
+
 pub(super) async fn release_issues(screen: Screen, form: FormFields) -> Response {
-    let integration = form.get("integration");
-    let filter = form.query_of(&["integration"]);
-    let path = format!("/issues?quarantined=true&limit={COUNTED_MAX}&{filter}");
+    on_issues(screen, form, IssueAction::Release).await
+}
+
+pub(super) async fn retry_issues(screen: Screen, form: FormFields) -> Response {
+    on_issues(screen, form, IssueAction::Retry).await
+}
+
+async fn on_issues(screen: Screen, form: FormFields, action: IssueAction) -> Response {
+    let is_release = action == IssueAction::Release;
+    let state = if is_release { "quarantined=true" } else { "status=queued&quarantined=false" };
+    let filter = form.query_of(&["integration", "error"]);
+    let path = format!("/issues?{state}&limit={COUNTED_MAX}&{filter}");
     let page = match screen.api.get(&path).await {
         Ok(page) => page,
-        Err(error) => return screen.failed("Quarantined issues", &error),
+        Err(error) => return screen.failed("Issues", &error),
     };
-    let example = |issue: &Value| {
+    let example = |issue: &&Value| {
         format!(
             "{} · {} · {}",
             plain(&issue["id"]),
@@ -135,32 +153,54 @@ pub(super) async fn release_issues(screen: Screen, form: FormFields) -> Response
             plain(&issue["last_error"])
         )
     };
-    let all = items(&page, "issues");
-    let of = if integration.is_empty() {
-        String::new()
-    } else {
-        format!(" --integration {}", shell_word(integration))
+    // A queued issue that waits for nothing is about to be claimed.
+    let all: Vec<&Value> = items(&page, "issues")
+        .iter()
+        .filter(|issue| is_release || !issue["not_before"].is_null())
+        .collect();
+    let options = ["integration", "error"].into_iter().filter(|name| !form.get(name).is_empty());
+    let of: String =
+        options.map(|name| format!(" --{name} {}", shell_word(form.get(name)))).collect();
+    let (verb, sentence, command) = match action {
+        IssueAction::Release => (
+            "Release",
+            "Their pending events are processed again. If the cause remains, they fail and are quarantined again.",
+            format!("headwater issue release --all{of} --yes"),
+        ),
+        IssueAction::Retry => (
+            "Retry",
+            "They do not wait any longer: for a backoff, a budget or further events.",
+            format!("headwater issue retry --all --waiting{of} --yes"),
+        ),
     };
     let confirmation = Confirmation {
-        verb: "Release",
+        verb,
         count: all.len() as u64,
         unit: ("issue", "issues"),
         or_more: !page["next_cursor"].is_null(),
         needed: ConsoleRole::Write,
         examples: all.iter().take(EXAMPLES_MAX).map(example).collect(),
-        consequences: vec!["Their pending events are processed again. If the cause remains, they fail and are quarantined again.".to_owned()],
+        consequences: vec![sentence.to_owned()],
         is_destructive: false,
         typed: None,
-        command: format!("headwater issue release --all{of} --yes"),
-        back: "/console/issues?quarantined=true".to_owned(),
+        command,
+        back: format!("/console/issues?{state}&{filter}"),
     };
     if !confirmation.is_given(&form) {
         return confirmation.page(&screen, &form);
     }
-    let integration = (!integration.is_empty()).then_some(integration);
-    match in_batches(&screen, "/issues/release", integration, "released").await {
-        Ok(count) => done_with("/console/issues", "released", count),
-        Err(error) => screen.failed("Release", &error),
+    let given = |name: &str| Some(form.get(name).to_owned()).filter(|value| !value.is_empty());
+    let mut body = json!({"integration": given("integration"), "error": given("error")});
+    let (path, counter, code) = match action {
+        IssueAction::Release => ("/issues/release", "released", "released"),
+        IssueAction::Retry => ("/issues/retry", "retried", "retried_all"),
+    };
+    if !is_release {
+        body["waiting"] = true.into();
+    }
+    match in_batches(&screen, path, body, counter).await {
+        Ok(count) => done_with("/console/issues", code, count),
+        Err(error) => screen.failed(verb, &error),
     }
 }
 
@@ -199,7 +239,7 @@ pub(super) async fn retry_replies(screen: Screen, form: FormFields) -> Response 
     if !confirmation.is_given(&form) {
         return confirmation.page(&screen, &form);
     }
-    match in_batches(&screen, "/outbox/retry", None, "queued").await {
+    match in_batches(&screen, "/outbox/retry", json!({}), "queued").await {
         Ok(count) => done_with("/console/outbox", "queued", count),
         Err(error) => screen.failed("Retry", &error),
     }
@@ -209,16 +249,15 @@ pub(super) async fn retry_replies(screen: Screen, form: FormFields) -> Response 
 async fn in_batches(
     screen: &Screen,
     path: &str,
-    integration: Option<&str>,
+    mut body: Value,
     counter: &str,
 ) -> Result<u64, Problem> {
-    let (mut total, mut cursor) = (0, Value::Null);
+    let mut total = 0;
     for _ in 0..BATCHES_MAX {
-        let body = json!({"integration": integration, "cursor": cursor});
-        let answer = screen.api.post(path, body).await?;
+        let answer = screen.api.post(path, body.clone()).await?;
         total += answer[counter].as_u64().unwrap_or(0);
-        cursor = answer["next_cursor"].clone();
-        if cursor.is_null() {
+        body["cursor"] = answer["next_cursor"].clone();
+        if body["cursor"].is_null() {
             break;
         }
     }

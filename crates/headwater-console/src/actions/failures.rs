@@ -1,6 +1,7 @@
-//! The action on one cause: replay its dead letters, release its issues or retry its replies.
+//! The actions on one cause: replay or purge its dead letters, release its issues or retry its replies.
 
 use axum::extract::Path;
+use axum::http::StatusCode;
 use axum::response::Response;
 use serde_json::{Value, json};
 
@@ -27,8 +28,6 @@ pub(super) async fn retry(screen: Screen, Path(key): Path<String>, form: FormFie
         _ => ("Retry", ("reply", "replies"), "queued"),
     };
     let ids: Vec<String> = items(&cluster, "ids").iter().map(plain).collect();
-    let example =
-        |sample: &Value| format!("{} · {}", field(sample, "id"), field(sample, "message"));
     let confirmation = Confirmation {
         verb,
         count: ids.len() as u64,
@@ -52,6 +51,65 @@ pub(super) async fn retry(screen: Screen, Path(key): Path<String>, form: FormFie
         Ok(count) => done_with("/console/failures", code, count),
         Err(error) => screen.failed("Cause", &error),
     }
+}
+
+pub(super) async fn purge(screen: Screen, Path(key): Path<String>, form: FormFields) -> Response {
+    let path = format!("/failures/{}?ids=true", encoded(&key));
+    let cluster = match screen.api.get(&path).await {
+        Ok(cluster) => cluster,
+        Err(error) => return screen.failed("Cause", &error),
+    };
+    if field(&cluster, "kind") != "dead_letter" {
+        let message = "only dead letters can be purged";
+        let problem = Problem::new(StatusCode::BAD_REQUEST, "invalid", message);
+        return screen.failed("Cause", &problem);
+    }
+    let topic = field(&cluster, "place");
+    let ids: Vec<String> = items(&cluster, "ids").iter().map(plain).collect();
+    let first: Vec<&str> = ids.iter().take(IDS_MAX).map(String::as_str).collect();
+    let confirmation = Confirmation {
+        verb: "Purge",
+        count: ids.len() as u64,
+        unit: ("dead letter", "dead letters"),
+        or_more: false,
+        needed: ConsoleRole::Admin,
+        examples: items(&cluster, "samples").iter().take(EXAMPLES_MAX).map(example).collect(),
+        consequences: vec![
+            format!("Cause: {}", field(&cluster, "cause")),
+            "Their payloads are deleted. They can not be replayed afterwards.".to_owned(),
+        ],
+        is_destructive: true,
+        typed: None,
+        command: format!("headwater dlq purge {} {} --yes", shell_word(topic), first.join(" ")),
+        back: format!("/console/failures/{}", encoded(&key)),
+    };
+    if !confirmation.is_given(&form) {
+        return confirmation.page(&screen, &form);
+    }
+    match on_letters(&screen, topic, ("purge", "purged"), &ids).await {
+        Ok(count) => done_with("/console/failures", "purged", count),
+        Err(error) => screen.failed("Cause", &error),
+    }
+}
+
+fn example(sample: &Value) -> String {
+    format!("{} · {}", field(sample, "id"), field(sample, "message"))
+}
+
+/// Calls a verb on dead letters, some at a time, and adds up how many it changed.
+async fn on_letters(
+    screen: &Screen,
+    topic: &str,
+    (verb, counter): (&str, &str),
+    ids: &[String],
+) -> Result<u64, Problem> {
+    let path = format!("/topics/{}/dead-letters/{verb}", encoded(topic));
+    let mut total = 0;
+    for batch in ids.chunks(IDS_MAX) {
+        let answer = screen.api.post(&path, json!({"ids": batch})).await?;
+        total += answer[counter].as_u64().unwrap_or(0);
+    }
+    Ok(total)
 }
 
 fn command(cluster: &Value, ids: &[String]) -> String {
@@ -79,12 +137,8 @@ async fn retry_all(screen: &Screen, cluster: &Value, ids: &[String]) -> Result<u
     let mut total = 0;
     match field(cluster, "kind") {
         "dead_letter" => {
-            let topic = encoded(field(cluster, "place"));
-            for batch in ids.chunks(IDS_MAX) {
-                let path = format!("/topics/{topic}/dead-letters/replay");
-                let answer = screen.api.post(&path, json!({"ids": batch})).await?;
-                total += answer["replayed"].as_u64().unwrap_or(0);
-            }
+            total =
+                on_letters(screen, field(cluster, "place"), ("replay", "replayed"), ids).await?;
         }
         kind => {
             let (area, verb) =

@@ -10,6 +10,7 @@ mod failures;
 mod plans;
 mod sessions;
 mod streams;
+mod topics;
 
 use std::sync::Arc;
 
@@ -36,10 +37,13 @@ pub(crate) fn routes() -> Router<Arc<ConsoleState>> {
         .route("/console/do/issues/{id}/retry", post(desk::retry_issue))
         .route("/console/do/issues/{id}/release", post(desk::release_issue))
         .route("/console/do/issues/release", post(desk::release_issues))
+        .route("/console/do/issues/retry", post(desk::retry_issues))
         .route("/console/do/outbox/{id}/retry", post(desk::retry_reply))
         .route("/console/do/outbox/retry", post(desk::retry_replies))
-        .route("/console/do/topics/{topic}/produce", post(streams::produce))
-        .route("/console/do/topics/{topic}/delete", post(streams::delete_topic))
+        .route("/console/do/topics/{topic}/produce", post(topics::produce))
+        .route("/console/do/topics/{topic}/grow", post(topics::grow))
+        .route("/console/do/topics/{topic}/trim", post(topics::trim))
+        .route("/console/do/topics/{topic}/delete", post(topics::delete_topic))
         .route("/console/do/topics/{topic}/dead-letters/replay", post(streams::replay))
         .route("/console/do/topics/{topic}/dead-letters/purge", post(streams::purge))
         .route("/console/do/topics/{topic}/dead-letters/{id}/edit", post(streams::replay_edited))
@@ -47,6 +51,7 @@ pub(crate) fn routes() -> Router<Arc<ConsoleState>> {
         .route("/console/do/topics/{topic}/groups/{group}/delete", post(streams::delete_group))
         .route("/console/do/sessions/{session}/fork", post(sessions::fork))
         .route("/console/do/failures/{id}/retry", post(failures::retry))
+        .route("/console/do/failures/{id}/purge", post(failures::purge))
         .route("/console/do/failures/{id}/plan", post(plans::create))
         .route("/console/do/plans/{id}/pause", post(plans::pause))
         .route("/console/do/plans/{id}/resume", post(plans::resume))

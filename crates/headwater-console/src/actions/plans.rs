@@ -4,11 +4,11 @@ use axum::extract::Path;
 use axum::response::Response;
 use serde_json::{Value, json};
 
-use super::confirmation::Confirmation;
+use super::confirmation::{Confirmation, left_out, letter_example};
 use super::done;
 use crate::form::FormFields;
 use crate::screen::Screen;
-use crate::text::{counted, encoded, field, items, number, plain, shell_word};
+use crate::text::{counted, encoded, field, items, plain, shell_word};
 use crate::user::ConsoleRole;
 
 pub(super) async fn create(screen: Screen, Path(key): Path<String>, form: FormFields) -> Response {
@@ -23,7 +23,7 @@ pub(super) async fn create(screen: Screen, Path(key): Path<String>, form: FormFi
         unit: ("dead letter", "dead letters"),
         or_more: tried["complete"] == false,
         needed: ConsoleRole::Write,
-        examples: items(&tried, "examples").iter().map(example).collect(),
+        examples: items(&tried, "examples").iter().map(letter_example).collect(),
         consequences: consequences(&tried),
         is_destructive: false,
         typed: None,
@@ -37,10 +37,6 @@ pub(super) async fn create(screen: Screen, Path(key): Path<String>, form: FormFi
         Ok(plan) => done(&format!("/console/plans/{}", plain(&plan["id"])), "planned"),
         Err(error) => screen.failed("Replay plan", &error),
     }
-}
-
-fn example(letter: &Value) -> String {
-    format!("{} · {}", field(letter, "id"), field(letter, "reason"))
 }
 
 fn consequences(tried: &Value) -> Vec<String> {
@@ -61,12 +57,7 @@ fn consequences(tried: &Value) -> Vec<String> {
     if !groups.is_empty() {
         sentences.push(format!("They are handled again by: {}.", groups.join(", ")));
     }
-    for (name, text) in [("already_replayed", "already replayed"), ("refused", "refused")] {
-        let count = tried[name].as_u64().unwrap_or(0);
-        if count > 0 {
-            sentences.push(format!("{} {text}; these are left out.", number(count)));
-        }
-    }
+    sentences.extend(left_out(tried));
     if tried["complete"] == false {
         sentences.push("There are more than a plan takes; the oldest are taken.".to_owned());
     }

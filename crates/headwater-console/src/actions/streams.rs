@@ -1,85 +1,19 @@
-//! Actions on topics, groups and dead letters.
+//! Actions on groups and dead letters.
 
 use axum::extract::Path;
 use axum::response::Response;
 use serde_json::{Value, json};
 
-use super::confirmation::{Confirmation, EXAMPLES_MAX};
+use super::confirmation::{Confirmation, EXAMPLES_MAX, left_out, letter_example};
 use super::{done, done_with};
 use crate::form::FormFields;
 use crate::screen::Screen;
 use crate::screens::letter_filter;
-use crate::text::{counted, encoded, field, items, number, plain, shell_word};
+use crate::text::{counted, encoded, items, number, shell_word};
 use crate::user::ConsoleRole;
 
 /// Maximum dead letters selected by id, as in the API.
 const IDS_MAX: usize = 100;
-
-pub(super) async fn produce(
-    screen: Screen,
-    Path(topic): Path<String>,
-    form: FormFields,
-) -> Response {
-    let payload = form.get("payload").replace("\r\n", "\n");
-    let mut message = json!({"payload": payload});
-    if !form.get("key").is_empty() {
-        message["key"] = form.get("key").into();
-    }
-    let path = format!("/topics/{}/messages", encoded(&topic));
-    match screen.api.post(&path, json!({"messages": [message]})).await {
-        Ok(sent) => {
-            let entry = field(&sent["messages"][0], "id");
-            let address =
-                format!("/console/topics/{}/messages/{}", encoded(&topic), encoded(entry));
-            axum::response::IntoResponse::into_response(axum::response::Redirect::to(&address))
-        }
-        Err(error) => screen.failed("Message", &error),
-    }
-}
-
-pub(super) async fn delete_topic(
-    screen: Screen,
-    Path(topic): Path<String>,
-    form: FormFields,
-) -> Response {
-    let path = format!("/topics/{}", encoded(&topic));
-    let described = match screen.api.get(&path).await {
-        Ok(described) => described,
-        Err(error) => return screen.failed("Topic", &error),
-    };
-    let counts = |name: &str| described[name].as_u64().unwrap_or(0);
-    let groups = items(&described, "groups");
-    let mut consequences = vec![format!(
-        "Topic `{topic}` is deleted with {}, {} and {}.",
-        counted(counts("length"), "message", "messages"),
-        counted(counts("delayed"), "delayed message", "delayed messages"),
-        counted(counts("dead_letters"), "dead letter", "dead letters"),
-    )];
-    if !groups.is_empty() {
-        let names: Vec<_> = groups.iter().map(plain).collect();
-        consequences.push(format!("Groups that read it: {}.", names.join(", ")));
-    }
-    let confirmation = Confirmation {
-        verb: "Delete",
-        count: 1,
-        unit: ("topic", "topics"),
-        or_more: false,
-        needed: ConsoleRole::Admin,
-        examples: Vec::new(),
-        consequences,
-        is_destructive: true,
-        typed: Some(topic.clone()),
-        command: format!("headwater topic delete {} --yes", shell_word(&topic)),
-        back: format!("/console/topics/{}", encoded(&topic)),
-    };
-    if !confirmation.is_given(&form) {
-        return confirmation.page(&screen, &form);
-    }
-    match screen.api.delete(&path).await {
-        Ok(_) => done("/console/topics", "deleted"),
-        Err(error) => screen.failed("Topic", &error),
-    }
-}
 
 /// The selected dead letters as the body of a call, and as words of a command.
 fn selection(form: &FormFields) -> Option<(Value, String)> {
@@ -173,12 +107,7 @@ async fn on_letters(
     let mut consequences = Vec::new();
     if action == LetterAction::Replay {
         consequences.push("They are sent to their partitions again and processed by every group. If the cause remains, they fail again.".to_owned());
-        for (name, text) in [("already_replayed", "already replayed"), ("refused", "refused")] {
-            let count = tried[name].as_u64().unwrap_or(0);
-            if count > 0 {
-                consequences.push(format!("{} {text}; these are left out.", number(count)));
-            }
-        }
+        consequences.extend(left_out(&tried));
     } else {
         consequences
             .push("Their payloads are deleted. They can not be replayed afterwards.".to_owned());
@@ -223,8 +152,9 @@ async fn examples(screen: &Screen, topic: &str, form: &FormFields) -> Vec<String
         encoded(topic)
     );
     let page = screen.api.get(&path).await;
-    let line = |letter: &Value| format!("{} · {}", field(letter, "id"), field(letter, "reason"));
-    page.map(|page| items(&page, "dead_letters").iter().map(line).collect()).unwrap_or_default()
+    let letters =
+        page.map(|page| items(&page, "dead_letters").iter().map(letter_example).collect());
+    letters.unwrap_or_default()
 }
 
 pub(super) async fn reset_group(
@@ -289,14 +219,9 @@ pub(super) async fn delete_group(
         Err(error) => return screen.failed("Group", &error),
     };
     let waiting = |name: &str| described[name].as_u64().unwrap_or(0);
-    let confirmation = Confirmation {
-        verb: "Delete",
-        count: 1,
-        unit: ("group", "groups"),
-        or_more: false,
-        needed: ConsoleRole::Admin,
-        examples: Vec::new(),
-        consequences: vec![
+    let confirmation = Confirmation::of_deletion(
+        ("group", &group),
+        vec![
             format!(
                 "Group `{group}` of topic `{topic}` forgets its position: {} not yet delivered, {} in progress.",
                 counted(waiting("lag"), "message", "messages"),
@@ -304,15 +229,9 @@ pub(super) async fn delete_group(
             ),
             "Messages are kept, but retention no longer waits for the group.".to_owned(),
         ],
-        is_destructive: true,
-        typed: Some(group.clone()),
-        command: format!(
-            "headwater group delete {} {} --yes",
-            shell_word(&topic),
-            shell_word(&group)
-        ),
-        back: format!("/console/topics/{}/groups/{}", encoded(&topic), encoded(&group)),
-    };
+        format!("headwater group delete {} {} --yes", shell_word(&topic), shell_word(&group)),
+        format!("/console/topics/{}/groups/{}", encoded(&topic), encoded(&group)),
+    );
     if !confirmation.is_given(&form) {
         return confirmation.page(&screen, &form);
     }

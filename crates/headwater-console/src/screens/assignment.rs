@@ -1,4 +1,4 @@
-//! Assignment: the streams of a service and who owns them.
+//! Assignment: who owns which partition of which group, and the streams of a service with their owners.
 
 use axum::extract::Path;
 use axum::response::{IntoResponse, Redirect, Response};
@@ -9,18 +9,41 @@ use crate::components::{
     Tone, badge, count, empty, excerpt, facts, id, live, pager, problem, table,
 };
 use crate::screen::{Screen, ScreenContent};
-use crate::text::{duration, encoded, field, items, number, plain};
+use crate::text::{counted, duration, encoded, field, items, number, plain, visible};
 
 /// Streams of a page: the grid shows all of them at once.
 const GRID_ROWS: usize = 200;
 
-/// Asks for the name of a service: Redis has no list of them.
+/// Owners that differ in colour.
+const COLORS: usize = 8;
+
+/// All partitions as a grid, and a form for the name of a service, because Redis has no list of them.
 pub(crate) async fn choose(screen: Screen) -> Response {
     let service = screen.query.get("service");
     if !service.is_empty() {
         return Redirect::to(&format!("/console/assignment/{}", encoded(service))).into_response();
     }
+    let filter = screen.query.query_of(&["topic", "cursor"]);
+    let grid = match screen.api.get(&format!("/assignment?{filter}")).await {
+        Err(error) => problem("The partitions", &error, &screen),
+        Ok(page) if items(&page, "groups").is_empty() => empty(
+            "No group reads a topic. Start one:",
+            Some("headwater consume TOPIC --group billing"),
+        ),
+        Ok(page) => html! {
+            @for group in items(&page, "groups") { (partition_grid(group)) }
+            (pager(&screen, &["topic"], &page["next_cursor"]))
+        },
+    };
     let content = html! {
+        form.filters.inline action="/console/assignment" {
+            label for="topic" { "Topic" }
+            input #topic name="topic" value=(screen.query.get("topic")) maxlength="200";
+            button.button type="submit" { "Show partitions" }
+        }
+        h2 { "Partitions" }
+        (live("partitions", &grid))
+        h2 { "Streams of a service" }
         p { "A service shares streams among its consumers, each with one owner at a time." }
         form.inline action="/console/assignment" {
             label for="service" { "Service" }
@@ -32,9 +55,70 @@ pub(crate) async fn choose(screen: Screen) -> Response {
     screen.page(ScreenContent {
         title: "Assignment".to_owned(),
         path: Vec::new(),
-        command: "headwater assign list SERVICE".to_owned(),
+        command: "headwater group owners".to_owned(),
         content,
     })
+}
+
+/// The partitions of a group, coloured by owner.
+fn partition_grid(group: &Value) -> Markup {
+    let (topic, name) = (field(group, "topic"), field(group, "group"));
+    let members = items(group, "members");
+    let color = |owner: &str| {
+        let index = members.iter().position(|member| field(member, "member") == owner);
+        index.map(|index| format!("owner-{}", index % COLORS))
+    };
+    let (orphans, skew) =
+        (group["orphans"].as_u64().unwrap_or(0), group["skew"].as_u64().unwrap_or(0));
+    let is_shared = field(group, "mode") == "shared";
+    html! {
+        section data-key={ (topic) "/" (name) } {
+            h3 {
+                a href={ "/console/topics/" (encoded(topic)) "/groups/" (encoded(name)) } { bdi { (visible(topic)) " / " (visible(name)) } } " "
+                @if orphans > 0 { (badge(Tone::Bad, &counted(orphans, "partition waits without an owner", "partitions wait without an owner"))) " " }
+                @if skew > 1 { (badge(Tone::Warning, &format!("shared unevenly, by {skew}"))) " " }
+                @if is_shared { (badge(Tone::Neutral, "shared: every member reads all")) " " }
+                @if members.is_empty() { (badge(Tone::Neutral, "no members")) }
+            }
+            @if !members.is_empty() {
+                ul.owners { @for member in members {
+                    li class=[color(field(member, "member"))] {
+                        (excerpt(field(member, "member"))) " " span.quiet { (counted(member["partitions"].as_u64().unwrap_or(0), "partition", "partitions")) }
+                    }
+                } }
+            }
+            ul.partitions aria-label={ "Partitions of " (visible(topic)) " for " (visible(name)) } {
+                @for partition in items(group, "partitions") { (cell(partition, &color, is_shared)) }
+            }
+        }
+    }
+}
+
+fn cell(partition: &Value, color: &impl Fn(&str) -> Option<String>, is_shared: bool) -> Markup {
+    let owner = partition["owner"].as_str();
+    let waits = partition["lag"].as_u64().is_none_or(|lag| lag > 0)
+        || partition["pending"].as_u64().unwrap_or(0) > 0;
+    let is_orphan = owner.is_none() && waits && !is_shared;
+    let class = match owner {
+        Some(owner) => color(owner),
+        None => is_orphan.then(|| "orphan".to_owned()),
+    };
+    let lag = partition["lag"].as_u64().map_or("unknown".to_owned(), number);
+    html! {
+        li class=[class] data-key=(plain(&partition["partition"])) {
+            strong { span.visually-hidden { "Partition " } (plain(&partition["partition"])) }
+            @match (owner, partition["remaining_ms"].as_u64()) {
+                (Some(owner), left) => {
+                    span.visually-hidden { "owner " (excerpt(owner)) ", lease " }
+                    (left.map_or("–".to_owned(), duration))
+                    span.visually-hidden { " left, moved " (plain(&partition["epoch"])) " times so far" }
+                }
+                (None, _) if is_orphan => "no owner",
+                (None, _) => span.quiet { "free" },
+            }
+            @if waits { div { "lag " (lag) } }
+        }
+    }
 }
 
 pub(crate) async fn show(screen: Screen, Path(service): Path<String>) -> Response {

@@ -1,15 +1,17 @@
 //! Failures: dead letters, quarantined issues and dead replies in one place, grouped by cause.
 
 use axum::extract::Path;
-use axum::response::Response;
+use axum::http::header;
+use axum::response::{IntoResponse, Response};
 use maud::{Markup, html};
 use serde_json::Value;
 
+use crate::chart::sparkline;
 use crate::components::{
     ButtonStyle, Tone, action, badge, block, empty, excerpt, facts, id, live, problem, table, time,
 };
 use crate::screen::{Screen, ScreenContent};
-use crate::text::{counted, encoded, field, items, number, plain};
+use crate::text::{counted, encoded, field, items, number, plain, shell_word};
 use crate::user::ConsoleRole;
 
 /// Name and address of the kinds of failures.
@@ -28,7 +30,7 @@ pub(crate) async fn list(screen: Screen) -> Response {
             @if items(&found, "clusters").is_empty() {
                 (empty("Nothing has failed: no dead letters, no quarantined issues, no dead replies.", None))
             } @else {
-                (table("Failures by cause", &["Cause", "Where", "Count", "Keys", "First", "Last"], &html! {
+                (table("Failures by cause", &["Cause", "Where", "Count", "Keys", "First", "Last", "When"], &html! {
                     @for cluster in items(&found, "clusters") { (row(cluster)) }
                 }))
             }
@@ -38,7 +40,7 @@ pub(crate) async fn list(screen: Screen) -> Response {
     screen.page(ScreenContent {
         title: "Failures".to_owned(),
         path: Vec::new(),
-        command: "curl -s $HEADWATER_URL/api/v1/failures".to_owned(),
+        command: "headwater failure list".to_owned(),
         content: live("failures", &content),
     })
 }
@@ -72,8 +74,16 @@ fn row(cluster: &Value) -> Markup {
             td.count { (number(cluster["keys"].as_u64().unwrap_or(0))) }
             td { (time(&cluster["first"])) }
             td { (time(&cluster["last"])) }
+            td { (curve(cluster)) }
         }
     }
+}
+
+/// How the failures of a cause are spread over the time from the first to the last.
+fn curve(cluster: &Value) -> Markup {
+    let counts: Vec<u64> = items(cluster, "curve").iter().filter_map(Value::as_u64).collect();
+    let most = counts.iter().max().copied().unwrap_or(0);
+    sparkline(&format!("from first to last, at most {} at once", number(most)), &counts)
 }
 
 pub(crate) async fn show(screen: Screen, Path(key): Path<String>) -> Response {
@@ -90,6 +100,7 @@ pub(crate) async fn show(screen: Screen, Path(key): Path<String>) -> Response {
     let label = format!("{verb} {}…", counted(total, one, many));
     let act = format!("/console/do/failures/{}/retry", encoded(&key));
     let plan = format!("/console/do/failures/{}/plan", encoded(&key));
+    let purge = format!("/console/do/failures/{}/purge", encoded(&key));
     let is_of_letters = field(&cluster, "kind") == "dead_letter";
     let style = if is_of_letters { ButtonStyle::Plain } else { ButtonStyle::Primary };
     let content = html! {
@@ -102,12 +113,17 @@ pub(crate) async fn show(screen: Screen, Path(key): Path<String>) -> Response {
             ("Keys", html! { (plain(&cluster["keys"])) }),
             ("First", time(&cluster["first"])),
             ("Last", time(&cluster["last"])),
+            ("When", curve(&cluster)),
         ]))
         div.buttons {
             @if is_of_letters {
                 (action(&screen.user, ConsoleRole::Write, (&plan, "Replay plan…", ButtonStyle::Primary), &[]))
             }
             (action(&screen.user, ConsoleRole::Write, (&act, &label, style), &[]))
+            @if is_of_letters {
+                (action(&screen.user, ConsoleRole::Admin, (&purge, &format!("Purge {}…", counted(total, one, many)), ButtonStyle::Danger), &[]))
+            }
+            a.button href={ "/console/failures/" (encoded(&key)) "/failures.json" } download { "Export" }
         }
         h2 { "Samples" }
         (table("Samples", &["Failure", "Key", "Failed", "Message"], &html! {
@@ -117,9 +133,26 @@ pub(crate) async fn show(screen: Screen, Path(key): Path<String>) -> Response {
     screen.page(ScreenContent {
         title: "Cause".to_owned(),
         path: vec![("Failures".to_owned(), "/console/failures".to_owned())],
-        command: format!("curl -s $HEADWATER_URL/api/v1/failures/{key}"),
+        command: format!("headwater failure show {}", shell_word(&key)),
         content: live("cause", &content),
     })
+}
+
+/// One cause with the ids of all its failures, as a file.
+pub(crate) async fn export(screen: Screen, Path(key): Path<String>) -> Response {
+    let path = format!("/failures/{}?ids=true", encoded(&key));
+    match screen.api.get_text(&path).await {
+        Err(error) => screen.failed("Cause", &error),
+        Ok(json) => {
+            let headers = [
+                (header::CONTENT_TYPE, "application/json"),
+                (header::CONTENT_DISPOSITION, "attachment; filename=\"failures.json\""),
+                (header::X_CONTENT_TYPE_OPTIONS, "nosniff"),
+                (header::CACHE_CONTROL, "no-store"),
+            ];
+            (headers, json).into_response()
+        }
+    }
 }
 
 fn sample_row(cluster: &Value, sample: &Value) -> Markup {

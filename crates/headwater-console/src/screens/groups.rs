@@ -6,20 +6,24 @@ use maud::{Markup, html};
 use serde_json::Value;
 
 use crate::components::{
-    ButtonStyle, Tone, badge, banner, button, count, empty, excerpt, facts, id, live, table,
+    ButtonStyle, Tone, badge, button, count, empty, excerpt, facts, id, live, table,
 };
 use crate::screen::{Screen, ScreenContent};
-use crate::text::{counted, duration, encoded, field, items, number, plain, shell_word};
+use crate::screens::issues::why_panel;
+use crate::text::{duration, encoded, field, items, number, plain, shell_word};
 use crate::user::ConsoleRole;
 
 pub(crate) async fn show(screen: Screen, Path((topic, group)): Path<(String, String)>) -> Response {
     let path = format!("/topics/{}/groups/{}", encoded(&topic), encoded(&group));
-    let described = match screen.api.get(&path).await {
+    let why = format!("{path}/why");
+    let (described, why) = tokio::join!(screen.api.get(&path), screen.api.get(&why));
+    let described = match described {
         Ok(described) => described,
         Err(error) => return screen.failed("Group", &error),
     };
     let action = format!("/console/do{path}");
     let content = html! {
+        (live("why", &why_panel(&screen, &why)))
         (live("group", &group_state(&described)))
         h2 { "Move the group" }
         form.inline method="post" action={ (action) "/reset" } {
@@ -43,40 +47,8 @@ pub(crate) async fn show(screen: Screen, Path((topic, group)): Path<(String, Str
     })
 }
 
-/// Why the group waits, in one sentence.
-fn why(group: &Value) -> (Tone, String) {
-    let (lag, pending) = (group["lag"].as_u64(), group["pending"].as_u64().unwrap_or(0));
-    let members = items(group, "members").len();
-    let orphans = items(group, "partitions").iter().filter(|partition| {
-        let waits =
-            partition["lag"].as_u64().unwrap_or(0) + partition["pending"].as_u64().unwrap_or(0);
-        partition["owner"].is_null() && waits > 0
-    });
-    let orphans = orphans.count() as u64;
-    let waiting = lag.unwrap_or(0) + pending;
-    if waiting == 0 {
-        return (Tone::Good, "The group has processed every message.".to_owned());
-    }
-    let messages = counted(waiting, "message waits", "messages wait");
-    if members == 0 {
-        let sentence = format!("{messages} because the group has no members: start a consumer.");
-        return (Tone::Bad, sentence);
-    }
-    if orphans > 0 {
-        let partitions = counted(orphans, "partition has", "partitions have");
-        let sentence = format!(
-            "{messages}; {partitions} no owner yet: a rebalance or the end of a lease is awaited."
-        );
-        return (Tone::Warning, sentence);
-    }
-    let members = counted(members as u64, "member reads", "members read");
-    (Tone::Active, format!("{messages}; {members} the group."))
-}
-
 fn group_state(group: &Value) -> Markup {
-    let (tone, sentence) = why(group);
     html! {
-        (banner(tone, &html! { p { (sentence) } }))
         (facts(&[
             ("Lag", html! { (group["lag"].as_u64().map_or("unknown".to_owned(), number)) }),
             ("Pending", html! { (plain(&group["pending"])) }),
@@ -116,27 +88,5 @@ fn partition_row(partition: &Value) -> Markup {
             td { @match owner["remaining_ms"].as_u64() { Some(left) => (duration(left)), None => "–" } }
             td { (id(&plain(&partition["last_delivered"]))) }
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use serde_json::json;
-
-    use super::*;
-
-    #[test]
-    fn a_group_says_why_it_waits() {
-        let group = |lag: u64, members: usize, owner: Value| {
-            json!({"lag": lag, "pending": 0, "members": vec![json!({}); members],
-                "partitions": [{"partition": 0, "lag": lag, "pending": 0, "owner": owner}]})
-        };
-        let owner = json!({"holder": "a"});
-        assert_eq!(why(&group(0, 0, Value::Null)).0, Tone::Good);
-        let (tone, sentence) = why(&group(3, 0, Value::Null));
-        assert_eq!(tone, Tone::Bad);
-        assert_eq!(sentence, "3 messages wait because the group has no members: start a consumer.");
-        assert_eq!(why(&group(1, 1, Value::Null)).0, Tone::Warning);
-        assert_eq!(why(&group(1, 1, owner)).1, "1 message waits; 1 member reads the group.");
     }
 }

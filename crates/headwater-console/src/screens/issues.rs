@@ -16,13 +16,14 @@ use crate::screens::runs::RunsPart;
 use crate::text::{counted, encoded, field, items, plain, shell_word};
 use crate::user::ConsoleRole;
 
-const FILTER: [&str; 3] = ["status", "quarantined", "integration"];
+const FILTER: [&str; 4] = ["status", "quarantined", "integration", "error"];
 
 /// Events on a page; each may hold a megabyte.
 const EVENTS: usize = 20;
 
 pub(crate) async fn list(screen: Screen) -> Response {
-    let filter = screen.query.query_of(&["status", "quarantined", "integration", "cursor"]);
+    let filter =
+        screen.query.query_of(&["status", "quarantined", "integration", "error", "cursor"]);
     let content = match screen.api.get(&format!("/issues?limit={ROWS}&{filter}")).await {
         Err(error) => problem("The list of issues", &error, &screen),
         Ok(page) if items(&page, "issues").is_empty() => empty(
@@ -38,9 +39,9 @@ pub(crate) async fn list(screen: Screen) -> Response {
             }
         }
     };
-    let integration = screen.query.get("integration");
+    let (integration, error) = (screen.query.get("integration"), screen.query.get("error"));
     let mut command = "headwater issue list".to_owned();
-    for name in ["status", "integration"] {
+    for name in ["status", "integration", "error"] {
         if !screen.query.get(name).is_empty() {
             command += &format!(" --{name} {}", shell_word(screen.query.get(name)));
         }
@@ -49,6 +50,7 @@ pub(crate) async fn list(screen: Screen) -> Response {
     if is_quarantined {
         command += " --quarantined";
     }
+    let matching = [("integration", integration), ("error", error)];
     let states =
         [("", "All"), ("queued", "Queued"), ("processing", "Processing"), ("idle", "Idle")];
     let content = html! {
@@ -58,10 +60,17 @@ pub(crate) async fn list(screen: Screen) -> Response {
             form.inline action="/console/issues" {
                 label for="integration" { "Integration" }
                 input #integration name="integration" value=(integration) maxlength="200";
+                label for="error" { "Error contains" }
+                input #error name="error" value=(error) maxlength="200";
+                @for name in ["status", "quarantined"] {
+                    @if !screen.query.get(name).is_empty() { input type="hidden" name=(name) value=(screen.query.get(name)); }
+                }
                 button.button type="submit" { "Filter" }
             }
             @if is_quarantined {
-                (action(&screen.user, ConsoleRole::Write, ("/console/do/issues/release", "Release all that match…", ButtonStyle::Plain), &[("integration", integration)]))
+                (action(&screen.user, ConsoleRole::Write, ("/console/do/issues/release", "Release all that match…", ButtonStyle::Plain), &matching))
+            } @else {
+                (action(&screen.user, ConsoleRole::Write, ("/console/do/issues/retry", "Retry all that wait…", ButtonStyle::Plain), &matching))
             }
         }
         (live("issues", &content))

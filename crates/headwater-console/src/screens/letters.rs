@@ -50,6 +50,12 @@ pub(crate) async fn list(screen: Screen, Path(topic): Path<String>) -> Response 
             input #reason name="reason" value=(screen.query.get("reason")) maxlength="200";
             label for="key" { "Key" }
             input #key name="key" value=(screen.query.get("key")) maxlength="200";
+            label for="partition" { "Partition" }
+            input #partition name="partition" value=(screen.query.get("partition")) inputmode="numeric" size="5" maxlength="5";
+            label for="from" { "Failed from" }
+            input #from name="from" value=(screen.query.get("from")) placeholder="time" size="14" maxlength="60";
+            label for="to" { "to" }
+            input #to name="to" value=(screen.query.get("to")) placeholder="time" size="14" maxlength="60";
             button.button type="submit" { "Filter" }
         }
         (content)

@@ -14,9 +14,12 @@ use crate::components::{
 use crate::screen::{Screen, ScreenContent};
 use crate::screens::ROWS;
 use crate::screens::issues::why_panel;
-use crate::text::{encoded, field, items, plain, shell_word};
+use crate::text::{counted, encoded, field, items, number, plain, shell_word};
 
-const FILTER: [&str; 4] = ["from", "to", "partition", "newest_first"];
+const FILTER: [&str; 7] = ["from", "to", "partition", "key", "header", "text", "newest_first"];
+
+/// Those of the filter that have an option of the same name on the command line.
+const OPTIONS: [&str; 6] = ["from", "to", "partition", "key", "header", "text"];
 
 fn path_of(topic: &str) -> Vec<(String, String)> {
     vec![
@@ -26,11 +29,18 @@ fn path_of(topic: &str) -> Vec<(String, String)> {
 }
 
 pub(crate) async fn list(screen: Screen, Path(topic): Path<String>) -> Response {
-    let filter = screen.query.query_of(&["from", "to", "partition", "newest_first", "cursor"]);
+    let mut names = FILTER.to_vec();
+    names.push("cursor");
+    let filter = screen.query.query_of(&names);
     let path = format!("/topics/{}/messages?limit={ROWS}&{filter}", encoded(&topic));
     let content = match screen.api.get(&path).await {
         Err(error) if error.is_not_found() => return screen.failed("Topic", &error),
         Err(error) => problem("The messages", &error, &screen),
+        Ok(page) if items(&page, "messages").is_empty() && page["search"].is_object() => html! {
+            (empty("None of the messages that were looked at matches.", None))
+            (scanned(&page))
+            (pager(&screen, &FILTER, &page["next_cursor"]))
+        },
         Ok(page) if items(&page, "messages").is_empty() => empty(
             "No stored message matches. Send one:",
             Some(&format!("headwater produce {} --payload hello", shell_word(&topic))),
@@ -39,7 +49,7 @@ pub(crate) async fn list(screen: Screen, Path(topic): Path<String>) -> Response 
             (table("Messages", &["Message", "Partition", "Key", "Stored", "Attempt", "Payload"], &html! {
                 @for message in items(&page, "messages") { (row(&topic, message)) }
             }))
-            p.quiet { (items(&page, "messages").len()) " messages on this page." }
+            (scanned(&page))
             (pager(&screen, &FILTER, &page["next_cursor"]))
         },
     };
@@ -51,6 +61,12 @@ pub(crate) async fn list(screen: Screen, Path(topic): Path<String>) -> Response 
             input #to name="to" value=(screen.query.get("to")) maxlength="60";
             label for="partition" { "Partition" }
             input #partition name="partition" value=(screen.query.get("partition")) inputmode="numeric" size="5" maxlength="5";
+            label for="key" { "Key" }
+            input #key name="key" value=(screen.query.get("key")) size="14" maxlength="500";
+            label for="header" { "Header" }
+            input #header name="header" value=(screen.query.get("header")) placeholder="name or name=value" size="16" maxlength="500";
+            label for="text" { "Payload contains" }
+            input #text name="text" value=(screen.query.get("text")) size="14" maxlength="500";
             label { input type="checkbox" name="newest_first" value="true" checked[screen.query.get("newest_first") == "true"]; " Newest first" }
             button.button type="submit" { "Show" }
         }
@@ -60,9 +76,35 @@ pub(crate) async fn list(screen: Screen, Path(topic): Path<String>) -> Response 
     screen.page(ScreenContent {
         title: "Messages".to_owned(),
         path: path_of(&topic),
-        command: format!("headwater tail {} --from beginning", shell_word(&topic)),
+        command: command(&screen, &topic),
         content,
     })
+}
+
+/// How far a search has looked.
+fn scanned(page: &Value) -> Markup {
+    let number_of = |name: &str| number(page["search"][name].as_u64().unwrap_or(0));
+    html! {
+        @if page["search"].is_object() {
+            p.quiet {
+                "Scanned " (number_of("scanned")) " of " (number_of("total")) " messages."
+                @if !page["next_cursor"].is_null() { " The next page looks further." }
+            }
+        } @else {
+            p.quiet { (counted(items(page, "messages").len() as u64, "message", "messages")) " on this page." }
+        }
+    }
+}
+
+fn command(screen: &Screen, topic: &str) -> String {
+    let mut command = format!("headwater message list {}", shell_word(topic));
+    for name in OPTIONS.iter().filter(|name| !screen.query.get(name).is_empty()) {
+        command += &format!(" --{name} {}", shell_word(screen.query.get(name)));
+    }
+    if screen.query.get("newest_first") == "true" {
+        command += " --newest-first";
+    }
+    command
 }
 
 fn row(topic: &str, message: &Value) -> Markup {
@@ -112,8 +154,10 @@ pub(crate) async fn show(screen: Screen, Path((topic, entry)): Path<(String, Str
         let partition = plain(&message["partition"]);
         let (topic, entry) = (encoded(&topic), encoded(&entry));
         let why = format!("/topics/{topic}/messages/{entry}/why?partition={partition}");
-        let why = screen.api.get(&why).await;
-        content = html! { (content) (why_panel(&screen, &why)) (details(message)) };
+        let shown = format!("/topics/{topic}/messages/{entry}?partition={partition}");
+        let (why, shown) = tokio::join!(screen.api.get(&why), screen.api.get(&shown));
+        let neighbours = shown.map(|shown| neighbours(&topic, &shown)).unwrap_or_default();
+        content = html! { (content) (why_panel(&screen, &why)) (details(message)) (neighbours) };
     }
     let mut above = path_of(&topic);
     above.push(("Messages".to_owned(), format!("/console/topics/{}/messages", encoded(&topic))));
@@ -123,6 +167,27 @@ pub(crate) async fn show(screen: Screen, Path((topic, entry)): Path<(String, Str
         command: format!("headwater message why {} {}", shell_word(&topic), shell_word(&entry)),
         content: live("message", &content),
     })
+}
+
+/// Links to the messages of the same key before and after a message.
+fn neighbours(topic: &str, message: &Value) -> Markup {
+    let link = |name: &str| match message[name].as_str() {
+        None => html! { span.quiet { "none near it" } },
+        Some(entry) => {
+            let partition = plain(&message["partition"]);
+            let address = format!(
+                "/console/topics/{topic}/messages/{}?partition={partition}",
+                encoded(entry)
+            );
+            html! { a href=(address) { (id(entry)) } }
+        }
+    };
+    html! {
+        @if !message["key"].is_null() {
+            h2 { "Same key" }
+            (facts(&[("Before", link("previous_of_key")), ("After", link("next_of_key"))]))
+        }
+    }
 }
 
 fn details(message: &Value) -> Markup {

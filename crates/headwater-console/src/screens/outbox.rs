@@ -1,4 +1,4 @@
-//! The outbox: replies and events whose delivery has failed.
+//! The outbox: replies and events whose delivery has failed, and those in any other state.
 
 use axum::extract::Path;
 use axum::response::Response;
@@ -6,10 +6,11 @@ use maud::{Markup, html};
 use serde_json::Value;
 
 use crate::components::{
-    ButtonStyle, Tone, action, badge, block, empty, excerpt, facts, id, json_block, live, pager,
-    problem, time,
+    ButtonStyle, Tone, action, badge, block, choices, count, empty, excerpt, facts, id, json_block,
+    live, pager, problem, table, time,
 };
 use crate::screen::{Screen, ScreenContent};
+use crate::screens::ROWS;
 use crate::screens::issues::why_panel;
 use crate::text::{duration, encoded, field, items, number, plain, shell_word};
 use crate::user::ConsoleRole;
@@ -17,7 +18,21 @@ use crate::user::ConsoleRole;
 /// Rows of a page; each may hold a megabyte.
 const OUTBOX_ROWS: usize = 20;
 
+/// States of rows that are not dead.
+const STATES: [(&str, &str); 6] = [
+    ("", "Dead"),
+    ("pending", "To deliver"),
+    ("waiting", "Behind another"),
+    ("taken", "Being delivered"),
+    ("delivered", "Delivered"),
+    ("any", "All"),
+];
+
 pub(crate) async fn list(screen: Screen) -> Response {
+    let (status, issue) = (screen.query.get("status"), screen.query.get("issue"));
+    if !status.is_empty() || !issue.is_empty() {
+        return of_any_state(screen).await;
+    }
     let cursor = screen.query.query_of(&["cursor"]);
     let path = format!("/outbox/dead?limit={OUTBOX_ROWS}&{cursor}");
     let (rows, overview) = tokio::join!(screen.api.get(&path), screen.api.get("/overview"));
@@ -41,6 +56,7 @@ pub(crate) async fn list(screen: Screen) -> Response {
                 ("Dead", html! { (numbers["dead"].as_u64().map_or("–".to_owned(), number)) }),
             ]))
         }
+        (choices(&screen, "status", &STATES))
         h2 { "Dead replies and events" }
         (rows)
     };
@@ -50,6 +66,53 @@ pub(crate) async fn list(screen: Screen) -> Response {
         command: "headwater outbox list".to_owned(),
         content: live("outbox", &content),
     })
+}
+
+/// Rows in any state, without their payloads.
+async fn of_any_state(screen: Screen) -> Response {
+    let status = screen.query.get("status");
+    let mut names = vec!["issue", "cursor"];
+    if status != "any" {
+        names.push("status");
+    }
+    let filter = screen.query.query_of(&names);
+    let content = match screen.api.get(&format!("/outbox?limit={ROWS}&{filter}")).await {
+        Err(error) => problem("The replies and events", &error, &screen),
+        Ok(page) if items(&page, "rows").is_empty() => {
+            empty("No reply or event is in this state.", None)
+        }
+        Ok(page) => html! {
+            (table("Replies and events", &["Row", "State", "Issue", "Kind", "To", "Attempts", "Created", "Due", "Error"], &html! {
+                @for row in items(&page, "rows") { (state_row(row)) }
+            }))
+            (pager(&screen, &["status", "issue"], &page["next_cursor"]))
+        },
+    };
+    let mut command = "headwater outbox list".to_owned();
+    for name in ["status", "issue"] {
+        if !screen.query.get(name).is_empty() {
+            command += &format!(" --{name} {}", shell_word(screen.query.get(name)));
+        }
+    }
+    let content = html! { (choices(&screen, "status", &STATES)) (live("rows", &content)) };
+    screen.page(ScreenContent { title: "Outbox".to_owned(), path: Vec::new(), command, content })
+}
+
+fn state_row(row: &Value) -> Markup {
+    let (number, issue) = (plain(&row["id"]), plain(&row["issue_id"]));
+    html! {
+        tr data-key=(number) {
+            th scope="row" { a href={ "/console/outbox/" (number) } { (id(&number)) } }
+            td { (badge(tone(field(row, "status")), field(row, "status"))) }
+            td { a href={ "/console/issues/" (issue) } { (id(&issue)) } }
+            td { (field(row, "kind")) }
+            td { (excerpt(field(row, "target"))) }
+            (count(&row["attempts"]))
+            td { (time(&row["created_at"])) }
+            td { @if row["delivered_at"].is_null() { (time(&row["due_at"])) } @else { span.quiet { "–" } } }
+            td { (excerpt(&plain(&row["error"]))) }
+        }
+    }
 }
 
 /// One reply or event, delivered or not: why, and its facts.

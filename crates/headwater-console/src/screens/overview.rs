@@ -29,7 +29,7 @@ pub(crate) async fn show(screen: Screen) -> Response {
     screen.page(ScreenContent {
         title: "Overview".to_owned(),
         path: Vec::new(),
-        command: "curl -s $HEADWATER_URL/api/v1/overview".to_owned(),
+        command: "headwater overview".to_owned(),
         content: html! {
             (live("overview", &content))
             h2 { "The last " (range_of(&screen).1) }
@@ -167,6 +167,11 @@ fn tiles(overview: &Value) -> Markup {
     let time = |part: &str, name: &str| overview[part][name].as_u64().map(duration);
     let more = if overview["topics"]["complete"] == false { "+" } else { "" };
     let topics = |name: &str| count("topics", name).map(|count| count + more);
+    // The budget is one of each integration; the one that has used the most counts.
+    let tokens = overview["tokens"]["most_used"].as_u64().map(|most| {
+        let max = overview["tokens"]["max"].as_u64().unwrap_or(0);
+        format!("{} of {}", number(most), number(max))
+    });
     let tiles = [
         ("Queued issues", count("issues", "queued"), "/console/issues?status=queued"),
         ("Running", count("issues", "processing"), "/console/issues?status=processing"),
@@ -177,6 +182,7 @@ fn tiles(overview: &Value) -> Markup {
         ("Consumer lag", topics("lag"), "/console/topics"),
         ("Dead letters", topics("dead_letters"), "/console/failures"),
         ("Workers", count("workers", "alive"), "/console/processes"),
+        ("Tokens today, of the budget", tokens, "/console/reports"),
     ];
     html! {
         h2.visually-hidden { "Numbers" }

@@ -6,13 +6,13 @@ use serde_json::Value;
 
 use crate::components::{Tone, badge, empty, excerpt, id, problem, table};
 use crate::screen::{Screen, ScreenContent};
-use crate::text::{encoded, field, items};
+use crate::text::{encoded, field, items, shell_word};
 
 pub(crate) async fn show(screen: Screen) -> Response {
     let words = screen.query.get("q");
     let content = if words.trim().is_empty() {
         empty(
-            "Type the number of an issue, the id of a ticket, message or session, the name of a topic, or words of a ticket.",
+            "Type the number of an issue, event or outbox row, the id of a ticket, message or session, the name of a topic or group, a key, a trace id, or words of a ticket.",
             None,
         )
     } else {
@@ -24,7 +24,7 @@ pub(crate) async fn show(screen: Screen) -> Response {
     screen.page(ScreenContent {
         title: "Search".to_owned(),
         path: Vec::new(),
-        command: format!("curl -s '$HEADWATER_URL/api/v1/search?q={}'", encoded(words)),
+        command: format!("headwater search {}", shell_word(words)),
         content,
     })
 }
@@ -37,7 +37,7 @@ fn results(found: &Value) -> Markup {
                 @for result in items(found, "results") {
                     tr {
                         th scope="row" { a href=(address(result)) { (excerpt(field(result, "title"))) } }
-                        td { (field(result, "kind")) }
+                        td { (field(result, "kind").replace('_', " ")) }
                         td { (excerpt(field(result, "details"))) }
                     }
                 }
@@ -59,7 +59,9 @@ fn results(found: &Value) -> Markup {
 fn address(result: &Value) -> String {
     let (key, topic) = (encoded(field(result, "id")), encoded(field(result, "topic")));
     match field(result, "kind") {
-        "issue" => format!("/console/issues/{key}"),
+        "issue" | "event" => format!("/console/issues/{key}"),
+        "outbox_row" => format!("/console/outbox/{key}"),
+        "session" => format!("/console/sessions/{key}"),
         "ticket" => format!("/console/tickets/{key}"),
         "topic" => format!("/console/topics/{key}"),
         "message" => format!("/console/topics/{topic}/messages/{key}"),

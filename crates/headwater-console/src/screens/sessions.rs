@@ -1,22 +1,24 @@
 //! Sessions of model runs: the list, the steps of one, and two side by side.
 
 use axum::extract::Path;
+use axum::http::StatusCode;
 use axum::response::Response;
 use maud::{Markup, html};
 use serde_json::Value;
 
+use crate::api_client::Problem;
 use crate::components::{
     ButtonStyle, Tone, badge, banner, button, count, empty, excerpt, facts, id, json_block, live,
     pager, problem, table, time,
 };
 use crate::screen::{Screen, ScreenContent};
 use crate::screens::ROWS;
-use crate::text::{counted, duration, encoded, field, items, number, plain};
+use crate::text::{counted, duration, encoded, field, items, number, plain, shell_word};
 use crate::user::ConsoleRole;
 
 pub(crate) async fn list(screen: Screen) -> Response {
-    let cursor = screen.query.query_of(&["cursor"]);
-    let content = match screen.api.get(&format!("/sessions?limit={ROWS}&{cursor}")).await {
+    let filter = screen.query.query_of(&["issue", "cursor"]);
+    let content = match screen.api.get(&format!("/sessions?limit={ROWS}&{filter}")).await {
         Err(error) => problem("The sessions", &error, &screen),
         Ok(page) if items(&page, "sessions").is_empty() => empty(
             "There are no sessions. A run of the model creates one:",
@@ -34,14 +36,24 @@ pub(crate) async fn list(screen: Screen) -> Response {
                     }
                 }
             }))
-            (pager(&screen, &[], &page["next_cursor"]))
+            (pager(&screen, &["issue"], &page["next_cursor"]))
         },
     };
+    let issue = screen.query.get("issue");
+    let of =
+        if issue.is_empty() { String::new() } else { format!(" --issue {}", shell_word(issue)) };
     screen.page(ScreenContent {
         title: "Sessions".to_owned(),
         path: Vec::new(),
-        command: "headwater session list".to_owned(),
-        content: live("sessions", &content),
+        command: format!("headwater session list{of}"),
+        content: html! {
+            form.filters.inline action="/console/sessions" {
+                label for="issue" { "Of issue" }
+                input #issue name="issue" value=(issue) inputmode="numeric" size="10" maxlength="19";
+                button.button type="submit" { "Filter" }
+            }
+            (live("sessions", &content))
+        },
     })
 }
 
@@ -73,7 +85,7 @@ pub(crate) async fn show(screen: Screen, Path(session): Path<String>) -> Respons
         Err(error) => problem("The events", error, &screen),
         Ok(page) if items(page, "events").is_empty() => empty("No event is stored.", None),
         Ok(page) => html! {
-            @for event in items(page, "events") { (step(&screen, &session, event)) }
+            @for event in items(page, "events") { (step(&screen, &session, event, false)) }
             (pager(&screen, &[], &page["next_cursor"]))
         },
     };
@@ -108,13 +120,83 @@ pub(crate) async fn show(screen: Screen, Path(session): Path<String>) -> Respons
     })
 }
 
+/// Events that are read for the state after a step.
+const PLAYED_MAX: usize = 500;
+
+/// One step of a session: its event, the state after it, and the steps around it.
+pub(crate) async fn play(
+    screen: Screen,
+    Path((session, entry)): Path<(String, String)>,
+) -> Response {
+    let path = format!("/sessions/{}/events?limit={PLAYED_MAX}", encoded(&session));
+    let page = match screen.api.get(&path).await {
+        Ok(page) => page,
+        Err(error) => return screen.failed("Session", &error),
+    };
+    let events = items(&page, "events");
+    let Some(at) = events.iter().position(|event| field(event, "id") == entry) else {
+        let message = format!(
+            "step `{entry}` is not among the first {PLAYED_MAX} events of session `{session}`"
+        );
+        let problem = Problem::new(StatusCode::NOT_FOUND, "not_found", message);
+        return screen.failed("Step", &problem);
+    };
+    // The newest event of each type says what is true after this step.
+    let mut state: Vec<(String, u64, &Value)> = Vec::new();
+    for event in &events[..=at] {
+        let kind = plain(&event["type"]);
+        match state.iter_mut().find(|(known, ..)| *known == kind) {
+            Some((_, count, newest)) => (*count, *newest) = (*count + 1, event),
+            None => state.push((kind, 1, event)),
+        }
+    }
+    let go = |to: Option<&Value>, label: &str| {
+        html! {
+            @match to {
+                Some(event) => a.button href={ "/console/sessions/" (encoded(&session)) "/steps/" (encoded(field(event, "id"))) } { (label) },
+                None => span.quiet { (label) },
+            }
+        }
+    };
+    let content = html! {
+        nav.buttons aria-label="Steps" {
+            (go(events.first().filter(|_| at > 0), "First step"))
+            (go(at.checked_sub(1).map(|before| &events[before]), "Previous step"))
+            (go(events.get(at + 1), "Next step"))
+            (go(events.last().filter(|_| at + 1 < events.len()), "Last step"))
+        }
+        p { "Step " (at + 1) " of " (events.len()) @if !page["next_cursor"].is_null() { " or more" } "." }
+        (step(&screen, &session, &events[at], true))
+        h2 { "State after this step" }
+        @for (kind, count, newest) in &state {
+            details.item data-key=(kind) {
+                summary { strong { (excerpt(kind)) } " " span.quiet { (counted(*count, "event", "events")) ", newest " (id(field(newest, "id"))) } }
+                (json_block(&newest["payload"]))
+            }
+        }
+    };
+    let mut path = above();
+    path.push((session.clone(), format!("/console/sessions/{}", encoded(&session))));
+    screen.page(ScreenContent {
+        title: format!("Step {}", at + 1),
+        path,
+        command: format!(
+            "headwater session replay {} --until {}",
+            shell_word(&session),
+            shell_word(&entry)
+        ),
+        content,
+    })
+}
+
 /// One event, and a form that forks the session after it.
-fn step(screen: &Screen, session: &str, event: &Value) -> Markup {
+fn step(screen: &Screen, session: &str, event: &Value, is_open: bool) -> Markup {
     let entry = field(event, "id");
     html! {
-        details.item data-key=(entry) {
+        details.item data-key=(entry) open[is_open] {
             summary { (id(entry)) " " strong { (excerpt(&plain(&event["type"]))) } " " span.quiet { (excerpt(&plain(&event["payload"]))) } }
             (json_block(&event["payload"]))
+            @if !is_open { p { a href={ "/console/sessions/" (encoded(session)) "/steps/" (encoded(entry)) } { "State after this step" } } }
             form.inline method="post" action={ "/console/do/sessions/" (encoded(session)) "/fork" } {
                 input type="hidden" name="until" value=(entry);
                 label for={ "fork-" (entry) } { "Fork after this step as" }

@@ -33,7 +33,7 @@ pub(crate) async fn processes(screen: Screen) -> Response {
     screen.page(ScreenContent {
         title: "Processes".to_owned(),
         path: Vec::new(),
-        command: "headwater top".to_owned(),
+        command: "headwater process list".to_owned(),
         content: live("processes", &content),
     })
 }

@@ -5,6 +5,7 @@ use axum::response::Response;
 use maud::{Markup, html};
 use serde_json::Value;
 
+use crate::api_client::Part;
 use crate::components::{
     ButtonStyle, Tone, badge, button, count, empty, excerpt, facts, id, live, pager, problem,
     table, time,
@@ -14,20 +15,32 @@ use crate::screens::ROWS;
 use crate::text::{bytes, duration, encoded, field, items, number, plain, shell_word};
 use crate::user::ConsoleRole;
 
+/// Delayed messages on the screen of a topic.
+const DELAYED_ROWS: usize = 20;
+
 /// A partition with this many times the average length stands out.
 const HOT_FACTOR: u64 = 4;
 
 pub(crate) async fn list(screen: Screen) -> Response {
     let cursor = screen.query.query_of(&["cursor"]);
-    let content = match screen.api.get(&format!("/topics?limit={ROWS}&{cursor}")).await {
+    let content = match screen.api.get(&format!("/topics?lag=true&limit={ROWS}&{cursor}")).await {
         Err(error) => problem("The list of topics", &error, &screen),
         Ok(page) if items(&page, "topics").is_empty() => empty(
             "There are no topics. Create the first one:",
             Some("headwater topic create orders --partitions 4"),
         ),
         Ok(page) => {
-            let head =
-                ["Topic", "Partitions", "Messages", "Delayed", "Dead letters", "Groups", "Created"];
+            let head = [
+                "Topic",
+                "Partitions",
+                "Messages",
+                "Bytes",
+                "Worst lag",
+                "Delayed",
+                "Dead letters",
+                "Groups",
+                "Created",
+            ];
             html! {
                 (table("Topics", &head, &html! { @for topic in items(&page, "topics") { (row(topic)) } }))
                 (pager(&screen, &[], &page["next_cursor"]))
@@ -54,6 +67,8 @@ fn row(topic: &Value) -> Markup {
             }
             (count(&topic["partitions"]))
             (count(&topic["length"]))
+            td.count { (topic["bytes"].as_u64().map_or("–".to_owned(), bytes)) }
+            (count(&topic["worst_lag"]))
             (count(&topic["delayed"]))
             td.count { @if dead > 0 { a href={ (address) "/dead-letters" } { (number(dead)) } } @else { "0" } }
             td { @for (index, group) in items(topic, "groups").iter().enumerate() {
@@ -69,12 +84,18 @@ fn row(topic: &Value) -> Markup {
 pub(crate) async fn show(screen: Screen, Path(topic): Path<String>) -> Response {
     let path = format!("/topics/{}", encoded(&topic));
     let groups_path = format!("{path}/groups");
-    let (described, groups) = tokio::join!(screen.api.get(&path), screen.api.get(&groups_path));
+    let delayed_path = format!("{path}/delayed?limit={DELAYED_ROWS}");
+    let (described, groups, delayed) = tokio::join!(
+        screen.api.get(&path),
+        screen.api.get(&groups_path),
+        screen.api.get(&delayed_path)
+    );
     let described = match described {
         Ok(described) => described,
         Err(error) => return screen.failed("Topic", &error),
     };
     let address = format!("/console/topics/{}", encoded(&topic));
+    let owners = groups.clone().ok();
     let groups = match &groups {
         Err(error) => problem("The groups", error, &screen),
         Ok(page) if items(page, "groups").is_empty() => empty(
@@ -99,10 +120,13 @@ pub(crate) async fn show(screen: Screen, Path(topic): Path<String>) -> Response 
         h2 { "Groups" }
         (live("groups", &groups))
         h2 { "Partitions" }
-        (live("partitions", &partitions(&described)))
+        (live("partitions", &partitions(&topic, &described, owners.as_deref().unwrap_or(&Value::Null))))
+        (live("delayed", &delayed_messages(&screen, &delayed)))
         h2 { "Policies" }
         (policies(&described["policies"]))
         (produce_form(&screen, &address))
+        (grow_form(&screen, &address, items(&described, "partitions").len()))
+        (trim_form(&screen, &address))
         h2 { "Delete" }
         form.action method="post" action={ "/console/do/topics/" (encoded(&topic)) "/delete" } {
             (button(&screen.user, ConsoleRole::Admin, ButtonStyle::Danger, "Delete topic…"))
@@ -153,7 +177,18 @@ fn group_row(address: &str, group: &Value) -> Markup {
     }
 }
 
-fn partitions(topic: &Value) -> Markup {
+/// Who owns a partition, for each group that has an owner.
+fn partition_owners(groups: &Value, partition: &Value) -> Vec<(String, String)> {
+    let owner = |group: &Value| {
+        let of_group = items(group, "partitions").iter();
+        let found = of_group.into_iter().find(|one| one["partition"] == *partition)?;
+        let owner = found["owner"]["holder"].as_str()?.to_owned();
+        Some((field(group, "group").to_owned(), owner))
+    };
+    items(groups, "groups").iter().filter_map(owner).collect()
+}
+
+fn partitions(name: &str, topic: &Value, groups: &Value) -> Markup {
     let all = items(topic, "partitions");
     let total: u64 = all.iter().filter_map(|partition| partition["length"].as_u64()).sum();
     let average = total / (all.len() as u64).max(1);
@@ -163,23 +198,53 @@ fn partitions(topic: &Value) -> Markup {
     };
     table(
         "Partitions",
-        &["Partition", "Messages", "Bytes", "First id", "Last id", "Key"],
+        &["Partition", "Messages", "Bytes", "First id", "Last id", "Owners", "Key"],
         &html! {
             @for partition in all {
                 tr data-key=(plain(&partition["partition"])) {
                     th scope="row" {
-                        (plain(&partition["partition"]))
+                        a href={ "/console/topics/" (encoded(name)) "/messages?partition=" (plain(&partition["partition"])) } { (plain(&partition["partition"])) }
                         @if is_hot(partition) { " " (badge(Tone::Warning, "hot")) }
                     }
                     (count(&partition["length"]))
                     td.count { (partition["bytes"].as_u64().map_or("–".to_owned(), bytes)) }
                     td { (id(&plain(&partition["first_id"]))) }
                     td { (id(&plain(&partition["last_id"]))) }
+                    td {
+                        @let owners = partition_owners(groups, &partition["partition"]);
+                        @if owners.is_empty() { span.quiet { "–" } }
+                        @for (group, owner) in &owners { div { (excerpt(group)) ": " (excerpt(owner)) } }
+                    }
                     td { (id(field(partition, "stream_key"))) }
                 }
             }
         },
     )
+}
+
+/// Messages that wait for their time, if there are any.
+fn delayed_messages(screen: &Screen, delayed: &Part) -> Markup {
+    let delayed = match delayed {
+        Ok(delayed) => items(delayed, "delayed"),
+        Err(error) => return problem("The delayed messages", error, screen),
+    };
+    html! {
+        @if !delayed.is_empty() {
+            h2 { "Delayed messages" }
+            (table("Delayed messages", &["Due", "Partition", "Key", "Why", "Payload"], &html! {
+                @for message in delayed {
+                    tr {
+                        td { (time(&message["due_at"])) }
+                        td { (plain(&message["partition"])) }
+                        td { (excerpt(&plain(&message["key"]))) }
+                        td { (excerpt(field(message, "sentence"))) }
+                        td { (excerpt(message["payload"].as_str().unwrap_or("(bytes)"))) }
+                    }
+                }
+            }))
+            p.quiet { "Those that are due first." }
+        }
+    }
 }
 
 fn policies(policies: &Value) -> Markup {
@@ -191,6 +256,7 @@ fn policies(policies: &Value) -> Markup {
         ("Byte budget", or_none(policies["byte_budget"].as_u64().map(bytes))),
         ("Largest payload", or_none(policies["payload_bytes_max"].as_u64().map(bytes))),
         ("Retries", or_none(policies["max_retries"].as_u64().map(number))),
+        ("Entry format", or_none(policies["entry_format"].as_str().map(str::to_owned))),
     ])
 }
 
@@ -205,6 +271,39 @@ fn produce_form(screen: &Screen, address: &str) -> Markup {
                 label for="payload" { "Payload" }
                 textarea #payload name="payload" rows="4" {}
                 div { (button(&screen.user, ConsoleRole::Write, ButtonStyle::Primary, "Produce message")) }
+            }
+        }
+    }
+}
+
+fn grow_form(screen: &Screen, address: &str, now: usize) -> Markup {
+    let path = address.replacen("/console/", "/console/do/", 1);
+    html! {
+        details.item {
+            summary { "Add partitions" }
+            form.inline method="post" action={ (path) "/grow" } {
+                label for="partitions" { "Partitions, now " (now) }
+                input #partitions name="partitions" required inputmode="numeric" size="5" maxlength="4";
+                (button(&screen.user, ConsoleRole::Admin, ButtonStyle::Danger, "Grow…"))
+            }
+        }
+    }
+}
+
+fn trim_form(screen: &Screen, address: &str) -> Markup {
+    let path = address.replacen("/console/", "/console/do/", 1);
+    html! {
+        details.item {
+            summary { "Remove the oldest messages" }
+            form.stacked method="post" action={ (path) "/trim" } {
+                label for="trim-count" { "Keep so many messages of each partition" }
+                input #trim-count name="count" inputmode="numeric" maxlength="19";
+                label for="trim-hours" { "Keep messages of so many hours" }
+                input #trim-hours name="hours" inputmode="numeric" maxlength="10";
+                label for="trim-partition" { "Only of partition" }
+                input #trim-partition name="partition" inputmode="numeric" maxlength="4";
+                label { input type="checkbox" name="force" value="true"; " Also messages that a group still needs" }
+                div { (button(&screen.user, ConsoleRole::Admin, ButtonStyle::Danger, "Trim…")) }
             }
         }
     }

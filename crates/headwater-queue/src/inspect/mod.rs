@@ -4,6 +4,7 @@
 //! Guarantees: nothing is changed; every listing is paged and bounded; a missing topic or group is an error.
 //! Partitions are read one after another: a view of several partitions is not a consistent snapshot.
 
+mod delayed;
 mod groups;
 mod messages;
 mod pending;
@@ -19,6 +20,7 @@ use crate::keys;
 use crate::queue::Queue;
 use crate::topic::{Partition, Topic, TopicName};
 
+pub use delayed::DelayedView;
 pub use groups::{ConsumerView, GroupPartitionView, GroupView, MemberView, OwnerView};
 pub use messages::{Bound, MessageQuery, StoredMessage};
 pub use pending::{PendingFilter, PendingView};

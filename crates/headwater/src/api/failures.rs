@@ -13,6 +13,7 @@ use axum::{Extension, Json};
 use headwater_issue::{DeadOutboxRow, Issue, IssueFilter};
 use headwater_queue::{DeadLetterQuery, Queue, QueueError};
 use headwater_stream::Direction;
+use headwater_stream::clock::Timestamp;
 use serde::{Deserialize, Serialize};
 use tokio::time::timeout;
 use utoipa::{IntoParams, ToSchema};
@@ -45,6 +46,9 @@ const ROWS_MAX: usize = 500;
 /// Maximum causes of an answer, and samples of a cause.
 const CLUSTERS_MAX: usize = 200;
 const SAMPLES_MAX: usize = 20;
+
+/// Parts of the curve of a cause.
+const CURVE_STEPS: usize = 24;
 
 /// Bytes of a message in a sample.
 const MESSAGE_BYTES_MAX: usize = 1000;
@@ -90,6 +94,8 @@ pub(crate) struct FailureCluster {
     keys: u64,
     first: Option<String>,
     last: Option<String>,
+    /// How many failed in each of 24 equal parts of the time from first to last; empty if their times are unknown.
+    curve: Vec<u64>,
     /// The newest ones.
     samples: Vec<FailureSample>,
     /// The ids of all, if asked for.
@@ -344,6 +350,7 @@ fn clusters(failures: Vec<Failure>) -> Vec<FailureCluster> {
                 keys,
                 first: times().min(),
                 last: times().max(),
+                curve: curve(all.iter().filter_map(|sample| sample.at.as_deref())),
                 samples,
                 ids: Some(all.into_iter().map(|sample| sample.id).collect()),
                 kind,
@@ -354,6 +361,22 @@ fn clusters(failures: Vec<Failure>) -> Vec<FailureCluster> {
     let mut clusters: Vec<_> = groups.into_iter().map(build).collect();
     clusters.sort_by(|one, other| other.count.cmp(&one.count).then(other.last.cmp(&one.last)));
     clusters
+}
+
+/// How many of these times are in each of equal parts of the time from the first to the last.
+fn curve<'a>(times: impl Iterator<Item = &'a str>) -> Vec<u64> {
+    let times: Vec<u64> =
+        times.filter_map(Timestamp::from_rfc3339).map(|at| at.as_millis()).collect();
+    let (Some(first), Some(last)) = (times.iter().min(), times.iter().max()) else {
+        return Vec::new();
+    };
+    let span = last - first + 1;
+    let mut counts = vec![0; CURVE_STEPS];
+    for at in &times {
+        let step = u128::from(at - first) * CURVE_STEPS as u128 / u128::from(span);
+        counts[usize::try_from(step).unwrap_or(0)] += 1;
+    }
+    counts
 }
 
 #[cfg(test)]
@@ -388,5 +411,7 @@ mod tests {
         );
         assert_eq!(first.first.as_deref(), Some("2026-01-02T00:00:00Z"));
         assert_ne!(first.id, found[1].id);
+        assert_eq!((first.curve.len(), first.curve[0], first.curve[23]), (CURVE_STEPS, 1, 1));
+        assert_eq!(found[1].curve[0], 1, "one time is one part");
     }
 }

@@ -64,6 +64,8 @@ struct IssueListQuery {
     quarantined: Option<bool>,
     /// Only those of this integration.
     integration: Option<String>,
+    /// Only those whose last error contains this text, in upper or lower case.
+    error: Option<String>,
     /// `next_cursor` of the previous page.
     cursor: Option<i64>,
     /// Maximum number: 50 by default, 500 at most. Large issues shorten a page.
@@ -93,6 +95,7 @@ async fn list(
         status: status.transpose()?,
         quarantined: query.quarantined,
         integration: query.integration,
+        error: query.error,
         after: query.cursor.map(IssueId),
     };
     let limit = paging::limit(query.limit, PAGE_DEFAULT, PAGE_MAX)?;
@@ -278,6 +281,8 @@ pub(crate) struct IssueRetryRequest {
     /// Only those that wait: for a backoff, a budget or further events. Default: also quarantined ones.
     #[serde(default)]
     waiting: bool,
+    /// Only those whose last error contains this text, in upper or lower case.
+    error: Option<String>,
     /// `next_cursor` of the previous response.
     cursor: Option<i64>,
 }
@@ -300,6 +305,7 @@ async fn retry_all(
 ) -> JsonResult<IssueRetryAllResponse> {
     let filter = IssueFilter {
         integration: request.integration,
+        error: request.error,
         after: request.cursor.map(IssueId),
         ..IssueFilter::default()
     };
@@ -344,6 +350,8 @@ async fn release(
 pub(crate) struct IssueReleaseRequest {
     /// Only those of this integration.
     integration: Option<String>,
+    /// Only those whose last error contains this text, in upper or lower case.
+    error: Option<String>,
     /// `next_cursor` of the previous response.
     cursor: Option<i64>,
 }
@@ -367,6 +375,7 @@ async fn release_all(
     let filter = IssueFilter {
         quarantined: Some(true),
         integration: request.integration,
+        error: request.error,
         after: request.cursor.map(IssueId),
         ..IssueFilter::default()
     };

@@ -125,7 +125,8 @@ async fn why(
     Ok(Json(explain(&shown_topic(&topic), id, partition, states)))
 }
 
-async fn find(
+/// The message with this id; with several, `partition` must name one.
+pub(super) async fn find(
     operations: &Operations,
     topic: &str,
     id: EntryId,

@@ -1,4 +1,4 @@
-//! Messages: produce, list, tail.
+//! Messages: produce, list, show, tail.
 
 use std::collections::HashMap;
 use std::convert::Infallible;
@@ -11,6 +11,7 @@ use axum::http::StatusCode;
 use axum::response::Sse;
 use axum::response::sse::{Event, KeepAlive};
 use futures_util::{Stream, StreamExt, stream};
+use headwater_queue::limits::PAGE_MAX;
 use headwater_queue::{
     Bound, MessageHeaders, MessageQuery, NewMessage, Producer, QueueError, TailConfig, TailStart,
 };
@@ -21,7 +22,9 @@ use utoipa::{IntoParams, ToSchema};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
-use crate::api::dto::{EntryPosition, MessageDto, PayloadDto, parse_position};
+use crate::api::dto::{EntryPosition, MessageDto, PayloadDto, parse_entry_id, parse_position};
+use crate::api::message_filter::{self, MessageFilter};
+use crate::api::message_why;
 use crate::api::names::{shown_topic, wire_topic};
 use crate::api::partitioners::PartitionerName;
 use crate::api::{BUSY_RETRY_AFTER, Operations, is_internal_stream};
@@ -30,6 +33,7 @@ use crate::http::ApiError;
 use crate::http::auth::Principal;
 use crate::http::body::{JsonBody, JsonResult};
 use crate::http::extract::{PathParams, QueryParams};
+use crate::http::paging;
 use crate::text::shell_word;
 use crate::tickets::TICKET_EVENTS;
 
@@ -44,7 +48,7 @@ const DELAYED_MAX: usize = 10_000;
 const DELAYED_CONCURRENCY: usize = 64;
 
 pub(super) fn routes() -> OpenApiRouter<Operations> {
-    OpenApiRouter::new().routes(routes!(list, produce)).routes(routes!(tail))
+    OpenApiRouter::new().routes(routes!(list, produce)).routes(routes!(show)).routes(routes!(tail))
 }
 
 /// Messages to send, in order.
@@ -288,8 +292,20 @@ fn to_result(
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct MessagePage {
     messages: Vec<MessageDto>,
-    /// Cursor of the next page, or `null`.
+    /// Cursor of the next page, or `null`. A page of a search may be empty although there is a next one.
     next_cursor: Option<String>,
+    /// With `key`, `header` or `text`: how far this page has looked.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    search: Option<MessageSearchDto>,
+}
+
+/// How far a page has looked for messages.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct MessageSearchDto {
+    /// Messages read for this page.
+    scanned: u64,
+    /// Messages stored in the topic, or in the partition.
+    total: u64,
 }
 
 /// Filter of messages.
@@ -305,13 +321,20 @@ struct MessageListQuery {
     #[serde(default)]
     newest_first: bool,
     partition: Option<u16>,
+    /// Only those with this key.
+    key: Option<String>,
+    /// Only those with this header, `NAME` or `NAME=VALUE`.
+    header: Option<String>,
+    /// Only those whose payload contains this text, in upper or lower case.
+    text: Option<String>,
     /// Maximum number: 100 by default, 1000 at most.
     limit: Option<usize>,
     /// `next_cursor` of the previous page.
     cursor: Option<String>,
 }
 
-/// List stored messages of all partitions, handled or not, oldest first.
+/// List stored messages of all partitions, handled or not, oldest first. With `key`, `header` or `text`, a page looks at 10,000
+/// messages at most; repeat with `next_cursor` to look further.
 #[utoipa::path(get, path = "/topics/{topic}/messages", tag = "messages", params(("topic" = String, Path), MessageListQuery),
     responses((status = 200, body = MessagePage), (status = 404)))]
 async fn list(
@@ -336,13 +359,72 @@ async fn list(
         limit: query.limit.unwrap_or(defaults.limit),
         cursor: query.cursor,
     };
-    let page = operations.queue.inspect().messages(&topic, &message_query).await?;
+    let filter = MessageFilter::new(query.key, query.header, query.text)?;
+    let inspect = operations.queue.inspect();
+    let (page, search) = match filter {
+        None => (inspect.messages(&topic, &message_query).await?, None),
+        Some(filter) => {
+            paging::limit(Some(message_query.limit), defaults.limit, PAGE_MAX)?;
+            let (found, view) = tokio::try_join!(
+                filter.search(&inspect, &topic, &message_query),
+                inspect.topic(&topic)
+            )?;
+            let of_page = |number: u16| query.partition.is_none_or(|only| only == number);
+            let partitions = view.partitions.iter().filter(|one| of_page(one.partition));
+            let total = partitions.map(|one| one.length).sum();
+            (found.page, Some(MessageSearchDto { scanned: found.scanned, total }))
+        }
+    };
     let items = page
         .items
         .into_iter()
         .map(|stored| MessageDto::new(&shown_topic(&topic), stored))
         .collect();
-    Ok(Json(MessagePage { messages: items, next_cursor: page.next }))
+    Ok(Json(MessagePage { messages: items, next_cursor: page.next, search }))
+}
+
+/// Which message.
+#[derive(Debug, Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+struct MessageShowQuery {
+    /// Its partition; needed only if several partitions have a message with this id.
+    partition: Option<u16>,
+}
+
+/// A message, and its neighbours of the same key.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct MessageResponse {
+    #[serde(flatten)]
+    message: MessageDto,
+    /// Entry id of the message with the same key before it, among the 1000 before it in its partition.
+    previous_of_key: Option<String>,
+    /// Entry id of the message with the same key after it, among the 1000 after it in its partition.
+    next_of_key: Option<String>,
+}
+
+/// Show a stored message.
+#[utoipa::path(get, path = "/topics/{topic}/messages/{id}", tag = "messages",
+    params(("topic" = String, Path), ("id" = String, Path), MessageShowQuery),
+    responses((status = 200, body = MessageResponse), (status = 404)))]
+async fn show(
+    State(operations): State<Operations>,
+    PathParams((topic, id)): PathParams<(String, String)>,
+    QueryParams(query): QueryParams<MessageShowQuery>,
+) -> JsonResult<MessageResponse> {
+    let topic = wire_topic(topic);
+    let id = parse_entry_id("id", &id)?;
+    let found = message_why::find(&operations, &topic, id, query.partition).await?;
+    let key = found.message.as_ref().ok().and_then(|message| message.key.clone());
+    let (previous_of_key, next_of_key) = match key {
+        None => (None, None),
+        Some(key) => {
+            let inspect = operations.queue.inspect();
+            message_filter::neighbours(&inspect, &topic, &found, key).await?
+        }
+    };
+    let message = MessageDto::new(&shown_topic(&topic), found);
+    Ok(Json(MessageResponse { message, previous_of_key, next_of_key }))
 }
 
 /// Start of a tail.

@@ -3,8 +3,8 @@
 //! Upstream: `http/router.rs` adds authentication and limits; `cli/in_process.rs` calls the same routes in its own
 //! process, so that a command behaves the same with and without a server. Downstream: `headwater-queue`,
 //! `headwater-bus`, the store and `tickets`.
-//! Flow: queue routes (`topics.rs`, `messages.rs`, `message_why.rs`, `consume.rs`, `groups.rs`, `dead_letters.rs`) and
-//! `assignment.rs` work on [`Operations`]; the others (`issues.rs`, `event_logs.rs`, `tickets.rs` and `tickets_sse.rs`,
+//! Flow: queue routes (`topics.rs`, `topic_trim.rs`, `messages.rs`, `message_filter.rs`, `message_why.rs`, `delayed_messages.rs`, `consume.rs`, `groups.rs`,
+//! `group_why.rs`, `partition_owners.rs`, `dead_letters.rs`) and `assignment.rs` work on [`Operations`]; the others (`issues.rs`, `event_logs.rs`, `tickets.rs` and `tickets_sse.rs`,
 //! `outbox.rs`, `drafts.rs`, `effects.rs`, `prompts.rs`, `sessions.rs` and `session_import.rs`, `users.rs`, `analytics.rs`, `doctor/`, `status.rs`) on the state of
 //! the server; those for the console (`overview.rs`, `history.rs`, `failures.rs`, `plans.rs`, `search.rs`, `processes.rs`, `me.rs`) on both.
 //! `dto.rs`, `line_diff.rs` and `ndjson.rs` define common output, `names.rs` our names for those of other systems.
@@ -15,23 +15,27 @@ pub(crate) mod analytics;
 mod assignment;
 mod consume;
 mod dead_letters;
+mod delayed_messages;
 pub(crate) mod doctor;
 mod drafts;
 mod dto;
 mod effects;
 mod event_logs;
 mod failures;
+mod group_why;
 mod groups;
 mod history;
 pub(crate) mod issues;
 mod line_diff;
 mod me;
+mod message_filter;
 mod message_why;
 mod messages;
 pub(crate) mod names;
 mod ndjson;
 mod outbox;
 mod overview;
+mod partition_owners;
 mod partitioners;
 mod plans;
 mod processes;
@@ -44,6 +48,7 @@ mod status;
 pub(crate) mod tickets;
 pub(crate) mod tickets_sse;
 mod timeline;
+mod topic_trim;
 mod topics;
 mod users;
 pub(crate) mod webhooks;
@@ -123,10 +128,14 @@ impl ReadLimits for Operations {
 pub(crate) fn routes() -> OpenApiRouter<Operations> {
     OpenApiRouter::new()
         .merge(topics::routes())
+        .merge(topic_trim::routes())
         .merge(messages::routes())
         .merge(message_why::routes())
+        .merge(delayed_messages::routes())
         .merge(consume::routes())
         .merge(groups::routes())
+        .merge(group_why::routes())
+        .merge(partition_owners::routes())
         .merge(dead_letters::routes())
         .merge(assignment::routes())
 }

@@ -1,11 +1,12 @@
-//! The outbox: list dead replies and events, retry them, and explain why one is not delivered.
+//! The outbox: list and show replies and events, retry dead ones, and explain why one is not delivered.
 
 use std::sync::Arc;
 
 use axum::Json;
 use axum::extract::State;
 use headwater_issue::{
-    DeadOutboxRow, IssueError, OutboxDiagnosis, OutboxFacts, OutboxId, OutboxReason,
+    DeadOutboxRow, IssueError, IssueId, OutboxDiagnosis, OutboxFacts, OutboxFilter, OutboxId,
+    OutboxReason, OutboxStatus,
 };
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -15,6 +16,7 @@ use utoipa_axum::routes;
 
 use crate::api::dto::time;
 use crate::api::why::WhyStep;
+use crate::http::ApiError;
 use crate::http::auth::Principal;
 use crate::http::body::{JsonBody, JsonResult};
 use crate::http::extract::{PathParams, QueryParams};
@@ -26,12 +28,17 @@ use crate::text::counted;
 const PAGE_DEFAULT: usize = 50;
 const PAGE_MAX: usize = 500;
 
+/// Maximum reads of a page for a limited token.
+const PAGES_MAX: usize = 20;
+
 /// Maximum rows retried by one call; a row may hold a megabyte.
 const RETRY_BATCH: usize = 50;
 
 pub(super) fn routes() -> OpenApiRouter<App> {
     OpenApiRouter::new()
+        .routes(routes!(list_all))
         .routes(routes!(list))
+        .routes(routes!(show))
         .routes(routes!(why))
         .routes(routes!(retry))
         .routes(routes!(retry_all))
@@ -130,6 +137,120 @@ fn to_dto(dead: DeadOutboxRow) -> OutboxRowDto {
         created_at: time(row.created_at),
         error,
     }
+}
+
+/// Filter of outbox rows.
+#[derive(Debug, Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+struct OutboxRowsQuery {
+    /// `waiting`, `pending`, `taken`, `delivered` or `dead`.
+    status: Option<String>,
+    /// Only those of this issue.
+    issue: Option<i64>,
+    /// `next_cursor` of the previous page.
+    cursor: Option<i64>,
+    /// Maximum number: 50 by default, 500 at most.
+    limit: Option<usize>,
+}
+
+/// A page of outbox rows without their payloads.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct OutboxStatePage {
+    rows: Vec<OutboxStateDto>,
+    /// Cursor of the next page, or `null`.
+    next_cursor: Option<i64>,
+}
+
+/// The state of a reply or event.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct OutboxStateDto {
+    id: i64,
+    issue_id: i64,
+    integration: String,
+    /// `reply` or `event`.
+    kind: &'static str,
+    target: String,
+    /// `waiting`: an older one comes first. `pending`, `taken`, `delivered` or `dead`.
+    status: &'static str,
+    attempts: u32,
+    crashes: u32,
+    created_at: String,
+    /// When it is due; while it is taken, when its lease ends.
+    due_at: String,
+    delivered_at: Option<String>,
+    /// Error of the last attempt.
+    error: Option<String>,
+}
+
+fn state_to_dto(facts: OutboxFacts) -> OutboxStateDto {
+    OutboxStateDto {
+        id: facts.id.0,
+        issue_id: facts.issue_id.0,
+        integration: facts.integration,
+        kind: facts.kind.as_str(),
+        target: facts.target,
+        status: facts.status.as_str(),
+        attempts: facts.attempts,
+        crashes: facts.crashes,
+        created_at: time(facts.created_at),
+        due_at: time(facts.due_at),
+        delivered_at: facts.delivered_at.map(time),
+        error: facts.error,
+    }
+}
+
+/// List replies and events in any state, oldest first. Delivered ones are kept for `retention.outbox`.
+#[utoipa::path(get, path = "/outbox", tag = "outbox", params(OutboxRowsQuery), responses((status = 200, body = OutboxStatePage)))]
+async fn list_all(
+    State(app): State<App>,
+    principal: Principal,
+    QueryParams(query): QueryParams<OutboxRowsQuery>,
+) -> JsonResult<OutboxStatePage> {
+    let limit = paging::limit(query.limit, PAGE_DEFAULT, PAGE_MAX)?;
+    let status = query.status.as_deref().map(|name| {
+        OutboxStatus::parse(name).ok_or_else(|| {
+            let allowed = "`waiting`, `pending`, `taken`, `delivered` or `dead`";
+            ApiError::invalid(format!("`status` must be {allowed}"))
+        })
+    });
+    let mut filter = OutboxFilter {
+        status: status.transpose()?,
+        issue: query.issue.map(IssueId),
+        after: query.cursor.map(OutboxId),
+    };
+    let mut rows = Vec::new();
+    // Rows that a limited token cannot see are skipped.
+    for _ in 0..PAGES_MAX {
+        let page = app.store.outbox_rows(&filter, limit).await?;
+        let is_last = page.len() < limit;
+        filter.after = page.last().map(|row| row.id);
+        rows.extend(page.into_iter().filter(|row| principal.allows(&row.integration)));
+        if is_last {
+            filter.after = None;
+        }
+        if is_last || rows.len() >= limit {
+            break;
+        }
+    }
+    if rows.len() > limit {
+        rows.truncate(limit);
+        filter.after = rows.last().map(|row| row.id);
+    }
+    let next_cursor = filter.after.map(|id| id.0);
+    Ok(Json(OutboxStatePage { rows: rows.into_iter().map(state_to_dto).collect(), next_cursor }))
+}
+
+/// Show the state of a reply or event.
+#[utoipa::path(get, path = "/outbox/{id}", tag = "outbox", params(("id" = i64, Path)),
+    responses((status = 200, body = OutboxStateDto), (status = 404)))]
+async fn show(
+    State(app): State<App>,
+    PathParams(id): PathParams<i64>,
+) -> JsonResult<OutboxStateDto> {
+    let facts = app.store.outbox_facts(OutboxId(id)).await?;
+    let facts = facts.ok_or_else(|| IssueError::NotFound { what: format!("outbox row {id}") })?;
+    Ok(Json(state_to_dto(facts)))
 }
 
 /// Why a reply or event is not delivered.

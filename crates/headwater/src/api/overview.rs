@@ -54,6 +54,8 @@ pub(crate) struct OverviewResponse {
     workers: Option<OverviewWorkers>,
     /// `null` if the stream backend did not answer.
     topics: Option<OverviewTopics>,
+    /// Tokens of today; `null` if the database did not answer.
+    tokens: Option<OverviewTokens>,
 }
 
 /// Something that needs attention.
@@ -117,6 +119,17 @@ pub(crate) struct OverviewTopics {
     complete: bool,
 }
 
+/// Tokens of today, of the integration that has used the largest share of its budget.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, ToSchema)]
+pub(crate) struct OverviewTokens {
+    /// Tokens of all integrations.
+    used: u64,
+    /// Tokens of the integration that used the most.
+    most_used: u64,
+    /// Budget of each integration for a day.
+    max: u64,
+}
+
 /// Summarize the state of the installation.
 #[utoipa::path(get, path = "/overview", tag = "console", responses((status = 200, body = OverviewResponse)))]
 async fn overview(
@@ -126,10 +139,21 @@ async fn overview(
     let store = Arc::clone(&app.store);
     // On a task of its own: a query is not dropped half-way.
     let reading = tokio::spawn(async move { tokio::try_join!(store.backlog(), store.workers()) });
-    let (of_database, of_streams) = tokio::join!(
+    let for_tokens = Arc::clone(&app);
+    let tokens = tokio::spawn(async move { for_tokens.tickets.tokens_of_day().await });
+    let (of_database, of_streams, tokens) = tokio::join!(
         timeout(DEPENDENCY_TIMEOUT, reading),
-        timeout(DEPENDENCY_TIMEOUT, sum_topics(operations.queue()))
+        timeout(DEPENDENCY_TIMEOUT, sum_topics(operations.queue())),
+        timeout(DEPENDENCY_TIMEOUT, tokens)
     );
+    let tokens = match tokens {
+        Ok(Ok(Ok(used))) => Some(OverviewTokens {
+            used: used.iter().map(|(_, tokens)| tokens).sum(),
+            most_used: used.iter().map(|(_, tokens)| *tokens).max().unwrap_or(0),
+            max: app.settings.desk.budget.day_tokens_max,
+        }),
+        _ => None,
+    };
     let late = || format!("no answer within {} s", DEPENDENCY_TIMEOUT.as_secs());
     let of_database = match of_database {
         Ok(Ok(Ok(read))) => Ok(read),
@@ -148,7 +172,8 @@ async fn overview(
         shown.split(':').next().unwrap_or_default().to_owned(),
         app.streams.describe().kind.to_string(),
     ];
-    Ok(Json(summarize(of_database, of_streams, kinds)))
+    let tokens = tokens.filter(|_| of_database.is_ok());
+    Ok(Json(OverviewResponse { tokens, ..summarize(of_database, of_streams, kinds) }))
 }
 
 async fn sum_topics(queue: &Queue) -> Result<OverviewTopics, QueueError> {
@@ -300,6 +325,7 @@ fn summarize(
         }),
         workers,
         topics: of_streams.ok(),
+        tokens: None,
         problems,
     }
 }

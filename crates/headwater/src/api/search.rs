@@ -1,16 +1,16 @@
-//! Search over issues, tickets, topics, groups, messages and sessions.
+//! Search over issues, events, outbox rows, tickets, sessions, topics, groups and messages.
 //!
 //! Upstream: the console. Guarantees: each source has [`SOURCE_TIMEOUT`] and says how far it looked or why it could not;
 //! at most [`RESULTS_MAX`] results.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use axum::extract::State;
 use axum::{Extension, Json};
-use headwater_issue::IssueId;
+use headwater_issue::{EventLogId, IssueError, IssueId, OutboxId};
 use headwater_queue::{Bound, MessageQuery, Queue, QueueError};
-use headwater_stream::EntryId;
+use headwater_stream::{Direction, EntryId};
 use serde::{Deserialize, Serialize};
 use tokio::time::timeout;
 use utoipa::{IntoParams, ToSchema};
@@ -19,6 +19,8 @@ use utoipa_axum::routes;
 use uuid::Uuid;
 
 use crate::api::Operations;
+use crate::api::message_filter::MessageFilter;
+use crate::api::sessions::{self, parse_session_id};
 use crate::desk::tools::{SearchQuery, TicketSearch};
 use crate::http::ApiError;
 use crate::http::auth::Principal;
@@ -37,6 +39,10 @@ const WORDS_CHARS_MAX: usize = 200;
 
 /// Maximum topics in which an entry id is looked up.
 const TOPICS_MAX: usize = 50;
+
+/// Messages of a topic that are looked at, newest first, and the time for all topics.
+const MESSAGES_OF_TOPIC: usize = 200;
+const MESSAGES_TIME: Duration = Duration::from_millis(1500);
 
 /// Bytes of a title or of details.
 const TEXT_BYTES_MAX: usize = 200;
@@ -64,8 +70,9 @@ pub(crate) struct SearchResponse {
 /// One result.
 #[derive(Debug, PartialEq, Eq, Serialize, ToSchema)]
 pub(crate) struct SearchResult {
-    /// `issue`, `ticket`, `topic`, `group` or `message`.
+    /// `issue`, `event`, `outbox_row`, `ticket`, `session`, `topic`, `group` or `message`.
     kind: &'static str,
+    /// Number, id or name; of an event the number of its issue.
     id: String,
     /// Topic of a group or message.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -87,7 +94,7 @@ pub(crate) struct SearchSource {
 /// Results of a source, and how far it looked.
 type SourceResults = Result<(Vec<SearchResult>, String), String>;
 
-/// Find issues, tickets, topics, groups and messages.
+/// Find issues, events, outbox rows, tickets, sessions, topics, groups and messages.
 #[utoipa::path(get, path = "/search", tag = "console", params(SearchListQuery), responses((status = 200, body = SearchResponse)))]
 async fn search(
     State(app): State<App>,
@@ -105,7 +112,10 @@ async fn search(
     let (number, sought) = (words.parse::<i64>().ok(), words.clone());
     // On tasks of their own: a query is not dropped half-way.
     let caller = principal.clone();
-    let issues = tokio::spawn(async move { find_issue(&for_issues, &caller, number).await });
+    let issues = tokio::spawn(async move { find_number(&for_issues, &caller, number).await });
+    let (for_sessions, of_sessions, named) = (Arc::clone(&app), principal.clone(), words.clone());
+    let sessions =
+        tokio::spawn(async move { find_session(&for_sessions, &of_sessions, &named).await });
     let (sees_tickets, sees_topics) =
         (principal.allows(INTEGRATION), principal.integrations.is_none());
     let not_searched = || Ok((Vec::new(), "not visible for this token".to_owned()));
@@ -118,18 +128,27 @@ async fn search(
             false => Ok((Vec::new(), "not visible for this token".to_owned())),
         }
     };
-    let (issues, tickets, topics) = tokio::join!(
+    let messages = async {
+        match sees_topics {
+            true => find_messages(operations.queue(), &words).await,
+            false => Ok((Vec::new(), "not visible for this token".to_owned())),
+        }
+    };
+    let (issues, tickets, sessions, topics, messages) = tokio::join!(
         timeout(SOURCE_TIMEOUT, issues),
         timeout(SOURCE_TIMEOUT, tickets),
-        timeout(SOURCE_TIMEOUT, topics)
+        timeout(SOURCE_TIMEOUT, sessions),
+        timeout(SOURCE_TIMEOUT, topics),
+        timeout(SOURCE_TIMEOUT, messages)
     );
     let failed = |_| Err(ApiError::internal().message().to_owned());
-    let topics =
-        topics.map(|found| found.map_err(|error| ApiError::from(error).message().to_owned()));
-    let found: [(&'static str, Result<SourceResults, _>); 3] = [
-        ("Issues", issues.map(|found| found.unwrap_or_else(failed))),
+    let refused = |error: QueueError| ApiError::from(error).message().to_owned();
+    let found: [(&'static str, Result<SourceResults, _>); 5] = [
+        ("Issues, events, outbox rows", issues.map(|found| found.unwrap_or_else(failed))),
         ("Tickets", tickets.map(|found| found.unwrap_or_else(failed))),
-        ("Topics", topics),
+        ("Sessions", sessions.map(|found| found.unwrap_or_else(failed))),
+        ("Topics and groups", topics.map(|found| found.map_err(refused))),
+        ("Messages", messages.map(|found| found.map_err(refused))),
     ];
     let (mut results, mut sources) = (Vec::new(), Vec::new());
     for (name, found) in found {
@@ -147,14 +166,28 @@ async fn search(
     Ok(Json(SearchResponse { results, sources }))
 }
 
-async fn find_issue(app: &App, caller: &Principal, number: Option<i64>) -> SourceResults {
+/// The issue, the event and the outbox row with a number.
+async fn find_number(app: &App, caller: &Principal, number: Option<i64>) -> SourceResults {
     let Some(number) = number else {
         return Ok((Vec::new(), "searched by number only".to_owned()));
     };
-    let issue = app.store.issue(IssueId(number)).await;
-    let issue = issue.map_err(|error| ApiError::from(error).message().to_owned())?;
+    let read = async {
+        let issue = app.store.issue(IssueId(number)).await?;
+        let event = app.store.event_log(EventLogId(number)).await?;
+        let row = app.store.outbox_facts(OutboxId(number)).await?;
+        let of_event = match &event {
+            Some(event) => app.store.issue(event.issue_id).await?,
+            None => None,
+        };
+        Ok::<_, IssueError>((issue, event.zip(of_event), row))
+    };
+    let (issue, event, row) =
+        read.await.map_err(|error| ApiError::from(error).message().to_owned())?;
     let issue = issue.filter(|issue| caller.allows(&issue.integration));
-    let results = issue.into_iter().map(|issue| SearchResult {
+    let event = event.filter(|(_, issue)| caller.allows(&issue.integration));
+    let row = row.filter(|row| caller.allows(&row.integration));
+    let mut results: Vec<SearchResult> = Vec::new();
+    results.extend(issue.into_iter().map(|issue| SearchResult {
         kind: "issue",
         id: issue.id.0.to_string(),
         topic: None,
@@ -166,8 +199,94 @@ async fn find_issue(app: &App, caller: &Principal, number: Option<i64>) -> Sourc
             issue.external_issue_id,
             issue.status.as_str()
         )),
+    }));
+    results.extend(event.into_iter().map(|(event, issue)| SearchResult {
+        kind: "event",
+        id: issue.id.0.to_string(),
+        topic: None,
+        title: format!("Event {number}"),
+        details: short(&format!("{} of issue {}", event.event_type, issue.id.0)),
+    }));
+    results.extend(row.into_iter().map(|row| SearchResult {
+        kind: "outbox_row",
+        id: number.to_string(),
+        topic: None,
+        title: format!("Outbox row {number}"),
+        details: short(&format!("{} of issue {}", row.status.as_str(), row.issue_id.0)),
+    }));
+    Ok((results, format!("looked up number {number}")))
+}
+
+/// The session with a name.
+async fn find_session(app: &App, caller: &Principal, name: &str) -> SourceResults {
+    let scope = "looked up the name".to_owned();
+    let Ok(session) = parse_session_id(name) else { return Ok((Vec::new(), scope)) };
+    let message = |error: ApiError| error.message().to_owned();
+    let found = match sessions::find(app, &session).await {
+        Ok(info) if sessions::is_visible(app, caller, name).await.map_err(message)? => Some(info),
+        Ok(_) => None,
+        Err(error) if error.is_transient() => return Err(message(error.into())),
+        // No session has this name.
+        Err(_) => None,
+    };
+    let results = found.into_iter().map(|info| SearchResult {
+        kind: "session",
+        id: info.session.to_string(),
+        topic: None,
+        title: short(info.session.as_str()),
+        details: format!("{} entries", info.length),
     });
-    Ok((results.collect(), format!("looked up number {number}")))
+    Ok((results.collect(), scope))
+}
+
+/// The newest messages with a key, or with a text such as a trace id in a header.
+async fn find_messages(
+    queue: &Queue,
+    words: &str,
+) -> Result<(Vec<SearchResult>, String), QueueError> {
+    let mut names = queue.topics().list().await?;
+    names.sort();
+    let count = names.len().min(TOPICS_MAX);
+    let filter = MessageFilter::anywhere(words);
+    let (until, mut searched, mut scanned) = (Instant::now() + MESSAGES_TIME, 0, 0);
+    let mut results = Vec::new();
+    for topic in names.iter().take(TOPICS_MAX) {
+        if Instant::now() >= until || results.len() >= RESULTS_MAX {
+            break;
+        }
+        let query = MessageQuery {
+            direction: Direction::Backward,
+            limit: MESSAGES_OF_TOPIC,
+            ..MessageQuery::default()
+        };
+        let page = match queue.inspect().messages(topic, &query).await {
+            Ok(page) => page,
+            // Deleted in the meantime.
+            Err(QueueError::NoTopic { .. }) => continue,
+            Err(error) => return Err(error),
+        };
+        (searched, scanned) = (searched + 1, scanned + page.items.len());
+        results.extend(page.items.iter().filter(|stored| filter.matches(stored)).map(|stored| {
+            let key = stored.message.as_ref().ok().and_then(|message| message.key.clone());
+            SearchResult {
+                kind: "message",
+                id: stored.id.to_string(),
+                topic: Some(topic.clone()),
+                title: stored.id.to_string(),
+                details: short(&format!(
+                    "topic {topic}, partition {}, key {}",
+                    stored.partition,
+                    key.unwrap_or_default()
+                )),
+            }
+        }));
+    }
+    Ok((
+        results,
+        format!(
+            "keys and headers of the newest {scanned} messages in {searched} of {count} topics"
+        ),
+    ))
 }
 
 async fn find_tickets(app: &App, words: &str) -> SourceResults {
@@ -220,7 +339,23 @@ async fn find_in_topics(
             details: String::new(),
         })
         .collect();
-    let scope = format!("names of {} topics", names.len());
+    let scope = format!("names of {} topics and their groups", names.len());
+    for topic in names.iter().take(TOPICS_MAX) {
+        let groups = match queue.inspect().topic(topic).await {
+            Ok(view) => view.groups,
+            // Deleted in the meantime.
+            Err(QueueError::NoTopic { .. }) => continue,
+            Err(error) => return Err(error),
+        };
+        let groups = groups.into_iter().filter(|group| group.to_lowercase().contains(&lower));
+        results.extend(groups.map(|group| SearchResult {
+            kind: "group",
+            topic: Some(topic.clone()),
+            title: short(&group),
+            details: short(&format!("group of topic {topic}")),
+            id: group,
+        }));
+    }
     // `5` is an entry id too, but means a number.
     let Some(entry) = words.parse::<EntryId>().ok().filter(|_| words.contains('-')) else {
         return Ok((results, scope));

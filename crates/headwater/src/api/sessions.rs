@@ -30,13 +30,16 @@ use crate::http::ApiError;
 use crate::http::auth::Principal;
 use crate::http::body::{JsonBody, JsonResult};
 use crate::http::extract::{PathParams, QueryParams};
-use crate::http::paging::{self, PageQuery};
+use crate::http::paging;
 use crate::http::token_scope::issue_of_session;
 use crate::server::app_state::App;
 
 /// Default and maximum sessions of a page.
 const PAGE_DEFAULT: usize = 50;
 const PAGE_MAX: usize = 500;
+
+/// Maximum reads of a page with a filter.
+const PAGES_MAX: usize = 20;
 
 pub(super) fn routes() -> OpenApiRouter<App> {
     OpenApiRouter::new()
@@ -99,30 +102,57 @@ fn to_dto(info: SessionInfo) -> SessionDto {
     }
 }
 
+/// Page of sessions.
+#[derive(Debug, Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+struct SessionListQuery {
+    /// Only those of runs of this issue.
+    issue: Option<i64>,
+    /// `next_cursor` of the previous page.
+    cursor: Option<String>,
+    /// Maximum number: 50 by default, 500 at most.
+    limit: Option<usize>,
+}
+
 /// List sessions in the order of creation.
-#[utoipa::path(get, path = "/sessions", tag = "sessions", params(PageQuery), responses((status = 200, body = SessionPage)))]
+#[utoipa::path(get, path = "/sessions", tag = "sessions", params(SessionListQuery), responses((status = 200, body = SessionPage)))]
 async fn list(
     State(app): State<App>,
     principal: Principal,
-    QueryParams(query): QueryParams<PageQuery>,
+    QueryParams(query): QueryParams<SessionListQuery>,
 ) -> JsonResult<SessionPage> {
     let limit = paging::limit(query.limit, PAGE_DEFAULT, PAGE_MAX)?;
-    let after =
-        query.cursor.as_deref().map(|cursor| parse_entry_id("cursor", cursor)).transpose()?;
-    let found = app.sessions.list(after.unwrap_or(EntryId::MIN), limit).await?;
-    let next = found.last().filter(|_| found.len() == limit).map(|info| info.index.to_string());
+    let cursor = query.cursor.as_deref().map(|cursor| parse_entry_id("cursor", cursor));
+    let mut after = cursor.transpose()?.unwrap_or(EntryId::MIN);
     let mut sessions = Vec::new();
-    for info in found {
-        if is_visible(&app, &principal, info.session.as_str()).await? {
-            sessions.push(to_dto(info));
+    for _ in 0..PAGES_MAX {
+        let found = app.sessions.list(after, limit).await?;
+        let last = found.last().filter(|_| found.len() == limit).map(|info| info.index);
+        for info in found {
+            let name = info.session.as_str();
+            let is_wanted = query.issue.is_none_or(|issue| issue_of_session(name) == Some(issue));
+            if is_wanted && is_visible(&app, &principal, name).await? {
+                sessions.push(to_dto(info));
+            }
+        }
+        let Some(last) = last else { return Ok(Json(SessionPage { sessions, next_cursor: None })) };
+        after = last;
+        // Without a filter, a page is one read; with one, it reads on until it has found some.
+        if query.issue.is_none() || !sessions.is_empty() {
+            break;
         }
     }
-    Ok(Json(SessionPage { sessions, next_cursor: next }))
+    Ok(Json(SessionPage { sessions, next_cursor: Some(after.to_string()) }))
 }
 
 /// Whether the caller can see the session: with a limited token, only those of runs of its integrations. A page may then have
 /// fewer rows than its limit.
-async fn is_visible(app: &App, principal: &Principal, session: &str) -> Result<bool, ApiError> {
+pub(super) async fn is_visible(
+    app: &App,
+    principal: &Principal,
+    session: &str,
+) -> Result<bool, ApiError> {
     if principal.integrations.is_none() {
         return Ok(true);
     }

@@ -1,4 +1,4 @@
-//! Topics: create, list, describe, alter, grow, trim, delete.
+//! Topics: create, list, describe, alter, grow, delete; `topic_trim.rs` trims them.
 
 use std::time::Duration;
 
@@ -6,8 +6,11 @@ use axum::Json;
 use axum::extract::State;
 use axum::http::StatusCode;
 use headwater_issue::STREAM;
-use headwater_queue::{Policies, PolicyChanges, TopicDescription, TopicView, Trim};
-use headwater_stream::{Retention, TrimGuard};
+use headwater_queue::limits::PARTITIONS_MAX;
+use headwater_queue::{
+    EntryFormat, Policies, PolicyChanges, QueueError, TopicDescription, TopicView,
+};
+use headwater_stream::Retention;
 use serde::{Deserialize, Deserializer, Serialize};
 use utoipa::{IntoParams, ToSchema};
 use utoipa_axum::router::OpenApiRouter;
@@ -21,6 +24,7 @@ use crate::http::ApiError;
 use crate::http::auth::Principal;
 use crate::http::body::{JsonBody, JsonResult};
 use crate::http::extract::{PathParams, QueryParams};
+use crate::text::counted;
 use crate::tickets::TICKET_EVENTS;
 use crate::tickets::desk_events::DESK_EVENTS;
 
@@ -34,7 +38,6 @@ pub(super) fn routes() -> OpenApiRouter<Operations> {
         .routes(routes!(describe, delete))
         .routes(routes!(alter))
         .routes(routes!(grow))
-        .routes(routes!(trim))
 }
 
 /// A new topic.
@@ -56,6 +59,34 @@ pub(crate) struct CreateTopicRequest {
     payload_bytes_max: Option<usize>,
     /// Maximum retries of a failed message.
     max_retries: Option<u32>,
+    /// The fields of its entries. Default: `compact`; `full` if other programs read the topic.
+    entry_format: Option<EntryFormatDto>,
+}
+
+/// The fields of the entries of a topic.
+#[derive(Clone, Copy, Debug, Deserialize, Serialize, ToSchema)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum EntryFormatDto {
+    Compact,
+    Full,
+}
+
+impl From<EntryFormatDto> for EntryFormat {
+    fn from(format: EntryFormatDto) -> Self {
+        match format {
+            EntryFormatDto::Compact => Self::Compact,
+            EntryFormatDto::Full => Self::Full,
+        }
+    }
+}
+
+impl From<EntryFormat> for EntryFormatDto {
+    fn from(format: EntryFormat) -> Self {
+        match format {
+            EntryFormat::Compact => Self::Compact,
+            EntryFormat::Full => Self::Full,
+        }
+    }
 }
 
 /// Result of a creation.
@@ -88,6 +119,7 @@ async fn create(
         payload_bytes_max: new.payload_bytes_max.unwrap_or(defaults.payload_bytes_max),
         max_retries: new.max_retries.unwrap_or(defaults.max_retries),
         refresh: defaults.refresh,
+        entry_format: new.entry_format.map_or(defaults.entry_format, Into::into),
     };
     let created = operations.queue.topics().create(&new.name, new.partitions, policies).await?;
     let status = if created { StatusCode::CREATED } else { StatusCode::OK };
@@ -114,6 +146,9 @@ struct TopicListQuery {
     /// Whether to list the streams of the server itself, too. Default: no.
     #[serde(default)]
     all: bool,
+    /// Whether to read the lag of the groups, too; it costs a query for each topic. Default: no.
+    #[serde(default)]
+    lag: bool,
 }
 
 /// A topic in a list.
@@ -126,9 +161,14 @@ pub(crate) struct TopicDto {
     length: u64,
     first_id: Option<String>,
     last_id: Option<String>,
+    /// Approximate size; `null` if the backend does not report it.
+    bytes: Option<u64>,
     delayed: u64,
     dead_letters: u64,
     groups: Vec<String>,
+    /// With `lag`: messages that the group with the most has not been given or not settled.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    worst_lag: Option<u64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     created_at: Option<String>,
     /// When its deletion started; if it was interrupted, delete the topic again.
@@ -161,8 +201,14 @@ async fn list(
     {
         // A topic deleted in the meantime is skipped.
         match operations.queue.inspect().topic(&name).await {
-            Ok(view) => items.push(to_dto(view)),
-            Err(headwater_queue::QueueError::NoTopic { .. }) => {}
+            Ok(view) => {
+                let mut dto = to_dto(view);
+                if query.lag {
+                    dto.worst_lag = worst_lag(&operations, &name).await?;
+                }
+                items.push(dto);
+            }
+            Err(QueueError::NoTopic { .. }) => {}
             Err(error) => return Err(error.into()),
         }
         last = Some(name);
@@ -170,6 +216,15 @@ async fn list(
     let next = last.filter(|_| names.peek().is_some());
     let next = next.map(|name| names::shown_topic(&name).into_owned());
     Ok(Json(TopicPage { topics: items, next_cursor: next }))
+}
+
+/// What the group that is behind the most has not been given or not settled; `None` without a group, or if it is unknown.
+async fn worst_lag(operations: &Operations, topic: &str) -> Result<Option<u64>, ApiError> {
+    match operations.queue.inspect().groups(topic).await {
+        Ok(groups) => Ok(groups.iter().filter_map(|group| Some(group.lag? + group.pending)).max()),
+        Err(QueueError::NoTopic { .. }) => Ok(None),
+        Err(error) => Err(error.into()),
+    }
 }
 
 fn to_dto(view: TopicView) -> TopicDto {
@@ -185,9 +240,11 @@ fn to_dto(view: TopicView) -> TopicDto {
         length: view.length,
         first_id: id(view.first_id),
         last_id: id(view.last_id),
+        bytes: view.bytes,
         delayed: view.delayed,
         dead_letters: view.dead_letters,
         groups: shown_groups(&view.name, view.groups),
+        worst_lag: None,
         created_at: view.created_at.map(time),
         deleting_since: view.deleting_since.map(time),
     }
@@ -234,6 +291,7 @@ pub(crate) struct TopicPoliciesDto {
     byte_budget: Option<u64>,
     payload_bytes_max: usize,
     max_retries: u32,
+    entry_format: EntryFormatDto,
 }
 
 /// A partition with its keys.
@@ -299,6 +357,7 @@ fn to_response(view: TopicView, described: TopicDescription) -> TopicResponse {
             byte_budget: policies.byte_budget,
             payload_bytes_max: policies.payload_bytes_max,
             max_retries: policies.max_retries,
+            entry_format: policies.entry_format.into(),
         },
         partitions: partitions.collect(),
         groups: shown_groups(&view.name, view.groups),
@@ -324,6 +383,8 @@ pub(crate) struct AlterTopicRequest {
     byte_budget: Option<Option<u64>>,
     /// Maximum retries of a failed message.
     max_retries: Option<u32>,
+    /// The fields of new entries.
+    entry_format: Option<EntryFormatDto>,
 }
 
 /// Distinguishes `null` from a field that is left out.
@@ -331,7 +392,7 @@ fn given<'de, D: Deserializer<'de>>(value: D) -> Result<Option<Option<u64>>, D::
     Option::deserialize(value).map(Some)
 }
 
-/// Change retention, budget and retries of a topic. Producers and consumers follow within seconds.
+/// Change retention, budget, retries and entry format of a topic. Producers and consumers follow within seconds.
 #[utoipa::path(post, path = "/topics/{topic}/alter", tag = "topics", params(("topic" = String, Path)), request_body = AlterTopicRequest,
     responses((status = 200, body = TopicResponse), (status = 404, description = "The topic was not created.")))]
 async fn alter(
@@ -349,6 +410,7 @@ async fn alter(
         retention_bytes: request.retention_bytes,
         byte_budget: request.byte_budget,
         max_retries: request.max_retries,
+        entry_format: request.entry_format.map(Into::into),
     };
     operations.queue.topics().alter(&topic, &changes).await?;
     describe(State(operations), PathParams(topic)).await
@@ -359,6 +421,9 @@ async fn alter(
 #[serde(deny_unknown_fields)]
 pub(crate) struct GrowTopicRequest {
     partitions: u16,
+    /// Only check whether the topic can grow to this number.
+    #[serde(default)]
+    dry_run: bool,
 }
 
 /// Add partitions; keys that move keep their order.
@@ -372,57 +437,26 @@ async fn grow(
 ) -> JsonResult<TopicResponse> {
     principal.require_role(Role::Admin)?;
     reject_reserved(&topic)?;
-    operations.queue.topics().grow(&topic, grow.partitions).await?;
+    let queue = operations.queue.clone();
+    if grow.dry_run {
+        let view = queue.inspect().topic(&topic).await?;
+        if view.layout.is_plain() {
+            return Err(ApiError::from(QueueError::NoTopic { topic }));
+        }
+        let now = view.partitions.len();
+        if !(now..=usize::from(PARTITIONS_MAX)).contains(&usize::from(grow.partitions)) {
+            return Err(ApiError::invalid(format!(
+                "topic `{topic}` has {}; `partitions` = {} must be {now} to {PARTITIONS_MAX}",
+                counted(now as u64, "partition", "partitions"),
+                grow.partitions
+            )));
+        }
+    } else {
+        let grown = topic.clone();
+        run_to_completion(async move { Ok(queue.topics().grow(&grown, grow.partitions).await?) })
+            .await?;
+    }
     describe(State(operations), PathParams(topic)).await
-}
-
-/// What to keep; at least one of the first three fields.
-#[derive(Debug, Deserialize, ToSchema)]
-#[serde(deny_unknown_fields)]
-pub(crate) struct TrimRequest {
-    /// Newest messages of each partition.
-    count: Option<u64>,
-    /// Messages up to this age in milliseconds.
-    age_ms: Option<u64>,
-    /// About this many bytes of each partition.
-    bytes: Option<u64>,
-    /// Only this partition.
-    partition: Option<u16>,
-    /// Also remove messages that a group has not read or acknowledged; they are lost.
-    #[serde(default)]
-    force: bool,
-}
-
-/// Result of a trim.
-#[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct TrimResponse {
-    removed: u64,
-    /// Whether messages were kept because a group still needs them.
-    held_back: bool,
-}
-
-/// Remove the oldest messages.
-#[utoipa::path(post, path = "/topics/{topic}/trim", tag = "topics", params(("topic" = String, Path)), request_body = TrimRequest,
-    responses((status = 200, body = TrimResponse), (status = 404)))]
-async fn trim(
-    State(operations): State<Operations>,
-    PathParams(topic): PathParams<String>,
-    principal: Principal,
-    JsonBody(request): JsonBody<TrimRequest>,
-) -> JsonResult<TrimResponse> {
-    principal.require_role(Role::Admin)?;
-    let topic = wire_topic(topic);
-    let trim = Trim {
-        keep: Retention {
-            max_len: request.count,
-            max_age: request.age_ms.map(Duration::from_millis),
-            max_bytes: request.bytes,
-        },
-        guard: if request.force { TrimGuard::Force } else { TrimGuard::Safe },
-        partition: request.partition,
-    };
-    let report = operations.queue.trim(&topic, &trim).await?;
-    Ok(Json(TrimResponse { removed: report.removed, held_back: report.held_back }))
 }
 
 /// Rejects the names of the server's own streams. A topic with partitions would hide their entries.

@@ -52,6 +52,16 @@ use crate::cli::output::OutputStyle;
 pub(crate) enum OperatorCommand {
     /// Show health, topics, issues, workers, outbox, model and budget on one screen.
     Status(verbs::status::StatusArgs),
+    /// Say whether all is well, and what should be done.
+    Overview(verbs::overview::OverviewArgs),
+    /// Find anything by number, id, name, key or word.
+    Search(verbs::search::SearchArgs),
+    /// Show dead letters, quarantined issues and dead replies by cause.
+    Failure(verbs::failure::FailureArgs),
+    /// List the processes that work on issues.
+    Process(verbs::overview::ProcessArgs),
+    /// Show name and role of the token.
+    Me(verbs::overview::MeArgs),
     /// Create, list, describe, alter, grow, trim or delete topics.
     Topic(verbs::topic::TopicArgs),
     /// Send messages.
@@ -60,9 +70,9 @@ pub(crate) enum OperatorCommand {
     Consume(verbs::consume::ConsumeArgs),
     /// Follow a topic without joining a group.
     Tail(verbs::tail::TailArgs),
-    /// Explain what became of a message.
+    /// List, show or explain messages.
     Message(verbs::message::MessageArgs),
-    /// List, describe, reset or delete the groups of a topic.
+    /// List, describe, explain, reset or delete the groups of a topic; list who owns which partition.
     Group(verbs::group::GroupArgs),
     /// List the pending messages of a group.
     Pending(verbs::group::PendingArgs),
@@ -90,7 +100,7 @@ pub(crate) enum OperatorCommand {
     Export(verbs::user::ExportArgs),
     /// Erase the tickets, messages, events and sessions of a user.
     Erase(verbs::user::EraseArgs),
-    /// List, explain or retry replies and events that are not delivered.
+    /// List, explain or retry replies and events.
     Outbox(verbs::outbox::OutboxArgs),
     /// Show what became of the webhooks of a server.
     Webhook(verbs::webhook::WebhookArgs),
@@ -143,6 +153,11 @@ impl OperatorCommand {
             Self::Loop(main_loop) => (&main_loop.connection, Requirements::streams(false)),
             Self::Top(top) => (&top.connection, Requirements::everything(true)),
             Self::Status(status) => (&status.connection, Requirements::everything(true)),
+            Self::Overview(overview) => (&overview.connection, Requirements::everything(true)),
+            Self::Search(search) => (&search.connection, Requirements::everything(true)),
+            Self::Failure(failure) => (&failure.connection, Requirements::everything(true)),
+            Self::Process(process) => (&process.connection, Requirements::database(true)),
+            Self::Me(me) => (&me.connection, Requirements::database(true)),
             Self::Issue(issue) => (&issue.connection, issue.requirements()),
             Self::Ticket(ticket) => (&ticket.connection, ticket.requirements()),
             Self::Plan(plan) => (&plan.connection, plan.requirements()),
@@ -213,6 +228,11 @@ impl OperatorCommand {
             Self::Loop(main_loop) => main_loop.run(client).await,
             Self::Top(top) => top.run(client).await,
             Self::Status(status) => status.run(client).await,
+            Self::Overview(overview) => overview.run(client).await,
+            Self::Search(search) => search.run(client).await,
+            Self::Failure(failure) => failure.run(client).await,
+            Self::Process(process) => process.run(client).await,
+            Self::Me(me) => me.run(client).await,
             Self::Issue(issue) => issue.run(client).await,
             Self::Ticket(ticket) => ticket.run(client).await,
             Self::Plan(plan) => plan.run(client).await,

@@ -79,6 +79,11 @@ async fn commands_can_be_pasted_into_a_shell_whatever_the_names_are() -> Result<
     let screens = [
         topic.clone(),
         format!("{topic}/messages"),
+        format!("{topic}/messages?key={ENCODED}&text={ENCODED}&header={ENCODED}&newest_first=true"),
+        format!("/console/search?q={ENCODED}"),
+        "/console".to_owned(),
+        "/console/assignment".to_owned(),
+        "/console/outbox?status=any".to_owned(),
         format!("{topic}/dead-letters"),
         format!("{topic}/dead-letters?{filter}"),
         format!("{topic}/dead-letters/{letter}"),
@@ -108,7 +113,10 @@ async fn commands_can_be_pasted_into_a_shell_whatever_the_names_are() -> Result<
         (format!("{act}/dead-letters/purge"), "select=matching"),
         (format!("{act}/groups/{ENCODED}/reset"), "to=beginning"),
         (format!("{act}/groups/{ENCODED}/delete"), ""),
+        ("/console/do/issues/retry".to_owned(), &format!("integration={ENCODED}&error={ENCODED}")),
         (format!("{act}/delete"), ""),
+        (format!("{act}/grow"), "partitions=3"),
+        (format!("{act}/trim"), "count=0&hours=5&force=true"),
         ("/console/do/issues/release".to_owned(), &format!("integration={ENCODED}")),
         ("/console/do/outbox/retry".to_owned(), ""),
     ] {
@@ -118,7 +126,7 @@ async fn commands_can_be_pasted_into_a_shell_whatever_the_names_are() -> Result<
     }
 
     let shown: Vec<String> = pages.iter().flat_map(|page| commands(page)).collect();
-    ensure!(shown.len() >= screens.len() + 9, "{shown:#?}");
+    ensure!(shown.len() >= screens.len() + 12, "{shown:#?}");
     for line in &shown {
         // Every call of the program only prints its help, if it understands its arguments.
         let only_help = match line.as_str() {

@@ -4,7 +4,7 @@ use anyhow::{Context, Result, ensure};
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use headwater_testkit::{
-    AxeRules, Browser, BrowserScripts, Database, Postgres, Redis, WebDriver, WebElement,
+    Browser, BrowserScripts, Database, Postgres, Redis, WebDriver, WebElement,
 };
 use serde_json::{Value, json};
 
@@ -27,6 +27,8 @@ pub(crate) struct ConsoleData {
     pub(crate) message: String,
     pub(crate) letter: String,
     pub(crate) session: String,
+    /// The first step of the session.
+    pub(crate) step: String,
 }
 
 impl ConsoleFixture {
@@ -113,13 +115,15 @@ impl ConsoleFixture {
         let (_, page) = server.get("/api/v1/sessions").await?;
         let session =
             page["sessions"][0]["session"].as_str().context("a session of the run")?.to_owned();
+        let (_, page) = server.get(&format!("/api/v1/sessions/{session}/events")).await?;
+        let step = page["events"][0]["id"].as_str().context("a step")?.to_owned();
         let stream = json!({"stream": "camera-1"});
         let (status, added) = server.post("/api/v1/assignments/cameras/streams", &stream).await?;
         ensure!(status < 300, "{added}");
         let (status, _) =
             server.post("/webhooks/github/code", &json!({"action": "opened"})).await?;
         ensure!(status == 401, "an unsigned webhook must be rejected");
-        Ok(ConsoleData { ticket: id, quarantined, dead_reply, message, letter, session })
+        Ok(ConsoleData { ticket: id, quarantined, dead_reply, message, letter, session, step })
     }
 
     /// A plan for the dead letters of `orders`, which is stored as paused so that it sends nothing.
@@ -166,6 +170,21 @@ impl Reader {
         self.driver().find(css).await.with_context(|| css.to_owned())
     }
 
+    /// A number that a script returns.
+    pub(crate) async fn number(&self, script: &str) -> Result<i64> {
+        self.driver().execute(script).await?.as_i64().with_context(|| script.to_owned())
+    }
+
+    /// Waits until a script returns true.
+    pub(crate) async fn until(&self, script: &str) -> Result<()> {
+        let deadline = std::time::Instant::now() + LIMIT;
+        while self.driver().execute(script).await? != true {
+            ensure!(std::time::Instant::now() < deadline, "{script} stays false");
+            tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+        }
+        Ok(())
+    }
+
     /// Clicks the first button or link with this label.
     pub(crate) async fn click(&self, label: &str) -> Result<()> {
         let xpath = format!("//*[self::button or self::a][normalize-space(.)='{label}']");
@@ -210,16 +229,9 @@ impl Reader {
 
     /// Fails if the page violates the rules of accessibility, or is wider than the window.
     pub(crate) async fn must_be_accessible(&self, path: &str) -> Result<()> {
-        let violations = self.browser.accessibility_violations(AxeRules::All).await?;
+        let violations = self.browser.accessibility_violations().await?;
         ensure!(violations.is_empty(), "{path} violates: {violations:#?}");
         self.must_fit(path).await
-    }
-
-    /// Fails if a text has too little contrast. The other rules do not depend on colours.
-    pub(crate) async fn must_have_contrast(&self, path: &str) -> Result<()> {
-        let violations = self.browser.accessibility_violations(AxeRules::Contrast).await?;
-        ensure!(violations.is_empty(), "{path} violates: {violations:#?}");
-        Ok(())
     }
 
     /// Fails if the page is wider than the window.

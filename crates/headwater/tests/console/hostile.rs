@@ -60,8 +60,62 @@ async fn hostile_text_is_shown_as_text_on_every_screen() -> Result<()> {
         |_: u16, page: &Value| page["dead_letters"].as_array().is_some_and(|all| !all.is_empty());
     server.until("/api/v1/topics/orders/dead-letters", letters).await?;
 
+    // Names and errors that come from other systems, wherever they are stored.
+    let quoted = SCRIPT.replace('\'', "''");
+    let stored = format!(
+        "INSERT INTO integrations (name, provider) VALUES ('{quoted}', 'github');
+         INSERT INTO issues (integration_id, external_project_id, external_issue_id, quarantined_at, last_error, claim_owner)
+         SELECT id, '{quoted}', '{MIRRORED}', now(), '{quoted}' || E'\\x01\\x1b[31m', '{quoted}' FROM integrations WHERE provider = 'github';
+         INSERT INTO outbox (issue_id, integration_id, kind, target, idempotency_key, payload, status, due_at, last_error)
+         SELECT id, integration_id, 'reply', '{quoted}', 'dead-' || id, '{{\"body\":\"<script>window.hacked=6</script>\"}}', 'dead', now(), '{quoted}'
+         FROM issues WHERE external_issue_id = '{MIRRORED}';
+         INSERT INTO issue_runs (issue_id, epoch, worker, claimed_at, ended_at, result, error, events)
+         SELECT id, 1, '{quoted}', now(), now(), 'failed', '{quoted}', 0 FROM issues WHERE external_issue_id = '{MIRRORED}';
+         INSERT INTO replay_plans (state, active, selection, progress, created_by, created_at, changed_at)
+         SELECT 'paused', 1, '{{\"topics\": [{{\"topic\": \"orders\", \"to\": \"9-0\"}}], \"max_replays\": 3}}',
+             '{{\"total\": 4, \"step\": 1, \"step_size\": 4}}', '{quoted}', extract(epoch FROM now())::bigint * 1000, extract(epoch FROM now())::bigint * 1000;
+         INSERT INTO metrics_history (minute, process, data)
+         SELECT extract(epoch FROM now())::bigint / 60 - n, '{quoted}', '{{\"n\": 6, \"events\": 1, \"version\": \"<img src=x onerror=window.hacked=7>\", \"started\": '
+             || (extract(epoch FROM now())::bigint - 1200) * 1000 || '}}' FROM generate_series(2, 9) AS n"
+    );
+    fixture.database.query(&stored)?;
+    let (_, found) = server.get("/api/v1/issues?quarantined=true").await?;
+    let quarantined = found["issues"][0]["id"].as_i64().context("an issue")?;
+    let (_, found) = server.get("/api/v1/outbox/dead").await?;
+    let row = found["rows"][0]["id"].as_i64().context("a row")?;
+    let session = json!({"stream": format!("cam {}", &MIRRORED[..3]), "info": {"text": SCRIPT}});
+    server.post("/api/v1/assignments/cameras/streams", &session).await?;
+    let (_, failures) = server.get("/api/v1/failures").await?;
+    let causes = failures["clusters"].as_array().context("causes")?.iter();
+    let causes: Vec<String> =
+        causes.filter_map(|one| one["id"].as_str().map(str::to_owned)).collect();
+    ensure!(causes.len() >= 3, "{failures}");
+
     let reader = Reader::start(server, BrowserScripts::On).await?;
     let mut paths = vec![
+        format!("/console/issues/{quarantined}"),
+        "/console/issues?error=%3Cscript%3E".to_owned(),
+        "/console/outbox".to_owned(),
+        "/console/outbox?status=any".to_owned(),
+        format!("/console/outbox/{row}"),
+        "/console/plans".to_owned(),
+        "/console/plans/1".to_owned(),
+        "/console/topics".to_owned(),
+        "/console/topics/orders".to_owned(),
+        "/console/topics/orders/groups/g".to_owned(),
+        "/console/assignment".to_owned(),
+        "/console/assignment?topic=%3Cscript%3E".to_owned(),
+        "/console/assignment/cameras".to_owned(),
+        "/console/tail?topic=orders&topic=%3Cimg%20src%3Dx%3E".to_owned(),
+        "/console/sessions".to_owned(),
+        "/console/processes".to_owned(),
+        "/console/drafts".to_owned(),
+        "/console/webhooks".to_owned(),
+        "/console/settings".to_owned(),
+        "/console/reports".to_owned(),
+        "/console/sql?sql=%3Cscript%3Ewindow.hacked%3D8%3C%2Fscript%3E".to_owned(),
+        "/console/search?q=customer%00nul".to_owned(),
+        "/console/topics/orders/messages?text=%3Cscript%3E&key=%00".to_owned(),
         "/console/tickets".to_owned(),
         format!("/console/tickets/{id}"),
         "/console/issues".to_owned(),
@@ -76,6 +130,7 @@ async fn hostile_text_is_shown_as_text_on_every_screen() -> Result<()> {
         "/console/%3Cscript%3Ewindow.hacked=5%3C%2Fscript%3E".to_owned(),
         "/console/topics/%3Cimg%20src%3Dx%3E".to_owned(),
     ];
+    paths.extend(causes.iter().map(|cause| format!("/console/failures/{cause}")));
     paths.extend(entries.iter().map(|entry| format!("/console/topics/orders/messages/{entry}")));
     paths.extend(large.map(|large| format!("/console/tickets/{large}")));
     for path in &paths {
@@ -83,7 +138,7 @@ async fn hostile_text_is_shown_as_text_on_every_screen() -> Result<()> {
         let source = reader.driver().source().await?;
         ensure!(source.len() < 600_000, "{path} has {} bytes", source.len());
         let found = reader.driver().execute(
-            "return {hacked: window.hacked ?? null, images: document.querySelectorAll('main img, main svg, main script').length,
+            "return {hacked: window.hacked ?? null, images: document.querySelectorAll('main img, main svg:not(.sparkline), main script').length,
                 wide: document.documentElement.scrollWidth > document.documentElement.clientWidth}",
         ).await?;
         ensure!(found == json!({"hacked": null, "images": 0, "wide": false}), "{path}: {found}");

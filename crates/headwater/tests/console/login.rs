@@ -1,7 +1,7 @@
 //! Login, logout, roles, origins, and what a client without a login sees.
 
 use anyhow::{Context, Result, ensure};
-use headwater_testkit::BrowserScripts;
+use headwater_testkit::{BrowserScripts, WallClock};
 use reqwest::StatusCode;
 use reqwest::header::{COOKIE, LOCATION, ORIGIN, SET_COOKIE};
 
@@ -126,6 +126,16 @@ async fn foreign_and_missing_origins_forged_cookies_and_wrong_roles_change_nothi
             "{cookie} {origin:?}: {found} {page}"
         );
     }
+    // What is shown disabled is refused as well, for every action that needs `admin`.
+    for action in ["topics/orders/grow", "topics/orders/trim", "topics/orders/dead-letters/purge"] {
+        let request = server.client.post(server.url(&format!("/console/do/{action}")));
+        let request = request.header(COOKIE, &read).header(ORIGIN, &own);
+        let request = request.header("content-type", "application/x-www-form-urlencoded");
+        let form = "confirm=1&partitions=2&count=0&select=matching";
+        let response = request.body(form).send().await?;
+        ensure!(response.status() == StatusCode::FORBIDDEN, "{action}: {response:?}");
+    }
+
     // The cookie is for the console, not for the API.
     let (status, _) = look(&server, "/api/v1/topics", &admin).await?;
     ensure!(status == StatusCode::UNAUTHORIZED);
@@ -154,6 +164,38 @@ async fn foreign_and_missing_origins_forged_cookies_and_wrong_roles_change_nothi
         look(&server, "/console", &read).await?.0 == StatusCode::OK,
         "a session survives a restart"
     );
+    Ok(())
+}
+
+#[tokio::test]
+async fn an_expired_login_is_refused_and_changes_nothing() -> Result<()> {
+    let clock = WallClock::start()?;
+    let mut dir = ServerDir::new()?.settings(TOKENS)?;
+    for (name, value) in clock.environment() {
+        dir = dir.variable(&name, &value);
+    }
+    let server = start(&dir)?;
+    let admin = session(&server, "admin-token-of-root").await?;
+    let new = server.client.post(server.url("/api/v1/topics")).bearer_auth("admin-token-of-root");
+    let new = new.json(&serde_json::json!({"name": "orders", "partitions": 1})).send().await?;
+    ensure!(new.status() == StatusCode::CREATED);
+    ensure!(look(&server, "/console", &admin).await?.0 == StatusCode::OK);
+
+    // The login lasts 12 hours.
+    clock.set(13 * 3600)?;
+    let (status, _) = look(&server, "/console/topics/orders", &admin).await?;
+    ensure!(status == StatusCode::SEE_OTHER, "{status}");
+    let (status, page) = look(&server, "/console/live?of=%2Fconsole", &admin).await?;
+    ensure!(status != StatusCode::OK, "a live page needs a login, too: {page}");
+    let request = server.client.post(server.url("/console/do/topics/orders/delete"));
+    let request = request.header(COOKIE, &admin).header(ORIGIN, server.url(""));
+    let request = request.header("content-type", "application/x-www-form-urlencoded");
+    let refused = request.body("confirm=1&typed=orders").send().await?;
+    ensure!(refused.status() == StatusCode::UNAUTHORIZED);
+    ensure!(refused.text().await?.contains("not logged in"));
+    let still = server.client.get(server.url("/api/v1/topics/orders"));
+    let still = still.bearer_auth("admin-token-of-root").send().await?;
+    ensure!(still.status() == StatusCode::OK, "the topic is still there");
     Ok(())
 }
 

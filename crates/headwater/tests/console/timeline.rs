@@ -4,7 +4,7 @@ use anyhow::{Context, Result, ensure};
 use headwater_testkit::BrowserScripts;
 use serde_json::{Value, json};
 
-use crate::fixture::Reader;
+use crate::fixture::{ConsoleFixture, Reader};
 use crate::support::{ServerDir, text};
 
 #[tokio::test]
@@ -95,6 +95,50 @@ async fn a_run_is_shown_from_its_event_to_its_delivery() -> Result<()> {
             ensure!(shown.contains(part), "{screen} does not show {part:?}:\n{shown}");
         }
     }
+    reader.must_be_clean(&[]).await?;
+    reader.browser.quit().await
+}
+
+/// Runs without a result have their reason, also if it is hostile text.
+#[tokio::test]
+async fn runs_that_were_discarded_are_shown_with_their_reason() -> Result<()> {
+    let fixture = ConsoleFixture::start()?;
+    let data = fixture.fill().await?;
+    let issue = data.quarantined;
+    let runs = format!(
+        "INSERT INTO issue_runs (issue_id, epoch, worker, claimed_at, ended_at, result, error, events)
+         SELECT {issue}, n, 'worker-<b>1</b>', now(), now(),
+             (ARRAY['failed', 'deferred', 'quarantined', 'superseded', 'released', 'expired', 'fenced'])[n],
+             CASE WHEN n <= 3 THEN '<script>window.hacked=1</script> status 500' END, 0
+         FROM generate_series(1, 7) AS n"
+    );
+    fixture.database.query(&runs)?;
+    let reader = Reader::start(&fixture.server, BrowserScripts::On).await?;
+    let path = format!("/console/issues/{issue}");
+    reader.open(&path).await?;
+    for (epoch, result, reason) in [
+        (7, "fenced", "its result came later and was discarded"),
+        (6, "expired", "it died, hung or was cut off"),
+        (5, "released", "released its claim without a result"),
+        (4, "superseded", "newer events arrived"),
+        (
+            3,
+            "quarantined",
+            "the issue was quarantined: <script>window.hacked=1</script> status 500",
+        ),
+        (2, "deferred", "without counting an attempt"),
+        (1, "failed", "it failed and was retried"),
+    ] {
+        reader.find(&format!("details[data-key=run-{epoch}] summary")).await?.click().await?;
+        let shown = reader.find(&format!("details[data-key=run-{epoch}]")).await?.text().await?;
+        ensure!(
+            shown.contains(result) && shown.contains(reason) && shown.contains("worker-<b>1</b>"),
+            "{shown}"
+        );
+    }
+    let hacked = reader.driver().execute("return window.hacked ?? null").await?;
+    ensure!(hacked.is_null(), "text of an error was executed");
+    reader.must_be_accessible(&path).await?;
     reader.must_be_clean(&[]).await?;
     reader.browser.quit().await
 }

@@ -9,6 +9,7 @@ use crate::cli::api_client::{ApiClient, escape};
 use crate::cli::output::{self, OutputRows};
 use crate::cli::progress;
 use crate::cli::units::{limit, milliseconds, reset_target, time};
+use crate::cli::verbs::issue::show_why;
 use crate::cli::verbs::session::or_interrupted;
 use crate::cli::{ConfirmArgs, ConnectionArgs};
 use crate::exit::CliError;
@@ -36,6 +37,21 @@ enum GroupCommand {
         topic: String,
         /// Name of the group.
         group: String,
+    },
+    /// Explain why a group has messages left, and name the command that helps.
+    Why {
+        /// Name of the topic.
+        topic: String,
+        /// Name of the group.
+        group: String,
+    },
+    /// List who owns which partition, with lease and lag: of all topics or of one.
+    Owners {
+        /// Name of the topic [default: all topics].
+        topic: Option<String>,
+        /// Maximum number of groups.
+        #[arg(long, value_name = "N", default_value = "1000", value_parser = limit)]
+        limit: usize,
     },
     /// Delete a group; retention no longer waits for it. Refused while it has active members.
     Delete {
@@ -71,7 +87,13 @@ enum GroupCommand {
 
 impl GroupArgs {
     pub(crate) fn is_read_only(&self) -> bool {
-        matches!(self.command, GroupCommand::List { .. } | GroupCommand::Describe { .. })
+        matches!(
+            self.command,
+            GroupCommand::List { .. }
+                | GroupCommand::Describe { .. }
+                | GroupCommand::Why { .. }
+                | GroupCommand::Owners { .. }
+        )
     }
 
     pub(in crate::cli) async fn run(&self, client: &ApiClient) -> Result<(), CliError> {
@@ -90,6 +112,35 @@ impl GroupArgs {
                     flatten_owners(&mut described);
                 }
                 output::object(style, &described)
+            }
+            GroupCommand::Why { topic, group } => {
+                show_why(style, &client.get(&format!("{}/why", path(topic, group)), &[]).await?)
+            }
+            GroupCommand::Owners { topic, limit } => {
+                let columns = &[
+                    ("TOPIC", "/topic"),
+                    ("GROUP", "/group"),
+                    ("MODE", "/mode"),
+                    ("OWNERS", "/owners"),
+                    ("ORPHANS", "/orphans"),
+                    ("SKEW", "/skew"),
+                ];
+                let mut rows = OutputRows::new(style, columns);
+                let mut query: Vec<_> =
+                    topic.iter().map(|topic| ("topic", topic.clone())).collect();
+                let mut left = *limit;
+                loop {
+                    let page = client.get("/assignment", &query).await?;
+                    let groups = page["groups"].as_array().map(Vec::as_slice).unwrap_or_default();
+                    for group in groups.iter().take(left) {
+                        rows.add(&with_owners(style.json, group));
+                    }
+                    left = left.saturating_sub(groups.len());
+                    match page["next_cursor"].as_str().filter(|_| left > 0) {
+                        Some(next) => query = vec![("cursor", next.to_owned())],
+                        None => return rows.finish(),
+                    }
+                }
             }
             GroupCommand::Delete { topic, group, confirm } => {
                 if confirm.is_needed() {
@@ -220,4 +271,20 @@ fn flatten_owners(group: &mut Value) {
 
 fn path(topic: &str, group: &str) -> String {
     format!("/topics/{}/groups/{}", escape(topic), escape(group))
+}
+
+/// A group with its owners and their partitions in words, for people.
+fn with_owners(is_json: bool, group: &Value) -> Value {
+    let mut group = group.clone();
+    if !is_json {
+        let partitions = group["partitions"].as_array().map(Vec::as_slice).unwrap_or_default();
+        let mut owners: std::collections::BTreeMap<&str, Vec<String>> = Default::default();
+        for one in partitions {
+            let owner = one["owner"].as_str().unwrap_or("nobody");
+            owners.entry(owner).or_default().push(one["partition"].to_string());
+        }
+        let owners = owners.iter().map(|(owner, of)| format!("{owner}: {}", of.join(" ")));
+        group["owners"] = owners.collect::<Vec<_>>().join("; ").into();
+    }
+    group
 }

@@ -34,6 +34,9 @@ enum IssueCommand {
         /// Only those of this integration.
         #[arg(long)]
         integration: Option<String>,
+        /// Only those whose last error contains this text.
+        #[arg(long, value_name = "TEXT")]
+        error: Option<String>,
         /// Maximum number of issues.
         #[arg(long, value_name = "N", default_value = "100", value_parser = limit)]
         limit: usize,
@@ -85,6 +88,9 @@ enum IssueCommand {
         /// With --all: only those of this integration.
         #[arg(long, requires = "all")]
         integration: Option<String>,
+        /// With --all: only those whose last error contains this text.
+        #[arg(long, value_name = "TEXT", requires = "all")]
+        error: Option<String>,
         #[command(flatten)]
         confirm: ConfirmArgs,
     },
@@ -99,6 +105,9 @@ enum IssueCommand {
         /// With --all: only those of this integration.
         #[arg(long, requires = "all")]
         integration: Option<String>,
+        /// With --all: only those whose last error contains this text.
+        #[arg(long, value_name = "TEXT", requires = "all")]
+        error: Option<String>,
         #[command(flatten)]
         confirm: ConfirmArgs,
     },
@@ -121,8 +130,9 @@ impl IssueArgs {
     pub(in crate::cli) async fn run(&self, client: &ApiClient) -> Result<(), CliError> {
         let style = self.connection.style();
         match &self.command {
-            IssueCommand::List { status, quarantined, integration, limit } => {
+            IssueCommand::List { status, quarantined, integration, error, limit } => {
                 let mut query = Vec::new();
+                query.extend(error.clone().map(|error| ("error", error)));
                 let is_quarantined = status.as_deref() == Some("quarantined");
                 let status = status.clone().filter(|_| !is_quarantined);
                 query.extend(status.map(|status| ("status", status)));
@@ -183,14 +193,13 @@ impl IssueArgs {
                 client.show_pages(rows, &of, &[], "runs", *limit).await
             }
             IssueCommand::Retry { id: Some(id), .. } => self.change(client, *id, "retry").await,
-            IssueCommand::Retry { waiting, integration, confirm, .. } => {
+            IssueCommand::Retry { waiting, integration, error, confirm, .. } => {
                 let also = if *waiting { "" } else { " and end all quarantines" };
                 confirm.ask(&format!("Process all waiting issues now{also}?"))?;
                 let (progress, mut cursor, mut retried) =
                     (progress::start("retried", None), None, 0);
                 loop {
-                    let request =
-                        json!({"integration": integration, "waiting": waiting, "cursor": cursor});
+                    let request = json!({"integration": integration, "error": error, "waiting": waiting, "cursor": cursor});
                     let answer = client.post("/issues/retry", request).await?;
                     let some = answer["retried"].as_u64().unwrap_or(0);
                     progress.inc(some);
@@ -208,12 +217,13 @@ impl IssueArgs {
             IssueCommand::Release { all: false, .. } => {
                 Err(CliError::usage("specify an ID or --all"))
             }
-            IssueCommand::Release { integration, confirm, .. } => {
+            IssueCommand::Release { integration, error, confirm, .. } => {
                 confirm.ask("Release all quarantined issues?")?;
                 let (progress, mut cursor, mut released) =
                     (progress::start("released", None), None, 0);
                 loop {
-                    let request = json!({"integration": integration, "cursor": cursor});
+                    let request =
+                        json!({"integration": integration, "error": error, "cursor": cursor});
                     let answer = client.post("/issues/release", request).await?;
                     let some = answer["released"].as_u64().unwrap_or(0);
                     progress.inc(some);

@@ -1,4 +1,4 @@
-//! `headwater outbox`: list and retry dead replies and events, and explain why one is not delivered.
+//! `headwater outbox`: list replies and events, retry dead ones, and explain why one is not delivered.
 
 use clap::Subcommand;
 use serde_json::json;
@@ -23,8 +23,14 @@ pub(crate) struct OutboxArgs {
 
 #[derive(Debug, Subcommand)]
 enum OutboxCommand {
-    /// List dead replies and events.
+    /// List replies and events: dead ones, or those with another status or of an issue.
     List {
+        /// Status: waiting, pending, taken, delivered, dead or any [default: dead, with --issue any].
+        #[arg(long, value_parser = ["waiting", "pending", "taken", "delivered", "dead", "any"])]
+        status: Option<String>,
+        /// Only those of this issue.
+        #[arg(long, value_parser = number)]
+        issue: Option<i64>,
         /// Maximum number of rows.
         #[arg(long, value_name = "N", default_value = "100", value_parser = limit)]
         limit: usize,
@@ -59,7 +65,28 @@ impl OutboxArgs {
     pub(in crate::cli) async fn run(&self, client: &ApiClient) -> Result<(), CliError> {
         let style = self.connection.style();
         match &self.command {
-            OutboxCommand::List { limit } => {
+            OutboxCommand::List { status, issue, limit }
+                if issue.is_some() || status.as_ref().is_some_and(|status| status != "dead") =>
+            {
+                let columns = &[
+                    ("ID", "/id"),
+                    ("ISSUE", "/issue_id"),
+                    ("KIND", "/kind"),
+                    ("TARGET", "/target"),
+                    ("STATUS", "/status"),
+                    ("ATTEMPTS", "/attempts"),
+                    ("CREATED", "/created_at"),
+                    ("DUE", "/due_at"),
+                    ("ERROR", "/error"),
+                ];
+                let status = status.clone().filter(|status| status != "any");
+                let mut query = Vec::new();
+                query.extend(status.map(|status| ("status", status)));
+                query.extend(issue.map(|issue| ("issue", issue.to_string())));
+                let rows = OutputRows::new(style, columns);
+                client.show_pages(rows, "/outbox", &query, "rows", *limit).await
+            }
+            OutboxCommand::List { limit, .. } => {
                 let columns = &[
                     ("ID", "/id"),
                     ("ISSUE", "/issue_id"),

@@ -16,7 +16,7 @@ use crate::cli::ConnectionArgs;
 use crate::cli::api_client::{ApiClient, error_in_line, escape};
 use crate::cli::output::{self, OutputRows, OutputStyle};
 use crate::cli::progress;
-use crate::cli::units::{limit, position};
+use crate::cli::units::{limit, number, position};
 use crate::exit::CliError;
 use crate::server::shutdown_signal::ShutdownSignal;
 use crate::text::{counted, shell_word};
@@ -37,6 +37,9 @@ pub(crate) struct SessionArgs {
 enum SessionCommand {
     /// List sessions in the order of creation.
     List {
+        /// Only those of runs of this issue.
+        #[arg(long, value_parser = number)]
+        issue: Option<i64>,
         /// Maximum number of sessions.
         #[arg(long, value_name = "N", default_value = "100", value_parser = limit)]
         limit: usize,
@@ -97,7 +100,9 @@ impl SessionArgs {
     pub(in crate::cli) async fn run(&self, client: &ApiClient) -> Result<(), CliError> {
         let style = self.connection.style();
         match &self.command {
-            SessionCommand::List { limit } => {
+            SessionCommand::List { issue, limit } => {
+                let query: Vec<_> =
+                    issue.iter().map(|issue| ("issue", issue.to_string())).collect();
                 let columns = &[
                     ("SESSION", "/session"),
                     ("STAGE", "/stage"),
@@ -109,7 +114,7 @@ impl SessionArgs {
                     .show_pages(
                         OutputRows::new(style, columns),
                         "/sessions",
-                        &[],
+                        &query,
                         "sessions",
                         *limit,
                     )

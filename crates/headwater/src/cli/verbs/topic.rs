@@ -49,6 +49,9 @@ enum TopicCommand {
         /// Maximum retries of a failed message.
         #[arg(long, value_name = "N")]
         max_retries: Option<u32>,
+        /// Fields of its entries: `full` if other programs read the topic. Default: compact.
+        #[arg(long, value_name = "FORMAT", value_parser = ["compact", "full"])]
+        entry_format: Option<String>,
     },
     /// List topics.
     List {
@@ -64,7 +67,7 @@ enum TopicCommand {
         /// Name of the topic.
         name: String,
     },
-    /// Change retention, budget or retries of a topic. Options that are not given are kept.
+    /// Change retention, budget, retries or entry format of a topic. Options that are not given are kept.
     Alter {
         /// Name of the topic.
         name: String,
@@ -83,6 +86,9 @@ enum TopicCommand {
         /// Maximum retries of a failed message.
         #[arg(long, value_name = "N")]
         max_retries: Option<u32>,
+        /// Fields of new entries: compact or full.
+        #[arg(long, value_name = "FORMAT", value_parser = ["compact", "full"])]
+        entry_format: Option<String>,
     },
     /// Add partitions. Takes about 10 s: until every producer knows of them.
     Grow {
@@ -91,6 +97,9 @@ enum TopicCommand {
         /// New number of partitions, at most 1024.
         #[arg(long)]
         partitions: u16,
+        /// Only check whether the topic can grow to this number.
+        #[arg(long)]
+        dry_run: bool,
     },
     /// Remove the oldest messages.
     Trim {
@@ -111,6 +120,9 @@ enum TopicCommand {
         /// Also remove messages that a group has not read or acknowledged; they are lost.
         #[arg(long)]
         force: bool,
+        /// Only count what would be removed.
+        #[arg(long)]
+        dry_run: bool,
         #[command(flatten)]
         confirm: ConfirmArgs,
     },
@@ -139,6 +151,7 @@ impl TopicArgs {
                 retention_bytes,
                 byte_budget,
                 max_retries,
+                entry_format,
             } => {
                 let request = json!({
                     "name": name,
@@ -148,6 +161,7 @@ impl TopicArgs {
                     "retention_bytes": retention_bytes,
                     "byte_budget": byte_budget,
                     "max_retries": max_retries,
+                    "entry_format": entry_format,
                 });
                 let answer = client.post("/topics", request).await?;
                 let partitions = counted(u64::from(*partitions), "partition", "partitions");
@@ -191,6 +205,7 @@ impl TopicArgs {
                 retention_bytes,
                 byte_budget,
                 max_retries,
+                entry_format,
             } => {
                 let limits = [
                     ("retention_count", retention_count),
@@ -205,6 +220,9 @@ impl TopicArgs {
                 if let Some(max_retries) = max_retries {
                     request.insert("max_retries".to_owned(), json!(max_retries));
                 }
+                if let Some(format) = entry_format {
+                    request.insert("entry_format".to_owned(), json!(format));
+                }
                 if request.is_empty() {
                     return Err(CliError::usage("nothing to change; give a new limit or `none`"));
                 }
@@ -216,17 +234,18 @@ impl TopicArgs {
                 let sentence = format!("altered topic `{name}`: {}", changed.join(", "));
                 output::changed(style, &answer, sentence)
             }
-            TopicCommand::Grow { name, partitions } => {
-                let request = json!({"partitions": partitions});
+            TopicCommand::Grow { name, partitions, dry_run } => {
+                let request = json!({"partitions": partitions, "dry_run": dry_run});
                 let to = format!("{}/grow", path(name));
                 let growing = client.post(&to, request);
                 let what = format!("growing topic `{name}` until every producer knows of it");
                 let answer = progress::waiting(what, growing).await?;
                 let partitions = counted(u64::from(*partitions), "partition", "partitions");
-                output::changed(style, &answer, format!("topic `{name}` has {partitions}"))
+                let verb = if *dry_run { "can grow to" } else { "has" };
+                output::changed(style, &answer, format!("topic `{name}` {verb} {partitions}"))
             }
-            TopicCommand::Trim { name, count, age, bytes, partition, force, confirm } => {
-                if confirm.is_needed() {
+            TopicCommand::Trim { name, count, age, bytes, partition, force, dry_run, confirm } => {
+                if !dry_run && confirm.is_needed() {
                     let topic = client.get(&path(name), &[]).await?;
                     let messages = messages(&topic["length"]);
                     let lost = if *force { ", including unread ones" } else { "" };
@@ -240,6 +259,7 @@ impl TopicArgs {
                     "bytes": bytes,
                     "partition": partition,
                     "force": force,
+                    "dry_run": dry_run,
                 });
                 let answer = client.post(&format!("{}/trim", path(name)), request).await?;
                 let kept = match answer["held_back"].as_bool() {
@@ -247,11 +267,12 @@ impl TopicArgs {
                     _ => "",
                 };
                 let removed = messages(&answer["removed"]);
-                output::changed(
-                    style,
-                    &answer,
-                    format!("removed {removed} of topic `{name}`{kept}"),
-                )
+                let verb = match (dry_run, answer["or_more"].as_bool()) {
+                    (false, _) => "removed",
+                    (true, Some(true)) => "would remove at least",
+                    (true, _) => "would remove at most",
+                };
+                output::changed(style, &answer, format!("{verb} {removed} of topic `{name}`{kept}"))
             }
             TopicCommand::Delete { name, confirm } => {
                 if confirm.is_needed() {

@@ -1,0 +1,68 @@
+//! `headwater overview`, `headwater me` and `headwater process`: what the overview of the console shows.
+//!
+//! Upstream: `cli/mod.rs`. Downstream: the routes `/overview`, `/me` and `/processes`. Guarantees: read-only.
+
+use clap::Subcommand;
+
+use crate::cli::ConnectionArgs;
+use crate::cli::api_client::ApiClient;
+use crate::cli::output::{self, OutputRows};
+use crate::exit::CliError;
+
+/// Say whether all is well, and what should be done.
+#[derive(Debug, clap::Args)]
+pub(crate) struct OverviewArgs {
+    #[command(flatten)]
+    pub(crate) connection: ConnectionArgs,
+}
+
+impl OverviewArgs {
+    pub(in crate::cli) async fn run(&self, client: &ApiClient) -> Result<(), CliError> {
+        output::object(self.connection.style(), &client.get("/overview", &[]).await?)
+    }
+}
+
+/// Show name and role of the token.
+#[derive(Debug, clap::Args)]
+pub(crate) struct MeArgs {
+    #[command(flatten)]
+    pub(crate) connection: ConnectionArgs,
+}
+
+impl MeArgs {
+    pub(in crate::cli) async fn run(&self, client: &ApiClient) -> Result<(), CliError> {
+        output::object(self.connection.style(), &client.get("/me", &[]).await?)
+    }
+}
+
+/// Show the processes that work on issues.
+#[derive(Debug, clap::Args)]
+pub(crate) struct ProcessArgs {
+    #[command(flatten)]
+    pub(crate) connection: ConnectionArgs,
+    #[command(subcommand)]
+    command: ProcessCommand,
+}
+
+#[derive(Debug, Subcommand)]
+enum ProcessCommand {
+    /// List the processes that work on issues.
+    List,
+}
+
+impl ProcessArgs {
+    pub(in crate::cli) async fn run(&self, client: &ApiClient) -> Result<(), CliError> {
+        let ProcessCommand::List = self.command;
+        let columns = &[
+            ("NAME", "/name"),
+            ("ALIVE", "/alive"),
+            ("STARTED", "/started_at"),
+            ("SEEN", "/seen_at"),
+            ("CLAIMS", "/claims"),
+        ];
+        let mut rows = OutputRows::new(self.connection.style(), columns);
+        let page = client.get("/processes", &[]).await?;
+        page["processes"].as_array().into_iter().flatten().for_each(|one| rows.add(one));
+        rows.finish()
+    }
+}
