@@ -19,7 +19,7 @@ use crate::cli::{self, advice, completion, supervise};
 use crate::config::{
     self, FILE, FILE_VARIABLE, RawSettings, ResolvedSettings, SecretsPolicy, SettingsError,
 };
-use crate::desk::{LanguageModel, Tool};
+use crate::desk::{LanguageModel, Provider, Tool};
 use crate::exit::CliError;
 use crate::http_client;
 use crate::outbound::notifications::{NotificationConfig, NotificationSink};
@@ -38,6 +38,7 @@ pub struct Extensions {
     pub(crate) model: Option<Arc<dyn LanguageModel>>,
     pub(crate) routes: Option<axum::Router>,
     pub(crate) tools: Vec<Arc<dyn Tool>>,
+    pub(crate) providers: Vec<Arc<dyn Provider>>,
 }
 
 impl std::fmt::Debug for Extensions {
@@ -51,6 +52,7 @@ impl std::fmt::Debug for Extensions {
                 &self.notifications.iter().map(|one| &one.0).collect::<Vec<_>>(),
             )
             .field("tools", &self.tools)
+            .field("providers", &self.providers)
             .finish()
     }
 }
@@ -97,6 +99,14 @@ impl Extensions {
         self.tools.push(Arc::new(tool));
         self
     }
+
+    /// Lets `[[integration]]` sections name `provider`. Its name must be valid, and differ from `github`, `gitlab`, `standard`,
+    /// `desk` and other providers; otherwise every command fails.
+    #[must_use]
+    pub fn provider(mut self, provider: impl Provider) -> Self {
+        self.providers.push(Arc::new(provider));
+        self
+    }
 }
 
 /// Runs the command line of this process with the desk as handler.
@@ -136,22 +146,27 @@ async fn run_command_line(extensions: Extensions) -> ExitCode {
     }
 }
 
-async fn dispatch(parsed: ParsedCommandLine, extensions: Extensions) -> Result<(), CliError> {
+async fn dispatch(parsed: ParsedCommandLine, mut extensions: Extensions) -> Result<(), CliError> {
     let ParsedCommandLine { line, flags, .. } = parsed;
+    // The settings keep those that an integration names.
+    let providers = std::mem::take(&mut extensions.providers);
+    let load = |flags, secrets| load(&line, flags, secrets, providers.clone());
     // Boxed: the future of the server is too large for the compiler to hold by value.
     let running: LocalBoxFuture<'_, _> = match &line.verb {
-        HeadwaterCommand::Config(config) => return print_settings(config, &line, flags),
+        HeadwaterCommand::Config(config) => {
+            return print_settings(config, || load(flags, SecretsPolicy::Optional));
+        }
         HeadwaterCommand::Serve(options) => {
-            Box::pin(serve(options, load(&line, flags, SecretsPolicy::Required)?, extensions))
+            Box::pin(serve(options, load(flags, SecretsPolicy::Required)?, extensions))
         }
         HeadwaterCommand::Worker => {
-            let loaded = load(&line, flags, SecretsPolicy::Required)?;
+            let loaded = load(flags, SecretsPolicy::Required)?;
             Box::pin(start(ProcessRole::Worker, loaded, extensions, None))
         }
         HeadwaterCommand::Operator(verb) => {
             // Only on request: a level in the settings file is meant for servers.
             let has_level = flags.iter().any(|(name, _)| *name == LOG_LEVEL);
-            let loaded = load(&line, flags, SecretsPolicy::Optional)?;
+            let loaded = load(flags, SecretsPolicy::Optional)?;
             if has_level {
                 telemetry::init_logs(&loaded.settings.telemetry)?;
             }
@@ -196,13 +211,12 @@ async fn start(
 
 fn print_settings(
     config: &ConfigArgs,
-    line: &CommandLine,
-    flags: Vec<(&'static str, String)>,
+    load: impl FnOnce() -> Result<ResolvedSettings, CliError>,
 ) -> Result<(), CliError> {
     let text = if config.markdown {
         config::as_markdown()
     } else {
-        let loaded = load(line, flags, SecretsPolicy::Optional)?;
+        let loaded = load()?;
         if config.json { config::as_json(&loaded) + "\n" } else { config::as_text(&loaded) }
     };
     cli::print(text.trim_end())
@@ -213,6 +227,7 @@ fn load(
     line: &CommandLine,
     flags: Vec<(&'static str, String)>,
     secrets: SecretsPolicy,
+    providers: Vec<Arc<dyn Provider>>,
 ) -> Result<ResolvedSettings, CliError> {
     let lossy = |text: std::ffi::OsString| text.to_string_lossy().into_owned();
     let environment: Vec<_> =
@@ -231,5 +246,5 @@ fn load(
             );
         }
     };
-    Ok(config::load(&RawSettings { flags, environment, file }, secrets)?)
+    Ok(config::load(&RawSettings { flags, environment, file, providers }, secrets)?)
 }

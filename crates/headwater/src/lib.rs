@@ -1,7 +1,8 @@
 //! The `headwater` binary as a library: webhook to reply in one process.
 //!
 //! [`main`] runs the command line of this process. To use your own handler instead of the desk, call [`main_with`]
-//! from your own binary; [`main_with_extensions`] also takes a model, HTTP routes and receivers of ticket events.
+//! from your own binary; [`main_with_extensions`] also takes a model, tools, providers of
+//! webhooks, HTTP routes and receivers of ticket events.
 
 // In dependency order; modules shared by several others come first.
 mod exit;

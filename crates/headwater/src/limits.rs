@@ -133,6 +133,9 @@ pub const REPLY_BYTES_MAX: usize = 48 * 1024;
 /// Maximum bytes of a comment sent to GitHub or GitLab, after escaping and with its marker.
 pub const COMMENT_BYTES_MAX: usize = 64 * 1024;
 
+/// Maximum bytes of a response to a reply that a provider of an embedding program delivers.
+pub const PROVIDER_RESPONSE_BYTES_MAX: usize = 1024 * 1024;
+
 /// Maximum pages of comments, since the reply was committed, that are searched for it. With more, the reply is not
 /// posted.
 pub const COMMENT_PAGES_MAX: usize = 100;

@@ -7,7 +7,7 @@ use utoipa::ToSchema;
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
-use crate::config::Provider;
+use crate::config::ProviderKind;
 use crate::http::auth::Principal;
 use crate::http::body::JsonResult;
 use crate::server::app_state::App;
@@ -28,7 +28,7 @@ pub(crate) struct WebhookSummary {
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct WebhookIntegrationDto {
     integration: String,
-    provider: &'static str,
+    provider: String,
     /// Where the provider sends them.
     path: String,
     recorded: u64,
@@ -51,14 +51,15 @@ pub(crate) struct UnrecordedWebhookDto {
 /// Count the webhooks of each integration, and list the latest that were rejected or ignored with the reason.
 #[utoipa::path(get, path = "/webhooks", tag = "console", responses((status = 200, body = WebhookSummary)))]
 async fn webhooks(State(app): State<App>, principal: Principal) -> JsonResult<WebhookSummary> {
-    let external = app.settings.integrations.iter().filter(|one| one.provider != Provider::Desk);
+    let external =
+        app.settings.integrations.iter().filter(|one| one.provider != ProviderKind::Desk);
     let external = external.filter(|one| principal.allows(&one.id));
     let integrations = external.map(|one| {
         let counts = app.webhook_log.counts(&one.id);
         let provider = one.provider.as_str();
         WebhookIntegrationDto {
             integration: one.id.clone(),
-            provider,
+            provider: provider.to_owned(),
             path: format!("/webhooks/{provider}/{}", one.id),
             recorded: counts.recorded,
             duplicate: counts.duplicate,

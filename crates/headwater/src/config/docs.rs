@@ -283,7 +283,7 @@ Each `[[integration]]` section defines a system that sends webhooks to `/webhook
 | field | description |
 |---|---|
 | `id` | unique id; 1 to 64 letters, digits, `-`, `_` and `.` |
-| `provider` | `github`, `gitlab`, `standard` (Standard Webhooks) or `desk` |
+| `provider` | `github`, `gitlab`, `standard` (Standard Webhooks), `desk`, or a provider of your own program; see [desk.md](desk.md#write-a-custom-provider) |
 | `secret_env` | variable with the webhook signing secret |
 | `secret` | the secret itself; restrict access to the file |
 | `reply_token_env` | variable with the token for sending replies |

@@ -17,6 +17,7 @@ use crate::config::redactions::RedactionSettings;
 use crate::config::tokens::{RawToken, TokenSettings};
 use crate::config::tools::{self, RawTool};
 use crate::config::value_type::ValueType;
+use crate::desk::Provider;
 use crate::desk::tool::Tool;
 use crate::desk::tools::BUILT_IN;
 use crate::desk::{ModeRule, ReplyMode};
@@ -40,9 +41,8 @@ pub(crate) const ASSOCIATIONS: [&str; 8] = [
 pub(crate) const DESK: &str = "desk";
 
 /// Type of an integration.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub(crate) enum Provider {
+#[derive(Clone, Debug)]
+pub(crate) enum ProviderKind {
     /// GitHub, or a GitHub Enterprise Server.
     Github,
     /// GitLab, anywhere.
@@ -51,18 +51,41 @@ pub(crate) enum Provider {
     Standard,
     /// Tickets of this server.
     Desk,
+    /// A provider of the program that embeds the server.
+    Embedded(Arc<dyn Provider>),
 }
 
-impl Provider {
+impl ProviderKind {
+    /// The built-in ones.
+    pub(crate) const BUILT_IN: [Self; 4] = [Self::Github, Self::Gitlab, Self::Standard, Self::Desk];
+
     /// Its name in URLs, SQL and the settings file.
-    pub(crate) fn as_str(self) -> &'static str {
+    pub(crate) fn as_str(&self) -> &str {
         match self {
             Self::Github => "github",
             Self::Gitlab => "gitlab",
             Self::Standard => "standard",
             Self::Desk => "desk",
+            Self::Embedded(provider) => provider.name(),
         }
     }
+}
+
+impl PartialEq for ProviderKind {
+    fn eq(&self, other: &Self) -> bool {
+        self.as_str() == other.as_str()
+    }
+}
+
+/// The built-in providers and those of the embedding program, whose names must be valid and unique.
+fn provider_kinds(embedded: &[Arc<dyn Provider>]) -> Result<Vec<ProviderKind>, SettingsError> {
+    for provider in embedded {
+        check_name("name of a provider of this program", provider.name().to_owned())?;
+    }
+    let embedded = embedded.iter().map(|one| ProviderKind::Embedded(Arc::clone(one)));
+    let kinds: Vec<_> = ProviderKind::BUILT_IN.into_iter().chain(embedded).collect();
+    check_unique("name of a provider", kinds.iter().map(ProviderKind::as_str))?;
+    Ok(kinds)
 }
 
 /// One `[[integration]]`.
@@ -71,7 +94,7 @@ pub(crate) struct IntegrationSettings {
     /// Its id, part of the URL of its webhooks.
     pub(crate) id: String,
     /// Its type.
-    pub(crate) provider: Provider,
+    pub(crate) provider: ProviderKind,
     /// Webhook signing secret. Required for every provider except the desk.
     pub(crate) secret: Option<SecretString>,
     /// Token for sending replies.
@@ -156,7 +179,7 @@ pub(crate) struct ListSections {
 #[serde(deny_unknown_fields)]
 struct RawIntegration {
     id: String,
-    provider: Provider,
+    provider: String,
     secret: Option<SecretText>,
     secret_env: Option<String>,
     reply_token_env: Option<String>,
@@ -226,6 +249,7 @@ impl ListSections {
         mut self,
         environment: &[(String, String)],
         secrets: SecretsPolicy,
+        providers: &[Arc<dyn Provider>],
     ) -> Result<Lists, SettingsError> {
         let is_set = |variable: &String| environment.iter().any(|(name, _)| name == variable);
         let unset: Vec<String> =
@@ -241,15 +265,16 @@ impl ListSections {
             self.tokens.retain(|raw| raw.token_env.as_ref().is_none_or(is_set));
         }
         let endpoints = endpoints::check_all(self.endpoints, environment, secrets)?;
+        let kinds = provider_kinds(providers)?;
         let mut integrations = self
             .integrations
             .into_iter()
-            .map(|raw| raw.check(environment, secrets))
+            .map(|raw| raw.check(environment, secrets, &kinds))
             .collect::<Result<Vec<_>, _>>()?;
         if !integrations.iter().any(|one| one.id == DESK) {
             integrations.push(IntegrationSettings {
                 id: DESK.to_owned(),
-                provider: Provider::Desk,
+                provider: ProviderKind::Desk,
                 secret: None,
                 reply_token: None,
                 app: None,
@@ -310,20 +335,30 @@ impl RawIntegration {
         self,
         environment: &[(String, String)],
         secrets: SecretsPolicy,
+        kinds: &[ProviderKind],
     ) -> Result<IntegrationSettings, SettingsError> {
         let id = check_name("[[integration]] id", self.id.clone())?;
         let location = format!("[[integration]] `{id}`");
+        let provider = kinds.iter().find(|kind| kind.as_str() == self.provider).cloned();
+        let provider = provider.ok_or_else(|| {
+            let names: Vec<&str> = kinds.iter().map(ProviderKind::as_str).collect();
+            SettingsError::new(format!(
+                "{location} has an unknown provider `{}`; allowed: {}; a provider of an embedding program is known to that program only",
+                self.provider.chars().take(ID_CHARS_MAX).collect::<String>(),
+                names.join(", ")
+            ))
+        })?;
         let from = (environment, secrets);
         let app = check_app(&location, &self, from)?;
         let secret =
             resolve_secret(&location, "secret", self.secret, self.secret_env.as_deref(), from)?;
         let has_secret = secret.is_some() || self.secret_env.is_some();
-        if !has_secret && self.provider != Provider::Desk {
+        if !has_secret && provider != ProviderKind::Desk {
             return Err(SettingsError::new(format!(
                 "{location} has no secret; set `secret_env` to the name of a variable, or `secret`"
             )));
         }
-        if id == DESK && self.provider != Provider::Desk {
+        if id == DESK && provider != ProviderKind::Desk {
             return Err(SettingsError::new(format!(
                 "{location} must have the provider `desk`; choose another id"
             )));
@@ -338,13 +373,13 @@ impl RawIntegration {
                 "{location} has an invalid base_url `{shown}`; allowed: {allowed}"
             )));
         }
-        let Self { provider, base_url, bot_login, agents, author_associations, models, .. } = self;
-        check_people(&location, provider, &agents, &author_associations)?;
+        let Self { base_url, bot_login, agents, author_associations, models, .. } = self;
+        check_people(&location, &provider, &agents, &author_associations)?;
         let mode = self.mode.as_deref().map(|mode| parse_mode(&location, mode)).transpose()?;
         let mode = mode.unwrap_or_default();
         let rules =
             self.rules.into_iter().enumerate().map(|(place, rule)| {
-                rule.check(&format!("{location}, rule {}", place + 1), provider)
+                rule.check(&format!("{location}, rule {}", place + 1), &provider)
             });
         let rules = rules.collect::<Result<Vec<_>, _>>()?;
         let is_built_in = false;
@@ -367,7 +402,7 @@ impl RawIntegration {
 }
 
 impl RawRule {
-    fn check(self, location: &str, provider: Provider) -> Result<ModeRule, SettingsError> {
+    fn check(self, location: &str, provider: &ProviderKind) -> Result<ModeRule, SettingsError> {
         let mode = parse_mode(location, &self.mode)?;
         check_people(location, provider, &[], &self.author_associations)?;
         if self.words.iter().any(|word| word.trim().is_empty()) {
@@ -433,11 +468,11 @@ fn check_rule_tools(
 /// Checks `agents` and `author_associations`.
 fn check_people(
     location: &str,
-    provider: Provider,
+    provider: &ProviderKind,
     agents: &[String],
     associations: &[String],
 ) -> Result<(), SettingsError> {
-    if provider == Provider::Desk && !agents.is_empty() {
+    if *provider == ProviderKind::Desk && !agents.is_empty() {
         return Err(SettingsError::new(format!(
             "{location}: `agents` has no effect on tickets; send messages of agents with the author `agent`"
         )));
@@ -445,7 +480,7 @@ fn check_people(
     if agents.iter().any(|login| login.trim().is_empty()) {
         return Err(SettingsError::new(format!("{location} has an empty name in `agents`")));
     }
-    if provider != Provider::Github && !associations.is_empty() {
+    if *provider != ProviderKind::Github && !associations.is_empty() {
         return Err(SettingsError::new(format!(
             "{location}: only GitHub sends the association of an author; remove `author_associations`"
         )));
@@ -475,7 +510,7 @@ fn check_app(
         (Some(id), Some(variable)) => (id, variable),
         _ => return refuse("has only a part of a GitHub App; set `app_id` and `app_key_env`"),
     };
-    if raw.provider != Provider::Github {
+    if raw.provider != ProviderKind::Github.as_str() {
         return refuse("has `app_id`, but only the provider `github` has Apps; remove it");
     }
     if raw.reply_token_env.is_some() {

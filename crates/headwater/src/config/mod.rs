@@ -38,7 +38,7 @@ pub(crate) use crate::config::docs::{as_json, as_markdown, as_text};
 pub(crate) use crate::config::endpoints::{DEFAULT_ENDPOINT, ModelEndpointSettings};
 pub(crate) use crate::config::error::SettingsError;
 pub(crate) use crate::config::integrations::{
-    GithubAppSettings, IntegrationSettings, Provider, SecretsPolicy,
+    GithubAppSettings, IntegrationSettings, ProviderKind, SecretsPolicy,
 };
 use crate::config::integrations::{ListSections, Lists};
 pub(crate) use crate::config::notifications::{NotificationFormat, NotificationSettings};
@@ -344,7 +344,7 @@ pub(crate) fn load(
         .map_err(|error| unreadable(path.as_deref().unwrap_or_else(|| FILE.as_ref()), &error))?;
     let values = SettingValues::resolve(given, &file, &lists.variables())?;
     let has_tokens = lists.has_tokens();
-    let lists = lists.check(&given.environment, secrets)?;
+    let lists = lists.check(&given.environment, secrets, &given.providers)?;
     let settings = Settings::from_values(&values, lists)?;
     settings.check(has_tokens)?;
     Ok(ResolvedSettings { settings, values, file: path })

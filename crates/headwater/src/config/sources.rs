@@ -4,6 +4,7 @@
 //! every value is valid for its type, and unknown names are rejected, so that a typo is reported at startup.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use secrecy::{ExposeSecret, SecretString};
 
@@ -11,6 +12,7 @@ use crate::config::error::SettingsError;
 use crate::config::redact;
 use crate::config::table::{self, Setting, TABLE};
 use crate::config::value_type::ValueType;
+use crate::desk::Provider;
 
 const PREFIX: &str = "HEADWATER_";
 
@@ -52,6 +54,8 @@ pub(crate) struct RawSettings {
     pub(crate) environment: Vec<(String, String)>,
     /// Path and text of the settings file.
     pub(crate) file: Option<(PathBuf, String)>,
+    /// Providers of an embedding program.
+    pub(crate) providers: Vec<Arc<dyn Provider>>,
 }
 
 /// Where a value came from.

@@ -124,7 +124,7 @@ fn integrations_need_a_unique_id_and_a_secret() {
     // A variable named in the file may have the prefix of settings.
     let mut right = given(&format!("{shop}secret_env = \"HEADWATER_SHOP_SECRET\"\n"));
     right.environment.push(variable("HEADWATER_SHOP_SECRET", "hunter2"));
-    assert_eq!(loaded(&right).unwrap().settings.integrations[0].provider, Provider::Github);
+    assert_eq!(loaded(&right).unwrap().settings.integrations[0].provider, ProviderKind::Github);
 }
 
 #[test]

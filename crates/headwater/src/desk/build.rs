@@ -20,7 +20,7 @@ use tracing::warn;
 
 use crate::config::{
     BusSettings, DEFAULT_ENDPOINT, GithubAppSettings, IntegrationSettings, ModelEndpointSettings,
-    ModelSettings, Provider, Settings,
+    ModelSettings, ProviderKind, Settings,
 };
 use crate::desk::provisional::ProvisionalAnswers;
 use crate::desk::{
@@ -192,21 +192,30 @@ fn destination(one: &IntegrationSettings) -> Result<(String, Destination)> {
         };
         return Ok((one.id.clone(), destination));
     }
-    let destination = match (one.provider, &one.reply_token) {
-        (Provider::Desk, _) => Destination::Tickets,
-        (Provider::Github, Some(token)) => Destination::Github {
+    let destination = match (&one.provider, &one.reply_token) {
+        (ProviderKind::Desk, _) => Destination::Tickets,
+        (ProviderKind::Github, Some(token)) => Destination::Github {
             base_url: or("https://api.github.com"),
             token: token.clone(),
             secret: secret(token),
         },
-        (Provider::Gitlab, Some(token)) => Destination::Gitlab {
+        (ProviderKind::Gitlab, Some(token)) => Destination::Gitlab {
             base_url: or("https://gitlab.com"),
             token: token.clone(),
             secret: secret(token),
         },
-        (Provider::Github, None) => unconfigured("reply_token_env or app_id"),
-        (Provider::Gitlab, None) => unconfigured("reply_token_env"),
-        (Provider::Standard, _) => match (&one.base_url, &one.secret) {
+        (ProviderKind::Github, None) => unconfigured("reply_token_env or app_id"),
+        (ProviderKind::Gitlab, None) => unconfigured("reply_token_env"),
+        (ProviderKind::Embedded(provider), token) => match &one.secret {
+            Some(secret) => Destination::Provider {
+                provider: Arc::clone(provider),
+                base_url: one.base_url.clone(),
+                token: token.clone(),
+                secret: secret.clone(),
+            },
+            None => unconfigured("secret"),
+        },
+        (ProviderKind::Standard, _) => match (&one.base_url, &one.secret) {
             (Some(url), Some(secret)) => {
                 Destination::Callback { url: url.clone(), secret: secret.clone() }
             }

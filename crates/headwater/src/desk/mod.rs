@@ -25,6 +25,8 @@ pub mod model_endpoints;
 
 pub mod prompt;
 pub mod prompt_template;
+pub mod provider;
+pub mod provider_conformance;
 pub mod tool;
 pub mod tools;
 
@@ -63,6 +65,7 @@ pub use crate::desk::model::{LanguageModel, ModelError};
 pub use crate::desk::model_endpoints::{ModelEndpoint, ModelEndpointState};
 pub use crate::desk::model_runs::Prices;
 pub use crate::desk::policy::{IntegrationPolicy, ModeRule, ReplyMode};
+pub use crate::desk::provider::Provider;
 pub use crate::desk::reply::{DeskReply, ReplyTarget};
 pub use crate::desk::tool::{Tool, ToolDefinition, ToolError, ToolRecovery, ToolRequest};
 pub use crate::desk::toolbox::{InvalidTool, Toolbox};

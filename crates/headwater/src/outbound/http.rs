@@ -27,7 +27,7 @@ const REDIRECTS_MAX: usize = 5;
 const SECONDARY_LIMIT_PAUSE: Duration = Duration::from_secs(60);
 
 /// Sends a request, follows redirects, and returns the response if it is a success.
-pub(super) async fn send(
+pub(crate) async fn send(
     client: &Client,
     request: RequestBuilder,
 ) -> Result<Response, DeliverError> {

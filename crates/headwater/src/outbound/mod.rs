@@ -11,7 +11,7 @@ mod comment;
 mod github;
 pub mod github_app;
 mod gitlab;
-mod http;
+pub(crate) mod http;
 mod markdown;
 pub mod marker;
 pub(crate) mod notification_sinks;
@@ -26,9 +26,10 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use headwater_issue::{Deliver, DeliverError, OutboxKind, OutboxRow, Store};
 use reqwest::Client;
-use secrecy::SecretString;
+use secrecy::{ExposeSecret, SecretString};
 use tracing::info;
 
+use crate::desk::provider::ProviderReply;
 use crate::desk::{DeskReply, ReplyTarget};
 use crate::http_client;
 pub use crate::outbound::callback::sign;
@@ -98,6 +99,22 @@ impl OutboxDeliverer {
             (Some(Destination::Tickets), _) => self.local.deliver_reply(row, target, reply).await,
             (Some(Destination::Callback { url, secret }), _) => {
                 callback::post(client, url, secret, row, target, &reply).await
+            }
+            (Some(Destination::Provider { provider, base_url, token, secret }), _) => {
+                let reply = ProviderReply {
+                    target,
+                    integration: &row.integration,
+                    base_url: base_url.as_deref(),
+                    token: token.as_ref().map(ExposeSecret::expose_secret),
+                    secret: secret.expose_secret(),
+                    project: &row.external_project_id,
+                    issue: &row.external_issue_id,
+                    content: &reply.content,
+                    idempotency_key: &row.idempotency_key,
+                    attempt: row.deliveries,
+                    client,
+                };
+                provider.deliver(&reply).await
             }
             (Some(Destination::Github { base_url, token, secret }), ReplyTarget::Answer) => {
                 github::comments(base_url, token, secret, row)?

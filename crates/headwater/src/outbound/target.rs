@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use secrecy::SecretString;
 
+use crate::desk::Provider;
 use crate::outbound::github_app::GithubApp;
 
 /// The destination of the replies of an integration.
@@ -43,6 +44,17 @@ pub enum Destination {
         /// The URL of the program.
         url: String,
         /// Signs requests: base64 with or without the prefix `whsec_`, or any text.
+        secret: SecretString,
+    },
+    /// A provider of an embedding program.
+    Provider {
+        /// Delivers the replies.
+        provider: Arc<dyn Provider>,
+        /// `base_url` of the integration.
+        base_url: Option<String>,
+        /// The token for replies.
+        token: Option<SecretString>,
+        /// The secret of the integration.
         secret: SecretString,
     },
     /// Tickets of the desk.

@@ -28,7 +28,7 @@ use tokio::time::{Instant, sleep, timeout};
 use uuid::Uuid;
 
 use crate::config::{
-    IntegrationSettings, Provider, ResolvedSettings, Role, SettingSource, TokenSettings,
+    IntegrationSettings, ProviderKind, ResolvedSettings, Role, SettingSource, TokenSettings,
 };
 use crate::desk::ReplyMode;
 use crate::exit::CliError;
@@ -112,7 +112,7 @@ impl Demo {
         let secret: SecretString = format!("whsec_{}", STANDARD.encode(random())).into();
         let integration = |id: &str, mode: ReplyMode| IntegrationSettings {
             id: id.to_owned(),
-            provider: Provider::Standard,
+            provider: ProviderKind::Standard,
             secret: Some(secret.clone()),
             reply_token: None,
             app: None,

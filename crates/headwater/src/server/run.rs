@@ -100,7 +100,9 @@ pub(crate) async fn run(
     shutdown.on_signals().context("failed to install signal handlers")?;
     // Before binding the port, so that an invalid setting is reported even if the port is in use.
     startup::check(&settings)?;
-    let Extensions { handler, notifications, model, routes: extension_routes, tools } = extensions;
+    // `settings` has the providers.
+    let Extensions { handler, notifications, model, routes: extension_routes, tools, .. } =
+        extensions;
     let listening = match role {
         ProcessRole::Serve => BoundListener::bind("http.listen", settings.http.listen).await?,
         ProcessRole::Worker => {

@@ -10,7 +10,7 @@ use headwater_issue::{IssueError, SchemaPolicy};
 use secrecy::ExposeSecret;
 
 use crate::cli::{in_process, output, progress};
-use crate::config::{Provider, Settings};
+use crate::config::{ProviderKind, Settings};
 use crate::exit::CliError;
 use crate::text::{counted, with_causes};
 
@@ -96,7 +96,7 @@ fn parse(text: &str, settings: &Settings) -> Result<AdoptedIntegration, CliError
     let (name, project) = rest.split_once('/').ok_or_else(|| usage("has no `/`"))?;
     let old_id = old_id.parse().map_err(|_| usage("does not begin with a number"))?;
     let found = settings.integrations.iter().find(|one| one.id == name);
-    let found = found.filter(|one| one.provider != Provider::Desk);
+    let found = found.filter(|one| one.provider != ProviderKind::Desk);
     let found = found.ok_or_else(|| usage("names no [[integration]] of the settings"))?;
     let provider = found.provider.as_str().to_owned();
     Ok(AdoptedIntegration { old_id, name: name.to_owned(), provider, project: project.to_owned() })

@@ -1,14 +1,15 @@
 //! Webhooks: `POST /webhooks/{provider}/{integration}`, from untrusted bytes to a committed event.
 //!
 //! Flow: integration (404) -> content type (415) -> body within its limits (413, 408) -> `verify` the signature on the
-//! raw bytes (401) -> JSON (400) -> `github`, `gitlab` or `standard` maps it to an issue, or ignores it -> inbox (503
-//! if the database is unavailable) -> 200.
+//! raw bytes (401) -> JSON (400) -> `github`, `gitlab`, `standard` or `embedded` maps it to an issue, or ignores it -> inbox
+//! (503 if the database is unavailable) -> 200.
 //! Guarantees: nothing is parsed before its signature is verified. 200 with `ok` means committed, with the payload as
 //! received: any JSON within the limits, also with NUL, lone surrogates or numbers that the database cannot represent.
 //! Messages of the desk itself and of other bots are ignored, which prevents loops. An event that several webhooks
 //! report, or one reports again, is recorded once.
 //! Not here: processing of the event.
 
+mod embedded;
 mod github;
 mod gitlab;
 mod standard;
@@ -32,7 +33,7 @@ use utoipa::ToSchema;
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
-use crate::config::{IntegrationSettings, Provider, Settings};
+use crate::config::{IntegrationSettings, ProviderKind, Settings};
 use crate::http::ApiError;
 use crate::http::body;
 use crate::http::extract::PathParams;
@@ -115,7 +116,7 @@ pub(crate) fn routes() -> OpenApiRouter<HttpServer> {
 
 /// Receives a webhook. The event is committed if the response is 200 with `ok`.
 #[utoipa::path(post, path = "/webhooks/{provider}/{integration}", tag = "webhooks",
-    params(("provider" = String, Path, description = "`github`, `gitlab` or `standard`"), ("integration" = String, Path)),
+    params(("provider" = String, Path, description = "`github`, `gitlab`, `standard`, or a provider of the program that embeds the server"), ("integration" = String, Path)),
     request_body(content = Value, description = "The payload as sent by the provider, signed."),
     responses((status = 200, body = WebhookResponse), (status = 401, description = "The signature is missing or invalid."), (status = 404)),
     security(()))]
@@ -140,10 +141,11 @@ async fn receive(
         Err(error) => error.code(),
     };
     // An unknown provider would let the sender choose the label value.
-    let known = [Provider::Github, Provider::Gitlab, Provider::Standard];
-    let provider_label = known.iter().map(|known| known.as_str()).find(|known| *known == provider);
-    counter!(WEBHOOKS, "provider" => provider_label.unwrap_or("unknown"), "result" => label)
-        .increment(1);
+    let (built_in, configured) = (ProviderKind::BUILT_IN, &server.app.settings.integrations);
+    let known = built_in.iter().chain(configured.iter().map(|one| &one.provider));
+    let mut known = known.filter(|kind| **kind != ProviderKind::Desk).map(ProviderKind::as_str);
+    let provider_label = known.find(|known| *known == provider).unwrap_or("unknown").to_owned();
+    counter!(WEBHOOKS, "provider" => provider_label, "result" => label).increment(1);
     match result {
         Ok(outcome) => Json(WebhookResponse::from(outcome)).into_response(),
         Err(error) => {
@@ -193,18 +195,26 @@ async fn process(
     body::require_json(request.headers())?;
     let headers = request.headers().clone();
     let body = body::read(request, &settings.http).await?;
-    verify_signature(settings, integration, &headers, &body.bytes)?;
+    verify_signature(settings, integration, &headers, &body.bytes).await?;
 
     let text = std::str::from_utf8(&body.bytes)
         .map_err(|_| ApiError::invalid("the body is not valid UTF-8"))?;
     // Ids are read from the sanitized payload; the original text is stored.
     let sanitized = sanitize_json(text);
     let payload: Value = body.parse_text(&sanitized).await?;
-    let mapped = match integration.provider {
-        Provider::Github => github::map(&headers, &payload)?,
-        Provider::Gitlab => gitlab::map(&headers, &payload)?,
-        Provider::Standard => standard::map(&headers, &payload)?,
-        Provider::Desk => return Err(unknown(provider, id)),
+    // What is stored, if it is not the payload as received.
+    let mut stored = None;
+    let mapped = match &integration.provider {
+        ProviderKind::Github => github::map(&headers, &payload)?,
+        ProviderKind::Gitlab => gitlab::map(&headers, &payload)?,
+        ProviderKind::Standard => standard::map(&headers, &payload)?,
+        ProviderKind::Embedded(one) => {
+            let webhook = embedded::webhook(integration, &headers, &body.bytes)?;
+            let (mapped, text) = embedded::map(one.as_ref(), &webhook, &payload)?;
+            stored = text;
+            mapped
+        }
+        ProviderKind::Desk => return Err(unknown(provider, id)),
     };
     match mapped {
         WebhookMapping::Event(event) => {
@@ -219,7 +229,7 @@ async fn process(
             if matches!(sanitized, Cow::Owned(_)) {
                 event.reject_replaced_characters()?;
             }
-            record(&server.inbox, integration, event, text).await
+            record(&server.inbox, integration, event, stored.as_deref().unwrap_or(text)).await
         }
         WebhookMapping::Ignored(reason) => {
             debug!(integration = id, reason, "webhook ignored");
@@ -234,7 +244,7 @@ fn find_integration<'a>(
     id: &str,
 ) -> Result<&'a IntegrationSettings, ApiError> {
     let found = settings.integrations.iter().find(|one| {
-        one.id == id && one.provider.as_str() == provider && one.provider != Provider::Desk
+        one.id == id && one.provider.as_str() == provider && one.provider != ProviderKind::Desk
     });
     found.ok_or_else(|| unknown(provider, id))
 }
@@ -244,26 +254,34 @@ fn unknown(provider: &str, id: &str) -> ApiError {
 }
 
 /// Verifies the signature of the raw bytes.
-fn verify_signature(
+async fn verify_signature(
     settings: &Settings,
     integration: &IntegrationSettings,
     headers: &HeaderMap,
     bytes: &[u8],
 ) -> Result<(), ApiError> {
-    // The configuration requires a secret. Without one, every request is rejected.
-    let secret =
-        integration.secret.as_ref().ok_or_else(|| unauthorized("the integration has no secret"))?;
-    let secret = secret.expose_secret();
-    let verification = match integration.provider {
-        Provider::Github => verify::github(secret, headers, bytes),
-        Provider::Gitlab => verify::gitlab(secret, headers),
-        Provider::Standard => {
+    let secret = secret_of(integration)?;
+    let verification = match &integration.provider {
+        ProviderKind::Github => verify::github(secret, headers, bytes),
+        ProviderKind::Gitlab => verify::gitlab(secret, headers),
+        ProviderKind::Standard => {
             let tolerance = settings.webhook_tolerance;
             verify::standard(secret, headers, bytes, SystemClock.now(), tolerance)
         }
-        Provider::Desk => Err("the desk does not receive webhooks"),
+        ProviderKind::Embedded(one) => {
+            let webhook = embedded::webhook(integration, headers, bytes)?;
+            return embedded::verify(one.as_ref(), &webhook).await;
+        }
+        ProviderKind::Desk => Err("the desk does not receive webhooks"),
     };
     verification.map_err(unauthorized)
+}
+
+/// The configuration requires a secret. Without one, every request is rejected.
+fn secret_of(integration: &IntegrationSettings) -> Result<&str, ApiError> {
+    let secret = integration.secret.as_ref();
+    let secret = secret.ok_or_else(|| unauthorized("the integration has no secret"))?;
+    Ok(secret.expose_secret())
 }
 
 fn unauthorized(problem: &str) -> ApiError {

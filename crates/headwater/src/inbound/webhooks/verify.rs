@@ -9,10 +9,11 @@ use axum::http::HeaderMap;
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use headwater_stream::clock::Timestamp;
-use hmac::{Hmac, KeyInit, Mac};
+use hmac::Mac;
 use sha2::{Digest, Sha256};
 use subtle::ConstantTimeEq;
 
+use crate::desk::provider::is_hmac_sha256;
 use crate::inbound::standard_webhooks;
 use crate::inbound::webhooks::header;
 
@@ -29,10 +30,7 @@ pub(super) fn github(secret: &str, headers: &HeaderMap, bytes: &[u8]) -> Verific
     let mut signature = [0; 32];
     hex::decode_to_slice(digits, &mut signature)
         .map_err(|_| "X-Hub-Signature-256 is not `sha256=` and 64 hexadecimal digits")?;
-    let mut mac =
-        Hmac::<Sha256>::new_from_slice(secret.as_bytes()).expect("a key may have any length");
-    mac.update(bytes);
-    if mac.verify_slice(&signature).is_ok() {
+    if is_hmac_sha256(secret, &signature, &[bytes]) {
         Ok(())
     } else {
         Err("invalid signature: check that both sides use the same secret")

@@ -1,4 +1,6 @@
-//! A server with its own model and its own routes: `cargo run --release -p headwater --example extensions -- serve`.
+//! A server with its own model, routes and provider of webhooks: `cargo run --release -p headwater --example extensions -- serve`.
+
+mod chat;
 
 use std::process::ExitCode;
 
@@ -39,5 +41,7 @@ async fn main() -> ExitCode {
     // Below `/x`: `GET /x/hours`.
     let routes = Router::new().route("/hours", get(hours).post(|body: String| async { body }));
     let extensions = headwater::Extensions::default().model(Thanks).routes(routes);
+    // `provider = "chat"` of an `[[integration]]`.
+    let extensions = extensions.provider(chat::Chat);
     headwater::main_with_extensions(extensions).await
 }
