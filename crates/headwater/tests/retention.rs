@@ -2,7 +2,7 @@
 
 mod support;
 
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result, ensure};
 use headwater_testkit::{Database, Postgres};
@@ -191,6 +191,9 @@ async fn an_issue_with_many_events_is_deleted_in_small_transactions() -> Result<
     .await?;
     sql.run("INSERT INTO desk_usage (scope, tokens) SELECT 'day:000001:' || n, 1 FROM generate_series(1, 1200) AS n")
         .await?;
+    sql.run("INSERT INTO audit_log (id, at, caller, role, client, method, path)
+         SELECT to_char(n, 'FM00000000'), OLD, 'ada', 'admin', '127.0.0.1', 'POST', '/' FROM generate_series(1, 1700) AS n")
+        .await?;
     sql.run("UPDATE issues SET updated_at = OLD").await?;
     // Counts the rows that each transaction deletes.
     let Sql::Postgres(database) = &sql else { unreachable!("opened above") };
@@ -201,18 +204,21 @@ async fn an_issue_with_many_events_is_deleted_in_small_transactions() -> Result<
          CREATE TRIGGER count_events AFTER DELETE ON event_logs REFERENCING OLD TABLE AS gone
              FOR EACH STATEMENT EXECUTE FUNCTION count_deletions();
          CREATE TRIGGER count_usage AFTER DELETE ON desk_usage REFERENCING OLD TABLE AS gone
+             FOR EACH STATEMENT EXECUTE FUNCTION count_deletions();
+         CREATE TRIGGER count_entries AFTER DELETE ON audit_log REFERENCING OLD TABLE AS gone
              FOR EACH STATEMENT EXECUTE FUNCTION count_deletions();",
     )?;
 
     let keep_events = ["--retention-events", "0ms", "--retention-every", "200ms"];
-    let server = dir.serve(&[&base[..], &keep_events].concat())?;
+    let keep_entries = ["--audit-rows-max", "100"];
+    let server = dir.serve(&[&base[..], &keep_events, &keep_entries].concat())?;
     server.until(&format!("/api/v1/issues/{issue}"), |status, _| status == 404).await?;
     let deadline = Instant::now() + LIMIT;
     while sql.count("desk_usage WHERE scope LIKE 'day:000001:%'").await? > 0 {
         ensure!(Instant::now() < deadline, "token counts are left: {}", server.log());
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
-    for (table, rows) in [("event_logs", 1700), ("desk_usage", 1200)] {
+    for (table, rows) in [("event_logs", 1700), ("desk_usage", 1200), ("audit_log", 1600)] {
         let of = format!("deletions WHERE deleted_from = '{table}'");
         let sum = sql.run(&format!("SELECT sum(deleted) FROM {of}")).await?[0].parse::<u64>()?;
         assert!(sum >= rows, "{table}: {sum}");
@@ -223,6 +229,63 @@ async fn an_issue_with_many_events_is_deleted_in_small_transactions() -> Result<
         assert!(largest <= BATCH, "{largest} rows of {table} in one transaction");
     }
     Ok(())
+}
+
+/// The report of tokens reads the sums of past days, and only the runs of the last ones.
+async fn past_model_runs_are_summed_up(sql: Sql, dir: ServerDir) -> Result<()> {
+    const DAY_MS: u128 = 24 * 60 * 60 * 1000;
+    let url = sql.url();
+    let mut server = dir.serve(&["--database-url", &url])?;
+    // Ten runs on each of the last five days, by two models.
+    let now_ms = SystemTime::now().duration_since(UNIX_EPOCH)?.as_millis();
+    sql.run(&format!(
+        "INSERT INTO model_runs (id, at, issue_id, integration, model, result, calls, tokens_in, tokens_out, cost_micros)
+         WITH RECURSIVE numbers (n) AS (SELECT 0 UNION ALL SELECT n + 1 FROM numbers WHERE n < 49)
+         SELECT 'run-' || n, {now_ms} - (n % 5) * {DAY_MS}, 1, 'desk', CASE WHEN n % 2 = 0 THEN 'large' ELSE 'small' END,
+             CASE WHEN n % 7 = 0 THEN 'failed' ELSE 'done' END, 1, n, 2 * n, CASE WHEN n % 2 = 0 THEN 1000000 ELSE NULL END
+         FROM numbers"
+    ))
+    .await?;
+    let report = async |server: &Server| -> Result<Value> {
+        let (status, table) = server.get("/api/v1/reports/tokens-and-cost").await?;
+        ensure!(status == 200, "{status} {table}");
+        Ok(table["rows"].clone())
+    };
+    let sum = |rows: &Value, column: usize| -> f64 {
+        rows.as_array().into_iter().flatten().filter_map(|row| row[column].as_f64()).sum()
+    };
+    let before = report(&server).await?;
+    let sums: Vec<f64> = (3..8).map(|column| sum(&before, column)).collect();
+    assert_eq!(sums, [50.0, 8.0, 1225.0, 2450.0, 25.0], "{before}");
+    assert_eq!(before.as_array().map(Vec::len), Some(10), "{before}");
+    ensure!(server.stop()?.success(), "{}", server.log());
+
+    let server = dir.serve(&["--database-url", &url, "--retention-every", "200ms"])?;
+    let deadline = Instant::now() + LIMIT;
+    while sql.count("model_run_days").await? < 6 {
+        ensure!(Instant::now() < deadline, "not summed up: {}", server.log());
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    assert_eq!(report(&server).await?, before);
+    // What is summed up is not read any more, and is not summed up again.
+    let summed_up = (now_ms / DAY_MS - 1) * DAY_MS;
+    sql.run(&format!("DELETE FROM model_runs WHERE at < {summed_up}")).await?;
+    tokio::time::sleep(Duration::from_millis(500)).await;
+    assert_eq!(report(&server).await?, before);
+    Ok(())
+}
+
+#[tokio::test]
+async fn past_model_runs_are_summed_up_in_postgres() -> Result<()> {
+    past_model_runs_are_summed_up(Sql::Postgres(Postgres::shared()?.database()?), ServerDir::new()?)
+        .await
+}
+
+#[tokio::test]
+async fn past_model_runs_are_summed_up_in_sqlite() -> Result<()> {
+    let dir = ServerDir::new()?;
+    let url = format!("sqlite:{}", dir.file("issues.db"));
+    past_model_runs_are_summed_up(Sql::Sqlite(url), dir).await
 }
 
 #[tokio::test]

@@ -108,9 +108,10 @@ fn commands(version: Option<&str>) -> Finding {
         (..=6, _) => Finding::warning(
             "commands",
             format!(
-                "{in_use}; this server has no lag of groups and does not show the library of a connection"
+                "{in_use}; this server has no lag of groups, runs no script while it is full, and does not show the \
+                 library of a connection"
             ),
-            "upgrade to Redis 7.2 or Valkey 8 or later",
+            "upgrade to Redis 7.2 or Valkey 8 or later; until then keep a reserve of memory (docs/operations.md)",
         ),
         (7, ..=1) => Finding::ok(
             "commands",

@@ -15,20 +15,36 @@ use crate::http::audit::{AuditRow, AuditWrite};
 /// The log is trimmed when it exceeds the maximum by this many entries.
 const TRIM_EVERY: u64 = 1000;
 
+/// Entries that one transaction removes.
+const TRIM_BATCH: u64 = 500;
+
+/// Transactions of one call: more than are written meanwhile, so that also a much lower maximum is reached.
+const TRIM_BATCHES_MAX: u64 = 20;
+
+const _: () = assert!(TRIM_BATCH * TRIM_BATCHES_MAX > TRIM_EVERY);
+
 fn failed(what: &str, error: sqlx::Error) -> IssueError {
     let problem = format!("{what}: {error}");
     IssueError::Unavailable { problem, source: Some(Arc::new(error)) }
 }
 
-/// Removes the oldest entries above the maximum.
+/// Removes the oldest entries above the maximum, in small transactions. If there are too many for one call, the next ones remove the
+/// rest.
 pub(super) async fn trim(store: &dyn Store, rows_max: u64) -> Result<(), IssueError> {
-    let delete = "DELETE FROM audit_log WHERE id <=
-         (SELECT id FROM audit_log ORDER BY id DESC LIMIT 1 OFFSET $1)";
-    let rows_max = i64::try_from(rows_max).unwrap_or(i64::MAX);
-    let mut transaction = store.begin().await?;
-    let trimmed = transaction.connection().execute(delete, &[rows_max.into()]).await;
-    trimmed.map_err(|error| failed("failed to trim the audit log", error))?;
-    transaction.commit().await
+    let delete = "DELETE FROM audit_log WHERE id IN (SELECT id FROM audit_log WHERE id <=
+             (SELECT id FROM audit_log ORDER BY id DESC LIMIT 1 OFFSET $1) ORDER BY id LIMIT $2)";
+    let to_i64 = |count: u64| i64::try_from(count).unwrap_or(i64::MAX);
+    for _ in 0..TRIM_BATCHES_MAX {
+        let mut transaction = store.begin().await?;
+        let parameters = [to_i64(rows_max).into(), to_i64(TRIM_BATCH).into()];
+        let trimmed = transaction.connection().execute(delete, &parameters).await;
+        let trimmed = trimmed.map_err(|error| failed("failed to trim the audit log", error))?;
+        transaction.commit().await?;
+        if trimmed < TRIM_BATCH {
+            break;
+        }
+    }
+    Ok(())
 }
 
 /// Writes batches.
