@@ -1,4 +1,5 @@
-//! The example with its own model and routes: it answers tickets, and its routes are behind the tokens of the server.
+//! Programs with their own model, routes and tools: they answer tickets, the routes are behind the tokens of the server, and a tool
+//! that panics or never ends stops nothing.
 
 mod support;
 
@@ -6,6 +7,8 @@ use anyhow::{Context, Result, ensure};
 use serde_json::json;
 
 use crate::support::desk::{answered, by, new_ticket};
+use crate::support::tool_desk::{ask, effects, only_answer};
+use crate::support::tool_service::{CallPlan, ToolModel};
 use crate::support::{ServerDir, text};
 
 const SETTINGS: &str = "\
@@ -80,5 +83,41 @@ async fn without_tokens_the_routes_are_open_to_local_programs_only() -> Result<(
     let created = support::desk::open(&server, "Hello").await?;
     let id = created["ticket_id"].as_str().context("an id")?;
     assert_eq!(by(&answered(&server, id, 1).await?, "assistant").len(), 1);
+    Ok(())
+}
+
+const CALLS: &[CallPlan] = &[
+    ("case-greet", &[("greet", "{}")]),
+    ("case-panic", &[("panic", "{}")]),
+    ("case-wait", &[("wait", "{}")]),
+];
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_tool_of_a_program_is_called_and_its_defects_stop_nothing() -> Result<()> {
+    let (_model, url) = ToolModel::start(CALLS).await?;
+    let place = ServerDir::new()?.program(example("faulty_extensions")?);
+    let quick = ["--issue-quiet", "10ms", "--sweep-every", "200ms", "--analytics-path", ""];
+    let server =
+        place.serve(&[&quick[..], &["--model-url", &url, "--model-name", "m"]].concat())?;
+    let (ticket, _) = ask(&server, "case-greet").await?;
+    let answer = only_answer(&server, &ticket).await?;
+    let expected = r#"{"ok":true,"result":{"from":"desk","hello":"ada"}}"#;
+    assert!(answer.contains(expected), "{answer}");
+
+    // It may have changed something: it is not called again, and a person gets the facts.
+    let (ticket, issue) = ask(&server, "case-panic").await?;
+    let path = format!("/api/v1/tickets/{ticket}");
+    let shown = server.until(&path, |_, shown| shown["handed_over"] == true).await?;
+    let reason = shown["hand_over_reason"].as_str().context("a reason")?;
+    assert!(reason.contains("the tool panicked"), "{reason}");
+    let recorded = effects(&server, issue).await?;
+    let (status, attempts) = (&recorded[0]["status"], &recorded[0]["attempts"]);
+    assert_eq!((recorded.len(), status, attempts), (1, &json!("unknown"), &json!(1)));
+
+    let (ticket, _) = ask(&server, "case-wait").await?;
+    let answer = only_answer(&server, &ticket).await?;
+    assert!(answer.contains("no response within 500ms"), "{answer}");
+    let (ticket, _) = ask(&server, "case-greet again").await?;
+    assert!(only_answer(&server, &ticket).await?.contains("ada"));
     Ok(())
 }

@@ -6,11 +6,12 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use futures_util::future::try_join_all;
+use headwater_testkit::WallClock;
 use serde_json::{Value, json};
 
 use crate::support::desk::{all_idle, answered, by, open};
 use crate::support::model::{FakeModel, ModelFault};
-use crate::support::{Server, ServerDir};
+use crate::support::{Server, ServerDir, eventually};
 
 fn id(created: &Value) -> Result<String> {
     Ok(created["ticket_id"].as_str().context("a ticket")?.to_owned())
@@ -99,6 +100,45 @@ async fn an_outage_of_the_model_or_an_expired_key_quarantines_no_issue() -> Resu
     all_idle(&server).await?;
     let (_, quarantined) = server.get("/api/v1/issues?quarantined=true").await?;
     assert_eq!(quarantined["issues"], json!([]));
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_outage_of_a_day_quarantines_nothing_and_every_ticket_is_answered_once_after_it()
+-> Result<()> {
+    let clock = WallClock::start()?;
+    let (model, url) = FakeModel::open((5, 5)).await?;
+    model.plan("case-day", &[ModelFault::ServerError; 1000]);
+    let mut place = ServerDir::new()?;
+    for (name, value) in clock.environment() {
+        place = place.variable(&name, &value);
+    }
+    // The first counted attempt would quarantine an issue.
+    let server = desk(&place, &url, &["--worker-attempts", "1", "--analytics-path", ""])?;
+    let mut tickets = Vec::new();
+    for number in 1..=3 {
+        tickets.push(id(&open(&server, &format!("This is case-day {number}.")).await?)?);
+    }
+    let quarantined = "/api/v1/issues?quarantined=true";
+    for hour in 1..=24 {
+        let requests = model.requests("case-day").len();
+        clock.set(hour * 3600)?;
+        // Only now and then: the breaker waits longer from failure to failure, in real time.
+        if matches!(hour, 1 | 12) {
+            eventually("a call", || model.requests("case-day").len() > requests).await?;
+        }
+        assert_eq!(server.get(quarantined).await?.1["issues"], json!([]), "hour {hour}");
+    }
+    model.plan("case-day", &[]);
+    for ticket in &tickets {
+        answered(&server, ticket, 1).await?;
+    }
+    all_idle(&server).await?;
+    for ticket in &tickets {
+        let shown = answered(&server, ticket, 1).await?;
+        assert_eq!(by(&shown, "assistant"), [FakeModel::ANSWER], "{shown:#}");
+    }
+    assert_eq!(server.get(quarantined).await?.1["issues"], json!([]));
     Ok(())
 }
 

@@ -15,6 +15,7 @@ use tokio::time::timeout;
 
 use crate::support::desk::{answered, by, open};
 use crate::support::model::{FakeModel, ModelFault};
+use crate::support::tool_service::ToolService;
 use crate::support::{LIMIT, Server, ServerDir, text};
 
 /// Pieces of an answer with a control character, which no listener may see.
@@ -228,6 +229,99 @@ async fn an_answer_that_needs_an_approval_or_may_need_one_is_never_shown() -> Re
             "{policy}: {names:?}"
         );
     }
+    Ok(())
+}
+
+/// A tool that refunds orders, of this integration.
+fn tool(name: &str, integration: &str, service: &str, more: &str) -> String {
+    let parameters = r#"{ type = "object", required = ["order"], properties = { order = { type = "string" } } }"#;
+    format!(
+        "[[tool]]\nname = \"{name}\"\ndescription = \"Refunds.\"\nmethod = \"POST\"\nurl = \"{service}/refunds\"\n\
+         parameters = {parameters}\nidempotency_header = \"Idempotency-Key\"\nintegrations = [\"{integration}\"]\n{more}\n"
+    )
+}
+
+const SHOP: &str =
+    "[[integration]]\nid = \"shop\"\nprovider = \"standard\"\nsecret = \"c2VjcmV0c2VjcmV0\"\n";
+
+#[tokio::test(flavor = "multi_thread")]
+async fn text_beside_a_call_that_needs_an_approval_is_never_shown() -> Result<()> {
+    let (model, url) = FakeModel::open((5, 5)).await?;
+    let promise = ["I refund it ", "now."];
+    let calls = [
+        ModelFault::PiecesAndCall(&["I refund it ", "now."], "refund", r#"{"order": "o-1"}"#),
+        ModelFault::Pieces(PIECES),
+    ];
+    model.plan("case-approve", &calls);
+    let (service, service_url) = ToolService::start().await?;
+    let place =
+        ServerDir::new()?.settings(&tool("refund", "desk", &service_url, "approval = true"))?;
+    let server = desk(&place, &url, &[])?;
+    let created = open(&server, "case-approve").await?;
+    let ticket = id(&created)?;
+    let mut listener = Listener::open(&server, &ticket).await?;
+    let (_, asked) = listener.next().await?;
+    assert_eq!(asked["author"], "user");
+    model.write(3);
+    let path = "/api/v1/drafts?status=pending";
+    let page = server.until(path, |_, body| body["drafts"] != json!([])).await?;
+    assert!(service.requests("o-1").is_empty(), "not without an approval");
+    let (_, shown) = server.get(&format!("/api/v1/tickets/{ticket}?provisional=true")).await?;
+    assert!(shown["provisional"].is_null(), "{shown:#}");
+    let path = format!("/api/v1/drafts/{}/approve", page["drafts"][0]["id"]);
+    assert_eq!(server.post(&path, &json!({})).await?.0, 200);
+    model.write(4);
+    let (message, seen) = listener.answer().await?;
+    assert_eq!(message["content"], "Your parcel arrives today.");
+    let names: Vec<&str> = seen.iter().map(|(name, _)| name.as_str()).collect();
+    assert!(!names.contains(&"provisional") && !names.contains(&"withdrawn"), "{seen:#?}");
+    for text in promise {
+        assert!(!format!("{seen:?}").contains(text.trim()), "{seen:#?}");
+    }
+    assert_eq!(service.requests("o-1").len(), 1);
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn text_beside_another_call_is_withdrawn_and_shown_with_its_values() -> Result<()> {
+    let (model, url) = FakeModel::open((5, 5)).await?;
+    // A placeholder in two pieces.
+    let text = &["I look for [EMA", "IL_1] now."];
+    let calls = [
+        ModelFault::PiecesAndCall(text, "refund", r#"{"order": "[EMAIL_1]"}"#),
+        ModelFault::Pieces(PIECES),
+    ];
+    model.plan("case-call", &calls);
+    let (service, service_url) = ToolService::start().await?;
+    // A tool that needs an approval, of another integration, changes nothing.
+    let settings = [
+        "[desk]\nredact = [\"email\"]\n".to_owned(),
+        SHOP.to_owned(),
+        tool("refund", "desk", &service_url, ""),
+        tool("approved", "shop", &service_url, "approval = true"),
+    ];
+    let place = ServerDir::new()?.settings(&settings.concat())?;
+    let server = desk(&place, &url, &[])?;
+    let ticket = id(&open(&server, "case-call of ada@example.com").await?)?;
+    let mut listener = Listener::open(&server, &ticket).await?;
+    model.write(1);
+    let first = listener.text("I look for").await?;
+    model.write(1);
+    listener.text("I look for ada@example.com now.").await?;
+    assert!(service.requests("ada@example.com").is_empty());
+    model.write(1);
+    let withdrawn = listener.until("withdrawn", &mut Vec::new()).await?;
+    let expected = json!({"message_id": first["message_id"], "reason": "discarded"});
+    assert_eq!(withdrawn, expected);
+    model.write(1);
+    listener.text("Your parcel").await?;
+    assert_eq!(service.requests("ada@example.com").len(), 1);
+    model.write(3);
+    let (message, seen) = listener.answer().await?;
+    assert_eq!(message["content"], "Your parcel arrives today.");
+    assert_eq!(seen[seen.len() - 2].1["reason"], "replaced", "{seen:#?}");
+    let requests = model.requests("");
+    assert!(requests.iter().all(|one| !one.body.to_string().contains("ada@example.com")));
     Ok(())
 }
 

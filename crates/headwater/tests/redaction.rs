@@ -7,7 +7,9 @@ use serde_json::{Value, json};
 
 use crate::support::desk::{all_idle, answered, by};
 use crate::support::model::{FakeModel, ModelFault};
-use crate::support::{LIMIT, ServerDir, text};
+use crate::support::tool_desk::{SQLITE, ToolDesk, ask, decide, only_answer, planned};
+use crate::support::tool_service::CallPlan;
+use crate::support::{LIMIT, ServerDir, eventually, text};
 
 const SETTINGS: &str = "[desk]\nredact = [\"email\", \"card\", \"iban\", \"phone\"]\n\
     [[redaction]]\nname = \"order\"\npattern = 'ORD-[0-9]{6}'\n";
@@ -84,6 +86,87 @@ async fn a_model_sees_placeholders_and_a_user_sees_the_values() -> Result<()> {
         let name = session["session"].as_str().context("a session")?;
         let (_, events) = server.get(&format!("/api/v1/sessions/{name}/events")).await?;
         is_secret_free(name, &events.to_string());
+    }
+    Ok(())
+}
+
+/// The model writes placeholders; one of them is of no value.
+const CALLS: &[CallPlan] = &[
+    ("case-known", &[("repeated", r#"{"order": "[ORDER_1] [REF_1]\n[PHONE_1]"}"#)]),
+    ("case-approved", &[("approved", r#"{"order": "[ORDER_1] [REF_1]\n[PHONE_1]"}"#)]),
+    (
+        "case-read",
+        &[("status", r#"{"order": "[ORDER_1]"}"#), ("status", r#"{"order": "[ORDER_9]"}"#)],
+    ),
+];
+
+/// What the service gets.
+const ORDER: &str = "ORD-123456 R&D-7\n+49 170 1234567";
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_tool_gets_the_values_and_the_model_only_placeholders_of_its_results() -> Result<()> {
+    let more = format!("{SETTINGS}[[redaction]]\nname = \"ref\"\npattern = 'R&D-[0-9]+'\n");
+    let desk = ToolDesk::with_settings(CALLS, SQLITE, &more).await?;
+    let server = desk.serve()?;
+    let content = |case: &str| format!("{case}: ORD-123456 R&D-7, call +49 170 1234567");
+
+    // A newer message supersedes the run after its call: the next run shows the call and its result to the model again.
+    desk.model.block(true);
+    let (ticket, issue) = ask(&server, &content("case-known")).await?;
+    let path = format!("/api/v1/effects?issue_id={issue}");
+    let page = server.until(&path, |_, page| page["effects"][0]["status"] == "done").await?;
+    assert_eq!(page["effects"][0]["arguments"]["order"], ORDER, "{page:#}");
+    eventually("the result", || desk.model.requests("case-known").len() == 2).await?;
+    let more = json!({"content": "Quickly!"});
+    assert_eq!(server.post(&format!("/api/v1/tickets/{ticket}/messages"), &more).await?.0, 201);
+    eventually("the next run", || !desk.model.requests("Quickly!").is_empty()).await?;
+    desk.model.block(false);
+    let answer = only_answer(&server, &ticket).await?;
+    for value in ["ORD-123456", "R&D-7", "+49 170 1234567"] {
+        assert!(answer.contains(value), "{answer}");
+    }
+
+    // A person sees the values, and approves them.
+    let (ticket, issue) = ask(&server, &content("case-approved")).await?;
+    let draft = planned(&server, issue).await?;
+    assert_eq!(draft["calls"][0]["arguments"]["order"], ORDER, "{draft:#}");
+    assert_eq!(decide(&server, &draft, "approve", json!({})).await?.0, 200);
+    let answer = only_answer(&server, &ticket).await?;
+    assert!(answer.contains("R&D-7"), "{answer}");
+    assert_eq!(desk.service.requests(ORDER).len(), 2, "one of each case");
+
+    // A placeholder that stands for nothing stays what it is.
+    let (ticket, _) = ask(&server, &content("case-read")).await?;
+    only_answer(&server, &ticket).await?;
+    let reads: Vec<String> = desk.service.reads().into_iter().map(|read| read.0).collect();
+    assert_eq!(reads, ["/orders/ORD-123456?user=ada", "/orders/%5BORDER_9%5D?user=ada"]);
+
+    let mut results = 0;
+    for request in desk.model.requests("") {
+        let seen = request.to_string();
+        for value in ["ORD-123456", "R&D-7", "0026D-7", "170 1234567"] {
+            assert!(!seen.contains(value), "{value} in {request:#}");
+        }
+        let messages = request["messages"].as_array().context("messages")?;
+        let of_tools = messages.iter().filter(|one| one["role"] == "tool");
+        let refunds = of_tools.filter(|one| one["content"].to_string().contains("refunded"));
+        for refund in refunds {
+            results += 1;
+            let shown = refund["content"].as_str().context("a content")?;
+            let shown: Value = serde_json::from_str(shown)?;
+            assert_eq!(shown["result"]["refunded"], "[ORDER_1] [REF_1]\n[PHONE_1]", "{shown}");
+        }
+    }
+    // Of the run that was superseded, of the next one, and of the one after the approval.
+    assert_eq!(results, 3);
+    let (_, sessions) = server.get("/api/v1/sessions").await?;
+    for session in sessions["sessions"].as_array().context("sessions")? {
+        let name = session["session"].as_str().context("a session")?;
+        let (_, events) = server.get(&format!("/api/v1/sessions/{name}/events")).await?;
+        let events = events.to_string();
+        for value in ["ORD-123456", "R&D-7", "0026D-7", "170 1234567"] {
+            assert!(!events.contains(value), "{value} in {events}");
+        }
     }
     Ok(())
 }

@@ -9,116 +9,12 @@ use anyhow::{Context, Result};
 use headwater_testkit::{Database, Postgres};
 use serde_json::{Value, json};
 
-use crate::support::desk::{all_idle, answered, by, open};
-use crate::support::tool_service::{CallPlan, ToolModel, ToolService};
-use crate::support::{Server, ServerDir, eventually, text};
-
-const SQLITE: &str = "sqlite:headwater-data/headwater.db";
-
-/// Tools for every way of recovery, on this service.
-fn settings(service: &str) -> String {
-    let order = r#"parameters = { type = "object", required = ["order"], additionalProperties = false, properties = { order = { type = "string" } } }"#;
-    let refund = |name: &str, more: &str| {
-        format!(
-            "[[tool]]\nname = \"{name}\"\ndescription = \"Refunds an order.\"\nmethod = \"POST\"\n\
-             url = \"{service}/refunds\"\n{order}\ntimeout = \"1s\"\n{more}\n"
-        )
-    };
-    let bad = |kind: &str| {
-        format!(
-            "[[tool]]\nname = \"{kind}\"\ndescription = \"Bad.\"\nurl = \"{service}/bad/{kind}\"\ntimeout = \"500ms\"\n"
-        )
-    };
-    let reference = "body = { order = \"{order}\", reference = \"{idempotency_key}\" }";
-    let tools = [
-        refund("repeated", "idempotency_header = \"Idempotency-Key\""),
-        refund(
-            "looked_up",
-            &format!("{reference}\nlookup_url = \"{service}/refunds/{{idempotency_key}}\""),
-        ),
-        refund("personal", reference),
-        refund("approved", "idempotency_header = \"Idempotency-Key\"\napproval = true"),
-        format!(
-            "[[tool]]\nname = \"status\"\ndescription = \"Status of an order.\"\nurl = \"{service}/orders/{{order}}?user={{issue.user}}\"\n{order}\n\
-             [[tool.header]]\nname = \"Authorization\"\nprefix = \"Bearer \"\nsecret_env = \"SHOP_TOKEN\"\n"
-        ),
-        format!(
-            "[[tool]]\nname = \"foreign\"\ndescription = \"Of another integration.\"\nurl = \"{service}/foreign\"\nintegrations = [\"shop\"]\n"
-        ),
-        bad("html"),
-        bad("broken"),
-        bad("huge"),
-        bad("never"),
-        bad("redirect"),
-        bad("moved"),
-        bad("error"),
-    ];
-    format!(
-        "[[integration]]\nid = \"shop\"\nprovider = \"standard\"\nsecret = \"c2VjcmV0c2VjcmV0c2VjcmV0c2VjcmV0\"\n{}",
-        tools.join("\n")
-    )
-}
-
-struct Place {
-    dir: ServerDir,
-    model: ToolModel,
-    service: ToolService,
-    database: String,
-}
-
-impl Place {
-    async fn new(plans: &'static [CallPlan], database: &str) -> Result<Self> {
-        let (model, model_url) = ToolModel::start(plans).await?;
-        let (service, url) = ToolService::start().await?;
-        let dir = ServerDir::new()?.settings(&settings(&url))?;
-        let dir =
-            dir.variable("SHOP_TOKEN", "a shop token").variable("HEADWATER_MODEL_URL", &model_url);
-        let dir = dir.variable("HEADWATER_MODEL_NAME", "m");
-        Ok(Self { dir, model, service, database: database.to_owned() })
-    }
-
-    fn serve(&self) -> Result<Server> {
-        let given = ["--issue-quiet", "10ms", "--worker-claim", "1s", "--sweep-every", "200ms"];
-        let given = [&given[..], &["--analytics-path", "", "--database-url", &self.database]];
-        self.dir.serve(&given.concat())
-    }
-}
-
-/// Opens a ticket; its id and its issue.
-async fn ask(server: &Server, content: &str) -> Result<(String, i64)> {
-    let created = open(server, content).await?;
-    let ticket = created["ticket_id"].as_str().context("a ticket")?.to_owned();
-    Ok((ticket, created["issue_id"].as_i64().context("an issue")?))
-}
-
-/// The only answer of a ticket.
-async fn only_answer(server: &Server, ticket: &str) -> Result<String> {
-    answered(server, ticket, 1).await?;
-    all_idle(server).await?;
-    let shown = answered(server, ticket, 1).await?;
-    let answers = by(&shown, "assistant");
-    assert_eq!(answers.len(), 1, "{shown:#}");
-    Ok(answers[0].to_owned())
-}
-
-/// The effects of an issue, oldest first.
-async fn effects(server: &Server, issue: i64) -> Result<Vec<Value>> {
-    let (_, page) = server.get(&format!("/api/v1/effects?issue_id={issue}")).await?;
-    let mut effects = page["effects"].as_array().cloned().context("effects")?;
-    effects.reverse();
-    Ok(effects)
-}
-
-/// The pending draft of an issue.
-async fn planned(server: &Server, issue: i64) -> Result<Value> {
-    let path = format!("/api/v1/drafts?status=pending&issue_id={issue}");
-    let page = server.until(&path, |_, body| body["drafts"] != json!([])).await?;
-    Ok(page["drafts"][0].clone())
-}
-
-async fn decide(server: &Server, draft: &Value, verb: &str, body: Value) -> Result<(u16, Value)> {
-    server.post(&format!("/api/v1/drafts/{}/{verb}", draft["id"]), &body).await
-}
+use crate::support::desk::{all_idle, answered};
+use crate::support::tool_desk::{
+    SQLITE, ToolDesk, ask, decide, effects, end_sessions, only_answer, planned,
+};
+use crate::support::tool_service::CallPlan;
+use crate::support::{ServerDir, eventually, text};
 
 fn refused(body: &Value) -> &str {
     body["error"]["code"].as_str().unwrap_or_default()
@@ -144,7 +40,7 @@ const READING: &[CallPlan] = &[
 
 #[tokio::test(flavor = "multi_thread")]
 async fn the_model_gets_the_results_of_tools_and_a_clear_error_for_everything_else() -> Result<()> {
-    let place = Place::new(READING, SQLITE).await?;
+    let place = ToolDesk::new(READING, SQLITE).await?;
     let server = place.serve()?;
     let (ticket, _) = ask(&server, "Where is it?").await?;
     let answer = only_answer(&server, &ticket).await?;
@@ -223,21 +119,11 @@ const KILLS: &[CallPlan] = &[
     ("approved-2", &[("approved", r#"{"order": "approved-2"}"#)]),
 ];
 
-/// Ends the database sessions of a killed process, and its leases of outbox rows.
-fn end_sessions(database: Option<&Database>) -> Result<()> {
-    let Some(database) = database else { return Ok(()) };
-    database.query(
-        "SELECT pg_terminate_backend(pid) FROM pg_stat_activity
-         WHERE datname = current_database() AND pid <> pg_backend_pid()",
-    )?;
-    database.query("UPDATE outbox SET due_at = now() WHERE status <> 'delivered'").map(drop)
-}
-
 async fn a_kill_at_any_step_of_a_call_loses_and_repeats_no_effect(
     url: &str,
     database: Option<&Database>,
 ) -> Result<()> {
-    let place = Place::new(KILLS, url).await?;
+    let place = ToolDesk::new(KILLS, url).await?;
     let mut server = place.serve()?;
     let points =
         [KillPoint::BeforeTheEffect, KillPoint::AfterTheEffect, KillPoint::AfterTheOutcome];
@@ -323,7 +209,7 @@ const SUPERSEDED: &[CallPlan] = &[
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_newer_message_repeats_no_call() -> Result<()> {
-    let place = Place::new(SUPERSEDED, SQLITE).await?;
+    let place = ToolDesk::new(SUPERSEDED, SQLITE).await?;
     let server = place.serve()?;
     place.model.block(true);
     let (ticket, issue) = ask(&server, "Refund order-1").await?;
@@ -365,7 +251,7 @@ const APPROVALS: &[CallPlan] = &[
 ];
 
 async fn a_call_is_made_once_when_a_person_approves_it(database: &str) -> Result<()> {
-    let place = Place::new(APPROVALS, database).await?;
+    let place = ToolDesk::new(APPROVALS, database).await?;
     let server = place.serve()?;
     let (ticket, issue) = ask(&server, "Refund order-1").await?;
     let draft = planned(&server, issue).await?;
@@ -447,6 +333,68 @@ async fn a_call_is_made_once_when_a_person_approves_it_on_sqlite() -> Result<()>
 async fn a_call_is_made_once_when_a_person_approves_it_on_postgres() -> Result<()> {
     let database = Postgres::shared()?.database()?;
     a_call_is_made_once_when_a_person_approves_it(&database.url()).await
+}
+
+const DOWN: &[CallPlan] = &[
+    ("down-0", &[("repeated", r#"{"order": "down-0"}"#)]),
+    ("down-1", &[("repeated", r#"{"order": "down-1"}"#)]),
+    ("down-2", &[("repeated", r#"{"order": "down-2"}"#)]),
+    ("down-3", &[("repeated", r#"{"order": "down-3"}"#)]),
+    ("down-4", &[("repeated", r#"{"order": "down-4"}"#)]),
+    ("down-5", &[("repeated", r#"{"order": "down-5"}"#)]),
+    ("read-0", &[("never", "{}")]),
+    ("read-1", &[("never", "{}")]),
+    ("read-2", &[("never", "{}")]),
+    ("read-3", &[("never", "{}")]),
+];
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_tool_that_does_not_respond_holds_no_slots_and_its_calls_continue_by_themselves()
+-> Result<()> {
+    let desk = ToolDesk::new(DOWN, SQLITE).await?;
+    // One slot: a call that waits for the tool would delay every other issue.
+    let server = desk.serve_with(&["--worker-concurrency", "1"])?;
+    desk.service.is_silent_before.store(true, Ordering::SeqCst);
+    let mut stuck = Vec::new();
+    for number in 0..3 {
+        let order = format!("down-{number}");
+        stuck.push((order.clone(), ask(&server, &order).await?));
+        eventually("the call", || !desk.service.requests(&order).is_empty()).await?;
+    }
+    server.wait_for_log("tool calls stopped")?;
+    // Three issues have failed: for others the tool is not called, and the model is told so.
+    for number in 3..6 {
+        let order = format!("down-{number}");
+        let (ticket, issue) = ask(&server, &order).await?;
+        let shown = answered(&server, &ticket, 1).await?;
+        assert!(shown.to_string().contains("the tool does not respond"), "{shown:#}");
+        assert!(desk.service.requests(&order).is_empty(), "{order}");
+        assert!(effects(&server, issue).await?.is_empty(), "nothing was begun");
+    }
+    // The same for a tool that only reads; the others work.
+    for number in 0..4 {
+        let (ticket, _) = ask(&server, &format!("read-{number}")).await?;
+        let shown = answered(&server, &ticket, 1).await?.to_string();
+        let expected =
+            if number < 3 { "no response within 500ms" } else { "the tool does not respond" };
+        assert!(shown.contains(expected), "{number}: {shown}");
+    }
+    let metrics = server.client.get(server.url("/metrics")).send().await?.text().await?;
+    let stopped = r#"headwater_tool_calls_total{tool="never",result="stopped"} 1"#;
+    assert!(metrics.contains(stopped), "{metrics}");
+
+    // It works again: the calls without an outcome are made, with their keys.
+    desk.service.is_silent_before.store(false, Ordering::SeqCst);
+    for (order, (ticket, issue)) in stuck {
+        let answer = only_answer(&server, &ticket).await?;
+        assert!(answer.contains(&order), "{order}: {answer}");
+        let requests = desk.service.requests(&order);
+        assert!(requests.iter().all(|(key, _)| *key == requests[0].0), "{requests:?}");
+        assert_eq!(desk.service.done(&order), 1, "{order}");
+        assert_eq!(effects(&server, issue).await?[0]["status"], "done", "{order}");
+    }
+    server.wait_for_log("tool works again")?;
+    Ok(())
 }
 
 #[test]

@@ -1,6 +1,6 @@
-//! Circuit breaker of one model endpoint: while it fails, only single calls test whether it works again.
+//! Circuit breaker of one model endpoint or tool: while it fails, only single calls test whether it works again.
 //!
-//! Upstream: `handler` asks before each model call and reports its result. No I/O; the state is that of one process.
+//! Upstream: `handler` and `tool_calls` ask before each call and report its result. No I/O; the state is that of one process.
 //! Guarantees: the breaker opens after a few failed calls without a success in between. An issue whose own text makes
 //! every call fail delays no other issue: until several issues have failed, each further issue may try. While open, one
 //! call at a time tests the endpoint, after a pause that doubles up to a limit. A test call that is dropped lets the
@@ -24,17 +24,28 @@ const FAILURES_MAX: u32 = 3;
 /// Longest pause between two tests of a failing endpoint.
 const PAUSE_MAX: Duration = Duration::from_secs(60);
 
+/// Pause before the first test of a failing tool.
+const TOOL_PAUSE: Duration = Duration::from_secs(5);
+
 #[derive(Debug)]
-pub(crate) struct ModelBreaker {
-    /// Name of the model, for the log.
+pub(crate) struct CircuitBreaker {
+    target: BreakerTarget,
+    /// Name of the target, for the log.
     name: String,
     pause_min: Duration,
-    state: Mutex<ModelBreakerState>,
+    state: Mutex<CircuitState>,
+}
+
+/// What is called.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum BreakerTarget {
+    Model,
+    Tool,
 }
 
 /// Calls since the last success.
 #[derive(Debug, Default)]
-struct ModelBreakerState {
+struct CircuitState {
     failures: u32,
     /// Different issues of failed calls, at most [`FAILURES_MAX`].
     issues: Vec<IssueId>,
@@ -56,19 +67,27 @@ pub(crate) struct BreakerOpen {
 /// Permission for one call. Report its result; if it is dropped before, nothing is counted.
 #[derive(Debug)]
 pub(crate) struct CallPermit<'a> {
-    breaker: &'a ModelBreaker,
+    breaker: &'a CircuitBreaker,
     issue_id: IssueId,
     is_test: bool,
     /// Whether the endpoint was known to fail before the call.
     pub(crate) was_failing: bool,
 }
 
-impl ModelBreaker {
+impl CircuitBreaker {
     /// `pause_min` is the pause before the first test.
-    pub(crate) fn new(name: &str, pause_min: Duration) -> Self {
-        let pause_min = pause_min.min(PAUSE_MAX);
+    pub(crate) fn of_model(name: &str, pause_min: Duration) -> Self {
         gauge!(MODEL_AVAILABLE, "model" => name.to_owned()).set(1.0);
-        Self { name: name.to_owned(), pause_min, state: Mutex::default() }
+        Self::new(BreakerTarget::Model, name, pause_min)
+    }
+
+    pub(crate) fn of_tool(name: &str) -> Self {
+        Self::new(BreakerTarget::Tool, name, TOOL_PAUSE)
+    }
+
+    fn new(target: BreakerTarget, name: &str, pause_min: Duration) -> Self {
+        let pause_min = pause_min.min(PAUSE_MAX);
+        Self { target, name: name.to_owned(), pause_min, state: Mutex::default() }
     }
 
     /// Asks for a call for an issue.
@@ -98,42 +117,78 @@ impl ModelBreaker {
         self.state().failures >= FAILURES_MAX
     }
 
-    fn state(&self) -> MutexGuard<'_, ModelBreakerState> {
+    fn state(&self) -> MutexGuard<'_, CircuitState> {
         self.state.lock().expect("no code panics while it holds this lock")
     }
 
-    fn failed(&self, issue_id: IssueId, error: &ModelError, now: Instant) {
+    fn failed(&self, issue_id: IssueId, error: &str, kind: CallFailure, now: Instant) {
         let mut state = self.state();
         let was_failing = state.failures >= FAILURES_MAX;
-        // A wrong key or address fails every call: one failure is enough.
-        let at_least = if matches!(error, ModelError::Unauthorized(_)) { FAILURES_MAX } else { 1 };
+        let at_least = if kind == CallFailure::Denied { FAILURES_MAX } else { 1 };
         state.failures = state.failures.saturating_add(1).max(at_least);
         if state.issues.len() < FAILURES_MAX as usize && !state.issues.contains(&issue_id) {
             state.issues.push(issue_id);
         }
-        state.last_error = error.to_string();
+        error.clone_into(&mut state.last_error);
         if state.failures < FAILURES_MAX {
             return;
         }
         let doublings = (state.failures - FAILURES_MAX).min(16);
         let pause = self.pause_min.saturating_mul(1 << doublings).min(PAUSE_MAX);
         state.test_at = Some(now + pause);
-        let model = &self.name;
-        gauge!(MODEL_AVAILABLE, "model" => model.clone()).set(0.0);
-        if !was_failing && error.fault() == Fault::Ours {
-            error!(model, %error, "model calls stopped: the service refuses our requests; fix the settings, then they continue by themselves");
-        } else if !was_failing {
-            warn!(model, %error, "model calls stopped: the service fails; they continue when it works again");
+        let name = &self.name;
+        if self.target == BreakerTarget::Model {
+            gauge!(MODEL_AVAILABLE, "model" => name.clone()).set(0.0);
+        }
+        match (self.target, kind) {
+            _ if was_failing => {}
+            (BreakerTarget::Tool, _) => {
+                warn!(
+                    tool = name,
+                    error, "tool calls stopped: the tool fails; they continue when it works again"
+                );
+            }
+            (BreakerTarget::Model, CallFailure::Theirs) => {
+                warn!(
+                    model = name,
+                    error,
+                    "model calls stopped: the service fails; they continue when it works again"
+                );
+            }
+            (BreakerTarget::Model, CallFailure::Ours | CallFailure::Denied) => {
+                error!(
+                    model = name,
+                    error,
+                    "model calls stopped: the service refuses our requests; fix the settings, then they continue by themselves"
+                );
+            }
         }
     }
 
     fn succeeded(&self) {
         let before = std::mem::take(&mut *self.state());
-        if before.failures >= FAILURES_MAX {
-            gauge!(MODEL_AVAILABLE, "model" => self.name.clone()).set(1.0);
-            info!(model = self.name, failures = before.failures, "model works again");
+        if before.failures < FAILURES_MAX {
+            return;
+        }
+        match self.target {
+            BreakerTarget::Model => {
+                gauge!(MODEL_AVAILABLE, "model" => self.name.clone()).set(1.0);
+                info!(model = self.name, failures = before.failures, "model works again");
+            }
+            BreakerTarget::Tool => {
+                info!(tool = self.name, failures = before.failures, "tool works again");
+            }
         }
     }
+}
+
+/// Whose fault a failed call is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum CallFailure {
+    Theirs,
+    Ours,
+    /// A wrong key or address fails every call: one failure is enough.
+    Denied,
 }
 
 impl CallPermit<'_> {
@@ -144,7 +199,17 @@ impl CallPermit<'_> {
 
     /// The call failed, and not because of its content.
     pub(crate) fn failed(self, error: &ModelError, now: Instant) {
-        self.breaker.failed(self.issue_id, error, now);
+        let kind = match error {
+            ModelError::Unauthorized(_) => CallFailure::Denied,
+            error if error.fault() == Fault::Ours => CallFailure::Ours,
+            _ => CallFailure::Theirs,
+        };
+        self.breaker.failed(self.issue_id, &error.to_string(), kind, now);
+    }
+
+    /// A tool did not respond, or gave no outcome.
+    pub(crate) fn tool_failed(self, problem: &str, now: Instant) {
+        self.breaker.failed(self.issue_id, problem, CallFailure::Theirs, now);
     }
 }
 
@@ -162,7 +227,7 @@ mod tests {
 
     const PAUSE: Duration = Duration::from_secs(5);
 
-    fn fail(breaker: &ModelBreaker, issue: i64, error: &ModelError, now: Instant) {
+    fn fail(breaker: &CircuitBreaker, issue: i64, error: &ModelError, now: Instant) {
         breaker.admit(IssueId(issue), now).unwrap().failed(error, now);
     }
 
@@ -172,7 +237,7 @@ mod tests {
 
     #[test]
     fn after_three_failures_one_call_at_a_time_tests_the_endpoint_with_growing_pauses() {
-        let (breaker, mut now) = (ModelBreaker::new("m", PAUSE), Instant::now());
+        let (breaker, mut now) = (CircuitBreaker::of_model("m", PAUSE), Instant::now());
         for issue in 1..=3 {
             fail(&breaker, issue, &unavailable(), now);
         }
@@ -195,7 +260,7 @@ mod tests {
 
     #[test]
     fn an_issue_that_always_fails_stops_no_other_issue() {
-        let (breaker, now) = (ModelBreaker::new("m", PAUSE), Instant::now());
+        let (breaker, now) = (CircuitBreaker::of_model("m", PAUSE), Instant::now());
         for _ in 0..3 {
             fail(&breaker, 1, &unavailable(), now);
         }
@@ -206,7 +271,7 @@ mod tests {
 
     #[test]
     fn a_denied_key_opens_the_breaker_at_once() {
-        let (breaker, now) = (ModelBreaker::new("m", PAUSE), Instant::now());
+        let (breaker, now) = (CircuitBreaker::of_model("m", PAUSE), Instant::now());
         fail(&breaker, 1, &ModelError::Unauthorized("401".into()), now);
         assert!(breaker.admit(IssueId(1), now).is_err());
     }

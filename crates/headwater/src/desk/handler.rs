@@ -48,7 +48,7 @@ use crate::desk::resolution::{
 };
 use crate::desk::session::{RunSession, StepWriter};
 use crate::desk::token_reservations::{OpenReservation, ReservationOutcome, TokenAccounting};
-use crate::desk::tool_calls::{DeskTools, RunTools, ToolStop, redacted_call};
+use crate::desk::tool_calls::{DeskTools, RunTools, ToolStop};
 use crate::desk::toolbox::Toolbox;
 use crate::desk::tools::{TicketSearch, ToolEffect};
 use crate::limits::{
@@ -290,7 +290,7 @@ impl Desk {
         });
         session.record_prompt(&prompt, inputs);
         for (call, result) in tools.settled() {
-            let call = redacted_call(call, redaction);
+            let call = redaction.redact_call(call);
             session.record_tool_call(&call, &redaction.redact_outcome(result.clone()));
         }
         let author = conversation.newest_user_message();

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use headwater_issue::HandlerError;
 
-use crate::desk::breaker::{BreakerOpen, ModelBreaker};
+use crate::desk::breaker::{BreakerOpen, CircuitBreaker};
 use crate::desk::model::{LanguageModel, ModelError};
 use crate::desk::model_runs::Prices;
 
@@ -47,7 +47,7 @@ pub(crate) struct GuardedModel {
     pub(crate) endpoint: ModelEndpoint,
     /// Name in metrics, reports, sessions and logs.
     pub(crate) label: String,
-    pub(crate) breaker: ModelBreaker,
+    pub(crate) breaker: CircuitBreaker,
 }
 
 /// All models of the desk.
@@ -63,7 +63,7 @@ impl ModelEndpoints {
                 DEFAULT_MODEL => name.to_owned(),
                 id => format!("{id}:{name}"),
             };
-            let breaker = ModelBreaker::new(&label, pause);
+            let breaker = CircuitBreaker::of_model(&label, pause);
             GuardedModel { endpoint, label, breaker }
         });
         Self(guarded.collect())

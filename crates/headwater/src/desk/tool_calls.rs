@@ -5,9 +5,10 @@
 //! Guarantees: a call that changes something is made only after its intent is committed under the claim of the run, on a task
 //! of its own that the end of the run does not cut off. A call that has an outcome is not made again for the same request; one
 //! without an outcome is repeated with the same key, looked up, or given to a person, before the model is asked. A call that
-//! needs an approval is only planned. Every problem of a tool is an answer to the model; none fails a run.
+//! needs an approval is only planned. Every problem of a tool is an answer to the model; none fails a run. While a tool fails
+//! for several issues, only single calls test it, so that it holds no slots of the worker; calls without an outcome wait.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -21,6 +22,7 @@ use tokio_util::task::TaskTracker;
 use tracing::{info, warn};
 use uuid::Uuid;
 
+use crate::desk::breaker::{BreakerOpen, CallPermit, CircuitBreaker};
 use crate::desk::conversation::Conversation;
 use crate::desk::effects::{
     Effect, EffectBegin, EffectLedger, EffectOutcome, EffectStatus, PlannedCall, canonical_json,
@@ -34,7 +36,7 @@ use crate::desk::tools::{self, BUILT_IN, SearchScope, TicketSearch, ToolOutcome,
 use crate::limits::EFFECT_RESOLVE_FOR;
 use crate::text;
 
-/// Counter of tool calls. Labels: `tool`, `result` (`ok`, `failed`, `unknown`, `planned`, `invalid`, `known`).
+/// Counter of tool calls. Labels: `tool`, `result` (`ok`, `failed`, `unknown`, `planned`, `invalid`, `known`, `stopped`).
 pub(crate) const TOOL_CALLS: &str = "headwater_tool_calls_total";
 
 /// How much longer than its timeout an attempt counts as being in progress: time to commit its intent before, and a
@@ -49,6 +51,9 @@ const RECORD_PAUSE: Duration = Duration::from_millis(250);
 /// How long [`DeskTools::close`] waits.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(20);
 
+/// What the model is told about a tool that is not called.
+const NOT_RESPONDING: &str = "the tool does not respond; do not call it again now";
+
 /// Bytes of arguments in a sentence for a person.
 const SHOWN_ARGUMENTS_BYTES_MAX: usize = 200;
 
@@ -57,12 +62,22 @@ const SHOWN_ARGUMENTS_BYTES_MAX: usize = 200;
 pub(super) struct DeskTools {
     toolbox: Toolbox,
     ledger: Option<Arc<dyn EffectLedger>>,
+    /// By the name of the tool.
+    breakers: HashMap<String, CircuitBreaker>,
     calling: TaskTracker,
 }
 
 impl DeskTools {
     pub(super) fn new(toolbox: Toolbox, ledger: Arc<dyn EffectLedger>) -> Self {
-        Self { toolbox, ledger: Some(ledger), calling: TaskTracker::new() }
+        let breakers = toolbox.names().map(|name| (name.to_owned(), CircuitBreaker::of_tool(name)));
+        let breakers = breakers.collect();
+        Self { toolbox, ledger: Some(ledger), breakers, calling: TaskTracker::new() }
+    }
+
+    /// Asks for a call of a tool.
+    fn admit(&self, tool: &str, issue: IssueId) -> Result<Option<CallPermit<'_>>, BreakerOpen> {
+        let breaker = self.breakers.get(tool);
+        breaker.map(|breaker| breaker.admit(issue, Instant::now())).transpose()
     }
 
     pub(super) fn specs(&self, issue: &Issue) -> Vec<ToolSpec> {
@@ -158,7 +173,7 @@ impl<'a> RunTools<'a> {
                 EffectStatus::Approved | EffectStatus::Started => {
                     match tools.settle(effect).await {
                         Ok(effect) => {
-                            tools.settled.push((as_call(&effect), told(&effect)));
+                            tools.settled.push((as_call(&effect), tool_outcome(&effect)));
                             effect
                         }
                         Err(ToolStop::Later(error)) => return Err(error),
@@ -197,18 +212,17 @@ impl<'a> RunTools<'a> {
 
     /// The calls of earlier runs for this request, as the model has made them.
     pub(super) fn known_turns(&self, redaction: &Redaction) -> Vec<Turn> {
-        let calls = self.known.iter().map(as_call);
-        let calls = calls.map(|call| redacted_call(&call, redaction));
+        let calls = self.known.iter().map(|effect| redaction.redact_call(&as_call(effect)));
         let calls: Vec<ToolCall> = calls.collect();
         if calls.is_empty() {
             return Vec::new();
         }
         let asked = Turn::Assistant(ModelAnswer { calls, ..ModelAnswer::default() });
-        let told = self.known.iter().map(|effect| Turn::ToolResult {
+        let results = self.known.iter().map(|effect| Turn::ToolResult {
             call_id: as_call(effect).id,
-            content: redaction.redact(effect.result.as_deref().unwrap_or_default()),
+            content: redaction.redact_outcome(tool_outcome(effect)).content,
         });
-        std::iter::once(asked).chain(told).collect()
+        std::iter::once(asked).chain(results).collect()
     }
 
     /// The calls of earlier runs that this run has brought to their outcome.
@@ -247,7 +261,7 @@ impl<'a> RunTools<'a> {
             }
         };
         if self.unavailable.contains(&call.name) {
-            return Ok(rejected(call, "the tool does not respond; do not call it again now"));
+            return Ok(rejected(call, NOT_RESPONDING));
         }
         if !tool.definition().is_recorded() {
             let key = Uuid::now_v7().to_string();
@@ -258,7 +272,7 @@ impl<'a> RunTools<'a> {
         let digest = planned.digest();
         if let Some(known) = self.known.iter().find(|known| known.call.digest() == digest) {
             count(&call.name, "known");
-            return Ok(told(known));
+            return Ok(tool_outcome(known));
         }
         if tool.definition().approval {
             count(&call.name, "planned");
@@ -268,10 +282,20 @@ impl<'a> RunTools<'a> {
             let problem = "this call needs the approval of a person; it was not made yet";
             return Ok(rejected(call, problem));
         }
-        let effect = self.attempt(planned, tool, Attempt::New).await?;
-        let outcome = told(&effect);
+        let Ok(permit) = self.desk.admit(&call.name, issue.id) else {
+            return Ok(self.stopped(call));
+        };
+        let effect = self.attempt(planned, tool, Attempt::New, permit).await?;
+        let outcome = tool_outcome(&effect);
         self.known.push(effect);
         Ok(outcome)
+    }
+
+    /// The answer to a call that is not made because the tool fails for other issues, too.
+    fn stopped(&mut self, call: &ToolCall) -> ToolOutcome {
+        count(&call.name, "stopped");
+        self.unavailable.insert(call.name.clone());
+        rejected(call, NOT_RESPONDING)
     }
 
     async fn call_unrecorded(
@@ -280,8 +304,18 @@ impl<'a> RunTools<'a> {
         tool: &dyn Tool,
         request: &ToolRequest,
     ) -> ToolOutcome {
+        let Ok(permit) = self.desk.admit(&call.name, self.run.issue().id) else {
+            return self.stopped(call);
+        };
         let limit = tool.definition().timeout;
-        let result = match limited(tool.call(request), limit).await {
+        let result = limited(tool.call(request), limit).await;
+        if let Some(permit) = permit {
+            match &result {
+                Ok(_) | Err(ToolError::Rejected(_)) => permit.succeeded(),
+                Err(error) => permit.tool_failed(&error.to_string(), Instant::now()),
+            }
+        }
+        let error = match result {
             Ok(result) => {
                 count(&call.name, "ok");
                 return finished(call, &json!({"ok": true, "result": result}), true);
@@ -289,11 +323,11 @@ impl<'a> RunTools<'a> {
             Err(error) => error,
         };
         count(&call.name, "failed");
-        if !matches!(result, ToolError::Rejected(_)) {
-            warn!(issue_id = %self.run.issue().id, tool = call.name, error = %result, "tool call failed");
+        if !matches!(error, ToolError::Rejected(_)) {
+            warn!(issue_id = %self.run.issue().id, tool = call.name, %error, "tool call failed");
             self.unavailable.insert(call.name.clone());
         }
-        rejected(call, &result.to_string())
+        rejected(call, &error.to_string())
     }
 
     /// Brings a call of an earlier run to its outcome.
@@ -312,43 +346,70 @@ impl<'a> RunTools<'a> {
             }
             _ => {
                 let problem = "the tool is not configured any more";
-                let unknown = EffectOutcome::Unknown(problem.to_owned());
-                return Err(ToolStop::Person(facts(&self.end(effect, unknown).await?)));
+                return self.end_unknown(effect, problem.to_owned()).await;
+            }
+        };
+        if !is_new && !effect.lease_left.is_zero() {
+            return Err(in_progress(&effect.call, effect.lease_left));
+        }
+        let recovery = tool.definition().recovery;
+        if !is_new && recovery == ToolRecovery::Person {
+            let problem = effect.problem.clone();
+            let problem = problem.unwrap_or_else(|| "the process ended during the call".into());
+            return self.end_unknown(effect, problem).await;
+        }
+        let permit = match self.desk.admit(&effect.call.tool, self.run.issue().id) {
+            Ok(permit) => permit,
+            Err(open) => {
+                count(&effect.call.tool, "stopped");
+                let problem = format!("the tool does not respond: {}", open.last_error);
+                if !is_new && effect.age >= EFFECT_RESOLVE_FOR {
+                    return self.end_unknown(effect, problem).await;
+                }
+                let reason = format!("tool `{}`: {problem}", effect.call.tool);
+                return Err(HandlerError::defer(open.after.max(self.pause), reason).into());
             }
         };
         if is_new {
-            return self.attempt(effect.call, tool, Attempt::New).await;
-        }
-        if !effect.lease_left.is_zero() {
-            return Err(in_progress(&effect.call, effect.lease_left));
+            return self.attempt(effect.call, tool, Attempt::New, permit).await;
         }
         let (name, number) = (&effect.call.tool, effect.number);
         info!(issue_id = %effect.issue_id, tool = name, number, "tool call has no outcome; recovering");
-        match tool.definition().recovery {
-            ToolRecovery::Repeat => self.attempt(effect.call, tool, Attempt::Repeated).await,
-            ToolRecovery::LookUp => self.look_up(effect, tool).await,
-            ToolRecovery::Person => {
-                let problem = effect.problem.clone();
-                let problem = problem.unwrap_or_else(|| "the process ended during the call".into());
-                let effect = self.end(effect, EffectOutcome::Unknown(problem)).await?;
-                Err(ToolStop::Person(facts(&effect)))
-            }
+        match recovery {
+            ToolRecovery::LookUp => self.look_up(effect, tool, permit).await,
+            _ => self.attempt(effect.call, tool, Attempt::Repeated, permit).await,
         }
     }
 
-    async fn look_up(&mut self, effect: Effect, tool: Arc<dyn Tool>) -> Result<Effect, ToolStop> {
+    /// Gives a call without an outcome to a person.
+    async fn end_unknown(&self, effect: Effect, problem: String) -> Result<Effect, ToolStop> {
+        let effect = self.end(effect, EffectOutcome::Unknown(problem)).await?;
+        Err(ToolStop::Person(facts(&effect)))
+    }
+
+    async fn look_up(
+        &mut self,
+        effect: Effect,
+        tool: Arc<dyn Tool>,
+        permit: Option<CallPermit<'_>>,
+    ) -> Result<Effect, ToolStop> {
         let request = self.request_of(&effect.call, effect.key);
         let problem = match limited(tool.look_up(&request), tool.definition().timeout).await {
             Ok(Some(result)) => {
+                if let Some(permit) = permit {
+                    permit.succeeded();
+                }
                 let content = success(&result);
                 return self.end(effect, EffectOutcome::Done(content)).await;
             }
-            Ok(None) => return self.attempt(effect.call, tool, Attempt::LookedUp).await,
+            Ok(None) => return self.attempt(effect.call, tool, Attempt::LookedUp, permit).await,
             Err(error) => format!("look-up failed: {error}"),
         };
+        if let Some(permit) = permit {
+            permit.tool_failed(&problem, Instant::now());
+        }
         if effect.age >= EFFECT_RESOLVE_FOR {
-            let effect = self.end(effect, EffectOutcome::Unknown(problem)).await?;
-            return Err(ToolStop::Person(facts(&effect)));
+            return self.end_unknown(effect, problem).await;
         }
         let reason = format!("tool `{}`: {problem}", effect.call.tool);
         Err(HandlerError::defer(self.pause, reason).into())
@@ -374,6 +435,7 @@ impl<'a> RunTools<'a> {
         call: PlannedCall,
         tool: Arc<dyn Tool>,
         attempt: Attempt,
+        permit: Option<CallPermit<'_>>,
     ) -> Result<Effect, ToolStop> {
         let Some(ledger) = self.desk.ledger.clone() else {
             let problem = "tool calls that change something need an effect ledger";
@@ -389,7 +451,19 @@ impl<'a> RunTools<'a> {
             request,
             attempt,
         };
-        match self.desk.apart(effect_call.make()).await? {
+        let attempted = self.desk.apart(effect_call.make()).await?;
+        match (&attempted, permit) {
+            (Attempted::Ended(effect), Some(permit)) if effect.status == EffectStatus::Done => {
+                permit.succeeded();
+            }
+            (Attempted::Unresolved(effect), Some(permit)) => {
+                let problem = effect.problem.as_deref().unwrap_or_default();
+                permit.tool_failed(problem, Instant::now());
+            }
+            // Nothing was called, or the call was rejected at once.
+            _ => {}
+        }
+        match attempted {
             Attempted::Ended(effect) => Ok(effect),
             // It is unknown, or will be at the next run.
             Attempted::Unresolved(effect)
@@ -554,18 +628,13 @@ pub(crate) fn rejection(reason: Option<&str>) -> String {
 }
 
 /// What the model is told about a call with an outcome.
-fn told(effect: &Effect) -> ToolOutcome {
+fn tool_outcome(effect: &Effect) -> ToolOutcome {
     ToolOutcome {
         content: effect.result.clone().unwrap_or_default(),
         success: effect.status == EffectStatus::Done,
         arguments: effect.call.arguments.clone(),
         effect: None,
     }
-}
-
-/// A call with placeholders, as the model and the session see it.
-pub(super) fn redacted_call(call: &ToolCall, redaction: &Redaction) -> ToolCall {
-    ToolCall { arguments: redaction.redact(&call.arguments), ..call.clone() }
 }
 
 /// A call of an earlier run, as the model makes it.

@@ -144,6 +144,11 @@ impl Toolbox {
         tools::specs(issue).into_iter().chain(of_issue).collect()
     }
 
+    /// The names of all tools.
+    pub(super) fn names(&self) -> impl Iterator<Item = &str> {
+        self.0.iter().map(|one| one.tool.definition().name.as_str())
+    }
+
     /// Whether a run of this issue may end with a call that needs an approval.
     pub(super) fn may_need_approval(&self, issue: &Issue) -> bool {
         let mut definitions = self.0.iter().map(|one| one.tool.definition());

@@ -11,6 +11,7 @@ pub(crate) mod model;
 pub(crate) mod pty;
 pub(crate) mod receivers;
 pub(crate) mod sender;
+pub(crate) mod tool_desk;
 pub(crate) mod tool_service;
 
 use std::io::{BufRead, BufReader};

@@ -42,6 +42,8 @@ pub(crate) enum ModelFault {
     Call(&'static str, &'static str),
     /// Streams these pieces, each when [`FakeModel::write`] allows it, and then ends the answer.
     Pieces(&'static [&'static str]),
+    /// The same, and ends the answer with a call of this tool with these arguments.
+    PiecesAndCall(&'static [&'static str], &'static str, &'static str),
 }
 
 /// A received request.
@@ -157,23 +159,11 @@ async fn complete(State(model): State<FakeModel>, Json(body): Json<Value>) -> Re
         }
         Some(ModelFault::HangUpMidAnswer) => streamed(stream::iter([partial_answer()]).boxed()),
         Some(ModelFault::Call(name, arguments)) => {
-            let call = json!({"index": 0, "id": "call-1", "type": "function",
-                "function": {"name": name, "arguments": arguments}});
-            let call = json!({"choices": [{"delta": {"tool_calls": [call]}, "finish_reason": "tool_calls"}]});
-            streamed(stream::iter([Bytes::from(format!("data: {call}\n\n"))]).boxed())
+            streamed(stream::iter([call(name, arguments)]).boxed())
         }
-        Some(ModelFault::Pieces(texts)) => {
-            let texts = texts.iter().map(|text| chunk(text, None));
-            let all = texts.chain([chunk("", Some("stop"))]).collect::<Vec<_>>();
-            let pieces = Arc::clone(&model.inner.pieces);
-            let paced = stream::iter(all).then(move |piece| {
-                let pieces = Arc::clone(&pieces);
-                async move {
-                    pieces.acquire().await.expect("never closed").forget();
-                    piece
-                }
-            });
-            streamed(paced.boxed())
+        Some(ModelFault::Pieces(texts)) => paced(&model, texts, chunk("", Some("stop"))),
+        Some(ModelFault::PiecesAndCall(texts, name, arguments)) => {
+            paced(&model, texts, call(name, arguments))
         }
         None => streamed(stream::iter(answer(model.inner.tokens)).boxed()),
     }
@@ -182,6 +172,30 @@ async fn complete(State(model): State<FakeModel>, Json(body): Json<Value>) -> Re
 fn streamed(chunks: stream::BoxStream<'static, Bytes>) -> Response {
     let body = Body::from_stream(chunks.map(Ok::<_, Infallible>));
     ([(header::CONTENT_TYPE, "text/event-stream")], body).into_response()
+}
+
+/// Streams pieces, each when [`FakeModel::write`] allows it.
+fn paced(model: &FakeModel, texts: &[&str], end: Bytes) -> Response {
+    let texts = texts.iter().map(|text| chunk(text, None));
+    let all = texts.chain([end]).collect::<Vec<_>>();
+    let pieces = Arc::clone(&model.inner.pieces);
+    let paced = stream::iter(all).then(move |piece| {
+        let pieces = Arc::clone(&pieces);
+        async move {
+            pieces.acquire().await.expect("never closed").forget();
+            piece
+        }
+    });
+    streamed(paced.boxed())
+}
+
+/// The call of a tool, which ends an answer.
+fn call(name: &str, arguments: &str) -> Bytes {
+    let call = json!({"index": 0, "id": "call-1", "type": "function",
+        "function": {"name": name, "arguments": arguments}});
+    let call =
+        json!({"choices": [{"delta": {"tool_calls": [call]}, "finish_reason": "tool_calls"}]});
+    Bytes::from(format!("data: {call}\n\n"))
 }
 
 fn chunk(content: &str, finish: Option<&str>) -> Bytes {

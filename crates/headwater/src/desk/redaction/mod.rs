@@ -230,13 +230,24 @@ impl Redaction {
 
     /// A tool call with the values that the model wrote placeholders for.
     pub(crate) fn restore_call(&self, call: &ToolCall) -> ToolCall {
-        let restored = match serde_json::from_str::<Json>(&call.arguments) {
-            Ok(arguments) if !self.is_off() => {
-                map_texts(arguments, &|text| self.restore(text)).to_string()
-            }
-            _ => call.arguments.clone(),
+        self.map_call(call, |text| self.restore(text))
+    }
+
+    /// A tool call of an earlier run, with placeholders for its values.
+    pub(crate) fn redact_call(&self, call: &ToolCall) -> ToolCall {
+        self.map_call(call, |text| self.redact(text))
+    }
+
+    /// Changes the texts of the arguments, and not their JSON: an escape such as `\n` before a value would hide it.
+    fn map_call(&self, call: &ToolCall, change: impl Fn(&str) -> String) -> ToolCall {
+        if self.is_off() {
+            return call.clone();
+        }
+        let arguments = match serde_json::from_str::<Json>(&call.arguments) {
+            Ok(arguments) => map_texts(arguments, &change).to_string(),
+            Err(_) => change(&call.arguments),
         };
-        ToolCall { arguments: restored, ..call.clone() }
+        ToolCall { arguments, ..call.clone() }
     }
 
     /// The result of a tool call as the model and the session see it.

@@ -151,6 +151,21 @@ fn tools_get_values_and_models_and_sessions_get_placeholders() {
 }
 
 #[test]
+fn a_call_of_an_earlier_run_is_redacted_by_its_texts_not_by_its_json() {
+    let redaction = redaction(&[]);
+    // An escape is no letter before the value.
+    let arguments = r#"{"note":"Call me:\n+49 170 1234567\tada@example.com"}"#;
+    let call = ToolCall { id: "1".into(), name: "t".into(), arguments: arguments.into() };
+    let shown: Json = serde_json::from_str(&redaction.redact_call(&call).arguments).unwrap();
+    assert_eq!(shown, json!({"note": "Call me:\n[PHONE_1]\t[EMAIL_1]"}));
+    let real = redaction.restore_call(&redaction.redact_call(&call));
+    assert_eq!(
+        serde_json::from_str::<Json>(&real.arguments).unwrap(),
+        serde_json::from_str::<Json>(arguments).unwrap()
+    );
+}
+
+#[test]
 fn names_and_texts_of_a_conversation_are_redacted() {
     let entry = ConversationEntry {
         author: Author::User,
