@@ -18,12 +18,20 @@ const PRICES: [&str; 4] = ["--model-price-in", "1000000", "--model-price-out", "
 const ALL_EVENTS: &str =
     "SELECT event_type, count(*) AS n FROM ticket_events GROUP BY event_type ORDER BY event_type";
 
+/// Events of another integration: more than two pages of a rebuild.
+const OTHER_EVENTS: &str = "
+    WITH g AS (INSERT INTO integrations (name, provider) VALUES ('other', 'github') RETURNING id),
+      i AS (INSERT INTO issues (integration_id, external_project_id, external_issue_id)
+          SELECT g.id, 'p', '1' FROM g RETURNING id, integration_id)
+    INSERT INTO event_logs (issue_id, integration_id, source, event_type, dedup_key, digest, payload, payload_bytes, processed_at)
+    SELECT id, integration_id, 's', 't', n::text, '', '{}', 2, now() FROM i, generate_series(1, 2500) AS n";
+
 /// A working directory with its servers, and the arguments that select them.
 struct Setup {
     place: ServerDir,
     arguments: Vec<String>,
     redis: Option<Redis>,
-    _database: Option<Database>,
+    database: Option<Database>,
 }
 
 impl Setup {
@@ -32,7 +40,7 @@ impl Setup {
             place: ServerDir::new().unwrap(),
             arguments: Vec::new(),
             redis: None,
-            _database: None,
+            database: None,
         }
     }
 
@@ -42,7 +50,7 @@ impl Setup {
         let arguments = ["--stream-url", &redis.url(), "--database-url", &database.url()];
         let arguments = arguments.map(str::to_owned).to_vec();
         let place = ServerDir::new().unwrap();
-        Self { place, arguments, redis: Some(redis), _database: Some(database) }
+        Self { place, arguments, redis: Some(redis), database: Some(database) }
     }
 
     fn serve(&self, more: &[&str]) -> Server {
@@ -158,6 +166,9 @@ async fn every_verb(setup: Setup) {
     let rebuilt = &setup.json(&["analytics", "rebuild", "--yes"], &over)[0];
     assert_eq!((&rebuilt["read"], &rebuilt["stored"]), (&json!(6), &json!(6)), "{rebuilt}");
     assert_eq!(setup.json(&["sql", ALL_EVENTS], &over), events);
+    if let Some(database) = &setup.database {
+        database.query(OTHER_EVENTS).unwrap();
+    }
     // The ingestion continues.
     open_tickets(&server, 1, 4).await;
     assert!(server.stop().unwrap().success(), "{}", server.log());

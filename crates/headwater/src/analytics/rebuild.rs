@@ -25,7 +25,7 @@ pub(crate) struct RebuildProgress {
     pub(crate) is_running: bool,
     /// Events read so far.
     pub(crate) read: u64,
-    /// Events to read, counted at the start.
+    /// Events to read, at most: the ids at the start, some of which are not those of ticket events.
     pub(crate) total: u64,
     /// Rows deleted, once it is done.
     pub(crate) removed: Option<u64>,
@@ -47,7 +47,7 @@ impl RebuildProgress {
     }
 }
 
-/// Counts the events, and returns an iterator that reads them. The iterator blocks; use it on a blocking thread.
+/// Estimates the number of events, and returns an iterator that reads them. The iterator blocks; use it on a blocking thread.
 pub(super) async fn batches(
     store: Arc<dyn Store>,
     progress: Arc<Mutex<RebuildProgress>>,

@@ -1,4 +1,4 @@
-//! Deletes old events, runs, issues, metrics and replay plans, in small batches.
+//! Deletes old events, runs, issues, metrics and replay plans, in small batches, and sums up the model runs of past days.
 //!
 //! Upstream: `run.rs`. Downstream: `headwater_issue::history`, `tickets`, `telemetry::history` and `plans`. Guarantees: what is pending is never
 //! deleted; each batch is one short transaction; a failed pass is repeated after `retention.every`. Several processes may run it at
@@ -79,6 +79,10 @@ impl HistoryRetention {
                 next = page.next;
                 sleep(PAUSE).await;
             }
+        }
+        // Before runs of these days are deleted. Without the sums a report takes longer.
+        if let Err(error) = self.tickets.sum_model_runs().await {
+            warn!(%error, "summing up model runs failed, retrying later");
         }
         if let Some(keep) = self.settings.issues {
             self.tickets.delete_model_runs(keep).await?;

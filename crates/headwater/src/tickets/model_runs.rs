@@ -1,13 +1,14 @@
 //! Runs of models and issues that wait for a budget, in SQL.
 //!
 //! Upstream: `ledger` stores runs and waits; the report `tokens-and-cost`, `why` and the start of a process read them.
-//! Guarantees: a run is stored once. An issue that waits for the end of the day is released by a process whose limit is
+//! Guarantees: a run is stored once. Runs of days that are over are summed up, so that the report of all days reads only the runs
+//! of the last ones. An issue that waits for the end of the day is released by a process whose limit is
 //! higher than the one that the issue met.
 
 use std::time::Duration;
 
 use headwater_analytics::Table;
-use headwater_issue::{ClaimEpoch, IssueError, IssueId, SqlRow, Store};
+use headwater_issue::{ClaimEpoch, IssueError, IssueId, SqlRow, Store, StoreConnection};
 use headwater_stream::clock::Timestamp;
 use serde_json::{Value, json};
 use tracing::info;
@@ -18,6 +19,12 @@ use crate::tickets::store::{Tickets, now};
 use crate::tickets::ticket::TicketError;
 
 const DAY_MS: i64 = 24 * 60 * 60 * 1000;
+
+/// A day is summed up when so many further days have begun: a run belongs to the day on which it began, and is stored when it ends.
+const SUMMED_AFTER_DAYS: i64 = 2;
+
+/// The first day that is not summed up, in days since 1970.
+const FIRST_OPEN_DAY: &str = "SELECT coalesce(max(day) + 1, 0)::bigint FROM model_run_days";
 
 /// Maximum rows of the report; older days are left out.
 const REPORT_ROWS_MAX: i64 = 10_000;
@@ -176,11 +183,45 @@ impl Tickets {
         Ok(released)
     }
 
-    /// Deletes runs of models that began longer ago than `keep`.
+    /// Sums up the runs of each day that is over, in a transaction for each day. Idempotent; several processes may call it at once.
+    pub(crate) async fn sum_model_runs(&self) -> Result<(), TicketError> {
+        let next = "SELECT (min(at) / 86400000)::bigint FROM model_runs WHERE at >= $1";
+        let sum = "INSERT INTO model_run_days
+                 (day, integration, model, runs, unanswered, tokens_in, tokens_out, cost_micros)
+             SELECT at / 86400000, integration, model, count(*)::bigint,
+                 sum(CASE WHEN result IN ('failed', 'superseded') THEN 1 ELSE 0 END)::bigint,
+                 sum(tokens_in)::bigint, sum(tokens_out)::bigint, sum(cost_micros)::bigint
+             FROM model_runs WHERE at >= $1 AND at < $2 GROUP BY at / 86400000, integration, model
+             ON CONFLICT (day, integration, model) DO NOTHING";
+        let last = to_ms(now()) / DAY_MS - SUMMED_AFTER_DAYS;
+        loop {
+            let day = self.read(async |connection| first_open_day(connection).await).await?;
+            let parameters = [(day * DAY_MS).into()];
+            let read = |row: &SqlRow| row.get::<Option<i64>>(0);
+            let next = self
+                .read(async |connection| {
+                    list(connection, "sum_model_runs", next, &parameters, read).await
+                })
+                .await?;
+            let Some(day) = next.into_iter().flatten().next().filter(|day| *day <= last) else {
+                return Ok(());
+            };
+            let mut transaction = self.store.begin().await?;
+            let parameters = [(day * DAY_MS).into(), ((day + 1) * DAY_MS).into()];
+            execute(transaction.connection(), "sum_model_runs", sum, &parameters).await?;
+            transaction.commit().await?;
+        }
+    }
+
+    /// Deletes runs of models that began longer ago than `keep`, and the sums of days before.
     pub(crate) async fn delete_model_runs(&self, keep: Duration) -> Result<(), TicketError> {
         let delete =
             "DELETE FROM model_runs WHERE id IN (SELECT id FROM model_runs WHERE at < $1 LIMIT $2)";
-        self.delete_until(delete, to_ms(now().before(keep))).await
+        let before = to_ms(now().before(keep));
+        self.delete_until(delete, before).await?;
+        let delete = "DELETE FROM model_run_days WHERE day IN
+             (SELECT day FROM model_run_days WHERE day < $1 / 86400000 LIMIT $2)";
+        self.delete_until(delete, before).await
     }
 
     /// Deletes waits for a budget that are over, in small batches.
@@ -282,13 +323,23 @@ impl Tickets {
     }
 }
 
+async fn first_open_day(connection: StoreConnection<'_>) -> Result<i64, TicketError> {
+    let read = |row: &SqlRow| row.get::<i64>(0);
+    let found = list(connection, "first_open_day", FIRST_OPEN_DAY, &[], read).await?;
+    Ok(found.into_iter().next().unwrap_or_default())
+}
+
 /// The report `tokens-and-cost`: every run of a model, per day, integration and model.
 pub(crate) async fn tokens_and_cost(store: &dyn Store) -> Result<Table, TicketError> {
-    let select = "SELECT at / 86400000 AS day, integration, model, count(*)::bigint,
+    let select =
+        "SELECT day, integration, model, runs, unanswered, tokens_in, tokens_out, cost_micros
+         FROM model_run_days WHERE day < $1
+         UNION ALL
+         SELECT at / 86400000, integration, model, count(*)::bigint,
              sum(CASE WHEN result IN ('failed', 'superseded') THEN 1 ELSE 0 END)::bigint,
              sum(tokens_in)::bigint, sum(tokens_out)::bigint, sum(cost_micros)::bigint
-         FROM model_runs GROUP BY at / 86400000, integration, model
-         ORDER BY 1 DESC, 2, 3 LIMIT $1";
+         FROM model_runs WHERE at >= $2 GROUP BY at / 86400000, integration, model
+         ORDER BY 1 DESC, 2, 3 LIMIT $3";
     let read = |row: &SqlRow| {
         let day = statements::from_ms(row.get::<i64>(0)?.saturating_mul(DAY_MS)).to_rfc3339();
         let cost = row.get::<Option<i64>>(7)?.unwrap_or_default() as f64 / 1e6;
@@ -305,8 +356,14 @@ pub(crate) async fn tokens_and_cost(store: &dyn Store) -> Result<Table, TicketEr
     };
     let mut connection = store.read_connection().await?;
     let what = "reading model runs";
-    let parameters = [REPORT_ROWS_MAX.into()];
-    let rows = list(connection.connection(), what, select, &parameters, read).await;
+    // A statement of its own: with its value, the database uses the index on the time of the runs.
+    let rows = match first_open_day(connection.connection()).await {
+        Ok(day) => {
+            let parameters = [day.into(), (day * DAY_MS).into(), REPORT_ROWS_MAX.into()];
+            list(connection.connection(), what, select, &parameters, read).await
+        }
+        Err(error) => Err(error),
+    };
     connection.release().await;
     let mut rows = rows?;
     // By day, integration and model; these are texts.

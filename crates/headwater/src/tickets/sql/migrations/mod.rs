@@ -83,6 +83,12 @@ const MIGRATIONS: &[Migration] = &[
         postgres: include_str!("postgres/1013_runs_of_model_runs.sql"),
         sqlite: include_str!("sqlite/1013_runs_of_model_runs.sql"),
     },
+    Migration {
+        version: 1014,
+        description: "days of model runs",
+        postgres: include_str!("postgres/1014_model_run_days.sql"),
+        sqlite: include_str!("sqlite/1014_model_run_days.sql"),
+    },
 ];
 
 /// Applies what is missing. Idempotent; several processes may call it at once.
@@ -117,6 +123,7 @@ mod tests {
             "a59dca791529f320f3764cbe642534f0289ad82e7307883465e60e099b6b90769b1c437fccfb4bd5c486c4cedaa9e420f52860272cfba59d74c316279f24e062",
             "b846e6fb3954e761ae91a9c023643298dc071007a7f0f9619f69093f5e429433bb1d15aa353f8e13ab272edc36cd92f469edff2a23283a0ce910e4c52bb1cf59",
             "7f7c144dcefa38337bc9b21bf50c3acafbc0bd3dd46dc6880aed315189f5e58499e6dd17ebfd5ff824596d44ac90014885cc1dcafba8ef6dacfe342e61cb4e4b",
+            "8a1396cb2ed6d43e9175b162588defc9a105abb19c4cf36f04786f7313c6f8fb9ec3f9acfbbf20e58e8bfe12390285f96fba26861bc4b55afa188597879f2d08",
         ];
         assert_eq!(checksums, pinned, "do not change a migration: add one, and its checksum here");
     }
