@@ -66,6 +66,11 @@ const MATRIX: &[(Fault, &str, [Effect; 6])] = &[
     ),
     (Fault::ShardDown, "a shard of a Redis Cluster is down, for topics on the others", [Works; 6]),
     (
+        Fault::ShardHangs,
+        "a shard of a Redis Cluster does not answer, for topics on the others",
+        [Works; 6],
+    ),
+    (
         Fault::PostgresDown,
         "PostgreSQL is unreachable",
         [Rejects, Waits, Works, Works, Rejects, Works],
@@ -125,6 +130,7 @@ enum Fault {
     RedisReadOnly,
     RedisDenies,
     ShardDown,
+    ShardHangs,
     PostgresDown,
     PostgresStalls,
     PostgresSlow,
@@ -231,7 +237,7 @@ impl System {
             .unwrap()
             .ok()
             .unwrap();
-        let cluster = (fault == Fault::ShardDown).then(|| {
+        let cluster = matches!(fault, Fault::ShardDown | Fault::ShardHangs).then(|| {
             let cluster = Cluster::builder().setting("cluster-require-full-coverage", "no");
             cluster.setting("appendonly", "yes").start().unwrap()
         });
@@ -431,6 +437,7 @@ impl System {
             }
             // The replica first, so that it does not take over.
             Fault::ShardDown => self.shard().iter().rev().for_each(|node| node.kill9().unwrap()),
+            Fault::ShardHangs => self.shard().iter().rev().for_each(|node| node.pause().unwrap()),
             Fault::PostgresDown => self.to_postgres.cut().unwrap(),
             Fault::PostgresStalls => self.to_postgres.stall().unwrap(),
             Fault::PostgresSlow => self.to_postgres.delay(DELAY).unwrap(),
@@ -462,6 +469,12 @@ impl System {
             Fault::ShardDown => {
                 self.shard().iter().for_each(|node| node.restart().unwrap());
                 self.cluster.as_ref().unwrap().wait_until_ok(LIMIT).unwrap();
+            }
+            Fault::ShardHangs => {
+                let cluster = self.cluster.as_ref().unwrap();
+                // All: to find the shard, one would have to ask its servers.
+                cluster.nodes().iter().for_each(|node| node.resume().unwrap());
+                cluster.wait_until_ok(LIMIT).unwrap();
             }
             Fault::PostgresReadOnly => self.set_database("RESET default_transaction_read_only"),
             Fault::PostgresDenies => self.set_database("ALLOW_CONNECTIONS true"),
@@ -605,6 +618,7 @@ rows! {
     redis_is_read_only: RedisReadOnly,
     redis_rejects_the_password: RedisDenies,
     a_shard_of_a_redis_cluster_is_down: ShardDown,
+    a_shard_of_a_redis_cluster_does_not_answer: ShardHangs,
     postgres_is_unreachable: PostgresDown,
     postgres_does_not_answer: PostgresStalls,
     postgres_is_slow: PostgresSlow,
