@@ -246,6 +246,7 @@ delegate! {
         dead_letters(after: Option<DeadLetterId>, limit: usize) -> Vec<IssueDeadLetter>;
         dead_outbox(after: Option<OutboxId>, limit: usize) -> Vec<DeadOutboxRow>;
         outbox_facts(id: OutboxId) -> Option<OutboxFacts>;
+        outbox_rows(filter: &OutboxFilter, limit: usize) -> Vec<OutboxFacts>;
         committed_outbox(id: IssueId, from: Timestamp, to: Timestamp, limit: usize) -> Vec<OutboxFacts>;
         retry_outbox(id: OutboxId) -> ();
     }
