@@ -240,7 +240,7 @@ async fn check_delivery(provider: &dyn Provider, sample: &ProviderSample) -> Res
         delivered.map_err(|error| format!("{target:?} is delivered or ignored, but: {error}"))?;
     }
 
-    let responses: [(u16, fn(&DeliverError) -> bool); 7] = [
+    let responses: [(u16, ExpectedError); 7] = [
         (401, is_held),
         (403, is_held),
         (429, is_repeated),
@@ -274,6 +274,9 @@ async fn check_delivery(provider: &dyn Provider, sample: &ProviderSample) -> Res
         ),
     }
 }
+
+/// Whether an error is right for a response.
+type ExpectedError = fn(&DeliverError) -> bool;
 
 /// Waits for an operator.
 fn is_held(error: &DeliverError) -> bool {
