@@ -14,14 +14,20 @@ use crate::exit::ExitError;
 /// The variable with the path of the server, read by `headwater-testkit`.
 pub(crate) const VARIABLE: &str = "HEADWATER_REDIS_SERVER";
 
-/// The tests that run on each version: those that depend on the commands and replies of a server, and those of its faults. Not
-/// those of TLS, for which the packaged servers are not built, and not the further configurations of the conformance suite:
-/// they test the client.
+/// The tests that run on each version: all that use one Redis server below the binary, and those of the faults of a cluster and
+/// of Sentinel. Left out: TLS, for which the packaged servers are not built; the suites on a cluster and in further
+/// configurations, which test how the client finds servers and slots, as `redis_topologies`, `dead_shard` and `slot_migration`
+/// do on every version; three tests of sessions that take a minute of processor time each; the comparison with the embedded
+/// backend, which has the consumer lists of Redis 7.0 (newer servers list consumers that have read nothing); the binary, which
+/// reaches Redis only through these crates.
 const TESTS: &str = "(package(headwater-stream) and (binary(/^redis_/) or test(/^redis::/)) and not test(/tls|certificate|a_full_server/)) \
-     or (package(headwater-queue) and (binary(consuming) or binary(produce)) and test(/redis/)) \
+     or (package(headwater-queue) and test(/redis/)) \
      or (binary(consuming) and test(/dead_shard|slot_migration|data_loss|lost_replies/)) \
+     or (package(headwater-queue) and kind(lib) and test(/outages|processes/) and not test(/cluster/)) \
+     or (binary(simulation) and test(/crashes_lose_no_message/)) \
      or (binary(assignment) and test(/redis/) and not test(/cluster/)) \
-     or (binary(sessions) and test(/data_loss/) and test(/redis/) and not test(/counted_by_redis/))";
+     or (package(headwater-bus) and test(/redis/) and not test(/counted_by_redis|100_000|during_compactions|retained_events_fit/)) \
+     or binary(redis_is_disposable)";
 /// Those that a server before Redis 7 cannot pass: a full server needs a reserve there (docs/operations.md), and it does not
 /// count the entries that were ever added to a stream.
 const TESTS_SINCE_7: &str = " or test(a_full_server) or (binary(consuming) and test(full_server)) \
