@@ -9,6 +9,8 @@
 
 mod file;
 mod query;
+#[cfg(test)]
+mod scale_tests;
 mod schema;
 mod write;
 
