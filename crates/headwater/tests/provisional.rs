@@ -211,7 +211,10 @@ async fn an_answer_that_needs_an_approval_or_may_need_one_is_never_shown() -> Re
         let mut listener = Listener::open(&server, &ticket).await?;
         let (_, created) = listener.next().await?;
         assert_eq!(created["author"], "user");
-        model.write(4);
+        support::eventually("the call", || !model.requests("case-secret").is_empty()).await?;
+        model.write(1);
+        shows_nothing(&server, &ticket).await?;
+        model.write(3);
         let mut seen = Vec::new();
         if is_posted {
             seen = listener.answer().await?.1;
@@ -228,6 +231,21 @@ async fn an_answer_that_needs_an_approval_or_may_need_one_is_never_shown() -> Re
             !names.contains(&"provisional") && !names.contains(&"withdrawn"),
             "{policy}: {names:?}"
         );
+    }
+    Ok(())
+}
+
+/// Much longer than the pause between two updates of a provisional text.
+const OBSERVE_FOR: Duration = Duration::from_secs(1);
+
+/// Looks for a provisional text while the model is in the middle of its answer: there is none.
+async fn shows_nothing(server: &Server, ticket: &str) -> Result<()> {
+    let path = format!("/api/v1/tickets/{ticket}?provisional=true");
+    let until = tokio::time::Instant::now() + OBSERVE_FOR;
+    while tokio::time::Instant::now() < until {
+        let (_, shown) = server.get(&path).await?;
+        ensure!(shown["provisional"].is_null(), "{shown:#}");
+        tokio::time::sleep(Duration::from_millis(50)).await;
     }
     Ok(())
 }
@@ -262,7 +280,10 @@ async fn text_beside_a_call_that_needs_an_approval_is_never_shown() -> Result<()
     let mut listener = Listener::open(&server, &ticket).await?;
     let (_, asked) = listener.next().await?;
     assert_eq!(asked["author"], "user");
-    model.write(3);
+    support::eventually("the call", || !model.requests("case-approve").is_empty()).await?;
+    model.write(1);
+    shows_nothing(&server, &ticket).await?;
+    model.write(2);
     let path = "/api/v1/drafts?status=pending";
     let page = server.until(path, |_, body| body["drafts"] != json!([])).await?;
     assert!(service.requests("o-1").is_empty(), "not without an approval");
