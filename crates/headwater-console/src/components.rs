@@ -183,7 +183,7 @@ pub(crate) fn table(label: &str, head: &[&str], body: &Markup) -> Markup {
 
 /// Columns of numbers are aligned to the right.
 fn is_count(name: &str) -> bool {
-    const COUNTS: [&str; 20] = [
+    const COUNTS: [&str; 26] = [
         "Events",
         "Recorded",
         "Duplicate",
@@ -204,6 +204,12 @@ fn is_count(name: &str) -> bool {
         "Replays",
         "Keys",
         "Worst lag",
+        "Attempt",
+        "Sent",
+        "Settled",
+        "Failed again",
+        "Left",
+        "Total",
     ];
     COUNTS.contains(&name)
 }

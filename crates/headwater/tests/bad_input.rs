@@ -105,10 +105,14 @@ const CASES: &[(&str, RequiredAccess, Body)] = &[
     (
         "post /api/v1/issues/retry",
         Write,
-        Some(|| json!({"integration": "i", "waiting": true, "cursor": 1})),
+        Some(|| json!({"integration": "i", "error": "e", "waiting": true, "cursor": 1})),
     ),
     ("post /api/v1/issues/{id}/release", Write, None),
-    ("post /api/v1/issues/release", Write, Some(|| json!({"integration": "i", "cursor": 1}))),
+    (
+        "post /api/v1/issues/release",
+        Write,
+        Some(|| json!({"integration": "i", "error": "e", "cursor": 1})),
+    ),
     ("get /api/v1/outbox", Read, None),
     ("get /api/v1/outbox/dead", Read, None),
     ("get /api/v1/outbox/{id}", Read, None),

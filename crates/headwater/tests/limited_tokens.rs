@@ -237,11 +237,22 @@ async fn a_limited_token_sees_and_changes_its_own_integrations() -> Result<()> {
         ("/api/v1/prompts", "prompts", 2, 1),
         ("/api/v1/webhooks", "integrations", 1, 1),
         ("/api/v1/sessions", "sessions", 3, 1),
-        (&format!("/api/v1/search?q={}", ids["issues"]), "results", 1, 0),
         (&format!("/api/v1/search?q={MARK}"), "results", 1, 0),
     ] {
         assert_eq!(count(path, list, SHOP).await?, of_shop, "{path}");
         assert_eq!(count(path, list, WORKS).await?, of_works, "{path}");
+    }
+    // A number may be that of an issue, an event and an outbox row; each is found only by who can see its issue.
+    for (token, expected) in [(SHOP, 1), (WORKS, 0)] {
+        let path = format!("/api/v1/search?q={}", ids["issues"]);
+        let (_, found) = call(&server, "get", &path, token, None).await?;
+        let results = found["results"].as_array().cloned().unwrap_or_default();
+        let issues = results.iter().filter(|one| one["kind"] == "issue").count();
+        assert_eq!(issues, expected, "{found:#}");
+        let of_issue = format!("of issue {}", ids["issues"]);
+        let details = results.iter().filter_map(|one| one["details"].as_str());
+        let is_of = |details: &&str| details.ends_with(&of_issue);
+        assert!(expected == 1 || !details.into_iter().any(|text| is_of(&text)), "{found:#}");
     }
     // Pages follow ids over several integrations.
     let (_, first) = call(&server, "get", "/api/v1/issues?limit=2", SHOP, None).await?;

@@ -169,8 +169,8 @@ fn tiles(overview: &Value) -> Markup {
     let topics = |name: &str| count("topics", name).map(|count| count + more);
     // The budget is one of each integration; the one that has used the most counts.
     let tokens = overview["tokens"]["most_used"].as_u64().map(|most| {
-        let max = overview["tokens"]["max"].as_u64().unwrap_or(0);
-        format!("{} of {}", number(most), number(max))
+        let max = overview["tokens"]["max"].as_u64().unwrap_or(0).max(1);
+        format!("{} %", most.saturating_mul(100) / max)
     });
     let tiles = [
         ("Queued issues", count("issues", "queued"), "/console/issues?status=queued"),
@@ -182,7 +182,7 @@ fn tiles(overview: &Value) -> Markup {
         ("Consumer lag", topics("lag"), "/console/topics"),
         ("Dead letters", topics("dead_letters"), "/console/failures"),
         ("Workers", count("workers", "alive"), "/console/processes"),
-        ("Tokens today, of the budget", tokens, "/console/reports"),
+        ("Token budget used today", tokens, "/console/reports"),
     ];
     html! {
         h2.visually-hidden { "Numbers" }

@@ -53,7 +53,7 @@ pub(crate) async fn list(screen: Screen) -> Response {
             Some("headwater plan create TOPIC --dry-run"),
         ),
         Ok(page) => html! {
-            (table("Replay plans", &["Plan", "State", "What", "Total", "Sent", "Settled", "Failed", "Left", "Created"], &html! {
+            (table("Replay plans", &["Plan", "State", "What", "Total", "Sent", "Settled", "Failed again", "Left", "Created"], &html! {
                 @for plan in items(page, "plans") { (row(plan)) }
             }))
             (pager(&screen, &["state"], &page["next_cursor"]))

@@ -24,7 +24,7 @@ const LIMIT_DEFAULT: usize = 50;
 const LIMIT_MAX: usize = 500;
 
 pub(super) fn routes() -> OpenApiRouter<Operations> {
-    OpenApiRouter::new().routes(routes!(list))
+    OpenApiRouter::new().routes(routes!(delayed))
 }
 
 /// How many.
@@ -62,7 +62,7 @@ pub(crate) struct DelayedMessageDto {
 /// List the messages of a topic that wait for their time, earliest first, each with why it waits.
 #[utoipa::path(get, path = "/topics/{topic}/delayed", tag = "messages", params(("topic" = String, Path), DelayedListQuery),
     responses((status = 200, body = DelayedPage), (status = 404)))]
-async fn list(
+async fn delayed(
     State(operations): State<Operations>,
     PathParams(topic): PathParams<String>,
     QueryParams(query): QueryParams<DelayedListQuery>,
@@ -71,8 +71,8 @@ async fn list(
     let topic = wire_topic(topic);
     let now = SystemClock.now();
     let found = operations.queue().inspect().delayed(&topic, limit).await?;
-    let delayed = found.into_iter().map(|one| to_dto(&topic, one, now)).collect();
-    Ok(Json(DelayedPage { delayed }))
+    let found = found.into_iter().map(|one| to_dto(&topic, one, now)).collect();
+    Ok(Json(DelayedPage { delayed: found }))
 }
 
 fn to_dto(topic: &str, one: DelayedView, now: Timestamp) -> DelayedMessageDto {

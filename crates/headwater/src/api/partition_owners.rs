@@ -25,7 +25,7 @@ const TOPICS_MAX: usize = 50;
 const TOPICS_AT_ONCE: usize = 8;
 
 pub(super) fn routes() -> OpenApiRouter<Operations> {
-    OpenApiRouter::new().routes(routes!(list))
+    OpenApiRouter::new().routes(routes!(owners))
 }
 
 /// Which topics.
@@ -87,7 +87,7 @@ pub(crate) struct OwnedPartitionDto {
 /// List who owns which partition, for all groups of all topics.
 #[utoipa::path(get, path = "/assignment", tag = "groups", params(PartitionOwnersQuery),
     responses((status = 200, body = PartitionOwnersResponse), (status = 404)))]
-async fn list(
+async fn owners(
     State(operations): State<Operations>,
     QueryParams(query): QueryParams<PartitionOwnersQuery>,
 ) -> JsonResult<PartitionOwnersResponse> {

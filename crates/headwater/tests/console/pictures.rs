@@ -16,7 +16,8 @@ async fn pictures_of_the_demo_for_the_documentation() -> Result<()> {
     let folder =
         std::env::var_os("HEADWATER_SCREENSHOTS").context("HEADWATER_SCREENSHOTS is not set")?;
     let dir = ServerDir::new()?;
-    let server = dir.serve(&["--demo"])?;
+    // The demo itself logs only errors; the address is in the log.
+    let server = dir.serve(&["--demo", "--log-level", "info"])?;
     let has_some = |list: &'static str| {
         move |_: u16, page: &Value| page[list].as_array().is_some_and(|all| !all.is_empty())
     };
@@ -45,6 +46,7 @@ async fn pictures_of_the_demo_for_the_documentation() -> Result<()> {
         ("console-overview", "/console?range=15m".to_owned()),
         ("console-ticket", format!("/console/tickets/{ticket}")),
         ("console-failures", "/console/failures".to_owned()),
+        ("console-assignment", "/console/assignment".to_owned()),
     ] {
         reader.open(&path).await?;
         reader.must_be_accessible(&path).await?;

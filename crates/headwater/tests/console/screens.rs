@@ -76,13 +76,7 @@ pub(crate) fn with_data(data: &ConsoleData) -> Vec<(String, Vec<String>)> {
         ),
         (
             "/console/assignment".to_owned(),
-            text(&[
-                "Service",
-                "headwater assign add",
-                "orders / billing",
-                "Partition 3",
-                "no members",
-            ]),
+            text(&["Service", "headwater assign add", "orders / billing", "no members"]),
         ),
         ("/console/assignment?topic=orders".to_owned(), text(&["orders / billing"])),
         (
