@@ -18,7 +18,7 @@ const SCAN_TIME: Duration = Duration::from_secs(3);
 const READ: usize = 500;
 
 /// Messages that are looked at for a neighbour of the same key.
-const NEIGHBOURS_MAX: usize = 1000;
+const NEIGHBOURS_MAX: usize = 200;
 
 /// Maximum characters of a key, header or text to look for.
 const SOUGHT_CHARS_MAX: usize = 1000;
@@ -148,7 +148,7 @@ pub(super) async fn neighbours(
             direction,
             partition: Some(of.partition),
             // The first one is the message itself.
-            limit: NEIGHBOURS_MAX.min(headwater_queue::limits::PAGE_MAX),
+            limit: NEIGHBOURS_MAX,
             cursor: None,
         };
         let page = inspect.messages(topic, &query).await?;

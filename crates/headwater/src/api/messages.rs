@@ -397,9 +397,9 @@ struct MessageShowQuery {
 pub(crate) struct MessageResponse {
     #[serde(flatten)]
     message: MessageDto,
-    /// Entry id of the message with the same key before it, among the 1000 before it in its partition.
+    /// Entry id of the message with the same key before it, among the 200 before it in its partition.
     previous_of_key: Option<String>,
-    /// Entry id of the message with the same key after it, among the 1000 after it in its partition.
+    /// Entry id of the message with the same key after it, among the 200 after it in its partition.
     next_of_key: Option<String>,
 }
 
