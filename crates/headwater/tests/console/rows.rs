@@ -117,7 +117,8 @@ async fn pages_of_a_search_contain_each_message_once() -> Result<()> {
             .filter(|n| n.contains('7'))
             .map(|n| format!("k{n}"))
             .collect();
-        (found.sort(), expected.sort());
+        found.sort();
+        expected.sort();
         ensure!(found == expected, "{} of {}", found.len(), expected.len());
     }
     for wrong in ["text=", "key=&limit=5", "header=a&limit=0", "text=a&limit=1001"] {

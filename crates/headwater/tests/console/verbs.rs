@@ -127,10 +127,8 @@ async fn every_screen_has_its_command() -> Result<()> {
         );
     }
     let rows = lines(&["outbox", "list", "--issue", &issue])?;
-    ensure!(
-        !rows.is_empty() && rows.iter().all(|row| row["issue_id"].to_string() == issue),
-        "{rows:?}"
-    );
+    let of_issue = |row: &Value| row["issue_id"].as_u64() == issue.parse().ok();
+    ensure!(!rows.is_empty() && rows.iter().all(of_issue), "{rows:?}");
     ensure!(lines(&["outbox", "list", "--status", "dead"])?.is_empty());
 
     // Dry runs change nothing.
