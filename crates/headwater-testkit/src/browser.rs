@@ -24,6 +24,8 @@ const START_LIMIT: Duration = Duration::from_secs(60);
 
 /// How long a page may take to load.
 const PAGE_LIMIT: Duration = Duration::from_secs(60);
+/// How long a script may take: axe-core looks at every element of a page, beside the other tests.
+const SCRIPT_LIMIT: Duration = Duration::from_secs(120);
 
 /// Rules of accessibility that are checked: WCAG 2.2, level AA.
 const AXE_TAGS: [&str; 6] =
@@ -90,7 +92,7 @@ impl Browser {
             "browserName": "chrome",
             "goog:chromeOptions": options,
             "goog:loggingPrefs": {"browser": "ALL", "performance": "ALL"},
-            "timeouts": {"pageLoad": PAGE_LIMIT.as_millis()},
+            "timeouts": {"pageLoad": PAGE_LIMIT.as_millis(), "script": SCRIPT_LIMIT.as_millis()},
         });
         let driver = WebDriver::open(port.address(), capabilities).await;
         let driver = driver.context("failed to open the browser")?;

@@ -165,7 +165,8 @@ fn another_program_reads_a_topic_and_adds_a_stream_to_be_assigned() -> Result<()
     let mut cli = CliFixture::embedded();
     cli.direct_args = vec!["--stream-url".to_owned(), redis.url()];
     cli.args = cli.direct_args.clone();
-    cli.stdout(&["topic", "create", "orders", "--partitions", "2"]);
+    let full = ["--entry-format", "full"];
+    cli.stdout(&[&["topic", "create", "orders", "--partitions", "2"][..], &full].concat());
     for key in ["k0", "k1", "k29"] {
         cli.stdout(&["produce", "orders", "--key", key, "--payload", key]);
     }

@@ -80,7 +80,8 @@ impl<'a> Gate<'a> {
             }
         };
         database.query(&format!(
-            "CREATE OR REPLACE FUNCTION gate() RETURNS trigger LANGUAGE plpgsql AS
+            // The server limits how long it waits for a lock.
+            "CREATE OR REPLACE FUNCTION gate() RETURNS trigger LANGUAGE plpgsql SET lock_timeout = 0 AS
                  'BEGIN PERFORM pg_advisory_xact_lock({GATE}); RETURN NEW; END';
              CREATE {begin} FOR EACH ROW WHEN (NEW.status = '{status}') EXECUTE FUNCTION gate()"
         ))?;

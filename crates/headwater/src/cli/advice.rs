@@ -81,10 +81,11 @@ pub(crate) fn print_parse_error(error: &clap::Error) -> ExitCode {
     let path = args::path_of(std::env::args().skip(1));
     let command = NamedObjects { path: path.clone(), ..NamedObjects::default() }.command();
     let similar = match (error.kind(), error.get(ContextKind::SuggestedSubcommand)) {
-        (ErrorKind::InvalidSubcommand, Some(similar)) => format!(" {similar}"),
+        (ErrorKind::InvalidSubcommand, Some(similar)) => format!(", {similar}"),
         _ => String::new(),
     };
-    let similar = similar.split(", ").next().unwrap_or_default();
+    // The most similar one is last.
+    let similar = similar.rsplit_once(", ").map_or_else(String::new, |(_, it)| format!(" {it}"));
     print_lines(&message, Some(&format!("{command}{similar} --help")));
     eprintln!("{}", args::usage(&path));
     code

@@ -86,7 +86,7 @@ const METRICS: &[(&str, &str)] = &[
     ),
     (
         "headwater_tool_calls_total",
-        "tool calls, by `tool` and `result`: `ok`, `failed` (not carried out), `unknown` (no outcome), `planned` (waits for an approval), `invalid` (arguments), `known` (made before)",
+        "tool calls, by `tool` and `result`: `ok`, `failed` (not carried out), `unknown` (no outcome), `planned` (waits for an approval), `invalid` (arguments), `known` (made before), `stopped` (not made, because the tool fails)",
     ),
     (
         "headwater_prompt_read_failures_total",

@@ -243,7 +243,8 @@ impl PlanRunner {
                 }
             }
         }
-        if held.renewed.elapsed() >= RENEW_EVERY {
+        // The problem is over only now: a recovery without letters asks no stream.
+        if plan.problem.is_some() || held.renewed.elapsed() >= RENEW_EVERY {
             self.save(&plan, held, PlanUpdate::default()).await?;
         }
         Ok(true)
@@ -258,9 +259,6 @@ impl PlanRunner {
         let rest = self.store_entries(plan, held, unsent, SendMode::Look).await?;
         if plan.state == PlanState::Running {
             self.store_entries(plan, held, rest, SendMode::Send).await?;
-        }
-        if plan.problem.take().is_some() {
-            self.save(plan, held, PlanUpdate::default()).await?;
         }
         Ok(())
     }
