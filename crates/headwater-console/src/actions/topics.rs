@@ -111,7 +111,7 @@ fn kept(form: &FormFields) -> (Value, String) {
     let (mut body, mut words) = (json!({}), Vec::new());
     let hours = form.get("hours").trim();
     if !hours.is_empty() {
-        // A number that is none is refused by the API.
+        // The API rejects what is not a number.
         body["age_ms"] = hours
             .parse::<u64>()
             .map_or(hours.into(), |hours| hours.saturating_mul(3_600_000).into());

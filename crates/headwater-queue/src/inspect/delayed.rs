@@ -15,7 +15,7 @@ use crate::topic::{Partition, Topic};
 pub struct DelayedView {
     /// When it is due.
     pub due_at: Timestamp,
-    /// The partition that it goes to; `None` if another program named a stream that is none of the topic's.
+    /// The partition that it goes to; `None` if another program named a stream that does not belong to the topic.
     pub partition: Option<Partition>,
     /// The group that it is retried for; `None` if it was sent with a delay.
     pub group: Option<String>,
